@@ -40,9 +40,14 @@ class Card(NamedTuple):
 
 
 def _card(
-    group: str, name: str, gibibytes: float, gb_per_s: float, link_gb_per_s: float, teraflops: Mapping[str, float],
+    group: str,
+    name: str,
+    gibibytes: float,
+    gb_per_s: float,
+    link_gb_per_s: float,
+    teraflops: Mapping[str, float],
     pattern: str | None = None,
-) -> Card:  # fmt: skip
+) -> Card:
     rates = Rates({dtype: rate * 1e12 for dtype, rate in teraflops.items()}, gb_per_s * 1e9)
     exact = rf"\b{re.escape(name.removeprefix('NVIDIA '))}$"
     return Card(group, name, int(gibibytes * 2**30), link_gb_per_s * 1e9, rates, pattern or exact)

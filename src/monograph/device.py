@@ -91,7 +91,8 @@ def default_device() -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", torch.cuda.current_device())
-    (major, minor), archs = torch.cuda.get_device_capability(device), torch.cuda.get_arch_list()
+    major, minor = torch.cuda.get_device_capability(device)
+    archs = torch.cuda.get_arch_list()
     oldest = min((int(match[1]) for arch in archs if (match := re.match(r"sm_(\d+)", arch))), default=0)
     if 10 * major + minor < oldest:
         raise UsageError(
@@ -105,7 +106,8 @@ def describe(device: torch.device | None = None) -> Device:
     """Return a description of `device`, by default of `default_device()`; nothing is measured."""
     device = default_device() if device is None else device
     if device.type == "cuda":
-        name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        name = torch.cuda.get_device_name(device)
+        capability = torch.cuda.get_device_capability(device)
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
         rates = card_rates(name)
         return Device(
@@ -196,7 +198,8 @@ def _host_memory() -> tuple[int, int]:
     total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     available = re.search(r"^MemAvailable:\s+(\d+) kB", _read("/proc/meminfo"), re.MULTILINE)
     free_bytes = int(available[1]) * 1024 if available else total_bytes
-    limit, used = _read("/sys/fs/cgroup/memory.max"), _read("/sys/fs/cgroup/memory.current")
+    limit = _read("/sys/fs/cgroup/memory.max")
+    used = _read("/sys/fs/cgroup/memory.current")
     if limit.isdigit() and used.isdigit():
         total_bytes = min(total_bytes, int(limit))
         free_bytes = min(free_bytes, max(0, int(limit) - int(used)))

@@ -61,7 +61,9 @@ class Engine:
         """
         if micro_batch is not None and not COUNT.holds(micro_batch):
             raise UsageError(f"micro_batch = {micro_batch!r}: expected rows, at least 1, or None for all at once")
-        self._make_step, self._members, self._recomputes = make, members, recomputes
+        self._make_step = make
+        self._members = members
+        self._recomputes = recomputes
         self.micro_batch = micro_batch
         self._row_dim = 0 if members is None else 1
         # Rows of the micro-batches that the captured step was called with; another number is one more graph, which is
@@ -108,7 +110,8 @@ class Engine:
                     return loss_sum.sum(), count.sum()
 
             with buffers_kept(self.step.loss):
-                tried, targets = trial(self.step.model, loss), self.step.layout.targets(self.step, batch)
+                tried = trial(self.step.model, loss)
+                targets = self.step.layout.targets(self.step, batch)
             if targets is not None and not math.isclose(float(targets.sum()), tried.count, rel_tol=1e-4):
                 raise InputRefused(
                     f"the loss's count(batch) is {float(targets.sum()):g}, but its call counts {tried.count:g}: let "
@@ -311,7 +314,9 @@ class Engine:
             counter.copy_(saved)
 
     def _micro_batches(self, window: Batch) -> Iterator[Batch]:
-        rows, dim, size = self._rows(window), self._row_dim, self._size(window)
+        rows = self._rows(window)
+        dim = self._row_dim
+        size = self._size(window)
         if rows % size:
             self._require_empty_rows_add_nothing(window, size)
         for start in range(0, rows, size):

@@ -12,9 +12,11 @@ Warn = Callable[[str], None]  # shows a line about something that stops nothing
 _LONGEST = 1500  # characters; a longer message, which may quote a file, is shortened
 # Messages of torch, oneDNN and Python when the host's memory, or the process's memory limit, is used up.
 _HOST_IS_FULL = (
-    "can't allocate memory", "could not create a primitive", "could not create a memory object",
+    "can't allocate memory",
+    "could not create a primitive",
+    "could not create a memory object",
     "can't start new thread",
-)  # fmt: skip
+)
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

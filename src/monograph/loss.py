@@ -68,7 +68,8 @@ class TokenLoss:
         shares = {"shares": batch[SHARES]} if SHARES in batch else {}
         taught = self.taught(batch)
         hidden_ND, head = hidden_of(model, batch, **shares)
-        targets_N, rows = batch["targets"].flatten(), rows_of(head)
+        targets_N = batch["targets"].flatten()
+        rows = rows_of(head)
         return self.head(hidden_ND, head.weight, targets_N, impl=self.impl, rows=rows, **taught)
 
     def taught(self, batch: Batch) -> dict[str, Any]:
@@ -116,7 +117,9 @@ class MixtureLoss(TokenLoss):
         """Take the teachers, and freeze them."""
         super().__init__()
         self.teachers = tuple(teacher.requires_grad_(False).train(False) for teacher in teachers)
-        self.share, self.digest, self.head = share, digest, mixture_cross_entropy
+        self.share = share
+        self.digest = digest
+        self.head = mixture_cross_entropy
 
     def taught(self, batch: Batch) -> dict[str, Any]:
         """Return the teachers' hidden states and heads, if a gradient is taken."""

@@ -48,7 +48,8 @@ class Terminal:
     """A wrapper of a terminal's text stream that makes all text visible, except the text that `own` writes."""
 
     def __init__(self, stream: Any) -> None:
-        self._stream, self.own = stream, stream.write
+        self._stream = stream
+        self.own = stream.write
 
     def write(self, text: str) -> int:
         """Write a text of any origin."""

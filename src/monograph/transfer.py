@@ -38,7 +38,9 @@ NARROWEST = 256
 MULTIPLE = 8  # the feed-forward width stays a multiple of this, for the matrix units
 MOST_APART = 0.1  # largest relative difference of two shapes' ratios
 
-_EMBEDDING, _HEAD, _FINAL_GAIN = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+_EMBEDDING = "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
+_FINAL_GAIN = "model.norm.weight"
 _MATRICES = {
     *(f"self_attn.{name}_proj.weight" for name in "qkvo"),
     *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
@@ -49,9 +51,16 @@ _GAINS = {
 }
 _BIASES = {f"self_attn.{name}_proj.bias" for name in "qkvo"}
 _MAY_DIFFER = {
-    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "initializer_range",
-    "attention_dropout", "pad_token_id", "bos_token_id", "eos_token_id",
-}  # fmt: skip
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "initializer_range",
+    "attention_dropout",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+}
 
 
 class Factors(NamedTuple):

@@ -4,6 +4,14 @@ from monograph.checkpointing.folder import Checkpoint, CheckpointDamaged, is_gon
 from monograph.checkpointing.rotation import candidates, newest, remove_leftovers, save
 
 __all__ = [
-    "Checkpoint", "CheckpointDamaged", "candidates", "is_gone", "load", "load_state", "newest", "remove_leftovers",
-    "save", "verify",
-]  # fmt: skip
+    "Checkpoint",
+    "CheckpointDamaged",
+    "candidates",
+    "is_gone",
+    "load",
+    "load_state",
+    "newest",
+    "remove_leftovers",
+    "save",
+    "verify",
+]

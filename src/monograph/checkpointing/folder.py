@@ -47,7 +47,8 @@ class LargeFile(Mapping[str, Tensor]):
         """
         self._file = os.dup(descriptor)
         weakref.finalize(self, os.close, self._file)
-        self._entries, self._start = {entry.name: entry for entry in entries}, start
+        self._entries = {entry.name: entry for entry in entries}
+        self._start = start
         self._block = functools.lru_cache(KEPT_BLOCKS)(functools.partial(read, self._file))
 
     def __iter__(self) -> Iterator[str]:
@@ -59,7 +60,8 @@ class LargeFile(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         entry = self._entries[name]
         tensor = torch.empty(entry.shape, dtype=entry.dtype)
-        target, at = tensor_layout.bytes_of(tensor), self._start + entry.begin
+        target = tensor_layout.bytes_of(tensor)
+        at = self._start + entry.begin
         done = 0
         while done < len(target):
             index, offset = divmod(at + done, blocks.BLOCK_BYTES)
@@ -74,7 +76,10 @@ class LargeFile(Mapping[str, Tensor]):
         return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
 
 
-MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"
+MODEL = "model.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+STATE = "state.json"
+MANIFEST = "MANIFEST.json"
 FORMAT = "monograph-checkpoint-1"
 LARGE_BYTES = 2**30  # above this size tensors are read one by one, so that the file is never in memory as a whole
 # A checkpoint's folder has this suffix for the moment in which its successor of the same update takes its place.
@@ -106,7 +111,9 @@ class CheckpointDamaged(InputRefused):
 
     def __init__(self, file: Path, expected: str, actual: str) -> None:
         super().__init__(f"{file}: expected {expected}, found {actual}")
-        self.file, self.expected, self.actual = file, expected, actual
+        self.file = file
+        self.expected = expected
+        self.actual = actual
 
 
 @dataclass(frozen=True)
@@ -223,7 +230,8 @@ def _parse(path: Path, data: bytes) -> Manifest:
         # The names come from this list and never from the manifest, which so cannot make other files be opened.
         files = {name: FileEntry(**content["files"][name]) for name in (MODEL, OPTIMIZER, STATE)}
         manifest = Manifest(content["run"], content["update"], files)
-        stated, canonical = content["root"], manifest.encode()
+        stated = content["root"]
+        canonical = manifest.encode()
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointDamaged(path, "a manifest", f"something else ({type(error).__name__}: {error})") from error
     if data != canonical:
@@ -277,7 +285,8 @@ def _read_block(path: Path, entry: FileEntry, descriptor: int, index: int) -> by
     """Return one block of the open file, checked against its digest."""
     with readable(path):
         content = os.pread(descriptor, blocks.BLOCK_BYTES, index * blocks.BLOCK_BYTES)
-    expected, actual = list(entry.sha256), list(entry.sha256)
+    expected = list(entry.sha256)
+    actual = list(entry.sha256)
     actual[index] = hashlib.sha256(content).hexdigest()
     _require(path, expected, actual)
     return content

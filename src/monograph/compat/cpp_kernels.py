@@ -60,9 +60,12 @@ def _file(sources: dict[str, _Source], template: str) -> str:
     headers = dict.fromkeys(line for code in lines.values() for line in code if line.startswith("#include"))
     opening = "static PyMethodDef py_methods[] = {{"  # an entry, which torch 2.15 writes otherwise, then an empty one
     reading, binding, table, end = _cut(template, "static PyObject* {entry_func}_py", opening, "{{NULL, NULL")
-    code, bindings, entries = [*headers], [reading.format(entry_func="kernels", extra_parse_arg="")], []
+    code = [*headers]
+    bindings = [reading.format(entry_func="kernels", extra_parse_arg="")]
+    entries = []
     for number, source in enumerate(sources.values()):
-        name, types = f"kernel_{number}", [kind.replace("const ", "") for kind in source.argument_types]
+        name = f"kernel_{number}"
+        types = [kind.replace("const ", "") for kind in source.argument_types]
         own = "\n".join(line for line in lines[number] if line not in headers)
         code.append(
             f"#define kernel {name}\nnamespace in_{name} {{\n{own}\n}}\n#undef kernel\nusing in_{name}::{name};"

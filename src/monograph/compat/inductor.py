@@ -42,12 +42,14 @@ def _cut_off(path: Path) -> bool:
     """Return whether a file is no complete 64-bit ELF file, whose section table comes last."""
     try:
         with path.open("rb") as file:
-            header, size = file.read(64), os.fstat(file.fileno()).st_size
+            header = file.read(64)
+            size = os.fstat(file.fileno()).st_size
     except OSError:
         return False
     if len(header) < 64:
         return True
-    begin, (entry, count) = struct.unpack_from("<Q", header, 40)[0], struct.unpack_from("<HH", header, 58)
+    begin = struct.unpack_from("<Q", header, 40)[0]
+    entry, count = struct.unpack_from("<HH", header, 58)
     return header[:4] != b"\x7fELF" or size < begin + entry * count
 
 
@@ -217,7 +219,8 @@ def make_again(graph: Any) -> None:
     products = {torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.ops.aten.baddbmm}
     inputs = graph.find_nodes(op="placeholder")
     codes = [node for node in inputs if getattr(node.meta.get("val"), "dtype", None) in (torch.int8, torch.uint8)]
-    again, waiting = set[Any](), [user for node in codes for user in node.users]
+    again = set[Any]()
+    waiting = [user for node in codes for user in node.users]
     while waiting:
         node = waiting.pop()
         if node.op != "call_function" or node in again or getattr(node.target, "overloadpacket", None) in products:
@@ -235,7 +238,8 @@ def keep_once(graph: Any) -> None:
     """
     from torch._functorch.partitioners import get_default_op_list
 
-    write, operators = torch.ops.aten.copy_.default, get_default_op_list()
+    write = torch.ops.aten.copy_.default
+    operators = get_default_op_list()
     copies = graph.find_nodes(op="call_function", target=write)
     reading = [node.args[0] for node in copies if node.args[0].op == "placeholder"]
     while reading:

@@ -66,7 +66,9 @@ class Batches(Iterator[Batch]):
             raise UsageError("there are no rows to draw from: nothing was held out")
         self.rows_per_window = int(tokens_per_update // rows.sequence_length)
         self.rows_consumed = start
-        self._rows, self._seed, self._pin = rows, int(seed), pin
+        self._rows = rows
+        self._seed = int(seed)
+        self._pin = pin
         self.skip = tuple((int(begin), int(end)) for begin, end in skip)
         passed_over = sum(end - begin for begin, end in self.skip)
         self._end = None if epochs is None else epochs * rows.per_epoch + passed_over
@@ -121,5 +123,6 @@ def in_order(rows: Rows, indices_N: NDArray[np.int64], batch_rows: int) -> Itera
     """Yield the rows with these indices in batches [batch_rows, T]; rows without targets fill up the last batch."""
     for begin in range(0, len(indices_N), batch_rows):
         chosen = indices_N[begin : begin + batch_rows]
-        window, missing = rows.window(chosen), rows.empty(batch_rows - len(chosen))
+        window = rows.window(chosen)
+        missing = rows.empty(batch_rows - len(chosen))
         yield _tensors({key: np.concatenate([values, missing[key]]) for key, values in window.items()})

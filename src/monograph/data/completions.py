@@ -60,7 +60,8 @@ class Completions:
     """A converter of records to rows, like `monograph.data.loss_mask.Answers`, which does it for chats."""
 
     def __init__(self, tokenizer: Tokenizer, how: Answering) -> None:
-        self._tokenizer, self._longest = tokenizer, how.longest
+        self._tokenizer = tokenizer
+        self._longest = how.longest
 
     def row(self, text: str) -> Row:
         """Return the row of a record's text.

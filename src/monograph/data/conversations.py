@@ -143,8 +143,10 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
         raise Unusable("no conversation", f"has none of the keys messages, conversations, {PROMPT} and {COMPLETION}")
     form = next(iter(forms[0].needs))
     if form == PROMPT:
-        prompt, completion = _side(record, PROMPT, "user"), _side(record, COMPLETION, "assistant")
-        messages, trained_from = prompt + completion, len(prompt)
+        prompt = _side(record, PROMPT, "user")
+        completion = _side(record, COMPLETION, "assistant")
+        messages = prompt + completion
+        trained_from = len(prompt)
     else:
         messages = read_messages(record[form], form)
         require_copy(record.get(PROMPT), messages)

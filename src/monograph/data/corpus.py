@@ -170,7 +170,8 @@ def corpus(
     """
     _check_settings(packing, bad_records, answers, too_long, sequence_length)
     sequence_length = int(sequence_length)  # json cannot write numpy's integers
-    asked, held_out = parse(tokenizer, vocab_size), float(held_out)
+    asked = parse(tokenizer, vocab_size)
+    held_out = float(held_out)
     with temporary_folder() as spool:
         sources = find(source, spool, progress, weights)
         how = Answering(answers == "every", too_long == "truncate", sequence_length)
@@ -188,7 +189,8 @@ def _packed(request: Request, stored: Stored, sequence_length: int, packing: str
     Raises:
         InputRefused: there are too few tokens.
     """
-    sources, weights = request.text, [file.weight for file in request.text.files]
+    sources = request.text
+    weights = [file.weight for file in request.text.files]
     train, held = _rows(stored, weights, sequence_length, packing == "packed")
     _check_size(sources.name, stored, train, held, request.held_out)
     decisive = [*request.sources, stored.tokenizer.hash, sequence_length, packing, weights]
@@ -293,7 +295,10 @@ def _skipped_note(sources: Sources) -> str | None:
     return f"skipped: {path} ({reason}){more}"
 
 
-_TRAINED, _CONTEXT, _BORDER, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[36m", "\x1b[0m"
+_TRAINED = "\x1b[32m"
+_CONTEXT = "\x1b[2m"
+_BORDER = "\x1b[36m"
+_PLAIN = "\x1b[0m"
 
 
 def render_row(corpus: Corpus, row_index: int, colour: bool) -> str:
@@ -309,11 +314,14 @@ def render_row(corpus: Corpus, row_index: int, colour: bool) -> str:
     rows, tokenizer = corpus.train, corpus.tokenizer
     if not 0 <= row_index < len(rows):
         raise UsageError(f"row {row_index}: the corpus has rows 0 to {len(rows) - 1}")
-    row, length = rows.row(row_index), rows.sequence_length
-    trained, pieces = int((row["targets"] != IGNORE).sum()), rows.pieces(row_index)
+    row = rows.row(row_index)
+    length = rows.sequence_length
+    trained = int((row["targets"] != IGNORE).sum())
+    pieces = rows.pieces(row_index)
     filled = sum(piece.length for piece in pieces) / length
     head = f"row {row_index:,} of {len(rows):,}: {_counted(length, 'position')}, {trained} trained"
-    lines, column = [f"{head}, {_counted(len(pieces), 'piece')}, {filled:.1%} filled"], 0
+    lines = [f"{head}, {_counted(len(pieces), 'piece')}, {filled:.1%} filled"]
+    column = 0
     for piece in pieces:
         place = slice(column, column + piece.length)
         inputs, targets = row["tokens"][place], row["targets"][place]
@@ -339,7 +347,8 @@ def _runs(tokenizer: Tokenizer, ids: list[int], trained: list[bool], colour: boo
     shown, begin = "", 0
     for is_target, run in groupby(trained):
         end = begin + len(list(run))
-        text, begin = _text(tokenizer, ids[begin:end]), end
+        text = _text(tokenizer, ids[begin:end])
+        begin = end
         code = _TRAINED if is_target else _CONTEXT
         shown += _painted(text, code, True) if colour else text if is_target else f"[{text}]"
     return shown

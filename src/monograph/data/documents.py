@@ -90,14 +90,16 @@ def split(files: Sequence[SourceFile], bucket_bytes: NDArray[np.int64], fraction
     alone = [group for group, members in groups.items() if not any(files[index].has_near_copies for index in members)]
     order = sorted(alone or groups, key=lambda group: fingerprint(group.encode()))
     held, enough = _taken(order, sizes, budget)
-    cuts, notes = [file.size for file in files], []
+    cuts = [file.size for file in files]
+    notes = []
     if enough:
         for index in chain.from_iterable(groups[group] for group in held):
             cuts[index] = 0
     else:
         largest = groups[max(order, key=sizes.__getitem__)]
         for index in largest:
-            file, tail = files[index], budget // len(largest)
+            file = files[index]
+            tail = budget // len(largest)
             cuts[index] = cut_position(file.path, max(1, file.size - tail), file.size)
             if cuts[index] < file.size:
                 end = f"the last {file.size - cuts[index]:,} bytes of {file.name}"
@@ -109,7 +111,8 @@ def split(files: Sequence[SourceFile], bucket_bytes: NDArray[np.int64], fraction
 def _held_buckets(bucket_bytes: NDArray[np.int64], fraction: float) -> tuple[NDArray[np.bool_], tuple[str, ...]]:
     order = np.flatnonzero(bucket_bytes).tolist()
     sizes = {bucket: int(bucket_bytes[bucket]) for bucket in order}
-    total, notes = sum(sizes.values()), tuple[str, ...]()
+    total = sum(sizes.values())
+    notes = tuple[str, ...]()
     held, enough = _taken(order, sizes, math.floor(fraction * total))
     if not enough and len(order) > 1:
         held = held or {min(order, key=sizes.__getitem__)}
@@ -218,7 +221,9 @@ def survey(files: Sequence[SourceFile], reading: Reading, meter: Meter) -> Surve
     bucket_bytes = np.zeros(BUCKETS, dtype=np.int64)
     unusable: set[int] = set()
     skipped: Counter[str] = Counter()
-    first_bad, records, keys = "", 0, reading.keys()
+    first_bad = ""
+    records = 0
+    keys = reading.keys()
     for index, file in enumerate(files):
         if not file.has_records:
             continue
@@ -243,7 +248,8 @@ def survey(files: Sequence[SourceFile], reading: Reading, meter: Meter) -> Surve
             if not reading.skip_bad:
                 raise
             # The records before the damage may be damaged, too.
-            bucket_bytes, reasons = before, Counter({"damaged file": 1})
+            bucket_bytes = before
+            reasons = Counter({"damaged file": 1})
             first_bad = first_bad or f"{file.path}: {error.fault}"
             unusable.add(index)
         skipped += reasons

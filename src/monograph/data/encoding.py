@@ -55,7 +55,8 @@ def ahead(items: Iterator[Item], count: int) -> Generator[Item, None, None]:
 # With more text the merges hardly change, while the time to count words grows.
 TOKENIZER_SAMPLE_BYTES = 1 << 27
 SIDES = ("train", "held_out")
-_BATCH_CHARS, _READ_AHEAD = 1 << 19, 2
+_BATCH_CHARS = 1 << 19
+_READ_AHEAD = 2
 # Batches encoded at once. While the tokenizers library converts one batch's results in a single thread that holds
 # Python's lock, its own threads work on the other batch.
 _ENCODERS = 2
@@ -85,7 +86,8 @@ def train_tokenizer(
     Returns:
         The tokenizer, and notes for the user if it is not as requested.
     """
-    fed_bytes, stop = 0, threading.Event()
+    fed_bytes = 0
+    stop = threading.Event()
 
     def fed() -> Iterator[str]:
         nonlocal fed_bytes
@@ -108,7 +110,8 @@ def train_tokenizer(
                 meter.add(min(fed_bytes, meter.total or 0) - meter.done)
         finally:
             stop.set()
-    tokenizer, notes = training.result(), []
+    tokenizer = training.result()
+    notes = []
     meter.finish()
     if documents.train_bytes > TOKENIZER_SAMPLE_BYTES:
         notes = [f"the tokenizer was trained on {TOKENIZER_SAMPLE_BYTES >> 20} MiB of the text"]
@@ -137,11 +140,15 @@ class SideWriter:
             return stack.enter_context(ShardWriter(stem.with_suffix(suffix), dtype))
 
         self.tokens = shard(".tokens", token_dtype(tokenizer.vocab_size))
-        self._starts, self._records = shard(".starts"), shard(".records")
+        self._starts = shard(".starts")
+        self._records = shard(".records")
         self._answers = shard(".answers") if conversations else None
-        self._bos, self._eos, self._tokenizer = tokenizer.bos_id, tokenizer.eos_id, tokenizer
+        self._bos = tokenizer.bos_id
+        self._eos = tokenizer.eos_id
+        self._tokenizer = tokenizer
         self._document: Document | None = None
-        self.bytes, self.counts = 0, [0] * files
+        self.bytes = 0
+        self.counts = [0] * files
         self._pending: tuple[list[int], list[int], list[int]] = ([], [], [])
 
     def add(self, document: Document, ids: list[int]) -> None:
@@ -158,7 +165,8 @@ class SideWriter:
     def add_row(self, document: Document, row: Row) -> None:
         """Add a row of a conversation, and the spans that are trained on."""
         assert self._answers is not None
-        begin, ids = self.tokens.count, np.array(row.ids, dtype=np.int64)
+        begin = self.tokens.count
+        ids = np.array(row.ids, dtype=np.int64)
         self._starts.append(np.array([begin], dtype=np.int64))
         self._records.append(np.array([document.record], dtype=np.int64))
         self._answers.append(begin + np.array(row.spans, dtype=np.int64).reshape(-1))
@@ -242,7 +250,9 @@ def encode_conversations(
     assert reading.answering is not None
     if reading.plain:
         return _encode_completions(documents, files, tokenizer, folder, meter)
-    answers, skipped, first_bad = Answers(tokenizer, reading.answering), Counter[str](), ""
+    answers = Answers(tokenizer, reading.answering)
+    skipped = Counter[str]()
+    first_bad = ""
     with ExitStack() as stack:
         sides = {side: SideWriter(folder / side, tokenizer, len(files), stack, conversations=True) for side in SIDES}
         for document in documents:
@@ -276,8 +286,10 @@ def _encode_completions(
     """Do as `encode_conversations`, for prompts and completions that no chat template renders."""
     reading = documents.reading
     assert reading.answering is not None
-    completions, spelled = Completions(tokenizer, reading.answering), Spelled(tokenizer)
-    skipped, first_bad = Counter[str](), ""
+    completions = Completions(tokenizer, reading.answering)
+    spelled = Spelled(tokenizer)
+    skipped = Counter[str]()
+    first_bad = ""
     with ExitStack() as stack:
         sides = {side: SideWriter(folder / side, tokenizer, len(files), stack, conversations=True) for side in SIDES}
         for document in documents:
@@ -326,7 +338,8 @@ def _line_lost(tokenizer: Tokenizer, file: SourceFile) -> int:
         if tokenizer.loss(part, inside):
             lines = enumerate(StringIO(part, newline="\n"))
             return number + next((n for n, line in lines if tokenizer.loss(line, inside or n > 0)), 0)
-        number, inside = number + part.count("\n"), True
+        number = number + part.count("\n")
+        inside = True
     return number
 
 
@@ -348,7 +361,8 @@ def _batches(documents: Iterable[Document]) -> Iterator[Batch]:
             chars += len(text)
             if chars >= _BATCH_CHARS:
                 yield Batch(parts, begin + done)
-                parts, chars = [], 0
+                parts = []
+                chars = 0
         begin += document.bytes
     if parts:
         yield Batch(parts, begin)

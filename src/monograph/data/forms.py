@@ -15,9 +15,17 @@ from monograph.data.records import EMPTY, Unusable, short
 from monograph.errors import InputRefused
 
 TEXT = "text"
-MESSAGES, SHARED, PROMPT, COMPLETION = "messages", "conversations", "prompt", "completion"
-CHOSEN, REJECTED, LABEL = "chosen", "rejected", "label"
-SYSTEM, TOOLS, DOCUMENTS, VARIABLES = "system", "tools", "documents", "chat_template_kwargs"
+MESSAGES = "messages"
+SHARED = "conversations"
+PROMPT = "prompt"
+COMPLETION = "completion"
+CHOSEN = "chosen"
+REJECTED = "rejected"
+LABEL = "label"
+SYSTEM = "system"
+TOOLS = "tools"
+DOCUMENTS = "documents"
+VARIABLES = "chat_template_kwargs"
 FUNCTIONS = "functions"
 TEACHER_PROMPT = "teacher_prompt"  # of a prompt to reward: what a teacher reads in place of the prompt
 ASKED = (MESSAGES, SHARED, PROMPT)  # if data.text_key is one of these, it asks for conversations under this key

@@ -91,7 +91,8 @@ class Answers:
                 token after an answer.
         """
         answers = conversation.answers if self._how.every else conversation.answers[-1:]
-        template, variables = self._template(conversation), conversation.template_variables
+        template = self._template(conversation)
+        variables = conversation.template_variables
         try:
             messages = for_template(template, conversation.messages, self.counts, **variables)
         except (Unread, Unspeakable) as refused:
@@ -113,7 +114,8 @@ class Answers:
 
     def notes(self, skipped: Mapping[str, int], first_bad: str) -> tuple[str, ...]:
         """Return notes for the user on all conversations so far, including {reason: count} of the `skipped` ones."""
-        counts, lines = self.counts, skipped_notes(skipped, first_bad)
+        counts = self.counts
+        lines = skipped_notes(skipped, first_bad)
         if counts["truncated"]:
             lines.append(f"turns were left out before {counts['truncated']:,} of {counts['answers']:,} answers to fit")
         lines += unread_notes(counts)
@@ -171,7 +173,8 @@ class Answers:
             raise _unusable(refused) from None
         if not whole.startswith(prompt):
             raise InputRefused(_parting(prompt, whole, marker))
-        before, all_ids = self._encoder.ids(prompt, marker), self._encoder.ids(whole, marker)
+        before = self._encoder.ids(prompt, marker)
+        all_ids = self._encoder.ids(whole, marker)
         after = all_ids[len(before) :]
         if all_ids[: len(before)] != before:
             # A token spans the end of the prompt. At inference the prompt is encoded alone, so the answer is, too.
@@ -200,7 +203,8 @@ class Answers:
 
     def _compare_tags(self, marked: str, prompt: str, trained: Sequence[int]) -> None:
         _, *parts = marked.split(_OPEN)
-        inside, at = "", marked.index(_OPEN) if parts else 0
+        inside = ""
+        at = marked.index(_OPEN) if parts else 0
         for part in parts:
             tagged, _, rest = part.partition(_CLOSE)
             inside += tagged[max(0, len(prompt) - at) :]
@@ -221,20 +225,25 @@ class _Encoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._text, self._ids = "", list[int]()
+        self._text = ""
+        self._ids = list[int]()
         self._ends: list[tuple[int, int]] = []  # characters and ids up to and including each special token
 
     def ids(self, text: str, marker: str) -> list[int]:
         """Return the ids of a rendered chat, the same as those of `Tokenizer.encode_rendered`."""
         encode = self._tokenizer.encode_between
         at, count = next((end for end in reversed(self._ends) if text.startswith(self._text[: end[0]])), (0, 0))
-        ids, ends, shared = self._ids[:count], [end for end in self._ends if end[1] <= count], at
+        ids = self._ids[:count]
+        ends = [end for end in self._ends if end[1] <= count]
+        shared = at
         for start, end, index in self._tokenizer.controls(text[shared:]):
             ids += [*encode(text[at : shared + start].replace(marker, ""), ids), index]
             at = shared + end
             ends.append((at, len(ids)))
         ids += encode(text[at:].replace(marker, ""), ids)
-        self._text, self._ids, self._ends = text, ids, ends
+        self._text = text
+        self._ids = ids
+        self._ends = ends
         return list(ids)
 
 
@@ -263,7 +272,8 @@ def _lead(messages: Sequence[Message]) -> int:
 
 def _parting(prompt: str, whole: str, marker: str) -> str:
     """Return the reason to refuse a conversation that does not begin with an answer's prompt."""
-    prompt, whole = prompt.replace(marker, ""), whole.replace(marker, "")
+    prompt = prompt.replace(marker, "")
+    whole = whole.replace(marker, "")
     at = len(os.path.commonprefix([prompt, whole]))
     begin = max(0, at - _SHOWN_CHARS // 2)
     asked, written = prompt[begin : at + _SHOWN_CHARS], whole[begin : at + _SHOWN_CHARS]

@@ -76,9 +76,11 @@ def message_of(
     if not isinstance(value, dict):
         raise Unusable("no message", f"{where} is {KINDS[type(value)]}, not an object with a role and a content")
     message = _without_nulls(value)
-    role_key, known = "role", list(roles or ())
+    role_key = "role"
+    known = list(roles or ())
     if "role" not in message and "from" in message:
-        role_key, known = "from", [*_SHARED_ROLES, *known]
+        role_key = "from"
+        known = [*_SHARED_ROLES, *known]
         message = _from_shared(message)
     role = message.get("role")
     if not isinstance(role, str) or (roles is not None and role not in roles):

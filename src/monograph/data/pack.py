@@ -57,7 +57,9 @@ def plan_rows(
         parts: number of documents of each part, in order.
         folder: the folder for a large plan, which is stored in unnamed files that vanish with it.
     """
-    rows_of_parts, inputs, first = [], 0, 0
+    rows_of_parts = []
+    inputs = 0
+    first = 0
     with _Column(folder) as starts, _Column(folder) as lengths, _Column(folder) as offsets:
         offsets.append(np.zeros(1, dtype=np.int64))
         for documents in parts:
@@ -66,7 +68,8 @@ def plan_rows(
                 ends_R = np.arange(1, len(starts_P) + 1)
                 if packed:
                     row_P = best_fit_decreasing(lengths_P, sequence_length)
-                    order_P, ends_R = np.argsort(row_P, kind="stable"), np.cumsum(np.bincount(row_P))
+                    order_P = np.argsort(row_P, kind="stable")
+                    ends_R = np.cumsum(np.bincount(row_P))
                     starts_P, lengths_P = starts_P[order_P], lengths_P[order_P]
                 offsets.append(starts.count + ends_R)
                 starts.append(starts_P)

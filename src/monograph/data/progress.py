@@ -18,7 +18,9 @@ class Meter:
     """
 
     def __init__(self, progress: Progress | None, stage: str, total: int | None) -> None:
-        self.progress, self.stage, self.total = progress, stage, total
+        self.progress = progress
+        self.stage = stage
+        self.total = total
         self.done = 0
         self._told_s = -INTERVAL_S
         self.add(0)

@@ -23,7 +23,8 @@ COMPRESSIONS = (".gz", ".zst")
 _GZIP, _GZIP_MAGIC = 31, b"\x1f\x8b"  # zlib's number for gzip with its checksum and length verified
 # A file that becomes larger than both 256 MiB and 200 times its size counts as a compression bomb. Text shrinks about
 # five times, the most monotonous logs some hundred times; deflate's limit is 1032, and zstd has none.
-LEAST_UNPACKED_BYTES, MOST_UNPACKED = 1 << 28, 200
+LEAST_UNPACKED_BYTES = 1 << 28
+MOST_UNPACKED = 200
 # A zstd block of 4 bytes can stand for 128 KiB, so 1 KiB of input becomes at most 32 MiB.
 _ZSTD_STEP_BYTES = 1 << 10
 
@@ -83,7 +84,8 @@ def unpacked(path: Path, parts: Iterable[tuple[int, T]]) -> Iterator[T]:
     Raises:
         Damaged: the total is that of a compression bomb.
     """
-    packed, total = path.stat().st_size, 0
+    packed = path.stat().st_size
+    total = 0
     for size, part in parts:
         total += size
         if total > max(LEAST_UNPACKED_BYTES, MOST_UNPACKED * packed):
@@ -103,23 +105,28 @@ def _gunzip(path: Path, raw: Iterator[bytes]) -> Iterator[bytes]:
                     break
                 if data[:2] != _GZIP_MAGIC[: len(data)]:
                     raise Damaged(path, "has bytes after its end" if begun else "is not gzip")
-                member, begun = zlib.decompressobj(_GZIP), True
+                member = zlib.decompressobj(_GZIP)
+                begun = True
             try:
                 content = member.decompress(data, BLOCK_BYTES)
             except zlib.error as error:
                 raise Damaged(path, f"is damaged ({error})") from None
             if content:
                 yield content
-            data, more = member.unconsumed_tail, len(content) == BLOCK_BYTES
+            data = member.unconsumed_tail
+            more = len(content) == BLOCK_BYTES
             if member.eof:
-                data, more, member = member.unused_data, False, None
+                data = member.unused_data
+                more = False
+                member = None
     if member is not None:
         raise Damaged(path, "is cut short: it ends inside a gzip member")
 
 
 def _unzstd(path: Path, raw: Iterator[bytes]) -> Iterator[bytes]:
     zstandard = imported("zstandard", path, "zstd")
-    decoder, frame = zstandard.ZstdDecompressor(), None
+    decoder = zstandard.ZstdDecompressor()
+    frame = None
     for block in raw:
         for begin in range(0, len(block), _ZSTD_STEP_BYTES):
             data = block[begin : begin + _ZSTD_STEP_BYTES]
@@ -132,7 +139,8 @@ def _unzstd(path: Path, raw: Iterator[bytes]) -> Iterator[bytes]:
                 yield from (content[place : place + BLOCK_BYTES] for place in range(0, len(content), BLOCK_BYTES))
                 data = b""
                 if frame.eof:
-                    data, frame = frame.unused_data, None
+                    data = frame.unused_data
+                    frame = None
     if frame is not None:
         raise Damaged(path, "is cut short: it ends inside a zstd frame")
 
@@ -184,16 +192,19 @@ def read_text(path: Path, start: int, stop: int) -> Iterator[tuple[str, int]]:
 
 
 def _decoded(path: Path, start: int, stop: int) -> Iterator[tuple[str, int]]:
-    rest, offset = b"", start
+    rest = b""
+    offset = start
     for block in _stretch(path, start, stop):
         data = rest + block
         try:
-            text, rest = data.decode("utf-8"), b""
+            text = data.decode("utf-8")
+            rest = b""
         except UnicodeDecodeError as error:
             cut_short = error.reason == "unexpected end of data" and offset + len(data) < stop
             if not cut_short:
                 raise _not_utf8(path, offset + error.start, data[error.start]) from None
-            text, rest = data[: error.start].decode("utf-8"), data[error.start :]
+            text = data[: error.start].decode("utf-8")
+            rest = data[error.start :]
         offset += len(data) - len(rest)
         yield text, offset - start
     if offset < stop:

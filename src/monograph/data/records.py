@@ -31,9 +31,14 @@ EMPTY: tuple[Any, ...] = (None, "", [], {})  # values under a key that say nothi
 
 _TOO_LONG = Fault("too long", f"is longer than {LONGEST_BYTES >> 20} MiB")
 KINDS: dict[type, str] = {
-    dict: "an object", list: "an array", float: "a number", int: "a number", str: "a string",
-    bool: "a boolean", type(None): "null",
-}  # fmt: skip
+    dict: "an object",
+    list: "an array",
+    float: "a number",
+    int: "a number",
+    str: "a string",
+    bool: "a boolean",
+    type(None): "null",
+}
 
 
 def _no_constant(name: str) -> None:
@@ -156,7 +161,8 @@ def _lines(path: Path) -> Iterator[bytes | None]:
             size += len(end)
             parts.append(end)
             yield line()
-            parts, size = [], 0
+            parts = []
+            size = 0
         size += len(rest)
         parts = [*parts, rest] if size <= LONGEST_BYTES else []
     if size:

@@ -108,7 +108,8 @@ def _permuted(positions: UInt64, rows: int, seed: UInt64) -> NDArray[np.int64]:
 
 
 def _feistel(index: UInt64, keys: UInt64, left_size: int, right_size: int) -> UInt64:
-    a, b = np.uint64(left_size), np.uint64(right_size)
+    a = np.uint64(left_size)
+    b = np.uint64(right_size)
     left, right = np.divmod(index, b)
     for number in range(_ROUNDS):
         round_keys = keys + np.full(1, number, dtype=np.uint64) * _GOLDEN
@@ -233,7 +234,8 @@ class Rows:
 
     def _targets(self, index_N: Int64) -> NDArray[Any]:
         """Return the tokens at these indices of the shard; in conversations, IGNORE outside the trained stretches."""
-        targets_N, answers = self._side.tokens[index_N], self._side.answers
+        targets_N = self._side.tokens[index_N]
+        answers = self._side.answers
         if answers is None:
             return targets_N
         # `answers` has the rising begins and ends of stretches, and an index with an odd number of them up to it is

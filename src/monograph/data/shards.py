@@ -40,7 +40,9 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
         self.count = 0
-        self._dtype, self._pending, self._checksums = dtype, bytearray(), bytearray()
+        self._dtype = dtype
+        self._pending = bytearray()
+        self._checksums = bytearray()
         self._file = open(path, "xb")
 
     def append(self, items: NDArray[Any]) -> None:
@@ -85,7 +87,8 @@ def open_shard(path: Path, dtype: np.dtype[Any], expected_seal: str, meter: Mete
             if len(checksums) % _CHECKSUM.size or hashlib.sha256(checksums).hexdigest() != expected_seal:
                 raise InputRefused(f"{path}: is damaged, or not the file that manifest.json lists")
             file.seek(0)
-            blocks, left = len(checksums) // _CHECKSUM.size, size
+            blocks = len(checksums) // _CHECKSUM.size
+            left = size
             for number, (checksum,) in enumerate(_CHECKSUM.iter_unpack(checksums), 1):
                 block = file.read(min(BLOCK_BYTES, left))
                 if zlib.crc32(block) != checksum:

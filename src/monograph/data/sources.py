@@ -118,7 +118,8 @@ def spooled_stdin(spool: Path, progress: Progress | None) -> Path:
         raise UsageError(
             "data.source '-': standard input is a terminal; pipe text in, as in: monograph train - < book.txt"
         )
-    path, meter = spool / STDIN, Meter(progress, STDIN, None)
+    path = spool / STDIN
+    meter = Meter(progress, STDIN, None)
     with writing(spool), open(path, "wb") as file:
         most = min(MOST_STDIN_BYTES, shutil.disk_usage(spool).free // 2)
         while block := sys.stdin.buffer.read(BLOCK_BYTES):
@@ -162,7 +163,8 @@ def _pattern(pattern: Path, skipped: Skipped) -> list[Candidate]:
 def _walk(folder: Path, skipped: Skipped, leave_out: frozenset[str] = frozenset()) -> list[tuple[str, Path]]:
     """Return (relative name, path) of the regular files under a folder, sorted; links do not enter a folder twice."""
     files: list[tuple[str, Path]] = []
-    pending, entered = [(folder, "")], set()
+    pending = [(folder, "")]
+    entered = set()
     with refusing(folder):
         while pending:
             current, prefix = pending.pop()
@@ -340,7 +342,8 @@ def place_of(path: Path, record: int) -> str:
 
 def _hashed(candidates: list[Candidate], skipped: Skipped, progress: Progress | None) -> list[SourceFile]:
     for candidate in candidates:
-        path, kind = candidate.path, kind_of(candidate.path)
+        path = candidate.path
+        kind = kind_of(candidate.path)
         if kind in _NOT_READ or (kind in TABLES and path.suffix.lower() in COMPRESSIONS):
             remedy = "convert it to plain text, or choose other files with a pattern"
             raise InputRefused(f"{path}: {kind} files are not read; {remedy}")

@@ -65,7 +65,8 @@ class Request(NamedTuple):
             reading += ["prompt and completion", self.reading.answering.longest]
         elif reading and self.reading.answering:
             assert isinstance(self.tokenizer, Tokenizer)
-            template, stops = template_of(self.tokenizer), sorted(stops_of(self.tokenizer))
+            template = template_of(self.tokenizer)
+            stops = sorted(stops_of(self.tokenizer))
             reading += [self.reading.answering, template.source, sorted(template.tokens.items()), stops, DAY]
             named = sorted((name, other.source) for name, other in self.tokenizer.config.named.items())
             if named:
@@ -219,16 +220,20 @@ def _build(folder: Path, request: Request, progress: Progress | None) -> tuple[s
 
 def _write(building: Path, request: Request, progress: Progress | None) -> tuple[str, ...]:
     """Write all files of a corpus; return the notes that are shown only now, unlike those in the manifest."""
-    files, reading, notes = request.text.files, request.reading, tuple[str, ...]()
+    files = request.text.files
+    reading = request.reading
+    notes = tuple[str, ...]()
     documents = Documents(files, reading, request.held_out, progress)
     tokenizer = request.tokenizer
     if not isinstance(tokenizer, Tokenizer):
         tokenizer, notes = encoding.train_tokenizer(documents, tokenizer, progress)
     meter = Meter(progress, "bytes tokenised", documents.text_bytes)
-    skipped, stored_notes = documents.survey.skipped, (*documents.notes, *tokenizer.notes)
+    skipped = documents.survey.skipped
+    stored_notes = (*documents.notes, *tokenizer.notes)
     if reading.answering:
         sides, unusable, more = encoding.encode_conversations(documents, files, tokenizer, building, meter)
-        skipped, stored_notes = dict(Counter(skipped) + Counter(unusable)), (*stored_notes, *more)
+        skipped = dict(Counter(skipped) + Counter(unusable))
+        stored_notes = (*stored_notes, *more)
     else:
         sides, more = encoding.encode_documents(documents, files, tokenizer, building, meter)
         stored_notes = (*stored_notes, *more)

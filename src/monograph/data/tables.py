@@ -22,14 +22,17 @@ from monograph.storage.reading import (
     unreadable,
 )
 
-_BATCH_ROWS, _BATCH_BYTES = 256, 1 << 24
+_BATCH_ROWS = 256
+_BATCH_BYTES = 1 << 24
 # A compressed batch is unpacked whole before any of its rows can be read. Parquet's format sets this bound for a page.
 _MOST_BATCH_BYTES = (1 << 31) - 1
 _DICTIONARY_BATCH, _RECORD_BATCH = 2, 3  # values of MessageHeader in Arrow's Message.fbs
 _MAGIC = b"ARROW1\0\0"
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _NAME_ANOTHER = "name the one with the text as data.text_key, or leave the file out"
-_STATE, _INFO, _DICTIONARY = "state.json", "dataset_info.json", "dataset_dict.json"
+_STATE = "state.json"
+_INFO = "dataset_info.json"
+_DICTIONARY = "dataset_dict.json"
 _AGAIN = "; save the dataset again"
 
 
@@ -92,7 +95,8 @@ def _unshared_bytes(pa: Any, part: Any) -> int:
         ArrowException: the batch is damaged.
     """
     part.validate(full=True)  # before anything follows its offsets
-    waiting, total = list(part.columns), 0
+    waiting = list(part.columns)
+    total = 0
     for array in waiting:
         types, kind = pa.types, array.type
         if types.is_struct(kind):
@@ -217,7 +221,8 @@ def _parquet_parts(pa: Any, path: Path, keys: Sequence[str], **options: Any) -> 
     with parquet.ParquetFile(path, page_checksum_verification=True, **options) as file:
         # Use the metadata of row groups only: reading that of a damaged column makes pyarrow end the process.
         sizes = [file.metadata.row_group(group).total_byte_size for group in range(file.metadata.num_row_groups)]
-        stored, rows = sum(unpacked(path, zip(sizes, sizes, strict=True))), file.metadata.num_rows
+        stored = sum(unpacked(path, zip(sizes, sizes, strict=True)))
+        rows = file.metadata.num_rows
         batch = max(1, min(_BATCH_ROWS, _BATCH_BYTES * rows // max(1, stored)))
         seen = 0
         for part in file.iter_batches(batch, columns=list(keys), use_threads=False):
@@ -266,7 +271,8 @@ def _arrow_parts(pa: Any, path: Path, keys: Sequence[str]) -> Iterator[Any]:
 
 def _stream_claims(path: Path, file: BinaryIO) -> Iterator[tuple[int, None]]:
     """Check a stream: messages one after the other, and an end mark."""
-    size, begin = path.stat().st_size, 0
+    size = path.stat().st_size
+    begin = 0
     while file.seek(begin) == begin and file.read(8) != _END_OF_STREAM:
         claimed, begin = _claim(path, file, begin, size)
         yield claimed, None
@@ -322,9 +328,11 @@ def _claim(path: Path, file: BinaryIO, begin: int, end: int) -> tuple[int, int]:
     body_begin = go(begin + int.from_bytes(head[4:], "little"))
     metadata = file.read(body_begin - go(begin))
     message = _fields(metadata, _number(metadata, 0, 4))
-    kind, content = _number(metadata, message(1), 1), _linked(metadata, message(2))
+    kind = _number(metadata, message(1), 1)
+    content = _linked(metadata, message(2))
     content = _linked(metadata, _fields(metadata, content)(1)) if kind == _DICTIONARY_BATCH else content
-    batch, claimed = _fields(metadata, content), 0
+    batch = _fields(metadata, content)
+    claimed = 0
     if kind in (_DICTIONARY_BATCH, _RECORD_BATCH) and batch(3):
         buffers = _linked(metadata, batch(2))
         for index in range(_number(metadata, buffers, 4)):

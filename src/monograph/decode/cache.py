@@ -48,7 +48,9 @@ class KVCache:
             seen_blocks: how many blocks attention reads, the first ones; None: all.
             is_filled: see `cached_attention`.
         """
-        self.keys, self.values, self.recurrences = keys, values, recurrences
+        self.keys = keys
+        self.values = values
+        self.recurrences = recurrences
         self.seen_blocks, self.is_filled = seen_blocks, is_filled
 
     @classmethod
@@ -62,7 +64,9 @@ class KVCache:
         shapes = [(-(-slots // block), rows, each, block, config.head_dim) for each in heads]
         # A tensor for each layer: a captured graph that writes into a part of a tensor copies all of it (dev/log.md).
         keys, values = ([torch.zeros(shape, dtype=dtype, device=device) for shape in shapes] for _ in range(2))
-        size, wide_size, count = config.linear_key_head_dim, config.linear_value_head_dim, config.linear_num_value_heads
+        size = config.linear_key_head_dim
+        wide_size = config.linear_value_head_dim
+        count = config.linear_num_value_heads
         inputs = config.linear_conv_kernel_dim, 2 * config.linear_num_key_heads * size + count * wide_size
         state = count, size, wide_size
         wide = torch.promote_types(dtype, torch.float32)
@@ -136,14 +140,17 @@ class KVCache:
     def copy_rows(self, rows: Sequence[int], source: Self, its_rows: Sequence[int], slots: int) -> None:
         """Copy rows of `source`, whose blocks are as long, to rows of this cache: the first slots, and recurrences."""
         self.copy_keys(rows, source, its_rows, slots)
-        into, out_of = sent(rows, self.keys[0].device), sent(its_rows, self.keys[0].device)
+        into = sent(rows, self.keys[0].device)
+        out_of = sent(its_rows, self.keys[0].device)
         for to, of in zip(self.carried(), source.carried(), strict=True):
             to.index_copy_(0, into, of.index_select(0, out_of))
 
     def copy_keys(self, rows: Sequence[int], source: Self, its_rows: Sequence[int], slots: int) -> None:
         """Do the same without recurrences."""
-        blocks, device = -(-slots // self.block), self.keys[0].device
-        into, out_of = sent(rows, device), sent(its_rows, device)
+        blocks = -(-slots // self.block)
+        device = self.keys[0].device
+        into = sent(rows, device)
+        out_of = sent(its_rows, device)
         for to, of in zip((*self.keys, *self.values), (*source.keys, *source.values), strict=True):
             to[:blocks].index_copy_(1, into, of[:blocks].index_select(1, out_of))
 
@@ -201,7 +208,10 @@ class Reader:
             recorder: captures the pass over a chunk, or None.
         """
         weight = model.lm_head.weight
-        self.model, self.chunk, self.rows, self.device = model, chunk, slots.prompts, weight.device
+        self.model = model
+        self.chunk = chunk
+        self.rows = slots.prompts
+        self.device = weight.device
         self.cache = KVCache.allocate(model.config, self.rows, slots.most, weight.dtype, weight.device, slots.block)
         self.cache.is_filled = self.whole = slots.is_filled
         self.last_RD = weight.new_zeros(self.rows, model.config.hidden_size)
@@ -291,7 +301,9 @@ class Reader:
         """Clear the cache: it may hold numbers that are not finite."""
         self.cache.clear(slice(None))
         self._borders.clear()
-        self._held, self._left, self._interrupted = [], [], False
+        self._held = []
+        self._left = []
+        self._interrupted = False
 
     def warm_up(self) -> None:
         """Capture every variant of a pass; nothing is held afterwards."""

@@ -26,7 +26,8 @@ WINDOW = 256
 # again (dev/log.md).
 _GROUP = 16
 # "search" fixes the bits of a distance from the top, two at a time; the first two are those of a signed number.
-_SIGNED, _DIGITS = 30, range(30, -1, -2)
+_SIGNED = 30
+_DIGITS = range(30, -1, -2)
 
 
 class Candidates(NamedTuple):

@@ -119,7 +119,8 @@ def dry(logits_BV: Tensor, past: Past, position_B1: Tensor, knobs: Mapping[str, 
     counted_BT &= knobs["dry_multiplier"] > 0
     exponent_BT = (length_BT - allowed_B1).clamp(min=0)
     # The power is a product of squares in fp64, which rounds alike everywhere; no library promises the bits of its pow.
-    power_BT, square_B1 = torch.ones_like(exponent_BT, dtype=torch.float64), knobs["dry_base"].double()
+    power_BT = torch.ones_like(exponent_BT, dtype=torch.float64)
+    square_B1 = knobs["dry_base"].double()
     for bit in range(past.history_BT.shape[1].bit_length()):
         power_BT = torch.where((exponent_BT >> bit) & 1 == 1, power_BT * square_B1, power_BT)
         square_B1 = square_B1 * square_B1
@@ -133,7 +134,8 @@ def dry(logits_BV: Tensor, past: Past, position_B1: Tensor, knobs: Mapping[str, 
 def _repeats(ids: Sequence[int]) -> list[int]:
     """Return the length of the longest run that ends at each position and at the end (Z-algorithm, backwards)."""
     # Linear in the prompt's length, where comparing all pairs of positions would be quadratic.
-    turned, repeats = ids[::-1], [0] * len(ids)
+    turned = ids[::-1]
+    repeats = [0] * len(ids)
     left = right = 0
     for place in range(1, len(ids)):
         length = min(right - place, repeats[place - left]) if place < right else 0
@@ -141,7 +143,8 @@ def _repeats(ids: Sequence[int]) -> list[int]:
             length += 1
         repeats[place] = length
         if place + length > right:
-            left, right = place, place + length
+            left = place
+            right = place + length
     return repeats[::-1]
 
 
@@ -177,7 +180,10 @@ def count_drawn(counts_BV: Tensor, token_B: Tensor, running_B: Tensor, times: in
 
 
 # Statuses of a row's draw. All but OK stop the row; after OVERFLOW the host repeats the draw with "search".
-OK, NAN, DEAD, OVERFLOW = 0, 1, 2, 3
+OK = 0
+NAN = 1
+DEAD = 2
+OVERFLOW = 3
 
 
 class Rows(NamedTuple):
@@ -298,7 +304,8 @@ def narrowed(edited_BV: Tensor, rows: Rows, chain: Chain, truncation: Truncation
     candidates = everything(edited_BV, truncation, chain.few)
     for stage in chain.stages:
         if stage not in EDITS:
-            before, candidates = candidates, FILTERS[stage].apply(candidates, knobs)
+            before = candidates
+            candidates = FILTERS[stage].apply(candidates, knobs)
             # `kept_at_most` has already raised top_k's k to min_keep; later stages read fewer tokens.
             if "min_keep" in knobs and stage != "top_k" and not FILTERS[stage].is_temperature:
                 candidates = _with_at_least(knobs["min_keep"], before, candidates)

@@ -42,7 +42,8 @@ class Transcript:
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), before: Sequence[int] = ()) -> None:
         """Begin an empty text after the ids `before`; it will end before the first occurrence of a string in `stop`."""
         self._lead = tokenizer.lead(before)  # a space that the tokenizer puts before the text
-        self._tokenizer, self._stop = tokenizer, [text.encode() for text in stop]
+        self._tokenizer = tokenizer
+        self._stop = [text.encode() for text in stop]
         # The bytes of one character may be spread over several tokens.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = b""
@@ -74,7 +75,8 @@ class Transcript:
         certain, self._held = self._held[:size], self._held[size:]
         self.size += size
         if certain:
-            certain, self._lead = certain.removeprefix(self._lead), b""
+            certain = certain.removeprefix(self._lead)
+            self._lead = b""
         new = self._decoder.decode(certain, final)
         self.text += new
         return new
@@ -148,8 +150,13 @@ class Generation:
 
         With `n` there are so many texts for each, which differ in their seeds.
         """
-        self.generator, self.count, self.tokens = generator, len(requests) * (n or 1), 0
-        self._requests, self._tokenizer, self._stop, self._n = requests, tokenizer, stop, n
+        self.generator = generator
+        self.count = len(requests) * (n or 1)
+        self.tokens = 0
+        self._requests = requests
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._n = n
 
     def __iter__(self) -> Iterator[Completion]:
         """Yield the n completions of each prompt, prompt by prompt."""
@@ -189,7 +196,8 @@ class Generation:
                 submit(1)
             # A later completion's text waits here until its turn.
             while (first := writings.get(current)) is not None:
-                text, first.pending = first.pending, ""
+                text = first.pending
+                first.pending = ""
                 if first.finish is None:
                     if text:
                         yield Piece(current, text, None)
@@ -233,8 +241,10 @@ def generate(
         UsageError: there is no prompt, max_tokens or n is below 1, a stop string is empty, a text is given for a list,
             there are not as many samplings as prompts, or `Sampling` refuses.
     """
-    max_tokens, n = COUNT.integer("max_tokens", max_tokens), MOST_TEXTS.integer("n", n)
-    prompts, stop = _listed("prompts", prompts), _listed("stop", stop)
+    max_tokens = COUNT.integer("max_tokens", max_tokens)
+    n = MOST_TEXTS.integer("n", n)
+    prompts = _listed("prompts", prompts)
+    stop = _listed("stop", stop)
     if wrong := [given for given in prompts if isinstance(given, bytes | Mapping) or not isinstance(given, Iterable)]:
         raise UsageError(f"prompts: expected texts, or sequences of ids, not {wrong[0]!r}")
     if not prompts:
@@ -251,11 +261,16 @@ def generate(
     bare = unwrapped(model)
     requests = [
         Request(
-            tuple(prompt_ids(bare, tokenizer, prompt)), options, max_tokens, stop_ids, constraint, stop_automaton,
+            tuple(prompt_ids(bare, tokenizer, prompt)),
+            options,
+            max_tokens,
+            stop_ids,
+            constraint,
+            stop_automaton,
             breakers_of(tuple(options.dry_sequence_breakers)) if options.dry_multiplier else None,
         )
         for prompt, options in zip(prompts, samplings, strict=True)
-    ]  # fmt: skip
+    ]
     _require_beginnings(strings, requests, tokenizer)
     model.eval()  # the copy that `unwrapped` may make would leave it in training mode
     return Generation(generator_for(bare, requests, n, tokenizer.vocab_size), requests, tokenizer, strings, n)
@@ -282,7 +297,8 @@ def generator_for(model: Llama, requests: Sequence[Request], n: int, vocabulary:
         OutOfDeviceMemory: one row takes more than that.
     """
     config, weight = model.config, model.lm_head.weight
-    device, count = weight.device.type, n * len(requests)
+    device = weight.device.type
+    count = n * len(requests)
     longest = max(requests, key=lambda request: len(request.prompt_ids))
     slots = min(len(longest.prompt_ids) + longest.max_tokens, config.max_position_embeddings)
     rows = rows_that_fit(model, Slots(slots), min(count, MOST_ROWS[device]), "ask for fewer tokens")

@@ -191,7 +191,8 @@ def top_n_sigma(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
 
     The sums are fp64, so another order of summation changes s in fp32 by its last bit at most, and rarely.
     """
-    n_B1, left_BN = knobs["top_n_sigma"], candidates.scores_BN > -torch.inf
+    n_B1 = knobs["top_n_sigma"]
+    left_BN = candidates.scores_BN > -torch.inf
     count_B1 = left_BN.sum(-1, keepdim=True)
     mean_B1 = torch.where(left_BN, candidates.scores_BN.double(), 0.0).sum(-1, keepdim=True) / count_B1
     squares_BN = torch.where(left_BN, (candidates.scores_BN.double() - mean_B1).square(), 0.0)
@@ -209,7 +210,8 @@ def typical(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     With y = high - x, the surprise -ln p is y + ln S and the entropy H is E[y] + ln S, so the distance is |y - E[y]|.
     It rises on both sides of E[y], so the tokens kept are an interval of scores. The likeliest tokens may be dropped.
     """
-    p_B1, high_B1 = knobs["typical_p"], candidates.high_B1
+    p_B1 = knobs["typical_p"]
+    high_B1 = candidates.high_B1
     used_B1 = p_B1 < 1
     mean_B1, total_B1 = mean_surprise(candidates)
 
@@ -219,7 +221,8 @@ def typical(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     radius_B1, held_B1 = reach(candidates, candidates.weigh, _least_weight(p_B1, total_B1), distance)
     if "min_keep" in knobs:
         most_B1, held_too_B1 = reach(candidates, one_each, knobs["min_keep"].minimum(candidates.left()), distance)
-        radius_B1, held_B1 = radius_B1.maximum(most_B1), held_B1 & held_too_B1
+        radius_B1 = radius_B1.maximum(most_B1)
+        held_B1 = held_B1 & held_too_B1
     kept = candidates.keep(distance(candidates.scores_BN) <= radius_B1, used_B1).flag(held_B1, used_B1)
     return kept._replace(high_B1=torch.where(used_B1, kept.scores_BN.amax(-1, keepdim=True), high_B1))
 
@@ -249,7 +252,8 @@ def epsilon(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
 @declared(lambda s: s.eta_cutoff > 0, {"log_eta": _log_of("eta_cutoff")}, {"eta_cutoff": 0.1})
 def eta(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     """Keep p >= min(epsilon, sqrt(epsilon) exp(-H)), H the entropy of the tokens that are left; 0 is off."""
-    log_epsilon_B1, total_B1 = knobs["log_eta"], log_total(candidates)
+    log_epsilon_B1 = knobs["log_eta"]
+    total_B1 = log_total(candidates)
     entropy_B1 = mean_surprise(candidates)[0] + total_B1
     log_least_B1 = torch.minimum(log_epsilon_B1, 0.5 * log_epsilon_B1 - entropy_B1)
     return _at_least(candidates, log_least_B1, total_B1, log_epsilon_B1 > -torch.inf)

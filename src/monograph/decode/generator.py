@@ -72,7 +72,9 @@ class Generator:
         """
         weight = model.eval().lm_head.weight
         form = slots if isinstance(slots, Slots) else Slots(slots)
-        self.rows, self.slots, self.compiled = rows, form.most, mode == "compiled"
+        self.rows = rows
+        self.slots = form.most
+        self.compiled = mode == "compiled"
         steps = block or (16 if weight.is_cuda else 1)
         self.pace = steps if isinstance(steps, Pace) else Pace(steps, steps, None)
         chains = (chain,) if isinstance(chain, Chain) else tuple(chain)
@@ -103,7 +105,10 @@ class Generator:
         self.steps = Steps(chains, step, recorder, few=self.compiled or recorder is not None or len(chains) == 1)
         rings = (self.state.ring_RB, self.state.values_RBN, self.state.ids_RBN)
         self.outbox = Outbox([ring for ring in rings if ring is not None])
-        self.ahead, self.prefill_s, self.blocks_read, self.reused = weight.is_cuda, 0.0, 0, 0
+        self.ahead = weight.is_cuda
+        self.prefill_s = 0.0
+        self.blocks_read = 0
+        self.reused = 0
         # Where a layer sees a window, a free row must stand in what other rows read, or it would see nothing: a NaN.
         self._keeps = not any(model.config.window(layer) for layer in range(model.config.num_hidden_layers))
         self._empty(rows)
@@ -204,12 +209,14 @@ class Generator:
             if not self.chain.covers(least):
                 raise UsageError(f"the generator's chain {self.chain.stages} does not serve {request.sampling}")
             knobs = knobs_of(request.sampling, self.chain, request.stop_ids[: self.chain.stop_ids])
-            self._asked, self._served = asked, (least, knobs)
+            self._asked = asked
+            self._served = (least, knobs)
         return self._served
 
     def _fill(self) -> None:
         """Put waiting requests into free rows, as far as patience lasts."""
-        began, left = clock(), self.pace.chunks
+        began = clock()
+        left = self.pace.chunks
         if left is not None:
             left *= max(1, -(-min(len(self._free), len(self._waiting)) // max(1, self.running)))
         while self._free and self._waiting and self._has_room():
@@ -261,32 +268,43 @@ class Generator:
     def _place(self) -> None:
         """Put requests whose prompts are read into free rows, up to the first whose automata have no room."""
         its_rows = self.reader.rows_of(request.prompt_ids for request in self._next())
-        starts, longest = list[tuple[int, int]](), 0
+        starts = list[tuple[int, int]]()
+        longest = 0
         for request in itertools.islice(self._next(), len(its_rows)):
             if (start := self._start(request)) is None:
                 break
             starts.append(start)
             longest = max(longest, len(request.prompt_ids))
-        rows, its_rows, state, values = self._free[: len(starts)], its_rows[: len(starts)], self.state, []
+        rows = self._free[: len(starts)]
+        its_rows = its_rows[: len(starts)]
+        state = self.state
+        values = []
         del self._free[: len(starts)]
         self.cache.copy_rows(rows, self.reader.cache, its_rows, longest - (not self.reader.whole))
         if self.reader.whole:
             self._last_BD[rows] = self.reader.last_RD[its_rows]
         for row, (constraint, stopping) in zip(rows, starts, strict=True):
             number, request, least, knobs = self._waiting.popleft()
-            prompt, sampling, stop_ids = request.prompt_ids, request.sampling, request.stop_ids
+            prompt = request.prompt_ids
+            sampling = request.sampling
+            stop_ids = request.stop_ids
             limit = min(request.max_tokens, self.slots - len(prompt))
             self._records[row] = Record(number, request, limit, least)
             self._prompts[row] = request.owner, self.reader.part(prompt)
             first = {
-                "token_B": prompt[-1], "position_B": len(prompt) - 1, "generated_B": 0, "limit_B": limit,
-                "seed_B": sampling.seed if request.seed is None else request.seed, "status_B": Status.RUNNING,
+                "token_B": prompt[-1],
+                "position_B": len(prompt) - 1,
+                "generated_B": 0,
+                "limit_B": limit,
+                "seed_B": sampling.seed if request.seed is None else request.seed,
+                "status_B": Status.RUNNING,
                 # -1 is no token's id, so unused places match nothing.
                 "stop_ids_BM": stop_ids + (-1,) * (MAX_STOP_IDS - len(stop_ids)),
-                "constraint_B": constraint, "stopping_B": stopping,
+                "constraint_B": constraint,
+                "stopping_B": stopping,
                 # mirostat begins at twice its target, as in llama.cpp.
                 "mu_B": 2 * sampling.mirostat_tau,
-            }  # fmt: skip
+            }
             values.append(first | knobs)
             if state.counts_BV is not None:
                 counts_V, prompt_V = first_counts(sampling, prompt, self.vocabulary)
@@ -314,7 +332,8 @@ class Generator:
     def _end(self, rows: Sequence[int]) -> None:
         """Free rows, whose prompts' keys and values stay."""
         for row in rows:
-            record, self._records[row] = self._records[row], None
+            record = self._records[row]
+            self._records[row] = None
             assert record is not None
             self._give_back(record.request)
             if not self._keeps:
@@ -355,7 +374,8 @@ class Generator:
         ring, *rings = (ring.transpose(0, 1) for ring in self.outbox.read(block.half, block.steps))
         lines = ring.tolist()
         self.blocks_read += 1
-        events, ended = list[Event](), list[int]()
+        events = list[Event]()
+        ended = list[int]()
         for row, record in enumerate(block.records):
             # The block was launched before the host had read that the request ended.
             if record is None or self._records[row] is not record:

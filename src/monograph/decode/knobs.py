@@ -137,7 +137,8 @@ def chain_of(samplings: Sequence[Sampling], stop_ids: int = 0) -> Chain:
     def needed(*names: str) -> tuple[str, ...]:
         return tuple(name for name in names if any(STAGES[name].is_needed(sampling) for sampling in samplings))
 
-    edits, stages = needed(*EDITS), needed(*samplings[0].stages)
+    edits = needed(*EDITS)
+    stages = needed(*samplings[0].stages)
     if left_out := set(needed(*ORDERS["hf"])) - set(stages):
         raise UsageError(f"order = {orders[0]!r} leaves out {min(left_out)}, which is on: name it, or turn it off")
     if needed("dynamic_temperature"):

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from monograph.ops.philox import LOW32, Words, philox
 
-LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4
+LN2_HIGH = 0.693359375
+LN2_LOW = -2.12194440e-4
 # The bits of sqrt(1/2). With them subtracted, the exponent bits of x are k in x = m 2^k, m in [sqrt(1/2), sqrt 2).
 _ROOT_HALF, _MANTISSA_BITS = 0x3F3504F3, 23
 _LOG = (
@@ -80,14 +81,18 @@ def _split(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _log(fraction: Tensor, exponent: Tensor) -> Tensor:
     """Return ln((1 + fraction) 2^exponent)."""
-    square, exponent = fraction * fraction, exponent.float()
+    square = fraction * fraction
+    exponent = exponent.float()
     correction = _horner(_LOG, fraction) * fraction * square + exponent * LN2_LOW - 0.5 * square
     return fraction + correction + exponent * LN2_HIGH
 
 
 _CONTENDERS = 4
 # The purposes of random numbers, which are the fourth word of the counter.
-_GUMBEL, _ROW, _CONTINUATION, _ROLLOUT = 0, 1, 2, 3
+_GUMBEL = 0
+_ROW = 1
+_CONTINUATION = 2
+_ROLLOUT = 3
 
 
 def uniform(word: Tensor) -> Tensor:

@@ -144,7 +144,8 @@ class Outbox:
 
     def __init__(self, rings: Sequence[Tensor]) -> None:
         """Take the rings, [R, ...] each, with R even."""
-        self._rings, self._half = [ring.unflatten(0, (2, -1)) for ring in rings], 0
+        self._rings = [ring.unflatten(0, (2, -1)) for ring in rings]
+        self._half = 0
         self.lines = self._rings[0].shape[1]
         self.bytes_out = 0
         cuda = rings[0].is_cuda
@@ -159,7 +160,8 @@ class Outbox:
 
     def send(self, steps: int) -> int:
         """Start to copy the lines of a block of steps to the host; return the number of its half, for `read`."""
-        half, self._half = self._half, 1 - self._half
+        half = self._half
+        self._half = 1 - self._half
         pairs = [(ring[half, :steps], host[half, :steps]) for ring, host in zip(self._rings, self._host, strict=True)]
         self.bytes_out += sum(source.nbytes for source, _ in pairs)
         if self._stream is None:
@@ -183,7 +185,8 @@ class Outbox:
 
 def drawn(codes: Sequence[int]) -> tuple[list[int], Status]:
     """Return the tokens that a row drew in a block, and the status with which it stopped, or RUNNING."""
-    tokens, status = [], Status.RUNNING.value
+    tokens = []
+    status = Status.RUNNING.value
     for code in codes:
         status = code >> TOKEN_BITS
         if status in HAS_TOKEN:

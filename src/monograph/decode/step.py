@@ -120,7 +120,8 @@ class State:
     @classmethod
     def allocate(cls, rows: int, slots: int, vocabulary: int, lines: int, chain: Chain, device: torch.device) -> State:
         """Allocate the state of rows that are all free."""
-        n, (counted, counted_prompt, past) = chain.logprobs, _needed(chain)
+        n = chain.logprobs
+        counted, counted_prompt, past = _needed(chain)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -188,7 +189,8 @@ class State:
             knobs: "penalty_last_n" n, below 0 for all tokens, and "counts_prompt", [B] each.
         """
         assert self.counts_BV is not None and self.past is not None
-        n_B, history_BT = knobs["penalty_last_n"], self.past.history_BT
+        n_B = knobs["penalty_last_n"]
+        history_BT = self.past.history_BT
         place_B = self.position_B - n_B
         gone_B = moved_B & (n_B > 0) & (place_B >= 0)
         token_B = history_BT.gather(-1, place_B.clamp(min=0, max=history_BT.shape[1] - 1)[:, None])[:, 0].long()
@@ -265,7 +267,9 @@ class DecodeStep:
         """Apply the stop rules after a draw; rows that are not running stay as they are."""
         state = self.state
         # Plain ints, since Dynamo does not treat an IntEnum as a number.
-        running, stop, length = Status.RUNNING.value, Status.STOP.value, Status.LENGTH.value
+        running = Status.RUNNING.value
+        stop = Status.STOP.value
+        length = Status.LENGTH.value
         running_B = state.status_B == running
         # All rows are computed, and `where` drops the results of those that do not run: the host decides nothing.
         moved_B = running_B & (drawn.status_B == OK)
@@ -316,8 +320,11 @@ class Steps:
             recorder: a recorder that captures steps, or None.
             few: whether to make steps for these chains alone, as each takes time; otherwise for any that is asked for.
         """
-        self.chains, self.replays = tuple(chains), Replays(self._call, recorder)
-        self._few, self.of, self.chosen = few, functools.cache(made), functools.cache(self._chosen)
+        self.chains = tuple(chains)
+        self.replays = Replays(self._call, recorder)
+        self._few = few
+        self.of = functools.cache(made)
+        self.chosen = functools.cache(self._chosen)
 
     def _chosen(self, least: frozenset[Chain]) -> Chain:
         smallest = joint(least, self.chains[-1])

@@ -121,7 +121,8 @@ def _own(
     if world.leads:
         yield 0, prefix
     for entry in tensor_layout.entries(bytes(prefix), length):
-        tensor, start = tensors[entry.name], len(prefix) + entry.begin
+        tensor = tensors[entry.name]
+        start = len(prefix) + entry.begin
         if isinstance(tensor, DTensor):
             if any(tensor.device_mesh.get_coordinate()[:-1]):  # type: ignore[index]
                 continue  # another machine has the same rows

@@ -47,7 +47,9 @@ class RankEngine(Engine):
     joining: Callable[[bool], AbstractContextManager[None]]
 
     def _micro_batches(self, window: Batch) -> Iterator[Batch]:
-        rows, ranks, size = self._rows(window), self.world.size, self._size(window)
+        rows = self._rows(window)
+        ranks = self.world.size
+        size = self._size(window)
         turns = -(-rows // (size * ranks))
         if rows < turns * size * ranks and fill_of(self.step.loss, window) is None:
             raise UsageError(
@@ -164,7 +166,8 @@ class Replicated(RankEngine):
         # Ranks step down together. One that fails first takes part in the sums of gradients that the others wait for.
         def together() -> T:
             try:
-                done, message = work(), ""
+                done = work()
+                message = ""
             except (RuntimeError, InputRefused) as error:
                 if not out_of_memory(error):
                     raise
@@ -203,11 +206,18 @@ class Sharded(RankEngine):
     """
 
     def __init__(
-        self, model: nn.Module, *, world: World, micro_batch: int | None = None, halved: bool = False,
-        by_machine: bool = False, **others: Any,
-    ):  # fmt: skip
+        self,
+        model: nn.Module,
+        *,
+        world: World,
+        micro_batch: int | None = None,
+        halved: bool = False,
+        by_machine: bool = False,
+        **others: Any,
+    ):
         """Give each rank its rows; the arguments are those of `Replicated`, and the last two of `Shards`."""
-        self.world, self.shards = world, Shards(world, halved, by_machine)
+        self.world = world
+        self.shards = Shards(world, halved, by_machine)
         self.joining = lambda last: nullcontext()
         layout = self.shards.layout(accumulate=self._accumulate, complete=total)
         step = Step(model, sum_over_ranks=world.sum, layout=layout, **others)
@@ -217,7 +227,8 @@ class Sharded(RankEngine):
     def load_state(self, state: EngineState) -> None:
         """Load a state as `Engine.load_state` does; each rank takes its rows of whole tensors."""
         own = self.state()
-        model, optimizer = OwnRows(state.model, own.model), OwnRows(state.optimizer, own.optimizer)
+        model = OwnRows(state.model, own.model)
+        optimizer = OwnRows(state.optimizer, own.optimizer)
         super().load_state(EngineState(model, optimizer, state.scalars))
 
     def _forward(self, step: Step, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -236,7 +247,8 @@ class StreamedReplica(RankEngine, Streamed):
 
     def __init__(self, model: nn.Module, *, world: World, placement: Placement | None = None, **others: Any):
         """Move the module's parameters to their homes; the other arguments are those of `Streamed`."""
-        self.world, placement = world, placement or Placement()
+        self.world = world
+        placement = placement or Placement()
         if placement.when == "backward":  # an update then is decided on by one rank's losses
             placement = replace(placement, when="next forward")
         Streamed.__init__(self, model, placement=placement, sum_over_ranks=world.sum, **others)

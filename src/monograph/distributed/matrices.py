@@ -27,13 +27,15 @@ def orthogonalised(world: World, own: Sequence[Tensor], rows: int, first: int, c
         first: the owner of the first matrix.
         compute: the dtype of products.
     """
-    cols, mine = own[0].shape[-1], own[0].numel()
+    cols = own[0].shape[-1]
+    mine = own[0].numel()
     ranks = range(world.size)
     belonging = [[i for i in range(len(own)) if (first + i) % world.size == rank] for rank in ranks]
     places = [rows_of(rank, world.size, rows) for rank in ranks]
     order = [i for those in belonging for i in those]
     shapes = [(len(belonging[world.rank]), place.stop - place.start, cols) for place in places]
-    sent, received = [len(those) * mine for those in belonging], [math.prod(shape) for shape in shapes]
+    sent = [len(those) * mine for those in belonging]
+    received = [math.prod(shape) for shape in shapes]
     parts = world.exchange(torch.cat([own[i].flatten() for i in order]), sent, received).split(received)
     whole = torch.cat([part.view(shape) for part, shape in zip(parts, shapes, strict=True)], dim=1)
     done = newton_schulz(whole, compute)

@@ -30,7 +30,8 @@ def of_rows(own: Tensor, mesh: DeviceMesh, whole: Tensor, place: slice | None = 
 
     `place` says which rows they are, if they are not those of `rows_of`: torch's own functions then cannot gather them.
     """
-    shape, stride = whole.shape, torch.empty(whole.shape, device="meta").stride()
+    shape = whole.shape
+    stride = torch.empty(whole.shape, device="meta").stride()
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
     made = DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
     made.place = place  # type: ignore[attr-defined]
@@ -41,7 +42,8 @@ def own_rows(tensor: Tensor, like: Tensor) -> Tensor:
     """Return this rank's rows of a whole tensor where `like` is sharded, otherwise the tensor itself."""
     if not isinstance(like, DTensor):
         return tensor
-    mesh, place = like.device_mesh, place_of(like)
+    mesh = like.device_mesh
+    place = place_of(like)
     return of_rows(tensor[place].to(mesh.device_type), mesh, tensor, place)
 
 
@@ -64,5 +66,6 @@ class OwnRows(Mapping[str, Tensor]):
         return len(self._tensors)
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor, like = self._tensors[name], self._like.get(name)
+        tensor = self._tensors[name]
+        like = self._like.get(name)
         return tensor if like is None or like.shape != tensor.shape else own_rows(tensor, like)

@@ -63,7 +63,10 @@ class Shards:
         """
         if world.size % world.near and by_machine:
             raise UsageError(f"hsdp: {world.size} ranks, {world.near} of them here: let each machine have as many")
-        self.world, self.halved, self.by_machine, self.sharing = world, halved, by_machine, world
+        self.world = world
+        self.halved = halved
+        self.by_machine = by_machine
+        self.sharing = world
         self._copy: nn.Module | None = None  # see `_gathered`
 
     def layout(self, **others: Any) -> Layout:
@@ -87,8 +90,10 @@ class Shards:
     def _planes(self, step: Step) -> list[Plane]:
         """Shard the model block by block and return planes of this rank's rows."""
         require_rows(step, self.halved)
-        kinds, model = step.optim.kinds(step.model), step.model
-        self.names, self._empty = list(kept_state(model)), hollow(model)
+        kinds = step.optim.kinds(step.model)
+        model = step.model
+        self.names = list(kept_state(model))
+        self._empty = hollow(model)
         mesh = init_device_mesh(default_device().type, (self.world.size,))
         if self.by_machine:
             shape = (self.world.size // self.world.near, self.world.near)
@@ -165,7 +170,8 @@ class Shards:
 
         The copy is on the host if the device has no room for it.
         """
-        whole, own = copy.deepcopy(self._empty), step.model.state_dict()
+        whole = copy.deepcopy(self._empty)
+        own = step.model.state_dict()
         needed = sum(parameter.nbytes for parameter in whole.parameters())
         device = step.device if needed < ROOM * describe(step.device).free_memory_bytes else torch.device("cpu")
         for name, empty in list(whole.named_parameters()):
@@ -185,7 +191,8 @@ class Shards:
         products alone read are rounded to the dtype of products before they are gathered, to autocast's bits; so are
         all weights of blocks where they are `halved`, as in training. Frozen weights are gathered the first time only.
         """
-        own, whole = step.model.state_dict(), self._copy
+        own = step.model.state_dict()
+        whole = self._copy
         if whole is None:
             whole = copy.deepcopy(self._empty)
             for block in blocks(whole).values():
@@ -290,19 +297,29 @@ def rows_planes(model: nn.Module, kinds: Mapping[str, Kind]) -> list[RowsPlane]:
     reached = Counter[Kind]()  # elements so far of each kind
     made = []
     for name, parameter in trainable(model).items():
-        sharded, kind = parameter, kinds[name]
+        sharded = parameter
+        kind = kinds[name]
         assert isinstance(sharded, DTensor)
         rank, size = among(sharded.device_mesh)
-        width, places = math.prod(parameter.shape[1:]), [rows_of(r, size, len(parameter)) for r in range(size)]
+        width = math.prod(parameter.shape[1:])
+        places = [rows_of(r, size, len(parameter)) for r in range(size)]
         bounds = [(place.start * width, place.stop * width) for place in places]
-        local, begin = sharded.to_local().detach().view(-1), bounds[rank][0]
+        local = sharded.to_local().detach().view(-1)
+        begin = bounds[rank][0]
         start = torch.tensor(reached[kind] + begin, device=local.device)
         reached[kind] += parameter.numel()
         number = numbers.setdefault(kind, len(numbers))
         plane = RowsPlane(
-            kind, [Slot(name, parameter, 0)], local, torch.zeros_like(local), number, (local.numel(),), start,
-            before=begin % BLOCK if local.numel() else 0, begin=begin,
+            kind,
+            [Slot(name, parameter, 0)],
+            local,
+            torch.zeros_like(local),
+            number,
+            (local.numel(),),
+            start,
+            before=begin % BLOCK if local.numel() else 0,
+            begin=begin,
             cut=ends(bounds, rank) if any(end % BLOCK for _, end in bounds) else None,
-        )  # fmt: skip
+        )
         made.append(plane)
     return made

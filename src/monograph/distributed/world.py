@@ -24,7 +24,9 @@ T = TypeVar("T")
 # rank 0 dies, so this limit need not be short.
 PATIENCE = timedelta(days=7)
 # The longest that ranks wait for each other at the start, and the interval at which rank 0 names the absent ones.
-COMING, SAYING, POLL_S = timedelta(minutes=10), timedelta(seconds=15), 0.05
+COMING = timedelta(minutes=10)
+SAYING = timedelta(seconds=15)
+POLL_S = 0.05
 FINISHING_S = 60.0
 PORTS = 20_000  # the first of 10,000 ports used where SLURM names none; systems use others for outgoing connections
 
@@ -114,9 +116,15 @@ class World:
         Raises:
             PeerLost: some processes did not come.
         """
-        self.own, self.alone, self._asked = own, own is None, 0
+        self.own = own
+        self.alone = own is None
+        self._asked = 0
         own = own or Place()
-        self.rank, self.size, self.near, self.attempt, self.again = own.rank, own.size, own.near, own.attempt, own.again
+        self.rank = own.rank
+        self.size = own.size
+        self.near = own.near
+        self.attempt = own.attempt
+        self.again = own.again
         self.group: dist.ProcessGroup | None = None  # the processes among which tensors are summed; None: all
         if self.alone:
             return
@@ -174,7 +182,9 @@ class World:
     def within(self, group: dist.ProcessGroup) -> Self:
         """Return this world with the processes of a group alone, for sums and exchanges."""
         part = copy.copy(self)
-        part.group, part.rank, part.size = group, dist.get_rank(group), dist.get_world_size(group)
+        part.group = group
+        part.rank = dist.get_rank(group)
+        part.size = dist.get_world_size(group)
         return part
 
     def summing(self, tensor: Tensor) -> torch.futures.Future[Tensor]:

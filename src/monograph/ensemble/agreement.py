@@ -174,7 +174,8 @@ def _inside(difference: Difference, one: Any, other: Any, by_path: frozenset[tup
     """Return the difference of two objects, narrowed down to the attribute in which they differ."""
     if type(one) is not type(other) or isinstance(one, _PLAIN) or not hasattr(one, "__dict__"):
         return difference
-    mine, yours = vars(one), vars(other)
+    mine = vars(one)
+    yours = vars(other)
     for deeper in _of_names(mine, yours, lambda a, b: _equal(a, b, by_path), _short):
         whole = deeper._replace(path=f"{difference.path}.{deeper.path}")
         return _inside(whole, mine.get(deeper.path), yours.get(deeper.path), by_path)
@@ -213,7 +214,8 @@ def _equal(one: Any, other: Any, within: frozenset[tuple[int, int]]) -> bool:
         return False
     if isinstance(one, Tensor):
         return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
-    mine, yours = _parts(one), _parts(other)
+    mine = _parts(one)
+    yours = _parts(other)
     # Objects may refer to one another in circles, so a pair that is being compared counts as equal inside itself.
     within |= {pair}
     return mine[0] == yours[0] and all(_equal(a, b, within) for a, b in zip(mine[1], yours[1], strict=True))
@@ -235,9 +237,11 @@ def _content(value: Any) -> tuple[Any, list[Any]]:
         case float() | complex():
             key = repr(value)  # 0.0 differs from -0.0, and NaN equals NaN
         case Mapping():
-            key, held = list(value), list(value.values())
+            key = list(value)
+            held = list(value.values())
         case list() | tuple():
-            key, held = len(value), list(value)
+            key = len(value)
+            held = list(value)
         case types.FunctionType():
             cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
             key = value.__code__, len(cells), id(value.__globals__)

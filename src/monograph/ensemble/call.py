@@ -19,7 +19,8 @@ from monograph.ensemble.stack import Stack
 from monograph.errors import InputRefused
 from monograph.graph.inspect import buffers_kept
 
-_PLAIN, _TENSOR = (bool, int, float, complex, str, bytes, type(None)), object()
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_TENSOR = object()
 Functions = dict[str, Callable[..., Tensor]]
 Function = Callable[..., Any]  # (module, *inputs) -> tensors in any nesting
 Tensors = dict[str, Tensor]
@@ -156,7 +157,8 @@ class Members:
                 raise
             # Inputs or function may differ from those of the first look, so look again. If the answer is the same, the
             # error is the function's own.
-            before, (self._for_graphs[training], _) = self._for_graphs[training], self._looked_at(batched, alone)
+            before = self._for_graphs[training]
+            self._for_graphs[training], _ = self._looked_at(batched, alone)
             if before == self._for_graphs[training]:
                 raise
         return self._eager(batched, alone)
@@ -170,7 +172,8 @@ class Members:
             InputRefused: the module cannot be batched either way; an error that a member raises alone is raised as it
                 is.
         """
-        module, failures = self.stack.module, []
+        module = self.stack.module
+        failures = []
         # The module first runs as it is, as some modules take another path if they believe that they are compiled.
         for compiling in (False, True):
             watch = Watch(module)
@@ -304,7 +307,8 @@ def _places(modules: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module, 
 
     A tied tensor is in several places, and has the name of the first one in all of them.
     """
-    places, names = [], dict[int, str]()
+    places = []
+    names = dict[int, str]()
     for kind in ("_parameters", "_buffers"):
         for path, owner in modules:
             for key, tensor in getattr(owner, kind).items():

@@ -99,9 +99,16 @@ class Ensemble(Engine):
         if callable(build) and not (each or isinstance(optim, list | tuple) or isinstance(schedule, Sequence)):
             require_read(knobs or (), optims[0])
         self._make_stacked = functools.partial(
-            Stacked, self._call, loss=loss, optims=optims, schedules=_schedules(schedule, len(members)), clip=clip,
-            precision=precision, remat=remat, each=each,
-        )  # fmt: skip
+            Stacked,
+            self._call,
+            loss=loss,
+            optims=optims,
+            schedules=_schedules(schedule, len(members)),
+            clip=clip,
+            precision=precision,
+            remat=remat,
+            each=each,
+        )
         # torch's checkpoint does not run inside of vmap, so blocks are never recomputed.
         own_rows = len(members) if each else None
         super().__init__(lambda: self.stacked.step, micro_batch, members=own_rows, recomputes=False)
@@ -211,7 +218,9 @@ class Ensemble(Engine):
         if self._in_one_graph and fits and not self._begun:
             self._waiting = {name: tensor.clone() for name, tensor in window.items()}  # the caller may write to it
             return
-        parts, self._waiting, self._begun = (self._waiting, window), None, True
+        parts = (self._waiting, window)
+        self._waiting = None
+        self._begun = True
         for part in parts:
             if part is not None:
                 super().accumulate(part)
@@ -227,7 +236,9 @@ class Ensemble(Engine):
         Raises:
             OutOfDeviceMemory: memory ran out in a graph of a whole update, which may have been made in part.
         """
-        window, self._waiting, self._begun = self._waiting, None, False
+        window = self._waiting
+        self._waiting = None
+        self._begun = False
         if window is None:
             return super().update()
         try:

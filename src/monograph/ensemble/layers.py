@@ -56,8 +56,10 @@ class Watch:
     """
 
     def __init__(self, module: nn.Module):
-        self.module, self.where = module, list[str]()
-        self._called, self._looped = set[nn.Module](), dict[str, list[str]]()
+        self.module = module
+        self.where = list[str]()
+        self._called = set[nn.Module]()
+        self._looped = dict[str, list[str]]()
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -79,7 +81,8 @@ class Watch:
         layers = Layers()
         for path, part in self.module.named_modules():
             name = f"{path or type(part).__name__} ({type(part).__name__})"
-            looped, own = self._looped.get(name, []), [*part._parameters, *part._buffers]
+            looped = self._looped.get(name, [])
+            own = [*part._parameters, *part._buffers]
             if looped or own or next(part.children(), None) is None:
                 how = "batched, step by step in time" if isinstance(part, nn.RNNBase) else "batched"
                 how = how if part in self._called else "not called"
@@ -144,8 +147,10 @@ def _lstm(given: Tensor, state: State, weight: Tensor, bias: Tensor | None, proj
 
 def _gru(given: Tensor, state: State, weight: Tensor, bias: Tensor | None) -> State:
     (hidden,) = state
-    ours, theirs = given.chunk(3, -1), F.linear(hidden, weight, bias).chunk(3, -1)
-    reset, keep = (ours[0] + theirs[0]).sigmoid(), (ours[1] + theirs[1]).sigmoid()
+    ours = given.chunk(3, -1)
+    theirs = F.linear(hidden, weight, bias).chunk(3, -1)
+    reset = (ours[0] + theirs[0]).sigmoid()
+    keep = (ours[1] + theirs[1]).sigmoid()
     new = (ours[2] + reset * theirs[2]).tanh()
     return (new + keep * (hidden - new),)
 
@@ -171,7 +176,8 @@ def _layers(step: Step, x: Tensor, state: Any, weights: Any, *options: Any) -> S
             "each row's output at its last token"
         )
     ends: list[State] = []
-    x, directions = x.transpose(0, 1) if batch_first else x, 1 + bidirectional
+    x = x.transpose(0, 1) if batch_first else x
+    directions = 1 + bidirectional
     first = state if isinstance(state, tuple) else (state,)
     per = len(weights) // (layers * directions)
     for layer in range(layers):
@@ -182,7 +188,8 @@ def _layers(step: Step, x: Tensor, state: Any, weights: Any, *options: Any) -> S
             # One product gives the input's share of the gates for all steps; only the hidden state's share depends on
             # the step before.
             given = F.linear(x, of_input, bias_input).unbind(0)
-            hidden, now = [], tuple(of[len(ends)] for of in first)
+            hidden = []
+            now = tuple(of[len(ends)] for of in first)
             for at in given[::-1] if backwards else given:
                 now = step(at, now, of_hidden, bias_hidden, *project)
                 hidden.append(now[0])
@@ -227,11 +234,15 @@ class Dropout:
     """
 
     def __init__(self, counter: Counter) -> None:
-        self._counter, self.site = counter, 0
+        self._counter = counter
+        self.site = 0
 
     def kept(self, shape: tuple[int, ...], rate: float | Tensor) -> Tensor:
         """Return the mask of elements that stay at the next site, bool of that shape."""
-        size, site, seed, draw = math.prod(shape), self.site, self._counter.seed, self._counter.draw
+        size = math.prod(shape)
+        site = self.site
+        seed = self._counter.seed
+        draw = self._counter.draw
         self.site += 1
         # Philox gives four words for each counter: element i has word i mod 4 of counter i // 4.
         fours = torch.arange(-(-size // 4), device=seed.device)

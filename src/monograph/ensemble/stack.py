@@ -120,9 +120,11 @@ class Stack:
 
     def _point(self, held: Held) -> None:
         for number, (module, name) in enumerate(held.owners):
-            tensor, share = getattr(module, name), held.stacked.detach()[number]
+            tensor = getattr(module, name)
+            share = held.stacked.detach()[number]
             if isinstance(tensor, nn.Parameter):
-                tensor.data, tensor.grad = share, None
+                tensor.data = share
+                tensor.grad = None
             else:
                 module._buffers[name] = share
 
@@ -132,7 +134,8 @@ class _RatedDropout(nn.Module):
 
     def __init__(self, dropout: nn.Module, rates: Tensor):
         super().__init__()
-        self.training, self._function = dropout.training, type(dropout).__name__.lower()
+        self.training = dropout.training
+        self._function = type(dropout).__name__.lower()
         self.register_buffer("rate", rates, persistent=False)
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -151,7 +151,10 @@ class Stacked:
         each: bool,
     ):
         """Make the step; arguments as for `monograph.Ensemble`, with one optimizer and one schedule for each member."""
-        self.members, self.optims, self.schedules, self.each = members, [checked(o) for o in optims], schedules, each
+        self.members = members
+        self.optims = [checked(o) for o in optims]
+        self.schedules = schedules
+        self.each = each
         if precision is not None and precision.name == "fp8":
             raise UsageError("an ensemble has no fp8 products: torch cannot batch them; take bf16")
         if optims[0].state != "fp32":
@@ -250,7 +253,8 @@ class Stacked:
         def of_one(module: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
             return pair(self.step.loss(module, batch))
 
-        size, balanced = self.members.stack.size, self.step.balances and SHARES in batch
+        size = self.members.stack.size
+        balanced = self.step.balances and SHARES in batch
         if balanced and not self.each:  # each member has shares of its own, even of rows that all get
             batch = {name: rows if name == SHARES else rows.expand(size, *rows.shape) for name, rows in batch.items()}
         loss_sum, count = self.members(of_one, batch, each=self.each or balanced, parameters=parameters)

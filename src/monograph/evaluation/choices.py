@@ -128,7 +128,8 @@ def score_tokens(model: Llama, ids: Sequence[int], precision: Precision, likelie
     """
     device = model.eval().lm_head.weight.device
     with precision.context(device.type):
-        hidden_ND, found = model(torch.tensor([list(ids[:-1])], device=device))[0], list[TokenScore]()
+        hidden_ND = model(torch.tensor([list(ids[:-1])], device=device))[0]
+        found = list[TokenScore]()
         pieces = max(1, -(-len(hidden_ND) * model.config.vocab_size // LOGITS))
         targets = torch.tensor(list(ids[1:]), device=device).tensor_split(pieces)
         for hidden_CD, targets_C in zip(hidden_ND.tensor_split(pieces), targets, strict=True):
@@ -155,7 +156,8 @@ def _batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
 
 def _scored(model: Llama, rows: Sequence[tuple[list[int], int]]) -> list[Score]:
     """Return the scores of rows that go through the model together."""
-    device, inputs = model.lm_head.weight.device, max(len(row) for row, _ in rows) - 1
+    device = model.lm_head.weight.device
+    inputs = max(len(row) for row, _ in rows) - 1
     tokens_BT = torch.tensor([row[:-1] + [0] * (inputs + 1 - len(row)) for row, _ in rows], device=device)
     targets_N = torch.tensor([token for row, count in rows for token in row[-count:]], device=device)
     # Position i predicts id i + 1, so the predictions of a continuation end one position before its last id.
@@ -253,9 +255,11 @@ def _question(record: dict[str, Any] | Fault, where: str) -> Question:
     """Return the question of a record; raise Unusable."""
     if isinstance(record, Fault):
         raise Unusable(*record)
-    query_key, answer_key = _only(record, QUESTION_KEYS), _only(record, ANSWER_KEYS)
+    query_key = _only(record, QUESTION_KEYS)
+    answer_key = _only(record, ANSWER_KEYS)
     query = sound(record[query_key], query_key)
-    choices, gold = record.get(CHOICES), record[answer_key]
+    choices = record.get(CHOICES)
+    gold = record[answer_key]
     if not isinstance(choices, list) or len(choices) < 2:
         raise Unusable("choices", f"{CHOICES!r} must be an array of two or more strings")
     choices = [sound(choice, f"{CHOICES}[{number}]") for number, choice in enumerate(choices)]
@@ -361,7 +365,8 @@ def _chat_pairs(tokenizer: Tokenizer, question: Question) -> list[Continuation]:
 
 
 def _answer(question: Question, logs: Sequence[float]) -> Answer:
-    characters, sizes = [len(choice) for choice in question.choices], [len(c.encode()) for c in question.choices]
+    characters = [len(choice) for choice in question.choices]
+    sizes = [len(c.encode()) for c in question.choices]
     normed = ([log / length for log, length in zip(logs, scores, strict=True)] for scores in (characters, sizes))
     return Answer._make(scores.index(max(scores)) == question.gold for scores in (list(logs), *normed))
 

@@ -111,21 +111,28 @@ def compare_on(
     Raises:
         UsageError: see `compare`; or the documents differ.
     """
-    members_a, members_b = _repetitions(a, over), _repetitions(b, over)  # indices by value of the repeated knob
+    # indices by value of the repeated knob
+    members_a = _repetitions(a, over)
+    members_b = _repetitions(b, over)
     pairs = [(members_a[key], members_b[key]) for key in members_a if key in members_b]
     if len(pairs) > 1:
-        values_a, values_b = bits_per_byte(a, rows_a, progress), bits_per_byte(b, rows_b, progress)
+        values_a = bits_per_byte(a, rows_a, progress)
+        values_b = bits_per_byte(b, rows_b, progress)
         both = [(values_a[i], values_b[j]) for i, j in pairs]
-        gap, by = mean([second - first for first, second in both]), over
+        gap = mean([second - first for first, second in both])
+        by = over
         first, second = (float(np.mean(values)) for values in zip(*both, strict=True))
     else:
         # The sides share no two values of the knob, so compare one member of each.
         i, j = pairs[0] if pairs else (0, 0)
         scores_a = _one(by_document(a, rows_a, progress), i)
         scores_b = _one(by_document(b, rows_b, progress), j)
-        gap, by = difference(scores_b, scores_a), "document"
-        first, second = float(scores_a.bits_per_byte_N[0]), float(scores_b.bits_per_byte_N[0])
-    size_a, size_b = _parameters(a), _parameters(b)
+        gap = difference(scores_b, scores_a)
+        by = "document"
+        first = float(scores_a.bits_per_byte_N[0])
+        second = float(scores_b.bits_per_byte_N[0])
+    size_a = _parameters(a)
+    size_b = _parameters(b)
     return Comparison(first, second, gap, by, (size_a, size_b) if size_a and size_b else None)
 
 

@@ -71,8 +71,10 @@ def seeds_needed(difference: float, noise: float, settings: int, most: int) -> i
 def _within(t: float, degrees: int) -> float:
     """Return P(|T| <= t), which is a finite sum for whole degrees: Abramowitz and Stegun 26.7.3 and 26.7.4."""
     angle = math.atan(t / math.sqrt(degrees))
-    cosine, odd = math.cos(angle), degrees % 2
-    term, total = (cosine if odd else 1.0), 0.0
+    cosine = math.cos(angle)
+    odd = degrees % 2
+    term = cosine if odd else 1.0
+    total = 0.0
     for k in range(odd + 2, degrees + 1, 2):
         total += term
         term *= cosine * cosine * (k - 1) / k
@@ -150,8 +152,9 @@ class Table:
 
     def line(self, setting: Setting) -> str:
         """Return a setting in one line: knobs, mean ± standard error, and how it compares with the best."""
-        name = " ".join(f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}"
-                        for key, value in setting.knobs.items())  # fmt: skip
+        name = " ".join(
+            f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in setting.knobs.items()
+        )
         lost = f"{len(setting.failed)} of {len(setting.members)} diverged" if setting.failed and setting.mean else ""
         standing = self.standing(setting, lost)
         scored = f"{name or 'all'}: {written(setting.mean)} {self.unit}"

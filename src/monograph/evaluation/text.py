@@ -87,7 +87,8 @@ def evaluate_members(
         raise UsageError(f"the rows are a {type(rows).__name__}: give a split of a corpus, such as corpus.held_out")
     if len(rows) == 0:
         raise UsageError("there is nothing to evaluate on: data.held_out is 0; give other text (--data)")
-    count, sums = len(rows.spread(limit)), []
+    count = len(rows.spread(limit))
+    sums = []
     meter = Meter(progress, "row", count)
     for batch in rows.in_order(batch_rows, limit):
         sums.append(engine.evaluate(batch))
@@ -140,16 +141,23 @@ def by_document(engine: Evaluates, rows: Rows, progress: Progress | None = None)
     unit_D = np.repeat(np.arange(len(units)), [len(unit) for unit in units])
     owner_RT = rows.owners(np.arange(len(rows)))
     unit_RT = np.where(owner_RT < 0, -1, unit_D[owner_RT])
-    bits, sizes, meter = [], [], Meter(progress, "unit", len(units))
+    bits = []
+    sizes = []
+    meter = Meter(progress, "unit", len(units))
     for unit in range(len(units)):
-        sums, counted, targets, size = [], 0, 0, 0
+        sums = []
+        counted = 0
+        targets = 0
+        size = 0
         indices = np.flatnonzero((unit_RT == unit).any(1))
         for begin in range(0, len(indices), ROWS):
             chosen = indices[begin : begin + ROWS]
             batch, targets_of, length = _of_unit(rows, chosen, unit_RT[chosen] == unit)
             total, count = engine.evaluate(batch)
             sums.append(torch.atleast_1d(total).double())
-            counted, targets, size = counted + int(torch.atleast_1d(count)[0]), targets + targets_of, size + length
+            counted = counted + int(torch.atleast_1d(count)[0])
+            targets = targets + targets_of
+            size = size + length
         if counted != targets:
             raise UsageError("the loss counts something other than the rows' targets: its sum says nothing about bytes")
         sum_N = torch.stack(sums).sum(0).cpu().numpy() if sums else np.zeros(1)
@@ -172,7 +180,8 @@ def difference(one: Scores, other: Scores) -> Mean:
         raise UsageError("the two were scored on different text: their documents do not have the same bytes")
     size = one.bytes_U.sum()
     apart_U = one.bits_UN[:, 0] - other.bits_UN[:, 0]
-    value, units = float(apart_U.sum() / size), len(apart_U)
+    value = float(apart_U.sum() / size)
+    units = len(apart_U)
     rest_U = apart_U - value * one.bytes_U
     error = math.sqrt(units / (units - 1) * float(rest_U @ rest_U)) / float(size) if units > 1 else None
     return Mean(value, error, units)

@@ -54,7 +54,8 @@ def trigram_bits_per_byte(train_bytes: bytes, held_out_bytes: bytes) -> float:
 
     n(ab) = sum over c of n(abc). The first two bytes have no such context: 8 bits each.
     """
-    train, held_out = _as_array(train_bytes), _as_array(held_out_bytes)
+    train = _as_array(train_bytes)
+    held_out = _as_array(held_out_bytes)
     # 256³ counters take 64 MB and one pass over the text, which is faster than sorting the grams.
     counts_abc = np.bincount(_grams(train, 3).astype(np.int64), minlength=1 << 24).astype(np.int32)
     counts_ab = counts_abc.reshape(1 << 16, 256).sum(axis=1)
@@ -78,7 +79,8 @@ def kneser_ney_bits_per_byte(train_bytes: bytes, held_out_bytes: bytes, order: i
     and, where that is undefined or not inside (0, i), (n_1 + 1) / (n_1 + 2·n_2 + 2), so that no byte has probability 0.
     Source: Chen and Goodman 1998, "An Empirical Study of Smoothing Techniques for Language Modeling", section 3.
     """
-    train, held_out = _as_array(train_bytes), _as_array(held_out_bytes)
+    train = _as_array(train_bytes)
+    held_out = _as_array(held_out_bytes)
     probability_H = np.full(len(held_out), 1 / 256)
     for table in _tables(train, min(order, len(train) - 1)):
         if table.order >= len(held_out):

@@ -260,7 +260,8 @@ def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
         return types.MethodType(_with_own_code(function.__func__), function.__self__)
     if not isinstance(function, types.FunctionType):
         return function
-    code, scope = function.__code__.replace(), function.__globals__
+    code = function.__code__.replace()
+    scope = function.__globals__
     copied = types.FunctionType(code, scope, function.__name__, function.__defaults__, function.__closure__)
     copied.__kwdefaults__ = function.__kwdefaults__
     copied.__module__, copied.__qualname__ = function.__module__, function.__qualname__

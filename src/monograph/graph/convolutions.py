@@ -34,7 +34,9 @@ def gradients(
     grad_GBO: Tensor, input_GBC: Tensor, weight_GOC: Tensor, wanted: bool, *steps: list[int]
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of `convolution`'s input, empty if it is not `wanted`, and of its weight."""
-    mask, inputs, weights = [wanted, True, False], [], []
+    mask = [wanted, True, False]
+    inputs = []
+    weights = []
     for group in zip(grad_GBO, _of_all(input_GBC, weight_GOC), weight_GOC, strict=True):
         of_input, of_weight, _ = aten.convolution_backward(*group, None, *steps, False, [0], 1, mask)
         inputs.append(of_input)

@@ -76,7 +76,8 @@ _balanced.register_autograd(_backward, setup_context=_save)
 
 def balanced(weights_NC: Tensor, probabilities_NE: Tensor, experts_NC: Tensor, balance: Balance) -> Tensor:
     """Return the weights of the chosen experts, from which the loss's gradient, see the module, reaches the router."""
-    share_N1, document_N1 = balance.share_N[:, None].to(probabilities_NE.dtype), balance.document_N[:, None]
+    share_N1 = balance.share_N[:, None].to(probabilities_NE.dtype)
+    document_N1 = balance.document_N[:, None]
     none_NE = torch.zeros_like(probabilities_NE)
     chosen_NE = none_NE.scatter(1, experts_NC, (share_N1 != 0).to(none_NE.dtype).expand_as(experts_NC))
     choices_NE = none_NE.scatter_add(0, document_N1.expand_as(none_NE), chosen_NE)[balance.document_N]
@@ -96,7 +97,9 @@ class ExpertLinear(nn.Module):
 
     def __init__(self, experts: int, in_features: int, out_features: int, bias: bool = False, **like: Any) -> None:
         super().__init__()
-        self.experts, self.in_features, self.out_features = experts, in_features, out_features
+        self.experts = experts
+        self.in_features = in_features
+        self.out_features = out_features
         self.weight = nn.Parameter(torch.empty(experts, out_features, in_features, **like))
         self.bias = nn.Parameter(torch.empty(experts, out_features, **like)) if bias else None
 
@@ -123,16 +126,23 @@ class _Dequantised(torch.autograd.Function):
     # Dynamo counts a forward pass's arguments, so there can be no *held.
     @staticmethod
     def forward(
-        input: Tensor, ends_E: Tensor | None, shape: tuple[int, ...],
-        codes: Tensor, scales: Tensor, steps: Tensor | None, mean: Tensor | None, table: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+        input: Tensor,
+        ends_E: Tensor | None,
+        shape: tuple[int, ...],
+        codes: Tensor,
+        scales: Tensor,
+        steps: Tensor | None,
+        mean: Tensor | None,
+        table: Tensor | None,
+    ) -> Tensor:
         weight_ENK = dense_of(shape, codes, scales, steps, mean, table).to(input.dtype)
         return input @ weight_ENK.mT if ends_E is None else product(input, weight_ENK, ends_E)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.save_for_backward(inputs[1], *inputs[3:])
-        ctx.shape, ctx.shared = inputs[2], inputs[0].ndim < output.ndim
+        ctx.shape = inputs[2]
+        ctx.shared = inputs[0].ndim < output.ndim
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]

@@ -105,7 +105,9 @@ class Family:
 
     def look(self) -> None:
         """Set `weight`, `bias` and `fused` by where the parameters lie now."""
-        self.weight, self.bias, self.fused = _whole(self.weights), _whole(self.biases), None
+        self.weight = _whole(self.weights)
+        self.bias = _whole(self.biases)
+        self.fused = None
         if self.weight is None or (self.biases and self.bias is None):
             self.weight = self.bias = None
         elif None not in (fused := [getattr(weight, "fused", None) for weight in self.weights]):
@@ -156,7 +158,9 @@ class Family:
         copied = object.__new__(type(self))
         memo[id(self)] = copied
         copied.weights, copied.biases = copy.deepcopy((self.weights, self.biases), memo)
-        copied.sizes, copied.classes, copied._left = list(self.sizes), list(self.classes), None
+        copied.sizes = list(self.sizes)
+        copied.classes = list(self.classes)
+        copied._left = None
         copied.lay()
         copied.layers = copy.deepcopy(self.layers, memo)
         return copied
@@ -209,7 +213,8 @@ def _whole(parts: list[Tensor]) -> Tensor | None:
     if not parts or len({(part.dtype, part.device) for part in parts}) > 1 or not adjacent(parts):
         return None
     # A view of the first part's data, so that autograd notices a change between forward and backward pass.
-    first, rows = parts[0].detach(), sum(len(part) for part in parts)
+    first = parts[0].detach()
+    rows = sum(len(part) for part in parts)
     return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
 
 

@@ -16,9 +16,23 @@ BLOCK, GROUP = 64, 256
 # Quantiles of a normal distribution that include -1, 0 and 1 (Dettmers et al. 2023, "QLoRA", 2305.14314, appendix E),
 # to four digits as in torchao; bitsandbytes' differ from these by less than 5e-5.
 NF4 = (
-    -1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0,
-    0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1.0,
-)  # fmt: skip
+    -1.0,
+    -0.6962,
+    -0.5251,
+    -0.3949,
+    -0.2844,
+    -0.1848,
+    -0.0911,
+    0.0,
+    0.0796,
+    0.1609,
+    0.2461,
+    0.3379,
+    0.4407,
+    0.5626,
+    0.7230,
+    1.0,
+)
 SMALLEST = torch.finfo(torch.float32).eps  # smallest scale of a row, for rows of zeros
 
 
@@ -108,7 +122,8 @@ class NF4Weight(FrozenWeight):
         levels = (groups * steps_G[:, None]).round().clamp(-128, 127).flatten()[: len(scale_C)]
         table = torch.tensor(NF4, device=flat.device)
         # A block of zeros has the scale 0, and 0 / 0 would be NaN.
-        edges, shares_of = (table[1:] + table[:-1]) / 2, scale_C.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
+        edges = (table[1:] + table[:-1]) / 2
+        shares_of = scale_C.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
         # int32 codes, and a quotient that is freed at once: at most three times the weight is in memory, not five.
         codes = torch.bucketize(blocks_CS / shares_of, edges, out_int32=True).to(torch.uint8).flatten()
         packed = (codes[::2] << 4 | codes[1::2])[: -(-flat.numel() // 2)]

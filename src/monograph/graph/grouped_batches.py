@@ -38,7 +38,8 @@ class _Batch(NamedTuple):
 
 @functools.lru_cache(2)  # a layer's three products and their backward passes have the same groups
 def _batch(ends: tuple[int, ...], rows: int) -> _Batch:
-    groups, ends_E = len(ends), torch.tensor(ends)
+    groups = len(ends)
+    ends_E = torch.tensor(ends)
     capacity = LEAST * -int(-_SPARE * rows // (groups * LEAST))
     sizes_E = ends_E.diff(prepend=ends_E.new_zeros(1))
     begins_E = ends_E - sizes_E

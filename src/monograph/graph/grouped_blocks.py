@@ -75,7 +75,8 @@ def outer(left_PN: Tensor, right_PK: Tensor, ends_E: Tensor) -> Tensor:
     Blocks are summed by a product with zeros and ones, as `index_add_` adds in any order on a GPU.
     """
     blocks = _blocks(ends_E, len(left_PN))
-    left_BCN, right_BCK = _cut(left_PN, blocks), _cut(right_PK, blocks)
+    left_BCN = _cut(left_PN, blocks)
+    right_BCK = _cut(right_PK, blocks)
     numbers_E = torch.arange(len(ends_E), device=ends_E.device)
     sum_EX = left_PN.new_zeros(len(ends_E), left_PN.shape[1] * right_PK.shape[1], dtype=torch.float32)
     sum_EX = sum_EX.to(torch.promote_types(left_PN.dtype, torch.float32))

@@ -76,7 +76,8 @@ def in_the_same_memory(module: nn.Module) -> tuple[str, str] | None:
     attribute, also in lists and dicts. One tensor with two names does not count.
     """
     trained = {id(parameter): name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    by_storage, seen = dict[int, list[tuple[int, int, str, Any, bool]]](), set[int]()
+    by_storage = dict[int, list[tuple[int, int, str, Any, bool]]]()
+    seen = set[int]()
     for path, part in module.named_modules():
         # Until its first call, spectral norm keeps the weight itself where its hook later puts the normalised one.
         passing = {hook.name for hook in part._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)}
@@ -85,7 +86,8 @@ def in_the_same_memory(module: nn.Module) -> tuple[str, str] | None:
         for name, tensor in chain.from_iterable(_tensors_in(value, name, seen) for name, value in named):
             if tensor.layout == torch.strided and not is_lazy(tensor):
                 own = getattr(tensor, "_local_tensor", tensor)  # the local shard of a sharded tensor
-                first, is_trained = int(own.storage_offset()) * own.element_size(), id(tensor) in trained
+                first = int(own.storage_offset()) * own.element_size()
+                is_trained = id(tensor) in trained
                 place = (first, _end_byte(own), trained.get(id(tensor), name), own, is_trained)
                 by_storage.setdefault(_memory(own), []).append(place)
     for places in by_storage.values():
@@ -186,7 +188,9 @@ def blocks(module: nn.Module) -> dict[str, nn.Module]:
 
 def parts(module: nn.Module) -> dict[str, str]:
     """Return the name of each parameter's block; parameters outside of blocks are "before" or "after" them."""
-    block_names, owner, outside = list(blocks(module)), dict[str, str](), "before"
+    block_names = list(blocks(module))
+    owner = dict[str, str]()
+    outside = "before"
     for name, _ in module.named_parameters():
         block = next((block for block in block_names if name.startswith(f"{block}.")), None)
         outside = "after" if block else outside

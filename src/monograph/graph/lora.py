@@ -102,7 +102,8 @@ class Adapted(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map [..., K] to [..., N], in the dtype of the base layer's output."""
-        output, given = super().forward(input), input.dtype
+        output = super().forward(input)
+        given = input.dtype
         # Without autocast, a linear layer wants its weight's dtype. With dropout the input is cast under autocast as
         # well, so that the mask's factor 1 / (1 - p) is not rounded to fewer bits.
         if not torch.is_autocast_enabled(input.device.type) or isinstance(self.lora_dropout, nn.Dropout):
@@ -116,7 +117,8 @@ class Adapted(nn.Linear):
             return (output + change).to(output.dtype)
         drops = self.training and isinstance(self.lora_dropout, nn.Dropout)
         plain = super().forward(dropped.to(given)) if drops else output
-        A, scaled_B = self.lora_A.weight.detach(), self.lora_B.weight.detach() * self.scale
+        A = self.lora_A.weight.detach()
+        scaled_B = self.lora_B.weight.detach() * self.scale
         of_A = super().forward(A.to(given))  # it costs as much as R tokens more
         if self.bias is not None:
             plain, of_A = plain - self.bias, of_A - self.bias
@@ -168,9 +170,12 @@ class LoraNF4Linear(Adapted, NF4Linear):
 FACTORS = (Factor, ExpertFactor)
 AnyAdapted = Adapted | AdaptedExperts
 ADAPTED: dict[type[nn.Module], type[AnyAdapted]] = {
-    Int8Linear: LoraInt8Linear, NF4Linear: LoraNF4Linear, ExpertLinear: AdaptedExperts, Int8Experts: LoraInt8Experts,
+    Int8Linear: LoraInt8Linear,
+    NF4Linear: LoraNF4Linear,
+    ExpertLinear: AdaptedExperts,
+    Int8Experts: LoraInt8Experts,
     NF4Experts: LoraNF4Experts,
-}  # fmt: skip
+}
 
 
 def adapt(
@@ -357,7 +362,8 @@ def plain_parameters(module: nn.Module) -> Iterator[Plain]:
     Adapters must be on plain weights, not on quantised ones. `read` raises InputRefused for NaN or an infinity.
     """
     module = inspect.unwrapped(module)
-    adapted, with_rows = adapters(module), tables(module)
+    adapted = adapters(module)
+    with_rows = tables(module)
     trained = {id(p) for child in module.modules() if isinstance(child, FACTORS) for p in child.parameters()}
     trained |= {id(layer.lora_magnitude_vector) for layer in adapted.values()}
     trained |= {id(table.token_rows) for table in with_rows.values()}

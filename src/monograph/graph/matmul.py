@@ -44,7 +44,8 @@ def mkl_is_slow() -> bool:
 
 def _onednn_is_faster() -> bool:
     def seconds(product: Callable[[Tensor, Tensor], Tensor]) -> float:
-        left, right = torch.ones(1024, 192), torch.ones(192, 512)
+        left = torch.ones(1024, 192)
+        right = torch.ones(192, 512)
         start = clock()
         product(left, right)
         return clock() - start
@@ -159,7 +160,8 @@ def workspace_bytes(left_NK: Tensor, right_KM: Tensor) -> int:
 
     oneDNN copies a transposed left operand; in bf16 only parts of it at a time, some hundred kB, which count as 0.
     """
-    (rows, depth), columns = left_NK.shape, right_KM.shape[1]
+    rows, depth = left_NK.shape
+    columns = right_KM.shape[1]
     by_onednn = mkl_is_slow() and _chosen(rows, depth, columns) is torch.ops.monograph.onednn_matmul.default
     by_onednn &= left_NK.dtype == torch.float32
     return left_NK.numel() * left_NK.element_size() if by_onednn and left_NK.stride(-1) != 1 else 0

@@ -12,7 +12,8 @@ from monograph.ranges import ABOVE_0, COUNT
 
 # "fp8" is missing, since it is bf16 everywhere but in the linear layers of blocks.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-SMALLEST_SCALE, LARGEST_SCALE = 1.0, 2.0**24
+SMALLEST_SCALE = 1.0
+LARGEST_SCALE = 2.0**24
 
 
 @dataclass(frozen=True)

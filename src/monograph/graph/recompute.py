@@ -65,7 +65,9 @@ class Parcel:
 
     def __init__(self, tensor: Tensor, lane: Lane):
         """Send a copy to the host; the tensor is kept until the parcel is opened."""
-        self.lane, self.device, self.differentiable = lane, tensor.device, tensor.requires_grad
+        self.lane = lane
+        self.device = tensor.device
+        self.differentiable = tensor.requires_grad
         self.tensor: Tensor | None = tensor
         self.on_host = lane.out(tensor.detach())
         self.coming: tuple[Tensor, torch.cuda.Event | None] | None = None
@@ -80,11 +82,13 @@ class Parcel:
     def open(self) -> Tensor:
         """Return the tensor; if it comes from the host, call the parcel sent before it, which is needed next."""
         if self.tensor is not None:
-            tensor, self.tensor = self.tensor, None
+            tensor = self.tensor
+            self.tensor = None
             return tensor
         self.call()
         assert self.coming is not None
-        (tensor, arrived), self.coming = self.coming, None
+        tensor, arrived = self.coming
+        self.coming = None
         if before := self.before and self.before():
             before.call()
         # The copy is made on the lane's stream and read on the current one, which waits; the allocator must know both.
@@ -215,7 +219,8 @@ def _keeping(names: frozenset[tuple[str, int]]) -> Contexts:
         counts: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
 
         def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-            name, seen = str(operator), counts[context.is_recompute]
+            name = str(operator)
+            seen = counts[context.is_recompute]
             seen[name] += 1
             kept = (name, seen[name] - 1) in names
             return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
@@ -321,7 +326,8 @@ def recorded(
     Raises:
         UsageError: the pass does not reach every block.
     """
-    recordings, compiled = dict[str, Recording](), dict[Recording, int]()
+    recordings = dict[str, Recording]()
+    compiled = dict[Recording, int]()
 
     def noted(name: str, block: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         output, recording = record(inner, [*block.parameters(), *block.buffers()], *args, **kwargs)

@@ -254,7 +254,8 @@ class _Calls(TorchDispatchMode):
             # An operator that returns nothing is assumed to change all its arguments.
             changed = {storage_of(t) for t in outputs} & read or read
         name = str(func)
-        flops, numbers = compat.flops_of(func, args, kwargs or {}, out), sum(t.numel() for t in made.values())
+        flops = compat.flops_of(func, args, kwargs or {}, out)
+        numbers = sum(t.numel() for t in made.values())
         self.calls.append(
             _Call((name, self.counts[name]), read, set(made), changed, _bytes(made.values()), flops, numbers)
         )
@@ -266,7 +267,10 @@ class _Calls(TorchDispatchMode):
 
         A product that is overwritten later cannot be kept; its FLOPs count among the others.
         """
-        products, rest, needed, changed = list[Product](), 0, set(stored), set[int]()
+        products = list[Product]()
+        rest = 0
+        needed = set(stored)
+        changed = set[int]()
         # In reverse order, because the inputs of a needed result are needed as well.
         for call in reversed(self.calls):
             if needed & (call.made | call.changed):

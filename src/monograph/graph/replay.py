@@ -61,7 +61,8 @@ class CudaGraphs:
 
     def warm_up(self, work: Work) -> str | None:
         """Call the work on the captures' stream while watching the host; see `Recorder.warm_up`."""
-        current, drawn = torch.cuda.current_stream(self.device), torch.get_rng_state()
+        current = torch.cuda.current_stream(self.device)
+        drawn = torch.get_rng_state()
         self._stream.wait_stream(current)
         try:
             with torch.cuda.stream(self._stream), _host_waits() as waits:
@@ -75,7 +76,9 @@ class CudaGraphs:
 
     def record(self, work: Work) -> Graph:
         """Capture the work; other threads, such as one that fills page-locked memory, may go on meanwhile."""
-        graph, begun, current = torch.cuda.CUDAGraph(), False, torch.cuda.current_stream(self.device)
+        graph = torch.cuda.CUDAGraph()
+        begun = False
+        current = torch.cuda.current_stream(self.device)
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 begun = True
@@ -91,7 +94,8 @@ class CudaGraphs:
 @contextmanager
 def _host_waits() -> Iterator[list[str]]:
     """Yield a list of the places (FILE:LINE) where the host waited for the device, which is filled after the block."""
-    before, waits = torch.cuda.get_sync_debug_mode(), list[str]()
+    before = torch.cuda.get_sync_debug_mode()
+    waits = list[str]()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")  # by default, Python shows a line's warning once in a process
         torch.cuda.set_sync_debug_mode("warn")
@@ -259,7 +263,10 @@ class StaticInputs:
             host: records the host's state that the function reads; when it changes, the function is captured again.
             announce: gets each reason for calling instead of replaying, once.
         """
-        self.function, self._device, self._host, self._announce = function, device, host, announce
+        self.function = function
+        self._device = device
+        self._host = host
+        self._announce = announce
         self._replays = Replays(lambda variant: self.function(self._inputs[variant][0]), recorder)
         self._inputs: dict[Hashable, tuple[Any, list[Tensor]]] = {}
         self._seen: HostState | None = None

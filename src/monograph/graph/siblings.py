@@ -68,7 +68,8 @@ def grouped(module: nn.Module, calls: list[Call]) -> tuple[list[list[str]], dict
     for name, tensors in read.items():
         readers.setdefault(tuple(tensors), []).append(name)
     obstacles = _obstacles(module) | dict.fromkeys(changed, "its output is changed in place")
-    groups, separate = list[list[str]](), dict[str, str]()
+    groups = list[list[str]]()
+    separate = dict[str, str]()
     for names in readers.values():
         alike: dict[Any, list[str]] = {}
         for name in names if len(names) > 1 else ():
@@ -96,7 +97,8 @@ def _kind(layer: nn.Linear) -> tuple[Any, ...]:
 
 def _obstacles(module: nn.Module) -> dict[str, str]:
     """Return the reasons why linear layers cannot be fused, by name."""
-    shared, obstacles = shared_parameters(module), {}
+    shared = shared_parameters(module)
+    obstacles = {}
     for name, layer in module.named_modules():
         if isinstance(layer, nn.Linear):
             parameters = [layer._parameters.get("weight"), layer._parameters.get("bias")]

@@ -66,7 +66,8 @@ def put_rows(module: nn.Module, tokens: Sequence[int], dtype: torch.dtype | None
     Raises:
         UsageError: there are no such layers, they are of another kind, or an id has no row in them.
     """
-    embedding, head = _embedding(module), head_of(module)
+    embedding = _embedding(module)
+    head = head_of(module)
     for layer, plain, role in ((embedding, nn.Embedding, "an embedding"), (head, nn.Linear, "a head")):
         if getattr(type(layer), "forward", None) is not plain.forward:
             kind = "none that can be told" if layer is None else f"a {type(layer).__name__}"

@@ -130,7 +130,8 @@ def _naming_failures(module: nn.Module) -> Iterator[None]:
 
 def said(error: BaseException) -> str:
     """Return an exception's type and first line, and the line of a user's file where it was raised."""
-    lines, at = said_by(error).splitlines(), raised_at(error)
+    lines = said_by(error).splitlines()
+    at = raised_at(error)
     return ": ".join([f" ({at[0]})" if at else "", type(error).__name__, *lines[:1]])
 
 

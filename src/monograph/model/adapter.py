@@ -36,9 +36,17 @@ BASE = "monograph_base.json"
 _READ = {"r", "lora_alpha", "target_modules", "lora_dropout", "base_model_name_or_path", KEY}
 # Keys that do not change the meaning of the adapter's tensors.
 _IGNORED = {
-    "peft_type", "task_type", "inference_mode", "auto_mapping", "revision", "peft_version", "megatron_core",
-    "qalora_group_size", "layers_pattern", "ensure_weight_tying",
-}  # fmt: skip
+    "peft_type",
+    "task_type",
+    "inference_mode",
+    "auto_mapping",
+    "revision",
+    "peft_version",
+    "megatron_core",
+    "qalora_group_size",
+    "layers_pattern",
+    "ensure_weight_tying",
+}
 # Keys with the only values that are read.
 _ALLOWED = {
     "bias": ("none",),
@@ -121,7 +129,9 @@ def read_adapter(folder: str | Path) -> Adapter:
             raise InputRefused(f"{path}: {key} = {value!r} is not read: expected one of {_ALLOWED[key]}")
         if key not in _READ | _IGNORED | _ALLOWED.keys() and value not in (None, False, {}, []):
             raise InputRefused(f"{path}: {key} = {value!r} is set, which is not read here: merge it with PEFT first")
-    rank, alpha, dropout = values.get("r"), values.get("lora_alpha"), values.get("lora_dropout", 0.0)
+    rank = values.get("r")
+    alpha = values.get("lora_alpha")
+    dropout = values.get("lora_dropout", 0.0)
     if type(rank) is not int or not 0 < rank <= MOST_RANK:
         raise InputRefused(f"{path}: r = {rank!r}: expected a whole number from 1 to {MOST_RANK}")
     if not alpha or not _number(alpha) or not _number(dropout) or not 0 <= dropout < 1:
@@ -151,7 +161,8 @@ def read_weights(adapter: Adapter, module: nn.Module) -> None:
     Raises:
         InputRefused: a missing or unexpected tensor, one of another shape, or a damaged file.
     """
-    own, path = adapter_state(module), inside(adapter.folder, WEIGHTS)
+    own = adapter_state(module)
+    path = inside(adapter.folder, WEIGHTS)
     own = {name: own[name] for name in own.keys() - left_out(adapter.tokens, module)}
     stored = own_rows(read_header(path), module, path)
     for kind, names in (("missing", own.keys() - stored.keys()), ("unexpected", stored.keys() - own.keys())):
@@ -257,10 +268,16 @@ def packed(module: nn.Module, lora: Lora, base: str, config: LlamaConfig | None 
         )
     alpha = int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha
     values = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": lora.rank,
-        "lora_alpha": alpha, "target_modules": _targets(module, adapted, lora), "lora_dropout": lora.dropout,
-        "bias": "none", "inference_mode": True,
-    }  # fmt: skip
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": alpha,
+        "target_modules": _targets(module, adapted, lora),
+        "lora_dropout": lora.dropout,
+        "bias": "none",
+        "inference_mode": True,
+    }
     values |= {f"use_{kind}": True for kind in ("rslora", "dora") if getattr(lora, kind)}
     if tokens := written_tokens(module):
         values[KEY] = tokens
@@ -312,7 +329,8 @@ def resolved_base(adapter: Adapter, above: frozenset[Path] = frozenset()) -> str
     """
     for path in (Path(adapter.base), adapter.folder / adapter.base):
         if adapter.base and exists(path):
-            base, above = without_links(path), above | {without_links(adapter.folder)}
+            base = without_links(path)
+            above = above | {without_links(adapter.folder)}
             if base in above:
                 raise InputRefused(f"{adapter.folder / CONFIG}: its base is an adapter whose base leads back to it")
             if is_adapter(base):
@@ -357,7 +375,8 @@ def require_gguf_form(stored: Packed, config: LlamaConfig) -> None:
 
 def write_gguf_adapter(stored: Packed, config: LlamaConfig, new: Path) -> None:
     """Write the file of `save_gguf_adapter` into a folder of `new_folder`."""
-    gguf, values = package(), stored.values
+    gguf = package()
+    values = stored.values
     lora = Lora(values["r"], values["lora_alpha"], rslora="use_rslora" in values)
     own = {name.removeprefix(PREFIX): tensor for name, tensor in stored.tensors.items()}
     tensors = [*_gguf_tensors(own, config)]

@@ -141,7 +141,8 @@ class LlamaConfig:
         self._check_ids()
 
     def _check_multiple(self, whole: str, part: str) -> None:
-        size, unit = getattr(self, whole), getattr(self, part)
+        size = getattr(self, whole)
+        unit = getattr(self, part)
         if size % unit:
             raise InputRefused(f"{whole} = {size} is not a multiple of {part} = {unit}; change one")
 
@@ -198,7 +199,8 @@ class LlamaConfig:
         self._check_rotations()
 
     def _check_rotations(self) -> None:
-        listed, layers = list(self.no_rope_layers), self.num_hidden_layers
+        listed = list(self.no_rope_layers)
+        layers = self.num_hidden_layers
         if listed and (len(listed) != layers or any(each not in (0, 1) for each in listed)):
             raise InputRefused(f"no_rope_layers = {listed}: expected 0 or 1 for each of {layers} layers")
         if all(self.no_rope_layers):

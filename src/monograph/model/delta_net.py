@@ -68,7 +68,8 @@ class GatedDeltaNet(nn.Module):
         beta_BTH = b_BTH.double().sigmoid().to(hidden_BTD.dtype).to(wide)
         decay_BTH = -self.A_log.double().exp() * F.softplus(a_BTH.double() + self.dt_bias)
         if cache is None:
-            mixed_BTC, starts_BT = self.conv1d(channels_BTC, segments_BT), starts(segments_BT)
+            mixed_BTC = self.conv1d(channels_BTC, segments_BT)
+            starts_BT = starts(segments_BT)
             # Products in 16 bits would be carried from chunk to chunk.
             with torch.autocast(hidden_BTD.device.type, enabled=False):
                 out_BHTV, _ = self._rule(*self._heads(mixed_BTC, wide), _t(decay_BTH), _t(beta_BTH), starts_BT)

@@ -83,28 +83,48 @@ class Family(NamedTuple):
 
 
 LINEAR_SIZES = (
-    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
     "linear_conv_kernel_dim",
-)  # fmt: skip
+)
 _EXPERTS = ("num_experts", "num_experts_per_tok", "norm_topk_prob", "output_router_logits", "router_aux_loss_coef")
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 OF_SOME = {  # fields that only some families have
-    "attention_bias", "sliding_window", "layer_types", "no_rope_layers", "rope_local_theta", "partial_rotary_factor",
-    "query_pre_attn_scalar", *MULTIPLIERS, *LINEAR_SIZES, *_EXPERTS,
-    "moe_intermediate_size", "shared_expert_intermediate_size", "mlp_only_layers", "clip_qkv",
-}  # fmt: skip
+    "attention_bias",
+    "sliding_window",
+    "layer_types",
+    "no_rope_layers",
+    "rope_local_theta",
+    "partial_rotary_factor",
+    "query_pre_attn_scalar",
+    *MULTIPLIERS,
+    *LINEAR_SIZES,
+    *_EXPERTS,
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "mlp_only_layers",
+    "clip_qkv",
+}
 # Keys that must not be null in a file.
 NEVER_NULL = (
-    "rms_norm_eps", "max_position_embeddings", "attention_dropout", "attention_multiplier", "rope_local_base_freq",
-)  # fmt: skip
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "attention_dropout",
+    "attention_multiplier",
+    "rope_local_base_freq",
+)
 _ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 _AFTER_BRANCHES = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 # What all hybrids of attention and gated delta nets have, and the defaults of their keys.
 _HYBRID: dict[str, Any] = {"qk_norm": "heads", "others": LINEAR, "full_every": 4, "gated": True, "centred": True}
 _HYBRID_KEYS: dict[str, Any] = {
-    "head_dim": 256, "max_position_embeddings": 32_768, "partial_rotary_factor": 0.25,
+    "head_dim": 256,
+    "max_position_embeddings": 32_768,
+    "partial_rotary_factor": 0.25,
     **dict(zip(LINEAR_SIZES, (16, 32, 128, 128, 4), strict=True)),
-}  # fmt: skip
+}
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", ("attention_bias",), {"max_position_embeddings": 2048, **_ENDS}),
@@ -136,16 +156,25 @@ FAMILIES: dict[str, Family] = {
         "SmolLM3ForCausalLM",
         ("attention_bias", "sliding_window", "layer_types", "no_rope_layers"),
         {
-            "num_key_value_heads": 4, "max_position_embeddings": 32_768, "rope_theta": 2e6, "tie_word_embeddings": True,
-            "pad_token_id": 128_004, "bos_token_id": 128_000, "eos_token_id": 128_001,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32_768,
+            "rope_theta": 2e6,
+            "tie_word_embeddings": True,
+            "pad_token_id": 128_004,
+            "bos_token_id": 128_000,
+            "eos_token_id": 128_001,
         },
     ),
     "olmo3": Family(
         "Olmo3ForCausalLM",
         ("attention_bias", "sliding_window", "layer_types", "rope_local_theta"),
         {
-            "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "rope_theta": 500_000.0, "sliding_window": 4096,
-            "pad_token_id": 1, "eos_token_id": 50_279,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 2048,
+            "rope_theta": 500_000.0,
+            "sliding_window": 4096,
+            "pad_token_id": 1,
+            "eos_token_id": 50_279,
         },
         qk_norm="all",
         norms=_AFTER_BRANCHES,
@@ -155,13 +184,25 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
         (
-            "attention_bias", "sliding_window", "layer_types", "sliding_window_pattern", "rope_local_theta",
-            "rope_local_base_freq", "query_pre_attn_scalar",
+            "attention_bias",
+            "sliding_window",
+            "layer_types",
+            "sliding_window_pattern",
+            "rope_local_theta",
+            "rope_local_base_freq",
+            "query_pre_attn_scalar",
         ),
         {
-            "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072, "rope_theta": 1e6,
-            "sliding_window": 4096, "query_pre_attn_scalar": 256, "tie_word_embeddings": True, "pad_token_id": 0,
-            "bos_token_id": 2, "eos_token_id": 1,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "max_position_embeddings": 131_072,
+            "rope_theta": 1e6,
+            "sliding_window": 4096,
+            "query_pre_attn_scalar": 256,
+            "tie_word_embeddings": True,
+            "pad_token_id": 0,
+            "bos_token_id": 2,
+            "eos_token_id": 1,
         },
         qk_norm="heads",
         norms=Norms(
@@ -177,8 +218,12 @@ FAMILIES: dict[str, Family] = {
         "Phi3ForCausalLM",
         ("sliding_window", "partial_rotary_factor"),
         {
-            "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096,
-            "bos_token_id": 1, "eos_token_id": 32_000, "pad_token_id": 32_000,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "bos_token_id": 1,
+            "eos_token_id": 32_000,
+            "pad_token_id": 32_000,
         },
         joined={
             "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -200,12 +245,23 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",
         (
-            "attention_bias", "layer_types", "partial_rotary_factor", *LINEAR_SIZES, *_EXPERTS, "moe_intermediate_size",
-            "shared_expert_intermediate_size", "mlp_only_layers",
+            "attention_bias",
+            "layer_types",
+            "partial_rotary_factor",
+            *LINEAR_SIZES,
+            *_EXPERTS,
+            "moe_intermediate_size",
+            "shared_expert_intermediate_size",
+            "mlp_only_layers",
         ),
         {
-            "num_key_value_heads": 2, **_HYBRID_KEYS, "num_experts": 512, "num_experts_per_tok": 10,
-            "norm_topk_prob": True, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+            "num_key_value_heads": 2,
+            **_HYBRID_KEYS,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "norm_topk_prob": True,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
         },
         **_HYBRID,
         experts="moe_intermediate_size",
@@ -214,12 +270,22 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_moe_text": Family(
         "Qwen3_5MoeForCausalLM",
         (
-            "attention_bias", "layer_types", "partial_rotary_factor", *LINEAR_SIZES, *_EXPERTS, "moe_intermediate_size",
+            "attention_bias",
+            "layer_types",
+            "partial_rotary_factor",
+            *LINEAR_SIZES,
+            *_EXPERTS,
+            "moe_intermediate_size",
             "shared_expert_intermediate_size",
         ),
         {
-            "intermediate_size": 512, "num_key_value_heads": 2, **_HYBRID_KEYS, "num_experts": 256,
-            "num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+            "intermediate_size": 512,
+            "num_key_value_heads": 2,
+            **_HYBRID_KEYS,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
         },
         **_HYBRID,
         experts="moe_intermediate_size",
@@ -229,12 +295,21 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         (
-            "attention_bias", "sliding_window", "use_sliding_window", *_EXPERTS, "num_local_experts",
-            "moe_intermediate_size", "mlp_only_layers",
+            "attention_bias",
+            "sliding_window",
+            "use_sliding_window",
+            *_EXPERTS,
+            "num_local_experts",
+            "moe_intermediate_size",
+            "mlp_only_layers",
         ),
         {
-            "num_key_value_heads": 4, "max_position_embeddings": 32_768, "sliding_window": 4096, "num_experts": 128,
-            "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32_768,
+            "sliding_window": 4096,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
         },
         qk_norm="heads",
         experts="moe_intermediate_size",
@@ -243,8 +318,13 @@ FAMILIES: dict[str, Family] = {
         "OlmoeForCausalLM",
         ("attention_bias", "clip_qkv", *_EXPERTS, "num_local_experts"),
         {
-            "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "pad_token_id": 1, "eos_token_id": 50_279,
-            "num_experts": 64, "num_experts_per_tok": 8, "router_aux_loss_coef": 0.01,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 4096,
+            "pad_token_id": 1,
+            "eos_token_id": 50_279,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "router_aux_loss_coef": 0.01,
         },
         qk_norm="all",
         whole_heads=True,
@@ -254,12 +334,26 @@ FAMILIES: dict[str, Family] = {
         "GptOssForCausalLM",
         ("attention_bias", "sliding_window", "layer_types", *_EXPERTS, "num_local_experts"),
         {
-            "vocab_size": 201_088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36,
-            "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131_072,
-            "rms_norm_eps": 1e-5, "attention_bias": True, "sliding_window": 128, "num_local_experts": 128,
-            "num_experts_per_tok": 4, "rope_theta": 150_000.0,
+            "vocab_size": 201_088,
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": True,
+            "sliding_window": 128,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "rope_theta": 150_000.0,
             "rope_parameters": {
-                "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
                 "original_max_position_embeddings": 4096,
             },
         },
@@ -272,7 +366,7 @@ FAMILIES: dict[str, Family] = {
         clamped=True,
         sinks=True,
     ),
-}  # fmt: skip
+}
 # Keys of config.json that change what transformers computes or loads, with the values that match `Llama`; transformers'
 # default is one of them.
 _COMPUTED: dict[str, tuple[Any, ...]] = {
@@ -293,10 +387,12 @@ _COMPUTED: dict[str, tuple[Any, ...]] = {
 # Keys that only some families read.
 _OF_GEMMA = ("hidden_activation", "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
 _READ_BY: dict[str, tuple[str, ...]] = {
-    "mlp_bias": ("llama", "smollm3", "granite"), "resid_pdrop": ("phi3",), **dict.fromkeys(_OF_GEMMA, ("gemma3_text",)),
+    "mlp_bias": ("llama", "smollm3", "granite"),
+    "resid_pdrop": ("phi3",),
+    **dict.fromkeys(_OF_GEMMA, ("gemma3_text",)),
     "hidden_act": tuple(name for name, its in FAMILIES.items() if its.activation[0] == "hidden_act"),
     **dict.fromkeys(("swiglu_alpha", "swiglu_limit"), tuple(name for name, its in FAMILIES.items() if its.clamped)),
-}  # fmt: skip
+}
 
 
 def family(model_type: object) -> Family:
@@ -312,7 +408,8 @@ def family(model_type: object) -> Family:
 
 def check_computed(values: Mapping[str, Any]) -> None:
     """Raise InputRefused with the key's name if a config.json asks for something that the decoder does not compute."""
-    kind, its = values["model_type"], family(values["model_type"])
+    kind = values["model_type"]
+    its = family(values["model_type"])
     for key, known in _COMPUTED.items():
         is_read = kind in _READ_BY.get(key, (kind,)) and key not in its.keys
         if is_read and values.get(key, known[0]) not in known:

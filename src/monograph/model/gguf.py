@@ -104,7 +104,8 @@ def save_gguf(
         DiskFull: no space left; nothing of this export remains.
     """
     name = dtype or _OWN[kept_dtype(model.model.embed_tokens.weight)]
-    gguf, config = package(), model.config
+    gguf = package()
+    config = model.config
     _check(config, name)
     _warn_of_positions(config, warn)
     tensors = [*named(plain_parameters(model), config)]
@@ -140,7 +141,8 @@ def package() -> Any:
 
 def _check(config: LlamaConfig, dtype: str) -> None:
     """Refuse features that llama.cpp would silently ignore."""
-    family, instead = config.model_type, "; export it with --format hf"
+    family = config.model_type
+    instead = "; export it with --format hf"
     _check_windows(config, instead)
     if config.family.others == LINEAR:
         gguf_layers.check_delta_nets(config, instead)
@@ -202,7 +204,9 @@ def _warn_of_positions(config: LlamaConfig, warn: Callable[[str], None]) -> None
 
 
 def _check_windows(config: LlamaConfig, instead: str) -> None:
-    window, every, layers = config.sliding_window, config.family.full_every, range(config.num_hidden_layers)
+    window = config.sliding_window
+    every = config.family.full_every
+    layers = range(config.num_hidden_layers)
     if window is None:
         return
     if not every and window < _context(config):
@@ -269,7 +273,8 @@ def named(parameters: Iterable[Plain], config: LlamaConfig) -> Iterator[Plain]:
     for name, like, read in joined(parameters, config):
         module, _, suffix = name.rpartition(".")
         if suffix == "sinks":
-            module, suffix = name, "weight"
+            module = name
+            suffix = "weight"
         layer, _, inner = module.removeprefix("model.layers.").partition(".")
         if inner.startswith("linear_attn"):
             changed = gguf_layers.converted(name.partition("linear_attn.")[2], like, read, config)
@@ -285,7 +290,8 @@ def named(parameters: Iterable[Plain], config: LlamaConfig) -> Iterator[Plain]:
         if inner in ("self_attn.q_proj", "self_attn.k_proj") and architecture(config) in _NEIGHBOURING:
             read = _then(read, functools.partial(neighbouring, head_dim=config.head_dim))
         if inner_names[inner] == gguf_layers.SHARED_GATE:  # one row there
-            like, read = like[0], _then(read, lambda weight: weight[0])
+            like = like[0]
+            read = _then(read, lambda weight: weight[0])
         yield Plain(f"blk.{layer}.{inner_names[inner]}.{suffix}", like, read)
 
 

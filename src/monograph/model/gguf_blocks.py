@@ -60,9 +60,11 @@ def _levels(values: _Floats, inverse: _Floats, lowest: int, most: int) -> _Float
 
 
 def _in_32s(blocks: _Floats, bits: int) -> _Bytes:
-    x_WN, most = _groups(blocks, 32), 2**bits - 1
+    x_WN = _groups(blocks, 32)
+    most = 2**bits - 1
     found_N, minus_N, levels_WN = _with_minimum(x_WN, most, *((-1.0, 20) if bits == 4 else (-0.5, 15)))
-    (d_B, scales_BG), (m_B, minima_BG) = _in_6_bits(found_N.reshape(-1, 8)), _in_6_bits(minus_N.reshape(-1, 8))
+    d_B, scales_BG = _in_6_bits(found_N.reshape(-1, 8))
+    m_B, minima_BG = _in_6_bits(minus_N.reshape(-1, 8))
     step_N = (d_B.astype(np.float32)[:, None] * scales_BG).ravel()
     base_N = (m_B.astype(np.float32)[:, None] * minima_BG).ravel()
     nearest_WN = np.clip(_nearest((x_WN + base_N) / step_N), 0, most)
@@ -96,8 +98,10 @@ def _with_minimum(x_WN: _Floats, most: int, first: float, steps: int) -> tuple[_
         The scale and the negated minimum of each group, [N], and the integers, [W, N].
     """
     v_WN = np.sqrt(_total(x_WN * x_WN) / 32) + np.abs(x_WN)
-    sum_v, sum_x = _total(v_WN), _total(v_WN * x_WN)
-    low_N, high_N = np.minimum(x_WN.min(axis=0), 0), x_WN.max(axis=0)
+    sum_v = _total(v_WN)
+    sum_x = _total(v_WN * x_WN)
+    low_N = np.minimum(x_WN.min(axis=0), 0)
+    high_N = x_WN.max(axis=0)
 
     def candidate(part: float) -> tuple[_Floats, _Floats]:
         inverse_N = part / (high_N - low_N)
@@ -112,12 +116,15 @@ def _with_minimum(x_WN: _Floats, most: int, first: float, steps: int) -> tuple[_
         return _total(off_WN * off_WN * v_WN)
 
     used_N, q_WN = candidate(most)
-    scale_N, base_N = 1 / (most / (high_N - low_N)), low_N.copy()
+    scale_N = 1 / (most / (high_N - low_N))
+    base_N = low_N.copy()
     least_N = error(q_WN, scale_N, low_N)
     for step in range(steps + 1):
         inverse_N, q_WN = candidate(most + first + 0.1 * step)
         vq_WN = v_WN * q_WN
-        sum_q, sum_qq, sum_xq = _total(vq_WN), _total(vq_WN * q_WN), _total(vq_WN * x_WN)
+        sum_q = _total(vq_WN)
+        sum_qq = _total(vq_WN * q_WN)
+        sum_xq = _total(vq_WN * x_WN)
         determinant = sum_v * sum_qq - sum_q * sum_q
         b_N = (sum_qq * sum_x - sum_q * sum_xq) / determinant
         a_N = np.where(b_N > 0, sum_xq / sum_qq, (sum_v * sum_xq - sum_x * sum_q) / determinant)
@@ -160,13 +167,17 @@ def _symmetric(x_WN: _Floats) -> tuple[_Floats, _Floats]:
     top_N = np.take_along_axis(x_WN, np.abs(x_WN).argmax(axis=0)[None], axis=0)[0]
     squares_WN = x_WN * x_WN
     cubes_WN = squares_WN * x_WN
-    best_N, scale_N, used_N = np.full_like(top_N, -1), np.zeros_like(top_N), np.zeros_like(top_N)
+    best_N = np.full_like(top_N, -1)
+    scale_N = np.zeros_like(top_N)
+    used_N = np.zeros_like(top_N)
     for step in (0, *range(-9, 0), *range(1, 10)):
         inverse_N = -(32 + 0.1 * step) / top_N
         q_WN = _levels(x_WN.copy(), inverse_N, -32, 31)
-        sum_xq, sum_qq = _total(cubes_WN * q_WN), _total(squares_WN * q_WN * q_WN)
+        sum_xq = _total(cubes_WN * q_WN)
+        sum_qq = _total(squares_WN * q_WN * q_WN)
         better = (sum_qq > 0) & (sum_xq * sum_xq > best_N * sum_qq)
-        scale_N, used_N = np.where(better, sum_xq / sum_qq, scale_N), np.where(better, inverse_N, used_N)
+        scale_N = np.where(better, sum_xq / sum_qq, scale_N)
+        used_N = np.where(better, inverse_N, used_N)
         best_N = np.where(better, scale_N * sum_xq, best_N)
     alive_N = np.abs(top_N) >= _DEAD
     return np.where(alive_N, scale_N, 0), np.where(alive_N, _levels(x_WN.copy(), used_N, -32, 31) + 32, 0)

@@ -23,7 +23,13 @@ from monograph.text.template import ChatTemplate
 from monograph.text.tokenizer import Tokenizer
 from monograph.text.tokenizer_file import KNOWN_PATTERNS
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # llama.h, llama_token_type
+# llama.h, llama_token_type
+_NORMAL = 1
+_UNKNOWN = 2
+_CONTROL = 3
+_USER_DEFINED = 4
+_UNUSED = 5
+_BYTE = 6
 
 # llama.cpp's name by (split pattern, whether a word that is a token is taken before any merge). Qwen's tokenizer also
 # normalises text (NFC), which llama.cpp leaves to the caller.

@@ -67,7 +67,8 @@ _WRAPPED = {
     ),
 }
 # Layers that predict several tokens at once, which transformers leaves out, too; and the models that have them.
-_PREDICTION, _PREDICTING = "mtp.", ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+_PREDICTION = "mtp."
+_PREDICTING = ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 
 
 def _is_wrapped(values: Mapping[str, Any]) -> bool:
@@ -96,7 +97,8 @@ def _text_tensors(stored: Mapping[str, Stored], model_type: object) -> tuple[dic
     """Return the text model's tensors by their own names, and the beginnings of the names of those left out."""
     its = _WRAPPED.get(str(model_type), _Wrapped("", {}, ()))
     others = (*its.others, _PREDICTION) if model_type in _PREDICTING else its.others
-    found, left_out = dict[str, Stored](), list[str]()
+    found = dict[str, Stored]()
+    left_out = list[str]()
     for name, tensor in stored.items():
         if other := next((begin for begin in others if name.startswith(begin)), None):
             left_out.append(other)
@@ -244,7 +246,8 @@ def save_model(
         InputRefused: the folder exists and holds something, or cannot be written.
         DiskFull: no space left; nothing of this export remains.
     """
-    config, dtype = model.config.to_hf(), kept_dtype(model.model.embed_tokens.weight)
+    config = model.config.to_hf()
+    dtype = kept_dtype(model.model.embed_tokens.weight)
     config["torch_dtype"] = str(dtype).removeprefix("torch.")
     if tokenizer is not None:
         for key, token in (("bos_token_id", tokenizer.bos_id), ("eos_token_id", tokenizer.eos_id)):

@@ -21,7 +21,8 @@ def windows_from_hf(values: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
         InputRefused: layer_types where the family has none, or a wrong value.
     """
     its = family(values["model_type"])
-    window, types = values.get("sliding_window"), values.get("layer_types")
+    window = values.get("sliding_window")
+    types = values.get("layer_types")
     if types is not None and not isinstance(types, list):
         raise InputRefused(f"layer_types = {types!r}: expected a list")
     if types is not None and not types:
@@ -51,7 +52,9 @@ def _slides(values: Mapping[str, Any]) -> bool:
 
 def _usual_types(values: Mapping[str, Any], its: Family) -> tuple[str, ...]:
     """Return the layer_types of a model whose layers are not alike and whose file has none."""
-    layers, every, first = range(layer_count(values)), its.full_every, values.get("max_window_layers", 28)
+    layers = range(layer_count(values))
+    every = its.full_every
+    first = values.get("max_window_layers", 28)
     if "sliding_window_pattern" in its.keys:
         every = values.get("sliding_window_pattern", every)
         check_whole("sliding_window_pattern", every)
@@ -75,7 +78,9 @@ def rotations_from_hf(values: Mapping[str, Any]) -> tuple[int, ...]:
     """
     if "no_rope_layers" not in family(values["model_type"]).keys:
         return ()
-    layers, listed, every = layer_count(values), values.get("no_rope_layers"), values.get("no_rope_layer_interval", 4)
+    layers = layer_count(values)
+    listed = values.get("no_rope_layers")
+    every = values.get("no_rope_layer_interval", 4)
     if listed is None:
         check_whole("no_rope_layer_interval", every)
         listed = [int((layer + 1) % every != 0) for layer in range(layers)]
@@ -119,12 +124,14 @@ def fresh(model_type: str, layers: int) -> dict[str, Any]:
     if types and its.others == LINEAR:
         types = (*types[:-1], FULL)  # a model of few layers has attention, too
     found: dict[str, Any] = {
-        "model_type": model_type, "sliding_window": window, "layer_types": types,
+        "model_type": model_type,
+        "sliding_window": window,
+        "layer_types": types,
         "no_rope_layers": rotations_from_hf(values),
         "rope_local_theta": its.local_theta if "rope_local_base_freq" in its.keys else None,
         "partial_rotary_factor": its.defaults.get("partial_rotary_factor", 1.0),
         "attention_bias": its.defaults.get("attention_bias", False),
-    }  # fmt: skip
+    }
     if its.others == LINEAR:
         found["rms_norm_eps"] = LENGTH_EPS  # llama.cpp has one number for both
     return found if "llama3" in its.scalings else found | {"rope_scaling": None}  # as presets have

@@ -152,12 +152,15 @@ class Attention(nn.Module):
         Norms are per head or over all heads; without cosines and sines nothing is rotated. With gates, attention's
         result is multiplied by sigmoid(gate x).
         """
-        query_BTX, key_BTX, value_BTX = self.q_proj(hidden_BTD), self.k_proj(hidden_BTD), self.v_proj(hidden_BTD)
+        query_BTX = self.q_proj(hidden_BTD)
+        key_BTX = self.k_proj(hidden_BTD)
+        value_BTX = self.v_proj(hidden_BTD)
         if self.gated:
             pair_BTH2E = query_BTX.unflatten(-1, (-1, 2, self.head_dim))
             query_BTX, gate_BTX = (each_BTHE.flatten(2) for each_BTHE in pair_BTH2E.unbind(-2))
         if self.norms_all:
-            query_BTX, key_BTX = self.q_norm(query_BTX), self.k_norm(key_BTX)
+            query_BTX = self.q_norm(query_BTX)
+            key_BTX = self.k_norm(key_BTX)
         if self.clip is not None:
             query_BTX, key_BTX, value_BTX = (
                 each_BTX.clamp(-self.clip, self.clip) for each_BTX in (query_BTX, key_BTX, value_BTX)
@@ -166,7 +169,8 @@ class Attention(nn.Module):
             each_BTX.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each_BTX in (query_BTX, key_BTX, value_BTX)
         )
         if not self.norms_all:
-            query_BHTE, key_BKTE = self.q_norm(query_BHTE), self.k_norm(key_BKTE)
+            query_BHTE = self.q_norm(query_BHTE)
+            key_BKTE = self.k_norm(key_BKTE)
         if cos_sin_B1TF is not None:
             query_BHTE = rotate(query_BHTE, cos_sin_B1TF, self.device_type)
             key_BKTE = rotate(key_BKTE, cos_sin_B1TF, self.device_type)
@@ -194,7 +198,8 @@ def _gated(act: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
 
 def _clamped(gate: Tensor, up: Tensor) -> Tensor:
     """Return g sigmoid(1.702 g) (u + 1) with g = min(gate, 7) and u = max(-7, min(up, 7))."""
-    gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+    gate = gate.clamp(max=LIMIT)
+    up = up.clamp(-LIMIT, LIMIT)
     return (up + 1) * (gate * (gate * STEEPNESS).sigmoid())
 
 
@@ -230,7 +235,8 @@ class Experts(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        width, experts = getattr(config, config.family.experts), config.num_experts
+        width = getattr(config, config.family.experts)
+        experts = config.num_experts
         bias = config.family.expert_bias
         self.gate_proj = ExpertLinear(experts, config.hidden_size, width, bias)
         self.up_proj = ExpertLinear(experts, config.hidden_size, width, bias)
@@ -250,7 +256,8 @@ class Experts(nn.Module):
 
         All shapes are those of N k pairs, however they are shared out, and the host reads nothing.
         """
-        expert_P, count = experts_Nk.flatten(), experts_Nk.shape[1]
+        expert_P = experts_Nk.flatten()
+        count = experts_Nk.shape[1]
         order_P = expert_P.argsort(stable=True)
         inverse_P = order_P.argsort()
         numbers_E1 = torch.arange(self.gate_proj.experts, device=expert_P.device)[:, None]

@@ -50,7 +50,8 @@ def parted(stored: dict[str, Stored], config: LlamaConfig) -> dict[str, Stored]:
         InputRefused: a joined tensor has not as many rows as its parts.
     """
     # The layers of a family that joins tensors are alike.
-    shapes, found = layer_shapes(config, 0), dict[str, Stored]()
+    shapes = layer_shapes(config, 0)
+    found = dict[str, Stored]()
     for name, tensor in stored.items():
         block, inner, kind = _place(name)
         if (parts := config.family.joined.get(inner)) is None:
@@ -62,7 +63,8 @@ def parted(stored: dict[str, Stored], config: LlamaConfig) -> dict[str, Stored]:
                 f"{tensor.path}: {name} has shape {list(tensor.shape)}, expected {' + '.join(map(str, sizes))} rows, "
                 f"those of {', '.join(parts)} by config.json"
             )
-        begin, tensor = 0, tensor._replace(known_as=tensor.known_as or name)
+        begin = 0
+        tensor = tensor._replace(known_as=tensor.known_as or name)
         for part, rows in zip(parts, sizes, strict=True):
             if (own := f"{block}{part}{kind}") in stored:
                 raise InputRefused(f"{tensor.path}: {tensor.known_as} and {own} are one tensor of the model")
@@ -115,7 +117,8 @@ def stacked(stored: dict[str, Stored], config: LlamaConfig) -> dict[str, Stored]
     """
     if config.family.fused_experts:  # transformers 5 writes these, too, apart if the model sees
         stored = split(stored, config.family.fused_experts == "columns")
-    found, stacks = dict[str, Stored](), dict[str, dict[int, tuple[str, Stored]]]()
+    found = dict[str, Stored]()
+    stacks = dict[str, dict[int, tuple[str, Stored]]]()
     for name, tensor in stored.items():
         if config.family.experts and (match := _EXPERT.fullmatch(name)):
             stacks.setdefault(match[1] + match[3], {})[int(match[2])] = name, tensor

@@ -78,7 +78,8 @@ def block_mask(segments_BT: Tensor, window: int | None = None) -> BlockMask:
     # Padding ends a row. Numbered highest instead of 0, it keeps a row's numbers ascending, and so the ranges short.
     numbers_BT = torch.where(segments_BT == 0, _LAST, segments_BT)
     blocks_BNX = F.pad(numbers_BT, (0, blocks * BLOCK - length), value=_LAST).unflatten(1, (blocks, BLOCK))
-    low_BN, high_BN = blocks_BNX.amin(dim=-1), blocks_BNX.amax(dim=-1)
+    low_BN = blocks_BNX.amin(dim=-1)
+    high_BN = blocks_BNX.amax(dim=-1)
     overlap_BNN = (low_BN[:, :, None] <= high_BN[:, None, :]) & (low_BN[:, None, :] <= high_BN[:, :, None])
     uniform_BN = low_BN == high_BN
     full_BNN = (overlap_BNN & uniform_BN[:, :, None] & uniform_BN[:, None, :]).tril(-1)
@@ -135,9 +136,13 @@ class Block(nn.Module):
         return hidden_BTD if name is None else getattr(self, name)(hidden_BTD)
 
     def forward(
-        self, hidden_BTD: Tensor, cos_sin_B1TF: CosSin | None, mask: Mask, cache: LayerCache | None = None,
+        self,
+        hidden_BTD: Tensor,
+        cos_sin_B1TF: CosSin | None,
+        mask: Mask,
+        cache: LayerCache | None = None,
         balance: Balance | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Map [B, T, D] to [B, T, D]; only a mixture has a `balance`."""
         norms = self.norms
         normed_BTD = self._normed(norms.before_attention, hidden_BTD)
@@ -235,9 +240,12 @@ class Llama(nn.Module):
         return self.end(hidden_BTD)
 
     def begin(
-        self, tokens_BT: Tensor, segments: Tensor | None = None, positions: Tensor | None = None,
+        self,
+        tokens_BT: Tensor,
+        segments: Tensor | None = None,
+        positions: Tensor | None = None,
         shares: Tensor | None = None,
-    ) -> tuple[Tensor, list[tuple[Any, ...]]]:  # fmt: skip
+    ) -> tuple[Tensor, list[tuple[Any, ...]]]:
         """Return the embedded tokens, and each block's further arguments.
 
         The arguments are those of `forward`, and `forward(x) = end(blocks(begin(x)))`. A caller that runs the blocks
@@ -247,7 +255,8 @@ class Llama(nn.Module):
             positions = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
         layer_inputs: list[tuple[Any, ...]] = [*self.attention_inputs(tokens_BT, segments, positions)]
         if shares is not None:
-            balance, layers = balance_of(segments, shares * self.balance_factor), enumerate(layer_inputs)
+            balance = balance_of(segments, shares * self.balance_factor)
+            layers = enumerate(layer_inputs)
             layer_inputs = [(*each, None, balance) if self.config.is_mixture(at) else each for at, each in layers]
         hidden_BTD = self.scale_embedded(self.model.embed_tokens(tokens_BT))
         if torch.is_autocast_enabled(hidden_BTD.device.type):
@@ -279,7 +288,8 @@ class Llama(nn.Module):
         Raises:
             InputRefused: the sequence is longer than max_position_embeddings.
         """
-        length, longest = tokens_BT.shape[1], self.config.max_position_embeddings
+        length = tokens_BT.shape[1]
+        longest = self.config.max_position_embeddings
         if length > longest:
             raise InputRefused(
                 f"a sequence of {length} tokens is longer than the model's max_position_embeddings = {longest}; "

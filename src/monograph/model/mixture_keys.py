@@ -65,7 +65,8 @@ def from_hf(values: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         InputRefused: a wrong value.
     """
-    its, found = family(values["model_type"]), dict[str, Any]()
+    its = family(values["model_type"])
+    found = dict[str, Any]()
     if its.experts:
         # If a file has both of these and the family knows both, transformers reads the one that it has no default for.
         names = [name for name in ("num_experts", "num_local_experts") if name in its.keys and name in values]
@@ -76,7 +77,8 @@ def from_hf(values: Mapping[str, Any]) -> dict[str, Any]:
             found[key] = values[key]
         found["num_experts"] = found.pop(number)
     if "mlp_only_layers" in its.keys:
-        step, listed = values.get("decoder_sparse_step", 1), values.get("mlp_only_layers")
+        step = values.get("decoder_sparse_step", 1)
+        listed = values.get("mlp_only_layers")
         listed = [] if listed is None else listed
         check_whole("decoder_sparse_step", step)
         if not isinstance(listed, list) or any(isinstance(each, bool) or not isinstance(each, int) for each in listed):
@@ -88,7 +90,8 @@ def from_hf(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def to_hf(config: Any) -> dict[str, Any]:
     """Return the values of keys that a config.json spells otherwise than a `LlamaConfig`."""
-    keys, found = config.family.keys, dict[str, Any]()
+    keys = config.family.keys
+    found = dict[str, Any]()
     if config.family.expert_bias:
         found["num_local_experts"] = config.num_experts
     if "use_sliding_window" in keys:

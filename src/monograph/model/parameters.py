@@ -21,11 +21,12 @@ def layer_axes(config: Any, layer: int) -> Axes:
         "mlp.gate_proj.weight": ("intermediate_size", "hidden_size"),
         "mlp.up_proj.weight": ("intermediate_size", "hidden_size"),
         "mlp.down_proj.weight": ("hidden_size", "intermediate_size"),
-    }  # fmt: skip
+    }
 
 
 def _mixture(family: Family) -> Axes:
-    width, inner = family.experts, "shared_expert_intermediate_size"
+    width = family.experts
+    inner = "shared_expert_intermediate_size"
     axes: Axes = {
         "mlp.gate.weight": ("num_experts", "hidden_size"),
         "mlp.experts.gate_proj.weight": ("num_experts", width, "hidden_size"),
@@ -67,7 +68,8 @@ def _attention(config: Any) -> Axes:
 
 def _delta_net(by_key_head: bool) -> Axes:
     keys, values = "linear_num_key_heads * linear_key_head_dim", "linear_num_value_heads * linear_value_head_dim"
-    mixed, heads = f"2 * {keys} + {values}", "linear_num_value_heads"
+    mixed = f"2 * {keys} + {values}"
+    heads = "linear_num_value_heads"
     projections = {
         "linear_attn.in_proj_qkv.weight": (mixed, "hidden_size"),
         "linear_attn.in_proj_z.weight": (values, "hidden_size"),

@@ -57,7 +57,9 @@ def inverse_frequencies(config: LlamaConfig, dtype: torch.dtype, device: torch.d
 
 def _llama3(frequencies_F: Tensor, scaling: Llama3Scaling) -> Tensor:
     wavelengths_F = 2 * math.pi / frequencies_F
-    length, low, high = scaling.original_max_position_embeddings, scaling.low_freq_factor, scaling.high_freq_factor
+    length = scaling.original_max_position_embeddings
+    low = scaling.low_freq_factor
+    high = scaling.high_freq_factor
     smooth_F = (length / wavelengths_F - low) / (high - low)
     stretched_F = frequencies_F / scaling.factor
     between_F = (1 - smooth_F) * stretched_F + smooth_F * frequencies_F
@@ -72,10 +74,13 @@ def _kept_by_yarn(scaling: YarnScaling, head_dim: int, theta: float) -> Tensor:
         wavelength = scaling.original_max_position_embeddings / turns
         return head_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    low = pair(scaling.beta_fast)
+    high = pair(scaling.beta_slow)
     if scaling.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, head_dim - 1)
     if low == high:
         high += 0.001  # as there
     return 1 - ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
@@ -99,7 +104,8 @@ def cos_sin(positions_BT: Tensor, config: LlamaConfig, dtype: torch.dtype, local
     frequencies_F = inverse_frequencies(config, dtype, positions_BT.device, local)
     angles_B1TF = positions_BT[:, None, :, None].to(dtype) * frequencies_F
     # Fused into each rotation, a power, a cosine and a sine would be computed again for every element that is rotated.
-    cos_B1TF, sin_B1TF = angles_B1TF.cos(), angles_B1TF.sin()
+    cos_B1TF = angles_B1TF.cos()
+    sin_B1TF = angles_B1TF.sin()
     if isinstance(scaling := config.rope(local)[1], YarnScaling | LongScaling):
         cos_B1TF, sin_B1TF = cos_B1TF * scaling.attention_factor, sin_B1TF * scaling.attention_factor
     return materialize(cos_B1TF), materialize(sin_B1TF)
@@ -134,6 +140,7 @@ def _rotated_on_cuda(heads_BTHD: Tensor, cos_BT1F: Tensor, sin_BT1F: Tensor) -> 
     """Return the same by elementwise operators, so that a compiler fuses the backward pass with what reads it."""
     pairs_BTH2F = heads_BTHD.unflatten(-1, (2, -1))
     first_21 = torch.arange(2, device=heads_BTHD.device).unsqueeze(-1) == 0
-    cos_BT11F, sin_BT11F = cos_BT1F.unsqueeze(-2), sin_BT1F.unsqueeze(-2)
+    cos_BT11F = cos_BT1F.unsqueeze(-2)
+    sin_BT11F = sin_BT1F.unsqueeze(-2)
     turned = pairs_BTH2F * cos_BT11F + pairs_BTH2F.flip(-2) * torch.where(first_21, -sin_BT11F, sin_BT11F)
     return turned.flatten(-2).to(heads_BTHD.dtype)

@@ -13,10 +13,20 @@ Defaults = Mapping[str, bool | int | float]  # by their names in generation_conf
 FILE = "generation_config.json"
 _FLAGS = ("do_sample",)
 _NUMBERS = (
-    "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff",
-    "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "presence_penalty",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "top_h",
+    "typical_p",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "repetition_penalty",
+    "encoder_repetition_penalty",
+    "no_repeat_ngram_size",
+    "presence_penalty",
     "frequency_penalty",
-)  # fmt: skip
+)
 _LARGEST = 2**31 - 1  # of the numbers that a GGUF file can hold
 
 

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 from monograph.errors import InputRefused
 
 LARGEST_SIZE = 2**31 - 1
-FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+LINEAR = "linear_attention"
 LONG = "longrope"
 
 
@@ -163,8 +165,11 @@ class LongScaling:
 Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongScaling
 
 _KINDS: dict[str, type[Scaling]] = {
-    "linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling, LONG: LongScaling
-}  # fmt: skip
+    "linear": LinearScaling,
+    "llama3": Llama3Scaling,
+    "yarn": YarnScaling,
+    LONG: LongScaling,
+}
 
 
 def kind_of(scaling: Scaling) -> str:
@@ -221,7 +226,8 @@ def _by_kind(values: Mapping[str, Any], local_theta: Any, kinds: Collection[str]
             raise InputRefused(f"rope_parameters.{key}: expected a table for {FULL!r} and one for {SLIDING!r}")
     whole = _table(tables, FULL) | _table(values, "rope_scaling")
     whole.pop("truncate", None)  # transformers looks for it beside the two tables, where nobody writes it
-    local, usual = _table(tables, SLIDING), values["rope_theta"]
+    local = _table(tables, SLIDING)
+    usual = values["rope_theta"]
     if _scaling(local, values, kinds) is not None:
         raise InputRefused(f"rope_parameters.{SLIDING}: rope_type = {local.get('rope_type')!r} is not supported there")
     return Rope(whole.get("rope_theta", usual), _scaling(whole, values, kinds), local.get("rope_theta", local_theta))
@@ -285,7 +291,9 @@ def _long(rope: dict[str, Any], longest: int) -> dict[str, Any]:
 
 def to_hf(config: Any) -> dict[str, Any]:
     """Return the keys of a config.json that say a LlamaConfig's rotary positions."""
-    theta, scaling, found = config.rope_theta, config.rope_scaling, dict[str, Any]()
+    theta = config.rope_theta
+    scaling = config.rope_scaling
+    found = dict[str, Any]()
     if scaling is not None:
         table = {name: list(each) if isinstance(each, tuple) else each for name, each in asdict(scaling).items()}
         found["rope_scaling"] = {"rope_type": kind_of(scaling), **table}

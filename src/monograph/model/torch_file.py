@@ -28,7 +28,8 @@ _ROTARY = re.compile(r"model\.rotary_emb\.(cos|sin|inv_freq)")
 # A rotary table that was cast to bf16 is off by 2^-9; one of another base, or of uninitialised memory, by about 1.
 _TABLE_ERROR = 0.01
 # A ZIP file without a comment, as torch.save writes it, ends with the place and length of its list of entries.
-_END_BYTES, MOST_LISTED_BYTES = 98, 1 << 24
+_END_BYTES = 98
+MOST_LISTED_BYTES = 1 << 24
 
 
 def read(path: Path, sizes: Mapping[str, Any]) -> tuple[LlamaConfig, dict[str, Tensor]]:
@@ -153,7 +154,8 @@ def _check_rotary(state: Mapping[str, Tensor], config: LlamaConfig, path: Path) 
         return
     positions_BT = torch.arange(len(state["model.rotary_emb.cos"]))[None]
     for name, half_B1TF in zip(("cos", "sin"), cos_sin(positions_BT, config, torch.float32), strict=True):
-        theirs, ours = state.get(f"model.rotary_emb.{name}"), torch.cat([half_B1TF[0, 0]] * 2, dim=-1)
+        theirs = state.get(f"model.rotary_emb.{name}")
+        ours = torch.cat([half_B1TF[0, 0]] * 2, dim=-1)
         if theirs is None or theirs.shape != ours.shape or not bool(((theirs - ours).abs() < _TABLE_ERROR).all()):
             raise InputRefused(
                 f"{path}: rotary_emb.{name} is not that of rope_theta = {config.rope_theta:g}, so the model would "

@@ -23,7 +23,8 @@ from monograph.text.tokenizer_file import MAX_VOCABULARY
 KEY = "trainable_token_indices"
 PREFIX = "base_model.model."  # begins the name of every tensor
 _TABLE = ".token_adapter.base_layer.weight"
-_THEIRS, _OURS = ".token_adapter.trainable_tokens_delta", f".{ROWS}"
+_THEIRS = ".token_adapter.trainable_tokens_delta"
+_OURS = f".{ROWS}"
 
 
 def read_tokens(value: Any, path: Path) -> tuple[int, ...]:

@@ -234,7 +234,9 @@ def _sdpa(heads: Heads, mask: Tensor | None, kernel: Kernel, sink_H: Tensor | No
         return _by_torch(heads, mask, kernel)
     # torch's kernels know no sinks, so one is the score of a further key, the first: it has a channel of its own, in
     # which queries have the sink, and its value is 0. A further query keeps a causal mask square.
-    head_dim, queries, keys = heads[0].shape[-1], heads[0].shape[2], heads[1].shape[2]
+    head_dim = heads[0].shape[-1]
+    queries = heads[0].shape[2]
+    keys = heads[1].shape[2]
     scale = head_dim**-0.5
     query_BHTD, key_BKSD, value_BKSD = (F.pad(x, (0, MORE, 1, 0)) for x in heads)
     scaled_HT1 = (sink_H / scale).to(query_BHTD.dtype)[:, None, None].expand(-1, queries, 1)
@@ -280,7 +282,8 @@ def _in_blocks(heads: Heads, mask: Tensor, sink_H: Tensor | None) -> Tensor:
     bias = torch.zeros_like(mask, dtype=query_BHTD.dtype).masked_fill(~mask, unseen)
     bias_BKGTS = bias.expand(rows, query_BHTD.shape[1], -1, -1).unflatten(1, (key_heads, -1))
     query_NGTD = (query_BHTD * query_BHTD.shape[-1] ** -0.5).unflatten(1, (key_heads, -1)).flatten(0, 1)
-    key_NSD, value_NSD = key_BKSD.flatten(0, 1), value_BKSD.flatten(0, 1)
+    key_NSD = key_BKSD.flatten(0, 1)
+    value_NSD = value_BKSD.flatten(0, 1)
     outs = []
     for begin in range(0, length, QUERIES):
         end = min(begin + QUERIES, length)

@@ -109,7 +109,8 @@ def _loss_only(
     hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, chunks: int, rows: Rows | None
 ) -> Tensor:
     weight_VD = weight_VD.to(hidden_ND.dtype)
-    added, pieces = _added(weight_VD, rows), _pieces(hidden_ND, targets_N, weights_N, chunks)
+    added = _added(weight_VD, rows)
+    pieces = _pieces(hidden_ND, targets_N, weights_N, chunks)
     return torch.stack([_chunk_loss(piece, weight_VD, added) for piece in pieces]).sum()
 
 
@@ -124,7 +125,8 @@ def _chunk_difference(
 
     It is a separate function so that no tensor of a chunk is still alive in the next one.
     """
-    (hidden_CD, targets_C, weights_C), compiles = piece, torch.compiler.is_compiling()
+    hidden_CD, targets_C, weights_C = piece
+    compiles = torch.compiler.is_compiling()
     if compiles and device_type == "cuda" and added is None:
         loss, grad_CV = _traced_on_cuda(hidden_CD, weight_VD, targets_C, weights_C)
         return loss, grad_CV @ weight_VD, hidden_CD, grad_CV
@@ -303,9 +305,13 @@ def token_log_probabilities(
 
 
 def _chosen(
-    hidden_CD: Tensor, tokens_C: Tensor, states_C: Tensor, weight_VD: Tensor, temperature: float,
+    hidden_CD: Tensor,
+    tokens_C: Tensor,
+    states_C: Tensor,
+    weight_VD: Tensor,
+    temperature: float,
     allowed: Callable[[Tensor], Tensor] | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     logits_CV = hidden_CD @ weight_VD.T
     logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)) / temperature
     if allowed is not None:

@@ -84,8 +84,11 @@ def chunked(
         padded = F.pad(each, (*(0,) * 2 * (each.ndim - 3), 0, -length % size))
         return padded.flatten(0, 1).unflatten(1, (-1, size)).transpose(0, 1)
 
-    query, key, value = cut(query_BHTE), cut(key_BHTE), cut(value_BHTV)
-    decay_NMC, beta_NMC = cut(decay_BHT), cut(beta_BHT)
+    query = cut(query_BHTE)
+    key = cut(key_BHTE)
+    value = cut(value_BHTV)
+    decay_NMC = cut(decay_BHT)
+    beta_NMC = cut(beta_BHT)
     begun_NMC = torch.zeros_like(decay_NMC, dtype=torch.int64)  # documents that began in the chunk, up to each position
     if starts_BT is not None:
         begun_NMC = cut(starts_BT[:, None].expand(-1, heads, -1)).cumsum(dim=-1)
@@ -159,7 +162,8 @@ _unit_inverse.register_autograd(_unit_inverse_backward, setup_context=_keep_inve
 
 @torch.library.custom_op("monograph::carry", mutates_args=())
 def _carry(value: Tensor, reading: Tensor, key: Tensor, kept: Tensor, state: Tensor) -> Pair:
-    states, corrections = state.new_empty(len(key) + 1, *state.shape), value.contiguous().clone()
+    states = state.new_empty(len(key) + 1, *state.shape)
+    corrections = value.contiguous().clone()
     states[0] = state
     for n in range(len(key)):
         corrections[n].baddbmm_(reading[n], states[n], alpha=-1)

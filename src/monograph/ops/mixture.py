@@ -49,7 +49,8 @@ def mixture_cross_entropy(
     """
     if not teachers:
         return linear_cross_entropy(hidden_ND, weight_VD, targets_N, impl=impl, rows=rows)
-    kind, weight_VD = hidden_ND.device.type, weight_VD if rows is None else replaced(weight_VD, rows)
+    kind = hidden_ND.device.type
+    weight_VD = weight_VD if rows is None else replaced(weight_VD, rows)
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_ND.dtype
     chunks = 1 if impl == "reference" else chunks or chunk_count(len(targets_N), len(weight_VD), kind)
     kept_N = targets_N != -100
@@ -63,7 +64,8 @@ class _Mixed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, how: Any, *taught: Tensor) -> Tensor:
-        (share, chunks), number = how, len(taught) // 2
+        share, chunks = how
+        number = len(taught) // 2
         narrow_VD = weight_VD.to(hidden_ND.dtype)  # cast here, so that its gradient is not rounded to that dtype
         total_VD = torch.zeros_like(weight_VD, dtype=torch.promote_types(hidden_ND.dtype, torch.float32))
         parts: list[tuple[Tensor, Tensor]] = []
@@ -75,7 +77,8 @@ class _Mixed(torch.autograd.Function):
             add_product_(total_VD, grad_CV, hidden_CD)
         terms, grads = zip(*parts, strict=True)
         ctx.save_for_backward(torch.cat(grads), total_VD)
-        ctx.dtype, ctx.number = weight_VD.dtype, len(taught)
+        ctx.dtype = weight_VD.dtype
+        ctx.number = len(taught)
         return torch.stack(terms).sum()
 
     @staticmethod
@@ -95,7 +98,8 @@ def _difference(
         mixed_CV = mixed_CV + (theirs_CD @ head_VD.T).to(wide).softmax(-1) / len(taught)
     log_CV = logits_CV.to(wide).log_softmax(-1)
     chosen_CV = torch.arange(log_CV.shape[1], device=log_CV.device) == targets_C.unsqueeze(-1)
-    part_CV, kept_C1 = (1 - share) * mixed_CV, (targets_C != -100).unsqueeze(-1)
+    part_CV = (1 - share) * mixed_CV
+    kept_C1 = (targets_C != -100).unsqueeze(-1)
     wanted_CV = torch.where(chosen_CV, part_CV + share, part_CV)
     terms_CV = (1 - share) * torch.special.xlogy(mixed_CV, mixed_CV) - wanted_CV * log_CV
     grad_CV = torch.where(kept_C1, log_CV.exp() - wanted_CV, 0.0).to(logits_CV.dtype)

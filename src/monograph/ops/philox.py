@@ -21,7 +21,10 @@ def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
         Four words in [0, 2^32), int64.
     """
     # The masks change no word. Inductor would multiply indices, such as a range's, as 32-bit numbers on a GPU.
-    c0, c1, c2, c3 = counter[0] & LOW32, counter[1], counter[2] & LOW32, counter[3]
+    c0 = counter[0] & LOW32
+    c1 = counter[1]
+    c2 = counter[2] & LOW32
+    c3 = counter[3]
     k0, k1 = key
     for _ in range(_ROUNDS):
         # Products may overflow int64, so the mask also removes the sign bits that the shift copies into the upper half.

@@ -67,7 +67,8 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.save_for_backward(inputs[1])
-        ctx.rows, ctx.dtype = inputs[2].shape[0], inputs[2].dtype
+        ctx.rows = inputs[2].shape[0]
+        ctx.dtype = inputs[2].dtype
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:  # type: ignore[override]

@@ -177,7 +177,8 @@ def hidden_matrices(module: nn.Module) -> list[str]:
     # tokens.
     inside = {id(p) for block in blocks(module).values() for p in block.parameters()}
     experts = [m for m in module.modules() if isinstance(m, ExpertLinear)]
-    stacks, biases = {id(p) for m in experts for p in m.parameters(recurse=False)}, {id(m.bias) for m in experts}
+    stacks = {id(p) for m in experts for p in m.parameters(recurse=False)}
+    biases = {id(m.bias) for m in experts}
     matrices = {id(p) for p in module.parameters() if p.ndim == 2 or id(p) in stacks} - biases
     hidden = (inside - _embeddings(module)) & matrices
     return [name for name, p in module.named_parameters() if id(p) in hidden and p.requires_grad]

@@ -237,7 +237,8 @@ def _plane(
     sizes = [math.prod(p.shape[lead:]) for _, p in members]
     offsets = [0, *itertools.accumulate(-(-size // block) * block for size in sizes)]
     first = members[0][1]
-    whole, dtype = (*first.shape[:lead], offsets[-1]), kept_dtype(first)
+    whole = (*first.shape[:lead], offsets[-1])
+    dtype = kept_dtype(first)
     # If parameters begin at blocks, the gaps between them are zeros, as they are quantised together with parameters.
     made = torch.empty if block == 1 else torch.zeros
     param = made(whole, dtype=dtype if master_weights else torch.bfloat16, device=first.device)

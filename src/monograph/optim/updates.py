@@ -110,10 +110,18 @@ def nesterov(grad: Tensor, momentum_buffer: Tensor, momentum: Knob) -> tuple[Ten
 
 
 def muon_(
-    param: Tensor, grad: Tensor, momentum_buffer: Tensor,
-    *, lr: Tensor, accepted: Tensor, momentum: Knob, weight_decay: Knob, compute: torch.dtype,
-    orthogonal: Tensor | None = None, sides: Sequence[int] = (),
-) -> None:  # fmt: skip
+    param: Tensor,
+    grad: Tensor,
+    momentum_buffer: Tensor,
+    *,
+    lr: Tensor,
+    accepted: Tensor,
+    momentum: Knob,
+    weight_decay: Knob,
+    compute: torch.dtype,
+    orthogonal: Tensor | None = None,
+    sides: Sequence[int] = (),
+) -> None:
     """Make one Muon update (Jordan et al. 2024) with Nesterov momentum, scaled to AdamW's RMS (Liu et al. 2025).
 
         m <- mu m + (1 - mu) g          u = mu m + (1 - mu) g

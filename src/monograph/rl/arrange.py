@@ -103,11 +103,15 @@ def arranged(rollouts: Rollouts, weighed: Sequence[Weight], options: Options) ->
     whole["targets"] = np.full((rows, length), IGNORE, dtype=np.int64)
     names = ("factors", "shares", "drawn", *(("penalties", "reference") if any(r.reference for r in rollouts) else ()))
     real = {name: np.zeros((rows, length), dtype=np.float64) for name in names}
-    filled, documents = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=np.int64)
+    filled = np.zeros(rows, dtype=np.int64)
+    documents = np.zeros(rows, dtype=np.int64)
     for index, row, size in zip(alive, row_of.tolist(), inputs.tolist(), strict=True):
-        rollout, weight, begin = rollouts[index], weighed[index], int(filled[row])
+        rollout = rollouts[index]
+        weight = weighed[index]
+        begin = int(filled[row])
         ids = [*rollout.prompt_ids, *rollout.token_ids]
-        end, answer = begin + size, begin + len(rollout.prompt_ids) - 1
+        end = begin + size
+        answer = begin + len(rollout.prompt_ids) - 1
         documents[row] += 1
         whole["tokens"][row, begin:end], whole["segments"][row, begin:end] = ids[:-1], documents[row]
         whole["positions"][row, begin:end] = np.arange(size)
@@ -129,7 +133,8 @@ def arranged(rollouts: Rollouts, weighed: Sequence[Weight], options: Options) ->
 
 def judged(rollouts: Rollouts, rewards: Sequence[float], options: Options) -> tuple[list[Rollout], list[float]]:
     """Return the answers of a group that count, and their rewards less what being cut costs."""
-    kept, lowered = list[Rollout](), list[float]()
+    kept = list[Rollout]()
+    lowered = list[float]()
     for one, reward in zip(rollouts, rewards, strict=True):
         if one.is_cut and options.masks_truncated:
             continue
@@ -146,7 +151,8 @@ def weighted(rollouts: Rollouts, rewards: Sequence[float], options: Options) -> 
 
 
 def _compared(rollouts: Rollouts, rewards: Sequence[float], options: Options) -> list[Weight]:
-    lengths, kl = [len(rollout.token_ids) for rollout in rollouts], options.kl
+    lengths = [len(rollout.token_ids) for rollout in rollouts]
+    kl = options.kl
     if kl is not None and kl.estimator == "k1":
         far = [sum(rollout.logprobs) - sum(rollout.reference) for rollout in rollouts]
         rewards = [reward - kl.strength * each for reward, each in zip(rewards, far, strict=True)]
@@ -173,7 +179,8 @@ def by_answer(compute: Callable[[Batch], Tensor], rollouts: Rollouts, options: O
     starts = range(0, len(window["tokens"]), rows)
     parts = ({name: tensor[at : at + rows] for name, tensor in window.items()} for at in starts)
     values = torch.cat([compute(part).double().cpu() for part in parts])
-    order, lengths = torch.argsort(window["factors"].flatten(), stable=True), [len(one.token_ids) for one in rollouts]
+    order = torch.argsort(window["factors"].flatten(), stable=True)
+    lengths = [len(one.token_ids) for one in rollouts]
     return [part.tolist() for part in values[order][len(order) - sum(lengths) :].split(lengths)]
 
 

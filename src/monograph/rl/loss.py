@@ -98,7 +98,8 @@ class Form:
 
     def states(self, token_ids: Sequence[int]) -> list[int]:
         """Return the state before each of an answer's tokens, as `allowed` takes it; 0 allows every token."""
-        state, found = 0, list[int]()
+        state = 0
+        found = list[int]()
         for token in token_ids:
             found.append(self._start + state)
             state = self.automaton.after(state, token)
@@ -130,8 +131,10 @@ class Ratio(NamedTuple):
 
 UNUSED = Ratio("none")
 _RATIOS: dict[Objective, Ratio] = {
-    "dapo": Ratio("clip", 0.2, 0.28), "cispo": Ratio("truncate", 0.0, 5.0), "gspo": Ratio("sequence", 3e-4, 4e-4),
-}  # fmt: skip
+    "dapo": Ratio("clip", 0.2, 0.28),
+    "cispo": Ratio("truncate", 0.0, 5.0),
+    "gspo": Ratio("sequence", 3e-4, 4e-4),
+}
 
 
 def ratio_of(objective: Objective, updates: int) -> Ratio:
@@ -187,7 +190,8 @@ def are_equal(rewards: Sequence[float]) -> bool:
     """Return whether rewards differ by nothing but the rounding of sums; true without any."""
     if not rewards:
         return True
-    least, most = min(rewards), max(rewards)
+    least = min(rewards)
+    most = max(rewards)
     return most - least <= ROUNDING * max(1.0, -least, most)
 
 
@@ -285,25 +289,34 @@ class PolicyLoss(nn.Module):
     fill: Mapping[str, float] = MappingProxyType({"targets": IGNORE})
 
     def __init__(
-        self, temperature: float = 1.0, ratio: Ratio = UNUSED, kl: Kl | None = None, objective: Objective = "dr_grpo",
-        updates: int = 1, form: Form | None = None,
-    ):  # fmt: skip
+        self,
+        temperature: float = 1.0,
+        ratio: Ratio = UNUSED,
+        kl: Kl | None = None,
+        objective: Objective = "dr_grpo",
+        updates: int = 1,
+        form: Form | None = None,
+    ):
         """Take the temperature with which tokens are drawn, the use of rho, the KL term, and `Options`' next three."""
         super().__init__()
         self.form = form
-        self.temperature, self.ratio, self.kl = temperature, ratio, kl
+        self.temperature = temperature
+        self.ratio = ratio
+        self.kl = kl
         self.objective, self.updates = objective, updates
         self.register_buffer("totals", torch.zeros(6, dtype=torch.float64))
 
     def forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return sum and count; see the class."""
         kept_N = batch["targets"].flatten() != IGNORE
-        log_N, drawn_N = self.log_probabilities(model, batch), batch["drawn"].flatten()
+        log_N = self.log_probabilities(model, batch)
+        drawn_N = batch["drawn"].flatten()
         factors_N = batch["factors"].flatten().to(log_N.dtype)
         apart_N = torch.where(kept_N, log_N - drawn_N.to(log_N.dtype), 0.0)
         rho_N = (self._of_answers(apart_N, kept_N, batch) if self.ratio.kind == "sequence" else apart_N).exp()
         gained_N, clipped_N = self._gained(log_N, rho_N, factors_N)
-        terms_N, far_N = gained_N, torch.zeros_like(log_N)
+        terms_N = gained_N
+        far_N = torch.zeros_like(log_N)
         if "reference" in batch:
             # Elsewhere the difference is of nothing, and its exponential could overflow to a gradient of NaN.
             far_N = torch.where(kept_N, log_N - batch["reference"].flatten().to(log_N.dtype), 0.0)
@@ -363,6 +376,9 @@ class PolicyLoss(nn.Module):
         self.totals.zero_()
         number = max(1.0, targets)
         return {
-            "drawn_minus_scored": total / number, "drawn_minus_scored_max": max(largest), "ratio": rho / number,
-            "clipped": clipped / number, "kl": far / number,
-        }  # fmt: skip
+            "drawn_minus_scored": total / number,
+            "drawn_minus_scored_max": max(largest),
+            "ratio": rho / number,
+            "clipped": clipped / number,
+            "kl": far / number,
+        }

@@ -75,10 +75,29 @@ _OF_LAYOUT = frozenset(
     "thinspace enspace medspace".split()
 )
 _SIGNS = {
-    "times": "×", "cdot": "×", "ast": "*", "div": "÷", "pm": "±", "mp": "±", "circ": "°", "degree": "°",
-    "ldots": "…", "dots": "…", "cdots": "…", "le": "≤", "leq": "≤", "ge": "≥", "geq": "≥", "lt": "<", "gt": ">",
-    "ne": "≠", "neq": "≠", "percent": "%", "euro": "€", "pounds": "£",
-}  # fmt: skip
+    "times": "×",
+    "cdot": "×",
+    "ast": "*",
+    "div": "÷",
+    "pm": "±",
+    "mp": "±",
+    "circ": "°",
+    "degree": "°",
+    "ldots": "…",
+    "dots": "…",
+    "cdots": "…",
+    "le": "≤",
+    "leq": "≤",
+    "ge": "≥",
+    "geq": "≥",
+    "lt": "<",
+    "gt": ">",
+    "ne": "≠",
+    "neq": "≠",
+    "percent": "%",
+    "euro": "€",
+    "pounds": "£",
+}
 _COMMAND = re.compile(r"\\(?:(?P<name>[a-zA-Z]+)|(?P<sign>[^a-zA-Z]))")
 _PARTS = re.compile(r"\\[,;: ]|\\thinspace(?![a-zA-Z])|\\>")
 
@@ -328,9 +347,13 @@ def _of_parts(value: re.Match[str]) -> Fraction | None:
     if value["decimal"]:
         more = _power(value["power"] or f"10^{value['exponent'] or 0}")
         return None if more is None else _decimal(value["decimal"]) * more
-    over, under, whole = value["over"], value["under"], Fraction(0)
+    over = value["over"]
+    under = value["under"]
+    whole = Fraction(0)
     if value["whole"]:
-        over, under, whole = value["share"], value["of"], _decimal(value["whole"])
+        over = value["share"]
+        under = value["of"]
+        whole = _decimal(value["whole"])
     divisor = _decimal(under)
     if divisor == 0 or (value["whole"] and _decimal(over) >= divisor):
         return None

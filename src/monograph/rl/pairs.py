@@ -93,7 +93,9 @@ class PairRows(Rows):
             first: the number of the first answer; answers are numbered from 1 over all rows of a run.
         """
         self._chosen_D = np.array([len(pair.chosen.ids) for pair in pairs], dtype=np.int64)
-        self.answers, self._first, self.chats = 2 * len(pairs), first, any(pair.chat for pair in pairs)
+        self.answers = 2 * len(pairs)
+        self._first = first
+        self.chats = any(pair.chat for pair in pairs)
         self.labels = np.array([label for pair in pairs for label in (pair.label, 0)], dtype=np.int64)
         super().__init__(_side(pairs, name), tokenizer, sequence_length, packed=True)
         self.most = 2 * int(np.diff(self._plan.offsets).max(initial=0))
@@ -104,7 +106,8 @@ class PairRows(Rows):
         Returns:
             also `answers`, int64 [R, T]: an answer's number at the position of its first target, 0 elsewhere.
         """
-        window, pair_RT = super().window(indices_R), self.owners(indices_R)
+        window = super().window(indices_R)
+        pair_RT = self.owners(indices_R)
         inside_RT = pair_RT >= 0
         chosen_RT = self._chosen_D[pair_RT] if len(self._chosen_D) else np.zeros_like(pair_RT)
         second_RT = inside_RT & (window["positions"] >= chosen_RT)
@@ -123,7 +126,9 @@ class PairRows(Rows):
 
 def _side(pairs: Sequence[Pair], name: str) -> Side:
     """Return the pairs as a side of which each pair is a document: one answer with its prompt after the other."""
-    tokens, starts, spans = list[int](), [0], list[int]()
+    tokens = list[int]()
+    starts = [0]
+    spans = list[int]()
     for pair in pairs:
         for row in (pair.chosen, pair.rejected):
             spans += [len(tokens) + edge for span in row.spans for edge in span]
@@ -134,9 +139,14 @@ def _side(pairs: Sequence[Pair], name: str) -> Side:
         return np.array([*values], dtype=np.int64)
 
     return Side(
-        tokens=array(tokens), starts=array(starts), records=array(range(1, len(pairs) + 1)),
-        bytes=sum(pair.bytes for pair in pairs), files=(name,), first=array((0, len(pairs))), answers=array(spans),
-    )  # fmt: skip
+        tokens=array(tokens),
+        starts=array(starts),
+        records=array(range(1, len(pairs) + 1)),
+        bytes=sum(pair.bytes for pair in pairs),
+        files=(name,),
+        first=array((0, len(pairs))),
+        answers=array(spans),
+    )
 
 
 def loss_for(source: str | Sequence[str], asked: Asked = ANYTHING, skip_bad: bool = False) -> str | None:
@@ -167,7 +177,8 @@ def read_pairs(reading: Mapping[str, Any], *, labelled: bool = False, progress: 
         InputRefused: a record is bad, or a pair too long for a row; see also `read_parts`.
         UsageError: the tokenizer would have to be trained, or a source has a weight.
     """
-    tokenizer, length = own_tokenizer(reading, "prefer.loss"), int(reading["sequence_length"])
+    tokenizer = own_tokenizer(reading, "prefer.loss")
+    length = int(reading["sequence_length"])
     template: list[Answers] = []  # made when the first chat is read, as texts need no template
     keys = (COMPLETION,) if labelled else (CHOSEN, REJECTED)
     ignored = Asked.of(None, reading.get("ignore_keys"))
@@ -210,7 +221,8 @@ def read_pairs(reading: Mapping[str, Any], *, labelled: bool = False, progress: 
             raise InputRefused(f"{parts.sources.name}: no answer has room beside one to another prompt: give more")
     decisive = [parts.sources.sha256, tokenizer.hash, length, reading["held_out"], reading["bad_records"], keys[0]]
     decisive += [ignored.left_out] if ignored.left_out else []
-    digest, name = hashlib.sha256(json.dumps(decisive).encode()).hexdigest(), parts.sources.name
+    digest = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
+    name = parts.sources.name
     train = PairRows(sides[0], name, tokenizer, length, 1)
     held = PairRows(sides[1], name, tokenizer, length, 1 + train.answers)
     stats = stats_of(len(parts.sources.files), parts.skipped, train, held)
@@ -257,7 +269,8 @@ def _of_text(tokenizer: Tokenizer, record: Record, key: str) -> _Answer:
     chats = chat_only(record)
     if chats is not None:
         raise InputRefused(f"{short(chats)} is for chats, and the answers are texts: remove it, or {IGNORE_KEY}")
-    prompt, answer = _text(asked, PROMPT), _text(record[key], key)
+    prompt = _text(asked, PROMPT)
+    answer = _text(record[key], key)
     return prompt, completed_row(tokenizer, prompt, answer), len(answer.encode())
 
 
@@ -318,9 +331,11 @@ def _with_others(
     Raises:
         InputRefused: there is none, and `refuse` says that this is not to be counted in `skipped`.
     """
-    made, begins = [], [other.chosen.spans[0][0] for other in others]
+    made = []
+    begins = [other.chosen.spans[0][0] for other in others]
     sizes = [len(other.chosen.ids) - begin for other, begin in zip(others, begins, strict=True)]
-    after, since = _next_prompts(others), 0
+    after = _next_prompts(others)
+    since = 0
     for number, pair in enumerate(pairs):
         since = since + 1 if number and pairs[number - 1].text == pair.text else 0
         begin = pair.chosen.spans[0][0]
@@ -337,7 +352,8 @@ def _with_others(
         if index is None:
             skipped["no other answer has room"] = skipped.get("no other answer has room", 0) + 1
             continue
-        other, shift = others[index].chosen, begin - begins[index]
+        other = others[index].chosen
+        shift = begin - begins[index]
         spans = tuple((one + shift, end + shift) for one, end in other.spans)
         made.append(pair._replace(rejected=Row(pair.chosen.ids[:begin] + other.ids[begins[index] :], spans)))
     return made

@@ -156,8 +156,13 @@ def _kto(pairs: Answers, *, beta: float, desirable_weight: float, undesirable_we
 
 
 _OF: dict[str, Callable[..., Tensor]] = {
-    "dpo": _dpo, "robust": _robust, "ipo": _ipo, "simpo": _simpo, "orpo": _orpo, "kto": _kto,
-}  # fmt: skip
+    "dpo": _dpo,
+    "robust": _robust,
+    "ipo": _ipo,
+    "simpo": _simpo,
+    "orpo": _orpo,
+    "kto": _kto,
+}
 
 
 def losses(preference: Preference, pairs: Answers) -> Tensor:
@@ -240,9 +245,12 @@ class PreferenceLoss(nn.Module):
 
     @contextmanager
     def update_of(
-        self, index: int, batches: Sequence[Batch], score: Callable[[Sequence[Batch]], object],
+        self,
+        index: int,
+        batches: Sequence[Batch],
+        score: Callable[[Sequence[Batch]], object],
         sum_over_ranks: Callable[[Tensor], Tensor],
-    ) -> Iterator[None]:  # fmt: skip
+    ) -> Iterator[None]:
         """In the block an update's gradient is computed; see `monograph.loss`.
 
         Raises:
@@ -257,9 +265,11 @@ class PreferenceLoss(nn.Module):
                 )
             device = self.reference.device
             self.remember(
-                self.sides, lambda batch: score([{name: each.to(device) for name, each in batch.items()}]),
-                len(batches[0]["tokens"]), None,
-            )  # fmt: skip
+                self.sides,
+                lambda batch: score([{name: each.to(device) for name, each in batch.items()}]),
+                len(batches[0]["tokens"]),
+                None,
+            )
             self.known.fill_(True)
         if index:
             self.sides = ()  # so that the host need not read `known` again
@@ -279,7 +289,8 @@ class PreferenceLoss(nn.Module):
 
     def forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return sum and count; see the class."""
-        log_N, kept_N = target_log_probabilities(model, batch), batch["targets"].flatten() != IGNORE
+        log_N = target_log_probabilities(model, batch)
+        kept_N = batch["targets"].flatten() != IGNORE
         rows = len(batch["tokens"])
         # A row has a place for each of its answers; padding adds zeros to the first of them.
         first_B = torch.arange(rows, device=log_N.device)[:, None] * self.most
@@ -292,19 +303,29 @@ class PreferenceLoss(nn.Module):
         self.reference.index_put_((number_S,), torch.where(self.recording, log_S.detach(), reference_S))
         there_P = number_S[::2] > 0
         pairs = Answers(
-            log_S[::2], log_S[1::2], reference_S[::2], reference_S[1::2],
-            tokens_S[::2].clamp_min(1), tokens_S[1::2].clamp_min(1), self.labels[number_S[::2]], self.expected,
-        )  # fmt: skip
+            log_S[::2],
+            log_S[1::2],
+            reference_S[::2],
+            reference_S[1::2],
+            tokens_S[::2].clamp_min(1),
+            tokens_S[1::2].clamp_min(1),
+            self.labels[number_S[::2]],
+            self.expected,
+        )
         self._note(pairs, there_P)
         return torch.where(there_P, losses(self.preference, pairs), 0.0).sum(), self.count(batch)
 
     def _note(self, pairs: Answers, there_P: Tensor) -> None:
         gains = pairs.gains if self.preference.needs_reference else pairs.means
         chosen_P, rejected_P = (each.detach() for each in gains)
-        margin_P, tokens_P, good_P = chosen_P - rejected_P, pairs.chosen_tokens + pairs.rejected_tokens, there_P
+        margin_P = chosen_P - rejected_P
+        tokens_P = pairs.chosen_tokens + pairs.rejected_tokens
+        good_P = there_P
         if self.preference.labelled:
             self.apart.add_(torch.stack([torch.where(there_P, rejected_P, 0.0).sum(), there_P.double().sum()]))
-            margin_P, tokens_P, good_P = pairs.labels * chosen_P, pairs.chosen_tokens, pairs.labels > 0
+            margin_P = pairs.labels * chosen_P
+            tokens_P = pairs.chosen_tokens
+            good_P = pairs.labels > 0
         ahead_P = (margin_P.sign() + 1) / 2  # a tie, as in the first update, is a half
         gain_P = torch.where(good_P, chosen_P, 0.0)
         now = (torch.ones_like(margin_P), ahead_P, margin_P, gain_P, tokens_P, good_P.double())
@@ -327,6 +348,8 @@ class PreferenceLoss(nn.Module):
         self.totals.zero_()
         pairs = max(1.0, number)
         return {
-            "accuracy": ahead / pairs, "margin": margin / pairs, "chosen_gain": gain / max(1.0, good),
+            "accuracy": ahead / pairs,
+            "margin": margin / pairs,
+            "chosen_gain": gain / max(1.0, good),
             "answer_tokens": tokens,
-        }  # fmt: skip
+        }

@@ -87,7 +87,9 @@ class Solutions:
 
     def _share(self, solution: tuple[str, Sequence[str]]) -> float:
         code, tests = solution
-        deadline, said, processes = time.monotonic() + SECONDS, b"", []
+        deadline = time.monotonic() + SECONDS
+        said = b""
+        processes = []
         ours, judges = socket.socketpair()
         asking, asked = socket.socketpair()
         try:
@@ -187,7 +189,9 @@ class Function:
             self._process = None
 
     def _asked(self, where: str, *message: Any) -> Any:
-        process, line, fault = self._process, b"", None
+        process = self._process
+        line = b""
+        fault = None
         assert process
         try:
             self._socket.sendall(json.dumps(message).encode() + b"\n")

@@ -291,7 +291,8 @@ def _read(record: Record, key: str, tokenizer: Tokenizer, room: tuple[int, str])
         except (Unread, Unspeakable) as refused:
             raise Unusable("refused by the chat template", str(refused)) from None
     elif isinstance(value, str):
-        text, ids = sound(value, key), [tokenizer.bos_id, *tokenizer.encode(value)]
+        text = sound(value, key)
+        ids = [tokenizer.bos_id, *tokenizer.encode(value)]
     else:
         raise Unusable("no prompt", f"{short(key)} is {KINDS[type(value)]}, not a text or a list of messages")
     most, meaning = room

@@ -126,9 +126,22 @@ def rollouts(
     asked = prompts_of(records, tokenizer, scorer, model.config.max_position_embeddings - max_new_tokens)
     exact = engine.step.scope == "none" and engine.step.device.type == "cpu"
     options = Options(
-        prompts, group, max_new_tokens, loss.temperature, loss.objective, draws, asked.longest + max_new_tokens,
-        not exact, exact, seed, epochs, loss.updates, loss.kl, truncated == "mask", truncation_penalty,
-    )  # fmt: skip
+        prompts,
+        group,
+        max_new_tokens,
+        loss.temperature,
+        loss.objective,
+        draws,
+        asked.longest + max_new_tokens,
+        not exact,
+        exact,
+        seed,
+        epochs,
+        loss.updates,
+        loss.kl,
+        truncated == "mask",
+        truncation_penalty,
+    )
     if exact:
         model.use_attention("cached")
     drawer = Drawer(engine, asked, scorer, options, lambda: 0)
@@ -209,9 +222,13 @@ def pairs(
         raise UsageError(f"bad_records = {bad_records!r}: must be 'refuse' or 'skip'")
     COUNT.require("sequence_length", sequence_length)
     reading = {
-        "source": str(source), "tokenizer": tokenizer, "sequence_length": sequence_length, "held_out": held_out,
-        "ignore_keys": ignore_keys, "bad_records": bad_records,
-    }  # fmt: skip
+        "source": str(source),
+        "tokenizer": tokenizer,
+        "sequence_length": sequence_length,
+        "held_out": held_out,
+        "ignore_keys": ignore_keys,
+        "bad_records": bad_records,
+    }
     return read_pairs(reading, labelled=labelled, progress=progress)
 
 
@@ -229,7 +246,8 @@ def preference_loss(pairs: Corpus, loss: str = "dpo", **parameters: float) -> Pr
     Raises:
         UsageError: there is no such loss, or it does not go with these answers.
     """
-    chosen, sides = preference(loss, **parameters), [pairs.train, pairs.held_out]
+    chosen = preference(loss, **parameters)
+    sides = [pairs.train, pairs.held_out]
     rows = [side for side in sides if isinstance(side, PairRows)]
     if len(rows) < len(sides):
         raise UsageError("preference_loss compares pairs: give it what monograph.pairs(...) returns")

@@ -138,7 +138,8 @@ class _Number(Reward):
         return whole_number(value) is not None
 
     def _one(self, answer: Answer) -> float:
-        found, wanted = last_number(answer.completion), whole_number(answer.record["answer"])
+        found = last_number(answer.completion)
+        wanted = whole_number(answer.record["answer"])
         return float(found is not None and wanted is not None and _equal(found, wanted))
 
 

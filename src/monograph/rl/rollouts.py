@@ -85,12 +85,21 @@ class Drawer:
     """
 
     def __init__(
-        self, engine: Engine, prompts: Prompts, reward: Reward, options: Options, updates: Callable[[], int],
+        self,
+        engine: Engine,
+        prompts: Prompts,
+        reward: Reward,
+        options: Options,
+        updates: Callable[[], int],
         sharing: Sharing | None = None,
-    ):  # fmt: skip
+    ):
         """Take the parts; `updates` returns the number of updates of the run, 0 as long as it is unknown."""
         self.sharing = sharing or Sharing()
-        self.engine, self.prompts, self.reward, self.options, self.updates = engine, prompts, reward, options, updates
+        self.engine = engine
+        self.prompts = prompts
+        self.reward = reward
+        self.options = options
+        self.updates = updates
         self.model = cast(Llama, engine.model)
         self.ends = prompts.ends(self.model.config)
         self.reference: list[Tensor] | None = None  # the planes of the weights that the run begins from
@@ -118,13 +127,18 @@ class Drawer:
         Raises:
             OutOfDeviceMemory: the keys and values of one answer take more than half of the free memory.
         """
-        options, model, prompts, step = self.options, self.model, self.prompts, self.engine.step
-        answers, weight = options.prompts * options.group, model.lm_head.weight
+        options = self.options
+        model = self.model
+        prompts = self.prompts
+        step = self.engine.step
+        answers = options.prompts * options.group
+        weight = model.lm_head.weight
         steps = self.updates() // options.updates * -(-answers // MOST_ROWS) * options.max_new_tokens
         mode = mode_for(steps if step.scope != "none" else 0, weight.device.type, casts=step.precision.name != "fp32")
         if self._made and self._made[0] == mode:
             return self._made[1]
-        at_once, most = min(options.prompts, MOST_PROMPTS), options.max_new_tokens
+        at_once = min(options.prompts, MOST_PROMPTS)
+        most = options.max_new_tokens
         form = Slots(self.slots, block_of(self.slots), at_once, options.exact, prompts.longest)
         own = -(-answers // self.sharing.ranks)
         # Memory may hold fewer of them than are wanted.
@@ -133,16 +147,23 @@ class Drawer:
         chain = replace(chain, processed=not self._is_raw)
         with modes_kept(model):
             made = Generator(
-                model, chain, rows=rows, slots=form, vocabulary=prompts.vocab_size, block=min(STEPS, most),
-                mode=mode, automata=[self.form.automaton] if self.form else (),
-            )  # fmt: skip
+                model,
+                chain,
+                rows=rows,
+                slots=form,
+                vocabulary=prompts.vocab_size,
+                block=min(STEPS, most),
+                mode=mode,
+                automata=[self.form.automaton] if self.form else (),
+            )
         self._made = mode, made
         return made
 
     @contextmanager
     def _decoding(self) -> Iterator[None]:
         # The graphs of blocks were made for training; and autocast computes as the training step does.
-        step, collects = self.engine.step, gc.isenabled()
+        step = self.engine.step
+        collects = gc.isenabled()
         gc.disable()  # no answer refers to itself, and many make Python look through all its objects again and again
         try:
             with modes_kept(step.model), capture.set_aside(step), step.context(), torch.no_grad():
@@ -173,8 +194,10 @@ class Drawer:
         self.model = cast(Llama, self.engine.step.layout.gathered(self.engine.step))
 
     def _draw(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Completion]:
-        sampling, most = Sampling(temperature=self.options.temperature, logprobs=0), self.options.max_new_tokens
-        pairs, automaton = zip(prompts, seeds, strict=True), self.form.automaton if self.form else None
+        sampling = Sampling(temperature=self.options.temperature, logprobs=0)
+        most = self.options.max_new_tokens
+        pairs = zip(prompts, seeds, strict=True)
+        automaton = self.form.automaton if self.form else None
         requests = [Request(prompt.ids, sampling, most, self.ends, automaton, seed=seed) for prompt, seed in pairs]
         generator = self.generator  # chosen while the step is captured, which it is not below
         with self._decoding():
@@ -225,7 +248,8 @@ class Drawer:
 
     def scored(self, rollouts: Sequence[Rollout], model: Llama) -> list[list[float]]:
         """Return a model's log-probabilities of the answers' tokens, computed as the loss computes them, uncaptured."""
-        loss, device = cast(PolicyLoss, self.engine.step.loss), self.engine.step.device
+        loss = cast(PolicyLoss, self.engine.step.loss)
+        device = self.engine.step.device
 
         def log_probabilities(batch: Batch) -> Tensor:
             return loss.log_probabilities(model, {name: each.to(device) for name, each in batch.items()})
@@ -274,7 +298,8 @@ class Drawer:
             reward: the mean; pass_at_1 and pass_at_k: the share of right answers, and of groups with one, except with a
             teacher, who calls none right.
         """
-        mean, group = {"reward": statistics.fmean(rewards)}, self.options.group
+        mean = {"reward": statistics.fmean(rewards)}
+        group = self.options.group
         if self.reward.teacher is not None:
             return mean
         best = [max(rewards[first : first + group]) for first in range(0, len(rewards), group)]
@@ -287,7 +312,8 @@ class Drawer:
         Returns:
             eval_reward, eval_pass_at_1 and eval_pass_at_k, as `passed` says; eval_prompts: their number.
         """
-        group, held = self.options.group, self.prompts.held_out[: self.options.prompts]
+        group = self.options.group
+        held = self.prompts.held_out[: self.options.prompts]
         asked = [prompt for prompt in held for _ in range(group)]
         # The same seeds each time, so that less of a change is chance.
         answers = self.draw(asked, rollout_seeds(self.options.seed, range(HELD_OUT, HELD_OUT + len(held)), group))
@@ -323,15 +349,20 @@ class Rollouts(Iterator[Batch]):
     def __next__(self) -> Batch:
         """Draw, score and weigh the answers of the next window, see `arranged`, or return the last one once more."""
         if self._again:
-            self._again, self.is_fresh = self._again - 1, False
+            self._again = self._again - 1
+            self.is_fresh = False
             return self._window
-        wanted, groups, drawn_s, scored_s = self.rows_per_window, list[Group](), 0.0, 0.0
+        wanted = self.rows_per_window
+        groups = list[Group]()
+        drawn_s = 0.0
+        scored_s = 0.0
         for _ in range(self.drawer.options.draws):
             if not (at := self._next_positions()):
                 break
             began = clock()
             prompts, completions = self._drawn(at)
-            drawn_s, began = drawn_s + clock() - began, clock()
+            drawn_s = drawn_s + clock() - began
+            began = clock()
             groups += self._weighed(prompts, completions)
             scored_s += clock() - began
             self.rows_consumed = at[-1] + 1
@@ -349,7 +380,8 @@ class Rollouts(Iterator[Batch]):
         rollouts = [rollout for group in used for rollout in group.rollouts]
         weighed = [weight for group in used for weight in group.weights]
         self._window = arranged(rollouts, weighed, self.drawer.arrangement)
-        self._again, self.is_fresh = self.drawer.options.updates - 1, True
+        self._again = self.drawer.options.updates - 1
+        self.is_fresh = True
         return self._window
 
     @property

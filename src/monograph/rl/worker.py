@@ -40,10 +40,22 @@ ENDS_OF_ITERATORS = (StopIteration, StopAsyncIteration)
 LONGEST_S = 20.0  # if the trainer died before this process could ask to end with it
 NOBODY = 65534  # the user without rights
 # Linux's numbers, which Python does not name.
-_NEW_NETWORK, _NEW_PROCESSES, _NEW_USER, _NEW_IPC, _NEW_MOUNTS = 1 << 30, 1 << 29, 1 << 28, 1 << 27, 1 << 17
-_PRIVATE, _BIND, _RECURSIVE = 1 << 18, 1 << 12, 1 << 14
-_MOUNT_SETATTR, _FROM_HERE, _WITH_MOUNTS_BELOW, _READ_ONLY_WITHOUT_DEVICES = 442, -100, 0x8000, 7
-_END_WITH_PARENT, _OPEN_TO_OTHERS, _NO_NEW_RIGHTS, _CAPABILITIES_VERSION = 1, 4, 38, 0x20080522
+_NEW_NETWORK = 1 << 30
+_NEW_PROCESSES = 1 << 29
+_NEW_USER = 1 << 28
+_NEW_IPC = 1 << 27
+_NEW_MOUNTS = 1 << 17
+_PRIVATE = 1 << 18
+_BIND = 1 << 12
+_RECURSIVE = 1 << 14
+_MOUNT_SETATTR = 442
+_FROM_HERE = -100
+_WITH_MOUNTS_BELOW = 0x8000
+_READ_ONLY_WITHOUT_DEVICES = 7
+_END_WITH_PARENT = 1
+_OPEN_TO_OTHERS = 4
+_NO_NEW_RIGHTS = 38
+_CAPABILITIES_VERSION = 0x20080522
 _FILTER_CALLS, _BY_PROGRAM = 22, 2
 ROOT = b"/proc"  # where a file system of its own becomes the root: every Linux has this folder, and no library is in it
 
@@ -67,18 +79,52 @@ MACHINES = {"x86_64": _Machine(0xC000003E, 0, (1 << 30) - 1), "aarch64": _Machin
 # memory, or reach a process, that no limit of this process counts, and that may outlive it; that make namespaces and
 # file systems, with rights and memory of their own; and sockets, which lead to the network where no namespace hides it.
 FORBIDDEN: dict[str, tuple[int, int | None]] = {
-    "clone": (56, 220), "clone3": (435, 435), "fork": (57, None), "vfork": (58, None), "shmget": (29, 194),
-    "shmat": (30, 196), "shmctl": (31, 195), "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188),
-    "semget": (64, 190), "semop": (65, 193), "semtimedop": (220, 192), "mq_open": (240, 180), "add_key": (248, 217),
-    "request_key": (249, 218), "keyctl": (250, 219), "memfd_create": (319, 279), "bpf": (321, 280),
-    "userfaultfd": (323, 282), "perf_event_open": (298, 241), "io_setup": (206, 0), "ptrace": (101, 117),
-    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272), "fanotify_init": (300, 262),
-    "open_by_handle_at": (304, 265), "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40),
-    "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "socket": (41, 198),
-    "memfd_secret": (447, 447), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
-    "fsmount": (432, 432), "pidfd_getfd": (438, 438), "mount_setattr": (442, 442),
-}  # fmt: skip
+    "clone": (56, 220),
+    "clone3": (435, 435),
+    "fork": (57, None),
+    "vfork": (58, None),
+    "shmget": (29, 194),
+    "shmat": (30, 196),
+    "shmctl": (31, 195),
+    "msgget": (68, 186),
+    "msgsnd": (69, 189),
+    "msgrcv": (70, 188),
+    "semget": (64, 190),
+    "semop": (65, 193),
+    "semtimedop": (220, 192),
+    "mq_open": (240, 180),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "memfd_create": (319, 279),
+    "bpf": (321, 280),
+    "userfaultfd": (323, 282),
+    "perf_event_open": (298, 241),
+    "io_setup": (206, 0),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "kcmp": (312, 272),
+    "fanotify_init": (300, 262),
+    "open_by_handle_at": (304, 265),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "socket": (41, 198),
+    "memfd_secret": (447, 447),
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsmount": (432, 432),
+    "pidfd_getfd": (438, 438),
+    "mount_setattr": (442, 442),
+}
 
 
 class _Channel:
@@ -133,8 +179,14 @@ def _forbid(libc: ctypes.CDLL) -> None:
     machine = MACHINES.get(os.uname().machine)
     if machine is None:
         raise OSError(f"no filter of system calls is known for {os.uname().machine}")
-    load, jump_if_equal, jump_if_above, end = 0x20, 0x15, 0x25, 0x06  # instructions of the kernel's small machine
-    allow, fail, kill = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000
+    # instructions of the kernel's small machine
+    load = 0x20
+    jump_if_equal = 0x15
+    jump_if_above = 0x25
+    end = 0x06
+    allow = 0x7FFF0000
+    fail = 0x00050000 | errno.EPERM
+    kill = 0x80000000
     number, architecture = 0, 4  # where they stand in what the kernel shows of a call
     calls = [numbers[machine.column] for numbers in FORBIDDEN.values() if numbers[machine.column] is not None]
     code = [
@@ -246,7 +298,8 @@ def _test(parent: _Channel, solution: _Channel) -> None:
         try:
             solution.send(message)
             raised, value = solution.receive()
-            result, fault = decoded(value), _exception(raised, value) if raised else None
+            result = decoded(value)
+            fault = _exception(raised, value) if raised else None
         except Exception:
             os._exit(0)  # a test that catches exceptions must not pass because the solution is dead, or lies
         if fault:

@@ -175,7 +175,9 @@ def require_nothing_added(step: Any, empty: Mapping[str, Tensor], fill: Mapping[
         InputRefused: the loss counts targets in them, or adds something, so that results would depend on the
             micro-batch.
     """
-    count, loss_sum, grads = step.layout.targets(step, empty), torch.zeros(()), tuple[Tensor | None, ...]()
+    count = step.layout.targets(step, empty)
+    loss_sum = torch.zeros(())
+    grads = tuple[Tensor | None, ...]()
     if not isinstance(step.loss, TokenLoss) and step.layout.device is None:  # a streamed model is not whole
         devices = [step.device] if step.device.type == "cuda" else []
         graphed = torch.set_grad_enabled(step.layout.sums is sums_of)  # FSDP2 would wait for a backward pass
@@ -184,7 +186,8 @@ def require_nothing_added(step: Any, empty: Mapping[str, Tensor], fill: Mapping[
             if loss_sum.requires_grad:
                 learned = [p for p in step.model.parameters() if p.requires_grad]
                 grads = torch.autograd.grad(loss_sum.sum(), learned, allow_unused=True)
-        loss_sum, own = loss_sum.detach(), own.detach()
+        loss_sum = loss_sum.detach()
+        own = own.detach()
         count = own if count is None else torch.maximum(count, own)
     if count is None:
         return

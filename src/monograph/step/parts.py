@@ -16,7 +16,8 @@ class Parts:
 
     def __init__(self, device: torch.device):
         """Take the device that computes."""
-        self._cuda, self._now = device.type == "cuda", list[tuple[str, Any]]()
+        self._cuda = device.type == "cuda"
+        self._now = list[tuple[str, Any]]()
 
     def begin(self, part: str) -> None:
         """End the part before and begin another; parts that begin inside a replayed graph are not told apart."""
@@ -30,7 +31,8 @@ class Parts:
     def end(self) -> Marks:
         """End the update; return its parts."""
         self.begin("")
-        ended, self._now = self._now, []
+        ended = self._now
+        self._now = []
         return ended
 
 
@@ -39,7 +41,8 @@ def seconds(marks: Marks) -> dict[str, float]:
 
     Empty if the engine does not go through these parts.
     """
-    parts, found = {part for part, _ in marks}, Counter[str]()
+    parts = {part for part, _ in marks}
+    found = Counter[str]()
     for (part, begun), (_, ended) in itertools.pairwise(marks) if "forward" in parts else ():
         name = part if "backward" in parts or part != "forward" else "passes"
         found[f"{name}_s"] += ended - begun if isinstance(begun, float) else begun.elapsed_time(ended) / 1000

@@ -97,14 +97,23 @@ class Step:
             layout: how the engine's step differs from that of one module on one device.
         """
         _check(loss=loss, schedule=schedule, precision=precision, remat=remat)
-        self.model, self.loss, self.clip, self.layout = unwrap_(model), loss, Clip.of(clip), layout
-        self.optim, self.sum_over_ranks, self.balances = checked(optim or AdamW()), sum_over_ranks, balances(self)
-        self.schedule, self.precision = schedule or constant(), precision or Precision()
+        self.model = unwrap_(model)
+        self.loss = loss
+        self.clip = Clip.of(clip)
+        self.layout = layout
+        self.optim = checked(optim or AdamW())
+        self.sum_over_ranks = sum_over_ranks
+        self.balances = balances(self)
+        self.schedule = schedule or constant()
+        self.precision = precision or Precision()
         _require_together(self.optim, self.precision)
         self.left_in_bf16 = fp8.use(self.model, hidden_matrices(self.model)) if self.precision.name == "fp8" else []
         self.remat: Policy = remat or Remat.Off()
         recompute.follow(self.model, self.remat)
-        self.index, self.kept_for, self.holds_average, self.fusing = 0, None, False, nullcontext
+        self.index = 0
+        self.kept_for = None
+        self.holds_average = False
+        self.fusing = nullcontext
         self.planes = layout.planes(self)
         self.device = layout.device or self.planes[0].param.device
         put_(self.loss, self.device)
@@ -125,7 +134,8 @@ class Step:
         self.evaluate: Callable[[Any], tuple[Tensor, Tensor]] = functools.partial(layout.sums, self)
         self.apply: Callable[[], Tensor] = self._apply
         self.squares: Callable[[Plane, Tensor], list[Tensor]] = squares
-        self.held, self.parts = Held(self.model, self.planes), Parts(self.device)
+        self.held = Held(self.model, self.planes)
+        self.parts = Parts(self.device)
 
     def __call__(self, window: Iterable[Any]) -> Update:
         """Accumulate over the window's micro-batches, then update."""
@@ -223,9 +233,13 @@ class Step:
         captured = self.scope != "none"
         if self.kept_for != captured:
             with unlinked(self.planes), self.context(), buffers_kept(self.loss):
-                run, device = lambda twin: self.loss(twin, batch), self.device
-                whole = self.layout.whole(self)
-                recompute.choose_kept(self.model, run, captured=captured, device=device, whole=whole)
+                recompute.choose_kept(
+                    self.model,
+                    lambda twin: self.loss(twin, batch),
+                    captured=captured,
+                    device=self.device,
+                    whole=self.layout.whole(self),
+                )
             self.kept_for = captured
 
     def _micro_step(self, batch: Any) -> None:
@@ -320,9 +334,15 @@ class Step:
     def update_plane(self, plane: Plane, total: Tensor, scale: Tensor, accepted: Tensor) -> None:
         """Update a plane by its summed gradient."""
         update_plane(
-            plane, total, scale, accepted,
-            optim=self.optim, precision=self.precision, lr=self.lr, applied=self.applied,
-        )  # fmt: skip
+            plane,
+            total,
+            scale,
+            accepted,
+            optim=self.optim,
+            precision=self.precision,
+            lr=self.lr,
+            applied=self.applied,
+        )
 
 
 def _check(**given: Any) -> None:
@@ -395,7 +415,8 @@ def all_or_nothing(step: Step) -> Iterator[None]:
 def closed(step: Step, lr: float | tuple[float, ...], grad_norm: Tensor) -> Update:
     """Return the numbers of the update that was just applied, and begin the next window."""
     marks = step.parts.end() if step.layout.device is None else ()  # streamed stages are updated in turn
-    loss, count = step.loss_sum / step.count, step.count.clone()
+    loss = step.loss_sum / step.count
+    count = step.count.clone()
     step.loss_sum.zero_()
     step.count.zero_()
     step.index += 1

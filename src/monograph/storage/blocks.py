@@ -27,7 +27,8 @@ def in_blocks(pieces: Iterable[memoryview]) -> Iterator[Block]:
             room -= len(block[-1])
             if room == 0:
                 yield block
-                block, room = [], BLOCK_BYTES
+                block = []
+                room = BLOCK_BYTES
     if block:
         yield block
 

@@ -47,7 +47,8 @@ def unreadable(path: str | os.PathLike[str], error: BaseException) -> InputRefus
 
     It is InputRefused if nothing is there, or something other than a file; else Unreadable.
     """
-    number, named = error_number(error) or 0, getattr(error, "filename", None)
+    number = error_number(error) or 0
+    named = getattr(error, "filename", None)
     reason = getattr(error, "strerror", None) or (os.strerror(number) if number else error)
     why = f"{named if isinstance(named, str) else path}: cannot be read: {reason}"
     if number in _CERTAIN:
@@ -255,7 +256,8 @@ def inside(folder: Path, name: str) -> Path:
     path = folder / name
     if Path(name).name != name or not is_file(path):
         raise InputRefused(f"{folder}: {name!r} is not a file in this folder")
-    home, target = resolved(folder), resolved(path)
+    home = resolved(folder)
+    target = resolved(path)
     # A snapshot's own folder, or a folder in it.
     homes = [home, *(above.parent / "blobs" for above in home.parents[:2] if above.name == "snapshots")]
     if target.parent not in homes:

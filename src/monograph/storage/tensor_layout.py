@@ -21,11 +21,22 @@ from monograph.storage.reading import parse_json
 
 # The library's order of dtypes, by falling element size, so that every tensor is aligned to its element size.
 DTYPES = {
-    "U64": torch.uint64, "I64": torch.int64, "F64": torch.float64, "F32": torch.float32, "U32": torch.uint32,
-    "I32": torch.int32, "BF16": torch.bfloat16, "F16": torch.float16, "U16": torch.uint16, "I16": torch.int16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I8": torch.int8, "U8": torch.uint8,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I8": torch.int8,
+    "U8": torch.uint8,
     "BOOL": torch.bool,
-}  # fmt: skip
+}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 ORDER = list(NAMES)
 LENGTH_BYTES = 8
@@ -65,7 +76,8 @@ def encode(
     end = 0
     for name in ordered:
         tensor = tensors[name]
-        begin, end = end, end + tensor.numel() * tensor.dtype.itemsize
+        begin = end
+        end = end + tensor.numel() * tensor.dtype.itemsize
         header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
@@ -137,7 +149,9 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def _entry(name: str, value: dict[str, Any]) -> Entry:
-    dtype, shape, (begin, end) = DTYPES[value["dtype"]], value["shape"], value["data_offsets"]
+    dtype = DTYPES[value["dtype"]]
+    shape = value["shape"]
+    begin, end = value["data_offsets"]
     if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
         raise ValueError(f"tensor {name} has a shape or offset that is not a natural number")
     if math.prod(number or 1 for number in shape) > MOST_ELEMENTS:

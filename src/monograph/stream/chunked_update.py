@@ -42,7 +42,8 @@ class Chunk(tuple[Stored, int, int]):
     def plane(self, tensors: Mapping[str, Tensor], device: torch.device) -> Plane:
         """Return the chunk as a plane of its own, made of its buffers' parts on `device`, by name."""
         stored, begin, end = self
-        slots, matrices = stored.plane.slots, stored.plane.kind.matrix is not None
+        slots = stored.plane.slots
+        matrices = stored.plane.kind.matrix is not None
         whole = stored.plane.param.numel() // len(slots)
         return replace(
             stored.plane,
@@ -114,7 +115,9 @@ class ChunkedUpdate:
             staging_buffers: the memory that chunks are copied to.
             gradients: the stage on the device, if its gradients are still in its slot; None if they are at home.
         """
-        self.stage, self.staging_buffers, self.gradients = stage, staging_buffers, gradients
+        self.stage = stage
+        self.staging_buffers = staging_buffers
+        self.gradients = gradients
         # This is a generator, as chunks are fetched when buffers become free.
         self._left = chunks(stage)
         self.count = sum(1 for _ in chunks(stage))
@@ -153,7 +156,8 @@ class ChunkedUpdate:
 
     def _fetch(self, chunk: Chunk) -> None:
         stored, begin, end = chunk
-        staging, lanes = self.staging_buffers.next(), self.staging_buffers.lanes
+        staging = self.staging_buffers.next()
+        lanes = self.staging_buffers.lanes
         away = to_fetch(chunk, gradient=self.gradients is None)
         parts: dict[Any, Tensor] = staging.take(away)
         spaces = [staging.space]

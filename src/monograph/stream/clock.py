@@ -115,7 +115,8 @@ class Clock:
         worked = seconds
         # All lanes share one disk.
         if lane != "compute" and any(space.home == Home.DISK for space in (*work.reads, *work.writes)):
-            begin, of_disk = max(begin, self._disk_free), work.moved_bytes / self.link.disk
+            begin = max(begin, self._disk_free)
+            of_disk = work.moved_bytes / self.link.disk
             self._disk_free = begin + of_disk
             self.busy_s[DISK] += of_disk
             seconds = max(seconds, of_disk)
@@ -135,7 +136,9 @@ class Pretend(Passes):
     def __init__(self, step: Step, clock: Clock, costs: Costs, state: Tensor):
         """Take a `state` on the meta device, which stands for every micro-batch's state between stages."""
         super().__init__(step)
-        self.clock, self.costs, self.state = clock, costs, state
+        self.clock = clock
+        self.costs = costs
+        self.state = state
 
     def first(self, batch: Any) -> tuple[Tensor, Any]:
         """Spend `first_s`."""
@@ -195,7 +198,9 @@ def pretended(engine: Streamed, clock: Clock, costs: Costs, state: Tensor, micro
     with torch.device("meta"):  # for buffers on the host, too
         # The first update is shorter than any later one, as no update before it is still being made.
         for _ in range(UPDATES):
-            begin, busy, before = clock.now["compute"], dict(clock.busy_s), moved.copy()
+            begin = clock.now["compute"]
+            busy = dict(clock.busy_s)
+            before = moved.copy()
             walk.accumulate([None] * micro_batches)
             walk.update()
     return Timing(

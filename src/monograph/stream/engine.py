@@ -94,7 +94,8 @@ class Streamed(Engine):
         step.sum_over_ranks = sum_over_ranks or step.sum_over_ranks
         step.recorder = None  # copies differ from update to update, and a replay would repeat those of one
         self.walk = Walk(step, self.store, lanes or Lanes(executor(self.placement.device)), self.placement)
-        step.apply, self.walk.sum_over_ranks = self.walk.update, sum_over_ranks
+        step.apply = self.walk.update
+        self.walk.sum_over_ranks = sum_over_ranks
         super().__init__(lambda: step, micro_batch)
 
     def accumulate(self, window: Batch) -> None:
@@ -148,7 +149,8 @@ class Streamed(Engine):
         """Move the planes of all stages to their homes."""
         if fuses(step, self.placement.device.type == "cuda"):
             fuse(step)
-        kinds, rounds = step.optim.kinds(step.model), step.precision.rounds
+        kinds = step.optim.kinds(step.model)
+        rounds = step.precision.rounds
         self.store = stored(step.model, kinds, step.optim, rounds=rounds, placement=self.placement)
         return [entry.plane for entry in self.store.stored]
 
@@ -221,7 +223,10 @@ class Streamed(Engine):
             InputRefused: a pass raised, or the loss or a gradient is not finite; the message names the module or
                 parameter.
         """
-        step, bad, missing, seen = self.step, list[str](), list[str](), list[str]()
+        step = self.step
+        bad = list[str]()
+        missing = list[str]()
+        seen = list[str]()
 
         def observe(planes: Sequence[Plane]) -> None:
             for name, gradient in (view for plane in planes for view in plane.views(plane.grad)):

@@ -126,7 +126,8 @@ class Lanes:
 
     def __init__(self, executor: Executor):
         """Begin with no work done."""
-        self.executor, self.one_by_one = executor, False
+        self.executor = executor
+        self.one_by_one = False
         self.moved_bytes: Counter[tuple[Home, Home]] = Counter()
         self._happened: dict[Lane, dict[Lane, int]] = {lane: dict.fromkeys(LANES, 0) for lane in LANES}
         self._at: dict[Mark, dict[Lane, int]] = {}
@@ -187,7 +188,8 @@ class Lanes:
             space.read[lane] = mark
         for space in writes:
             # This work waits for all earlier readers, and the next writer waits for this work.
-            space.written, space.read = mark, {}
+            space.written = mark
+            space.read = {}
         return self.executor.run(Work(mark, tuple(waits), call, reads, writes, moved_bytes))
 
     def _forget(self) -> None:

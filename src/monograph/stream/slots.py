@@ -197,7 +197,8 @@ class Passes:
 
     def __init__(self, step: Step):
         """Take the step's module and loss, and run nothing."""
-        self.step, self.model = step, staged(step.model)
+        self.step = step
+        self.model = staged(step.model)
 
     def begin(self, batch: Any) -> tuple[Tensor, Any]:
         """Return the first block's input, and the other arguments of blocks, from the loss's call of the model."""
@@ -274,7 +275,8 @@ class Passes:
         """
         # States are compared instead of refusing such modules, as a dropout may have rate 0 and a buffer may only be
         # read.
-        draws, buffers = self._draws(), _written(modules)
+        draws = self._draws()
+        buffers = _written(modules)
         yield
         for before, after in zip(draws, self._draws(), strict=True):
             if not torch.equal(before, after):

@@ -21,7 +21,9 @@ from monograph.optim import Kind, Optimizer, Plane, initialise, join, planes, sp
 from monograph.stream.lanes import Home, Space
 from monograph.stream.placement import Placement, on_host, place
 
-WEIGHTS, REST, GRADIENT = "weights", "rest", "gradient"
+WEIGHTS = "weights"
+REST = "rest"
+GRADIENT = "gradient"
 AT_ONCE = 2**22  # elements that are rounded or split at once, which takes some copies of them
 TURNS = 2  # sets of host memory in which stages' gradients take turns, where stages are updated in the backward pass
 
@@ -132,7 +134,8 @@ class Store:
         seen: dict[int, int] = {}
         for tensor, space in (buffer for stored in self.stored for buffer in stored.buffers.values()):
             if not tensor.is_meta:
-                before, size = seen.get(tensor.data_ptr(), 0), tensor.nbytes
+                before = seen.get(tensor.data_ptr(), 0)
+                size = tensor.nbytes
                 seen[tensor.data_ptr()] = max(before, size)
                 sizes[space.home] += max(0, size - before)
         return sizes
@@ -180,7 +183,8 @@ def stored(
     # Planes have the numbers and starts of the resident engine's, on which stochastic rounding depends.
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds[name] for name in names.values()))}
     reached = dict.fromkeys(kinds.values(), 0)
-    store, taken = Store(), set[int]()
+    store = Store()
+    taken = set[int]()
     for stage_name, run, holders in _stages(module, parts, placement.blocks_per_stage):
         held = {id(p): p for holder in holders for p in holder.parameters() if id(p) in names}
         store.tied = store.tied or bool(held.keys() & taken)
@@ -236,7 +240,8 @@ def _kept(stage: Stage, plane: Plane, start: int, splits: bool, placement: Place
     def put(name: str, tensor: Tensor) -> Tensor:
         home = placement.home(stage.index, name)
         if name == GRADIENT and placement.when == "backward":  # it is only in a slot, or in a set of `_take_turns`
-            home, tensor = Home.HOST, tensor.to("meta")
+            home = Home.HOST
+            tensor = tensor.to("meta")
         label = f"{stage.name}, plane {plane.number}, {name}"
         here = tensor if tensor.is_meta else place(tensor, home, label, placement)
         buffers[name] = Buffer(here, Space(label, home))
@@ -273,7 +278,8 @@ def _take_turns(stages: Sequence[Stage], placement: Placement) -> None:
         host_planes = [stored for stage in stages[turn::TURNS] for stored in stage.stored if stored.on_host]
         largest: dict[tuple[int, torch.dtype], Tensor] = {}
         for stored in host_planes:
-            key, grad = (stored.plane.number, stored.plane.grad.dtype), stored.plane.grad
+            key = (stored.plane.number, stored.plane.grad.dtype)
+            grad = stored.plane.grad
             largest[key] = max(largest.get(key, grad), grad, key=torch.numel)
         label = f"gradients in turn {turn}"
         memory = {key: on_host(like, label, placement.device) for key, like in largest.items()}

@@ -115,9 +115,15 @@ class HostUpdate:
     def update_part(self, plane: Plane) -> None:
         """Update weights that are not split by the decision received."""
         update_plane(
-            plane, plane.grad, self.scale, self.accepted,
-            optim=self.step.optim, precision=self.step.precision, lr=self.lr, applied=self.applied,
-        )  # fmt: skip
+            plane,
+            plane.grad,
+            self.scale,
+            self.accepted,
+            optim=self.step.optim,
+            precision=self.step.precision,
+            lr=self.lr,
+            applied=self.applied,
+        )
 
     @staticmethod
     def _chunks(*stages: Stage) -> list[Chunk]:
@@ -159,7 +165,10 @@ class Updates:
 
     def __init__(self, step: Step, store: Store, lanes: Lanes, placement: Placement):
         """Allocate memory for updates of `step`."""
-        self.step, self.store, self.lanes, self.placement = step, store, lanes, placement
+        self.step = step
+        self.store = store
+        self.lanes = lanes
+        self.placement = placement
         self.in_backward = placement.when == "backward"
         tensors = [to_fetch(chunk, gradient=not self.in_backward) for stage in store.stages for chunk in chunks(stage)]
         names = [f"staging buffer {number}" for number in range(STAGING_BUFFERS)]
@@ -235,7 +244,8 @@ class Updates:
         scale = step.unscaled()
         accepted = step.accepts(torch.zeros_like(scale))  # no norm is known yet
         step.applied.add_(accepted)
-        self._decided, self.repeatable = (scale, accepted), False
+        self._decided = (scale, accepted)
+        self.repeatable = False
 
     def update_in_backward(self, here: StageOnDevice) -> None:
         """Update a stage whose gradient is complete."""

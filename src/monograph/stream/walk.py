@@ -39,7 +39,10 @@ class Boundaries:
 
     def __init__(self, lanes: Lanes, device: torch.device, *, offloaded: bool, last: int):
         """Begin with no inputs; `last` is the index of the last stage, whose inputs are needed again at once."""
-        self.lanes, self.device, self.offloaded, self.last = lanes, device, offloaded, last
+        self.lanes = lanes
+        self.device = device
+        self.offloaded = offloaded
+        self.last = last
         self.most_bytes = 0
         self._states: dict[tuple[int, int], tuple[Tensor, Space]] = {}
         self._host: dict[tuple[int, int], tuple[Tensor, Space]] = {}
@@ -126,7 +129,10 @@ class Walk:
 
     def __init__(self, step: Step, store: Store, lanes: Lanes, placement: Placement):
         """Allocate the device's memory; loss, context and update are those of `step`."""
-        self.step, self.store, self.lanes, self.placement = step, store, lanes, placement
+        self.step = step
+        self.store = store
+        self.lanes = lanes
+        self.placement = placement
         self.passes = Passes(step)
         self.slots = Slots(store.stages, store.tied, lanes, placement.device)
         self.boundaries = Boundaries(lanes, placement.device, offloaded=placement.offload, last=len(store.stages) - 1)
@@ -184,7 +190,8 @@ class Walk:
         """Return the sum of losses and the number of targets of each micro-batch."""
         self._forward(batches, keep=False)
         last = self.store.stages[-1]
-        here, scores = self._next(last, back=0)(), []
+        here = self._next(last, back=0)()
+        scores = []
         for g, batch in enumerate(batches):
             state, space = self.boundaries.take(last.index, g)
             scores.append(self._compute(here, functools.partial(self.passes.score, state, batch), [space]))

@@ -73,7 +73,8 @@ def require_system(text: str, messages: Sequence[Message]) -> None:
         Unspeakable: it has not.
     """
     for message in messages:
-        role, content = message.get("role"), message.get("content")
+        role = message.get("role")
+        content = message.get("content")
         if role not in _SYSTEM or not isinstance(content, str):
             continue
         said = content.strip()

@@ -26,7 +26,9 @@ class Losses:
     def __init__(
         self, checked: Checked, added: Collection[int], engine: tokenizers.Tokenizer, inner: tokenizers.Tokenizer
     ) -> None:
-        self._checked, self._engine, self._inner = checked, engine, inner
+        self._checked = checked
+        self._engine = engine
+        self._inner = inner
         # Added tokens whose letters may stand for bytes: they are decoded to other text, or merges produce them from
         # other text.
         self._doubtful = frozenset(
@@ -48,14 +50,16 @@ class Losses:
         encoded = (self._inner if inside else self._engine).encode(text, add_special_tokens=False)
         for index, (start, end) in zip(encoded.ids, encoded.offsets, strict=True):
             if index in self._made:
-                name, special = text[start:end], self._engine.id_to_token(index)
+                name = text[start:end]
+                special = self._engine.id_to_token(index)
                 where = _around(text, start, end - start)
                 return f"{name!r} in {where!r} would become the special token {special!r}, which is no text"
         return self._changed(text, encoded.ids, unwritten) if unwritten or not suspects.isdisjoint(encoded.ids) else ""
 
     def _changed(self, text: str, ids: Sequence[int], unwritten: str) -> str:
         pieces = b"".join(self._checked.pieces[index] for index in ids)
-        form, back = self._form(text), self._form(pieces.decode(errors="replace"))
+        form = self._form(text)
+        back = self._form(pieces.decode(errors="replace"))
         if form == back:  # an added token wrote the characters that the rest of the vocabulary cannot
             return ""
         at = len(os.path.commonprefix([form, back]))
@@ -68,13 +72,15 @@ class Losses:
         return form.replace(" ", "").replace(MARK, "") if self._checked.space_first or self._checked.marks else form
 
     def _unwritten(self, text: str) -> str:
-        normal, lacking = self._normal(text), self._checked.lacking
+        normal = self._normal(text)
+        lacking = self._checked.lacking
         lost = {letter for letter in set(normal) - self._written if not lacking.isdisjoint(letter.encode())}
         self._written |= set(normal) - lost
         if not lost:
             return ""
         at = min(map(normal.find, lost))
-        unknown, shown = self._checked.json["model"]["unk_token"], _around(normal, at)
+        unknown = self._checked.json["model"]["unk_token"]
+        shown = _around(normal, at)
         becomes = f"become {unknown}" if unknown else "be left out"
         shown = shown.replace(MARK, " ") if self._checked.marks else shown
         return f"{normal[at]!r} in {shown!r} would {becomes}: the tokenizer has no token for it"

@@ -63,7 +63,8 @@ class _Namespace(Namespace):
     """`namespace` for templates, without names that begin with an underscore."""
 
     def __init__(*pairs: Any, **values: Any) -> None:  # no `self`, as a template may use this name
-        own, given = pairs[0], dict(*pairs[1:], **values)
+        own = pairs[0]
+        given = dict(*pairs[1:], **values)
         for name in given:
             _public(name)
         Namespace.__init__(own, given)

@@ -70,7 +70,8 @@ def marks(
         shown = ", ".join(sorted(schemes))
         raise ValueError(f"puts spaces before a text in more ways than one, or in an unknown one ({shown[:80]})")
     marks_of = _decoded(decoders, scheme, metaspaces, bool(model.get("byte_fallback")))
-    vocab, merges = model.get("vocab"), model.get("merges")
+    vocab = model.get("vocab")
+    merges = model.get("merges")
     if not isinstance(vocab, dict) or MARK not in vocab:
         raise ValueError(f"model.vocab has no {MARK!r} for a single space: 'a  b' would not come back")
     merges = merges if isinstance(merges, list) else []

@@ -22,9 +22,12 @@ from monograph.errors import InputRefused
 from monograph.storage.reading import entries, inside, read_input, status
 from monograph.text import sandbox
 
-FILE, NAMED_FOLDER, _SUFFIX = "chat_template.jinja", "additional_chat_templates", ".jinja"
+FILE = "chat_template.jinja"
+NAMED_FOLDER = "additional_chat_templates"
+_SUFFIX = ".jinja"
 DEFAULT, TOOL_USE = "default", "tool_use"  # the names of templates that transformers chooses by
-MAX_SOURCE_BYTES, MOST_NAMED = 1 << 16, 64
+MAX_SOURCE_BYTES = 1 << 16
+MOST_NAMED = 64
 _NAME = re.compile("[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 AT_ONCE = 16  # most renderings requested in one line
 PATIENCE_S = 30.0 + 2 * sandbox.SECONDS * AT_ONCE  # longest wait for the reply to one line, on a busy machine too
@@ -54,7 +57,10 @@ class ChatTemplate:
     def __init__(self, source: str, where: str, tokens: Mapping[str, str] | None = None, day: str | None = None):
         if len(source.encode("utf-8", "surrogatepass")) > MAX_SOURCE_BYTES:
             raise InputRefused(f"{where}: the chat template is larger than {MAX_SOURCE_BYTES >> 10} KiB")
-        self.source, self.tokens, self.day, self._where = source, dict(tokens or {}), day, where
+        self.source = source
+        self.tokens = dict(tokens or {})
+        self.day = day
+        self._where = where
         self._end: Callable[[], object] | None = None  # ends the process that renders, if there is one
         self._turn = threading.Lock()  # one thread at a time asks the process, or it would read another's chat
         self._ready: dict[str, dict[str, str]] = {}
@@ -169,9 +175,12 @@ class ChatTemplate:
                 self._pipe = ours.makefile("rwb")
                 # In a session of its own, so that Ctrl-C does not end it: the run still has to save.
                 process = subprocess.Popen(
-                    [sys.executable, "-P", sandbox.__file__], stdin=theirs.fileno(), stdout=theirs.fileno(),
-                    stderr=subprocess.DEVNULL, start_new_session=True,
-                )  # fmt: skip
+                    [sys.executable, "-P", sandbox.__file__],
+                    stdin=theirs.fileno(),
+                    stdout=theirs.fileno(),
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
             self._end = weakref.finalize(self, _end, process, self._pipe)
             line = json.dumps([self.source, self.day]) + "\n" + line
         try:

@@ -22,7 +22,9 @@ from monograph.text import tokenizer_config, tokenizer_file, tokenizer_trial
 from monograph.text.losses import Losses, require_apart
 from monograph.text.tokenizer_config import TokenizerConfig
 
-BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
+BOS = "<|bos|>"
+EOS = "<|eos|>"
+PAD = "<|pad|>"
 DEFAULT_VOCABULARY = 4096  # entries of a tokenizer that is trained here
 SMALLEST_VOCABULARY = 256 + 3
 
@@ -68,7 +70,9 @@ class Tokenizer:
                 raise
             raise InputRefused(f"{error}. With it {lost[0]!r} would come back as {lost[1][:40]!r}") from None
         self.special: dict[str, int] = checked.special
-        self._json, self.space_first, self._opening = checked.json, checked.space_first, checked.opening
+        self._json = checked.json
+        self.space_first = checked.space_first
+        self._opening = checked.opening
         self._engine = self._inner = _loaded(checked, where, trusted)
         if self.space_first:
             self._inner = _literal(tokenizer_file.inside(self._json))
@@ -230,7 +234,8 @@ class Tokenizer:
         Raises:
             InputRefused: as in `encode`.
         """
-        ids, at = list[int](), 0
+        ids = list[int]()
+        at = 0
         for start, end, index in self.controls(text):
             ids += [*self.encode_between(text[at:start].replace(marker, ""), ids, inside), index]
             at = end

@@ -22,7 +22,9 @@ MAX_VOCABULARY = 1 << 20
 # GPT-2's pattern is built into the ByteLevel component.
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _END = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-_UPPER, _LOWER, _NO_WORD = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[^\r\n\p{L}\p{N}]?"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_NO_WORD = r"[^\r\n\p{L}\p{N}]?"
 _WORD = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+"
 _SYMBOLS, _SYMBOLS_SLASH = r"| ?[^\s\p{L}\p{N}]+[\r\n]*", r"| ?[^\s\p{L}\p{N}]+[\r\n/]*"
 KNOWN_PATTERNS = {
@@ -30,9 +32,11 @@ KNOWN_PATTERNS = {
     "qwen2": _WORD + r"|\p{N}" + _SYMBOLS + _END,
     "qwen3.5": _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + _END,
     "gpt4o": f"{_NO_WORD}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_NO_WORD}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
-    + r"|\p{N}{1,3}" + _SYMBOLS_SLASH + _END,
+    + r"|\p{N}{1,3}"
+    + _SYMBOLS_SLASH
+    + _END,
     "tekken": f"{_NO_WORD}{_UPPER}*{_LOWER}+|{_NO_WORD}{_UPPER}+{_LOWER}*" + r"|\p{N}" + _SYMBOLS_SLASH + _END,
-}  # fmt: skip
+}
 
 
 _KNOWN_REGEXES = [{"Regex": pattern} for pattern in KNOWN_PATTERNS.values()]
@@ -74,7 +78,8 @@ def texts(content: dict[str, Any], where: str) -> dict[int, str]:
     Raises:
         InputRefused: there is no such list.
     """
-    model, added = content.get("model"), content.get("added_tokens") or []
+    model = content.get("model")
+    added = content.get("added_tokens") or []
     vocab = model.get("vocab") if isinstance(model, dict) else None
     try:
         by_id = {index: text for text, index in vocab.items() if _is_id(index)}  # type: ignore[union-attr]
@@ -112,7 +117,8 @@ class Checked:
         vocab = self._vocab(model)
         added = self._added(content.get("added_tokens", []), vocab)
         self.special = {token["content"]: token["id"] for token in added if token["special"]}
-        steps, unknown = _steps(content.get("pre_tokenizer"), "pretokenizers"), model.get("unk_token")
+        steps = _steps(content.get("pre_tokenizer"), "pretokenizers")
+        unknown = model.get("unk_token")
         normal = _steps(content.get("normalizer"), "normalizers")
         self.marks = self._marks(content, normal, steps, added) if sentence_pieces.is_marked(normal, steps) else None
         self.pieces = self._pieces(vocab, added)

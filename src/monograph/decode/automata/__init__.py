@@ -24,9 +24,17 @@ from monograph.decode.automata.schema import document, parsed
 from monograph.errors import InputRefused, UsageError
 
 __all__ = [
-    "KINDS", "Arena", "Automaton", "ByteAutomaton", "acceptor", "advance", "allowed", "constraint",
-    "stop_strings", "stopped",
-]  # fmt: skip
+    "KINDS",
+    "Arena",
+    "Automaton",
+    "ByteAutomaton",
+    "acceptor",
+    "advance",
+    "allowed",
+    "constraint",
+    "stop_strings",
+    "stopped",
+]
 KINDS = ("choices", "regex", "json_schema")
 
 

@@ -115,7 +115,8 @@ class Automaton:
             state: a state with its counters.
             token: the token's id.
         """
-        at, by = state & STATE_MASK, self.class_V[token]
+        at = state & STATE_MASK
+        by = self.class_V[token]
         following = int(self.next_SC[at, by])
         return -1 if following < 0 else moved(self.effects[self.effect_SC[at, by]], state, following)
 
@@ -135,7 +136,8 @@ def searcher(strings: Sequence[bytes], pieces: Sequence[bytes]) -> Automaton:
     Raises:
         InputRefused: see `_aho_corasick`; or the table is too large.
     """
-    automaton, where = _aho_corasick(strings), "the stop strings"
+    automaton = _aho_corasick(strings)
+    where = "the stop strings"
     columns_C2S, class_V, _ = _columns(automaton, pieces, where)
     next_SC, effect_SC = (np.ascontiguousarray(columns_C2S[:, part, :-1].T) for part in (0, 1))
     return Automaton(where, next_SC, class_V, automaton.accepting_S, effect_SC)
@@ -167,7 +169,8 @@ def constrainer(automaton: ByteAutomaton, pieces: Sequence[bytes], end_ids: Coll
     class_V[ends] = len(columns_C2S) - 1
     # Drop the columns that only tokens without bytes and end tokens had.
     used, number_V = np.unique(class_V, return_inverse=True)
-    columns_C2S, class_V = columns_C2S[used], number_V.astype(np.int16)
+    columns_C2S = columns_C2S[used]
+    class_V = number_V.astype(np.int16)
     next_SC = np.ascontiguousarray(columns_C2S[:, 0].T)  # row `states` is the dead state
     effect_SC = columns_C2S[:, 1].T
     live_S = np.ones(states, dtype=bool)
@@ -186,7 +189,8 @@ def constrainer(automaton: ByteAutomaton, pieces: Sequence[bytes], end_ids: Coll
     effect_SC[next_SC < 0] = 0
     stops_S = np.asarray((next_SC[:, :-1] < 0).all(axis=1))
     both, merged_C = np.unique(np.concatenate([next_SC, effect_SC]), axis=1, return_inverse=True)
-    next_SC, effect_SC = np.ascontiguousarray(both[: len(stops_S)]), np.ascontiguousarray(both[len(stops_S) :])
+    next_SC = np.ascontiguousarray(both[: len(stops_S)])
+    effect_SC = np.ascontiguousarray(both[len(stops_S) :])
     return Automaton(where, next_SC, merged_C.reshape(-1).astype(np.int16)[class_V], stops_S, effect_SC, effects)
 
 
@@ -220,7 +224,8 @@ def _columns(
     known = np.full((1, byte_classes), -1, dtype=np.int64)  # the column after a column and a class of bytes
     column_V = np.zeros(len(pieces), dtype=np.int64)
     # One lookup for all tokens of a depth: a loop in Python over a vocabulary would take seconds.
-    active, depth = np.flatnonzero(lengths_V), 0
+    active = np.flatnonzero(lengths_V)
+    depth = 0
     while len(active):
         now, by = column_V[active], text[starts_V[active] + depth]
         wanted = np.zeros(known.shape, dtype=bool)
@@ -372,7 +377,10 @@ class Arena:
 
         An automaton has at most so many classes; a step looks at as many, and at none per token of a large vocabulary.
         """
-        self.cells, self.states, self.automata, self.effects = cells, states, automata, effects
+        self.cells = cells
+        self.states = states
+        self.automata = automata
+        self.effects = effects
         self.next_N, self.row_S, self.automaton_S = (
             torch.zeros(size, dtype=torch.int32, device=device) for size in (cells, states, states)
         )
@@ -463,7 +471,8 @@ class Arena:
 
     def _write(self, automaton: Automaton, cell: int, state: int, effect: int, number: int) -> None:
         """Write an automaton's table from `cell`, `state` and `effect` on."""
-        table_SC, device = automaton.next_SC.astype(np.int32), self.next_N.device
+        table_SC = automaton.next_SC.astype(np.int32)
+        device = self.next_N.device
         states = slice(state, state + len(table_SC))
         # A forbidden token's -1 becomes the dead state here, so that the device needs no case for it.
         following = np.where(table_SC < 0, DEAD, table_SC + state).reshape(-1)

@@ -213,7 +213,8 @@ class Positions:
     def closed(self, positions: Next) -> Next:
         """Return the positions with every loop replaced by the first positions of its part and its successors."""
         if (closed := self._closed.get(positions)) is None:
-            reached, waiting = set(positions), [*positions & self._loops]
+            reached = set(positions)
+            waiting = [*positions & self._loops]
             for loop in waiting:
                 self.budget.spend(1 + len(self.follow[loop]))
                 fresh = self.follow[loop] - reached
@@ -245,7 +246,8 @@ class ByteAutomaton:
         """Return whether the automaton accepts a text; this reads byte by byte and is the reference for the rest."""
         state = 0
         for byte in text:
-            at, by = state & STATE_MASK, self.class_256[byte]
+            at = state & STATE_MASK
+            by = self.class_256[byte]
             following = int(self.next_SK[at, by])
             if following < 0:
                 return False
@@ -316,7 +318,8 @@ def _renumbered(arrows: Sequence[Arrows], found: "_Deterministic") -> ByteAutoma
     both, merged = np.unique(np.concatenate([next_SK, effect_SK]), axis=1, return_inverse=True)
     class_256 = merged.reshape(-1)[found.classes[:256]]
     accepting_S = np.array([found.accepting[state] for state in states])
-    next_SK, effect_SK = np.ascontiguousarray(both[: len(states)]), np.ascontiguousarray(both[len(states) :])
+    next_SK = np.ascontiguousarray(both[: len(states)])
+    effect_SK = np.ascontiguousarray(both[len(states) :])
     return ByteAutomaton(next_SK, class_256.astype(np.uint8), accepting_S, effect_SK, tuple(effects))
 
 
@@ -360,7 +363,8 @@ def _deterministic(expression: Expression, budget: Budget) -> _Deterministic | N
 
 def _explored(start: S, after: Callable[[S], Iterable[tuple[int, S]]], budget: Budget) -> tuple[Rows, list[S]]:
     """Return the rows of all states that `after` leads to, as (byte class, next state), and these states."""
-    numbers, rows = {start: 0}, []
+    numbers = {start: 0}
+    rows = []
     for state in (queue := [start]):
         row = {}
         for byte_class, following in after(state):
@@ -450,7 +454,8 @@ class _Partition:
             self.blocks[number] -= inside
             smaller = inside
             if outside < len(inside):
-                smaller, self.blocks[number] = self.blocks[number], inside
+                smaller = self.blocks[number]
+                self.blocks[number] = inside
             for state in smaller:
                 self.block_of[state] = len(self.blocks)
             # The larger part keeps the block's number: it waits if the block did, and else the whole block has split.

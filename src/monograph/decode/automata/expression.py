@@ -193,7 +193,8 @@ def boxes(
         return
     (low, *low_rest), (high, *high_rest) = first, last
     # The first digit's ends may limit the digits after it; between the ends every digit may follow.
-    bottom, top = [lowest] * len(low_rest), [highest] * len(low_rest)
+    bottom = [lowest] * len(low_rest)
+    top = [highest] * len(low_rest)
     if low == high:
         yield from (((low, low), *rest) for rest in boxes(low_rest, high_rest, lowest, highest))
         return

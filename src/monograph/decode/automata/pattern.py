@@ -117,7 +117,9 @@ class _Reader:
     """Parses a pattern by recursive descent: alternation, concatenation, repetition, atom."""
 
     def __init__(self, pattern: str, where: str, encoding: Encoding) -> None:
-        self.pattern, self.where, self.encoding = pattern, where, encoding
+        self.pattern = pattern
+        self.where = where
+        self.encoding = encoding
         self.at, self.depth = 0, 0
 
     def refuse(self, what: str, advice: str, at: int | None = None) -> NoReturn:
@@ -172,7 +174,9 @@ class _Reader:
                 return counts
         if not self.take("{"):
             return None
-        least, comma, most = self.digits(), self.take(","), self.digits()
+        least = self.digits()
+        comma = self.take(",")
+        most = self.digits()
         # `re` reads a brace that begins no count as a character; a typo in a count would then pass unseen.
         if not self.take("}") or not (least or most) or (most and not comma):
             self.refuse("a '{' that begins no count", r"write {m}, {m,} or {m,n}, or \{ for the character", start)
@@ -194,7 +198,8 @@ class _Reader:
         return self.pattern[start : self.at]
 
     def atom(self) -> Expression:
-        start, sign = self.at, self.peek()
+        start = self.at
+        sign = self.peek()
         if sign in ("*", "+", "?", "{"):
             self.refuse(f"a {sign!r} with nothing to repeat", f"write \\{sign} for the character")
         if sign in ("^", "$"):
@@ -289,7 +294,8 @@ class _Reader:
 
     def character_range(self) -> CodePoints:
         r"""Read one member of a set: a character, a range of characters, or a class such as \d."""
-        start, first = self.at, self.member()
+        start = self.at
+        first = self.member()
         # A hyphen before the closing bracket is the character.
         if self.peek() != "-" or self.pattern.startswith("-]", self.at):
             return first
@@ -302,6 +308,7 @@ class _Reader:
         return ((first[0][0], last[0][0]),)
 
     def member(self) -> CodePoints:
-        start, sign = self.at, self.peek()
+        start = self.at
+        sign = self.peek()
         self.at += 1
         return self.escape(start) if sign == "\\" else single(ord(sign))

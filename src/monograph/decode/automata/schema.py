@@ -276,7 +276,8 @@ class _Schemas:
             for key, bound in bounds.items():
                 if key.startswith("exclusive") or bound != int(bound):
                     self.refuse(path, f"{key} = {bound} of a number is not supported: give a whole minimum and maximum")
-            lower, upper = [int(bounds.get("minimum", -largest))], [int(bounds.get("maximum", largest))]
+            lower = [int(bounds.get("minimum", -largest))]
+            upper = [int(bounds.get("maximum", largest))]
             text = values.number_between(lower[0], upper[0]) if bounds else values.number()
         if max(lower) > min(upper):
             self.refuse(path, f"no {name} lies between its bounds")
@@ -285,7 +286,8 @@ class _Schemas:
     # ── arrays and objects ────────────────────────────────────────────────────────────────────────
 
     def _array(self, schema: dict[str, Any], path: tuple[str, ...]) -> Expression:
-        first, items = schema.get("prefixItems", []), schema.get("items")
+        first = schema.get("prefixItems", [])
+        items = schema.get("items")
         if not isinstance(first, list) or len(first) > MAX_OPTIONS:
             self.refuse(path, f"'prefixItems' is not a list of at most {MAX_OPTIONS} schemas")
         least = self._size(schema, "minItems", 0, path) or 0
@@ -312,7 +314,8 @@ class _Schemas:
         """Return the texts of an array's first items, at least one, and that of those which follow them."""
         if not texts:
             texts = [self.read(items, (*path, "items"))]
-        fewest, further = max(least - len(texts), 0), most - len(texts)
+        fewest = max(least - len(texts), 0)
+        further = most - len(texts)
         if not further:
             return texts, joined()
         if self.counters == COUNTERS:
@@ -325,7 +328,8 @@ class _Schemas:
         return texts, self._bounded(Repetition(item, 0, None), fewest, further)
 
     def _object(self, schema: dict[str, Any], path: tuple[str, ...]) -> Expression:
-        properties, required = schema.get("properties"), schema.get("required", [])
+        properties = schema.get("properties")
+        required = schema.get("required", [])
         if schema.get("additionalProperties", False) is not False:
             self.refuse(
                 path, "'additionalProperties' lets in members of any name, so it is not bounded: set it to false"

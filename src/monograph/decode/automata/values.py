@@ -56,7 +56,8 @@ def _natural(least: int, most: int) -> Expression:
     options: list[Expression] = []
     # One alternative for each number of digits: within one length, order of texts is order of numbers.
     for size in range(len(str(least)), len(str(max(most, 0))) + 1):
-        first, last = max(least, 10 ** (size - 1) if size > 1 else 0), min(most, 10**size - 1)
+        first = max(least, 10 ** (size - 1) if size > 1 else 0)
+        last = min(most, 10**size - 1)
         if first <= last:
             low, high = ([int(digit) for digit in str(number)] for number in (first, last))
             for box in boxes(low, high, 0, 9):
@@ -153,13 +154,16 @@ class _Apart:
         """Return True only if no value follows both schemas."""
         pair = id(one), id(other)
         if pair not in self.known:
-            left, right = self.alternatives(one), self.alternatives(other)
+            left = self.alternatives(one)
+            right = self.alternatives(other)
             self.known[pair] = all(self.plainly_disjoint(a, b) for a in left for b in right)
         return self.known[pair]
 
     def alternatives(self, schema: dict[str, Any]) -> list[dict[str, Any]]:
         """Return schemas without references and choices; a value follows `schema` if it follows one of them."""
-        leaves, waiting, seen = [], [schema], set()
+        leaves = []
+        waiting = [schema]
+        seen = set()
         for node in waiting:
             if id(node) in seen:
                 continue
@@ -175,7 +179,8 @@ class _Apart:
 
     def plainly_disjoint(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
         """Return True only if no value follows both schemas, which have no references or choices."""
-        left, right = _constants(one), _constants(other)
+        left = _constants(one)
+        right = _constants(other)
         if left is not None and right is not None:
             self.spend(len(left) * len(right))
             return not any(equal(a, b) for a in left for b in right)
