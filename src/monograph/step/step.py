@@ -242,6 +242,16 @@ class Step:
                 )
             self.kept_for = captured
 
+    # ── the training step: read this first ──────────────────────────────────────────────────────
+    #
+    # With l(w) the loss of a target, an update over all micro-batches of a window is
+    #
+    #     grad = (sum over micro-batches of d/dw sum of l) / (number of targets of the whole window)
+    #     norm = |grad|
+    #     w, moments <- rule(w, moments, grad * min(1, clip / norm)),   unless norm or loss is not finite
+    #
+    # `accumulate`, below, calls `_micro_step` for each micro-batch, and `update` calls `_apply` once.
+
     def _micro_step(self, batch: Any) -> None:
         """Add a micro-batch's gradient, loss and count, in place in the device's memory and nowhere else."""
         with self.fusing():  # in the backward pass, too, which may recompute parts of the forward pass
@@ -343,6 +353,8 @@ class Step:
             lr=self.lr,
             applied=self.applied,
         )
+
+    # ── the formula of each optimizer is in optim/updates.py ────────────────────────────────────
 
 
 def _check(**given: Any) -> None:
