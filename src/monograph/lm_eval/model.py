@@ -62,7 +62,8 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             raise UsageError(f"--model_args {unknown[0]}: the model 'monograph' takes run, precision and batch_tokens")
         model, self._tokenizer = load_with_tokenizer(run, _warn)
         self._model = model.to(default_device()).eval()
-        self._precision, self._batch_tokens = Precision(precision), int(batch_tokens)
+        self._precision = Precision(precision)
+        self._batch_tokens = int(batch_tokens)
         self._chats: set[str] = set()  # the contexts that `apply_chat_template` returned
         self._template_name = DEFAULT
 
@@ -154,7 +155,8 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihoods of whole texts; each token is predicted once, after as many tokens as fit."""
-        windows, owners = list[Continuation](), list[int]()
+        windows = list[Continuation]()
+        owners = list[int]()
         for owner, request in enumerate(requests):
             ids = self.tok_encode(request.args[0], add_special_tokens=False)
             pairs = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
@@ -217,7 +219,9 @@ def generation(options: Mapping[str, Any], seed: int) -> tuple[Sampling, int, li
     """
     left = {name: value for name, value in options.items() if value is not None}
     limits = [left.pop(key) for key in _MAX_TOKENS_KEYS if key in left]
-    until, samples, temperature = left.pop("until", []), left.pop("do_sample", None), left.pop("temperature", None)
+    until = left.pop("until", [])
+    samples = left.pop("do_sample", None)
+    temperature = left.pop("temperature", None)
     filters = {field.name: left.pop(field.name) for field in fields(Sampling) if field.name in left}
     if left:
         raise UsageError(f"generation argument {min(left)!r} is not known to the model 'monograph'; leave it out")

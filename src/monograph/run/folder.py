@@ -32,16 +32,39 @@ DEFAULT_ROOT = Path("runs")
 MIXTURE = "mixture"  # SWEEP/mixture, which is no folder, names all members of a sweep together
 TEACHERS = "teachers.json"  # a run's folder with this file learns from the members of a sweep
 _BEFORE_IT_BEGAN = {
-    "run.lock", "from.json", "from.partial", "config.partial", "stdin", SWEEP, "sweep.partial", "exit.json",
-    TEACHERS, "teachers.partial", "starts.jsonl", "starts.partial",
-}  # fmt: skip
+    "run.lock",
+    "from.json",
+    "from.partial",
+    "config.partial",
+    "stdin",
+    SWEEP,
+    "sweep.partial",
+    "exit.json",
+    TEACHERS,
+    "teachers.partial",
+    "starts.jsonl",
+    "starts.partial",
+}
 _RECORD = b'{"serial": '  # the first bytes of run.lock
 
 _NUMBERS = (
-    "train_loss", "grad_norm", "tokens_per_s", "wall_s", "eval_loss", "eval_bits_per_byte", "share",
-    "gpu_utilization_percent", "gpu_memory_bytes", "gpu_power_w", "gpu_temperature_c", "gpu_clock_hz",
-    "forward_s", "backward_s", "passes_s", "optimizer_s",
-)  # fmt: skip
+    "train_loss",
+    "grad_norm",
+    "tokens_per_s",
+    "wall_s",
+    "eval_loss",
+    "eval_bits_per_byte",
+    "share",
+    "gpu_utilization_percent",
+    "gpu_memory_bytes",
+    "gpu_power_w",
+    "gpu_temperature_c",
+    "gpu_clock_hz",
+    "forward_s",
+    "backward_s",
+    "passes_s",
+    "optimizer_s",
+)
 # A function that says why a folder in runs/ cannot be what `last` means, such as "is a sweep"; "" if it can be.
 WhyNot = Callable[[Path], str]
 # The entries of a row that commands rely on, with their types.
@@ -118,7 +141,8 @@ class Run:
         named.
         """
         name = placed(Path(name))
-        folder, at = _located(name, root, _why_no_model if saved else _why_not_begun), checkpoint_named(name)
+        folder = _located(name, root, _why_no_model if saved else _why_not_begun)
+        at = checkpoint_named(name)
         if is_file(folder / SWEEP):
             best = "best" if exists(folder / "best") else "members/000"
             raise InputRefused(f"{folder} is a sweep: name one of its runs, such as {Path(name) / best}")

@@ -14,7 +14,10 @@ from monograph.storage.reading import contents, entries, exists, is_file, open_i
 from monograph.terminal import shell_words
 
 PIECE_BYTES = 1 << 16  # what is read of the beginning and the end of a run's metrics, which may be long
-FINISHED, RUNNING, STOPPED, DAMAGED = "finished", "running", "stopped", "damaged"
+FINISHED = "finished"
+RUNNING = "running"
+STOPPED = "stopped"
+DAMAGED = "damaged"
 
 
 class Measure(NamedTuple):
@@ -120,7 +123,8 @@ def _run(folder: Path) -> Listed:
     value, measure = _result(kind, lines)
     last = _row(lines[-1]) if lines else {}
     update = last.get("update")
-    state, resume = FINISHED, ""
+    state = FINISHED
+    resume = ""
     if not isinstance(last.get("summary"), dict):
         state = RUNNING if _in_use(folder) else STOPPED
     if state == STOPPED and entries(folder / "checkpoints", "step-"):
@@ -145,8 +149,10 @@ def _sweep(folder: Path) -> Listed:
     config = _config(folder)
     try:
         record = parse_json(contents(folder / SWEEP) or b"")
-        points, result = record["points"], record.get("result") or {}
-        members, best = result.get("members", []), result.get("best")
+        points = record["points"]
+        result = record.get("result") or {}
+        members = result.get("members", [])
+        best = result.get("best")
         numbers = members[best["member"]] if best else {}
         count = len(points)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
@@ -234,7 +240,8 @@ def _newest(kind: str, rows: Iterable[Mapping[str, Any]]) -> tuple[float | None,
 
 
 def _model(config: Mapping[str, Mapping[str, Any]]) -> str:
-    model, lora = config.get("model", {}), config.get("lora", {})
+    model = config.get("model", {})
+    lora = config.get("lora", {})
     if "init" in model:
         name = str(model["init"])
     elif model.get("preset", "auto") == "auto" and "hidden_size" in model:

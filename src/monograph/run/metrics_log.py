@@ -124,12 +124,20 @@ def numbers(updates: Sequence[Update]) -> list[list[dict[str, Any]]]:
     for update, (loss, norm, tokens, skipped) in zip(updates, torch.stack(columns).tolist(), strict=True):
         rate: Any = update.lr
         together = isinstance(rate, tuple)  # then the seconds would be those of all members
-        lr, parts = rate if together else (rate,) * len(loss), {} if together else seconds(update.marks)
-        rows.append([
-            {
-                "update": update.index + 1, "tokens": int(tokens[i]), "train_loss": loss[i], "lr": lr[i],
-                "grad_norm": norm[i], "skipped": int(skipped[i]), **parts,
-            }
-            for i in range(len(loss))
-        ])  # fmt: skip
+        lr = rate if together else (rate,) * len(loss)
+        parts = {} if together else seconds(update.marks)
+        rows.append(
+            [
+                {
+                    "update": update.index + 1,
+                    "tokens": int(tokens[i]),
+                    "train_loss": loss[i],
+                    "lr": lr[i],
+                    "grad_norm": norm[i],
+                    "skipped": int(skipped[i]),
+                    **parts,
+                }
+                for i in range(len(loss))
+            ]
+        )
     return rows

@@ -155,8 +155,10 @@ def load_to_export(folder: str | Path, warn: Warn = lambda line: None) -> tuple[
             warn(f"{folder}: only the text model is written: {names} are left out")
         return _load(folder, warn, None, {}), Tokenizer.from_file(tokenizer_of(folder)), None
     checkpoint = recorded_state.newest(run, warn)
-    (model, base), recipe = _of_run(run, checkpoint, None), Recipe.recorded(checkpoint.state["recipe"])
-    tokenizer, stored = own_tokenizer(run, checkpoint.state), None
+    model, base = _of_run(run, checkpoint, None)
+    recipe = Recipe.recorded(checkpoint.state["recipe"])
+    tokenizer = own_tokenizer(run, checkpoint.state)
+    stored = None
     if recipe.lora:
         try:
             stored = adapter.packed(model, lora_of(recipe.lora), str(recipe.init), base)
@@ -299,7 +301,8 @@ def own_tokenizer(run: Run, state: Mapping[str, Any]) -> Tokenizer:
     Raises:
         InputRefused: a file is damaged or was replaced; the message says where to find a copy.
     """
-    recorded, recorded_files = state.get("tokenizer"), state.get("tokenizer_files")
+    recorded = state.get("tokenizer")
+    recorded_files = state.get("tokenizer_files")
     try:
         own = hashlib.sha256((contents(run.tokenizer, MAX_FILE_BYTES) or b"").rstrip()).hexdigest() == recorded
         tokenizer = Tokenizer.from_file(run.tokenizer, trusted=own)

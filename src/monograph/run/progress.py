@@ -95,7 +95,10 @@ class Stage:
     """
 
     def __init__(self, label: str, text: str) -> None:
-        self.label, self.text, self.outcome, self.result = label, text, "", ""
+        self.label = label
+        self.text = text
+        self.outcome = ""
+        self.result = ""
         self._start_s = monotonic()
         self._detail = ""
 
@@ -135,9 +138,13 @@ class _Display:
     """
 
     def __init__(self, screen: Screen, work: int, start: int) -> None:
-        self._screen, self._work, self._start, self._done = screen, work, start, start
+        self._screen = screen
+        self._work = work
+        self._start = start
+        self._done = start
         self._figures = self._note = ""
-        self._since_s, self._outcome = monotonic(), ""
+        self._since_s = monotonic()
+        self._outcome = ""
         self._live = screen.live(self._region, self._spoken, lambda: (self._done, self._figures))
 
     def __enter__(self) -> Self:
@@ -168,7 +175,8 @@ class _Display:
         return [self._bar(), *([Text(f"  {self._note}", style="dim")] if self._note else [])]
 
     def _bar(self) -> Text:
-        head, tail = self._head(), f" {self._progress()}"
+        head = self._head()
+        tail = f" {self._progress()}"
         room = max(0, self._screen.width - len(head) - len(tail))
         filled = round(min(1.0, self._done / self._work) * room)
         return Text.assemble(head, ("━" * filled, "cyan"), ("─" * (room - filled), "dim"), tail)
@@ -184,7 +192,8 @@ class _Display:
         return "   ".join(filter(None, [share, self._figures, self._time()]))
 
     def _time(self) -> str:
-        elapsed_s, done = monotonic() - self._since_s, self._done - self._start
+        elapsed_s = monotonic() - self._since_s
+        done = self._done - self._start
         if self._outcome:
             return self._outcome + quantities.clock_time(elapsed_s)
         if done <= 0 or self._done >= self._work:  # a run may go back before the update it resumed from
@@ -208,11 +217,18 @@ class TrainingBlock(_Display):
     """
 
     def __init__(
-        self, screen: Screen, updates: int, tokens: int, yardsticks: Mapping[str, float], start: int = 0,
+        self,
+        screen: Screen,
+        updates: int,
+        tokens: int,
+        yardsticks: Mapping[str, float],
+        start: int = 0,
         measure: str = "bits/byte",
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(screen, updates, start)
-        self._tokens, self._yardsticks, self._measure = tokens, yardsticks, measure
+        self._tokens = tokens
+        self._yardsticks = yardsticks
+        self._measure = measure
         self._held_out: list[tuple[float, float]] = []
         self._samples: list[tuple[float, str]] = []
 
@@ -228,7 +244,8 @@ class TrainingBlock(_Display):
             parts.append(quantities.memory(memory_bytes))
         if skipped:
             parts.append(f"{skipped} skipped")
-        self._done, self._figures = at, "   ".join(parts)
+        self._done = at
+        self._figures = "   ".join(parts)
 
     def ends_at(self, work: int) -> None:
         """Report that the run has another number of updates than it had at first."""
@@ -290,7 +307,8 @@ class SweepDisplay(_Display):
 
     def __init__(self, screen: Screen, work: int, table: Callable[[], Sequence[str]], done: int = 0) -> None:
         super().__init__(screen, max(1, work), done)
-        self._table, self._lines = table, list(table())
+        self._table = table
+        self._lines = list(table())
 
     def update(self, done: int, figures: str) -> None:
         """Report that `done` units of work are finished; cheap enough for every update."""

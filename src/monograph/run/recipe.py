@@ -141,7 +141,8 @@ class Recipe(NamedTuple):
 
 def lora_of(saved: Mapping[str, Any]) -> Lora:
     """Return the adapters' options that a recipe records."""
-    targets, tokens = saved["targets"], tuple(saved.get("tokens", ()))
+    targets = saved["targets"]
+    tokens = tuple(saved.get("tokens", ()))
     targets = targets if isinstance(targets, str) else tuple(targets)
     return Lora(**{**saved, "targets": targets, "tokens": tokens})
 
@@ -214,11 +215,13 @@ def from_file(recipe: Recipe, code: Code) -> tuple[nn.Module, Loss]:
         InputRefused: the file or the function cannot be used or returns no usable module, or nobody vouches for the
             file as it is.
     """
-    where, function_name = f"model.init = {code.value!r}", code.function
+    where = f"model.init = {code.value!r}"
+    function_name = code.function
     source = code.vouched_source(recipe.vouched.get(code.value))
     # Dataclasses and Dynamo look up a class's module in sys.modules, where the file's own name may be taken.
     file = without_links(code.path)
-    folder, name = str(file.parent), f"{OTHERS}{hashlib.sha256(str(file).encode()).hexdigest()[:8]}_{file.stem}"
+    folder = str(file.parent)
+    name = f"{OTHERS}{hashlib.sha256(str(file).encode()).hexdigest()[:8]}_{file.stem}"
     loader = _Loader(name, str(file))
     loader.source = source
     spec = importlib.util.spec_from_file_location(name, file, loader=loader)
@@ -320,7 +323,8 @@ def compared(tokenizer: Tokenizer, base: str, named: str = "data.tokenizer") -> 
     path = own_file(base)
     if path is None or not is_file(path):
         return Vocabulary(None, tokenizer.vocab_size)
-    own, ours = tokenizer_file.texts(tokenizer_file.read(path), str(path)), tokenizer.texts()
+    own = tokenizer_file.texts(tokenizer_file.read(path), str(path))
+    ours = tokenizer.texts()
     for index in sorted(own.keys() & ours.keys()):
         if own[index] != ours[index]:
             raise InputRefused(

@@ -16,10 +16,18 @@ from monograph.storage.writing import FULL
 
 # The files of a model that are read here, and no others: neither code nor pickles are fetched.
 FILES = (
-    "config.json", "generation_config.json", "model.safetensors.index.json", "model*.safetensors", "tokenizer.json",
-    "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates/*.jinja", "adapter_config.json",
-    "adapter_model.safetensors", "monograph_base.json",
-)  # fmt: skip
+    "config.json",
+    "generation_config.json",
+    "model.safetensors.index.json",
+    "model*.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "monograph_base.json",
+)
 # Of these a plan needs what says a shape: the model's, or the adapters' and their base's name.
 SHAPE_FILES = ("config.json", "adapter_config.json", "adapter_model.safetensors", "monograph_base.json")
 _NAME = re.compile(rf"{HUB}([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", re.ASCII)

@@ -46,9 +46,15 @@ class Cells(NamedTuple):
 BRAILLE = Cells(across=2, down=4)
 ASCII = Cells(across=1, down=2)
 _BRAILLE_BIT = {
-    (0, 0): 0x01, (0, 1): 0x02, (0, 2): 0x04, (1, 0): 0x08,
-    (1, 1): 0x10, (1, 2): 0x20, (0, 3): 0x40, (1, 3): 0x80,
-}  # fmt: skip
+    (0, 0): 0x01,
+    (0, 1): 0x02,
+    (0, 2): 0x04,
+    (1, 0): 0x08,
+    (1, 1): 0x10,
+    (1, 2): 0x20,
+    (0, 3): 0x40,
+    (1, 3): 0x80,
+}
 
 
 def curve_pieces(
@@ -78,7 +84,8 @@ def curve_pieces(
     grid = _Grid(cells, columns, height, low - margin, high + margin, right)
     curve = grid.by_cell(grid.joined(points))
     levels = grid.by_cell(dot for level in yardsticks.values() for dot in grid.dotted(level))
-    scale, names = grid.scale_labels(), _spread_names(yardsticks, grid)
+    scale = grid.scale_labels()
+    names = _spread_names(yardsticks, grid)
     rows: list[list[Piece]] = []
     for row in range(height):
         pieces: list[Piece] = [("scale", f"{scale.get(row, ''):>{SCALE_WIDTH - 1}} ")]
@@ -120,7 +127,8 @@ class _Grid:
         return cells
 
     def dotted(self, y: float) -> list[Dot]:
-        row, across = self.dot(0, y)[1], self.cells.across
+        row = self.dot(0, y)[1]
+        across = self.cells.across
         return [(column, row) for column in range(0, self.columns * across, 2 * across)]
 
     def joined(self, points: Sequence[tuple[float, float]]) -> list[Dot]:
@@ -160,7 +168,8 @@ def _x_labels(x_end: float, columns: int) -> str:
     """Return the labels of the x axis's quarters, each ending at its place, as far as gaps remain between them."""
     line = f"{quantities.count(x_end)} tokens".rjust(columns)
     for quarter in (3, 2, 1):
-        label, end = quantities.count(x_end * quarter / 4), columns * quarter // 4
+        label = quantities.count(x_end * quarter / 4)
+        end = columns * quarter // 4
         if not line[max(0, end - len(label)) : end + 2].strip() and len(label) <= end:
             line = line[: end - len(label)] + label + line[end:]
     return line
@@ -284,8 +293,11 @@ class _Speaker:
     """What prints lines about a region that is not redrawn, at growing intervals and only where something changed."""
 
     def __init__(self, screen: Screen, status: Callable[[], Text], state: Callable[[], object]) -> None:
-        self._screen, self._status, self._state = screen, status, state
-        self._interval_s, self._next_s = SPEAK_S, monotonic() + SPEAK_S
+        self._screen = screen
+        self._status = status
+        self._state = state
+        self._interval_s = SPEAK_S
+        self._next_s = monotonic() + SPEAK_S
         self._said: object = None
 
     def speak(self) -> None:

@@ -55,7 +55,8 @@ def told(run: Run) -> list[tuple[str, str]]:
     starts = starts_of(run)
     if not starts:
         return []
-    first, pairs = starts[0], [("command", starts[0]["command"])]
+    first = starts[0]
+    pairs = [("command", starts[0]["command"])]
     pairs += [("continued by", start["command"]) for start in starts[1:]]
     pairs.append(("started", str(first.get("time"))))
     versions = first.get("versions")
@@ -87,7 +88,8 @@ def _commit() -> str:
     head = _text(git / "HEAD")
     if not head.startswith("ref: "):
         return _hash(head)
-    branch, shared = head.removeprefix("ref: "), git / (_text(git / "commondir") or ".")
+    branch = head.removeprefix("ref: ")
+    shared = git / (_text(git / "commondir") or ".")
     packed = (line.partition(" ") for line in _text(shared / "packed-refs").splitlines())
     return _hash(_text(shared / branch)) or _hash(next((commit for commit, _, name in packed if name == branch), ""))
 

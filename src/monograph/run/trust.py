@@ -147,7 +147,8 @@ def _kept_secret(path: Path, create: bool) -> bytes:
                     os.link(file.name, path)
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with readable(path), open(os.open(path, flags), "rb") as file:
-            entry, secret = os.fstat(file.fileno()), file.read(_SECRET_BYTES + 1)
+            entry = os.fstat(file.fileno())
+            secret = file.read(_SECRET_BYTES + 1)
         if (entry.st_uid, entry.st_mode & 0o077, len(secret)) == (os.geteuid(), 0, _SECRET_BYTES):
             return secret
     return _of_this_process()

@@ -160,7 +160,8 @@ def new_tokens_of(settings: Settings, tokenizer: Tokenizer | None = None) -> New
         InputRefused: the tokenizer differs from the model's (the first such id is named), or cannot be read.
         UsageError: `lora.tokens` names a text that is not a single token.
     """
-    init, named = settings.model.init, tokenizer_named(settings.data.tokenizer)
+    init = settings.model.init
+    named = tokenizer_named(settings.data.tokenizer)
     if init is None or (tokenizer is None and named == "bpe"):
         return None
     adapter = init if is_adapter(init) else None
@@ -218,7 +219,9 @@ def token_notes(settings: Settings, tokens: NewTokens | None, rows: int) -> tupl
     """Return the lines on tokens that `train` and `plan` print for a base with `rows` rows; usually none."""
     if tokens is None:
         return ()
-    lines, new, adapted = list[str](), tokens.new(rows), settings.lora.rank is not None or tokens.stored is not None
+    lines = list[str]()
+    new = tokens.new(rows)
+    adapted = settings.lora.rank is not None or tokens.stored is not None
     if new:
         begin = "its row begins as the mean" if len(new) == 1 else "their rows begin as the mean"
         trained = f" and {'is' if len(new) == 1 else 'are'} trained with the adapters" if adapted else ""

@@ -52,7 +52,11 @@ class AfterUpdate:
         self, session: Session, report: Reporter, block: TrainingBlock, stop: StopSignal, progress: Progress
     ) -> None:
         """Score the weights that the run begins from, if it shows that, and start the clock."""
-        self.session, self.report, self.block, self.stop_signal, self.progress = session, report, block, stop, progress
+        self.session = session
+        self.report = report
+        self.block = block
+        self.stop_signal = stop
+        self.progress = progress
         # Reading an update's numbers waits for a GPU to finish it, as drawing answers from its weights does anyway.
         reads_each = not session.task.is_plain or session.engine.step.device.type == "cpu"
         self.log = MetricsLog(session.run, every=1 if reads_each else 10)

@@ -17,12 +17,15 @@ from monograph.storage.cache_dir import is_compiled
 # On every machine that was measured, compiling a step that is not in the cache takes longer (benchmarks/start.py).
 LEAST_COMPILE_S = 20.0
 # What it usually takes there, and if it is in the cache; a run whose whole time is limited takes SHARE times that.
-COMPILE_S, CACHED_S, SHARE = 60.0, 12.0, 2.0
+COMPILE_S = 60.0
+CACHED_S = 12.0
+SHARE = 2.0
 
 
 def compiled_key(session: Session, window: Batch) -> str:
     """Return a text that differs wherever the compiled step of a run would differ."""
-    plan, machine = session.plan, (describe().name, torch.get_num_threads())
+    plan = session.plan
+    machine = (describe().name, torch.get_num_threads())
     shapes = {name: list(tensor.shape) for name, tensor in sorted(window.items())}
     rule = replace(plan.update_rule, seed=0, lr=1.0)  # at most the rounding of narrow states depends on them
     way = (plan.precision, plan.remat, plan.compile, session.engine.micro_batch, rule, plan.clip)
@@ -31,7 +34,9 @@ def compiled_key(session: Session, window: Batch) -> str:
 
 def updates_given(session: Session) -> int:
     """Return the number of updates that the settings give, or the epochs contain; 0 for a run by the clock."""
-    plan, task, rows = session.plan, session.task, session.batches.rows_per_window
+    plan = session.plan
+    task = session.task
+    rows = session.batches.rows_per_window
     if plan.updates or not plan.epochs:
         return plan.updates
     return -(-plan.epochs * task.per_epoch // rows) * task.updates_per_window

@@ -70,7 +70,9 @@ def mixture_loss(
     if plan.memory == "stream" or plan.recipe.lora or ranks > 1 or plan.parallel != "none":
         without = "train.memory = stream, train.parallel and lora.rank"
         raise UsageError(f"{run.folder} learns from a sweep's members, on one device: leave out {without}")
-    record, without, teachers = recorded_teachers(run, content), _WITHOUT.format(shell_words(run.folder)), []
+    record = recorded_teachers(run, content)
+    without = _WITHOUT.format(shell_words(run.folder))
+    teachers = []
     for each in record.teachers:
         teacher = Run(run.folder.parent / each.member, each.update)
         try:

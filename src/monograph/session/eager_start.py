@@ -44,7 +44,8 @@ def pays(session: Session, key: str) -> bool:
     The clock decides on the run's length, a compiler runs on another core of this machine, the memory suffices for a
     second process with the model, a new one of this package, and this step was not compiled on this machine before.
     """
-    plan, machine = session.plan, describe()
+    plan = session.plan
+    machine = describe()
     if plan.updates or plan.epochs or not session.world.alone or not session.task.starts_eagerly:
         return False
     if machine.type != "cpu" or machine.cores < 2 or plan.compile == "none" or compiler_obstacle():
@@ -95,7 +96,10 @@ def _update_eagerly(session: Session, progress: Progress) -> bool:
     most = defaults.most_updates(per_epoch, plan.rows, plan.update_rule.weight_decay)
     likely = defaults.likely_updates(plan.minutes, plan.expected.update_s, per_epoch, plan.rows)
     engine.step.schedule = constant(resolve(plan, describe(), Length(likely)).warmup_updates)
-    log, began, threads, spent_s = MetricsLog(session.run, every=1), clock(), torch.get_num_threads(), 0.0
+    log = MetricsLog(session.run, every=1)
+    began = clock()
+    threads = torch.get_num_threads()
+    spent_s = 0.0
     patient_s = patience_s(session)
     compiler = python_aside(_CHILD, str(session.run.folder))
     torch.set_num_threads(max(1, threads - 1))  # the other process computes on one
@@ -118,7 +122,9 @@ def _update_eagerly(session: Session, progress: Progress) -> bool:
         compiler.kill()
         torch.set_num_threads(threads)
     # They count as an earlier process's, which adds its seconds to the time that the settings allow.
-    session.elapsed_s, session.started_s, session.training_since_s = spent_s, session.started_s + spent_s, clock()
+    session.elapsed_s = spent_s
+    session.started_s = session.started_s + spent_s
+    session.training_since_s = clock()
     return is_over or session.ends_s is None
 
 
@@ -126,7 +132,8 @@ def compile_run(folder: str) -> None:
     """Compile the step of a run that is not begun yet, so that the process that trains it finds it in the cache."""
     keep_compiled()
     repeatable(default_device())
-    run, progress = Run(Path(folder)), silent()
+    run = Run(Path(folder))
+    progress = silent()
     plan = resolve(run_settings(run), describe())
     task = objective_of(plan.settings).open(plan, progress)
     prepare(open_session(run, plan, task, default_device(), progress), progress)

@@ -121,7 +121,8 @@ def mixed(members: Sequence[EvaluatedModel], name: str) -> EvaluatedModel:
         losses_N = math.log(len(members)) - torch.stack(log_MN).logsumexp(0)
         return torch.where(kept_N, losses_N, 0.0).sum(), kept_N.sum()
 
-    together, averaged = nn.ModuleList(member.module for member in members), members[0].averaged
+    together = nn.ModuleList(member.module for member in members)
+    averaged = members[0].averaged
     return replace(shortest, module=together, loss=loss, precision=Precision("fp32"), averaged=averaged)
 
 

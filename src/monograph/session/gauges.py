@@ -17,7 +17,9 @@ READ_S = 1.0  # a card's own numbers are means over up to a second
 STRETCH_S, STRETCH = 60.0, 10  # a stretch has at least so many seconds and rates
 KNOWN = 2  # stretches that others are compared with, at least
 SLOW, RECOVERED = 0.7, 0.85  # of the rate before
-SWAPPED_BYTES, LOADED = 2**26, 0.5  # less more memory in swap, or load, explains nothing
+# less more memory in swap, or load, explains nothing
+SWAPPED_BYTES = 2**26
+LOADED = 0.5
 
 _GAUGES: Mapping[str, Callable[[Any, Any], float]] = {
     "gpu_utilization_percent": lambda nvml, card: nvml.nvmlDeviceGetUtilizationRates(card).gpu,
@@ -43,7 +45,8 @@ class Gauges:
     def __init__(self, device: torch.device) -> None:
         """Find the card by its UUID, as the library numbers cards in another order than CUDA_VISIBLE_DEVICES."""
         self._nvml: Any = None
-        self._read_s, self._cores = float("-inf"), describe(device).cores
+        self._read_s = float("-inf")
+        self._cores = describe(device).cores
         if device.type == "cuda":
             with suppress(Exception):  # it is missing, or finds no driver, or the device is a slice of a card
                 nvml = importlib.import_module("pynvml")
@@ -66,7 +69,8 @@ class Gauges:
         """Return the likely reasons for a lower speed in words; "" if nothing tells any."""
         new = int(now.get("limits", 0)) & ~int(before.get("limits", 0))
         slowed = dict.fromkeys(f"the GPU is slowed by {name}" for bit, name in _LIMITS.items() if bit & new)
-        then, processes = before.get("processes", 0), now.get("processes", 0)
+        then = before.get("processes", 0)
+        processes = now.get("processes", 0)
         more_bytes = now["swapped"] - before["swapped"]
         loaded = now["load"] > max(self._cores, before["load"] + LOADED)
         reasons = [
@@ -98,8 +102,12 @@ class Alarm:
 
     def __init__(self, gauges: Gauges) -> None:
         """Begin with no stretch."""
-        self.gauges, self.is_slow, self._hints = gauges, False, gauges.hints()
-        self._rates, self._seconds, self._known = list[float](), 0.0, list[float]()
+        self.gauges = gauges
+        self.is_slow = False
+        self._hints = gauges.hints()
+        self._rates = list[float]()
+        self._seconds = 0.0
+        self._known = list[float]()
 
     def note(self, rate: float, seconds: float) -> dict[str, Any] | None:
         """Take the rate of some seconds of training; return both rates and the likely reason if the run became slow."""
@@ -107,8 +115,10 @@ class Alarm:
         self._seconds += seconds
         if self._seconds < STRETCH_S or len(self._rates) < STRETCH:
             return None
-        now, hints = statistics.median(self._rates), self.gauges.hints()
-        self._rates, self._seconds = [], 0.0
+        now = statistics.median(self._rates)
+        hints = self.gauges.hints()
+        self._rates = []
+        self._seconds = 0.0
         before = statistics.median_low(self._known) if len(self._known) >= KNOWN else 0.0
         was_slow = self.is_slow
         self.is_slow = now < (RECOVERED if was_slow else SLOW) * before

@@ -143,7 +143,8 @@ class Climbed:
 
 def _apart(step: Step) -> list[Plane]:
     """Return a plane for each parameter."""
-    kinds, made = step.optim.kinds(step.model), list[Plane]()
+    kinds = step.optim.kinds(step.model)
+    made = list[Plane]()
     for name, parameter in trainable(step.model).items():
         [plane] = planes({name: parameter}, kinds, step.optim.state, master_weights=step.optim.master_weights)
         plane.number = len(made)
@@ -162,13 +163,21 @@ def unfuse(engine: Engine) -> None:
     step = engine.step
     loss = TokenLoss("reference") if isinstance(step.loss, TokenLoss) else step.loss
     engine.step = Step(
-        engine.model, loss=loss, optim=step.optim, clip=step.clip, precision=step.precision, remat=step.remat,
+        engine.model,
+        loss=loss,
+        optim=step.optim,
+        clip=step.clip,
+        precision=step.precision,
+        remat=step.remat,
         layout=UNFUSED,
-    )  # fmt: skip
+    )
 
 
 RUNG_S = 20.0  # training time of the first rung; the others train on as many tokens
-LEAST, MOST, WARM = 8, 1000, 2  # bounds of a rung's updates, and how many of the first are not timed
+# bounds of a rung's updates, and how many of the first are not timed
+LEAST = 8
+MOST = 1000
+WARM = 2
 HELD_OUT_ROWS = 64
 GRAPHS = ("whole", "blocks")
 # The settings that rungs change, with the values from which the ladder's plan is made.
@@ -209,7 +218,8 @@ class Ladder:
         given = [key for key in OWN if plan.settings.pinned().get(key, "auto") not in ("auto", *GRAPHS)]
         if given:
             progress.line("note", f"{', '.join(given)}: the rungs differ in this, whatever was given")
-        machine, scope = describe(), plan.compile
+        machine = describe()
+        scope = plan.compile
         settings = plan.settings.resolve(OWN | {"train.minutes": RUNG_S / 60}, "ladder")
         texts = {form: open_corpus({**plan.reading, "packing": form}, progress) for form in ("packed", "padded")}
         built = build_run(resolve(settings, machine), TextTask(texts["packed"]), machine)
@@ -244,7 +254,8 @@ class Ladder:
 
     def obstacle(self, way: Way, rung: Rung) -> str | None:
         """Return why the rung cannot be measured on this machine or text; None if no reason is known."""
-        plan, on_cpu = self.plan, self.machine.type == "cpu"
+        plan = self.plan
+        on_cpu = self.machine.type == "cpu"
         no_adapters = None if plan.recipe.init else "model.init names no weights that could be frozen"
         obstacles = {
             "compiled": compiler_obstacle() if on_cpu else None,
@@ -284,8 +295,10 @@ class Ladder:
         return (before if isinstance(outcome, str) else way), outcome
 
     def _climbed(self, way: Way, rung: Rung, progress: Progress) -> Climbed | str:
-        device, notes = default_device(), list[str]()
-        run, text = Run(self.folder), self.texts[way.packing]
+        device = default_device()
+        notes = list[str]()
+        run = Run(self.folder)
+        text = self.texts[way.packing]
         session = open_session(run, self.plan_of(way), TextTask(text), device, progress)
         engine = session.engine
         try:
@@ -310,9 +323,13 @@ class Ladder:
 
     def _trained(self, session: Session, notes: list[str], progress: Progress) -> Climbed:
         engine, device = session.engine, session.engine.step.device
-        seconds, cpu, losses, tokens = list[float](), list[float](), list[float](), 0
+        seconds = list[float]()
+        cpu = list[float]()
+        losses = list[float]()
+        tokens = 0
         with progress.stage("train", f"{self.updates} updates") as stage:
-            began, cpu_began = clock(), process_time()
+            began = clock()
+            cpu_began = process_time()
             for update in train(engine, session.batches, self.updates):
                 synchronize(device)
                 seconds.append(clock() - began)
@@ -320,8 +337,10 @@ class Ladder:
                 losses.append(float(update.loss))
                 tokens += int(update.count)
                 stage.report("update", len(seconds), self.updates)
-                began, cpu_began = clock(), process_time()
-            micro, rows = engine.micro_batch or 0, session.batches.rows_per_window
+                began = clock()
+                cpu_began = process_time()
+            micro = engine.micro_batch or 0
+            rows = session.batches.rows_per_window
             climbed = Climbed(
                 seconds=tuple(seconds[WARM:]),
                 cpu_seconds=tuple(cpu[WARM:]),

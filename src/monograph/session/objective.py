@@ -267,7 +267,10 @@ class Task(ABC):
 
     def begin(self, run: Run, engine: Engine, world: World, plan: Callable[[], Plan]) -> None:
         """Take the parts of the session; see the class."""
-        self.run, self.engine, self.world, self.plan = run, engine, world, plan
+        self.run = run
+        self.engine = engine
+        self.world = world
+        self.plan = plan
         self.answer_tokens = 0
 
     def resume(self, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -43,7 +43,8 @@ def show(progress: Progress, label: str, *arguments: str) -> None:
 
 
 def _program() -> list[str]:
-    called, script = os.path.abspath(sys.argv[0]), shutil.which("monograph")
+    called = os.path.abspath(sys.argv[0])
+    script = shutil.which("monograph")
     as_module = os.path.basename(called) == "__main__.py"
     # `monograph` means this program if it is the script that was called, or next to the Python that runs the module.
     if script and (
@@ -92,7 +93,8 @@ def require_launched(settings: Settings, own: Place | None) -> None:
     Raises:
         UsageError: the processes do not fit; the message shows the command.
     """
-    parallel, said = settings.train.parallel, settings.said("train.parallel")
+    parallel = settings.train.parallel
+    said = settings.said("train.parallel")
     if parallel != "none" and own is None:
         raise UsageError(f"{said} takes a process for each device: {TORCHRUN.format(2)} ... train.parallel={parallel}")
     if parallel == "none" and own is not None and own.size > 1:
@@ -127,7 +129,8 @@ def folder_of(world: World, out: Path | None, resume: str | None) -> tuple[Run, 
         UsageError: the ranks were restarted, and nothing says which run is theirs; or a checkpoint is to be resumed.
         InputRefused: see `Run.create` and `Run.open`.
     """
-    folder, goes_on = "", resume is not None
+    folder = ""
+    goes_on = resume is not None
     if world.leads:
         recalled = world.recall("run")
         known = out or (Path(recalled) if recalled else None)
@@ -141,7 +144,8 @@ def folder_of(world: World, out: Path | None, resume: str | None) -> tuple[Run, 
         elif world.again and known is None:
             raise UsageError("the ranks were started again: name the run's folder with --out, which a restart goes on")
         elif world.again and known and Run(known).begun:
-            run, goes_on = Run(known), True
+            run = Run(known)
+            goes_on = True
         else:
             run = Run.create(known)
         folder = str(run.folder if world.alone else run.folder.absolute())

@@ -192,7 +192,8 @@ def require_text(settings: Settings) -> None:
 
 def strange_text(run: Run, settings: Settings) -> str:
     """Return a warning if another user's run names text outside of its own folder; otherwise an empty string."""
-    source, home = settings.data.source, without_links(run.folder)
+    source = settings.data.source
+    home = without_links(run.folder)
     places = [source] if isinstance(source, str) else source
     outside = [item for item in places if item != "stdlib" and _leads_out(Path(os.path.expanduser(item)), home)]
     if not outside or is_ours(run.config, settings.programs):
@@ -220,7 +221,8 @@ def write_config(run: Run, settings: Settings, programs: Sequence[str] = ()) -> 
         settings: the settings of the run or of the sweep.
         programs: values that name code in a sweep's points.
     """
-    named, text = [*settings.programs, *programs], settings.to_toml()
+    named = [*settings.programs, *programs]
+    text = settings.to_toml()
     if all(value in settings.vouched for value in named):
         text = marked(text, {value: settings.vouched[value] for value in named})
     write_whole(run.config, text)

@@ -54,7 +54,9 @@ LARGEST_YARDSTICK_BYTES = 64_000_000
 YARDSTICKS_LEAVE_S = 120.0  # where less time is left for training, they are not computed
 # After COOLING_FROM of the time, a run that would take more than LATE times its time is shortened. Its updates then end
 # at END_SHARE of the time, which leaves the rest for the last evaluation and samples.
-COOLING_FROM, LATE, END_SHARE = 0.7, 1.03, 0.97
+COOLING_FROM = 0.7
+LATE = 1.03
+END_SHARE = 0.97
 
 
 class Reporter:
@@ -63,19 +65,23 @@ class Reporter:
     def __init__(self, session: Session, progress: Progress):
         """Compute or look up the yardsticks, choose the prompt and read the rows of earlier processes of the run."""
         self.session, self.progress = session, progress
-        self.rows, self.first = session.run.rows(), session.engine.index
+        self.rows = session.run.rows()
+        self.first = session.engine.index
         self.yardsticks = self._yardsticks()
         reset_peak_memory(session.engine.step.device)  # memory of the yardsticks does not count
         self.opening = session.task.opening(session.model_config)
         self.python = session.corpus.name == "stdlib"
         self.recompiles = 0
         self.gauges = Gauges(session.engine.step.device)
-        self.alarm, self.read = Alarm(self.gauges), dict[str, Any](tokens_per_s=None)  # for the rows to come
+        # for the rows to come
+        self.alarm = Alarm(self.gauges)
+        self.read = dict[str, Any](tokens_per_s=None)
         self.rates: deque[float] = deque(maxlen=RECENT)
         self.update_s: deque[float] = deque(maxlen=RECENT)
         self.held_out: Evaluation | None = None
         self.scored_rows = 0  # by the last evaluation
-        self.page, self.deadline = PageInProgress(self._write_page), Deadline(session)
+        self.page = PageInProgress(self._write_page)
+        self.deadline = Deadline(session)
         self.lines = (0, 0)
 
     def sample_updates(self) -> list[int]:
@@ -208,7 +214,8 @@ class Reporter:
 
     def _moments(self, rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, str]]:
         """Return the updates at which the learning rate's curve has a kink, with the reasons."""
-        moments, warmup = [], self.session.plan.warmup_updates
+        moments = []
+        warmup = self.session.plan.warmup_updates
         # Before the step is compiled the run's length, and so that of its warm-up, is a guess.
         guessed = max((row["update"] for row in rows if row.get(MARK)), default=0)
         if guessed >= warmup > 0:
@@ -224,7 +231,8 @@ class Reporter:
     def finish(self) -> dict[str, Any]:
         """Write the report, print the results and the next commands; return the summary, the object of `--json`."""
         session, progress = self.session, self.progress
-        summary, trained = self._summary(), duration(session.spent_s)
+        summary = self._summary()
+        trained = duration(session.spent_s)
         rows = session.run.rows()
         with progress.stage("report", str(session.run.report)):
             write_report(session.run.folder, summary, rows, self._about(rows))
@@ -277,7 +285,8 @@ class Reporter:
         last: dict[str, Any] = next((row for row in reversed(rows) if "train_loss" in row), {})
         rates = [row["tokens_per_s"] for row in rows[len(self.rows) :] if row.get("tokens_per_s")] or self.rates
         rate = statistics.median(rates) if rates else None
-        config, peak = session.model_config, machine.peak_flops.get(session.plan.precision)
+        config = session.model_config
+        peak = machine.peak_flops.get(session.plan.precision)
         peak = peak * session.world.size if peak else None
         length, adapters = session.plan.sequence_length, session.adapter_params
         use = mfu(rate, flops_per_token(config, length, adapters), peak) if rate and config and peak else None

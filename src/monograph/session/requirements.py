@@ -212,7 +212,8 @@ def require_room(settings: Settings, config: LlamaConfig, machine: Device, limit
     Raises:
         OutOfDeviceMemory: it does; the message names the keys that shape the model and the bytes needed and available.
     """
-    needed, device_bytes = LEAST_BYTES * config.parameter_count(), 0 if limits.shared else machine.memory_bytes
+    needed = LEAST_BYTES * config.parameter_count()
+    device_bytes = 0 if limits.shared else machine.memory_bytes
     if settings.model.init is None and needed > device_bytes + limits.host_bytes + limits.disk_bytes:
         keys = (f"{key} = {value}" for key, value in settings.pinned().items() if key.startswith("model."))
         raise OutOfDeviceMemory(

@@ -71,7 +71,8 @@ def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
     shape_alone = not built and settings.model.init is not None and is_file(Path(settings.model.init, "config.json"))
     settings, recipe, shape = _with_model(settings, shape_alone)
     length = int(settings.data.sequence_length)
-    train, lora = settings.train, lora_of(settings)
+    train = settings.train
+    lora = lora_of(settings)
     name: str = settings.optim.name
     if name == "auto":
         name = defaults.optimizer(fresh=recipe.init is None)
@@ -113,7 +114,8 @@ def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
 
 def _times(settings: Settings) -> dict[str, Any]:
     """Return the minutes of training and of the whole run; if only the whole is limited, training may fill it."""
-    whole, minutes = settings.train.wall_minutes, settings.train.minutes or DEFAULT_MINUTES
+    whole = settings.train.wall_minutes
+    minutes = settings.train.minutes or DEFAULT_MINUTES
     if whole is not None and "train.minutes" not in settings.origins:
         minutes = whole
     return {"minutes": minutes, "wall_minutes": whole}
@@ -153,7 +155,8 @@ def _with_model(settings: Settings, shape_alone: bool) -> tuple[Settings, Recipe
     if per_update == "auto" and not objective_of(settings).is_own_length:
         usual = max(defaults.DEFAULT.tokens_per_update, length)
         chosen["train.tokens_per_update"] = defaults.in_whole_rows(usual, length)
-    settings, shape = settings.resolve(chosen, ORIGIN), shape_in(recipe.init) if recipe.init else None
+    settings = settings.resolve(chosen, ORIGIN)
+    shape = shape_in(recipe.init) if recipe.init else None
     init = settings.model.init  # a run records its full path; an error shows it as it was typed
     if init and is_adapter(init):
         return settings, recipe._replace(init=resolved_base(read_adapter(init)), adapter=init), shape
@@ -251,14 +254,17 @@ def _fitted(plan: Plan, machine: Device, shape: Shape) -> Plan:
 
     The memory that a module other than a Llama needs is unknown. With several ranks, the share of one rank is planned.
     """
-    settings, config, share = plan.settings, shape.config, -(-plan.rows // shape.ranks)
+    settings = plan.settings
+    config = shape.config
+    share = -(-plan.rows // shape.ranks)
     if config:
         beside = objective_of(settings).bytes_beside(plan, config, machine, shape.slots, shape.ranks)
         plan = replace(plan, beside=beside)
     expected: Candidate | None = None
     fixed: dict[str, Any] = {"micro_batch": share, "remat": "none", "compile": "whole", "memory": "device"}
     if shape.like:
-        expected, fixed = shape.like.expected, {key: getattr(shape.like, key) for key in fixed}
+        expected = shape.like.expected
+        fixed = {key: getattr(shape.like, key) for key in fixed}
     elif config:
         expected = _planned(plan, config, machine, shape)
         # If nothing can be compiled, the plan is for eager steps; the scope stays, and `prepare` prints the reason.
@@ -351,11 +357,14 @@ def _planned(plan: Plan, config: LlamaConfig, machine: Device, shape: Shape) -> 
     """
     memory = plan.memory
     if objective_of(plan.settings).answers_on_device:
-        machine, memory = without(machine, sum(plan.beside.values())), "device"
+        machine = without(machine, sum(plan.beside.values()))
+        memory = "device"
     if plan.parallel != "none":
-        rows, lora = -(-plan.rows // shape.ranks), lora_of(plan.settings, shape.tokens)
+        rows = -(-plan.rows // shape.ranks)
+        lora = lora_of(plan.settings, shape.tokens)
         kept = (lora.base, plan.precision) if lora else None
-        plan, memory = replace(plan, tokens_per_update=rows * plan.sequence_length), "stream"
+        plan = replace(plan, tokens_per_update=rows * plan.sequence_length)
+        memory = "stream"
         if plan.memory != "stream":
             shared = sharing(plan.parallel, shape.ranks)
             machine = without(machine, -spared_bytes(config.parameter_count(), plan.parallel, shared, kept))
@@ -363,7 +372,8 @@ def _planned(plan: Plan, config: LlamaConfig, machine: Device, shape: Shape) -> 
     request = request_of(plan, config, machine, shape.tokens)
     eager = request.scopes == ("none",) or (machine.type == "cpu" and compiler_obstacle() is not None)
     scopes: tuple[Compile, ...] = ("none",) if eager else tuple(scope for scope in request.scopes if scope != "none")
-    rates, known = dict.fromkeys(request.precisions, RANKING_FLOPS), Calibration(calibration_file())
+    rates = dict.fromkeys(request.precisions, RANKING_FLOPS)
+    known = Calibration(calibration_file())
     limits = Limits.here(machine, planner.budget(machine), cache_root()[0])
     limits = replace(limits, host_bytes=limits.host_bytes // shape.ranks)  # at worst all ranks are on this machine
     require_room(plan.settings, config, machine, limits)
@@ -415,7 +425,8 @@ def shape_of(plan: Plan, tokens: NewTokens | None = None) -> LlamaConfig:
         UsageError: the model is a user's module, a run or a weight file, whose shape only loading tells.
         InputRefused: the folder holds no model.
     """
-    recipe, tokenizer = plan.recipe, str(plan.reading["tokenizer"])
+    recipe = plan.recipe
+    tokenizer = str(plan.reading["tokenizer"])
     if init := recipe.init:
         if not recipe.adapter and (recipe.code or is_weight_file(init) or run_named(init)):
             raise UsageError(f"model.init = {init}: a plan is made for a preset, sizes or a Hugging Face folder")

@@ -59,7 +59,9 @@ def go_back(session: Session, log: MetricsLog, progress: Progress) -> MetricsLog
     log.flush()
     # Ranks other than 0 have not read the metrics from before a resume, so rank 0's counts hold for all.
     last, streak = session.world.agreed([log.last["update"], max(1, log.streak)])
-    skip, end, rows = session.batches.skip, session.batches.rows_consumed, session.batches.rows_per_window
+    skip = session.batches.skip
+    end = session.batches.rows_consumed
+    rows = session.batches.rows_per_window
     led_there = end - 2 * -(-streak // session.task.updates_per_window) * rows
     if in_a_row([*skip, (led_there, end)], rows) > MOST:
         raise _diverged(session, log)
@@ -69,7 +71,8 @@ def go_back(session: Session, log: MetricsLog, progress: Progress) -> MetricsLog
         raise _diverged(session, log) from None
     spent_s = session.spent_s
     session.restore(sound, progress)
-    session.elapsed_s, session.training_since_s = spent_s, clock()
+    session.elapsed_s = spent_s
+    session.training_since_s = clock()
     position = session.batches.state()
     stretch = (max(position["rows"], led_there), end)
     session.batches.close()
@@ -101,7 +104,8 @@ def require_end(session: Session, log: MetricsLog) -> None:
 
 
 def _diverged(session: Session, log: MetricsLog) -> Diverged:
-    times, last = len(session.batches.skip), log.last
+    times = len(session.batches.skip)
+    last = log.last
     past = f", rows passed over {counted(times, 'time')} before" if times else ""
     finite = math.isfinite(last["train_loss"]) and math.isfinite(last["grad_norm"])
     return Diverged(

@@ -160,7 +160,8 @@ class Session:
             Diverged: a parameter is not finite; nothing is written, and existing checkpoints stay.
             DiskFull: there is no room; existing checkpoints stay.
         """
-        state, update = self.engine.state(), self.engine.index
+        state = self.engine.state()
+        update = self.engine.index
         model = self.engine.model
         if bad := self.non_finite():
             raise Diverged(
@@ -194,7 +195,8 @@ class Session:
 
     def non_finite(self) -> list[str]:
         """Return the names of parameters that are not finite on some rank; an update alone never causes that."""
-        state, names = self.engine.state().model, dict(self.engine.model.named_parameters())
+        state = self.engine.state().model
+        names = dict(self.engine.model.named_parameters())
         return not_finite(self.world, {name: state[name] for name in names if name in state})
 
     def restore(self, checkpoint: Checkpoint, progress: Progress) -> None:
@@ -213,7 +215,9 @@ class Session:
         self.batches.close()
         data = state["data"]
         self.batches = self.open_batches(data["rows"], data["seed"], data.get("skip", ()))
-        self.elapsed_s, self.budget_s, self.cooled = state["elapsed_s"], state["budget_s"], state["cooled"]
+        self.elapsed_s = state["elapsed_s"]
+        self.budget_s = state["budget_s"]
+        self.cooled = state["cooled"]
         self.plan = replace(self.plan, updates=state["length"])
         # The saved one is smaller if memory ran out, or if more ranks than now shared the rows.
         self.engine.micro_batch = min(state["micro_batch"] or self.plan.micro_batch, self.plan.micro_batch)
@@ -224,7 +228,8 @@ class Session:
         self.task.resume(self.run.rows())
         if self.world.leads:
             checkpointing.remove_leftovers(self.run.checkpoints)
-        then, now = state["versions"], _versions()
+        then = state["versions"]
+        now = _versions()
         if changed := [f"{name} {then[name]}, now {now[name]}" for name in now if then[name] != now[name]]:
             progress.line("warning", f"not bit for bit: the checkpoint was written by {', '.join(changed)}")
 

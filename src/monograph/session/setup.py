@@ -73,7 +73,8 @@ def open_session(
         progress: the display of the run.
         world: the ranks that train together.
     """
-    world, machine = world or World(), describe()
+    world = world or World()
+    machine = describe()
     plan = _as_begun(plan, run)
     built = build_run(plan, task, machine, device, world.size, minutes=plan.minutes) if world.leads else None
     settings = agreed(world, (built.plan if built else plan).settings)
@@ -112,9 +113,14 @@ def _as_begun(plan: Plan, run: Run) -> Plan:
 
 
 def build_run(
-    plan: Plan, task: Task, machine: Device, device: Place = None, ranks: int = 1, like: Plan | None = None,
+    plan: Plan,
+    task: Task,
+    machine: Device,
+    device: Place = None,
+    ranks: int = 1,
+    like: Plan | None = None,
     minutes: float = 0,
-) -> BuiltRun:  # fmt: skip
+) -> BuiltRun:
     """Build the model and decide the values that depend on its shape.
 
     Args:
@@ -130,7 +136,9 @@ def build_run(
         OutOfDeviceMemory: nothing fits according to the plan; raised before anything is built if the shape is known.
         InputRefused: the model does not fit the text.
     """
-    recipe, settings, text = plan.recipe, plan.settings, task.data
+    recipe = plan.recipe
+    settings = plan.settings
+    text = task.data
     # A weight file's own tensors give these sizes.
     if recipe.adapter or not (recipe.init and is_weight_file(recipe.init)):
         sizes = {"vocab_size": text.vocab_size, "max_position_embeddings": plan.sequence_length}
@@ -142,7 +150,8 @@ def build_run(
         plan = resolve(plan, machine, Shape(with_rows(known_shape, new), tokens, *facts))
     model, loss = build(recipe)
     rows = model.config.vocab_size if isinstance(model, Llama) else 0
-    tokens, notes = new.trained(rows) if new else (), token_notes(settings, new, rows)
+    tokens = new.trained(rows) if new else ()
+    notes = token_notes(settings, new, rows)
     if lora := lora_of(settings, tokens):
         recipe = recipe._replace(lora=recorded(lora), base_sha256=digest(model))
     if new and new.vocabulary and isinstance(model, Llama):

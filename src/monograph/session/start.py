@@ -151,7 +151,9 @@ def _opened(
 
 def _taken_up(session: Session, progress: Progress) -> bool:
     """Resume from the run's newest checkpoint, or begin from another run's weights; return whether the run resumes."""
-    world, folder, warn = session.world, session.run, partial(progress.line, "warning")
+    world = session.world
+    folder = session.run
+    warn = partial(progress.line, "warning")
     saved = bool(checkpointing.candidates(folder.checkpoints))
     if world.agreed(saved or any(eager_start.MARK not in row for row in folder.rows())):
         session.restore(newest(world, folder.checkpoints, warn), progress)

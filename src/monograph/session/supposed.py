@@ -52,7 +52,9 @@ def standing_in(settings: Settings) -> Iterator[Settings]:
 
 def usual(settings: Settings) -> Settings:
     """Return the settings with open lengths, updates and vocabulary as models of that size are trained with."""
-    init, data, train = settings.model.init, settings.data, settings.train
+    init = settings.model.init
+    data = settings.data
+    train = settings.train
     shape = shape_named(settings)
     chosen: dict[str, Any] = {}
     if shape is None and init is None:

@@ -65,7 +65,8 @@ def choose_kernel(session: Session, window: Batch, progress: Progress) -> None:
 
 def is_causal(model: Llama, window: Batch) -> bool:
     """Return whether some layer attends to all earlier positions of a row, without a mask."""
-    length, layers = window["tokens"].shape[1], range(model.config.num_hidden_layers)
+    length = window["tokens"].shape[1]
+    layers = range(model.config.num_hidden_layers)
     unbounded = any((model.config.window(layer) or length) >= length for layer in layers)
     return "segments" not in window and model.attention in ("auto", "sdpa") and unbounded
 
@@ -81,7 +82,9 @@ CALIBRATION_S = 3.0  # long enough that a moment of other work on the machine ch
 
 def calibrate(session: Session) -> float:
     """Return the seconds of an update of the session, answers included; see `seconds_per_update`."""
-    engine, batches, each = session.engine, session.open_batches(0), session.task.updates_per_window
+    engine = session.engine
+    batches = session.open_batches(0)
+    each = session.task.updates_per_window
     window = next(batches)
 
     def update() -> None:
@@ -167,13 +170,24 @@ def remember(session: Session, seconds: float) -> None:
         return
     if not isinstance(engine.model, Llama) or isinstance(engine, Streamed):
         return
-    machine, rows = describe(), session.batches.rows_per_window
+    machine = describe()
+    rows = session.batches.rows_per_window
     tokens = lora_of(session.plan.recipe.lora).tokens if session.plan.recipe.lora else ()
     request = request_of(session.plan, engine.model.config, machine, tokens)
     work = Work(
-        request.config, engine.micro_batch or rows, request.length, request.optim, request.precisions[0],
-        engine.step.scope, request.remats[0], rows, request.packed, request.clip, machine.type, request.lora,
-    )  # fmt: skip
+        request.config,
+        engine.micro_batch or rows,
+        request.length,
+        request.optim,
+        request.precisions[0],
+        engine.step.scope,
+        request.remats[0],
+        rows,
+        request.packed,
+        request.clip,
+        machine.type,
+        request.lora,
+    )
     rate = peak_flops(machine, request.precisions)[work.precision]
     Calibration(calibration_file()).note(machine, work, seconds, rate)
 
@@ -294,11 +308,14 @@ def _curve_points(session: Session, update_s: float) -> tuple[int, float]:
 
 def fix_length(session: Session, progress: Progress) -> None:
     """Decide and print the number of updates: as given, as the epochs contain, or as the minutes allow."""
-    plan, rows, lasting = session.plan, session.batches.rows_per_window, ""
+    plan = session.plan
+    rows = session.batches.rows_per_window
+    lasting = ""
     given = updates_given(session)
     if given > recorded_state.MOST:
         raise UsageError(f"train.epochs = {plan.epochs}: they have {given:,} updates; give fewer, for at most 1e15")
-    updates, evaluations = given, defaults.EVALUATIONS
+    updates = given
+    evaluations = defaults.EVALUATIONS
     if not given or session.ends_s is not None:
         with progress.stage("calibrate", "timing a few updates (discarded)") as stage:
             seconds = calibrate(session)

@@ -109,7 +109,9 @@ def _compared(sweep: Sweep, table: Table, best: Setting) -> Iterator[Advice]:
 def _unclear(sweep: Sweep, table: Table, best: Setting, tied: Sequence[Setting]) -> Iterator[Advice]:
     """Say which settings cannot be separated from the best, and by how many seeds they could."""
     assert table.noise is not None
-    near, alike, seeds = list[Setting](), list[Setting](), max(FEWEST_SEEDS, len(best.members) + 1)
+    near = list[Setting]()
+    alike = list[Setting]()
+    seeds = max(FEWEST_SEEDS, len(best.members) + 1)
     for setting in tied:
         needed = seeds_needed(_worse_by(setting), table.noise, pooled(1 + len(tied)), MOST_SEEDS)
         if table.degrees < FEW_DEGREES:

@@ -46,7 +46,9 @@ class MemberEngine:
     """
 
     def __init__(self, engine: Ensemble, number: int):
-        self._engine, self._number, self.step = engine, number, engine.step
+        self._engine = engine
+        self._number = number
+        self.step = engine.step
 
     @property
     def model(self) -> nn.Module:

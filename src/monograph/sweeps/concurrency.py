@@ -164,10 +164,15 @@ class Timing:
 
     def __init__(self, group: Group, text: Corpus, device: torch.device, machine: Device):
         """Store the group; nothing is built yet."""
-        self.group, self.text, self.device, self.machine = group, text, device, machine
+        self.group = group
+        self.text = text
+        self.device = device
+        self.machine = machine
         self.timed: dict[int, Timed] = {}
         self.row_s: dict[int, float] = {}
-        self.most, self.refused, self.dearer = len(group.members), "", DEARER
+        self.most = len(group.members)
+        self.refused = ""
+        self.dearer = DEARER
         self.kept: dict[int, tuple[list[BuiltRun], Engine]] = {}
 
     def is_brief(self) -> bool:
@@ -175,12 +180,14 @@ class Timing:
 
         That is so if the settings give their updates, leave compiling open, and one update of one member is quick.
         """
-        updates, plan = _given(self), self.group.plan
+        updates = _given(self)
+        plan = self.group.plan
         if not updates or plan.compile != "auto" or plan.memory == "stream":
             return False
         began = clock()
         built_runs = models_of(self.group.members[:1], self.text, self.machine)
-        engine, window = engine_of(built_runs, False, self.device), first_window(built_runs, self.text)
+        engine = engine_of(built_runs, False, self.device)
+        window = first_window(built_runs, self.text)
         opening_s = clock() - began
         if opening_s >= LEAST_COMPILE_S:
             return False
@@ -214,7 +221,8 @@ class Timing:
                 self.most = width - 1
                 progress.line("memory", f"{width} members at once: {error}")
             except (UsageError, InputRefused) as error:
-                self.most, self.refused = 1, str(error)
+                self.most = 1
+                self.refused = str(error)
 
     def decide(self, updates: int) -> None:
         """Fix the group's rounds by the widths timed so far, and drop the engines that no round needs."""
@@ -239,7 +247,8 @@ class Timing:
         The first round gets the engine that was timed, and a single member after it takes that engine over. Another
         round of several members is built and captured again, which is fast because of the compiler's cache.
         """
-        size, first = len(members), members[0] is self.group.members[0]
+        size = len(members)
+        first = members[0] is self.group.members[0]
         if first and size in self.kept:
             built_runs, engine = self.kept[size]
             return batch_of(members, runs, of_length(built_runs, updates), self.text, engine)
@@ -260,7 +269,8 @@ class Timing:
             self.most = min(self.most, max(1, planner.budget(self.machine) // plan.peak_memory_bytes))
         window = first_window(built_runs, self.text)
         engine = engine_of(built_runs, several(built_runs), self.device)
-        began, cached = clock(), compat.graphs_from_cache()
+        began = clock()
+        cached = compat.graphs_from_cache()
         capture(engine, window, built_runs[0].plan.compile, progress)
         compile_s = clock() - began
         if width == 1 and compat.graphs_from_cache() > cached:

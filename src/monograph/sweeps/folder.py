@@ -89,9 +89,11 @@ class Sweep:
                 )
             return existing
         record: dict[str, Any] = {
-            "schema": SCHEMA, "asked": asked(settings, points), "points": [dict(point) for point in points],
+            "schema": SCHEMA,
+            "asked": asked(settings, points),
+            "points": [dict(point) for point in points],
             "settings": settings.fingerprint,
-        }  # fmt: skip
+        }
         if settings.origins.get("train.minutes") == ORIGIN:
             record["least_tokens"] = DEFAULT_TOKENS
         sweep = cls(Run.create(out), record)
@@ -182,7 +184,8 @@ class Sweep:
 
     def write_table(self, members: Sequence[dict[str, Any]]) -> Path:
         """Write sweep.csv: a line for each member, a column for each knob and result."""
-        text, path = io.StringIO(), self.run.folder / "sweep.csv"
+        text = io.StringIO()
+        path = self.run.folder / "sweep.csv"
         knobs = list(dict.fromkeys(key for member in members for key in member["knobs"]))
         results = [key for key in members[0] if key != "knobs"]
         table = csv.writer(text, lineterminator="\n")
@@ -212,7 +215,8 @@ def seeds_of_best(folder: Path) -> dict[int, Run]:
     """
     sweep = Sweep.open(folder)
     result = sweep.record.get("result") or {}
-    best, members = result.get("best"), result.get("members", [])
+    best = result.get("best")
+    members = result.get("members", [])
     if not best:
         raise InputRefused(
             f"{folder}: a sweep without a best setting yet: `monograph sweep --out {shell_words(folder)}` goes on"

@@ -42,7 +42,9 @@ class SweepProgress:
 
     def __init__(self, sweep: Sweep, progress: Progress, world: World | None = None):
         """Read the results of earlier processes; each of several ranks trains its share of the rounds."""
-        self.sweep, self.progress, self.world = sweep, progress, world or World()
+        self.sweep = sweep
+        self.progress = progress
+        self.world = world or World()
         self.members = members_of(sweep.settings, sweep.points)
         self.groups = groups_of(self.members)
         self.outcomes = self.read()
@@ -189,9 +191,10 @@ class SweepProgress:
         for place, session in enumerate(batch.sessions):
             if place not in batch.ended:
                 known = {
-                    "dtype": session.plan.precision, "params": session.params,
+                    "dtype": session.plan.precision,
+                    "params": session.params,
                     "eval_weights": "averaged" if session.plan.averaged else "last",
-                }  # fmt: skip
+                }
                 summary = results.summary(self.outcomes[batch.members[place].index].rows, session.run, known)
                 session.run.log({"update": summary["update"], "summary": summary})
         self._read(batch)
@@ -201,7 +204,8 @@ class SweepProgress:
         record = self.sweep.record
         record["elapsed_s"] = self.spent_s
         record["training_s"] = record.get("training_s", 0.0) + self._training_s
-        self._began_s, self._training_s = clock(), 0.0
+        self._began_s = clock()
+        self._training_s = 0.0
         if self.world.leads:
             self.sweep.write()
 
@@ -210,7 +214,9 @@ class SweepProgress:
         outcomes = self.read()
         table = results.compared(outcomes)
         found = results.so_far(outcomes, table, self.spent_s, self.rate)
-        folder, settings, curves = self.sweep.run.folder, results.drawn(table), _curves(outcomes)
+        folder = self.sweep.run.folder
+        settings = results.drawn(table)
+        curves = _curves(outcomes)
         write_page_so_far(folder, found, settings, curves, told(self.sweep.run), state)
 
     def finish(self) -> dict[str, Any]:

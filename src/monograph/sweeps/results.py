@@ -74,7 +74,8 @@ class Outcome:
 def outcome(sweep: Sweep, member: Member) -> Outcome:
     """Return a member's results, read from its run; raises InputRefused if its metrics are damaged."""
     run = sweep.member(member.index)
-    rows, final = run.rows(), finished(run)
+    rows = run.rows()
+    final = finished(run)
     if final:  # for the others `Session.restore` requires the metrics
         recorded_state.require_metrics(run)
     diverged: int | None = next((row["diverged"] for row in rows if "diverged" in row), None)
@@ -107,7 +108,8 @@ def require_teachers(sweep: Sweep, ranks: int) -> None:
     Raises:
         UsageError: they differ in what a token is, or in the length of rows; or the settings or `ranks` exclude it.
     """
-    settings, keys = sweep.settings, {key for point in sweep.points for key in point}
+    settings = sweep.settings
+    keys = {key for point in sweep.points for key in point}
     of_tokens = ("data.tokenizer", "data.vocab_size", "data.sequence_length", "model.vocab_size", "model.init")
     obstacles = {
         **{f"{key} as an axis": key in keys for key in of_tokens},
@@ -132,10 +134,12 @@ def student_of(sweep: Sweep, outcomes: Sequence[Outcome], best: int) -> Run:
     run = Run(sweep.run.folder / DISTILLED)
     if run.begun:
         return run
-    run, member = Run.create(run.folder), outcomes[best]
+    run = Run.create(run.folder)
+    member = outcomes[best]
     with run.lock(new=True):
         write_teachers(run, [each.run for each in outcomes if each.summary])
-        settings, seeds = run_settings(member.run), {each.member.settings.train.seed for each in outcomes}
+        settings = run_settings(member.run)
+        seeds = {each.member.settings.train.seed for each in outcomes}
         changed: dict[str, Any] = {SEED: next(seed for seed in range(len(seeds) + 1) if seed not in seeds)}
         if member.member.settings.train.compile == "auto" and settings.train.compile == "whole":
             changed["train.compile"] = "blocks"
@@ -191,20 +195,31 @@ def as_json(outcomes: Sequence[Outcome], table: Table) -> tuple[list[dict[str, A
         folders = [folder for _, folder in candidates(outcome.run.checkpoints) if is_folder(folder)]
         scores = {key: outcome.evaluation.get(key) for key in (NATS, BITS)}
         last: dict[str, Any] = next((row for row in reversed(outcome.rows) if "train_loss" in row), {})
-        members.append({
-            "knobs": dict(outcome.member.knobs), **standard_json(scores), "train_loss": last.get("train_loss"),
-            "diverged": outcome.diverged, "run": str(outcome.run.folder),
-            "checkpoint": str(folders[0]) if folders else None,
-        })  # fmt: skip
+        members.append(
+            {
+                "knobs": dict(outcome.member.knobs),
+                **standard_json(scores),
+                "train_loss": last.get("train_loss"),
+                "diverged": outcome.diverged,
+                "run": str(outcome.run.folder),
+                "checkpoint": str(folders[0]) if folders else None,
+            }
+        )
     if table.best is None:
         return members, None
-    best, ties = table.best.setting, [dict(setting.knobs) for setting in table.settings if setting.tied]
+    best = table.best.setting
+    ties = [dict(setting.knobs) for setting in table.settings if setting.tied]
     mean = best.mean
     return members, {
-        "knobs": dict(best.knobs), "member": table.best.member, "mean": mean.value if mean else None,
-        "standard_error": mean.standard_error if mean else None, "unit": table.unit, "tied": ties,
-        "noise": table.noise, **{key: members[table.best.member][key] for key in ("run", "checkpoint")},
-    }  # fmt: skip
+        "knobs": dict(best.knobs),
+        "member": table.best.member,
+        "mean": mean.value if mean else None,
+        "standard_error": mean.standard_error if mean else None,
+        "unit": table.unit,
+        "tied": ties,
+        "noise": table.noise,
+        **{key: members[table.best.member][key] for key in ("run", "checkpoint")},
+    }
 
 
 def summary(session_rows: Sequence[Mapping[str, Any]], run: Run, known: Mapping[str, Any]) -> dict[str, Any]:
@@ -227,7 +242,8 @@ def summary(session_rows: Sequence[Mapping[str, Any]], run: Run, known: Mapping[
 def whole(sweep: Sweep, outcomes: Sequence[Outcome], table: Table) -> dict[str, Any]:
     """Return the object of `--json`, which is also the result in sweep.json."""
     members, best = as_json(outcomes, table)
-    spent, tokens = sweep.record.get("training_s", 0.0), sweep.record.get("tokens", 0)
+    spent = sweep.record.get("training_s", 0.0)
+    tokens = sweep.record.get("tokens", 0)
     return {
         "schema": SCHEMA,
         "run": str(sweep.run.folder),
@@ -250,9 +266,13 @@ def so_far(outcomes: Sequence[Outcome], table: Table, spent_s: float, rate: floa
     """
     members, best = as_json(outcomes, table)
     return {
-        "members": members, "best": best, "advice": [], "wall_s": spent_s, "tokens_per_s": rate or None,
+        "members": members,
+        "best": best,
+        "advice": [],
+        "wall_s": spent_s,
+        "tokens_per_s": rate or None,
         "finished": sum(outcome.summary is not None for outcome in outcomes),
-    }  # fmt: skip
+    }
 
 
 def drawn(table: Table) -> list[dict[str, Any]]:
@@ -296,7 +316,8 @@ def verify(outcome: Outcome, progress: Progress) -> dict[str, Any]:
         half = {"train.micro_batch": max(1, plan.micro_batch // 2)}
         plan = resolve(plan.settings.resolve(half, "verify"), describe())
     other = losses(plan, text, len(member), progress, compiled=False)
-    difference, bound = largest(member, alone), FACTOR * largest(alone, other)
+    difference = largest(member, alone)
+    bound = FACTOR * largest(alone, other)
     equal = difference <= bound
     progress.line(
         "verify",
@@ -305,9 +326,12 @@ def verify(outcome: Outcome, progress: Progress) -> dict[str, Any]:
         "it alone differ by)",
     )
     return {
-        "member": outcome.member.index, "updates": len(member), "difference": difference, "bound": bound,
+        "member": outcome.member.index,
+        "updates": len(member),
+        "difference": difference,
+        "bound": bound,
         "equal": equal,
-    }  # fmt: skip
+    }
 
 
 def largest(one: list[float], other: list[float]) -> float:

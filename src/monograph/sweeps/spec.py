@@ -146,10 +146,20 @@ SEEDS = (0, 1)
 STEPS = range(-4, 4)
 # Settings that a sweep does not take over from a run: the varied ones, the length, and values that depend on that.
 _NOT_TAKEN = {
-    *EXCLUSIVE[0], "train.wall_minutes",
-    "optim.lr", SEED, "optim.warmup_updates", "train.eval_every", "train.save_every", "train.keep",
-    "train.micro_batch", "train.compile", "train.remat", "train.parallel", "train.gather_dtype",
-}  # fmt: skip
+    *EXCLUSIVE[0],
+    "train.wall_minutes",
+    "optim.lr",
+    SEED,
+    "optim.warmup_updates",
+    "train.eval_every",
+    "train.save_every",
+    "train.keep",
+    "train.micro_batch",
+    "train.compile",
+    "train.remat",
+    "train.parallel",
+    "train.gather_dtype",
+}
 _NO_TRANSFER: Point = {"optim.transfer": "none", "optim.transfer_base": None}
 
 
@@ -285,7 +295,8 @@ def carried(settings: Settings, proxy: Settings, updates: int, proxy_updates: in
         "carried: learning rate, betas, eps, warm-up in updates, and weight decay as lr * weight_decay per update",
         "not carried: tokens per update, number of updates, sequence length, depth, data, vocabulary, precision",
     ]
-    size, proxy_size = int(settings.train.tokens_per_update), int(proxy.train.tokens_per_update)
+    size = int(settings.train.tokens_per_update)
+    proxy_size = int(proxy.train.tokens_per_update)
     if size != proxy_size:
         factor = math.sqrt(size / proxy_size)
         lines.append(

@@ -76,7 +76,9 @@ class Preferences(Objective):
 
     def require(self, settings: Settings) -> None:
         """Refuse choices that do not go with `prefer.loss`; see `Objective.require`."""
-        init, train, data = settings.model.init, settings.train, settings.data
+        init = settings.model.init
+        train = settings.train
+        data = settings.data
         no_program = "a program says no tokenizer: name a run or a folder"
         excluded = {
             f"model.init = {init}": (code_named(init) is not None, no_program),

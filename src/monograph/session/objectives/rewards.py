@@ -90,7 +90,9 @@ class Rewards(Objective):
 
     def require(self, settings: Settings) -> None:
         """Refuse choices that do not go with `rl.reward`; see `Objective.require`."""
-        init, train, ema = settings.model.init, settings.train, settings.optim.ema
+        init = settings.model.init
+        train = settings.train
+        ema = settings.optim.ema
         no_program = "a program says no tokenizer: name a run or a folder"
         any_length = "answers have any length: give updates or minutes"
         excluded = {
@@ -133,7 +135,8 @@ class Rewards(Objective):
                 f"rl.max_new_tokens = {values['rl.max_new_tokens']} leaves no room for a prompt in a row of "
                 f"data.sequence_length = {length}: lower one or raise the other"
             )
-        key, tokens = "train.tokens_per_update", values["rl.prompts"] * values["rl.group"] * length
+        key = "train.tokens_per_update"
+        tokens = values["rl.prompts"] * values["rl.group"] * length
         if given.get(key, "auto") not in ("auto", tokens):
             count = "with rl.reward an update has rl.prompts x rl.group answers"
             raise UsageError(f"{settings.said(key)}: {count}: leave it out")
@@ -195,7 +198,9 @@ class Rewards(Objective):
 
 def _prompts(plan: Plan, reward: Reward, progress: Progress) -> Prompts:
     """Read the run's prompts, load the teacher, and print how many prompts there are."""
-    rl, reading, options = plan.settings.rl, plan.reading, options_of(plan)
+    rl = plan.settings.rl
+    reading = plan.reading
+    options = options_of(plan)
     with progress.stage("prompts", str(reading["source"])) as stage:
         room = options.length - options.max_new_tokens
         prompts = read_prompts(reading, room=room, reward=reward, progress=stage.report)
@@ -289,9 +294,13 @@ def drawing_time(plan: Plan, config: LlamaConfig, machine: Device, prompt: int =
     options = options_of(plan)
     number_bytes = 2 if plan.precision != "fp32" and lora_of(plan.settings) else FP32_BYTES
     drawing = Drawing(
-        options.prompts * options.group, MOST_ROWS, prompt or options.length - options.max_new_tokens,
-        tokens or options.max_new_tokens, number_bytes, plan.compile != "none",
-    )  # fmt: skip
+        options.prompts * options.group,
+        MOST_ROWS,
+        prompt or options.length - options.max_new_tokens,
+        tokens or options.max_new_tokens,
+        number_bytes,
+        plan.compile != "none",
+    )
     return drawing_s(config, drawing, machine, peak_flops(machine, (plan.precision,))[plan.precision])
 
 
@@ -401,7 +410,9 @@ class RewardTask(Task):
         """Store how long drawing took beside its closed form, if one process drew once for each update."""
         if self.drawer.options.draws > 1 or not self.world.alone:
             return
-        plan, machine, config = self.plan(), describe(), self.drawer.model.config
+        plan = self.plan()
+        machine = describe()
+        config = self.drawer.model.config
         rows = [row for row in self.run.rows() if "longest" in row][-CALIBRATING:]
         ratios = [
             row["drawn_s"] / drawing_time(plan, config, machine, self.data.longest, row["longest"]) for row in rows
@@ -481,7 +492,8 @@ class RewardTask(Task):
         if not drawn:
             return {}
         tenth = max(1, len(drawn) // 10)
-        last, parts = drawn[-tenth:], [name for name in drawn[-1] if name == "pass_at_1" or name.startswith("reward.")]
+        last = drawn[-tenth:]
+        parts = [name for name in drawn[-1] if name == "pass_at_1" or name.startswith("reward.")]
         held: Mapping[str, Any] = next((row for row in reversed(rows) if "eval_reward" in row), {})
         return {
             "tokens": drawn[-1]["tokens"],

@@ -37,7 +37,8 @@ def open_corpus(reading: Mapping[str, Any], progress: Progress) -> Corpus:
     name = "Python's standard library" if source == "stdlib" else ", ".join(sources[:3])
     with progress.stage("data", name + (", ..." if len(sources) > 3 else "")) as stage:
         data = corpus(**reading, progress=stage.report)
-        stats, length = data.stats, reading["sequence_length"]
+        stats = data.stats
+        length = reading["sequence_length"]
         if stats.tokens < length and not stats.conversations:
             rows = f"{stats.tokens} training tokens, fewer than one row of {length}"
             raise InputRefused(f"{data.name}: {rows}; give more text or shorten sequence_length")
