@@ -50,7 +50,7 @@ def peers(found: dict[str, Any]) -> str:
         f"{versions['transformers']}, peft {versions['peft']}, SDPA. The first losses are equal to "
         f"{spread_of_losses(found):.0e}. Printed by [benchmarks/adapter_peers.py](../benchmarks/adapter_peers.py).",
         "",
-        "| | tokens/s | Monograph is faster | in CPU time |",
+        "| trainer | tokens/s | Monograph is faster | in CPU time |",
         "|---|---|---|---|",
     ]
     for case in found["cases"]:

@@ -28,7 +28,7 @@ def result(name: str) -> Found:
 def peers(found: Found) -> str:
     """Return how many times as fast as each other way the ensemble is, one line per case."""
     others = list(found["cases"][0]["faster_than"])
-    lines = [f"| | threads | {' | '.join(others)} |", "|---" * (2 + len(others)) + "|"]
+    lines = [f"| models | threads | {' | '.join(others)} |", "|---" * (2 + len(others)) + "|"]
     for case in found["cases"]:
         ratios = (ways["cpu" if case["threads"] == 1 else "wall"] for ways in case["faster_than"].values())
         cells = (f"{r['median']:.2f} ({r['low']:.2f}-{r['high']:.2f})" for r in ratios)

@@ -66,7 +66,7 @@ def cell(case: Found) -> str:
 
 def policies(found: Found) -> str:
     """Return peak and CPU time of the named policies, over those of a step without recomputation."""
-    lines = ["| | one graph | a graph for each block |", "|---|---|---|"]
+    lines = ["| `train.remat` | one graph | a graph for each block |", "|---|---|---|"]
     for name, share in (("none", 1.0), ("pointwise", 1.0), ("full", 0.0)):
         those = [case for case in found["cases"] if case["name"] == name and case["share"] == share]
         those.sort(key=lambda case: ("whole", "blocks").index(case["scope"]))

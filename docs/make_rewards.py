@@ -70,7 +70,8 @@ def ladder() -> str:
 def beside() -> str:
     """Return what TRL does in the same time."""
     lines = [
-        "| | answers drawn a second | updates a second | right answers, same time | same updates | gradient's error |",
+        "| trainer | answers drawn a second | updates a second | right answers, same time | same updates "
+        "| gradient's error |",
         "|---|---|---|---|---|---|",
     ]
     for case in cases("reward_peers"):
@@ -99,7 +100,7 @@ def preferences() -> str:
 def beside_dpo() -> str:
     """Return what TRL does with the same pairs."""
     lines = [
-        "| | pairs learned a second | by CPU time | training pairs, chosen ahead | pairs to other prompts "
+        "| trainer | pairs learned a second | by CPU time | training pairs, chosen ahead | pairs to other prompts "
         "| first loss - ln 2 | gradient's error |",
         "|---|---|---|---|---|---|---|",
     ]
@@ -117,7 +118,7 @@ def beside_dpo() -> str:
 def planned() -> str:
     """Return the bytes that plans say and that runs took."""
     heads = "planned, MiB | measured | off by | drawing, planned s | measured | off by"
-    lines = [f"| | {heads} |", "|---|---|---|---|---|---|---|"]
+    lines = [f"| run | {heads} |", "|---|---|---|---|---|---|---|"]
     for case in cases("plan_rewards"):
         cells = []
         for unit, divisor, form in (("bytes", 2**20, ".1f"), ("s", 1, ".2f")):

@@ -28,7 +28,7 @@ def table(found: dict[str, Any]) -> str:
         f"{'are those of the resident run in every bit' if found['equal_bits'] else 'DIFFER'}. "
         "Printed by [benchmarks/stream.py](../benchmarks/stream.py).",
         "",
-        "| | on the device | on the host | process, peak | time per update |",
+        "| weights | on the device | on the host | process, peak | time per update |",
         "|---|---|---|---|---|",
         f"| streamed | {streamed['device_bytes'] / GIB:.2f} GiB (slots, staging buffers and boundaries) | "
         f"{streamed['home_bytes'] / GIB:.1f} GiB | {streamed['rss_bytes'] / GIB:.1f} GiB | "

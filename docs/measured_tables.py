@@ -41,7 +41,7 @@ CASES = {
         "Ragged documents: the same model, 24 documents in micro-batches of 8 rows; Monograph packs them into 8 rows"
     ),
 }
-COLUMNS = ("", "tokens/s", "tokens/CPU-s", "Monograph is", "in CPU time", "gradient error", "step MiB")
+COLUMNS = ("trainer", "tokens/s", "tokens/CPU-s", "Monograph is", "in CPU time", "gradient error", "step MiB")
 
 
 def peers(name: str) -> str:
@@ -49,7 +49,7 @@ def peers(name: str) -> str:
     found = result(name)["cases"]
     lines = []
     for case, title in CASES.items():
-        lines += [f"**{title}**", "", f"| {' | '.join(COLUMNS)} |".replace("|  |", "| |"), "|---" * len(COLUMNS) + "|"]
+        lines += [f"**{title}**", "", f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
         lines += [f"| {' | '.join(peer(entry))} |" for entry in found if entry["case"] == case] + [""]
     return "\n".join(lines[:-1])
 
@@ -69,7 +69,10 @@ def peer(entry: Found) -> list[str]:
 
 def quality(name: str = "time_to_quality") -> str:
     """Return one line for each system of a result of benchmarks/time_to_quality.py, the best first."""
-    lines = ["| | bits per byte | seeds | deviation | learning rate | million tokens |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| trainer | bits per byte | seeds | deviation | learning rate | million tokens |",
+        "|---|---|---|---|---|---|",
+    ]
     for case in sorted(result(name)["cases"], key=lambda case: float(case["mean"])):
         spread = "-" if case["deviation"] is None else f"{case['deviation']:.3f}"
         tried = f", best of {len(case['rates'])}" if len(case["rates"]) > 1 else ""
@@ -83,7 +86,7 @@ def quality(name: str = "time_to_quality") -> str:
 def generating() -> str:
     """Return one line for each case and system of benchmarks/generate_peers.py."""
     lines = [
-        "| | tokens/s | ms of CPU per token | first token, ms | Monograph is | in CPU time | sampler's share |",
+        "| system | tokens/s | ms of CPU per token | first token, ms | Monograph is | in CPU time | sampler's share |",
         "|---|---|---|---|---|---|---|",
     ]
     for entry in result("generate_peers")["cases"]:
@@ -168,7 +171,7 @@ def assembling() -> str:
     """Return what the machine code of each case needs by card, by benchmarks/machine_code.py."""
     cases = result("machine_code")["cases"]
     cards = sorted({case["sm"] for case in cases})
-    lines = [f"| | {' | '.join(f'sm_{card}' for card in cards)} |", "|---" * (len(cards) + 1) + "|"]
+    lines = [f"| what is compiled | {' | '.join(f'sm_{card}' for card in cards)} |", "|---" * (len(cards) + 1) + "|"]
     for name in dict.fromkeys(case["case"] for case in cases):
         of_card = {case["sm"]: assembled(case) for case in cases if case["case"] == name}
         lines.append(f"| {name} | {' | '.join(of_card.get(card, 'not run') for card in cards)} |")
@@ -200,7 +203,7 @@ def timing() -> str:
     """Return where the time of a step went on a card, by benchmarks/kernels.py, under what was expected of it."""
     expected = {case["case"]: case for case in result("launches")["cases"]}
     lines = [
-        "| model | rows x tokens | | products | attention | other kernels | copies | nothing |",
+        "| model | rows x tokens | time | products | attention | other kernels | copies | nothing |",
         "|---" * 8 + "|",
     ]
     for case in result("gpu/kernels")["cases"]:
@@ -220,7 +223,10 @@ def carrying() -> str:
     """Return the losses of every rate at every width of benchmarks/transfer.py, and their vertices."""
     found = result("transfer")
     rates = [f"2^{math.log2(rate):.0f}" for rate in found["settings"]["rates"]]
-    lines = [f"| | width | {' | '.join(rates)} | vertex |", "|---|---|" + "---|" * (len(rates) + 1)]
+    lines = [
+        f"| optimizer, head, rule | width | {' | '.join(rates)} | vertex |",
+        "|---|---|" + "---|" * (len(rates) + 1),
+    ]
     for case in found["cases"]:
         means = [statistics.mean(losses) for losses in case["losses"]]
         shown = [f"**{mean:.3f}**" if mean == min(means) else f"{mean:.3f}" for mean in means]
@@ -245,7 +251,16 @@ def sharing() -> str:
     """Return one line for each number of ranks of benchmarks/ranks.py."""
     found = result("ranks")
     theirs = "torch's loop"
-    head = ["", "held", theirs, "at the peak of an update", theirs, "sent in one", theirs, f"CPU time over {theirs}"]
+    head = [
+        "engine",
+        "held",
+        theirs,
+        "at the peak of an update",
+        theirs,
+        "sent in one",
+        theirs,
+        f"CPU time over {theirs}",
+    ]
     lines = [f"| {' | '.join(head)} |", "|---" * 8 + "|"]
     for case in found["cases"]:
         name = "one device" if case["parallel"] == "none" else f"`{case['parallel']}`, {case['ranks']} ranks"
@@ -268,7 +283,7 @@ def sweeping() -> str:
         f"{at['device']}, {at['cores']} cores, printed by [benchmarks/sweep_runs.py](../benchmarks/sweep_runs.py). "
         f"The sweep found: {group['why']}.",
         "",
-        f"| | {len(singles)} single runs | one sweep | ratio |",
+        f"| time of | {len(singles)} single runs | one sweep | ratio |",
         "|---|---|---|---|",
     ]
     for name, key in (("compile, start, evaluation and report included", "wall_s"), ("training alone", "training_s")):

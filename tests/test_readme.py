@@ -231,6 +231,13 @@ def test_the_tree_is_the_house() -> None:
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_column_of_a_table_has_a_name(page: Path) -> None:
+    """A screen reader says it before each cell."""
+    heads = re.findall(r"^(\|.*\|)\n\|[-:| ]+\|$", page.read_text(), re.M)
+    assert not [head for head in heads if re.search(r"\|\s*\|", head)]
+
+
 def laws() -> list[list[str]]:
     rows = re.findall(r"^\| \d.*$", LAWS.read_text(), re.M)
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
