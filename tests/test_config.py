@@ -615,6 +615,28 @@ def test_a_slip_of_a_file_is_answered_with_the_line_as_it_should_be(text: str, s
         tomllib.loads(correction)
 
 
+BIG = 200_000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" + " " * BIG + "x",
+        "[optim]\nlr = 1" + " " * BIG + "x",
+        '[optim]\nlr = "' + "#" * BIG + '"',
+        "[\n" * BIG,
+        "a = [\n" * BIG,
+        "a " * BIG,
+        "[optim]\nlr = " + "1," * BIG,
+        "\n" * BIG + "x",
+    ],
+    ids=range(8),
+)
+def test_a_large_file_that_is_wrong_is_answered_at_once(text: str) -> None:
+    """No pattern goes over it again and again, which would take hours."""
+    assert len(refusal(text)) < 2000
+
+
 @given(st.text(st.sampled_from("ab=:[]{}\"'.,#\n\t \\“é0-+e"), max_size=40))
 def test_any_file_that_is_not_toml_is_one_line_that_names_it(text: str) -> None:
     Path("run.toml").write_text(text, encoding="utf-8", newline="")

@@ -17,7 +17,8 @@ from monograph.errors import UsageError, did_you_mean
 from monograph.storage.reading import read_input
 
 MOST_TOML_BYTES = 1 << 20
-_HEADER = re.compile(r"\s*\[+\s*([^\]]+?)\s*\]")
+_HEADER = re.compile(r"\s*\[+\s*([\w.\"'-]+)\s*\]")
+_LONGEST = 500  # characters of a value that is shown as it was written
 _ENTRY = re.compile(r"\s*([\w.\"' -]+?)\s*=(.*)")
 
 
@@ -161,6 +162,8 @@ def _origin(path: Path, places: dict[str, tuple[int, str]], key: str) -> str:
 
 def _written(value: Any, after: str) -> str:
     """Return the part of a line after its `=` that is this value: without a comment; "" if it goes on elsewhere."""
+    if len(after) > _LONGEST:
+        return ""
     for end in (*(found.start() for found in re.finditer("#", after)), len(after)):
         with suppress(tomllib.TOMLDecodeError, RecursionError):
             if repr(tomllib.loads(f"value = {after[:end]}")["value"]) == repr(value):

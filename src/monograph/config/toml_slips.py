@@ -6,6 +6,7 @@ A correction is proposed only if it is TOML.
 import re
 import tomllib
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 from monograph.config.keys import KEYS, described
@@ -18,6 +19,9 @@ _SPACES = re.compile("[\u00a0\u1680\u2000-\u200d\u202f\u205f\u2060\u3000\ufeff]"
 _WORDS = {"True": "true", "False": "false", "TRUE": "true", "FALSE": "false", "yes": "true", "no": "false"}
 _NOTHING = {"", "None", "none", "null", "nil", "~"}
 _LONGEST = 120  # characters of a line that are shown
+_LONGEST_READ = 500  # of one that is corrected: no person types a longer one, and patterns take time
+_NEAREST = 20  # lines before the one that the parser means
+_HEADER = re.compile(r"\s*\[\s*([\w.\"'-]+)\s*\]")
 
 
 def explained(path: Path, text: str, said: str) -> str:
@@ -37,7 +41,7 @@ def explained(path: Path, text: str, said: str) -> str:
     what = re.sub(r" \(at .*\)$", "", said)
     if again := _again(lines, at, what):
         return f"{path}:{at}: not TOML: {again}"
-    opened = [*_open_before(lines, at)]
+    opened = [*islice(_open_before(lines, at), _NEAREST)]
     for number in (*opened, at) if what.startswith("Unclosed") else (at, *opened):
         if found := _corrected(lines[number - 1], _section(lines[:number])):
             return f"{path}:{number}: not TOML: {found}"
@@ -66,15 +70,15 @@ def _again(lines: list[str], at: int, what: str) -> str:
     """Return what is there twice; "" if nothing is."""
     section, headers, keys = "", dict[str, int](), dict[tuple[str, str], int]()
     for number, line in enumerate(lines[:at], start=1):
-        if header := re.match(r"\s*\[\s*([^\[\]]+?)\s*\]", line):
+        if header := _HEADER.match(line):
             section = header[1]
             if section in headers and number == at:
                 return (
                     f"[{section}] is there twice, in lines {headers[section]} and {at}: keep one, with all of its keys"
                 )
             headers[section] = number
-        elif entry := re.match(rf"({_KEY})=", line):
-            place = (section, entry[1].strip())
+        elif entry := re.match(r"\s*([\w.\"'-]+)\s*=", line):
+            place = (section, entry[1])
             if place in keys and number == at:
                 return f"{place[1]} is there twice, in lines {keys[place]} and {at}: keep one of them"
             keys[place] = number
@@ -86,12 +90,14 @@ def _again(lines: list[str], at: int, what: str) -> str:
 
 def _section(lines: list[str]) -> str:
     """Return the section that lines end in; "" if none has begun."""
-    headers = [header[1] for line in lines if (header := re.match(r"\s*\[\s*([^\[\]]+?)\s*\]", line))]
+    headers = [header[1] for line in lines if (header := _HEADER.match(line))]
     return headers[-1] if headers else ""
 
 
 def _corrected(line: str, section: str) -> str:
     """Return the slip of a line and the line as it should be; "" if none is found that is TOML."""
+    if len(line) > _LONGEST_READ:
+        return ""
     refused = ""
     for slip, correction in _corrections(line):
         if correction == line or not _is_toml(correction):
@@ -147,7 +153,7 @@ def _corrections(line: str) -> Iterator[tuple[str, str]]:
 def _of_two(line: str) -> Iterator[tuple[str, str]]:
     if two := re.fullmatch(rf"\s*(\[[^\[\]]*\])\s*({_KEY}=.*)", line):
         yield "a section has a line of its own", f"{two[1]}\n{two[2]}"
-    if two := re.fullmatch(rf"({_KEY}=.*?)\s*[,;\s]\s*({_KEY}=.*)", line):
+    if two := re.fullmatch(rf"({_KEY}=.*?)[,;\s]+([\w.\"'-]+\s*=.*)", line):
         yield "a line has one key", f"{two[1].strip()}\n{two[2].strip()}"
 
 
