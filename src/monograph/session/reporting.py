@@ -286,8 +286,12 @@ class Reporter:
         session, progress = self.session, self.progress
         summary, trained = self._summary(), duration(session.spent_s)
         rows = session.run.rows()
-        with progress.stage("report", str(session.run.report)):
-            write_report(session.run.folder, summary, rows, self._about(rows))
+        with progress.stage("report", str(session.run.report)) as stage:
+            if self.deadline.figures:
+                write_report(session.run.folder, summary, rows, self._about(rows))
+            else:
+                write_run_page(session.run.folder, summary, rows, self._about(rows), "")
+                stage.result = "without PNG files: no time for them"
         session.run.log({"update": summary["update"], "summary": summary})
         progress.gap()
         progress.line("done", f"{trained} of training{self._planned()}{self._in_all()}{self._standing()}")
