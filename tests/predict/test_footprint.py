@@ -112,9 +112,9 @@ def test_a_step_of_any_depth_is_the_one_that_is_traced_whole(scope, remat, preci
 def test_no_update_is_traced_at_its_full_depth(optim, scope, monkeypatch):
     traced, curves = [], footprint_module._curves
 
-    def spy(work, *graphs):
+    def spy(work, *graphs, **options):
         traced.append(work.config.num_hidden_layers)
-        return curves(work, *graphs)
+        return curves(work, *graphs, **options)
 
     # Few tokens, so that the update is the peak.
     work = Work(
@@ -122,7 +122,35 @@ def test_no_update_is_traced_at_its_full_depth(optim, scope, monkeypatch):
     )
     whole = footprint_of(curves(work))
     monkeypatch.setattr(footprint_module, "_curves", spy)
-    assert footprint(work) == whole and whole.stage == "update" and traced == [2, 3]
+    first = [2, 3] if scope == "blocks" else []  # without their updates
+    assert footprint(work) == whole and whole.stage == "update" and traced == [*first, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "optim", [pytest.param(AdamW(state="8bit"), marks=pytest.mark.slow), pytest.param(Muon(), marks=pytest.mark.slow)]
+)
+def test_an_update_that_is_not_traced_could_not_have_been_the_peak(optim):
+    """Its temporary values are fewer than the bound says, however few tokens there are."""
+    config = tiny_llama(num_hidden_layers=3, hidden_size=64, intermediate_size=192).config
+    curves = footprint_module._curves(Work(config, 1, 8, optim, "bf16", "blocks"))
+    update = max(sum(sample) for sample in curves[-1].samples)
+    kept = sum(curves[-1].samples[-1][:3])
+    assert curves[-1].stage == "update"
+    assert update - kept < footprint_module.UPDATE_BYTES * config.parameter_count()
+
+
+@pytest.mark.slow
+def test_the_update_is_traced_only_where_it_may_be_the_peak(monkeypatch):
+    traced, curves = [], footprint_module._curves
+
+    def spy(work, *graphs, **options):
+        traced.append(options.get("updated", True))
+        return curves(work, *graphs, **options)
+
+    monkeypatch.setattr(footprint_module, "_curves", spy)
+    work = Work(tiny_llama(num_hidden_layers=4).config, 32, 64, AdamW(), "fp32", "blocks")
+    found = footprint(work)
+    assert traced == [False, False] and found == footprint_of(curves(work))
 
 
 @pytest.mark.parametrize(

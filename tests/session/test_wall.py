@@ -43,7 +43,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def still(monkeypatch: pytest.MonkeyPatch) -> float:
     """Time stands still, and an update takes a second."""
     now = clock()
-    for module in ("session", "warmup", "reporting", "brief", "eager_start"):
+    for module in ("session", "warmup", "reporting", "brief", "eager_start", "deadline"):
         monkeypatch.setattr(f"monograph.session.{module}.clock", lambda: now)
     monkeypatch.setattr(warmup, "calibrate", lambda session: 1.0)
     monkeypatch.setattr(warmup, "remember", lambda *_: None)
@@ -107,6 +107,10 @@ def test_the_last_evaluation_takes_at_most_a_fifth_and_what_is_left(
     per_row = session.batches.rows_per_window * 3  # a forward pass is a third of an update
     session.ends_s = still + 100 + END_S
     assert Deadline(session).rows(4.0 * per_row) == 6, "no row was scored before"
+    assert slow.figures
+    session.ends_s = still + 0.4 * END_S
+    assert not slow.figures
+    session.ends_s = still + 100 + END_S
     assert not slow.samples_midway and Deadline(session, 4.0, 2.0).samples_midway
     assert not slow.allows(26) and slow.allows(25)
 

@@ -17,8 +17,9 @@ from monograph.model.families import FIRST_FAMILY
 from monograph.optim import OPTIMIZERS
 from monograph.planner.candidates import ByDtype, Candidate, Request, Ways, described, of_way, slower, ways
 from monograph.planner.streaming import Limits, streamed
+from monograph.planner.traces import traced_bytes
 from monograph.predict.estimate import estimate_bytes
-from monograph.predict.footprint import Compile, Work, footprint
+from monograph.predict.footprint import Compile, Work
 from monograph.predict.roofline import Calibration
 from monograph.report.quantities import gibibytes
 
@@ -302,7 +303,7 @@ def plan(request: Request, device: Device, peak_flops: ByDtype, calibration: Cal
         if len(traced) == MOST_TRACES - 1:  # the last trace is for the smallest micro-batch that needs least
             smallest = sorted(candidates(0), key=lambda candidate: estimate_bytes(candidate.work))
             best = next((candidate for candidate in smallest if candidate.work not in traced), best)
-        by_origin = footprint(best.work).by_origin
+        by_origin = traced_bytes(best.work)
         residual = calibration.residual(device, best.work, by_origin) if calibration else 0
         truth = traced[best.work] = best.of_trace(by_origin, residual)
         way = best.work.precision, best.work.compile, best.work.remat

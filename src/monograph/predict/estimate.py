@@ -305,16 +305,19 @@ def estimate_bytes(work: Work) -> int:
     return int(static + max(stored + max(loss, 2 * block), after))
 
 
+@functools.lru_cache(maxsize=64)
 def _largest_stack(config: LlamaConfig) -> int:
     """Return the size, in numbers, of the largest plane of block matrices of one shape, which Muon updates at once."""
     return max(number * math.prod(shape) for shape, number in Counter(matrices(config)).items())
 
 
+@functools.lru_cache(maxsize=64)
 def _matrices(config: LlamaConfig) -> int:
     """Return how many numbers the matrices of all blocks have."""
     return _numbers(matrices(config))
 
 
+@functools.lru_cache(maxsize=64)
 def _largest_weight(config: LlamaConfig) -> int:
     """Return the numbers of the largest weight in a block, which may be all experts' matrices in one."""
     layers = range(config.num_hidden_layers)

@@ -4,6 +4,7 @@
 plan. `drawing_s` is the time of drawing answers, by the roofline of a decode step.
 """
 
+import functools
 import json
 import math
 import os
@@ -53,6 +54,7 @@ def training_flops(matmul_parameters: int, layers: int, attention_width: int, se
     return 6 * matmul_parameters + 6 * layers * attention_width * sequence_length
 
 
+@functools.lru_cache(maxsize=256)  # a plan asks for each way to train the same model
 def flops_per_token(config: LlamaConfig, sequence_length: int, adapter_parameters: int = 0) -> int:
     """Return `training_flops` of `config` on rows of `sequence_length` tokens. Unit: FLOPs per token.
 

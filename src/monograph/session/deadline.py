@@ -3,11 +3,13 @@
 import math
 from dataclasses import dataclass
 
+from monograph.device import clock
 from monograph.planner.defaults import CURVE_ROWS
 from monograph.session.session import Session
 
 SETTLED = 0.7  # of the time for updates, after which the machine's speed is known well enough to end them earlier
 SCORING = 0.2  # of the whole time, which the last evaluation takes at most
+FIGURES = 0.5  # of what is kept for the report, which drawing its PNG files takes at least
 SAMPLE = 0.02  # of the whole time, which a sample before the end takes at most
 
 
@@ -58,6 +60,12 @@ class Deadline:
     def samples_midway(self) -> bool:
         """Return whether a sample takes little enough of the time to be written before the end."""
         return self.sample_s <= self._share_s(SAMPLE)
+
+    @property
+    def figures(self) -> bool:
+        """Return whether there is time to draw the report's PNG files, which takes most of what is kept for it."""
+        session = self.session
+        return session.ends_s is None or session.ends_s - clock() >= FIGURES * session.end_s
 
     def end_s(self, per_update_s: float) -> float:
         """Return the seconds of the last evaluation, the last sample and measuring the memory of an update."""

@@ -234,8 +234,12 @@ class Reporter:
         summary = self._summary()
         trained = duration(session.spent_s)
         rows = session.run.rows()
-        with progress.stage("report", str(session.run.report)):
-            write_report(session.run.folder, summary, rows, self._about(rows))
+        with progress.stage("report", str(session.run.report)) as stage:
+            if self.deadline.figures:
+                write_report(session.run.folder, summary, rows, self._about(rows))
+            else:
+                write_run_page(session.run.folder, summary, rows, self._about(rows), "")
+                stage.result = "without PNG files: no time for them"
         session.run.log({"update": summary["update"], "summary": summary})
         progress.gap()
         standing = session.task.standing(rows, self.held_out, self.yardsticks)

@@ -132,12 +132,12 @@ def mark_compiled(key: str) -> None:
 
 def _mark(key: str) -> Path | None:
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    return Path(folder, "steps", _digest(key)) if folder else None
+    return Path(folder, "steps", digest(key)) if folder else None
 
 
 def found_once(key: str, find: Callable[[], bool]) -> bool:
     """Return what `find` returned when it was first called with this key, which the cache folder keeps."""
-    answers = {answer: cache_root()[0] / "found" / f"{_digest(key)}.{answer}" for answer in (True, False)}
+    answers = {answer: cache_root()[0] / "found" / f"{digest(key)}.{answer}" for answer in (True, False)}
     with suppress(OSError):
         for answer, path in answers.items():
             if path.exists():
@@ -149,5 +149,6 @@ def found_once(key: str, find: Callable[[], bool]) -> bool:
     return found
 
 
-def _digest(key: str) -> str:
+def digest(key: str) -> str:
+    """Return a name for a key of the cache."""
     return hashlib.sha256(key.encode()).hexdigest()
