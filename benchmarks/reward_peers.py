@@ -161,7 +161,7 @@ def gradient_errors(home: Path) -> dict[str, float]:
         weighed.append(Weight(advantage, TASK.most_tokens))
     expected = exact(load_model(home / "hf").double(), rollouts, weighed)
     model = load_model(home / "hf")
-    model.use_attention("cached")  # as an eager run on a CPU does (monograph.session.reinforcing)
+    model.use_attention("cached")  # as an eager run on a CPU does (monograph.session.objectives.rewards)
     total, count = PolicyLoss()(model, arranged(rollouts, weighed, _options()))
     (total / count).backward()
     theirs = {name.removeprefix("gradient."): value for name, value in first.items() if name.startswith("gradient.")}
