@@ -77,5 +77,5 @@ def test_a_cool_down_is_a_straight_line_from_where_the_schedule_is_and_wastes_no
     ],
 )
 def test_the_settings_name_a_schedule_and_its_floor(named, expected):
-    factor = resolve(load(*classify([*named, "optim.warmup_updates=10"])), describe()).schedule(100)
+    factor = resolve(load(*classify([*named, "optim.warmup_updates=10"])[:2]), describe()).schedule(100)
     assert [factor(i) for i in range(101)] == [expected(i) for i in range(101)]

@@ -83,7 +83,7 @@ def test_without_held_out_text_the_loss_is_the_trainings(
 ) -> None:
     """Of the first rung; the others are as if there were no such machine."""
     monkeypatch.chdir(here)
-    settings = load(*classify(over(TINY, "data.held_out=0", "train.precision=fp32")))
+    settings = load(*classify(over(TINY, "data.held_out=0", "train.precision=fp32"))[:2])
     ladder = Ladder.of(resolve(settings, describe()), here / "seen", Progress())
     monkeypatch.setattr(Ladder, "obstacle", lambda self, way, rung: "no" if rung.fields else None)
     found = _ladder_object(ladder, _climbed(ladder, Progress()), here / "seen")

@@ -273,7 +273,7 @@ def test_compare_by_document_and_by_seed(place: Path, server: CommandServer) -> 
 @pytest.mark.parametrize(
     ("typed", "code", "words"),
     [
-        (["sweep", *SHORT, "optim.lrr=1,2"], 2, "did you mean optim.lr?"),
+        (["sweep", *SHORT, "optim.lrr=1,2"], 2, "did you mean optim.lr=1,2?"),
         (["sweep", *SHORT, "optim.lr=,"], 2, "optim.lr: an axis with an empty value"),
         (["sweep", *SHORT, "optim.lr=log:1e-3..:4"], 2, "a range has two ends"),
         (["sweep", *SHORT, "optim.lr=1e-3,0.001"], 2, "there twice, and its members would be equal"),

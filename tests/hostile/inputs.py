@@ -159,7 +159,8 @@ def command_line(draws: random.Random, folder: Path) -> None:
         points(axes, draws.choice([None, 3]))
     elif draws.random() < 0.5:
         weighted(texts[0])
-        classify(texts)
+        toml, overrides, faults = classify(texts)
+        load(toml, overrides, {}, faults=faults)
     elif draws.random() < 0.5:
         draws.choice([partial(memory_size, "--device-memory"), parent_named])(draws.choice(["8", "", "-1"]) + texts[0])
     else:

@@ -103,7 +103,7 @@ def test_transfer_is_asked_for() -> None:
     [
         (["data.held_out=0"], None, "members are compared on held-out text"),
         (["train.wall_minutes=3"], None, "the members of a sweep share train.minutes: leave it out"),
-        (["optim.lrr=1,2"], None, "did you mean optim.lr?"),
+        (["optim.lrr=1,2"], None, "did you mean optim.lr=1,2?"),
         (["optim.lr=1e-3,1e-2"], 3, "the axes have 2 points"),
         (["optim.lr=log:1e-3..1e-2"], None, "say how many values"),
     ],
