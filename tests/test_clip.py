@@ -99,16 +99,20 @@ def test_the_rule_is_the_one_by_hand(seed: int) -> None:
 
 
 def test_members_are_judged_by_their_own_past() -> None:
-    """Numbers of N members give what each gives alone, remembered numbers included."""
-    recent = torch.rand(3, 2, WINDOW, dtype=torch.float64) + torch.tensor([1.0, 5.0, 50.0]).view(3, 1, 1)
-    found = torch.tensor([[7.0, 7.0], [7.0, 7.0], [7.0, 90.0]], dtype=torch.float64)
-    applied, alone = torch.full((3,), WINDOW + 5), recent.clone()
-    spikes = stands_out(found, recent, applied)
-    remember_(recent, found, applied, ~spikes)
-    for member in range(3):
-        assert spikes[member] == stands_out(found[member], alone[member], applied[member])
-        remember_(alone[member], found[member], applied[member], ~spikes[member])
-    assert spikes.tolist() == [True, False, False] and torch.equal(recent, alone)
+    """Numbers of N members give what each gives alone, remembered numbers included, near the limits, too."""
+    draws = torch.Generator().manual_seed(0)
+    scales = torch.tensor([1.0, 5.0, 50.0], dtype=torch.float64).view(3, 1, 1)
+    recent = scales * (1.0 + 0.2 * torch.randn(3, 2, WINDOW, dtype=torch.float64, generator=draws))
+    applied, alone, judged = torch.full((3,), WINDOW + 5), recent.clone(), []
+    for _ in range(40):
+        found = scales[..., 0] * (1.8 + torch.rand(3, 2, dtype=torch.float64, generator=draws))
+        spikes = stands_out(found, recent, applied)
+        remember_(recent, found, applied, ~spikes)
+        for member in range(3):
+            assert spikes[member] == stands_out(found[member], alone[member], applied[member])
+            remember_(alone[member], found[member], applied[member], ~spikes[member])
+        judged += spikes.tolist()
+    assert 20 < sum(judged) < 100 and torch.equal(recent, alone)
 
 
 def test_a_run_that_hardly_varies_takes_steps_of_six_times_a_hundredth() -> None:
