@@ -63,7 +63,7 @@ def plan(capsys, monkeypatch, tmp_path):
     def estimated(work):
         return SimpleNamespace(by_origin={"weights": estimate_bytes(work)})
 
-    monkeypatch.setattr(defaults, "footprint", estimated)
+    monkeypatch.setattr(defaults, "traced_bytes", lambda work: estimated(work).by_origin)
 
     def run(*arguments):
         with pytest.raises(SystemExit) as stop:
