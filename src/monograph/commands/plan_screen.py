@@ -62,6 +62,8 @@ def screen(
     usual = ", as usual for this size" if supposed else ""
     rows = f"{counted(request.rows, 'row')} of {request.length:,} tokens{usual}"
     yield f"update   {request.rows * request.length:,} tokens: {rows}"
+    if drawing:
+        yield "         rows as long as a prompt with its answer may be; shorter ones need less of all"
     if supposed:
         yield f"         add to train: {' '.join(supposed)}"
     yield from _chosen(plan, length)
