@@ -63,7 +63,7 @@ def plan(capsys, monkeypatch, tmp_path):
     def estimated(work):
         return SimpleNamespace(by_origin={"weights": estimate_bytes(work)})
 
-    monkeypatch.setattr(defaults, "footprint", estimated)
+    monkeypatch.setattr(defaults, "traced_bytes", lambda work: estimated(work).by_origin)
 
     def run(*arguments):
         with pytest.raises(SystemExit) as stop:
@@ -89,7 +89,10 @@ REQUESTS = {
          "--host-memory", "512GiB"),
         "streamed",
     ),
-    "1B rewards": (("model.preset=1b", "rl.reward=number", "rl.max_new_tokens=256", "--device", "4090"), "drawing"),
+    "1B rewards": (
+        ("model.preset=1b", "rl.reward=number", "rl.max_new_tokens=256", "--device", "4090"),
+        "RTX 4090, 24.0 GiB, 12.9 GiB usable; speed by datasheet\n         beside answers 10.1 GiB",
+    ),
     "8B preferences": (("model.preset=8b", *ADAPTERS, "prefer.loss=dpo", "--device", "L40S"), "fits"),
     "0.5B, T4": (("model.init=Qwen2.5-0.5B", "--device", "T4"), "Qwen2.5-0.5B, vocabulary 151,936"),
     "3B adapters, 8 GB": (

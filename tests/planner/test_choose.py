@@ -51,7 +51,7 @@ def traced(monkeypatch):
             calls.append(work)
             return Footprint("forward", {"weights": int(factor * computed_once(work))})
 
-        monkeypatch.setattr(defaults, "footprint", footprint)
+        monkeypatch.setattr(defaults, "traced_bytes", lambda work: footprint(work).by_origin)
         return calls
 
     return stand_in
@@ -125,7 +125,7 @@ def off_by(monkeypatch, factors, most=None):
         assert most is None or len(calls) <= most
         return Footprint("forward", {"weights": int(factors.get(work.remat, 1.0) * computed_once(work))})
 
-    monkeypatch.setattr(defaults, "footprint", footprint)
+    monkeypatch.setattr(defaults, "traced_bytes", lambda work: footprint(work).by_origin)
     return calls
 
 

@@ -154,7 +154,7 @@ def test_damaged_memory_is_none(tmp_path, beyond):
 
 def test_after_one_run_the_plan_of_the_same_step_is_what_was_measured(tmp_path, monkeypatch):
     """And stays it, however often it is measured again: what is kept is beyond the trace, not beyond the plan."""
-    monkeypatch.setattr(defaults, "footprint", lambda work: Footprint("backward", dict(TRACED)))
+    monkeypatch.setattr(defaults, "traced_bytes", lambda work: dict(TRACED))
     tight, file = replace(CARD, free_memory_bytes=1300 * MIB + defaults.CONTEXT_BYTES), tmp_path / "c.json"
     monkeypatch.setattr(defaults, "DOUBT", 1e9)
     asked = Request(tiny_llama().config, 16, 64 * 16, precisions=("bf16",), scopes=("blocks",), remats=("none",))
@@ -172,7 +172,7 @@ def test_what_earlier_runs_took_beyond_the_trace_can_make_a_plan_smaller(tmp_pat
     def footprint(work):
         return Footprint("backward", {"weights": 1000 * MIB, "activations": 10 * work.rows * MIB, "workspace": 0})
 
-    monkeypatch.setattr(defaults, "footprint", footprint)
+    monkeypatch.setattr(defaults, "traced_bytes", lambda work: footprint(work).by_origin)
     monkeypatch.setattr(defaults, "DOUBT", 1e9)
     card = replace(CARD, free_memory_bytes=int(1645 * MIB / defaults.FILLED) + defaults.CONTEXT_BYTES)
     asked = Request(tiny_llama().config, 16, 64 * 16, precisions=("bf16",), scopes=("blocks",), remats=("none",))

@@ -51,19 +51,24 @@ def screen(
 ) -> Iterator[str]:  # fmt: skip
     """Yield the lines."""
     device = plan.device
-    usable = f"{gibibytes(plan.budget_bytes)} usable{_source_of_times(plan)}"
-    yield f"device   {device.name}, {gibibytes(device.free_memory_bytes)}, {usable}"
+    # The planner is told of a card that is smaller by what stands beside the step.
+    beside = drawing.beside if drawing else {}
+    free = gibibytes(device.free_memory_bytes + sum(beside.values()))
+    yield f"device   {device.name}, {free}, {gibibytes(plan.budget_bytes)} usable{_source_of_times(plan)}"
+    if beside:
+        sizes = ", ".join(f"{name} {gibibytes(size)}" for name, size in beside.items())
+        yield f"         beside {sizes}"
     yield f"model    {_model(model, plan, request)}"
     usual = ", as usual for this size" if supposed else ""
     rows = f"{counted(request.rows, 'row')} of {request.length:,} tokens{usual}"
     yield f"update   {request.rows * request.length:,} tokens: {rows}"
+    if drawing:
+        yield "         rows as long as a prompt with its answer may be; shorter ones need less of all"
     if supposed:
         yield f"         add to train: {' '.join(supposed)}"
     yield from _chosen(plan, length)
     if drawing:
-        sizes = ", ".join(f"{name} {gibibytes(size)}" for name, size in drawing.beside.items())
         source = "as earlier runs took it" if drawing.calibrated else "by a formula that no run here has corrected"
-        yield f"beside   {sizes}"
         yield f"drawing  at most {_short(drawing.seconds)} for the answers of an update, {source}"
     if plan.chosen:
         yield ""
@@ -77,7 +82,7 @@ def _source_of_times(plan: Plan) -> str:
     if plan.calibrated:
         return "; time as earlier runs took it"
     known = plan.device.name in EFFICIENCIES or plan.device.type == "cpu"
-    return "" if known else "; speed unverified"
+    return "" if known else "; speed by datasheet"
 
 
 def _model(model: str, plan: Plan, request: Request) -> str:
@@ -138,7 +143,7 @@ def _time(best: Candidate, length: Length) -> str:
 def _long(seconds: float) -> str:
     """Return a length of time, in days from two days on."""
     days, rest = divmod(round(seconds / 3600), 24)
-    return f"{days} days {rest} h" if days >= 2 else duration(seconds)
+    return f"{days:,} days {rest} h" if days >= 2 else duration(seconds)
 
 
 def _short(seconds: float) -> str:

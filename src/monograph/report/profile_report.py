@@ -17,7 +17,7 @@ from monograph.report.quantities import count
 
 
 def draw_profile(verdict: Verdict, title: str) -> str:
-    """Return an SVG with a bar for each part, with a mark at its floor and its share next to it."""
+    """Return an SVG with a bar for each part, with a mark at its best time and its share next to it."""
     from matplotlib.figure import Figure
 
     parts = [part for part in reversed(PARTS) if verdict.spent.parts[part] > 0]
@@ -33,7 +33,7 @@ def draw_profile(verdict: Verdict, title: str) -> str:
             axes.text(taken, place, f"  {verdict.spent.share(part):.0%}", va="center", fontsize=8, color=INK)
         axes.set_yticks(range(len(parts)), parts)
         axes.set_xlim(0, 1.12e3 * max(verdict.spent.parts.values()))
-        axes.set_xlabel("milliseconds per update   (line: the floor; blue: the bottleneck)")
+        axes.set_xlabel("milliseconds per update   (line: the best; blue: what limits the run)")
         return svg(figure)
 
 
@@ -53,13 +53,13 @@ def profile_page(title: str, profile: Profile, tokens_per_s: float, config: str)
     return page(
         kind="Profile",
         title=title,
-        headline=f"Bound by {judged.binds}",
+        headline=f"Limited by {judged.binds}",
         standing=f"{found[0].upper()}{found[1:]}.",
         figures=[
             ("ms per update", f"{1e3 * profile.update_s:.3g}"),
             ("tokens/s", count(tokens_per_s)),
             ("micro-steps", str(profile.micro_steps)),
-            ("floor, ms", f"{1e3 * judged.floor_s:.3g}"),
+            ("best, ms", f"{1e3 * judged.floor_s:.3g}"),
             ("possible speedup", f"{faster:.2g} ×"),
         ],
         drawings=Drawings(),
@@ -78,7 +78,7 @@ def said(profile: Profile) -> str:
     unknown = judged.unknown_s / judged.spent.total_s if judged.spent.total_s else 0.0
     unjudged = f"; {unknown:.0%} of it is work that cannot be counted, and is not judged" if unknown > NOTHING else ""
     if judged.binds == "nothing":
-        return f"nothing that could be won back: what can be judged is near its floor as it is set up{unjudged}"
+        return f"nothing that could be won back: what can be judged is near its best time as it is set up{unjudged}"
     share = judged.recoverable[judged.binds] / profile.update_s
     what = "empty positions" if judged.binds == "padding" else judged.binds
     none = "" if judged.change else "; no key changes that"
@@ -98,7 +98,7 @@ def _part_bars(judged: Verdict) -> str:
         text = f"{judged.spent.share(part):.0%}"
         bar = Bar(text, spent[part] / longest, floor=min(1.0, judged.floors[part] / longest))
         rows.append((part, part == judged.binds, [bar]))
-    note = '<p class="note">The line in a bar is its floor, the least time possible here; blue is the bottleneck.</p>'
+    note = '<p class="note">The line in a bar is the best time possible here; blue is what limits the run.</p>'
     return bars("Where an update's time goes", ["share of the time"], rows) + note
 
 
@@ -109,7 +109,7 @@ def _parts(profile: Profile) -> str:
         share, taken, least = judged.spent.share(part), 1e3 * judged.spent.parts[part], 1e3 * judged.floors[part]
         numbers = [number(share, "{:.1%}"), number(taken, "{:.3g}"), number(least, "{:.3g}")]
         rows.append([part, *numbers, mostly(judged.bounds.get(part, {}))])
-    return table("Parts of an update", ["part", "share", "ms", "floor, ms", "mostly bound by"], rows)
+    return table("Parts of an update", ["part", "share", "ms", "best, ms", "mostly limited by"], rows)
 
 
 def _changes(profile: Profile) -> str:

@@ -247,7 +247,8 @@ class Reporter:
         peak = summary["peak_memory_bytes"]
         needed = "not measured" if peak is None else memory(peak)
         if (planned := session.plan.peak_memory_bytes) is not None:
-            needed += f" ({memory(planned)} planned)"
+            at_most = "at most " if session.reward else ""  # for the longest prompts and answers
+            needed += f" ({at_most}{memory(planned)} planned)"
         compiled = "" if session.eager_reason else f"   {counted(self.recompiles, 'recompile')}"
         skipped = counted(sum(bool(row.get("skipped")) for row in rows), "skipped update")
         progress.line("", f"peak memory {needed}{compiled}   {skipped}   {session.run.folder}")
