@@ -247,7 +247,7 @@ class Reporter:
         peak = summary["peak_memory_bytes"]
         needed = "not measured" if peak is None else memory(peak)
         if (planned := session.plan.peak_memory_bytes) is not None:
-            at_most = "at most " if session.reward else ""  # for the longest prompts and answers
+            at_most = "at most " if session.task.slots(session.plan) else ""  # for the longest prompts and answers
             needed += f" ({at_most}{memory(planned)} planned)"
         compiled = "" if session.eager_reason else f"   {counted(self.recompiles, 'recompile')}"
         skipped = counted(sum(bool(row.get("skipped")) for row in rows), "skipped update")
