@@ -14,6 +14,7 @@ import monograph
 from cli.called import COMMANDS, ENVIRONMENT, Calls, monograph_
 from monograph import cli
 from monograph.cli.typed import example, first_sentence
+from monograph.device import clock
 
 
 def test_help_is_quick_and_imports_no_torch() -> None:
@@ -101,6 +102,7 @@ def test_train_hands_on_settings_and_options(calls: Calls) -> None:
     Path("texts").mkdir()
     assert monograph_("train", "texts", "--out", "here", "train.seed=7", "run.toml", "--minutes", "2", "--json") == 0
     ((settings,), options) = calls[0]
+    assert options.pop("asked_s") < clock()
     assert options == {"out": Path("here"), "resume": None, "from_": None, "json": True}
     assert (settings.optim.lr, settings.train.seed, settings.train.minutes) == (1e-3, 7, 2.0)
     assert settings.data.source == "texts"

@@ -19,13 +19,17 @@ if TYPE_CHECKING:
     from monograph.config import Settings
 
 # The headings of the help. It has them, and the commands under each, in the order in which this file declares them.
-TRAIN, INSPECT, USE, UNDERSTAND = "Train", "Prepare and inspect", "Use", "Understand"
+TRAIN = "Train"
+INSPECT = "Prepare and inspect"
+USE = "Use"
+UNDERSTAND = "Understand"
 EXAMPLE = "Example: "
 
 
 def bounds(each: Any) -> str:
     """Return the least and the largest number of an argument or option that has them: "at least 0", "0 to 65535"."""
-    least, most = getattr(each, "min", None), getattr(each, "max", None)
+    least = getattr(each, "min", None)
+    most = getattr(each, "max", None)
     if least is None:
         return ""
     return f"at least {least:g}" if most is None else f"{least:g} to {most:g}"

@@ -102,7 +102,8 @@ class Chat:
     def _answer(self, line: str) -> None:
         said = [*self.messages, {"role": "user", "content": line}]
         system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
-        pieces, ended = list[str](), "stop"
+        pieces = list[str]()
+        ended = "stop"
         with _stopped_by_interrupt(self._live) as stopped:
             for text, end in self._answers([*system, *said], self.sampling):
                 print(text, end="", flush=True)

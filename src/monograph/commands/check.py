@@ -57,7 +57,10 @@ def _laws() -> tuple[dict[str, Any], dict[str, str], MonographError | None]:
     from monograph.profiling.laws import Compared, laws
 
     keep_compiled()
-    device, listed, broken, began = default_device(), list[dict[str, Any]](), list[str](), clock()
+    device = default_device()
+    listed = list[dict[str, Any]]()
+    broken = list[str]()
+    began = clock()
     print(f"machine         {describe().summary}; about two minutes\n")
     print(f"{'began':>7}{'law':>5}  {'compared':<34}{'error':>10}{'bound':>9}{'seconds':>9}  verdict")
     for number, name, compare in laws(device):
@@ -67,7 +70,8 @@ def _laws() -> tuple[dict[str, Any], dict[str, str], MonographError | None]:
             found = compare()
         except Exception as error:  # of torch or a driver: the other laws are compared all the same
             found = Compared(float("inf"), 0, f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}")
-        spent_s, (off, bound, verdict) = clock() - start, found.said
+        spent_s = clock() - start
+        off, bound, verdict = found.said
         print(f"{off:>10}{bound:>9}{spent_s:>9.1f}  {verdict}")
         law = {"number": number, "name": name, "holds": found.holds, **found._asdict(), "seconds": spent_s}
         listed.append(standard_json(law))
@@ -79,13 +83,16 @@ def _laws() -> tuple[dict[str, Any], dict[str, str], MonographError | None]:
 
 def _machine() -> tuple[dict[str, Any], dict[str, str]]:
     keep_compiled()  # before torch._dynamo is imported, which sets its own cache path in the environment
-    device, machine, obstacle = default_device(), describe(), compiler_obstacle()
+    device = default_device()
+    machine = describe()
+    obstacle = compiler_obstacle()
     dtypes = {"fp32": torch.float32, **({"bf16": torch.bfloat16} if machine.has_bf16 else {})}
     rates = {name: measured_matmul_flops(device, dtype) for name, dtype in dtypes.items()}
     compiled = obstacle or compiled_obstacle(device)
     disks = [disk(folder) for folder in (DEFAULT_ROOT, cache_root()[0])]
     folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled_folder()))
-    allowed, kept_bytes = limits(), sum(each[1] for each in files_in(folder))
+    allowed = limits()
+    kept_bytes = sum(each[1] for each in files_in(folder))
     most = f", at most {gibibytes(MOST_COMPILED_BYTES)}" if folder == compiled_folder() else ""
     versions = {"monograph": __version__, "torch": torch.__version__, "Python": platform.python_version()}
     lines = {
@@ -170,7 +177,8 @@ def _run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographError | 
 
 def _of_some_runs(folder: Run, saved: Mapping[str, Any]) -> dict[str, MonographError | None]:
     """Return the faults of files that only some runs have."""
-    files, taught = {}, folder.folder / TEACHERS
+    files = {}
+    taught = folder.folder / TEACHERS
     if exists(folder.parent_file):
         files["from.json"] = _fault(lambda: recorded_parent(folder))
     if exists(folder.folder / REFERENCE):

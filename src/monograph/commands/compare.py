@@ -166,7 +166,8 @@ def _compared(sides: Sequence[_Side], result: _Result) -> list[Compared]:
     """Return the sides as their page shows them."""
     made = []
     for place, (side, score) in enumerate(zip(sides, result.scores, strict=True)):
-        curves, config = [run.rows() for run in side.runs], ""
+        curves = [run.rows() for run in side.runs]
+        config = ""
         if side.runs:
             config = (contents(side.runs[0].config) or b"").decode("utf-8", "replace")
         known = Compared(side.name, side.params, score, side.tokens_per_s, curves, config)
@@ -174,9 +175,12 @@ def _compared(sides: Sequence[_Side], result: _Result) -> list[Compared]:
             comparison = result.comparisons[place - 1]
             gap = comparison.difference
             known = replace(
-                known, difference=gap.value, standard_error=gap.standard_error,
-                pairs=_pairs(comparison, result.documents), verdict=_verdict(sides[0], side, comparison),
-            )  # fmt: skip
+                known,
+                difference=gap.value,
+                standard_error=gap.standard_error,
+                pairs=_pairs(comparison, result.documents),
+                verdict=_verdict(sides[0], side, comparison),
+            )
         made.append(known)
     return made
 
@@ -198,7 +202,8 @@ def _read(sides: Sequence[_Side], data: list[str], reading: dict[str, Any], repo
 
 def _rows(side: _Side, first: _Side, data: list[str], reading: dict[str, Any]) -> Rows:
     """Return the given text, or the first side's held-out text, in rows of this side's tokenizer."""
-    subject, own = side.subjects[0], first.subjects[0].own_text
+    subject = side.subjects[0]
+    own = first.subjects[0].own_text
     # A folder does not record how to read text: it reads as the runs do, in rows no longer than it has positions.
     shortest = min(int(config["sequence_length"]) for config in (subject.reading, reading) if config)
     how = subject.reading if side.is_run else reading | {"sequence_length": shortest}
@@ -241,7 +246,8 @@ def _speed(run: Run) -> float | None:
 def _line(first: _Side, side: _Side, comparison: Comparison, documents: int) -> str:
     gap = comparison.difference
     error = "" if gap.standard_error is None else f" ± {gap.standard_error:.4f}"
-    pairs, verdict = _pairs(comparison, documents), _verdict(first, side, comparison)
+    pairs = _pairs(comparison, documents)
+    verdict = _verdict(first, side, comparison)
     cost = [f"{percent(first.params, side.params)} parameters"]
     if first.tokens_per_s and side.tokens_per_s:
         cost.append(f"{percent(first.tokens_per_s, side.tokens_per_s)} tokens/s")
@@ -264,20 +270,28 @@ def _json(sides: Sequence[_Side], result: _Result) -> dict[str, Any]:
     accuracies = result.accuracies or (None,) * len(sides)
     runs = [
         {
-            "run": side.name, "bits_per_byte": None if accuracy else score, "acc": score if accuracy else None,
-            "acc_norm": accuracy and accuracy.acc_norm, "acc_bytes": accuracy and accuracy.acc_bytes,
-            "params": side.params, "tokens_per_s": side.tokens_per_s,
+            "run": side.name,
+            "bits_per_byte": None if accuracy else score,
+            "acc": score if accuracy else None,
+            "acc_norm": accuracy and accuracy.acc_norm,
+            "acc_bytes": accuracy and accuracy.acc_bytes,
+            "params": side.params,
+            "tokens_per_s": side.tokens_per_s,
             "seeds": [knobs["seed"] for knobs in side.knobs],
         }
         for side, score, accuracy in zip(sides, result.scores, accuracies, strict=True)
-    ]  # fmt: skip
+    ]
     differences = [
         {
-            "run": side.name, "against": sides[0].name, "difference": comparison.difference.value,
-            "standard_error": comparison.difference.standard_error, "pairs": comparison.difference.n,
+            "run": side.name,
+            "against": sides[0].name,
+            "difference": comparison.difference.value,
+            "standard_error": comparison.difference.standard_error,
+            "pairs": comparison.difference.n,
             "paired_by": comparison.paired_by,
-            "is_noise": comparison.difference.is_noise, "unit": comparison.unit,
+            "is_noise": comparison.difference.is_noise,
+            "unit": comparison.unit,
         }
         for side, comparison in zip(sides[1:], result.comparisons, strict=True)
-    ]  # fmt: skip
+    ]
     return {"schema": "monograph.compare/1", "runs": runs, "differences": differences}

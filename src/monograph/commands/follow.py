@@ -37,7 +37,8 @@ def run(run: str, *, to: str, out: Path | None) -> None:
 
     What the tracker's library prints is left out: it has escape sequences, and is not the result.
     """
-    folder, tracker = Run.located(run, saved=False), tracker_named(to)
+    folder = Run.located(run, saved=False)
+    tracker = tracker_named(to)
     if out:
         with explained(out):
             out.mkdir(parents=True, exist_ok=True)
@@ -76,10 +77,17 @@ class _Followed:
 
     def __init__(self, folder: Path, tracker: Opener, out: Path | None):
         sweeps = [above.name for above in (folder.parent, folder.parent.parent) if is_file(above / SWEEP)]
-        self.name, self.rows, self.update, self.seen = "/".join([*sweeps, folder.name]), 0, 0, ""
-        self._run, self._tracker, self._out = Run(folder), tracker, out
+        self.name = "/".join([*sweeps, folder.name])
+        self.rows = 0
+        self.update = 0
+        self.seen = ""
+        self._run = Run(folder)
+        self._tracker = tracker
+        self._out = out
         self._open: Tracker | None = None
-        self._config, self._before, self._offset = b"", b"", 0
+        self._config = b""
+        self._before = b""
+        self._offset = 0
 
     def send(self) -> None:
         """Send the rows since the last call, or all rows if earlier ones are void or the settings have changed.
@@ -90,10 +98,14 @@ class _Followed:
             InputRefused: a row or `config.toml` is damaged.
             Unreadable: the system failed to read one.
         """
-        config, content = contents(self._run.config) or b"", self._content(self._offset - len(self._before))
+        config = contents(self._run.config) or b""
+        content = self._content(self._offset - len(self._before))
         if config != self._config or not content.startswith(self._before):
             self.close()
-            self.rows, self._config, self._before, self._offset = 0, config, b"", 0
+            self.rows = 0
+            self._config = config
+            self._before = b""
+            self._offset = 0
             content = self._content(0)
         added = content[len(self._before) : content.rfind(b"\n") + 1]  # a row may be half written
         if not added:
@@ -107,7 +119,8 @@ class _Followed:
 
     def close(self) -> None:
         """Finish what is open in the tracker."""
-        opened, self._open = self._open, None
+        opened = self._open
+        self._open = None
         if opened:
             opened.close()
 

@@ -99,7 +99,8 @@ def prompts_of(path: Path, chat: bool, sampling: Sampling, vocabulary: int) -> I
         except (ValueError, RecursionError) as error:
             raise InputRefused(f"{path}:{number}: no JSON: {json_fault(error)}; {expected}") from None
         options = dict(record) if isinstance(record, dict) else {}
-        prompt, messages = options.pop("prompt", None), options.pop("messages", None) if chat else None
+        prompt = options.pop("prompt", None)
+        messages = options.pop("messages", None) if chat else None
         if prompt is not None and messages is not None:
             raise InputRefused(f"{path}:{number}: has prompt and messages: give one of them")
         given: Prompt = _messages(messages, f"{path}:{number}") if isinstance(messages, list) else ""
@@ -323,13 +324,15 @@ def _print_text(written: Generation, head: Callable[[int], str], limited: bool) 
 
 
 def _print_json(written: Generation) -> None:
-    began, done = clock(), list[Completion]()
+    began = clock()
+    done = list[Completion]()
     with Progress().stage("generate", counted(written.count, "completion")) as stage:
         for piece in written.stream():
             stage.report("token", written.tokens)
             if piece.completion is not None:
                 done.append(piece.completion)
-    seconds, tokens = clock() - began, max(1, written.tokens)
+    seconds = clock() - began
+    tokens = max(1, written.tokens)
     generator = written.generator
     result = {
         "schema": "monograph.generate/1",

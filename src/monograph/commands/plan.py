@@ -48,7 +48,8 @@ def run(
     limits = Limits.here(target, budget(target), cache_root()[0])
     if host_memory is not None:
         limits = replace(limits, host_bytes=int(HOST_SHARE * memory_size("--host-memory", host_memory)))
-    asked, shape = settings, shape_named(settings)
+    asked = settings
+    shape = shape_named(settings)
     with standing_in(settings) as standing:
         settings = usual(standing) if device else standing
         _plan(Asked(settings, named_model(asked), shape, device is not None), target, limits, json)
@@ -73,7 +74,8 @@ class Asked(NamedTuple):
 def _plan(asked: Asked, target: Device, limits: Limits, json: bool) -> None:
     plan = resolve(asked.settings, target, built=False)
     settings = plan.settings
-    new, rows = planned_tokens(settings), shape_of(plan).vocab_size
+    new = planned_tokens(settings)
+    rows = shape_of(plan).vocab_size
     config = shape_of(plan, new)
     require_room(settings, config, target, limits)
     objective = objective_of(settings)

@@ -17,9 +17,16 @@ MOST_WAYS, MOST_CHANGES = 5, 6  # rows of a table
 SAMPLE_TOKENS = 1_000_000  # whose time is given where the text's length is unknown
 _HEADS: tuple[str, ...] = ("rows at once", "graph", "recomputed", "streamed", "memory", "tok/s", "MFU", "")
 _SHADES = {
-    "weights": "W", "gradients": "G", "moments": "M", "activations": "a", "loss head": "h", "workspace": "w",
-    "slots": "s", "staging buffers": "t", "boundaries": "b",
-}  # fmt: skip
+    "weights": "W",
+    "gradients": "G",
+    "moments": "M",
+    "activations": "a",
+    "loss head": "h",
+    "workspace": "w",
+    "slots": "s",
+    "staging buffers": "t",
+    "boundaries": "b",
+}
 _FROZEN = {"auto": "in 16 bits", "int8": "in 8 bits", "nf4": "in 4 bits"}
 
 
@@ -46,9 +53,14 @@ class Drawing(NamedTuple):
 
 
 def screen(
-    plan: Plan, model: str, request: Request, length: Length, drawing: Drawing | None, changes: Sequence[Remedy],
+    plan: Plan,
+    model: str,
+    request: Request,
+    length: Length,
+    drawing: Drawing | None,
+    changes: Sequence[Remedy],
     supposed: Sequence[str],
-) -> Iterator[str]:  # fmt: skip
+) -> Iterator[str]:
     """Yield the lines."""
     device = plan.device
     # The planner is told of a card that is smaller by what stands beside the step.
@@ -174,11 +186,15 @@ def _line(candidate: Candidate, *, chosen: bool) -> tuple[str, ...]:
     work = candidate.work
     use = "" if candidate.mfu is None else f"{candidate.mfu:.0%}"
     return (
-        str(work.rows), work.compile, str(work.remat),
+        str(work.rows),
+        work.compile,
+        str(work.remat),
         _streamed(candidate) if isinstance(candidate, StreamCandidate) else "",
         ("" if candidate.by_origin else "~") + gibibytes(candidate.peak_memory_bytes),
-        count(candidate.tokens_per_s), use, "chosen" if chosen else candidate.why,
-    )  # fmt: skip
+        count(candidate.tokens_per_s),
+        use,
+        "chosen" if chosen else candidate.why,
+    )
 
 
 def _streamed(candidate: StreamCandidate) -> str:

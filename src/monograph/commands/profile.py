@@ -49,7 +49,9 @@ from monograph.stream import Streamed
 from monograph.terminal import shell_words
 
 DEFAULT_ROOT = Path("profiles")
-TRACE, PICTURE, REPORT = "trace.json", "profile.svg", "report.html"
+TRACE = "trace.json"
+PICTURE = "profile.svg"
+REPORT = "report.html"
 
 
 def run(settings: Settings, *, out: Path | None, json: bool) -> None:
@@ -81,7 +83,8 @@ def _started() -> Progress:
 
 def warn_if_busy(progress: Progress) -> None:
     """Warn if other programs use more than one core of this machine."""
-    load, cores = os.getloadavg()[0], describe().cores
+    load = os.getloadavg()[0]
+    cores = describe().cores
     if load > cores + 1:
         progress.line(
             "warning", f"load {load:.0f} on {counted(cores, 'core')}: other programs slow these measurements down"
@@ -136,11 +139,15 @@ def _watched(session: Session, folder: Path, progress: Progress) -> Profile:
 
 
 def _show(measured: Profile, tokens_per_s: float, folder: Path) -> None:
-    judged, machine, steps = measured.verdict, measured.machine, counted(measured.micro_steps, "micro-step")
+    judged = measured.verdict
+    machine = measured.machine
+    steps = counted(measured.micro_steps, "micro-step")
     print(f"update    {1e3 * measured.update_s:.3g} ms, {count(tokens_per_s, 'tok/s')}, {steps}\n")
     print(f"{'part':<14}{'share':>7}{'ms':>10}{'best ms':>10}  mostly limited by")
     for part in PARTS:
-        share, taken, least = judged.spent.share(part), 1e3 * judged.spent.parts[part], 1e3 * judged.floors[part]
+        share = judged.spent.share(part)
+        taken = 1e3 * judged.spent.parts[part]
+        least = 1e3 * judged.floors[part]
         print(f"{part:<14}{share:>7.1%}{taken:>10.3g}{least:>10.3g}  {mostly(judged.bounds.get(part, {}))}".rstrip())
     faster = measured.update_s / max(judged.floor_s, 1e-12)
     rates = f"{count(machine.matmul_flops)}FLOP/s of a large product, {count(machine.copy_bytes_per_s)}B/s of a copy"
@@ -218,7 +225,9 @@ class Climb(NamedTuple):
 
 
 def _climbed(ladder: Ladder, progress: Progress) -> list[Climb]:
-    made, stack, began = list[Climb](), {"": Way()}, clock()
+    made = list[Climb]()
+    stack = {"": Way()}
+    began = clock()
     for number, rung in enumerate(RUNGS, start=1):
         over = rung.over if rung.over in stack else [*stack][-1]
         measured = sum(not isinstance(climb.outcome, str) for climb in made)
@@ -258,7 +267,8 @@ def measured_rungs(climbed: list[Climb], timed: str) -> list[dict[str, Any]]:
     rungs = dict[str, dict[str, Any]]()
     for rung, over, outcome in climbed:
         rungs[rung.name] = {"rung": rung.name, "change": rung.change, "over": over or None, **_measured(outcome)}
-        one, other = rungs[rung.name], rungs.get(over)
+        one = rungs[rung.name]
+        other = rungs.get(over)
         for name, key in (("times", SPEED[timed]), ("memory_times", "peak_memory_bytes")):
             one[name] = one[key] / other[key] if other and one[key] else None
     return [*rungs.values()]
@@ -266,19 +276,32 @@ def measured_rungs(climbed: list[Climb], timed: str) -> list[dict[str, Any]]:
 
 def _measured(outcome: Climbed | str) -> dict[str, Any]:
     keys = (
-        "tokens_per_s", "tokens_per_cpu_s", "update_s", "cpu_s", "peak_memory_bytes", "train_loss", "compile_s",
-        "micro_batch", "micro_steps",
-    )  # fmt: skip
+        "tokens_per_s",
+        "tokens_per_cpu_s",
+        "update_s",
+        "cpu_s",
+        "peak_memory_bytes",
+        "train_loss",
+        "compile_s",
+        "micro_batch",
+        "micro_steps",
+    )
     scores = ("update_s_low", "update_s_high", "eval_loss", "eval_bits_per_byte")
     if isinstance(outcome, str):
         return {"obstacle": outcome, "notes": [], **dict.fromkeys((*keys, *scores))}
-    seconds, held_out = sorted(outcome.seconds), outcome.held_out
-    return standard_json({
-        "obstacle": None, "notes": [*outcome.notes], **{key: getattr(outcome, key) for key in keys},
-        "update_s_low": seconds[len(seconds) // 4], "update_s_high": seconds[-1 - len(seconds) // 4],
-        "eval_loss": held_out.loss if held_out else None,
-        "eval_bits_per_byte": held_out.bits_per_byte if held_out else None,
-    })  # fmt: skip
+    seconds = sorted(outcome.seconds)
+    held_out = outcome.held_out
+    return standard_json(
+        {
+            "obstacle": None,
+            "notes": [*outcome.notes],
+            **{key: getattr(outcome, key) for key in keys},
+            "update_s_low": seconds[len(seconds) // 4],
+            "update_s_high": seconds[-1 - len(seconds) // 4],
+            "eval_loss": held_out.loss if held_out else None,
+            "eval_bits_per_byte": held_out.bits_per_byte if held_out else None,
+        }
+    )
 
 
 def _show_ladder(result: dict[str, Any], folder: Path) -> None:

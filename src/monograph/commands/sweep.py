@@ -140,7 +140,8 @@ def _round(
         batch.save()
     block.resume(state.resumed(batch))
     logs = MetricsLogs([session.run for session in batch.sessions], EVERY)
-    began, since = clock(), engine.index
+    began = clock()
+    since = engine.index
     for update in train(engine, batch.windows, updates):
         done = update.index + 1
         last, stopping = done == updates, stop.requested is not None
@@ -149,9 +150,11 @@ def _round(
             logs.flush()
             state.trained(batch, done - since, clock() - began)
             block.update(state.done, state.figures)
-            since, began = done, clock()
+            since = done
+            began = clock()
             batch.freeze({place: logs.ended[place] for place in logs.diverged(updates if last else None)})
-        paused, all_lost = clock(), len(batch.ended) == len(batch.members)
+        paused = clock()
+        all_lost = len(batch.ended) == len(batch.members)
         if done % plan.eval_every == 0 or last or all_lost:
             logs.flush()
             state.evaluate(batch, done, last=last)

@@ -155,7 +155,9 @@ def axes_of(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], list[Axis]]:
 
 def axes_and_faults(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], list[Axis], list[UsageError]]:
     """Return the overrides that are single values, also those of keys that are not there; the axes; what is wrong."""
-    fixed, axes, faults = dict[str, Any](), list[Axis](), list[UsageError]()
+    fixed = dict[str, Any]()
+    axes = list[Axis]()
+    faults = list[UsageError]()
     for key, text in overrides.items():
         try:
             axis = _axis(key, text) if isinstance(text, str) and key in KEYS else None
@@ -345,7 +347,8 @@ def _ranged(key: str, text: str, scale: str | None, first: str, last: str, count
             raise UsageError(f"{key}={text}: expected whole numbers, 0..3, or lin:0..0.2:3 or log:1e-4..1e-2:8")
         _require_few(f"{key}={text}", int(last) - int(first) + 1)
         return Axis(key, tuple(_checked(key, str(number)) for number in range(int(first), int(last) + 1)))
-    low, high = _number(key, text, first), _number(key, text, last)
+    low = _number(key, text, first)
+    high = _number(key, text, last)
     if scale == "log" and min(low, high) <= 0:
         raise UsageError(f"{key}={text}: the ends of a log range are above 0; for others there is lin:")
     if count is None:

@@ -67,7 +67,10 @@ Text = Annotated[str, Field(min_length=1), AfterValidator(_without_nul)]
 Texts = Annotated[Text | Annotated[list[Text], Field(min_length=1)], BeforeValidator(_strings)]
 # No model needs more than these. Building or counting a model of such sizes would take hours before it could be
 # refused; whether this machine's memory suffices is checked later.
-MOST_LAYERS, MOST_SIZE, MOST_LENGTH, MOST_RANK = 2**12, 2**24, 2**22, 2**16
+MOST_LAYERS = 2**12
+MOST_SIZE = 2**24
+MOST_LENGTH = 2**22
+MOST_RANK = 2**16
 MOST_PER_UPDATE, MOST_COUNT = 2**32, 10**15
 DEFAULT_MINUTES = 3.0
 Size = Annotated[int, Field(ge=1, le=MOST_SIZE)]
@@ -150,7 +153,8 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-_SIZE, _WHOLE = f"a whole number above 0, at most {MOST_SIZE}", "a whole number above 0, at most 1e15"
+_SIZE = f"a whole number above 0, at most {MOST_SIZE}"
+_WHOLE = "a whole number above 0, at most 1e15"
 _COUNT = f'{_WHOLE} ("512k" is 512000, "512Ki" is 524288)'
 _PRESETS = "the preset's"
 
@@ -651,9 +655,14 @@ class PreferSection(Section):
 
 
 SECTIONS: dict[str, type[Section]] = {
-    "model": ModelSection, "data": DataSection, "optim": OptimSection, "train": TrainSection, "lora": LoraSection,
-    "rl": RlSection, "prefer": PreferSection,
-}  # fmt: skip
+    "model": ModelSection,
+    "data": DataSection,
+    "optim": OptimSection,
+    "train": TrainSection,
+    "lora": LoraSection,
+    "rl": RlSection,
+    "prefer": PreferSection,
+}
 KEYS: tuple[str, ...] = tuple(f"{name}.{key}" for name, section in SECTIONS.items() for key in section.model_fields)
 
 

@@ -158,7 +158,9 @@ OLD_SPELLINGS = (
         rf"(?P<tokens>[0-9]+)(?::(?:(?P<cut>keep|mask)|(?P<penalty>{NUMBER})))+",
         ("256:mask", "256:0.5", "256:mask:0.5", "256:0.5:KEEP"),
         lambda tokens, cut, penalty: {
-            "rl.max_new_tokens": tokens, "rl.truncated": cut, "rl.truncation_penalty": penalty,
+            "rl.max_new_tokens": tokens,
+            "rl.truncated": cut,
+            "rl.truncation_penalty": penalty,
         },
     ),
     OldSpelling(
@@ -172,10 +174,12 @@ OLD_SPELLINGS = (
         rf"(?P<loss>robust|simpo|kto):(?P<beta>{NUMBER}):(?P<second>{NUMBER})",
         ("robust:0.1:0.2", "simpo:2:1", "KTO:0.1:1.33"),
         lambda loss, beta, second: {
-            "prefer.loss": loss, "prefer.beta": beta, f"prefer.{_SECOND[loss.lower()]}": second,
+            "prefer.loss": loss,
+            "prefer.beta": beta,
+            f"prefer.{_SECOND[loss.lower()]}": second,
         },
     ),
-)  # fmt: skip
+)
 
 
 def _weighted(sources: Any) -> Texts | None:

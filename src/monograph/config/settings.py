@@ -306,7 +306,9 @@ def build(
 
 
 def _check_together(settings: Settings) -> None:
-    model, data, train = settings.model, settings.data, settings.train
+    model = settings.model
+    data = settings.data
+    train = settings.train
     sizes = model.sizes().keys()
     if model.init and sizes and not model.init.endswith(WEIGHT_FILES):
         key = f"model.{min(sizes)}"

@@ -68,7 +68,9 @@ def _open_before(lines: list[str], at: int) -> Iterator[int]:
 
 def _again(lines: list[str], at: int, what: str) -> str:
     """Return what is there twice; "" if nothing is."""
-    section, headers, keys = "", dict[str, int](), dict[tuple[str, str], int]()
+    section = ""
+    headers = dict[str, int]()
+    keys = dict[tuple[str, str], int]()
     for number, line in enumerate(lines[:at], start=1):
         if header := _HEADER.match(line):
             section = header[1]
