@@ -132,14 +132,17 @@ def test_a_bad_line_is_refused_by_its_place_or_skipped(tmp_path, monkeypatch, li
 
 
 @pytest.mark.parametrize("count", [1, 6, 7, 9])
-def test_of_many_keys_six_are_named_and_the_others_counted(count, tmp_path):
-    (tmp_path / "a.jsonl").write_text(json.dumps(dict.fromkeys(map(str, range(count)))))
-    with pytest.raises(InputRefused) as refused:
-        read(tmp_path / "a.jsonl")
+def test_of_many_keys_or_columns_six_are_named_and_the_others_counted(count, tmp_path):
+    record = dict.fromkeys(map(str, range(count)), "a")
+    (tmp_path / "a.jsonl").write_text(json.dumps(record))
+    pq.write_table(pa.Table.from_pylist([record]), tmp_path / "a.parquet")
     known = ", ".join(f"'{number}'" for number in range(min(count, 6))) + (
         f" and {count - 6} more" if count > 6 else ""
     )
-    assert f"its keys are {known}; correct or remove it" in str(refused.value)
+    for name, what in (("a.jsonl", "keys"), ("a.parquet", "columns")):
+        with pytest.raises(InputRefused) as refused:
+            read(tmp_path / name)
+        assert f"its {what} are {known}; " in str(refused.value)
 
 
 def test_skipping_every_record_is_refused_with_the_first_reason(sources):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from monograph.data.reading import Damaged, imported, unpacked
-from monograph.data.records import EMPTY, LONGEST_BYTES, Fault, Record, checked, not_utf8, short
+from monograph.data.records import EMPTY, LONGEST_BYTES, Fault, Record, checked, few, not_utf8, short
 from monograph.errors import InputRefused
 from monograph.storage.reading import (
     KeyTwice,
@@ -379,9 +379,8 @@ def _arrow_reader(pa: Any, path: Path) -> Iterator[Any]:
 def _require_strings(pa: Any, path: Path, schema: Any, key: str) -> None:
     columns = schema.get_all_field_indices(key)
     if len(columns) != 1:
-        names = ", ".join(map(ascii, schema.names[:8]))
         many = "several columns" if columns else "no column"
-        raise Damaged(path, f"has {many} {key!r}; its columns are {names}", _NAME_ANOTHER)
+        raise Damaged(path, f"has {many} {key!r}; its columns are {few(schema.names)}", _NAME_ANOTHER)
     kind = schema.field(key).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     if kind not in (pa.string(), pa.large_string(), pa.string_view()):
