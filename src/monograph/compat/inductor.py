@@ -206,6 +206,15 @@ def quiet_profiler() -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
+def parse_no_events(watching: torch.profiler.profile) -> None:
+    """Have a profile that has begun only write a trace: parsing its events, which is slow, is left out.
+
+    torch parses them at once with `acc_events`, without which torch 2.11 warns of cycles that there are not.
+    """
+    assert watching.profiler is not None
+    watching.profiler.acc_events = False
+
+
 # The partitioner keeps values that a checkpointed region reads from an earlier one, so this is later than all others.
 _LAST_REGION = 1 << 30
 

@@ -126,6 +126,7 @@ class LiveBytes:
     def __enter__(self) -> Self:
         compat.quiet_profiler()
         self._profile.__enter__()
+        compat.parse_no_events(self._profile)
         return self
 
     def __exit__(self, *raised: Any) -> None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
-from monograph.compat import quiet_profiler, watched_kernels
+from monograph.compat import parse_no_events, quiet_profiler, watched_kernels
 from monograph.device import clock, compiler_obstacle, describe, measured_matmul_flops, synchronize
 from monograph.engine import Engine
 from monograph.errors import DiskFull, InputRefused, UsageError
@@ -189,6 +189,7 @@ def _watched(engine: Engine, windows: Iterator[Any], update_s: float) -> tuple[t
         watching = torch.profiler.profile(activities=activities, record_shapes=True, acc_events=True)
         try:
             with watched_kernels(), watching, _spans(engine):
+                parse_no_events(watching)
                 _update(engine, _next(windows))  # the first profiled one takes longer
                 times = _each(engine, windows, UPDATES)
             tries.append((watching, sum(step.whole_s for step in times) / UPDATES))
@@ -314,6 +315,8 @@ def _event_s() -> float:
     for watched in (False, True) * ROUNDS:
         watching = torch.profiler.profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True)
         with watching if watched else nullcontext():
+            if watched:
+                parse_no_events(watching)
             torch.neg(one)
             began = clock()
             for _ in range(EVENTS):
