@@ -41,7 +41,7 @@ RUNS = {
 # What another kind stands for by day.
 AT_NIGHT = {
     "texts", "conversations", "adapters", "labels", "a module", "nothing held out", "padded", "streamed", "averaged",
-    "epochs", "a folder of its own", "pairs of adapters", "rewards of adapters",
+    "epochs", "a folder of its own", "pairs of adapters", "rewards of adapters", "a sweep",
 }  # fmt: skip
 
 

@@ -64,7 +64,7 @@ COLOURED = {
     ("environment", "coloured"),
     [
         pytest.param({"NO_COLOR": "1", "TERM": "xterm"}, set(), id="no colour", marks=pytest.mark.slow),
-        pytest.param({"TERM": "dumb"}, set(), id="dumb"),
+        pytest.param({"TERM": "dumb"}, set(), id="dumb", marks=pytest.mark.slow),
         pytest.param({"TERM": "xterm"}, COLOURED, id="colour"),
     ],
 )

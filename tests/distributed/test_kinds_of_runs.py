@@ -49,7 +49,7 @@ CASES = {
 
 
 # Ranks that draw, ranks that hold rows, and ranks with parts of an update stay by day.
-SLOW = {"rewards, hsdp", "rewards", "pairs, fsdp", "adapters on nf4", "streaming", "judged answers"}
+SLOW = {"rewards, hsdp", "rewards, fsdp", "rewards", "pairs, fsdp", "adapters on nf4", "streaming", "judged answers"}
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow if c in SLOW else ()) for c in CASES])

@@ -22,7 +22,7 @@ def chain(x):
     return ((x @ x).sin() @ x).cumsum(0) @ (x.exp() @ x).softmax(-1)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_kernels_share_as_many_files_as_threads_compile_and_compute_the_same(threads, monkeypatch):
     written, load = [], CppPythonBindingsCodeCache.load_async.__func__
 

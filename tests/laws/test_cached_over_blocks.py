@@ -195,6 +195,7 @@ def compiled_by(backend: Backend, shape: str, monkeypatch: pytest.MonkeyPatch, *
     return machine_of(model, FORM._replace(most=model.config.max_position_embeddings), mode="compiled")
 
 
+@pytest.mark.slow
 def test_a_traced_step_reads_the_next_block_too(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = compiled_by("aot_eager", "window", monkeypatch, blocks=2, layers=1)
     assert_law(machine, requests([1]))

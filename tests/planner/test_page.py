@@ -12,6 +12,7 @@ def shown(made) -> str:
     return made.PAGE.read_text().split(made.BEGIN)[1].split(made.END)[0].strip()
 
 
+@pytest.mark.slow
 def test_the_table_of_the_page_is_the_planner_s(monkeypatch):
     """Of the cards that one trace decides; the largest card, whose plan needs another, is planned at night."""
     made = script("docs/make_plan.py")

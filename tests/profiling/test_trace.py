@@ -195,6 +195,7 @@ def test_a_real_step_eagerly(tmp_path) -> None:
     assert sum(kernel.flops or 0.0 for kernel in head) / (UPDATES * tokens.numel()) == pytest.approx(6 * 97 * 16)
 
 
+@pytest.mark.slow
 def test_a_real_step_captured(tmp_path) -> None:
     """However it was captured, its generated kernels are seen, with their work."""
     torch.manual_seed(0)

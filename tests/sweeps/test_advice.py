@@ -165,11 +165,12 @@ def draws(generator: random.Random) -> tuple[list[Point], list[float | None]]:
     return points, values
 
 
-def test_advice_is_true_of_any_table(place: Path) -> None:
+@pytest.mark.parametrize("tables", [30, pytest.param(100, marks=pytest.mark.slow)])
+def test_advice_is_true_of_any_table(tables: int, place: Path) -> None:
     """What cannot be told apart is never called equal, nothing is called real but what is, and commands ask right."""
     generator = random.Random(0)
     said = set[str]()
-    for number in range(100):
+    for number in range(tables):
         points, values = draws(generator)
         table = table_of(points, values)
         found = advise(sweep_of(points), table)
@@ -186,7 +187,7 @@ def test_advice_is_true_of_any_table(place: Path) -> None:
             assert f"lr={setting.knobs['optim.lr']:.4g} (+" in texts, texts
         if tied and table.degrees < 3:
             assert "would hardly" not in texts, "a noise that is hardly known proves no likeness"
-        if number < 25:
+        if number < tables // 4:
             for each in found:
                 said.add(re.sub(r"[-+\d.e=±]+", "", each.text)[:12])
                 check_command(each, table, tied)

@@ -18,6 +18,7 @@ from monograph.config import load
 from monograph.data.corpus import Corpus, corpus
 from monograph.device import describe
 from monograph.ensemble import Ensemble
+from monograph.graph.capture import Backend
 from monograph.loop import train
 from monograph.resident import Resident
 from monograph.run.folder import Run
@@ -126,14 +127,15 @@ def test_members_of_one_seed_read_the_same_rows(runs: list[Run], text: Corpus) -
     together.close()
 
 
-def test_an_engine_that_is_filled_anew_trains_as_a_fresh_one(text: Corpus) -> None:
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+def test_an_engine_that_is_filled_anew_trains_as_a_fresh_one(text: Corpus, backend: Backend) -> None:
     """Bits, and nothing is compiled again: other weights and another rate in an engine that has trained before."""
     these = members([*POINTS, {"optim.lr": 3e-2, "optim.weight_decay": 0.1, "train.seed": 1}])
     first, other, second = (built(these[index], text) for index in (0, 2, 3))
     engine = make_engine(first[0], torch.device("cpu"))
     batch.schedule(engine, first)
     batches = [text.batches(128, seed=seed) for seed in (0, 1, 1)]
-    assert engine.capture(next(batches[2]), backend="aot_eager") is None
+    assert engine.capture(next(batches[2]), backend=backend) is None
     list(train(engine, batches[0], UPDATES))
     state, graphs = copied(engine.state()), compat.captured_graphs()
     assert not batch.refill(engine, make_engine(other[0], torch.device("cpu"))), "another decay is another graph"
