@@ -47,6 +47,14 @@ def test_a_damaged_file_is_written_anew(content: str, traced: list[Work], tmp_pa
     assert traced_bytes(WORK) == traced_bytes(WORK) and len(traced) == 2
 
 
+def test_a_trace_with_another_number_is_made_anew(traced: list[Work], tmp_path: Path) -> None:
+    first = traced_bytes(WORK)["weights"]
+    traced_bytes(replace(WORK, rows=3))
+    [kept] = (tmp_path / "home").iterdir()
+    kept.write_text(kept.read_text().replace(f"[{first},", f"[{first + 1},"))
+    assert traced_bytes(WORK)["weights"] == 30 and traced_bytes(replace(WORK, rows=3))["weights"] == 20
+
+
 def test_old_traces_go(traced: list[Work], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traces, "MOST", 2)
     for rows in (1, 2, 3, 2, 3, 1):

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,36 +19,46 @@ from monograph.predict.footprint import Work, footprint
 from monograph.storage.cache_dir import cache_root, digest
 from monograph.storage.reading import contents, parse_json
 
-MOST = 512  # traces that are kept, of about 200 bytes each; the ones added last
+MOST = 512  # traces that are kept, of about 150 bytes each; the ones added last
 
 
 def traced_bytes(work: Work) -> Mapping[str, int]:
     """Return the peak of a step's update by origin, from the cache folder or by a trace."""
     path, key = cache_root()[0] / "traces.json", digest(repr((work, torch.__version__, _code())))
-    kept = _read(path)
-    if (found := kept.get(key)) is not None:
-        return found
-    found = dict(footprint(work).by_origin)
-    kept = dict([*_read(path).items(), (key, found)][-MOST:])  # another process may have added some meanwhile
+    if known := _read(path).get(key):
+        return _sizes(known)
+    sizes = list(footprint(work).by_origin.values())
+    kept = {**_read(path), key: [*sizes, _seal(key, sizes)]}  # another process may have added some meanwhile
     with suppress(OSError):  # without it, the next plan traces again
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.{key[:16]}")
-        partial.write_text(json.dumps(kept))
+        partial.write_text(json.dumps(dict([*kept.items()][-MOST:])))
         partial.replace(path)
-    return found
+    return _sizes(kept[key])
 
 
-def _read(path: Path) -> dict[str, dict[str, int]]:
-    """Return the traces in a file; none if it is missing, damaged or of another form."""
+def _sizes(trace: list[Any]) -> dict[str, int]:
+    return dict(zip(ORIGINS, trace, strict=False))
+
+
+def _seal(key: str, sizes: list[int]) -> str:
+    return digest(f"{key} {sizes}")[:16]
+
+
+def _read(path: Path) -> dict[str, list[Any]]:
+    """Return the traces in a file, each the bytes of ORIGINS and a seal, without damaged ones."""
     with suppress(OSError, ValueError, RecursionError, InputRefused, Unreadable):
         kept = parse_json(contents(path) or b"")
-        if isinstance(kept, dict) and all(map(_is_trace, kept.values())):
-            return kept
+        if isinstance(kept, dict):
+            return {key: trace for key, trace in kept.items() if _is_sound(key, trace)}
     return {}
 
 
-def _is_trace(value: object) -> bool:
-    return isinstance(value, dict) and tuple(value) == ORIGINS and all(type(size) is int for size in value.values())
+def _is_sound(key: str, trace: object) -> bool:
+    if not isinstance(trace, list) or len(trace) != len(ORIGINS) + 1:
+        return False
+    *sizes, seal = trace
+    return all(type(size) is int for size in sizes) and seal == _seal(key, sizes)
 
 
 @cache
