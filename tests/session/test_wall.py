@@ -75,6 +75,7 @@ def test_a_slower_machine_still_ends_in_time(still: float) -> None:
     reporter.keep_time(75)
     assert session.cooled == [0, 75 + 6], "the last evaluation and measuring the memory take their part"
     session.ends_s = still + 3.5 + END_S
+    session.engine.step.index = 77
     reporter.keep_time(77)
     assert session.cooled == [0, 77 + 2], "slower still: the cool-down goes on, and ends earlier"
     session.ends_s = still + END_S
