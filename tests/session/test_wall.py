@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from laws.resumed import SETTINGS, cut_back, fingerprint, resume, start, write_inputs
+from monograph.commands.train import _times
 from monograph.device import clock
 from monograph.planner.defaults import END_S, end_s
 from monograph.run.progress import silent
@@ -74,6 +75,7 @@ def test_a_slower_machine_still_ends_in_time(still: float) -> None:
     reporter.keep_time(75)
     assert session.cooled == [0, 75 + 6], "the last evaluation and measuring the memory take their part"
     session.ends_s = still + 3.5 + END_S
+    session.engine.step.index = 77
     reporter.keep_time(77)
     assert session.cooled == [0, 77 + 2], "slower still: the cool-down goes on, and ends earlier"
     session.ends_s = still + END_S
@@ -113,6 +115,15 @@ def test_the_last_evaluation_takes_at_most_a_fifth_and_what_is_left(
     session.ends_s = still + 100 + END_S
     assert not slow.samples_midway and Deadline(session, 4.0, 2.0).samples_midway
     assert not slow.allows(26) and slow.allows(25)
+
+
+def test_where_preparation_took_all_the_time_it_is_said(still: float) -> None:
+    session = session_of(BY_CLOCK | {"train.wall_minutes": 2})
+    window = next(session.open_batches(0))
+    session.ends_s = still
+    assert _times(session, window, still) == "preparation left nothing of 2 min 00 s: one update, then the report"
+    session.ends_s = still + 100
+    assert "at most 2 min 00 s in all" in _times(session, window, still)
 
 
 @pytest.mark.parametrize(("start_s", "limit_s", "expected"), [

@@ -123,6 +123,8 @@ def _times(session: Session, window: Batch, asked_s: float) -> str:
         whole = f"at most {duration(60 * plan.wall_minutes)} in all"
     parts = "preparation and report" if plan.compile == "none" else "preparation, compiling and report"
     training_s = min(60 * plan.minutes, session.left_s)
+    if not training_s:
+        return f"preparation left nothing of {duration(60 * (plan.wall_minutes or 0))}: one update, then the report"
     return f"{duration(training_s)} of training, {whole} with {parts}"
 
 
