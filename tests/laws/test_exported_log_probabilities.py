@@ -229,7 +229,7 @@ def compare(model: Llama, folder: Path, length: int, prompts: tuple[int, ...], m
 
 # By day every second family.
 EACH_LENGTH = [
-    pytest.param(family, length, marks=() if length == 100 and place % 2 == 0 else pytest.mark.slow)
+    pytest.param(family, length, marks=() if length == 100 and place % 4 == 0 else pytest.mark.slow)
     for place, family in enumerate(REAL)
     for length in (100, 400)
 ]

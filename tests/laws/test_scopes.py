@@ -59,7 +59,7 @@ def compare(policy, precision, backend):
 # By day the two policies that keep most and least; test_recomputed_is_stored.py captures the others by blocks.
 @pytest.mark.parametrize(
     "policy",
-    [pytest.param(each, marks=() if each in (Remat.Off(), Remat.Full()) else pytest.mark.slow) for each in POLICIES],
+    [pytest.param(each, marks=() if each == Remat.Full() else pytest.mark.slow) for each in POLICIES],
     ids=lambda policy: type(policy).__name__,
 )
 def test_gradients_of_every_policy(policy):

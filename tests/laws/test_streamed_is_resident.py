@@ -59,14 +59,14 @@ def assert_same(sizes=None, batches=None, *, placement=None, blocks_per_stage=1,
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
-@pytest.mark.parametrize("family", nightly(FAMILIES, ["qwen3_moe", "qwen3_5"]))
+@pytest.mark.parametrize("family", nightly(FAMILIES, ["qwen3_moe"]))
 def test_families(family, precision):
     left = assert_same(FAMILIES[family], precision=precision)
     norms = [value for name, value in left.items() if "grad_norm" in name]
     assert len(norms) == UPDATES and min(norms) > 2 * arguments()["clip"], "clipping must bite"
 
 
-@pytest.mark.parametrize("place", nightly(EVERY, ["all on disk", "updated on both", "backward, updated on both"]))
+@pytest.mark.parametrize("place", nightly(EVERY, ["backward, updated on both"]))
 def test_placements(place):
     assert_same(placement=EVERY[place], precision="bf16", **unclipped(EVERY[place]))
 
@@ -79,7 +79,7 @@ def test_placements_of_whole_weights(place):
 
 @pytest.mark.parametrize(
     ("blocks_per_stage", "when"),
-    crossed([2, 3, 4], ["sweep", "next forward", "backward"], [(3, "next forward"), (4, "backward")]),
+    crossed([2, 3, 4], ["sweep", "next forward", "backward"], [(3, "next forward")]),
 )
 def test_stages_of_several_blocks(blocks_per_stage, when):
     """Three do not divide four; four are all."""
@@ -88,7 +88,9 @@ def test_stages_of_several_blocks(blocks_per_stage, when):
                 **unclipped(placement))  # fmt: skip
 
 
-@pytest.mark.parametrize("place", ["on the host", "next forward, offloaded", "backward"])
+@pytest.mark.parametrize(
+    "place", nightly(["on the host", "next forward, offloaded", "backward"], ["next forward, offloaded"])
+)
 @pytest.mark.parametrize("layers", nightly([1, 2, 3], [1]))
 def test_few_blocks(layers, place):
     assert_same({"num_hidden_layers": layers}, placement=EVERY[place], **unclipped(EVERY[place]))
@@ -129,7 +131,7 @@ OPTIMIZERS = {
         OPTIMIZERS,
         ["on the host", "everywhere", "updated on both", "next forward", "backward", "backward, updated on the host"],
         # By day test_updated_in_many_pieces has Muon and moments in 8 bits and in bf16.
-        [("averaged, groups", "updated on both"), ("muon", "on the host")],
+        [("averaged, groups", "updated on both")],
     ),
 )
 def test_optimizers(optim, place):
@@ -197,7 +199,7 @@ def kinked_windows(odd, level):
     crossed(
         PLACEMENTS,
         [0.0, float("inf")],
-        [("updated on both", 0.0), ("everywhere", float("inf"))],
+        [("updated on both", 0.0)],
     ),
 )
 def test_what_is_not_finite_changes_nothing(place, level):
@@ -240,7 +242,7 @@ def gradients(engine):
     crossed(
         ["on the host", "gradients on the device", "everywhere"],
         PRECISIONS,
-        [("on the host", "fp32"), ("everywhere", "bf16")],
+        [("everywhere", "bf16")],
     ),
 )
 def test_tied(place, precision):
@@ -269,7 +271,7 @@ def tied_on_the_host():
     return trained(streamed({"tie_word_embeddings": True}, clip=None, precision="bf16"), windows())
 
 
-@pytest.mark.parametrize("place", nightly(EVERY, ["everywhere", "backward, updated on both"]))
+@pytest.mark.parametrize("place", nightly(EVERY, ["backward, updated on both"]))
 def test_tied_wherever_it_lives(place):
     """All placements of one kind sum in the same order: bits."""
     engine = streamed({"tie_word_embeddings": True}, placement=EVERY[place], clip=None, precision="bf16")

@@ -76,7 +76,7 @@ def test_evaluated(place, ema):
     assert not other_bits(mine, of_twin(scored, between, **changes))
 
 
-@pytest.mark.parametrize("place", nightly(EVERY, ["all on disk", "updated on both", "backward, updated on both"]))
+@pytest.mark.parametrize("place", nightly(EVERY, ["backward, updated on both"]))
 def test_a_trial_changes_nothing(place):
     changes = unclipped(EVERY[place])
     engine = streamed(placement=EVERY[place], **changes)
@@ -87,7 +87,7 @@ def test_a_trial_changes_nothing(place):
     assert not other_bits(left | trained(engine, windows(1, first=2)), twin(None, windows(3), **changes))
 
 
-@pytest.mark.parametrize("place", nightly(PLACEMENTS, ["all on disk", "updated on both"]))
+@pytest.mark.parametrize("place", nightly(PLACEMENTS, ["updated on both"]))
 def test_an_update_of_no_window_changes_nothing(place):
     """Nor is the one before it lost, which may still wait for a forward pass."""
     mine = with_updates_of_nothing(streamed(placement=PLACEMENTS[place]))

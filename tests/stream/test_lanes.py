@@ -34,7 +34,7 @@ PASSING = ["next forward, offloaded", "some stages on the device", "backward, of
 
 # By day operations are watched at every time of an update, where it is on the host and on the device.
 # Together these have weights and moments in every home.
-DAY = {"updated on both", "backward, offloaded", "all on disk"}
+DAY = {"updated on both", "all on disk"}
 WATCHED = {"updated on both", "backward, offloaded"}
 
 
@@ -86,7 +86,7 @@ def test_readers_wait_for_the_writer_and_a_writer_for_all() -> None:
     assert recorder.works[-1].waits == ()
 
 
-@pytest.mark.parametrize("seed", nightly(range(20), range(4)))
+@pytest.mark.parametrize("seed", nightly(range(20), range(2)))
 def test_any_schedule_is_free_of_races_and_no_wait_is_superfluous(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random works on few spaces, with a short memory of marks."""
     monkeypatch.setattr(lanes, "MARKS", 20)
@@ -179,7 +179,7 @@ class Watching(Recorder):
             self.work = None
 
 
-@pytest.mark.parametrize("place", nightly(EVERY, WATCHED))
+@pytest.mark.parametrize("place", nightly(EVERY, {"updated on both"}))
 def test_works_touch_what_they_declare_and_the_host_nothing_before_all_is_done(place: str) -> None:
     """What works touch of the shared memory, and what the host does of it between them; nor is there a race."""
     watching, touches, odd = Watching(), 0, list[str]()
