@@ -24,7 +24,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("monograph.session.reporting.write_report", lambda *_: None)
     monkeypatch.setattr("monograph.session.reporting.SAMPLE_TOKENS", 4)
     monkeypatch.setattr("monograph.commands.train.measure_memory", lambda session: None)
-    monkeypatch.setattr("monograph.predict.roofline.measured_matmul_flops", lambda *_: 1e10)
+    monkeypatch.setattr("monograph.predict.roofline._measured_flops", lambda *_: 1e10)
     monkeypatch.chdir(tmp_path)
     write_inputs(tmp_path)
     return tmp_path

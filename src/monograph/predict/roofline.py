@@ -340,7 +340,14 @@ def peak_flops(device: Device, precisions: tuple[str, ...]) -> Mapping[str, floa
     if "bf16" in known:
         known.setdefault("fp16", known["bf16"])
     dtypes = {name: Precision(name).dtype for name in precisions if name not in known}
-    return known | {name: measured_matmul_flops(default_device(), dtype, 0.1) for name, dtype in dtypes.items()}
+    threads = torch.get_num_threads()
+    return known | {name: _measured_flops(default_device(), dtype, threads) for name, dtype in dtypes.items()}
+
+
+@functools.cache
+def _measured_flops(device: torch.device, dtype: torch.dtype, threads: int) -> float:
+    """Return the FLOP/s of products, measured once by each process; a run with rewards asks for them six times."""
+    return measured_matmul_flops(device, dtype, 0.1)
 
 
 def measured_memory_bytes_per_s() -> float:
