@@ -14,7 +14,9 @@ def test_adapters(script, monkeypatch, tmp_path, uncompiled):
     found = smoke(script("adapters"), monkeypatch, tmp_path / "found.json")
     assert len(found["cases"]) == 5
     for case in found["cases"]:
-        assert case["held_bytes"] < case["peak_bytes"]["full"] <= case["peak_bytes"]["none"]
+        # What is held at the peak of `none` may be more than the peak of `full`, which comes when copies are gone.
+        assert case["held_bytes"] < case["peak_bytes"]["none"]
+        assert case["peak_bytes"]["full"] <= case["peak_bytes"]["none"]
         assert case["measured"]["measured_bytes"] > 0
 
 

@@ -102,6 +102,8 @@ def test_the_hash_follows_the_text_and_not_the_place(folder, tmp_path):
         (None, "*.nothing", r"\*.nothing: no file matches"),
         ("", "empty.txt", "empty.txt: empty file"),
         ("a\0b", "nul.txt", "nul.txt: has NUL bytes"),
+        ("ARROW1\0\0", "polars.feather", "polars.feather: an Arrow or a Parquet file: name it .arrow or .parquet"),
+        ("PAR1\0", "table", "table: an Arrow or a Parquet file: name it .arrow or .parquet"),
         ("", "records.jsonl", "records.jsonl: empty file"),
         ("x", "backup.tar.gz", "backup.tar.gz: .tar files are not read"),
         ("x", "table.parquet.GZ", "table.parquet.GZ: .parquet files are not read; convert it"),

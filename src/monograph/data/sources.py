@@ -387,16 +387,18 @@ def _opened(candidate: Candidate, meter: Meter) -> tuple[SourceFile, str]:
 def _fault(kind: str, begin: bytes) -> str:
     """Return why a file of this kind with this beginning is no text (a key of `_FAULTS`), or ""."""
     if _looks_binary(begin):
-        return "binary"
+        return "a table by another name" if begin.startswith(_TABLES_BEGIN) else "binary"
     if kind in _ROWS:
         return "a table as text"
     return "an array of records" if kind == ".json" and _ARRAY.match(begin) else ""
 
 
+_TABLES_BEGIN = (b"ARROW1", b"PAR1")
 _MEANT = "call it .txt if its text is meant"
 _FAULTS = {
     "empty": "empty file; give a file with text",
     "binary": BINARY,
+    "a table by another name": "an Arrow or a Parquet file: name it .arrow or .parquet, and its rows are read",
     "a table as text": f"a table, whose commas would be learned, too: write it as .parquet or .jsonl; {_MEANT}",
     "an array of records": f"a JSON array that would be learned as text: write a record a line (.jsonl); {_MEANT}",
 }

@@ -8,9 +8,9 @@ r"""Read a number from a text, as people, LaTeX and programs write it. One gramm
     power     = "10" ("^" | "**") [sign] digits
     magnitude = hundred, thousand, million, billion or trillion
 
-- A separator of groups is a comma, an apostrophe, an underscore, a thin, narrow or no-break space, or LaTeX's `{,}`,
-  `,\!`, `\,`, `\;`, `\:` and "\ ". Commas also part the groups of two of India. A space of the keyboard parts nothing,
-  as it also stands between two numbers.
+- A separator of groups is a comma, an apostrophe or what looks like one, an underscore, a thin, narrow or no-break
+  space, or LaTeX's `{,}`, `,\!`, `\,`, `\;`, `\:`, `~` and "\ ". Commas also part the groups of two of India. A space
+  of the keyboard parts nothing, as it also stands between two numbers.
 - A sign is a hyphen, a minus sign, an en dash or a plus sign. Between two numbers, as in 10-12, it is none.
 - Times is `\times`, `\cdot`, ×, · or *; a fraction may be `\frac` and its like, or one character such as ½.
 - Digits of every script are digits, also raised ones in exponents.
@@ -37,6 +37,7 @@ UNITS = frozenset(
 _GAP = "\u00a0"  # stands for every space that may part groups of digits
 _NONE = "\ufffc"  # stands for what makes its neighbour no number, such as a root
 _FRACTION = "\u2044"
+_MARKS = "\u02b0-\u02ff\u0300-\u036f"  # signs that look like separators, and accents
 _MINUS = "\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d"
 _CHARACTERS = str.maketrans(
     dict.fromkeys(_MINUS, "-")
@@ -45,7 +46,8 @@ _CHARACTERS = str.maketrans(
     | dict.fromkeys("\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff", "")
     | dict.fromkeys("√∛∜π∞", _NONE)
     | dict(zip("＋，．／：＾＊％＄（）＝＿｛｝＼", "+,./:^*%$()=_{}\\", strict=True))
-    | {"·": "×", "⋅": "×", "∙": "×", "∗": "*", "∕": "/", "’": "'", "\u066b": ".", "\u066c": ","}
+    | {"·": "×", "⋅": "×", "∙": "×", "∗": "*", "∕": "/", "\u066b": ".", "\u066c": ","}
+    | dict.fromkeys("’‘‛´`′＇\u02b9\u02bb\u02bc\u02bd\u02c8", "'")
 )
 _OTHER_DIGIT = re.compile(r"[^\D0-9]")
 _RAISED = re.compile(r"[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
@@ -115,7 +117,7 @@ _JOINED = re.compile(
     (?P<core>
         (?: (?<![A-Za-z0-9)])\. )? [0-9]
         (?: [0-9]
-          | [.,'_:{_GAP}](?=[0-9])
+          | [.,'_:{_GAP}{_MARKS}](?=[0-9])
           | [eE][-+]?(?=[0-9])
           | [ ]?(?:[×÷/^{_FRACTION}+]|\*\*?)[ ]?-?[ ]?(?=\.?[0-9])
           | [ ](?=[0-9]+[ ]?[/{_FRACTION}][ ]?[0-9])  # one and a half: 1 1/2
@@ -145,6 +147,7 @@ _VALUE = re.compile(
 _SIMPLE = re.compile(rf"[-+]?{_decimal_of('by')}")
 _SPACED = re.compile(rf"[ ]*([×÷*/^{_FRACTION}+])[ ]*")
 _SPACES = re.compile(" {2,}")
+_TIE = re.compile("(?<=[0-9])~(?=[0-9])")  # LaTeX's no-break space
 _TIMES_TEN = re.compile(r"(?<=[0-9]) ?[xX] ?(?=10 ?(?:\^|\*\*))")
 _RAISED_UNIT = re.compile(r"(?<=[A-Za-z]) ?\^ ?[23](?![0-9])")
 
@@ -247,7 +250,7 @@ def _plain(text: str) -> str:
     """Return the text with one character for each sign and separator, and without LaTeX."""
     text = _OTHER_DIGIT.sub(lambda found: str(unicodedata.decimal(found[0])), text.translate(_CHARACTERS))
     text = _RAISED.sub(lambda found: f"^{found[0].translate(_LOWERED)}", text)
-    text = _VULGAR.sub(_vulgar, text)
+    text = _TIE.sub(_GAP, _VULGAR.sub(_vulgar, text))
     if "\\" in text or "{" in text:
         text = _without_latex(text)
     return _RAISED_UNIT.sub("", _TIMES_TEN.sub("×", _SPACES.sub(" ", text)))
@@ -276,7 +279,7 @@ def _opened(found: re.Match[str]) -> str:
     """Return what innermost braces hold, with the command before them."""
     if found["name"] is not None:
         if found["name"] in _SHOWN_AS_IT_IS:
-            return _shown(found["argument"])
+            return _shown(found, "argument")
         return " " if found["name"] in _OF_LAYOUT else _NONE
     if found["shift"] is not None:
         shifted = found["shifted"].strip()
@@ -284,16 +287,22 @@ def _opened(found: re.Match[str]) -> str:
             return f"^{shifted}"
         return f"{found['shift']}{_NONE}"
     if found["inner"] is not None:
-        return _shown(found["inner"])
+        return _shown(found, "inner")
     over, under = ((found[part] or found[f"{part}_digit"] or "").strip() for part in ("over", "under"))
     if not (_SIMPLE.fullmatch(over) and _SIMPLE.fullmatch(under)):
         return _NONE
-    # A digit before it makes a mixed number.
-    mixed = found.start() > 0 and found.string[found.start() - 1].isdigit()
-    return f"{' ' if mixed else ''}{over}{_FRACTION}{under}"
+    return f"{_before_a_fraction(found)}{over}{_FRACTION}{under}"
 
 
-def _shown(text: str) -> str:
+def _before_a_fraction(found: re.Match[str]) -> str:
+    """Return what parts a fraction from a digit before it, with which it makes a mixed number."""
+    return " " if found.start() > 0 and found.string[found.start() - 1].isdigit() else ""
+
+
+def _shown(found: re.Match[str], part: str) -> str:
+    text = found[part]
+    if _FRACTION in text:
+        return _before_a_fraction(found) + text
     # Words are no part of a digit's neighbour, as other signs may be.
     return f" {text} " if any(letter.isalpha() for letter in text) else text
 

@@ -55,7 +55,7 @@ def for_template(
         template: the template.
         messages: the messages.
         counts: gets the number of messages with each key that is left aside ("unread KEY"), and of arguments that
-            became objects ("parsed").
+            became objects ("parsed") or are the text of none ("kept").
         variables: the template's other variables.
 
     Raises:
@@ -93,6 +93,11 @@ def unread_notes(counts: Mapping[str, int]) -> list[str]:
         notes.append(
             f"the chat template writes a call's arguments from an object: {count} texts of JSON became objects"
         )
+    if counts["kept"]:
+        notes.append(
+            "the chat template writes a call's arguments from an object, but these are texts that are no JSON object, "
+            f"and are trained on as strings in quotes: {counts['kept']:,}"
+        )
     return notes
 
 
@@ -117,8 +122,9 @@ def _call(template: ChatTemplate, call: Any, counted: Counter[str]) -> Any:
     try:
         arguments = parse_json(text)
     except (ValueError, RecursionError):
-        return call
+        arguments = None
     if not isinstance(arguments, dict):
+        counted["kept"] += 1
         return call
     counted["parsed"] += 1
     parsed = {**function, "arguments": arguments}
