@@ -5,5 +5,12 @@ from monograph.planner.defaults import Plan, budget, plan, streamed_or_resident
 from monograph.planner.streaming import Limits, StreamCandidate
 
 __all__ = [
-    "Candidate", "Limits", "Plan", "Request", "StreamCandidate", "budget", "plan", "streamed_or_resident",
-]  # fmt: skip
+    "Candidate",
+    "Limits",
+    "Plan",
+    "Request",
+    "StreamCandidate",
+    "budget",
+    "plan",
+    "streamed_or_resident",
+]

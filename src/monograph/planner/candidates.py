@@ -66,9 +66,18 @@ class Request:
     def work(self, way: Ways, rows: int, device: Device) -> Work:
         """Return one way to train with micro-batches of `rows`."""
         return Work(
-            self.config, rows, self.length, self.optim, *way, self.rows, self.packed, self.clip, device.type, self.lora,
+            self.config,
+            rows,
+            self.length,
+            self.optim,
+            *way,
+            self.rows,
+            self.packed,
+            self.clip,
+            device.type,
+            self.lora,
             self.judged,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,9 @@ DEEP = 16
 UPDATES_SHARE = 0.95
 # The seconds that are kept for what follows the training of a run whose whole time is limited: saving, the report. They
 # are computed and loaded like the program's start, which tells how busy the machine is; at most a share of the time.
-END_S, END_STARTS, MOST_END = 10.0, 1.5, 0.25
+END_S = 10.0
+END_STARTS = 1.5
+MOST_END = 0.25
 CURVE_ROWS = 64  # held-out rows scored for a point of the curve; the last point uses all
 EVALUATIONS, CHECKPOINTS = 12, 6  # per run, where the settings leave it open
 
@@ -204,7 +206,8 @@ def muon_fields(preset: str, family: str, optimizer: str, epochs: int = 1) -> di
 
 
 # The share of a card's memory that tensors may take, as gaps between them take some; and the bytes of the CUDA context.
-FILLED, CONTEXT_BYTES = 0.97, 600 * 2**20
+FILLED = 0.97
+CONTEXT_BYTES = 600 * 2**20
 # The share of a host's free memory that tensors may take: the process also holds libraries and text, and other
 # programs run.
 FILLED_HOST = 0.5
@@ -245,7 +248,8 @@ class Plan:
         """Return one line that says which way comes nearest, and how much more memory it needs."""
         if not self.candidates:
             return self.not_streamed
-        best, short = self.nearest, self.nearest.peak_memory_bytes - self.budget_bytes
+        best = self.nearest
+        short = self.nearest.peak_memory_bytes - self.budget_bytes
         return (
             f"nothing fits {gibibytes(self.budget_bytes)} of {self.device.name}: the nearest, {described(best.work)}, "
             f"needs {gibibytes(best.peak_memory_bytes)}, {gibibytes(short)} more; use a smaller model or "

@@ -278,7 +278,9 @@ class Way:
         # A block's backward pass begins with the gradients of gate, up and their product (in a graph the product itself
         # is gone by then), and ends with those of its weights, where products do not add them. A chunk's logits become
         # their gradient, next to the rounded head.
-        eager, rounded, added = work.compile == "none", number % 4, 0 if work.fused else 4
+        eager = work.compile == "none"
+        rounded = number % 4
+        added = 0 if work.fused else 4
         weights = sum(plane.numbers for plane in self.stages.middle) / self.blocks_per_stage
         again = stored_numbers(work, "none") - stored_numbers(work, work.remat)  # in the block that is recomputed
         block = (again + (3 if eager else 2) * work.inner_numbers) * number * tokens + added * weights
@@ -345,7 +347,8 @@ class Way:
         whole = max((n for n, end in enumerate(ends) if fits(end)), default=0)
         if self.where == "host":
             return self.resident(ends[whole])
-        low, high = ends[whole], ends[min(whole + 1, len(ends) - 1)]
+        low = ends[whole]
+        high = ends[min(whole + 1, len(ends) - 1)]
         return self.resident(low + bisect_left(range(low + 1, high), True, key=lambda count: not fits(count)))
 
     def tiers(self, resident: Sequence[Names]) -> Tiers:

@@ -125,7 +125,8 @@ def _numerics(request: Request, choices: Choices) -> Iterator[Changed]:
         yield change, "products in 16 bits", replace(request, precisions=(choices.halves,))
     if lora is not None:
         if lora.base == "auto":
-            eight, four = replace(lora, base="int8"), replace(lora, base="nf4")
+            eight = replace(lora, base="int8")
+            four = replace(lora, base="nf4")
             yield "lora.base=int8", "frozen weights rounded to 8 bits", replace(request, lora=eight)
             yield "lora.base=nf4", "frozen weights rounded to 4 bits", replace(request, lora=four)
         return

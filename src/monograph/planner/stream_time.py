@@ -37,7 +37,8 @@ class Seconds(NamedTuple):
     @property
     def late_s(self) -> float:
         """Return how long the forward pass waits for stages that the host updates during it, one after another."""
-        ready, done = 0.0, self.device[0]
+        ready = 0.0
+        done = self.device[0]
         for host_s, there_s, next_s in zip(self.host, self.there, [*self.device[1:], 0.0], strict=True):
             ready += host_s
             done = max(done, ready) + there_s + next_s
@@ -60,7 +61,9 @@ class Seconds(NamedTuple):
 
 def seconds_of(way: Way, resident: Sequence[Names], times: Costs) -> Seconds:
     """Return the seconds of each stage for a way to stream."""
-    stages, count, blocks = way.stages, way.work.micro_batches, way.blocks_per_stage
+    stages = way.stages
+    count = way.work.micro_batches
+    blocks = way.blocks_per_stage
     numbers = [sum(plane.numbers for plane in planes) for planes in stages.planes]
     on_host = [sum(plane.numbers for plane in way.on_host(index, resident)) for index in range(stages.count)]
     inner = stages.count - 2
@@ -90,13 +93,16 @@ def closed_form(way: Way, resident: Sequence[Names], times: Costs, link: Link) -
             if name not in here
         )
 
-    names, seconds = way.stages.names, seconds_of(way, resident, times)
+    names = way.stages.names
+    seconds = seconds_of(way, resident, times)
     weights, weights_home = (away([WEIGHTS], home=home) for home in (False, True))
     gradients, gradients_home = (away([GRADIENT], home=home) for home in (False, True))
     renewed_bytes = away(names, home=False) - gradients
     disk_s, disk_home_s = (2 * away(way.on_disk, home=home) / link.disk for home in (False, True))
     boundaries = way.offloaded_bytes
-    there_s, back_s, renew_s = sum(seconds.there), sum(seconds.back), sum(seconds.device)
+    there_s = sum(seconds.there)
+    back_s = sum(seconds.back)
+    renew_s = sum(seconds.device)
     late_there_s = 0.0 if way.at_once else max(seconds.late_s, disk_home_s - there_s)
     late_back_s = max(seconds.late_in_backward_s, disk_home_s - back_s) if way.at_once else 0.0
     came = 0 if way.at_once else gradients  # gradients that left their slots come back for the update
@@ -121,14 +127,20 @@ def timing(work: Work, placement: Placement, times: Costs, link: Link) -> Timing
         model = Llama(work.config)
     clock = Clock(link)
     engine = Streamed(
-        model, optim=work.optim, clip=work.clip, precision=Precision(work.precision), lanes=Lanes(clock),
+        model,
+        optim=work.optim,
+        clip=work.clip,
+        precision=Precision(work.precision),
+        lanes=Lanes(clock),
         placement=replace(placement, device=META),
-    )  # fmt: skip
+    )
     played = min(work.micro_batches, MOST_PLAYED)
     several = work.micro_batches / played
     costs = {name: seconds * (1 if name.endswith("number_s") else several) for name, seconds in times._asdict().items()}
     state = torch.empty(
-        math.ceil(work.tokens * several), work.config.hidden_size,
-        dtype=Precision(work.precision).dtype, device=META,
-    )  # fmt: skip
+        math.ceil(work.tokens * several),
+        work.config.hidden_size,
+        dtype=Precision(work.precision).dtype,
+        device=META,
+    )
     return pretended(engine, clock, Costs(**costs), state, played)

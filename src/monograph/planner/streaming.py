@@ -65,7 +65,8 @@ class Limits:
         disk = free_bytes(folder or Path(tempfile.gettempdir()))
         rate = CPU_BYTES_PER_S if device.type == "cpu" else LINK_SHARE * (device.link_bytes_per_s or LINK_BYTES_PER_S)
         link = Link(rate, rate, DISK_BYTES_PER_S)
-        host_bytes, disk_bytes = int(HOST_SHARE * host.free_memory_bytes), int(DISK_SHARE * disk)
+        host_bytes = int(HOST_SHARE * host.free_memory_bytes)
+        disk_bytes = int(DISK_SHARE * disk)
         return cls(device_bytes, host_bytes, disk_bytes, link, None, device.type == "cpu", folder)
 
 
@@ -114,7 +115,8 @@ def streamed(request: Request, device: Device, limits: Limits, peak_flops: ByDty
         raise OutOfDeviceMemory(_refusal(request, device, limits))
     candidates = [_candidate(way, resident, device, limits, peak_flops) for way, resident in fitting]
     candidates.sort(key=lambda candidate: (candidate.update_s, candidate.peak_memory_bytes))
-    distinct, seen = _distinct(candidates), Counter[Where]()
+    distinct = _distinct(candidates)
+    seen = Counter[Where]()
     for index, candidate in enumerate(distinct):
         seen[candidate.placement.where] += 1
         if seen[candidate.placement.where] <= TIMED:
@@ -193,9 +195,15 @@ def _candidate(
     times = roofline.pass_times(way.work, device, peak_flops[way.work.precision], limits.host_rate)
     seconds = closed_form(way, resident, times, limits.link)
     return StreamCandidate(
-        way.work, sum(tiers["device"].values()), seconds, *speed(way.work, seconds, device), tiers["device"],
-        placement=way.placement(resident), tiers=tiers, disk_moved_bytes=2 * sum(tiers["disk"].values()),
-    )  # fmt: skip
+        way.work,
+        sum(tiers["device"].values()),
+        seconds,
+        *speed(way.work, seconds, device),
+        tiers["device"],
+        placement=way.placement(resident),
+        tiers=tiers,
+        disk_moved_bytes=2 * sum(tiers["disk"].values()),
+    )
 
 
 def _timed(candidate: StreamCandidate, device: Device, limits: Limits, peak_flops: ByDtype) -> StreamCandidate:
@@ -243,12 +251,14 @@ def _refusal(request: Request, device: Device, limits: Limits) -> str:
         )
     held = [(way, tiers) for way, tiers in every if "device" not in _short(tiers, limits)]
     way, least = min(held, key=lambda pair: sum(pair[1]["host"].values()))
-    there, computing = dict(least["host"]), sum(least["device"].values())
+    there = dict(least["host"])
+    computing = sum(least["device"].values())
     if limits.shared:
         there["computing"] = computing
     parts = ", ".join(f"{name} {gibibytes(size)}" for name, size in there.items() if size)
     in_addition = "" if limits.shared else f" next to {gibibytes(computing)} of {device.name}"
-    moments, folder = there.get("moments", 0), limits.folder or tempfile.gettempdir()
+    moments = there.get("moments", 0)
+    folder = limits.folder or tempfile.gettempdir()
     files = f"with the moments in files it would be {gibibytes(sum(there.values()) - moments)}, still too much"
     if moments > limits.disk_bytes:
         files = (
@@ -268,9 +278,11 @@ def _remedy(request: Request, device: Device, limits: Limits) -> str:
     for tokens in (request.tokens_per_update, *(request.length * rows for rows in fewer_rows)):
         for state in narrow if tokens == request.tokens_per_update else [request.optim.state, *narrow]:
             other = replace(
-                request, optim=replace(request.optim, state=state), tokens_per_update=tokens,
+                request,
+                optim=replace(request.optim, state=state),
+                tokens_per_update=tokens,
                 micro_batch=request.micro_batch and min(request.micro_batch, tokens // request.length),
-            )  # fmt: skip
+            )
             if _fitting(other, device, replace(limits, disk_bytes=0)):
                 fewer = "" if tokens == request.tokens_per_update else f"train.tokens_per_update = {tokens:,}"
                 narrower = "" if state == request.optim.state else f"optim.state = {state}"
@@ -283,7 +295,8 @@ def describe_way(candidate: StreamCandidate) -> str:
     placement = candidate.placement
     blocks = f"{placement.blocks_per_stage} block{'s' if placement.blocks_per_stage > 1 else ''} a stage"
     words = {"sweep": "in a sweep", "next forward": "before the next forward pass", "backward": "in the backward pass"}
-    when, where = words[placement.when], "on the host " if placement.where == "host" else ""
+    when = words[placement.when]
+    where = "on the host " if placement.where == "host" else ""
     return f"{blocks}, updated {where}{when}{', boundaries on the host' if placement.offload else ''}"
 
 

@@ -24,7 +24,8 @@ MOST = 512  # traces that are kept, of about 150 bytes each; the ones added last
 
 def traced_bytes(work: Work) -> Mapping[str, int]:
     """Return the peak of a step's update by origin, from the cache folder or by a trace."""
-    path, key = cache_root()[0] / "traces.json", digest(repr((work, torch.__version__, _code())))
+    path = cache_root()[0] / "traces.json"
+    key = digest(repr((work, torch.__version__, _code())))
     if known := _read(path).get(key):
         return _sizes(known)
     sizes = list(footprint(work).by_origin.values())

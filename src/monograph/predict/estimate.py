@@ -81,7 +81,8 @@ def stored_numbers(work: Work, remat: str | float) -> float:
     hybrid it is the mean of the blocks, and policies keep as large a share in a gated delta net as in attention.
     """
     layers = work.config.num_hidden_layers
-    linear, numbers = sum(map(work.config.is_linear, range(layers))), _attending_numbers(work, remat)
+    linear = sum(map(work.config.is_linear, range(layers)))
+    numbers = _attending_numbers(work, remat)
     if not linear or remat in ("full", "offload"):
         return numbers
     share = numbers / _attending_numbers(work, "none")
@@ -101,8 +102,11 @@ _DELTA_NET = {
 
 
 def _delta_net_numbers(work: Work) -> float:
-    config, captured = work.config, work.compile != "none"
-    heads, size, wide = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
+    config = work.config
+    captured = work.compile != "none"
+    heads = config.linear_num_value_heads
+    size = config.linear_key_head_dim
+    wide = config.linear_value_head_dim
     keys = config.linear_num_key_heads * size
     sizes = config.hidden_size, keys, heads * size, heads * wide, heads * CHUNK, heads * size * wide / CHUNK
     multiples = _DELTA_NET[captured, work.precision == "fp32"]
@@ -163,7 +167,8 @@ def _products(work: Work) -> tuple[Product, ...]:
 
     `stored_bytes` of a `Product` holds numbers here.
     """
-    (width, query, key_value), inner = _widths(work.config), work.inner_numbers
+    width, query, key_value = _widths(work.config)
+    inner = work.inner_numbers
     products = [("query", query), ("key", key_value), ("value", key_value), ("gate", inner), ("up", inner)]
     # Next to each adapter both its product and that of the frozen weight are results.
     results = 2 if work.lora else 1
@@ -206,7 +211,8 @@ class _Frozen(NamedTuple):
 @functools.lru_cache(maxsize=64)
 def _frozen(config: LlamaConfig, lora: Lora, precision: str) -> _Frozen:
     """Return the sizes of a model of any depth, from two shallow ones where all its blocks get the same adapters."""
-    layers, turn = config.num_hidden_layers, turn_of(config)
+    layers = config.num_hidden_layers
+    turn = turn_of(config)
     least = turn + layers % turn
     named_one_by_one = isinstance(lora.targets, str) and lora.targets != ALL_LINEAR
     if named_one_by_one or layers <= least + turn:
@@ -273,9 +279,13 @@ def estimate_bytes(work: Work) -> int:
 
     With adapters, the head has no gradient, and each adapter's inner values `A x` are kept.
     """
-    config, lora, number, tokens = work.config, work.lora, work.number_bytes, work.tokens
+    config = work.config
+    lora = work.lora
+    number = work.number_bytes
+    tokens = work.tokens
     optim = work.optim
-    weight, whole_blocks = 4 if optim.master_weights else 2, work.remat in ("full", "offload")
+    weight = 4 if optim.master_weights else 2
+    whole_blocks = work.remat in ("full", "offload")
     trained, frozen_bytes, _ = _frozen(config, lora, work.precision) if lora else (config.parameter_count(), 0, 0)
     moments = optim.moments_of_matrices if lora else optim.moments_each
     rounded = 2 if work.fused and work.remat == "none" and weight == 4 else 0

@@ -124,7 +124,8 @@ class FakeMemory:
             storage = tensor.untyped_storage()
             if (key := id(storage)) in self._known:
                 continue
-            origin, size_bytes = self._origin(tensor.shape), self._rounded(storage.nbytes())
+            origin = self._origin(tensor.shape)
+            size_bytes = self._rounded(storage.nbytes())
             self._known[key] = origin, size_bytes
             self._live[origin] += size_bytes
             weakref.finalize(storage, self._freed, key)
@@ -160,7 +161,8 @@ class FakeMemory:
         kept = dict(self._live)
         alive = self._passing(plan, arguments) if backward else {}
         for kernel in plan:
-            origin, size_bytes = self._origin(kernel.output.shape), self._rounded(kernel.size_bytes)
+            origin = self._origin(kernel.output.shape)
+            size_bytes = self._rounded(kernel.size_bytes)
             alive[kernel.name] = origin, size_bytes
             self._live[origin] += size_bytes
             if kernel.over in alive:

@@ -110,7 +110,8 @@ class Work:
     @property
     def masked(self) -> bool:
         """Return whether attention reads dense masks, as for all borders but those in a CUDA graph's flex attention."""
-        config, layers = self.config, range(self.config.num_hidden_layers)
+        config = self.config
+        layers = range(self.config.num_hidden_layers)
         bordered = self.packed or any((config.window(layer) or self.length) < self.length for layer in layers)
         return bordered and (self.device_type == "cpu" or self.compile == "none")
 
@@ -195,7 +196,8 @@ def _deep(work: Work) -> list[Curve]:
 
     If the traces at two depths do not line up, the model is traced at its full depth.
     """
-    layers, turn = work.config.num_hidden_layers, turn_of(work.config)
+    layers = work.config.num_hidden_layers
+    turn = turn_of(work.config)
     least = 2 if turn == 1 else turn + layers % turn
     depths = least, least + turn
     if layers <= depths[1]:
@@ -270,7 +272,8 @@ def deepened(low: list[Sample], high: list[Sample], beyond: int) -> list[Sample]
     """
     if len(low) == len(high):
         return _along(low, high, beyond)
-    ahead, back = _alike(low, high), _alike(low[::-1], high[::-1])
+    ahead = _alike(low, high)
+    back = _alike(low[::-1], high[::-1])
     if ahead + back < len(low):
         return None
     return _along(low[:ahead], high, beyond) + _along(low[::-1][:back], high[::-1], beyond)
@@ -312,9 +315,14 @@ def _curves(work: Work, graphs: Graphs | None = None, *, updated: bool = True) -
         if work.lora:
             put(model, work.lora, precision=Precision(work.precision))
         step = Step(
-            model, optim=work.optim, clip=work.clip, precision=Precision(work.precision), remat=named(work.remat),
-            loss=loss, layout=Layout(planes=planes),
-        )  # fmt: skip
+            model,
+            optim=work.optim,
+            clip=work.clip,
+            precision=Precision(work.precision),
+            remat=named(work.remat),
+            loss=loss,
+            layout=Layout(planes=planes),
+        )
         for plane in step.planes:
             memory.assign("gradients", [plane.grad])
             memory.assign("moments", plane.state.values())

@@ -18,10 +18,26 @@ from monograph.predict.lifetimes import Kernel, Name, scheduled
 # The compiler treats these as elementwise although torch does not tag them so: reads at computed places, casts,
 # constants.
 _ELEMENTWISE = {
-    "arange", "clone", "constant_pad_nd", "convert_element_type", "copy", "embedding", "full", "full_like", "gather",
-    "index", "iota", "lift_fresh_copy", "scalar_tensor", "select_scatter", "slice_scatter", "_to_copy", "_unsafe_index",
-    "cat", "repeat",
-}  # fmt: skip
+    "arange",
+    "clone",
+    "constant_pad_nd",
+    "convert_element_type",
+    "copy",
+    "embedding",
+    "full",
+    "full_like",
+    "gather",
+    "index",
+    "iota",
+    "lift_fresh_copy",
+    "scalar_tensor",
+    "select_scatter",
+    "slice_scatter",
+    "_to_copy",
+    "_unsafe_index",
+    "cat",
+    "repeat",
+}
 # These operators return their first argument, changed; the compiler writes the result over it.
 _WRITES_AT_PLACES = {"index_put", "_unsafe_index_put", "_unsafe_masked_index_put_accumulate", "scatter_add"}
 _REDUCTIONS = {"amax", "amin", "any", "argmax", "linalg_vector_norm", "logsumexp", "mean", "prod", "sum", "var_mean"}
@@ -48,7 +64,8 @@ def _written(graph: GraphModule, device_type: str) -> tuple[list[Kernel], set[Na
     behind: dict[Node, dict[Name, set[int]]] = {}  # for each buffer read: bytes of the dear values between, 0 for none
     kernels: list[Kernel] = []
     returned: frozenset[Name] = frozenset()
-    arguments, on_cpu = 0, device_type == "cpu"
+    arguments = 0
+    on_cpu = device_type == "cpu"
     for node in graph.graph.nodes:
         if node.op == "placeholder":
             reads[node], loads[node] = frozenset([arguments]), frozenset([(arguments,)])
@@ -63,8 +80,10 @@ def _written(graph: GraphModule, device_type: str) -> tuple[list[Kernel], set[Na
             returned = through
         elif bases := _changed(node):
             total, left, right = (source.meta["val"] for source in (*bases, node.kwargs["left"], node.kwargs["right"]))
-            product, inside = f"{node.name}'s product", inner_bytes(total, left, right, device_type)
-            size, changes = total.numel(), _only(reads[bases[0]], node)
+            product = f"{node.name}'s product"
+            inside = inner_bytes(total, left, right, device_type)
+            size = total.numel()
+            changes = _only(reads[bases[0]], node)
             kernels.append(Kernel(product, total, size, inside, through, fused=False, hidden=True))
             through |= {product}
             kernels.append(Kernel(node.name, total, size, total.nbytes, through, fused=False, changes=changes))

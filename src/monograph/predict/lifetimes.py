@@ -89,7 +89,8 @@ def _reuse(ordered: list[Kernel], expected: list[int]) -> None:
 
     The compiler does not know the workspace of operators, so the real peak may rise (`should_reuse_buffer`).
     """
-    most, freed = max(expected, default=0), dict[tuple[object, int], list[tuple[int, Name]]]()
+    most = max(expected, default=0)
+    freed = dict[tuple[object, int], list[tuple[int, Name]]]()
     kinds = {kernel.name: (kernel.output.dtype, kernel.size_bytes) for kernel in ordered if not kernel.hidden}
     for at, kernel in enumerate(ordered):
         if kernel.over is None and (waiting := freed.get(kinds.get(kernel.name, (None, 0)))):
@@ -177,9 +178,12 @@ def _make_ready(ordered: list[Kernel], kernel: Kernel, near: list[Kernel]) -> No
     """Move a kernel's inputs ahead of the first loop in `near` that it belongs to, unless they need its results."""
     ends = _loops(ordered) if near else []
     for place in map(ordered.index, near):
-        begin, end = ends.index(ends[place]), ends[place] + 1
+        begin = ends.index(ends[place])
+        end = ends[place] + 1
         members = {member.name for member in ordered[begin:end]}
-        needed, ahead, after = set(kernel.reads) - members, list[Kernel](), list[Kernel]()
+        needed = set(kernel.reads) - members
+        ahead = list[Kernel]()
+        after = list[Kernel]()
         for other in reversed(ordered[end:]):
             is_needed = other.name in needed
             (ahead if is_needed else after).append(other)

@@ -68,7 +68,8 @@ def flops_per_token(config: LlamaConfig, sequence_length: int, adapter_parameter
     attending = [layer for layer in range(config.num_hidden_layers) if not config.is_linear(layer)]
     windows = [min(config.window(layer) or sequence_length, sequence_length) for layer in attending]
     lengths = sum(w * (2 * sequence_length - w) // sequence_length for w in windows)  # over all layers
-    width, matrices = config.num_attention_heads * config.head_dim, matmul_parameters(config)
+    width = config.num_attention_heads * config.head_dim
+    matrices = matmul_parameters(config)
     not_computed = 2 * matrices - 6 * adapter_parameters if adapter_parameters else 0
     state = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
     of_states = 18 * (config.num_hidden_layers - len(attending)) * state
@@ -174,10 +175,13 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
                 twice; a third more where blocks recompute products, or in eager code anything; plus the dequantised
                 weights in each pass of a micro-batch
     """
-    config, captured, layers = work.config, work.compile != "none", work.config.num_hidden_layers
+    config = work.config
+    captured = work.compile != "none"
+    layers = work.config.num_hidden_layers
     again, attended_again = estimate.recomputed_flops(work)
     rate, bandwidth = reached(device)
-    tokens, micro = work.window_rows * work.length, work.tokens
+    tokens = work.window_rows * work.length
+    micro = work.tokens
     # With adapters, the other weights have no gradients: 4 FLOPs instead of 6.
     adapters = estimate.trained_adapters(work)
     flops = (4 if adapters else 6) * matmul_parameters(config) + 6 * adapters + layers * again
@@ -189,7 +193,8 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
         numbers *= 4 / 3
     traffic = 3 * numbers * work.number_bytes * layers
     forwards = 1 + (work.remat in ("full", "offload"))
-    steps, passes = work.micro_batches, 1 + forwards + forwards * (work.lora is not None and work.lora.dora)
+    steps = work.micro_batches
+    passes = 1 + forwards + forwards * (work.lora is not None and work.lora.dora)
     calls_s = steps * (MICRO_STEP_S + (2 * layers * CALL_S if work.compile == "blocks" else 0.0))
     crossing = 2 * layers * config.hidden_size * work.number_bytes
     link = device.link_bytes_per_s or LINK_BYTES_PER_S
@@ -209,11 +214,13 @@ def pass_times(work: Work, device: Device, peak_flops: float, host_bytes_per_s: 
 
     They include what `work.remat` recomputes within a stage. `host_bytes_per_s` is the rate of the host's memory.
     """
-    config, captured = work.config, work.compile != "none"
+    config = work.config
+    captured = work.compile != "none"
     rate, bandwidth = reached(device)
     tokens, number = work.tokens, work.number_bytes
     products = peak_flops * rate.products * tokens / (tokens + rate.saturating_tokens)
-    head, layers = config.vocab_size * config.hidden_size, config.num_hidden_layers
+    head = config.vocab_size * config.hidden_size
+    layers = config.num_hidden_layers
     of_block = (matmul_parameters(config) - head) // layers
     attended = 2 * config.num_attention_heads * config.head_dim * work.length
     again, attended_again = estimate.recomputed_flops(work)
@@ -305,7 +312,8 @@ class Calibration:
 
     def note_memory(self, device: Device, work: Work, traced: Mapping[str, int], measured_bytes: int) -> None:
         """Keep how far a step's measured peak is from its trace; more than all that passes has another cause."""
-        more, passing = measured_bytes - sum(traced.values()), _passing(traced)
+        more = measured_bytes - sum(traced.values())
+        passing = _passing(traced)
         if abs(more) <= passing:
             self._keep(self._beyond.setdefault(_kind(device, work.precision, work.compile), []), (more, passing))
 
@@ -357,7 +365,8 @@ def measured_memory_bytes_per_s() -> float:
     """
     one, other, out = (torch.zeros(2**24) for _ in range(3))
     torch.add(one, other, out=out)
-    count, start = 0, clock()
+    count = 0
+    start = clock()
     while count == 0 or clock() - start < 0.1:
         torch.add(one, other, out=out)
         count += 1
@@ -391,8 +400,10 @@ def drawing_s(config: LlamaConfig, drawing: Drawing, device: Device, peak_flops:
     reading weights, keys and values once, and its launches; the context is a prompt and half of an answer.
     """
     rate, bandwidth = reached(device)
-    rows, layers = min(drawing.answers, drawing.at_once), config.num_hidden_layers
-    context, matrices = drawing.prompt + drawing.tokens / 2, matmul_parameters(config)
+    rows = min(drawing.answers, drawing.at_once)
+    layers = config.num_hidden_layers
+    context = drawing.prompt + drawing.tokens / 2
+    matrices = matmul_parameters(config)
     attending = layers - sum(map(config.is_linear, range(layers)))
     attended = 4 * attending * config.num_attention_heads * config.head_dim * context
     products = peak_flops * rate.products * rows / (rows + rate.saturating_tokens)

@@ -26,7 +26,8 @@ NOTHING = 0.05  # a change that saves a smaller share of the step is not worth m
 FUSED = 0.45
 # The share of the host's time between kernels that remains when the step is one graph, taken from the numbers of
 # kernels; and the host's seconds for each call of a graph: one for each micro-step, one for the update.
-LAUNCHED, CALLED_S = KERNELS[True] / KERNELS[False], MICRO_STEP_S
+LAUNCHED = KERNELS[True] / KERNELS[False]
+CALLED_S = MICRO_STEP_S
 UPDATED = UPDATE_BYTES[True] / UPDATE_BYTES[False]  # the share of the optimizer's bytes that remains in one pass
 COMPUTED: tuple[Part, ...] = ("matmul", "attention", "loss head", "optimizer", "elementwise", "other")
 
@@ -167,17 +168,24 @@ def changes(spent: Spent, floors: Mapping[Part, float], bounds: Bounds, situatio
     offered = [
         Change(
             "a faster disk for MONOGRAPH_HOME, or cores left free for the thread that makes rows",
-            "the device waits for rows", spent.parts["data wait"],
+            "the device waits for rows",
+            spent.parts["data wait"],
         ),
         Change("no .item(), print or comparison of a tensor in the loss", "the host waits for the device", sync),
-        Change("what is copied in each step kept on the device", "copies run while nothing else does",
-               spent.parts["transfers"]),
-        Change("data.packing=packed", f"{1 - situation.used:.0%} of the positions are empty",
-               (1 - situation.used / situation.packed) * spent.total_s),
+        Change(
+            "what is copied in each step kept on the device",
+            "copies run while nothing else does",
+            spent.parts["transfers"],
+        ),
+        Change(
+            "data.packing=packed",
+            f"{1 - situation.used:.0%} of the positions are empty",
+            (1 - situation.used / situation.packed) * spent.total_s,
+        ),
         *_of_graphs(spent, bounds, gaps, situation),
         *_of_numbers(spent, bounds, situation),
         *_of_another_training(spent, floors),
-    ]  # fmt: skip
+    ]
     worth = [change for change in offered if change.saved_s > NOTHING * spent.total_s]
     return sorted(worth, key=lambda change: (not change.same_training, -change.saved_s))
 
@@ -194,9 +202,10 @@ def _of_graphs(spent: Spent, bounds: Bounds, gaps: float, situation: Situation) 
     """
     steps = situation.micro_steps
     larger = Change(
-        "a train.micro_batch twice as large", f"the host launches {steps} micro-steps an update",
+        "a train.micro_batch twice as large",
+        f"the host launches {steps} micro-steps an update",
         gaps * (steps // 2) / (steps + 1),
-    )  # fmt: skip
+    )
     if situation.captured or not situation.can_compile:
         return [larger]
     launched = max(0.0, gaps * (1 - LAUNCHED) - (steps + 1) * CALLED_S)
@@ -211,7 +220,8 @@ def _of_numbers(spent: Spent, bounds: Bounds, situation: Situation) -> list[Chan
     A latency-bound kernel gains nothing. A slowdown (`situation.bf16` above 1) applies to all of a part, except to the
     products of an optimizer such as Muon, which change as other products do.
     """
-    saved, products = 0.0, _share(bounds, "optimizer", "compute") * spent.parts["optimizer"]
+    saved = 0.0
+    products = _share(bounds, "optimizer", "compute") * spent.parts["optimizer"]
     for part, times in situation.bf16.items():
         part_s = spent.parts[part]
         if part == "optimizer":

@@ -62,7 +62,8 @@ def compiled_obstacle(device: torch.device) -> str | None:
     try:
         compat.tell_processors_apart()
         compat.quiet_missing_tf32()
-        compiled, expected = gradient(torch.compile(function)), gradient(function)
+        compiled = gradient(torch.compile(function))
+        expected = gradient(function)
     except Exception as error:
         return f"a compiled function fails: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
     off = float((compiled - expected).abs().max())

@@ -143,7 +143,8 @@ def _spent(timeline: Timeline, begin: float, end: float) -> Spent:
     kernels.sort(key=lambda kernel: kernel.begin_s)
     edges = sorted({begin, end, *_edges(kernels, begin, end), *_edges(timeline.spans, begin, end)})
     running: list[Kernel] = []
-    following, last_end = 0, begin
+    following = 0
+    last_end = begin
     for left, right in zip(edges, edges[1:], strict=False):
         running = [kernel for kernel in running if kernel.end_s > left]
         while following < len(kernels) and kernels[following].begin_s <= left:
@@ -191,7 +192,8 @@ def unwatched(watched: Timeline, event_s: float, whole_s: float, optimizer_s: fl
     """
     if overlaps:
         return undisturbed(spent(watched), Counter(watched.events) + Counter(watched.update_events), event_s, whole_s)
-    optimizer, rest = spent(watched, watched.updates), spent(watched, watched.rest)
+    optimizer = spent(watched, watched.updates)
+    rest = spent(watched, watched.rest)
     in_updates = undisturbed(optimizer, watched.update_events, event_s, optimizer_s)
     return in_updates + undisturbed(rest, watched.events, event_s, whole_s - optimizer_s)
 
@@ -207,7 +209,8 @@ def undisturbed(profiled: Spent, events: Mapping[Part, int], event_s: float, mea
     """
     parts = {part: max(0.0, profiled.parts[part] - events.get(part, 0) * event_s) for part in PARTS}
     if not (left := sum(parts.values())):
-        parts, left = dict(profiled.parts), profiled.total_s
+        parts = dict(profiled.parts)
+        left = profiled.total_s
     scale = measured_s / left if left else 0.0
     gaps = {
         cause: seconds * scale * parts[OF_CAUSE[cause]] / profiled.parts[OF_CAUSE[cause]] if seconds else 0.0

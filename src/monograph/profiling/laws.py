@@ -45,7 +45,10 @@ from monograph.stream import Placement, Streamed
 
 SHAPE = LlamaConfig.preset("nano", vocab_size=256, max_position_embeddings=512, tie_word_embeddings=False)
 ROWS = ((300, 84), (100, 284), (384,), (200, 150))  # documents; the last row ends with padding
-LENGTH, PROMPT, WRITTEN, DRAWS = 384, 40, 24, 64
+LENGTH = 384
+PROMPT = 40
+WRITTEN = 24
+DRAWS = 64
 DRAWN, LIKELIEST = (Sampling(temperature, logprobs=0, seed=1) for temperature in (1.0, 0.0))
 
 
@@ -135,8 +138,11 @@ class _Small:
         return Compared(_off(_computed(engine, self.rows), _exact()), self.bound)
 
     def replayed(self) -> Compared:
-        replayed, called, notes = self.engine(), self.engine(), list[str]()
-        called.step.recorder, replayed.step.announce = None, notes.append
+        replayed = self.engine()
+        called = self.engine()
+        notes = list[str]()
+        called.step.recorder = None
+        replayed.step.announce = notes.append
         with _one_order():  # for the compiler, too
             found = _differing(self.captured(replayed), self.captured(called), self.rows)
         return Compared(found, 0, "" if is_replayed(replayed.step) else "; ".join(["nothing is replayed", *notes]))
@@ -146,7 +152,8 @@ class _Small:
             return Compared(_differing(self.engine(remat=Remat.Full()), self.engine(), self.rows), 0)
 
     def streamed(self) -> Compared:
-        place, model = Placement(self.device), copy.deepcopy(self.model).cpu()
+        place = Placement(self.device)
+        model = copy.deepcopy(self.model).cpu()
         with _one_order():
             engine = Streamed(model, optim=AdamW(lr=0.01), precision=self.precision, placement=place)
             return Compared(_differing(engine, self.engine(), self.rows), 0)
@@ -156,7 +163,8 @@ class _Small:
         members = [Llama(SHAPE, seed).to(self.device, torch.float64) for seed in range(2)]
         solo = self.engine(copy.deepcopy(members[1]), clip=0.5)
         together = Ensemble(members, optim=AdamW(lr=0.01), clip=0.5)
-        found, expected = list[Tensor](), list[Tensor]()
+        found = list[Tensor]()
+        expected = list[Tensor]()
         for ours, its in zip(train(together, [self.rows] * 2), train(solo, [self.rows] * 2), strict=True):
             found += [ours.loss[1], ours.grad_norm[1]]
             expected += [its.loss, its.grad_norm]
@@ -173,8 +181,10 @@ class _Small:
     @torch.no_grad()
     def sampled(self) -> Compared:
         """Count tokens that filters leave otherwise than their definitions in float64, and draws of tokens not left."""
-        options, draw = Sampling(0.8, top_k=40, top_p=0.9, min_p=0.02), torch.Generator().manual_seed(1)
-        chain, logits_BV = chain_of([options]), 2.5 * torch.randn(DRAWS, SHAPE.vocab_size, generator=draw)
+        options = Sampling(0.8, top_k=40, top_p=0.9, min_p=0.02)
+        draw = torch.Generator().manual_seed(1)
+        chain = chain_of([options])
+        logits_BV = 2.5 * torch.randn(DRAWS, SHAPE.vocab_size, generator=draw)
         # Rounding may decide on a token beside a threshold, which a threshold moved a little shows.
         least_BV, most_BV = (_left(logits_BV.double(), options, by) for by in (1 + 1e-6, 1 - 1e-6))
         logits_BV = logits_BV.to(self.device).repeat(DRAWS, 1)
@@ -192,7 +202,8 @@ class _Small:
     @torch.no_grad()
     def cached(self) -> Compared:
         """Compare the logits of a prompt's rest, read token by token, with those of a whole pass."""
-        model, ids_BT = self.model.train(False), self.alone["tokens"][:2, :PROMPT].to(self.device)
+        model = self.model.train(False)
+        ids_BT = self.alone["tokens"][:2, :PROMPT].to(self.device)
         cache = KVCache.allocate(SHAPE, 2, PROMPT, torch.float64, self.device)
         positions_BT = torch.arange(PROMPT, device=self.device).expand(2, -1)
         parts = [slice(0, WRITTEN), *(slice(place, place + 1) for place in range(WRITTEN, PROMPT))]
@@ -202,13 +213,16 @@ class _Small:
     @torch.no_grad()
     def generated(self) -> Compared:
         """Count the likeliest tokens that the decode graph writes and whole forward passes do not."""
-        written, ids = self._written(self._generator(LIKELIEST, "compiled"), LIKELIEST), self._prompt
+        written = self._written(self._generator(LIKELIEST, "compiled"), LIKELIEST)
+        ids = self._prompt
         for _ in range(WRITTEN):
             ids = torch.cat([ids, self.model.logits(self.model(ids[None])[0, -1]).argmax()[None]])
         return Compared(sum(map(ne, [token for token, _ in written], ids[PROMPT:].tolist())), 0)
 
     def resumed(self) -> Compared:
-        whole, resumed, no_data = self.engine(), self.engine(), SimpleNamespace(state=dict)
+        whole = self.engine()
+        resumed = self.engine()
+        no_data = SimpleNamespace(state=dict)
         with _one_order(), temporary_folder() as folder:
             list(train(whole, [self.rows] * 2))
             save_checkpoint(whole, no_data, folder)  # type: ignore[arg-type]
@@ -218,13 +232,15 @@ class _Small:
     def scored(self) -> Compared:
         """Compare the log-probabilities of drawn tokens with those that the training pass computes."""
         tokens, drawn = zip(*self._written(self._generator(DRAWN), DRAWN), strict=True)
-        ids, model = torch.cat([self._prompt, torch.tensor(tokens, device=self.device)]), self.model.train()
+        ids = torch.cat([self._prompt, torch.tensor(tokens, device=self.device)])
+        model = self.model.train()
         scored = token_log_probabilities(model(ids[None])[0, PROMPT - 1 : -1], model.lm_head.weight, ids[PROMPT:])
         return Compared(float((scored.detach().cpu() - torch.tensor(drawn)).abs().max()), 1e-5)
 
     def adapted(self) -> Compared:
         """Count the numbers of hidden states that differ from the base's once trained adapters are off."""
-        model, window = copy.deepcopy(self.model), {name: rows.to(self.device) for name, rows in self.rows.items()}
+        model = copy.deepcopy(self.model)
+        window = {name: rows.to(self.device) for name, rows in self.rows.items()}
         layers = adapt(model, Lora(rank=4)).values()
         list(train(self.engine(model), [self.rows] * 2))
         trained = all(layer.lora_B.weight.any() for layer in layers)
@@ -238,7 +254,8 @@ class _Small:
     def stale(self) -> Compared:
         """Count the tokens, with their probabilities, that a decoder writes after an update and a new one does not."""
         model = copy.deepcopy(self.model)
-        kept, engine = self._generator(DRAWN, model=model), self.engine(model)
+        kept = self._generator(DRAWN, model=model)
+        engine = self.engine(model)
         before = self._written(kept, DRAWN)
         list(train(engine, [self.rows]))
         kept.forget()
@@ -250,7 +267,8 @@ class _Small:
         return self.alone["tokens"][0, :PROMPT].to(self.device)
 
     def _generator(self, sampling: Sampling, mode: Mode = "eager", model: Llama | None = None) -> Generator:
-        chain, slots = chain_of([sampling]), PROMPT + WRITTEN
+        chain = chain_of([sampling])
+        slots = PROMPT + WRITTEN
         return Generator(model or self.model, chain, rows=1, slots=slots, vocabulary=SHAPE.vocab_size, mode=mode)
 
     def _written(self, generator: Generator, sampling: Sampling) -> list[tuple[int, float]]:

@@ -83,7 +83,8 @@ def _product_s(device: torch.device, dtype: torch.dtype, operands: Operands) -> 
     given = [[ones(size).as_strided(*operand) for size, operand in pairs] for _ in range(count)]
     # Multiply as a captured step does.
     by_onednn = device.type == "cpu" and dtype == torch.float32 and len(operands[0][0]) == 2 and mkl_is_slow()
-    multiply, times = onednn if by_onednn else torch.matmul, []
+    multiply = onednn if by_onednn else torch.matmul
+    times = []
     for _ in range(ROUNDS):
         began = clock()
         for left, right in given:
@@ -164,7 +165,8 @@ def profile(
     timeline = trace.read(events, has_kernel, of_head, isinstance(engine.model, Llama))
     overlaps = engine.step.device.type != "cpu"
     unwatched_spent = unwatched(timeline, _event_s(), measured.whole_s, measured.optimizer_s, overlaps)
-    machine, steps = machine_of(engine), -(-rows // micro)
+    machine = machine_of(engine)
+    steps = -(-rows // micro)
     situation = situation_of(engine, timeline.kernels, steps, used, packed)
     judged = verdict(unwatched_spent, timeline.kernels, machine, situation)
     return Profile(measured.whole_s, watched_s, UPDATES, steps, machine, judged, file)
@@ -261,7 +263,8 @@ def _spans(engine: Engine) -> Iterator[None]:
     if head is None or step.scope == "whole":
         yield
         return
-    kept, spanned = step.loss, copy.copy(step.loss)
+    kept = step.loss
+    spanned = copy.copy(step.loss)
 
     @functools.wraps(head)
     def watched(*arguments: Any, **keywords: Any) -> Any:
@@ -311,7 +314,8 @@ def _event_s() -> float:
 
     Many tiny operators are run with and without the profiler; the quickest round of each counts.
     """
-    one, times = torch.zeros(1), dict[bool, list[float]]({False: [], True: []})
+    one = torch.zeros(1)
+    times = dict[bool, list[float]]({False: [], True: []})
     for watched in (False, True) * ROUNDS:
         watching = torch.profiler.profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True)
         with watching if watched else nullcontext():

@@ -19,24 +19,42 @@ from typing import Any, NamedTuple
 
 from monograph.profiling.intervals import Kernel, Operands, Part, Span, Timeline
 
-STEP, DATA, HEAD, UPDATE = "monograph.step", "monograph.data", "monograph.head", "monograph.update"
+STEP = "monograph.step"
+DATA = "monograph.data"
+HEAD = "monograph.head"
+UPDATE = "monograph.update"
 ADDED = "monograph::add_product_"  # part of the head, in one graph of the step, where the head has no span
 Event = Mapping[str, Any]
 HasKernel = Callable[[str], bool]  # whether the operator of a name runs a kernel of its own
 
 _BYTES = {
-    "double": 8, "long int": 8, "long": 8, "float": 4, "int": 4, "c10::BFloat16": 2, "c10::Half": 2, "short": 2,
-}  # fmt: skip
+    "double": 8,
+    "long int": 8,
+    "long": 8,
+    "float": 4,
+    "int": 4,
+    "c10::BFloat16": 2,
+    "c10::Half": 2,
+    "short": 2,
+}
 # Products, with the index of their left input among the inputs; the last three are `monograph.graph.matmul`'s.
 _PRODUCTS = {
-    "mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_linear_pointwise": 0, "_scaled_mm": 0,
-    "onednn_matmul": 0, "small_matmul": 0, "batched_matmul": 0,
-}  # fmt: skip
+    "mm": 0,
+    "addmm": 1,
+    "bmm": 0,
+    "baddbmm": 1,
+    "_linear_pointwise": 0,
+    "_scaled_mm": 0,
+    "onednn_matmul": 0,
+    "small_matmul": 0,
+    "batched_matmul": 0,
+}
 _GROUPED = {"grouped_linear", "grouped_outer"}  # `monograph.graph.grouped`'s, rows of experts and their matrices
 _BATCHED = {"bmm", "baddbmm", "batched_matmul"}
 _ATTENTION = re.compile(r"(scaled_dot_product|flash_attention|efficient_attention|cudnn_attention|flex_attention)")
 # Names that Inductor gives to the kernels it generates, and to those from its templates for products.
-_GENERATED, _TEMPLATE = re.compile(r"^(triton|cpp)_"), re.compile(r"^triton_tem_")
+_GENERATED = re.compile(r"^(triton|cpp)_")
+_TEMPLATE = re.compile(r"^triton_tem_")
 _WAITS = re.compile(r"Synchronize|^aten::_local_scalar_dense$")
 _BACKWARD = "autograd::engine::evaluate_function"
 
@@ -71,7 +89,8 @@ def read(trace: Mapping[str, Any], has_kernel: HasKernel, vocabulary: int | None
     steps = [event for event in events if event["name"] == STEP and event.get("cat") == "user_annotation"]
     if not steps:
         raise ValueError(f"the trace has no {STEP}")
-    begin, main = min(event["ts"] for event in steps), steps[0]["tid"]
+    begin = min(event["ts"] for event in steps)
+    main = steps[0]["tid"]
     end = max(event["ts"] + event["dur"] for event in steps)
     events = [event for event in events if begin <= event["ts"] <= end]
     reader = _Reader(has_kernel, vocabulary, heads_are_batched, _seconds(begin))
@@ -121,7 +140,9 @@ class _Reader:
     """
 
     def __init__(self, has_kernel: HasKernel, vocabulary: int | None, heads_are_batched: bool, begin_s: float) -> None:
-        self.has_kernel, self.vocabulary, self.heads_are_batched = has_kernel, vocabulary, heads_are_batched
+        self.has_kernel = has_kernel
+        self.vocabulary = vocabulary
+        self.heads_are_batched = heads_are_batched
         self.begin_s = begin_s
         self.head: set[int] = set()
         self.kernels: list[Kernel] = []
@@ -162,7 +183,9 @@ class _Reader:
             self.kernels.append(Kernel(place.inside, begin, end, *work(event), begin, event["name"], _operands(event)))
 
     def _placed(self, event: Event, place: _Place) -> _Place:
-        name, part, number = event["name"], place.part, event.get("args", {}).get("Sequence number")
+        name = event["name"]
+        part = place.part
+        number = event.get("args", {}).get("Sequence number")
         if part is None:
             if name == UPDATE:
                 part = "optimizer"
@@ -203,7 +226,8 @@ class _Reader:
             if operator is not None:
                 part = self._part(operator, place.part)
                 if id(operator) not in seen:  # the first of an operator's kernels gets its work
-                    (flops, moved), operands = work(operator), _operands(operator)
+                    flops, moved = work(operator)
+                    operands = _operands(operator)
                     seen.add(id(operator))
             elif place.part is None and _GENERATED.search(event["name"]):
                 part = "elementwise"
@@ -217,7 +241,8 @@ def _shapes(event: Event) -> list[list[int]]:
 
 def _operands(event: Event) -> Operands | None:
     """Return the operands of a product of two matrices or two batches of them; None for anything else."""
-    name, given = event["name"].rpartition("::")[2], event.get("args", {})
+    name = event["name"].rpartition("::")[2]
+    given = event.get("args", {})
     if name not in _PRODUCTS or name.startswith("_"):
         return None
     first = _PRODUCTS[name]
@@ -237,7 +262,8 @@ def work(event: Event) -> tuple[float | None, float | None]:
     else the largest input. A generated kernel has its outputs among its inputs. The shapes of the products in
     Inductor's templates are not known.
     """
-    name, shapes = event["name"].rpartition("::")[2], _shapes(event)
+    name = event["name"].rpartition("::")[2]
+    shapes = _shapes(event)
     types = event.get("args", {}).get("Input type", [])
     sizes = [
         math.prod(shape) * _BYTES.get(kind, 1)

@@ -100,7 +100,8 @@ def _drawings(sides: Sequence[Compared]) -> Drawings:
 
 
 def _lines(found: Columns, at: int, name: str, place: int, trend: str, points: str) -> list[Line]:
-    shade, lines = place % SHADES, list[Line]()
+    shade = place % SHADES
+    lines = list[Line]()
     if trend in found:
         style = "line" if trend == "lr" else "trend"
         lines.append(Line(trend, name, style, at, shade))
@@ -126,17 +127,19 @@ def _limits(tables: Sequence[Columns], lines: Sequence[Line], name: str) -> tupl
 def _scores(sides: Sequence[Compared], unit: str) -> str:
     rows: list[list[Cell]] = []
     for side in sides:
-        rows.append([
-            side.name,
-            number(side.score, "{:.4f}"),
-            number(side.difference, "{:+.4f}"),
-            number(side.standard_error, "{:.4f}"),
-            side.pairs,
-            (count(side.params), side.params),
-            number(side.tokens_per_s, "{:,.0f}"),
-            number(len(side.curves) or None, "{:,}"),
-            side.verdict,
-        ])  # fmt: skip
+        rows.append(
+            [
+                side.name,
+                number(side.score, "{:.4f}"),
+                number(side.difference, "{:+.4f}"),
+                number(side.standard_error, "{:.4f}"),
+                side.pairs,
+                (count(side.params), side.params),
+                number(side.tokens_per_s, "{:,.0f}"),
+                number(len(side.curves) or None, "{:,}"),
+                side.verdict,
+            ]
+        )
     heads = ["model", unit, "difference", "standard error", "over", "parameters", "tokens/s", "runs", "verdict"]
     return table("Scores", heads, rows)
 

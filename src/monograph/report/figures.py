@@ -28,19 +28,46 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Each role has a colour of its own, so that a page can replace it by the page's colour in an SVG.
-INK, MUTED, GRID, ACCENT, WARN, PAPER = "#1c1d21", "#6e7079", "#e4e5ea", "#2457c5", "#c2460e", "#fffffe"
+INK = "#1c1d21"
+MUTED = "#6e7079"
+GRID = "#e4e5ea"
+ACCENT = "#2457c5"
+WARN = "#c2460e"
+PAPER = "#fffffe"
 STYLE: dict[Any, Any] = {
-    "font.family": "DejaVu Sans", "font.size": 9, "text.color": INK,
-    "axes.edgecolor": GRID, "axes.labelcolor": MUTED, "axes.facecolor": "none", "axes.axisbelow": True,
-    "axes.titlecolor": INK, "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation": "left",
-    "axes.titlepad": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False,
-    "axes.grid": True, "axes.grid.axis": "y", "grid.color": GRID, "grid.linewidth": 0.7,
-    "xtick.color": MUTED, "xtick.labelsize": 8, "xtick.major.size": 3, "xtick.major.width": 0.7,
-    "ytick.color": MUTED, "ytick.labelsize": 8, "ytick.major.size": 0,
-    "lines.solid_capstyle": "round", "lines.solid_joinstyle": "round",
-    "figure.facecolor": PAPER, "savefig.facecolor": PAPER,
-    "svg.fonttype": "none", "svg.hashsalt": "monograph",  # equal runs give equal files
-}  # fmt: skip
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "text.color": INK,
+    "axes.edgecolor": GRID,
+    "axes.labelcolor": MUTED,
+    "axes.facecolor": "none",
+    "axes.axisbelow": True,
+    "axes.titlecolor": INK,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.color": GRID,
+    "grid.linewidth": 0.7,
+    "xtick.color": MUTED,
+    "xtick.labelsize": 8,
+    "xtick.major.size": 3,
+    "xtick.major.width": 0.7,
+    "ytick.color": MUTED,
+    "ytick.labelsize": 8,
+    "ytick.major.size": 0,
+    "lines.solid_capstyle": "round",
+    "lines.solid_joinstyle": "round",
+    "figure.facecolor": PAPER,
+    "savefig.facecolor": PAPER,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "monograph",  # equal runs give equal files
+}
 
 
 @contextmanager
@@ -286,9 +313,16 @@ def _trend(axes: Axes, tokens: Floats, values: Floats, written: Callable[[float]
     near_end = max(float(values[tokens >= begin].max()), float(np.interp(begin, tokens, values)))
     place = (tokens[-1], min(near_end, axes.get_ylim()[1]))
     axes.annotate(
-        written(float(medians[-1])), place, (0, 5), textcoords="offset points", ha="right", fontsize=8.5,
-        fontweight="bold", color=ACCENT, annotation_clip=False,
-    )  # fmt: skip
+        written(float(medians[-1])),
+        place,
+        (0, 5),
+        textcoords="offset points",
+        ha="right",
+        fontsize=8.5,
+        fontweight="bold",
+        color=ACCENT,
+        annotation_clip=False,
+    )
 
 
 def _thinning(values: Floats) -> int:
@@ -303,6 +337,14 @@ def _labels_at_right(axes: Axes, labels: Sequence[tuple[float, str, str, str]]) 
     for level, text, colour, weight in sorted(labels):
         place = max(level, place + gap)
         axes.annotate(
-            text, (1, place), (8, 0), xycoords=("axes fraction", "data"), textcoords="offset points", va="center",
-            fontsize=8.5, color=colour, fontweight=weight, annotation_clip=False,
-        )  # fmt: skip
+            text,
+            (1, place),
+            (8, 0),
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            va="center",
+            fontsize=8.5,
+            color=colour,
+            fontweight=weight,
+            annotation_clip=False,
+        )

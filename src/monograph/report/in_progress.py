@@ -19,7 +19,8 @@ class PageInProgress:
     """
 
     def __init__(self, write: Callable[[str], None]) -> None:
-        self._write, self._due_s = write, clock() + REFRESH_S
+        self._write = write
+        self._due_s = clock() + REFRESH_S
 
     def refresh(self) -> None:
         """Write the page if it was not written for a while."""

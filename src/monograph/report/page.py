@@ -95,7 +95,8 @@ def page(
 
 
 def _grid(shown: Sequence[str], halves: bool) -> str:
-    body, arrangement = "\n".join(shown), "drawings half" if halves else "drawings"
+    body = "\n".join(shown)
+    arrangement = "drawings half" if halves else "drawings"
     return f'<div class="{arrangement}">\n{body}\n</div>\n'
 
 

@@ -46,8 +46,10 @@ def profile_page(title: str, profile: Profile, tokens_per_s: float, config: str)
         tokens_per_s: the run's speed.
         config: the run's settings as TOML.
     """
-    judged, faster = profile.verdict, profile.update_s / max(profile.verdict.floor_s, 1e-12)
-    best, found = judged.change, said(profile)
+    judged = profile.verdict
+    faster = profile.update_s / max(profile.verdict.floor_s, 1e-12)
+    best = judged.change
+    found = said(profile)
     if best:
         found += f"; {best.what} is predicted to make it {judged.gain(best):.2f} × as fast"
     return page(
@@ -106,7 +108,9 @@ def _parts(profile: Profile) -> str:
     judged = profile.verdict
     rows: list[list[Cell]] = []
     for part in PARTS:
-        share, taken, least = judged.spent.share(part), 1e3 * judged.spent.parts[part], 1e3 * judged.floors[part]
+        share = judged.spent.share(part)
+        taken = 1e3 * judged.spent.parts[part]
+        least = 1e3 * judged.floors[part]
         numbers = [number(share, "{:.1%}"), number(taken, "{:.3g}"), number(least, "{:.3g}")]
         rows.append([part, *numbers, mostly(judged.bounds.get(part, {}))])
     return table("Parts of an update", ["part", "share", "ms", "best, ms", "mostly limited by"], rows)
@@ -130,7 +134,8 @@ def draw_ladder(ladder: Values) -> str:
     """Return an SVG with two bars for each rung, tokens per second and peak memory; the fastest rung's are blue."""
     from matplotlib.figure import Figure
 
-    rungs, best = ladder["rungs"], fastest(ladder)
+    rungs = ladder["rungs"]
+    best = fastest(ladder)
     with style():
         figure = Figure(figsize=(7.3, 0.9 + 0.36 * len(rungs)), layout="constrained")
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=[1.5, 1])
@@ -169,7 +174,8 @@ def ladder_page(title: str, ladder: Values, config: str) -> str:
         ladder: the JSON object that its command prints.
         config: the settings that all rungs share, as TOML.
     """
-    first, best = ladder["rungs"][0], fastest(ladder)
+    first = ladder["rungs"][0]
+    best = fastest(ladder)
     return page(
         kind="Ladder",
         title=title,
@@ -225,8 +231,19 @@ def standing(ladder: Values) -> str:
     )
 
 
-HEADS = ("rung", "tokens/s", "speed", "compared with", "ms per update", "peak memory", "memory", "loss", "compiling, s",
-         "micro-batch", "what changes, or why it is not available")  # fmt: skip
+HEADS = (
+    "rung",
+    "tokens/s",
+    "speed",
+    "compared with",
+    "ms per update",
+    "peak memory",
+    "memory",
+    "loss",
+    "compiling, s",
+    "micro-batch",
+    "what changes, or why it is not available",
+)
 
 
 def rows(rungs: Sequence[Values]) -> list[list[Cell]]:
@@ -235,17 +252,19 @@ def rows(rungs: Sequence[Values]) -> list[list[Cell]]:
     for rung in rungs:
         update_s, size = rung["update_s"], rung["peak_memory_bytes"]
         loss = rung["train_loss"] if rung["eval_loss"] is None else rung["eval_loss"]
-        made.append([
-            rung["rung"],
-            number(rung["tokens_per_s"], "{:,.0f}"),
-            number(rung["times"], "{:.2f} ×"),
-            rung["over"] or "",
-            number(None if update_s is None else 1e3 * update_s, "{:,.0f}"),
-            ("", None) if size is None else (quantities.memory(size), size),
-            number(rung["memory_times"], "{:.2f} ×"),
-            number(loss, "{:.3f}"),
-            number(rung["compile_s"] or None, "{:.0f}"),
-            number(rung["micro_batch"], "{}"),
-            "; ".join([rung["obstacle"] or rung["change"], *rung["notes"]]),
-        ])  # fmt: skip
+        made.append(
+            [
+                rung["rung"],
+                number(rung["tokens_per_s"], "{:,.0f}"),
+                number(rung["times"], "{:.2f} ×"),
+                rung["over"] or "",
+                number(None if update_s is None else 1e3 * update_s, "{:,.0f}"),
+                ("", None) if size is None else (quantities.memory(size), size),
+                number(rung["memory_times"], "{:.2f} ×"),
+                number(loss, "{:.3f}"),
+                number(rung["compile_s"] or None, "{:.0f}"),
+                number(rung["micro_batch"], "{}"),
+                "; ".join([rung["obstacle"] or rung["change"], *rung["notes"]]),
+            ]
+        )
     return made

@@ -12,10 +12,25 @@ Moments = Sequence[tuple[int, str]]
 Yardsticks = Mapping[str, float]
 
 KEYS = (
-    "eval_bits_per_byte", "train_loss", "eval_loss", "reward", "eval_reward", "entropy", "accuracy", "eval_accuracy",
-    "margin", "eval_margin", "lr", "grad_norm", "tokens_per_s", "gpu_utilization_percent", "gpu_power_w",
-    "gpu_temperature_c", "gpu_clock_hz", "gpu_memory_bytes",
-)  # fmt: skip
+    "eval_bits_per_byte",
+    "train_loss",
+    "eval_loss",
+    "reward",
+    "eval_reward",
+    "entropy",
+    "accuracy",
+    "eval_accuracy",
+    "margin",
+    "eval_margin",
+    "lr",
+    "grad_norm",
+    "tokens_per_s",
+    "gpu_utilization_percent",
+    "gpu_power_w",
+    "gpu_temperature_c",
+    "gpu_clock_hz",
+    "gpu_memory_bytes",
+)
 _GAUGES = {
     "gpu_utilization_percent": "GPU utilisation, %",
     "gpu_power_w": "GPU power, W",
@@ -139,7 +154,8 @@ def _gauge(table: Columns, key: str, title: str) -> Chart | None:
     values = present(table, key)
     if not len(values):
         return None
-    name, label = key.removeprefix("gpu_"), title.partition(",")[0].removeprefix("GPU ").partition(" of")[0]
+    name = key.removeprefix("gpu_")
+    label = title.partition(",")[0].removeprefix("GPU ").partition(" of")[0]
     return Chart(name, title, [Line(key, label)], _from_zero(values), is_count=True)
 
 

@@ -172,17 +172,23 @@ def _rest(summary: Summary) -> list[tuple[str, str]]:
 def _named(key: str, value: Any) -> tuple[str, str]:
     """Return a key's name and its value for people; the key's ending tells the unit."""
     if key == "eval_weights":
-        name, text = key, {"last": "final", "averaged": "moving average (EMA)"}[value]
+        name = key
+        text = {"last": "final", "averaged": "moving average (EMA)"}[value]
     elif isinstance(value, Mapping):
-        name, text = key, ", ".join(f"{count:,} {what}" for what, count in value.items()) or "none"
+        name = key
+        text = ", ".join(f"{count:,} {what}" for what, count in value.items()) or "none"
     elif isinstance(value, bool) or not isinstance(value, int | float):
-        name, text = key, str(value)
+        name = key
+        text = str(value)
     elif key.endswith("_s"):
-        name, text = key.removesuffix("_s"), quantities.duration(value)
+        name = key.removesuffix("_s")
+        text = quantities.duration(value)
     elif key.endswith("_bytes"):
-        name, text = key.removesuffix("_bytes"), quantities.gibibytes(value)
+        name = key.removesuffix("_bytes")
+        text = quantities.gibibytes(value)
     else:
-        name, text = key, f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+        name = key
+        text = f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
     return _NAMES.get(key, name.replace("_", " ")), text
 
 
@@ -211,7 +217,8 @@ def _evaluations(metrics: Sequence[Row]) -> str:
 
 def _slower(metrics: Sequence[Row]) -> str:
     """Return a table of the moments at which the run had become slower."""
-    heads, keys = ["update", "tokens/s", "before", "likely cause"], ("tokens_per_s", "before")
+    heads = ["update", "tokens/s", "before", "likely cause"]
+    keys = ("tokens_per_s", "before")
     events = [(row["update"], row["slower"]) for row in metrics if "slower" in row]
     rows = [
         [number(update, "{:,}"), *(number(event[key], "{:,.0f}") for key in keys), event["why"] or "unknown"]

@@ -43,7 +43,8 @@ def _against(settings: Sequence[Setting], name: str, unit: str, tables: list[Col
         groups.setdefault(described(others), []).append((place, setting))
     lines: list[Line] = []
     for number, (words, members) in enumerate(groups.items()):
-        shade, at = number % SHADES, len(tables)
+        shade = number % SHADES
+        at = len(tables)
         tables.append(_table(sorted(members, key=lambda pair: pair[0])))
         if len(groups) == 1:
             lines += [
@@ -61,9 +62,14 @@ def _against(settings: Sequence[Setting], name: str, unit: str, tables: list[Col
         note += f" Members diverged at {name} {where}."
     scores = [value for setting in settings for value in setting["values"] if value is not None]
     return Chart(
-        f"against_{name.rpartition('.')[2]}", f"Held-out {unit} by {name}", lines, limits_of(scores), note=note,
-        axis=Axis("place", name, ticks, is_log), band=("low", "high") if len(groups) == 1 else None,
-    )  # fmt: skip
+        f"against_{name.rpartition('.')[2]}",
+        f"Held-out {unit} by {name}",
+        lines,
+        limits_of(scores),
+        note=note,
+        axis=Axis("place", name, ticks, is_log),
+        band=("low", "high") if len(groups) == 1 else None,
+    )
 
 
 def _table(members: Sequence[tuple[float, Setting]]) -> Columns:
@@ -73,7 +79,8 @@ def _table(members: Sequence[tuple[float, Setting]]) -> Columns:
     found |= {f"seed{number}": [] for number in range(most)}
     found["best"] = []
     for place, setting in members:
-        mean, error = setting["mean"], setting["standard_error"] or 0.0
+        mean = setting["mean"]
+        error = setting["standard_error"] or 0.0
         found["place"].append(rounded(place))
         found["mean"].append(rounded(mean))
         found["low"].append(rounded(None if mean is None else mean - error))
@@ -103,7 +110,8 @@ def placed(values: Sequence[Any]) -> tuple[list[float], list[tuple[float, str]],
 def limits_of(values: Sequence[float]) -> tuple[float, float]:
     """Return the limits of the scores' axis, without scores so far off that the rest would be one flat line."""
     finite = sorted(value for value in values if math.isfinite(value)) or [0.0, 1.0]
-    low, high = finite[0], min(finite[-1], 1.6 * finite[0])
+    low = finite[0]
+    high = min(finite[-1], 1.6 * finite[0])
     margin = max(0.08 * (high - low), 0.005)
     return low - margin, high + 2 * margin
 
@@ -111,7 +119,8 @@ def limits_of(values: Sequence[float]) -> tuple[float, float]:
 def _curves(curves: Sequence[Curve], key: str, unit: str, tables: list[Columns]) -> Chart | None:
     """Return a chart of each member's held-out scores over training, from evaluations on equally many rows."""
     settings = list(dict.fromkeys(described(knobs, but="seed") for knobs, _ in curves))
-    lines, ends = list[Line](), list[float]()
+    lines = list[Line]()
+    ends = list[float]()
     for knobs, rows in curves:
         scored = [row for row in rows if row.get(key) is not None and row.get("eval_rows")]
         fewest = min((row["eval_rows"] for row in scored), default=0)

@@ -70,9 +70,16 @@ def _against(axes: Axes, settings: Sequence[Setting], name: str, unit: str) -> N
         if setting["mean"] is not None:
             error = setting["standard_error"] or 0.0
             axes.errorbar(
-                place, setting["mean"], yerr=error, fmt="o", color=colour, markersize=5 if best else 4, capsize=3,
-                elinewidth=1.2, markerfacecolor=colour if best else "none",
-            )  # fmt: skip
+                place,
+                setting["mean"],
+                yerr=error,
+                fmt="o",
+                color=colour,
+                markersize=5 if best else 4,
+                capsize=3,
+                elinewidth=1.2,
+                markerfacecolor=colour if best else "none",
+            )
         if len(values) < len(setting["values"]):
             axes.plot([place], [high], "x", color=WARN, markersize=6, clip_on=False)
     if len({repr(setting["knobs"]) for setting in scored}) == len(set(places)):
@@ -214,7 +221,8 @@ def _settings(settings: Sequence[Setting], unit: str) -> str:
     """Return a table of the settings' means over seeds, and how each compares with the best."""
     rows: list[list[Cell]] = []
     for setting in settings:
-        lost, of = setting["values"].count(None), len(setting["values"])
+        lost = setting["values"].count(None)
+        of = len(setting["values"])
         score, error = (number(setting[key], "{:.4f}") for key in ("mean", "standard_error"))
         rows.append([score, error, (f"{lost} of {of}", lost), setting["standing"]])
     heads = [unit, "standard error", "diverged", "standing"]

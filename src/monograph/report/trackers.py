@@ -48,7 +48,8 @@ def _tensorboard(name: str, key: str, settings: Settings, out: Path | None) -> T
     from tensorboard.plugins.hparams.summary_v2 import hparams_pb
     from tensorboard.summary.writer.record_writer import RecordWriter
 
-    out, suffix = out or Path("tensorboard"), f".{key}"
+    out = out or Path("tensorboard")
+    suffix = f".{key}"
     earlier = entries(out / name, "events.")
     if others := [file for file in earlier if file.suffix != suffix]:
         raise InputRefused(f"{others[0]}: is not of this run; name another folder with --out")
@@ -89,7 +90,8 @@ def _wandb(name: str, key: str, settings: Settings, out: Path | None) -> Tracker
         if folder.name.endswith(f"-{key}"):
             shutil.rmtree(folder)
     how = wandb.Settings(silent=True, console="off", disable_git=True, x_disable_stats=True)
-    mode, project = os.environ.get("WANDB_MODE", "offline"), os.environ.get("WANDB_PROJECT", PROJECT)
+    mode = os.environ.get("WANDB_MODE", "offline")
+    project = os.environ.get("WANDB_PROJECT", PROJECT)
     where = {"dir": place, "mode": mode, "project": project, "id": key, "name": name}
     run = wandb.init(**where, config=dict(settings), reinit="create_new", settings=how)
     seen = f"wandb sync {shell_words(Path(run.dir).parent)}" if mode == "offline" else str(run.url)
@@ -143,7 +145,8 @@ def _mlflow(name: str, key: str, settings: Settings, out: Path | None) -> Tracke
 
     logging.getLogger("mlflow").setLevel(logging.CRITICAL)  # it tells of each table of a new file, and errors twice
     uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(out or Path()).absolute()}/mlflow.db"
-    client, project = MlflowClient(uri), os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+    client = MlflowClient(uri)
+    project = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
     experiment = client.get_experiment_by_name(project)
     into = experiment.experiment_id if experiment else client.create_experiment(project)
     for earlier in client.search_runs([into], f"tags.monograph = '{key}'"):

@@ -64,7 +64,9 @@ async def read_body(scope: Scope, receive: Receive) -> bytes:
     declared = Headers(scope=scope).get("content-length", "0")
     if declared.isdecimal() and int(declared[:19]) > MOST_BODY:
         raise too_large
-    parts, size, more = list[bytes](), 0, True
+    parts = list[bytes]()
+    size = 0
+    more = True
     try:
         async with asyncio.timeout(BODY_S):
             while more:
@@ -72,7 +74,8 @@ async def read_body(scope: Scope, receive: Receive) -> bytes:
                 if message["type"] == "http.disconnect":
                     raise Closed
                 parts.append(message.get("body", b""))
-                size, more = size + len(parts[-1]), message.get("more_body", False)
+                size = size + len(parts[-1])
+                more = message.get("more_body", False)
                 if size > MOST_BODY:
                     raise too_large
     except TimeoutError:
@@ -190,9 +193,11 @@ class Writing:
             ends: whether the token that ends the text is reported, too.
             before: the characters of an echoed prompt.
         """
-        self._tokenizer, self._unsaid = text.version.tokenizer, () if ends else text.request.stop_ids
+        self._tokenizer = text.version.tokenizer
+        self._unsaid = () if ends else text.request.stop_ids
         self._transcript = Transcript(self._tokenizer, stop, text.request.prompt_ids)
-        self._index, self._likeliest = text.index, likeliest
+        self._index = text.index
+        self._likeliest = likeliest
         self._waiting: list[tuple[int, Entry]] = []  # with the place of their first byte
         self._place, self._offsets = 0, Offsets(self._tokenizer.lead(text.request.prompt_ids), len(before))
         self.tokens = 0
@@ -230,13 +235,17 @@ class Offsets:
 
     def __init__(self, lead: bytes, before: int = 0) -> None:
         """Begin after so many characters; `lead` are bytes at the beginning that are no part of the text."""
-        self._decoder, self._lead, self._count = codecs.getincrementaldecoder("utf-8")(errors="replace"), lead, before
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._lead = lead
+        self._count = before
 
     def add(self, piece: bytes) -> int:
         """Return how many characters come before a token with these bytes, and count its own."""
-        before, broken = self._count, self._decoder.getstate()[0]
+        before = self._count
+        broken = self._decoder.getstate()[0]
         if piece:
-            piece, self._lead = bytes(piece).removeprefix(self._lead), b""
+            piece = bytes(piece).removeprefix(self._lead)
+            self._lead = b""
             self._count += len(self._decoder.decode(piece))
         # Bytes that the token does not continue are a character by themselves.
         return before + len(broken.decode(errors="replace")) * (piece[:1].decode(errors="ignore") != "")
@@ -263,15 +272,22 @@ class Answer:
     """The parts of an answer to one request."""
 
     # The names of the protocol: of a whole answer, of a piece, and the beginning of its id.
-    whole_name, piece_name, prefix = "text_completion", "text_completion", "cmpl-"
+    whole_name = "text_completion"
+    piece_name = "text_completion"
+    prefix = "cmpl-"
 
     def __init__(self, version: Version, seed: int, likeliest: int | None) -> None:
         """Begin an answer of a version with this seed, in which tokens have so many of the likeliest beside them."""
-        self._tokenizer, self._likeliest, self._same = version.tokenizer, likeliest, b""
+        self._tokenizer = version.tokenizer
+        self._likeliest = likeliest
+        self._same = b""
         self._head: dict[str, Any] = {"id": self.prefix + uuid.uuid4().hex, "object": self.whole_name}
         self._rest = {
-            "created": int(time.time()), "model": version.id, "system_fingerprint": version.fingerprint, "seed": seed,
-        }  # fmt: skip
+            "created": int(time.time()),
+            "model": version.id,
+            "system_fingerprint": version.fingerprint,
+            "seed": seed,
+        }
 
     def whole(self, pieces: Sequence[Piece], usage: dict[str, int]) -> bytes:
         """Return the whole answer of whole texts as JSON."""
@@ -321,7 +337,9 @@ class Answer:
 class ChatAnswer(Answer):
     """The parts of an answer to a chat."""
 
-    whole_name, piece_name, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+    whole_name = "chat.completion"
+    piece_name = "chat.completion.chunk"
+    prefix = "chatcmpl-"
 
     def begin(self, index: int) -> list[Piece]:
         """Return the pieces with which a text begins in a stream: an empty one, which has the role."""

@@ -63,7 +63,8 @@ class Guard:
             Refused: it may not.
         """
         headers = Headers(scope=scope)
-        host, origin = headers.get("host", ""), headers.get("origin")
+        host = headers.get("host", "")
+        origin = headers.get("origin")
         name = _name(host)
         if len(headers.getlist("host")) != 1 or not name or (self._hosts is not None and name not in self._hosts):
             raise Refused(403, f"this server is not {host!r:.80}: ask it by the name that it was started with")
@@ -108,8 +109,9 @@ def _name(host: str) -> str:
 PAGE = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "x-content-type-options": "nosniff", "referrer-policy": "no-referrer",
-}  # fmt: skip
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+}
 
 
 def application(service: Service, host: str, keys: Sequence[str]) -> ASGIApp:
@@ -172,7 +174,8 @@ class _Asked:
         return JSONResponse(ends | {"chat_template": template and template.source})
 
     def tokenize(self, body: dict[str, Any]) -> dict[str, Any]:
-        given, version = Fields(body), self._service.newest
+        given = Fields(body)
+        version = self._service.newest
         given.take("model", a_text)
         text = given.need("prompt", a_text, "expected a text")
         special = given.take("add_special_tokens", a_bool, True)
@@ -188,7 +191,8 @@ class _Asked:
         return {"tokens": ids, "count": len(ids), "max_model_len": version.context}
 
     def detokenize(self, body: dict[str, Any]) -> dict[str, Any]:
-        given, tokenizer = Fields(body), self._service.newest.tokenizer
+        given = Fields(body)
+        tokenizer = self._service.newest.tokenizer
         given.take("model", a_text)
         ids = given.take("tokens", lambda _, value: value)
         given.end()

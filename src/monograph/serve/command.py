@@ -34,7 +34,9 @@ from monograph.storage.cache_dir import keep_compiled
 from monograph.storage.reading import read_input
 from monograph.terminal import one_line, warn
 
-HEAD_BYTES, HEAD_S = 1 << 14, 30.0  # of a request's head
+# of a request's head
+HEAD_BYTES = 1 << 14
+HEAD_S = 30.0
 STALL_S = 30.0  # for a client to read something of an answer that waits for it
 MOST_AHEAD = 1 << 16  # bytes of further requests that come before the answer to the first
 MOST_CONNECTIONS = 1000
@@ -161,7 +163,8 @@ class Connection(H11Protocol):
         if self.cycle is not None:
             self.cycle.disconnected = True  # it sends nothing any more
         body = json.dumps(error_of(Refused(400, self.conn.fault or "these bytes are no HTTP request"))).encode()
-        size, kind = str(len(body)).encode(), b"application/json"
+        size = str(len(body)).encode()
+        kind = b"application/json"
         headers = [(b"content-type", kind), (b"content-length", size), (b"connection", b"close")]
         try:
             for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
@@ -306,10 +309,19 @@ async def _serve(service: Service, host: str, keys: list[str], listening: socket
 def configured(service: Service, host: str, keys: list[str]) -> uvicorn.Config:
     """Return the configuration of a server, with all its limits."""
     return uvicorn.Config(
-        application(service, host, keys), http=Connection, ws="none", lifespan="off", log_level=logging.CRITICAL,
-        access_log=False, server_header=False, timeout_keep_alive=IDLE_S, timeout_graceful_shutdown=DRAIN_S,
-        h11_max_incomplete_event_size=HEAD_BYTES, proxy_headers=False, backlog=BACKLOG,
-    )  # fmt: skip
+        application(service, host, keys),
+        http=Connection,
+        ws="none",
+        lifespan="off",
+        log_level=logging.CRITICAL,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=IDLE_S,
+        timeout_graceful_shutdown=DRAIN_S,
+        h11_max_incomplete_event_size=HEAD_BYTES,
+        proxy_headers=False,
+        backlog=BACKLOG,
+    )
 
 
 async def _begin(service: Service, server: uvicorn.Server, host: str, port: int, needs_key: bool) -> None:
@@ -359,7 +371,8 @@ class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Take both signals, which the code that is called last would else handle by an error."""
-        loop, numbers = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
+        loop = asyncio.get_running_loop()
+        numbers = (signal.SIGINT, signal.SIGTERM)
         for number in numbers:
             loop.add_signal_handler(number, self._stop)
         try:

@@ -35,9 +35,16 @@ from monograph.decode.automata.counting import ALWAYS, COUNTERS, Effect, is_soun
 from monograph.errors import InputRefused
 from monograph.storage.reading import parse_json
 
-MOST_BYTES, MOST_CHOICES = 1 << 16, 1_024  # of a request
-PROCESSOR_S, MEMORY_BYTES, LONGEST_S = 2, 1 << 29, 10.0  # of a child, by the clock at last
-KEPT, KEPT_BYTES = 64, 1 << 28  # of the automata that are kept for further requests
+# of a request
+MOST_BYTES = 1 << 16
+MOST_CHOICES = 1_024
+# of a child, by the clock at last
+PROCESSOR_S = 2
+MEMORY_BYTES = 1 << 29
+LONGEST_S = 10.0
+# of the automata that are kept for further requests
+KEPT = 64
+KEPT_BYTES = 1 << 28
 
 MOST_WAITING = 32  # different constraints that wait to be compiled
 
@@ -73,9 +80,11 @@ class Compiler:
             ends: the tokens that end a text.
         """
         head = json.dumps([[int(token) for token in ends], [len(piece) for piece in pieces]])
-        self._greeting, self._vocabulary = head.encode() + b"\n" + b"".join(pieces), len(pieces)
+        self._greeting = head.encode() + b"\n" + b"".join(pieces)
+        self._vocabulary = len(pieces)
         self._kept: OrderedDict[str, Automaton | str] = OrderedDict()  # a text is a refusal
-        self._turn, self._constraint = asyncio.Lock(), asyncio.Lock()
+        self._turn = asyncio.Lock()
+        self._constraint = asyncio.Lock()
         self._waiting: Counter[str] = Counter()  # constraints that are to be compiled
         self._closed = False
         self._maker: subprocess.Popen[bytes] | None = None
@@ -278,7 +287,8 @@ def main() -> None:
 
 def _import_everything() -> None:
     """Compile one of each kind: numpy imports parts of itself at their first use, and a child may open no file."""
-    end, parts = 0, [b"", *(bytes([byte]) for byte in range(256)), b"ab", b'a"', b'{"', b'":']
+    end = 0
+    parts = [b"", *(bytes([byte]) for byte in range(256)), b"ab", b'a"', b'{"', b'":']
     schema = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 9}}}
     for kind, value in (("json_schema", schema), ("regex", "a{2,3}|b"), ("choices", ["a", "b"])):
         constraint(kind, value, parts, [end])

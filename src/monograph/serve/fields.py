@@ -18,22 +18,43 @@ from monograph.ranges import whole
 from monograph.storage.reading import json_fault, parse_json
 from monograph.text.messages import CALLS, THOUGHTS
 
-MOST_BODY, MOST_DEPTH = 1 << 20, 64  # bytes, and lists and objects inside each other
-MOST_LOGPROBS, MOST_BIASES, MOST_MESSAGES, MOST_PROMPTS, MOST_STOPS, MOST_STOP_BYTES = 20, 1024, 1024, 1024, 4, 64
+# bytes, and lists and objects inside each other
+MOST_BODY = 1 << 20
+MOST_DEPTH = 64
+MOST_LOGPROBS = 20
+MOST_BIASES = 1024
+MOST_MESSAGES = 1024
+MOST_PROMPTS = 1024
+MOST_STOPS = 4
+MOST_STOP_BYTES = 64
 MOST_BREAKERS = 64  # each is looked for in every token
 SEEDS = 1 << 53  # a seed that is drawn is below it: a page's numbers are floats
 IGNORED = {
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
     "parallel_tool_calls",
-}  # fmt: skip
+}
 # Fields of the protocol that would change the text and are not built, with what to do instead.
 NOT_BUILT = {
-    "tools": "write what the tools can do into a message", "tool_choice": "leave it out",
-    "functions": "write what they can do into a message", "function_call": "leave it out",
-    "reasoning_effort": "leave it out", "suffix": "leave it out", "best_of": "ask for n texts", "audio": "leave it out",
-    "modalities": "leave it out", "prediction": "leave it out", "web_search_options": "leave it out",
-    "verbosity": "leave it out", "order": "leave it out",
-}  # fmt: skip
+    "tools": "write what the tools can do into a message",
+    "tool_choice": "leave it out",
+    "functions": "write what they can do into a message",
+    "function_call": "leave it out",
+    "reasoning_effort": "leave it out",
+    "suffix": "leave it out",
+    "best_of": "ask for n texts",
+    "audio": "leave it out",
+    "modalities": "leave it out",
+    "prediction": "leave it out",
+    "web_search_options": "leave it out",
+    "verbosity": "leave it out",
+    "order": "leave it out",
+}
 # The options of `Sampling` by name; `logprobs` is another number here, and the seed has a field of its own.
 OPTIONS = {field.name for field in fields(Sampling)} - {"logprobs", "seed", "order"}
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -53,7 +74,9 @@ class Refused(Exception):
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None, **headers: str):
         super().__init__(message)
-        self.status, self.param, self.code = status, param, code
+        self.status = status
+        self.param = param
+        self.code = code
         self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
 
 
@@ -177,7 +200,8 @@ def completion(body: dict[str, Any], rows: int) -> Asked:
     """
     given = Fields(body)
     prompts = given.need("prompt", _prompts, "expected a text, a list of texts, or lists of token ids")
-    likeliest, echo = given.take("logprobs", _whole(0, MOST_LOGPROBS)), given.take("echo", a_bool, False)
+    likeliest = given.take("logprobs", _whole(0, MOST_LOGPROBS))
+    echo = given.take("echo", a_bool, False)
     most = given.take("max_tokens", _whole(0, 2**31 - 1), 16)
     if most == 0 and not echo:
         raise Refused(400, "max_tokens is 0: only a request with echo asks for no token", "max_tokens")
@@ -202,7 +226,8 @@ def chat(body: dict[str, Any], rows: int) -> Asked:
     most, older = (given.take(name, _whole(1, 2**31 - 1)) for name in ("max_completion_tokens", "max_tokens"))
     if most is not None and older is not None:
         raise Refused(400, "max_tokens is the older name of max_completion_tokens: give one of them", "max_tokens")
-    wanted, likeliest = given.take("logprobs", a_bool, False), given.take("top_logprobs", _whole(0, MOST_LOGPROBS))
+    wanted = given.take("logprobs", a_bool, False)
+    likeliest = given.take("top_logprobs", _whole(0, MOST_LOGPROBS))
     if likeliest is not None and not wanted:
         raise Refused(400, "top_logprobs needs logprobs to be true", "top_logprobs")
     variables = given.take("chat_template_kwargs", _variables, {})
@@ -215,7 +240,8 @@ def chat(body: dict[str, Any], rows: int) -> Asked:
 def _asked(given: Fields, rows: int, **rest: Any) -> Asked:
     """Return what both kinds of requests have in common, with what they have not."""
     model = given.need("model", a_text, "GET /v1/models says which there are")
-    stream, options = given.take("stream", a_bool, False), given.take("stream_options", _object, {})
+    stream = given.take("stream", a_bool, False)
+    options = given.take("stream_options", _object, {})
     if options and not stream:
         raise Refused(400, "stream_options is for a stream", "stream_options")
     inner = Fields(options)
@@ -274,7 +300,9 @@ def _of(kind: type, said: str) -> Callable[[str, Any], Any]:
     return check
 
 
-a_text, a_bool, _object = _of(str, "a text"), _of(bool, "true or false"), _of(dict, "an object")
+a_text = _of(str, "a text")
+a_bool = _of(bool, "true or false")
+_object = _of(dict, "an object")
 
 
 def _whole(least: int, most: int) -> Callable[[str, Any], int]:
@@ -326,7 +354,8 @@ def _choice(name: str, value: Any) -> Limit:
 
 def _response_format(name: str, value: Any) -> Limit | None:
     inner = Fields(_object(name, value))
-    kind, given = inner.take("type", a_text), inner.take("json_schema", _object)
+    kind = inner.take("type", a_text)
+    given = inner.take("json_schema", _object)
     if kind == "text" and given is None:
         inner.end()
         return None

@@ -65,9 +65,14 @@ class Version:
     def __init__(self, identity: str, names: tuple[str, ...], model: Llama, tokenizer: Tokenizer, precision: Precision):
         """Put the model on the device."""
         self._digest = digest(model)
-        self.id, self.names, self.tokenizer, self.precision = identity, names, tokenizer, precision
+        self.id = identity
+        self.names = names
+        self.tokenizer = tokenizer
+        self.precision = precision
         self.model = model.to(default_device()).eval().requires_grad_(False)
-        self.rows, self.context = 0, model.config.max_position_embeddings  # until it has a decoder
+        # until it has a decoder
+        self.rows = 0
+        self.context = model.config.max_position_embeddings
         self.created = int(time.time())
         self.breakers = lru_cache(64)(lambda texts: breakers(texts, tokenizer.pieces))
 
@@ -100,9 +105,14 @@ class Version:
     def shown(self, name: str) -> dict[str, Any]:
         """Return the entry of /v1/models under one of its names."""
         return {
-            "id": name, "object": "model", "created": self.created, "owned_by": "monograph",
-            "max_model_len": self.context, "root": self.id, "chat": self.has_template,
-        }  # fmt: skip
+            "id": name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "monograph",
+            "max_model_len": self.context,
+            "root": self.id,
+            "chat": self.has_template,
+        }
 
 
 class Source:
@@ -110,7 +120,9 @@ class Source:
 
     def __init__(self, name: str, rows: int, warn: Warn) -> None:
         """Take a run, `last` or a folder, and the rows in which its texts are written."""
-        self.name, self.rows, self.warn = name, rows, warn
+        self.name = name
+        self.rows = rows
+        self.warn = warn
         self._seen = _NOTHING
 
     def moved(self) -> bool:
@@ -181,7 +193,8 @@ def positions(model: Llama, rows: int) -> int:
 
     They fit half of the free memory. Fewer than LEAST_POSITIONS are not for lack of memory: then there are fewer rows.
     """
-    slots, half_bytes = model.config.max_position_embeddings, describe().free_memory_bytes // 2
+    slots = model.config.max_position_embeddings
+    half_bytes = describe().free_memory_bytes // 2
     dtype = model.lm_head.weight.dtype
     while slots // 2 >= LEAST_POSITIONS and half_bytes < rows * KVCache.bytes_per_row(model.config, slots, dtype):
         slots //= 2
@@ -200,7 +213,11 @@ class Text:
     """
 
     def __init__(self, request: Request, version: Version, index: int, inbox: "Inbox", piecewise: bool) -> None:
-        self.request, self.version, self.index, self.inbox, self.piecewise = request, version, index, inbox, piecewise
+        self.request = request
+        self.version = version
+        self.index = index
+        self.inbox = inbox
+        self.piecewise = piecewise
         self._event: Event | None = None
 
     def joined(self, event: Event) -> Event | None:
@@ -239,12 +256,19 @@ class _Lane:
         version.context = positions(model, rows)
         slots = Slots(version.context)
         version.rows = rows_that_fit(model, slots, rows, "serve a model with fewer positions")
-        self.version, self.texts, self.drawn = version, dict[int, Text](), 0
+        self.version = version
+        self.texts = dict[int, Text]()
+        self.drawn = 0
         self.generator = Generator(
-            model, chains(min(MOST_LOGPROBS, vocabulary)),
-            rows=version.rows, slots=slots, vocabulary=vocabulary, automata=Arena(vocabulary, device), mode="captured",
+            model,
+            chains(min(MOST_LOGPROBS, vocabulary)),
+            rows=version.rows,
+            slots=slots,
+            vocabulary=vocabulary,
+            automata=Arena(vocabulary, device),
+            mode="captured",
             block=Pace(STEPS[device.type], min(HURRIED_STEPS, STEPS[device.type]), CHUNKS),
-        )  # fmt: skip
+        )
 
     def advance(self) -> list[tuple[Text, Event]]:
         """Run a block; return what came of it."""
@@ -272,7 +296,9 @@ class Owner:
     def __init__(self, rows: int, crashed: Callable[[Exception], None]) -> None:
         """Start it; `crashed` is called in the loop with the error that ended it."""
         self.stock = Stock()
-        self._rows, self._crashed, self._loop = rows, crashed, asyncio.get_running_loop()
+        self._rows = rows
+        self._crashed = crashed
+        self._loop = asyncio.get_running_loop()
         self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._scores: deque[tuple[asyncio.Future[list[TokenScore]], Version, Sequence[int], int]] = deque()
         self._lanes: dict[Version, _Lane] = {}

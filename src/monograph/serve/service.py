@@ -44,7 +44,9 @@ class Gate:
 
     def fit(self, rows: int, context: int) -> None:
         """Take the sizes of the decoder that writes new texts."""
-        self._rows, self.most, self._most_tokens = rows, WAITING * rows, WAITING_PROMPTS * rows * context
+        self._rows = rows
+        self.most = WAITING * rows
+        self._most_tokens = WAITING_PROMPTS * rows * context
 
     @property
     def waiting(self) -> int:
@@ -68,9 +70,11 @@ class Gate:
         if count > self.most_at_once or (queued and tokens > self._most_tokens):
             self.refused += 1
             raise Refused(
-                429, f"{self.waiting} texts wait already: try again later", code="rate_limit_exceeded",
+                429,
+                f"{self.waiting} texts wait already: try again later",
+                code="rate_limit_exceeded",
                 Retry_After=str(min(60, max(1, math.ceil(self._text_s * count / self._rows)))),
-            )  # fmt: skip
+            )
         for text in texts:
             self._waiting.setdefault(text.request.owner, deque()).append(text)
         self._fill()
@@ -129,7 +133,8 @@ class Histogram:
     """Counts durations by size, as Prometheus does."""
 
     def __init__(self) -> None:
-        self._counts, self._sum = [0] * (len(_BOUNDS) + 1), 0.0
+        self._counts = [0] * (len(_BOUNDS) + 1)
+        self._sum = 0.0
 
     def add(self, seconds: float) -> None:
         """Count one."""
@@ -138,7 +143,8 @@ class Histogram:
 
     def lines(self, name: str) -> list[str]:
         """Return its lines in Prometheus' text."""
-        bounds, totals = (*map(str, _BOUNDS), "+Inf"), [*itertools.accumulate(self._counts)]
+        bounds = (*map(str, _BOUNDS), "+Inf")
+        totals = [*itertools.accumulate(self._counts)]
         buckets = (f'{name}_bucket{{le="{bound}"}} {total}' for bound, total in zip(bounds, totals, strict=True))
         return [f"# TYPE {name} histogram", *buckets, f"{name}_sum {self._sum:.6f}", f"{name}_count {totals[-1]}"]
 
@@ -177,9 +183,13 @@ class Service:
             aliases: further names of the model.
             any_name: whether a request may name the model as it likes.
         """
-        self.source, self.counted, self.bug = source, Counted(), bug
-        self._aliases, self._any_name = tuple(aliases), any_name
-        self.first_token, self.whole = Histogram(), Histogram()
+        self.source = source
+        self.counted = Counted()
+        self.bug = bug
+        self._aliases = tuple(aliases)
+        self._any_name = any_name
+        self.first_token = Histogram()
+        self.whole = Histogram()
         self.crashed: Exception | None = None
         self.ended = asyncio.Event()
         self._say = say
@@ -223,7 +233,8 @@ class Service:
             except (MonographError, OSError) as error:
                 if str(error) != why:
                     self._say(f"still {self._newest.id if self._newest else ''}: {error}")
-                why, self._unfit = str(error), isinstance(error, OutOfDeviceMemory)
+                why = str(error)
+                self._unfit = isinstance(error, OutOfDeviceMemory)
                 continue
             except Gone:
                 return
@@ -311,14 +322,19 @@ class Service:
     def metrics(self) -> str:
         """Return all counts as Prometheus' text."""
         _ = self.newest  # or there is nothing to count yet
-        stock, lines = self.owner.stock, ["# TYPE monograph_requests_total counter"]
+        stock = self.owner.stock
+        lines = ["# TYPE monograph_requests_total counter"]
         lines += [f'monograph_requests_total{{status="{key}"}} {n}' for key, n in self.counted.by_status.items()]
         numbers = {
-            "rows gauge": self.rows, "rows_running gauge": stock.running, "texts_waiting gauge": self.gate.waiting,
-            "texts_cancelled_total counter": self.gate.cancelled, "requests_refused_total counter": self.gate.refused,
-            "tokens_drawn_total counter": stock.drawn, "blocks_total counter": stock.blocks,
+            "rows gauge": self.rows,
+            "rows_running gauge": stock.running,
+            "texts_waiting gauge": self.gate.waiting,
+            "texts_cancelled_total counter": self.gate.cancelled,
+            "requests_refused_total counter": self.gate.refused,
+            "tokens_drawn_total counter": stock.drawn,
+            "blocks_total counter": stock.blocks,
             "prompt_tokens_reused_total counter": stock.reused,
-        }  # fmt: skip
+        }
         for name, number in numbers.items():
             lines += [f"# TYPE monograph_{name}", f"monograph_{name.split()[0]} {number}"]
         lines += self.first_token.lines("monograph_first_token_seconds")

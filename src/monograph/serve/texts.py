@@ -60,7 +60,8 @@ class Texts:
         except Closed:
             return None
         work = asyncio.create_task(self._answered(body, scope, send))
-        gone, ended = asyncio.create_task(closed(receive)), asyncio.create_task(self._service.ended.wait())
+        gone = asyncio.create_task(closed(receive))
+        ended = asyncio.create_task(self._service.ended.wait())
         broken = None
         try:
             await asyncio.wait({work, gone, ended}, timeout=LONGEST_S, return_when=FIRST_COMPLETED)
@@ -92,7 +93,8 @@ class Texts:
             await _fail(scope, send, Refused(500, "a bug: the server's terminal says more"))
 
     async def _answer(self, asked: Asked, version: Version, client: str, send: Send) -> None:
-        began, count = clock(), len(asked.prompts) * asked.n
+        began = clock()
+        count = len(asked.prompts) * asked.n
         if asked.max_tokens != 0 and count > (most := self._service.gate.most_at_once):
             asks = f"{asked.n} for each of {len(asked.prompts):,} are {count:,} texts"
             raise Refused(400, f"prompt: {asks}; a request may ask for {most:,} in all", "prompt")
@@ -174,7 +176,10 @@ class Texts:
     async def _automata(
         self, asked: Asked, version: Version, ends: Sequence[int], lead: bytes
     ) -> tuple[Automaton | None, Automaton | None]:
-        compiler, field, constraint, stop = self._service.compiler(version, ends), "stop", None, None
+        compiler = self._service.compiler(version, ends)
+        field = "stop"
+        constraint = None
+        stop = None
         try:
             if asked.stop:
                 stop = await compiler.stop_strings(asked.stop)
@@ -193,7 +198,8 @@ class Texts:
     @asynccontextmanager
     async def _written(self, texts: Sequence[Text], began: float) -> AsyncIterator[Batches]:
         """Have texts written; yields an iterator of their events, and cancels those that have not ended at the end."""
-        gate, running = self._service.gate, set(texts)
+        gate = self._service.gate
+        running = set(texts)
 
         async def events() -> AsyncIterator[list[tuple[Text, Event]]]:
             first = True
@@ -221,7 +227,8 @@ class Texts:
         self, asked: Asked, texts: Sequence[Text], answer: Answer, events: Batches, used: int, send: Send
     ) -> None:
         writings = {text: self._writing(text, asked) for text in texts}
-        stream, begun = Events(send), False
+        stream = Events(send)
+        begun = False
         async for batch in events:
             pieces = [writings[text].add(event) for text, event in batch]
             if not begun:  # what is refused before the first token has a status of its own
@@ -247,7 +254,8 @@ class Texts:
         pieces = [Piece(text.index, echo.text, [*echo.entries], None) for text, echo in zip(texts, of, strict=True)]
         async for batch in events:
             for text, event in batch:
-                new, old = writings[text.index].add(event), pieces[text.index]
+                new = writings[text.index].add(event)
+                old = pieces[text.index]
                 pieces[text.index] = Piece(new.number, old.text + new.text, old.entries + new.entries, new.finish)
         usage = usage_of(sum(map(len, prompts)), sum(writing.tokens for writing in writings))
         await _send(answer, pieces, usage, send)
