@@ -585,7 +585,7 @@ def resume_run(folder: Path) -> None:
 
 CASES: dict[str, Case] = {
     "metrics": Case(begin_metrics, append_metrics, look_at_metrics, log_again),
-    "beginning": Case(lambda folder: None, begin, look_at_beginning, begin_again, stride=3),
+    "beginning": Case(lambda folder: None, begin, look_at_beginning, begin_again, stride=7),
     "student": Case(lambda folder: None, begin_student, look_at_student, begin_student_again, stride=3),
     "resume": Case(begin_resume, resume, look_at_resumed, resume_again, stride=13),
     **{

@@ -151,7 +151,7 @@ def crossed(here: Path, server: CommandServer, name: str, ways: list[tuple[str, 
 
 
 BY_DAY = [
-    *((name, "inside", "config and state") for name in [*RUNNING, *[*READING][:2]] if "," not in name),
+    *((name, "inside", "config and state") for name in [*RUNNING, *[*READING][:1]] if "," not in name),
     ("evaluate", "absolute", "state"),
     ("train --from", "link", "config"),
 ]

@@ -3,7 +3,7 @@
 
 Those with magnitudes (DoRA) have PEFT's numbers, as PEFT computes the norms from the product of its matrices.
 
-By day every choice meets, one by blocks; at night every combination, of two layers.
+By day every eager choice meets; at night every combination, of two layers.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+import daily
 from adapted import KINDS, LINEAR, SMALL, adapted_llama, peft, trained
 from batches import copied, packed, ragged, tiny_llama
 from laws.together import (
@@ -236,9 +237,8 @@ def laws_hold(precision, policy, scope, split, base, kind, layers=2, backend="ao
     check(made, exact_gradient(base, kind, num_hidden_layers=layers), policy, scope, split, backend)
 
 
-# By day all that is eager, and one by blocks; test_token_rows.py has adapters in one graph.
-CAPTURED = ("fp32", Remat.Off(), "blocks", ROWS, "auto", "dora")
-DAY = [CAPTURED, *(each for each in pairwise(CROSS) if each[2] == "none")]
+# By day all that is eager; test_token_rows.py has adapters in a graph.
+DAY = [each for each in pairwise(CROSS) if each[2] == "none"]
 
 
 @pytest.mark.parametrize(("precision", "policy", "scope", "split", "base", "kind"), by_day(DAY))
@@ -285,16 +285,14 @@ def test_every_optimizer_resumes_and_leaves_the_base_alone(name, base):
     assert all(torch.equal(p, frozen[n]) for n, p in ones[0].model.named_parameters() if n in frozen)
 
 
-@pytest.mark.parametrize("split", [1, 2, 3, 6])
-@pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-6), ("fp64", 1e-12)])
-def test_accumulated_is_large_batch(split, precision, bound):
+@pytest.mark.parametrize(("split", "dtype"), daily.pairwise([1, 2, 3, 6], [torch.float32, torch.float64]))
+def test_accumulated_is_large_batch(split, dtype):
     """Law 2 by its own bound: any split, ragged rows."""
-    dtype = torch.float64 if precision == "fp64" else torch.float32
     batch, found = ragged(ROWS), []
     for rows in (ROWS, split):
         each = Resident(adapted_llama(dtype=dtype), optim=AdamW(), micro_batch=rows)
         found.append(gradient(each, batch))
-    assert relative_error(found[1], found[0]) <= bound
+    assert relative_error(found[1], found[0]) <= (1e-6 if dtype == torch.float32 else 1e-12)
 
 
 @pytest.mark.parametrize(
