@@ -237,7 +237,8 @@ def require_texts(settings: Settings, command: str) -> None:
     for key, value in (("rl.reward", settings.rl.reward), ("prefer.loss", with_records(settings).prefer.loss)):
         if value is not None:
             origin = settings.origins.get(key, "data.source")
-            remedy = "leave it out" if key in settings.origins else "its records are pairs"
+            records = "labelled answers" if value == "kto" else "pairs of answers"
+            remedy = "leave it out" if key in settings.origins else f"its records are {records}"
             only = f"is for `monograph train`; `monograph {command}` knows texts alone: {remedy}"
             raise UsageError(f"{origin}: {key} = {value} {only}")
 
