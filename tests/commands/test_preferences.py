@@ -47,7 +47,8 @@ CASES: list[tuple[list[str], int, str]] = [
     (["sweep", *over(RUN, "optim.lr=1e-3,1e-2")], 2, "prefer.loss = dpo is for `monograph train`"),
     (["sweep", "texts", "prefer.loss=dpo,ipo"], 2, "prefer.loss cannot be an axis"),
     (["profile", *RUN], 2, "`monograph profile` knows texts alone"),
-    (["data", "show", *RUN], 2, "`monograph data` knows texts alone"),
+    (["data", "show", *RUN], 2, "`monograph data` knows texts alone: its records are pairs of answers"),
+    (["data", "show", "labelled.jsonl"], 2, "`monograph data` knows texts alone: its records are labelled answers"),
 ]  # fmt: skip
 
 

@@ -135,6 +135,10 @@ class Objective(ABC):
         """Return whether the settings choose it."""
         return not self.key or settings.values()[self.key] is not None
 
+    def records(self, settings: Settings) -> str:
+        """Return what its records are."""
+        return "texts"
+
     def require_unused(self, settings: Settings) -> None:
         """Refuse keys of this objective alone in settings that choose another one.
 

@@ -170,7 +170,7 @@ def require_texts(settings: Settings, command: str) -> None:
         return
     key = objective.key
     origin = settings.origins.get(key, "data.source")
-    remedy = "leave it out" if key in settings.origins else "its records are pairs"
+    remedy = "leave it out" if key in settings.origins else f"its records are {objective.records(known)}"
     only = f"is for `monograph train`; `monograph {command}` knows texts alone: {remedy}"
     raise UsageError(f"{origin}: {key} = {known.values()[key]} {only}")
 

@@ -67,6 +67,10 @@ class Preferences(Objective):
     key = "prefer.loss"
     section = "prefer"
 
+    def records(self, settings: Settings) -> str:
+        """Return what its records are."""
+        return "labelled answers" if preference_of(settings).labelled else "pairs of answers"
+
     def require_unused(self, settings: Settings) -> None:
         """Refuse parameters without a loss; see `Objective.require_unused`."""
         for key, value in settings.prefer.model_dump().items():

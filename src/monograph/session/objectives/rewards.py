@@ -81,6 +81,10 @@ class Rewards(Objective):
     answers_on_device = True
     finds_spikes = False  # gradients are 0 until some group differs, so the first that teaches would be taken for one
 
+    def records(self, settings: Settings) -> str:
+        """Return what its records are."""
+        return "prompts"
+
     def require_unused(self, settings: Settings) -> None:
         """Refuse other keys of [rl] without a reward; see `Objective.require_unused`."""
         lonely = [key for key in settings.pinned() if key.startswith("rl.")]
