@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from laws.resumed import SETTINGS, cut_back, fingerprint, resume, start, write_inputs
-from monograph.commands.train import _times
 from monograph.device import clock
 from monograph.planner.defaults import END_S, end_s
 from monograph.run.progress import silent
@@ -18,6 +17,7 @@ from monograph.session.brief import why_uncompiled
 from monograph.session.deadline import Deadline
 from monograph.session.eager_start import compiled_key, pays
 from monograph.session.reporting import Reporter
+from monograph.session.start import _times
 from session.test_eager_start import BY_CLOCK, session_of
 
 TOO_LONG = "compiling would take much of the time that train.wall_minutes allows"
