@@ -499,7 +499,9 @@ def test_each_value_of_other_programs_leads_to_one_that_is_taken() -> None:
 
 @pytest.mark.parametrize("text", ["1e-4,1e-3", "1e-4 1e-3", "1e-4;1e-3"])
 def test_several_values_of_a_run_are_answered_with_the_axis_of_a_sweep(text: str) -> None:
-    with pytest.raises(UsageError, match=r"a run has one value: .* `monograph sweep optim.lr=1e-4,1e-3`$"):
+    with pytest.raises(
+        UsageError, match=r"a run has one value: .* `sweep` in place of `train`, with optim.lr=1e-4,1e-3$"
+    ):
         load(None, {"optim.lr": text}, {})
 
 

@@ -28,7 +28,7 @@ def meant_value(key: str, text: str, words: Sequence[str], accepts: Callable[[st
     parts = [part for part in re.split(r"[,;\s]+", text) if part]
     if re.match("(log|lin):", text) or (len(parts) > 1 and all(map(accepts, parts))):
         axis = shell_words(f"{key}={','.join(parts)}")
-        return f"; a run has one value: start one for each, or vary it with `monograph sweep {axis}`"
+        return f"; a run has one value: start one for each, or say `sweep` in place of `train`, with {axis}"
     return did_you_mean(text, words)
 
 
