@@ -1,6 +1,7 @@
 """Run: pytest tests/test_one_address.py
 
-An optimizer, and a form of its state, that are written in one place train in every engine. (A way to learn is added in
+An optimizer, and a form of its state, that are written in one place train in every engine; a number that is declared in
+one place is drawn wherever numbers are. (A way to learn is added in
 tests/session/test_objective.py.)
 """
 
@@ -20,6 +21,10 @@ from monograph.model.llama import Llama
 from monograph.optim import OPTIMIZERS, Optimizer, Rule, trainable
 from monograph.optim.formats import FORMATS, StateFormat
 from monograph.optim.optimizers import kinds_of
+from monograph.report import figures, metrics
+from monograph.report.compare_report import Compared, compare_page
+from monograph.report.metrics import Metric
+from monograph.report.run_report import About, run_page
 from monograph.resident import Resident
 
 SHAPE = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
@@ -148,6 +153,23 @@ def test_a_new_form_of_the_state_trains_with_every_optimizer(optim):
     assert kept, "in blocks"
     for name, parameter in exact.model.named_parameters():
         assert (engine.model.get_parameter(name) - parameter).abs().max() < 0.01, name
+
+
+def test_a_new_number_is_checked_drawn_compared_and_printed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    new = Metric("surprise", "surprise", "Surprise, shannons", held_out="eval_surprise", is_printed=True)
+    monkeypatch.setattr(metrics, "METRICS", [*metrics.METRICS, new])
+    rows = [{"update": update, "tokens": 10 * update, "surprise": 1.0 + update} for update in range(1, 9)]
+    rows.append({"update": 8, "tokens": 80, "eval_surprise": 3.0})
+    assert metrics.printed(rows[0]) == ["surprise"] and set(new.keys) <= set(metrics.keys())
+    assert "Surprise, shannons" in run_page(tmp_path, {}, rows, About())
+    sides = [Compared(name, params=9, score=1.0, tokens_per_s=None, curves=[rows], verdict="equal") for name in "ab"]
+    assert "Surprise, shannons" in compare_page("two", "bits", sides, [])
+    assert [picture.name for picture in figures.draw(rows, {}, "", "")[1]] == ["surprise"]
+
+
+def test_every_number_that_is_drawn_is_described() -> None:
+    pages = "".join(path.read_text() for path in Path("docs").glob("*.md"))
+    assert not [key for key in metrics.keys() if f"`{key}`" not in pages]
 
 
 def imported(path: Path) -> set[str]:

@@ -6,7 +6,6 @@ import json
 import math
 import resource
 from collections import Counter
-from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from PIL import Image
 
 from monograph.errors import DiskFull
 from monograph.report import figures
+from monograph.report.metrics import BITS_PER_BYTE, METRICS
 from monograph.report.run_report import About, run_page, write_report
 
 YARDSTICKS = {"trigram": 2.82, "gzip -9": 1.97, "order 6": 1.87, "xz -9": 1.66}
@@ -150,7 +150,7 @@ def test_where_the_run_stands_is_on_the_axes(bits: list[float]) -> None:
     axes = Figure().add_subplot()
     yardsticks = {"gzip -9": 1.75, "xz -9": 0.75}
     rows = [{"tokens": at, "eval_bits_per_byte": value} for at, value in enumerate(bits, 1)]
-    figures._held_out(axes, rows, "eval_bits_per_byte", yardsticks)
+    figures._panel(axes, rows, BITS_PER_BYTE, yardsticks)
     low, high = axes.get_ylim()
     assert all(low < level < high for level in (bits[-1], *yardsticks.values()))
     assert len(bits) == 1 or bits[-1] > 2 or high < 5, "a steep start does not flatten what matters"
@@ -165,14 +165,7 @@ def test_quantities_have_their_units_and_absent_ones_no_place(page: Page) -> Non
     assert cells["recompiles"] == "0"
 
 
-PANELS = {
-    "train_loss": partial(figures._numbers, title="loss"),
-    "grad_norm": figures._gradient_norm,
-    "tokens_per_s": figures._speed,
-}
-
-
-@pytest.mark.parametrize("key", PANELS)
+@pytest.mark.parametrize("key", ["train_loss", "grad_norm", "tokens_per_s"])
 @pytest.mark.parametrize("ends", [[9, 7, 6, 5, 4.5, 4.17], [2, 900, 850, 880, 700, 406], [406], [1, 2, 3, 4, 5, 6]])
 def test_no_label_lies_on_a_line_or_another_label(key: str, ends: list[float]) -> None:
     import matplotlib
@@ -182,7 +175,9 @@ def test_no_label_lies_on_a_line_or_another_label(key: str, ends: list[float]) -
     with matplotlib.rc_context():
         matplotlib.rcParams.update(figures.STYLE)
         figure = Figure(figsize=(3.5, 2.5), layout="constrained")
-        PANELS[key](axes := figure.add_subplot(), rows, key)
+        axes = figure.add_subplot()
+        [metric] = [metric for metric in METRICS if metric.key == key]
+        figures._panel(axes, rows, metric, {})
         figure.draw_without_rendering()
         boxes = [text.get_window_extent() for text in axes.texts]
     assert len(boxes) == (2 if key == "tokens_per_s" else 1)
@@ -265,10 +260,8 @@ def test_a_persons_own_style_is_neither_used_nor_changed() -> None:
 
 
 def test_values_that_are_not_finite_are_left_out() -> None:
-    from matplotlib.figure import Figure
-
     rows = [{"tokens": 1, "x": 2.0}, {"tokens": 2, "x": None}, {"tokens": 3}, {"tokens": 4, "x": 5}]
-    tokens, loss = figures._series(Figure().add_subplot(), rows, "x", "x")
+    tokens, loss = figures._series(rows, "x")
     assert tokens.tolist() == [1, 4] and loss.tolist() == [2, 5]
     assert all(map(math.isfinite, loss))
 

@@ -6,7 +6,7 @@ that names no axis of its own is drawn over the axis that the reader chooses: to
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monograph.report.markup import escaped
+from monograph.report.metrics import Metric
 from monograph.report.quantities import count
 
 Row = Mapping[str, Any]
@@ -146,6 +147,52 @@ def rounded(value: Any) -> float | None:
 def present(table: Columns, key: str) -> Floats:
     """Return the values that a column has; no values if there is no such column."""
     return np.array([value for value in table.get(key, []) if value is not None], dtype=np.float64)
+
+
+def limits(
+    metric: Metric, lines: Sequence[Floats], levels: Iterable[float] = (), room: float = 1.15
+) -> tuple[float, float]:
+    """Return the ends of a metric's axis, with room around the values.
+
+    Args:
+        metric: says how; see `monograph.report.metrics.Limits`.
+        lines: the values of each line, at least one value in all.
+        levels: values to compare with, which are shown, too.
+        room: how much higher the axis is than its values, if it begins at 0.
+    """
+    values = np.concatenate([*lines, np.array(list(levels), dtype=np.float64)])
+    low = float(values.min())
+    high = float(values.max())
+    if metric.limits == "zero":
+        return min(0.0, low), room * high or 1.0
+    if metric.limits == "spikes":
+        return min(0.0, low), room * float(np.quantile(values, 0.995)) or 1.0
+    if metric.limits == "late":
+        last = max(float(line[-1]) for line in lines if len(line))
+        high = max([min(float(line.max()), 2.2 * last) for line in lines if len(line)] + list(levels))
+    margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
+    return low - margin, high + margin
+
+
+def lines_of(metric: Metric, table: Columns, at: int = 0, name: str = "", shade: int = 0) -> list[Line]:
+    """Return the lines of a metric that a table has columns for.
+
+    Args:
+        metric: the metric.
+        table: the columns.
+        at: the table's number.
+        name: the run's name, if the chart shows several; "" for one run.
+        shade: the number of the run's colour; of one run, held-out values have their own.
+    """
+    lines = list[Line]()
+    if metric.key in table:
+        lines.append(Line(metric.key, name or metric.label, "line" if metric.is_line else "trend", at, shade))
+    if metric.held_out in table:
+        label = "held out"
+        if name:
+            label = f"{name}, held out" if lines else name
+        lines.append(Line(metric.held_out, label, "points", at, shade if name else len(lines)))
+    return lines
 
 
 def moving_median(values: Floats, share: int = 40, points: int = 300) -> tuple[NDArray[np.int64], Floats]:

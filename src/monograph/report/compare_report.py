@@ -4,27 +4,14 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
-from monograph.report.charts import Chart, Columns, Line, Row, columns, present
+from monograph.report.charts import Chart, Line, Row, columns, limits, lines_of, present
+from monograph.report.metrics import keys, shown
 from monograph.report.page import Cell, Drawings, number, page, section, table
 from monograph.report.quantities import count
 
 SHADES = 4  # colours that can be told apart
-
-# (the chart's name, its title, what is drawn as a trend, what as points)
-_CHARTS = (
-    ("held_out", "Held-out text, bits per byte", "", "eval_bits_per_byte"),
-    ("reward", "Mean reward of each update's answers", "reward", "eval_reward"),
-    ("accuracy", "Accuracy: the chosen answer scores higher", "accuracy", "eval_accuracy"),
-    ("train_loss", "Training loss, nats per token", "train_loss", ""),
-    ("eval_loss", "Held-out loss, nats per token", "", "eval_loss"),
-    ("learning_rate", "Learning rate", "lr", ""),
-    ("gradient_norm", "Gradient norm, before clipping", "grad_norm", ""),
-    ("speed", "Tokens per second", "tokens_per_s", ""),
-)
-_FROM_ZERO = ("learning_rate", "gradient_norm", "speed")
 
 
 @dataclass(frozen=True)
@@ -83,45 +70,18 @@ def compare_page(title: str, unit: str, sides: Sequence[Compared], lines: Sequen
 
 
 def _drawings(sides: Sequence[Compared]) -> Drawings:
-    keys = list(filter(None, chain.from_iterable((trend, points) for _, _, trend, points in _CHARTS)))
     runs = [(place, rows) for place, side in enumerate(sides) for rows in side.curves]
-    tables = [columns(rows, keys) for _, rows in runs]
-    judged = any({"reward", "accuracy"} & found.keys() for found in tables)  # such losses are no nats per token
-    charts = []
-    for name, title, trend, points in _CHARTS:
-        if judged and name in ("train_loss", "eval_loss"):
+    tables = [columns(rows, keys()) for _, rows in runs]
+    charts = list[Chart]()
+    for metric in shown({key for found in tables for key in found}):
+        if not metric.is_compared:
             continue
-        lines = []
+        lines = list[Line]()
         for at, (place, _) in enumerate(runs):
-            lines += _lines(tables[at], at, sides[place].name, place, trend, points)
-        if lines:
-            charts.append(Chart(name, title, lines, _limits(tables, lines, name), is_count=name == "speed"))
+            lines += lines_of(metric, tables[at], at, sides[place].name, place % SHADES)
+        values = [present(tables[line.table], line.key) for line in lines]
+        charts.append(Chart(metric.chart, metric.title, lines, limits(metric, values), is_count=metric.is_count))
     return Drawings(tables, charts, halves=True)
-
-
-def _lines(found: Columns, at: int, name: str, place: int, trend: str, points: str) -> list[Line]:
-    shade = place % SHADES
-    lines = list[Line]()
-    if trend in found:
-        style = "line" if trend == "lr" else "trend"
-        lines.append(Line(trend, name, style, at, shade))
-    if points in found:
-        label = f"{name}, held out" if lines else name
-        lines.append(Line(points, label, "points", at, shade))
-    return lines
-
-
-def _limits(tables: Sequence[Columns], lines: Sequence[Line], name: str) -> tuple[float, float]:
-    values = sorted(value for line in lines for value in present(tables[line.table], line.key).tolist())
-    if name in _FROM_ZERO:
-        most = values[min(len(values) - 1, int(0.995 * len(values)))]  # one spike would flatten the rest
-        return 0.0, 1.15 * most or 1.0
-    low, high = values[0], values[-1]
-    if name in ("held_out", "eval_loss"):  # an untrained model's value would flatten the rest
-        ends = [float(present(tables[line.table], line.key)[-1]) for line in lines]
-        high = min(high, 2.2 * max(ends))
-    margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
-    return low - margin, high + margin
 
 
 def _scores(sides: Sequence[Compared], unit: str) -> str:

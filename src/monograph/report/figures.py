@@ -1,11 +1,8 @@
 """Style figures for a reader's light or dark theme, turn them into files, and draw those of a run.
 
-A run's figures show its held-out score against its yardsticks, loss, learning rate, gradient norm, speed and memory. A
-metrics row is a dictionary with these keys: `tokens` (seen so far), `train_loss` (nats per token), `lr`, `grad_norm`,
-`tokens_per_s`, `skipped` (true if the update was skipped), `eval_bits_per_byte`, `memory`
-(`monograph.profiling.memory.ledger`), and `slower` and a card's numbers (`monograph.session.gauges`); with rewards also
-`reward`, `eval_reward` and `entropy`, and then the score and the loss give their places to the reward and the entropy.
-A figure shows the rows in which its key has a value.
+A run's figures show the metrics of `monograph.report.metrics` of which its rows have values, and its peak memory. A row
+is a dictionary of metrics.jsonl: `tokens` (seen so far), metrics by their names, `skipped` (true if the update was
+skipped), `slower` (`monograph.session.gauges`) and `memory` (`monograph.profiling.memory.ledger`).
 """
 
 from __future__ import annotations
@@ -21,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monograph.report import quantities
-from monograph.report.charts import moving_median
+from monograph.report.charts import limits, moving_median
+from monograph.report.metrics import BITS_PER_BYTE, SPEED, Metric, shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -125,8 +123,8 @@ Row = Mapping[str, Any]
 Yardsticks = Mapping[str, float]  # values to compare a run with, by name
 Floats = NDArray[np.float64]
 
-_FIRST, _SECOND = ("held_out", "reward", "accuracy"), ("loss", "entropy", "margin")  # a run has one of each
-_SIZES = dict.fromkeys(_FIRST, (7.3, 3.2)) | dict.fromkeys(_SECOND, (3.5, 3.2))  # inches; the others are smaller
+_SIZES = {"first": (7.3, 3.2), "second": (3.5, 3.2), "lower": (3.5, 2.5), "": (3.5, 2.5)}  # inches
+_NONE: tuple[Floats, Floats] = (np.empty(0), np.empty(0))  # tokens and values of a number that no row has
 _POINTS = 1200  # the most points of a line: more than a figure is pixels wide
 
 
@@ -139,34 +137,19 @@ class Picture(NamedTuple):
 
 def draw(metrics: Sequence[Row], yardsticks: Yardsticks, title: str, subtitle: str) -> tuple[bytes, list[Picture]]:
     """Return a PNG sheet of all figures for which `metrics` has rows, under `title` and `subtitle`, and each figure."""
-    panels: dict[str, tuple[str, Callable[..., None]]] = {
-        "held_out": ("eval_bits_per_byte", partial(_held_out, yardsticks=yardsticks)),
-        "reward": ("reward", partial(_numbers, title="Mean reward of an update's answers", held="eval_reward")),
-        "accuracy": ("accuracy", partial(_numbers, title="Share of answers ahead", held="eval_accuracy")),
-        "loss": ("train_loss", partial(_numbers, title="Training loss, nats per token")),
-        "entropy": ("entropy", partial(_numbers, title="Entropy of the draws, nats per token", from_0=True)),
-        "margin": ("margin", partial(_numbers, title="Margin of the chosen answers, nats")),
-        "learning_rate": ("lr", _learning_rate),
-        "gradient_norm": ("grad_norm", _gradient_norm),
-        "speed": ("tokens_per_s", _speed),
-        "utilization": ("gpu_utilization_percent", partial(_gauge, title="GPU utilisation, %")),
-        "power": ("gpu_power_w", partial(_gauge, title="GPU power, W")),
-        "temperature": ("gpu_temperature_c", partial(_gauge, title="GPU temperature, °C")),
-        "clock": ("gpu_clock_hz", partial(_gauge, title="GPU clock, Hz")),
-        "device_memory": ("gpu_memory_bytes", partial(_gauge, title="GPU memory of all programs, bytes")),
+    there = {key for row in metrics for key, value in row.items() if value is not None}
+    panels: dict[Metric, Callable[[Axes], None]] = {
+        metric: partial(_panel, metrics=metrics, metric=metric, yardsticks=yardsticks) for metric in shown(there)
     }
-    present: dict[str, Callable[[Axes], None]] = {
-        name: partial(panel, metrics=metrics, key=key)
-        for name, (key, panel) in panels.items()
-        if any(row.get(key) is not None for row in metrics)
-    }
-    if {"reward", "accuracy"} & present.keys():  # such a loss is of advantages, or of pairs, and no nats a token
-        del present["loss"]
+    memory: Callable[[Axes], None] | None = None
     if ledger := next((row["memory"] for row in reversed(metrics) if (row.get("memory") or {}).get("measured")), None):
-        present["memory"] = partial(_memory, ledger=ledger)
+        memory = partial(_memory, ledger=ledger)
     with style():
-        sheet = _sheet(present, title, subtitle)
-        return sheet, [single(name, panel, _SIZES.get(name, (3.5, 2.5))) for name, panel in present.items()]
+        sheet = _sheet(panels, memory, title, subtitle)
+        pictures = [single(metric.chart, panel, _SIZES[metric.place]) for metric, panel in panels.items()]
+        if memory:
+            pictures.append(single("memory", memory, _SIZES[""]))
+        return sheet, pictures
 
 
 def single(name: str, panel: Callable[[Axes], None], size: tuple[float, float]) -> Picture:
@@ -183,12 +166,14 @@ def held_out_svg(metrics: Sequence[Row], yardsticks: Yardsticks) -> str:
     from matplotlib.figure import Figure
 
     with style():
-        figure = Figure(figsize=_SIZES["held_out"], layout="constrained")
-        _held_out(figure.add_subplot(), metrics, "eval_bits_per_byte", yardsticks)
+        figure = Figure(figsize=_SIZES[BITS_PER_BYTE.place], layout="constrained")
+        _panel(figure.add_subplot(), metrics, BITS_PER_BYTE, yardsticks)
         return svg(figure)
 
 
-def _sheet(panels: Mapping[str, Callable[[Axes], None]], title: str, subtitle: str) -> bytes:
+def _sheet(
+    panels: Mapping[Metric, Callable[[Axes], None]], memory: Callable[[Axes], None] | None, title: str, subtitle: str
+) -> bytes:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 8.2))
@@ -196,65 +181,68 @@ def _sheet(panels: Mapping[str, Callable[[Axes], None]], title: str, subtitle: s
     figure.text(0.045, 0.915, subtitle, fontsize=9.5, color=MUTED, va="center")
     sides = {"left": 0.045, "right": 0.965}
     upper = figure.add_gridspec(1, 2, width_ratios=[1.9, 1], **sides, top=0.835, bottom=0.455, wspace=0.30)
-    lower = figure.add_gridspec(1, 4 if "memory" in panels else 3, **sides, top=0.325, bottom=0.065, wspace=0.28)
-    places = dict.fromkeys(_FIRST, upper[0]) | dict.fromkeys(_SECOND, upper[1])
-    places |= {"learning_rate": lower[0], "gradient_norm": lower[1], "speed": lower[2], "memory": lower[-1]}
-    for name in filter(places.get, panels):
-        panels[name](figure.add_subplot(places[name]))
+    last = {metric.place: panel for metric, panel in panels.items()}
+    for place, where in (("first", upper[0]), ("second", upper[1])):
+        if place in last:
+            last[place](figure.add_subplot(where))
+    row = [panel for metric, panel in panels.items() if metric.place == "lower"]
+    if memory:
+        row.append(memory)
+    lower = figure.add_gridspec(1, max(3, len(row)), **sides, top=0.325, bottom=0.065, wspace=0.28)
+    for number, panel in enumerate(row):
+        panel(figure.add_subplot(lower[number]))
     return png(figure, dpi=160)
 
 
-def _held_out(axes: Axes, metrics: Sequence[Row], key: str, yardsticks: Yardsticks) -> None:
-    tokens, bits = _series(axes, metrics, key, "Held-out text, bits per byte")
-    low = min([float(bits.min()), *yardsticks.values()])
-    # The first value is an untrained model's. On its scale all later ones would be one flat line.
-    high = max([min(float(bits.max()), 2.2 * float(bits[-1])), *yardsticks.values()])
-    margin = max(0.06 * (high - low), 0.02)
-    axes.set_ylim(low - margin, high + margin)
-    for level in yardsticks.values():
+def _panel(axes: Axes, metrics: Sequence[Row], metric: Metric, yardsticks: Yardsticks) -> None:
+    """Draw a metric: its values in training with their trend, and those on held-out records as points."""
+    axes.set_title(metric.title)
+    axes.locator_params(nbins=5, steps=[1, 2, 2.5, 5, 10])
+    axes.xaxis.set_major_formatter(lambda value, _: quantities.count(value))
+    axes.set_xlabel("tokens", fontsize=8, loc="right", labelpad=1)
+    series = {key: _series(metrics, key) for key in metric.keys}
+    levels = yardsticks if metric is BITS_PER_BYTE else {}
+    axes.set_xlim(0, max(float(tokens[-1]) for tokens, _ in series.values() if len(tokens)) or 1)
+    axes.set_ylim(*limits(metric, [values for _, values in series.values()], levels.values(), room=1.25))
+    if metric.is_count or metric.is_line:
+        axes.yaxis.set_major_formatter(lambda value, _: quantities.count(value))
+    tokens, values = series.get(metric.key, _NONE)
+    if len(values) and metric.is_line:
+        _curve(axes, tokens, values)
+    elif len(values):
+        _trend(axes, tokens, values)
+    at, held = series.get(metric.held_out, _NONE)
+    if len(held) and len(values):
+        axes.plot(at, held, "o-", color=INK, linewidth=1, markersize=3.5)
+        axes.set_xlabel("points: held out   ·   tokens")
+    elif len(held):
+        _among_levels(axes, at, held, levels)
+    if metric is SPEED:
+        _slow_moments(axes, metrics)
+
+
+def _among_levels(axes: Axes, tokens: Floats, values: Floats, levels: Yardsticks) -> None:
+    """Draw a curve among the levels that it is compared with, each with its name at the right."""
+    for level in levels.values():
         axes.axhline(level, color=MUTED, linewidth=0.9, linestyle=(0, (1, 2.5)))
-    axes.plot(tokens, bits, color=ACCENT, linewidth=2)
-    axes.plot(tokens[-1:], bits[-1:], "o", color=ACCENT, markersize=5, clip_on=False)
-    names = [(level, f"{name}  {level:.2f}", MUTED, "normal") for name, level in yardsticks.items()]
-    _labels_at_right(axes, [*names, (float(bits[-1]), f"this run  {bits[-1]:.2f}", ACCENT, "bold")])
+    axes.plot(tokens, values, color=ACCENT, linewidth=2)
+    axes.plot(tokens[-1:], values[-1:], "o", color=ACCENT, markersize=5, clip_on=False)
+    names = [(level, f"{name}  {level:.2f}", MUTED, "normal") for name, level in levels.items()]
+    _labels_at_right(axes, [*names, (float(values[-1]), f"this run  {values[-1]:.2f}", ACCENT, "bold")])
 
 
-def _numbers(axes: Axes, metrics: Sequence[Row], key: str, title: str, held: str = "", from_0: bool = False) -> None:
-    """Draw the values under `key` and their trend, and as points those under `held`."""
-    tokens, values = _series(axes, metrics, key, title)
-    if from_0:
-        axes.set_ylim(0, 1.15 * float(values.max()) or 1)
-    _trend(axes, tokens, values, lambda value: f"{value:.2f}")
-    points = np.array([(row["tokens"], row[held]) for row in metrics if row.get(held) is not None])
-    if len(points):
-        axes.plot(*points.T, "o-", color=INK, linewidth=1, markersize=3.5)
-        axes.text(0.01, 0.98, "points: held out", transform=axes.transAxes, va="top", fontsize=8, color=MUTED)
+def _curve(axes: Axes, tokens: Floats, values: Floats) -> None:
+    """Draw values that lie on a curve, with the highest written at its place."""
+    step = _thinning(values)
+    axes.plot(tokens[::step], values[::step], color=ACCENT, linewidth=1.8)
+    peak = int(values.argmax())
+    place = (tokens[peak], values[peak])
+    words = f"peak {values[peak]:.3g}"
+    axes.annotate(words, place, (2, 5), textcoords="offset points", fontsize=8, color=ACCENT)
 
 
-def _learning_rate(axes: Axes, metrics: Sequence[Row], key: str) -> None:
-    tokens, lr = _series(axes, metrics, key, "Learning rate")
-    step = _thinning(lr)
-    axes.plot(tokens[::step], lr[::step], color=ACCENT, linewidth=1.8)
-    axes.set_ylim(0, 1.18 * float(lr.max()) or 1)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    peak = int(lr.argmax())
-    axes.annotate(
-        f"peak {lr[peak]:.3g}", (tokens[peak], lr[peak]), (2, 5), textcoords="offset points", fontsize=8, color=ACCENT
-    )
-
-
-def _gradient_norm(axes: Axes, metrics: Sequence[Row], key: str) -> None:
-    tokens, norm = _series(axes, metrics, key, "Gradient norm, before clipping")
-    # One spike would flatten the rest, so the top 0.5 % may leave the frame.
-    axes.set_ylim(0, 1.15 * float(np.quantile(norm, 0.995)) or 1)
-    _trend(axes, tokens, norm, lambda value: f"{value:.2g}")
-
-
-def _speed(axes: Axes, metrics: Sequence[Row], key: str) -> None:
-    tokens, speed = _series(axes, metrics, key, "Tokens per second")
-    axes.set_ylim(0, 1.3 * float(speed.max()) or 1)
-    axes.yaxis.set_major_formatter(lambda value, _: quantities.count(value))
-    _trend(axes, tokens, speed, quantities.count)
+def _slow_moments(axes: Axes, metrics: Sequence[Row]) -> None:
+    """Mark the updates that were skipped, and those at which the run became slower."""
     skipped = [row["tokens"] for row in metrics if row.get("skipped")]
     axes.plot(
         skipped, np.full(len(skipped), 0.035 * axes.get_ylim()[1]), "|", color=WARN, markersize=9, markeredgewidth=1.6
@@ -267,13 +255,6 @@ def _speed(axes: Axes, metrics: Sequence[Row], key: str) -> None:
     # The words stand above the curve, where the limit leaves room, and away from the last value at the right.
     color = WARN if skipped or len(slower) else MUTED
     axes.text(0.01, 0.98, words, transform=axes.transAxes, va="top", fontsize=8, color=color)
-
-
-def _gauge(axes: Axes, metrics: Sequence[Row], key: str, title: str) -> None:
-    tokens, values = _series(axes, metrics, key, title)
-    axes.set_ylim(0, 1.15 * float(values.max()) or 1)
-    axes.yaxis.set_major_formatter(lambda value, _: quantities.count(value))
-    _trend(axes, tokens, values, quantities.count)
 
 
 def _memory(axes: Axes, ledger: Mapping[str, Mapping[str, int]]) -> None:
@@ -290,19 +271,14 @@ def _memory(axes: Axes, ledger: Mapping[str, Mapping[str, int]]) -> None:
     axes.set_xlabel(", ".join(ledger["planned"]), fontsize=7, color=MUTED, loc="left")
 
 
-def _series(axes: Axes, metrics: Sequence[Row], key: str, title: str) -> tuple[Floats, Floats]:
-    """Set up the axes of a key; return the tokens and the values of the rows that have it."""
+def _series(metrics: Sequence[Row], key: str) -> tuple[Floats, Floats]:
+    """Return the tokens and the values of the rows that have a key."""
     rows = [(row["tokens"], row[key]) for row in metrics if row.get(key) is not None]
     tokens, values = np.array(rows, dtype=np.float64).reshape(-1, 2).T
-    axes.set_title(title)
-    axes.set_xlim(0, float(tokens[-1]) or 1)
-    axes.locator_params(nbins=5, steps=[1, 2, 2.5, 5, 10])
-    axes.xaxis.set_major_formatter(lambda value, _: quantities.count(value))
-    axes.set_xlabel("tokens", fontsize=8, loc="right", labelpad=1)
     return tokens, values
 
 
-def _trend(axes: Axes, tokens: Floats, values: Floats, written: Callable[[float], str]) -> None:
+def _trend(axes: Axes, tokens: Floats, values: Floats) -> None:
     """Draw all values in a pale colour, and their moving median with its last value written above the line's end."""
     step = _thinning(values)
     axes.plot(tokens[::step], values[::step], color=ACCENT, alpha=0.25, linewidth=0.8)
@@ -313,7 +289,7 @@ def _trend(axes: Axes, tokens: Floats, values: Floats, written: Callable[[float]
     near_end = max(float(values[tokens >= begin].max()), float(np.interp(begin, tokens, values)))
     place = (tokens[-1], min(near_end, axes.get_ylim()[1]))
     axes.annotate(
-        written(float(medians[-1])),
+        quantities.count(float(medians[-1])),
         place,
         (0, 5),
         textcoords="offset points",

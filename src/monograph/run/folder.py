@@ -23,6 +23,7 @@ from typing import Any, Self
 from pydantic import ConfigDict, ValidationError, create_model
 
 from monograph.errors import DiskFull, InputRefused, RunInUse, Unreadable
+from monograph.report import metrics
 from monograph.run.run_index import SWEEP, checkpoint_named, locked_in, parsed, placed, record, runs_in, serial
 from monograph.storage.reading import contents, entries, exists, is_file, is_folder, read_input, status, without_links
 from monograph.storage.writing import sync
@@ -47,24 +48,9 @@ _BEFORE_IT_BEGAN = {
 }
 _RECORD = b'{"serial": '  # the first bytes of run.lock
 
-_NUMBERS = (
-    "train_loss",
-    "grad_norm",
-    "tokens_per_s",
-    "wall_s",
-    "eval_loss",
-    "eval_bits_per_byte",
-    "share",
-    "gpu_utilization_percent",
-    "gpu_memory_bytes",
-    "gpu_power_w",
-    "gpu_temperature_c",
-    "gpu_clock_hz",
-    "forward_s",
-    "backward_s",
-    "passes_s",
-    "optimizer_s",
-)
+# What a row may have beside the metrics that are shown.
+_TIMES = ("wall_s", "forward_s", "backward_s", "passes_s", "optimizer_s")
+_NUMBERS = (*metrics.keys(), *_TIMES, "share")
 # A function that says why a folder in runs/ cannot be what `last` means, such as "is a sweep"; "" if it can be.
 WhyNot = Callable[[Path], str]
 # The entries of a row that commands rely on, with their types.

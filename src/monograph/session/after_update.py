@@ -8,6 +8,7 @@ from monograph import compat
 from monograph.device import clock
 from monograph.errors import Stopped
 from monograph.planner import defaults
+from monograph.report.metrics import printed
 from monograph.run.metrics_log import MetricsLog
 from monograph.run.progress import Progress, TrainingBlock
 from monograph.run.signals import StopSignal
@@ -17,7 +18,6 @@ from monograph.session.rewind import go_back, require_end
 from monograph.session.session import Session
 from monograph.step import Update
 
-SHOWN = ("reward", "accuracy", "margin")  # what says more than the loss, in runs that have it
 SHOWN_S = 1.0  # after so long, the numbers of the last updates are read; this waits for the device
 
 
@@ -96,7 +96,7 @@ class AfterUpdate:
         log = self.log
         log.flush()
         rate = self.report.rate(self._since_shown, clock() - self._shown_s, log.last)
-        shown = "   ".join(f"{name} {log.last[name]:.3f}" for name in SHOWN if name in log.last)
+        shown = "   ".join(f"{name} {log.last[name]:.3f}" for name in printed(log.last))
         self._score = shown or self._score
         self.block.update(
             done,
