@@ -39,8 +39,9 @@ from torch import Tensor
 from monograph.device import clock
 from monograph.model.hub import load_model
 from monograph.model.llama import Llama
+from monograph.rl.advantages import Weight
 from monograph.rl.arrange import Options, Rollout, arranged
-from monograph.rl.loss import PolicyLoss, Weight
+from monograph.rl.loss import PolicyLoss
 
 TASK, GROUP, PROMPTS, LENGTH = TASKS["makes"], 8, 32, 32
 LR, BETAS, CLIP, WARM_UP = 5e-4, (0.9, 0.999), 1.0, 10

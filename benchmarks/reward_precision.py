@@ -36,7 +36,8 @@ from monograph.graph import capture
 from monograph.graph.inspect import modes_kept
 from monograph.graph.precision import Precision
 from monograph.loss import IGNORE
-from monograph.rl.loss import UNUSED, PolicyLoss, Ratio
+from monograph.rl.advantages import UNUSED, Ratio
+from monograph.rl.loss import PolicyLoss
 from monograph.rl.rollouts import Drawer
 from monograph.step.clip import Clip
 from monograph.text.tokenizer import Tokenizer

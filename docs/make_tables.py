@@ -16,7 +16,7 @@ import monograph
 from monograph.config.keys import KEYS, SECTIONS, Fraction, Key, described
 from monograph.config.settings import toml_of
 from monograph.model.families import FAMILIES, PRESETS
-from monograph.rl.preferences import PARAMETERS
+from monograph.rl.preferences import LOSSES
 
 SUPPORT = Path(__file__).resolve().parent / "support.md"
 CONFIGURATION = Path(__file__).resolve().parent / "configuration.md"
@@ -67,7 +67,7 @@ BEHIND: dict[str, dict[str, str]] = {
     "lora.dora": dict.fromkeys(("true", "false"), LORA),
     "rl.kl": dict.fromkeys(("none", "k1", "k2", "k3"), OFF_POLICY),
     "rl.truncated": dict.fromkeys(("keep", "mask"), ESTIMATOR),
-    "prefer.loss": dict.fromkeys(PARAMETERS, PREFERENCE),
+    "prefer.loss": dict.fromkeys(LOSSES, PREFERENCE),
     "rl.advantage": dict.fromkeys(("dr_grpo", "rloo", "grpo", "dapo", "reinforce"), ESTIMATOR)
     | dict.fromkeys(("cispo", "gspo"), OFF_POLICY),
 }

@@ -358,7 +358,7 @@ def test_every_word_that_a_key_takes_says_what_it_stands_for() -> None:
 def test_what_a_key_says_applies_without_it_is_what_does() -> None:
     """Of keys whose default is decided elsewhere."""
     from monograph.planner import defaults
-    from monograph.rl.preferences import PARAMETERS
+    from monograph.rl.preferences import LOSSES
     from monograph.session import adapting, resolve
     from monograph.session.objectives import rewards
 
@@ -366,7 +366,7 @@ def test_what_a_key_says_applies_without_it_is_what_does() -> None:
     usual |= {"lora.lr_ratio": 1.0, "lora.tokens": adapting.AUTO, "optim.min_lr_ratio": resolve.FINAL}
     usual |= {"model.family": resolve.FIRST_FAMILY, "data.vocab_size": defaults.DEFAULT.vocabulary}
     usual |= rewards.USUAL | {"rl.truncated": "keep", "rl.truncation_penalty": 0.0}
-    usual |= {f"prefer.{key}": value for values in PARAMETERS.values() for key, value in values.items()}
+    usual |= {f"prefer.{key}": value for each in LOSSES.values() for key, value in each.usual.items()}
     usual |= {"train.minutes": Settings().train.minutes}
     fields = {f"{name}.{key}": field for name, each in SECTIONS.items() for key, field in each.model_fields.items()}
     stated = {key: described(key).default for key, field in fields.items() if field.default is None}

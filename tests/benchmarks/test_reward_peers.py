@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from monograph.model.config import LlamaConfig
 from monograph.model.hub import load_model, save_model
 from monograph.model.llama import Llama
+from monograph.rl.advantages import Weight
 from monograph.rl.arrange import Rollout
-from monograph.rl.loss import Weight
 from scripts import smoke
 
 

@@ -251,7 +251,7 @@ def test_the_number_of_an_answer_is_read_whole(report: str, gold: str, answer: s
 @pytest.mark.parametrize("objective", ["dapo", "grpo", "dr_grpo", "rloo"])
 def test_answers_that_are_cut_count_in_neither_sum_and_all_of_them_are_no_nan(objective: Any) -> None:
     """trl#6369: the tokens of masked answers stayed in the denominator. trl#5662: nothing left was 0 / 0."""
-    options = replace(OPTIONS, objective=objective, masks_truncated=True, max_new_tokens=7)
+    options = replace(OPTIONS, advantage=objective, masks_truncated=True, max_new_tokens=7)
     whole = [Rollout((1, 2), (3,) * length, (-1.0,) * length) for length in (2, 4)]
     cut = Rollout((1, 2), (3,) * 7, (-1.0,) * 7, is_cut=True)
     assert weighted([*whole, cut, cut], [1.0, 0.0, 1.0, 0.0], options)[:2] == weighted(whole, [1.0, 0.0], options)

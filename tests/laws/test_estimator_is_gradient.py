@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +18,11 @@ from torch import Tensor
 from batches import flat_gradient, tiny_llama
 from monograph.model.llama import Llama
 from monograph.resident import Resident
-from monograph.rl import loss
 from monograph.rl import rollouts as room
+from monograph.rl.advantages import ADVANTAGES, Weight, centred, ratio_of
 from monograph.rl.arrange import Rollout, arranged, weighted
-from monograph.rl.loss import Form, Objective, PolicyLoss, Weight, ratio_of, weights
+from monograph.rl.form import Form
+from monograph.rl.loss import PolicyLoss
 from monograph.rl.prompts import Prompt, Prompts
 from monograph.rl.rewards import FormName
 from monograph.rl.rollouts import Drawer
@@ -75,12 +76,12 @@ def expected_gradients(net: Llama, of: dict[tuple[int, ...], float]) -> tuple[Te
     return sum(of[a] * shares[a] * each[a] for a in of), each  # type: ignore[return-value]
 
 
-def mean_gradient(net: Llama, of: dict[tuple[int, ...], float], objective: Objective) -> Tensor:
+def mean_gradient(net: Llama, of: dict[tuple[int, ...], float], advantage: str) -> Tensor:
     """The mean over all groups of two answers, each weighted by its probability, of the gradient that a run takes."""
-    loss, mean = PolicyLoss(1.0, ratio_of(objective, 1)), torch.zeros(())
+    loss, mean = PolicyLoss(1.0, ratio_of(advantage, 1)), torch.zeros(())
     shares = {answer: float(log_probability(net, answer).detach().exp()) for answer in of}
     for group in itertools.product(of, repeat=2):
-        weighed = weights(objective, [of[a] for a in group], [len(a) for a in group], LONGEST)
+        weighed = ADVANTAGES[advantage].weights([of[a] for a in group], [len(a) for a in group], LONGEST)
         batch = arranged([Rollout(PROMPT, a, token_logs(net, a)) for a in group], weighed, FORM)
 
         def scaled(batch=batch) -> Tensor:  # type: ignore[no-untyped-def]
@@ -96,15 +97,15 @@ FACTORS = {"reinforce": 1.0, "rloo": 1.0, "dr_grpo": (2 - 1) / (2 * LONGEST)}
 
 # By day one that is the gradient of the expected reward, and one that is not.
 @pytest.mark.parametrize(
-    "objective",
-    [pytest.param(each, marks=() if each in ("dr_grpo", "grpo") else pytest.mark.slow) for each in get_args(Objective)],
+    "advantage",
+    [pytest.param(each, marks=() if each in ("dr_grpo", "grpo") else pytest.mark.slow) for each in ADVANTAGES],
 )
-def test_the_mean_gradient_over_all_groups_is_that_of_the_expected_reward(objective: Objective) -> None:
+def test_the_mean_gradient_over_all_groups_is_that_of_the_expected_reward(advantage: str) -> None:
     net, of = model(), rewards()
     exact, each = expected_gradients(net, of)
-    mean = mean_gradient(net, of, objective)
-    if objective in FACTORS:
-        error = (mean + FACTORS[objective] * exact).norm() / exact.norm()
+    mean = mean_gradient(net, of, advantage)
+    if advantage in FACTORS:
+        error = (mean + FACTORS[advantage] * exact).norm() / exact.norm()
         assert error < 1e-12
         return
     # grpo, dapo and their like are no gradients of E[r], by the amount that their equations say.
@@ -113,15 +114,15 @@ def test_the_mean_gradient_over_all_groups_is_that_of_the_expected_reward(object
     for one, other in itertools.product(of, repeat=2):
         apart = (of[one] - of[other]) / 2
         scaled = apart / (abs(apart) * math.sqrt(2) + 1e-4)
-        by = 2 * len(one) if objective in ("grpo", "gspo") else len(one) + len(other)
+        by = 2 * len(one) if advantage in ("grpo", "gspo") else len(one) + len(other)
         predicted += 2 * shares[one] * shares[other] * scaled / by * each[one]
     assert (mean + predicted).norm() / predicted.norm() < 1e-12
     along = float(mean @ exact / (mean.norm() * exact.norm()))
     assert -0.9999 < along < 0
 
 
-@pytest.mark.parametrize("objective", ["rloo", "dr_grpo"])
-def test_answers_that_are_left_out_leave_the_gradient_of_the_reward_of_those_that_end(objective: Objective) -> None:
+@pytest.mark.parametrize("advantage", ["rloo", "dr_grpo"])
+def test_answers_that_are_left_out_leave_the_gradient_of_the_reward_of_those_that_end(advantage: str) -> None:
     """All groups of three: as many times grad E[r | the answer ends] as answers of a group end, and 0 for one alone."""
     net, of = model(), rewards()
     ends = {answer for answer in of if answer[-1] == END}
@@ -132,19 +133,19 @@ def test_answers_that_are_left_out_leave_the_gradient_of_the_reward_of_those_tha
         logs = {answer: log_probability(net, answer) for answer in ends}
         return sum(log.exp() * of[answer] for answer, log in logs.items()) / sum(log.exp() for log in logs.values())
 
-    exact, options = gradient_of(net, among_those_that_end), replace(FORM, objective=objective, masks_truncated=True)
+    exact, options = gradient_of(net, among_those_that_end), replace(FORM, advantage=advantage, masks_truncated=True)
     mean, expected = torch.zeros_like(exact), torch.zeros_like(exact)
     for group in itertools.product(of, repeat=3):
         made = [Rollout(PROMPT, answer, (), is_cut=answer not in ends) for answer in group]
         weighed, share = weighted(made, [of[answer] for answer in group], options), math.prod(shares[a] for a in group)
         kept = sum(not one.is_cut for one in made)
         assert [weight.share for weight in weighed] == [
-            0 if one.is_cut else {"rloo": 1, "dr_grpo": LONGEST}[objective] for one in made
+            0 if one.is_cut else {"rloo": 1, "dr_grpo": LONGEST}[advantage] for one in made
         ]
         for answer, weight in zip(group, weighed, strict=True):
             assert isinstance(weight.factor, float)
             mean += share * weight.factor * each[answer]
-        expected += share * ({"rloo": kept, "dr_grpo": kept - 1}[objective] if kept > 1 else 0) * exact
+        expected += share * ({"rloo": kept, "dr_grpo": kept - 1}[advantage] if kept > 1 else 0) * exact
     assert (mean - expected).norm() / expected.norm() < 1e-12
 
 
@@ -178,7 +179,7 @@ def test_answers_of_a_form_follow_the_gradient_of_the_expected_reward_among_them
     def mean(loss: PolicyLoss) -> Tensor:
         total = torch.zeros_like(exact)
         for group in itertools.product(every, repeat=2):
-            weighed = weights("rloo", [of[a] for a in group], [2, 2], LONGEST)
+            weighed = ADVANTAGES["rloo"].weights([of[a] for a in group], [2, 2], LONGEST)
             batch = arranged([made[a] for a in group], weighed, FORM)
 
             def scaled(batch=batch) -> Tensor:  # type: ignore[no-untyped-def]
@@ -224,8 +225,8 @@ def test_answers_of_a_form_are_drawn_and_scored_as_such_and_forced_tokens_teach_
 
 def test_an_answer_that_is_cut_is_worth_less_by_what_that_costs() -> None:
     made = [Rollout(PROMPT, (1,) * size, (), is_cut=size == LONGEST) for size in (1, LONGEST, 2)]
-    lowered = weights("grpo", [1.0, 0.5, 0.0], [1, LONGEST, 2], LONGEST)
-    assert weighted(made, [1.0, 1.0, 0.0], replace(FORM, objective="grpo", truncation_penalty=0.5)) == lowered
+    lowered = ADVANTAGES["grpo"].weights([1.0, 0.5, 0.0], [1, LONGEST, 2], LONGEST)
+    assert weighted(made, [1.0, 1.0, 0.0], replace(FORM, advantage="grpo", truncation_penalty=0.5)) == lowered
 
 
 def test_an_update_of_answers_that_are_all_left_out_changes_nothing_by_itself() -> None:
@@ -248,7 +249,7 @@ def ragged_answers(count: int, seed: int = 0) -> tuple[list[Rollout], list[Weigh
     weighed: list[Weight] = []
     for first in range(0, count, 4):
         lengths = [len(one.token_ids) for one in made[first : first + 4]]
-        weighed += weights("dapo", scores[first : first + 4], lengths, 14)
+        weighed += ADVANTAGES["dapo"].weights(scores[first : first + 4], lengths, 14)
     assert any(weight.factor == 0 for weight in weighed) and any(weight.factor for weight in weighed)
     return made, weighed
 
@@ -295,10 +296,10 @@ def test_ragged_answers_accumulated_in_any_order_and_rows_are_one_batch(packed: 
 
 
 def test_a_group_of_equal_rewards_weighs_exactly_nothing() -> None:
-    for objective in get_args(Objective):
+    for advantage in ADVANTAGES:
         for reward in (0.1, 1 / 3, 1e300):
-            if objective != "reinforce":
-                assert {w.factor for w in weights(objective, [reward] * 7, [5] * 7, 9)} == {0.0}
+            if advantage != "reinforce":
+                assert {w.factor for w in ADVANTAGES[advantage].weights([reward] * 7, [5] * 7, 9)} == {0.0}
 
 
 def test_no_answer_that_teaches_still_is_a_window() -> None:
@@ -312,12 +313,12 @@ def test_no_answer_that_teaches_still_is_a_window() -> None:
 
 FAULTS: dict[str, Callable[[Sequence[float], Sequence[int], int], list[Weight]]] = {
     "the mean of means": lambda r, n, longest: [
-        Weight(2 * value / length, 1) for value, length in zip(loss.centred(r), n, strict=True)
+        Weight(2 * value / length, 1) for value, length in zip(centred(r), n, strict=True)
     ],
-    "a baseline that holds the answer itself": lambda r, n, longest: [Weight(v, 1) for v in loss.centred(r)],
-    "the other answer's advantage": lambda r, n, longest: [Weight(2 * v, 1) for v in loss.centred(r)[::-1]],
+    "a baseline that holds the answer itself": lambda r, n, longest: [Weight(v, 1) for v in centred(r)],
+    "the other answer's advantage": lambda r, n, longest: [Weight(2 * v, 1) for v in centred(r)[::-1]],
     "its own length as the share": lambda r, n, longest: [
-        Weight(2 * v, length) for v, length in zip(loss.centred(r), n, strict=True)
+        Weight(2 * v, length) for v, length in zip(centred(r), n, strict=True)
     ],
 }
 
@@ -358,8 +359,8 @@ def test_groups_over_the_wrong_axis_are_noticed(monkeypatch: pytest.MonkeyPatch)
 
     def scored(*arguments: Any) -> list[float]:
         rewards = score(*arguments)
-        centred = [loss.centred(rewards[place::3]) for place in range(3)]
-        given.extend(centred[place % 3][place // 3] for place in range(12))
+        less_mean = [centred(rewards[place::3]) for place in range(3)]
+        given.extend(less_mean[place % 3][place // 3] for place in range(12))
         return rewards
 
     monkeypatch.setattr(Drawer, "score", scored)

@@ -6,7 +6,6 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 import torch
@@ -17,8 +16,9 @@ from laws.test_estimator_is_gradient import FORM, LONGEST, PROMPT, answers, grad
 from monograph.model.llama import Llama
 from monograph.resident import Resident
 from monograph.rl import loss as room
+from monograph.rl.advantages import ADVANTAGES, Ratio, Weight, ratio_of
 from monograph.rl.arrange import Rollout, arranged, by_answer, weighted
-from monograph.rl.loss import Kl, Objective, PolicyLoss, Ratio, Weight, ratio_of
+from monograph.rl.loss import Kl, PolicyLoss
 from rewarded import OPTIONS, windows
 
 RATIOS = [Ratio("clip", 0.2, 0.28), Ratio("truncate", 0.0, 1.1), Ratio("sequence", 0.02, 0.03)]
@@ -130,11 +130,11 @@ def test_a_planted_fault_is_caught(
     assert apart(ratio, kl, True, None) > 1e-3
 
 
-@pytest.mark.parametrize("objective", get_args(Objective))
-def test_the_first_update_of_a_draw_is_on_policy(objective: Objective) -> None:
+@pytest.mark.parametrize("advantage", ADVANTAGES)
+def test_the_first_update_of_a_draw_is_on_policy(advantage: str) -> None:
     """The ratio is 1 to the bit, nothing is clipped, and the gradient is that of the weighted log-probabilities."""
-    options = replace(OPTIONS, objective=objective, updates=2)
-    rollouts = windows(options, loss=PolicyLoss(1.0, ratio_of(objective, 2)))
+    options = replace(OPTIONS, advantage=advantage, updates=2)
+    rollouts = windows(options, loss=PolicyLoss(1.0, ratio_of(advantage, 2)))
     plain = windows(replace(options, updates=1), loss=PolicyLoss(1.0))
     gradients = []
     for each in (rollouts, plain):
@@ -170,7 +170,7 @@ def test_k1_in_the_reward_follows_the_gradient_of_the_divergence_of_answers() ->
             total = total + log.exp() * (of[a] - strength * (log - sum(reference[a])))
         return total
 
-    exact, options = gradient_of(net, objective), replace(FORM, objective="rloo", kl=Kl("k1", strength))
+    exact, options = gradient_of(net, objective), replace(FORM, advantage="rloo", kl=Kl("k1", strength))
     mean, loss = torch.zeros(()), PolicyLoss()
     for one in answers():
         for other in answers():
@@ -242,17 +242,17 @@ def test_the_limits_of_each_objective_are_those_of_its_paper() -> None:
     clip = Ratio("clip", 0.2, 0.2)
     expected = {"dapo": Ratio("clip", 0.2, 0.28), "cispo": Ratio("truncate", 0.0, 5.0)}
     expected |= {"gspo": Ratio("sequence", 3e-4, 4e-4)}
-    for objective in get_args(Objective):
-        assert ratio_of(objective, 2) == expected.get(objective, clip)
-        assert ratio_of(objective, 1) == (expected["cispo"] if objective == "cispo" else Ratio("none"))
+    for advantage in ADVANTAGES:
+        assert ratio_of(advantage, 2) == expected.get(advantage, clip)
+        assert ratio_of(advantage, 1) == (expected["cispo"] if advantage == "cispo" else Ratio("none"))
 
 
-@pytest.mark.parametrize("objective", ["dr_grpo", "dapo", "grpo", "gspo"])
-def test_a_kl_term_weighs_tokens_as_the_objective_does(objective: Objective) -> None:
+@pytest.mark.parametrize("advantage", ["dr_grpo", "dapo", "grpo", "gspo"])
+def test_a_kl_term_weighs_tokens_as_the_objective_does(advantage: str) -> None:
     made, _ = drawn(4)
-    weighed = weighted(made, [1.0, 1.0, 1.0, 1.0], replace(FORM, objective=objective, kl=Kl("k3", 0.3)))
+    weighed = weighted(made, [1.0, 1.0, 1.0, 1.0], replace(FORM, advantage=advantage, kl=Kl("k3", 0.3)))
     lengths = [len(one.token_ids) for one in made]
-    by_length = objective in ("grpo", "gspo")
+    by_length = advantage in ("grpo", "gspo")
     assert [each.penalty for each in weighed] == [0.3 / length if by_length else 0.3 for length in lengths]
     assert all(each.factor == 0 and each.counts for each in weighed), "a dead group has its KL term"
 
@@ -272,7 +272,7 @@ def test_positions_without_a_target_give_no_gradient_however_unlikely_they_are(k
 
 
 def test_a_teacher_s_advantages_are_its_log_probabilities_less_the_student_s() -> None:
-    rollouts = windows(replace(OPTIONS, exact=False, objective="dapo"))
+    rollouts = windows(replace(OPTIONS, exact=False, advantage="dapo"))
     drawer, teacher = rollouts.drawer, tiny_llama(vocab_size=259)
     drawer.reward.teacher = teacher
     window = next(rollouts)

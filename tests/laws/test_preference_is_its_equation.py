@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -200,14 +201,14 @@ def _misplaced(self: PreferenceLoss, pairs: room.Answers, there_P: Tensor) -> No
 @pytest.mark.parametrize(
     ("name", "where", "what", "fault"),
     [
-        ("ipo", room._OF, "ipo", _of_sums),
-        ("dpo", room._OF, "dpo", _swapped),
+        ("ipo", room.LOSSES, "ipo", _of_sums),
+        ("dpo", room.LOSSES, "dpo", _swapped),
         ("dpo", None, "PreferenceLoss", _MeanOfMeans),
         ("simpo", None, "PairRows", _OneMore),
         ("orpo", room.Answers, "means", property(_without_end)),
         ("dpo", PreferenceLoss, "_note", _misplaced),
-        ("kto", room._OF, "kto", _attached),
-        ("kto", room._OF, "kto", _all_good),
+        ("kto", room.LOSSES, "kto", _attached),
+        ("kto", room.LOSSES, "kto", _all_good),
         ("kto", PreferenceLoss, "update_of", _of_nothing),
     ],
     ids=lambda each: getattr(each, "__name__", ""),
@@ -216,7 +217,7 @@ def test_a_planted_fault_is_caught(
     name: str, where: object, what: str, fault: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if isinstance(where, dict):
-        monkeypatch.setitem(where, what, fault)
+        monkeypatch.setitem(where, what, replace(where[what], formula=fault))
     elif where is None:
         monkeypatch.setitem(globals(), what, fault)
     else:

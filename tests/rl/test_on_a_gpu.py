@@ -14,22 +14,24 @@ from monograph.evaluation import evaluate
 from monograph.graph.precision import Precision
 from monograph.optim import AdamW
 from monograph.resident import Resident
-from monograph.rl.loss import Form, Kl, Objective, PolicyLoss, ratio_of
+from monograph.rl.advantages import ratio_of
+from monograph.rl.form import Form
+from monograph.rl.loss import Kl, PolicyLoss
 from monograph.rl.rewards import FormName
 from rewarded import OPTIONS, apart, prompts, windows
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize(("objective", "pattern"), [("grpo", ""), ("gspo", "[a-z]+[0-9]")])
-def test_ratios_a_kl_term_and_a_form_are_captured(objective: Objective, pattern: str) -> None:
+@pytest.mark.parametrize(("advantage", "pattern"), [("grpo", ""), ("gspo", "[a-z]+[0-9]")])
+def test_ratios_a_kl_term_and_a_form_are_captured(advantage: str, pattern: str) -> None:
     """Two updates of one draw, and then a new one, with a reference that the model came from."""
     kl = Kl("k2", 0.1)
-    options = replace(OPTIONS, exact=False, packed=True, length=64, prompts=2, updates=2, kl=kl, objective=objective)
+    options = replace(OPTIONS, exact=False, packed=True, length=64, prompts=2, updates=2, kl=kl, advantage=advantage)
     asked = prompts("2+2=", "a", "the longest of them", "7")
     ends, cuda = {asked.tokenizer.eos_id}, torch.device("cuda")
     form = Form(FormName("regex", pattern), asked, ends, cuda) if pattern else None
-    loss = PolicyLoss(1.0, ratio_of(objective, 2), kl, form=form)
+    loss = PolicyLoss(1.0, ratio_of(advantage, 2), kl, form=form)
     rollouts = windows(options, device="cuda", loss=loss, micro_batch=2)
     engine = rollouts.drawer.engine
     rollouts.drawer.reference = [plane.param.clone() for plane in engine.step.planes]

@@ -15,7 +15,8 @@ from torch import Tensor
 from monograph.data.pack import best_fit_decreasing
 from monograph.decode.completion import Completion
 from monograph.loss import IGNORE, Batch
-from monograph.rl.loss import BY_LENGTH, Kl, Objective, Weight, weights
+from monograph.rl.advantages import ADVANTAGES, Weight
+from monograph.rl.loss import Kl
 from monograph.rl.prompts import Prompt
 
 
@@ -30,7 +31,7 @@ class Options:
         masks_truncated: whether answers that this limit cuts are left out, as if they had not been drawn.
         truncation_penalty: what the reward of an answer that is cut is lowered by.
         temperature: divides the logits, when drawing and in the loss.
-        objective: the weight of each answer.
+        advantage: the name of what weighs each answer.
         draws: most times that an update draws, until it has enough groups that teach.
         updates: updates that are made of each draw.
         kl: the KL term; None without one.
@@ -46,7 +47,7 @@ class Options:
     group: int
     max_new_tokens: int
     temperature: float
-    objective: Objective
+    advantage: str
     draws: int
     length: int
     packed: bool
@@ -157,11 +158,12 @@ def _compared(rollouts: Rollouts, rewards: Sequence[float], options: Options) ->
         far = [sum(rollout.logprobs) - sum(rollout.reference) for rollout in rollouts]
         rewards = [reward - kl.strength * each for reward, each in zip(rewards, far, strict=True)]
     times = 2 if len(rollouts) == 1 else 1  # all others are left out: it is compared with itself
-    weighed = weights(options.objective, [*rewards] * times, lengths * times, options.max_new_tokens)[: len(rollouts)]
+    advantage = ADVANTAGES[options.advantage]
+    weighed = advantage.weights([*rewards] * times, lengths * times, options.max_new_tokens)[: len(rollouts)]
     if kl is None or kl.estimator == "k1":
         return weighed
     # Where tokens of long answers weigh less, so does their KL term.
-    penalties = [kl.strength / length if options.objective in BY_LENGTH else kl.strength for length in lengths]
+    penalties = [kl.strength / length if advantage.by_length else kl.strength for length in lengths]
     return [weight._replace(penalty=penalty) for weight, penalty in zip(weighed, penalties, strict=True)]
 
 

@@ -25,6 +25,7 @@ Shapes: B rows, T positions, N = B T, S places for answers, P pairs.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -37,16 +38,6 @@ from monograph.data.rows import Rows
 from monograph.errors import UsageError
 from monograph.loss import IGNORE, Batch, target_log_probabilities
 
-# The parameters of each loss, with their usual values.
-PARAMETERS: dict[str, dict[str, float]] = {
-    "dpo": {"beta": 0.1},
-    "robust": {"beta": 0.1, "label_smoothing": 0.1},
-    "ipo": {"beta": 0.1},
-    "simpo": {"beta": 2.0, "gamma": 1.0},
-    "orpo": {"beta": 0.1},
-    "kto": {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
-}
-COMPARED = ("dpo", "robust", "ipo", "kto")  # with the reference
 _LARGEST = 1e9
 
 
@@ -59,27 +50,27 @@ class Preference(NamedTuple):
     @property
     def needs_reference(self) -> bool:
         """Return whether the loss compares with the weights that the run began from."""
-        return self.name in COMPARED
+        return LOSSES[self.name].compares
 
     @property
     def labelled(self) -> bool:
         """Return whether the loss learns from single answers, each labelled good or bad."""
-        return self.name == "kto"
+        return LOSSES[self.name].labelled
 
 
 def preference(name: str, **given: float | None) -> Preference:
     """Return a loss of preferences.
 
     Args:
-        name: a name of `PARAMETERS`.
+        name: a name of `LOSSES`.
         given: values of its parameters; None, or nothing: the usual value.
 
     Raises:
         UsageError: there is no such loss, it lacks a parameter, or a number is out of range.
     """
-    usual = PARAMETERS.get(name)
-    if usual is None:
-        raise UsageError(f"prefer.loss = {name}: expected {', '.join(PARAMETERS)}")
+    if name not in LOSSES:
+        raise UsageError(f"prefer.loss = {name}: expected {', '.join(LOSSES)}")
+    usual = LOSSES[name].usual
     numbers = {parameter: value for parameter, value in given.items() if value is not None}
     for parameter, value in numbers.items():
         if parameter not in usual:
@@ -155,19 +146,37 @@ def _kto(pairs: Answers, *, beta: float, desirable_weight: float, undesirable_we
     return torch.where(pairs.labels > 0, desirable_weight * lost, undesirable_weight * lost)
 
 
-_OF: dict[str, Callable[..., Tensor]] = {
-    "dpo": _dpo,
-    "robust": _robust,
-    "ipo": _ipo,
-    "simpo": _simpo,
-    "orpo": _orpo,
-    "kto": _kto,
+@dataclass(frozen=True)
+class LossOfPairs:
+    """A loss of preferences.
+
+    Attributes:
+        formula: returns the loss of each of P pairs, [P], from the pairs and the parameters.
+        usual: its parameters, keys of [prefer], with their usual values.
+        compares: whether it compares with the weights that the run began from.
+        labelled: whether it learns from single answers, each labelled good or bad.
+    """
+
+    formula: Callable[..., Tensor]
+    usual: dict[str, float]
+    compares: bool = True
+    labelled: bool = False
+
+
+# The names that the key prefer.loss takes.
+LOSSES = {
+    "dpo": LossOfPairs(_dpo, {"beta": 0.1}),
+    "robust": LossOfPairs(_robust, {"beta": 0.1, "label_smoothing": 0.1}),
+    "ipo": LossOfPairs(_ipo, {"beta": 0.1}),
+    "simpo": LossOfPairs(_simpo, {"beta": 2.0, "gamma": 1.0}, compares=False),
+    "orpo": LossOfPairs(_orpo, {"beta": 0.1}, compares=False),
+    "kto": LossOfPairs(_kto, {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0}, labelled=True),
 }
 
 
 def losses(preference: Preference, pairs: Answers) -> Tensor:
     """Return the loss of each pair, [P]; see the module."""
-    return _OF[preference.name](pairs, **preference.parameters)
+    return LOSSES[preference.name].formula(pairs, **preference.parameters)
 
 
 class PreferenceLoss(nn.Module):

@@ -22,8 +22,9 @@ from monograph.errors import UsageError
 from monograph.model.llama import Llama
 from monograph.ranges import COUNT
 from monograph.resident import Resident
+from monograph.rl.advantages import ADVANTAGES, ratio_of
 from monograph.rl.arrange import Options
-from monograph.rl.loss import OBJECTIVES, Objective, PolicyLoss, penalty, ratio_of
+from monograph.rl.loss import PolicyLoss, penalty
 from monograph.rl.pairs import PairRows, read_pairs
 from monograph.rl.preferences import PreferenceLoss, preference
 from monograph.rl.prompts import prompts_of
@@ -35,7 +36,7 @@ Scores = str | Reward | Callable[[str, str, Mapping[str, Any]], float | Mapping[
 
 
 def policy_loss(
-    advantage: Objective = "dr_grpo",
+    advantage: str = "dr_grpo",
     *,
     temperature: float = 1.0,
     updates: int = 1,
@@ -46,7 +47,7 @@ def policy_loss(
     """Return the loss of answers that are rewarded, for an engine; see `rollouts`.
 
     Args:
-        advantage: the objective; `monograph.rl.loss` has their equations.
+        advantage: a name of `monograph.rl.advantages`, which has their equations.
         temperature: divides the logits, of the draws and in the loss.
         updates: updates that are made of each draw.
         kl: "none", "k1", "k2" or "k3", a term as `monograph.rl.loss.Kl` describes it.
@@ -56,8 +57,8 @@ def policy_loss(
     Raises:
         UsageError: a value is out of range.
     """
-    if advantage not in OBJECTIVES:
-        raise UsageError(f"advantage = {advantage!r}: expected one of {', '.join(OBJECTIVES)}")
+    if advantage not in ADVANTAGES:
+        raise UsageError(f"advantage = {advantage!r}: expected one of {', '.join(ADVANTAGES)}")
     if not (math.isfinite(temperature) and temperature > 0):
         raise UsageError(f"temperature = {temperature!r}: expected a number above 0")
     COUNT.require("updates", updates)
@@ -130,7 +131,7 @@ def rollouts(
         group,
         max_new_tokens,
         loss.temperature,
-        loss.objective,
+        loss.advantage,
         draws,
         asked.longest + max_new_tokens,
         not exact,

@@ -263,8 +263,9 @@ class Taught(Reward):
     """
 
 
-_PLAIN: dict[str, type[Reward]] = {"number": _Number, "exact": _Exact, "python": _Python}
-_FORMS = [*_PLAIN, "regex", "json-schema", "teacher", "FILE.py:FUNCTION"]
+# Rewards that have no keys of their own.
+REWARDS: dict[str, type[Reward]] = {"number": _Number, "exact": _Exact, "python": _Python}
+_FORMS = [*REWARDS, "regex", "json-schema", "teacher", "FILE.py:FUNCTION"]
 
 
 def reward_of(
@@ -303,8 +304,8 @@ def reward_of(
         if sha256 is None:
             raise InputRefused(f"rl.reward = {name}: nobody has said that this file may run")
         return _Own(code, sha256)
-    if name in _PLAIN:
-        return _PLAIN[name]()
+    if name in REWARDS:
+        return REWARDS[name]()
     if name == "teacher":
         return Taught()
     if name in ("regex", "json-schema"):

@@ -38,8 +38,10 @@ from monograph.model.llama import Llama
 from monograph.ops.attention import block_of
 from monograph.ops.filled import filled_up, whole
 from monograph.optim import holding
+from monograph.rl.advantages import ADVANTAGES, ROUNDING, Weight, are_equal
 from monograph.rl.arrange import Group, Options, Rollout, arranged, by_answer, described, judged, weighted
-from monograph.rl.loss import ROUNDING, Form, PolicyLoss, Weight, are_equal
+from monograph.rl.form import Form
+from monograph.rl.loss import PolicyLoss
 from monograph.rl.prompts import Prompt, Prompts
 from monograph.rl.rewards import Answer, Reward
 
@@ -409,9 +411,8 @@ class Rollouts(Iterator[Batch]):
             else:
                 weighed = weighted(rollouts[own], rewards[own], options)
             _, judgements = judged(rollouts[own], rewards[own], options)
-            compared = [*judgements, 0.0] if options.objective == "reinforce" else judgements
-            differ = not are_equal(compared)
-            teaches = bool(taught) or differ
+            compared = judgements if ADVANTAGES[options.advantage].compares else [*judgements, 0.0]
+            teaches = bool(taught) or not are_equal(compared)
             groups.append(Group(prompts[first], completions[own], rollouts[own], rewards[own], weighed, teaches))
         return groups
 

@@ -25,9 +25,10 @@ from monograph.predict.estimate import copied_bytes, trained_numbers
 from monograph.predict.footprint import Judged
 from monograph.predict.roofline import Calibration, Drawing, drawing_s, peak_flops
 from monograph.report.quantities import counted
-from monograph.rl import loss as rl_loss
+from monograph.rl.advantages import ratio_of
 from monograph.rl.arrange import Options
-from monograph.rl.loss import Form, PolicyLoss, penalty, ratio_of
+from monograph.rl.form import Form
+from monograph.rl.loss import PolicyLoss, penalty
 from monograph.rl.prompts import Prompts, read_prompts
 from monograph.rl.rewards import Reward, Taught, form_named, reward_of
 from monograph.rl.rollouts import MOST_PROMPTS, MOST_ROWS, Drawer, Rollouts, Sharing, decoded_rows, slots_of
@@ -46,9 +47,7 @@ from monograph.storage.code import code_named
 from monograph.storage.reading import without_links
 
 TEACHER = "teacher"
-TAUGHT_AS: rl_loss.Objective = (
-    "dapo"  # whose ratios a teacher's scores get, and whose denominator, the tokens of all answers
-)
+TAUGHT_AS = "dapo"  # whose ratios a teacher's scores get, and whose denominator, the tokens of all answers
 USUAL: dict[str, Any] = {
     "rl.advantage": "dr_grpo",
     "rl.prompts": 16,
@@ -265,13 +264,12 @@ def options_of(plan: Plan) -> Options:
     """Return how a run's answers are drawn and weighed."""
     rl = plan.settings.rl
     assert rl.prompts and rl.group and rl.draws and rl.max_new_tokens and rl.temperature and rl.updates
-    objective = rl.advantage or TAUGHT_AS
     return Options(
         prompts=rl.prompts,
         group=rl.group,
         max_new_tokens=rl.max_new_tokens,
         temperature=rl.temperature,
-        objective=objective,
+        advantage=rl.advantage or TAUGHT_AS,
         draws=rl.draws,
         length=plan.sequence_length,
         packed=plan.reading["packing"] == "packed",
@@ -346,10 +344,10 @@ class RewardTask(Task):
         options = options_of(plan)
         if options.exact:
             model.use_attention("cached")
-        ratio = ratio_of(options.objective, options.updates)
+        ratio = ratio_of(options.advantage, options.updates)
         described = form_named(*answer_form(plan))
         form = Form(described, self.data, self.data.ends(model.config), default_device()) if described else None
-        return PolicyLoss(options.temperature, ratio, options.kl, options.objective, options.updates, form)
+        return PolicyLoss(options.temperature, ratio, options.kl, options.advantage, options.updates, form)
 
     def slots(self, plan: Plan) -> int:
         """Return the most tokens of a prompt and its answer."""
