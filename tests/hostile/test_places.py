@@ -153,6 +153,8 @@ KNOWN = [
     ("runs/a", LATE, a_link_to_nothing, "train --resume"),
     ("runs/a", LATE, a_fifo, "generate"),
     ("runs/a", f"{STEP}/MANIFEST.json", a_fifo, "generate"),
+    ("runs/a", "exit.json", a_folder_with_a_file, "train --resume"),
+    ("runs/a", "reference.safetensors", a_fifo, "check"),
     ("swept", f"members/000/{LATE}", a_file, "sweep --out"),
 ]
 BY_DAY = [*KNOWN, *random.Random(len(CROSS)).sample(CROSS, 2)]

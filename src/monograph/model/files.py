@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from monograph.errors import DiskFull, InputRefused
+from monograph.errors import DiskFull, InputRefused, Unreadable
 from monograph.graph.lora import Plain
 from monograph.graph.mmap_weights import Pieces
 from monograph.storage import tensor_layout
@@ -93,7 +93,7 @@ def read_headers(folder: Path) -> dict[str, Stored]:
 
 def read_header(path: Path) -> dict[str, Stored]:
     """Return the headers of all tensors of a safetensors file, by name; raise InputRefused if it is damaged."""
-    with _opened(path) as file:
+    with open_tensors(path) as file:
         views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
         return {name: Stored(path, tuple(view.get_shape()), view.get_dtype()) for name, view in views.items()}
 
@@ -115,7 +115,7 @@ def mapped_tensors(stored: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]
         InputRefused: a damaged file.
     """
     for path in sorted({tensor.path for tensor in stored.values()}):
-        with _opened(path) as file:
+        with open_tensors(path) as file:
             for name, header in stored.items():
                 if header.path != path:
                     continue
@@ -136,7 +136,13 @@ def mapped_weights(stored: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor |
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def open_tensors(path: Path) -> Iterator[Any]:
+    """Open a file of safetensors for reading in the block, and turn errors there into one that names the file.
+
+    Raises:
+        InputRefused: it is damaged, or no such file; or nothing is there.
+        Unreadable: the system failed to read it.
+    """
     try:
         with open_input(path) as file:  # checked first, as the library takes a second per 100,000 tensors in a header
             tensor_layout.header_bytes(file.read(tensor_layout.LENGTH_BYTES), os.fstat(file.fileno()).st_size)
@@ -148,6 +154,8 @@ def _opened(path: Path) -> Iterator[Any]:
             raise unreadable(path, error) from None
         if isinstance(error, MemoryError):
             raise
+        if isinstance(error, FileNotFoundError):  # it was there a moment ago: the library says this of any error
+            raise Unreadable(f"{path}: cannot be read: the system failed to open it; run again when it can") from None
         raise InputRefused(f"{path}: damaged, or no safetensors file: {error}") from None
 
 

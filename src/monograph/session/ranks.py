@@ -24,7 +24,7 @@ from monograph.run.progress import LABEL_WIDTH, Progress
 from monograph.run.run_index import parsed, wait_until_free
 from monograph.run.writing import discard
 from monograph.session.recorded import run_settings
-from monograph.storage.reading import contents, exists
+from monograph.storage.reading import contents, exists, is_folder
 from monograph.terminal import shell_words
 
 
@@ -217,7 +217,7 @@ def _require_not_ended(world: World, kept: Path) -> int:
     # A run that was only stopped goes on after a restart.
     before = world.agreed(before if before and before["exit_code"] != Stopped.exit_code else None)
     retry_rows = int(before.get("retry_rows", 0)) if before else 0
-    if world.leads and (retry_rows or not before):
+    if world.leads and (retry_rows or not before) and not is_folder(kept):
         kept.unlink(missing_ok=True)
     if before and not retry_rows:
         error = Ended(f"ended before with exit code {before['exit_code']}: {before['message']}", before["exit_code"])

@@ -10,12 +10,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from monograph.distributed.rows import own_rows, whole_rows
 from monograph.distributed.world import World
 from monograph.errors import InputRefused
+from monograph.model.files import open_tensors
 from monograph.run.folder import Run
 from monograph.run.writing import write_whole
 from monograph.storage.reading import exists
@@ -76,8 +76,13 @@ def read_reference(run: Run, fingerprint: str, tensors: Mapping[str, torch.Tenso
 
 
 def _stored(path: Path) -> tuple[dict[str, torch.Tensor], str]:
-    """Return the tensors of a stored reference, and the fingerprint of what it was made for."""
-    with suppress(SafetensorError, OSError, RuntimeError), safe_open(path, "pt") as file:
+    """Return the tensors of a stored reference, and the fingerprint of what it was made for.
+
+    Raises:
+        InputRefused: it is damaged.
+        Unreadable: the system failed to read it.
+    """
+    with suppress(InputRefused), open_tensors(path) as file:
         stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
         fingerprint, _, digest = (file.metadata() or {}).get("whose", "").rpartition(" ")
         if digest == _digest(stored):

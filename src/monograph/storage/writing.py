@@ -17,6 +17,7 @@ _TEMPORARY, _LOCK = "monograph-", "in-use"
 
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # no room, over quota, above the limit on a file's size
+FAILING = FULL | {errno.EIO}  # of the disk, and not of what was asked of it
 
 
 @contextmanager

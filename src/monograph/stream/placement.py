@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from monograph.errors import DiskFull, InputRefused, UsageError
+from monograph.storage.writing import FAILING
 from monograph.stream.lanes import Home
 
 When = Literal["sweep", "next forward", "backward"]
@@ -97,7 +98,7 @@ def place(tensor: Tensor, home: Home, label: str, placement: Placement) -> Tenso
     """Return the tensor's values at their home, in new memory.
 
     Raises:
-        DiskFull: a file does not fit.
+        DiskFull: a file does not fit, or the disk fails.
         InputRefused: the host has not enough memory that a GPU can copy from, or the folder cannot hold a file.
     """
     if home == Home.DEVICE:
@@ -114,7 +115,8 @@ def _mapped(like: Tensor, label: str, folder: Path | None) -> Tensor:
     try:
         handle, path = tempfile.mkstemp(prefix="monograph-", suffix=".plane", dir=folder)
     except OSError as error:
-        raise InputRefused(f"{folder or tempfile.gettempdir()}: cannot hold {label}: {error.strerror}") from None
+        refusal = DiskFull if error.errno in FAILING else InputRefused
+        raise refusal(f"{folder or tempfile.gettempdir()}: cannot hold {label}: {error.strerror}") from None
     Path(path).unlink()  # now, so that a killed process leaves no file
     try:
         os.posix_fallocate(handle, 0, max(size, 1))
