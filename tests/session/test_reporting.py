@@ -21,10 +21,10 @@ from monograph.text.tokenizer import Tokenizer
 
 
 class Run:
-    """A run of 1,000 updates that may take 100 s, on a machine whose speed nobody foresaw."""
+    """A run that may take 100 s, on a machine whose speed nobody foresaw."""
 
-    def __init__(self, seconds_per_update: float) -> None:
-        self.seconds_per_update, self.updates, self.cooled, self.budget_s = seconds_per_update, 1000, None, 100.0
+    def __init__(self, seconds_per_update: float, updates: int = 1000) -> None:
+        self.seconds_per_update, self.updates, self.cooled, self.budget_s = seconds_per_update, updates, None, 100.0
         self.left_s, self.ends_s = math.inf, None
         self.told: list[str] = []
         self.progress = SimpleNamespace(line=lambda _, text: self.told.append(text))
@@ -49,6 +49,12 @@ def test_a_slower_machine_ends_in_time(seconds_per_update: float) -> None:
     run = Run(seconds_per_update)
     assert run.cooled and 70 <= run.cooled <= 75 and len(run.told) == 1
     assert run.spent_s == pytest.approx(97, rel=0.03) or run.updates - run.cooled / seconds_per_update <= 11
+
+
+@pytest.mark.parametrize("updates, ends", [(9, 4), (4, 4)])
+def test_updates_that_take_long_are_fewer_and_only_a_shorter_run_is_said_to_end_early(updates: int, ends: int) -> None:
+    run = Run(30.0, updates)
+    assert run.updates == ends and len(run.told) == (ends < updates)
 
 
 @pytest.mark.parametrize("seconds_per_update", [0.05, 0.09, 0.099])

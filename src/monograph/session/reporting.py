@@ -180,8 +180,8 @@ class Reporter:
         if spent + per_update * (session.updates - update) <= LATE * until:
             return 0
         left = max(until - spent, (1 - COOLING_FROM) / 2 * session.budget_s)  # a cool-down is worth more than time
-        most = session.updates - update
-        return update + min(most, updates_for(left, per_update, most))
+        ends = update + updates_for(left, per_update, session.updates - update)
+        return ends if ends < session.updates else 0
 
     def _past_deadline(self, update: int) -> int:
         return self.deadline.last(update, self._per_update_s(update))
