@@ -9,12 +9,13 @@ from types import SimpleNamespace
 import pytest
 
 from batches import packed, tiny_llama
-from laws.resumed import SETTINGS, start, write_inputs
+from laws.resumed import REWARDED, SETTINGS, start, write_inputs
 from monograph import compat
 from monograph.device import clock
 from monograph.distributed.world import World
 from monograph.resident import Resident
 from monograph.session import reporting
+from monograph.session.objectives.rewards import RewardTask
 from monograph.session.opening import Opening
 from monograph.session.reporting import Reporter
 from monograph.text.tokenizer import Tokenizer
@@ -78,6 +79,26 @@ def test_a_run_that_cools_down_early_ends_at_100_percent_and_says_what_was_plann
     said = capsys.readouterr().err
     assert "update 14/14 100 %" in said and "14/20" not in said, said
     assert "14 of 20 planned updates" in said
+
+
+@pytest.mark.parametrize("reward, said", [("0", 1), ("len(completion) % 2", 0)])
+def test_rewards_that_are_all_equal_are_said_to_teach_nothing_while_it_trains_and_at_the_end(
+    reward: str, said: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(reporting, "write_report", lambda *_: None)
+    write_inputs(tmp_path)
+    Path("letters.py").write_text(f"def score(prompt, completion, record):\n    return {reward}\n")
+    start("run", REWARDED | {"train.updates": 5, "train.compile": "none"})
+    lines = " ".join(capsys.readouterr().err.split())
+    assert lines.count("so far, the answers to a prompt all had the same reward, so") == said
+    assert lines.count("in all updates, the answers to a prompt all had the same reward, so") == said
+
+
+@pytest.mark.parametrize("dead, doubted", [([1.0, 1.0], True), ([1.0, 0.9], False), ([], False)])
+def test_a_run_of_which_one_prompt_taught_something_is_not_doubted(dead: list[float], doubted: bool) -> None:
+    rows = [{"update": number, "dead": share} for number, share in enumerate(dead)] + [{"update": 2, "eval_reward": 1}]
+    assert bool(RewardTask.doubt(SimpleNamespace(), rows)) == doubted  # type: ignore[arg-type]
 
 
 def test_a_machine_that_has_just_slowed_down_is_taken_at_its_present_speed() -> None:

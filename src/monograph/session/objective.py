@@ -388,6 +388,10 @@ class Task(ABC):
         """Return entries for the run's summary, from the rows of its metrics."""
         return {}
 
+    def doubt(self, rows: Sequence[Mapping[str, Any]]) -> str:
+        """Return why what the run did so far is worth nothing, and what would help; empty if nothing says so."""
+        return ""
+
     @abstractmethod
     def standing(
         self, rows: Sequence[Mapping[str, Any]], held_out: Evaluation | None, yardsticks: Mapping[str, float]

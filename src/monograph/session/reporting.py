@@ -258,6 +258,8 @@ class Reporter:
         if session.cooled:
             early = f"{session.updates:,} of {session.plan.updates:,} planned updates"
             progress.line("", f"{early}: the machine was slower than measured at the start, so it cooled down early")
+        if why := session.task.doubt(rows):
+            progress.line("warning", f"in all updates, {why}")
         if self.lines[1]:
             progress.line("", f"{self.lines[0]} of {self.lines[1]} sampled lines are accepted by Python's tokenizer")
         progress.gap()

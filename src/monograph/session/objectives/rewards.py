@@ -509,6 +509,16 @@ class RewardTask(Task):
             "drawn_minus_scored_max": max(row["drawn_minus_scored_max"] for row in drawn),
         }
 
+    def doubt(self, rows: Sequence[Mapping[str, Any]]) -> str:
+        """Return that rewards were equal, if no group of answers had any that differ."""
+        shares = [row["dead"] for row in rows if "dead" in row]
+        if not shares or min(shares) < 1:
+            return ""
+        return (
+            "the answers to a prompt all had the same reward, so nothing was learned from them: take prompts that the "
+            "model gets right now and then, a larger rl.group, or a reward that gives part of the points"
+        )
+
     def standing(
         self, rows: Sequence[Mapping[str, Any]], held_out: Evaluation | None, yardsticks: Mapping[str, float]
     ) -> str:
