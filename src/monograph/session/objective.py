@@ -98,6 +98,18 @@ class HeldOutScore(NamedTuple):
     evaluation: Evaluation | None = None
 
 
+def held_out_said(count: int, share: float) -> str:
+    """Return how many records are held out, and why none are if the settings ask for some.
+
+    Args:
+        count: the records that are held out.
+        share: data.held_out.
+    """
+    if count or not share:
+        return f"{count:,} held out" if count else "none held out"
+    return f"none held out: of so few, data.held_out = {share:g} took none by chance; raise it to see how good it gets"
+
+
 def refuse_first(chosen: str, excluded: Mapping[str, tuple[bool, str]]) -> None:
     """Refuse the first of the other choices that was made; `excluded` has whether it was, and what to do instead.
 

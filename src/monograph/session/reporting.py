@@ -97,7 +97,7 @@ class Reporter:
         block = TrainingBlock(self.progress.screen, updates, tokens, self.yardsticks, start, name)
         for row in self.rows:
             if row.get(key) is not None:
-                block.held_out(row["tokens"], row[key])
+                block.held_out(row["update"], row["tokens"], row[key])
             if "sample" in row:
                 block.sample(row["share"], row["sample"])
         return block
@@ -136,7 +136,7 @@ class Reporter:
         self.held_out = score.evaluation
         self.session.run.log({"update": update, "tokens": score.tokens, **score.figures, **mark})
         if score.point is not None and math.isfinite(score.point):
-            block.held_out(score.tokens, score.point)
+            block.held_out(update, score.tokens, score.point)
 
     def sample(self, block: TrainingBlock, update: int) -> None:
         """Log and show an answer to the first prompt with its reward, or a Llama's continuation of the run's prompt.

@@ -37,7 +37,7 @@ from monograph.run.progress import Progress
 from monograph.run.recipe import digest, run_named, shape_in
 from monograph.run.trust import is_all_trusted
 from monograph.session.adapting import lora_of
-from monograph.session.objective import HeldOutScore, Objective, Task, Windows, refuse_first
+from monograph.session.objective import HeldOutScore, Objective, Task, Windows, held_out_said, refuse_first
 from monograph.session.opening import Opening, opening_of_prompt
 from monograph.session.plan import FP32_BYTES, Plan, is_sharded, sharing
 from monograph.session.reference import read_reference, write_reference
@@ -209,7 +209,7 @@ def _prompts(plan: Plan, reward: Reward, progress: Progress) -> Prompts:
         room = options.length - options.max_new_tokens
         prompts = read_prompts(reading, room=room, reward=reward, progress=stage.report)
         asked = counted(len(prompts.train), "chat" if prompts.chats else "prompt")
-        held = f"{len(prompts.held_out)} held out" if prompts.held_out else "none held out"
+        held = held_out_said(len(prompts.held_out), reading["held_out"])
         skipped = f", {counted(sum(prompts.skipped.values()), 'bad record')} skipped" if prompts.skipped else ""
         stage.result = f"{asked} of up to {counted(prompts.longest, 'token')}, {held}{skipped}"
     for line in prompts.notes:
