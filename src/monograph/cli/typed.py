@@ -193,6 +193,8 @@ FromRecipe = Annotated[
 ]
 Name = Annotated[str | None, _option("NAME", "a name in runs/: short for --out runs/NAME")]
 Json = Annotated[bool, _flag("--json", "end stdout with one JSON object")]
+# The base of all exceptions for a wrong command line, in every release of typer, with its own click or without.
+BadCommandLine: type[Exception] = typer.BadParameter.__bases__[0]
 SHARED = (None, "train", "sweep")  # commands that several processes run together; None is `monograph` alone
 
 
