@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from monograph.commands.runs import run as command
 from monograph.commands.runs import _result, table
+from monograph.commands.runs import run as command
 from monograph.errors import InputRefused
 from monograph.run.listing import PIECE_BYTES, Listed, best_of, listed
 

@@ -28,7 +28,7 @@ def answered(error: Any, tree: Any, arguments: Sequence[str]) -> str:
         arguments: the command line.
     """
     lines = [_about_error(error, tree, arguments)]
-    command = error.ctx.command if error.ctx is not None else None
+    command: Any = error.ctx.command if error.ctx is not None else None
     left = list(arguments)
     while _is_unknown_option(error) and _takes_keys(command) and len(lines) < MOST_FAULTS:
         left = _without(error.option_name, left)
