@@ -175,6 +175,13 @@ def test_the_curve_of_a_run_whose_answers_are_short_is_as_wide_as_the_others() -
     assert "25 k tokens" in stream.getvalue()
 
 
+def test_one_point_alone_is_no_curve() -> None:
+    stream = io.StringIO()
+    with TrainingBlock(Progress(stream).screen, 10, 100_000, {}) as block:
+        block.held_out(10, 2_500, 0.5)
+    assert "0.50" in stream.getvalue() and "tokens" not in stream.getvalue()
+
+
 def test_a_terminal_that_goes_away_does_not_end_the_run() -> None:
     class Gone(io.StringIO):
         def write(self, text: str) -> int:

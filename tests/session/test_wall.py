@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from monograph.session.deadline import Deadline
 from monograph.session.eager_start import compiled_key, pays
 from monograph.session.objectives.texts import TextTask
 from monograph.session.reporting import Reporter
-from monograph.session.start import _times
+from monograph.session.start import Started, _least, _times
 from session.test_eager_start import BY_CLOCK, session_of
 
 TOO_LONG = "compiling would take much of the time that train.wall_minutes allows"
@@ -92,6 +93,7 @@ def test_an_update_that_would_not_end_in_time_is_not_waited_for(still: float) ->
     session.training_since_s = still - 60
     assert Deadline(session).last(1, 60.0) == 2
     assert Deadline(session).last(1, 0.6) == 0, "100 of these are in time"
+    assert Deadline(session).last(99, 60.0) == 0, "the last one is not waited for, and ends no earlier"
     assert Deadline(session).last(1, 1.0) == 0, "not in time, but it is too early to tell"
 
 
@@ -125,6 +127,16 @@ def test_where_preparation_took_all_the_time_it_is_said(still: float) -> None:
     assert _times(session, window, still) == "preparation left nothing of 2 min 00 s: one update, then the report"
     session.ends_s = still + 100
     assert "at most 2 min 00 s in all" in _times(session, window, still)
+
+
+@pytest.mark.parametrize("minutes, said", [(0.2, True), (0.7, False), (None, False)])
+def test_a_time_that_hardly_suffices_to_start_and_end_is_noted_before_anything_is_read(
+    minutes: float | None, said: bool
+) -> None:
+    plan: Any = SimpleNamespace(wall_minutes=minutes)
+    least = _least(plan, Started(0.0, 4.0))
+    assert (least == "to start and to end a run takes about 10 s of 12 s; reading comes on top") == said
+    assert bool(least) == said
 
 
 @pytest.mark.parametrize(("start_s", "limit_s", "expected"), [

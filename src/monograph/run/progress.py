@@ -279,8 +279,8 @@ class TrainingBlock(_Display):
 
     def _curve(self, spare_rows: int = _CURVE_ROWS) -> list[Text]:
         rows = min(_CURVE_ROWS, spare_rows)
-        if not self._held_out or rows < 4:
-            return []
+        if len(self._held_out) + len(self._yardsticks) < 2 or not self._held_out or rows < 4:
+            return []  # one point alone is no curve
         width = self._screen.width
         updates, xs, ys = zip(*self._held_out, strict=True)
         # Answers, which alone count in some runs, are as long as they are.

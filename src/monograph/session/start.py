@@ -1,5 +1,6 @@
 """Open a run for training: read what it learns from, build the model, try a step, compile it and fix the length."""
 
+import math
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -30,6 +31,8 @@ from monograph.session.session import Session
 from monograph.session.setup import open_session
 from monograph.session.warmup import choose_kernel, compile_step, fix_length, try_step
 from monograph.storage.reading import exists
+
+SHARE_OF_LEAST = 0.25  # of a run's whole time, from which on it is said that starting and ending it take so much
 
 
 class Started(NamedTuple):
@@ -64,6 +67,8 @@ def open_run(
     plan = resolve(settings, machine)
     for line in notes_on(plan, machine):
         progress.line("note", line)
+    if not folder.begun and (least := _least(plan, started)):
+        progress.line("time", least)
     if world.leads and not folder.begun:
         plan = _keeping_stdin(folder, plan, progress)
         recorded.write_config(folder, plan.settings)
@@ -116,6 +121,15 @@ def _score_untrained(session: Session, progress: Progress) -> None:
     report = Reporter(session, silent())
     if session.task.scores_untrained:  # the run's own block, which begins later, shows it
         report.evaluate(report.block(), 0, limit=None, **{eager_start.MARK: True})
+
+
+def _least(plan: Plan, started: Started) -> str:
+    """Return what a run of limited time takes besides reading and training, if that is much of it; else ""."""
+    limit_s = 60 * (plan.wall_minutes or math.inf)
+    least_s = started.took_s * (1 + defaults.END_STARTS)
+    if least_s <= SHARE_OF_LEAST * limit_s:
+        return ""
+    return f"to start and to end a run takes about {duration(least_s)} of {duration(limit_s)}; reading comes on top"
 
 
 def _times(session: Session, window: Batch, asked_s: float) -> str:
