@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from monograph.resident import Resident
 from monograph.session import reporting
 from monograph.session.objectives.rewards import RewardTask
 from monograph.session.opening import Opening
-from monograph.session.reporting import Reporter
+from monograph.session.reporting import Reporter, _planned_memory
 from monograph.text.tokenizer import Tokenizer
 
 
@@ -93,6 +94,16 @@ def test_rewards_that_are_all_equal_are_said_to_teach_nothing_while_it_trains_an
     lines = " ".join(capsys.readouterr().err.split())
     assert lines.count("so far, the answers to a prompt all had the same reward, so") == said
     assert lines.count("in all updates, the answers to a prompt all had the same reward, so") == said
+
+
+@pytest.mark.parametrize("traced, slots, said", [
+    (True, 0, " (4.0 MiB planned)"), (True, 22, " (at most 4.0 MiB planned)"), (False, 22, " (~4.0 MiB planned)"),
+])  # fmt: skip
+def test_planned_memory_that_a_formula_estimated_is_marked(traced: bool, slots: int, said: str) -> None:
+    expected = SimpleNamespace(by_origin={"weights": 2**22} if traced else None)
+    plan: Any = SimpleNamespace(peak_memory_bytes=2**22, expected=expected)
+    assert _planned_memory(plan, slots) == said
+    assert _planned_memory(SimpleNamespace(peak_memory_bytes=None, expected=None), 0) == ""  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dead, doubted", [([1.0, 1.0], True), ([1.0, 0.9], False), ([], False)])

@@ -195,6 +195,16 @@ class Objective(ABC):
         """
         return {}
 
+    def largest_window(self, plan: Plan, config: LlamaConfig, slots: int) -> tuple[int, int]:
+        """Return the rows of an update and the tokens of a row, where these are fewer than the settings say.
+
+        Args:
+            plan: the run's plan.
+            config: the model's shape.
+            slots: the most tokens of a prompt and its answer.
+        """
+        return plan.rows, plan.sequence_length
+
     def seconds_beside(
         self, plan: Plan, config: LlamaConfig, machine: Device, known: Calibration
     ) -> tuple[float, bool] | None:

@@ -30,6 +30,7 @@ from monograph.run.started import told
 from monograph.session.deadline import Deadline
 from monograph.session.eager_start import MARK
 from monograph.session.gauges import Alarm, Gauges
+from monograph.session.plan import Plan
 from monograph.session.ranks import show
 from monograph.session.session import Session
 from monograph.storage.reading import contents, exists, is_folder, parse_json
@@ -246,9 +247,7 @@ class Reporter:
         progress.line("done", f"{trained} of training{self._planned()}{self._in_all()}{standing}")
         peak = summary["peak_memory_bytes"]
         needed = "not measured" if peak is None else memory(peak)
-        if (planned := session.plan.peak_memory_bytes) is not None:
-            at_most = "at most " if session.task.slots(session.plan) else ""  # for the longest prompts and answers
-            needed += f" ({at_most}{memory(planned)} planned)"
+        needed += _planned_memory(session.plan, session.task.slots(session.plan))
         compiled = "" if session.eager_reason else f"   {counted(self.recompiles, 'recompile')}"
         skipped = counted(sum(bool(row.get("skipped")) for row in rows), "skipped update")
         progress.line("", f"peak memory {needed}{compiled}   {skipped}   {session.run.folder}")
@@ -373,6 +372,23 @@ class Reporter:
         with suppress(OSError):
             kept.write_text(json.dumps(values))
         return values
+
+
+def _planned_memory(plan: Plan, slots: int) -> str:
+    """Return the memory that was planned, as the end of the measured one; "" if none was.
+
+    As in the table of `monograph plan`, ~ marks what a formula estimates, where the memory suffices anyway.
+
+    Args:
+        plan: the run's plan.
+        slots: the most tokens of a prompt and its answer; 0 if none are drawn.
+    """
+    if plan.peak_memory_bytes is None or plan.expected is None:
+        return ""
+    if plan.expected.by_origin is None:
+        return f" (~{memory(plan.peak_memory_bytes)} planned)"
+    at_most = "at most " if slots else ""
+    return f" ({at_most}{memory(plan.peak_memory_bytes)} planned)"
 
 
 def _free() -> str:

@@ -180,6 +180,16 @@ class Rewards(Objective):
             beside["teacher"] = shape.parameter_count() * FP32_BYTES
         return beside
 
+    def largest_window(self, plan: Plan, config: LlamaConfig, slots: int) -> tuple[int, int]:
+        """Return the rows of answers that are all as long as they may be; see `Objective.largest_window`."""
+        options = options_of(plan)
+        answers = options.prompts * options.group
+        if options.exact:
+            return answers, slots_of(options, config, slots)
+        if not options.packed:
+            return answers, options.length
+        return -(-answers // max(1, options.length // (slots - 1))), options.length
+
     def seconds_beside(
         self, plan: Plan, config: LlamaConfig, machine: Device, known: Calibration
     ) -> tuple[float, bool]:
