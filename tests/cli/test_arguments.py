@@ -199,6 +199,11 @@ def test_text_that_begins_with_a_dash(prompt: str, calls: Calls, capsys: pytest.
     assert monograph_("generate", "last", "--", prompt) == 0 and calls[0][0] == ("last", [prompt])
 
 
+def test_a_sweep_s_minutes_are_those_of_its_key(calls: Calls) -> None:
+    assert monograph_("sweep", "texts", "--minutes", "0.5") == 0
+    assert calls[0][0] == (["texts", "train.minutes=0.5"],)
+
+
 def test_a_name_is_a_folder_in_runs(calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
     assert monograph_("train", "--name", "owls") == 0 and monograph_("sweep", "--name", "owls") == 0
     assert [options["out"] for _, options in calls] == [Path("runs/owls")] * 2

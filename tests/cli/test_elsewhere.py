@@ -40,6 +40,35 @@ def test_an_option_of_other_programs_is_answered_with_ours(
 
 
 @pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (
+            "train texts --foo 1 optim.learning_rate=2 train.minutes=x optim.eps=1e-9",
+            ["No such option: --foo; did you mean --from?", "optim.learning_rate; did you mean optim.lr=2?",
+             'train.minutes = "x": expected a number'],
+        ),
+        (
+            "train --lr=1e-3 --out new --wandb optim.lrr=0.1 --epochs 3",
+            ["--lr; did you mean optim.lr=1e-3?", "--wandb; say monograph follow", "--epochs; did you mean",
+             "optim.lrr; did you mean optim.lr=0.1?"],
+        ),
+        ("sweep --foo optim.lr=1e-3,1e-2 train.sed=0,1", ["--foo", "train.sed; did you mean train.seed=0,1?"]),
+        ("train --a1 --b1 --c1 --d1 --e1 --f1 --g1", ["--a1", "--b1", "--c1", "--d1", "--e1"]),
+        ("train rl.max_tokens=20 lora.lr=1", ["rl.max_tokens; did you mean rl.max_new_tokens=20?", "mean optim.lr=1?"]),
+        ("train --temperature 0.7", ["--temperature; say rl.temperature=N of a run with rl.reward"]),
+    ],
+)  # fmt: skip
+def test_all_that_is_wrong_with_a_line_is_said_at_once(
+    arguments: str, parts: list[str], calls: Calls, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert monograph_(*arguments.split()) == 2 and not calls
+    said = capsys.readouterr().err.split("; also ")
+    assert len(said) == len(parts)
+    for line, part in zip(said, parts, strict=True):
+        assert part in line
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ("train --minutes ten", "--minutes ten: expected a number"),

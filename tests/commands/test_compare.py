@@ -63,12 +63,14 @@ def test_before_and_after_on_questions(server: CommandServer, taught: Path) -> N
 def test_before_and_after_on_answers(server: CommandServer, taught: Path) -> None:
     done = server.run(taught, "compare", "delta", "chatty", "--json")
     assert done.code == 0, done.err
+    assert "warning: chatty does not say what it was trained on: what delta held out may be" in done.err
     after, before = (each["bits_per_byte"] for each in last(done.out)["runs"])
     assert after < before and "bits/byte" in done.out and "delta is better" in done.out
     own = server.run(taught, "evaluate", "delta", "--json")
     assert last(own.out)["bits_per_byte"] == pytest.approx(after, rel=1e-6)
     given = server.run(taught, "compare", "chatty", "delta", "--data", "chats.jsonl", "--json")
     assert given.code == 0 and last(given.out)["runs"][0]["bits_per_byte"] > after, given.err
+    assert "held out" not in given.err
 
 
 def test_what_cannot_be_compared_is_said_in_one_line(server: CommandServer, taught: Path) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from monograph.commands.runs import _result, table
 from monograph.commands.runs import run as command
-from monograph.commands.runs import table
 from monograph.errors import InputRefused
 from monograph.run.listing import PIECE_BYTES, Listed, best_of, listed
 
@@ -139,6 +139,7 @@ def test_a_sweep_is_a_line_and_its_folder_lists_its_members(tmp_path: Path) -> N
     (folder / "sweep.json").write_text(json.dumps(record))
     [sweep] = listed(tmp_path)
     assert (sweep.state, sweep.value) == ("finished", 1.5)
+    assert _result(sweep) == "1.500 bits/byte (best member)", "the sweep's own table has means over seeds"
     assert [run.folder.name for run in listed(folder)] == ["001", "000"]
 
 

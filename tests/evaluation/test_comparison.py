@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -195,3 +196,4 @@ def test_answers_are_paired_by_question_or_by_seed() -> None:
     found = compare_answers(one, other)
     assert (found.paired_by, found.difference) == ("seed", mean([0.5, 0.5, 0.5])) and found.verdict == "b is better"
     assert compare_answers(other, one).verdict == "a is better"
+    assert replace(found, difference=mean([0.5])).verdict == "one seed cannot tell it from chance"

@@ -145,7 +145,7 @@ def test_after_updates_without_a_graph(
     monkeypatch.setattr(Reporter, "keep_time", lambda *_: None)  # or a busy machine would end some of the runs early
     monkeypatch.setattr(defaults, "most_updates", lambda *_: 15)
     by_clock = {key: value for key, value in settings.items() if key != "train.updates"}
-    by_clock |= {"train.minutes": 10 / 57, "train.compile": "whole", "train.save_every": 4, "optim.name": "adamw"}
+    by_clock |= {"train.minutes": 10 / 56, "train.compile": "whole", "train.save_every": 4, "optim.name": "adamw"}
     compiling_for(5)
     start("whole", by_clock)
     expected, rows = fingerprint(Path("whole")), Run(Path("whole")).rows()

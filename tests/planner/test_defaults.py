@@ -42,11 +42,11 @@ def test_every_preset_has_a_learning_rate_and_the_default_is_one_of_them():
     assert LlamaConfig.preset(DEFAULT.preset).vocab_size == DEFAULT.vocabulary
 
 
-@given(st.floats(1, 1e5), st.floats(1e-4, 100), st.integers(10, 10**6))
-def test_updates_fit_the_time(seconds, per_update, most):
+@given(st.floats(1, 1e5), st.floats(1e-4, 100), st.integers(1, 10**6))
+def test_updates_fit_the_time_however_long_they_take(seconds, per_update, most):
     updates = updates_for(seconds, per_update, most)
-    assert 10 <= updates <= most
-    assert updates == 10 or updates * per_update <= seconds * (1 + 1e-9)
+    assert 1 <= updates <= most
+    assert updates == 1 or updates * per_update <= seconds * (1 + 1e-9)
 
 
 @given(st.integers(1, 10**6))

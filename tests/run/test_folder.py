@@ -20,6 +20,8 @@ import monograph
 from modes import binding_modes
 from monograph.errors import InputRefused, RunInUse, Unreadable
 from monograph.run.folder import Run
+from monograph.run.models import load
+from monograph.run.recipe import Recipe
 from monograph.run.run_index import wait_until_free
 
 SOURCE = Path(monograph.__file__).parents[1]
@@ -149,6 +151,20 @@ def test_a_folder_that_is_no_run_is_refused_and_runs_are_suggested(tmp_path: Pat
         Run.open(tmp_path / "absent", root=tmp_path / "runs")
     with pytest.raises(InputRefused, match="has no run.lock"):
         Run.open(tmp_path, root=tmp_path / "runs")
+
+
+def test_the_name_of_a_run_alone_is_answered_with_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a run to go on with, for a model to use, and for one to begin from."""
+    monkeypatch.chdir(tmp_path)
+    lock = Path("runs/mine/run.lock")
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    for find in (Run.open, load, lambda name: Recipe(name, "auto", {}, 0).checked()):
+        with pytest.raises(InputRefused, match=r"no such folder; did you mean runs/mine\?$"):
+            find("mine")
+        with pytest.raises(InputRefused, match="no such folder") as refused:
+            find("nothere")
+        assert "did you mean" not in str(refused.value)
 
 
 def test_an_empty_or_new_folder_may_be_given(tmp_path: Path) -> None:

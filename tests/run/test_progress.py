@@ -33,7 +33,7 @@ def speak(progress: Progress, pause_s: float = 0.0) -> None:
         for index in range(1, 41):
             block.update(index, loss=5.0 - index / 20, tokens_per_s=15_800, memory_bytes=2**28, skipped=index // 40)
             if index % 10 == 0:
-                block.held_out(2_000 * index, 4.0 - index / 20)
+                block.held_out(index, 2_000 * index, 4.0 - index / 20)
                 block.sample(index / 40, 'def f():\n\treturn "\x1b[31mü\x07"' + 100 * "字")
         time.sleep(pause_s)
     progress.line("done", "3 min 06 s", "held out 2.00 bits/byte")
@@ -158,12 +158,28 @@ def test_a_run_that_is_to_end_earlier_ends_at_100_percent() -> None:
     progress = Progress(stream)
     with TrainingBlock(progress.screen, 410, 4_100_000, {}) as block:
         block.update(200, loss=3.0, tokens_per_s=1.0, memory_bytes=None)
-        block.held_out(2_000_000, 2.0)
+        block.held_out(200, 2_000_000, 2.0)
         block.ends_at(237)
         block.update(237, loss=3.0, tokens_per_s=1.0, memory_bytes=None)
-        block.held_out(2_370_000, 2.0)
+        block.held_out(237, 2_370_000, 2.0)
     assert "update 237/237 100 %" in stream.getvalue()
     assert "2.37 M tokens" in stream.getvalue(), "the curve's axis ends with the run"
+
+
+def test_the_curve_of_a_run_whose_answers_are_short_is_as_wide_as_the_others() -> None:
+    """An update has up to 10,000 tokens, of which 2,500 are answers."""
+    stream = io.StringIO()
+    with TrainingBlock(Progress(stream).screen, 10, 100_000, {}) as block:
+        for index in range(11):
+            block.held_out(index, 2_500 * index, 0.5)
+    assert "25 k tokens" in stream.getvalue()
+
+
+def test_one_point_alone_is_no_curve() -> None:
+    stream = io.StringIO()
+    with TrainingBlock(Progress(stream).screen, 10, 100_000, {}) as block:
+        block.held_out(10, 2_500, 0.5)
+    assert "0.50" in stream.getvalue() and "tokens" not in stream.getvalue()
 
 
 def test_a_terminal_that_goes_away_does_not_end_the_run() -> None:
@@ -226,7 +242,7 @@ def test_what_is_redrawn_never_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
         with TrainingBlock(progress.screen, 10**9, 10**12, YARDSTICKS) as block:
             block.update(10**8, loss=3.0, tokens_per_s=1e9, memory_bytes=2**40, skipped=10**6)
             block.note("a note " * 20)
-            block.held_out(10**11, 2.0)
+            block.held_out(10**8, 10**11, 2.0)
             time.sleep(2.5 * screen.REDRAW_S)
     drawn = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", arrived[0]).replace("\r", "\n")
     assert max(screen.cell_len(line) for line in drawn.splitlines()) <= 60
@@ -287,8 +303,8 @@ def test_a_terminal_of_any_size_is_drawn_on(term: str, monkeypatch: pytest.Monke
                 stage.result = "result " * 20
             with TrainingBlock(progress.screen, 40, 80_000, YARDSTICKS if width % 2 else {}) as block:
                 block.update(7, loss=1.0, tokens_per_s=1.0, memory_bytes=1)
-                block.held_out(1_000, 3.0)
-                block.held_out(70_000, 2.0)
+                block.held_out(1, 1_000, 3.0)
+                block.held_out(35, 70_000, 2.0)
                 block.sample(0.5, "字" * 60)
                 block.note("note " * 30)
             with crowd:

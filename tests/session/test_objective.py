@@ -24,12 +24,20 @@ from monograph.model.config import LlamaConfig
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session import objectives
-from monograph.session.objective import HeldOutScore, Objective, Task
+from monograph.session.objective import HeldOutScore, Objective, Task, held_out_said
 from monograph.session.opening import Opening
 from monograph.session.plan import Plan
 from monograph.text.tokenizer import Tokenizer
 
 ROWS, LENGTH, ALIKE = 12, 8, (3.0, 1.0)  # the teacher's logits of the next token, and of all others
+
+
+@pytest.mark.parametrize("count, share, said", [
+    (1234, 0.05, "1,234 held out"), (0, 0.0, "none held out"), (0, 0.05, "data.held_out = 0.05 took none by chance"),
+])  # fmt: skip
+def test_where_nothing_is_held_out_it_is_said_whether_that_was_asked_for(count: int, share: float, said: str) -> None:
+    found = held_out_said(count, share)
+    assert said in found and (count == share == 0) == (found == "none held out")
 
 
 class LogitLoss:

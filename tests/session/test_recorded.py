@@ -264,13 +264,27 @@ def test_the_last_run_is_named_by_its_folder_before_another_is(tmp_path: Path, m
     [
         (10, 80, "limited to 8 epochs (train.epochs=N for more), about 16 s"),
         (10_000, 285, "about 1 min 00 s"),
-        (1, 10, "for more), about 2.0 s"),
+        (1, 8, "for more), about 1.6 s"),
     ],
 )
 def test_a_small_text_ends_before_the_time_does(
     per_epoch: int, updates: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(warmup, "calibrate", lambda _: 0.2)
+    found, seconds, line = planned(per_epoch, 0.2, monkeypatch)
+    assert (found, seconds) == (updates, 60) and line.endswith(said), line
+
+
+def test_a_run_by_the_clock_has_as_many_updates_as_fit_and_says_how_long_one_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for update_s, expected, said in ((25.0, (2, 60), "about 1 min 00 s"), (100.0, (1, 100), "about 1 min 40 s")):
+        *found, line = planned(10_000, update_s, monkeypatch)
+        assert tuple(found) == expected and line.endswith(said), line
+
+
+def planned(per_epoch: int, update_s: float, monkeypatch: pytest.MonkeyPatch) -> tuple[int, float, str]:
+    """The updates of a run of a minute on a text with so many windows, its seconds, and its plan's line."""
+    monkeypatch.setattr(warmup, "calibrate", lambda _: update_s)
     monkeypatch.setattr(warmup, "remember", lambda *_: None)
     told: dict[str, str] = {}
     progress: Any = SimpleNamespace(line=told.__setitem__, stage=lambda *_: nullcontext(SimpleNamespace()))
@@ -288,7 +302,7 @@ def test_a_small_text_ends_before_the_time_does(
     )
     task.plan = lambda: session.plan
     warmup.fix_length(session, progress)
-    assert session.plan.updates == updates and session.budget_s == 60 and told["plan"].endswith(said), told
+    return session.plan.updates, session.budget_s, told["plan"]
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "gone"])

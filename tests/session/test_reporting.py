@@ -5,26 +5,28 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from batches import packed, tiny_llama
-from laws.resumed import SETTINGS, start, write_inputs
+from laws.resumed import REWARDED, SETTINGS, start, write_inputs
 from monograph import compat
 from monograph.device import clock
 from monograph.distributed.world import World
 from monograph.resident import Resident
 from monograph.session import reporting
+from monograph.session.objectives.rewards import RewardTask
 from monograph.session.opening import Opening
-from monograph.session.reporting import Reporter
+from monograph.session.reporting import Reporter, _planned_memory
 from monograph.text.tokenizer import Tokenizer
 
 
 class Run:
-    """A run of 1,000 updates that may take 100 s, on a machine whose speed nobody foresaw."""
+    """A run that may take 100 s, on a machine whose speed nobody foresaw."""
 
-    def __init__(self, seconds_per_update: float) -> None:
-        self.seconds_per_update, self.updates, self.cooled, self.budget_s = seconds_per_update, 1000, None, 100.0
+    def __init__(self, seconds_per_update: float, updates: int = 1000) -> None:
+        self.seconds_per_update, self.updates, self.cooled, self.budget_s = seconds_per_update, updates, None, 100.0
         self.left_s, self.ends_s = math.inf, None
         self.told: list[str] = []
         self.progress = SimpleNamespace(line=lambda _, text: self.told.append(text))
@@ -51,6 +53,12 @@ def test_a_slower_machine_ends_in_time(seconds_per_update: float) -> None:
     assert run.spent_s == pytest.approx(97, rel=0.03) or run.updates - run.cooled / seconds_per_update <= 11
 
 
+@pytest.mark.parametrize("updates, ends", [(9, 4), (4, 4)])
+def test_updates_that_take_long_are_fewer_and_only_a_shorter_run_is_said_to_end_early(updates: int, ends: int) -> None:
+    run = Run(30.0, updates)
+    assert run.updates == ends and len(run.told) == (ends < updates)
+
+
 @pytest.mark.parametrize("seconds_per_update", [0.05, 0.09, 0.099])
 def test_a_machine_as_fast_as_thought_does_all_updates(seconds_per_update: float) -> None:
     run = Run(seconds_per_update)
@@ -72,6 +80,36 @@ def test_a_run_that_cools_down_early_ends_at_100_percent_and_says_what_was_plann
     said = capsys.readouterr().err
     assert "update 14/14 100 %" in said and "14/20" not in said, said
     assert "14 of 20 planned updates" in said
+
+
+@pytest.mark.parametrize("reward, said", [("0", 1), ("len(completion) % 2", 0)])
+def test_rewards_that_are_all_equal_are_said_to_teach_nothing_while_it_trains_and_at_the_end(
+    reward: str, said: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(reporting, "write_report", lambda *_: None)
+    write_inputs(tmp_path)
+    Path("letters.py").write_text(f"def score(prompt, completion, record):\n    return {reward}\n")
+    start("run", REWARDED | {"train.updates": 5, "train.compile": "none"})
+    lines = " ".join(capsys.readouterr().err.split())
+    assert lines.count("so far, the answers to a prompt all had the same reward, so") == said
+    assert lines.count("in all updates, the answers to a prompt all had the same reward, so") == said
+
+
+@pytest.mark.parametrize("traced, slots, said", [
+    (True, 0, " (4.0 MiB planned)"), (True, 22, " (at most 4.0 MiB planned)"), (False, 22, " (~4.0 MiB planned)"),
+])  # fmt: skip
+def test_planned_memory_that_a_formula_estimated_is_marked(traced: bool, slots: int, said: str) -> None:
+    expected = SimpleNamespace(by_origin={"weights": 2**22} if traced else None)
+    plan: Any = SimpleNamespace(peak_memory_bytes=2**22, expected=expected)
+    assert _planned_memory(plan, slots) == said
+    assert _planned_memory(SimpleNamespace(peak_memory_bytes=None, expected=None), 0) == ""  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dead, doubted", [([1.0, 1.0], True), ([1.0, 0.9], False), ([], False)])
+def test_a_run_of_which_one_prompt_taught_something_is_not_doubted(dead: list[float], doubted: bool) -> None:
+    rows = [{"update": number, "dead": share} for number, share in enumerate(dead)] + [{"update": 2, "eval_reward": 1}]
+    assert bool(RewardTask.doubt(SimpleNamespace(), rows)) == doubted  # type: ignore[arg-type]
 
 
 def test_a_machine_that_has_just_slowed_down_is_taken_at_its_present_speed() -> None:

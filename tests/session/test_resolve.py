@@ -13,7 +13,7 @@ import torch
 from monograph import planner
 from monograph.config import load
 from monograph.decode.cache import KVCache
-from monograph.device import named
+from monograph.device import Device, named
 from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.model.config import LlamaConfig
 from monograph.ops.attention import block_of
@@ -182,6 +182,14 @@ def test_answers_keys_and_values_are_kept_free(tmp_path, monkeypatch):
     )
     assert resolve(plan, CARD, Shape(config)).micro_batch == 2
     assert given == [CARD.free_memory_bytes - needed]
+    monkeypatch.undo()
+    monkeypatch.setattr("monograph.session.objectives.rewards.default_device", lambda: torch.device("cpu"))
+    host = Device("a CPU", "cpu", 2**34, 2**34)
+    del asked["train.micro_batch"]
+    for compiled, known, rows, length in (("none", 22, 15, 24), ("whole", 22, 5, 64), ("whole", 0, 15, 64)):
+        short = resolve(load(None, asked | {"train.compile": compiled}, {}), host, built=False)
+        work = resolve(short, host, Shape(config, slots=known)).expected.work
+        assert (work.window_rows, work.length) == (rows, length), "of short answers three share a row of 64"
 
 
 def test_only_presets_that_were_measured_have_fields_of_muon_of_their_own():

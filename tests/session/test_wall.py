@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ from monograph.session import deadline, eager_start, reporting, warmup
 from monograph.session.brief import why_uncompiled
 from monograph.session.deadline import Deadline
 from monograph.session.eager_start import compiled_key, pays
+from monograph.session.objectives.texts import TextTask
 from monograph.session.reporting import Reporter
-from monograph.session.start import _times
+from monograph.session.start import Started, _least, _times
 from session.test_eager_start import BY_CLOCK, session_of
 
 TOO_LONG = "compiling would take much of the time that train.wall_minutes allows"
@@ -91,6 +93,7 @@ def test_an_update_that_would_not_end_in_time_is_not_waited_for(still: float) ->
     session.training_since_s = still - 60
     assert Deadline(session).last(1, 60.0) == 2
     assert Deadline(session).last(1, 0.6) == 0, "100 of these are in time"
+    assert Deadline(session).last(99, 60.0) == 0, "the last one is not waited for, and ends no earlier"
     assert Deadline(session).last(1, 1.0) == 0, "not in time, but it is too early to tell"
 
 
@@ -126,6 +129,16 @@ def test_where_preparation_took_all_the_time_it_is_said(still: float) -> None:
     assert "at most 2 min 00 s in all" in _times(session, window, still)
 
 
+@pytest.mark.parametrize("minutes, said", [(0.2, True), (0.7, False), (None, False)])
+def test_a_time_that_hardly_suffices_to_start_and_end_is_noted_before_anything_is_read(
+    minutes: float | None, said: bool
+) -> None:
+    plan: Any = SimpleNamespace(wall_minutes=minutes)
+    least = _least(plan, Started(0.0, 4.0))
+    assert (least == "to start and to end a run takes about 10 s of 12 s; reading comes on top") == said
+    assert bool(least) == said
+
+
 @pytest.mark.parametrize(("start_s", "limit_s", "expected"), [
     (0.0, 600, END_S), (4.0, 600, 6.0), (16.0, 600, 24.0), (16.0, 30, 7.5),
 ])  # fmt: skip
@@ -141,6 +154,36 @@ def test_compiling_has_to_leave_time_for_training(
     session = session_of(BY_CLOCK | {"train.wall_minutes": minutes})
     session.ends_s = clock() + 60 * minutes
     assert why_uncompiled(session, next(session.open_batches(0)), 1.0) == ("" if compiles else TOO_LONG)
+
+
+@pytest.mark.parametrize(("waits", "is_cached", "compiles"), [
+    (False, False, True), (True, False, False), (True, True, True),
+])  # fmt: skip
+def test_a_run_that_waits_for_the_compiler_trains_for_longer_than_that_takes(
+    waits: bool, is_cached: bool, compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("monograph.planner.defaults.most_updates", lambda *_: 10**9)  # as if the text were long
+    monkeypatch.setattr("monograph.session.brief.is_compiled", lambda _: is_cached)
+    monkeypatch.setattr(TextTask, "starts_eagerly", not waits)
+    session = session_of(BY_CLOCK | {"train.minutes": 0.5})
+    why = why_uncompiled(session, next(session.open_batches(0)), 1.0)
+    assert why == ("" if compiles else "it takes about 30 s, less than compiling")
+
+
+@pytest.mark.parametrize(("given", "spent_s"), [
+    ({"train.minutes": 0.2}, 12), ({"train.updates": 9}, 100), ({"train.minutes": 5}, 100),
+])  # fmt: skip
+def test_timing_updates_takes_a_share_of_the_time_that_the_run_has(
+    given: dict[str, Any], spent_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = []
+    monkeypatch.setattr(warmup, "clock", lambda: 0.0)
+    monkeypatch.setattr("monograph.session.session.clock", lambda: 0.0)
+    monkeypatch.setattr(warmup, "seconds_per_update", lambda *found: told.append(found[-1]) or 1.0)
+    session = session_of(BY_CLOCK | given)
+    session.ends_s = 100 + END_S
+    warmup.calibrate(session)
+    assert told == [pytest.approx(spent_s)]
 
 
 def test_a_compiler_that_takes_too_long_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

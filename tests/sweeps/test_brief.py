@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,8 +13,10 @@ from monograph.config import load
 from monograph.device import default_device, describe
 from monograph.run.progress import silent
 from monograph.session import warmup
+from monograph.session.resolve import resolve
 from monograph.sweeps import concurrency
 from monograph.sweeps import progress as sweep_progress
+from monograph.sweeps.concurrency import Timing
 from monograph.sweeps.folder import Sweep
 from monograph.sweeps.progress import SweepProgress
 
@@ -39,7 +42,14 @@ def test_a_brief_sweep_is_not_compiled_and_goes_on_so(
     assert [member.plan.compile for member in again.members if member.plan] == ["none", "none"]
 
 
-def test_a_long_sweep_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_by_the_clock_that_is_shorter_than_compiling_is_not_compiled() -> None:
+    plan = resolve(load(None, {"model.preset": "nano", "train.minutes": 0.9}, {}), describe())
+    text = SimpleNamespace(train=SimpleNamespace(per_epoch=1))
+    assert Timing.is_brief(SimpleNamespace(group=SimpleNamespace(plan=plan), text=text))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("length", ["train.updates=1e9", "train.minutes=1.1"])
+def test_a_long_sweep_is_compiled(length: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Compiled(Exception):
         pass
 
@@ -48,6 +58,6 @@ def test_a_long_sweep_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(warmup, "capture", capture)
     monkeypatch.chdir(with_texts(tmp_path))
-    long = [argument.replace("updates=8", "updates=1e9") for argument in OPEN]
+    long = [argument.replace("train.updates=8", length) for argument in OPEN]
     with pytest.raises(Compiled):
         run([*long, "optim.lr=1e-3,1e-2"], samples=None, verify=None, out=Path("s"), distill=False, json=False)

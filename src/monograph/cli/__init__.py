@@ -16,7 +16,7 @@ import typer
 import typer.main
 
 from monograph import allocator, errors, interrupts, terminal
-from monograph.cli.typed import app, launched
+from monograph.cli.typed import BadCommandLine, app, launched
 from monograph.storage.reading import is_file
 
 __all__ = ["app", "main"]
@@ -34,8 +34,6 @@ _COMPLETION = {
     "--install-completion": "let this shell complete commands and options",
     "--show-completion": "print the script that --install-completion installs",
 }
-# The base of all exceptions for a wrong command line, in every release of typer, with its own click or without.
-_BadCommandLine: type[Exception] = typer.BadParameter.__bases__[0]
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -56,7 +54,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         _require_surroundings(given)
         code = _run(_with_resume_value(_with_options(given)))
         sys.stdout.flush()
-    except _BadCommandLine as error:
+    except BadCommandLine as error:
         code = _end(_answered(error, given), errors.UsageError.exit_code, told=_follows())
     except errors.Stopped as stop:
         code = stop.exit_code

@@ -1,21 +1,77 @@
 """Answer a command line that typer refuses: say what to type instead, with the value that was typed."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from monograph.cli.typed import bounds, example
+from monograph.cli.typed import BadCommandLine, bounds, example
 from monograph.config.elsewhere import COMMANDS, DEVICES, ELSEWHERE, OPTIONS
+from monograph.config.given import COMMAND_LINE, MOST_FAULTS
 from monograph.config.keys import KEYS
-from monograph.config.unknown import meant
-from monograph.errors import did_you_mean
+from monograph.config.settings import check
+from monograph.config.unknown import meant, require_known, takes
+from monograph.errors import UsageError, did_you_mean
 from monograph.terminal import shell_words
 
+KEY_VALUE = re.compile(r"(?P<key>[A-Za-z_][\w.]*)=(?P<value>.*)", re.DOTALL)
 _AFTER_DASHES = "; text that begins with a dash goes after --"
 
 
 def answered(error: Any, tree: Any, arguments: Sequence[str]) -> str:
-    """Return the line about a wrong command line.
+    """Return the line about a wrong command line, with all that is wrong with its options and keys.
+
+    Typer stops at the first wrong option. Here the rest of the line is read without it, and so on.
+
+    Args:
+        error: typer's exception.
+        tree: all commands.
+        arguments: the command line.
+    """
+    lines = [_about_error(error, tree, arguments)]
+    command: Any = error.ctx.command if error.ctx is not None else None
+    left = list(arguments)
+    while _is_unknown_option(error) and _takes_keys(command) and len(lines) < MOST_FAULTS:
+        left = _without(error.option_name, left)
+        try:
+            with command.make_context(command.name, left[left.index(command.name) + 1 :]) as context:
+                lines += _wrong_keys(command, context.params)
+            break
+        except BadCommandLine as another:
+            error = another
+            lines.append(_about_error(error, tree, left))
+    return "; also ".join(lines[:MOST_FAULTS])
+
+
+def _is_unknown_option(error: Any) -> bool:
+    return str(error.format_message()).startswith("No such option")
+
+
+def _without(option: str, arguments: Sequence[str]) -> list[str]:
+    """Return a command line without an option, and without the value that stands after it."""
+    typed, value = _typed(option, arguments)
+    place = next(place for place, word in enumerate(arguments) if word.partition("=")[0] == typed)
+    apart = value and arguments[place] == typed and not KEY_VALUE.fullmatch(value)
+    return [*arguments[:place], *arguments[place + 1 + bool(apart) :]]
+
+
+def _wrong_keys(command: Any, values: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with each key, or its value, among a command's arguments."""
+    faults = []
+    for param in command.params:
+        for argument in (values[param.name] or ()) if "KEY=" in str(param.metavar) else ():
+            if not (found := KEY_VALUE.fullmatch(argument)):
+                continue
+            try:
+                require_known(found["key"], COMMAND_LINE, found["value"])
+                if not takes(found["key"], found["value"]):
+                    check(found["key"], found["value"], COMMAND_LINE, from_text=True)
+            except UsageError as fault:
+                faults.append(str(fault))
+    return faults
+
+
+def _about_error(error: Any, tree: Any, arguments: Sequence[str]) -> str:
+    """Return the line about one thing that is wrong.
 
     Args:
         error: typer's exception.
@@ -28,7 +84,7 @@ def answered(error: Any, tree: Any, arguments: Sequence[str]) -> str:
     command = error.ctx.command if error.ctx is not None else _named(tree, arguments)
     if hasattr(command, "commands"):
         return said if "?" in said else f"{said}; there are {', '.join(command.commands)}"
-    if said.startswith("No such option"):
+    if _is_unknown_option(error):
         option = error.option_name
         return f"No such option: {option}{_about_option(command, option, error.possibilities or (), arguments)}"
     param = getattr(error, "param", None) or _option_named(command, getattr(error, "option_name", ""))
@@ -92,7 +148,7 @@ def _about_key(command: Any, typed: str, value: str, possible: Sequence[str]) ->
     near = did_you_mean(typed, possible)
     if name not in ELSEWHERE and near:
         return near
-    if name not in KEYS and (value.partition("=")[0] in KEYS or value.endswith(".toml")):
+    if name not in KEYS and name not in ELSEWHERE and (value.partition("=")[0] in KEYS or value.endswith(".toml")):
         return f"; type {shell_words(value)} as it is"
     return meant(name, value) or near or f"; {_its_options(command)}; a path that begins with a dash is ./-NAME"
 

@@ -192,7 +192,10 @@ FromRecipe = Annotated[
     str | None, _option("NAME", "start from the settings of this recipe; `monograph recipes` lists all", "--recipe")
 ]
 Name = Annotated[str | None, _option("NAME", "a name in runs/: short for --out runs/NAME")]
+Minutes = Annotated[float | None, _option("M", "train for this many minutes; short for train.minutes=M")]
 Json = Annotated[bool, _flag("--json", "end stdout with one JSON object")]
+# The base of all exceptions for a wrong command line, in every release of typer, with its own click or without.
+BadCommandLine: type[Exception] = typer.BadParameter.__bases__[0]
 SHARED = (None, "train", "sweep")  # commands that several processes run together; None is `monograph` alone
 
 
@@ -235,7 +238,7 @@ def train(
     from_: Annotated[
         str | None, _option("RUN[@UPDATE]", "start a new run from the weights of this one", "--from")
     ] = None,
-    minutes: Annotated[float | None, _option("M", "train for this many minutes; short for train.minutes=M")] = None,
+    minutes: Minutes = None,
     wall_minutes: Annotated[
         float | None,
         _option("M", "end within this many minutes, preparation and report included; short for train.wall_minutes=M"),
@@ -277,18 +280,24 @@ def sweep(
     ] = None,
     name: Name = None,
     recipe: FromRecipe = None,
+    minutes: Minutes = None,
     distill: Annotated[
         bool, _flag("--distill", "at the end, train one more model on the members' averaged probabilities")
     ] = False,
     trust_code: TrustCode = False,
     json: Json = False,
 ) -> int:
-    """Train many runs that differ in a few settings, and compare them."""
+    """Train many runs that differ in a few settings, and compare them.
+
+    Without arguments it tries learning rates for the newest run's text, on a narrow copy of its model.
+    """
     out = _folder(out, name)
     from monograph.commands.sweep import run
 
     _trust(trust_code)
     given = _begun_with(recipe, arguments)
+    if minutes is not None:
+        given = [*given, f"train.minutes={minutes:g}"]
     return interrupts.working(run)(given, samples=samples, verify=verify, out=out, distill=distill, json=json)
 
 

@@ -209,7 +209,9 @@ def _rows(side: _Side, first: _Side, data: list[str], reading: dict[str, Any]) -
     how = subject.reading if side.is_run else reading | {"sequence_length": shortest}
     if data:
         return corpus(tokenizer=subject.tokenizer, **how, source=data, held_out=0.0).train
-    if side.is_run and subject.own_text != own:
+    if not side.is_run:
+        warn(f"{side.name} does not say what it was trained on: what {first.name} held out may be part of it")
+    elif subject.own_text != own:
         warn(f"{side.name} was trained on other text: what {first.name} held out may be part of it")
     text = corpus(tokenizer=subject.tokenizer, **how, **own)
     if subject.own_text == own and text.fingerprint != subject.fingerprint:

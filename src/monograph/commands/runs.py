@@ -84,7 +84,8 @@ def _result(run: Listed) -> str:
         return "none yet"
     if run.measure.key == "eval_accuracy":
         return f"{run.value:.1%} right"
-    return f"{run.value:.3f} {run.measure.unit}"
+    of = " (best member)" if run.kind.startswith("sweep") else ""
+    return f"{run.value:.3f} {run.measure.unit}{of}"
 
 
 def _state(run: Listed) -> str:

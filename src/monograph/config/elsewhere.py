@@ -137,6 +137,7 @@ ELSEWHERE: dict[str, str] = {
     # litgpt, torchtune, nanoGPT, nanochat
     "global_batch_size": _PER_UPDATE,
     "max_tokens": "train.tokens",
+    "temperature": "say rl.temperature=N of a run with rl.reward; generate, chat and serve have temperatures of texts",
     "min_lr": "say optim.min_lr_ratio=0.1, a share of optim.lr",
     "final_lr_frac": "optim.min_lr_ratio",
     "lr_warmup_steps": "optim.warmup_updates",

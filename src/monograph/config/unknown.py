@@ -33,7 +33,9 @@ def meant(name: str, value: str | None = None) -> str:
         name: its name, with or without a section.
         value: its value; None: the value is said elsewhere; "": there is none.
     """
-    short = name.rpartition(".")[2].lower()
+    section, _, short = name.lower().rpartition(".")
+    if own := _of_section(section, short, value):
+        return _question(own, value)
     if said := ELSEWHERE.get(short):
         if said in KEYS:
             return _question([said], value)
@@ -42,6 +44,17 @@ def meant(name: str, value: str | None = None) -> str:
         return _question(same, value)
     near = did_you_mean(name, KEYS).removeprefix("; did you mean ").removesuffix("?")
     return _question([near], value) if near else ""
+
+
+def _of_section(section: str, short: str, value: str | None) -> list[str]:
+    """Return the keys of a section, if that is there, whose names have all words of another name and take its value.
+
+    One word, such as lr, says too little.
+    """
+    words = set(short.split("_"))
+    fields = SECTIONS[section].model_fields if section in SECTIONS and len(words) > 1 else ()
+    keys = [f"{section}.{field}" for field in fields if words <= set(field.split("_"))]
+    return [key for key in keys if value is None or takes(key, value)]
 
 
 def _question(keys: list[str], value: str | None) -> str:

@@ -40,7 +40,7 @@ class Comparison:
     def verdict(self) -> str:
         """The verdict in words: which is better at 95 %."""
         if self.difference.is_noise is None:
-            return "one pair: no error bar"
+            return f"one {self.paired_by} cannot tell it from chance"
         if self.difference.is_noise:
             return "no difference that could not be chance"
         return "b is better" if (self.difference.value < 0) == (self.unit == "bits/byte") else "a is better"

@@ -83,9 +83,9 @@ def default_seconds(minutes: float, seconds_per_update: float) -> float:
     return max(60 * minutes, needed)
 
 
-def updates_for(seconds: float, seconds_per_update: float, most: int, least: int = 10) -> int:
-    """Return the number of updates that fit the time, at least `least` and at most `most`."""
-    return max(least, min(most, int(seconds / seconds_per_update)))
+def updates_for(seconds: float, seconds_per_update: float, most: int) -> int:
+    """Return the number of updates that fit the time, at least 1 and at most `most`."""
+    return max(1, min(most, int(seconds / seconds_per_update)))
 
 
 def end_s(start_s: float, limit_s: float) -> float:

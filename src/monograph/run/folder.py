@@ -281,12 +281,26 @@ def _located(name: str | Path, root: str | Path, why_not: WhyNot) -> Path:
         missing = "there is no such folder" if not exists(folder) else "it has no run.lock"
         some = runs_in(Path(root))[:-4:-1]  # three, the newest first
         hint = f"; newest runs: {', '.join(map(str, some))}" if some else ""
+        hint = _meant(folder, root) or hint
         raise InputRefused(f"{folder} is not a run: {missing}{hint}")
     run = Run(folder)
     for path in (run.config, run.tokenizer, run.metrics, run.parent_file):
         if exists(path) and not is_file(path):
             raise InputRefused(f"{path}: expected a regular file; put it back")
     return folder
+
+
+def _meant(name: str | Path, root: str | Path = DEFAULT_ROOT) -> str:
+    """Return the end of an error that says which run has this name in the folder of runs; empty if none has."""
+    path = Path(root) / name
+    return f"; did you mean {path}?" if not exists(name) and is_file(path / "run.lock") else ""
+
+
+def no_folder(name: str | Path) -> str:
+    """Return the error for a name of a model that no folder has."""
+    if meant := _meant(name):
+        return f"{name}: no such folder{meant}"
+    return f"{name}: no such folder; expected a run (`last` is the newest), a Hugging Face folder or hf://OWNER/NAME"
 
 
 def _why_not_begun(folder: Path) -> str:

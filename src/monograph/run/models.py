@@ -24,7 +24,7 @@ from monograph.model.gguf import DTYPES, package, save_gguf
 from monograph.model.llama import Llama
 from monograph.model.vocabulary import extend
 from monograph.run import recorded_state
-from monograph.run.folder import Run
+from monograph.run.folder import Run, no_folder
 from monograph.run.recipe import (
     Recipe,
     compared,
@@ -239,9 +239,7 @@ def _load(folder: str | Path, warn: Warn, dtype: torch.dtype | None, sizes: Mapp
         own = {name: mapped(tensor, dtype or tensor.dtype) for name, tensor in tensors.items()}
         return hub.assembled(shape, own, Path(folder))
     if not exists(folder):
-        raise InputRefused(
-            f"{folder}: no such folder; expected a run (`last` is the newest), a Hugging Face folder or hf://OWNER/NAME"
-        )
+        raise InputRefused(no_folder(folder))
     return hub.mapped_model(folder, dtype)
 
 

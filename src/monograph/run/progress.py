@@ -210,7 +210,7 @@ class TrainingBlock(_Display):
     Args:
         screen: where it is shown.
         updates: of the whole run.
-        tokens: of the whole run.
+        tokens: of the whole run, until a point of the curve tells how many an update has.
         yardsticks: values among which the curve is drawn, by name.
         start: the update from which the run goes on.
         measure: what is measured on held-out text.
@@ -229,7 +229,7 @@ class TrainingBlock(_Display):
         self._tokens = tokens
         self._yardsticks = yardsticks
         self._measure = measure
-        self._held_out: list[tuple[float, float]] = []
+        self._held_out: list[tuple[int, float, float]] = []  # update, tokens, value
         self._samples: list[tuple[float, str]] = []
 
     def _leave(self) -> None:
@@ -252,9 +252,9 @@ class TrainingBlock(_Display):
         self._tokens = round(self._tokens * work / self._work)
         super().ends_at(work)
 
-    def held_out(self, tokens: int, value: float) -> None:
-        """Add a point to the curve; after a resume the caller adds the earlier points, too."""
-        self._held_out.append((tokens, value))
+    def held_out(self, at: int, tokens: int, value: float) -> None:
+        """Add a point after update `at` to the curve; after a resume the caller adds the earlier points, too."""
+        self._held_out.append((at, tokens, value))
 
     def sample(self, share: float, text: str) -> None:
         """Show a text that the model wrote after `share` (0 to 1) of the run."""
@@ -268,7 +268,7 @@ class TrainingBlock(_Display):
         return [*above, *self._curve(self._screen.height - len(samples) - len(above) - 3), *samples]
 
     def _spoken(self) -> Text:
-        held_out = f"   held-out {self._measure} {self._held_out[-1][1]:.2f}" if self._held_out else ""
+        held_out = f"   held-out {self._measure} {self._held_out[-1][2]:.2f}" if self._held_out else ""
         return super()._spoken().append(held_out)
 
     def _head(self) -> str:
@@ -279,12 +279,14 @@ class TrainingBlock(_Display):
 
     def _curve(self, spare_rows: int = _CURVE_ROWS) -> list[Text]:
         rows = min(_CURVE_ROWS, spare_rows)
-        if not self._held_out or rows < 4:
-            return []
+        if len(self._held_out) + len(self._yardsticks) < 2 or not self._held_out or rows < 4:
+            return []  # one point alone is no curve
         width = self._screen.width
-        xs, ys = zip(*self._held_out, strict=True)
+        updates, xs, ys = zip(*self._held_out, strict=True)
+        # Answers, which alone count in some runs, are as long as they are.
+        x_end = xs[-1] * self._work / updates[-1] if updates[-1] and xs[-1] else self._tokens
         cells = BRAILLE if self._screen.is_utf8 else ASCII
-        pieces = curve_pieces(xs, ys, width, rows, self._yardsticks, self._tokens, cells)
+        pieces = curve_pieces(xs, ys, width, rows, self._yardsticks, x_end, cells)
         title = f"  held-out {self._measure}   {ys[-1]:.2f} now"
         note = "  on the same text" if self._yardsticks else ""
         heading = Text.assemble(title.ljust(width - YARDSTICK_WIDTH), (note, "dim"))

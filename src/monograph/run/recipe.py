@@ -33,10 +33,10 @@ from monograph.model.families import FIRST_FAMILY
 from monograph.model.files import has_weights
 from monograph.model.llama import Llama
 from monograph.model.vocabulary import extend
-from monograph.run.folder import Run, names_mixture
+from monograph.run.folder import Run, names_mixture, no_folder
 from monograph.run.run_index import checkpoint_named, placed
 from monograph.storage.code import Code, code_named
-from monograph.storage.reading import is_file, is_folder, without_links
+from monograph.storage.reading import exists, is_file, is_folder, without_links
 from monograph.text import tokenizer_file
 from monograph.text.tokenizer import Tokenizer
 
@@ -122,6 +122,8 @@ class Recipe(NamedTuple):
         elif is_weight_file(self.init):
             torch_file.read(Path(self.init), self.sizes)
         elif run_named(self.init) is None:
+            if not exists(self.init):
+                raise InputRefused(no_folder(self.init))
             hub.read_headers_of(self.init)
         return self
 

@@ -18,6 +18,7 @@ from monograph.session.rewind import go_back, require_end
 from monograph.session.session import Session
 from monograph.step import Update
 
+DOUBTED_AT = 3  # updates, after which a run that learns nothing is told from one that began badly
 SHOWN_S = 1.0  # after so long, the numbers of the last updates are read; this waits for the device
 
 
@@ -82,6 +83,8 @@ class AfterUpdate:
         written = log.add(update, {**self.report.read, "wall_s": session.spent_s, **figures})
         if written or is_last or clock() - self._shown_s > SHOWN_S:
             self._show(done)
+        if done == DOUBTED_AT and not is_last:
+            self._doubt()
         stopping, asked, lost, skipping = session.world.any(
             self.stop_signal.requested is not None, self.stop_signal.save_requested, log.is_lost, log.streak > 0
         )
@@ -91,6 +94,11 @@ class AfterUpdate:
         self._save_is_overdue = due and not session.can_save
         goes_back = lost or (saves and bool(session.non_finite()))
         return Moment(done, is_last, goes_back, saves, stopping and saves and not is_last)
+
+    def _doubt(self) -> None:
+        self.log.flush()
+        if why := self.session.task.doubt(self.session.run.rows()):
+            self.progress.line("warning", f"so far, {why}")
 
     def _show(self, done: int) -> None:
         log = self.log

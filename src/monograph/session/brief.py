@@ -46,8 +46,9 @@ def why_uncompiled(session: Session, window: Batch, opening_s: float) -> str:
     """Return why a run is not worth compiling; "" if it is.
 
     That is so if opening it again, for which `opening_s` is known, and its updates take less time than compiling would:
-    the time that the clock gives, or as many times one update as there are. A run whose whole time is limited is not
-    compiled, either, if that would take a large share of it.
+    the time that the clock gives, or as many times one update as there are. Where updates can be made while another
+    process compiles, that is the least that compiling takes; elsewhere the run waits for it, and it is what compiling
+    usually takes. A run whose whole time is limited is not compiled, either, if that would take a large share of it.
 
     Args:
         session: a session at its beginning, with one trial step done.
@@ -60,15 +61,16 @@ def why_uncompiled(session: Session, window: Batch, opening_s: float) -> str:
     compiling_s = CACHED_S if is_compiled(compiled_key(session, window)) else COMPILE_S
     if session.left_s < SHARE * compiling_s:
         return "compiling would take much of the time that train.wall_minutes allows"
-    if opening_s >= LEAST_COMPILE_S:
+    least_s = LEAST_COMPILE_S if session.task.starts_eagerly else compiling_s
+    if opening_s >= least_s:
         return ""
     updates = updates_given(session)
     training_s = math.inf if updates else 60 * plan.minutes
     if not updates:  # a short text ends a run before its time does
         updates = session.task.most_updates(session.batches.rows_per_window, plan.update_rule.weight_decay) or 0
-    if updates and training_s >= LEAST_COMPILE_S:
+    if updates and training_s >= least_s:
         training_s = min(training_s, updates * _update_s(session))
-    if opening_s + training_s >= LEAST_COMPILE_S:
+    if opening_s + training_s >= least_s:
         return ""
     return f"it takes about {duration(training_s)}, less than compiling"
 

@@ -41,7 +41,8 @@ class Deadline:
             return 0
         if left_s > per_update_s and begun_s < SETTLED * (begun_s + left_s):
             return 0
-        return min(session.updates, update + max(1, int(left_s / per_update_s)))
+        ends = update + max(1, int(left_s / per_update_s))
+        return ends if ends < session.updates else 0
 
     def rows(self, per_update_s: float) -> int | None:
         """Return how many held-out rows the last evaluation has time for; None for all."""

@@ -98,6 +98,18 @@ class HeldOutScore(NamedTuple):
     evaluation: Evaluation | None = None
 
 
+def held_out_said(count: int, share: float) -> str:
+    """Return how many records are held out, and why none are if the settings ask for some.
+
+    Args:
+        count: the records that are held out.
+        share: data.held_out.
+    """
+    if count or not share:
+        return f"{count:,} held out" if count else "none held out"
+    return f"none held out: of so few, data.held_out = {share:g} took none by chance; raise it to see how good it gets"
+
+
 def refuse_first(chosen: str, excluded: Mapping[str, tuple[bool, str]]) -> None:
     """Refuse the first of the other choices that was made; `excluded` has whether it was, and what to do instead.
 
@@ -182,6 +194,16 @@ class Objective(ABC):
             ranks: the number of those that train together, of which this is one.
         """
         return {}
+
+    def largest_window(self, plan: Plan, config: LlamaConfig, slots: int) -> tuple[int, int]:
+        """Return the rows of an update and the tokens of a row, where these are fewer than the settings say.
+
+        Args:
+            plan: the run's plan.
+            config: the model's shape.
+            slots: the most tokens of a prompt and its answer.
+        """
+        return plan.rows, plan.sequence_length
 
     def seconds_beside(
         self, plan: Plan, config: LlamaConfig, machine: Device, known: Calibration
@@ -387,6 +409,10 @@ class Task(ABC):
     def summary(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return entries for the run's summary, from the rows of its metrics."""
         return {}
+
+    def doubt(self, rows: Sequence[Mapping[str, Any]]) -> str:
+        """Return why what the run did so far is worth nothing, and what would help; empty if nothing says so."""
+        return ""
 
     @abstractmethod
     def standing(

@@ -30,6 +30,7 @@ from monograph.run.started import told
 from monograph.session.deadline import Deadline
 from monograph.session.eager_start import MARK
 from monograph.session.gauges import Alarm, Gauges
+from monograph.session.plan import Plan
 from monograph.session.ranks import show
 from monograph.session.session import Session
 from monograph.storage.reading import contents, exists, is_folder, parse_json
@@ -97,7 +98,7 @@ class Reporter:
         block = TrainingBlock(self.progress.screen, updates, tokens, self.yardsticks, start, name)
         for row in self.rows:
             if row.get(key) is not None:
-                block.held_out(row["tokens"], row[key])
+                block.held_out(row["update"], row["tokens"], row[key])
             if "sample" in row:
                 block.sample(row["share"], row["sample"])
         return block
@@ -136,7 +137,7 @@ class Reporter:
         self.held_out = score.evaluation
         self.session.run.log({"update": update, "tokens": score.tokens, **score.figures, **mark})
         if score.point is not None and math.isfinite(score.point):
-            block.held_out(score.tokens, score.point)
+            block.held_out(update, score.tokens, score.point)
 
     def sample(self, block: TrainingBlock, update: int) -> None:
         """Log and show an answer to the first prompt with its reward, or a Llama's continuation of the run's prompt.
@@ -180,8 +181,8 @@ class Reporter:
         if spent + per_update * (session.updates - update) <= LATE * until:
             return 0
         left = max(until - spent, (1 - COOLING_FROM) / 2 * session.budget_s)  # a cool-down is worth more than time
-        most = session.updates - update
-        return update + min(most, updates_for(left, per_update, most))
+        ends = update + updates_for(left, per_update, session.updates - update)
+        return ends if ends < session.updates else 0
 
     def _past_deadline(self, update: int) -> int:
         return self.deadline.last(update, self._per_update_s(update))
@@ -246,9 +247,7 @@ class Reporter:
         progress.line("done", f"{trained} of training{self._planned()}{self._in_all()}{standing}")
         peak = summary["peak_memory_bytes"]
         needed = "not measured" if peak is None else memory(peak)
-        if (planned := session.plan.peak_memory_bytes) is not None:
-            at_most = "at most " if session.task.slots(session.plan) else ""  # for the longest prompts and answers
-            needed += f" ({at_most}{memory(planned)} planned)"
+        needed += _planned_memory(session.plan, session.task.slots(session.plan))
         compiled = "" if session.eager_reason else f"   {counted(self.recompiles, 'recompile')}"
         skipped = counted(sum(bool(row.get("skipped")) for row in rows), "skipped update")
         progress.line("", f"peak memory {needed}{compiled}   {skipped}   {session.run.folder}")
@@ -258,6 +257,8 @@ class Reporter:
         if session.cooled:
             early = f"{session.updates:,} of {session.plan.updates:,} planned updates"
             progress.line("", f"{early}: the machine was slower than measured at the start, so it cooled down early")
+        if why := session.task.doubt(rows):
+            progress.line("warning", f"in all updates, {why}")
         if self.lines[1]:
             progress.line("", f"{self.lines[0]} of {self.lines[1]} sampled lines are accepted by Python's tokenizer")
         progress.gap()
@@ -371,6 +372,23 @@ class Reporter:
         with suppress(OSError):
             kept.write_text(json.dumps(values))
         return values
+
+
+def _planned_memory(plan: Plan, slots: int) -> str:
+    """Return the memory that was planned, as the end of the measured one; "" if none was.
+
+    As in the table of `monograph plan`, ~ marks what a formula estimates, where the memory suffices anyway.
+
+    Args:
+        plan: the run's plan.
+        slots: the most tokens of a prompt and its answer; 0 if none are drawn.
+    """
+    if plan.peak_memory_bytes is None or plan.expected is None:
+        return ""
+    if plan.expected.by_origin is None:
+        return f" (~{memory(plan.peak_memory_bytes)} planned)"
+    at_most = "at most " if slots else ""
+    return f" ({at_most}{memory(plan.peak_memory_bytes)} planned)"
 
 
 def _free() -> str:

@@ -356,6 +356,10 @@ def _planned(plan: Plan, config: LlamaConfig, machine: Device, shape: Shape) -> 
         OutOfDeviceMemory: nothing fits; the message names the nearest candidate and by how much it misses.
     """
     memory = plan.memory
+    if shape.slots:
+        rows, length = objective_of(plan.settings).largest_window(plan, config, shape.slots)
+        reading = {**plan.reading, "sequence_length": length}
+        plan = replace(plan, reading=reading, tokens_per_update=rows * length)
     if objective_of(plan.settings).answers_on_device:
         machine = without(machine, sum(plan.beside.values()))
         memory = "device"

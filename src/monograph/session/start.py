@@ -1,5 +1,6 @@
 """Open a run for training: read what it learns from, build the model, try a step, compile it and fix the length."""
 
+import math
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -28,8 +29,10 @@ from monograph.session.requirements import notes_on, require_possible
 from monograph.session.resolve import ORIGIN, resolve
 from monograph.session.session import Session
 from monograph.session.setup import open_session
-from monograph.session.warmup import compile_step, fix_length, try_step
+from monograph.session.warmup import choose_kernel, compile_step, fix_length, try_step
 from monograph.storage.reading import exists
+
+SHARE_OF_LEAST = 0.25  # of a run's whole time, from which on it is said that starting and ending it take so much
 
 
 class Started(NamedTuple):
@@ -64,6 +67,8 @@ def open_run(
     plan = resolve(settings, machine)
     for line in notes_on(plan, machine):
         progress.line("note", line)
+    if not folder.begun and (least := _least(plan, started)):
+        progress.line("time", least)
     if world.leads and not folder.begun:
         plan = _keeping_stdin(folder, plan, progress)
         recorded.write_config(folder, plan.settings)
@@ -75,19 +80,22 @@ def open_run(
         task = held.enter_context(closing(objective_of(plan.settings).open(plan, progress)))
     opened = partial(_opened, folder, task=task, world=world, retry_rows=retry_rows)
     began = clock()
-    session, resumed, window = opened(plan, progress=progress)
+    session, resumed = opened(plan, progress=progress)
+    opening_s = clock() - began
+    window = try_step(session, progress)
     if plan.wall_minutes and not resumed:
         session.ends_s = started.at_s + 60 * plan.wall_minutes
         session.end_s = defaults.end_s(started.took_s, 60 * plan.wall_minutes)
     why = ""
     if plan.compile == "auto" and not resumed:
-        why = why_uncompiled(session, window, clock() - began)
+        why = why_uncompiled(session, window, opening_s)
     if why:
         session.batches.close()
         ends = session.ends_s, session.end_s
         # Where nothing is compiled, the planner chooses otherwise, and answers are drawn otherwise.
         plan = resolve(plan.settings.resolve({"train.compile": "none"}, ORIGIN), machine)
-        session, _, window = opened(plan, progress=silent())
+        session, _ = opened(plan, progress=silent())
+        choose_kernel(session, window, silent())
         session.ends_s, session.end_s = ends
         session.eager_reason = why
     if not (resumed or updates_given(session)):
@@ -115,6 +123,15 @@ def _score_untrained(session: Session, progress: Progress) -> None:
         report.evaluate(report.block(), 0, limit=None, **{eager_start.MARK: True})
 
 
+def _least(plan: Plan, started: Started) -> str:
+    """Return what a run of limited time takes besides reading and training, if that is much of it; else ""."""
+    limit_s = 60 * (plan.wall_minutes or math.inf)
+    least_s = started.took_s * (1 + defaults.END_STARTS)
+    if least_s <= SHARE_OF_LEAST * limit_s:
+        return ""
+    return f"to start and to end a run takes about {duration(least_s)} of {duration(limit_s)}; reading comes on top"
+
+
 def _times(session: Session, window: Batch, asked_s: float) -> str:
     """Return how long a run by the clock trains, and how long it will take in all."""
     plan = session.plan
@@ -135,8 +152,8 @@ def _opened(
     world: World,
     retry_rows: int,
     progress: Progress,
-) -> tuple[Session, bool, Batch]:
-    """Open the session at its beginning or where it stopped; return it, whether it resumes, and a window it tried."""
+) -> tuple[Session, bool]:
+    """Open the session at its beginning or where it stopped; return it, and whether it resumes."""
     session = open_session(folder, plan, task, default_device(), progress, world)
     if world.leads and not exists(folder.tokenizer):
         writing.write_tokenizer(folder, session.corpus.tokenizer)
@@ -148,7 +165,7 @@ def _opened(
         smaller = f"micro_batch is now {session.engine.micro_batch}, the update stays the same"
         progress.line("memory", f"the attempt before ran out of memory: {smaller}")
     task.keep_reference(resumed)
-    return session, resumed, try_step(session, progress)
+    return session, resumed
 
 
 def _taken_up(session: Session, progress: Progress) -> bool:

@@ -76,7 +76,7 @@ def chosen(times: dict[Kernel, float], before: Kernel | None) -> Kernel:
     return before if before in times else fastest(times)
 
 
-CALIBRATION_SHARE = 0.08  # of the time that is left, if that is limited
+CALIBRATION_SHARE = 0.08  # of the time that there is for training, if that is limited
 CALIBRATION_S = 3.0  # long enough that a moment of other work on the machine changes the result little
 
 
@@ -86,17 +86,20 @@ def calibrate(session: Session) -> float:
     batches = session.open_batches(0)
     each = session.task.updates_per_window
     window = next(batches)
+    time_s = session.left_s
+    if not updates_given(session):
+        time_s = min(time_s, 60 * session.plan.minutes)
 
     def update() -> None:
         for _ in range(each):
             engine.rehearse(window if session.task.is_ready else next(batches))
 
     with session.undisturbed():
-        return float(session.world.agreed(seconds_per_update(engine, update, session.world, session.left_s))) / each
+        return float(session.world.agreed(seconds_per_update(engine, update, session.world, time_s))) / each
 
 
 def seconds_per_update(
-    engine: Engine, update: Callable[[], object], world: World | None = None, left_s: float = math.inf
+    engine: Engine, update: Callable[[], object], world: World | None = None, time_s: float = math.inf
 ) -> float:
     """Return the seconds of an undisturbed update: the lower quartile over a few updates that are thrown away.
 
@@ -108,13 +111,13 @@ def seconds_per_update(
         update: makes an update that changes no weight, such as one without targets, which is computed in full and then
             not applied.
         world: the ranks that update together; rank 0 decides how often.
-        left_s: seconds that are left for training; the measurement takes a small share of them, or one update.
+        time_s: seconds of the run's training; the measurement takes a small share of them, or one update.
     """
     times: list[float] = []
     world = world or World()
 
     def goes_on() -> bool:
-        if times and sum(times) > CALIBRATION_SHARE * left_s:
+        if times and sum(times) > CALIBRATION_SHARE * time_s:
             return False
         return len(times) < 3 or (sum(times) < CALIBRATION_S and len(times) < 50)
 
@@ -328,8 +331,8 @@ def fix_length(session: Session, progress: Progress) -> None:
         if session.ends_s is not None:
             evaluations, curve_s = _curve_points(session, seconds)
             training_s = max(training_s / 4, training_s - curve_s - Deadline(session).end_s(seconds))
-        least = 10 if session.ends_s is None else 1
-        left = defaults.updates_for(training_s, seconds, most, least)
+        left = defaults.updates_for(training_s, seconds, most)
+        session.budget_s = max(session.budget_s, left * seconds)  # of one update, at least
         updates = max(left, min(most, session.engine.index + left))  # some were made before the step was compiled
         lasting = f", about {duration(session.budget_s)}" + (" more" if session.engine.index else "")
         if updates >= most:

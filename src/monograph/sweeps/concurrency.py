@@ -25,7 +25,7 @@ from monograph.report.quantities import counted, duration
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session import warmup
-from monograph.session.brief import LEAST_COMPILE_S
+from monograph.session.brief import COMPILE_S, LEAST_COMPILE_S
 from monograph.session.resolve import resolve
 from monograph.session.setup import BuiltRun
 from monograph.sweeps.batch import EVALUATIONS, MemberBatch, batch_of, engine_of, models_of, of_length, refill, stacked
@@ -178,12 +178,14 @@ class Timing:
     def is_brief(self) -> bool:
         """Return whether all members train in less time without compiling than compiling takes.
 
-        That is so if the settings give their updates, leave compiling open, and one update of one member is quick.
+        That is so if the settings leave compiling open, and give a short time, or updates of which one is quick.
         """
         updates = _given(self)
         plan = self.group.plan
-        if not updates or plan.compile != "auto" or plan.memory == "stream":
+        if plan.compile != "auto" or plan.memory == "stream":
             return False
+        if not updates:  # nobody trains meanwhile, so the whole of compiling is waited for
+            return 60 * plan.minutes < COMPILE_S
         began = clock()
         built_runs = models_of(self.group.members[:1], self.text, self.machine)
         engine = engine_of(built_runs, False, self.device)

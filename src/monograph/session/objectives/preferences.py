@@ -23,7 +23,7 @@ from monograph.report.quantities import counted
 from monograph.rl.pairs import PairRows, loss_for, read_pairs
 from monograph.rl.preferences import Preference, PreferenceLoss, preference
 from monograph.run.progress import Progress
-from monograph.session.objective import HeldOutScore, Objective, Windows, refuse_first
+from monograph.session.objective import HeldOutScore, Objective, Windows, held_out_said, refuse_first
 from monograph.session.objectives.texts import RowsTask
 from monograph.session.plan import Plan
 from monograph.session.reference import read_reference, write_reference
@@ -109,7 +109,7 @@ class Preferences(Objective):
         chosen = preference_of(plan.settings)
         with progress.stage("pairs", str(plan.reading["source"])) as stage:
             pairs = read_pairs(plan.reading, labelled=chosen.labelled, progress=stage.report)
-            held = f"{pairs.held_out.documents} held out" if pairs.held_out.documents else "none held out"
+            held = held_out_said(pairs.held_out.documents, plan.reading["held_out"])
             skipped = sum(pairs.skipped.values())
             left_out = f", {counted(skipped, 'bad record')} skipped" if skipped else ""
             stage.result = (

@@ -38,7 +38,7 @@ from monograph.run.progress import Progress
 from monograph.run.recipe import digest, run_named, shape_in
 from monograph.run.trust import is_all_trusted
 from monograph.session.adapting import lora_of
-from monograph.session.objective import HeldOutScore, Objective, Task, Windows, refuse_first
+from monograph.session.objective import HeldOutScore, Objective, Task, Windows, held_out_said, refuse_first
 from monograph.session.opening import Opening, opening_of_prompt
 from monograph.session.plan import FP32_BYTES, Plan, is_sharded, sharing
 from monograph.session.reference import read_reference, write_reference
@@ -179,6 +179,16 @@ class Rewards(Objective):
             beside["teacher"] = shape.parameter_count() * FP32_BYTES
         return beside
 
+    def largest_window(self, plan: Plan, config: LlamaConfig, slots: int) -> tuple[int, int]:
+        """Return the rows of answers that are all as long as they may be; see `Objective.largest_window`."""
+        options = options_of(plan)
+        answers = options.prompts * options.group
+        if options.exact:
+            return answers, slots_of(options, config, slots)
+        if not options.packed:
+            return answers, options.length
+        return -(-answers // max(1, options.length // (slots - 1))), options.length
+
     def seconds_beside(
         self, plan: Plan, config: LlamaConfig, machine: Device, known: Calibration
     ) -> tuple[float, bool]:
@@ -208,7 +218,7 @@ def _prompts(plan: Plan, reward: Reward, progress: Progress) -> Prompts:
         room = options.length - options.max_new_tokens
         prompts = read_prompts(reading, room=room, reward=reward, progress=stage.report)
         asked = counted(len(prompts.train), "chat" if prompts.chats else "prompt")
-        held = f"{len(prompts.held_out)} held out" if prompts.held_out else "none held out"
+        held = held_out_said(len(prompts.held_out), reading["held_out"])
         skipped = f", {counted(sum(prompts.skipped.values()), 'bad record')} skipped" if prompts.skipped else ""
         stage.result = f"{asked} of up to {counted(prompts.longest, 'token')}, {held}{skipped}"
     for line in prompts.notes:
@@ -506,6 +516,16 @@ class RewardTask(Task):
             "eval_pass_at_1": held.get("eval_pass_at_1"),
             "drawn_minus_scored_max": max(row["drawn_minus_scored_max"] for row in drawn),
         }
+
+    def doubt(self, rows: Sequence[Mapping[str, Any]]) -> str:
+        """Return that rewards were equal, if no group of answers had any that differ."""
+        shares = [row["dead"] for row in rows if "dead" in row]
+        if not shares or min(shares) < 1:
+            return ""
+        return (
+            "the answers to a prompt all had the same reward, so nothing was learned from them: take prompts that the "
+            "model gets right now and then, a larger rl.group, or a reward that gives part of the points"
+        )
 
     def standing(
         self, rows: Sequence[Mapping[str, Any]], held_out: Evaluation | None, yardsticks: Mapping[str, float]
