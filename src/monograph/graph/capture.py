@@ -38,7 +38,7 @@ def capture(step: T, backend: Backend = "inductor", scope: Scope = "whole") -> T
     load weights and run `trial` before.
 
     Args:
-        step: a `monograph.Step`; the functions that its layout names are replaced.
+        step: a `monograph.Step`; the functions that its parameters name are replaced.
         backend: "inductor", or "aot_eager" or "eager", which trace the same graphs without generating code. "eager"
             becomes "aot_eager" if a graph recomputes activations.
         scope: "whole": each function is one graph. "blocks": all blocks of the model that are alike share one graph,
@@ -53,7 +53,7 @@ def capture(step: T, backend: Backend = "inductor", scope: Scope = "whole") -> T
         CaptureFailed: the model has a 0-d float64 buffer, or (raised at its first call) a function cannot be captured
             as one graph.
     """
-    if not hasattr(step, "layout"):
+    if not hasattr(step, "parameters") or not hasattr(step, "micro_step"):
         raise UsageError(
             f"capture takes a monograph.Step, not a {type(step).__name__}; an engine has capture(window) of its own"
         )
@@ -84,7 +84,7 @@ def _drawing_alike(step: Any, backend: Backend, scope: Scope) -> Backend:
 
 def capture_by(compiler: Compiler, step: Any, scope: Scope) -> None:
     """Replace the functions that `capture` replaces by the results of any compiler; nothing is replayed."""
-    functions = step.layout.captured(step, scope)
+    functions = step.parameters.captured(scope)
     new: list[tuple[Any, str, Any]] = [(owner, name, compiler(getattr(owner, name))) for owner, name in functions]
     if scope == "blocks":
         new += _parts(step, compiler)

@@ -85,7 +85,7 @@ class MemberEngine:
             raise InputRefused(f"the saved optimizer does not fit: {odd[0]!r} is missing or unknown")
         for name, tensor in whole.optimizer.items():
             tensor[self._number].copy_(state.optimizer[name])
-        for name, counter in self._engine.stacked.counters(self._number).items():
+        for name, counter in self._engine.stacked.counters_of(self._number).items():
             counter.copy_(torch.as_tensor(state.scalars[name], dtype=counter.dtype))
 
 
