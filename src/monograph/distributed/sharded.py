@@ -8,10 +8,10 @@ import copy
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from monograph.distributed.rows import among, of_rows, rows_of, whole_rows
 from monograph.distributed.shared_blocks import Ends, agree, ends
 from monograph.distributed.world import World
 from monograph.errors import UsageError
+from monograph.graph.compilable import Compilable, Scope
 from monograph.graph.inspect import blocks
 from monograph.graph.lora import kept_state, narrow
 from monograph.graph.mmap_weights import kept_dtype, materialize_
@@ -73,7 +74,7 @@ class Shards(ByRank):
         self.sharing = world
         self._copy: nn.Module | None = None  # see `gathered`
         # torch 2.13 compiles the padding of cut blocks to code that reads beyond their end (dev/log.md).
-        self.update_uncut: Callable[[Plane, Tensor, Tensor, Tensor], None] = self._update_uncut
+        self.update_uncut = Compilable(self._update_uncut)
 
     def place(self, step: Step) -> list[Plane]:
         """Shard the model block by block and return planes of this rank's rows."""
@@ -105,9 +106,9 @@ class Shards(ByRank):
                 module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it reduces
         return [step.begun(plane) for plane in rows_planes(model, kinds)]
 
-    def captured(self, scope: Literal["whole", "blocks"]) -> list[tuple[Any, str]]:
+    def captured(self, scope: Scope) -> list[Compilable[..., Any]]:
         """Return the functions of the step; between blocks, those of one plane."""
-        return super().captured(scope) if scope == "whole" else [(self.step, "squares"), (self, "update_uncut")]
+        return super().captured(scope) if scope == "whole" else [self.step.squares, self.update_uncut]
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Return what `Step.forward` returns."""
@@ -127,8 +128,10 @@ class Shards(ByRank):
 
     def update_plane(self, plane: Plane, total: Tensor, scale: Tensor, accepted: Tensor) -> None:
         """Update a plane by its summed gradient, by the captured function unless its blocks are cut."""
-        update = self.step.update_plane if plane.ends else self.update_uncut
-        update(plane, total, scale, accepted)
+        if plane.ends:
+            self.step.update_plane(plane, total, scale, accepted)
+        else:
+            self.update_uncut(plane, total, scale, accepted)
 
     def _update_uncut(self, plane: Plane, total: Tensor, scale: Tensor, accepted: Tensor) -> None:
         self.step.update_plane(plane, total, scale, accepted)

@@ -3,9 +3,9 @@
 Shapes: N members.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from monograph import compat
 from monograph.ensemble.call import Members, Tensors
 from monograph.ensemble.optimizers import kinds, merged
 from monograph.errors import UsageError
+from monograph.graph.compilable import Compilable, Scope
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
 from monograph.loss import SHARES, constant, counted, counts, pair
@@ -64,8 +65,7 @@ class Stacked(OnDevice):
         device = members.seeds.device
         compat.quiet_layout_of_stacked_gradients()
         self.frozen: Tensor = torch.zeros(members.stack.size, dtype=torch.bool, device=device)
-        # This is an attribute, as a capture replaces it by a compiled function.
-        self.update_in_one: Callable[[Any, Tensor], Tensor] = self._update_in_one
+        self.update_in_one = Compilable(self._update_in_one)
         self.counters = {"frozen": self.frozen, "draw": members.draw}
         # Numbers that differ between members become tensors [N]; equal ones stay numbers, which keeps the graph simple.
         self.optim = merged(self.optims, device)
@@ -117,9 +117,9 @@ class Stacked(OnDevice):
         made = planes(trainable(step.model), kinds(of_members, self.frozen.device), lead=1)
         return [step.begun(plane) for plane in made]
 
-    def captured(self, scope: Literal["whole", "blocks"]) -> list[tuple[Any, str]]:
+    def captured(self, scope: Scope) -> list[Compilable[..., Any]]:
         """Return the functions of the step, and the update of a window of one micro-batch."""
-        return [*super().captured(scope), (self, "update_in_one")]
+        return [*super().captured(scope), self.update_in_one]
 
     @contextmanager
     def context(self) -> Iterator[None]:

@@ -333,15 +333,15 @@ def _curves(work: Work, graphs: Graphs | None = None, *, updated: bool = True) -
         with compat.without_modes():
             step.choose_kept(batch)
         begins = [("forward", len(memory.curve))]
-        forward = step.forward
+        forward = step.forward.now
 
-        def watched(*arguments: Any) -> Any:
-            result = forward(*arguments)
+        def watched(batch: Any, loss_factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            result = forward(batch, loss_factor)
             begins.append(("backward", len(memory.curve)))
             memory.origin = "workspace"
             return result
 
-        step.forward = watched
+        step.forward.now = watched
         accumulate(step, [batch])
         if updated:
             begins.append(("update", len(memory.curve)))

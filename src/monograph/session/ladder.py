@@ -16,6 +16,7 @@ from monograph.engine import Engine
 from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
 from monograph.evaluation import Evaluation, evaluate
 from monograph.graph import capture as graph
+from monograph.graph.compilable import Compilable
 from monograph.graph.frozen import parameter_count
 from monograph.graph.inspect import blocks
 from monograph.graph.precision import Precision
@@ -155,9 +156,9 @@ class Unfused(OnDevice):
             made.append(step.begun(plane))
         return made
 
-    def captured(self, scope: graph.Scope) -> list[tuple[Any, str]]:
+    def captured(self, scope: graph.Scope) -> list[Compilable[..., Any]]:
         """Return the passes alone."""
-        return [(self.step, "forward"), (self.step, "evaluate")] if scope == "whole" else []
+        return [self.step.forward, self.step.evaluate] if scope == "whole" else []
 
 
 def unfuse(engine: Engine) -> None:

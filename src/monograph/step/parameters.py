@@ -16,11 +16,12 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from monograph.graph.compilable import Compilable, Scope
 from monograph.graph.lora import kept_state
 from monograph.loss import counted, counts, pair
 from monograph.optim import Plane
@@ -64,10 +65,11 @@ class Parameters(ABC):
     def place(self, step: Step) -> list[Plane]:
         """Move the step's trainable parameters into planes, once; the step has a model, loss and optimizer by then."""
 
-    def captured(self, scope: Literal["whole", "blocks"]) -> list[tuple[Any, str]]:
-        """Return the functions that a capture of this scope compiles, as (object, attribute)."""
+    def captured(self, scope: Scope) -> list[Compilable[..., Any]]:
+        """Return the functions that a capture of this scope compiles."""
+        step = self.step
         # In scope "blocks" the passes are functions of the blocks, and only the update is a function of the step.
-        return [(self.step, name) for name in (("forward", "apply", "evaluate") if scope == "whole" else ("apply",))]
+        return [step.forward, step.apply, step.evaluate] if scope == "whole" else [step.apply]
 
     # ── accumulate ──────────────────────────────────────────────────────────────────────────────
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from monograph.errors import UsageError
 from monograph.graph import fp8, recompute
+from monograph.graph.compilable import Compilable, Replaced, Scope
 from monograph.graph.inspect import buffers_kept, modes_kept, unwrap_
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Policy, Remat
@@ -38,7 +39,7 @@ from monograph.step.clip import (
 from monograph.step.guard import ParameterGuard
 from monograph.step.losses import balances, of_the_update, put_
 from monograph.step.on_device import OnDevice
-from monograph.step.parameters import Parameters, Rates, Sums
+from monograph.step.parameters import Parameters, Rates
 from monograph.step.parts import Parts
 
 
@@ -132,17 +133,18 @@ class Step:
         self.largest_rate = largest_rate((plane.kind for plane in self.planes), self.largest).to(self.device)
         self.recent = torch.zeros((*lead, 2, WINDOW), dtype=torch.float64, device=self.device)
         self.loss_scale = zeros(dtype=torch.float32).fill_(self.precision.loss_scale if self.precision.scaled else 1.0)
-        self.scope: Literal["none", "whole", "blocks"] = "none"  # the scope of the capture, if there was one
+        self.scope: Scope | Literal["none"] = "none"  # the scope of the capture, if there was one
         self.loss_factor = zeros(dtype=torch.float64).reshape(-1)  # a 0-d float64 argument would be traced twice
         self.recorder: Recorder | None = None
         if self.parameters.replays and self.device.type == "cuda":
             self.recorder = CudaGraphs(self.device)
         self.announce: Callable[[str], None] = lambda line: None
         self.micro_step: Callable[[Any], None] = self._micro_step
-        self.forward: Callable[[Any, Tensor], tuple[Tensor, Tensor, Tensor]] = self._forward
-        self.evaluate: Callable[[Any], Sums] = self.parameters.sums
-        self.apply: Callable[[], Tensor] = self.parameters.apply
-        self.squares: Callable[[Plane, Tensor], list[Tensor]] = squares
+        self.forward = Compilable(self._forward)
+        self.evaluate = Compilable(self.parameters.sums)
+        self.apply = Compilable(self.parameters.apply)
+        self.squares = Compilable(squares)
+        self.replaced: list[Replaced] = []  # what a capture replaced, in order
         self.guard = ParameterGuard(self.model, self.planes)
         self.parts = Parts(self.device)
 

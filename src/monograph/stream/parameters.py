@@ -3,13 +3,14 @@
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor, nn
 
 from monograph.engine import out_of_memory
 from monograph.errors import OutOfDeviceMemory
 from monograph.graph import siblings
+from monograph.graph.compilable import Compilable, Scope
 from monograph.graph.lora import kept_state
 from monograph.ops.fused_gradients import fusing
 from monograph.optim import Plane
@@ -70,11 +71,11 @@ class InStages(Parameters):
         self.store = stored(step.model, kinds, step.optim, rounds=rounds, placement=self.placement)
         return [entry.plane for entry in self.store.stored]
 
-    def captured(self, scope: Literal["whole", "blocks"]) -> list[tuple[Any, str]]:
+    def captured(self, scope: Scope) -> list[Compilable[..., Any]]:
         """Return the functions that update a part of a plane, on the device and on the host."""
         updates = self.walk.updates
-        host = [(updates.host_update, name) for name in ("update_part", "join", "split")]
-        return [(self.step, "squares"), (updates, "update_part"), *host]
+        host = updates.host_update
+        return [self.step.squares, updates.update_part, host.update_part, host.join, host.split]
 
     def fusing(self) -> AbstractContextManager[None]:
         """In the block products add gradients to the planes, if they do at all."""
