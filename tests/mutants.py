@@ -53,7 +53,7 @@ ROOMS = {
     "schedule": Room(("schedule.py",), ("test_schedule.py",)),
     "clip": Room(("step/clip.py",), ("test_clip.py", "laws/test_one_bad_number.py")),
     "step": Room(
-        ("engine.py", "loop.py", "step/step.py", "step/layout.py"),
+        ("engine.py", "loop.py", "step/step.py", "step/on_device.py"),
         ("test_step.py", "test_resident.py", "test_loop.py", "laws/test_accumulated_is_large_batch.py",
          "laws/test_one_bad_number.py", "test_clip.py", "laws/test_replayed_is_called.py"),
     ),
@@ -123,7 +123,7 @@ ROOMS = {
         ("distributed/test_refused.py", "laws/test_sharded_is_single.py"),
     ),
     "ensemble": Room(
-        ("ensemble/step.py", "ensemble/stack.py", "ensemble/call.py"),
+        ("ensemble/stacked.py", "ensemble/stack.py", "ensemble/call.py"),
         ("ensemble", "laws/test_members_are_one_program.py", "laws/test_one_bad_number.py"),
     ),
     "stream": Room(("stream/lanes.py",), ("stream/test_lanes.py", "stream/test_clock.py")),

@@ -238,7 +238,7 @@ def test_bf16_weights_train_in_a_graph():
             tiny_llama(**TOY), optim=AdamW(state="bf16", master_weights=False), precision=Precision("bf16")
         )
         if backend:
-            engine.step.forward = compiled(engine.step.forward, backend)
+            engine.step.forward.now = compiled(engine.step.forward.now, backend)
         for _ in range(2):  # the second time a gradient is there
             engine.step.discard()
             engine.accumulate(batch)

@@ -19,7 +19,7 @@ from monograph.graph import recompute
 from monograph.graph.precision import Precision
 from monograph.optim import AdamW
 from monograph.resident import Resident
-from monograph.step import Clip, Step, accumulate, layout
+from monograph.step import Clip, Step, accumulate, guard
 
 
 class Counting:
@@ -110,9 +110,9 @@ def test_weights_that_all_are_bf16_need_products_that_read_them() -> None:
 
 @pytest.mark.parametrize("moved", [-1, 1])
 def test_parameters_that_lie_elsewhere_are_refused(moved: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "trained_memory", lambda module: (0,))
+    monkeypatch.setattr(guard, "trained_memory", lambda module: (0,))
     step = step_of()
-    monkeypatch.setattr(layout, "trained_memory", lambda module: (moved,))
+    monkeypatch.setattr(guard, "trained_memory", lambda module: (moved,))
     with pytest.raises(UsageError, match="after the step was made: change the module first"):
         step([torch.ones(2, 3)])
 

@@ -1,6 +1,6 @@
 """Do what is common to all engines: cut windows into micro-batches, step, and take less memory if necessary.
 
-An engine is a `Step`, whose layout says how engines differ, and this class around it.
+An engine is a `Step`, whose parameters say how engines differ, and this class around it.
 
 Shapes: R rows of a window, M rows of a micro-batch, N members of an ensemble.
 """
@@ -27,7 +27,7 @@ from monograph.loop import EngineState
 from monograph.loss import Batch, fill_of
 from monograph.ranges import COUNT
 from monograph.step import Step, Update, accumulate, update
-from monograph.step.layout import require_nothing_added
+from monograph.step.fill import require_nothing_added
 
 T = TypeVar("T")
 
@@ -89,7 +89,7 @@ class Engine:
 
         In a `Streamed` that computes in bf16 it has only the rounded weights; `step.assembled()` has all digits.
         """
-        self.step.layout.at_rest(self.step, False)
+        self.step.parameters.at_rest(written=False)
         return self.step.model
 
     @property
@@ -106,12 +106,12 @@ class Engine:
 
             def loss() -> tuple[Tensor, Tensor]:
                 with self.step.context():
-                    loss_sum, count = self.step.layout.sums(self.step, batch)
+                    loss_sum, count = self.step.parameters.sums(batch)
                     return loss_sum.sum(), count.sum()
 
             with buffers_kept(self.step.loss):
                 tried = trial(self.step.model, loss)
-                targets = self.step.layout.targets(self.step, batch)
+                targets = self.step.parameters.targets(batch)
             if targets is not None and not math.isclose(float(targets.sum()), tried.count, rel_tol=1e-4):
                 raise InputRefused(
                     f"the loss's count(batch) is {float(targets.sum()):g}, but its call counts {tried.count:g}: let "
@@ -253,7 +253,7 @@ class Engine:
         self.accumulate(window)
         self.step.discard()
         self.step.apply()  # the device refuses this update, as it has no targets
-        self.step.layout.at_rest(self.step, False)
+        self.step.parameters.at_rest(written=False)
 
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the sum of losses and the number of targets of a batch, in the module's evaluation mode.
@@ -266,7 +266,7 @@ class Engine:
     def _scored(self, batch: Batch) -> tuple[Tensor, Tensor]:
         with modes_kept(self.model), torch.no_grad(), self.step.averaged():
             self.model.eval()
-            parts = self._fitting(batch, lambda: self.step.layout.score(self.step, self._micro_batches(batch)))
+            parts = self._fitting(batch, lambda: self.step.parameters.score(self._micro_batches(batch)))
         # Sums are in fp64, as a long held-out text has more losses than fp32 has digits for.
         losses, counts = zip(*parts, strict=True)
         return torch.stack([loss.double() for loss in losses]).sum(0), torch.stack(counts).sum(0)
@@ -278,9 +278,9 @@ class Engine:
         with adapters are left out.
         """
         step = self.step
-        step.layout.at_rest(step, True)  # the caller may write to the views
+        step.parameters.at_rest(written=True)  # the caller may write to the views
         counters = {name: counter.tolist() for name, counter in step.counters.items()}
-        return EngineState(step.layout.weights(step), self._buffers(), {"index": step.index, **counters})
+        return EngineState(step.parameters.weights(), self._buffers(), {"index": step.index, **counters})
 
     def _buffers(self) -> dict[str, Tensor]:
         """Return views of the optimizer's buffers, by buffer and parameter."""
@@ -308,7 +308,7 @@ class Engine:
         for mine, theirs in ((own.model, state.model), (own.optimizer, state.optimizer)):
             for name, tensor in theirs.items():  # in the saved order, as they may be read from a file one by one
                 write(mine[name].detach(), tensor)
-        self.step.layout.take_weights(self.step, own.model)
+        self.step.parameters.take_weights(own.model)
         self.step.index = index
         for counter, saved in counters:
             counter.copy_(saved)

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from batches import ragged, tiny_llama
-from monograph.distributed.engine import Replicated, Sharded, seed
+from monograph.distributed.by_rank import seed
+from monograph.distributed.engine import Replicated, Sharded
 from monograph.distributed.rows import rows_of
 from monograph.distributed.sharded import require_rows
 from monograph.errors import OutOfDeviceMemory, UsageError

@@ -108,7 +108,7 @@ def gradients(world: World, by_day: bool) -> dict[str, Any]:
 def reduce_with(engine: Sharded, way: str) -> None:
     """Let FSDP2 sum gradients over the ranks with each micro-batch, or with the last one of a window."""
     root = engine.shards.root
-    engine.joining = lambda last: root.set_requires_gradient_sync(way == "each" or last) or nullcontext()
+    engine.shards.joining = lambda last: root.set_requires_gradient_sync(way == "each" or last) or nullcontext()
 
 
 def compared(found: Tensor, exact: Tensor) -> dict[str, float]:
@@ -129,7 +129,7 @@ def wrong_ways(world: World, by_day: bool) -> dict[str, float]:
         elif way == "averaged":
             average(engine)
         elif kind == "ddp":
-            engine.joining = lambda last: nullcontext()
+            engine.replicas.joining = lambda last: nullcontext()
         else:
             continue
         engine.accumulate(batch)
@@ -144,7 +144,7 @@ def average(engine: Any) -> None:
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(engine.world.size)
     else:
-        engine.parallel = DistributedDataParallel(engine.parallel.module)
+        engine.replicas.parallel = DistributedDataParallel(engine.replicas.parallel.module)
 
 
 def trajectories(world: World, by_day: bool) -> dict[str, dict[str, float]]:
@@ -565,12 +565,12 @@ def gathered(world: World, by_day: bool) -> dict[str, dict[str, Any]]:
         step, memory, batch, same = engine.step, list[list[int]](), ragged(3), list[bool]()
         for _ in range(2):
             with patch.object(room, "whole_rows", side_effect=room.whole_rows) as called:
-                copied: Any = step.layout.gathered(step)
+                copied: Any = step.parameters.gathered()
             memory.append([parameter.data_ptr() for parameter in copied.parameters()])
             state = step.model.state_dict()
             same += [torch.equal(p, whole(state[key]).to(p.dtype)) for key, p in copied.named_parameters()]
             with torch.no_grad(), step.context():
-                [(trained, _)], (drawn, _) = step.layout.score(step, [batch]), step.loss(copied, batch)
+                [(trained, _)], (drawn, _) = step.parameters.score([batch]), step.loss(copied, batch)
             same += [torch.equal(trained, drawn), not copied.training]
             one_update(engine, ragged(5))
         same += [memory[0] == memory[1], copied.lm_head.weight is copied.model.embed_tokens.weight]

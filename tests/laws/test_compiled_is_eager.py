@@ -169,7 +169,7 @@ def test_the_update_of_muon_and_adamw_with_groups_and_an_average(backend):
     optim = Muon(lr=1e-2, ema=0.9, groups=[Group("*norm*", lr=2.0), Group("*.down_proj.*", lr=0.5, weight_decay=0.3)])
     eager = Resident(tiny_llama(), optim=optim, clip=0.5)
     fast, exact = Resident(tiny_llama(), optim=optim, clip=0.5), double(eager)
-    fast.step.apply = in_graph(fast.step.apply, backend)
+    fast.step.apply.now = in_graph(fast.step.apply.now, backend)
     graphs = compat.captured_graphs()
     for seed in range(4):
         generator = torch.Generator().manual_seed(seed)
@@ -279,7 +279,7 @@ def test_bf16_is_as_close_as_eager_bf16(backend):
         Resident(tiny_llama(num_hidden_layers=1), precision=Precision("bf16"), micro_batch=8) for _ in range(2)
     )
     # The gradient alone, which is where bf16 computes: planes, optimizer and counters are fp32 as above
-    compiled.step.forward = in_graph(compiled.step.forward, backend)
+    compiled.step.forward.now = in_graph(compiled.step.forward.now, backend)
     for engine in (eager, compiled):
         engine.accumulate(batch)
     naive = relative_error(flat_gradient(eager.model), truth)

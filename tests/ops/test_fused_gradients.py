@@ -14,8 +14,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import monograph.step.layout
+import monograph.step.on_device
 import monograph.stream.engine
+import monograph.stream.parameters
 from batches import captured_to_train, packed, ragged, tiny_llama
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
@@ -42,7 +43,7 @@ def engine(
 ) -> Any:
     """An engine of two rows a micro-batch; fused as on a GPU, or separate as on a CPU."""
     with pytest.MonkeyPatch.context() as patched:
-        for module in (monograph.step.layout, monograph.stream.engine):
+        for module in (monograph.step.on_device, monograph.stream.parameters):
             patched.setattr(module, "fuses", lambda *_: fused)
         return kind(tiny_llama(dtype, **sizes), precision=Precision(precision), remat=remat, micro_batch=2)
 
@@ -130,7 +131,7 @@ def test_fused_is_streamed_in_bits(scope, precision, tied):
     left = []
     for kind in (Resident, Streamed):
         made = engine(True, precision, kind=kind, tie_word_embeddings=tied)
-        assert families(made.model) and made.step.fusing is not nullcontext
+        assert families(made.model) and not isinstance(made.step.parameters.fusing(), nullcontext)
         if scope != "none":
             assert made.capture(packed(rows), "aot_eager", scope) is None
         for seed in range(2):
@@ -208,7 +209,7 @@ def test_who_is_fused_on_a_gpu():
 
     def fuses(model: Any = None, precision: str = "bf16", loss: Any = token_loss, on_cuda: bool = True) -> bool:
         made = Resident(model or tiny_llama(), loss=loss, precision=Precision(precision))
-        return monograph.step.layout.fuses(made.step, on_cuda)
+        return monograph.step.on_device.fuses(made.step, on_cuda)
 
     hooked, told = tiny_llama(), tiny_llama()
     hooked.lm_head.weight.register_hook(lambda gradient: gradient)

@@ -77,7 +77,7 @@ FAULTS = [
           WAITS),
     Fault("stream/slots.py", '*([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])', "",
           "tests/laws/test_streamed_state.py -m gpu"),
-    Fault("stream/engine.py", 'fuses(step, self.placement.device.type == "cuda")', "fuses(step, False)", STREAMED),
+    Fault("stream/parameters.py", 'fuses(step, self.placement.device.type == "cuda")', "fuses(step, False)", STREAMED),
     Fault("graph/recompute.py", ".detach().to(device or tensor.device)", ".detach()",
           "tests/stream/test_cuda.py -m gpu -k share"),
     # Activations that are offloaded.
@@ -120,7 +120,7 @@ FAULTS = [
           " Remat.Off() else None", "return None", f"{REPLAYED} -k sent_to"),
     Fault("graph/capture.py", '[(step.model, "blocks_captured", True)]', "[]",
           "tests/laws/test_packed_is_separate.py -m gpu -k blocks_that"),
-    Fault("step/step.py", 'CudaGraphs(self.device) if self.device.type == "cuda" else None', "None", LAUNCHED),
+    Fault("step/step.py", "self.recorder = CudaGraphs(self.device)", "pass", LAUNCHED),
     Fault("step/step.py", "self.loss_factor.copy_(", "self.loss_factor.fill_(float(total)) or self.loss_factor.copy_(",
           LAUNCHED),
     Fault("profiling/memory.py", "return torch.cuda.max_memory_allocated(device) + held",
@@ -146,7 +146,7 @@ FAULTS = [
     Fault("model/llama.py", "high_BN = blocks_BNX.amax(dim=-1)", "high_BN = low_BN", MASKS),
     # Launches, and memory that a plan counts on.
     Fault("graph/capture.py", 'compat.cats_in_parts() if step.device.type == "cuda" else {}', "{}", COUNTS),
-    Fault("step/layout.py", 'return on_cuda and step.precision.name in ("bf16", "fp16")', "return False", COUNTS),
+    Fault("step/on_device.py", 'return on_cuda and step.precision.name in ("bf16", "fp16")', "return False", COUNTS),
     Fault("step/clip.py", "if grad.is_cuda and grad.ndim == 1:", "if False:", COUNTS),
     Fault("step/step.py", "self.lr.fill_(lr)", "self.lr.copy_(torch.tensor(lr))", COUNTS),
     Fault("ops/cross_entropy.py", 'if compiles and device_type == "cuda" and added is None:', "if False:", COUNTS),

@@ -18,7 +18,7 @@ from monograph.device import default_device
 from monograph.distributed.world import World, place
 from monograph.optim import AdamW
 from monograph.predict.footprint import Work, footprint
-from monograph.step import layout
+from monograph.step import on_device
 from pretended_gpu import card, collectives, numbers, order
 
 assert numbers  # kernels compute
@@ -27,7 +27,7 @@ assert numbers  # kernels compute
 def law() -> None:
     """Run a program of law 13's test."""
     # Hooks ask ranks for gradients, so products add none; those of the process beside them must not, either.
-    layout.fuses = lambda step, on_cuda: False
+    on_device.fuses = lambda step, on_cuda: False
     with on_its_own_card():
         sharded.main()
 

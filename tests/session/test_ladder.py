@@ -20,7 +20,7 @@ from monograph.predict.footprint import Work, footprint
 from monograph.resident import Resident
 from monograph.run.progress import Progress
 from monograph.session import ladder as module
-from monograph.session.ladder import RUNGS, UNFUSED, Ladder, Rung, Way, unfuse
+from monograph.session.ladder import RUNGS, Ladder, Rung, Unfused, Way, unfuse
 from monograph.session.objectives.texts import TextTask
 from monograph.session.resolve import resolve
 from monograph.session.session import Session
@@ -69,7 +69,7 @@ def test_an_unfused_step_makes_the_same_updates(optim: AdamW | Muon, remat: Rema
     engines = [Resident(tiny_llama(torch.float64), optim=optim, clip=0.5, remat=remat, micro_batch=2) for _ in range(2)]
     unfuse(engines[0])
     slow, fast = (engine.step for engine in engines)
-    assert slow.layout is UNFUSED and isinstance(slow.loss, TokenLoss) and slow.loss.impl == "reference"
+    assert isinstance(slow.parameters, Unfused) and isinstance(slow.loss, TokenLoss) and slow.loss.impl == "reference"
     assert len(slow.planes) == len(list(engines[0].model.parameters())) > len(fast.planes)
     for seed in range(4):
         window = rows_of(packed(8, seed), 0, 5)
@@ -103,7 +103,7 @@ def test_each_rung_trains_the_way_that_it_says(folder: Path, monkeypatch: pytest
             stack[each.name] = each.after(way)
     steps = {name: session.engine.step for name, session in seen.items()}
     assert [rung.name for rung in RUNGS[1:] if rung.name not in seen] == ["adapters"]  # of a new model
-    assert [name for name, step in steps.items() if step.layout is UNFUSED] == ["compiled"]
+    assert [name for name, step in steps.items() if isinstance(step.parameters, Unfused)] == ["compiled"]
     assert {name: step.precision.name for name, step in steps.items() if step.precision.name != "bf16"} == {
         "compiled": "fp32", "fused loss and optimizer": "fp32", "fp8": "fp8",
     }  # fmt: skip

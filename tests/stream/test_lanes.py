@@ -12,8 +12,8 @@ import torch
 from batches import packed
 from daily import nightly
 from monograph.optim import AdamW
-from monograph.stream import engine as streamed_engine
 from monograph.stream import lanes, updates, walk
+from monograph.stream import parameters as in_stages
 from monograph.stream.lanes import Home, Lanes, Mark, Space
 from stream.adversary import AnyOrder, Late
 from stream.races import Race, Recorder, before, poison_, races, touched, waits
@@ -376,7 +376,7 @@ def test_memory_is_poisoned_when_it_is_given_to_another(
     poisons, placement = Poisons(), EVERY[place]
     for part in poisons.parts:
         monkeypatch.setattr(updates if part.__name__ == "StagingBuffers" else walk, part.__name__, part)
-    monkeypatch.setattr(streamed_engine, "Walk", poisons.walk)
+    monkeypatch.setattr(in_stages, "Walk", poisons.walk)
     left = followed(of(place, lanes.Immediately(), precision=precision), placement.when == "backward")
     assert not other_bits(left, usual(place, precision))
     kinds = {"slot"} | ({"ring"} if placement.offload else set())

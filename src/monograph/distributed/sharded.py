@@ -8,7 +8,7 @@ import copy
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,11 +21,13 @@ from torch.distributed.tensor import DTensor
 
 from monograph import compat
 from monograph.device import default_device, describe
+from monograph.distributed.by_rank import ByRank
 from monograph.distributed.matrices import orthogonalised
 from monograph.distributed.rows import among, of_rows, rows_of, whole_rows
 from monograph.distributed.shared_blocks import Ends, agree, ends
 from monograph.distributed.world import World
 from monograph.errors import UsageError
+from monograph.graph.compilable import Compilable, Scope
 from monograph.graph.inspect import blocks
 from monograph.graph.lora import kept_state, narrow
 from monograph.graph.mmap_weights import kept_dtype, materialize_
@@ -34,19 +36,22 @@ from monograph.optim import Kind, Plane, newton_schulz, trainable
 from monograph.optim.formats import FORMATS
 from monograph.optim.narrow import BLOCK
 from monograph.optim.planes import Slot
-from monograph.step import Layout, Step
+from monograph.step import Step
+from monograph.step.parameters import Sums
 
 ROOM = 0.5  # share of the device's free memory that a whole copy of the model may take in addition to the shards
 
 
-class Shards:
-    """The layout of a step whose planes are a rank's rows; an elementwise update needs no others.
+class Shards(ByRank):
+    """The parameters of which each rank has some rows; an elementwise update needs no others.
 
     Attributes:
         root: the forward pass and loss as one module, whose parameters FSDP2 gathers and whose gradients it scatters.
         names: the names of the model's tensors, as in one process.
         sharing: the ranks that share out the rows.
     """
+
+    differentiable = False  # FSDP2 would wait for a backward pass
 
     root: FSDPModule
     names: list[str]
@@ -63,32 +68,17 @@ class Shards:
         """
         if world.size % world.near and by_machine:
             raise UsageError(f"hsdp: {world.size} ranks, {world.near} of them here: let each machine have as many")
-        self.world = world
+        super().__init__(world)
         self.halved = halved
         self.by_machine = by_machine
         self.sharing = world
-        self._copy: nn.Module | None = None  # see `_gathered`
+        self._copy: nn.Module | None = None  # see `gathered`
+        # torch 2.13 compiles the padding of cut blocks to code that reads beyond their end (dev/log.md).
+        self.update_uncut = Compilable(self._update_uncut)
 
-    def layout(self, **others: Any) -> Layout:
-        """Return the layout; `others` are the fields that do not depend on sharding."""
-        return Layout(
-            planes=self._planes,
-            captured=lambda step, scope: (
-                [(step, "squares"), (self, "update_plane")] if scope == "blocks" else Layout().captured(step, scope)
-            ),
-            sums=lambda step, batch: self.root(batch),  # type: ignore[operator]
-            add_squares=self._of_all_ranks,
-            directed=self._directed,
-            score=self._score,
-            weights=self._weights,
-            whole=lambda step: self._empty,
-            assembled=self._assembled,
-            gathered=self._gathered,
-            **others,
-        )
-
-    def _planes(self, step: Step) -> list[Plane]:
+    def place(self, step: Step) -> list[Plane]:
         """Shard the model block by block and return planes of this rank's rows."""
+        self.step = step
         require_rows(step, self.halved)
         kinds = step.optim.kinds(step.model)
         model = step.model
@@ -114,20 +104,47 @@ class Shards:
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it reduces
-        self.update_plane, step.update_plane = step.update_plane, functools.partial(self._update, step.update_plane)  # type: ignore[method-assign]
         return [step.begun(plane) for plane in rows_planes(model, kinds)]
 
-    def _update(self, eager: Callable[..., None], plane: Plane, *others: Tensor) -> None:
-        # torch 2.13 compiles the padding of cut blocks to code that reads beyond their end (dev/log.md).
-        (eager if plane.ends else self.update_plane)(plane, *others)
+    def captured(self, scope: Scope) -> list[Compilable[..., Any]]:
+        """Return the functions of the step; between blocks, those of one plane."""
+        return super().captured(scope) if scope == "whole" else [self.step.squares, self.update_uncut]
 
-    def _of_all_ranks(self, squares: Sequence[Tensor]) -> Tensor:
+    def forward(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what `Step.forward` returns."""
+        return self.step.forward(batch, self.step.loss_factor)
+
+    def without_gradient(self) -> None:
+        """Refuse the loss, as every rank has to pass backward through every block."""
+        raise UsageError(
+            "a micro-batch's loss does not depend on the parameters, and fsdp needs a backward pass through all of "
+            "them: have the loss call the model for rows without targets too, or take train.parallel = ddp"
+        )
+
+    def sums(self, batch: Any) -> Sums:
+        """Return the batch's sums, by the module that gathers the parameters."""
+        loss_sum, count = self.root(batch)  # type: ignore[operator]
+        return loss_sum, count
+
+    def update_plane(self, plane: Plane, total: Tensor, scale: Tensor, accepted: Tensor) -> None:
+        """Update a plane by its summed gradient, by the captured function unless its blocks are cut."""
+        if plane.ends:
+            self.step.update_plane(plane, total, scale, accepted)
+        else:
+            self.update_uncut(plane, total, scale, accepted)
+
+    def _update_uncut(self, plane: Plane, total: Tensor, scale: Tensor, accepted: Tensor) -> None:
+        self.step.update_plane(plane, total, scale, accepted)
+
+    def add_squares(self, squares: Sequence[Tensor]) -> Tensor:
+        """Add up the squares of all parts of all ranks."""
         zero = torch.zeros((), dtype=torch.float64, device=default_device())  # a rank may have no rows at all
         return self.sharing.sum(functools.reduce(torch.add, squares, zero))
 
     @contextmanager
-    def _directed(self, step: Step, grads: Sequence[Tensor], scale: Tensor) -> Iterator[None]:
+    def directed(self, grads: Sequence[Tensor], scale: Tensor) -> Iterator[None]:
         """Let planes hold in the block what takes other ranks' rows: Muon's directions, and 8-bit blocks' largest."""
+        step = self.step
         of_kind: dict[Kind, list[tuple[Plane, Tensor]]] = {}
         for plane, total in zip(step.planes, grads, strict=True):
             if plane.kind.matrix is not None:
@@ -153,23 +170,29 @@ class Shards:
         for plane in step.planes:
             plane.orthogonal = None
 
-    def _score(self, step: Step, batches: Iterable[Any]) -> list[tuple[Tensor, Tensor]]:
+    def score(self, batches: Iterable[Any]) -> list[Sums]:
+        """Return the sums of each micro-batch, without gradients."""
         try:
-            return Layout().score(step, batches)
+            return super().score(batches)
         finally:
             self.root.reshard()  # without a backward pass the root's parameters would stay gathered
 
-    def _weights(self, step: Step) -> dict[str, Tensor]:
+    def weights(self) -> dict[str, Tensor]:
         """Return the model's tensors by the names that they have in one process; parameters are sharded."""
-        state = step.model.state_dict()
+        state = self.step.model.state_dict()
         return {name: state[name] for name in self.names}
 
+    def whole(self) -> nn.Module:
+        """Return a module of the same shapes, without values."""
+        return self._empty
+
     @contextmanager
-    def _assembled(self, step: Step) -> Iterator[nn.Module]:
+    def assembled(self) -> Iterator[nn.Module]:
         """Yield a copy of the model, with all weights on rank 0 and without values on the others; a collective.
 
         The copy is on the host if the device has no room for it.
         """
+        step = self.step
         whole = copy.deepcopy(self._empty)
         own = step.model.state_dict()
         needed = sum(parameter.nbytes for parameter in whole.parameters())
@@ -184,13 +207,14 @@ class Shards:
                 whole.get_buffer(name).copy_(buffer)
         yield whole
 
-    def _gathered(self, step: Step) -> nn.Module:
+    def gathered(self) -> nn.Module:
         """Return the model with the weights of this moment, whole on each rank, for evaluation; a collective.
 
         It is one copy, filled anew in the same memory each time, so graphs that read it stay right. Weights that
         products alone read are rounded to the dtype of products before they are gathered, to autocast's bits; so are
         all weights of blocks where they are `halved`, as in training. Frozen weights are gathered the first time only.
         """
+        step = self.step
         own = step.model.state_dict()
         whole = self._copy
         if whole is None:
@@ -219,7 +243,7 @@ def _direction(plane: Plane, grad: Tensor, state: str) -> Tensor:
     return rule.direction(grad, moments, plane.kind).view(local.to_local().shape)
 
 
-def require_rows(step: Any, halved: bool = False) -> None:
+def require_rows(step: Step, halved: bool = False) -> None:
     """Refuse a step that cannot be trained by rows.
 
     Raises:

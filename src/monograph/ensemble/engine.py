@@ -16,8 +16,9 @@ from monograph.engine import Engine, require_member_axis
 from monograph.ensemble.call import Members
 from monograph.ensemble.knobs import Knobs
 from monograph.ensemble.layers import Layers
+from monograph.ensemble.optimizers import optimizers, require_read, seeds
 from monograph.ensemble.stack import Stack
-from monograph.ensemble.step import Stacked, optimizers, require_read, seeds
+from monograph.ensemble.stacked import Stacked
 from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.graph import capture as graph
 from monograph.graph.inspect import unwrap_
@@ -28,7 +29,7 @@ from monograph.loop import EngineState
 from monograph.loss import Batch, Loss, token_loss
 from monograph.optim import AdamW, Optimizer
 from monograph.schedule import Schedule, constant
-from monograph.step import Clip, Update
+from monograph.step import Clip, Step, Update
 
 Reduce = Literal["stack", "mean", "vote", "variance"]
 
@@ -98,17 +99,16 @@ class Ensemble(Engine):
         # windows of the caller's may have been made from them.
         if callable(build) and not (each or isinstance(optim, list | tuple) or isinstance(schedule, Sequence)):
             require_read(knobs or (), optims[0])
-        self._make_stacked = functools.partial(
-            Stacked,
-            self._call,
-            loss=loss,
-            optims=optims,
-            schedules=_schedules(schedule, len(members)),
-            clip=clip,
-            precision=precision,
-            remat=remat,
-            each=each,
-        )
+        schedules = _schedules(schedule, len(members))
+
+        def made() -> Stacked:
+            stacked = Stacked(
+                self._call, optims=optims, schedules=schedules, precision=precision, remat=remat, each=each
+            )
+            Step(self.model, loss=loss, optim=stacked.optim, clip=clip, precision=precision, parameters=stacked)
+            return stacked
+
+        self._make_stacked = made
         # torch's checkpoint does not run inside of vmap, so blocks are never recomputed.
         own_rows = len(members) if each else None
         super().__init__(lambda: self.stacked.step, micro_batch, members=own_rows, recomputes=False)
@@ -119,7 +119,7 @@ class Ensemble(Engine):
 
     @functools.cached_property
     def stacked(self) -> Stacked:
-        """Return the step of the members; it is made at first use, with gradients and moments."""
+        """Return the parameters of the members and their step; it is made at first use, with gradients and moments."""
         stacked = self._make_stacked()
         self.stack.relink()
         return stacked
@@ -268,7 +268,7 @@ class Ensemble(Engine):
         # Tensors are copied, as a view of one member would keep the memory of all members alive.
         optimizer = {name: view[member].clone() for name, view in self._buffers().items()}
         model = {name: tensor.clone() for name, tensor in kept_state(self.members[member]).items()}
-        counters = {name: counter.tolist() for name, counter in self.stacked.counters(member).items()}
+        counters = {name: counter.tolist() for name, counter in self.stacked.counters_of(member).items()}
         return EngineState(model, optimizer, {"index": self.index, **counters})
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from monograph.ensemble.agreement import DROPOUTS, agree, computed
 from monograph.errors import UsageError
-from monograph.step.layout import Memory, memory
+from monograph.step.guard import Memory, memory
 
 AT_A_TIME = 8  # this many members are checked before an update
 

@@ -5,30 +5,58 @@ import functools
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
+from torch import Tensor, nn
 
 from monograph import compat
 from monograph.allocator import keep_freed_memory
 from monograph.compat import inductor
 from monograph.errors import UsageError
 from monograph.graph import convolutions, matmul, recompute
+from monograph.graph.compilable import Compilable, Replaced, Scope
 from monograph.graph.inspect import blocks
 from monograph.graph.remat import Policy, Remat
-from monograph.graph.replay import HostState, StaticInputs
+from monograph.graph.replay import HostState, Recorder, StaticInputs
 from monograph.graph.siblings import within_blocks
 from monograph.ops import materialize  # noqa: F401 - its operator
 
 Backend = Literal["inductor", "aot_eager", "eager"]
-Scope = Literal["whole", "blocks"]
-T = TypeVar("T")
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 ONE_BY_ONE = "micro-steps are launched one by one"
+
+
+class Compiles(Protocol):
+    """What a step asks for the functions that a capture compiles."""
+
+    def captured(self, scope: Scope) -> list[Compilable[..., Any]]:
+        """Return these functions."""
+
+
+class Capturable(Protocol):
+    """What a capture needs of a `monograph.Step`, which says what each is."""
+
+    model: nn.Module
+    loss: Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
+    remat: Policy
+    device: torch.device
+    scope: Scope | Literal["none"]
+    recorder: Recorder | None
+    announce: Callable[[str], None]
+    micro_step: Callable[[Any], None]
+    replaced: list[Replaced]
+
+    @property
+    def parameters(self) -> Compiles:
+        """Return what knows the functions that are compiled."""
+
+
+S = TypeVar("S", bound=Capturable)
 _NOTHING = object()  # the former value of a replaced attribute that only its owner's class had; None may be a value
 
 
-def capture(step: T, backend: Backend = "inductor", scope: Scope = "whole") -> T:
+def capture(step: S, backend: Backend = "inductor", scope: Scope = "whole") -> S:
     """Compile a step in place, in full graphs with static shapes.
 
     If the step has a `recorder`, as on a GPU, its `micro_step` (backward pass included) is called twice, then recorded,
@@ -38,7 +66,7 @@ def capture(step: T, backend: Backend = "inductor", scope: Scope = "whole") -> T
     load weights and run `trial` before.
 
     Args:
-        step: a `monograph.Step`; the functions that its layout names are replaced.
+        step: a `monograph.Step`; the functions that its parameters name are replaced.
         backend: "inductor", or "aot_eager" or "eager", which trace the same graphs without generating code. "eager"
             becomes "aot_eager" if a graph recomputes activations.
         scope: "whole": each function is one graph. "blocks": all blocks of the model that are alike share one graph,
@@ -53,7 +81,7 @@ def capture(step: T, backend: Backend = "inductor", scope: Scope = "whole") -> T
         CaptureFailed: the model has a 0-d float64 buffer, or (raised at its first call) a function cannot be captured
             as one graph.
     """
-    if not hasattr(step, "layout"):
+    if not hasattr(step, "micro_step"):
         raise UsageError(
             f"capture takes a monograph.Step, not a {type(step).__name__}; an engine has capture(window) of its own"
         )
@@ -63,35 +91,34 @@ def capture(step: T, backend: Backend = "inductor", scope: Scope = "whole") -> T
     return step
 
 
-def _compiler(step: Any, backend: Backend, scope: Scope) -> Compiler:
+def _compiler(step: Capturable, backend: Backend, scope: Scope) -> Compiler:
     # On a GPU, a kernel that computes all parts of a concatenation at once does so for each part's elements.
     options = compat.cats_in_parts() if step.device.type == "cuda" else {}
     return functools.partial(compiled, backend=_drawing_alike(step, backend, scope), more=options)
 
 
-def _require_buffers_kept(step: Any) -> None:
+def _require_buffers_kept(step: Capturable) -> None:
     for name, buffer in step.model.named_buffers():
         if buffer.ndim == 0 and buffer.dtype == torch.float64:  # a bug of torch 2.13, see dev/log.md
             raise CaptureFailed(f"the buffer {name} is float64 and has no dimension: torch loses what is written to it")
 
 
-def _drawing_alike(step: Any, backend: Backend, scope: Scope) -> Backend:
+def _drawing_alike(step: Capturable, backend: Backend, scope: Scope) -> Backend:
     """Return the backend, or "aot_eager" for an "eager" that would draw other random numbers when it recomputes."""
     # Under these policies, nothing is recomputed inside of a graph.
     eager_policies = (Remat.Off(), Remat.Offload(), *([Remat.Full()] if scope == "blocks" else []))
     return "aot_eager" if backend == "eager" and step.remat not in eager_policies else backend
 
 
-def capture_by(compiler: Compiler, step: Any, scope: Scope) -> None:
+def capture_by(compiler: Compiler, step: Capturable, scope: Scope) -> None:
     """Replace the functions that `capture` replaces by the results of any compiler; nothing is replayed."""
-    functions = step.layout.captured(step, scope)
-    new: list[tuple[Any, str, Any]] = [(owner, name, compiler(getattr(owner, name))) for owner, name in functions]
+    new: list[Replaced] = [(function, "now", compiler(function.now)) for function in step.parameters.captured(scope)]
     if scope == "blocks":
         new += _parts(step, compiler)
     step.replaced = [_replace(*replacement) for replacement in [*new, (step, "scope", scope)]]
 
 
-def _replay(step: Any, scope: Scope) -> None:
+def _replay(step: Capturable, scope: Scope) -> None:
     """Replay the step's micro-step from now on, or announce why it cannot be replayed."""
     if step.recorder is None:
         return
@@ -109,8 +136,9 @@ def obstacle_to_replay(remat: Policy, scope: Literal["none", "whole", "blocks"])
     return "blocks are recomputed between graphs" if scope == "blocks" and remat != Remat.Off() else None
 
 
-def replayed(step: Any) -> StaticInputs:
+def replayed(step: Capturable) -> StaticInputs:
     """Return a replacement for `step.micro_step` that records and replays it, and announces why if it cannot."""
+    assert step.recorder is not None
     return StaticInputs(
         step.micro_step,
         step.recorder,
@@ -120,20 +148,22 @@ def replayed(step: Any) -> StaticInputs:
     )
 
 
-def is_replayed(step: Any) -> bool:
+def is_replayed(step: Capturable) -> bool:
     """Return whether the step has a recorded micro-step."""
     return isinstance(step.micro_step, StaticInputs) and step.micro_step.captured > 0
 
 
-def give_back(step: Any) -> bool:
+def give_back(step: Capturable) -> bool:
     """Free the memory of recorded micro-steps, which are called from now on; return whether there were any."""
     return isinstance(step.micro_step, StaticInputs) and step.micro_step.give_back()
 
 
-def release(step: Any) -> None:
+def release(step: Capturable) -> None:
     """Undo a capture: the step runs eagerly again."""
     # In reverse order, so that an attribute that was replaced twice gets its first value back.
-    for owner, name, before in reversed(step.__dict__.pop("replaced", [])):
+    replaced = step.replaced
+    step.replaced = []
+    for owner, name, before in reversed(replaced):
         if before is _NOTHING:
             delattr(owner, name)
         else:
@@ -141,14 +171,14 @@ def release(step: Any) -> None:
 
 
 @contextmanager
-def set_aside(step: Any) -> Iterator[None]:
+def set_aside(step: Capturable) -> Iterator[None]:
     """Undo a step's capture in the `with` block, and restore the same graphs afterwards.
 
     Sampling from the step's module needs this: the blocks' graphs were made for training and evaluation, and would be
     compiled again for each layer's cache.
     """
     # The compiled functions themselves are kept, so that nothing is compiled again.
-    captured = [(owner, name, vars(owner)[name]) for owner, name, _ in step.__dict__.get("replaced", [])]
+    captured = [(owner, name, vars(owner)[name]) for owner, name, _ in step.replaced]
     release(step)
     try:
         yield
@@ -156,7 +186,7 @@ def set_aside(step: Any) -> Iterator[None]:
         step.replaced = [_replace(*replacement) for replacement in captured]
 
 
-def _parts(step: Any, compiler: Compiler) -> list[tuple[Any, str, Any]]:
+def _parts(step: Capturable, compiler: Compiler) -> list[Replaced]:
     """Return (owner, name, replacement) of the blocks' forward passes and of the loss, for scope "blocks"."""
     if not (model_blocks := blocks(step.model)):
         raise UsageError(
@@ -168,7 +198,7 @@ def _parts(step: Any, compiler: Compiler) -> list[tuple[Any, str, Any]]:
     compat.allow_variants()
     compat.quiet_inputs_of_blocks()
     shared = compiler(_run)  # one function, so that blocks that are alike share its graph
-    new: list[tuple[Any, str, Any]] = [(step.model, "blocks_captured", True)]
+    new: list[Replaced] = [(step.model, "blocks_captured", True)]
     for block in model_blocks.values():
         owner, name = recompute.innermost(block)
         forward = getattr(owner, name)
@@ -177,7 +207,7 @@ def _parts(step: Any, compiler: Compiler) -> list[tuple[Any, str, Any]]:
         captured = functools.partial(shared, function, block) if function else compiler(forward)
         new.append((owner, name, captured))
     if (head := getattr(step.loss, "head", None)) is not None:
-        loss = copy.copy(step.loss)  # the caller's own loss stays as it is
+        loss: Any = copy.copy(step.loss)  # the caller's own loss stays as it is
         loss.head = compiler(head)
         new.append((step, "loss", loss))
     return new
@@ -187,7 +217,7 @@ def _run(forward: Callable[..., Any], block: Any, *arguments: Any, **keywords: A
     return forward(block, *arguments, **keywords)
 
 
-def _replace(owner: Any, name: str, value: Any) -> tuple[Any, str, Any]:
+def _replace(owner: Any, name: str, value: Any) -> Replaced:
     """Set an attribute; return the owner, the name and the owner's former value, or `_NOTHING`."""
     before = vars(owner).get(name, _NOTHING)
     setattr(owner, name, value)

@@ -246,7 +246,7 @@ def trained_numbers(config: LlamaConfig, lora: Lora | None, precision: str) -> i
 
 
 def copied_bytes(config: LlamaConfig, lora: Lora | None, precision: str, halved: bool) -> int:
-    """Return the bytes of the whole copy that draws answers from a sharded model; see `Layout.gathered`.
+    """Return the bytes of the whole copy that draws answers from a sharded model; see `Parameters.gathered`.
 
     Args:
         config: the model's shape.

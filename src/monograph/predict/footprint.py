@@ -27,8 +27,7 @@ from monograph.ops.attention import QUERIES
 from monograph.ops.cross_entropy import chunk_count, linear_cross_entropy, token_log_probabilities
 from monograph.optim import Optimizer
 from monograph.predict.fake_memory import ORIGINS, FakeMemory, Graphs, Sample
-from monograph.step import Clip, Layout, Step, accumulate, update
-from monograph.step.layout import on_device
+from monograph.step import Clip, OnDevice, Step, accumulate, update
 
 Compile = Scope | Literal["none"]
 Judged = Literal["", "rows", "exact"]
@@ -84,7 +83,7 @@ class Work:
 
     @property
     def fused(self) -> bool:
-        """Return whether products add gradients, as `monograph.step.layout.fuses` decides for the engine."""
+        """Return whether products add gradients, as `monograph.step.on_device.fuses` decides for the engine."""
         return self.device_type == "cuda" and self.precision in ("bf16", "fp16")
 
     @property
@@ -311,7 +310,6 @@ def _curves(work: Work, graphs: Graphs | None = None, *, updated: bool = True) -
             model.use_attention("cached")
         loss = TokenLoss()
         loss.head = (_judging_head if work.judged else _head)(work.device_type)
-        planes = functools.partial(on_device, fused=work.fused)
         if work.lora:
             put(model, work.lora, precision=Precision(work.precision))
         step = Step(
@@ -321,7 +319,7 @@ def _curves(work: Work, graphs: Graphs | None = None, *, updated: bool = True) -
             precision=Precision(work.precision),
             remat=named(work.remat),
             loss=loss,
-            layout=Layout(planes=planes),
+            parameters=OnDevice(fused=work.fused),
         )
         for plane in step.planes:
             memory.assign("gradients", [plane.grad])
@@ -335,15 +333,15 @@ def _curves(work: Work, graphs: Graphs | None = None, *, updated: bool = True) -
         with compat.without_modes():
             step.choose_kept(batch)
         begins = [("forward", len(memory.curve))]
-        forward = step.forward
+        forward = step.forward.now
 
-        def watched(*arguments: Any) -> Any:
-            result = forward(*arguments)
+        def watched(batch: Any, loss_factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            result = forward(batch, loss_factor)
             begins.append(("backward", len(memory.curve)))
             memory.origin = "workspace"
             return result
 
-        step.forward = watched
+        step.forward.now = watched
         accumulate(step, [batch])
         if updated:
             begins.append(("update", len(memory.curve)))

@@ -193,7 +193,7 @@ class Drawer:
         ]
 
     def _gather(self) -> None:
-        self.model = cast(Llama, self.engine.step.layout.gathered(self.engine.step))
+        self.model = cast(Llama, self.engine.step.parameters.gathered())
 
     def _draw(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Completion]:
         sampling = Sampling(temperature=self.options.temperature, logprobs=0)

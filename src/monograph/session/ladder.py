@@ -16,6 +16,7 @@ from monograph.engine import Engine
 from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
 from monograph.evaluation import Evaluation, evaluate
 from monograph.graph import capture as graph
+from monograph.graph.compilable import Compilable
 from monograph.graph.frozen import parameter_count
 from monograph.graph.inspect import blocks
 from monograph.graph.precision import Precision
@@ -32,7 +33,7 @@ from monograph.session.resolve import resolve
 from monograph.session.session import Session
 from monograph.session.setup import build_run, open_session
 from monograph.session.warmup import calibrate, peak_bytes, prepare
-from monograph.step import Layout, Step
+from monograph.step import OnDevice, Step
 
 FEWER = 4  # the rung "accumulation" divides the rows of a micro-batch by this
 ADAPTER_RANK = 16
@@ -141,21 +142,23 @@ class Climbed:
         return self.tokens / self.cpu_s
 
 
-def _apart(step: Step) -> list[Plane]:
-    """Return a plane for each parameter."""
-    kinds = step.optim.kinds(step.model)
-    made = list[Plane]()
-    for name, parameter in trainable(step.model).items():
-        [plane] = planes({name: parameter}, kinds, step.optim.state, master_weights=step.optim.master_weights)
-        plane.number = len(made)
-        made.append(step.begun(plane))
-    return made
+class Unfused(OnDevice):
+    """Parameters as one updates them by hand: each by separate operators, outside of graphs."""
 
+    def place(self, step: Step) -> list[Plane]:
+        """Make a plane of each parameter."""
+        self.step = step
+        kinds = step.optim.kinds(step.model)
+        made = list[Plane]()
+        for name, parameter in trainable(step.model).items():
+            [plane] = planes({name: parameter}, kinds, step.optim.state, master_weights=step.optim.master_weights)
+            plane.number = len(made)
+            made.append(step.begun(plane))
+        return made
 
-# The layout of a step as one writes it by hand, which updates each parameter by separate operators outside of graphs.
-UNFUSED = Layout(
-    planes=_apart, captured=lambda step, scope: [(step, "forward"), (step, "evaluate")] if scope == "whole" else []
-)
+    def captured(self, scope: graph.Scope) -> list[Compilable[..., Any]]:
+        """Return the passes alone."""
+        return [self.step.forward, self.step.evaluate] if scope == "whole" else []
 
 
 def unfuse(engine: Engine) -> None:
@@ -169,7 +172,7 @@ def unfuse(engine: Engine) -> None:
         clip=step.clip,
         precision=step.precision,
         remat=step.remat,
-        layout=UNFUSED,
+        parameters=Unfused(),
     )
 
 

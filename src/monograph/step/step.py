@@ -2,13 +2,13 @@
 
     gradient = d/dp  (sum over micro-batches of loss sums) / (sum over micro-batches of target counts)
 
-This is the large batch's gradient for any split into micro-batches. The host reads no tensor here. The step's `Layout`
-says what differs where parameters are stacked, streamed or sharded.
+This is the large batch's gradient for any split into micro-batches. The host reads no tensor here. The step's
+`Parameters` say what differs where they are stacked, streamed or sharded.
 """
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, final
 
 import torch
@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from monograph.errors import UsageError
 from monograph.graph import fp8, recompute
-from monograph.graph.inspect import buffers_kept, unwrap_
+from monograph.graph.compilable import Compilable, Replaced, Scope
+from monograph.graph.inspect import buffers_kept, modes_kept, unwrap_
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Policy, Remat
 from monograph.graph.replay import CudaGraphs, Recorder
-from monograph.loss import Loss, counts, token_loss
+from monograph.loss import IGNORE, SHARES, Loss, counts, token_loss
 from monograph.optim import AdamW, Optimizer, Plane, checked, hidden_matrices, holding, initialise, unlinked
 from monograph.schedule import Schedule, constant
 from monograph.step.clip import (
@@ -35,8 +36,16 @@ from monograph.step.clip import (
     update_plane,
     without_spikes_,
 )
-from monograph.step.layout import Held, Layout, balances, of_the_update, put_, shared
+from monograph.step.guard import ParameterGuard
+from monograph.step.losses import balances, of_the_update, put_
+from monograph.step.on_device import OnDevice
+from monograph.step.parameters import Parameters, Rates
 from monograph.step.parts import Parts
+
+
+def alone(total: Tensor) -> Tensor:
+    """Return the sum over the ranks of a single process."""
+    return total
 
 
 @final
@@ -76,8 +85,8 @@ class Step:
         clip: float | Clip | None = None,
         precision: Precision | None = None,
         remat: Policy | None = None,
-        sum_over_ranks: Callable[[Tensor], Tensor] = lambda total: total,
-        layout: Layout = Layout(),  # noqa: B008 - it never changes
+        sum_over_ranks: Callable[[Tensor], Tensor] = alone,
+        parameters: Parameters | None = None,
     ):
         """Prepare a step.
 
@@ -94,16 +103,16 @@ class Step:
                 With fp8 `left_in_bf16` names the weights of blocks whose sides are no multiples of 16.
             remat: which activations are computed a second time in the backward pass; none by default.
             sum_over_ranks: sums a 0-d count over all processes.
-            layout: how the engine's step differs from that of one module on one device.
+            parameters: where the parameters are, for this step alone; by default in planes on the module's device.
         """
         _check(loss=loss, schedule=schedule, precision=precision, remat=remat)
         self.model = unwrap_(model)
         self.loss = loss
         self.clip = Clip.of(clip)
-        self.layout = layout
+        self.parameters = parameters or OnDevice()
         self.optim = checked(optim or AdamW())
         self.sum_over_ranks = sum_over_ranks
-        self.balances = balances(self)
+        self.balances = balances(self.model, self.loss)
         self.schedule = schedule or constant()
         self.precision = precision or Precision()
         _require_together(self.optim, self.precision)
@@ -113,9 +122,8 @@ class Step:
         self.index = 0
         self.kept_for = None
         self.holds_average = False
-        self.fusing = nullcontext
-        self.planes = layout.planes(self)
-        self.device = layout.device or self.planes[0].param.device
+        self.planes = self.parameters.place(self)
+        self.device = self.parameters.device or self.planes[0].param.device
         put_(self.loss, self.device)
         zeros = functools.partial(torch.zeros, lead := self.planes[0].param.shape[:-1], device=self.device)
         # Never write a 0-d float64 tensor inside a captured function: torch 2.13 loses the mutation (dev/log.md).
@@ -125,16 +133,19 @@ class Step:
         self.largest_rate = largest_rate((plane.kind for plane in self.planes), self.largest).to(self.device)
         self.recent = torch.zeros((*lead, 2, WINDOW), dtype=torch.float64, device=self.device)
         self.loss_scale = zeros(dtype=torch.float32).fill_(self.precision.loss_scale if self.precision.scaled else 1.0)
-        self.scope: Literal["none", "whole", "blocks"] = "none"  # the scope of the capture, if there was one
+        self.scope: Scope | Literal["none"] = "none"  # the scope of the capture, if there was one
         self.loss_factor = zeros(dtype=torch.float64).reshape(-1)  # a 0-d float64 argument would be traced twice
-        self.recorder: Recorder | None = CudaGraphs(self.device) if self.device.type == "cuda" else None
+        self.recorder: Recorder | None = None
+        if self.parameters.replays and self.device.type == "cuda":
+            self.recorder = CudaGraphs(self.device)
         self.announce: Callable[[str], None] = lambda line: None
         self.micro_step: Callable[[Any], None] = self._micro_step
-        self.forward: Callable[[Any, Tensor], tuple[Tensor, Tensor, Tensor]] = self._forward
-        self.evaluate: Callable[[Any], tuple[Tensor, Tensor]] = functools.partial(layout.sums, self)
-        self.apply: Callable[[], Tensor] = self._apply
-        self.squares: Callable[[Plane, Tensor], list[Tensor]] = squares
-        self.held = Held(self.model, self.planes)
+        self.forward = Compilable(self._forward)
+        self.evaluate = Compilable(self.parameters.sums)
+        self.apply = Compilable(self.parameters.apply)
+        self.squares = Compilable(squares)
+        self.replaced: list[Replaced] = []  # what a capture replaced, in order
+        self.guard = ParameterGuard(self.model, self.planes)
         self.parts = Parts(self.device)
 
     def __call__(self, window: Iterable[Any]) -> Update:
@@ -159,7 +170,7 @@ class Step:
         names = ["applied", "tokens", "skipped"]
         names += ["loss_scale", "good"] if self.precision.scaled else []
         names += ["recent"] if self.clip and self.clip.skip_spikes else []
-        return {name: getattr(self, name) for name in names} | {**self.layout.counters}
+        return {name: getattr(self, name) for name in names} | {**self.parameters.counters}
 
     @contextmanager
     def counters_kept(self) -> Iterator[None]:
@@ -173,7 +184,7 @@ class Step:
 
     def discard(self) -> None:
         """Forget gradient, loss and count since the last update."""
-        self.layout.discard(self)
+        self.parameters.discard()
         self.parts = Parts(self.device)
         self.loss_sum.zero_()
         self.count.zero_()
@@ -187,28 +198,28 @@ class Step:
         if self.optim.ema is None or self.holds_average:
             yield
             return
-        self.layout.at_rest(self, True)
+        self.parameters.at_rest(written=True)
         with holding(self.planes, [plane.state["ema"] for plane in self.planes]):
             self.holds_average = True
             try:
                 yield
             finally:
-                self.layout.at_rest(self, True)  # a copy of the average may still be under way
+                self.parameters.at_rest(written=True)  # a copy of the average may still be under way
                 self.holds_average = False
 
     def assembled(self) -> AbstractContextManager[nn.Module]:
         """In the block give a module that can be called on its own, all of its weights in one place; only to read."""
-        return self.layout.assembled(self)
+        return self.parameters.assembled()
 
     @contextmanager
     def context(self) -> Iterator[None]:
         """In the block the loss can be called."""
-        with self.layout.context(self), self.precision.context(self.device.type):
+        with self.parameters.context(), self.precision.context(self.device.type):
             yield
 
-    def set_lr(self) -> float | tuple[float, ...]:
+    def set_lr(self) -> Rates:
         """Fill in the learning rate of the current update, and return it."""
-        lr = self.layout.rates(self)
+        lr = self.parameters.rates()
         if isinstance(lr, tuple):
             self.lr.copy_(torch.tensor(lr, dtype=torch.float64, pin_memory=self.lr.is_cuda), non_blocking=True)
         else:
@@ -221,12 +232,25 @@ class Step:
         Raises:
             UsageError: the module's parameters were changed since the step was made.
         """
-        self.held.require()
-        counts = [self.layout.targets(self, batch) for batch in batches]
+        self.guard.require()
+        counts = [self.parameters.targets(batch) for batch in batches]
         total = torch.ones((), device=self.device)
         if batches and counts[0] is not None:
             total = self.sum_over_ranks(torch.stack(counts).sum(0))  # type: ignore[arg-type]
         self.loss_factor.copy_(reciprocal(total) * self.loss_scale)
+
+    def shared(self, batch: Any) -> Any:
+        """Return a batch of the window counted last; if the model balances its experts, with the tokens' shares."""
+        if not self.balances:
+            return batch
+        factor = self.loss_factor.view(*self.lr.shape, 1, 1)
+        return {**batch, SHARES: (batch["targets"] != IGNORE) * factor}
+
+    def total(self) -> None:
+        """Sum the window's loss and count over the ranks, once before its update."""
+        totals = self.sum_over_ranks(torch.stack([self.loss_sum, self.count.double()]))
+        self.loss_sum.copy_(totals[0])
+        self.count.copy_(totals[1])
 
     def choose_kept(self, batch: Any) -> None:
         """Choose, once, which activations the recomputation policy keeps; this needs the shapes of a batch."""
@@ -238,7 +262,7 @@ class Step:
                     lambda twin: self.loss(twin, batch),
                     captured=captured,
                     device=self.device,
-                    whole=self.layout.whole(self),
+                    whole=self.parameters.whole(),
                 )
             self.kept_for = captured
 
@@ -250,11 +274,12 @@ class Step:
     #     norm = |grad|
     #     w, moments <- rule(w, moments, grad * min(1, clip / norm)),   unless norm or loss is not finite
     #
-    # `accumulate`, below, calls `_micro_step` for each micro-batch, and `update` calls `_apply` once.
+    # `accumulate`, below, has the parameters call `_micro_step` for each micro-batch. `update` has them decide on the
+    # planes' gradients once, by `clip_and_apply`.
 
     def _micro_step(self, batch: Any) -> None:
         """Add a micro-batch's gradient, loss and count, in place in the device's memory and nowhere else."""
-        with self.fusing():  # in the backward pass, too, which may recompute parts of the forward pass
+        with self.parameters.fusing():  # in the backward pass, too, which may recompute parts of the forward pass
             with unlinked(self.planes), self.context():
                 loss, loss_sum, count = self.forward(batch, self.loss_factor)
             self.differentiate(loss, loss_sum, count)
@@ -280,11 +305,11 @@ class Step:
         self.parts.begin("forward")  # of the next micro-batch
         return loss.requires_grad
 
-    # A capture replaces the functions named by the layout's `captured` by compiled ones. They are called in the step's
+    # A capture replaces the functions that `Parameters.captured` names by compiled ones. They are called in the step's
     # context, as autocast entered inside a captured function keeps it out of torch's cache between runs.
 
     def _forward(self, batch: Any, loss_factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        loss_sum, count = self.layout.sums(self, batch)
+        loss_sum, count = self.parameters.sums(batch)
         return self.scaled(loss_sum, loss_factor), loss_sum.detach(), count
 
     def scaled(self, loss_sum: Tensor, loss_factor: Tensor) -> Tensor:
@@ -292,19 +317,13 @@ class Step:
         wide = loss_sum.to(torch.promote_types(loss_sum.dtype, torch.float32))  # a scaled loss is beyond fp16
         return (wide * loss_factor.view_as(wide).to(wide.dtype)).sum()
 
-    def _apply(self) -> Tensor:
-        grad_norm = self.clip_and_apply([plane.grad for plane in self.planes])
-        for plane in self.planes:
-            plane.grad.zero_()
-        return grad_norm
-
     def clip_and_apply(self, grads: Sequence[Tensor]) -> Tensor:
         """Clip and apply the summed gradients, [size] for each plane; return their norm before clipping."""
         filled = [(plane, grad) for plane, grad in zip(self.planes, grads, strict=True) if grad.numel()]
         grad_norm, scale, accepted = self.decide([part for pair in filled for part in self.squares(*pair)])
-        with self.layout.directed(self, grads, scale):
+        with self.parameters.directed(grads, scale):
             for plane, total in filled:
-                self.update_plane(plane, total, scale, accepted)
+                self.parameters.update_plane(plane, total, scale, accepted)
         return grad_norm
 
     def decide(self, squares: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -314,7 +333,7 @@ class Step:
             The gradient's norm before clipping, the factor of the summed gradient, and whether it is applied.
         """
         scale = self.unscaled()
-        grad_norm = self.layout.add_squares(squares).sqrt() * scale
+        grad_norm = self.parameters.add_squares(squares).sqrt() * scale
         longest = grad_norm if self.clip is None else grad_norm.clamp_max(self.clip.norm)
         accepted = grad_norm.isfinite() & self.accepts(longest)
         if self.clip is not None and self.clip.skip_spikes:
@@ -339,7 +358,8 @@ class Step:
         """
         counts = (self.count > 0) & self.count.isfinite()
         fine = (grad_norm <= self.largest) & (self.lr.abs() <= self.largest_rate) & self.loss_sum.isfinite() & counts
-        return fine if self.layout.frozen is None else fine & ~self.layout.frozen
+        frozen = self.parameters.frozen
+        return fine if frozen is None else fine & ~frozen
 
     def update_plane(self, plane: Plane, total: Tensor, scale: Tensor, accepted: Tensor) -> None:
         """Update a plane by its summed gradient."""
@@ -391,15 +411,21 @@ def accumulate(step: Step, window: Iterable[Any]) -> None:
     batches = list(window)
     if any(isinstance(batch, bool) for batch in batches):
         raise UsageError(f"a window is a list of micro-batches, and {batches[0]} is none")
-    with all_or_nothing(step), of_the_update(step, batches):
+
+    def score(some: Sequence[Any]) -> None:
+        with modes_kept(step.model), torch.no_grad():
+            step.model.train(False)
+            step.parameters.score(some)
+
+    with all_or_nothing(step), of_the_update(step.loss, step.index, batches, score, step.sum_over_ranks):
         # The window's targets are counted before its first backward pass, so that each loss is divided by their number
         # at once, and gradients need no second pass.
         step.count_window(batches)
-        batches = [shared(step, batch) for batch in batches]
+        batches = [step.shared(batch) for batch in batches]
         for batch in batches:
             step.choose_kept(batch)
         step.parts.begin("forward")
-        step.layout.accumulate(step, batches)
+        step.parameters.accumulate(batches)
 
 
 def update(step: Step) -> Update:
@@ -410,7 +436,7 @@ def update(step: Step) -> Update:
     """
     with all_or_nothing(step):
         step.parts.begin("optimizer")
-        step.layout.complete(step)
+        step.parameters.complete()
         return closed(step, step.set_lr(), step.apply())
 
 
@@ -424,9 +450,9 @@ def all_or_nothing(step: Step) -> Iterator[None]:
         raise
 
 
-def closed(step: Step, lr: float | tuple[float, ...], grad_norm: Tensor) -> Update:
+def closed(step: Step, lr: Rates, grad_norm: Tensor) -> Update:
     """Return the numbers of the update that was just applied, and begin the next window."""
-    marks = step.parts.end() if step.layout.device is None else ()  # streamed stages are updated in turn
+    marks = () if step.parameters.staged else step.parts.end()  # stages are updated in turn
     loss = step.loss_sum / step.count
     count = step.count.clone()
     step.loss_sum.zero_()

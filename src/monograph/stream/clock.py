@@ -164,7 +164,7 @@ class Pretend(Passes):
         """Spend `first_again_s`."""
         self.clock.spend(self.costs.first_again_s)
 
-    def squares(self, plane: Plane, gradient: Tensor) -> list[Tensor]:
+    def squares(self, plane: Plane, grad: Tensor) -> list[Tensor]:
         """Spend no time."""
         return [self.step.loss_sum]
 
@@ -190,8 +190,8 @@ def pretended(engine: Streamed, clock: Clock, costs: Costs, state: Tensor, micro
     walk, updates = engine.walk, engine.walk.updates
     walk.passes = pretend = Pretend(engine.step, clock, costs, state)
     walk.bound = lambda needed, call, backward: call()  # type: ignore[method-assign]  # nothing reads the parameters
-    engine.step.squares = pretend.squares
-    updates.update_part = pretend.update_part  # type: ignore[method-assign]
+    engine.step.squares.now = pretend.squares
+    updates.update_part.now = pretend.update_part
     updates.host_update.update_piece = pretend.update_on_host  # type: ignore[method-assign]
     moved = walk.lanes.moved_bytes
     # A schedule depends on shapes alone, so that a model of any size is timed without its memory.

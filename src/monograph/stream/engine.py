@@ -1,31 +1,27 @@
 """Train with weights that live on the host and come to the device stage by stage."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from monograph.engine import Engine, out_of_memory
-from monograph.errors import InputRefused, MonographError, OutOfDeviceMemory, UsageError
+from monograph.engine import Engine
+from monograph.errors import InputRefused, MonographError, UsageError
 from monograph.graph import capture as graph
 from monograph.graph.inspect import buffers_kept, running
-from monograph.graph.lora import adapters, kept_state
+from monograph.graph.lora import adapters
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Policy
 from monograph.graph.trial import Trial, said
 from monograph.loss import Batch, Loss, token_loss
 from monograph.optim import AdamW, Optimizer, Plane
 from monograph.schedule import Schedule
-from monograph.step import Clip, Layout, Step, Update
-from monograph.step.layout import fuse, fuses, total
-from monograph.step.step import all_or_nothing
-from monograph.stream.chunked_update import HALF_DONE
-from monograph.stream.lanes import Lanes, executor
+from monograph.step import Clip, Step, Update
+from monograph.step.step import all_or_nothing, alone
+from monograph.stream.lanes import Lanes
+from monograph.stream.parameters import InStages
 from monograph.stream.placement import Placement
-from monograph.stream.store import stored
-from monograph.stream.walk import Walk
 
 
 class Streamed(Engine):
@@ -75,27 +71,20 @@ class Streamed(Engine):
         self.placement = placement or Placement()
         # This comes before anything is moved, as a refusal later would leave half of the model elsewhere.
         _require_streamable(model, self.placement, clip, optim or AdamW())
-        layout = Layout(
-            device=self.placement.device,
-            planes=self._stored,
-            captured=self._captured_functions,
-            accumulate=lambda step, batches: self._walk_through(batches),
-            complete=self._complete,
-            discard=lambda step: self.walk.discard(),
-            score=lambda step, batches: self.walk.evaluate(list(batches)),
-            at_rest=self._at_rest,
-            weights=self._weights,
-            take_weights=self._take_weights,
-            assembled=self._assembled,
-        )
+        parameters = InStages(self.placement, lanes, sum_over_ranks)
         step = Step(
-            model, loss=loss, optim=optim, schedule=schedule, clip=clip, precision=precision, remat=remat, layout=layout
+            model,
+            loss=loss,
+            optim=optim,
+            schedule=schedule,
+            clip=clip,
+            precision=precision,
+            remat=remat,
+            sum_over_ranks=sum_over_ranks or alone,
+            parameters=parameters,
         )
-        step.sum_over_ranks = sum_over_ranks or step.sum_over_ranks
-        step.recorder = None  # copies differ from update to update, and a replay would repeat those of one
-        self.walk = Walk(step, self.store, lanes or Lanes(executor(self.placement.device)), self.placement)
-        step.apply = self.walk.update
-        self.walk.sum_over_ranks = sum_over_ranks
+        self.store = parameters.store
+        self.walk = parameters.walk
         super().__init__(lambda: step, micro_batch)
 
     def accumulate(self, window: Batch) -> None:
@@ -142,77 +131,6 @@ class Streamed(Engine):
         """Return the bytes of buffers by home, and those of the device's slots and staging buffers."""
         homes = {str(home): size for home, size in self.store.bytes_at().items()}
         return {"homes": homes, "device": {"slots and staging buffers": self.walk.device_bytes}}
-
-    # ── the layout ──────────────────────────────────────────────────────────────────────────────
-
-    def _stored(self, step: Step) -> list[Plane]:
-        """Move the planes of all stages to their homes."""
-        if fuses(step, self.placement.device.type == "cuda"):
-            fuse(step)
-        kinds = step.optim.kinds(step.model)
-        rounds = step.precision.rounds
-        self.store = stored(step.model, kinds, step.optim, rounds=rounds, placement=self.placement)
-        return [entry.plane for entry in self.store.stored]
-
-    def _captured_functions(self, step: Step, scope: str) -> list[tuple[Any, str]]:
-        updates = self.walk.updates
-        host = [(updates.host_update, name) for name in ("update_part", "join", "split")]
-        return [(step, "squares"), (updates, "update_part"), *host]
-
-    def _walk_through(self, batches: Sequence[Any]) -> None:
-        if self.placement.when == "backward":
-            self.walk.updates.flush()
-            self.step.set_lr()  # for the update that is made during the backward pass
-        try:
-            self.walk.accumulate(batches)
-        except RuntimeError as error:
-            if self.walk.updates.repeatable or not out_of_memory(error):
-                raise
-            self.walk.updates.failed = OutOfDeviceMemory(
-                f"a backward pass that updates weights does not fit the device's memory: {HALF_DONE}"
-            )
-            raise self.walk.updates.failed from error
-
-    def _complete(self, step: Step) -> None:
-        self.walk.updates.flush()  # a waiting update is made with its own learning rate
-        if self.walk.sum_over_ranks:
-            self.walk.lanes.finish()  # all ranks sum in one order
-            total(step)
-
-    def _at_rest(self, step: Step, written: bool) -> None:
-        """Finish every update and its copies; if weights at home may be `written`, fetch them anew afterwards."""
-        self.walk.updates.flush()
-        self.walk.lanes.finish()
-        for stage in self.store.stages if written else ():
-            stage.version += 1
-
-    def _weights(self, step: Step) -> dict[str, Tensor]:
-        """Return the model's tensors; those of split weights are copies in fp32."""
-        masters = [(entry, entry.master()) for entry in self.store.stored if entry.splits]
-        return kept_state(step.model) | {name: view for own, whole in masters for name, view in own.plane.views(whole)}
-
-    def _take_weights(self, step: Step, weights: Mapping[str, Tensor]) -> None:
-        for entry in self.store.stored:
-            if entry.splits:
-                # Split weights have no fp32 memory to write to, so they are joined, changed, and split again.
-                master = entry.master()
-                for name, view in entry.plane.views(master):
-                    view.copy_(weights[name])
-                entry.set_master(master)
-
-    @contextmanager
-    def _assembled(self, step: Step) -> Iterator[nn.Module]:
-        """In the block the module can be called as before it was stored: on the host, with its weights in fp32."""
-        self._at_rest(step, True)
-        # Split weights are bf16 at home, so a call would use the rounded weights alone; others may be on the device.
-        for entry in self.store.stored:
-            averaged = entry.splits and step.holds_average
-            entry.plane.hold((entry.plane.state["ema"] if averaged else entry.master()).cpu())
-        try:
-            yield step.model
-        finally:
-            for entry in self.store.stored:
-                entry.plane.hold(entry.plane.param)
 
     # ── the trial ───────────────────────────────────────────────────────────────────────────────
 

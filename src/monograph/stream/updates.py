@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from monograph.errors import OutOfDeviceMemory
+from monograph.graph.compilable import Compilable
 from monograph.optim import Plane, join, split_
 from monograph.step import Step
 from monograph.step.clip import update_plane
@@ -61,8 +62,9 @@ class HostUpdate:
         halved = (end - begin for stored, begin, end in self._chunks(*store.stages) if stored.splits)
         self.master = torch.empty(max(halved, default=0), device=self._host)
         self._decisions: dict[int, Decision] = {}
-        # These are attributes, as a capture replaces them by compiled functions.
-        self.join, self.split = join_, split_
+        self.join = Compilable(join_)
+        self.split = Compilable(split_)
+        self.update_part = Compilable(self._update_part)
 
     def send(self, index: int, scale: Tensor, accepted: Tensor) -> Decision:
         """Copy a decision to the host, into the memory of that index; decisions of several indices may be under way."""
@@ -112,7 +114,7 @@ class HostUpdate:
         self.update_part(replace(plane, param=master))
         self.split(master, plane.param, rest)
 
-    def update_part(self, plane: Plane) -> None:
+    def _update_part(self, plane: Plane) -> None:
         """Update weights that are not split by the decision received."""
         update_plane(
             plane,
@@ -177,6 +179,7 @@ class Updates:
         self.waiting: list[Stage] = []
         self.repeatable = True
         self.failed: OutOfDeviceMemory | None = None
+        self.update_part = Compilable(self._update_part)
         self._squares: dict[tuple[int, int, int], list[Tensor]] = {}
         self._decided: tuple[Tensor, Tensor] | None = None
         self._begun: tuple[ChunkedUpdate, Iterator[None]] | None = None
@@ -268,7 +271,7 @@ class Updates:
             for stage in stages:
                 self.host_update.update(stage, decision)
 
-    def update_part(self, plane: Plane, rest: Tensor | None, total: Tensor, scale: Tensor, accepted: Tensor) -> None:
+    def _update_part(self, plane: Plane, rest: Tensor | None, total: Tensor, scale: Tensor, accepted: Tensor) -> None:
         """Update a part of a plane; split weights are joined before and split again afterwards."""
         if rest is None:
             self.step.update_plane(plane, total, scale, accepted)

@@ -127,7 +127,14 @@ class Walk:
         sum_over_ranks: sums a tensor over the processes that train together; None for a single process.
     """
 
-    def __init__(self, step: Step, store: Store, lanes: Lanes, placement: Placement):
+    def __init__(
+        self,
+        step: Step,
+        store: Store,
+        lanes: Lanes,
+        placement: Placement,
+        sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
+    ):
         """Allocate the device's memory; loss, context and update are those of `step`."""
         self.step = step
         self.store = store
@@ -139,7 +146,7 @@ class Walk:
         self.updates = Updates(step, store, lanes, placement)
         # Gradients at home need no zeros then: a slot's gradients are set to zero before they are first added to.
         self.fresh = True
-        self.sum_over_ranks: Callable[[Tensor], Tensor] | None = None
+        self.sum_over_ranks = sum_over_ranks
         lanes.finish()  # no lane knows of the work that made this memory and the planes
 
     @property
@@ -273,7 +280,7 @@ class Walk:
     def bound(self, needed: Sequence[StageOnDevice], call: Callable[[], Any], backward: bool) -> Any:
         """Run a call while the model's parameters are in the slots, and their gradients, too, if `backward`."""
         with ExitStack() as stack:
-            stack.enter_context(self.step.fusing())
+            stack.enter_context(self.step.parameters.fusing())
             for stage in needed:
                 stack.enter_context(stage.parameters())
                 if backward:

@@ -6,10 +6,8 @@ Shapes: N members, R rows of a window.
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
-from torch import nn
 
 from monograph import checkpointing
 from monograph.checkpointing import Checkpoint
@@ -17,13 +15,12 @@ from monograph.data.corpus import Corpus
 from monograph.device import Device, describe
 from monograph.engine import Engine
 from monograph.ensemble import Ensemble
-from monograph.errors import InputRefused, NoValidCheckpoint
+from monograph.ensemble.member import MemberEngine
+from monograph.errors import NoValidCheckpoint
 from monograph.graph.mmap_weights import materialize_
 from monograph.graph.precision import Precision
-from monograph.loop import EngineState
 from monograph.loss import Batch
 from monograph.run.folder import Run
-from monograph.run.models import load_weights
 from monograph.run.progress import Progress
 from monograph.run.writing import write_tokenizer
 from monograph.session import objective
@@ -36,57 +33,6 @@ from monograph.session.setup import BuiltRun, build_run, make_engine
 from monograph.sweeps.spec import Member
 
 EVALUATIONS = 6  # evaluations of each member, if the settings give no interval
-
-
-class MemberEngine:
-    """A stand-in for an engine of one member of an ensemble, which the member's session uses.
-
-    Attributes:
-        step: the step of all members; their sessions are always at the same update.
-    """
-
-    def __init__(self, engine: Ensemble, number: int):
-        self._engine = engine
-        self._number = number
-        self.step = engine.step
-
-    @property
-    def model(self) -> nn.Module:
-        """Return the member as an ordinary module."""
-        return self._engine.members[self._number]
-
-    @property
-    def index(self) -> int:
-        """Return the number of updates done."""
-        return self._engine.index
-
-    @property
-    def micro_batch(self) -> int | None:
-        """Return the number of rows on the device at once."""
-        return self._engine.micro_batch
-
-    @micro_batch.setter
-    def micro_batch(self, rows: int | None) -> None:
-        self._engine.micro_batch = rows
-
-    def state(self) -> EngineState:
-        """Return the state that an engine of this member alone would have."""
-        return self._engine.member_state(self._number)
-
-    def load_state(self, state: EngineState) -> None:
-        """Replace the member's weights, optimizer state and counters.
-
-        Raises:
-            InputRefused: the state does not fit the member.
-        """
-        load_weights(self.model, state.model)
-        whole = self._engine.state()
-        if odd := sorted(whole.optimizer.keys() ^ state.optimizer.keys()):
-            raise InputRefused(f"the saved optimizer does not fit: {odd[0]!r} is missing or unknown")
-        for name, tensor in whole.optimizer.items():
-            tensor[self._number].copy_(state.optimizer[name])
-        for name, counter in self._engine.stacked.counters(self._number).items():
-            counter.copy_(torch.as_tensor(state.scalars[name], dtype=counter.dtype))
 
 
 class Windows(Iterator[Batch]):
@@ -237,7 +183,7 @@ def batch_of(
         if not run.begun:
             write_tokenizer(run, text.tokenizer)
             write_config(run, built.plan.settings)
-        own: Any = MemberEngine(engine, number) if isinstance(engine, Ensemble) else engine
+        own = MemberEngine(engine, number) if isinstance(engine, Ensemble) else engine
         sessions.append(Session(run, built.plan, TextTask(text), own))
     return MemberBatch(list(members), engine, sessions, Windows(sessions))
 
