@@ -25,10 +25,9 @@ from monograph.decode.completion import MOST_ROWS
 from monograph.device import default_device
 from monograph.errors import InputRefused, UsageError, bug_report, said_by
 from monograph.report.quantities import counted
-from monograph.serve.answers import error_of
 from monograph.serve.app import application, is_local
-from monograph.serve.fields import Refused
 from monograph.serve.owner import Source, Version
+from monograph.serve.refused import Refused, error_of
 from monograph.serve.service import Service
 from monograph.storage.cache_dir import keep_compiled
 from monograph.storage.reading import read_input

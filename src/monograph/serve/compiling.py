@@ -96,7 +96,7 @@ class Compiler:
         Args:
             kind: one of `monograph.decode.automata.KINDS`.
             value: the choices, the regular expression, or the schema as JSON text or as an object, all of UTF-8 and of
-                finite numbers, as `monograph.serve.fields` lets through.
+                finite numbers, as `monograph.serve.body` lets through.
             lead: bytes that come before the text and do not belong to it.
 
         Raises:

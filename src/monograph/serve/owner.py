@@ -39,7 +39,8 @@ from monograph.model.llama import Llama
 from monograph.report.quantities import counted
 from monograph.run.models import load_run, load_with_tokenizer
 from monograph.run.recipe import digest, run_named
-from monograph.serve.fields import MOST_BIASES, MOST_LOGPROBS
+from monograph.serve import shapes
+from monograph.serve.requests import MOST_BIASES, MOST_LOGPROBS
 from monograph.session.recorded import run_settings
 from monograph.storage.reading import without_links
 from monograph.text.chat import stop_ids
@@ -102,7 +103,7 @@ class Version:
         """Return the bytes of the longest token."""
         return max(map(len, self.tokenizer.pieces))
 
-    def shown(self, name: str) -> dict[str, Any]:
+    def shown(self, name: str) -> shapes.Model:
         """Return the entry of /v1/models under one of its names."""
         return {
             "id": name,

@@ -15,8 +15,8 @@ from monograph.device import clock
 from monograph.errors import MonographError, OutOfDeviceMemory
 from monograph.serve.answers import Counted
 from monograph.serve.compiling import Compiler
-from monograph.serve.fields import Refused
 from monograph.serve.owner import Gone, Owner, Source, Text, Version
+from monograph.serve.refused import Refused
 
 WAITING = 4  # texts that wait for each row
 WAITING_PROMPTS = 4  # whole contexts of prompts that wait for each row
