@@ -20,7 +20,7 @@ from monograph.decode.request import Event, LogProbability
 from monograph.evaluation.choices import TokenScore
 from monograph.serve import shapes
 from monograph.serve.body import MOST_BODY
-from monograph.serve.owner import Text, Version
+from monograph.serve.owner import Generation, Version
 from monograph.serve.refused import Refused, error_of
 from monograph.text.tokenizer import Tokenizer
 
@@ -178,7 +178,9 @@ class Writing:
         tokens: how many were drawn.
     """
 
-    def __init__(self, text: Text, stop: Sequence[str], likeliest: int | None, *, ends: bool = True, before: str = ""):
+    def __init__(
+        self, text: Generation, stop: Sequence[str], likeliest: int | None, *, ends: bool = True, before: str = ""
+    ):
         """Begin a text.
 
         Args:

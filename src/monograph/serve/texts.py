@@ -31,14 +31,14 @@ from monograph.serve.answers import (
 )
 from monograph.serve.body import parsed
 from monograph.serve.compiling import Busy
-from monograph.serve.owner import Gone, Inbox, Text, Version
+from monograph.serve.owner import Generation, Gone, Inbox, Version
 from monograph.serve.refused import Refused, error_of
 from monograph.serve.requests import Asked, ChatRequest, CompletionRequest, read
 from monograph.serve.service import MOST_NUMBERS, Service
 from monograph.text.chat import chat_ids
 
 Prompts = Sequence[Sequence[int]]  # their ids
-Batches = AsyncIterator[list[tuple[Text, Event]]]  # the events of texts, as they come
+Batches = AsyncIterator[list[tuple[Generation, Event]]]  # the events of texts, as they come
 LONGEST_S, PING_S = 600.0, 15.0  # of a request; between two signs of life
 _FAILED = {
     "not_finite": (500, "the model's logits are not finite"),
@@ -103,7 +103,7 @@ class Texts:
                 return await self._send_scored(asked, version, prompts, send)
         inbox: Inbox = asyncio.Queue()
         requests = await self._requests(asked, version, prompts, client)
-        texts = [Text(request, version, index, inbox, asked.stream) for index, request in enumerate(requests)]
+        texts = [Generation(request, version, index, inbox, asked.stream) for index, request in enumerate(requests)]
         answer = (ChatAnswer if self._is_chat else Answer)(version, asked.sampling.seed, asked.likeliest)
         used = sum(map(len, prompts))
         async with self._written(texts, began) as events:
@@ -206,12 +206,12 @@ class Texts:
     # ── what is sent ──────────────────────────────────────────────────────────────────────────
 
     @asynccontextmanager
-    async def _written(self, texts: Sequence[Text], began: float) -> AsyncIterator[Batches]:
+    async def _written(self, texts: Sequence[Generation], began: float) -> AsyncIterator[Batches]:
         """Have texts written; yields an iterator of their events, and cancels those that have not ended at the end."""
         gate = self._service.gate
         running = set(texts)
 
-        async def events() -> AsyncIterator[list[tuple[Text, Event]]]:
+        async def events() -> AsyncIterator[list[tuple[Generation, Event]]]:
             first = True
             while running:
                 if (batch := await _batch(texts[0].inbox)) and first:
@@ -225,7 +225,7 @@ class Texts:
                         raise Refused(*failed)
                 yield batch
 
-        gate.enter(list(texts))
+        gate.enter(texts)
         try:
             yield events()
         finally:
@@ -234,7 +234,7 @@ class Texts:
             self._service.whole.add(clock() - began)
 
     async def _stream(
-        self, asked: Asked, texts: Sequence[Text], answer: Answer, events: Batches, used: int, send: Send
+        self, asked: Asked, texts: Sequence[Generation], answer: Answer, events: Batches, used: int, send: Send
     ) -> None:
         writings = {text: self._writing(text, asked) for text in texts}
         stream = Events(send)
@@ -255,7 +255,7 @@ class Texts:
         await stream.end()
 
     async def _whole(
-        self, asked: Asked, texts: Sequence[Text], answer: Answer, events: Batches, prompts: Prompts, send: Send
+        self, asked: Asked, texts: Sequence[Generation], answer: Answer, events: Batches, prompts: Prompts, send: Send
     ) -> None:
         version = texts[0].version
         echoes = [Piece(0, "", [], None)] * len(prompts)
@@ -272,7 +272,7 @@ class Texts:
         usage = usage_of(sum(map(len, prompts)), sum(writing.tokens for writing in writings))
         await _send(answer, pieces, usage, send)
 
-    def _writing(self, text: Text, asked: Asked, before: str = "") -> Writing:
+    def _writing(self, text: Generation, asked: Asked, before: str = "") -> Writing:
         # lm-evaluation-harness counts on an entry for each token; in a chat the protocol has none for the end.
         return Writing(text, asked.stop, asked.likeliest, ends=not self._is_chat, before=before)
 
@@ -334,7 +334,7 @@ def _numbers(asked: Asked, version: Version, prompts: Prompts) -> int:
     return numbers
 
 
-async def _batch(inbox: Inbox) -> list[tuple[Text, Event]]:
+async def _batch(inbox: Inbox) -> list[tuple[Generation, Event]]:
     """Return the events that have come, or none if none comes for a while.
 
     Raises:
