@@ -67,6 +67,7 @@ class Guard:
             Refused: it may not.
         """
         headers = Headers(scope=scope)
+        _require_one_length(scope, headers)
         host = headers.get("host", "")
         origin = headers.get("origin")
         name = _name(host)
@@ -94,6 +95,20 @@ class Guard:
             message = "expected the header Authorization: Bearer KEY, with a key of the server's file"
             raise Refused(401, message, code="invalid_api_key", WWW_Authenticate="Bearer")
         return str(fits.index(True))
+
+
+def _require_one_length(scope: Scope, headers: Headers) -> None:
+    """Refuse a body of two lengths, which is how a request hides in another from a proxy in front (RFC 9112, 6.1).
+
+    HTTP/1.0 has no Transfer-Encoding. The connection is closed: whatever comes after such a body is not read.
+    """
+    if "transfer-encoding" not in headers:
+        return
+    if "content-length" in headers:
+        both = "the request has both Transfer-Encoding and Content-Length: send one of them"
+        raise Refused(400, both, Connection="close")
+    if scope["http_version"] < "1.1":
+        raise Refused(400, "Transfer-Encoding is not for HTTP/1.0: send Content-Length", Connection="close")
 
 
 def is_local(host: str) -> bool:

@@ -127,7 +127,7 @@ class Compiler:
         self._end()
 
     async def _shared(self, kind: str, value: str | Sequence[str], lead: bytes) -> Automaton:
-        """Return what is kept of an equal request, or else compile it when it is this one's turn."""
+        """Return the cached automaton, or compile in turn."""
         key = json.dumps([kind, value, lead.hex()])
         if key in self._kept:
             self._kept.move_to_end(key)

@@ -299,7 +299,7 @@ class Texts:
 
 
 async def _send(answer: Answer, pieces: Sequence[Piece], usage: shapes.Usage, send: Send) -> None:
-    """Send a whole answer, made beside the loop if it has log-probabilities: they are thousands of numbers."""
+    """Send a whole answer, serialised in a worker thread if it has log-probabilities: they are thousands of numbers."""
     has_numbers = any(piece.entries for piece in pieces)
     made = asyncio.to_thread(answer.whole, pieces, usage) if has_numbers else None
     await send_whole(send, await made if made else answer.whole(pieces, usage))
