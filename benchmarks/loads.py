@@ -311,13 +311,15 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def started(command: Sequence[str], address: str, threads: int, log: Path) -> Server:
-    """Start a server by its command, as a person does, and wait until it is in health.
+def started(
+    command: Sequence[str], address: str, threads: int, log: Path, source: Path = harness.ROOT / "src"
+) -> Server:
+    """Start a server by its command, as a person does, and wait until it is in health; `source` has the package.
 
     Raises:
         ChildFailed: it ended, or was not up in time.
     """
-    paths = [str(harness.ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(source), *filter(None, [os.environ.get("PYTHONPATH")])]
     limits = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join(paths)}
     with log.open("w+b") as said:
         process = subprocess.Popen(command, env=os.environ | limits, stdin=subprocess.DEVNULL, stdout=said, stderr=said)

@@ -1,6 +1,6 @@
 """Measure `monograph serve` beside `generate` in a process, and beside llama.cpp's server with the same weights.
 
-Four parts, on one random model whose texts never end early. All servers stay up, take turns with the same requests
+Five parts, on one random model whose texts never end early. All servers stay up, take turns with the same requests
 (ids, seeds, filters), and share the cores with the client, whose own CPU time is told.
 
     overhead    as many requests as rows at once, compared with one `generate` of them, which compiles only what is
@@ -9,7 +9,10 @@ Four parts, on one random model whose texts never end early. All servers stay up
                 arrivals at the rate at which the first server answered as many clients as rows, and at twice that
                 rate; from when a request was due
     rate        answers of one token per second, by as many clients as rows
+    storm       streams: 8 clients, then 32, each of whom asks again as soon as it has its answer
     compared    Monograph's numbers over those of each other server
+
+With --before SRC, the folder `src` of another checkout, its server is one of the others.
 
 Words are vLLM's: TTFT is the time to the first text, ITL from text to text, TPOT (E2EL - TTFT) / (tokens - 1), E2EL the
 time to the end. A 429 is counted and not asked again. llama.cpp's server is that of the package `xllamacpp`, in a
@@ -47,7 +50,7 @@ from monograph.decode.knobs import chain_of
 from monograph.decode.request import Request
 from monograph.device import clock, default_device
 
-OURS, LLAMA = "monograph", "llama-server, "
+OURS, BEFORE, LLAMA = "monograph", "monograph before", "llama-server, "
 SERVERS = [OURS, f"{LLAMA}f32", f"{LLAMA}f16"]
 COMMAND = [sys.executable, "-m", "monograph", "serve"]
 GOAL = 1.03
@@ -67,7 +70,8 @@ def start(args: Namespace, name: str, home: Path) -> Server:
         return start_llama(args, home / name.removeprefix(LLAMA))
     port = free_port()
     command = [*COMMAND, str(home / "hf"), "--port", str(port), "--rows", str(args.rows)]
-    return started(command, f"http://127.0.0.1:{port}", args.threads, home / "log")
+    source = args.before if name == BEFORE else harness.ROOT / "src"
+    return started(command, f"http://127.0.0.1:{port}", args.threads, home / f"{name}.log", source)
 
 
 def start_llama(args: Namespace, folder: Path) -> Server:
@@ -209,6 +213,23 @@ def rate(args: Namespace, servers: dict[str, Server], home: Path) -> list[dict[s
     ]
 
 
+def storm(args: Namespace, servers: dict[str, Server], home: Path) -> list[dict[str, Any]]:
+    """Return the cases of 8 and of 32 clients, who ask twice each in a round."""
+    found = list[dict[str, Any]]()
+    first = 3 * 10**6
+    for clients in args.clients:
+        rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in servers}
+        for name in harness.turns(servers, args.rounds):
+            asked = bodies(args, first + 2 * clients * len(rounds[name]), 2 * clients, args.latency_tokens, True)
+            rounds[name].append(loaded(servers[name], closed_loop, asked, clients))
+        first += 2 * clients * args.rounds
+        for name, each in rounds.items():
+            outcomes = [one for a_round in each for one in a_round["answered"]]
+            case = {"part": "storm", "system": name, "load": f"{clients} clients", "arrivals_per_s": None}
+            found.append(case | counted(each) | times_of(outcomes))
+    return found
+
+
 # ── what is printed ───────────────────────────────────────────────────────────────────────────────
 
 
@@ -222,10 +243,12 @@ def compared(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ours = {place(case): case for case in cases if case["system"] == OURS and "answered" in case}
     for case in cases:
         mine = ours.get(place(case))
-        if mine is None or not case["system"].startswith(LLAMA):
+        if mine is None or not case["system"].startswith((LLAMA, BEFORE)):
             continue
         ratios: dict[str, list[float]] = {}
-        if case["part"] == "latency":
+        if case["part"] in ("latency", "storm"):
+            pairs = zip(mine["tokens_per_s"]["values"], case["tokens_per_s"]["values"], strict=True)
+            ratios[f"tokens/s, {case['load']}"] = [own / theirs for own, theirs in pairs]
             for word, share in TIMES:
                 if mine[word] and case[word] and mine[word][share]:  # 0 if most events share their packets
                     label = f"{word.removesuffix('_s').upper()} {share}, {case['load']}"
@@ -249,6 +272,7 @@ def tables(found: dict[str, Any]) -> None:
         "overhead": f"{settings['rows']} requests of {settings['tokens']} tokens at once; time and CPU over generate's",
         "latency": f"Streams of {settings['latency_tokens']} tokens; milliseconds, p50/p90/p99 of all rounds' requests",
         "rate": "Requests for one token",
+        "storm": f"As latency: clients who ask at once and again and again, {settings['latency_tokens']} tokens each",
     }
     for part, title in titles.items():
         if rows := [case for case in cases if case["part"] == part]:
@@ -311,12 +335,12 @@ def counts(case: dict[str, Any]) -> list[tuple[str, str]]:
             ("client", share)]  # fmt: skip
 
 
-COLUMNS = {"overhead": overhead_columns, "latency": latency_columns, "rate": rate_columns}
+COLUMNS = {"overhead": overhead_columns, "latency": latency_columns, "rate": rate_columns, "storm": latency_columns}
 TIMES = [("ttft_s", "p50"), ("ttft_s", "p99"), ("itl_s", "p50"), ("itl_s", "p99"), ("e2el_s", "p50")]
 RATES = {"overhead": ("tokens/s", "tokens_per_s"), "rate": ("requests/s", "requests_per_s")}
 
 
-PARTS = {"overhead": overhead, "latency": latency, "rate": rate}
+PARTS = {"overhead": overhead, "latency": latency, "rate": rate, "storm": storm}
 
 
 def parse() -> Namespace:
@@ -324,6 +348,7 @@ def parse() -> Namespace:
     parser = harness.arguments(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--servers", nargs="+", choices=SERVERS, default=SERVERS)
+    parser.add_argument("--before", type=Path, metavar="SRC", help="the package's folder in another checkout")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1, help="of the arithmetic of each server")
     parser.add_argument("--rows", type=int, default=8, help="requests that a server answers at once")
@@ -337,7 +362,11 @@ def parse() -> Namespace:
     parser.add_argument("--llama", metavar="FILE", help="llama.cpp's server's own process")
     args = parser.parse_args()
     args.config = SMALL
+    args.clients = [8, 32]
+    if args.before:
+        args.servers = [OURS, BEFORE, *(name for name in args.servers if name != OURS)]
     if args.smoke:
+        args.clients = [2]
         args.config, args.rounds, args.rows, args.idle, args.each = shape(2, 64, 512), 2, 2, 2, 2
         args.tokens, args.latency_tokens, args.prompt_tokens = 8, 8, 8
     args.sizes = ["--smoke"] if args.smoke else []

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from monograph import serve
 from monograph.cli.typed import app
 from monograph.config import KEYS, load
 from monograph.config.axes import AXES, axes_of, require_single_values
@@ -26,6 +25,7 @@ from monograph.config.renamed import OLD_SPELLINGS
 from monograph.config.settings import check, translated_values
 from monograph.config.sources import classify, written_fingerprint
 from monograph.errors import UsageError
+from monograph.serve.document import document
 
 SPELLINGS = [(old.key, example) for old in OLD_SPELLINGS for example in old.examples]
 IDS = [f"{key}={example}" for key, example in SPELLINGS]
@@ -214,8 +214,8 @@ def options(command: Any) -> Iterator[Any]:
 
 
 def test_no_field_of_the_endpoint_has_a_value_with_parts() -> None:
-    schemas = json.loads((Path(serve.__file__).parent / "openapi.json").read_text())["components"]["schemas"]
-    assert len(schemas) >= 60
+    schemas = document()["components"]["schemas"]
+    assert len(schemas) >= 30
     for name, schema in schemas.items():
         assert not re.search(r"\w:\w", re.sub(KNOWN, "", json.dumps(schema))), name
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from monograph.serve import answers, compiling, fields, owner, service, texts
+from monograph.serve import answers, body, compiling, owner, service, texts
 from monograph.text.tokenizer import Tokenizer
 from served import ROWS, Served, small
 
@@ -30,8 +30,8 @@ DRY = {"dry_multiplier": 0.5, "dry_sequence_breakers": ["a", "b"]}
 @pytest.mark.parametrize(
     ("where", "name", "path", "body"),
     [
-        (fields, "parse_json", "/v1/completions", {"prompt": "a", "max_tokens": 1}),
-        (fields, "parse_json", "/tokenize", {"prompt": "a"}),
+        (body, "parse_json", "/v1/completions", {"prompt": "a", "max_tokens": 1}),
+        (body, "parse_json", "/tokenize", {"prompt": "a"}),
         (Tokenizer, "encode", "/tokenize", {"prompt": "a"}),
         (Tokenizer, "encode", "/v1/completions", {"prompt": "a", "max_tokens": 1}),
         (Tokenizer, "decode", "/detokenize", {"tokens": [5]}),

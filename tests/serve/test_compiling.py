@@ -24,8 +24,11 @@ from clocks import HANG_S
 from monograph.decode.automata import Automaton, constraint, stop_strings
 from monograph.decode.automata.counting import COUNTERS, Effect
 from monograph.errors import InputRefused
-from monograph.serve import compiling, fields
+from monograph.serve import compiling
+from monograph.serve.body import parsed
 from monograph.serve.compiling import Compiler, _automaton, _written
+from monograph.serve.refused import Refused
+from monograph.serve.requests import CompletionRequest, read
 
 PIECES = [b"", b"", *(bytes([byte]) for byte in range(256)), *vocabulary('ab{}":,1', 200)[2:]]
 # Its pattern alone, which no budget counts, is read for about five seconds.
@@ -258,8 +261,8 @@ def schema(value: str) -> str:
     ids=range(13),
 )
 def test_what_no_compiler_expects_is_refused_in_the_request(field: str, words: str) -> None:
-    with pytest.raises(fields.Refused, match=words):
-        fields.completion(fields.parsed(f'{{"model": "m", "prompt": "a", {field}}}'.encode()), 8)
+    with pytest.raises(Refused, match=words):
+        read(CompletionRequest, parsed(f'{{"model": "m", "prompt": "a", {field}}}'.encode()), rows=8)
 
 
 def answered(value: str) -> bytearray:

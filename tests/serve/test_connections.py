@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from clocks import HANG_S
-from monograph.serve import command
+from monograph.serve import connection
 from monograph.text.tokenizer import Tokenizer
 from served import Served, small
 
@@ -120,8 +120,8 @@ def filled(size: int, lines: int) -> bytes:
 @pytest.mark.parametrize("more", [1, 1 << 12, 85_000])
 def test_a_head_has_at_most_so_many_bytes_however_it_comes(served: Served, more: int, lines: int) -> None:
     """In one packet it is whole before anything looks at how long it has become; blanks around a value count, too."""
-    most, large = filled(command.HEAD_BYTES, lines), filled(command.HEAD_BYTES + more, lines)
-    assert (len(most), len(large)) == (command.HEAD_BYTES, command.HEAD_BYTES + more)
+    most, large = filled(connection.HEAD_BYTES, lines), filled(connection.HEAD_BYTES + more, lines)
+    assert (len(most), len(large)) == (connection.HEAD_BYTES, connection.HEAD_BYTES + more)
     with connected(served, most) as client:
         assert client.recv(12) == b"HTTP/1.1 200"
     for wrong in (large, large.replace(b"aaa", b"   "), HEALTH.replace(b"/health", b"/" + b"a" * len(large))):
@@ -201,7 +201,7 @@ def test_one_who_sends_requests_and_waits_for_none_is_cut_off(served: Served, ge
 def test_a_client_that_reads_nothing_holds_nothing_for_long(
     served: Served, generator: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "STALL_S", 0.3)
+    monkeypatch.setattr(connection, "STALL_S", 0.3)
     connections = served.server.server_state.connections
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -217,7 +217,7 @@ def test_an_answer_that_nobody_reads_closes_with_its_connection(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fewer bytes than make uvicorn wait: they stay after the end of the answer, and the close waits for them."""
-    monkeypatch.setattr(command, "HEAD_S", 0.3)
+    monkeypatch.setattr(connection, "HEAD_S", 0.3)
     connections = served.server.server_state.connections
     with connected(served, HEALTH) as client:
         [ours] = connections
@@ -240,7 +240,7 @@ def test_a_connection_that_was_reset_is_forgotten_at_once(served: Served) -> Non
 
 
 def test_idle_connections_lock_nobody_out(served: Served, generator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "MOST_CONNECTIONS", 20)
+    monkeypatch.setattr(connection, "MOST_CONNECTIONS", 20)
     until(lambda: not served.server.server_state.connections)
     busy = connected(served, asked(ENDLESS | {"max_tokens": 50}, "Connection: close"))
     until(lambda: generator.running == 1)

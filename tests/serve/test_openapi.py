@@ -1,6 +1,6 @@
 """Run: pytest tests/serve/test_openapi.py
 
-The document of the endpoint says what the endpoint takes and answers; it is written by hand, and cannot drift.
+The document of the endpoint says what the endpoint takes and answers; it is made from the types of both.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import fields as fields_of
-from importlib.resources import files
 from typing import Any
 
 import pytest
@@ -17,17 +16,28 @@ import pytest
 from monograph import __version__
 from monograph.decode.automata import KINDS
 from monograph.decode.request import FINISHES
-from monograph.decode.sampling import _BIAS, RANGES, Sampling
-from monograph.serve import compiling, fields
+from monograph.decode.sampling import RANGES, Sampling
+from monograph.serve import compiling, requests
 from monograph.serve.app import OPEN, Guard, application
+from monograph.serve.document import OPERATIONS as DECLARED
+from monograph.serve.document import document
 from monograph.serve.owner import Source
+from monograph.serve.refused import Refused
+from monograph.serve.requests import ChatRequest, CompletionRequest, Message, TokenizeRequest, read
 from monograph.serve.service import Service
+from monograph.text.messages import CALLS, THOUGHTS
 from monograph.text.tokenizer import Tokenizer
 from served import Served, small
 
-DOCUMENT = json.loads(files("monograph.serve").joinpath("openapi.json").read_text())
+DOCUMENT = json.loads(json.dumps(document()))
 SCHEMAS = DOCUMENT["components"]["schemas"]
-TEXTS = {"CompletionRequest": fields.completion, "ChatRequest": fields.chat}
+TEXTS = ("CompletionRequest", "ChatRequest")
+# The least that a request of each kind has.
+LEAST = {
+    CompletionRequest: {"model": "m", "prompt": "a"},
+    ChatRequest: {"model": "m", "messages": [{"role": "user", "content": "a"}]},
+    TokenizeRequest: {"prompt": "a"},
+}
 OPERATIONS = [(path, method, each) for path, methods in DOCUMENT["paths"].items() for method, each in methods.items()]
 TYPES = {
     "object": dict, "array": list, "string": str, "boolean": bool, "null": type(None), "integer": int,
@@ -40,6 +50,8 @@ KNOWN = {
     "enum",
     "const",
     "anyOf",
+    "oneOf",
+    "discriminator",
     "minimum",
     "maximum",
     "minLength",
@@ -75,7 +87,9 @@ def _faults(value: Any, schema: dict[str, Any], at: str) -> Iterator[str]:
         yield f"{at}: {value!r:.60} is none of {kinds}"
     elif json.dumps(value) not in map(json.dumps, allowed):
         yield f"{at}: {value!r:.60} is none of {allowed}"
-    elif "anyOf" in schema and all(next(_faults(value, option, at), None) for option in schema["anyOf"]):
+    elif (options := schema.get("anyOf", schema.get("oneOf"))) and all(
+        next(_faults(value, option, at), None) for option in options
+    ):
         yield f"{at}: {value!r:.60} follows no option"
     elif isinstance(value, dict):
         yield from _faults_of_object(value, schema, at)
@@ -103,7 +117,7 @@ def _faults_of_text(value: str, schema: dict[str, Any], at: str) -> Iterator[str
 
 
 def _faults_of_object(value: dict[str, Any], schema: dict[str, Any], at: str) -> Iterator[str]:
-    known, further = schema.get("properties", {}), schema.get("additionalProperties", {})
+    known, further = schema.get("properties", {}), schema.get("additionalProperties", True)
     if missing := set(schema.get("required", ())) - value.keys():
         yield f"{at}: {missing} are missing"
     if further is False and (unknown := value.keys() - known.keys()):
@@ -112,7 +126,7 @@ def _faults_of_object(value: dict[str, Any], schema: dict[str, Any], at: str) ->
     for name, each in value.items():
         yield from _faults(name, schema.get("propertyNames", {}), at)
         if name in known or further is not False:
-            yield from _faults(each, known.get(name, further), f"{at}.{name}")
+            yield from _faults(each, known.get(name, {} if further is True else further), f"{at}.{name}")
 
 
 def inside(value: Any) -> Iterator[dict[str, Any]]:
@@ -140,7 +154,9 @@ def test_it_is_whole() -> None:
         assert (each.get("security") == []) == (path in OPEN)
         assert all(resolved(answer)["description"] for answer in each["responses"].values())
     for name, schema in SCHEMAS.items():
-        assert "properties" not in schema or name.endswith("Event") or schema["additionalProperties"] is False, name
+        # What a call of a tool says further is for the template, and an event has a kind and an id.
+        is_open = name in ("Call", "Function") or name.endswith("Event")
+        assert "properties" not in schema or is_open or schema["additionalProperties"] is False, name
 
 
 def test_another_reader_finds_it_valid() -> None:
@@ -156,53 +172,75 @@ def test_it_has_the_addresses_that_are_answered() -> None:
         for route in guard._app.routes  # type: ignore[attr-defined]
     }
     assert answered == {(path, method) for path, method, _ in OPERATIONS}
+    assert len(answered) == len(DECLARED)
 
 
-@pytest.mark.parametrize("request_name", TEXTS)
-def test_a_request_has_the_fields_that_are_read(request_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them, as `Fields` knows them at the end, and no other."""
-    known: list[set[str]] = []
-    end = fields.Fields.end
-    monkeypatch.setattr(fields.Fields, "end", lambda self: (known.append(self._known), end(self))[1])
-    body = {"model": "m", "prompt": "a"} if request_name == "CompletionRequest" else None
-    TEXTS[request_name](body or {"model": "m", "messages": [{"role": "user", "content": "a"}]}, 8)
-    properties = SCHEMAS[request_name]["properties"]
-    assert properties.keys() == known[-1] | fields.IGNORED | fields.NOT_BUILT.keys()
-    ignored = {name for name, each in properties.items() if each == {"$ref": "#/components/schemas/Ignored"}}
-    refused = {name for name, each in properties.items() if each == {"$ref": "#/components/schemas/NotSupported"}}
-    assert ignored == fields.IGNORED and refused == fields.NOT_BUILT.keys() - known[-1]
-    assert fields.OPTIONS <= properties.keys() - refused - ignored
+VALUES: list[Any] = [
+    None, 0, 1, -1, 1.5, 9, 2**31, 2**63, 1e400, True, False, "", "a", "none", "all", "a" * 65, [], {}, ["a"],
+    [1], [1, 2], ["a", 1], [""], ["a"] * 70, ["a" * 65], [[1], [2]], [[]], [[1], "a"], {"1": 2}, {"a": 1}, {"1": "x"},
+    {"1": 1e9}, {"1": -100}, {"include_usage": True}, {"include_usage": 1}, {"enable_thinking": False},
+    {"enable_thinking": "x"},
+    {"type": "text"}, {"type": "text", "json_schema": {}}, {"type": "json_object"}, {"json_schema": {"schema": {}}},
+    {"type": "json_schema", "json_schema": {"schema": {}, "name": "a", "strict": True}}, {"type": "json_schema"},
+    {"type": "json_schema", "json_schema": {}}, {"type": "json_schema", "json_schema": {"schema": 1}},
+    {"type": "json_schema", "json_schema": {"schema": {}, "strict": 1}}, [{"role": "user", "content": "a"}] * 2,
+    [{"role": "nobody", "content": "a"}], [{"role": "user", "content": "a", "mood": 1}], [{"content": "a"}],
+    [{"role": "tool", "content": [{"type": "text", "text": "a"}], "tool_call_id": "a", "name": None}],
+    [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}], "refusal": ""}],
+]  # fmt: skip
+# Allowed by itself, and refused beside the other fields of the least request, or by this server's number of rows.
+BESIDE = {("max_tokens", 0), ("best_of", 9), ("n", 9), ("top_logprobs", 0), ("top_logprobs", 1), ("top_logprobs", 9)}
+BESIDE |= {("stream_options", "{'include_usage': True}")}
 
 
-@pytest.mark.parametrize("name", sorted(fields.OPTIONS))
+@pytest.mark.parametrize("kind", LEAST, ids=lambda kind: kind.__name__)
+def test_what_is_read_is_what_is_allowed(kind: type[Any]) -> None:
+    """Value for value: a check that is written beside its schema says the same."""
+    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
+    for name in (*SCHEMAS[kind.__name__]["properties"], "unknown"):
+        for value in VALUES[name == "unknown" :]:  # null is as good as nothing
+            body = LEAST[kind] | {name: value}
+            try:
+                read(kind, body, rows=8)
+            except Refused as refused:
+                is_beside = (name, value if isinstance(value, int) else str(value)) in BESIDE
+                assert fault(body, schema) or is_beside, (name, value, str(refused))
+                assert refused.status == 400 and refused.param and len(str(refused)) < 250 and "\n" not in str(refused)
+            else:
+                assert not (found := fault(body, schema)), (name, value, found)
+
+
+@pytest.mark.parametrize("name", sorted(requests.OPTIONS))
 def test_an_option_has_the_range_and_the_default_of_sampling(name: str) -> None:
-    schema, default = SCHEMAS[name], {each.name: each for each in fields_of(Sampling)}[name]
-    assert all(SCHEMAS[request]["properties"][name] == {"$ref": f"#/components/schemas/{name}"} for request in TEXTS)
-    if name in RANGES:
-        allowed = RANGES[name]
-        assert schema["type"] == ["integer" if allowed.whole else "number", "null"]
-        assert (schema["minimum"], schema["maximum"]) == (allowed.low, allowed.high)
-    value = default.default_factory() if callable(default.default_factory) else default.default
-    # The protocol's own default is not that of `monograph generate`.
-    assert schema["default"] == (1 if name == "temperature" else list(value) if isinstance(value, tuple) else value)
+    option = {each.name: each for each in fields_of(Sampling)}[name]
+    for request in TEXTS:
+        schema = SCHEMAS[request]["properties"][name]
+        value = option.default_factory() if callable(option.default_factory) else option.default
+        # The protocol's own default is not that of `monograph generate`.
+        assert schema["default"] == (1 if name == "temperature" else list(value) if isinstance(value, tuple) else value)
+        assert schema["description"] and {"type": "null"} in schema["anyOf"]
+        if name in RANGES:
+            low, high = RANGES[name].low, RANGES[name].high
+            number = {"type": "integer" if RANGES[name].whole else "number", "minimum": low, "maximum": high}
+            assert schema["anyOf"][0] == number
 
 
-def test_the_other_bounds_are_those_that_are_read() -> None:
-    assert (SCHEMAS["seed"]["minimum"], SCHEMAS["seed"]["maximum"]) == (RANGES["seed"].low, RANGES["seed"].high)
-    assert (SCHEMAS["logprobs"]["minimum"], SCHEMAS["logprobs"]["maximum"]) == (0, fields.MOST_LOGPROBS)
-    assert SCHEMAS["ChatRequest"]["properties"]["top_logprobs"]["maximum"] == fields.MOST_LOGPROBS
-    assert SCHEMAS["ChatRequest"]["properties"]["messages"]["maxItems"] == fields.MOST_MESSAGES
-    prompts = SCHEMAS["CompletionRequest"]["properties"]["prompt"]["anyOf"]
-    assert [each["maxItems"] for each in prompts if "maxItems" in each] == [fields.MOST_PROMPTS] * 2
-    bias = SCHEMAS["logit_bias"]
-    assert bias["maxProperties"] == fields.MOST_BIASES
-    assert (bias["additionalProperties"]["minimum"], bias["additionalProperties"]["maximum"]) == (_BIAS.low, _BIAS.high)
-    assert SCHEMAS["stop"]["anyOf"][1]["maxItems"] == fields.MOST_STOPS
-    assert SCHEMAS["StopText"]["maxLength"] == fields.MOST_STOP_BYTES
-    assert SCHEMAS["choice"]["maxItems"] == compiling.MOST_CHOICES
-    message = SCHEMAS["Message"]["properties"]
-    assert message["role"]["enum"] == list(fields.ROLES) and message.keys() == fields.SPOKEN | fields.EMPTY
-    assert set(KINDS) == {"choices", "regex", "json_schema"} and {"choice", "regex", "response_format"} < SCHEMAS.keys()
+def test_an_option_that_is_added_to_the_sampler_is_a_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is declared once, beside its range and its words."""
+    declared = dict(requests._OPTIONS)
+    monkeypatch.setitem(RANGES, "top_b", RANGES["top_a"])
+    monkeypatch.setattr(requests, "_OPTIONS", declared | {"top_b": declared["top_a"]})
+    request = requests.with_options(requests.TextRequest)
+    assert read(request, {"model": "m", "top_b": 0.5}, rows=8).top_b == 0.5  # type: ignore[attr-defined]
+    with pytest.raises(Refused, match="top_b = 2: expected a number from 0 to 1"):
+        read(request, {"model": "m", "top_b": 2}, rows=8)
+
+
+def test_what_has_no_type_of_its_own_is_as_it_is_read() -> None:
+    texts = SCHEMAS["ChatRequest"]["properties"]
+    assert texts["choice"]["maxItems"] == compiling.MOST_CHOICES
+    assert set(KINDS) == {"choices", "regex", "json_schema"} and {"choice", "regex", "response_format"} < texts.keys()
+    assert Message.model_fields.keys() >= {"role", "content", "name", "tool_call_id", CALLS, *THOUGHTS}
     ends = {each for each in FINISHES.values() if each in ("stop", "length")}
     assert set(SCHEMAS["CompletionChoice"]["properties"]["finish_reason"]["enum"]) == ends
 

@@ -94,7 +94,7 @@ def test_as_many_prompts_may_wait_for_a_newer_version_as_its_context_says(monkey
         while served.service.newest.model is not model:
             assert time.monotonic() < end
             time.sleep(0.01)
-        assert served.service.gate._most_tokens == WAITING_PROMPTS * ROWS * 64
+        assert served.service.gate._most_tokens == (1 + WAITING_PROMPTS) * ROWS * 64
 
 
 def test_a_version_that_did_not_fit_is_tried_again_once_another_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:

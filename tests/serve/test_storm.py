@@ -132,7 +132,7 @@ def storm(served: Served, seeds: range) -> None:
         time.sleep(0.01)
     [lane] = service.owner._lanes.values()
     machine = lane.generator
-    assert not (lane.texts or machine._waiting or any(machine._records) or gate._inside or gate._waiting)
+    assert not (lane.texts or machine._waiting or any(machine._records) or gate._entered or gate._tokens)
     assert len(machine._free) == machine.rows and not any(machine.tables._uses.values())  # type: ignore[attr-defined]
     assert not service.owner._scores and not any(each._waiting for each in service._compilers.values())
     assert service.crashed is None and not served.bugs

@@ -236,7 +236,12 @@ class Reader:
         if wanted[0] in self._held and owner == self._owner:
             return False
         self._owner = owner
-        self._held = list(itertools.islice(dict.fromkeys((*wanted, *map(self.part, further))), self.rows))
+        held = dict.fromkeys(wanted)
+        for prompt in further:
+            if len(held) >= self.rows:
+                break  # thousands may wait
+            held[self.part(prompt)] = None
+        self._held = list(held)[: self.rows]
         self._begin()
         return True
 

@@ -5,7 +5,6 @@ its row, on the other rows, on when the request came or on how many steps a bloc
 """
 
 import itertools
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -19,6 +18,7 @@ from monograph.decode.knobs import Chain, chain_of, knobs_of, new_knobs, write_r
 from monograph.decode.request import FINISHES, Block, Event, Outbox, Pace, Record, Request, drawn, reported
 from monograph.decode.sampling import Sampling
 from monograph.decode.step import MAX_STOP_IDS, DecodeStep, State, Status, Step, Steps
+from monograph.decode.waiting import Entry, Waiting
 from monograph.device import clock, sent
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.capture import compiled as compile_function
@@ -115,7 +115,7 @@ class Generator:
 
     def _empty(self, rows: int) -> None:
         """Begin without requests."""
-        self._waiting: deque[tuple[int, Request, Chain, dict[str, Any]]] = deque()  # with values of knobs
+        self._waiting = Waiting()
         self._records: list[Record | None] = [None] * rows
         self._prompts = [_NOTHING] * rows  # the owner and read part of each row's
         self._free: list[int] = list(range(rows))  # rows without a request, the longest free first
@@ -145,13 +145,13 @@ class Generator:
         self.tables.require(request.constraint, request.stop)
         if len(request.stop_ids) > MAX_STOP_IDS:
             raise UsageError(f"{len(request.stop_ids)} stop ids: at most {MAX_STOP_IDS} are looked for")
-        self._waiting.append((self._submitted, request, *served))
+        self._waiting.add(Entry(self._submitted, request, *served))
         self._submitted += 1
         return self._submitted - 1
 
     def cancel(self, number: int) -> None:
         """Forget a request; its row is free at once, and no event of it comes any more."""
-        self._waiting = deque(entry for entry in self._waiting if entry[0] != number)
+        self._waiting.remove(number)
         rows = [row for row, record in enumerate(self._records) if record is not None and record.number == number]
         if rows:
             self.state.status_B[rows] = Status.FREE
@@ -233,28 +233,28 @@ class Generator:
 
         No other one does, as those that came after it could keep the room from it for ever.
         """
-        request = self._waiting[0][1]
+        request = self._waiting.first.request
         if self._start(request) is not None:
             self._give_back(request)
             return True
-        passing = next((entry for entry in self._waiting if not (entry[1].constraint or entry[1].stop)), None)
+        plain = (each for each in self._waiting if not (each.request.constraint or each.request.stop))
+        passing = next(plain, None)
         if passing is not None:
-            self._waiting.remove(passing)
-            self._waiting.appendleft(passing)
+            self._waiting.prefer(passing)
         return passing is not None
 
     def _begin_reading(self) -> None:
-        request = self._waiting[0][1]
+        request = self._waiting.first.request
         prompts = (request.prompt_ids for request in self._next())
-        further = (request.prompt_ids for _, request, *_ in itertools.islice(self._waiting, len(self._free), None))
+        further = (entry.request.prompt_ids for entry in itertools.islice(self._waiting, len(self._free), None))
         if self.reader.begin(prompts, further, request.owner) and self.reader.rows == 1:
             tokens, row = max((self._common(row, request), row) for row in range(self.rows))
             self.reused += self.reader.skip(self.cache, row, tokens)
 
     def _next(self) -> Iterator[Request]:
         """Yield the requests that wait first, of one owner and as many as there are free rows."""
-        owner = self._waiting[0][1].owner
-        requests = (request for _, request, *_ in itertools.islice(self._waiting, len(self._free)))
+        owner = self._waiting.first.request.owner
+        requests = (entry.request for entry in itertools.islice(self._waiting, len(self._free)))
         return itertools.takewhile(lambda request: request.owner == owner, requests)
 
     def _common(self, row: int, request: Request) -> int:
@@ -284,7 +284,7 @@ class Generator:
         if self.reader.whole:
             self._last_BD[rows] = self.reader.last_RD[its_rows]
         for row, (constraint, stopping) in zip(rows, starts, strict=True):
-            number, request, least, knobs = self._waiting.popleft()
+            number, request, least, knobs = self._waiting.take()
             prompt = request.prompt_ids
             sampling = request.sampling
             stop_ids = request.stop_ids

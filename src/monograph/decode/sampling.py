@@ -38,7 +38,7 @@ RANGES = {
     "logprobs": whole(0, 1000),
 }
 _TOKEN_ID = Range("a token id, 0 or more", 0, math.inf, whole=True)
-_BIAS = Range(f"a number from -{_LARGEST:g} to {_LARGEST:g}, or -inf", -_LARGEST, _LARGEST)
+BIAS = Range(f"a number from -{_LARGEST:g} to {_LARGEST:g}, or -inf", -_LARGEST, _LARGEST)
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Sampling:
             if not _TOKEN_ID.holds(token):
                 raise UsageError(f"logit_bias has the id {token!r}: expected {_TOKEN_ID.expected}")
             if bias != -math.inf:
-                _BIAS.require(f"logit_bias[{token}]", bias)
+                BIAS.require(f"logit_bias[{token}]", bias)
 
     @classmethod
     def of_each(cls, given: Self | Sequence[Self] | None, count: int, vocabulary: int) -> list[Self]:

@@ -9,7 +9,7 @@ import json
 import time
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from starlette.datastructures import Headers
@@ -18,8 +18,10 @@ from starlette.types import Message, Receive, Scope, Send
 from monograph.decode.completion import Transcript
 from monograph.decode.request import Event, LogProbability
 from monograph.evaluation.choices import TokenScore
-from monograph.serve.fields import MOST_BODY, Refused
-from monograph.serve.owner import Text, Version
+from monograph.serve import shapes
+from monograph.serve.body import MOST_BODY
+from monograph.serve.owner import Generation, Version
+from monograph.serve.refused import Refused, error_of
 from monograph.text.tokenizer import Tokenizer
 
 BODY_S = 30.0  # for a body to arrive
@@ -87,13 +89,6 @@ async def closed(receive: Receive) -> None:
     """Wait until the client has gone, once its body was read."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def error_of(refused: Refused) -> dict[str, Any]:
-    """Return an error in the protocol's words."""
-    kind = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}.get(refused.status)
-    kind = kind or ("invalid_request_error" if refused.status < 500 else "server_error")
-    return {"error": {"message": str(refused), "type": kind, "param": refused.param, "code": refused.code}}
 
 
 async def send_error(send: Send, refused: Refused) -> None:
@@ -173,7 +168,7 @@ class Piece(NamedTuple):
     number: int
     text: str
     entries: list[Entry]
-    finish: str | None
+    finish: shapes.Finish | None
 
 
 class Writing:
@@ -183,7 +178,9 @@ class Writing:
         tokens: how many were drawn.
     """
 
-    def __init__(self, text: Text, stop: Sequence[str], likeliest: int | None, *, ends: bool = True, before: str = ""):
+    def __init__(
+        self, text: Generation, stop: Sequence[str], likeliest: int | None, *, ends: bool = True, before: str = ""
+    ):
         """Begin a text.
 
         Args:
@@ -214,7 +211,8 @@ class Writing:
         new += self._transcript.finish()
         if self._waiting and self._waiting[-1][1].token in self._unsaid and event.finish == "stop":
             self._waiting.pop()
-        return Piece(self._index, new, self._certain(), event.finish)
+        # A text that failed is refused before it comes here.
+        return Piece(self._index, new, self._certain(), "stop" if event.finish == "stop" else "length")
 
     def _note(self, token: int, found: LogProbability, most: int) -> None:
         piece = self._tokenizer.pieces[token]
@@ -289,32 +287,35 @@ class Answer:
             "seed": seed,
         }
 
-    def whole(self, pieces: Sequence[Piece], usage: dict[str, int]) -> bytes:
+    def whole(self, pieces: Sequence[Piece], usage: shapes.Usage) -> bytes:
         """Return the whole answer of whole texts as JSON."""
         # One by one, as `json` lets no other thread run meanwhile.
         choices = b",".join([as_json(self._choice(piece)) for piece in pieces])
         return as_json(self._head | self._rest)[:-1] + b',"choices":[' + choices + b'],"usage":' + as_json(usage) + b"}"
 
-    def piece(self, piece: Piece | None, usage: bool | dict[str, int]) -> bytes:
+    def piece(self, piece: Piece | None, usage: bool | shapes.Usage) -> bytes:
         """Return a piece of a stream as JSON; its usage is null if `usage` is true, but for the last piece."""
         if not self._same:  # all but the choice is the same in each piece
             self._same = as_json(self._head | {"object": self.piece_name} | self._rest)[:-1] + b',"choices":'
         choices = as_json([] if piece is None else [self._delta(piece)])
-        said = b',"usage":' + as_json(usage if isinstance(usage, dict) else None) if usage else b""
+        said = b',"usage":' + as_json(None if isinstance(usage, bool) else usage) if usage else b""
         return self._same + choices + said + b"}"
 
     def begin(self, index: int) -> list[Piece]:
         """Return the pieces with which a text begins in a stream."""
         return []
 
-    def _choice(self, piece: Piece) -> dict[str, Any]:
+    def _choice(self, piece: Piece) -> Mapping[str, Any]:
+        return self._of_text(piece)
+
+    def _delta(self, piece: Piece) -> Mapping[str, Any]:
+        return self._of_text(piece)
+
+    def _of_text(self, piece: Piece) -> shapes.CompletionPieceChoice:
         logprobs = None if self._likeliest is None else self._logprobs(piece.entries)
         return {"index": piece.number, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish}
 
-    def _delta(self, piece: Piece) -> dict[str, Any]:
-        return self._choice(piece)
-
-    def _logprobs(self, entries: Sequence[Entry]) -> dict[str, Any]:
+    def _logprobs(self, entries: Sequence[Entry]) -> shapes.CompletionLogprobs:
         return {
             "tokens": [self._text(entry.token) for entry in entries],
             "token_logprobs": [None if entry.value is None else _number(entry.value) for entry in entries],
@@ -345,29 +346,31 @@ class ChatAnswer(Answer):
         """Return the pieces with which a text begins in a stream: an empty one, which has the role."""
         return [Piece(index, "", [], None)]
 
-    def _choice(self, piece: Piece) -> dict[str, Any]:
-        message = {"role": "assistant", "content": piece.text, "refusal": None}
+    def _choice(self, piece: Piece) -> Mapping[str, Any]:
+        message: shapes.ChatMessage = {"role": "assistant", "content": piece.text, "refusal": None}
         return {"index": piece.number, "message": message} | self._end(piece)
 
-    def _delta(self, piece: Piece) -> dict[str, Any]:
+    def _delta(self, piece: Piece) -> Mapping[str, Any]:
         first = not piece.text and not piece.entries and piece.finish is None
-        delta = {"role": "assistant", "content": ""} if first else {"content": piece.text}
-        return {"index": piece.number, "delta": delta if piece.text or first else {}} | self._end(piece)
+        delta: shapes.ChatDelta = {"content": piece.text} if piece.text else {}
+        if first:
+            delta = {"role": "assistant", "content": ""}
+        return {"index": piece.number, "delta": delta} | self._end(piece)
 
     def _end(self, piece: Piece) -> dict[str, Any]:
         entries = [self._entry(entry) for entry in piece.entries]
-        said = None if self._likeliest is None else {"content": entries, "refusal": None}
+        said: shapes.ChatLogprobs | None = None if self._likeliest is None else {"content": entries, "refusal": None}
         return {"logprobs": said, "finish_reason": piece.finish}
 
-    def _entry(self, entry: Entry) -> dict[str, Any]:
+    def _entry(self, entry: Entry) -> shapes.ChatDrawnToken:
         likeliest = [self._token(token, value) for token, value in entry.likeliest]
-        return self._token(entry.token, entry.value or 0.0) | {"top_logprobs": likeliest}
+        return {**self._token(entry.token, entry.value or 0.0), "top_logprobs": likeliest}
 
-    def _token(self, token: int, value: float) -> dict[str, Any]:
+    def _token(self, token: int, value: float) -> shapes.ChatToken:
         return {"token": self._text(token), "logprob": _number(value), "bytes": list(self._tokenizer.pieces[token])}
 
 
-def usage_of(prompt: int, drawn: int) -> dict[str, int]:
+def usage_of(prompt: int, drawn: int) -> shapes.Usage:
     """Return how many tokens a request took."""
     return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
 

@@ -9,7 +9,7 @@ import hashlib
 import hmac
 import ipaddress
 import re
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -21,15 +21,19 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from monograph.errors import MonographError
-from monograph.serve.answers import Closed, Counted, error_of, read_body, send_error, send_json
-from monograph.serve.fields import Fields, Refused, a_bool, a_text, parsed
+from monograph.serve import shapes
+from monograph.serve.answers import Closed, Counted, read_body, send_error, send_json
+from monograph.serve.body import parsed
+from monograph.serve.document import OPERATIONS, document
+from monograph.serve.refused import Refused, error_of
+from monograph.serve.requests import DetokenizeRequest, TokenizeRequest, read
 from monograph.serve.service import Service
 from monograph.serve.texts import Texts
 
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:/?#@\[\]\\]+)(?::[0-9]*)?")
 _CHARSET = re.compile(r"(?:^|;)\s*charset\s*=\s*\"?([^\s;\"]+)", re.IGNORECASE)
 LOCAL = ("localhost", "127.0.0.1", "::1")
-OPEN = ("/", "/health", "/openapi.json")  # they need no key
+OPEN = tuple(each.path for each in OPERATIONS if each.is_open)  # they need no key
 
 
 class Guard:
@@ -63,6 +67,7 @@ class Guard:
             Refused: it may not.
         """
         headers = Headers(scope=scope)
+        _require_one_length(scope, headers)
         host = headers.get("host", "")
         origin = headers.get("origin")
         name = _name(host)
@@ -92,6 +97,20 @@ class Guard:
         return str(fits.index(True))
 
 
+def _require_one_length(scope: Scope, headers: Headers) -> None:
+    """Refuse a body of two lengths, which is how a request hides in another from a proxy in front (RFC 9112, 6.1).
+
+    HTTP/1.0 has no Transfer-Encoding. The connection is closed: whatever comes after such a body is not read.
+    """
+    if "transfer-encoding" not in headers:
+        return
+    if "content-length" in headers:
+        both = "the request has both Transfer-Encoding and Content-Length: send one of them"
+        raise Refused(400, both, Connection="close")
+    if scope["http_version"] < "1.1":
+        raise Refused(400, "Transfer-Encoding is not for HTTP/1.0: send Content-Length", Connection="close")
+
+
 def is_local(host: str) -> bool:
     """Return whether only this machine can reach an address."""
     try:
@@ -116,20 +135,25 @@ PAGE = {
 
 def application(service: Service, host: str, keys: Sequence[str]) -> ASGIApp:
     """Return the application of a service that listens at a host, for those who have one of the keys, or for all."""
-    asked = _Asked(service)
+    about = _About(service)
+    endpoints: dict[str, Any] = {
+        "getPage": _page,
+        "getDocument": _document,
+        "getHealth": about.health,
+        "getMetrics": about.metrics,
+        "listModels": about.models,
+        "getModel": about.model,
+        "describeTokenizer": about.tokenizer,
+        "tokenize": _Posted(about.tokenize),
+        "detokenize": _Posted(about.detokenize),
+        "complete": Texts(service, is_chat=False),
+        "chat": Texts(service, is_chat=True),
+    }
     answering = Starlette(
         routes=[
-            Route("/", _page),
-            Route("/openapi.json", _document),
-            Route("/health", asked.health),
-            Route("/metrics", asked.metrics),
-            Route("/v1/models", asked.models),
-            Route("/v1/models/{name:path}", asked.model),
-            Route("/tokenizer_info", asked.tokenizer),
-            Route("/tokenize", _Posted(asked.tokenize), methods=["POST"]),
-            Route("/detokenize", _Posted(asked.detokenize), methods=["POST"]),
-            Route("/v1/completions", Texts(service, is_chat=False), methods=["POST"]),
-            Route("/v1/chat/completions", Texts(service, is_chat=True), methods=["POST"]),
+            # A model's name may have slashes.
+            Route(each.path.replace("{name}", "{name:path}"), endpoints[each.name], methods=[each.method])
+            for each in OPERATIONS
         ],
         exception_handlers={404: _missing, 405: _missing, Refused: _refused, Exception: _failed(service)},
     )
@@ -142,11 +166,11 @@ async def _page(request: Request) -> Response:
 
 
 async def _document(request: Request) -> Response:
-    return Response(files(__package__).joinpath("openapi.json").read_bytes(), media_type="application/json")
+    return JSONResponse(await asyncio.to_thread(document))
 
 
-class _Asked:
-    """Answers what is no text."""
+class _About:
+    """Handles the endpoints that write no text: state, names of the model, and its tokenizer."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -173,39 +197,30 @@ class _Asked:
         template = tokenizer.config.template
         return JSONResponse(ends | {"chat_template": template and template.source})
 
-    def tokenize(self, body: dict[str, Any]) -> dict[str, Any]:
-        given = Fields(body)
+    def tokenize(self, body: dict[str, Any]) -> shapes.Tokens:
+        request = read(TokenizeRequest, body)
         version = self._service.newest
-        given.take("model", a_text)
-        text = given.need("prompt", a_text, "expected a text")
-        special = given.take("add_special_tokens", a_bool, True)
-        given.end()
+        text = request.prompt
         try:
             ids = version.tokenizer.encode(text)
         except MonographError as error:
             raise Refused(400, f"prompt: {error}", "prompt") from None
-        if special:
+        if request.add_special_tokens:
             ids = [version.tokenizer.bos_id, *ids]
         elif text in version.tokenizer.special:  # so a client finds the ids of the names in /tokenizer_info
             ids = [version.tokenizer.special[text]]
         return {"tokens": ids, "count": len(ids), "max_model_len": version.context}
 
-    def detokenize(self, body: dict[str, Any]) -> dict[str, Any]:
-        given = Fields(body)
+    def detokenize(self, body: dict[str, Any]) -> shapes.Decoded:
         tokenizer = self._service.newest.tokenizer
-        given.take("model", a_text)
-        ids = given.take("tokens", lambda _, value: value)
-        given.end()
-        known = range(tokenizer.vocab_size)
-        if not isinstance(ids, list) or not all(type(token) is int and token in known for token in ids):
-            raise Refused(400, f"tokens: expected a list of token ids from 0 to {known[-1]}", "tokens")
-        return {"prompt": tokenizer.decode(ids)}
+        request = read(DetokenizeRequest, body, vocabulary=tokenizer.vocab_size)
+        return {"prompt": tokenizer.decode(request.tokens)}
 
 
 class _Posted:
     """An application that answers a JSON object with another."""
 
-    def __init__(self, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    def __init__(self, answer: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

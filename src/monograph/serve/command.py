@@ -1,11 +1,6 @@
-"""`monograph serve`: serve a model through an OpenAI-compatible API, until SIGTERM or Ctrl-C.
-
-uvicorn's connections have here the limits that it lacks. A client may send nothing, read nothing or send what is no
-HTTP: it is left alone, and holds nothing for long.
-"""
+"""`monograph serve`: serve a model through an OpenAI-compatible API, until SIGTERM or Ctrl-C."""
 
 import asyncio
-import json
 import logging
 import resource
 import signal
@@ -14,176 +9,21 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
-import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from monograph import interrupts
 from monograph.decode.completion import MOST_ROWS
 from monograph.device import default_device
 from monograph.errors import InputRefused, UsageError, bug_report, said_by
 from monograph.report.quantities import counted
-from monograph.serve.answers import error_of
 from monograph.serve.app import application, is_local
-from monograph.serve.fields import Refused
+from monograph.serve.connection import HEAD_BYTES, MOST_CONNECTIONS, Connection
 from monograph.serve.owner import Source, Version
 from monograph.serve.service import Service
 from monograph.storage.cache_dir import keep_compiled
 from monograph.storage.reading import read_input
 from monograph.terminal import one_line, warn
-
-# of a request's head
-HEAD_BYTES = 1 << 14
-HEAD_S = 30.0
-STALL_S = 30.0  # for a client to read something of an answer that waits for it
-MOST_AHEAD = 1 << 16  # bytes of further requests that come before the answer to the first
-MOST_CONNECTIONS = 1000
-
-
-class _Requests(h11.Connection):
-    """The requests of a connection, of which some that h11 lets pass are refused.
-
-    Attributes:
-        fault: what is wrong with the last bytes, if it is known.
-    """
-
-    fault = ""
-
-    def next_event(self) -> Any:
-        """Return the next event.
-
-        Raises:
-            h11.RemoteProtocolError: the bytes are no request that may be answered.
-        """
-        before = len(self.trailing_data[0])
-        try:
-            event = super().next_event()
-        except h11.RemoteProtocolError as error:
-            if error.error_status_hint == 431:  # of bytes that are no whole head yet
-                self.fault = _LARGE_HEAD
-            raise
-        if isinstance(event, h11.Request):
-            self.fault = _fault(event, before - len(self.trailing_data[0]))
-            if self.fault:
-                raise h11.RemoteProtocolError(self.fault)
-        return event
-
-
-_LARGE_HEAD = f"the head of the request has more than {HEAD_BYTES:,} bytes"
-
-
-def _fault(request: h11.Request, head_bytes: int) -> str:
-    """Return why a request is not answered, or "".
-
-    Two lengths of a body are how a request hides in another from a proxy in front (RFC 9112, 6.1), and HTTP/1.0 has no
-    Transfer-Encoding.
-    """
-    names = [name for name, _ in request.headers]
-    if head_bytes > HEAD_BYTES:
-        return _LARGE_HEAD
-    if b"transfer-encoding" in names and b"content-length" in names:
-        return "the request has both Transfer-Encoding and Content-Length: send one of them"
-    if b"transfer-encoding" in names and request.http_version < b"1.1":
-        return "Transfer-Encoding is not for HTTP/1.0: send Content-Length"
-    return ""
-
-
-class Connection(H11Protocol):
-    """A connection that closes if no request comes for a while, nobody reads its answers, or others need its place."""
-
-    conn: _Requests
-    _timer: asyncio.TimerHandle | None = None
-    _stalled: asyncio.TimerHandle | None = None
-    _seen: Any = None
-    _since = 0.0  # when it became idle
-    _ahead = 0
-
-    def __init__(self, *given: Any, **named: Any) -> None:
-        """Take what uvicorn gives."""
-        super().__init__(*given, **named)
-        self.conn = _Requests(h11.SERVER, HEAD_BYTES)
-
-    def connection_made(self, transport: Any) -> None:
-        """Begin to look; where there are too many, the one that was idle longest makes room."""
-        super().connection_made(transport)
-        self._since = self.loop.time()
-        self._look()
-        if len(self.connections) > MOST_CONNECTIONS:
-            own = (each for each in self.connections if isinstance(each, Connection))
-            idle = [each for each in own if each.idle and not each.transport.is_closing()]  # this one is, too
-            min(idle, key=lambda each: each._since).transport.abort()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """End to look."""
-        for timer in (self._timer, self._stalled):
-            if timer is not None:
-                timer.cancel()
-        super().connection_lost(exc)
-        self._unset_keepalive_if_required()  # uvicorn's own timer would keep what was reset in memory until it fires
-
-    @property
-    def idle(self) -> bool:
-        """Whether no request is being answered."""
-        return self.cycle is None or self.cycle.response_complete
-
-    def data_received(self, data: bytes) -> None:
-        """Take bytes, but of further requests not too many, and none where there may be none."""
-        self._ahead = self._ahead + len(data) if self._is_answering() else 0
-        if self._ahead > MOST_AHEAD:
-            self.transport.abort()
-        elif not self._ahead or self.conn.their_state is not h11.MUST_CLOSE:
-            super().data_received(data)
-
-    def handle_events(self) -> None:
-        """Read on while a request is answered; uvicorn would not, and so not see that its client has gone."""
-        super().handle_events()
-        if self._is_answering():
-            self.flow.resume_reading()
-
-    def on_response_complete(self) -> None:
-        """Begin to be idle."""
-        self._since = self.loop.time()
-        super().on_response_complete()
-
-    def pause_writing(self) -> None:
-        """Wait until the client reads, but not forever."""
-        super().pause_writing()
-        self._stalled = self.loop.call_later(STALL_S, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        """Go on."""
-        super().resume_writing()
-        if self._stalled is not None:
-            self._stalled.cancel()
-
-    def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP, or no request that may be answered, if nothing else was answered, and close."""
-        if self.cycle is not None:
-            self.cycle.disconnected = True  # it sends nothing any more
-        body = json.dumps(error_of(Refused(400, self.conn.fault or "these bytes are no HTTP request"))).encode()
-        size = str(len(body)).encode()
-        kind = b"application/json"
-        headers = [(b"content-type", kind), (b"content-length", size), (b"connection", b"close")]
-        try:
-            for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
-                self.transport.write(self.conn.send(event) or b"")
-        except h11.LocalProtocolError:  # another answer has begun, or none may have a body
-            self.transport.abort()
-        else:
-            self.transport.close()
-
-    def _is_answering(self) -> bool:
-        return not self.idle and not self.cycle.more_body
-
-    def _look(self) -> None:
-        if self.idle and self._timer is not None and self.cycle is self._seen:
-            self.transport.abort()  # it may be closed already, but for bytes that nobody reads
-            return
-        self._seen = self.cycle
-        self._timer = self.loop.call_later(HEAD_S, self._look)
-
 
 DRAIN_S = 30  # for requests that have begun, once the server is to end
 IDLE_S = 20  # of a connection after an answer

@@ -96,7 +96,7 @@ class Compiler:
         Args:
             kind: one of `monograph.decode.automata.KINDS`.
             value: the choices, the regular expression, or the schema as JSON text or as an object, all of UTF-8 and of
-                finite numbers, as `monograph.serve.fields` lets through.
+                finite numbers, as `monograph.serve.body` lets through.
             lead: bytes that come before the text and do not belong to it.
 
         Raises:
@@ -127,7 +127,7 @@ class Compiler:
         self._end()
 
     async def _shared(self, kind: str, value: str | Sequence[str], lead: bytes) -> Automaton:
-        """Return what is kept of an equal request, or else compile it when it is this one's turn."""
+        """Return the cached automaton, or compile in turn."""
         key = json.dumps([kind, value, lead.hex()])
         if key in self._kept:
             self._kept.move_to_end(key)

@@ -39,7 +39,8 @@ from monograph.model.llama import Llama
 from monograph.report.quantities import counted
 from monograph.run.models import load_run, load_with_tokenizer
 from monograph.run.recipe import digest, run_named
-from monograph.serve.fields import MOST_BIASES, MOST_LOGPROBS
+from monograph.serve import shapes
+from monograph.serve.requests import MOST_BIASES, MOST_LOGPROBS
 from monograph.session.recorded import run_settings
 from monograph.storage.reading import without_links
 from monograph.text.chat import stop_ids
@@ -102,7 +103,7 @@ class Version:
         """Return the bytes of the longest token."""
         return max(map(len, self.tokenizer.pieces))
 
-    def shown(self, name: str) -> dict[str, Any]:
+    def shown(self, name: str) -> shapes.Model:
         """Return the entry of /v1/models under one of its names."""
         return {
             "id": name,
@@ -201,8 +202,8 @@ def positions(model: Llama, rows: int) -> int:
     return slots
 
 
-class Text:
-    """A text that is asked for.
+class Generation:
+    """A text to be written for a client.
 
     Attributes:
         request: what the decoder gets.
@@ -231,7 +232,7 @@ class Text:
         return event if told else None
 
 
-Inbox = asyncio.Queue[tuple[Text, Event | MonographError]]
+Inbox = asyncio.Queue[tuple[Generation, Event | MonographError]]
 
 
 class Gone(Exception):
@@ -257,7 +258,7 @@ class _Lane:
         slots = Slots(version.context)
         version.rows = rows_that_fit(model, slots, rows, "serve a model with fewer positions")
         self.version = version
-        self.texts = dict[int, Text]()
+        self.texts = dict[int, Generation]()
         self.drawn = 0
         self.generator = Generator(
             model,
@@ -270,7 +271,7 @@ class _Lane:
             block=Pace(STEPS[device.type], min(HURRIED_STEPS, STEPS[device.type]), CHUNKS),
         )
 
-    def advance(self) -> list[tuple[Text, Event]]:
+    def advance(self) -> list[tuple[Generation, Event]]:
         """Run a block; return what came of it."""
         found = []
         for event in self.generator.advance():
@@ -280,7 +281,7 @@ class _Lane:
                 found.append((text, told))
         return found
 
-    def cancel(self, text: Text) -> None:
+    def cancel(self, text: Generation) -> None:
         if (number := next((number for number, each in self.texts.items() if each is text), None)) is not None:
             del self.texts[number]
             self.generator.cancel(number)
@@ -338,7 +339,7 @@ class Owner:
 
         self._ask(free)
 
-    def write(self, text: Text) -> None:
+    def write(self, text: Generation) -> None:
         """Write a text; its events come until the last one, which has a finish, or until `cancel`."""
 
         def submit() -> None:
@@ -350,7 +351,7 @@ class Owner:
 
         self._ask(submit)
 
-    def cancel(self, text: Text) -> None:
+    def cancel(self, text: Generation) -> None:
         """Forget a text; its row is free before the next block."""
         self._ask(lambda: self._lanes[text.version].cancel(text) if text.version in self._lanes else None)
 
@@ -419,7 +420,7 @@ class Owner:
             self._loop.call_soon_threadsafe(call, *arguments)
 
 
-def _deliver(found: Sequence[tuple[Text, Event]]) -> None:
+def _deliver(found: Sequence[tuple[Generation, Event]]) -> None:
     for text, event in found:
         text.inbox.put_nowait((text, event))
 

@@ -1,13 +1,10 @@
-"""What all requests share: the versions of the model, the thread that owns them, the queue before it, and counts.
-
-The queue lets texts in: at most so many wait, each client's in turn; the decoder gets them when it has rows for them.
-"""
+"""What all requests share: the versions of the model, the thread that owns them, bounds on what waits, and counts."""
 
 import asyncio
 import itertools
 import math
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
@@ -15,8 +12,8 @@ from monograph.device import clock
 from monograph.errors import MonographError, OutOfDeviceMemory
 from monograph.serve.answers import Counted
 from monograph.serve.compiling import Compiler
-from monograph.serve.fields import Refused
-from monograph.serve.owner import Gone, Owner, Source, Text, Version
+from monograph.serve.owner import Generation, Gone, Owner, Source, Version
+from monograph.serve.refused import Refused
 
 WAITING = 4  # texts that wait for each row
 WAITING_PROMPTS = 4  # whole contexts of prompts that wait for each row
@@ -25,7 +22,9 @@ MOST_SCORES = 4 * MOST_NUMBERS  # of all requests that have prompts scored and n
 
 
 class Gate:
-    """The queue before the decoder.
+    """Counts the texts that clients wait for, and refuses what would be too many.
+
+    It holds none: the decoder's queue is the only one, and has each client's in turn.
 
     Attributes:
         most: texts that may wait.
@@ -34,40 +33,41 @@ class Gate:
     """
 
     def __init__(self, owner: Owner, rows: int, context: int) -> None:
-        """Open it for a decoder of so many rows, each with a context of so many tokens."""
+        """Count for a decoder of `rows` rows, each with a context of `context` tokens."""
         self._owner = owner
         self.fit(rows, context)
-        self._waiting: dict[str, deque[Text]] = {}  # by client, the one that is next first
-        self._inside: dict[Text, float] = {}  # when each was let in
+        self._entered: dict[Generation, tuple[float, float]] = {}  # when, and how many for each row there were then
+        self._tokens = 0  # of their prompts
         self._text_s = 1.0  # about how long a text takes
-        self.refused = self.cancelled = self._scores = 0
+        self.refused = 0
+        self.cancelled = 0
+        self._scores = 0
 
     def fit(self, rows: int, context: int) -> None:
         """Take the sizes of the decoder that writes new texts."""
         self._rows = rows
         self.most = WAITING * rows
-        self._most_tokens = WAITING_PROMPTS * rows * context
+        self._most_tokens = (1 + WAITING_PROMPTS) * rows * context
 
     @property
     def waiting(self) -> int:
         """Return how many texts wait for a row."""
-        return sum(map(len, self._waiting.values())) + max(0, len(self._inside) - self._rows)
+        return max(0, len(self._entered) - self._rows)
 
     @property
     def most_at_once(self) -> int:
-        """Return how many texts may be inside and wait together, so that no request may ever have more."""
+        """Return how many texts may be written and wait together, so that no request may ever have more."""
         return self._rows + self.most
 
-    def enter(self, texts: list[Text]) -> None:
-        """Let a client's texts wait.
+    def enter(self, texts: Sequence[Generation]) -> None:
+        """Have a client's texts written.
 
         Raises:
-            Refused: the queue is full.
+            Refused: too many wait.
         """
-        queued = [text for each in self._waiting.values() for text in each]
-        tokens = sum(len(text.request.prompt_ids) for text in queued + texts)
-        count = len(queued) + len(self._inside) + len(texts)
-        if count > self.most_at_once or (queued and tokens > self._most_tokens):
+        tokens = self._tokens + sum(len(text.request.prompt_ids) for text in texts)
+        count = len(self._entered) + len(texts)
+        if count > self.most_at_once or (self.waiting and tokens > self._most_tokens):
             self.refused += 1
             raise Refused(
                 429,
@@ -75,9 +75,10 @@ class Gate:
                 code="rate_limit_exceeded",
                 Retry_After=str(min(60, max(1, math.ceil(self._text_s * count / self._rows)))),
             )
+        self._tokens = tokens
         for text in texts:
-            self._waiting.setdefault(text.request.owner, deque()).append(text)
-        self._fill()
+            self._entered[text] = clock(), max(1.0, len(self._entered) / self._rows)
+            self._owner.write(text)
 
     @contextmanager
     def scoring(self, numbers: int) -> Iterator[None]:
@@ -96,33 +97,17 @@ class Gate:
         finally:
             self._scores -= numbers
 
-    def leave(self, text: Text, *, cancelled: bool = False) -> None:
-        """Let a text go: it has ended, or is cancelled, which may come after its end."""
-        queue = self._waiting.get(text.request.owner)
-        if queue and text in queue:
-            queue.remove(text)
+    def leave(self, text: Generation, *, cancelled: bool = False) -> None:
+        """Release a finished or cancelled text; it may be cancelled after its end."""
+        if text not in self._entered:
+            return
+        began, turns = self._entered.pop(text)
+        self._tokens -= len(text.request.prompt_ids)
+        if cancelled:
             self.cancelled += 1
-            if not queue:
-                del self._waiting[text.request.owner]
-        elif text in self._inside:
-            took = clock() - self._inside.pop(text)
-            if cancelled:
-                self.cancelled += 1
-                self._owner.cancel(text)
-            else:
-                self._text_s += 0.1 * (took - self._text_s)
-        self._fill()
-
-    def _fill(self) -> None:
-        # One more waits inside for each row, so that a row whose text ends has the next one at once.
-        while self._waiting and len(self._inside) < 2 * self._rows:
-            client, queue = next(iter(self._waiting.items()))
-            del self._waiting[client]
-            text = queue.popleft()
-            if queue:
-                self._waiting[client] = queue  # at the end: the others' turn comes first
-            self._inside[text] = clock()
-            self._owner.write(text)
+            self._owner.cancel(text)
+        else:
+            self._text_s += 0.1 * ((clock() - began) / turns - self._text_s)
 
 
 LOOK_S = 2.0  # between two looks for a newer version
@@ -154,7 +139,7 @@ class Service:
 
     Attributes:
         owner: the thread that owns the models.
-        gate: the queue before it.
+        gate: the bounds on what it is asked.
         counted: requests by status.
         first_token: how long requests took to their first token.
         whole: how long they took in all.
@@ -283,7 +268,7 @@ class Service:
 
     @property
     def ending(self) -> Refused:
-        """Return what is said to those who wait while the server ends."""
+        """Return the shutdown error, or the crash that ended the owner."""
         if self.crashed is not None:
             return Refused(500, "the model's thread has ended: the server is going down")
         return Refused(503, "the server is going down", code="unavailable")

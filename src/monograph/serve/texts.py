@@ -13,7 +13,7 @@ from monograph.decode.reproducible import continuation_seed
 from monograph.decode.request import Event, Request
 from monograph.device import clock
 from monograph.errors import MonographError
-from monograph.serve import fields
+from monograph.serve import shapes
 from monograph.serve.answers import (
     Answer,
     ChatAnswer,
@@ -23,21 +23,22 @@ from monograph.serve.answers import (
     Writing,
     as_json,
     closed,
-    error_of,
     read_body,
     scored,
     send_error,
     send_whole,
     usage_of,
 )
+from monograph.serve.body import parsed
 from monograph.serve.compiling import Busy
-from monograph.serve.fields import Asked, Refused
-from monograph.serve.owner import Gone, Inbox, Text, Version
+from monograph.serve.owner import Generation, Gone, Inbox, Version
+from monograph.serve.refused import Refused, error_of
+from monograph.serve.requests import Asked, ChatRequest, CompletionRequest, read
 from monograph.serve.service import MOST_NUMBERS, Service
 from monograph.text.chat import chat_ids
 
 Prompts = Sequence[Sequence[int]]  # their ids
-Batches = AsyncIterator[list[tuple[Text, Event]]]  # the events of texts, as they come
+Batches = AsyncIterator[list[tuple[Generation, Event]]]  # the events of texts, as they come
 LONGEST_S, PING_S = 600.0, 15.0  # of a request; between two signs of life
 _FAILED = {
     "not_finite": (500, "the model's logits are not finite"),
@@ -80,8 +81,7 @@ class Texts:
 
     async def _answered(self, body: bytes, scope: Scope, send: Send) -> None:
         try:
-            read = fields.chat if self._is_chat else fields.completion
-            asked = await asyncio.to_thread(lambda: read(fields.parsed(body), self._service.rows))
+            asked = await asyncio.to_thread(self._read, body)
             async with self._service.version(asked.model) as version:
                 await self._answer(asked, version, scope["client_name"], send)
         except Refused as refused:
@@ -94,18 +94,16 @@ class Texts:
 
     async def _answer(self, asked: Asked, version: Version, client: str, send: Send) -> None:
         began = clock()
-        count = len(asked.prompts) * asked.n
-        if asked.max_tokens != 0 and count > (most := self._service.gate.most_at_once):
-            asks = f"{asked.n} for each of {len(asked.prompts):,} are {count:,} texts"
-            raise Refused(400, f"prompt: {asks}; a request may ask for {most:,} in all", "prompt")
+        if isinstance(asked, CompletionRequest) and asked.max_tokens != 0:
+            self._require_room(asked)
         prompts = await asyncio.to_thread(self._prompts, asked, version)
         numbers = 0 if asked.likeliest is None else _numbers(asked, version, prompts)
-        if asked.max_tokens == 0:
+        if isinstance(asked, CompletionRequest) and asked.max_tokens == 0:
             with self._service.gate.scoring(numbers):
                 return await self._send_scored(asked, version, prompts, send)
         inbox: Inbox = asyncio.Queue()
         requests = await self._requests(asked, version, prompts, client)
-        texts = [Text(request, version, index, inbox, asked.stream) for index, request in enumerate(requests)]
+        texts = [Generation(request, version, index, inbox, asked.stream) for index, request in enumerate(requests)]
         answer = (ChatAnswer if self._is_chat else Answer)(version, asked.sampling.seed, asked.likeliest)
         used = sum(map(len, prompts))
         async with self._written(texts, began) as events:
@@ -115,17 +113,29 @@ class Texts:
                 await self._whole(asked, texts, answer, events, prompts, send)
         return None
 
+    def _require_room(self, asked: CompletionRequest) -> None:
+        count = len(asked.prompt) * asked.n
+        if count > (most := self._service.gate.most_at_once):
+            asks = f"{asked.n} for each of {len(asked.prompt):,} are {count:,} texts"
+            raise Refused(400, f"prompt: {asks}; a request may ask for {most:,} in all", "prompt")
+
+    def _read(self, body: bytes) -> Asked:
+        given = parsed(body)
+        rows = self._service.rows
+        return read(ChatRequest, given, rows=rows) if self._is_chat else read(CompletionRequest, given, rows=rows)
+
     # ── what is asked ─────────────────────────────────────────────────────────────────────────
 
     def _prompts(self, asked: Asked, version: Version) -> list[list[int]]:
         """Return the ids of each prompt, which have room in the model's context."""
         field = "messages" if self._is_chat else "prompt"
         limit = version.context * version.longest_piece  # no longer text has room, however it is cut into tokens
-        if any(isinstance(each, str) and len(each) > limit for each in asked.prompts):
+        given = asked.prompt if isinstance(asked, CompletionRequest) else []
+        if any(isinstance(each, str) and len(each) > limit for each in given):
             raise _too_long(f"more than {version.context:,}", version, field)
         try:
-            if not self._is_chat:
-                prompts = [self._ids(version, prompt) for prompt in asked.prompts]
+            if isinstance(asked, CompletionRequest):
+                prompts = [self._ids(version, prompt) for prompt in given]
             elif version.has_template:
                 prompts = [chat_ids(version.tokenizer, asked.messages, add_generation_prompt=True, **asked.variables)]
             else:
@@ -133,7 +143,7 @@ class Texts:
         except MonographError as error:
             raise Refused(400, f"{field}: {error}", field) from None
         for ids in prompts:
-            if len(ids) >= version.context + (asked.max_tokens == 0):
+            if len(ids) >= version.context + (asked.most_tokens == 0):
                 raise _too_long(f"{len(ids):,}", version, field)
         return prompts
 
@@ -165,7 +175,7 @@ class Texts:
             raise Refused(400, str(error), field) from None
         ends = version.ends if self._is_chat and version.has_template else (tokenizer.eos_id,)
         constraint, stop = await self._automata(asked, version, ends, leads.pop())
-        most = version.context if asked.max_tokens is None else asked.max_tokens
+        most = version.context if asked.most_tokens is None else asked.most_tokens
         seeds = [continuation_seed(sampling.seed, index) for index in range(asked.n)]
         return [
             Request(ids, sampling, most, ends, constraint, stop, broken, seed, client)
@@ -196,12 +206,12 @@ class Texts:
     # ── what is sent ──────────────────────────────────────────────────────────────────────────
 
     @asynccontextmanager
-    async def _written(self, texts: Sequence[Text], began: float) -> AsyncIterator[Batches]:
+    async def _written(self, texts: Sequence[Generation], began: float) -> AsyncIterator[Batches]:
         """Have texts written; yields an iterator of their events, and cancels those that have not ended at the end."""
         gate = self._service.gate
         running = set(texts)
 
-        async def events() -> AsyncIterator[list[tuple[Text, Event]]]:
+        async def events() -> AsyncIterator[list[tuple[Generation, Event]]]:
             first = True
             while running:
                 if (batch := await _batch(texts[0].inbox)) and first:
@@ -215,7 +225,7 @@ class Texts:
                         raise Refused(*failed)
                 yield batch
 
-        gate.enter(list(texts))
+        gate.enter(texts)
         try:
             yield events()
         finally:
@@ -224,7 +234,7 @@ class Texts:
             self._service.whole.add(clock() - began)
 
     async def _stream(
-        self, asked: Asked, texts: Sequence[Text], answer: Answer, events: Batches, used: int, send: Send
+        self, asked: Asked, texts: Sequence[Generation], answer: Answer, events: Batches, used: int, send: Send
     ) -> None:
         writings = {text: self._writing(text, asked) for text in texts}
         stream = Events(send)
@@ -245,10 +255,12 @@ class Texts:
         await stream.end()
 
     async def _whole(
-        self, asked: Asked, texts: Sequence[Text], answer: Answer, events: Batches, prompts: Prompts, send: Send
+        self, asked: Asked, texts: Sequence[Generation], answer: Answer, events: Batches, prompts: Prompts, send: Send
     ) -> None:
         version = texts[0].version
-        echoes = await self._echoes(asked, version, prompts) if asked.echo else [Piece(0, "", [], None)] * len(prompts)
+        echoes = [Piece(0, "", [], None)] * len(prompts)
+        if isinstance(asked, CompletionRequest) and asked.echo:
+            echoes = await self._echoes(asked, version, prompts)
         of = [echoes[text.index // asked.n] for text in texts]
         writings = [self._writing(text, asked, echo.text) for text, echo in zip(texts, of, strict=True)]
         pieces = [Piece(text.index, echo.text, [*echo.entries], None) for text, echo in zip(texts, of, strict=True)]
@@ -260,11 +272,11 @@ class Texts:
         usage = usage_of(sum(map(len, prompts)), sum(writing.tokens for writing in writings))
         await _send(answer, pieces, usage, send)
 
-    def _writing(self, text: Text, asked: Asked, before: str = "") -> Writing:
+    def _writing(self, text: Generation, asked: Asked, before: str = "") -> Writing:
         # lm-evaluation-harness counts on an entry for each token; in a chat the protocol has none for the end.
         return Writing(text, asked.stop, asked.likeliest, ends=not self._is_chat, before=before)
 
-    async def _send_scored(self, asked: Asked, version: Version, prompts: Prompts, send: Send) -> None:
+    async def _send_scored(self, asked: CompletionRequest, version: Version, prompts: Prompts, send: Send) -> None:
         """Answer with the prompts alone, n times each."""
         echoes = await self._echoes(asked, version, prompts)
         repeated = [echo for echo in echoes for _ in range(asked.n)]
@@ -272,10 +284,10 @@ class Texts:
         answer = Answer(version, asked.sampling.seed, asked.likeliest)
         await _send(answer, pieces, usage_of(sum(map(len, prompts)), 0), send)
 
-    async def _echoes(self, asked: Asked, version: Version, prompts: Prompts) -> list[Piece]:
+    async def _echoes(self, asked: CompletionRequest, version: Version, prompts: Prompts) -> list[Piece]:
         """Return each prompt as a piece, scored if log-probabilities are asked for."""
         echoes = []
-        for prompt, ids in zip(asked.prompts, prompts, strict=True):
+        for prompt, ids in zip(asked.prompt, prompts, strict=True):
             text = prompt if isinstance(prompt, str) else version.tokenizer.decode(ids)
             entries = []
             if asked.likeliest is not None:
@@ -286,14 +298,14 @@ class Texts:
         return echoes
 
 
-async def _send(answer: Answer, pieces: Sequence[Piece], usage: dict[str, int], send: Send) -> None:
-    """Send a whole answer, made beside the loop if it has log-probabilities: they are thousands of numbers."""
+async def _send(answer: Answer, pieces: Sequence[Piece], usage: shapes.Usage, send: Send) -> None:
+    """Send a whole answer, serialised in a worker thread if it has log-probabilities: they are thousands of numbers."""
     has_numbers = any(piece.entries for piece in pieces)
     made = asyncio.to_thread(answer.whole, pieces, usage) if has_numbers else None
     await send_whole(send, await made if made else answer.whole(pieces, usage))
 
 
-def joined(asked: Asked) -> str:
+def joined(asked: ChatRequest) -> str:
     """Return the messages of a chat with a model that has no template: a text, which the model goes on with.
 
     Raises:
@@ -314,7 +326,7 @@ def _numbers(asked: Asked, version: Version, prompts: Prompts) -> int:
     Raises:
         Refused: they might take gigabytes.
     """
-    most = version.context if asked.max_tokens is None else asked.max_tokens
+    most = version.context if asked.most_tokens is None else asked.most_tokens
     tokens = asked.n * sum(min(most, version.context - len(ids)) + len(ids) * asked.echo for ids in prompts)
     if (numbers := tokens * (1 + (asked.likeliest or 0))) > MOST_NUMBERS:
         asks = f"{numbers:,} of up to {tokens:,} tokens; a request may ask for {MOST_NUMBERS:,}"
@@ -322,7 +334,7 @@ def _numbers(asked: Asked, version: Version, prompts: Prompts) -> int:
     return numbers
 
 
-async def _batch(inbox: Inbox) -> list[tuple[Text, Event]]:
+async def _batch(inbox: Inbox) -> list[tuple[Generation, Event]]:
     """Return the events that have come, or none if none comes for a while.
 
     Raises:

@@ -1,0 +1,84 @@
+"""The queue of requests before a decoder's rows."""
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from monograph.decode.knobs import Chain
+from monograph.decode.request import Request
+
+
+class Entry(NamedTuple):
+    """A request that waits.
+
+    Attributes:
+        number: the one that its events carry.
+        request: the request.
+        least: the smallest chain that serves it.
+        knobs: values of the knobs of its row.
+    """
+
+    number: int
+    request: Request
+    least: Chain
+    knobs: dict[str, Any]
+
+
+class Waiting:
+    """Requests in the order in which they get rows: each owner's as they came, and the owners in turn."""
+
+    def __init__(self) -> None:
+        self._by_owner: dict[str, deque[Entry]] = {}  # the owner whose turn is next first
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_owner.values()))
+
+    def __bool__(self) -> bool:
+        return bool(self._by_owner)
+
+    def __iter__(self) -> Iterator[Entry]:
+        turns = deque(map(iter, self._by_owner.values()))
+        while turns:
+            entries = turns.popleft()
+            entry = next(entries, None)
+            if entry is not None:
+                yield entry
+                turns.append(entries)
+
+    @property
+    def first(self) -> Entry:
+        """Return the request that is next."""
+        return next(iter(self))
+
+    def add(self, entry: Entry) -> None:
+        """Put a request behind those of its owner."""
+        self._by_owner.setdefault(entry.request.owner, deque()).append(entry)
+
+    def take(self) -> Entry:
+        """Remove and return the request that is next; its owner's next turn comes after all others'."""
+        owner = next(iter(self._by_owner))
+        entries = self._by_owner.pop(owner)
+        entry = entries.popleft()
+        if entries:
+            self._by_owner[owner] = entries
+        return entry
+
+    def prefer(self, entry: Entry) -> None:
+        """Let a request that waits be the next one."""
+        entries = self._by_owner.pop(entry.request.owner)
+        entries.remove(entry)
+        entries.appendleft(entry)
+        self._by_owner = {entry.request.owner: entries, **self._by_owner}
+
+    def remove(self, number: int) -> None:
+        """Forget the request with this number, if it waits."""
+        for owner, entries in self._by_owner.items():
+            for entry in entries:
+                if entry.number == number:
+                    self._drop(owner, entry)
+                    return
+
+    def _drop(self, owner: str, entry: Entry) -> None:
+        self._by_owner[owner].remove(entry)
+        if not self._by_owner[owner]:
+            del self._by_owner[owner]

@@ -1,0 +1,289 @@
+"""The forms of all answers, as the protocol has them: what writes them is typed by these, and the document shows them.
+
+They are types alone: nothing is checked by them when an answer is made.
+"""
+
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import Field, Json
+from typing_extensions import TypedDict
+
+from monograph.decode.sampling import RANGES
+from monograph.serve.requests import MOST_LOGPROBS, TokenId
+
+Finish = Literal["stop", "length"]
+Count = Annotated[int, Field(ge=0)]
+Length = Annotated[int, Field(ge=1)]
+Time = Annotated[int, Field(ge=0, description="Seconds since 1970.")]
+LogProbability = Annotated[float, Field(le=0, description="ln p, and -9999 where p is 0.")]
+Index = Annotated[int, Field(ge=0, description="The text's number: prompt p and text i of it have p * n + i.")]
+Ended = Annotated[
+    Finish, Field(description="stop: the text ended, or a stop text came. length: it reached its most tokens.")
+]
+MaybeEnded = Annotated[Finish | None, Field(description="Is null but in a text's last piece.")]
+
+
+class Usage(TypedDict):
+    """Tokens that the request took. A token that ends a text counts."""
+
+    prompt_tokens: Count
+    completion_tokens: Count
+    total_tokens: Count
+
+
+class _Head(TypedDict):
+    """What all answers with texts have."""
+
+    id: Annotated[str, Field(description="Is the same in all pieces of a stream.")]
+    created: Time
+    model: Annotated[str, Field(description="RUN@UPDATE, whatever name was asked for.")]
+    system_fingerprint: Annotated[
+        str,
+        Field(
+            description="Is equal where the same request with the same seed has the same text: it stands for the "
+            "weights, the settings and the software."
+        ),
+    ]
+    seed: Annotated[
+        int,
+        Field(
+            ge=RANGES["seed"].low,
+            le=RANGES["seed"].high,
+            description="The seed that was given, or the one that was drawn.",
+        ),
+    ]
+
+
+MaybeUsage = Annotated[Usage | None, Field(description="Is there with include_usage only.")]
+
+# ── /v1/completions ───────────────────────────────────────────────────────────────────────────────
+
+
+class CompletionLogprobs(TypedDict):
+    """The tokens of a text with their log-probabilities."""
+
+    tokens: Annotated[list[str], Field(description=r"Each token's text; bytes that are no UTF-8 as bytes:\xf0.")]
+    token_logprobs: Annotated[
+        list[LogProbability | None], Field(description="Null for the first token of an echoed prompt.")
+    ]
+    top_logprobs: Annotated[
+        list[dict[str, LogProbability] | None],
+        Field(
+            description="The likeliest tokens and the chosen one, by text; a second token with an equal text as "
+            "token_id:17."
+        ),
+    ]
+    text_offset: Annotated[list[Count], Field(description="The number of characters before each token.")]
+
+
+class CompletionChoice(TypedDict):
+    """A text."""
+
+    index: Index
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Ended
+
+
+class CompletionPieceChoice(TypedDict):
+    """A piece of a text."""
+
+    index: Index
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: MaybeEnded
+
+
+class Completion(_Head):
+    """Whole texts."""
+
+    object: Literal["text_completion"]
+    choices: Annotated[list[CompletionChoice], Field(min_length=1)]
+    usage: Usage
+
+
+class CompletionPiece(_Head):
+    """One event of a stream. The pieces of a text, joined, are the text."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionPieceChoice]
+    usage: NotRequired[MaybeUsage]
+
+
+# ── /v1/chat/completions ──────────────────────────────────────────────────────────────────────────
+
+
+class ChatToken(TypedDict):
+    """A token with its log-probability."""
+
+    token: str
+    logprob: LogProbability
+    bytes: Annotated[list[Annotated[int, Field(ge=0, le=255)]], Field(description="The token's own bytes.")]
+
+
+class ChatDrawnToken(ChatToken):
+    """A token that was drawn, with the likeliest ones in its place."""
+
+    top_logprobs: Annotated[list[ChatToken], Field(max_length=MOST_LOGPROBS)]
+
+
+class ChatLogprobs(TypedDict):
+    """The tokens of an answer with their log-probabilities."""
+
+    content: list[ChatDrawnToken]
+    refusal: None
+
+
+class ChatMessage(TypedDict):
+    """What the model says."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatDelta(TypedDict):
+    """The first piece of a text has the role and an empty content."""
+
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[str]
+
+
+class ChatChoice(TypedDict):
+    """An answer."""
+
+    index: Index
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Ended
+
+
+class ChatPieceChoice(TypedDict):
+    """A piece of an answer."""
+
+    index: Index
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: MaybeEnded
+
+
+class Chat(_Head):
+    """Whole answers."""
+
+    object: Literal["chat.completion"]
+    choices: Annotated[list[ChatChoice], Field(min_length=1)]
+    usage: Usage
+
+
+class ChatPiece(_Head):
+    """One event of a stream. The contents of a text's pieces, joined, are the text."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatPieceChoice]
+    usage: NotRequired[MaybeUsage]
+
+
+# ── the rest ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class ErrorBody(TypedDict):
+    """What is wrong."""
+
+    message: Annotated[str, Field(description="One line, which names what is wrong and what to do.")]
+    type: Literal[
+        "invalid_request_error", "authentication_error", "permission_error", "rate_limit_error", "server_error"
+    ]
+    param: Annotated[str | None, Field(description="The field that is wrong.")]
+    code: (
+        Literal[
+            "context_length_exceeded",
+            "invalid_api_key",
+            "model_not_found",
+            "rate_limit_exceeded",
+            "timeout",
+            "unavailable",
+            "unsupported_parameter",
+        ]
+        | None
+    )
+
+
+class Error(TypedDict):
+    """An error."""
+
+    error: ErrorBody
+
+
+class CompletionEvent(TypedDict):
+    """A server-sent event of a stream.
+
+    The last one is [DONE], or an error in place of all that is missing. Lines that begin with a colon keep the
+    connection open.
+    """
+
+    data: Literal["[DONE]"] | Json[CompletionPiece | Error]
+
+
+class ChatEvent(TypedDict):
+    """A server-sent event of a stream.
+
+    The last one is [DONE], or an error in place of all that is missing. Lines that begin with a colon keep the
+    connection open.
+    """
+
+    data: Literal["[DONE]"] | Json[ChatPiece | Error]
+
+
+EVENTS = (CompletionEvent, ChatEvent)  # an event may have a kind and an id, too
+
+
+class Model(TypedDict):
+    """A name of the model."""
+
+    id: str
+    object: Literal["model"]
+    created: Time
+    owned_by: Literal["monograph"]
+    max_model_len: Annotated[int, Field(ge=1, description="The context: the most tokens of a prompt and its text.")]
+    root: Annotated[str, Field(description="RUN@UPDATE, which the name stands for now.")]
+    chat: Annotated[bool, Field(description="Whether the model has a chat template.")]
+
+
+class Models(TypedDict):
+    """All names of the model."""
+
+    object: Literal["list"]
+    data: Annotated[list[Model], Field(min_length=1)]
+
+
+class Health(TypedDict):
+    """The server answers requests for texts."""
+
+    status: Literal["ok"]
+    model: str
+
+
+class Tokens(TypedDict):
+    """An encoded text."""
+
+    tokens: list[TokenId]
+    count: Count
+    max_model_len: Length
+
+
+class Decoded(TypedDict):
+    """A decoded text."""
+
+    prompt: Annotated[str, Field(description="Bytes that are no UTF-8 are U+FFFD.")]
+
+
+class TokenizerInfo(TypedDict):
+    """Special tokens and the chat template."""
+
+    bos_token: Annotated[str | None, Field(description="Begins a text.")]
+    eos_token: Annotated[str | None, Field(description="Ends a text.")]
+    pad_token: Annotated[str | None, Field(description="Fills up.")]
+    chat_template: Annotated[str | None, Field(description="In Jinja's language.")]
+
+
+Document = dict[str, Any]
