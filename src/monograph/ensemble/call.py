@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from monograph import compat
-from monograph.engine import out_of_memory
 from monograph.ensemble.agreement import computed
 from monograph.ensemble.layers import KERNELS, CannotBatch, Counter, Dropout, Layers, Watch, refusal
 from monograph.ensemble.stack import Stack
 from monograph.errors import InputRefused
 from monograph.graph.inspect import buffers_kept
+from monograph.step.retries import out_of_memory
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _TENSOR = object()

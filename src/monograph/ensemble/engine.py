@@ -30,6 +30,7 @@ from monograph.loss import Batch, Loss, token_loss
 from monograph.optim import AdamW, Optimizer
 from monograph.schedule import Schedule, constant
 from monograph.step import Clip, Step, Update
+from monograph.step.retries import Retries
 
 Reduce = Literal["stack", "mean", "vote", "variance"]
 
@@ -111,7 +112,7 @@ class Ensemble(Engine):
         self._make_stacked = made
         # torch's checkpoint does not run inside of vmap, so blocks are never recomputed.
         own_rows = len(members) if each else None
-        super().__init__(lambda: self.stacked.step, micro_batch, members=own_rows, recomputes=False)
+        super().__init__(lambda: self.stacked.step, Retries(micro_batch, recomputes=False), members=own_rows)
         # This is an attribute, as `compile` replaces it by a compiled function.
         self._infer: Callable[..., Any] = self._inferred
         self._in_one_graph, self._begun = False, False

@@ -18,6 +18,7 @@ from monograph.loss import Batch, Loss, token_loss
 from monograph.optim import AdamW, Optimizer, Plane
 from monograph.schedule import Schedule
 from monograph.step import Clip, Step, Update
+from monograph.step.retries import Retries
 from monograph.step.step import all_or_nothing, alone
 from monograph.stream.lanes import Lanes
 from monograph.stream.parameters import InStages
@@ -52,6 +53,7 @@ class Streamed(Engine):
         placement: Placement | None = None,
         lanes: Lanes | None = None,
         sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
+        retries: Retries | None = None,
     ):
         """Move the module's parameters to their homes.
 
@@ -67,6 +69,7 @@ class Streamed(Engine):
             placement: where buffers live and when weights are updated; by default all on the host, and in a sweep.
             lanes: the lanes that copy and compute; by default the device's own.
             sum_over_ranks: sums a tensor over the processes that train together, if there are several.
+            retries: takes the place of `micro_batch`, and says what is changed when memory runs out.
         """
         self.placement = placement or Placement()
         # This comes before anything is moved, as a refusal later would leave half of the model elsewhere.
@@ -85,7 +88,7 @@ class Streamed(Engine):
         )
         self.store = parameters.store
         self.walk = parameters.walk
-        super().__init__(lambda: step, micro_batch)
+        super().__init__(lambda: step, retries or Retries(micro_batch))
 
     def accumulate(self, window: Batch) -> None:
         """Add the window's exact gradient.
@@ -115,10 +118,6 @@ class Streamed(Engine):
             return super().capture(window, backend, "blocks")
         finally:
             self.walk.lanes.one_by_one = False
-
-    def _step_down(self, window: Batch, message: str) -> None:
-        super()._step_down(window, message)
-        self.walk.lanes.one_by_one = self._captured is not None  # what follows is compiled anew
 
     def update(self) -> Update:
         """Clip and apply the accumulated gradient."""
