@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from monograph import compat
 from monograph.errors import InputRefused, UsageError
 from monograph.graph import capture as graph
+from monograph.graph.compilable import Scope
 from monograph.graph.inspect import buffers_kept, modes_kept, write
 from monograph.graph.replay import WARM_UP
 from monograph.graph.trial import Trial, trial
@@ -137,7 +138,7 @@ class Engine:
         shapes = {name: (*tensor.shape[:dim], rows, *tensor.shape[dim + 1 :]) for name, tensor in like.items()}
         return {name: tensor.new_full(shapes[name], fill.get(name, 0), device=device) for name, tensor in like.items()}
 
-    def capture(self, window: Batch, backend: graph.Backend = "inductor", scope: graph.Scope = "whole") -> str | None:
+    def capture(self, window: Batch, backend: graph.Backend = "inductor", scope: Scope = "whole") -> str | None:
         """Compile the step in place and warm every graph on the window's shapes; weights and state stay as they are.
 
         Args:

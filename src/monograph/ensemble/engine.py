@@ -21,6 +21,7 @@ from monograph.ensemble.stack import Stack
 from monograph.ensemble.stacked import Stacked
 from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.graph import capture as graph
+from monograph.graph.compilable import Scope
 from monograph.graph.inspect import unwrap_
 from monograph.graph.lora import kept_state
 from monograph.graph.precision import Precision
@@ -180,7 +181,7 @@ class Ensemble(Engine):
     def _inferred(self, inputs: tuple[Any, ...], named: dict[str, Any], each: bool) -> Any:
         return self._call(_run, inputs, named, each=each)
 
-    def capture(self, window: Batch, backend: graph.Backend = "inductor", scope: graph.Scope = "whole") -> str | None:
+    def capture(self, window: Batch, backend: graph.Backend = "inductor", scope: Scope = "whole") -> str | None:
         """Compile the step in place; see `Engine.capture`.
 
         Raises:

@@ -233,10 +233,8 @@ class Step:
             UsageError: the module's parameters were changed since the step was made.
         """
         self.guard.require()
-        counts = [self.parameters.targets(batch) for batch in batches]
-        total = torch.ones((), device=self.device)
-        if batches and counts[0] is not None:
-            total = self.sum_over_ranks(torch.stack(counts).sum(0))  # type: ignore[arg-type]
+        counts = [count for batch in batches if (count := self.parameters.targets(batch)) is not None]
+        total = self.sum_over_ranks(torch.stack(counts).sum(0)) if counts else torch.ones((), device=self.device)
         self.loss_factor.copy_(reciprocal(total) * self.loss_scale)
 
     def shared(self, batch: Any) -> Any:

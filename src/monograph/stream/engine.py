@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from monograph.engine import Engine
 from monograph.errors import InputRefused, MonographError, UsageError
 from monograph.graph import capture as graph
+from monograph.graph.compilable import Scope
 from monograph.graph.inspect import buffers_kept, running
 from monograph.graph.lora import adapters
 from monograph.graph.precision import Precision
@@ -110,7 +111,7 @@ class Streamed(Engine):
         batch = next(self._micro_batches(window))
         return self._fitting(window, lambda: self._tried(batch))
 
-    def capture(self, window: Batch, backend: graph.Backend = "inductor", scope: graph.Scope = "blocks") -> str | None:
+    def capture(self, window: Batch, backend: graph.Backend = "inductor", scope: Scope = "blocks") -> str | None:
         """Compile one block for all blocks, the head and the updates; the scope is always "blocks"."""
         # torch refuses to call a compiled function in one thread while another one traces.
         self.walk.lanes.one_by_one = True
