@@ -272,8 +272,8 @@ class Step:
     #     norm = |grad|
     #     w, moments <- rule(w, moments, grad * min(1, clip / norm)),   unless norm or loss is not finite
     #
-    # `accumulate`, below, calls `_micro_step` for each micro-batch, and `update` calls `clip_and_apply` once. Both do so
-    # by way of the parameters, as stages that come and go take another way.
+    # `accumulate`, below, calls `_micro_step` for each micro-batch, and `update` calls `clip_and_apply` once. Both do
+    # so by way of the parameters, as stages that come and go take another way.
 
     def _micro_step(self, batch: Any) -> None:
         """Add a micro-batch's gradient, loss and count, in place in the device's memory and nowhere else."""
