@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import monograph.engine
+import monograph.step
 from monograph.device import clock
 from monograph.loss import token_loss
 from monograph.model.llama import Llama
@@ -112,7 +113,7 @@ class FirstGradient:
     def __init__(self, model: Callable[[], nn.Module]) -> None:
         self.model = model
         self.gradients: dict[str, Tensor] = {}
-        self._clip, self._update = torch.nn.utils.clip_grad_norm_, monograph.engine.update
+        self._clip, self._update = torch.nn.utils.clip_grad_norm_, monograph.step.update
 
     def __enter__(self) -> FirstGradient:
         def clip(*arguments: Any, **options: Any) -> Tensor:

@@ -6,7 +6,6 @@ Shapes: R rows of a window, M rows of a micro-batch, N members of an ensemble.
 """
 
 import functools
-import gc
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar
@@ -16,18 +15,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from monograph import compat
-from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError, host_is_full
+from monograph.errors import InputRefused, UsageError
 from monograph.graph import capture as graph
-from monograph.graph import recompute
+from monograph.graph.compilable import Scope
 from monograph.graph.inspect import buffers_kept, modes_kept, write
-from monograph.graph.remat import Remat
 from monograph.graph.replay import WARM_UP
 from monograph.graph.trial import Trial, trial
 from monograph.loop import EngineState
 from monograph.loss import Batch, fill_of
-from monograph.ranges import COUNT
 from monograph.step import Step, Update, accumulate, update
 from monograph.step.fill import require_nothing_added
+from monograph.step.retries import Retries, rows_of
 
 T = TypeVar("T")
 
@@ -44,35 +42,25 @@ class Engine:
     repeated. By laws 2 and 3 this changes no gradient; the change is announced through `announce`.
 
     Attributes:
-        micro_batch: rows per micro-batch; None: the whole window at once.
-        announce: called with a line when the engine goes on in another way.
+        retries: the rows of micro-batches, and what is changed when memory runs out.
     """
 
-    def __init__(
-        self, make: Callable[[], Step], micro_batch: int | None, *, members: int | None = None, recomputes: bool = True
-    ):
+    def __init__(self, make: Callable[[], Step], retries: Retries, *, members: int | None = None):
         """Note how windows are cut.
 
         Args:
             make: makes the step, when it is first needed.
-            micro_batch: rows per micro-batch.
+            retries: the rows of micro-batches, and what is changed when memory runs out.
             members: the number of members with rows of their own in a window, [N, R, ...]; None: a window is [R, ...].
-            recomputes: whether blocks may be recomputed to save memory.
         """
-        if micro_batch is not None and not COUNT.holds(micro_batch):
-            raise UsageError(f"micro_batch = {micro_batch!r}: expected rows, at least 1, or None for all at once")
         self._make_step = make
         self._members = members
-        self._recomputes = recomputes
-        self.micro_batch = micro_batch
+        self.retries = retries
         self._row_dim = 0 if members is None else 1
         # Rows of the micro-batches that the captured step was called with; another number is one more graph, which is
         # announced once.
         self._sizes = set[int]()
-        self._captured: tuple[graph.Backend, graph.Scope] | None = None
         self._empty_rows_scored = False
-        # Engines print nothing: a command shows the line in its progress, and a user of the library may set `print`.
-        self.announce: Callable[[str], None] = lambda line: None
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse to be copied or pickled: a copy's parameters would not be views of its planes."""
@@ -91,6 +79,24 @@ class Engine:
         """
         self.step.parameters.at_rest(written=False)
         return self.step.model
+
+    @property
+    def micro_batch(self) -> int | None:
+        """Return the rows per micro-batch; None: the whole window at once."""
+        return self.retries.micro_batch
+
+    @micro_batch.setter
+    def micro_batch(self, rows: int | None) -> None:
+        self.retries.micro_batch = rows
+
+    @property
+    def announce(self) -> Callable[[str], None]:
+        """Return what is called with a line when the engine goes on in another way; set it to hear of that."""
+        return self.retries.announce
+
+    @announce.setter
+    def announce(self, announce: Callable[[str], None]) -> None:
+        self.retries.announce = announce
 
     @property
     def index(self) -> int:
@@ -132,7 +138,7 @@ class Engine:
         shapes = {name: (*tensor.shape[:dim], rows, *tensor.shape[dim + 1 :]) for name, tensor in like.items()}
         return {name: tensor.new_full(shapes[name], fill.get(name, 0), device=device) for name, tensor in like.items()}
 
-    def capture(self, window: Batch, backend: graph.Backend = "inductor", scope: graph.Scope = "whole") -> str | None:
+    def capture(self, window: Batch, backend: graph.Backend = "inductor", scope: Scope = "whole") -> str | None:
         """Compile the step in place and warm every graph on the window's shapes; weights and state stay as they are.
 
         Args:
@@ -146,7 +152,7 @@ class Engine:
         step = self.step
         # Graphs have static shapes, so from now on windows of any length are cut into this many rows, and filled up.
         self.micro_batch = self.micro_batch or self._rows(window)
-        self._captured = backend, scope
+        self.retries.captured = backend, scope
         try:
             graph.capture(step, backend, scope)
             with buffers_kept(self.model, step.loss):
@@ -154,7 +160,7 @@ class Engine:
         except Exception as error:
             graph.release(step)
             step.discard()
-            self._captured = None
+            self.retries.captured = None
             # The step stays eager only if torch cannot compile it, as this would hide a bug or a full device. torch
             # compiles a backward pass when it first runs. Graphs of blocks keep inputs that a module may write before
             # its backward pass, which torch refuses there.
@@ -193,55 +199,8 @@ class Engine:
         self._fitting(window, lambda: accumulate(self.step, self._micro_batches(window)))
 
     def _fitting(self, window: Batch, work: Callable[[], T]) -> T:
-        """Return `work()`; as long as the device's memory does not suffice, step down and repeat it."""
-        while True:
-            try:
-                return work()
-            except (RuntimeError, InputRefused) as error:
-                if not out_of_memory(error):
-                    raise
-                message = str(error).splitlines()[0]
-            # This is outside the except block, where the traceback would keep the failed pass's tensors alive.
-            self._step_down(window, message)
-
-    def _step_down(self, window: Batch, message: str) -> None:
-        """Take less memory for the same update: no replayed micro-steps, else half the rows, else recomputed blocks.
-
-        Raises:
-            OutOfDeviceMemory: nothing is left to try.
-        """
-        rows = min(self._size(window), self._rows(window))
-        self.step.discard()
-        # The change that costs least comes first: replays save only launching, fewer rows cost some speed, and
-        # recomputed blocks cost about a third more computing.
-        if graph.give_back(self.step):
-            change = f"{graph.ONE_BY_ONE} from now on"
-        elif rows > 1:
-            self.micro_batch = (rows + 1) // 2
-            change = f"micro_batch is now {self.micro_batch}"
-        elif self._recompute():
-            change = "blocks are recomputed from now on"
-        else:
-            raise OutOfDeviceMemory(
-                f"one row does not fit the device's memory: {message}; use a smaller model or sequence_length"
-            )
-        emptied(self.step.device)
-        self.announce(f"out of memory at {_rows(rows)}: {change}, the update stays the same")
-
-    def _recompute(self) -> bool:
-        """Keep only the blocks' inputs from now on; return False if that is so already, or if there are no blocks."""
-        step = self.step
-        if not self._recomputes or step.remat in (Remat.Full(), Remat.Offload()):
-            return False
-        graph.release(step)
-        try:
-            recompute.follow(self.model, Remat.Full())
-        except UsageError:
-            return False
-        step.remat = Remat.Full()
-        if self._captured:
-            graph.capture(step, *self._captured)
-        return True
+        """Return `work()`, a pass through a window, in less memory if it does not suffice; see `Retries.fitting`."""
+        return self.retries.fitting(self.step, functools.partial(self._rows, window), work)
 
     def update(self) -> Update:
         """Clip and apply the accumulated gradient."""
@@ -316,16 +275,13 @@ class Engine:
     def _micro_batches(self, window: Batch) -> Iterator[Batch]:
         rows = self._rows(window)
         dim = self._row_dim
-        size = self._size(window)
+        size = self.retries.size(rows)
         if rows % size:
             self._require_empty_rows_add_nothing(window, size)
         for start in range(0, rows, size):
             parts = {name: tensor.narrow(dim, start, min(size, rows - start)) for name, tensor in window.items()}
             part = {name: tensor.to(self.step.device, non_blocking=True) for name, tensor in parts.items()}
             yield self._filled(part, size)
-
-    def _size(self, window: Batch) -> int:
-        return self.micro_batch or self._rows(window)
 
     def _rows(self, window: Batch) -> int:
         """Return the number of a window's rows.
@@ -361,9 +317,9 @@ class Engine:
         if own == rows:
             return batch
         if (fill := fill_of(self.step.loss, batch)) is None:
-            if self._captured and own not in self._sizes:
+            if self.retries.captured and own not in self._sizes:
                 self._sizes.add(own)
-                self.announce(f"a micro-batch of {_rows(own)} is one more graph, as the loss has no `fill`")
+                self.announce(f"a micro-batch of {rows_of(own)} is one more graph, as the loss has no `fill`")
             return batch
         empty = self._empty_rows(batch, rows - own, fill)
         return {name: torch.cat([part.to(device, non_blocking=True), empty[name]], dim) for name, part in batch.items()}
@@ -379,22 +335,3 @@ def require_member_axis(tensors: Any, members: int, what: str) -> None:
     if odd := [list(leaf.shape) for leaf in leaves if leaf.shape[:1] != (members,)]:
         axis = f"have a leading member axis, [{members}, ...], as every member has its own"
         raise UsageError(f"each=True: the {what} {axis}; one is {odd[0]}")
-
-
-def emptied(device: torch.device) -> None:
-    """Free what a failed pass held on a device."""
-    # Its tensors are in reference cycles of autograd, and the allocator keeps freed memory in pieces of the old size.
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def _rows(number: int) -> str:
-    return f"{number} row" if number == 1 else f"{number} rows"
-
-
-def out_of_memory(error: BaseException | None) -> bool:
-    """Return whether the device's memory, or the host's, was too small."""
-    if isinstance(error, InputRefused):  # the trial step wraps a module's error in one with an explanation
-        return out_of_memory(error.__cause__)
-    return isinstance(error, torch.OutOfMemoryError) or (error is not None and host_is_full(error))

@@ -11,6 +11,7 @@ from monograph.loss import Loss, token_loss
 from monograph.optim import Optimizer
 from monograph.schedule import Schedule
 from monograph.step import Clip, Step
+from monograph.step.retries import Retries
 
 
 @final
@@ -42,4 +43,4 @@ class Resident(Engine):
             micro_batch: rows per micro-batch; None: the whole window at once.
         """
         step = Step(model, loss=loss, optim=optim, schedule=schedule, clip=clip, precision=precision, remat=remat)
-        super().__init__(lambda: step, micro_batch)
+        super().__init__(lambda: step, Retries(micro_batch))

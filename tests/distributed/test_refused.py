@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,7 +11,8 @@ from torch import nn
 
 from batches import ragged, tiny_llama
 from monograph.distributed.by_rank import seed
-from monograph.distributed.engine import Replicated, Sharded
+from monograph.distributed.engine import Replicated
+from monograph.distributed.retries import BeginAgain
 from monograph.distributed.rows import rows_of
 from monograph.distributed.sharded import require_rows
 from monograph.errors import OutOfDeviceMemory, UsageError
@@ -19,6 +20,7 @@ from monograph.graph.precision import Precision
 from monograph.loss import token_loss
 from monograph.ops.philox import LOW32
 from monograph.optim import AdamW
+from monograph.step import Step
 
 TWO: Any = SimpleNamespace(alone=False, size=2, rank=1)
 
@@ -48,7 +50,7 @@ def test_what_rows_cannot_do(sentence: str) -> None:
 
 def test_a_window_whose_loss_cannot_be_filled_up_must_be_shared_out_evenly() -> None:
     engine: Any = object.__new__(Replicated)
-    engine.world, engine.micro_batch, engine._row_dim, engine._members = TWO, 2, 0, None
+    engine.world, engine.retries, engine._row_dim, engine._members = TWO, BeginAgain(2, TWO), 0, None
     engine.step = SimpleNamespace(device=torch.device("cpu"), loss=lambda model, batch: None)
     window = ragged(8)
     seven = {name: tensor[:7] for name, tensor in window.items()}
@@ -64,7 +66,7 @@ def test_a_window_whose_loss_cannot_be_filled_up_must_be_shared_out_evenly() -> 
 
 def test_without_a_micro_batch_the_rows_are_shared_out_evenly() -> None:
     engine: Any = object.__new__(Replicated)
-    engine.world, engine.micro_batch, engine._row_dim, engine._members = TWO, None, 0, None
+    engine.world, engine.retries, engine._row_dim, engine._members = TWO, BeginAgain(None, TWO), 0, None
     engine.step = SimpleNamespace(device=torch.device("cpu"), loss=token_loss)
     for rows, own in ((1, 1), (2, 1), (5, 3), (8, 4)):
         assert [len(part["tokens"]) for part in engine._micro_batches(ragged(rows))] == [own]
@@ -81,20 +83,17 @@ def test_a_micro_batch_is_seeded_by_its_number_in_the_window(size: int) -> None:
 
 
 def test_memory_that_ran_out_names_the_rank_and_other_errors_stay() -> None:
-    engine: Any = object.__new__(Sharded)
-    engine.world = TWO
-
     def fails(error: Exception) -> None:
         raise error
 
     for rows, remedy in ((3, "let torchrun restart it .--max-restarts 3., or use a smaller"), (1, "use a smaller")):
-        engine.micro_batch = rows
+        retries = BeginAgain(rows, TWO)
         said = f"^rank 1: out of memory at micro_batch = {rows}: no more; {remedy} train.micro_batch, model or"
         with pytest.raises(OutOfDeviceMemory, match=said) as raised:
-            engine._fitting({}, lambda: fails(torch.OutOfMemoryError("no more\nof it")))
+            retries.fitting(cast(Step, None), lambda: 4, lambda: fails(torch.OutOfMemoryError("no more\nof it")))
         assert raised.value.retry_rows == (2 if rows == 3 else 0)
     with pytest.raises(RuntimeError, match="^another$"):
-        engine._fitting({}, lambda: fails(RuntimeError("another")))
+        retries.fitting(cast(Step, None), lambda: 4, lambda: fails(RuntimeError("another")))
 
 
 def test_rows_are_shared_out_as_torch_chunks_them() -> None:

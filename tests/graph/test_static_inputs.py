@@ -125,7 +125,7 @@ def test_blocks_that_are_recomputed_from_now_on_are_captured_anew():
     made.step.recorder = tape = Tape()
     captured_to_train(made, packed(2), "eager")
     first = weakref.ref(tape.graphs.pop())
-    assert first() is not None and made._recompute()
+    assert first() is not None and made.retries._recompute(made.step)
     gc.collect()
     assert first() is None and made.step.micro_step.captured == 0
     trained(made, windows_of(packed, 3, rows=2))

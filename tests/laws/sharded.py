@@ -25,8 +25,7 @@ from batches import large_batch_gradient, packed, ragged, tiny_llama
 from monograph import checkpointing, compat
 from monograph.checkpointing import Checkpoint
 from monograph.device import default_device
-from monograph.distributed import engine as rank_engines
-from monograph.distributed import matrices
+from monograph.distributed import matrices, replicated
 from monograph.distributed import sharded as room
 from monograph.distributed.checkpoint import save
 from monograph.distributed.engine import Replicated, Sharded, StreamedReplica
@@ -436,7 +435,7 @@ def halved(world: World, by_day: bool) -> dict[str, dict[str, Any]]:
         lines: list[str] = []
         # Some buckets are summed before it fails.
         small_buckets = functools.partial(DistributedDataParallel, bucket_cap_mb=0.01)
-        with patch.object(rank_engines, "DistributedDataParallel", small_buckets):
+        with patch.object(replicated, "DistributedDataParallel", small_buckets):
             engine = Replicated(model(torch.float64, False), world=world, micro_batch=ROWS)
             engine.announce = lines.append
             if world.rank == world.size - 1:
@@ -456,7 +455,7 @@ def halved(world: World, by_day: bool) -> dict[str, dict[str, Any]]:
             error = max(error, *(abs(float(a) / float(b) - 1) for a, b in zip(scored, alone, strict=True)))
         alike = int(world.sum(torch.tensor(engine.micro_batch))) == world.size * engine.micro_batch
         found[where] = {"error": error, "rows": engine.micro_batch, "lines": lines, "ended": ended, "alike": alike}
-        found[where] |= {"buckets": len(engine._buckets)}
+        found[where] |= {"buckets": len(engine.replicas.buckets)}
     return found
 
 

@@ -7,26 +7,24 @@ the loss would have to be multiplied by the number of ranks: in fp16 that factor
 subnormals differently. So they are set to sum instead. A window's micro-batches go to the ranks in turn.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, TypeVar, final
+from typing import Any, final
 
-import torch
 from torch import nn
 
 from monograph.distributed.replicated import Replicas
+from monograph.distributed.retries import BeginAgain, Together
 from monograph.distributed.rows import OwnRows
 from monograph.distributed.sharded import Shards
 from monograph.distributed.world import World
-from monograph.engine import Engine, emptied, out_of_memory
-from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
+from monograph.engine import Engine
+from monograph.errors import UsageError
 from monograph.loop import EngineState
 from monograph.loss import Batch, fill_of
 from monograph.step import Step, accumulate
 from monograph.stream.engine import Streamed
 from monograph.stream.placement import Placement
-
-T = TypeVar("T")
 
 
 class RankEngine(Engine):
@@ -42,7 +40,7 @@ class RankEngine(Engine):
     def _micro_batches(self, window: Batch) -> Iterator[Batch]:
         rows = self._rows(window)
         ranks = self.world.size
-        size = self._size(window)
+        size = self.retries.size(rows)
         turns = -(-rows // (size * ranks))
         if rows < turns * size * ranks and fill_of(self.step.loss, window) is None:
             raise UsageError(
@@ -54,25 +52,6 @@ class RankEngine(Engine):
             own = {name: tensor[start : start + size] for name, tensor in window.items()}
             device = self.step.device
             yield self._filled({name: tensor.to(device, non_blocking=True) for name, tensor in own.items()}, size)
-
-    def _size(self, window: Batch) -> int:
-        return self.micro_batch or -(-self._rows(window) // self.world.size)
-
-    def _fitting(self, window: Batch, work: Callable[[], T]) -> T:
-        # The other ranks wait for this rank in the middle of a pass, so all of them have to begin again.
-        try:
-            return work()
-        except (RuntimeError, InputRefused) as error:
-            if not out_of_memory(error):
-                raise
-            rows = self._size(window)
-            remedy = "let torchrun restart it (--max-restarts 3), or " if rows > 1 else ""
-            failed = OutOfDeviceMemory(
-                f"rank {self.world.rank}: out of memory at micro_batch = {rows}: {str(error).splitlines()[0]}; "
-                f"{remedy}use a smaller train.micro_batch, model or sequence_length"
-            )
-            failed.retry_rows = (rows + 1) // 2 if rows > 1 else 0
-            raise failed from error
 
 
 @final
@@ -95,7 +74,7 @@ class Replicated(RankEngine):
         self.world = world
         self.replicas = Replicas(world)
         step = Step(model, sum_over_ranks=world.sum, parameters=self.replicas, **others)
-        super().__init__(lambda: step, micro_batch)
+        super().__init__(lambda: step, Together(micro_batch, self.replicas))
         self.replicas.wrap()
 
     def accumulate(self, window: Batch) -> None:
@@ -106,33 +85,6 @@ class Replicated(RankEngine):
             accumulate(self.step, self._micro_batches(window))
 
         self._fitting(window, work)
-
-    def _fitting(self, window: Batch, work: Callable[[], T]) -> T:
-        if any(isinstance(module, nn.SyncBatchNorm) for module in self.step.model.modules()):
-            return super()._fitting(window, work)  # the others wait for its rows in the middle of a pass
-
-        # Ranks step down together. One that fails first takes part in the sums of gradients that the others wait for.
-        def together() -> T:
-            try:
-                done = work()
-                message = ""
-            except (RuntimeError, InputRefused) as error:
-                if not out_of_memory(error):
-                    raise
-                message = str(error).splitlines()[0]
-            if message:
-                emptied(self.step.device)
-                for bucket in self.replicas.buckets[len(self.replicas.summed) :]:
-                    self.world.sum(torch.zeros_like(bucket, device=self.step.device))
-            if self.world.any(bool(message))[0]:
-                raise torch.OutOfMemoryError(message or "on another rank")
-            return done
-
-        return Engine._fitting(self, window, together)
-
-    def _step_down(self, window: Batch, message: str) -> None:
-        super()._step_down(window, message)
-        self.replicas.wrap()
 
 
 @final
@@ -159,7 +111,7 @@ class Sharded(RankEngine):
         self.world = world
         self.shards = Shards(world, halved, by_machine)
         step = Step(model, sum_over_ranks=world.sum, parameters=self.shards, **others)
-        super().__init__(lambda: step, micro_batch)
+        super().__init__(lambda: step, BeginAgain(micro_batch, world))
 
     def load_state(self, state: EngineState) -> None:
         """Load a state as `Engine.load_state` does; each rank takes its rows of whole tensors."""
@@ -173,13 +125,22 @@ class Sharded(RankEngine):
 class StreamedReplica(RankEngine, Streamed):
     """The engine of a module that every rank streams whole from its host; gradients are summed stage by stage."""
 
-    def __init__(self, model: nn.Module, *, world: World, placement: Placement | None = None, **others: Any):
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        world: World,
+        micro_batch: int | None = None,
+        placement: Placement | None = None,
+        **others: Any,
+    ):
         """Move the module's parameters to their homes; the other arguments are those of `Streamed`."""
         self.world = world
         placement = placement or Placement()
         if placement.when == "backward":  # an update then is decided on by one rank's losses
             placement = replace(placement, when="next forward")
-        Streamed.__init__(self, model, placement=placement, sum_over_ranks=world.sum, **others)
+        retries = BeginAgain(micro_batch, world)
+        Streamed.__init__(self, model, placement=placement, sum_over_ranks=world.sum, retries=retries, **others)
 
     def accumulate(self, window: Batch) -> None:
         """Add the window's exact gradient, as `Engine.accumulate` does."""

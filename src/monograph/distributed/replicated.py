@@ -47,6 +47,10 @@ class Replicas(ByRank):
                 self.parallel(None, self.step.loss_factor).backward()
         self.buckets = self.summed
 
+    def begin_again(self) -> None:
+        """Wrap the module anew."""
+        self.wrap()
+
     def forward(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Return what `Step.forward` returns, with DDP around it."""
         loss, loss_sum, count = self.parallel(batch, self.step.loss_factor)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +53,7 @@ class Shards(ByRank):
 
     differentiable = False  # FSDP2 would wait for a backward pass
 
-    root: FSDPModule
+    root: nn.Module
     names: list[str]
 
     def __init__(self, world: World, halved: bool = False, by_machine: bool = False):
@@ -99,8 +99,9 @@ class Shards(ByRank):
         with compat.integer_parameters():
             for block in blocks(model).values():
                 fully_shard(materialize_(block), mesh=mesh, ignored_params=single, mp_policy=policy)
-            self.root = fully_shard(_Summed(step), mesh=mesh, ignored_params=single)  # type: ignore[assignment]
-        for module in self.root.modules():  # type: ignore[attr-defined]
+            self.root = _Summed(step)
+            fully_shard(self.root, mesh=mesh, ignored_params=single)  # in place
+        for module in self.root.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it reduces
@@ -123,7 +124,7 @@ class Shards(ByRank):
 
     def sums(self, batch: Any) -> Sums:
         """Return the batch's sums, by the module that gathers the parameters."""
-        loss_sum, count = self.root(batch)  # type: ignore[operator]
+        loss_sum, count = self.root(batch)
         return loss_sum, count
 
     def update_plane(self, plane: Plane, total: Tensor, scale: Tensor, accepted: Tensor) -> None:
@@ -162,7 +163,7 @@ class Shards(ByRank):
                 found = [newton_schulz(each, compute) if len(each) else each for each in directions]
             for (plane, _), each in zip(members, found, strict=True):
                 plane.orthogonal = each.flatten()
-        planes: Any = zip(step.planes, grads, strict=True)
+        planes = zip(cast(list[RowsPlane], step.planes), grads, strict=True)
         shares_scales = FORMATS[step.optim.state].block > 1
         cut = [(plane, total, plane.cut) for plane, total in planes if plane.cut and shares_scales]
         agree(self.sharing, cut, scale, step.optim)
@@ -175,7 +176,7 @@ class Shards(ByRank):
         try:
             return super().score(batches)
         finally:
-            self.root.reshard()  # without a backward pass the root's parameters would stay gathered
+            cast(FSDPModule, self.root).reshard()  # without a backward pass the root's parameters would stay gathered
 
     def weights(self) -> dict[str, Tensor]:
         """Return the model's tensors by the names that they have in one process; parameters are sharded."""
@@ -237,7 +238,7 @@ class Shards(ByRank):
 
 def _direction(plane: Plane, grad: Tensor, state: str) -> Tensor:
     """Return this rank's rows of the matrices that Muon orthogonalises."""
-    local: Any = plane.slots[0].parameter
+    local = cast(DTensor, plane.slots[0].parameter)
     rule = plane.kind.rule
     moments = [FORMATS[state].unpack(plane.state, name, grad.dtype, plane.before) for name in rule.moments]
     return rule.direction(grad, moments, plane.kind).view(local.to_local().shape)
@@ -303,7 +304,7 @@ class RowsPlane(Plane):
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield views as `Plane.views` does, as DTensors in the parameter's shape."""
         [(name, parameter, _)] = self.slots
-        local: Any = parameter
+        local = cast(DTensor, parameter)
         if any(flat is buffer for key, buffer in self.state.items() if key.endswith("_scale")):
             blocks = torch.empty(-(-parameter.numel() // BLOCK), device="meta")
             first = self.begin // BLOCK

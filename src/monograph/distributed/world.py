@@ -222,7 +222,7 @@ class World:
 
     def once(self, work: Callable[[], T]) -> T:
         """Return what `work()` gives on rank 0, which alone calls it, on all ranks; see `agreed`."""
-        return work() if self.alone else self.agreed(work() if self.leads else None)  # type: ignore[no-any-return]
+        return work() if self.alone else self.agreed(work() if self.leads else None)
 
     def gathered(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in their order and after a round trip through JSON; a collective."""

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from monograph import compat
-from monograph.engine import out_of_memory
 from monograph.ensemble.agreement import computed
 from monograph.ensemble.layers import KERNELS, CannotBatch, Counter, Dropout, Layers, Watch, refusal
 from monograph.ensemble.stack import Stack
 from monograph.errors import InputRefused
 from monograph.graph.inspect import buffers_kept
+from monograph.step.retries import out_of_memory
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _TENSOR = object()
@@ -223,7 +223,10 @@ class Members:
     ) -> Tensor:
         # A fused kernel draws its own random numbers, so with dropout the probabilities are computed in memory.
         if dropout_p == 0:
-            return torch.ops.monograph.folded_attention(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+            folded: Tensor = torch.ops.monograph.folded_attention(
+                query, key, value, attn_mask, is_causal, scale, enable_gqa
+            )
+            return folded
         probabilities = _probabilities(query, key, attn_mask, is_causal, scale, enable_gqa)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], dim=-3) if enable_gqa else value
         return self._dropout.of(probabilities, dropout_p, tuple(probabilities.shape)) @ value
@@ -263,7 +266,8 @@ def _normalize(x: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out:
 
 def _weight_norm(direction: Tensor, norm: Tensor, dim: int = 0) -> Tensor:
     rows = direction.reshape(1, -1) if dim == -1 else direction.transpose(0, dim).reshape(direction.shape[dim], -1)
-    return direction * (norm / rows.norm(dim=1).view(norm.shape))
+    lengths: Tensor = rows.norm(dim=1)
+    return direction * (norm / lengths.view(norm.shape))
 
 
 def _average_of_batches(norm: Any, x: Tensor) -> Tensor:

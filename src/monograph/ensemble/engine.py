@@ -21,6 +21,7 @@ from monograph.ensemble.stack import Stack
 from monograph.ensemble.stacked import Stacked
 from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.graph import capture as graph
+from monograph.graph.compilable import Scope
 from monograph.graph.inspect import unwrap_
 from monograph.graph.lora import kept_state
 from monograph.graph.precision import Precision
@@ -30,6 +31,7 @@ from monograph.loss import Batch, Loss, token_loss
 from monograph.optim import AdamW, Optimizer
 from monograph.schedule import Schedule, constant
 from monograph.step import Clip, Step, Update
+from monograph.step.retries import Retries
 
 Reduce = Literal["stack", "mean", "vote", "variance"]
 
@@ -111,7 +113,7 @@ class Ensemble(Engine):
         self._make_stacked = made
         # torch's checkpoint does not run inside of vmap, so blocks are never recomputed.
         own_rows = len(members) if each else None
-        super().__init__(lambda: self.stacked.step, micro_batch, members=own_rows, recomputes=False)
+        super().__init__(lambda: self.stacked.step, Retries(micro_batch, recomputes=False), members=own_rows)
         # This is an attribute, as `compile` replaces it by a compiled function.
         self._infer: Callable[..., Any] = self._inferred
         self._in_one_graph, self._begun = False, False
@@ -179,7 +181,7 @@ class Ensemble(Engine):
     def _inferred(self, inputs: tuple[Any, ...], named: dict[str, Any], each: bool) -> Any:
         return self._call(_run, inputs, named, each=each)
 
-    def capture(self, window: Batch, backend: graph.Backend = "inductor", scope: graph.Scope = "whole") -> str | None:
+    def capture(self, window: Batch, backend: graph.Backend = "inductor", scope: Scope = "whole") -> str | None:
         """Compile the step in place; see `Engine.capture`.
 
         Raises:

@@ -23,16 +23,7 @@ class MemberEngine(Engine):
         """Take the ensemble and the member's number."""
         self._ensemble = ensemble
         self._number = number
-        super().__init__(lambda: ensemble.step, ensemble.micro_batch, recomputes=False)
-
-    @property
-    def micro_batch(self) -> int | None:
-        """Return the rows of a micro-batch, which all members share."""
-        return self._ensemble.micro_batch
-
-    @micro_batch.setter
-    def micro_batch(self, rows: int | None) -> None:
-        self._ensemble.micro_batch = rows
+        super().__init__(lambda: ensemble.step, ensemble.retries)
 
     @property
     def model(self) -> nn.Module:

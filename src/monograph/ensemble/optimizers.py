@@ -107,7 +107,7 @@ def kinds(of_members: Sequence[Mapping[str, Kind]], device: torch.device) -> dic
     return {name: by_kind[tuple(of[name] for of in of_members)] for name in of_members[0]}
 
 
-def _knob(values: Sequence[Any], device: torch.device) -> Knob:
+def _knob(values: Sequence[Knob], device: torch.device) -> Knob:
     """Return the members' common value, or else a tensor [N] of their values, fp64."""
     if all(value == values[0] for value in values):
         return values[0]

@@ -140,7 +140,8 @@ class _RatedDropout(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Do what one member's dropout does."""
-        return getattr(nn.functional, self._function)(hidden, self.rate, self.training)
+        dropped: Tensor = getattr(nn.functional, self._function)(hidden, self.rate, self.training)
+        return dropped
 
 
 def _share(stacked: Tensor, number: int) -> Memory:

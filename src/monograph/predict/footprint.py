@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from monograph import compat
-from monograph.graph.capture import Scope, capture_by
+from monograph.graph.capture import capture_by
+from monograph.graph.compilable import Scope
 from monograph.graph.lora import Lora
 from monograph.graph.precision import Precision
 from monograph.graph.remat import named

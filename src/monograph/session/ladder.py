@@ -16,7 +16,7 @@ from monograph.engine import Engine
 from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
 from monograph.evaluation import Evaluation, evaluate
 from monograph.graph import capture as graph
-from monograph.graph.compilable import Compilable
+from monograph.graph.compilable import Compilable, Scope
 from monograph.graph.frozen import parameter_count
 from monograph.graph.inspect import blocks
 from monograph.graph.precision import Precision
@@ -156,7 +156,7 @@ class Unfused(OnDevice):
             made.append(step.begun(plane))
         return made
 
-    def captured(self, scope: graph.Scope) -> list[Compilable[..., Any]]:
+    def captured(self, scope: Scope) -> list[Compilable[..., Any]]:
         """Return the passes alone."""
         return [self.step.forward, self.step.evaluate] if scope == "whole" else []
 

@@ -11,6 +11,7 @@ from monograph.distributed.world import World
 from monograph.engine import Engine
 from monograph.errors import UsageError
 from monograph.graph import capture as graph
+from monograph.graph.compilable import Scope
 from monograph.graph.lora import starts_still
 from monograph.graph.precision import Precision
 from monograph.loss import Batch
@@ -262,7 +263,7 @@ def _compile(session: Session, window: Batch, progress: Progress) -> None:
         progress.line("eager", f"training without compiling: {session.eager_reason}")
 
 
-def capture(engine: Engine, window: Batch, scope: graph.Scope, kernel: Kernel | None = None) -> str | None:
+def capture(engine: Engine, window: Batch, scope: Scope, kernel: Kernel | None = None) -> str | None:
     """Capture the step of an engine; return why it stays eager, or None.
 
     Where flex attention is impossible or slow, packed rows have dense masks, and the rest `kernel`, if one was chosen.

@@ -102,6 +102,9 @@ class Parameters(ABC):
     def discard(self) -> None:
         """Forget the gradient since the last update."""
 
+    def begin_again(self) -> None:
+        """Get ready to repeat a pass that ran out of memory."""
+
     # ── apply ───────────────────────────────────────────────────────────────────────────────────
 
     def rates(self) -> Rates:

@@ -233,10 +233,8 @@ class Step:
             UsageError: the module's parameters were changed since the step was made.
         """
         self.guard.require()
-        counts = [self.parameters.targets(batch) for batch in batches]
-        total = torch.ones((), device=self.device)
-        if batches and counts[0] is not None:
-            total = self.sum_over_ranks(torch.stack(counts).sum(0))  # type: ignore[arg-type]
+        counts = [count for batch in batches if (count := self.parameters.targets(batch)) is not None]
+        total = self.sum_over_ranks(torch.stack(counts).sum(0)) if counts else torch.ones((), device=self.device)
         self.loss_factor.copy_(reciprocal(total) * self.loss_scale)
 
     def shared(self, batch: Any) -> Any:
@@ -274,8 +272,8 @@ class Step:
     #     norm = |grad|
     #     w, moments <- rule(w, moments, grad * min(1, clip / norm)),   unless norm or loss is not finite
     #
-    # `accumulate`, below, has the parameters call `_micro_step` for each micro-batch. `update` has them decide on the
-    # planes' gradients once, by `clip_and_apply`.
+    # `accumulate`, below, calls `_micro_step` for each micro-batch, and `update` calls `clip_and_apply` once. Both do
+    # so by way of the parameters, as stages that come and go take another way.
 
     def _micro_step(self, batch: Any) -> None:
         """Add a micro-batch's gradient, loss and count, in place in the device's memory and nowhere else."""

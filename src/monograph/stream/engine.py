@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from monograph.engine import Engine
 from monograph.errors import InputRefused, MonographError, UsageError
 from monograph.graph import capture as graph
+from monograph.graph.compilable import Scope
 from monograph.graph.inspect import buffers_kept, running
 from monograph.graph.lora import adapters
 from monograph.graph.precision import Precision
@@ -18,6 +19,7 @@ from monograph.loss import Batch, Loss, token_loss
 from monograph.optim import AdamW, Optimizer, Plane
 from monograph.schedule import Schedule
 from monograph.step import Clip, Step, Update
+from monograph.step.retries import Retries
 from monograph.step.step import all_or_nothing, alone
 from monograph.stream.lanes import Lanes
 from monograph.stream.parameters import InStages
@@ -52,6 +54,7 @@ class Streamed(Engine):
         placement: Placement | None = None,
         lanes: Lanes | None = None,
         sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
+        retries: Retries | None = None,
     ):
         """Move the module's parameters to their homes.
 
@@ -67,6 +70,7 @@ class Streamed(Engine):
             placement: where buffers live and when weights are updated; by default all on the host, and in a sweep.
             lanes: the lanes that copy and compute; by default the device's own.
             sum_over_ranks: sums a tensor over the processes that train together, if there are several.
+            retries: takes the place of `micro_batch`, and says what is changed when memory runs out.
         """
         self.placement = placement or Placement()
         # This comes before anything is moved, as a refusal later would leave half of the model elsewhere.
@@ -85,7 +89,7 @@ class Streamed(Engine):
         )
         self.store = parameters.store
         self.walk = parameters.walk
-        super().__init__(lambda: step, micro_batch)
+        super().__init__(lambda: step, retries or Retries(micro_batch))
 
     def accumulate(self, window: Batch) -> None:
         """Add the window's exact gradient.
@@ -107,7 +111,7 @@ class Streamed(Engine):
         batch = next(self._micro_batches(window))
         return self._fitting(window, lambda: self._tried(batch))
 
-    def capture(self, window: Batch, backend: graph.Backend = "inductor", scope: graph.Scope = "blocks") -> str | None:
+    def capture(self, window: Batch, backend: graph.Backend = "inductor", scope: Scope = "blocks") -> str | None:
         """Compile one block for all blocks, the head and the updates; the scope is always "blocks"."""
         # torch refuses to call a compiled function in one thread while another one traces.
         self.walk.lanes.one_by_one = True
@@ -115,10 +119,6 @@ class Streamed(Engine):
             return super().capture(window, backend, "blocks")
         finally:
             self.walk.lanes.one_by_one = False
-
-    def _step_down(self, window: Batch, message: str) -> None:
-        super()._step_down(window, message)
-        self.walk.lanes.one_by_one = self._captured is not None  # what follows is compiled anew
 
     def update(self) -> Update:
         """Clip and apply the accumulated gradient."""

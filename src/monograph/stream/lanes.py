@@ -29,11 +29,12 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
 Lane = Literal["compute", "in", "out", "host"]
 LANES: tuple[Lane, ...] = ("compute", "in", "out", "host")
 MARKS = 4096  # this many marks are kept before those that no lane can wait for any more are dropped
@@ -139,9 +140,10 @@ class Lanes:
         self.moved_bytes[reads.home, writes.home] += source.nbytes
         self._give(lane, lambda: target.copy_(source, non_blocking=True), (reads,), (writes,), source.nbytes)
 
-    def compute(self, call: Callable[[], Any], reads: Iterable[Space] = (), writes: Iterable[Space] = ()) -> Any:
+    def compute(self, call: Callable[[], T], reads: Iterable[Space] = (), writes: Iterable[Space] = ()) -> T:
         """Run a call on the compute lane and return its result; it reads and writes no space but these."""
-        return self._give("compute", call, tuple(reads), tuple(writes), 0)
+        result: T = self._give("compute", call, tuple(reads), tuple(writes), 0)
+        return result
 
     def host(
         self,

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from monograph.engine import out_of_memory
 from monograph.errors import OutOfDeviceMemory
 from monograph.graph import siblings
 from monograph.graph.compilable import Compilable, Scope
@@ -17,6 +16,7 @@ from monograph.optim import Plane
 from monograph.step import Parameters, Step
 from monograph.step.on_device import fuses
 from monograph.step.parameters import Sums
+from monograph.step.retries import out_of_memory
 from monograph.stream.chunked_update import HALF_DONE
 from monograph.stream.lanes import Lanes, executor
 from monograph.stream.placement import Placement
@@ -103,6 +103,10 @@ class InStages(Parameters):
     def discard(self) -> None:
         """Forget the gradient since the last update."""
         self.walk.discard()
+
+    def begin_again(self) -> None:
+        """Do one thing after another if graphs are compiled anew, as torch cannot trace in one of several threads."""
+        self.walk.lanes.one_by_one = self.step.scope != "none"
 
     def complete(self) -> None:
         """Finish the update before, and sum over the ranks."""

@@ -219,13 +219,13 @@ class Updates:
         grad_norm, scale, accepted = self.lanes.compute(lambda: self.step.decide(squares))
         if self.in_backward:
             self.step.applied.copy_(applied)  # the update was counted already, by `decide_by_losses`
-            return grad_norm  # type: ignore[no-any-return]
+            return grad_norm
         self._decided = scale, accepted
         self._update_on_host(self.store.stages, scale, accepted)
         self.waiting = [stage for stage in self.store.stages if any(chunks(stage))]
         if self.placement.when == "sweep":
             self.flush()
-        return grad_norm  # type: ignore[no-any-return]
+        return grad_norm
 
     def flush(self) -> None:
         """Make all updates that are still waiting."""
