@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from monograph.serve import answers, body, compiling, owner, service, texts
+from monograph.serve import answers, body, compiling, service, texts, versions
 from monograph.text.tokenizer import Tokenizer
 from served import ROWS, Served, small
 
@@ -37,7 +37,7 @@ DRY = {"dry_multiplier": 0.5, "dry_sequence_breakers": ["a", "b"]}
         (Tokenizer, "decode", "/detokenize", {"tokens": [5]}),
         (answers, "token_text", "/v1/completions", {"prompt": "a", "max_tokens": 1, "logprobs": 1}),
         (answers, "token_text", "/v1/completions", {"prompt": "ab", "max_tokens": 0, "logprobs": 1, "echo": True}),
-        (owner, "breakers", "/v1/completions", {"prompt": "a", "max_tokens": 1} | DRY),
+        (versions, "breakers", "/v1/completions", {"prompt": "a", "max_tokens": 1} | DRY),
     ],
 )
 def test_what_may_take_long_is_done_beside_the_loop(

@@ -1,19 +1,18 @@
 """What all requests share: the versions of the model, the thread that owns them, bounds on what waits, and counts."""
 
 import asyncio
-import itertools
 import math
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
 from monograph.device import clock
 from monograph.errors import MonographError, OutOfDeviceMemory
-from monograph.serve.answers import Counted
 from monograph.serve.compiling import Compiler
-from monograph.serve.owner import Generation, Gone, Owner, Source, Version
+from monograph.serve.metrics import Counted, Histogram
+from monograph.serve.owner import Generation, Gone, Owner
 from monograph.serve.refused import Refused
+from monograph.serve.versions import Source, Version
 
 WAITING = 4  # texts that wait for each row
 WAITING_PROMPTS = 4  # whole contexts of prompts that wait for each row
@@ -111,27 +110,6 @@ class Gate:
 
 
 LOOK_S = 2.0  # between two looks for a newer version
-_BOUNDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)  # seconds
-
-
-class Histogram:
-    """Counts durations by size, as Prometheus does."""
-
-    def __init__(self) -> None:
-        self._counts = [0] * (len(_BOUNDS) + 1)
-        self._sum = 0.0
-
-    def add(self, seconds: float) -> None:
-        """Count one."""
-        self._counts[bisect_left(_BOUNDS, seconds)] += 1
-        self._sum += seconds
-
-    def lines(self, name: str) -> list[str]:
-        """Return its lines in Prometheus' text."""
-        bounds = (*map(str, _BOUNDS), "+Inf")
-        totals = [*itertools.accumulate(self._counts)]
-        buckets = (f'{name}_bucket{{le="{bound}"}} {total}' for bound, total in zip(bounds, totals, strict=True))
-        return [f"# TYPE {name} histogram", *buckets, f"{name}_sum {self._sum:.6f}", f"{name}_count {totals[-1]}"]
 
 
 class Service:
