@@ -28,10 +28,11 @@ from monograph.serve.answers import (
 )
 from monograph.serve.body import Closed, closed, parsed, read_body
 from monograph.serve.compiling import Busy
+from monograph.serve.gate import MOST_NUMBERS
 from monograph.serve.owner import Generation, Gone, Inbox
 from monograph.serve.refused import Refused, error_of
 from monograph.serve.requests import Asked, ChatRequest, CompletionRequest, read
-from monograph.serve.service import MOST_NUMBERS, Service
+from monograph.serve.service import Service
 from monograph.serve.versions import Version
 from monograph.text.chat import chat_ids
 
