@@ -247,8 +247,9 @@ def compared(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             continue
         ratios: dict[str, list[float]] = {}
         if case["part"] in ("latency", "storm"):
-            pairs = zip(mine["tokens_per_s"]["values"], case["tokens_per_s"]["values"], strict=True)
-            ratios[f"tokens/s, {case['load']}"] = [own / theirs for own, theirs in pairs]
+            if case["part"] == "storm":
+                pairs = zip(mine["tokens_per_s"]["values"], case["tokens_per_s"]["values"], strict=True)
+                ratios[f"tokens/s, {case['load']}"] = [own / theirs for own, theirs in pairs]
             for word, share in TIMES:
                 if mine[word] and case[word] and mine[word][share]:  # 0 if most events share their packets
                     label = f"{word.removesuffix('_s').upper()} {share}, {case['load']}"

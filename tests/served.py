@@ -23,8 +23,8 @@ from clocks import HANG_S
 from monograph.graph.precision import Precision
 from monograph.model.llama import Llama
 from monograph.serve.command import configured
-from monograph.serve.owner import LAST, Source, Version
 from monograph.serve.service import Service
+from monograph.serve.versions import LAST, Source, Version
 from monograph.text.tokenizer import Tokenizer
 
 ROWS, CONTEXT = 4, 256

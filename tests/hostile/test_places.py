@@ -24,7 +24,7 @@ from monograph.config import load
 from monograph.graph.inspect import unique_state
 from monograph.run.folder import Run
 from monograph.run.recipe import Recipe
-from monograph.serve.owner import Source
+from monograph.serve.versions import Source
 from monograph.text.tokenizer import Tokenizer
 from recorded import recorded
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from monograph.serve import answers, body, compiling, owner, service, texts
+from monograph.serve import answers, body, compiling, gate, texts, versions
 from monograph.text.tokenizer import Tokenizer
 from served import ROWS, Served, small
 
@@ -37,7 +37,7 @@ DRY = {"dry_multiplier": 0.5, "dry_sequence_breakers": ["a", "b"]}
         (Tokenizer, "decode", "/detokenize", {"tokens": [5]}),
         (answers, "token_text", "/v1/completions", {"prompt": "a", "max_tokens": 1, "logprobs": 1}),
         (answers, "token_text", "/v1/completions", {"prompt": "ab", "max_tokens": 0, "logprobs": 1, "echo": True}),
-        (owner, "breakers", "/v1/completions", {"prompt": "a", "max_tokens": 1} | DRY),
+        (versions, "breakers", "/v1/completions", {"prompt": "a", "max_tokens": 1} | DRY),
     ],
 )
 def test_what_may_take_long_is_done_beside_the_loop(
@@ -94,7 +94,7 @@ def test_prompts_that_are_scored_take_so_much_memory_and_no_more(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = {"prompt": [5, 6, 7], "max_tokens": 0, "echo": True, "logprobs": 1}
-    monkeypatch.setattr(service, "MOST_SCORES", 9)
+    monkeypatch.setattr(gate, "MOST_SCORES", 9)
     with served.service.gate.scoring(4):
         answer = served.post("/v1/completions", body)
         assert answer.status == 429 and answer.headers["retry-after"] == "10"

@@ -20,7 +20,7 @@ import pytest
 from clocks import HANG_S
 from monograph.decode.generator import Generator
 from monograph.serve import command, service
-from monograph.serve.owner import Version
+from monograph.serve.versions import Version
 from monograph.text.tokenizer import Tokenizer
 from served import Given, Served, small
 

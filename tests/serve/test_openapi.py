@@ -21,10 +21,10 @@ from monograph.serve import compiling, requests
 from monograph.serve.app import OPEN, Guard, application
 from monograph.serve.document import OPERATIONS as DECLARED
 from monograph.serve.document import document
-from monograph.serve.owner import Source
 from monograph.serve.refused import Refused
 from monograph.serve.requests import ChatRequest, CompletionRequest, Message, TokenizeRequest, read
 from monograph.serve.service import Service
+from monograph.serve.versions import Source
 from monograph.text.messages import CALLS, THOUGHTS
 from monograph.text.tokenizer import Tokenizer
 from served import Served, small

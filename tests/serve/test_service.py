@@ -15,8 +15,8 @@ from monograph.decode import completion
 from monograph.decode.cache import KVCache
 from monograph.errors import OutOfDeviceMemory
 from monograph.serve import owner, service
-from monograph.serve.owner import Version
-from monograph.serve.service import WAITING_PROMPTS
+from monograph.serve.gate import WAITING_PROMPTS
+from monograph.serve.versions import Version
 from monograph.text.tokenizer import Tokenizer
 from served import ROWS, Given, Served, small
 

@@ -1,94 +1,24 @@
-"""Writes answers in the words of the protocol and sends them, whole or piece by piece as a stream of events.
+"""Writes answers in the words of the protocol and sends them, whole or piece by piece as a stream of events."""
 
-It also reads bodies, and counts what was sent.
-"""
-
-import asyncio
 import codecs
 import json
 import time
 import uuid
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from starlette.datastructures import Headers
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Send
 
 from monograph.decode.completion import Transcript
 from monograph.decode.request import Event, LogProbability
 from monograph.evaluation.choices import TokenScore
 from monograph.serve import shapes
-from monograph.serve.body import MOST_BODY
-from monograph.serve.owner import Generation, Version
+from monograph.serve.owner import Generation
 from monograph.serve.refused import Refused, error_of
+from monograph.serve.versions import Version
 from monograph.text.tokenizer import Tokenizer
 
-BODY_S = 30.0  # for a body to arrive
 _ALWAYS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
-
-
-class Closed(Exception):
-    """The client has gone."""
-
-
-class Counted:
-    """Counts requests by status.
-
-    Attributes:
-        by_status: how many were answered so.
-    """
-
-    def __init__(self) -> None:
-        self.by_status: Counter[int] = Counter()
-
-    def watched(self, scope: Scope, send: Send) -> Send:
-        """Return a `send` that counts; `scope["answered"]` becomes whether an answer has begun."""
-        scope["answered"] = False
-
-        async def sent(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                scope["answered"] = True
-                self.by_status[message["status"]] += 1
-            await send(message)
-
-        return sent
-
-
-async def read_body(scope: Scope, receive: Receive) -> bytes:
-    """Return a request's body.
-
-    Raises:
-        Refused: it is too large, or too slow.
-        Closed: the client has gone.
-    """
-    too_large = Refused(413, f"the body is larger than {MOST_BODY:,} bytes")
-    declared = Headers(scope=scope).get("content-length", "0")
-    if declared.isdecimal() and int(declared[:19]) > MOST_BODY:
-        raise too_large
-    parts = list[bytes]()
-    size = 0
-    more = True
-    try:
-        async with asyncio.timeout(BODY_S):
-            while more:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise Closed
-                parts.append(message.get("body", b""))
-                size = size + len(parts[-1])
-                more = message.get("more_body", False)
-                if size > MOST_BODY:
-                    raise too_large
-    except TimeoutError:
-        raise Refused(408, f"the body did not arrive within {BODY_S:.0f} s") from None
-    return b"".join(parts)
-
-
-async def closed(receive: Receive) -> None:
-    """Wait until the client has gone, once its body was read."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def send_error(send: Send, refused: Refused) -> None:

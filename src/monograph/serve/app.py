@@ -22,9 +22,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from monograph.errors import MonographError
 from monograph.serve import shapes
-from monograph.serve.answers import Closed, Counted, read_body, send_error, send_json
-from monograph.serve.body import parsed
+from monograph.serve.answers import send_error, send_json
+from monograph.serve.body import Closed, parsed, read_body
 from monograph.serve.document import OPERATIONS, document
+from monograph.serve.metrics import Counted
 from monograph.serve.refused import Refused, error_of
 from monograph.serve.requests import DetokenizeRequest, TokenizeRequest, read
 from monograph.serve.service import Service

@@ -1,14 +1,59 @@
-"""Reads the JSON of a request's body within bounds."""
+"""Reads a request's body and its JSON within bounds."""
 
+import asyncio
 import json
 import math
 from typing import Any
 
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope
+
 from monograph.serve.refused import Refused
 from monograph.storage.reading import json_fault, parse_json
 
+BODY_S = 30.0  # for a body to arrive
 MOST_BODY = 1 << 20  # bytes
 MOST_DEPTH = 64  # of lists and objects inside each other
+
+
+class Closed(Exception):
+    """The client has gone."""
+
+
+async def read_body(scope: Scope, receive: Receive) -> bytes:
+    """Return a request's body.
+
+    Raises:
+        Refused: it is too large, or too slow.
+        Closed: the client has gone.
+    """
+    too_large = Refused(413, f"the body is larger than {MOST_BODY:,} bytes")
+    declared = Headers(scope=scope).get("content-length", "0")
+    if declared.isdecimal() and int(declared[:19]) > MOST_BODY:
+        raise too_large
+    parts = list[bytes]()
+    size = 0
+    more = True
+    try:
+        async with asyncio.timeout(BODY_S):
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise Closed
+                parts.append(message.get("body", b""))
+                size = size + len(parts[-1])
+                more = message.get("more_body", False)
+                if size > MOST_BODY:
+                    raise too_large
+    except TimeoutError:
+        raise Refused(408, f"the body did not arrive within {BODY_S:.0f} s") from None
+    return b"".join(parts)
+
+
+async def closed(receive: Receive) -> None:
+    """Wait until the client has gone, once its body was read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def parsed(body: bytes) -> dict[str, Any]:

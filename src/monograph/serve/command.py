@@ -19,8 +19,8 @@ from monograph.errors import InputRefused, UsageError, bug_report, said_by
 from monograph.report.quantities import counted
 from monograph.serve.app import application, is_local
 from monograph.serve.connection import HEAD_BYTES, MOST_CONNECTIONS, Connection
-from monograph.serve.owner import Source, Version
 from monograph.serve.service import Service
+from monograph.serve.versions import Source, Version
 from monograph.storage.cache_dir import keep_compiled
 from monograph.storage.reading import read_input
 from monograph.terminal import one_line, warn

@@ -17,24 +17,23 @@ from monograph.serve import shapes
 from monograph.serve.answers import (
     Answer,
     ChatAnswer,
-    Closed,
     Events,
     Piece,
     Writing,
     as_json,
-    closed,
-    read_body,
     scored,
     send_error,
     send_whole,
     usage_of,
 )
-from monograph.serve.body import parsed
+from monograph.serve.body import Closed, closed, parsed, read_body
 from monograph.serve.compiling import Busy
-from monograph.serve.owner import Generation, Gone, Inbox, Version
+from monograph.serve.gate import MOST_NUMBERS
+from monograph.serve.owner import Generation, Gone, Inbox
 from monograph.serve.refused import Refused, error_of
 from monograph.serve.requests import Asked, ChatRequest, CompletionRequest, read
-from monograph.serve.service import MOST_NUMBERS, Service
+from monograph.serve.service import Service
+from monograph.serve.versions import Version
 from monograph.text.chat import chat_ids
 
 Prompts = Sequence[Sequence[int]]  # their ids
