@@ -151,7 +151,7 @@ def main() -> None:
         rows.append(
             [name, f"{case['predicted']:.2f}", harness.shown(case["measured"]), f"{off:+.0%}", case["bound_by"]]
         )
-    harness.print_table(["change", "predicted", "measured", "off", "bound by"], rows)
+    harness.print_table(["change", "predicted", "measured", "off", "limited by"], rows)
 
 
 if __name__ == "__main__":

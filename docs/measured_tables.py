@@ -238,7 +238,7 @@ def carrying() -> str:
 def changing() -> str:
     """Return one line for each change of benchmarks/bottleneck.py."""
     found = result("bottleneck")
-    lines = ["| change | bound by | predicted | measured (lowest to highest round) | off |", "|---" * 5 + "|"]
+    lines = ["| change | limited by | predicted | measured (lowest to highest round) | off |", "|---" * 5 + "|"]
     for case in found["cases"]:
         predicted, measured = case["predicted"], case["measured"]
         spread = f"{measured['median']:.2f} × ({measured['low']:.2f}-{measured['high']:.2f})"

@@ -21,6 +21,7 @@ HELP = {
     "/quit": "leave, as Ctrl-D does",
 }
 KEYS = "Ctrl-C stops an answer. A line that begins with a space is sent as it is, even if a / follows."
+_LEAVING = ("/quit", "/exit", "/bye", "/q")  # the first is ours, the others are what other programs have
 _COMMANDS = tuple(line.split()[0] for line in HELP)
 # How an answer may end besides at its own end, and what a person can do then.
 _ENDED = {
@@ -75,7 +76,7 @@ class Chat:
 
     def _command(self, name: str, value: str = "") -> bool:
         value = value.strip()
-        if name == "/quit":
+        if name in _LEAVING:
             return False
         if name == "/help":
             width = max(map(len, HELP)) + 2

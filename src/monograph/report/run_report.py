@@ -26,8 +26,8 @@ _FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("tokens_per_s", "tokens/s", quantities.count),
     ("mfu", "MFU", lambda value: f"{100 * value:.0f} %"),
     ("peak_memory_bytes", "peak memory", quantities.memory),
-    ("reward", "reward", lambda value: f"{value:.3f}"),
-    ("accuracy", "accuracy", lambda value: f"{100 * value:.0f} %"),
+    ("reward", "reward, training", lambda value: f"{value:.3f}"),
+    ("accuracy", "accuracy, training", lambda value: f"{100 * value:.0f} %"),
     ("train_loss", "training loss, nats", lambda value: f"{value:.3f}"),
     ("eval_loss", "held-out loss, nats", lambda value: f"{value:.3f}"),
 )

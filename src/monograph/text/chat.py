@@ -23,7 +23,8 @@ def template_of(tokenizer: Tokenizer, tools: Any = None) -> ChatTemplate:
     """
     if tokenizer.config.template is None:
         raise InputRefused(
-            "the model has no chat template: put its chat_template.jinja next to its tokenizer.json, or give plain text"
+            "the model has no chat template: put its chat_template.jinja next to its tokenizer.json "
+            "(docs/finetune.md has one), or give plain text"
         )
     return (
         tokenizer.config.template if tools is None else tokenizer.config.named.get(TOOL_USE, tokenizer.config.template)
