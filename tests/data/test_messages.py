@@ -22,7 +22,8 @@ from monograph.errors import InputRefused
 from monograph.rl.pairs import read_pairs
 from monograph.rl.prompts import read_prompts
 from monograph.rl.rewards import reward_of
-from monograph.serve import fields
+from monograph.serve.refused import Refused
+from monograph.serve.requests import ChatRequest, read
 from monograph.text.chat import chat_ids
 from monograph.text.messages import MESSAGE_KEYS, METADATA
 from monograph.text.tokenizer import Tokenizer
@@ -129,7 +130,7 @@ def asked(folder: Path, tokenizer: Tokenizer, chat: Messages) -> Any:
 
 def served(folder: Path, tokenizer: Tokenizer, chat: Messages) -> Any:
     given = [{key: value for key, value in message.items() if key != "weight"} for message in chat[:-1]]
-    messages = fields.chat({"model": "m", "messages": given}, 8).messages
+    messages = read(ChatRequest, {"model": "m", "messages": given}, rows=8).messages
     return chat_ids(tokenizer, messages, add_generation_prompt=True)
 
 
@@ -258,7 +259,7 @@ def test_a_key_that_no_template_reads_is_refused_by_its_name(tmp_path: Path, rea
     tokenizer = speaking(tmp_path, "chatml")
     odd = [{**CLEAN[0], "mood": "glad"}, *CLEAN[1:]]
     if reader == "serve":
-        with pytest.raises(fields.Refused, match="there is no field 'mood'"):
+        with pytest.raises(Refused, match="there is no field 'mood'"):
             READERS[reader](tmp_path, tokenizer, odd)
         return
     with pytest.raises(

@@ -20,27 +20,28 @@ def build_kernels_together() -> None:
     from torch._inductor import async_compile, codecache
 
     compiler: Any = async_compile.AsyncCompile
-    one_by_one, wait = compiler.cpp_pybinding, compiler._wait_futures
+    wait = compiler.wait
 
     class Libraries(codecache.CppPythonBindingsCodeCache):
         cache: dict[str, Any] = {}  # noqa: RUF012 - torch's own form
         entry_function = "kernels"
 
-    def collect(self: Any, argument_types: list[str], code: str) -> Any:
-        alone = async_compile.get_compile_threads() <= 1  # such a compiler does not wait, but returns kernels
-        return one_by_one(self, argument_types, code) if alone else _Source(argument_types, code)
+    def collect(self: Any, argument_types: list[str], code: str) -> _Source:
+        return _Source(argument_types, code)
 
     def build(self: Any, scope: dict[str, Any]) -> None:
         sources = {name: value for name, value in scope.items() if isinstance(value, _Source)}
-        files = _shared_out(sources, async_compile.get_compile_threads())
+        threads = async_compile.get_compile_threads()
+        files = _shared_out(sources, threads)
         template = Libraries.suffix_template
-        libraries = [Libraries.load_async(_file(file, template), "cpu", submit_fn=self.submit) for file in files]
+        submit = self.submit if threads > 1 else None  # one thread would wait for a lock that it holds
+        libraries = [Libraries.load_async(_file(file, template), "cpu", submit_fn=submit) for file in files]
         wait(self, scope)
         for file, library in zip(files, libraries, strict=True):
             made: Any = library()
             scope.update({name: getattr(made, f"kernel_{number}") for number, name in enumerate(file)})
 
-    compiler.cpp_pybinding, compiler._wait_futures = collect, build
+    compiler.cpp_pybinding, compiler.wait = collect, build
 
 
 def _shared_out(sources: dict[str, _Source], files: int) -> list[dict[str, _Source]]:
