@@ -225,6 +225,17 @@ def test_what_changes_on_the_host_now_and_then_is_captured_anew():
     assert len(check(made, windows_of(ragged, 6), between=between).step.recorder.graphs) == 2
 
 
+def test_another_forward_pass_is_recorded_anew():
+    made = replaying(engine())
+    windows = windows_of(packed)
+    trained(made, windows)
+    before = made.step.recorder.called
+    forward = made.step.forward.now
+    made.step.forward.now = lambda batch, loss_factor: forward(batch, loss_factor)
+    trained(made, windows[:1])
+    assert made.step.recorder.called > before
+
+
 @pytest.mark.parametrize("policy", [Remat.Full(), Remat.Offload()], ids=str)
 def test_blocks_recomputed_between_graphs_are_called(policy):
     lines: list[str] = []

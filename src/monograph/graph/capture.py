@@ -48,6 +48,10 @@ class Capturable(Protocol):
     replaced: list[Replaced]
 
     @property
+    def forward(self) -> Compilable[..., Any]:
+        """Return what a micro-step calls."""
+
+    @property
     def parameters(self) -> Compiles:
         """Return what knows the functions that are compiled."""
 
@@ -143,7 +147,7 @@ def replayed(step: Capturable) -> StaticInputs:
         step.micro_step,
         step.recorder,
         step.device,
-        lambda: HostState(step.model, step.loss, loss=step, forward=step),
+        lambda: HostState(step.model, step.loss, loss=step, now=step.forward),
         lambda reason: step.announce(f"{ONE_BY_ONE}: {reason}"),
     )
 
