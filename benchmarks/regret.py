@@ -55,10 +55,8 @@ CASES = (
 
 def request_of(case: Case) -> Request:
     """Return the question for the planner."""
-    return Request(
-        case.config, case.length, case.rows * case.length, AdamW(), precisions=(case.precision,),
-        scopes=("whole", "blocks"), remats=REMATS, packed=False,
-    )  # fmt: skip
+    training = Work(case.config, case.rows, case.length, AdamW(), window_rows=case.rows, packed=False)
+    return Request(training, precisions=(case.precision,), scopes=("whole", "blocks"), remats=REMATS)
 
 
 def works(plan: Plan, chosen: Work) -> list[Work]:

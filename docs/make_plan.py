@@ -15,9 +15,11 @@ from monograph import planner
 from monograph.device import named
 from monograph.errors import OutOfDeviceMemory
 from monograph.model.config import LlamaConfig
+from monograph.optim import AdamW
 from monograph.planner import Limits, Plan, Request, defaults, plan
 from monograph.planner.streaming import DISK_BYTES_PER_S, HOST_SHARE, streamed
 from monograph.predict.fake_memory import ORIGINS
+from monograph.predict.footprint import Work
 from monograph.predict.roofline import LINK_BYTES_PER_S, LINK_SHARE
 from monograph.report.quantities import count, duration, gibibytes
 from monograph.session.resolve import REMATS
@@ -43,10 +45,13 @@ COLOURS = ("#2457c5", "#6d92e6", "#b3c7f4", "#c2460e", "#e79a72", "#9a9ca6")
 def plans() -> list[Plan]:
     """Return a plan for each GPU: bf16 products, fp32 weights, AdamW, rows of 4,096 tokens, 524,288 an update."""
     shape = LlamaConfig.preset("8b")
+    training = Work(shape, 128, 4096, AdamW(), window_rows=128)
     request = Request(
-        shape, 4096, 2**19, precisions=("bf16",), scopes=defaults.scopes(shape.num_hidden_layers),
+        training,
+        precisions=("bf16",),
+        scopes=defaults.scopes(shape.num_hidden_layers),
         remats=REMATS,
-    )  # fmt: skip
+    )
     return [plan(request, card, card.peak_flops) for card in map(named, CARDS)]
 
 
@@ -75,7 +80,8 @@ def streamed_table() -> str:
     ]
     for (name, shape), card, host in itertools.product(SHAPES.items(), STREAMED_ON, HOSTS):
         device = named(card)
-        request = Request(shape, 4096, 2**17, precisions=("bf16",), scopes=("blocks",), remats=("none",))
+        training = Work(shape, 32, 4096, AdamW(), window_rows=32)
+        request = Request(training, precisions=("bf16",), scopes=("blocks",), remats=("none",))
         rate = LINK_SHARE * (device.link_bytes_per_s or LINK_BYTES_PER_S)
         link = Link(rate, rate, DISK_BYTES_PER_S)
         limits = Limits(planner.budget(device), int(HOST_SHARE * host * 2**30), 2 * 2**40, link)

@@ -17,7 +17,9 @@ from monograph.errors import UsageError
 from monograph.model.config import LlamaConfig
 from monograph.model.hub import save_model
 from monograph.model.llama import Llama
+from monograph.optim import AdamW
 from monograph.planner import Limits, Request
+from monograph.predict.footprint import Work
 from monograph.predict.roofline import Calibration
 
 
@@ -208,5 +210,5 @@ def test_a_plan_for_a_machine_that_is_larger_than_this_one_is_made(capsys):
 
 
 def test_an_update_of_many_rows_has_its_micro_batches_counted_at_once():
-    asked = Request(LlamaConfig.preset("nano"), 1, 2**32)
+    asked = Request(Work(LlamaConfig.preset("nano"), 1, 1, AdamW(), window_rows=2**32))
     assert asked.micro_batches == [2**power for power in range(33)]

@@ -41,7 +41,7 @@ def normed() -> nn.Module:
 
 def plan(parallel: str, rows: int, device: str) -> Any:
     fields = {"clip": 0.5, "precision": "fp32", "remat": "none", "memory": "device", "parallel": parallel}
-    made = SimpleNamespace(update_rule=AdamW(lr=1e-2), micro_batch=rows, **fields)
+    made = SimpleNamespace(optim=AdamW(lr=1e-2), micro_batch=rows, **fields)
     return SimpleNamespace(model=normed(), loss=loss, plan=made), SimpleNamespace(type=device)
 
 

@@ -25,11 +25,22 @@ from monograph.predict.roofline import update_time
 
 H200 = named("H200")
 BOTH = ("whole", "blocks")
-LLAMA_3_8B = Request(LlamaConfig.preset("8b"), 4096, 2**19, precisions=("bf16",))
+LLAMA_3_8B = Request(Work(LlamaConfig.preset("8b"), 128, 4096, AdamW(), window_rows=128), precisions=("bf16",))
+
+
+def test_a_way_keeps_every_fact_of_the_training_that_it_does_not_choose():
+    facts = {"packed": False, "clip": 0.5, "lora": Lora(4), "judged": "rows", "optim": AdamW(lr=2.0)}
+    asked = LLAMA_3_8B.having(**facts)
+    work = asked.work(("fp16", "blocks", 0.5), 2, H200)
+    chosen = {"rows": 2, "precision": "fp16", "compile": "blocks", "remat": 0.5, "device_type": "cuda"}
+    assert vars(work) == vars(asked.training) | chosen
+    shorter = asked.of_tokens(asked.tokens_per_update, 1024)
+    assert (shorter.training.length, shorter.rows, shorter.tokens_per_update) == (1024, 512, 2**19)
+    assert shorter.of_tokens(100, 1024).rows == 1, "one row at least"
 
 
 def tiny(**more):
-    return Request(tiny_llama().config, 32, 12 * 32, precisions=("bf16",), **more)
+    return Request(Work(tiny_llama().config, 12, 32, AdamW(), window_rows=12), precisions=("bf16",), **more)
 
 
 @pytest.fixture(autouse=True)
@@ -179,7 +190,7 @@ def test_no_memory_is_refused():
 
 
 def test_recomputing_costs_a_forward_pass_and_larger_micro_batches_cost_nothing():
-    work = Work(LlamaConfig.preset("8b"), 1, 4096, LLAMA_3_8B.optim, "bf16", "blocks", window_rows=128)
+    work = Work(LlamaConfig.preset("8b"), 1, 4096, LLAMA_3_8B.training.optim, "bf16", "blocks", window_rows=128)
     plain, again, wide = (
         update_time(each, H200, 989e12) for each in (work, replace(work, remat="full"), replace(work, rows=4))
     )
@@ -208,7 +219,9 @@ def test_no_model_is_predicted_to_be_faster_than_the_card(traced):
 
 
 def test_inputs_on_the_host_make_room_and_cost_nothing_beside_longer_computation():
-    work = Work(LlamaConfig.preset("8b"), 8, 4096, LLAMA_3_8B.optim, "bf16", "blocks", "offload", window_rows=128)
+    work = Work(
+        LlamaConfig.preset("8b"), 8, 4096, LLAMA_3_8B.training.optim, "bf16", "blocks", "offload", window_rows=128
+    )
     full, an_input = replace(work, remat="full"), 8 * 4096 * 4096 * 2
     assert estimate_bytes(full) - estimate_bytes(work) == 29 * an_input
     assert update_time(work, H200, 989e12).total_s == update_time(full, H200, 989e12).total_s

@@ -32,7 +32,8 @@ SHAPE = LlamaConfig(
     vocab_size=20_000, hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=8,
     num_key_value_heads=2,
 )  # fmt: skip
-ASKED = Request(SHAPE, 512, 16 * 512, precisions=("bf16",), scopes=("blocks",), remats=("none",))
+TRAINING = Work(SHAPE, 16, 512, AdamW(), window_rows=16)
+ASKED = Request(TRAINING, precisions=("bf16",), scopes=("blocks",), remats=("none",))
 GIB = 2**30
 SMALL = 11 * GIB // 8  # what slots, staging buffers and passes need, and some more
 LINK = Link(25e9, 25e9, 1e9)
@@ -129,7 +130,7 @@ def test_weights_stay_first_and_evenly_through_the_depth():
 
 def test_only_without_clipping_weights_are_updated_in_the_backward_pass():
     assert {way.when for way in ways(ASKED, H200)} == {"sweep", "next forward"}
-    assert "backward" in {way.when for way in ways(replace(ASKED, clip=None), H200)}
+    assert "backward" in {way.when for way in ways(ASKED.having(clip=None), H200)}
 
 
 def test_the_best_fits_and_the_others_say_why_they_are_not():
@@ -153,9 +154,7 @@ def test_a_stage_that_does_not_fit_is_refused_with_its_parts():
     words = asked_refused(device_bytes=GIB // 8, host_bytes=64 * GIB)
     assert "nothing fits 0.12 GiB of NVIDIA H200" in words and "slots" in words
     assert "use a smaller model, or a device with more memory: its stages alone are too large" in words
-    long = asked_refused(
-        replace(ASKED, length=16 * 512, tokens_per_update=32 * 16 * 512), device_bytes=GIB, host_bytes=64 * GIB
-    )
+    long = asked_refused(ASKED.of_tokens(32 * 16 * 512, 16 * 512), device_bytes=GIB, host_bytes=64 * GIB)
     assert "use a smaller train.tokens_per_update, data.sequence_length or model" in long
 
 
@@ -169,7 +168,7 @@ def test_a_host_that_is_too_small_is_refused_with_what_would_fit():
 def test_what_was_said_to_fit_fits():
     limits = Limits(SMALL, GIB, link=LINK)
     state = "8bit" if "8bit would fit" in asked_refused(device_bytes=SMALL, host_bytes=GIB) else "bf16"
-    other = replace(ASKED, optim=AdamW(state=state))
+    other = ASKED.having(optim=AdamW(state=state))
     assert streamed(other, H200, limits, H200.peak_flops)
 
 
@@ -230,7 +229,7 @@ def test_the_host_updates_where_its_memory_is_fast_beside_the_link():
     assert chosen == {1e9: "device", 1e13: "host"}
     assert {way.where for way in ways(ASKED, H200)} == {"device", "host"}
     for optim in (AdamW(state="8bit"), Muon()):
-        assert {way.where for way in ways(replace(ASKED, optim=optim), H200)} == {"device"}
+        assert {way.where for way in ways(ASKED.having(optim=optim), H200)} == {"device"}
 
 
 def test_a_stage_that_is_updated_at_home_stays_there_as_a_whole_or_on_the_device():

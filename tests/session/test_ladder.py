@@ -204,8 +204,7 @@ def test_the_peak_is_the_one_that_is_predicted(folder: Path) -> None:
     assert not isinstance(found, str)
     plan, text = made.plan, made.texts["packed"]
     config = module.build_run(plan, TextTask(text), made.machine).plan.recipe.shape()
-    optim = Muon() if plan.optimizer == "muon" else AdamW()
-    work = Work(config, 8, 256, optim, compile="none", window_rows=8)
+    work = Work(config, 8, 256, type(plan.optim)(), compile="none", window_rows=8)
     assert found.peak_memory_bytes == pytest.approx(footprint(work).peak_bytes, rel=0.05)
     assert (found.micro_batch, found.micro_steps, len(found.seconds)) == (8, 1, 6)
     assert found.held_out and 4 < found.held_out.loss < 7 and 4 < found.train_loss < 7

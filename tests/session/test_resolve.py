@@ -60,7 +60,7 @@ def test_what_is_pinned_stays():
     given = sized(train__micro_batch=3, train__precision="fp32", train__compile="none", optim__name="adamw")
     asked = request_of(given, shape(given).config, CARD)
     assert (asked.micro_batch, asked.precisions, asked.scopes) == (3, ("fp32",), ("none",))
-    assert isinstance(asked.optim, AdamW)
+    assert isinstance(asked.training.optim, AdamW)
 
 
 def test_only_what_is_built_is_chosen():
@@ -198,7 +198,7 @@ def test_only_presets_that_were_measured_have_fields_of_muon_of_their_own():
         {"model__preset": "micro", "model__family": "gemma3_text"},
         {"model__preset": "124m"},
     )
-    rules = [sized(**keys).update_rule for keys in shapes]
+    rules = [sized(**keys).optim for keys in shapes]
     assert [(rule.momentum, rule.embedding_lr) for rule in rules] == [(0.9, 6.0), (0.95, 1.0), (0.95, 1.0)]
 
 
@@ -223,5 +223,5 @@ def test_the_decay_of_a_new_small_model_grows_with_its_epochs(keys, epoch_rows, 
     given = sized(**({"model__preset": "micro", "train__tokens_per_update": 2048} | keys))
     assert given.rows == 8
     found = resolve(given, CARD, shape(given)._replace(per_epoch=epoch_rows, minutes=given.minutes))
-    assert found.update_rule.weight_decay == pytest.approx(decay)
-    assert found.settings.optim.weight_decay == found.update_rule.weight_decay, "a resumed run reads it"
+    assert found.optim.weight_decay == pytest.approx(decay)
+    assert found.settings.optim.weight_decay == found.optim.weight_decay, "a resumed run reads it"

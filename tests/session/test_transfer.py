@@ -89,7 +89,7 @@ def test_what_cannot_be_carried_is_refused(
 def test_a_rate_may_stay_open_where_nothing_is_trained() -> None:
     given = sized(settings(optim__transfer="width", optim__lr="auto"))
     config = shape(given)
-    assert request_of(resolve(given, named("H100")), config, named("H100")).optim.groups
+    assert request_of(resolve(given, named("H100")), config, named("H100")).training.optim.groups
     assert shape(narrow(given, config)).hidden_size == 64
 
 
@@ -98,11 +98,11 @@ def test_the_optimizer_has_the_rates_of_the_table() -> None:
     given = resolve(settings(optim__transfer="width"), card)
     config = shape_of(given)
     plan = resolve(given, card, Shape(config))
-    found = {group.pattern: group for group in plan.update_rule.groups}
+    found = {group.pattern: group for group in plan.optim.groups}
     assert found["model.layers.*.mlp.up_proj.weight"].lr == 0.5
     assert found["model.norm.weight"].lr == 0.25 and found["model.embed_tokens.weight"].eps == 0.25
-    assert request_of(given, config, card).optim == plan.update_rule == request_of(plan, config, card).optim
-    assert not resolve(settings(), card).update_rule.groups
+    assert request_of(given, config, card).training.optim == plan.optim == request_of(plan, config, card).training.optim
+    assert not resolve(settings(), card).optim.groups
     with pytest.raises(UsageError, match="weights are drawn here"):
         resolve(given, card, Shape(None))
 

@@ -72,8 +72,8 @@ def screen(
         yield f"         beside {sizes}"
     yield f"model    {_model(model, plan, request)}"
     usual = ", as usual for this size" if supposed else ""
-    rows = f"{counted(request.rows, 'row')} of {request.length:,} tokens{usual}"
-    yield f"update   {request.rows * request.length:,} tokens: {rows}"
+    rows = f"{counted(request.rows, 'row')} of {request.training.length:,} tokens{usual}"
+    yield f"update   {request.tokens_per_update:,} tokens: {rows}"
     if drawing:
         yield "         rows as long as a prompt with its answer may be; shorter ones need less of all"
     if supposed:
@@ -98,7 +98,7 @@ def _source_of_times(plan: Plan) -> str:
 
 
 def _model(model: str, plan: Plan, request: Request) -> str:
-    config, lora = request.config, request.lora
+    config, lora = request.training.config, request.training.lora
     size = f"{count(config.parameter_count())} parameters"
     if lora is None:
         return f"{model}, vocabulary {config.vocab_size:,}: {size}"

@@ -9,6 +9,7 @@ from monograph.optim.optimizers import (
     checked,
     hidden_matrices,
     initialise,
+    name_of,
     update_,
 )
 from monograph.optim.planes import Plane, holding, planes, trainable, unlinked, vectors_at_once
@@ -32,6 +33,7 @@ __all__ = [
     "initialise",
     "join",
     "muon_",
+    "name_of",
     "nesterov",
     "newton_schulz",
     "next_moments",

@@ -96,6 +96,11 @@ class Muon(Optimizer):
 OPTIMIZERS: dict[str, type[Optimizer]] = {"adamw": AdamW, "muon": Muon}
 
 
+def name_of(optim: Optimizer) -> str:
+    """Return an optimizer's value of the key `optim.name`."""
+    return next(name for name, kind in OPTIMIZERS.items() if type(optim) is kind)
+
+
 def checked(optim: Optimizer) -> Optimizer:
     """Return the optimizer, if it is one.
 

@@ -3,16 +3,13 @@
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from monograph.device import Device
-from monograph.graph.lora import Lora
-from monograph.model.config import LlamaConfig
-from monograph.optim import AdamW, Optimizer
 from monograph.predict.estimate import estimate_bytes, trained_adapters
-from monograph.predict.footprint import Compile, Judged, Work
+from monograph.predict.footprint import Compile, Work
 from monograph.predict.roofline import flops_per_token, mfu, update_time
-from monograph.step import Clip
 
 ByDtype = Mapping[str, float]  # numbers by the name of a precision
 Ways = tuple[str, Compile, str | float]  # precision, compile scope, recomputation
@@ -23,37 +20,28 @@ class Request:
     """A request for a plan: the training, and the choices that are open.
 
     Attributes:
-        config: the model's shape.
-        length: tokens of a row.
-        tokens_per_update: tokens of an update, which no choice changes.
-        optim: the optimizer.
+        training: what no choice changes, with all rows of an update at once; a way replaces the rest of it.
         micro_batch: rows of a micro-batch; None if the plan chooses.
         precisions: the choices, best first.
         scopes: choices among "whole", "blocks" and "none", best first.
         remats: choices among "none", "pointwise", shares, "full" and "offload", best first.
-        packed: whether rows hold several documents.
-        clip: the largest gradient norm.
-        lora: the adapters that are trained instead of the model.
-        judged: see `Work`.
     """
 
-    config: LlamaConfig
-    length: int
-    tokens_per_update: int
-    optim: Optimizer = field(default_factory=AdamW)
+    training: Work
     micro_batch: int | None = None
     precisions: tuple[str, ...] = ("fp32",)
     scopes: tuple[Compile, ...] = ("whole", "blocks", "none")
     remats: tuple[str | float, ...] = ("none", "pointwise", "full")
-    packed: bool = True
-    clip: float | Clip | None = 1.0
-    lora: Lora | None = None
-    judged: Judged = ""
 
     @property
     def rows(self) -> int:
         """Return the rows of an update."""
-        return max(1, self.tokens_per_update // self.length)
+        return self.training.window_rows
+
+    @property
+    def tokens_per_update(self) -> int:
+        """Return the tokens of an update, which no choice changes."""
+        return self.rows * self.training.length
 
     @property
     def micro_batches(self) -> list[int]:
@@ -63,20 +51,20 @@ class Request:
         small = [size for size in range(1, math.isqrt(self.rows) + 1) if self.rows % size == 0]
         return sorted({*small, *(self.rows // size for size in small)})
 
+    def having(self, **facts: Any) -> "Request":
+        """Return the request for another training, which differs in these fields of `Work`."""
+        return replace(self, training=replace(self.training, **facts))
+
+    def of_tokens(self, tokens_per_update: int, length: int) -> "Request":
+        """Return the request for updates of so many tokens, in whole rows of `length` and in one row at least."""
+        rows = max(1, tokens_per_update // length)
+        return self.having(rows=rows, window_rows=rows, length=length)
+
     def work(self, way: Ways, rows: int, device: Device) -> Work:
         """Return one way to train with micro-batches of `rows`."""
-        return Work(
-            self.config,
-            rows,
-            self.length,
-            self.optim,
-            *way,
-            self.rows,
-            self.packed,
-            self.clip,
-            device.type,
-            self.lora,
-            self.judged,
+        precision, scope, remat = way
+        return replace(
+            self.training, rows=rows, precision=precision, compile=scope, remat=remat, device_type=device.type
         )
 
 

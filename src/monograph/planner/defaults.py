@@ -368,7 +368,7 @@ def streamed_or_resident(
     """
     streams = memory == "stream"
     resident = Plan(device, budget(device), None, []) if streams else plan(request, device, peak_flops, calibration)
-    resident_only = request.scopes == ("whole",) or request.remats == ("offload",) or request.lora is not None
+    resident_only = request.scopes == ("whole",) or request.remats == ("offload",) or request.training.lora is not None
     if memory == "device" or resident.chosen or resident_only:
         return resident
     try:

@@ -88,11 +88,11 @@ def remedies(request: Request, device: Device, peaks: ByDtype, choices: Choices,
     yield from itertools.islice(_fitting(_shorter(request), device, peaks), 1)
     if choices.may_stream:
         yield from itertools.islice(_streamed(request, device, peaks, limits), 1)
-    smaller = ((change, "a smaller model", replace(request, config=shape)) for change, shape in choices.smaller)
+    smaller = ((change, "a smaller model", request.having(config=shape)) for change, shape in choices.smaller)
     yield from itertools.islice(_fitting(smaller, device, peaks), 1)
     if choices.card:
         here = [remedy.change for remedy in fitting]
-        elsewhere = [changed for changed in numerics if changed[0] not in here and changed[2].lora is not None]
+        elsewhere = [changed for changed in numerics if changed[0] not in here and changed[2].training.lora is not None]
         yield from _larger_cards([("", "", request), *elsewhere], device)
 
 
@@ -119,7 +119,7 @@ def fastest(request: Request, device: Device, peaks: ByDtype) -> Candidate | Non
 
 def _numerics(request: Request, choices: Choices) -> Iterator[Changed]:
     """Yield (change, cost, request) for narrower numbers, and for adapters in place of all weights."""
-    optim, lora = request.optim, request.lora
+    optim, lora = request.training.optim, request.training.lora
     if request.precisions == ("fp32",) and choices.halves:
         change = f"train.precision={choices.halves}"
         yield change, "products in 16 bits", replace(request, precisions=(choices.halves,))
@@ -127,39 +127,43 @@ def _numerics(request: Request, choices: Choices) -> Iterator[Changed]:
         if lora.base == "auto":
             eight = replace(lora, base="int8")
             four = replace(lora, base="nf4")
-            yield "lora.base=int8", "frozen weights rounded to 8 bits", replace(request, lora=eight)
-            yield "lora.base=nf4", "frozen weights rounded to 4 bits", replace(request, lora=four)
+            yield "lora.base=int8", "frozen weights rounded to 8 bits", request.having(lora=eight)
+            yield "lora.base=nf4", "frozen weights rounded to 4 bits", request.having(lora=four)
         return
     if optim.state == "fp32":
-        narrow = replace(request, optim=replace(optim, state="8bit"))
+        narrow = request.having(optim=replace(optim, state="8bit"))
         yield "optim.state=8bit", "moments rounded to 8 bits", narrow
         if request.precisions == ("bf16",):
-            halved = replace(request, optim=replace(optim, state="bf16", master_weights=False))
+            halved = request.having(optim=replace(optim, state="bf16", master_weights=False))
             change = "optim.state=bf16 optim.master_weights=false"
             yield change, "weights, moments in 16 bits", halved
     if choices.existing:
-        adapted = replace(request, optim=AdamW())
+        adapted = request.having(optim=AdamW())
         rank = Lora().rank
-        yield f"lora.rank={rank}", "adapters in place of all weights", replace(adapted, lora=Lora())
+        yield f"lora.rank={rank}", "adapters in place of all weights", adapted.having(lora=Lora())
         change = f"lora.rank={rank} lora.base=nf4"
-        yield change, "adapters on weights of 4 bits", replace(adapted, lora=Lora(base="nf4"))
+        yield change, "adapters on weights of 4 bits", adapted.having(lora=Lora(base="nf4"))
 
 
 def _shorter(request: Request) -> Iterator[Changed]:
     """Yield half of the row's length, a quarter of it and so on."""
-    length = request.length // 2
+    length = request.training.length // 2
     while length >= SHORTEST:
-        yield f"data.sequence_length={length}", "longer texts are cut", replace(request, length=length)
+        yield (
+            f"data.sequence_length={length}",
+            "longer texts are cut",
+            request.of_tokens(request.tokens_per_update, length),
+        )
         length //= 2
 
 
 def _streamed(request: Request, device: Device, peaks: ByDtype, known: Limits) -> Iterator[Remedy]:
     """Yield streaming from each usual host that has room, the smallest first; then with smaller updates."""
     for tokens in (request.tokens_per_update, *FEWER_TOKENS):
-        if not request.length <= tokens <= request.tokens_per_update:
+        if not request.training.length <= tokens <= request.tokens_per_update:
             continue
         smaller = "" if tokens == request.tokens_per_update else f" train.tokens_per_update={binary(tokens)}"
-        asked = replace(request, tokens_per_update=tokens, remats=("none",), scopes=("blocks",))
+        asked = replace(request, remats=("none",), scopes=("blocks",)).of_tokens(tokens, request.training.length)
         for gibibytes in HOSTS_GIB:
             limits = replace(known, host_bytes=int(HOST_SHARE * gibibytes * 2**30), disk_bytes=0)
             with suppress(OutOfDeviceMemory):

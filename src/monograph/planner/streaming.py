@@ -151,22 +151,22 @@ def _that_fit(every: Sequence[Way], limits: Limits) -> Fitting:
 
 def ways(request: Request, device: Device) -> Iterator[Way]:
     """Yield all combinations; those that update weights in the backward pass only without clipping."""
-    layers = request.config.num_hidden_layers
+    layers = request.training.config.num_hidden_layers
     sizes = request.micro_batches
     scope: Compile = "none" if request.scopes == ("none",) else "blocks"
     remats = [remat_of for remat_of in request.remats if remat_of != "offload"] or ["none"]
-    whens: list[When] = ["next forward", "sweep", *(["backward"] if request.clip is None else [])]  # type: ignore[list-item]
+    whens: list[When] = ["next forward", "sweep", *(["backward"] if request.training.clip is None else [])]  # type: ignore[list-item]
     updates: list[tuple[When, Where]] = [(when, "device") for when in whens]
     # On the host a sweep equals updating before the next forward pass, and only an update element by element of exact
     # moments is limited by the memory's speed there.
     captured = scope != "none" and compiler_obstacle() is None
-    light = formats.FORMATS[request.optim.state].exact and not request.optim.updates_matrices
+    light = formats.FORMATS[request.training.optim.state].exact and not request.training.optim.updates_matrices
     if device.type != "cpu" and captured and light:
         updates += [(when, "host") for when in whens if when != "sweep"]
     for precision, per_stage in itertools.product(request.precisions, BLOCKS_PER_STAGE):
         if layers % per_stage:
             continue
-        stages = stages_of(request.config, request.optim, precision, per_stage)
+        stages = stages_of(request.training.config, request.training.optim, precision, per_stage)
         for rows, remat, (when, where), offload in itertools.product(sizes, remats, updates, (False, True)):
             yield Way(request.work((precision, scope, remat), rows, device), stages, per_stage, when, offload, where)
 
@@ -273,19 +273,15 @@ def _refusal(request: Request, device: Device, limits: Limits) -> str:
 
 def _remedy(request: Request, device: Device, limits: Limits) -> str:
     """Return a sentence on what would fit: an optimizer state of fewer bytes, or fewer tokens in an update."""
-    narrow = formats.narrower(request.optim.state)
+    narrow = formats.narrower(request.training.optim.state)
     fewer_rows = sorted({max(1, request.rows // 4), 1} - {request.rows}, reverse=True)
-    for tokens in (request.tokens_per_update, *(request.length * rows for rows in fewer_rows)):
-        for state in narrow if tokens == request.tokens_per_update else [request.optim.state, *narrow]:
-            other = replace(
-                request,
-                optim=replace(request.optim, state=state),
-                tokens_per_update=tokens,
-                micro_batch=request.micro_batch and min(request.micro_batch, tokens // request.length),
-            )
+    for tokens in (request.tokens_per_update, *(request.training.length * rows for rows in fewer_rows)):
+        for state in narrow if tokens == request.tokens_per_update else [request.training.optim.state, *narrow]:
+            other = request.of_tokens(tokens, request.training.length)
+            other = other.having(optim=replace(request.training.optim, state=state))
             if _fitting(other, device, replace(limits, disk_bytes=0)):
                 fewer = "" if tokens == request.tokens_per_update else f"train.tokens_per_update = {tokens:,}"
-                narrower = "" if state == request.optim.state else f"optim.state = {state}"
+                narrower = "" if state == request.training.optim.state else f"optim.state = {state}"
                 return " and ".join(filter(None, (narrower, fewer))) + " would fit"
     return "neither optim.state = 8bit nor a smaller train.tokens_per_update would fit"
 

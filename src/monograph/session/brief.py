@@ -27,7 +27,7 @@ def compiled_key(session: Session, window: Batch) -> str:
     plan = session.plan
     machine = (describe().name, torch.get_num_threads())
     shapes = {name: list(tensor.shape) for name, tensor in sorted(window.items())}
-    rule = replace(plan.update_rule, seed=0, lr=1.0)  # at most the rounding of narrow states depends on them
+    rule = replace(plan.optim, seed=0, lr=1.0)  # at most the rounding of narrow states depends on them
     way = (plan.precision, plan.remat, plan.compile, session.engine.micro_batch, rule, plan.clip)
     return repr((machine, torch.__version__, __version__, session.model_config, shapes, way))
 
@@ -67,7 +67,7 @@ def why_uncompiled(session: Session, window: Batch, opening_s: float) -> str:
     updates = updates_given(session)
     training_s = math.inf if updates else 60 * plan.minutes
     if not updates:  # a short text ends a run before its time does
-        updates = session.task.most_updates(session.batches.rows_per_window, plan.update_rule.weight_decay) or 0
+        updates = session.task.most_updates(session.batches.rows_per_window, plan.optim.weight_decay) or 0
     if updates and training_s >= least_s:
         training_s = min(training_s, updates * _update_s(session))
     if opening_s + training_s >= least_s:

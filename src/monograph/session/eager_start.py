@@ -93,7 +93,7 @@ def _update_eagerly(session: Session, progress: Progress) -> bool:
     engine, plan = session.engine, session.plan
     assert plan.expected
     per_epoch = session.task.per_epoch
-    most = defaults.most_updates(per_epoch, plan.rows, plan.update_rule.weight_decay)
+    most = defaults.most_updates(per_epoch, plan.rows, plan.optim.weight_decay)
     likely = defaults.likely_updates(plan.minutes, plan.expected.update_s, per_epoch, plan.rows)
     engine.step.schedule = constant(resolve(plan, describe(), Length(likely)).warmup_updates)
     log = MetricsLog(session.run, every=1)

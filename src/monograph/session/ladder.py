@@ -216,7 +216,7 @@ class Ladder:
         Raises:
             UsageError: the settings have values that no rung can have.
         """
-        if not plan.update_rule.master_weights:
+        if not plan.optim.master_weights:
             raise UsageError("optim.master_weights = false keeps no fp32 weights, and a ladder begins in fp32")
         given = [key for key in OWN if plan.settings.pinned().get(key, "auto") not in ("auto", *GRAPHS)]
         if given:
@@ -267,7 +267,7 @@ class Ladder:
             "fp8": Precision(way.precision).obstacle(self.machine),
             "accumulation": "a micro-batch has one row already" if plan.micro_batch == 1 else None,
             "offload": "a CPU's memory is the host's" if on_cpu else None,
-            "8-bit state": "all rungs have it: optim.state" if plan.update_rule.state == "8bit" else None,
+            "8-bit state": "all rungs have it: optim.state" if plan.optim.state == "8bit" else None,
             "adapters": "all rungs have them: lora.rank" if plan.recipe.lora else no_adapters,
             "streaming": "a CPU's memory is the host's" if on_cpu else None,
         }

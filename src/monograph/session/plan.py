@@ -31,10 +31,8 @@ class Plan:
         minutes: minutes of training, used if neither updates nor epochs are given.
         wall_minutes: minutes of the whole run; None if they are not limited.
         epochs: passes over the text; None if another key gives the run's length.
-        optimizer: the optimizer's name.
-        update_rule: the optimizer itself; once the model's shape is known, with the changes of width transfer.
+        optim: the optimizer; once the model's shape is known, with the changes of width transfer.
         clip: the clipping of the gradient norm; None without clipping.
-        averaged: whether an average of the weights is kept and scored.
         schedule_name: the learning rate's schedule; final: the share of the peak rate that it falls to.
         precision: the precision of the arithmetic.
         parallel: how several devices share the work.
@@ -56,10 +54,8 @@ class Plan:
     minutes: float
     wall_minutes: float | None
     epochs: int | None
-    optimizer: str
-    update_rule: Optimizer
+    optim: Optimizer
     clip: Clip | None
-    averaged: bool
     schedule_name: str
     final: float
     precision: str
@@ -86,6 +82,11 @@ class Plan:
     def rows(self) -> int:
         """Return the rows of an update."""
         return self.tokens_per_update // self.sequence_length
+
+    @property
+    def averaged(self) -> bool:
+        """Return whether an average of the weights is kept and scored."""
+        return self.optim.ema is not None
 
     @property
     def peak_memory_bytes(self) -> int | None:

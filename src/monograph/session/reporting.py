@@ -271,7 +271,7 @@ class Reporter:
         if not session.budget_s:
             return ""
         planned = f" ({duration(session.budget_s)} planned)"
-        most = session.task.most_updates(session.batches.rows_per_window, session.plan.update_rule.weight_decay)
+        most = session.task.most_updates(session.batches.rows_per_window, session.plan.optim.weight_decay)
         if most is not None and session.plan.updates >= most:  # the epochs ended the run, the time was only allowed
             planned = f" ({duration(session.budget_s)} at most)"
         return planned

@@ -17,10 +17,10 @@ from monograph.model.adapter import is_adapter, read_adapter, resolved_base
 from monograph.model.config import LlamaConfig
 from monograph.model.families import FIRST_FAMILY
 from monograph.model.files import has_weights
-from monograph.optim import OPTIMIZERS, Optimizer
+from monograph.optim import OPTIMIZERS, Optimizer, name_of
 from monograph.planner import Candidate, Limits, Request, StreamCandidate, defaults
 from monograph.predict.estimate import spared_bytes
-from monograph.predict.footprint import Compile
+from monograph.predict.footprint import Compile, Work
 from monograph.predict.roofline import Calibration
 from monograph.run.models import positions_of
 from monograph.run.recipe import Recipe, is_weight_file, run_named, shape_in, tokenizer_named, tokenizer_of
@@ -77,7 +77,7 @@ def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
     if name == "auto":
         name = defaults.optimizer(fresh=recipe.init is None)
     objective = objective_of(settings)
-    update_rule = _update_rule(settings, recipe, name, adapted=lora is not None, judged=objective.judges)
+    optim = _optimizer(settings, recipe, name, adapted=lora is not None, judged=objective.judges)
     final = settings.optim.min_lr_ratio
     per_update = defaults.in_whole_rows(int(train.tokens_per_update), length)
     updates = train.updates or (defaults.updates_of(train.tokens, per_update) if train.tokens else 0)
@@ -89,10 +89,8 @@ def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
         tokens_per_update=per_update,
         **_times(settings),
         epochs=train.epochs,
-        optimizer=name,
-        update_rule=update_rule,
+        optim=optim,
         clip=_clip(settings, finds_spikes=objective.finds_spikes),
-        averaged=update_rule.ema is not None,
         schedule_name=settings.optim.schedule,
         final=FINAL if final is None else final,
         precision=defaults.precision(machine) if train.precision == "auto" else train.precision,
@@ -202,7 +200,7 @@ def transfer_of(settings: Settings, config: LlamaConfig | None) -> WidthTransfer
         raise UsageError(f"{settings.said('optim.transfer')}: {error}") from None
 
 
-def _update_rule(settings: Settings, recipe: Recipe, name: str, *, adapted: bool, judged: bool) -> Optimizer:
+def _optimizer(settings: Settings, recipe: Recipe, name: str, *, adapted: bool, judged: bool) -> Optimizer:
     """Return the optimizer, without the changes of width transfer."""
     optim = settings.optim
     usual = _usual_rate(recipe, name, adapted) * (defaults.JUDGED_SHARE if judged else 1)
@@ -278,18 +276,18 @@ def _fitted(plan: Plan, machine: Device, shape: Shape) -> Plan:
     fixed |= {key: getattr(plan, key) for key in fixed if getattr(plan, key) not in (0, "auto")}
     fixed["micro_batch"] = min(fixed["micro_batch"], plan.rows)  # larger micro-batches would be partly empty
     if settings.optim.weight_decay == "auto" and not plan.recipe.init:
-        fields = _fresh_fields(plan.recipe, plan.optimizer, _epochs(plan, expected, shape))
-        decay = fields.get("weight_decay", plan.update_rule.weight_decay)
-        plan = replace(plan, update_rule=replace(plan.update_rule, weight_decay=decay))
-    recorded: dict[str, Any] = {"optim.name": plan.optimizer, "train.precision": plan.precision}
-    recorded["optim.weight_decay"] = plan.update_rule.weight_decay
+        fields = _fresh_fields(plan.recipe, name_of(plan.optim), _epochs(plan, expected, shape))
+        decay = fields.get("weight_decay", plan.optim.weight_decay)
+        plan = replace(plan, optim=replace(plan.optim, weight_decay=decay))
+    recorded: dict[str, Any] = {"optim.name": name_of(plan.optim), "train.precision": plan.precision}
+    recorded["optim.weight_decay"] = plan.optim.weight_decay
     if settings.optim.lr == "auto":
-        recorded["optim.lr"] = plan.update_rule.lr
+        recorded["optim.lr"] = plan.optim.lr
     transfer = transfer_of(settings, None if plan.recipe.init else config)
     return replace(
         plan,
         settings=settings.resolve(recorded | {f"train.{key}": value for key, value in fixed.items()}, ORIGIN),
-        update_rule=transfer.optimizer(plan.update_rule) if transfer else plan.update_rule,
+        optim=transfer.optimizer(plan.optim) if transfer else plan.optim,
         transfer=transfer,
         expected=None
         if is_sharded(plan.parallel)
@@ -321,19 +319,24 @@ def request_of(plan: Plan, config: LlamaConfig, machine: Device, tokens: tuple[i
     require_together(plan.settings)
     transfer = plan.transfer or transfer_of(plan.settings, None if plan.recipe.init else config)
     judged = objective_of(plan.settings).judged(plan)
+    training = Work(
+        config=config,
+        rows=plan.rows,
+        window_rows=plan.rows,
+        length=plan.sequence_length,
+        optim=transfer.optimizer(plan.optim) if transfer and not plan.transfer else plan.optim,
+        packed=plan.reading["packing"] == "packed" and judged != "exact",
+        clip=plan.clip,
+        lora=lora_of(plan.settings, tokens),
+        judged=judged,
+    )
+    remats = REMATS if machine.type == "cuda" else REMATS[:-1]
     return Request(
-        config,
-        plan.sequence_length,
-        plan.tokens_per_update,
-        transfer.optimizer(plan.update_rule) if transfer and not plan.transfer else plan.update_rule,
-        plan.micro_batch or None,
-        (plan.precision,),
-        _scopes(plan.parallel, config) if plan.compile == "auto" else (plan.compile,),
-        (REMATS if machine.type == "cuda" else REMATS[:-1]) if plan.remat == "auto" else (plan.remat,),
-        plan.reading["packing"] == "packed" and judged != "exact",
-        plan.clip,
-        lora_of(plan.settings, tokens),
-        judged,
+        training,
+        micro_batch=plan.micro_batch or None,
+        precisions=(plan.precision,),
+        scopes=_scopes(plan.parallel, config) if plan.compile == "auto" else (plan.compile,),
+        remats=remats if plan.remat == "auto" else (plan.remat,),
     )
 
 

@@ -194,7 +194,7 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
         model.balance_factor = 0.0  # tokens have no shares of their own in such a loss
     shared: dict[str, Any] = {
         "loss": built.loss,
-        "optim": plan.update_rule,
+        "optim": plan.optim,
         "clip": plan.clip,
         "precision": Precision(plan.precision),
         "remat": named(plan.remat),

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 from torch import nn
 
@@ -20,7 +21,6 @@ from monograph.ops.attention import Kernel
 from monograph.ops.attention_kernels import compared, fastest, time_kernels
 from monograph.planner import StreamCandidate, defaults
 from monograph.planner.streaming import describe_tiers
-from monograph.predict.footprint import Work
 from monograph.predict.roofline import Calibration, peak_flops
 from monograph.profiling.memory import LiveBytes, peak_memory_bytes
 from monograph.report.quantities import count, counted, duration
@@ -178,20 +178,8 @@ def remember(session: Session, seconds: float) -> None:
     rows = session.batches.rows_per_window
     tokens = lora_of(session.plan.recipe.lora).tokens if session.plan.recipe.lora else ()
     request = request_of(session.plan, engine.model.config, machine, tokens)
-    work = Work(
-        request.config,
-        engine.micro_batch or rows,
-        request.length,
-        request.optim,
-        request.precisions[0],
-        engine.step.scope,
-        request.remats[0],
-        rows,
-        request.packed,
-        request.clip,
-        machine.type,
-        request.lora,
-    )
+    way = request.precisions[0], engine.step.scope, request.remats[0]
+    work = replace(request.work(way, engine.micro_batch or rows, machine), window_rows=rows)
     rate = peak_flops(machine, request.precisions)[work.precision]
     Calibration(calibration_file()).note(machine, work, seconds, rate)
 
@@ -326,7 +314,7 @@ def fix_length(session: Session, progress: Progress) -> None:
             stage.result = f"{seconds * 1000:.0f} ms each"
         remember(session, seconds)
         session.budget_s = _budget_s(session, given, seconds, progress)
-        decay = plan.update_rule.weight_decay
+        decay = plan.optim.weight_decay
         most = given or session.task.most_updates(rows, decay) or recorded_state.MOST
         training_s = defaults.UPDATES_SHARE * session.budget_s
         if session.ends_s is not None:

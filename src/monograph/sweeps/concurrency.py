@@ -361,7 +361,7 @@ def lengths(timings: Sequence[Timing], least_tokens: int, progress: Progress) ->
         tokens = least_tokens
     plans = [timing.group.plan for timing in timings]
     most = [
-        defaults.most_updates(timing.text.train.per_epoch, plan.rows, plan.update_rule.weight_decay)
+        defaults.most_updates(timing.text.train.per_epoch, plan.rows, plan.optim.weight_decay)
         for timing, plan in zip(timings, plans, strict=True)
     ]
     return [

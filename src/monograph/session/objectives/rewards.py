@@ -159,7 +159,7 @@ class Rewards(Objective):
         """
         options = options_of(plan)
         lora = lora_of(plan.settings)
-        narrow = plan.precision != "fp32" and (lora or not plan.update_rule.master_weights)
+        narrow = plan.precision != "fp32" and (lora or not plan.optim.master_weights)
         dtype = torch.bfloat16 if narrow else torch.float32
         slots = slots_of(options, config, slots or options.length + 1)
         own = -(-options.prompts * options.group // ranks)
@@ -169,7 +169,7 @@ class Rewards(Objective):
         if is_sharded(plan.parallel):
             beside["whole weights"] = copied_bytes(config, lora, plan.precision, plan.gather_dtype == "bf16")
         if options.kl and options.kl.needs_reference:
-            width = FP32_BYTES if plan.update_rule.master_weights else 2
+            width = FP32_BYTES if plan.optim.master_weights else 2
             # The weights that are trained wait in a second copy while the reference scores.
             numbers = trained_numbers(config, lora, plan.precision) // sharing(plan.parallel, ranks)
             beside["reference"] = 2 * width * numbers
