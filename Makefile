@@ -42,7 +42,8 @@ quick: lint
 test-costs: lint
 	$(RUN) pytest -q -m 'not slow' $(WORKERS) --costs=benchmarks/results/tests.json $(ARGS)
 
-# The slow tests that tests/nights.py has for tonight; all come round in four weeks.
+# The slow tests that tests/nights.py has for tonight; all come round in four weeks. ARGS='--minutes 15 --dist=load': fewer,
+# which take no longer; --costs=benchmarks/results/nights.json keeps what they cost.
 nightly: setup-dev
 	$(RUN) pytest -q -m slow $(WORKERS) --costs --night $(shell date -u +%F) $(ARGS)
 

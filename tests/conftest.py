@@ -17,7 +17,7 @@ import pytest
 from hypothesis import settings
 
 from costs import Costs, measured_cpu_s
-from nights import is_of_night
+from nights import Bounded, is_of_night
 
 if TYPE_CHECKING:
     from commands.forked import CommandServer
@@ -50,12 +50,17 @@ settings.load_profile("repeatable")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--night", type=date.fromisoformat, metavar="DATE", help="of the tests, that night's share only")
+    parser.addoption("--minutes", type=float, metavar="M", help="with --night: a share that takes no longer")
     parser.addoption("--costs", nargs="?", const="", metavar="FILE", help="CPU seconds by file; write them as JSON")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--costs") is not None:
-        config.pluginmanager.register(Costs(config.getoption("--costs")))
+        config.pluginmanager.register(Costs(config.getoption("--costs"), added=config.getoption("--night") is not None))
+    if config.getoption("--minutes") is not None:
+        if config.getoption("--night") is None:
+            raise pytest.UsageError("--minutes M goes with --night DATE, whose share of the slow tests it bounds")
+        config.pluginmanager.register(Bounded(config.getoption("--night"), config.getoption("--minutes")))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -116,7 +121,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     `gpu` tests are skipped where torch sees no CUDA device; torch is asked only if there are any.
     """
-    if (night := config.getoption("--night")) is not None:
+    night = config.getoption("--night")
+    if night is not None and config.getoption("--minutes") is None:
         config.hook.pytest_deselected(items=[item for item in items if not is_of_night(item.nodeid, night)])
         items[:] = [item for item in items if is_of_night(item.nodeid, night)]
     if "PYTEST_XDIST_WORKER" in os.environ:

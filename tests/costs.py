@@ -1,5 +1,7 @@
 """What each test file costs: `pytest --costs` prints the ten dearest, `--costs FILE` writes all of them as JSON.
 
+With `--night` FILE keeps the costs of the tests that were measured on other nights.
+
 A file's CPU seconds are those of its process and of its children, between the end of the test before and the end of its
 own last test, so fixtures count where they are made. Collecting is counted apart.
 """
@@ -27,6 +29,12 @@ def measured_cpu_s() -> dict[str, float]:
     return {name: cost[0] for name, cost in json.loads(MEASURED.read_text())["files"].items()}
 
 
+def cpu_s_of_a_second() -> float:
+    """CPU seconds that the measured run spent in a second of the clock: its workers share the cores."""
+    run = json.loads(MEASURED.read_text())
+    return float(run["cpu_s"] / run["wall_s"])
+
+
 def cpu_s() -> float:
     """CPU seconds of this process, of its children, and of theirs that have ended (a server's forks)."""
     own = os.getpid()
@@ -48,8 +56,9 @@ def _of_process_s(pid: str) -> float:
 class Costs:
     """Measures in every worker; adds up and prints in the process that was called."""
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, added: bool = False):
         self.path = path
+        self.added = added  # to the costs of tests that the file has
         self.seen_s = 0.0
         self.began_s = time.monotonic()
         self.collecting_s = 0.0
@@ -97,12 +106,14 @@ class Costs:
             terminalreporter.line(f"{self.cpu[file]:8.1f}  {file}")
         if self.path:
             tests = sorted(self.tests, key=lambda test: -self.tests[test])
+            known = json.loads(Path(self.path).read_text())["tests"] if self.added and Path(self.path).exists() else {}
             found = {
                 "schema": "monograph-test-costs-1",
                 "machine": {"type": "cpu", "cores": os.cpu_count(), "system": platform.platform()},
                 "cpu_s": round(total_s, 1),
                 "wall_s": round(wall_s, 1),
                 "files": {file: [round(self.cpu[file], 2), round(self.wall[file], 2)] for file in by_cost},
-                "tests": {test: round(self.tests[test], 2) for test in tests if self.tests[test] >= 1},
+                "tests": known
+                | {test: round(self.tests[test], 2) for test in tests if self.added or self.tests[test] >= 1},
             }
             Path(self.path).write_text(json.dumps(found, indent=1) + "\n")
