@@ -75,7 +75,7 @@ def begin(session: Session, window: Batch, progress: Progress, before: Callable[
         before()
         if not _update_eagerly(session, progress):
             settings = session.plan.settings.resolve({"train.compile": "none"}, ORIGIN)
-            session.plan = replace(session.plan, compile="none", settings=settings)
+            session.complete(replace(session.plan, compile="none", settings=settings))
             session.eager_reason = "the compiler was not ready in half of the time that train.wall_minutes allows"
     compile_step(session, window, progress)
     if not session.eager_reason:

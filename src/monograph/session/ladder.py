@@ -317,8 +317,7 @@ class Ladder:
                 return notes[-1] if notes else "nothing was captured"
             if not self.updates:
                 self.updates = max(LEAST, min(int(RUNG_S / calibrate(session)), self.most or MOST))
-            session.plan = resolve(session.plan, self.machine, Length(self.updates))
-            engine.step.schedule = session.schedule()
+            session.complete(resolve(session.plan, self.machine, Length(self.updates)))
             reset_peak_memory(device)
             return self._trained(session, notes, progress)
         finally:

@@ -218,11 +218,10 @@ class Session:
         self.elapsed_s = state["elapsed_s"]
         self.budget_s = state["budget_s"]
         self.cooled = state["cooled"]
-        self.plan = replace(self.plan, updates=state["length"])
+        self.complete(replace(self.plan, updates=state["length"]))
         # The saved one is smaller if memory ran out, or if more ranks than now shared the rows.
         self.engine.micro_batch = min(state["micro_batch"] or self.plan.micro_batch, self.plan.micro_batch)
         self.kernel = state.get("attention")
-        self.engine.step.schedule = self.schedule()
         restore_random(state["random"], self.engine.step.device)
         self.run.truncate_metrics(state["metrics_offset"], state.get("metrics_sha256"))
         self.task.resume(self.run.rows())
@@ -299,6 +298,12 @@ class Session:
                 yield
         finally:
             restore_random(drawn, device)
+
+    def complete(self, plan: Plan) -> None:
+        """Go on by a plan in which more is decided; once that is the number of updates, the schedule follows it."""
+        self.plan = plan
+        if plan.updates:
+            self.engine.step.schedule = self.schedule()
 
     def schedule(self) -> Schedule:
         """Return the learning rate's schedule, with the cool-down if one has begun."""

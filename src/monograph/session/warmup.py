@@ -329,8 +329,8 @@ def fix_length(session: Session, progress: Progress) -> None:
             if not given:
                 lasting = f", limited to {defaults.most_epochs(decay)} epochs (train.epochs=N for more){lasting}"
         session.budget_s += session.elapsed_s
-    plan = session.plan = resolve(plan, describe(), Length(updates, evaluations))
-    session.engine.step.schedule = session.schedule()
+    plan = resolve(plan, describe(), Length(updates, evaluations))
+    session.complete(plan)
     adapters = f" of which {count(session.adapter_params)} are trained" if plan.recipe.lora else ""
     amount = session.task.amount(rows, updates)
     progress.line(
