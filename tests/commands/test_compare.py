@@ -97,8 +97,11 @@ def test_a_page_lays_the_curves_of_runs_over_each_other(server: CommandServer, t
     page = (taught / "page.html").read_text()
     data = json.loads(page.split('id="data">')[1].split("</script>")[0])
     assert [table["update"][-1] for table in data["tables"]] == [40, 20]
-    loss = next(chart for chart in data["charts"] if chart["name"] == "train_loss")
-    assert [(line["label"], line["table"]) for line in loss["lines"]] == [("delta", 0), ("other", 1)]
+    loss = next(chart for chart in data["charts"] if chart["name"] == "loss")
+    assert [(line["label"], line["table"]) for line in loss["lines"] if line["key"] == "train_loss"] == [
+        ("delta", 0),
+        ("other", 1),
+    ]
     settings = page.split("Settings that differ</h2>")[1]
     assert "optim.lr" in settings and "train.updates" in settings and "train.seed" not in settings
     assert "other is better" in page or "delta is better" in page or "could not be chance" in page

@@ -20,6 +20,7 @@ from monograph.predict.footprint import Footprint, Work
 from monograph.predict.roofline import MOST, Calibration, peak_flops, update_time
 
 CARD = replace(named("4090"), free_memory_bytes=2**34)
+STEP = Work(tiny_llama().config, 64, 16, AdamW(), window_rows=64)
 WORK = Work(tiny_llama().config, 4, 16, AdamW(), precision="bf16", window_rows=8)
 
 
@@ -70,7 +71,7 @@ def test_what_cannot_be_written_is_forgotten(tmp_path):
 
 
 def test_a_plan_is_slower_by_the_ratio_and_otherwise_the_same(tmp_path):
-    asked = Request(tiny_llama().config, 16, 64 * 16, precisions=("bf16",))
+    asked = Request(STEP, precisions=("bf16",))
     plain, slow = (plan(asked, CARD, CARD.peak_flops, known) for known in (None, noted(tmp_path / "c.json", 2.0)))
     assert (plain.calibrated, slow.calibrated) == (False, True)
     assert [each.work for each in slow.candidates] == [each.work for each in plain.candidates]
@@ -164,7 +165,7 @@ def test_after_one_run_the_plan_of_the_same_step_is_what_was_measured(tmp_path, 
     monkeypatch.setattr(defaults, "traced_bytes", lambda work: dict(TRACED))
     tight, file = replace(CARD, free_memory_bytes=1300 * MIB + defaults.CONTEXT_BYTES), tmp_path / "c.json"
     monkeypatch.setattr(defaults, "DOUBT", 1e9)
-    asked = Request(tiny_llama().config, 16, 64 * 16, precisions=("bf16",), scopes=("blocks",), remats=("none",))
+    asked = Request(STEP, precisions=("bf16",), scopes=("blocks",), remats=("none",))
     for measured in (1131 * MIB, 1131 * MIB, 1131 * MIB):
         found = plan(asked, tight, tight.peak_flops, Calibration(file)).chosen
         assert found.traced == TRACED
@@ -182,7 +183,7 @@ def test_what_earlier_runs_took_beyond_the_trace_can_make_a_plan_smaller(tmp_pat
     monkeypatch.setattr(defaults, "traced_bytes", lambda work: footprint(work).by_origin)
     monkeypatch.setattr(defaults, "DOUBT", 1e9)
     card = replace(CARD, free_memory_bytes=int(1645 * MIB / defaults.FILLED) + defaults.CONTEXT_BYTES)
-    asked = Request(tiny_llama().config, 16, 64 * 16, precisions=("bf16",), scopes=("blocks",), remats=("none",))
+    asked = Request(STEP, precisions=("bf16",), scopes=("blocks",), remats=("none",))
     before = plan(asked, card, card.peak_flops).chosen
     assert before.work.rows == 64
     known = remembered(tmp_path / "c.json", 20 * MIB, traced=before.traced, work=before.work, device=card)
