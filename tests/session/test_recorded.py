@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -293,13 +294,13 @@ def planned(per_epoch: int, update_s: float, monkeypatch: pytest.MonkeyPatch) ->
         plan=resolve(settings({"train.minutes": 1, "train.tokens_per_update": 512}), describe()),
         batches=SimpleNamespace(rows_per_window=2),
         task=task,
-        engine=SimpleNamespace(step=SimpleNamespace(schedule=None), index=0),
-        schedule=lambda: None,
+        engine=SimpleNamespace(index=0),
         elapsed_s=0.0,
         ends_s=None,
         left_s=math.inf,
         params=1000,
     )
+    session.complete = partial(setattr, session, "plan")
     task.plan = lambda: session.plan
     warmup.fix_length(session, progress)
     return session.plan.updates, session.budget_s, told["plan"]
