@@ -33,7 +33,7 @@ from monograph.model.adapter import put
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.optim import AdamW, Muon
-from monograph.planner.placement_bytes import Way, stages_of
+from monograph.planner.placement_bytes import StreamWay, stages_of
 from monograph.predict.footprint import Work, footprint
 from monograph.profiling.memory import LiveBytes, peak_memory_bytes, reset_peak_memory
 from monograph.resident import Resident
@@ -67,7 +67,7 @@ def main() -> None:
     found = harness.result("plan", settings | {"instrument": INSTRUMENTS[device.type]})
     harness.print_machine(found)
     draw = random.Random(given.seed)
-    works: list[tuple[str, Work | Way]] = []
+    works: list[tuple[str, Work | StreamWay]] = []
     for index in range(eager + captured):
         scope = "none" if index < eager else ("whole", "blocks")[index % 2]
         work = drawn(draw, index, scope) if device.type == "cpu" or given.smoke else drawn_large(draw, index, scope)
@@ -86,7 +86,7 @@ def main() -> None:
     sys.exit(bool(failed))
 
 
-def attempts(works: Sequence[Work | Way]) -> Iterator[dict[str, Any]]:
+def attempts(works: Sequence[Work | StreamWay]) -> Iterator[dict[str, Any]]:
     """Yield each configuration's result in order; on a GPU in several processes, as each counts its own memory."""
     here = describe()
     at_once = (
@@ -99,7 +99,7 @@ def attempts(works: Sequence[Work | Way]) -> Iterator[dict[str, Any]]:
         yield from map(attempted, works)
 
 
-def attempted(work: Work | Way) -> dict[str, Any]:
+def attempted(work: Work | StreamWay) -> dict[str, Any]:
     """Return a configuration's result, or the error that ended it: the others go on."""
     try:
         return compared(work)
@@ -157,9 +157,9 @@ SHAPE = LlamaConfig(
 )  # fmt: skip
 
 
-def of_kinds() -> list[tuple[str, Work | Way]]:
+def of_kinds() -> list[tuple[str, Work | StreamWay]]:
     """Return steps of a GPU by kind: each eagerly and block by block."""
-    found: list[tuple[str, Work | Way]] = []
+    found: list[tuple[str, Work | StreamWay]] = []
     for scope in ("none", "blocks"):
         usual = Work(SHAPE, 4, 2048, AdamW(), "bf16", scope, window_rows=8, packed=False, device_type="cuda")  # type: ignore[arg-type]
         wide = replace(usual, config=replace(SHAPE, vocab_size=2_000), rows=8)
@@ -176,15 +176,15 @@ def of_kinds() -> list[tuple[str, Work | Way]]:
     return found
 
 
-def streaming(work: Work, when: Any, *, offload: bool) -> Way:
+def streaming(work: Work, when: Any, *, offload: bool) -> StreamWay:
     """Return a way to stream the work's model, two blocks a stage."""
-    return Way(work, stages_of(work.config, work.optim, work.precision, 2), 2, when, offload)
+    return StreamWay(work, stages_of(work.config, work.optim, work.precision, 2), 2, when, offload)
 
 
-def compared(case: Work | Way) -> dict[str, Any]:
+def compared(case: Work | StreamWay) -> dict[str, Any]:
     """Return prediction, measurement and their difference."""
-    work, began, stage = case.work if isinstance(case, Way) else case, time.process_time(), "stream"
-    if isinstance(case, Way):
+    work, began, stage = case.work if isinstance(case, StreamWay) else case, time.process_time(), "stream"
+    if isinstance(case, StreamWay):
         # A few buffers stay on the device, as a plan leaves as many there as fit.
         predicted_bytes = sum(case.device(case.resident(RESIDENT)).values())
     else:
@@ -214,7 +214,7 @@ def compared(case: Work | Way) -> dict[str, Any]:
     }
 
 
-def measured(case: Work | Way) -> int:
+def measured(case: Work | StreamWay) -> int:
     """Return the bytes alive at the peak of an update, weights, gradients and optimizer state included."""
     gc.collect()  # an engine is in cycles, and the last one's tensors would count as this one's
     others_bytes = 0
@@ -225,8 +225,8 @@ def measured(case: Work | Way) -> int:
         del ones
         reset_peak_memory(default_device())
         others_bytes = peak_memory_bytes(default_device())  # what graphs of others hold included
-    work = case.work if isinstance(case, Way) else case
-    engine: Engine = _streamed(case) if isinstance(case, Way) else _engine(case)
+    work = case.work if isinstance(case, StreamWay) else case
+    engine: Engine = _streamed(case) if isinstance(case, StreamWay) else _engine(case)
     engine.step.recorder = None  # a replay allocates nothing: it reads and writes what its recording has allocated
     window = _window(work, work.config.vocab_size)
     if work.compile != "none" and (obstacle := engine.capture(window, scope=work.compile)):  # type: ignore[arg-type]
@@ -270,7 +270,7 @@ def _engine(work: Work) -> Resident:
     )
 
 
-def _streamed(way: Way) -> Streamed:
+def _streamed(way: StreamWay) -> Streamed:
     work = way.work
     return Streamed(
         Llama(work.config),

@@ -16,7 +16,7 @@ from faults.harness import FaultServer, unavailable
 from monograph.data import shards, store
 from monograph.data.documents import Reading
 from monograph.data.sources import find
-from monograph.data.store import Request, open_or_build
+from monograph.data.store import CorpusRequest, open_or_build
 from monograph.errors import DiskFull, InputRefused, Unreadable
 from monograph.storage import reading
 from monograph.text.tokenizer import Tokenizer
@@ -24,7 +24,7 @@ from monograph.text.tokenizer import Tokenizer
 
 def request_for(folder, tokenizer=None, held_out=0.1):
     found = find(folder, folder)
-    return Request(found, held_out, tokenizer or Tokenizer.bytes(), Reading("text", skip_bad=False))
+    return CorpusRequest(found, held_out, tokenizer or Tokenizer.bytes(), Reading("text", skip_bad=False))
 
 
 def contents(stored):

@@ -18,7 +18,7 @@ from monograph.ensemble.knobs import Knobs, grid
 from monograph.errors import UsageError
 from monograph.evaluation import compare, evaluate
 from monograph.evaluation import text as scoring
-from monograph.evaluation.choices import Answer
+from monograph.evaluation.choices import ChoiceMarks
 from monograph.evaluation.comparison import compare_answers
 from monograph.evaluation.significance import mean
 from monograph.evaluation.text import Evaluates, Scores, by_document, difference, evaluate_members
@@ -184,8 +184,8 @@ def test_a_member_at_a_time(text: Corpus) -> None:
 
 
 def test_answers_are_paired_by_question_or_by_seed() -> None:
-    def answers(*right: int) -> list[Answer]:
-        return [Answer(bool(each), False, False) for each in right]
+    def answers(*right: int) -> list[ChoiceMarks]:
+        return [ChoiceMarks(bool(each), False, False) for each in right]
 
     found = compare_answers({0: answers(0, 0, 1, 0)}, {0: answers(1, 0, 1, 1)})
     assert (found.a, found.b, found.paired_by, found.difference.n) == (0.25, 0.75, "question", 4)

@@ -17,7 +17,7 @@ from batches import flat_gradient, ragged, tiny_llama
 from monograph.errors import UsageError
 from monograph.graph import siblings
 from monograph.graph.capture import compiled
-from monograph.graph.family import Sibling
+from monograph.graph.fused_linears import Sibling
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
 from monograph.graph.siblings import families, fuse_siblings, unfuse_siblings

@@ -21,7 +21,7 @@ from monograph.resident import Resident
 from monograph.rl import rollouts as room
 from monograph.rl.advantages import ADVANTAGES, Weight, centred, ratio_of
 from monograph.rl.arrange import Rollout, arranged, weighted
-from monograph.rl.form import Form
+from monograph.rl.form import AnswerForm
 from monograph.rl.loss import PolicyLoss
 from monograph.rl.prompts import Prompt, Prompts
 from monograph.rl.rewards import FormName
@@ -149,11 +149,11 @@ def test_answers_that_are_left_out_leave_the_gradient_of_the_reward_of_those_tha
     assert (mean - expected).norm() / expected.norm() < 1e-12
 
 
-def formed(pattern: str) -> Form:
+def formed(pattern: str) -> AnswerForm:
     """Over three tokens: 0 ends an answer, 1 is "a" and 2 is "b"."""
     pieces = SimpleNamespace(pieces=(b"", b"a", b"b"), vocab_size=3, lead=lambda ids: b"")
     prompts = Prompts("prompts", pieces, [Prompt("", PROMPT, {}, "")], [], "", False, 2, {})  # type: ignore[arg-type]
-    return Form(FormName("regex", pattern), prompts, {END}, torch.device("cpu"))
+    return AnswerForm(FormName("regex", pattern), prompts, {END}, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -207,7 +207,9 @@ def test_answers_of_a_form_are_drawn_and_scored_as_such_and_forced_tokens_teach_
     name: FormName, only: str, written: str
 ) -> None:
     options = replace(OPTIONS, exact=False)
-    form = Form(name, prompts("2+2=", "a", "the longest of them", "7"), {Tokenizer.bytes().eos_id}, torch.device("cpu"))
+    form = AnswerForm(
+        name, prompts("2+2=", "a", "the longest of them", "7"), {Tokenizer.bytes().eos_id}, torch.device("cpu")
+    )
     rollouts = windows(options, loss=PolicyLoss(form=form))
     engine = rollouts.drawer.engine
     window = next(rollouts)

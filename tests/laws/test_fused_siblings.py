@@ -12,7 +12,7 @@ from torch import nn
 from batches import flat_gradient, packed, ragged, tiny_llama
 from monograph import compat
 from monograph.graph.capture import compiled
-from monograph.graph.family import Family
+from monograph.graph.fused_linears import FusedLinears
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
 from monograph.graph.siblings import families, fuse_siblings, unfuse_siblings
@@ -249,6 +249,6 @@ def test_a_wrong_product_is_noticed(monkeypatch):
     build, example, _ = MODELS["llama"]
     module = build().double()
     fuse_siblings(module, example)
-    products = Family.products
-    monkeypatch.setattr(Family, "products", lambda self, x: [p.flip(-1) for p in products(self, x)])
+    products = FusedLinears.products
+    monkeypatch.setattr(FusedLinears, "products", lambda self, x: [p.flip(-1) for p in products(self, x)])
     assert relative_error(both(module, example)[1], both(build().double(), example)[1]) > 1e-3

@@ -15,7 +15,7 @@ from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.optim import AdamW, Muon
 from monograph.planner import Limits, Request, streamed_or_resident
-from monograph.planner.placement_bytes import META, Way, stages_of
+from monograph.planner.placement_bytes import META, StreamWay, stages_of
 from monograph.planner.stream_time import closed_form, timing
 from monograph.planner.streaming import streamed, ways
 from monograph.predict.footprint import Work
@@ -42,7 +42,7 @@ LINK = Link(25e9, 25e9, 1e9)
 def way_of(optim=None, precision="bf16", when="next forward", offload=False, per_stage=1, config=SHAPE, where="device"):
     optim = optim or AdamW()
     work = Work(config, 2, 512, optim, precision, "blocks", "none", 16, device_type="cuda")
-    return Way(work, stages_of(config, optim, precision, per_stage), per_stage, when, offload, where)
+    return StreamWay(work, stages_of(config, optim, precision, per_stage), per_stage, when, offload, where)
 
 
 def engine(way, resident):

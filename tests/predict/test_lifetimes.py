@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import torch
 
-from monograph.predict.lifetimes import Kernel, scheduled
+from monograph.predict.lifetimes import PlannedKernel, scheduled
 
 
 def kernel(name, reads, size_bytes=100, fused=True):
-    return Kernel(name, torch.empty(size_bytes), size_bytes, size_bytes, frozenset(reads), fused)
+    return PlannedKernel(name, torch.empty(size_bytes), size_bytes, size_bytes, frozenset(reads), fused)
 
 
 def names(kernels):
@@ -132,8 +132,10 @@ def test_what_was_changed_in_place_is_not_written_over():
 def test_a_product_that_is_added_in_place_waits_for_and_is_waited_for():
     written = [
         kernel("total", [], fused=False),
-        Kernel("inside", torch.empty(60), 60, 60, frozenset(["total"]), fused=False, hidden=True),
-        Kernel("added", torch.empty(100), 100, 100, frozenset(["total", "inside"]), fused=False, changes="total"),
+        PlannedKernel("inside", torch.empty(60), 60, 60, frozenset(["total"]), fused=False, hidden=True),
+        PlannedKernel(
+            "added", torch.empty(100), 100, 100, frozenset(["total", "inside"]), fused=False, changes="total"
+        ),
         kernel("scaled", ["added"]),
     ]
     _, inside, added, scaled = scheduled(written, {"scaled"}, {})

@@ -15,7 +15,7 @@ from monograph.graph.precision import Precision
 from monograph.optim import AdamW
 from monograph.resident import Resident
 from monograph.rl.advantages import ratio_of
-from monograph.rl.form import Form
+from monograph.rl.form import AnswerForm
 from monograph.rl.loss import Kl, PolicyLoss
 from monograph.rl.rewards import FormName
 from rewarded import OPTIONS, apart, prompts, windows
@@ -30,7 +30,7 @@ def test_ratios_a_kl_term_and_a_form_are_captured(advantage: str, pattern: str) 
     options = replace(OPTIONS, exact=False, packed=True, length=64, prompts=2, updates=2, kl=kl, advantage=advantage)
     asked = prompts("2+2=", "a", "the longest of them", "7")
     ends, cuda = {asked.tokenizer.eos_id}, torch.device("cuda")
-    form = Form(FormName("regex", pattern), asked, ends, cuda) if pattern else None
+    form = AnswerForm(FormName("regex", pattern), asked, ends, cuda) if pattern else None
     loss = PolicyLoss(1.0, ratio_of(advantage, 2), kl, form=form)
     rollouts = windows(options, device="cuda", loss=loss, micro_batch=2)
     engine = rollouts.drawer.engine

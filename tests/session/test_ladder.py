@@ -20,7 +20,7 @@ from monograph.predict.footprint import Work, footprint
 from monograph.resident import Resident
 from monograph.run.progress import Progress
 from monograph.session import ladder as module
-from monograph.session.ladder import RUNGS, Ladder, Rung, Unfused, Way, unfuse
+from monograph.session.ladder import RUNGS, Ladder, Rung, RungWay, Unfused, unfuse
 from monograph.session.objectives.texts import TextTask
 from monograph.session.resolve import resolve
 from monograph.session.session import Session
@@ -50,7 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_each_rung_changes_one_thing_and_all_of_them_everything() -> None:
-    stack, changed = {"": Way()}, list[str]()
+    stack, changed = {"": RungWay()}, list[str]()
     for rung in RUNGS:
         assert rung.over in (None, *stack)
         before = stack[rung.over or [*stack][-1]]
@@ -60,7 +60,7 @@ def test_each_rung_changes_one_thing_and_all_of_them_everything() -> None:
         changed += differ
         if rung.over is None:
             stack[rung.name] = after
-    assert set(changed) == set(asdict(Way()))
+    assert set(changed) == set(asdict(RungWay()))
 
 
 @pytest.mark.parametrize("optim", [AdamW(lr=1e-2), Muon(lr=1e-2), AdamW(lr=1e-2, ema=0.9)])
@@ -88,7 +88,7 @@ def test_a_loss_of_ones_own_stays() -> None:
 
 
 def test_each_rung_trains_the_way_that_it_says(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, stack, seen = ladder(folder), {"": Way()}, {}
+    made, stack, seen = ladder(folder), {"": RungWay()}, {}
     made.machine = CARD
 
     def look(session: Session, _: Progress) -> None:
@@ -122,30 +122,30 @@ def test_each_rung_trains_the_way_that_it_says(folder: Path, monkeypatch: pytest
 def test_an_update_has_as_many_tokens_padded_as_packed(folder: Path) -> None:
     made, means = ladder(folder), {}
     for form in ("padded", "packed"):
-        plan = made.plan_of(Way(packing=form))
+        plan = made.plan_of(RungWay(packing=form))
         batches = made.texts[form].batches(plan.tokens_per_update)
         counts = [int((next(batches)["targets"] != -100).sum()) for _ in range(40)]
         batches.close()
         means[form] = sum(counts) / len(counts)
-    rows = made.plan_of(Way()).tokens_per_update // 256
+    rows = made.plan_of(RungWay()).tokens_per_update // 256
     assert rows > 8, "short documents fill a part of their rows"
     assert means["padded"] == pytest.approx(means["packed"], rel=0.5 / rows + 0.05)
 
 
 def test_the_micro_batch_is_the_plans_and_a_quarter_of_it_where_more_is_accumulated(folder: Path) -> None:
     made = ladder(folder)
-    assert made.plan_of(Way(packing="packed")).micro_batch == 8
-    assert made.plan_of(Way(packing="packed", accumulated=True)).micro_batch == 2
-    assert ladder(folder, "train.micro_batch=2").plan_of(Way(accumulated=True)).micro_batch == 1
+    assert made.plan_of(RungWay(packing="packed")).micro_batch == 8
+    assert made.plan_of(RungWay(packing="packed", accumulated=True)).micro_batch == 2
+    assert ladder(folder, "train.micro_batch=2").plan_of(RungWay(accumulated=True)).micro_batch == 1
 
 
 def test_what_the_rungs_differ_in_is_theirs_and_a_rung_is_no_longer_than_the_run(folder: Path) -> None:
     made = ladder(folder, "train.precision=fp32", "train.remat=full", "data.packing=padded")
-    assert made.most == 8 and made.plan_of(Way()).remat == "none"
-    assert made.plan_of(Way(captured=True)).compile == "whole"
-    assert made.plan_of(Way(captured=True, streamed=True)).compile == "blocks"
+    assert made.most == 8 and made.plan_of(RungWay()).remat == "none"
+    assert made.plan_of(RungWay(captured=True)).compile == "whole"
+    assert made.plan_of(RungWay(captured=True, streamed=True)).compile == "blocks"
     of_blocks = ladder(folder, "train.compile=blocks")
-    assert [of_blocks.plan_of(Way(captured=each)).compile for each in (False, True)] == ["none", "blocks"]
+    assert [of_blocks.plan_of(RungWay(captured=each)).compile for each in (False, True)] == ["none", "blocks"]
     tokens = ladder(folder, "train.tokens=10000").most
     assert tokens == round(10_000 / 2048) and ladder(folder, "train.epochs=3").most is None
 
@@ -166,19 +166,19 @@ def test_a_machine_says_what_it_cannot_do(folder: Path, monkeypatch: pytest.Monk
     made = ladder(folder)
     made.machine = Device("old", "cpu", 2**34, 2**34, 2, has_bf16=False)
     monkeypatch.setattr(module, "compiler_obstacle", lambda: "no C++ compiler")
-    found = {each.name: made.obstacle(each.after(Way()), each) for each in RUNGS}
+    found = {each.name: made.obstacle(each.after(RungWay()), each) for each in RUNGS}
     without_card = {"CUDA graphs", "fp8", "offload", "streaming"}
     assert {name for name, why in found.items() if why} == {"compiled", "bf16", "adapters", *without_card}
     assert found["compiled"] == "no C++ compiler" and found["CUDA graphs"] == "no CUDA device"
     made.machine = CARD
-    found = {each.name: made.obstacle(each.after(Way()), each) for each in RUNGS}
+    found = {each.name: made.obstacle(each.after(RungWay()), each) for each in RUNGS}
     # This way is not compiled, and the model is new.
     assert {name for name, why in found.items() if why} == {"CUDA graphs", "adapters"}
-    assert not made.obstacle(rung("CUDA graphs").after(Way(captured=True)), rung("CUDA graphs"))
+    assert not made.obstacle(rung("CUDA graphs").after(RungWay(captured=True)), rung("CUDA graphs"))
     one = ladder(folder, "train.micro_batch=1")
-    assert "one row" in str(one.obstacle(Way(accumulated=True), rung("accumulation")))
+    assert "one row" in str(one.obstacle(RungWay(accumulated=True), rung("accumulation")))
     narrow = ladder(folder, "optim.name=adamw", "optim.state=8bit")
-    assert "all rungs have it" in str(narrow.obstacle(Way(narrow_state=True), rung("8-bit state")))
+    assert "all rungs have it" in str(narrow.obstacle(RungWay(narrow_state=True), rung("8-bit state")))
 
 
 def test_what_fails_on_a_rung_is_its_reason_and_the_next_one_goes_on(
@@ -189,9 +189,9 @@ def test_what_fails_on_a_rung_is_its_reason_and_the_next_one_goes_on(
 
     made = ladder(folder)
     monkeypatch.setattr(module, "prepare", refuse)
-    assert made.climb(rung("recompute"), Way(), Progress()) == (Way(), "no blocks")
+    assert made.climb(rung("recompute"), RungWay(), Progress()) == (RungWay(), "no blocks")
     with pytest.raises(UsageError, match="no blocks"):
-        made.climb(RUNGS[0], Way(), Progress())
+        made.climb(RUNGS[0], RungWay(), Progress())
 
 
 # ---- what is measured -----------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def test_what_fails_on_a_rung_is_its_reason_and_the_next_one_goes_on(
 @pytest.mark.slow
 def test_the_peak_is_the_one_that_is_predicted(folder: Path) -> None:
     made = ladder(folder, "model.num_hidden_layers=2", "model.hidden_size=64", "train.updates=8")
-    _, found = made.climb(rung("fused loss and optimizer"), Way(packing="packed"), Progress())
+    _, found = made.climb(rung("fused loss and optimizer"), RungWay(packing="packed"), Progress())
     assert not isinstance(found, str)
     plan, text = made.plan, made.texts["packed"]
     config = module.build_run(plan, TextTask(text), made.machine).plan.recipe.shape()
@@ -212,11 +212,11 @@ def test_the_peak_is_the_one_that_is_predicted(folder: Path) -> None:
 
 @pytest.mark.slow  # three graphs are compiled
 def test_the_captured_rungs_compute_what_the_eager_one_does(folder: Path) -> None:
-    made, way, losses = ladder(folder), Way(), []
+    made, way, losses = ladder(folder), RungWay(), []
     for each in RUNGS[:3]:
         way, found = made.climb(each, way, Progress())
         assert not isinstance(found, str) and found.held_out, found
         assert bool(found.compile_s) == (each is not RUNGS[0]) and not found.notes
         losses.append(found.held_out.loss)
-    assert way == Way(captured=True, fused=True)
+    assert way == RungWay(captured=True, fused=True)
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)

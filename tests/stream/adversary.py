@@ -6,7 +6,7 @@ import random
 from collections import deque
 from typing import Any
 
-from monograph.stream.lanes import LANES, Lane, Mark, Work
+from monograph.stream.lanes import LANES, Lane, LaneWork, Mark
 from stream.races import Dropped
 
 
@@ -19,10 +19,10 @@ class Late:
 
     def __init__(self, dropped: Dropped | None = None) -> None:
         self.dropped = dropped
-        self.left: dict[Lane, deque[Work]] = {lane: deque() for lane in LANES}
+        self.left: dict[Lane, deque[LaneWork]] = {lane: deque() for lane in LANES}
         self.done: dict[Lane, int] = dict.fromkeys(LANES, 0)
 
-    def run(self, work: Work) -> Any:
+    def run(self, work: LaneWork) -> Any:
         if work.mark.lane == "compute":
             return self._do(work)
         self.left[work.mark.lane].append(work)
@@ -36,7 +36,7 @@ class Late:
     def _next(self, lane: Lane) -> None:
         self._do(self.left[lane].popleft())
 
-    def _do(self, work: Work) -> Any:
+    def _do(self, work: LaneWork) -> Any:
         for mark in work.waits:
             if (work.mark, mark) != self.dropped:
                 self._reach(mark)
@@ -56,7 +56,7 @@ class AnyOrder(Late):
         super().__init__()
         self.random = random.Random(seed)
 
-    def run(self, work: Work) -> Any:
+    def run(self, work: LaneWork) -> Any:
         while self.random.random() < 0.6 and (busy := [lane for lane, left in self.left.items() if left]):
             self._next(self.random.choice(busy))
         return super().run(work)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from monograph.stream.lanes import Immediately, Lane, Mark, Space, Work
+from monograph.stream.lanes import Immediately, Lane, LaneWork, Mark, Space
 from tape import memory, tensors
 
 
@@ -34,10 +34,10 @@ class Recorder(Immediately):
     """
 
     def __init__(self) -> None:
-        self.works: list[Work] = []
+        self.works: list[LaneWork] = []
         self.barriers: list[int] = []
 
-    def run(self, work: Work) -> Any:
+    def run(self, work: LaneWork) -> Any:
         self.works.append(work._replace(call=_forgotten))  # or what it holds would never be freed
         return super().run(work)
 

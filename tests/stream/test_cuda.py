@@ -19,7 +19,18 @@ from monograph.graph.remat import Remat
 from monograph.optim import AdamW
 from monograph.resident import Resident
 from monograph.stream import Streamed, lanes
-from monograph.stream.lanes import EVENTS, Home, HostThread, Immediately, Lanes, Mark, Space, Streams, Work, executor
+from monograph.stream.lanes import (
+    EVENTS,
+    Home,
+    HostThread,
+    Immediately,
+    Lanes,
+    LaneWork,
+    Mark,
+    Space,
+    Streams,
+    executor,
+)
 from numerics import relative_error
 from stream.fake_gpu import CARD, FakeEvent, FakeGpu
 from streamed import EVERY, LAYERS, arguments, by_day, crossed, other_bits, streamed, trained, twin, windows
@@ -119,7 +130,7 @@ class Beside(Immediately):
     def __init__(self) -> None:
         self.thread, self.behind = HostThread(), 0
 
-    def run(self, work: Work) -> Any:
+    def run(self, work: LaneWork) -> Any:
         if work.mark.lane == "host":
             return self.thread.give([], work.call)
         self.behind = max(self.behind, len(self.thread._left))

@@ -15,7 +15,7 @@ from monograph.data.progress import Progress as Report
 from monograph.data.rows import Rows
 from monograph.device import default_device
 from monograph.errors import InputRefused, UsageError
-from monograph.evaluation.choices import Accuracy, Answer, hold_questions, read_questions
+from monograph.evaluation.choices import Accuracy, ChoiceMarks, hold_questions, read_questions
 from monograph.evaluation.comparison import Comparison, bits_per_byte, compare_answers, compare_on, percent
 from monograph.graph.frozen import parameter_count
 from monograph.loss import Batch
@@ -224,7 +224,7 @@ def _rows(side: _Side, first: _Side, data: list[str], reading: dict[str, Any]) -
 def _asked(sides: Sequence[_Side], data: list[str], chat: bool, report: Report) -> _Result:
     """Measure the share of questions that each side answers correctly."""
     questions = read_questions(data)
-    answers: list[dict[Hashable, list[Answer]]] = []
+    answers: list[dict[Hashable, list[ChoiceMarks]]] = []
     accuracies = []
     for side in sides:
         per_seed = [answered(subject, questions, chat, report, warn) for subject in side.subjects]

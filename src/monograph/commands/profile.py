@@ -35,7 +35,7 @@ from monograph.report.quantities import clock_time, count, counted
 from monograph.run.folder import Run, standard_json
 from monograph.run.progress import Progress
 from monograph.run.writing import results_folder, write_whole
-from monograph.session.ladder import RUNGS, Climbed, Ladder, Rung, Way
+from monograph.session.ladder import RUNGS, Climbed, Ladder, Rung, RungWay
 from monograph.session.objectives.texts import Texts
 from monograph.session.plan import Plan
 from monograph.session.requirements import notes_on, require_one_device, require_possible, require_texts
@@ -226,7 +226,7 @@ class Climb(NamedTuple):
 
 def _climbed(ladder: Ladder, progress: Progress) -> list[Climb]:
     made = list[Climb]()
-    stack = {"": Way()}
+    stack = {"": RungWay()}
     began = clock()
     for number, rung in enumerate(RUNGS, start=1):
         over = rung.over if rung.over in stack else [*stack][-1]

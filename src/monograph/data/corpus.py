@@ -21,7 +21,7 @@ from monograph.data.loss_mask import Answering
 from monograph.data.progress import Progress
 from monograph.data.rows import IGNORE, Rows
 from monograph.data.sources import Sources, find
-from monograph.data.store import Request, Stored, open_or_build
+from monograph.data.store import CorpusRequest, StoredCorpus, open_or_build
 from monograph.errors import InputRefused, UsageError
 from monograph.ranges import COUNT
 from monograph.storage.writing import temporary_folder, writing
@@ -178,12 +178,12 @@ def corpus(
         said = Asked.of(text_key, ignore_keys)
         reading = Reading(text_key or TEXT, bad_records == "skip", how, tuple(sorted(said.ignored)), text_key in ASKED)
         reading = _reading(sources, reading, said, asked)
-        request = Request(sources, held_out, asked, reading)
+        request = CorpusRequest(sources, held_out, asked, reading)
         stored = open_or_build(request, cache, progress)
     return _packed(request, stored, sequence_length, packing)
 
 
-def _packed(request: Request, stored: Stored, sequence_length: int, packing: str) -> Corpus:
+def _packed(request: CorpusRequest, stored: StoredCorpus, sequence_length: int, packing: str) -> Corpus:
     """Arrange tokens in rows.
 
     Raises:
@@ -227,7 +227,7 @@ def _check_settings(packing: str, bad_records: str, answers: str, too_long: str,
         raise UsageError(f"data.sequence_length = {sequence_length!r}: must be at least 1")
 
 
-def _rows(stored: Stored, weights: Sequence[float], sequence_length: int, packed: bool) -> tuple[Rows, Rows]:
+def _rows(stored: StoredCorpus, weights: Sequence[float], sequence_length: int, packed: bool) -> tuple[Rows, Rows]:
     # A large plan is stored next to the tokens, since a temporary folder may be in memory. A cache folder that belongs
     # to another user cannot be written to.
     scratch = stored.folder if os.access(stored.folder, os.W_OK) else Path(tempfile.gettempdir())
@@ -256,7 +256,7 @@ def _reading(sources: Sources, asked: Reading, said: Asked, tokenizer: Tokenizer
     return asked
 
 
-def _check_size(name: str, stored: Stored, train: Rows, held: Rows, held_out: float) -> None:
+def _check_size(name: str, stored: StoredCorpus, train: Rows, held: Rows, held_out: float) -> None:
     if not train.tokens:
         raise InputRefused(f"{name}: no text in it: {(*stored.notes, 'give a file with text')[0]}")
     length = held.sequence_length

@@ -20,7 +20,7 @@ Int64 = NDArray[np.int64]
 BLOCK_PIECES = 1 << 18
 
 
-class Plan(NamedTuple):
+class Packing(NamedTuple):
     """The place of each piece in the rows.
 
     Attributes:
@@ -41,7 +41,7 @@ class Plan(NamedTuple):
 
 def plan_rows(
     document_starts: Int64, sequence_length: int, packed: bool, parts: Sequence[int], folder: Path | None = None
-) -> Plan:
+) -> Packing:
     """Cut every document into pieces and assign each piece to a row.
 
     A document of n tokens has n - 1 (input, target) pairs. Its piece k has the inputs k·T .. min((k+1)·T, n-1)-1 and
@@ -78,7 +78,7 @@ def plan_rows(
             rows_of_parts.append(offsets.count - rows_before)
             first += documents
         filled = inputs / max(1, (offsets.count - 1) * sequence_length)
-        return Plan(starts.array(), lengths.array(), offsets.array(), tuple(rows_of_parts), filled)
+        return Packing(starts.array(), lengths.array(), offsets.array(), tuple(rows_of_parts), filled)
 
 
 def _pieces(document_starts: Int64, sequence_length: int) -> Iterator[tuple[Int64, Int64]]:

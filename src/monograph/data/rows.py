@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from monograph.data.pack import Plan, plan_rows
+from monograph.data.pack import Packing, plan_rows
 from monograph.data.store import Side
 from monograph.text.tokenizer import Tokenizer
 
@@ -181,7 +181,7 @@ class Rows:
         """
         self._side, self._tokenizer = side, tokenizer
         parts = _parts(side, weights or [1.0] * len(side.files))
-        self._plan: Plan = plan_rows(side.starts, sequence_length, packed, [count for count, _ in parts], folder)
+        self._plan: Packing = plan_rows(side.starts, sequence_length, packed, [count for count, _ in parts], folder)
         self.shares = [share(rows, weight) for rows, (_, weight) in zip(self._plan.rows, parts, strict=True)]
         self.sequence_length, self.packed = sequence_length, packed
         self.documents = len(side.starts) - 1

@@ -1,6 +1,6 @@
 """Keep tokenised corpora in a cache: built in a temporary folder, renamed when complete, and checked when opened.
 
-A corpus's `Request` decides its tokens, and so the name of its folder.
+A corpus's `CorpusRequest` decides its tokens, and so the name of its folder.
 """
 
 import atexit
@@ -41,7 +41,7 @@ FORMAT = 3
 READER = 2
 
 
-class Request(NamedTuple):
+class CorpusRequest(NamedTuple):
     """The inputs that decide a corpus's tokens.
 
     Attributes:
@@ -125,7 +125,7 @@ class Side(NamedTuple):
         return f"{file}:{record}" if record else file
 
 
-class Stored(NamedTuple):
+class StoredCorpus(NamedTuple):
     """A tokenised corpus and its folder; `skipped` is {reason: count} of skipped records."""
 
     folder: Path
@@ -136,7 +136,9 @@ class Stored(NamedTuple):
     notes: tuple[str, ...]
 
 
-def open_or_build(request: Request, cache: str | Path | None = None, progress: Progress | None = None) -> Stored:
+def open_or_build(
+    request: CorpusRequest, cache: str | Path | None = None, progress: Progress | None = None
+) -> StoredCorpus:
     """Return the tokenised corpus from the cache, or build it if it is missing or damaged there.
 
     Args:
@@ -202,7 +204,7 @@ def _locked(path: Path, progress: Progress | None) -> Iterator[None]:
         yield
 
 
-def _build(folder: Path, request: Request, progress: Progress | None) -> tuple[str, ...]:
+def _build(folder: Path, request: CorpusRequest, progress: Progress | None) -> tuple[str, ...]:
     building = folder.with_suffix(".building")
     # A killed process may have left this folder behind. Only the holder of the lock gets here.
     shutil.rmtree(building, ignore_errors=True)
@@ -218,7 +220,7 @@ def _build(folder: Path, request: Request, progress: Progress | None) -> tuple[s
     return notes
 
 
-def _write(building: Path, request: Request, progress: Progress | None) -> tuple[str, ...]:
+def _write(building: Path, request: CorpusRequest, progress: Progress | None) -> tuple[str, ...]:
     """Write all files of a corpus; return the notes that are shown only now, unlike those in the manifest."""
     files = request.text.files
     reading = request.reading
@@ -269,7 +271,7 @@ def _digest(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def _open(folder: Path, request: Request, progress: Progress | None, notes: tuple[str, ...] = ()) -> Stored:
+def _open(folder: Path, request: CorpusRequest, progress: Progress | None, notes: tuple[str, ...] = ()) -> StoredCorpus:
     """Read and verify every file of a corpus folder.
 
     Raises:
@@ -292,7 +294,7 @@ def _open(folder: Path, request: Request, progress: Progress | None, notes: tupl
         sides[side] = Side(tokens, starts, records, kept["bytes"], tuple(manifest["names"]), first, *answers)
     meter.finish()
     notes = (*notes, *manifest["notes"])
-    return Stored(folder, tokenizer, sides["train"], sides["held_out"], manifest["skipped"], notes)
+    return StoredCorpus(folder, tokenizer, sides["train"], sides["held_out"], manifest["skipped"], notes)
 
 
 def _manifest(folder: Path, key: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
 from monograph.errors import InputRefused
-from monograph.graph.family import Sibling
+from monograph.graph.fused_linears import Sibling
 from monograph.graph.inspect import buffers_kept, modes_kept, shared
 from monograph.optim.planes import require_movable
 

@@ -311,7 +311,7 @@ class Accuracy(NamedTuple):
     cut: int
 
 
-class Answer(NamedTuple):
+class ChoiceMarks(NamedTuple):
     """Marks of whether the choice that a model finds likeliest is right; the attributes are those of `Accuracy`."""
 
     acc: bool
@@ -326,7 +326,7 @@ def choose(
     precision: Precision,
     progress: Progress | None = None,
     chat: bool = False,
-) -> tuple[list[Answer], Accuracy]:
+) -> tuple[list[ChoiceMarks], Accuracy]:
     """Answer questions by the log-probability of " " + choice after the question; the first of equal choices counts.
 
     Source: lm-evaluation-harness, task type `multiple_choice` with its `target_delimiter` " " and no examples; names
@@ -364,11 +364,11 @@ def _chat_pairs(tokenizer: Tokenizer, question: Question) -> list[Continuation]:
     return [Continuation(list(prompt), tokenizer.encode_between(choice, prompt)) for choice in question.choices]
 
 
-def _answer(question: Question, logs: Sequence[float]) -> Answer:
+def _answer(question: Question, logs: Sequence[float]) -> ChoiceMarks:
     characters = [len(choice) for choice in question.choices]
     sizes = [len(c.encode()) for c in question.choices]
     normed = ([log / length for log, length in zip(logs, scores, strict=True)] for scores in (characters, sizes))
-    return Answer._make(scores.index(max(scores)) == question.gold for scores in (list(logs), *normed))
+    return ChoiceMarks._make(scores.index(max(scores)) == question.gold for scores in (list(logs), *normed))
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Continuation:

@@ -10,7 +10,7 @@ from torch import nn
 from monograph.data.progress import Progress
 from monograph.data.rows import Rows
 from monograph.errors import UsageError
-from monograph.evaluation.choices import Answer
+from monograph.evaluation.choices import ChoiceMarks
 from monograph.evaluation.significance import Mean, Table, mean, tabulate
 from monograph.evaluation.text import Evaluates, Scores, by_document, difference, evaluate_members
 from monograph.graph.frozen import parameter_count
@@ -136,7 +136,9 @@ def compare_on(
     return Comparison(first, second, gap, by, (size_a, size_b) if size_a and size_b else None)
 
 
-def compare_answers(a: Mapping[Hashable, Sequence[Answer]], b: Mapping[Hashable, Sequence[Answer]]) -> Comparison:
+def compare_answers(
+    a: Mapping[Hashable, Sequence[ChoiceMarks]], b: Mapping[Hashable, Sequence[ChoiceMarks]]
+) -> Comparison:
     """Compare two sides of one or several models each that answered the same questions.
 
     Args:
@@ -155,7 +157,7 @@ def compare_answers(a: Mapping[Hashable, Sequence[Answer]], b: Mapping[Hashable,
     return Comparison(first, second, gap, "seed" if len(both) > 1 else "question", unit="acc")
 
 
-def _share(answers: Sequence[Answer]) -> float:
+def _share(answers: Sequence[ChoiceMarks]) -> float:
     return float(np.mean([answer.acc for answer in answers]))
 
 

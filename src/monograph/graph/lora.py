@@ -24,7 +24,7 @@ from monograph.graph.experts import MULTIPLYING, ExpertLinear, Int8Experts, NF4E
 from monograph.graph.frozen import FrozenWeight, Int8Linear, NF4Linear
 from monograph.graph.mmap_weights import MappedWeight, in_file_order, keep, kept_dtype, require_finite
 from monograph.graph.siblings import families
-from monograph.graph.token_rows import ROWS, Table, merge_rows, put_rows, tables
+from monograph.graph.token_rows import ROWS, TableWithRows, merge_rows, put_rows, tables
 from monograph.ops.row_norms import row_norms, sum_row_norms
 from monograph.ops.token_rows import replaced
 from monograph.ranges import ABOVE_0, COUNT, DECAY
@@ -376,7 +376,7 @@ def plain_parameters(module: nn.Module) -> Iterator[Plain]:
         yield Plain(name, like, functools.partial(_read, name, parameter, layer, table))
 
 
-def _read(name: str, parameter: nn.Parameter, layer: AnyAdapted | None, table: Table | None) -> Tensor:
+def _read(name: str, parameter: nn.Parameter, layer: AnyAdapted | None, table: TableWithRows | None) -> Tensor:
     if layer is not None:
         return require_finite(merged(layer), name)
     value = parameter.detach().to(kept_dtype(parameter))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from monograph import compat
-from monograph.graph.family import Family, Sibling, adjacent, mode_of, version_of
+from monograph.graph.fused_linears import FusedLinears, Sibling, adjacent, mode_of, version_of
 from monograph.graph.inspect import blocks, buffers_kept, modes_kept, shared_parameters, unwrap_
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -164,7 +164,7 @@ def fuse_siblings(module: nn.Module, example: Any) -> Fusion:
     cards = {p.device.index or 0 for p in module.parameters() if p.device.type == "cuda"}
     with buffers_kept(module), torch.random.fork_rng(devices=sorted(cards)):
         groups, separate = grouped(module, watched(module, run))
-        fused: list[Family] = []
+        fused: list[FusedLinears] = []
         for names in groups:
             layers = [module.get_submodule(name) for name in names]
             formed = _families(layers)  # type: ignore[arg-type]
@@ -205,7 +205,7 @@ def unfuse_siblings(module: nn.Module) -> None:
         family.part()
 
 
-def families(module: nn.Module) -> list[Family]:
+def families(module: nn.Module) -> list[FusedLinears]:
     """Return a module's families."""
     return list({id(layer.family): layer.family for layer in module.modules() if isinstance(layer, Sibling)}.values())
 
@@ -244,25 +244,25 @@ def within_blocks(module: nn.Module) -> None:
             _replace(family, by_block.values())
 
 
-def _replace(family: Family, groups: Iterable[list[nn.Linear]]) -> None:
+def _replace(family: FusedLinears, groups: Iterable[list[nn.Linear]]) -> None:
     family.remove()
     for layers in groups:
         for smaller in _families(layers):
             smaller.install()
 
 
-def _families(layers: list[nn.Linear]) -> list[Family]:
+def _families(layers: list[nn.Linear]) -> list[FusedLinears]:
     """Return one family of all layers if their weights can be joined, else families of those that lie side by side."""
-    if len(layers) > 1 and (whole := Family(layers)).weight is not None:
+    if len(layers) > 1 and (whole := FusedLinears(layers)).weight is not None:
         return [whole]
     runs = [[layers[0]]]
     for one, other in pairwise(layers):
         near = adjacent([one.weight, other.weight]) and (one.bias is None or adjacent([one.bias, other.bias]))
         runs[-1].append(other) if near else runs.append([other])
-    return [Family(run) for run in runs if len(run) > 1]
+    return [FusedLinears(run) for run in runs if len(run) > 1]
 
 
-def _install(module: nn.Module, fused: list[Family], run: Callable[[], object], separate: dict[str, str]) -> None:
+def _install(module: nn.Module, fused: list[FusedLinears], run: Callable[[], object], separate: dict[str, str]) -> None:
     """Fuse all families if the example runs with them, else try them one by one; add the failing ones to `separate`."""
     try:
         for family in fused:

@@ -20,7 +20,7 @@ from monograph.ops.token_rows import Rows, embedding, linear, replaced
 ROWS = "token_rows"  # the parameter's name, next to `weight`
 
 
-class Table(nn.Module):
+class TableWithRows(nn.Module):
     """Base class of layers with a frozen `weight` [V, D] of which K rows are trained in `token_rows` [K, D]."""
 
     weight: Tensor
@@ -34,7 +34,7 @@ class Table(nn.Module):
         return Rows(self.token_rows, self.token_index, self.token_slots)
 
 
-class TokenEmbedding(Table, nn.Embedding):
+class TokenEmbedding(TableWithRows, nn.Embedding):
     """An embedding with trained rows; `put_rows` gives an embedding this class."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class TokenEmbedding(Table, nn.Embedding):
         return embedding(input, self.weight, rows)
 
 
-class TokenHead(Table, nn.Linear):
+class TokenHead(TableWithRows, nn.Linear):
     """A head with trained rows; `put_rows` gives a head this class."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def _embedding(module: nn.Module) -> Any:
 
 
 @torch.no_grad()
-def _put(layer: nn.Module, kind: type[Table], tokens: Sequence[int], dtype: torch.dtype | None) -> None:
+def _put(layer: nn.Module, kind: type[TableWithRows], tokens: Sequence[int], dtype: torch.dtype | None) -> None:
     weight: Tensor = layer.weight  # type: ignore[assignment]
     index = torch.tensor(tokens, dtype=torch.int64, device=weight.device)
     slots = torch.full((weight.shape[0],), -1, device=weight.device)
@@ -110,24 +110,24 @@ def _put(layer: nn.Module, kind: type[Table], tokens: Sequence[int], dtype: torc
     layer.register_buffer("token_slots", slots, persistent=False)
 
 
-def tables(module: nn.Module) -> dict[str, Table]:
+def tables(module: nn.Module) -> dict[str, TableWithRows]:
     """Return the layers with trained rows by name; of a tied pair only the first."""
-    by_rows: dict[int, tuple[str, Table]] = {}
+    by_rows: dict[int, tuple[str, TableWithRows]] = {}
     for name, layer in module.named_modules():
-        if isinstance(layer, Table):
+        if isinstance(layer, TableWithRows):
             by_rows.setdefault(id(layer.token_rows), (name, layer))
     return dict(by_rows.values())
 
 
 def rows_of(layer: nn.Module) -> Rows | None:
     """Return the trained rows of a layer, or None."""
-    return layer.rows if isinstance(layer, Table) else None
+    return layer.rows if isinstance(layer, TableWithRows) else None
 
 
 @torch.no_grad()
 def merge_rows(module: nn.Module) -> None:
     """Write the rows into their tables, rounded once to the tables' dtype, and make the layers plain again."""
-    for layer in [child for child in module.modules() if isinstance(child, Table)]:
+    for layer in [child for child in module.modules() if isinstance(child, TableWithRows)]:
         keep(layer.weight, replaced(layer.weight.detach().to(kept_dtype(layer.weight)), layer.rows))
         for name in (ROWS, "token_index", "token_slots"):
             delattr(layer, name)

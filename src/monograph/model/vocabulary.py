@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from monograph.errors import InputRefused
 from monograph.graph.mmap_weights import MappedWeight, keep, kept_dtype
-from monograph.graph.token_rows import ROWS, Table, tables
+from monograph.graph.token_rows import ROWS, TableWithRows, tables
 from monograph.model.files import DTYPES, Stored, read_tensors
 from monograph.model.llama import Llama
 from monograph.text.tokenizer_file import MAX_VOCABULARY
@@ -63,7 +63,7 @@ def own_rows(stored: Mapping[str, Stored], module: nn.Module, path: Path) -> dic
         InputRefused: a whole table that is not the base's.
     """
     first = {id(layer.token_rows): name for name, layer in tables(module).items()}
-    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, Table)}
+    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, TableWithRows)}
     renamed = dict[str, Stored]()
     for full, tensor in stored.items():
         name = full.removeprefix(PREFIX)
@@ -83,7 +83,7 @@ def left_out(value: Any, module: nn.Module) -> set[str]:
     return {name + _OURS for name in tables(module) if name.rpartition(".")[2] not in named}
 
 
-def _require_same(name: str, stored: Stored, layer: Table, path: Path) -> None:
+def _require_same(name: str, stored: Stored, layer: TableWithRows, path: Path) -> None:
     rows = list(layer.weight.shape)
     if list(stored.shape) != rows:
         raise InputRefused(

@@ -215,7 +215,7 @@ GOLDEN = 0.618033988749895  # any number of its first multiples, modulo 1, are s
 
 
 @dataclass(frozen=True)
-class Way:
+class StreamWay:
     """One way to stream a model.
 
     Attributes:

@@ -9,10 +9,10 @@ import torch
 
 from monograph.graph.precision import Precision
 from monograph.model.llama import Llama
-from monograph.planner.placement_bytes import META, Names, Way
+from monograph.planner.placement_bytes import META, Names, StreamWay
 from monograph.predict.footprint import Work
 from monograph.stream import Placement, Streamed
-from monograph.stream.clock import Clock, Costs, Link, Timing, pretended
+from monograph.stream.clock import Clock, Costs, Link, UpdateTiming, pretended
 from monograph.stream.lanes import Lanes
 from monograph.stream.store import GRADIENT, WEIGHTS
 
@@ -59,7 +59,7 @@ class Seconds(NamedTuple):
         return max(0.0, ready - done - sum(self.there[:before]))
 
 
-def seconds_of(way: Way, resident: Sequence[Names], times: Costs) -> Seconds:
+def seconds_of(way: StreamWay, resident: Sequence[Names], times: Costs) -> Seconds:
     """Return the seconds of each stage for a way to stream."""
     stages = way.stages
     count = way.work.micro_batches
@@ -75,7 +75,7 @@ def seconds_of(way: Way, resident: Sequence[Names], times: Costs) -> Seconds:
     )
 
 
-def closed_form(way: Way, resident: Sequence[Names], times: Costs, link: Link) -> float:
+def closed_form(way: StreamWay, resident: Sequence[Names], times: Costs, link: Link) -> float:
     """Return the seconds of an update: the sum over phases of the longest of computing, copying in and copying out.
 
     The host updates its stages during a pass, and the forward pass waits for a stage that is late.
@@ -121,7 +121,7 @@ def _at_once(one: tuple[float, int, int], other: tuple[float, int, int]) -> tupl
     return one[0] + other[0], one[1] + other[1], one[2] + other[2]
 
 
-def timing(work: Work, placement: Placement, times: Costs, link: Link) -> Timing:
+def timing(work: Work, placement: Placement, times: Costs, link: Link) -> UpdateTiming:
     """Return an update's timing by the clock, which runs the engine's own walk over the model's whole depth."""
     with META:
         model = Llama(work.config)

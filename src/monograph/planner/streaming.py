@@ -14,7 +14,7 @@ from monograph.device import Device, compiler_obstacle, describe
 from monograph.errors import OutOfDeviceMemory
 from monograph.optim import formats
 from monograph.planner.candidates import ByDtype, Candidate, Request, slower, speed
-from monograph.planner.placement_bytes import Names, Stages, Tiers, Way, stages_of
+from monograph.planner.placement_bytes import Names, Stages, StreamWay, Tiers, stages_of
 from monograph.planner.stream_time import closed_form, timing
 from monograph.predict import roofline
 from monograph.predict.footprint import Compile
@@ -128,7 +128,7 @@ def streamed(request: Request, device: Device, limits: Limits, peak_flops: ByDty
 
 # ── the search ──────────────────────────────────────────────────────────────────────────────────
 
-Fitting = list[tuple[Way, list[Names]]]
+Fitting = list[tuple[StreamWay, list[Names]]]
 
 
 def _fitting(request: Request, device: Device, limits: Limits) -> Fitting:
@@ -143,13 +143,13 @@ def _fitting(request: Request, device: Device, limits: Limits) -> Fitting:
     return fitting
 
 
-def _that_fit(every: Sequence[Way], limits: Limits) -> Fitting:
+def _that_fit(every: Sequence[StreamWay], limits: Limits) -> Fitting:
     # If device and host share one memory, nothing is gained by keeping a buffer on the device.
     filled = [(way, way.resident(0) if limits.shared else way.filled(limits.device_bytes)) for way in every]
     return [(way, resident) for way, resident in filled if not _short(way.tiers(resident), limits)]
 
 
-def ways(request: Request, device: Device) -> Iterator[Way]:
+def ways(request: Request, device: Device) -> Iterator[StreamWay]:
     """Yield all combinations; those that update weights in the backward pass only without clipping."""
     layers = request.training.config.num_hidden_layers
     sizes = request.micro_batches
@@ -168,7 +168,9 @@ def ways(request: Request, device: Device) -> Iterator[Way]:
             continue
         stages = stages_of(request.training.config, request.training.optim, precision, per_stage)
         for rows, remat, (when, where), offload in itertools.product(sizes, remats, updates, (False, True)):
-            yield Way(request.work((precision, scope, remat), rows, device), stages, per_stage, when, offload, where)
+            yield StreamWay(
+                request.work((precision, scope, remat), rows, device), stages, per_stage, when, offload, where
+            )
 
 
 def _moments(stages: Stages) -> Names:
@@ -188,7 +190,7 @@ def _short(tiers: Tiers, limits: Limits) -> dict[str, int]:
 
 
 def _candidate(
-    way: Way, resident: Sequence[Names], device: Device, limits: Limits, peak_flops: ByDtype
+    way: StreamWay, resident: Sequence[Names], device: Device, limits: Limits, peak_flops: ByDtype
 ) -> StreamCandidate:
     """Return the candidate of a way, with its time in closed form."""
     tiers = way.tiers(resident)

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from monograph import compat
 from monograph.predict.kernels import inner_bytes, kernels
-from monograph.predict.lifetimes import Kernel, Name
+from monograph.predict.lifetimes import Name, PlannedKernel
 
 ORIGINS = ("weights", "gradients", "moments", "activations", "loss head", "workspace")
 PASSING = ORIGINS[3:]  # the origins whose memory a micro-step allocates and frees again
@@ -147,7 +147,7 @@ class FakeMemory:
         if self.curve[-1:] != [sample]:
             self.curve.append(sample)
 
-    def _run(self, graph: torch.fx.GraphModule, plan: list[Kernel], arguments: list[Any], backward: bool) -> Any:
+    def _run(self, graph: torch.fx.GraphModule, plan: list[PlannedKernel], arguments: list[Any], backward: bool) -> Any:
         self._walk(plan, arguments, backward)
         self.walked.append(len(self.curve))
         with compat.without_modes(), self._graphs.mode:  # without the listener, as the kernels are counted already
@@ -156,7 +156,7 @@ class FakeMemory:
         self._note(results)
         return results
 
-    def _walk(self, plan: list[Kernel], arguments: list[Any], backward: bool) -> None:
+    def _walk(self, plan: list[PlannedKernel], arguments: list[Any], backward: bool) -> None:
         """Add a sample for each kernel of a graph; a backward graph frees saved tensors once it has read them."""
         kept = dict(self._live)
         alive = self._passing(plan, arguments) if backward else {}
@@ -174,7 +174,7 @@ class FakeMemory:
                     self._live[origin] -= size_bytes
         self._live = kept
 
-    def _passing(self, plan: list[Kernel], arguments: list[Any]) -> dict[Name, tuple[str, int]]:
+    def _passing(self, plan: list[PlannedKernel], arguments: list[Any]) -> dict[Name, tuple[str, int]]:
         """Return (origin, bytes) of the arguments that the graph may free.
 
         Of arguments that share a storage, only the one that is read last is listed.

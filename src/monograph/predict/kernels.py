@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from monograph.graph.matmul import workspace_bytes
 from monograph.ops.fused_gradients import block_rows
-from monograph.predict.lifetimes import Kernel, Name, scheduled
+from monograph.predict.lifetimes import Name, PlannedKernel, scheduled
 
 # The compiler treats these as elementwise although torch does not tag them so: reads at computed places, casts,
 # constants.
@@ -47,7 +47,7 @@ _DEAR = {"exp", "sigmoid"}
 MOST_LOADS = 4
 
 
-def kernels(graph: GraphModule, device_type: str, backward: bool) -> list[Kernel]:
+def kernels(graph: GraphModule, device_type: str, backward: bool) -> list[PlannedKernel]:
     """Return the buffers of a partitioned graph of aten operators, in the order in which the compiler writes them.
 
     Only a backward graph may free its arguments.
@@ -57,12 +57,12 @@ def kernels(graph: GraphModule, device_type: str, backward: bool) -> list[Kernel
     return scheduled(*_written(graph, device_type), arguments)
 
 
-def _written(graph: GraphModule, device_type: str) -> tuple[list[Kernel], set[Name]]:
+def _written(graph: GraphModule, device_type: str) -> tuple[list[PlannedKernel], set[Name]]:
     """Return the kernels in the order of the graph's nodes, and the names that the caller keeps."""
     reads: dict[Node, frozenset[Name]] = {}
     loads: dict[Node, frozenset[tuple[Name, ...]]] = {}  # the buffers that a node reads, each with the views between
     behind: dict[Node, dict[Name, set[int]]] = {}  # for each buffer read: bytes of the dear values between, 0 for none
-    kernels: list[Kernel] = []
+    kernels: list[PlannedKernel] = []
     returned: frozenset[Name] = frozenset()
     arguments = 0
     on_cpu = device_type == "cpu"
@@ -84,20 +84,22 @@ def _written(graph: GraphModule, device_type: str) -> tuple[list[Kernel], set[Na
             inside = inner_bytes(total, left, right, device_type)
             size = total.numel()
             changes = _only(reads[bases[0]], node)
-            kernels.append(Kernel(product, total, size, inside, through, fused=False, hidden=True))
+            kernels.append(PlannedKernel(product, total, size, inside, through, fused=False, hidden=True))
             through |= {product}
-            kernels.append(Kernel(node.name, total, size, total.nbytes, through, fused=False, changes=changes))
+            kernels.append(PlannedKernel(node.name, total, size, total.nbytes, through, fused=False, changes=changes))
             reads[node], loads[node], behind[node] = _written_here(node)
         elif _is_view(node) or not (_is_written(node) or (on_cpu and _is_passed_twice(node, len(loads[node])))):
             reads[node], behind[node] = through, _behind(node, behind, on_cpu)
             # What was not written yet is computed by the loop that stores it.
             if _is_store(node) and node.all_input_nodes[1].name not in through:
                 [output] = _tensors(node)
-                kernels.append(Kernel(node.name, output, output.numel(), 0, through, fused=True))
+                kernels.append(PlannedKernel(node.name, output, output.numel(), 0, through, fused=True))
         else:
             if copy_bytes := _copied_bytes(node, device_type):
                 copied = f"{node.name}'s copy"
-                kernels.append(Kernel(copied, _tensors(node)[0], 0, copy_bytes, frozenset(), fused=False, hidden=True))
+                kernels.append(
+                    PlannedKernel(copied, _tensors(node)[0], 0, copy_bytes, frozenset(), fused=False, hidden=True)
+                )
                 through |= {copied}
             outputs = _tensors(node)
             size_bytes = sum(source.untyped_storage().nbytes() for source in outputs)
@@ -108,7 +110,9 @@ def _written(graph: GraphModule, device_type: str) -> tuple[list[Kernel], set[Na
             separate = frozenset(name for name, of in between.items() if of not in ({0}, {size_bytes}))
             within = max(set[int]().union(*between.values()), default=0)
             numbers = (device_type == "cuda" and _row_numbers(node)) or outputs[0].numel()
-            kernels.append(Kernel(node.name, outputs[0], numbers, size_bytes, through, fused, base, separate, within))
+            kernels.append(
+                PlannedKernel(node.name, outputs[0], numbers, size_bytes, through, fused, base, separate, within)
+            )
             reads[node], loads[node], behind[node] = _written_here(node)
     return kernels, set(returned)
 

@@ -22,7 +22,7 @@ FAR, REUSED = 64, 32
 
 
 @dataclass
-class Kernel:
+class PlannedKernel:
     """One buffer that a graph writes.
 
     Attributes:
@@ -55,7 +55,7 @@ class Kernel:
     last_reads: list[Name] = field(default_factory=list)
 
 
-def scheduled(written: list[Kernel], returned: set[Name], arguments: Mapping[Name, int]) -> list[Kernel]:
+def scheduled(written: list[PlannedKernel], returned: set[Name], arguments: Mapping[Name, int]) -> list[PlannedKernel]:
     """Return the kernels in the compiler's order, with `over` and `last_reads` filled in.
 
     Args:
@@ -84,7 +84,7 @@ def scheduled(written: list[Kernel], returned: set[Name], arguments: Mapping[Nam
     return ordered
 
 
-def _reuse(ordered: list[Kernel], expected: list[int]) -> None:
+def _reuse(ordered: list[PlannedKernel], expected: list[int]) -> None:
     """Give freed buffers to later kernels of the same dtype and size, where the compiler expects no higher peak for it.
 
     The compiler does not know the workspace of operators, so the real peak may rise (`should_reuse_buffer`).
@@ -107,7 +107,7 @@ def _reuse(ordered: list[Kernel], expected: list[int]) -> None:
                 freed.setdefault(kinds[name], []).append((at, name))
 
 
-def _expected(ordered: list[Kernel], ends: Mapping[Name, int], arguments: Mapping[Name, int]) -> list[int]:
+def _expected(ordered: list[PlannedKernel], ends: Mapping[Name, int], arguments: Mapping[Name, int]) -> list[int]:
     """Return the bytes that the compiler expects to be alive at each kernel.
 
     It assumes that nothing is written over, and that operators need no workspace.
@@ -123,7 +123,7 @@ def _expected(ordered: list[Kernel], ends: Mapping[Name, int], arguments: Mappin
     return [size_bytes + kernel.within_bytes for size_bytes, kernel in zip(alive, ordered, strict=False)]
 
 
-def _early(written: list[Kernel], returned: set[Name], arguments: Mapping[Name, int]) -> list[Kernel]:
+def _early(written: list[PlannedKernel], returned: set[Name], arguments: Mapping[Name, int]) -> list[PlannedKernel]:
     """Return the kernels in the order in which a compiler runs them.
 
     A kernel that frees at least as much memory as it takes comes directly after the last kernel that it reads. A kernel
@@ -136,9 +136,9 @@ def _early(written: list[Kernel], returned: set[Name], arguments: Mapping[Name, 
     known: dict[Name, int] = {**arguments, **sizes}
     order = {kernel.name: number for number, kernel in enumerate(written)}
     users = Counter(name for kernel in written for name in kernel.reads) + Counter(returned)
-    ordered: list[Kernel] = []
+    ordered: list[PlannedKernel] = []
 
-    def may_join(loop: Kernel, kernel: Kernel) -> bool:
+    def may_join(loop: PlannedKernel, kernel: PlannedKernel) -> bool:
         """Return whether the kernel is near the loop, and common reads outweigh reads of one that could be reused.
 
         Arguments that the graph may not free do not count, as the two may read different parts of them: chunks of a
@@ -164,7 +164,7 @@ def _early(written: list[Kernel], returned: set[Name], arguments: Mapping[Name, 
     return ordered
 
 
-def _late(written: list[Kernel]) -> list[Kernel]:
+def _late(written: list[PlannedKernel]) -> list[PlannedKernel]:
     """Return the kernels with each that reads nothing, such as zeros, directly before the first that reads it."""
     late = {kernel.name: kernel for kernel in written if kernel.fused and not kernel.reads}
     ordered = []
@@ -174,7 +174,7 @@ def _late(written: list[Kernel]) -> list[Kernel]:
     return [*ordered, *late.values()]
 
 
-def _make_ready(ordered: list[Kernel], kernel: Kernel, near: list[Kernel]) -> None:
+def _make_ready(ordered: list[PlannedKernel], kernel: PlannedKernel, near: list[PlannedKernel]) -> None:
     """Move a kernel's inputs ahead of the first loop in `near` that it belongs to, unless they need its results."""
     ends = _loops(ordered) if near else []
     for place in map(ordered.index, near):
@@ -182,8 +182,8 @@ def _make_ready(ordered: list[Kernel], kernel: Kernel, near: list[Kernel]) -> No
         end = ends[place] + 1
         members = {member.name for member in ordered[begin:end]}
         needed = set(kernel.reads) - members
-        ahead = list[Kernel]()
-        after = list[Kernel]()
+        ahead = list[PlannedKernel]()
+        after = list[PlannedKernel]()
         for other in reversed(ordered[end:]):
             is_needed = other.name in needed
             (ahead if is_needed else after).append(other)
@@ -193,18 +193,18 @@ def _make_ready(ordered: list[Kernel], kernel: Kernel, near: list[Kernel]) -> No
             return
 
 
-def _share_a_loop(loop: Kernel, kernel: Kernel) -> bool:
+def _share_a_loop(loop: PlannedKernel, kernel: PlannedKernel) -> bool:
     """Return whether one loop computes both, because they have equally many numbers and a common input."""
     return loop.fused and loop.numbers == kernel.numbers and not loop.reads.isdisjoint(kernel.reads)
 
 
-def _is_within_rows(before: Kernel, after: Kernel, kernel: Kernel) -> bool:
+def _is_within_rows(before: PlannedKernel, after: PlannedKernel, kernel: PlannedKernel) -> bool:
     """Return whether a kernel would come between two of one loop over rows, on a GPU, to which it does not belong."""
     rows = before.numbers > before.output.numel() and _share_a_loop(before, after)
     return rows and not _share_a_loop(after, kernel)
 
 
-def _loops(ordered: list[Kernel]) -> list[int]:
+def _loops(ordered: list[PlannedKernel]) -> list[int]:
     """Return for each kernel the index of the last kernel of its loop; the loop's inputs are needed until then."""
     ends = list(range(len(ordered)))
     for at in range(len(ordered) - 2, -1, -1):

@@ -21,7 +21,7 @@ from monograph.rl.rewards import FormName
 _MOST_MASKS = 1 << 28  # bytes of the masks of all states
 
 
-class Form:
+class AnswerForm:
     """A form over a tokenizer's tokens.
 
     Attributes:

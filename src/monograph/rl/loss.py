@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from monograph.errors import UsageError
 from monograph.loss import IGNORE, Batch, target_log_probabilities
 from monograph.rl.advantages import ADVANTAGES, UNUSED, Ratio
-from monograph.rl.form import Form
+from monograph.rl.form import AnswerForm
 
 Estimator = Literal["k1", "k2", "k3", "entropy"]
 KLS: tuple[Estimator, ...] = ("k1", "k2", "k3")
@@ -112,7 +112,7 @@ class PolicyLoss(nn.Module):
         kl: Kl | None = None,
         advantage: str = "dr_grpo",
         updates: int = 1,
-        form: Form | None = None,
+        form: AnswerForm | None = None,
     ):
         """Take the temperature with which tokens are drawn, the use of rho, the KL term, and `Options`' next three."""
         super().__init__()

@@ -40,7 +40,7 @@ from monograph.ops.filled import filled_up, whole
 from monograph.optim import holding
 from monograph.rl.advantages import ADVANTAGES, ROUNDING, Weight, are_equal
 from monograph.rl.arrange import Group, Options, Rollout, arranged, by_answer, described, judged, weighted
-from monograph.rl.form import Form
+from monograph.rl.form import AnswerForm
 from monograph.rl.loss import PolicyLoss
 from monograph.rl.prompts import Prompt, Prompts
 from monograph.rl.rewards import Answer, Reward
@@ -108,7 +108,7 @@ class Drawer:
         self._made: tuple[Mode, Generator] | None = None
 
     @property
-    def form(self) -> Form | None:
+    def form(self) -> AnswerForm | None:
         """Return the form of the answers; None: any."""
         return cast(PolicyLoss, self.engine.step.loss).form
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from monograph.data.progress import Progress
 from monograph.device import default_device
 from monograph.errors import InputRefused, Warn
-from monograph.evaluation.choices import Accuracy, Answer, Question, choose
+from monograph.evaluation.choices import Accuracy, ChoiceMarks, Question, choose
 from monograph.graph.precision import Precision
 from monograph.loss import IGNORE, Batch, Loss, target_log_probabilities, token_loss
 from monograph.model.llama import Llama
@@ -128,7 +128,7 @@ def mixed(members: Sequence[EvaluatedModel], name: str) -> EvaluatedModel:
 
 def answered(
     subject: EvaluatedModel, questions: list[Question], chat: bool, report: Progress, warn: Warn
-) -> tuple[list[Answer], Accuracy]:
+) -> tuple[list[ChoiceMarks], Accuracy]:
     """Return a model's answers and its accuracy; see `evaluation.choices.choose`.
 
     Raises:

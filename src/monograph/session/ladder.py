@@ -40,7 +40,7 @@ ADAPTER_RANK = 16
 
 
 @dataclass(frozen=True)
-class Way:
+class RungWay:
     """One way to train; the defaults are the first rung's way."""
 
     captured: bool = False
@@ -61,7 +61,7 @@ class Rung(NamedTuple):
     Attributes:
         name: the rung's name.
         change: the change in a few words.
-        fields: the fields of `Way` that the change sets.
+        fields: the fields of `RungWay` that the change sets.
         over: the rung whose way is changed; None: the last measured rung before this one whose `over` is also None.
     """
 
@@ -70,7 +70,7 @@ class Rung(NamedTuple):
     fields: Mapping[str, Any]
     over: str | None = None
 
-    def after(self, way: Way) -> Way:
+    def after(self, way: RungWay) -> RungWay:
         """Return the way with this rung's change."""
         return replace(way, **self.fields)
 
@@ -233,7 +233,7 @@ class Ladder:
         fixed = replace(built.plan, compile=scope)
         return cls(fixed, texts, parameter_count(built.model), folder, plan.updates or None, machine=machine)
 
-    def plan_of(self, way: Way) -> Plan:
+    def plan_of(self, way: RungWay) -> Plan:
         """Return the plan of a way; padded updates have more rows, so that they have as many tokens as packed ones."""
         rows, scope = self.plan.rows, self.plan.compile
         micro = min(self.plan.micro_batch, rows)
@@ -255,7 +255,7 @@ class Ladder:
             fixed["lora.rank"] = ADAPTER_RANK
         return resolve(self.plan.settings.resolve(fixed, "ladder"), self.machine)
 
-    def obstacle(self, way: Way, rung: Rung) -> str | None:
+    def obstacle(self, way: RungWay, rung: Rung) -> str | None:
         """Return why the rung cannot be measured on this machine or text; None if no reason is known."""
         plan = self.plan
         on_cpu = self.machine.type == "cpu"
@@ -273,7 +273,7 @@ class Ladder:
         }
         return obstacles.get(rung.name)
 
-    def climb(self, rung: Rung, before: Way, progress: Progress) -> tuple[Way, Climbed | str]:
+    def climb(self, rung: Rung, before: RungWay, progress: Progress) -> tuple[RungWay, Climbed | str]:
         """Train and measure one rung.
 
         Returns:
@@ -297,7 +297,7 @@ class Ladder:
             torch.cuda.empty_cache()
         return (before if isinstance(outcome, str) else way), outcome
 
-    def _climbed(self, way: Way, rung: Rung, progress: Progress) -> Climbed | str:
+    def _climbed(self, way: RungWay, rung: Rung, progress: Progress) -> Climbed | str:
         device = default_device()
         notes = list[str]()
         run = Run(self.folder)

@@ -17,7 +17,7 @@ from monograph.errors import OutOfDeviceMemory
 from monograph.optim import Plane
 from monograph.stream.lanes import Home, Lanes, Space
 from monograph.stream.slots import DeviceBuffer, StageOnDevice
-from monograph.stream.store import GRADIENT, REST, WEIGHTS, Buffer, Stage, Stored
+from monograph.stream.store import GRADIENT, REST, WEIGHTS, Buffer, Stage, StoredPlane
 
 STAGING_BUFFERS = 4
 # Elements of a chunk, a multiple of the 256 that share a scale in 8-bit moments: enough to use a link's and a device's
@@ -27,7 +27,7 @@ HALF_DONE = "take fewer blocks a stage or fewer rows (train.micro_batch), and go
 UpdatePart = Callable[[Plane, Tensor | None, Tensor, Tensor, Tensor], None]
 
 
-class Chunk(tuple[Stored, int, int]):
+class Chunk(tuple[StoredPlane, int, int]):
     """A part of a plane: (the plane, index of the first element, index after the last element)."""
 
     __slots__ = ()
@@ -62,7 +62,7 @@ def chunks(stage: Stage) -> Iterator[Chunk]:
     return cut((stored for stored in stage.stored if not stored.on_host), MOST)
 
 
-def cut(planes: Iterable[Stored], most: int) -> Iterator[Chunk]:
+def cut(planes: Iterable[StoredPlane], most: int) -> Iterator[Chunk]:
     """Cut planes into chunks of at most `most` elements; a chunk of matrices has whole ones, and at least one."""
     for stored in planes:
         size = stored.plane.param.numel()

@@ -15,7 +15,7 @@ from torch import Tensor
 from monograph.optim import Plane
 from monograph.step import Step
 from monograph.stream.engine import Streamed
-from monograph.stream.lanes import LANES, Home, Lane, Mark, Work
+from monograph.stream.lanes import LANES, Home, Lane, LaneWork, Mark
 from monograph.stream.slots import Passes
 from monograph.stream.store import Stage
 
@@ -59,7 +59,7 @@ class Costs(NamedTuple):
     host_number_s: float = 0.0
 
 
-class Timing(NamedTuple):
+class UpdateTiming(NamedTuple):
     """The timing of one update among many.
 
     Attributes:
@@ -100,7 +100,7 @@ class Clock:
         """Let the current computation last this much longer."""
         self._spent += seconds
 
-    def run(self, work: Work) -> Any:
+    def run(self, work: LaneWork) -> Any:
         """Advance the lane by the time that the work takes; only computing is called, not copies."""
         lane = work.mark.lane
         # As on real lanes, work begins after the work before it on its lane and after the work that it waits for.
@@ -177,7 +177,7 @@ class Pretend(Passes):
         self.clock.spend(self.costs.host_number_s * plane.param.numel())
 
 
-def pretended(engine: Streamed, clock: Clock, costs: Costs, state: Tensor, micro_batches: int) -> Timing:
+def pretended(engine: Streamed, clock: Clock, costs: Costs, state: Tensor, micro_batches: int) -> UpdateTiming:
     """Return the timing of an update in the middle of a training.
 
     Args:
@@ -203,7 +203,7 @@ def pretended(engine: Streamed, clock: Clock, costs: Costs, state: Tensor, micro
             before = moved.copy()
             walk.accumulate([None] * micro_batches)
             walk.update()
-    return Timing(
+    return UpdateTiming(
         clock.now["compute"] - begin,
         {name: seconds - busy[name] for name, seconds in clock.busy_s.items()},
         moved - before,

@@ -75,7 +75,7 @@ class Space:
 Spaces = tuple[Space, ...]
 
 
-class Work(NamedTuple):
+class LaneWork(NamedTuple):
     """One piece of work.
 
     Attributes:
@@ -98,7 +98,7 @@ class Work(NamedTuple):
 class Executor(Protocol):
     """An object that does the work, at once or later, in an order that obeys lanes and waits."""
 
-    def run(self, work: Work) -> Any:
+    def run(self, work: LaneWork) -> Any:
         """Do the work or take it on; return the call's result for work on the compute lane."""
 
     def finish(self) -> None:
@@ -108,7 +108,7 @@ class Executor(Protocol):
 class Immediately:
     """The executor for a CPU: it does everything at once, in the order in which it is given."""
 
-    def run(self, work: Work) -> Any:
+    def run(self, work: LaneWork) -> Any:
         """Do the work now."""
         return work.call()
 
@@ -192,7 +192,7 @@ class Lanes:
             # This work waits for all earlier readers, and the next writer waits for this work.
             space.written = mark
             space.read = {}
-        return self.executor.run(Work(mark, tuple(waits), call, reads, writes, moved_bytes))
+        return self.executor.run(LaneWork(mark, tuple(waits), call, reads, writes, moved_bytes))
 
     def _forget(self) -> None:
         """Drop marks that all lanes in use know to have happened, as none of them has to wait for these any more."""
@@ -273,7 +273,7 @@ class Streams:
         # that the host's thread sleeps while it waits and leaves the core to others.
         self._events = {lane: [torch.cuda.Event(blocking=True) for _ in range(EVENTS)] for lane in self._streams}
 
-    def run(self, work: Work) -> Any:
+    def run(self, work: LaneWork) -> Any:
         """Launch the work behind the work that it waits for; a result of computing is a tensor yet to be computed."""
         if work.mark.lane == "host":
             return self._host.give([self._event(mark).synchronize for mark in work.waits], work.call)

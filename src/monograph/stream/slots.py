@@ -15,7 +15,7 @@ from monograph.errors import UsageError
 from monograph.optim import Plane, unlinked
 from monograph.step import Step
 from monograph.stream.lanes import Home, Lanes, Space
-from monograph.stream.store import GRADIENT, WEIGHTS, Stage, Stored, staged
+from monograph.stream.store import GRADIENT, WEIGHTS, Stage, StoredPlane, staged
 
 Key = Hashable
 BLOCK_SLOTS = 2  # stages of blocks take turns in this many slots
@@ -112,7 +112,7 @@ class StageOnDevice:
         own = [stored.buffers[name].space for stored in self.stage.stored]
         return list(dict.fromkeys(s if s.home == Home.DEVICE else memory.space for s in own))
 
-    def fetch(self, lanes: Lanes, planes: Sequence[Stored]) -> None:
+    def fetch(self, lanes: Lanes, planes: Sequence[StoredPlane]) -> None:
         """Copy these planes' weights to the slot."""
         for stored, plane in zip(self.stage.stored, self.planes, strict=True):
             weights = stored.buffers[WEIGHTS]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from monograph.errors import UsageError
 from monograph.graph.experts import MULTIPLYING
-from monograph.graph.family import Family
+from monograph.graph.fused_linears import FusedLinears
 from monograph.graph.inspect import blocks
 from monograph.graph.siblings import families
 from monograph.optim import Kind, Optimizer, Plane, initialise, join, planes, split, split_, splittable, trainable
@@ -52,7 +52,7 @@ class Buffer(NamedTuple):
 
 
 @dataclass(eq=False)
-class Stored:
+class StoredPlane:
     """A plane of one stage.
 
     Attributes:
@@ -101,8 +101,8 @@ class Stage:
     name: str
     index: int
     blocks: list[tuple[int, nn.Module]]
-    families: list[Family]
-    stored: list[Stored]
+    families: list[FusedLinears]
+    stored: list[StoredPlane]
     version: int = 0
 
     @property
@@ -124,7 +124,7 @@ class Store:
     tied: bool = False
 
     @property
-    def stored(self) -> Iterator[Stored]:
+    def stored(self) -> Iterator[StoredPlane]:
         """Return the planes of all stages."""
         return (stored for stage in self.stages for stored in stage.stored)
 
@@ -230,7 +230,7 @@ def _stages(
     yield "after the blocks", [], parts.parts_after
 
 
-def _kept(stage: Stage, plane: Plane, start: int, splits: bool, placement: Placement) -> Stored:
+def _kept(stage: Stage, plane: Plane, start: int, splits: bool, placement: Placement) -> StoredPlane:
     """Move a plane's buffers to their homes; the parameters become views of the new weights.
 
     Buffers are moved one by one, and the old one is freed before the next, so that no more than a stage exists twice.
@@ -258,7 +258,7 @@ def _kept(stage: Stage, plane: Plane, start: int, splits: bool, placement: Place
     plane.hold(plane.param)
     # A plane with a buffer on the device is updated there, as the buffer would have to come to the host and go back.
     stays = placement.where == "host" and all(buffer.space.home != Home.DEVICE for buffer in buffers.values())
-    return Stored(plane, buffers, start, splits, stays)
+    return StoredPlane(plane, buffers, start, splits, stays)
 
 
 def _halves(param: Tensor) -> tuple[Tensor, Tensor]:

@@ -35,7 +35,7 @@ from monograph.sweeps.spec import Member
 EVALUATIONS = 6  # evaluations of each member, if the settings give no interval
 
 
-class Windows(Iterator[Batch]):
+class MemberWindows(Iterator[Batch]):
     """The members' windows: [R, ...] shared by all members if they have one seed, else [N, R, ...], one for each."""
 
     def __init__(self, sessions: Sequence[Session]):
@@ -79,7 +79,7 @@ class MemberBatch:
     members: list[Member]
     engine: Engine
     sessions: list[Session]
-    windows: Windows
+    windows: MemberWindows
     ended: dict[int, int] = field(default_factory=dict)
 
     def save(self) -> None:
@@ -185,7 +185,7 @@ def batch_of(
             write_config(run, built.plan.settings)
         own = MemberEngine(engine, number) if isinstance(engine, Ensemble) else engine
         sessions.append(Session(run, built.plan, TextTask(text), own))
-    return MemberBatch(list(members), engine, sessions, Windows(sessions))
+    return MemberBatch(list(members), engine, sessions, MemberWindows(sessions))
 
 
 def go_on(batch: MemberBatch, ended: dict[int, int], progress: Progress) -> int:
@@ -213,7 +213,7 @@ def go_on(batch: MemberBatch, ended: dict[int, int], progress: Progress) -> int:
         # Dropout depends on the number of micro-batches so far.
         rows = batch.sessions[0].batches.rows_per_window
         batch.engine.stacked.members.draw.fill_(update * -(-rows // (batch.engine.micro_batch or rows)))
-    batch.windows = Windows(batch.sessions)
+    batch.windows = MemberWindows(batch.sessions)
     batch.freeze(lost)
     return update
 

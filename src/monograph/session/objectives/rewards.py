@@ -27,7 +27,7 @@ from monograph.predict.roofline import Calibration, Drawing, drawing_s, peak_flo
 from monograph.report.quantities import counted
 from monograph.rl.advantages import ratio_of
 from monograph.rl.arrange import Options
-from monograph.rl.form import Form
+from monograph.rl.form import AnswerForm
 from monograph.rl.loss import PolicyLoss, penalty
 from monograph.rl.prompts import Prompts, read_prompts
 from monograph.rl.rewards import Reward, Taught, form_named, reward_of
@@ -356,7 +356,7 @@ class RewardTask(Task):
             model.use_attention("cached")
         ratio = ratio_of(options.advantage, options.updates)
         described = form_named(*answer_form(plan))
-        form = Form(described, self.data, self.data.ends(model.config), default_device()) if described else None
+        form = AnswerForm(described, self.data, self.data.ends(model.config), default_device()) if described else None
         return PolicyLoss(options.temperature, ratio, options.kl, options.advantage, options.updates, form)
 
     def slots(self, plan: Plan) -> int:

@@ -21,9 +21,9 @@ from monograph.ops.fused_gradients import Fused, fused_of, linear
 
 
 class Sibling(nn.Linear):
-    """A linear layer computed together with its siblings; `Family` gives layers this class and takes it back."""
+    """A linear layer computed together with its siblings; `FusedLinears` gives layers this class and takes it back."""
 
-    family: "Family"
+    family: "FusedLinears"
     place: int
 
     def forward(self, input: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class Sibling(nn.Linear):
         self.family.adopt(self.place)
 
 
-class Family:
+class FusedLinears:
     """Linear layers that read one tensor, in the order of their calls.
 
         y = x [W_1; W_2; ...]^T + [b_1; b_2; ...]        y_i = its columns of y
@@ -152,7 +152,7 @@ class Family:
             return linear(input, self.weights[0], bias, owner=self).split(self.sizes, -1)
         return F.linear(input, _joined(self.weight, self.weights), bias).split(self.sizes, -1)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Family":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FusedLinears":
         """Copy the family, and join the copies of its parameters in memory."""
         # Parameters are copied one by one, so the copies do not lie side by side.
         copied = object.__new__(type(self))
