@@ -1,6 +1,9 @@
-"""Takes pictures of a page of each kind of report, at 1280 and 400 px, light and dark, and says what is wrong.
+"""Takes pictures of all pages, at 1280 and 400 px, light and dark, and says what is wrong with those of reports.
 
     python tests/pictures.py FOLDER
+
+The pages are one of each kind of report, the endpoint's in both modes, and the first of the documentation, if
+`make site` has built it. tests/serve/test_page.py says what would be wrong with the endpoint's.
 
 It ends with 1 if a text is below 10 px, cut, on another one or too pale, or a page wider than its window.
 """
@@ -14,9 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from reports import KINDS
+from serve.test_page import MARKDOWN, StandIn, tells
+from visitor import Visitor
 
 DRIVER = Path(__file__).parent / "chromium.py"
+SITE = Path(__file__).parents[1] / "site" / "index.html"
 SCHEMES = ("light", "dark")
+WIDTHS = (1280, 400)
 FAULTS = ("small", "pale", "cut", "over")
 
 
@@ -39,6 +46,39 @@ def seen(scheme: str, folder: Path, paths: list[Path]) -> dict[str, dict[str, An
     return found
 
 
+def of_the_endpoint(folder: Path, scheme: str) -> None:
+    """Takes pictures of a chat that was answered, with its options, and of a text that was continued."""
+    server, visitor = StandIn(), Visitor(scheme)
+    visitor.visit(server.url)
+    visitor.wait("document.querySelector('#model').textContent === 'fox-tales@4000'")
+    tells(visitor, MARKDOWN)
+    for width in WIDTHS:
+        visitor.resize(width, 900)
+        visitor.read("((document.querySelector('#options').open = true), 1)")
+        visitor.picture(str(folder / f"endpoint-options-{scheme}-{width}.png"))
+        visitor.read("((document.querySelector('#options').open = innerWidth > 820), 1)")
+        visitor.picture(str(folder / f"endpoint-chat-{scheme}-{width}.png"))
+    visitor.click("document.querySelectorAll('.modes label')[1]")
+    for width in WIDTHS:
+        visitor.resize(width, 900)
+        visitor.picture(str(folder / f"endpoint-text-{scheme}-{width}.png"))
+    visitor.close()
+    server.close()
+
+
+def of_the_documentation(folder: Path, scheme: str) -> None:
+    """Takes pictures of the first page."""
+    if not SITE.exists():
+        print(f"documentation, {scheme}: no picture, as make site has not built it")
+        return
+    visitor = Visitor(scheme)
+    visitor.visit(SITE.as_uri())
+    for width in WIDTHS:
+        visitor.resize(width, 1400)
+        visitor.picture(str(folder / f"documentation-{scheme}-{width}.png"))
+    visitor.close()
+
+
 def wrong(look: dict[str, Any]) -> dict[str, Any]:
     """What is wrong with a page at one width."""
     found = {fault: look[fault] for fault in FAULTS if look[fault]}
@@ -57,6 +97,8 @@ def main(folder: Path) -> int:
                 print(
                     f"{kind}-{scheme}-{width}.png: {look['texts']} texts, {look['charts']} charts {wrong(look) or ''}"
                 )
+        of_the_endpoint(folder, scheme)
+        of_the_documentation(folder, scheme)
     return 1 if faults else 0
 
 
