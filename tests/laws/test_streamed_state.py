@@ -45,6 +45,17 @@ def test_several_windows_an_update(place):
     assert not other_bits(twice(streamed(placement=PLACEMENTS[place])), twice(resident()))
 
 
+@pytest.mark.parametrize("place", ["on the host", "next forward"])
+def test_a_loaded_state_is_what_the_next_window_reads(place):
+    """A window without an update leaves its weights on the device, where the next one would find them."""
+    other = streamed(placement=PLACEMENTS[place])
+    trained(other, windows(2))
+    engine = streamed(placement=PLACEMENTS[place])
+    engine.accumulate(windows(1)[0])
+    engine.load_state(other.state())
+    assert not other_bits(trained(engine, windows(1, 30)), trained(other, windows(1, 30)))
+
+
 def scored(engine, between):
     """After every update, and between a window and its update."""
     found = [engine.evaluate(packed(5, seed=77))]
