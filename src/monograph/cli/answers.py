@@ -9,11 +9,11 @@ from monograph.config.elsewhere import COMMANDS, DEVICES, ELSEWHERE, OPTIONS
 from monograph.config.given import COMMAND_LINE, MOST_FAULTS
 from monograph.config.keys import KEYS
 from monograph.config.settings import check
+from monograph.config.sources import key_and_value
 from monograph.config.unknown import meant, require_known, takes
 from monograph.errors import UsageError, did_you_mean
 from monograph.terminal import shell_words
 
-KEY_VALUE = re.compile(r"(?P<key>[A-Za-z_][\w.]*)=(?P<value>.*)", re.DOTALL)
 _AFTER_DASHES = "; text that begins with a dash goes after --"
 
 
@@ -50,7 +50,7 @@ def _without(option: str, arguments: Sequence[str]) -> list[str]:
     """Return a command line without an option, and without the value that stands after it."""
     typed, value = _typed(option, arguments)
     place = next(place for place, word in enumerate(arguments) if word.partition("=")[0] == typed)
-    apart = value and arguments[place] == typed and not KEY_VALUE.fullmatch(value)
+    apart = value and arguments[place] == typed and not key_and_value(value)
     return [*arguments[:place], *arguments[place + 1 + bool(apart) :]]
 
 
@@ -59,12 +59,14 @@ def _wrong_keys(command: Any, values: Mapping[str, Any]) -> list[str]:
     faults = []
     for param in command.params:
         for argument in (values[param.name] or ()) if "KEY=" in str(param.metavar) else ():
-            if not (found := KEY_VALUE.fullmatch(argument)):
+            given = key_and_value(argument)
+            if given is None:
                 continue
+            key, value = given
             try:
-                require_known(found["key"], COMMAND_LINE, found["value"])
-                if not takes(found["key"], found["value"]):
-                    check(found["key"], found["value"], COMMAND_LINE, from_text=True)
+                require_known(key, COMMAND_LINE, value)
+                if not takes(key, value):
+                    check(key, value, COMMAND_LINE, from_text=True)
             except UsageError as fault:
                 faults.append(str(fault))
     return faults

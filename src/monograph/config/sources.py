@@ -161,6 +161,14 @@ class Arguments(NamedTuple):
     faults: list[MonographError]
 
 
+def key_and_value(argument: str) -> tuple[str, str] | None:
+    """Return both parts of KEY=VALUE; None for other arguments, such as a path with an `=` in it."""
+    key, equals, value = argument.partition("=")
+    if equals and re.fullmatch(r"[A-Za-z_][\w.]*", key) and (key in KEYS or not exists(argument)):
+        return key, value
+    return None
+
+
 def classify(arguments: Iterable[str]) -> Arguments:
     """Sort arguments: `x.toml` is the configuration, `section.key=value` an override, and the others are data.
 
@@ -174,8 +182,8 @@ def classify(arguments: Iterable[str]) -> Arguments:
     sources: list[str] = []
     faults: list[MonographError] = []
     for argument in _whole(arguments, faults):
-        key, equals, value = argument.partition("=")
-        if equals and re.fullmatch(r"[A-Za-z_][\w.]*", key) and (key in KEYS or not exists(argument)):
+        if given := key_and_value(argument):
+            key, value = given
             if key in overrides:
                 said = f"{key} is given twice, as {overrides[key]} and as {value}; give it once"
                 faults.append(UsageError(f"{COMMAND_LINE}: {said}"))
