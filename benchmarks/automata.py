@@ -18,8 +18,9 @@ from typing import Any
 import harness
 import torch
 
-from monograph.decode.automata import Arena, Automaton, advance, allowed, constraint, stop_strings, stopped
-from monograph.decode.automata.counting import COUNTERS
+from monograph.automata import Automaton, constraint, stop_strings
+from monograph.automata.counting import COUNTERS
+from monograph.decode.arena import Arena, advance, allowed, stopped
 from monograph.device import default_device
 
 END = 0

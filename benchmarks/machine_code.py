@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import automata
 import cubins
 import harness
 import launches
@@ -27,7 +26,8 @@ from sampler import FULL
 from steps import Shape, packed_window
 from torch import nn
 
-from monograph.decode.automata import Automaton, constraint
+import automata
+from monograph.automata import Automaton, constraint
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
 from monograph.decode.request import Request

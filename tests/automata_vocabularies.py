@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from monograph.decode.automata import Automaton
-from monograph.decode.automata.dfa import STATE_MASK
+from monograph.automata import Automaton
+from monograph.automata.dfa import STATE_MASK
 
 END, PAD = 0, 1  # the ids of the special tokens
 

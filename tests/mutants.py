@@ -89,11 +89,11 @@ ROOMS = {
          "laws/test_written_is_reference.py", "laws/test_a_row_is_alone.py", "laws/test_schedule_changes_nothing.py"),
     ),
     "automata": Room(
-        ("decode/automata/__init__.py", "decode/automata/arena.py", "decode/automata/dfa.py",
-         "decode/automata/expression.py", "decode/automata/pattern.py", "decode/automata/schema.py",
-         "decode/automata/values.py"),
-        ("decode/automata/test_tables.py", "decode/automata/test_lift.py", "decode/automata/test_arena.py",
-         "decode/automata/test_pattern.py", "decode/automata/test_schema.py"),
+        ("automata/__init__.py", "automata/tokens.py", "decode/arena.py", "automata/dfa.py",
+         "automata/expression.py", "automata/pattern.py", "automata/schema.py",
+         "automata/values.py"),
+        ("automata/test_tables.py", "automata/test_lift.py", "automata/test_arena.py",
+         "automata/test_pattern.py", "automata/test_schema.py"),
     ),
     "rl": Room(
         ("rl/arrange.py", "rl/loss.py", "rl/pairs.py", "rl/preferences.py", "rl/prompts.py", "rl/rollouts.py"),

@@ -34,6 +34,7 @@ _ROOMS = {
     "rl.public": "rollouts policy_loss distill pairs preference_loss",
     "rl.rewards": "Reward",
     "decode": "generate Sampling",
+    "automata": "constraint",
     "planner": "plan",
     "profiling.profiler": "profile",
 }

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from batches import tiny_llama
+from monograph.automata import constraint
 from monograph.decode import Completion, Sampling, generate, prompt_ids
-from monograph.decode.automata import constraint
 from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
 from monograph.model.llama import Llama
 from monograph.text.tokenizer import Tokenizer

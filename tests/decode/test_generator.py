@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from batches import tiny_llama
-from monograph.decode.automata import Arena, stop_strings
+from monograph.automata import stop_strings
+from monograph.decode.arena import Arena
 from monograph.decode.chain import OVERFLOW, Drawn
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of

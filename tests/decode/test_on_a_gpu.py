@@ -12,7 +12,8 @@ import torch
 
 from batches import tiny_llama
 from far_sighted import BOUND, decoded, far_sighted, largest_error, seen_at
-from monograph.decode.automata import Arena, constraint, stop_strings
+from monograph.automata import constraint, stop_strings
+from monograph.decode.arena import Arena
 from monograph.decode.cache import Slots
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of

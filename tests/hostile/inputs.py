@@ -32,6 +32,9 @@ from data import bombs
 from data.damaged_files import damaged_line
 from faults.examples import two_saves
 from monograph import checkpointing
+from monograph.automata.dfa import compiled
+from monograph.automata.pattern import whole as whole_pattern
+from monograph.automata.schema import document, parsed
 from monograph.checkpointing.folder import FileEntry, Manifest
 from monograph.commands.generate import LARGEST_SCHEMA_BYTES, _text_of, prompts_of, sampling_of
 from monograph.commands.plan import memory_size
@@ -47,9 +50,6 @@ from monograph.data.records import Fault
 from monograph.data.sources import find
 from monograph.data.tables import table_rows
 from monograph.decode import Sampling
-from monograph.decode.automata.dfa import compiled
-from monograph.decode.automata.pattern import whole as whole_pattern
-from monograph.decode.automata.schema import document, parsed
 from monograph.errors import InputRefused
 from monograph.evaluation.choices import read_questions
 from monograph.graph.mmap_weights import materialize_

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from dialogues import TEMPLATES, TOOLS, said, speaking
+from monograph.automata import acceptor
 from monograph.data.conversations import Conversation, conversation_text
 from monograph.data.corpus import corpus
 from monograph.data.loss_mask import Answering, Answers
 from monograph.data.records import Fault, Unusable
 from monograph.data.tables import table_objects
-from monograph.decode.automata import acceptor
 from monograph.errors import InputRefused
 from monograph.rl.arrange import Rollout, arranged, weighted
 from monograph.rl.pairs import read_pairs

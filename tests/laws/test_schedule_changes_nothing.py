@@ -16,7 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from batches import tiny_llama
-from monograph.decode.automata import Arena, constraint, stop_strings
+from monograph.automata import constraint, stop_strings
+from monograph.decode.arena import Arena
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import Chain, chain_of
 from monograph.decode.request import Finish, Pace, Request

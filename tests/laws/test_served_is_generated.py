@@ -21,8 +21,8 @@ import torch
 from chats import speaking
 from clocks import HANG_S
 from far_sighted import BOUND, far_sighted, log_probabilities, seen_at
+from monograph.automata import constraint
 from monograph.decode import completion, generate
-from monograph.decode.automata import constraint
 from monograph.decode.completion import prompt_ids
 from monograph.decode.sampling import Sampling
 from monograph.evaluation.choices import Continuation, score

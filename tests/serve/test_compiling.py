@@ -21,8 +21,8 @@ import pytest
 
 from automata_vocabularies import END, vocabulary
 from clocks import HANG_S
-from monograph.decode.automata import Automaton, constraint, stop_strings
-from monograph.decode.automata.counting import COUNTERS, Effect
+from monograph.automata import Automaton, constraint, stop_strings
+from monograph.automata.counting import COUNTERS, Effect
 from monograph.errors import InputRefused
 from monograph.serve import compiling
 from monograph.serve.body import parsed

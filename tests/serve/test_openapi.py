@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from monograph import __version__
-from monograph.decode.automata import KINDS
+from monograph.automata import KINDS
 from monograph.decode.request import FINISHES
 from monograph.decode.sampling import RANGES, Sampling
 from monograph.serve import compiling, requests

@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from monograph.automata import Automaton, constraint
 from monograph.data.messages import message_of
 from monograph.data.records import Unusable
 from monograph.decode import Completion, Generation, Sampling
 from monograph.decode import generate as decode
-from monograph.decode.automata import Automaton, constraint
 from monograph.device import clock, default_device
 from monograph.errors import InputRefused, UsageError, did_you_mean
 from monograph.model.llama import Llama

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from monograph.decode.automata import Automaton, stop_strings
+from monograph.automata import Automaton, stop_strings
 from monograph.decode.cache import KVCache, Slots
 from monograph.decode.chain import breakers
 from monograph.decode.generator import Generator, Mode
@@ -230,7 +230,7 @@ def generate(
         max_tokens: most tokens to write after a prompt.
         stop: strings before which a text ends, and ids with which it ends; the id that ends a document is always one.
         n: continuations per prompt; the first has the draws of `sampling.seed`, the others those of seeds made from it.
-        constraint: an automaton of the allowed texts (`monograph.decode.automata`); None: any text.
+        constraint: an automaton of the allowed texts (`monograph.automata`); None: any text.
 
     Returns:
         An iterable of completions, prompt by prompt, which are written while one iterates over it.

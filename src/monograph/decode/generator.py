@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from monograph import compat
-from monograph.decode.automata import Arena, Automaton
+from monograph.automata import Automaton
+from monograph.decode.arena import Arena
 from monograph.decode.cache import KVCache, Reader, Slots, Wrap
 from monograph.decode.candidates import Truncation
 from monograph.decode.chain import first_counts

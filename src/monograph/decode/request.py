@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from monograph.decode.automata import Automaton
+from monograph.automata import Automaton
 from monograph.decode.knobs import Chain
 from monograph.decode.sampling import Sampling
 from monograph.decode.step import HAS_TOKEN, TOKEN_BITS, Status

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from monograph.decode.automata import Arena, advance, allowed, stopped
+from monograph.decode.arena import Arena, advance, allowed, stopped
 from monograph.decode.cache import KVCache
 from monograph.decode.candidates import Truncation
 from monograph.decode.chain import (

@@ -13,7 +13,8 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
-from monograph.decode.automata import Arena, allowed, constraint
+from monograph.automata import constraint
+from monograph.decode.arena import Arena, allowed
 from monograph.errors import InputRefused
 from monograph.rl.prompts import Prompts
 from monograph.rl.rewards import FormName

@@ -20,8 +20,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from monograph.automata import ByteAutomaton, acceptor
 from monograph.data.records import few
-from monograph.decode.automata import ByteAutomaton, acceptor
 from monograph.errors import InputRefused, UsageError
 from monograph.model.llama import Llama
 from monograph.rl import worker
@@ -38,7 +38,7 @@ _FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | r
 
 
 class FormName(NamedTuple):
-    """A form of answers: `kind` and `value` as `monograph.decode.automata.constraint` takes them."""
+    """A form of answers: `kind` and `value` as `monograph.automata.constraint` takes them."""
 
     kind: str
     value: Any

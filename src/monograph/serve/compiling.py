@@ -29,9 +29,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from monograph.decode.automata import Automaton, constraint, stop_strings
-from monograph.decode.automata.arena import MAX_EFFECTS
-from monograph.decode.automata.counting import ALWAYS, COUNTERS, Effect, is_sound
+from monograph.automata import Automaton, constraint, stop_strings
+from monograph.automata.counting import ALWAYS, COUNTERS, Effect, is_sound
+from monograph.automata.tokens import MAX_EFFECTS
 from monograph.errors import InputRefused
 from monograph.storage.reading import parse_json
 
@@ -48,7 +48,7 @@ KEPT_BYTES = 1 << 28
 
 MOST_WAITING = 32  # different constraints that wait to be compiled
 
-_START_S = 120.0  # the maker imports torch, which takes long on a busy machine
+_START_S = 120.0  # the maker starts in a fraction of a second, on a busy machine in many
 _STOP = "stop"  # the kind of stop strings
 _NAMES = {"choices": "the choices", "regex": "the regular expression", "json_schema": "the JSON schema"}
 _NAMES |= {_STOP: "the stop strings"}
@@ -91,10 +91,10 @@ class Compiler:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def constraint(self, kind: str, value: Any, lead: bytes = b"") -> Automaton:
-        """Return the automaton of a constraint; see `monograph.decode.automata.constraint`.
+        """Return the automaton of a constraint; see `monograph.automata.constraint`.
 
         Args:
-            kind: one of `monograph.decode.automata.KINDS`.
+            kind: one of `monograph.automata.KINDS`.
             value: the choices, the regular expression, or the schema as JSON text or as an object, all of UTF-8 and of
                 finite numbers, as `monograph.serve.body` lets through.
             lead: bytes that come before the text and do not belong to it.
@@ -114,7 +114,7 @@ class Compiler:
         return await self._shared(kind, value, lead)
 
     async def stop_strings(self, strings: Sequence[str]) -> Automaton:
-        """Return the automaton of stop strings; see `monograph.decode.automata.stop_strings`.
+        """Return the automaton of stop strings; see `monograph.automata.stop_strings`.
 
         Raises:
             RuntimeError: the maker died twice, or the compiler is closed.

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from monograph.decode.automata import Arena
+from monograph.decode.arena import Arena
 from monograph.decode.cache import KVCache, Slots
 from monograph.decode.completion import rows_that_fit
 from monograph.decode.generator import Generator

@@ -28,10 +28,10 @@ from pydantic import (
     model_validator,
 )
 
+from monograph.automata.pattern import MAX_LENGTH
 from monograph.data.messages import message_of
 from monograph.data.records import Unusable
 from monograph.decode import Sampling
-from monograph.decode.automata.pattern import MAX_LENGTH
 from monograph.decode.sampling import BIAS, RANGES, Scope
 from monograph.errors import did_you_mean
 from monograph.ranges import Range, whole

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from starlette.types import Receive, Scope, Send
 
-from monograph.decode.automata import Automaton
+from monograph.automata import Automaton
 from monograph.decode.reproducible import continuation_seed
 from monograph.decode.request import Event, Request
 from monograph.device import clock

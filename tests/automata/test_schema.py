@@ -1,4 +1,4 @@
-# Run: pytest tests/decode/automata/test_schema.py    (a thousand random schemas: -m slow)
+# Run: pytest tests/automata/test_schema.py    (a thousand random schemas: -m slow)
 """What an automaton accepts is valid, what is valid and compact it accepts, and what is not bounded is refused."""
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from automata_vocabularies import END, allowed_ids, is_over, random_text
 from clocks import least_s
 from daily import nightly
 from json_schemas import follows, random_schema, random_value
-from monograph.decode.automata import constraint
-from monograph.decode.automata.arena import MAX_CELLS, MAX_EFFECTS, constrainer
-from monograph.decode.automata.counting import COUNTERS, MAX_COUNT
-from monograph.decode.automata.dfa import MAX_POSITIONS, MAX_STATES, MAX_WORK, ByteAutomaton, compiled
-from monograph.decode.automata.pattern import MAX_LENGTH
-from monograph.decode.automata.schema import _STEPS, _Schemas, document, parsed
+from monograph.automata import constraint
+from monograph.automata.counting import COUNTERS, MAX_COUNT
+from monograph.automata.dfa import MAX_POSITIONS, MAX_STATES, MAX_WORK, ByteAutomaton, compiled
+from monograph.automata.pattern import MAX_LENGTH
+from monograph.automata.schema import _STEPS, _Schemas, document, parsed
+from monograph.automata.tokens import MAX_CELLS, MAX_EFFECTS, constrainer
 from monograph.errors import InputRefused
 
 BYTES = [b"", b"", *(bytes([byte]) for byte in range(256))]
@@ -421,7 +421,7 @@ def test_what_is_too_large_is_named_by_place_key_and_limit(schema: Any, words: s
 
 
 def test_the_page_names_the_limits_that_hold() -> None:
-    page = Path(__file__).parents[3].joinpath("docs", "constraints.md").read_text()
+    page = Path(__file__).parents[2].joinpath("docs", "constraints.md").read_text()
     sizes = " ".join(page.partition("## Sizes")[2].split())
     for limit, unit in (
         (MAX_STATES, "states"),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
 
-from monograph.decode.automata.counting import Operation
+from monograph.automata.counting import Operation
 
 
 # Expressions are equal by identity (eq=False), so that even large ones are cheap keys of a dict (`Positions.before`).

@@ -15,7 +15,7 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from monograph.decode.automata.counting import (
+from monograph.automata.counting import (
     ALWAYS,
     STATE_BITS,
     Ambiguous,
@@ -26,7 +26,7 @@ from monograph.decode.automata.counting import (
     moved,
     without_operations,
 )
-from monograph.decode.automata.expression import (
+from monograph.automata.expression import (
     Alternation,
     ByteSet,
     Concatenation,

@@ -1,4 +1,4 @@
-# Run: pytest tests/decode/automata/test_lift.py
+# Run: pytest tests/automata/test_lift.py
 """Over tokens an automaton does what it does over bytes, and it allows exactly what can still be finished."""
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import random
 import pytest
 
 from automata_vocabularies import END, PAD, allowed_ids, random_text, state_after, vocabulary
-from monograph.decode.automata import constraint, stop_strings
-from monograph.decode.automata.dfa import compiled
-from monograph.decode.automata.pattern import whole
+from monograph.automata import constraint, stop_strings
+from monograph.automata.dfa import compiled
+from monograph.automata.pattern import whole
 from monograph.errors import InputRefused, UsageError
 
 PATTERNS = ["a*", "(ab)*", "a{2,5}|b", "(?:a|é)*b{2}", ".{0,4}", "[^a]*(ba)?", "(aab|aba|b)+", "aé{3}"]

@@ -1,4 +1,4 @@
-# Run: pytest tests/decode/automata/test_pattern.py    (10,000 random patterns and more: -m slow)
+# Run: pytest tests/automata/test_pattern.py    (10,000 random patterns and more: -m slow)
 """A pattern accepts what ECMA-262 matches; what is not understood is refused by name and place."""
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import pytest
 
 from clocks import least_s
 from daily import nightly
-from monograph.decode.automata.dfa import ByteAutomaton, compiled
-from monograph.decode.automata.expression import ANY, complement, intersection, union, utf8
-from monograph.decode.automata.pattern import found_in, whole
-from monograph.decode.automata.schema import document
+from monograph.automata.dfa import ByteAutomaton, compiled
+from monograph.automata.expression import ANY, complement, intersection, union, utf8
+from monograph.automata.pattern import found_in, whole
+from monograph.automata.schema import document
 from monograph.errors import InputRefused
 
 ALPHABET = "ab0_ -\n\té￿𝔘\r\u2028\u00a0\ufeff"

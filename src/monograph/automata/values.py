@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from monograph.decode.automata.expression import (
+from monograph.automata.expression import (
     Alternation,
     Concatenation,
     Expression,

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 from urllib.parse import unquote_to_bytes
 
-from monograph.decode.automata import values
-from monograph.decode.automata.counting import COUNTERS, MAX_COUNT, Ambiguous, Operation
-from monograph.decode.automata.dfa import Budget, bytes_only
-from monograph.decode.automata.expression import (
+from monograph.automata import values
+from monograph.automata.counting import COUNTERS, MAX_COUNT, Ambiguous, Operation
+from monograph.automata.dfa import Budget, bytes_only
+from monograph.automata.expression import (
     ANY,
     Alternation,
     CodePoints,
@@ -31,7 +31,7 @@ from monograph.decode.automata.expression import (
     literal,
     optional,
 )
-from monograph.decode.automata.pattern import found_in
+from monograph.automata.pattern import found_in
 from monograph.errors import InputRefused
 from monograph.storage.reading import json_fault, parse_json
 

@@ -7,7 +7,7 @@ and not whether there is one (lazy quantifiers), or depends on the surroundings 
 import string
 from typing import NamedTuple, NoReturn
 
-from monograph.decode.automata.expression import (
+from monograph.automata.expression import (
     ANY,
     Alternation,
     CodePoints,

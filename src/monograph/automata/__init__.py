@@ -1,39 +1,26 @@
 """Stop strings and constraints as automata over tokens, which the decode step follows on the device.
 
-`constraint` and `stop_strings` make an `Automaton`, an `Arena` holds those that are in use on the device, and a decode
-step calls `allowed`, `advance` and `stopped`.
+`constraint` and `stop_strings` make an `Automaton`. Nothing here needs torch, so that a process that only compiles
+constraints begins at once.
 """
 
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from monograph.decode.automata.arena import (
-    Arena,
-    Automaton,
-    advance,
-    allowed,
-    constrainer,
-    has_each_byte,
-    searcher,
-    stopped,
-)
-from monograph.decode.automata.dfa import ByteAutomaton, compiled
-from monograph.decode.automata.expression import Alternation, Expression, joined, literal
-from monograph.decode.automata.pattern import whole
-from monograph.decode.automata.schema import document, parsed
+from monograph.automata.dfa import ByteAutomaton, compiled
+from monograph.automata.expression import Alternation, Expression, joined, literal
+from monograph.automata.pattern import whole
+from monograph.automata.schema import document, parsed
+from monograph.automata.tokens import Automaton, constrainer, has_each_byte, searcher
 from monograph.errors import InputRefused, UsageError
 
 __all__ = [
     "KINDS",
-    "Arena",
     "Automaton",
     "ByteAutomaton",
     "acceptor",
-    "advance",
-    "allowed",
     "constraint",
     "stop_strings",
-    "stopped",
 ]
 KINDS = ("choices", "regex", "json_schema")
 

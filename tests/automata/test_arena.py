@@ -1,4 +1,4 @@
-"""Run: pytest tests/decode/automata/test_arena.py"""
+"""Run: pytest tests/automata/test_arena.py"""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from daily import nightly
-from monograph.decode.automata import Arena, Automaton, advance, allowed, constraint, stop_strings, stopped
+from monograph.automata import Automaton, constraint, stop_strings
+from monograph.decode.arena import Arena, advance, allowed, stopped
 from monograph.errors import InputRefused
 from monograph.text.tokenizer import Tokenizer
 

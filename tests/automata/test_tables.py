@@ -1,4 +1,4 @@
-# Run: pytest tests/decode/automata/test_tables.py
+# Run: pytest tests/automata/test_tables.py
 """The tables say on the device what the automata say on the host, whatever lies beside them."""
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import torch
 import torch._dynamo.testing
 
 from automata_vocabularies import END, PAD, allowed_ids, state_after, vocabulary
-from monograph.decode.automata import Arena, Automaton, advance, allowed, constraint, stop_strings, stopped
-from monograph.decode.automata.arena import DEAD, FREE
+from monograph.automata import Automaton, constraint, stop_strings
+from monograph.decode.arena import DEAD, FREE, Arena, advance, allowed, stopped
 from monograph.errors import InputRefused
 
 PIECES = vocabulary("abé", longer=6)
