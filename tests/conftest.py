@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import getpass
+import logging
 import os
 import signal
 import sys
@@ -43,7 +44,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 # The same examples everywhere, so that red is the change's fault; --hypothesis-profile=explore looks for new ones.
-settings.register_profile("repeatable", derandomize=True, deadline=None, database=None, print_blob=True)
+settings.register_profile(
+    "repeatable", derandomize=True, max_examples=50, deadline=None, database=None, print_blob=True
+)
 settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile("repeatable")
 
@@ -101,6 +104,17 @@ def _signals_are_handled_as_before() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Keep what torch logs of every graph that it traces out of the reports of failed tests.
+
+    The option `log_level` would do it, too, but sets a level before and after each test, for which Python looks through
+    all loggers: a fiftieth of all the seconds.
+    """
+    logs = session.config.pluginmanager.get_plugin("logging-plugin")
+    for handler in (logs.caplog_handler, logs.report_handler):
+        handler.setLevel(logging.WARNING)
 
 
 def pytest_collection_finish() -> None:

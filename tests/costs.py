@@ -72,9 +72,10 @@ class Costs:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
-        now = cpu_s()
-        report.user_properties.append((PROPERTY, now - self.seen_s))
-        self.seen_s = now
+        if report.when == "teardown":  # once a test, as asking takes a fiftieth of all the seconds
+            now = cpu_s()
+            report.user_properties.append((PROPERTY, now - self.seen_s))
+            self.seen_s = now
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
