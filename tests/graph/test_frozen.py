@@ -125,6 +125,7 @@ def test_one_graph_gives_the_same(kind):
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
+@pytest.mark.slow
 def test_a_graph_keeps_nothing_dense_for_its_backward_pass():
     layers = nn.Sequential(*(frozen(KINDS[seed % 2], drawn(512, 512, seed=seed)) for seed in range(4)))
     dense_bytes = 512 * 512 * 2

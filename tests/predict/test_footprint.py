@@ -156,7 +156,7 @@ def test_the_update_is_traced_only_where_it_may_be_the_peak(monkeypatch):
 @pytest.mark.parametrize(
     ("scope", "like"),
     [
-        ("none", "hidden_size"),
+        pytest.param("none", "hidden_size", marks=pytest.mark.slow),
         pytest.param("blocks", "tokens", marks=pytest.mark.slow),
         pytest.param("whole", "intermediate_size", marks=pytest.mark.slow),
     ],
@@ -178,7 +178,7 @@ def test_what_is_as_long_as_the_vocabulary_by_chance_is_not_the_loss_head(scope,
     ("make", "scope", "state", "layers"),
     [
         pytest.param(AdamW, "none", "bf16", 30, marks=pytest.mark.slow),
-        (AdamW, "none", "8bit", 30),
+        pytest.param(AdamW, "none", "8bit", 30, marks=pytest.mark.slow),
         pytest.param(Muon, "none", "fp32", 30, marks=pytest.mark.slow),
         # Which is traced once, and whose planes are as many at any depth.
         pytest.param(Muon, "blocks", "fp32", 2, marks=pytest.mark.slow),

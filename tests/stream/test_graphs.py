@@ -41,8 +41,8 @@ def captured(place, layers, micro_batches, family="llama", **changes):
 @pytest.mark.parametrize(
     ("place", "layers", "micro_batches"),
     [
-        pytest.param("next forward, offloaded", 2, 1, marks=pytest.mark.slow),
-        ("next forward, offloaded", 4, 3),
+        ("next forward, offloaded", 3, 1),
+        pytest.param("next forward, offloaded", 4, 3, marks=pytest.mark.slow),
         pytest.param("on the host", 7, 1, marks=pytest.mark.slow),
         pytest.param("backward", 7, 2, marks=pytest.mark.slow),
         pytest.param("some stages on the device", 7, 2, marks=pytest.mark.slow),
