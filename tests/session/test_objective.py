@@ -106,7 +106,7 @@ class LogitTask(Task):
         return ROWS
 
     def windows(self, position: int, seed: int | None, skip: Sequence[Sequence[int]]) -> LogitWindows:
-        return LogitWindows(self.data.rows, self.plan().rows, position)
+        return LogitWindows(self.data.rows, self.plan().training.window_rows, position)
 
     @property
     def described(self) -> str:
@@ -119,10 +119,10 @@ class LogitTask(Task):
         return f"{rows_per_window} rows of logits"
 
     def tokens_in_all(self, updates: int) -> int:
-        return updates * self.plan().tokens_per_update
+        return updates * self.plan().training.tokens_per_update
 
     def tokens_of(self, windows: Any) -> float:
-        return float(self.plan().tokens_per_update)
+        return float(self.plan().training.tokens_per_update)
 
     @property
     def scores_untrained(self) -> bool:

@@ -22,7 +22,17 @@ from monograph.session.session import Session
 from monograph.storage.cache_dir import calibration_file
 
 CARD, MIB = named("H100"), 2**20
-WORK = Work(tiny_llama().config, 4, 16, AdamW(), "bf16", "blocks", 0.5, window_rows=8, device_type="cuda")
+WORK = Work(
+    tiny_llama().config,
+    rows=4,
+    length=16,
+    optim=AdamW(),
+    precision="bf16",
+    compile="blocks",
+    remat=0.5,
+    window_rows=8,
+    device_type="cuda",
+)
 BY_ORIGIN = {"weights": 500 * MIB, "activations": 90 * MIB, "workspace": 30 * MIB}
 PLANNED = Candidate(WORK, 620 * MIB, 1.0, 1.0, None, BY_ORIGIN, residual_bytes=20 * MIB)
 

@@ -203,7 +203,7 @@ class Objective(ABC):
             config: the model's shape.
             slots: the most tokens of a prompt and its answer.
         """
-        return plan.rows, plan.sequence_length
+        return plan.training.window_rows, plan.training.length
 
     def seconds_beside(
         self, plan: Plan, config: LlamaConfig, machine: Device, known: Calibration

@@ -219,8 +219,9 @@ class Session:
         self.budget_s = state["budget_s"]
         self.cooled = state["cooled"]
         self.complete(replace(self.plan, updates=state["length"]))
+        most = self.plan.training.rows
         # The saved one is smaller if memory ran out, or if more ranks than now shared the rows.
-        self.engine.micro_batch = min(state["micro_batch"] or self.plan.micro_batch, self.plan.micro_batch)
+        self.engine.micro_batch = min(state["micro_batch"] or most, most)
         self.kernel = state.get("attention")
         restore_random(state["random"], self.engine.step.device)
         self.run.truncate_metrics(state["metrics_offset"], state.get("metrics_sha256"))

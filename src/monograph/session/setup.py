@@ -141,7 +141,7 @@ def build_run(
     text = task.data
     # A weight file's own tensors give these sizes.
     if recipe.adapter or not (recipe.init and is_weight_file(recipe.init)):
-        sizes = {"vocab_size": text.vocab_size, "max_position_embeddings": plan.sequence_length}
+        sizes = {"vocab_size": text.vocab_size, "max_position_embeddings": plan.training.length}
         recipe = recipe._replace(sizes=sizes | recipe.sizes)
     new = new_tokens_of(settings, text.tokenizer)
     facts = ranks, like, task.slots(plan), task.per_epoch if task.repeats else 0, minutes
@@ -157,7 +157,7 @@ def build_run(
     if new and new.vocabulary and isinstance(model, Llama):
         recipe = recipe._replace(vocabulary=extended(model, new.vocabulary, str(recipe.init)))
     if config := _shape(model):
-        _require_fit(config, text.vocab_size, plan.sequence_length)
+        _require_fit(config, text.vocab_size, plan.training.length)
     plan = replace(plan if known_shape else resolve(plan, machine, Shape(config, tokens, *facts)), recipe=recipe)
     if plan.transfer:
         plan.transfer.initialise_(model)
@@ -167,7 +167,7 @@ def build_run(
             require_base_of(start, str(recipe.base_sha256))
         # Under fsdp the base is rounded on the host, as no device need have room for all of it.
         there = None if is_sharded(plan.parallel) else device
-        put(model, lora, seed=plan.seed, start=start, precision=Precision(plan.precision), device=there)
+        put(model, lora, seed=plan.seed, start=start, precision=Precision(plan.training.precision), device=there)
     return BuiltRun(plan, model, task.loss(plan, model) or loss, notes)
 
 
@@ -190,15 +190,16 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
         UsageError: there are several ranks without GPUs, and the module has statistics over rows.
     """
     plan, model = built.plan, built.model
+    training = plan.training
     if isinstance(model, Llama) and not isinstance(built.loss, TokenLoss):
         model.balance_factor = 0.0  # tokens have no shares of their own in such a loss
     shared: dict[str, Any] = {
         "loss": built.loss,
-        "optim": plan.optim,
-        "clip": plan.clip,
-        "precision": Precision(plan.precision),
-        "remat": named(plan.remat),
-        "micro_batch": plan.micro_batch,
+        "optim": training.optim,
+        "clip": training.clip,
+        "precision": Precision(training.precision),
+        "remat": named(training.remat),
+        "micro_batch": training.rows,
     }
     world = None if plan.parallel == "none" else world
     if world and (mixing := mixing_rows(model)):

@@ -87,7 +87,7 @@ def open_run(
         session.ends_s = started.at_s + 60 * plan.wall_minutes
         session.end_s = defaults.end_s(started.took_s, 60 * plan.wall_minutes)
     why = ""
-    if plan.compile == "auto" and not resumed:
+    if "compile" in plan.open and not resumed:
         why = why_uncompiled(session, window, opening_s)
     if why:
         session.batches.close()
@@ -138,7 +138,7 @@ def _times(session: Session, window: Batch, asked_s: float) -> str:
     whole = f"about {duration(expected_whole_s(session, window, asked_s))} in all"
     if plan.wall_minutes is not None:
         whole = f"at most {duration(60 * plan.wall_minutes)} in all"
-    parts = "preparation and report" if plan.compile == "none" else "preparation, compiling and report"
+    parts = "preparation and report" if plan.training.compile == "none" else "preparation, compiling and report"
     training_s = min(60 * plan.minutes, session.left_s)
     if not training_s:
         return f"preparation left nothing of {duration(60 * (plan.wall_minutes or 0))}: one update, then the report"
