@@ -74,6 +74,8 @@ def test_how_a_run_is_trained_is_one_record_which_its_settings_give_again(keys):
     assert not plan.open and given.open == {"micro_batch", "compile", "remat", "memory"} - {key[7:] for key in keys}
     made = {name: getattr(plan.training, name) for name in ("rows", "compile", "remat")}
     assert plan.training == replace(asked, **made, optim=plan.training.optim), "a request's with what is chosen"
+    recorded = plan.settings.train
+    assert plan.choices == {key: getattr(recorded, key) for key in plan.choices}, "and what is recorded is what is done"
     again = resolve(plan.settings, CARD, known)
     assert (again.training, again.memory) == (plan.training, plan.memory), "as a resumed run reads it"
 
