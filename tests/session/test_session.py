@@ -48,7 +48,9 @@ def _a_card(monkeypatch, tmp_path):
 class Run:
     """A run on a card that is not there, as it was planned."""
 
-    def __init__(self, device="cuda", planned=PLANNED, micro_batch=4, scope="blocks", remat=None, replayed=False):
+    def __init__(
+        self, device="cuda", planned=PLANNED, micro_batch=4, scope="blocks", remat=None, replayed=False, foreseen=True
+    ):
         step = SimpleNamespace(device=torch.device(device), scope=scope, remat=remat or Remat.Budget(0.5), planes=[])
         step.micro_step = None
         self.replayed, self.engine, self.plan = (
@@ -56,7 +58,8 @@ class Run:
             SimpleNamespace(step=step, micro_batch=micro_batch),
             SimpleNamespace(expected=planned),
         )
-        self.run, self.world, self.teachers = SimpleNamespace(log=lambda row: None), World(), None
+        self.run, self.world = SimpleNamespace(log=lambda row: None), World()
+        self.task = SimpleNamespace(is_foreseen=foreseen)
 
     def residual(self, monkeypatch, *updates):
         monkeypatch.setattr(session, "is_replayed", lambda step: self.replayed)
@@ -85,6 +88,7 @@ def test_later_ones_tell_nothing_as_evaluations_and_samples_are_between_them(mon
         {"remat": Remat.Full()},
         {"scope": "none"},  # could not be captured
         {"replayed": True},  # its pool is no part of any plan
+        {"foreseen": False},  # teachers are none, either
     ],
 )
 def test_a_run_that_is_not_what_was_traced_tells_nothing(monkeypatch, other):

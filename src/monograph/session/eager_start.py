@@ -22,7 +22,7 @@ from monograph.run.metrics_log import MetricsLog
 from monograph.run.progress import Progress, silent
 from monograph.schedule import constant
 from monograph.session.brief import compiled_key
-from monograph.session.objectives import objective_of
+from monograph.session.objectives import open_task
 from monograph.session.plan import Length
 from monograph.session.recorded import run_settings
 from monograph.session.resolve import ORIGIN, resolve
@@ -50,7 +50,7 @@ def pays(session: Session, key: str) -> bool:
         return False
     if machine.type != "cpu" or machine.cores < 2 or plan.training.compile == "none" or compiler_obstacle():
         return False
-    if plan.recipe.code or plan.expected is None or plan.memory == "stream" or session.teachers:
+    if plan.recipe.code or plan.expected is None or plan.memory == "stream":
         return False
     fits = 2 * (plan.expected.peak_memory_bytes + PROCESS_BYTES) < machine.free_memory_bytes
     return fits and not is_compiled(key)
@@ -135,5 +135,5 @@ def compile_run(folder: str) -> None:
     run = Run(Path(folder))
     progress = silent()
     plan = resolve(run_settings(run), describe())
-    task = objective_of(plan.settings).open(plan, progress)
+    task = open_task(run, plan, progress)
     prepare(open_session(run, plan, task, default_device(), progress), progress)

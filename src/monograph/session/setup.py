@@ -28,7 +28,6 @@ from monograph.run.recipe import digest, extended, is_weight_file, left_out_of, 
 from monograph.run.recorded_state import newest_state
 from monograph.run.writing import recorded_parent
 from monograph.session.adapting import lora_of, new_tokens_of, token_notes
-from monograph.session.distilling import mixture_loss
 from monograph.session.objective import Task
 from monograph.session.plan import Plan, Shape, is_sharded
 from monograph.session.ranks import agreed
@@ -79,7 +78,6 @@ def open_session(
     built = build_run(plan, task, machine, device, world.size, minutes=plan.minutes) if world.leads else None
     settings = agreed(world, (built.plan if built else plan).settings)
     built = built or build_run(_as_begun(resolve(settings, machine), run), task, machine, device, world.size)
-    built = built._replace(loss=mixture_loss(run, built.plan, task.data, built.model, device, world.size) or built.loss)
     for line in built.notes:
         progress.line("tokens", line)
     if rate := getattr(_shape(built.model), "attention_dropout", 0):

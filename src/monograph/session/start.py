@@ -22,7 +22,7 @@ from monograph.run.started import note_start
 from monograph.session import eager_start, ranks, recorded
 from monograph.session.brief import expected_whole_s, updates_given, why_uncompiled
 from monograph.session.objective import Task
-from monograph.session.objectives import objective_of
+from monograph.session.objectives import open_task
 from monograph.session.plan import Plan
 from monograph.session.reporting import Reporter
 from monograph.session.requirements import notes_on, require_possible
@@ -77,7 +77,7 @@ def open_run(
     settings = ranks.agreed(world, plan.settings)
     plan = plan if world.leads else resolve(settings, machine)
     with world.first():
-        task = held.enter_context(closing(objective_of(plan.settings).open(plan, progress)))
+        task = held.enter_context(closing(open_task(folder, plan, progress, world.size)))
     opened = partial(_opened, folder, task=task, world=world, retry_rows=retry_rows)
     began = clock()
     session, resumed = opened(plan, progress=progress)

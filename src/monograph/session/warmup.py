@@ -170,7 +170,7 @@ def peak_bytes(session: Session) -> int:
 def remember(session: Session, seconds: float) -> None:
     """Store the measured seconds of an update on this machine for later plans."""
     engine = session.engine
-    if not session.task.is_plain or not session.world.alone:
+    if not (session.task.is_plain and session.task.is_foreseen and session.world.alone):
         return
     if not isinstance(engine.model, Llama) or isinstance(engine, Streamed):
         return

@@ -19,7 +19,7 @@ from monograph.run import recorded_state
 from monograph.run.folder import MIXTURE, Run, names_mixture, standard_json
 from monograph.run.progress import Progress
 from monograph.run.recipe import names_run
-from monograph.session.distilling import write_teachers
+from monograph.session.objectives.teachers import write_teachers
 from monograph.session.objectives.texts import TextTask, open_corpus
 from monograph.session.plan import Plan
 from monograph.session.recorded import run_settings, write_config
