@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from monograph.device import Device, describe
-from monograph.distributed.engine import Replicated, Sharded, StreamedReplica
+from monograph.distributed.engine import Replicated, Sharded, streamed_replica
 from monograph.distributed.world import World
 from monograph.engine import Engine
 from monograph.errors import InputRefused, UsageError
@@ -207,7 +207,7 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if plan.memory == "stream":
         shared["placement"] = plan.placement or Placement(device)
-        return StreamedReplica(model, world=world, **shared) if world else Streamed(model, **shared)
+        return streamed_replica(model, world=world, **shared) if world else Streamed(model, **shared)
     if world is None:
         # On a CPU, mapped weights that are trained are copied from their file straight into the step's planes.
         return Resident(materialize_(model, device, trained=device.type != "cpu").to(device), **shared)
