@@ -61,8 +61,8 @@ def main() -> None:
 def one(shape: LlamaConfig, length: int, optim: Optimizer, lora: Lora | None) -> dict[str, Any]:
     """Return the prediction for a GPU, and the prediction and measurement on this machine if the way fits."""
     work = Work(
-        shape, 1, length, optim, precision="bf16", compile="blocks", window_rows=2, packed=False, device_type="cuda",
-        lora=lora,
+        shape, rows=1, length=length, optim=optim, precision="bf16", compile="blocks", window_rows=2, packed=False,
+        device_type="cuda", lora=lora,
     )  # fmt: skip
     peaks = {remat: footprint(replace(work, remat=remat)) for remat in REMATS}
     held = {name: peaks["none"].by_origin[name] for name in ("weights", "gradients", "moments")}

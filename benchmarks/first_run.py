@@ -44,13 +44,13 @@ def plan_for(overrides: dict[str, str], updates: int, seed: int) -> Plan:
 def run(plan: Plan, text: Corpus, points: int, rows: int, progress: Progress) -> dict[str, Any]:
     """Train once; return the curve on `rows` held-out rows, and the last point on all of them."""
     built = build_run(plan, TextTask(text), describe())
-    updates, tokens = plan.updates, plan.tokens_per_update
+    updates, tokens = plan.updates, plan.training.tokens_per_update
     engine = make_engine(built, default_device())
     engine.step.schedule = plan.schedule(updates)
     batches = text.batches(tokens, seed=plan.seed, pin=engine.step.device.type == "cuda")
     with progress.stage("compile", f"{updates} updates, seed {plan.seed}") as stage:
         window = next(text.batches(tokens, seed=plan.seed))
-        if built.plan.compile == "none":
+        if built.plan.training.compile == "none":
             stage.result = "not asked for"
         elif obstacle := engine.capture(window):
             stage.result = f"eager: {obstacle}"

@@ -127,7 +127,7 @@ def drawn(draw: random.Random, index: int, scope: str) -> Work:
     rows, optim = draw.choice([1, 3, 8, 16]), AdamW(ema=draw.choice([None, 0.9])) if draw.random() < 0.7 else Muon()
     remat = draw.choice(["none", "none", "none", "pointwise", 0.5, 0.25, "full"]) if scope != "whole" else "none"
     more = {"precision": draw.choice(["fp32", "bf16"]), "compile": scope, "remat": remat, "packed": draw.random() < 0.7}
-    return Work(shape, rows, length, optim, window_rows=rows * draw.choice([1, 2, 4]), **more)
+    return Work(shape, rows=rows, length=length, optim=optim, window_rows=rows * draw.choice([1, 2, 4]), **more)
 
 
 def drawn_large(draw: random.Random, index: int, scope: str) -> Work:
@@ -148,7 +148,7 @@ def drawn_large(draw: random.Random, index: int, scope: str) -> Work:
     rows, optim = draw.choice([1, 2, 4, 8]), AdamW() if draw.random() < 0.7 else Muon()
     remat = draw.choice(["none", "pointwise", 0.5, 0.25, "full"]) if scope != "whole" else "none"
     more = {"precision": "bf16", "compile": scope, "remat": remat, "packed": False, "device_type": "cuda"}
-    return Work(shape, rows, draw.choice([1024, 2048]), optim, window_rows=2 * rows, **more)
+    return Work(shape, rows=rows, length=draw.choice([1024, 2048]), optim=optim, window_rows=2 * rows, **more)
 
 
 SHAPE = LlamaConfig(
@@ -161,7 +161,17 @@ def of_kinds() -> list[tuple[str, Work | StreamWay]]:
     """Return steps of a GPU by kind: each eagerly and block by block."""
     found: list[tuple[str, Work | StreamWay]] = []
     for scope in ("none", "blocks"):
-        usual = Work(SHAPE, 4, 2048, AdamW(), "bf16", scope, window_rows=8, packed=False, device_type="cuda")  # type: ignore[arg-type]
+        usual = Work(
+            SHAPE,
+            rows=4,
+            length=2048,
+            optim=AdamW(),
+            precision="bf16",
+            compile=scope,
+            window_rows=8,
+            packed=False,
+            device_type="cuda",
+        )  # type: ignore[arg-type]
         wide = replace(usual, config=replace(SHAPE, vocab_size=2_000), rows=8)
         found += [("packed", replace(usual, packed=True, remat=remat)) for remat in ("none", 0.5, "full")]
         for base in ("auto", "int8", "nf4"):

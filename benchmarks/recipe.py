@@ -42,10 +42,10 @@ def trained(source: str, changes: list[str], updates: int, seed: int) -> dict[st
     plan = plan_for({"model.preset": "micro", "data.source": source} | keys, updates, seed)
     rule = {name.removeprefix("rule."): json.loads(v) for name, v in values.items() if name.startswith("rule.")}
     groups = [Group(name.removeprefix("group."), float(v)) for name, v in values.items() if name.startswith("group.")]
-    changed = dataclasses.replace(plan.optim, **rule, groups=(*groups, *plan.optim.groups))
+    changed = dataclasses.replace(plan.training.optim, **rule, groups=(*groups, *plan.training.optim.groups))
     progress = Progress()
     text = open_corpus(plan.reading, progress)
-    found = run(dataclasses.replace(plan, optim=changed), text, 1, 1, progress)
+    found = run(plan.training_with(optim=changed), text, 1, 1, progress)
     return {"bits_per_byte": found["final"]["bits_per_byte"], "training_s": found["training_s"]}
 
 

@@ -55,7 +55,7 @@ CASES = (
 
 def request_of(case: Case) -> Request:
     """Return the question for the planner."""
-    training = Work(case.config, case.rows, case.length, AdamW(), window_rows=case.rows, packed=False)
+    training = Work(case.config, rows=case.rows, length=case.length, optim=AdamW(), window_rows=case.rows, packed=False)
     return Request(training, precisions=(case.precision,), scopes=("whole", "blocks"), remats=REMATS)
 
 
@@ -86,7 +86,15 @@ def engine(work: Work, window: Batch) -> Resident:
 def measure(args: Namespace, case: Case) -> dict[str, Any]:
     """Time the planned way and all others that fit according to the planner."""
     device = default_device()
-    everything = Work(case.config, case.rows, case.length, AdamW(), case.precision, window_rows=case.rows, packed=False)
+    everything = Work(
+        case.config,
+        rows=case.rows,
+        length=case.length,
+        optim=AdamW(),
+        precision=case.precision,
+        window_rows=case.rows,
+        packed=False,
+    )
     most = estimate_bytes(everything)
     # The planner leaves some of the memory alone: what it may fill is to be the share.
     allowed = planner.budget(replace(describe(), free_memory_bytes=2**36)) / 2**36

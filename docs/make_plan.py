@@ -45,7 +45,7 @@ COLOURS = ("#2457c5", "#6d92e6", "#b3c7f4", "#c2460e", "#e79a72", "#9a9ca6")
 def plans() -> list[Plan]:
     """Return a plan for each GPU: bf16 products, fp32 weights, AdamW, rows of 4,096 tokens, 524,288 an update."""
     shape = LlamaConfig.preset("8b")
-    training = Work(shape, 128, 4096, AdamW(), window_rows=128)
+    training = Work(shape, rows=128, length=4096, optim=AdamW(), window_rows=128)
     request = Request(
         training,
         precisions=("bf16",),
@@ -80,7 +80,7 @@ def streamed_table() -> str:
     ]
     for (name, shape), card, host in itertools.product(SHAPES.items(), STREAMED_ON, HOSTS):
         device = named(card)
-        training = Work(shape, 32, 4096, AdamW(), window_rows=32)
+        training = Work(shape, rows=32, length=4096, optim=AdamW(), window_rows=32)
         request = Request(training, precisions=("bf16",), scopes=("blocks",), remats=("none",))
         rate = LINK_SHARE * (device.link_bytes_per_s or LINK_BYTES_PER_S)
         link = Link(rate, rate, DISK_BYTES_PER_S)

@@ -220,9 +220,9 @@ def test_what_is_remembered_is_part_of_the_state() -> None:
 def test_what_the_key_says() -> None:
     def of(value: object, **more: object) -> Clip | None:
         given = {"optim.grad_clip": value} | {f"optim.{key}": each for key, each in more.items()}
-        return resolve(load(None, given, {}), describe()).clip
+        return resolve(load(None, given, {}), describe()).training.clip
 
-    assert of(0.5) == Clip(0.5, skip_spikes=True) and resolve(load(None, {}, {}), describe()).clip == Clip(
+    assert of(0.5) == Clip(0.5, skip_spikes=True) and resolve(load(None, {}, {}), describe()).training.clip == Clip(
         1.0, skip_spikes=True
     )
     assert of(0.5, skip_spikes=False) == Clip(0.5) and of("none") is None

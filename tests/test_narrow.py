@@ -333,7 +333,7 @@ def test_a_split_number_is_joined_to_the_same_bits_and_only_a_tie_that_rounds_do
 def test_names_on_the_command_line():
     for name, state, rule in (("adamw", "fp32", AdamW), ("adamw", "8bit", AdamW), ("muon", "bf16", Muon)):
         given = {"optim.name": name, "optim.state": state, "optim.lr": 0.1, "train.seed": 4}
-        found = resolve(load(None, given, {}), describe()).optim
+        found = resolve(load(None, given, {}), describe()).training.optim
         assert (type(found), found.state, found.master_weights, found.seed) == (rule, state, True, 4)
     for wrong, meant in (("8bits", "8bit"), ("b16", "bf16")):
         with pytest.raises(UsageError, match=f"{wrong}.*expected fp32, bf16 or 8bit; did you mean {meant}[?]"):

@@ -273,15 +273,39 @@ class Engine:
             counter.copy_(saved)
 
     def _micro_batches(self, window: Batch) -> Iterator[Batch]:
+        """Yield this rank's micro-batches, of which every rank has as many.
+
+        Rank r of W computes the window's micro-batches r, r + W and so on, and one without targets where it would have
+        one fewer than others. So the rows of an update do not depend on the number of ranks.
+        """
         rows = self._rows(window)
         dim = self._row_dim
         size = self.retries.size(rows)
-        if rows % size:
-            self._require_empty_rows_add_nothing(window, size)
-        for start in range(0, rows, size):
+        ranks, rank = self.retries.share
+        turns = -(-rows // (size * ranks))
+        if rows < turns * size * ranks:
+            self._require_fillable(window, size)
+        for turn in range(turns):
+            start = min((turn * ranks + rank) * size, rows)
             parts = {name: tensor.narrow(dim, start, min(size, rows - start)) for name, tensor in window.items()}
             part = {name: tensor.to(self.step.device, non_blocking=True) for name, tensor in parts.items()}
             yield self._filled(part, size)
+
+    def _require_fillable(self, window: Batch, size: int) -> None:
+        """Refuse a window that cannot be cut into micro-batches of equally many rows.
+
+        Raises:
+            UsageError: rows without targets add something, or several ranks need some and the loss has no `fill`.
+        """
+        ranks = self.retries.share.ranks
+        if ranks == 1:
+            self._require_empty_rows_add_nothing(window, size)
+        elif fill_of(self.step.loss, window) is None:
+            raise UsageError(
+                f"a window of {self._rows(window)} rows cannot be shared out evenly to {ranks} ranks in micro-batches "
+                f"of {size}: give a multiple of {size * ranks} rows, or a `fill` to the loss: what a row without "
+                "targets holds"
+            )
 
     def _rows(self, window: Batch) -> int:
         """Return the number of a window's rows.

@@ -110,15 +110,13 @@ class MixtureLoss(TokenLoss):
     Attributes:
         teachers: models with the same vocabulary, on the same device.
         share: the targets' share.
-        digest: tells these teachers from others, for a checkpoint to record.
     """
 
-    def __init__(self, teachers: Sequence[nn.Module], share: float = 0.5, digest: str = ""):
+    def __init__(self, teachers: Sequence[nn.Module], share: float = 0.5):
         """Take the teachers, and freeze them."""
         super().__init__()
         self.teachers = tuple(teacher.requires_grad_(False).train(False) for teacher in teachers)
         self.share = share
-        self.digest = digest
         self.head = mixture_cross_entropy
 
     def taught(self, batch: Batch) -> dict[str, Any]:

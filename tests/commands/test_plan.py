@@ -210,5 +210,5 @@ def test_a_plan_for_a_machine_that_is_larger_than_this_one_is_made(capsys):
 
 
 def test_an_update_of_many_rows_has_its_micro_batches_counted_at_once():
-    asked = Request(Work(LlamaConfig.preset("nano"), 1, 1, AdamW(), window_rows=2**32))
+    asked = Request(Work(LlamaConfig.preset("nano"), rows=1, length=1, optim=AdamW(), window_rows=2**32))
     assert asked.micro_batches == [2**power for power in range(33)]

@@ -20,6 +20,7 @@ from monograph.distributed.engine import Replicated
 from monograph.distributed.world import World, place
 from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.optim import AdamW
+from monograph.predict.footprint import Training
 from monograph.resident import Resident
 from monograph.session import setup
 
@@ -40,8 +41,8 @@ def normed() -> nn.Module:
 
 
 def plan(parallel: str, rows: int, device: str) -> Any:
-    fields = {"clip": 0.5, "precision": "fp32", "remat": "none", "memory": "device", "parallel": parallel}
-    made = SimpleNamespace(optim=AdamW(lr=1e-2), micro_batch=rows, **fields)
+    training = Training(rows=rows, length=1, optim=AdamW(lr=1e-2), clip=0.5)
+    made = SimpleNamespace(training=training, memory="device", parallel=parallel)
     return SimpleNamespace(model=normed(), loss=loss, plan=made), SimpleNamespace(type=device)
 
 

@@ -11,10 +11,11 @@ from torch import nn
 
 from batches import ragged, tiny_llama
 from monograph.distributed.by_rank import seed
-from monograph.distributed.engine import Replicated
+from monograph.distributed.engine import Replicated, streamed_replica
 from monograph.distributed.retries import BeginAgain
 from monograph.distributed.rows import rows_of
 from monograph.distributed.sharded import require_rows
+from monograph.distributed.world import World
 from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.graph.precision import Precision
 from monograph.loss import token_loss
@@ -50,7 +51,7 @@ def test_what_rows_cannot_do(sentence: str) -> None:
 
 def test_a_window_whose_loss_cannot_be_filled_up_must_be_shared_out_evenly() -> None:
     engine: Any = object.__new__(Replicated)
-    engine.world, engine.retries, engine._row_dim, engine._members = TWO, BeginAgain(2, TWO), 0, None
+    engine.retries, engine._row_dim, engine._members = BeginAgain(2, TWO), 0, None
     engine.step = SimpleNamespace(device=torch.device("cpu"), loss=lambda model, batch: None)
     window = ragged(8)
     seven = {name: tensor[:7] for name, tensor in window.items()}
@@ -64,9 +65,16 @@ def test_a_window_whose_loss_cannot_be_filled_up_must_be_shared_out_evenly() -> 
     assert [len(part["tokens"]) for part in engine._micro_batches(seven)] == [2, 2]
 
 
+def test_ranks_that_stream_take_one_window_an_update() -> None:
+    engine = streamed_replica(tiny_llama(), world=World())
+    engine.accumulate(ragged(2))
+    with pytest.raises(UsageError, match="several ranks take one window an update"):
+        engine.accumulate(ragged(2))
+
+
 def test_without_a_micro_batch_the_rows_are_shared_out_evenly() -> None:
     engine: Any = object.__new__(Replicated)
-    engine.world, engine.retries, engine._row_dim, engine._members = TWO, BeginAgain(None, TWO), 0, None
+    engine.retries, engine._row_dim, engine._members = BeginAgain(None, TWO), 0, None
     engine.step = SimpleNamespace(device=torch.device("cpu"), loss=token_loss)
     for rows, own in ((1, 1), (2, 1), (5, 3), (8, 4)):
         assert [len(part["tokens"]) for part in engine._micro_batches(ragged(rows))] == [own]

@@ -61,7 +61,7 @@ from monograph.run.folder import Run
 from monograph.run.recipe import Recipe
 from monograph.run.run_index import record, serial
 from monograph.run.writing import recorded_parent
-from monograph.session.distilling import recorded_teachers
+from monograph.session.objectives.teachers import recorded_teachers
 from monograph.session.recorded import parent_named, write_config
 from monograph.sweeps.folder import Sweep
 from monograph.text.tokenizer import Tokenizer

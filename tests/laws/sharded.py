@@ -28,7 +28,7 @@ from monograph.device import default_device
 from monograph.distributed import matrices, replicated
 from monograph.distributed import sharded as room
 from monograph.distributed.checkpoint import save
-from monograph.distributed.engine import Replicated, Sharded, StreamedReplica
+from monograph.distributed.engine import Replicated, Sharded, streamed_replica
 from monograph.distributed.world import World, place
 from monograph.errors import OutOfDeviceMemory
 from monograph.graph.lora import Lora, adapt
@@ -141,7 +141,7 @@ def average(engine: Any) -> None:
     if isinstance(engine, Sharded):
         for module in engine.shards.root.modules():
             if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(engine.world.size)
+                module.set_gradient_divide_factor(engine.shards.world.size)
     else:
         engine.replicas.parallel = DistributedDataParallel(engine.replicas.parallel.module)
 
@@ -302,7 +302,7 @@ def streamed(world: World, by_day: bool) -> dict[str, dict[str, float]]:
         settings: dict[str, Any] = {"clip": 0.5, "micro_batch": ROWS, **options}
         sizes = {"num_hidden_layers": 3, "tie_word_embeddings": "tied" in name}
         one = Streamed(tiny_llama(dtype, **sizes), **settings)
-        many = StreamedReplica(tiny_llama(dtype, **sizes), world=world, **settings)
+        many = streamed_replica(tiny_llama(dtype, **sizes), world=world, **settings)
         numbers = []
         for index in range(3):
             window = ragged(windows(world.size)["2W+1"], seed=index)

@@ -49,55 +49,67 @@ def shape(**sizes):
 
 
 EAGER = {
-    "more layers than the trace": Work(shape(num_hidden_layers=6), 8, 48, AdamW(), compile="none", window_rows=16),
-    "a step of few tokens, so the update": Work(shape(num_hidden_layers=4), 1, 8, AdamW(), compile="none"),
-    "a large vocabulary": Work(shape(vocab_size=3000, num_hidden_layers=4), 4, 48, AdamW(), compile="none"),
+    "more layers than the trace": Work(
+        shape(num_hidden_layers=6), rows=8, length=48, optim=AdamW(), compile="none", window_rows=16,
+    ),
+    "a step of few tokens, so the update": Work(
+        shape(num_hidden_layers=4), rows=1, length=8, optim=AdamW(), compile="none",
+    ),
+    "a large vocabulary": Work(
+        shape(vocab_size=3000, num_hidden_layers=4), rows=4, length=48, optim=AdamW(), compile="none",
+    ),
     "bf16, muon, dense rows": Work(
-        shape(num_hidden_layers=5), 8, 48, Muon(), precision="bf16", compile="none", packed=False
+        shape(num_hidden_layers=5), rows=8, length=48, optim=Muon(), precision="bf16", compile="none", packed=False
     ),
     "a Gemma 3, whose first layers are of one kind": Work(
         shape(
             model_type="gemma3_text", num_hidden_layers=6, sliding_window=8, layer_types=(*("sliding_attention",) * 5,
             "full_attention"), rope_local_theta=1e2,
         ),
-        8, 48, AdamW(), compile="none",
+        rows=8, length=48, optim=AdamW(), compile="none",
     ),
     "a mixture of experts": Work(
         shape(model_type="olmoe", num_experts=6, num_experts_per_tok=2, num_hidden_layers=5, output_router_logits=True),
-        8, 48, AdamW(), compile="none", window_rows=16,
+        rows=8, length=48, optim=AdamW(), compile="none", window_rows=16,
     ),
     "a gpt-oss": Work(
         shape(model_type="gpt_oss", num_experts=6, num_experts_per_tok=2, num_hidden_layers=5, attention_bias=True,
               sliding_window=9, layer_types=("sliding_attention", "full_attention") * 2 + ("sliding_attention",)),
-        8, 48, AdamW(), compile="none",
+        rows=8, length=48, optim=AdamW(), compile="none",
     ),
     "a mixture in every second layer, bf16, muon": Work(
         shape(model_type="qwen3_moe", num_experts=6, num_experts_per_tok=2, num_hidden_layers=5,
-              mlp_only_layers=(0, 2, 4)), 8, 48, Muon(), "bf16", "none",
+              mlp_only_layers=(0, 2, 4)), rows=8, length=48, optim=Muon(), precision="bf16", compile="none",
     ),
     "layers that do not rotate": Work(
-        shape(model_type="smollm3", num_hidden_layers=5, no_rope_layers=(1, 1, 1, 0, 1)), 8, 48, AdamW(), compile="none"
+        shape(model_type="smollm3", num_hidden_layers=5, no_rope_layers=(1, 1, 1, 0, 1)),
+        rows=8, length=48, optim=AdamW(), compile="none",
     ),
     "a Qwen 3.5": Work(
         shape(model_type="qwen3_5_text", num_hidden_layers=7, layer_types=("full_attention", *("linear_attention",
-        "full_attention") * 3)), 8, 48, AdamW(), compile="none",
+        "full_attention") * 3)), rows=8, length=48, optim=AdamW(), compile="none",
     ),
-    "adapters": Work(shape(num_hidden_layers=5), 8, 48, AdamW(), compile="none", lora=Lora(8)),
+    "adapters": Work(shape(num_hidden_layers=5), rows=8, length=48, optim=AdamW(), compile="none", lora=Lora(8)),
     "adapters in a step of few tokens, bf16": Work(
-        shape(num_hidden_layers=4), 1, 8, AdamW(), "bf16", "none", lora=Lora(32, targets=("q_proj", "down_proj"))
+        shape(num_hidden_layers=4),
+        rows=1, length=8, optim=AdamW(), precision="bf16", compile="none",
+        lora=Lora(32, targets=("q_proj", "down_proj")),
     ),
     "adapters beside whole numbers, bf16": Work(
-        shape(num_hidden_layers=5), 8, 48, AdamW(), "bf16", "none", window_rows=16, lora=Lora(8, base="int8")
+        shape(num_hidden_layers=5),
+        rows=8, length=48, optim=AdamW(), precision="bf16", compile="none", window_rows=16, lora=Lora(8, base="int8"),
     ),
     "adapters beside 4 bits": Work(
-        shape(num_hidden_layers=5), 8, 48, AdamW(), compile="none", packed=False, lora=Lora(8, base="nf4")
+        shape(num_hidden_layers=5),
+        rows=8, length=48, optim=AdamW(), compile="none", packed=False, lora=Lora(8, base="nf4"),
     ),
     "adapters of experts beside 4 bits": Work(
-        shape(model_type="qwen3_moe", num_experts=6, num_experts_per_tok=2, num_hidden_layers=5), 8, 48, AdamW(),
+        shape(model_type="qwen3_moe", num_experts=6, num_experts_per_tok=2, num_hidden_layers=5),
+        rows=8, length=48, optim=AdamW(),
         compile="none", lora=Lora(8, targets=("q_proj", "up_proj", "down_proj"), base="nf4"),
     ),
     "adapters and rows of tokens, a large vocabulary": Work(
-        shape(vocab_size=3000, num_hidden_layers=3), 4, 48, AdamW(), compile="none",
+        shape(vocab_size=3000, num_hidden_layers=3), rows=4, length=48, optim=AdamW(), compile="none",
         lora=Lora(4, tokens=(3, 2999), dora=True),
     ),
 }  # fmt: skip
@@ -131,37 +143,68 @@ def test_an_eager_step_of_rewarded_answers(judged, monkeypatch):
     engine.accumulate(window)
     engine.update()
     measured_bytes = plan(monkeypatch).peak_bytes(engine, window)
-    work = Work(config, 48, length, AdamW(), "fp32", "none", window_rows=96, packed=judged == "rows", judged=judged)
+    work = Work(
+        config,
+        rows=48,
+        length=length,
+        optim=AdamW(),
+        precision="fp32",
+        compile="none",
+        window_rows=96,
+        packed=judged == "rows",
+        judged=judged,
+    )
     assert footprint(work).peak_bytes == pytest.approx(measured_bytes, rel=WORST)
     assert footprint(replace(work, judged="")).peak_bytes < 0.9 * measured_bytes, "the loss of texts takes less"
 
 
 CAPTURED = {
-    "one graph": Work(shape(vocab_size=2000, num_hidden_layers=1), 8, 48, AdamW(), packed=False),
+    "one graph": Work(shape(vocab_size=2000, num_hidden_layers=1), rows=8, length=48, optim=AdamW(), packed=False),
     "a graph per block, recomputed in part": Work(
-        shape(num_hidden_layers=6), 8, 48, AdamW(), compile="blocks", remat=0.5, packed=False
+        shape(num_hidden_layers=6), rows=8, length=48, optim=AdamW(), compile="blocks", remat=0.5, packed=False
     ),
     "one graph, bf16, gradients of a tied embedding that are larger than all that is stored": Work(
-        shape(vocab_size=4000, num_hidden_layers=2), 3, 32, AdamW(), precision="bf16", packed=False
+        shape(vocab_size=4000, num_hidden_layers=2), rows=3, length=32, optim=AdamW(), precision="bf16", packed=False
     ),
     "bf16, a loss in four chunks": Work(
-        shape(vocab_size=8000, num_hidden_layers=1), 32, 48, AdamW(), precision="bf16", compile="blocks", packed=False
+        shape(vocab_size=8000, num_hidden_layers=1),
+        rows=32,
+        length=48,
+        optim=AdamW(),
+        precision="bf16",
+        compile="blocks",
+        packed=False,
     ),
-    "adapters, one graph": Work(shape(num_hidden_layers=2), 8, 48, AdamW(), packed=False, lora=Lora(8)),
+    "adapters, one graph": Work(
+        shape(num_hidden_layers=2), rows=8, length=48, optim=AdamW(), packed=False, lora=Lora(8)
+    ),
     "adapters with magnitudes, a graph per block": Work(
-        shape(num_hidden_layers=2), 8, 48, AdamW(), compile="blocks", packed=False, lora=Lora(8, dora=True)
+        shape(num_hidden_layers=2),
+        rows=8,
+        length=48,
+        optim=AdamW(),
+        compile="blocks",
+        packed=False,
+        lora=Lora(8, dora=True),
     ),
     "adapters and rows of tokens, a tied table, bf16": Work(
         shape(vocab_size=3000, num_hidden_layers=2, tie_word_embeddings=True),
-        4,
-        48,
-        AdamW(),
-        "bf16",
+        rows=4,
+        length=48,
+        optim=AdamW(),
+        precision="bf16",
         packed=False,
         lora=Lora(4, tokens=(3, 2999)),
     ),
     "adapters beside 4 bits, a graph per block": Work(
-        shape(num_hidden_layers=4), 8, 48, AdamW(), "bf16", "blocks", packed=False, lora=Lora(8, base="nf4")
+        shape(num_hidden_layers=4),
+        rows=8,
+        length=48,
+        optim=AdamW(),
+        precision="bf16",
+        compile="blocks",
+        packed=False,
+        lora=Lora(8, base="nf4"),
     ),
 }
 
@@ -172,7 +215,9 @@ ALL = EAGER | CAPTURED
 def holds_in_a_graph(engine):
     """The law for a captured engine, most of whose bytes are activations: test_compiled_is_eager.py has one."""
     window = packed(16)
-    work = Work(engine.model.config, engine.micro_batch, window["tokens"].shape[1], AdamW(), window_rows=16)
+    work = Work(
+        engine.model.config, rows=engine.micro_batch, length=window["tokens"].shape[1], optim=AdamW(), window_rows=16
+    )
     engine.accumulate(window)
     engine.update()
     with pytest.MonkeyPatch.context() as patched:
@@ -191,7 +236,9 @@ def test_a_captured_step(name, measured):
 
 def on_a_gpu(layers, optim, precision, **more):
     config = shape(num_hidden_layers=layers, head_dim=16, max_position_embeddings=256)
-    return Work(config, 8, 256, optim, precision, "none", device_type="cuda", **more)
+    return Work(
+        config, rows=8, length=256, optim=optim, precision=precision, compile="none", device_type="cuda", **more
+    )
 
 
 ON_A_GPU = {

@@ -25,7 +25,9 @@ from monograph.predict.roofline import update_time
 
 H200 = named("H200")
 BOTH = ("whole", "blocks")
-LLAMA_3_8B = Request(Work(LlamaConfig.preset("8b"), 128, 4096, AdamW(), window_rows=128), precisions=("bf16",))
+LLAMA_3_8B = Request(
+    Work(LlamaConfig.preset("8b"), rows=128, length=4096, optim=AdamW(), window_rows=128), precisions=("bf16",)
+)
 
 
 def test_a_way_keeps_every_fact_of_the_training_that_it_does_not_choose():
@@ -40,7 +42,9 @@ def test_a_way_keeps_every_fact_of_the_training_that_it_does_not_choose():
 
 
 def tiny(**more):
-    return Request(Work(tiny_llama().config, 12, 32, AdamW(), window_rows=12), precisions=("bf16",), **more)
+    return Request(
+        Work(tiny_llama().config, rows=12, length=32, optim=AdamW(), window_rows=12), precisions=("bf16",), **more
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -190,7 +194,15 @@ def test_no_memory_is_refused():
 
 
 def test_recomputing_costs_a_forward_pass_and_larger_micro_batches_cost_nothing():
-    work = Work(LlamaConfig.preset("8b"), 1, 4096, LLAMA_3_8B.training.optim, "bf16", "blocks", window_rows=128)
+    work = Work(
+        LlamaConfig.preset("8b"),
+        rows=1,
+        length=4096,
+        optim=LLAMA_3_8B.training.optim,
+        precision="bf16",
+        compile="blocks",
+        window_rows=128,
+    )
     plain, again, wide = (
         update_time(each, H200, 989e12) for each in (work, replace(work, remat="full"), replace(work, rows=4))
     )
@@ -201,7 +213,7 @@ def test_recomputing_costs_a_forward_pass_and_larger_micro_batches_cost_nothing(
 
 def test_a_base_in_fewer_bits_costs_the_traffic_of_making_it_dense():
     config = LlamaConfig.preset("8b", num_hidden_layers=3)
-    work = Work(config, 2, 2048, AdamW(), precision="bf16", window_rows=4, device_type="cuda")
+    work = Work(config, rows=2, length=2048, optim=AdamW(), precision="bf16", window_rows=4, device_type="cuda")
     auto, int8, nf4 = (
         update_time(replace(work, lora=Lora(16, base=base)), H200, 989e12) for base in ("auto", "int8", "nf4")
     )
@@ -220,7 +232,14 @@ def test_no_model_is_predicted_to_be_faster_than_the_card(traced):
 
 def test_inputs_on_the_host_make_room_and_cost_nothing_beside_longer_computation():
     work = Work(
-        LlamaConfig.preset("8b"), 8, 4096, LLAMA_3_8B.training.optim, "bf16", "blocks", "offload", window_rows=128
+        LlamaConfig.preset("8b"),
+        rows=8,
+        length=4096,
+        optim=LLAMA_3_8B.training.optim,
+        precision="bf16",
+        compile="blocks",
+        remat="offload",
+        window_rows=128,
     )
     full, an_input = replace(work, remat="full"), 8 * 4096 * 4096 * 2
     assert estimate_bytes(full) - estimate_bytes(work) == 29 * an_input

@@ -32,7 +32,7 @@ SHAPE = LlamaConfig(
     vocab_size=20_000, hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=8,
     num_key_value_heads=2,
 )  # fmt: skip
-TRAINING = Work(SHAPE, 16, 512, AdamW(), window_rows=16)
+TRAINING = Work(SHAPE, rows=16, length=512, optim=AdamW(), window_rows=16)
 ASKED = Request(TRAINING, precisions=("bf16",), scopes=("blocks",), remats=("none",))
 GIB = 2**30
 SMALL = 11 * GIB // 8  # what slots, staging buffers and passes need, and some more
@@ -41,7 +41,17 @@ LINK = Link(25e9, 25e9, 1e9)
 
 def way_of(optim=None, precision="bf16", when="next forward", offload=False, per_stage=1, config=SHAPE, where="device"):
     optim = optim or AdamW()
-    work = Work(config, 2, 512, optim, precision, "blocks", "none", 16, device_type="cuda")
+    work = Work(
+        config,
+        rows=2,
+        length=512,
+        optim=optim,
+        precision=precision,
+        compile="blocks",
+        remat="none",
+        window_rows=16,
+        device_type="cuda",
+    )
     return StreamWay(work, stages_of(config, optim, precision, per_stage), per_stage, when, offload, where)
 
 
@@ -242,7 +252,17 @@ def test_a_stage_that_is_updated_at_home_stays_there_as_a_whole_or_on_the_device
 
 
 def test_the_passes_sum_to_the_update_with_its_blocks_recomputed():
-    work = Work(LlamaConfig.preset("8b"), 4, 4096, AdamW(), "bf16", "blocks", "full", 16, device_type="cuda")
+    work = Work(
+        LlamaConfig.preset("8b"),
+        rows=4,
+        length=4096,
+        optim=AdamW(),
+        precision="bf16",
+        compile="blocks",
+        remat="full",
+        window_rows=16,
+        device_type="cuda",
+    )
     peak = H200.peak_flops["bf16"]
     whole, each = update_time(work, H200, peak), pass_times(replace(work, remat="none"), H200, peak)
     passes = 4 * (32 * (each.forward_s + each.again_s) + each.loss_s)

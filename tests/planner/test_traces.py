@@ -14,7 +14,7 @@ from monograph.planner.traces import traced_bytes
 from monograph.predict.fake_memory import ORIGINS
 from monograph.predict.footprint import Footprint, Work
 
-WORK = Work(tiny_llama().config, 2, 32, AdamW())
+WORK = Work(tiny_llama().config, rows=2, length=32, optim=AdamW())
 
 
 @pytest.fixture

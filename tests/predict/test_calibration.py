@@ -20,8 +20,8 @@ from monograph.predict.footprint import Footprint, Work
 from monograph.predict.roofline import MOST, Calibration, peak_flops, update_time
 
 CARD = replace(named("4090"), free_memory_bytes=2**34)
-STEP = Work(tiny_llama().config, 64, 16, AdamW(), window_rows=64)
-WORK = Work(tiny_llama().config, 4, 16, AdamW(), precision="bf16", window_rows=8)
+STEP = Work(tiny_llama().config, rows=64, length=16, optim=AdamW(), window_rows=64)
+WORK = Work(tiny_llama().config, rows=4, length=16, optim=AdamW(), precision="bf16", window_rows=8)
 
 
 def noted(file, *ratios, device=CARD, work=WORK):

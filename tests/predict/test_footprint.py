@@ -78,7 +78,7 @@ def test_the_peak_is_named_by_its_stage():
 
 
 def test_inputs_that_wait_on_the_host_are_not_counted():
-    full = Work(tiny_llama(num_hidden_layers=9).config, 32, 48, AdamW(), compile="none", remat="full")
+    full = Work(tiny_llama(num_hidden_layers=9).config, rows=32, length=48, optim=AdamW(), compile="none", remat="full")
     there, away = footprint(full), footprint(replace(full, remat="offload"))
     an_input = 32 * 48 * full.config.hidden_size * 4
     assert there.by_origin["activations"] - away.by_origin["activations"] == (9 - 3) * an_input
@@ -97,7 +97,7 @@ def test_inputs_that_wait_on_the_host_are_not_counted():
 )
 def test_a_step_of_any_depth_is_the_one_that_is_traced_whole(scope, remat, precision):
     config = tiny_llama(num_hidden_layers=4).config
-    work = Work(config, 4, 16, AdamW(), compile=scope, remat=remat, precision=precision)
+    work = Work(config, rows=4, length=16, optim=AdamW(), compile=scope, remat=remat, precision=precision)
     assert footprint(work) == footprint_of(footprint_module._curves(work))
 
 
@@ -118,7 +118,12 @@ def test_no_update_is_traced_at_its_full_depth(optim, scope, monkeypatch):
 
     # Few tokens, so that the update is the peak.
     work = Work(
-        tiny_llama(num_hidden_layers=4, hidden_size=64, intermediate_size=192).config, 1, 4, optim, "fp32", scope
+        tiny_llama(num_hidden_layers=4, hidden_size=64, intermediate_size=192).config,
+        rows=1,
+        length=4,
+        optim=optim,
+        precision="fp32",
+        compile=scope,
     )
     whole = footprint_of(curves(work))
     monkeypatch.setattr(footprint_module, "_curves", spy)
@@ -132,7 +137,7 @@ def test_no_update_is_traced_at_its_full_depth(optim, scope, monkeypatch):
 def test_an_update_that_is_not_traced_could_not_have_been_the_peak(optim):
     """Its temporary values are fewer than the bound says, however few tokens there are."""
     config = tiny_llama(num_hidden_layers=3, hidden_size=64, intermediate_size=192).config
-    curves = footprint_module._curves(Work(config, 1, 8, optim, "bf16", "blocks"))
+    curves = footprint_module._curves(Work(config, rows=1, length=8, optim=optim, precision="bf16", compile="blocks"))
     update = max(sum(sample) for sample in curves[-1].samples)
     kept = sum(curves[-1].samples[-1][:3])
     assert curves[-1].stage == "update"
@@ -148,7 +153,9 @@ def test_the_update_is_traced_only_where_it_may_be_the_peak(monkeypatch):
         return curves(work, *graphs, **options)
 
     monkeypatch.setattr(footprint_module, "_curves", spy)
-    work = Work(tiny_llama(num_hidden_layers=4).config, 32, 64, AdamW(), "fp32", "blocks")
+    work = Work(
+        tiny_llama(num_hidden_layers=4).config, rows=32, length=64, optim=AdamW(), precision="fp32", compile="blocks"
+    )
     found = footprint(work)
     assert traced == [False, False] and found == footprint_of(curves(work))
 
@@ -166,7 +173,8 @@ def test_what_is_as_long_as_the_vocabulary_by_chance_is_not_the_loss_head(scope,
     config = tiny_llama(num_hidden_layers=3, hidden_size=64, intermediate_size=160).config
     same = {"hidden_size": 64, "intermediate_size": 160, "tokens": 4 * 48}[like]
     chance, plain = (
-        footprint(Work(replace(config, vocab_size=size), 4, 48, AdamW(), compile=scope)) for size in (same, same + 3)
+        footprint(Work(replace(config, vocab_size=size), rows=4, length=48, optim=AdamW(), compile=scope))
+        for size in (same, same + 3)
     )
     assert chance.by_origin["activations"] == pytest.approx(plain.by_origin["activations"], rel=1e-3)
     assert chance.by_origin["loss head"] == pytest.approx(plain.by_origin["loss head"], rel=0.05)
@@ -187,7 +195,7 @@ def test_what_is_as_long_as_the_vocabulary_by_chance_is_not_the_loss_head(scope,
 def test_the_search_knows_what_an_update_has_alive(make, scope, state, layers):
     """Where the update is the peak: many parameters and few tokens."""
     config = tiny_llama(num_hidden_layers=layers, hidden_size=64, intermediate_size=256).config
-    work = Work(config, 1, 8, make(state=state), "bf16", scope, "full")
+    work = Work(config, rows=1, length=8, optim=make(state=state), precision="bf16", compile=scope, remat="full")
     found = estimate_bytes(work)
     assert footprint(work).peak_bytes == pytest.approx(found, rel=0.1)
 
@@ -199,7 +207,15 @@ def test_on_a_gpu_query_key_and_value_are_one_product_and_attention_s_result_is_
     config = tiny_llama(hidden_size=96, num_attention_heads=6, num_key_value_heads=3, intermediate_size=256).config
     found = []
     for layers in (1, 2):
-        work = Work(replace(config, num_hidden_layers=layers), 8, 64, AdamW(), "bf16", packed=False, device_type="cuda")
+        work = Work(
+            replace(config, num_hidden_layers=layers),
+            rows=8,
+            length=64,
+            optim=AdamW(),
+            precision="bf16",
+            packed=False,
+            device_type="cuda",
+        )
         found.append(footprint(work).by_origin["activations"])
     width, query, key_value = 96, 96, 48
     numbers = 4 * width + (query + key_value + query) + (query + 2 * key_value) + 3 * config.intermediate_size

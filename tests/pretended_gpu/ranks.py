@@ -85,7 +85,9 @@ def memory() -> None:
     """Check what two ranks take of their cards against docs/distributed.md and the plan."""
     world, device = World(place()), default_device()
     sizes: dict[str, Any] = {"vocab_size": 3000, "hidden_size": 64, "intermediate_size": 160}
-    work = Work(tiny_llama(**sizes).config, 2, 16, AdamW(), compile="none", packed=False, device_type="cuda")
+    work = Work(
+        tiny_llama(**sizes).config, rows=2, length=16, optim=AdamW(), compile="none", packed=False, device_type="cuda"
+    )
     parameters, window = work.config.parameter_count(), ragged(4, length=work.length)
     held, peak = {}, {}
     for kind in sharded.ENGINES:

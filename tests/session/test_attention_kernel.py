@@ -20,7 +20,7 @@ TIMES = {"torch": 2.0, "cudnn": 1.0, "flash": 2.0}
 
 def session(model, device="cuda", kernel=None, micro_batch=2):
     engine = SimpleNamespace(step=SimpleNamespace(device=torch.device(device)), model=model, micro_batch=micro_batch)
-    plan = SimpleNamespace(precision="fp8")
+    plan = SimpleNamespace(training=SimpleNamespace(precision="fp8"))
     return SimpleNamespace(engine=engine, plan=plan, kernel=kernel, world=World())
 
 

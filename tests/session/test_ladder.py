@@ -123,29 +123,29 @@ def test_an_update_has_as_many_tokens_padded_as_packed(folder: Path) -> None:
     made, means = ladder(folder), {}
     for form in ("padded", "packed"):
         plan = made.plan_of(RungWay(packing=form))
-        batches = made.texts[form].batches(plan.tokens_per_update)
+        batches = made.texts[form].batches(plan.training.tokens_per_update)
         counts = [int((next(batches)["targets"] != -100).sum()) for _ in range(40)]
         batches.close()
         means[form] = sum(counts) / len(counts)
-    rows = made.plan_of(RungWay()).tokens_per_update // 256
+    rows = made.plan_of(RungWay()).training.tokens_per_update // 256
     assert rows > 8, "short documents fill a part of their rows"
     assert means["padded"] == pytest.approx(means["packed"], rel=0.5 / rows + 0.05)
 
 
 def test_the_micro_batch_is_the_plans_and_a_quarter_of_it_where_more_is_accumulated(folder: Path) -> None:
     made = ladder(folder)
-    assert made.plan_of(RungWay(packing="packed")).micro_batch == 8
-    assert made.plan_of(RungWay(packing="packed", accumulated=True)).micro_batch == 2
-    assert ladder(folder, "train.micro_batch=2").plan_of(RungWay(accumulated=True)).micro_batch == 1
+    assert made.plan_of(RungWay(packing="packed")).training.rows == 8
+    assert made.plan_of(RungWay(packing="packed", accumulated=True)).training.rows == 2
+    assert ladder(folder, "train.micro_batch=2").plan_of(RungWay(accumulated=True)).training.rows == 1
 
 
 def test_what_the_rungs_differ_in_is_theirs_and_a_rung_is_no_longer_than_the_run(folder: Path) -> None:
     made = ladder(folder, "train.precision=fp32", "train.remat=full", "data.packing=padded")
-    assert made.most == 8 and made.plan_of(RungWay()).remat == "none"
-    assert made.plan_of(RungWay(captured=True)).compile == "whole"
-    assert made.plan_of(RungWay(captured=True, streamed=True)).compile == "blocks"
+    assert made.most == 8 and made.plan_of(RungWay()).training.remat == "none"
+    assert made.plan_of(RungWay(captured=True)).training.compile == "whole"
+    assert made.plan_of(RungWay(captured=True, streamed=True)).training.compile == "blocks"
     of_blocks = ladder(folder, "train.compile=blocks")
-    assert [of_blocks.plan_of(RungWay(captured=each)).compile for each in (False, True)] == ["none", "blocks"]
+    assert [of_blocks.plan_of(RungWay(captured=each)).training.compile for each in (False, True)] == ["none", "blocks"]
     tokens = ladder(folder, "train.tokens=10000").most
     assert tokens == round(10_000 / 2048) and ladder(folder, "train.epochs=3").most is None
 
@@ -204,7 +204,7 @@ def test_the_peak_is_the_one_that_is_predicted(folder: Path) -> None:
     assert not isinstance(found, str)
     plan, text = made.plan, made.texts["packed"]
     config = module.build_run(plan, TextTask(text), made.machine).plan.recipe.shape()
-    work = Work(config, 8, 256, type(plan.optim)(), compile="none", window_rows=8)
+    work = Work(config, rows=8, length=256, optim=type(plan.training.optim)(), compile="none", window_rows=8)
     assert found.peak_memory_bytes == pytest.approx(footprint(work).peak_bytes, rel=0.05)
     assert (found.micro_batch, found.micro_steps, len(found.seconds)) == (8, 1, 6)
     assert found.held_out and 4 < found.held_out.loss < 7 and 4 < found.train_loss < 7

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch import nn
 from laws.resumed import cut_back, fingerprint, resume, start
 from monograph.config import Settings
 from monograph.data.batches import Batch
-from monograph.errors import InputRefused
+from monograph.errors import InputRefused, UsageError
 from monograph.graph.trial import Trial
 from monograph.loss import hidden_of
 from monograph.model.config import LlamaConfig
@@ -25,6 +26,8 @@ from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session import objectives
 from monograph.session.objective import HeldOutScore, Objective, Task, held_out_said
+from monograph.session.objectives.teachers import taught
+from monograph.session.objectives.texts import TextTask
 from monograph.session.opening import Opening
 from monograph.session.plan import Plan
 from monograph.text.tokenizer import Tokenizer
@@ -106,7 +109,7 @@ class LogitTask(Task):
         return ROWS
 
     def windows(self, position: int, seed: int | None, skip: Sequence[Sequence[int]]) -> LogitWindows:
-        return LogitWindows(self.data.rows, self.plan().rows, position)
+        return LogitWindows(self.data.rows, self.plan().training.window_rows, position)
 
     @property
     def described(self) -> str:
@@ -119,10 +122,10 @@ class LogitTask(Task):
         return f"{rows_per_window} rows of logits"
 
     def tokens_in_all(self, updates: int) -> int:
-        return updates * self.plan().tokens_per_update
+        return updates * self.plan().training.tokens_per_update
 
     def tokens_of(self, windows: Any) -> float:
-        return float(self.plan().tokens_per_update)
+        return float(self.plan().training.tokens_per_update)
 
     @property
     def scores_untrained(self) -> bool:
@@ -177,3 +180,19 @@ def test_a_new_way_to_learn_is_an_objective_and_a_task(source: Path, capsys: pyt
     torch.save(torch.load(source) | {"more": torch.zeros(1)}, source)
     with pytest.raises(InputRefused, match="teacher.logits: not what .* was trained on"):
         resume("changed")
+
+
+def test_a_run_with_teachers_is_a_task_of_its_own_and_they_teach_texts_alone(tmp_path: Path) -> None:
+    text: Any = SimpleNamespace()
+    run = Run(tmp_path / "distilled")
+    run.folder.mkdir()
+    plain = TextTask(text)
+    assert taught(plain, run, 1) is plain and not plain.digests
+    (run.folder / "teachers.json").write_text("{}")
+    task = taught(plain, run, 1)
+    assert task.data is text and task.digests == {"teachers": hashlib.sha256(b"{}").hexdigest()}
+    assert not (task.is_foreseen or task.starts_eagerly), "no plan and no other process has the teachers"
+    with pytest.raises(
+        UsageError, match=r"teach texts alone: go on without teachers in a new run, with --from \S+led$"
+    ):
+        taught(LogitTask(text), run, 1)

@@ -53,7 +53,9 @@ def _not_traced(monkeypatch):
 
 def test_a_run_takes_the_whole_update_where_it_fits():
     given = sized(model__preset="micro", train__tokens_per_update=8192)
-    assert resolve(given, CARD, shape(given)).micro_batch == given.rows == 8192 // given.sequence_length
+    assert (
+        resolve(given, CARD, shape(given)).training.rows == given.training.window_rows == 8192 // given.training.length
+    )
 
 
 def test_what_is_pinned_stays():
@@ -61,6 +63,21 @@ def test_what_is_pinned_stays():
     asked = request_of(given, shape(given).config, CARD)
     assert (asked.micro_batch, asked.precisions, asked.scopes) == (3, ("fp32",), ("none",))
     assert isinstance(asked.training.optim, AdamW)
+
+
+@pytest.mark.parametrize("keys", [{}, {"train__remat": "full", "train__micro_batch": 3}, {"optim__weight_decay": 0.2}])
+def test_how_a_run_is_trained_is_one_record_which_its_settings_give_again(keys):
+    given = sized(model__preset="micro", train__tokens_per_update=8192, **keys)
+    known = shape(given)
+    plan = resolve(given, CARD, known)
+    asked = request_of(given, known.config, CARD).training
+    assert not plan.open and given.open == {"micro_batch", "compile", "remat", "memory"} - {key[7:] for key in keys}
+    made = {name: getattr(plan.training, name) for name in ("rows", "compile", "remat")}
+    assert plan.training == replace(asked, **made, optim=plan.training.optim), "a request's with what is chosen"
+    recorded = plan.settings.train
+    assert plan.choices == {key: getattr(recorded, key) for key in plan.choices}, "and what is recorded is what is done"
+    again = resolve(plan.settings, CARD, known)
+    assert (again.training, again.memory) == (plan.training, plan.memory), "as a resumed run reads it"
 
 
 def test_only_what_is_built_is_chosen():
@@ -99,13 +116,13 @@ def test_beside_a_pinned_micro_batch_the_rest_is_chosen_all_the_same():
     tight = replace(CARD, free_memory_bytes=4 * 2**30)
     for device, remats in ((CARD, {"none"}), (tight, set(REMATS) - {"none"})):
         plan = resolve(given, device, shape(given))
-        assert plan.micro_batch == 8 and plan.remat in remats
+        assert plan.training.rows == 8 and plan.training.remat in remats
 
 
 def test_a_little_less_memory_is_a_smaller_micro_batch():
     given = sized(model__preset="124m", data__sequence_length=1024, train__tokens_per_update=2**19)
     roomy, tight = (
-        resolve(given, replace(CARD, free_memory_bytes=gib * 2**30), shape(given)).micro_batch for gib in (24, 6)
+        resolve(given, replace(CARD, free_memory_bytes=gib * 2**30), shape(given)).training.rows for gib in (24, 6)
     )
     assert 512 > roomy > tight >= 1 and 512 % roomy == 0 == 512 % tight
 
@@ -145,12 +162,13 @@ def test_fp32_on_a_gpu_is_said_to_leave_its_tensor_cores_idle():
 
 def test_an_update_is_whole_rows_and_a_note_says_how_many():
     plan = sized(train__tokens_per_update=1000, train__tokens=768_000)
-    assert (plan.rows, plan.tokens_per_update, plan.updates) == (3, 768, 1000)
+    training = plan.training
+    assert (training.window_rows, training.tokens_per_update, plan.updates) == (3, 768, 1000)
     [note] = notes_on(plan, CARD)
     assert "train.tokens_per_update = 1000: an update has 3 rows of data.sequence_length = 256, so 768 tokens" in note
     for length in (256, 300, 5000):
         usual = sized(data__sequence_length=length)
-        assert usual.tokens_per_update == usual.rows * length and not [*notes_on(usual, CARD)]
+        assert usual.training.tokens_per_update % length == 0 and not [*notes_on(usual, CARD)]
 
 
 def test_answers_keys_and_values_are_kept_free(tmp_path, monkeypatch):
@@ -160,7 +178,8 @@ def test_answers_keys_and_values_are_kept_free(tmp_path, monkeypatch):
     asked = {"model.init": str(tmp_path), "data.tokenizer": "bytes", "data.sequence_length": 64, "train.micro_batch": 2}
     asked |= {"rl.reward": "exact", "rl.prompts": 3, "rl.group": 5, "rl.max_new_tokens": 9}
     plan = resolve(load(None, asked, {}), CARD, built=False)
-    assert plan.rows == 15 and plan.clip is not None and not plan.clip.skip_spikes
+    clip = plan.training.clip
+    assert plan.training.window_rows == 15 and clip is not None and not clip.skip_spikes
     # 15 answers in 16 rows, which four divides; 3 prompts are read at once.
     cache = KVCache.allocate(config, 16 + 3, 64, torch.float32, torch.device("cpu"))
     needed = sum(tensor.nbytes for tensor in (*cache.keys, *cache.values))
@@ -180,7 +199,7 @@ def test_answers_keys_and_values_are_kept_free(tmp_path, monkeypatch):
     monkeypatch.setattr(
         planner, "budget", lambda device: given.append(device.free_memory_bytes) or defaults.budget(device)
     )
-    assert resolve(plan, CARD, Shape(config)).micro_batch == 2
+    assert resolve(plan, CARD, Shape(config)).training.rows == 2
     assert given == [CARD.free_memory_bytes - needed]
     monkeypatch.undo()
     monkeypatch.setattr("monograph.session.objectives.rewards.default_device", lambda: torch.device("cpu"))
@@ -198,7 +217,7 @@ def test_only_presets_that_were_measured_have_fields_of_muon_of_their_own():
         {"model__preset": "micro", "model__family": "gemma3_text"},
         {"model__preset": "124m"},
     )
-    rules = [sized(**keys).optim for keys in shapes]
+    rules = [sized(**keys).training.optim for keys in shapes]
     assert [(rule.momentum, rule.embedding_lr) for rule in rules] == [(0.9, 6.0), (0.95, 1.0), (0.95, 1.0)]
 
 
@@ -221,7 +240,8 @@ def test_only_presets_that_were_measured_have_fields_of_muon_of_their_own():
 )
 def test_the_decay_of_a_new_small_model_grows_with_its_epochs(keys, epoch_rows, decay):
     given = sized(**({"model__preset": "micro", "train__tokens_per_update": 2048} | keys))
-    assert given.rows == 8
+    assert given.training.window_rows == 8
     found = resolve(given, CARD, shape(given)._replace(per_epoch=epoch_rows, minutes=given.minutes))
-    assert found.optim.weight_decay == pytest.approx(decay)
-    assert found.settings.optim.weight_decay == found.optim.weight_decay, "a resumed run reads it"
+    optim = found.training.optim
+    assert optim.weight_decay == pytest.approx(decay)
+    assert found.settings.optim.weight_decay == optim.weight_decay, "a resumed run reads it"

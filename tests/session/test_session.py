@@ -22,7 +22,17 @@ from monograph.session.session import Session
 from monograph.storage.cache_dir import calibration_file
 
 CARD, MIB = named("H100"), 2**20
-WORK = Work(tiny_llama().config, 4, 16, AdamW(), "bf16", "blocks", 0.5, window_rows=8, device_type="cuda")
+WORK = Work(
+    tiny_llama().config,
+    rows=4,
+    length=16,
+    optim=AdamW(),
+    precision="bf16",
+    compile="blocks",
+    remat=0.5,
+    window_rows=8,
+    device_type="cuda",
+)
 BY_ORIGIN = {"weights": 500 * MIB, "activations": 90 * MIB, "workspace": 30 * MIB}
 PLANNED = Candidate(WORK, 620 * MIB, 1.0, 1.0, None, BY_ORIGIN, residual_bytes=20 * MIB)
 
@@ -38,7 +48,9 @@ def _a_card(monkeypatch, tmp_path):
 class Run:
     """A run on a card that is not there, as it was planned."""
 
-    def __init__(self, device="cuda", planned=PLANNED, micro_batch=4, scope="blocks", remat=None, replayed=False):
+    def __init__(
+        self, device="cuda", planned=PLANNED, micro_batch=4, scope="blocks", remat=None, replayed=False, foreseen=True
+    ):
         step = SimpleNamespace(device=torch.device(device), scope=scope, remat=remat or Remat.Budget(0.5), planes=[])
         step.micro_step = None
         self.replayed, self.engine, self.plan = (
@@ -46,7 +58,8 @@ class Run:
             SimpleNamespace(step=step, micro_batch=micro_batch),
             SimpleNamespace(expected=planned),
         )
-        self.run, self.world, self.teachers = SimpleNamespace(log=lambda row: None), World(), None
+        self.run, self.world = SimpleNamespace(log=lambda row: None), World()
+        self.task = SimpleNamespace(is_foreseen=foreseen)
 
     def residual(self, monkeypatch, *updates):
         monkeypatch.setattr(session, "is_replayed", lambda step: self.replayed)
@@ -75,6 +88,7 @@ def test_later_ones_tell_nothing_as_evaluations_and_samples_are_between_them(mon
         {"remat": Remat.Full()},
         {"scope": "none"},  # could not be captured
         {"replayed": True},  # its pool is no part of any plan
+        {"foreseen": False},  # teachers are none, either
     ],
 )
 def test_a_run_that_is_not_what_was_traced_tells_nothing(monkeypatch, other):

@@ -98,11 +98,11 @@ def test_the_optimizer_has_the_rates_of_the_table() -> None:
     given = resolve(settings(optim__transfer="width"), card)
     config = shape_of(given)
     plan = resolve(given, card, Shape(config))
-    found = {group.pattern: group for group in plan.optim.groups}
+    found = {group.pattern: group for group in plan.training.optim.groups}
     assert found["model.layers.*.mlp.up_proj.weight"].lr == 0.5
     assert found["model.norm.weight"].lr == 0.25 and found["model.embed_tokens.weight"].eps == 0.25
-    assert request_of(given, config, card).training.optim == plan.optim == request_of(plan, config, card).training.optim
-    assert not resolve(settings(), card).optim.groups
+    assert request_of(given, config, card).training.optim == plan.training.optim
+    assert not resolve(settings(), card).training.optim.groups
     with pytest.raises(UsageError, match="weights are drawn here"):
         resolve(given, card, Shape(None))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from monograph.graph.precision import Precision
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.stream import Placement, Streamed
-from monograph.stream.clock import Clock, Costs, Link, pretended
+from monograph.stream.clock import Clock, Costs, Link, Pretend, pretended
 from monograph.stream.lanes import LANES, Home, Lanes, Space
 
 META = torch.device("meta")
@@ -38,11 +39,11 @@ def timed(config, placement, costs, link, micro_batches=2, rows=2, clock_of=Cloc
     with META:
         model = Llama(config)
     clock = clock_of(link)
-    engine = Streamed(
-        model, precision=Precision("bf16"), clip=None, placement=replace(placement, device=META), lanes=Lanes(clock)
-    )
     state = torch.empty(rows, 8, config.hidden_size, dtype=torch.bfloat16, device=META)
-    return pretended(engine, clock, costs, state, micro_batches), engine
+    passes = partial(Pretend, clock=clock, costs=costs, state=state)
+    options = {"precision": Precision("bf16"), "clip": None, "placement": replace(placement, device=META)}
+    engine = Streamed(model, lanes=Lanes(clock), passes=passes, **options)
+    return pretended(engine, clock, micro_batches), engine
 
 
 def tiny(layers=6):

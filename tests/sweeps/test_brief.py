@@ -39,7 +39,7 @@ def test_a_brief_sweep_is_not_compiled_and_goes_on_so(
     monkeypatch.setattr(concurrency, "LEAST_COMPILE_S", 0.0)  # the decision is recorded, and not made again
     again = SweepProgress(Sweep.open(Path("s")), silent())
     again.prepare(default_device(), describe())
-    assert [member.plan.compile for member in again.members if member.plan] == ["none", "none"]
+    assert [member.plan.training.compile for member in again.members if member.plan] == ["none", "none"]
 
 
 def test_a_sweep_by_the_clock_that_is_shorter_than_compiling_is_not_compiled() -> None:

@@ -19,7 +19,7 @@ from monograph.model.files import has_weights
 from monograph.profiling.health import Disk, compiled_obstacle, disk, limits, limits_said
 from monograph.report.quantities import gibibytes, megabytes
 from monograph.run import recorded_state
-from monograph.run.folder import DEFAULT_ROOT, TEACHERS, Run, standard_json
+from monograph.run.folder import DEFAULT_ROOT, Run, standard_json
 from monograph.run.models import load_to_export, own_tokenizer, require_all_finite
 from monograph.run.recipe import names_run, tokenizer_of
 from monograph.run.run_index import record, serial
@@ -175,16 +175,21 @@ def _run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographError | 
     return {"run": str(folder.folder), "files": _listed(files), "checkpoints": _listed(checkpoints)}, lines, error
 
 
+def _sha256(path: Path) -> str:
+    return sha256(contents(path) or b"").hexdigest()
+
+
 def _of_some_runs(folder: Run, saved: Mapping[str, Any]) -> dict[str, MonographError | None]:
     """Return the faults of files that only some runs have."""
     files = {}
-    taught = folder.folder / TEACHERS
     if exists(folder.parent_file):
         files["from.json"] = _fault(lambda: recorded_parent(folder))
     if exists(folder.folder / REFERENCE):
         files[REFERENCE] = _fault(lambda: verify_reference(folder))
-    if exists(taught) or "teachers" in saved:
-        files[TEACHERS] = _fault(lambda: sha256(contents(taught) or b"").hexdigest(), saved.get("teachers"))
+    for entry, name in recorded_state.FILES.items():
+        path = folder.folder / name
+        if exists(path) or entry in saved:
+            files[name] = _fault(partial(_sha256, path), saved.get(entry))
     return files
 
 

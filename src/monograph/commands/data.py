@@ -24,7 +24,7 @@ def show(settings: Settings, *, row: int | None) -> None:
         print(f"{corpus.name}: {_chats(corpus) if stats.conversations else _texts(corpus)}")
         visits = corpus.train.per_epoch
         epoch = f", {visits:,} to an epoch" if visits != len(corpus.train) else ""
-        rows = f"{counted(len(corpus.train), 'row')} of {plan.sequence_length}"
+        rows = f"{counted(len(corpus.train), 'row')} of {plan.training.length}"
         print(f"{rows}{epoch}, {stats.packed_share:.1%} filled")
         held = f"{counted(stats.held_out_documents, 'document')}, {stats.held_out_bytes:,} bytes"
         held = counted(corpus.held_out.conversations, corpus.record_noun) if stats.conversations else held

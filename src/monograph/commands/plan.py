@@ -102,7 +102,7 @@ def _plan(asked: Asked, target: Device, limits: Limits, json: bool) -> None:
 
 def _length(plan: Plan, answer: Answer, config: LlamaConfig, open_end: bool) -> Length:
     """Return how long the run is: as given, or for a new model on another machine as many tokens as such ones get."""
-    per_update, train = plan.tokens_per_update, plan.settings.train
+    per_update, train = plan.training.tokens_per_update, plan.settings.train
     if plan.updates:
         return Length(plan.updates, plan.updates * per_update)
     if open_end and not train.epochs and "train.minutes" not in plan.settings.origins:

@@ -60,7 +60,7 @@ def run(settings: Settings, *, out: Path | None, json: bool) -> None:
         progress = _started()
         session = _open(_planned(settings, progress), folder, progress)
         measured = _watched(session, folder, progress)
-        size = session.plan.tokens_per_update
+        size = session.plan.training.tokens_per_update
         tokens_per_s = session.text.stats.packed_share * size / measured.update_s
         drawing = draw_profile(measured.verdict, f"An update of {size:,} tokens")
         write_whole(folder / PICTURE, themed(drawing))
@@ -127,7 +127,7 @@ def _open(plan: Plan, folder: Path, progress: Progress) -> Session:
 def _watched(session: Session, folder: Path, progress: Progress) -> Profile:
     plan, share = session.plan, session.text.stats.packed_share
     whole = 1.0 if plan.reading["packing"] == "padded" else share
-    rows = session.text.batches(plan.tokens_per_update, seed=plan.seed, pin=default_device().type == "cuda")
+    rows = session.text.batches(plan.training.tokens_per_update, seed=plan.seed, pin=default_device().type == "cuda")
     try:
         with progress.stage("profile", "timing a few updates (discarded)") as stage:
             measured = profile(session.engine, rows, folder / TRACE, used=share, packed=whole)
@@ -254,8 +254,8 @@ def _ladder_object(ladder: Ladder, climbed: list[Climb], folder: Path) -> dict[s
         "cores": machine.cores,
         "params": ladder.params,
         "updates": ladder.updates,
-        "tokens_per_update": plan.tokens_per_update,
-        "tokens": ladder.updates * plan.tokens_per_update,
+        "tokens_per_update": plan.training.tokens_per_update,
+        "tokens": ladder.updates * plan.training.tokens_per_update,
         "rungs": measured_rungs(climbed, timed),
         "picture": str(folder / _LADDER),
         "report": str(folder / REPORT),

@@ -7,7 +7,6 @@ the loss would have to be multiplied by the number of ranks: in fp16 that factor
 subnormals differently. So they are set to sum instead. A window's micro-batches go to the ranks in turn.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, final
 
@@ -19,43 +18,15 @@ from monograph.distributed.rows import OwnRows
 from monograph.distributed.sharded import Shards
 from monograph.distributed.world import World
 from monograph.engine import Engine
-from monograph.errors import UsageError
 from monograph.loop import EngineState
-from monograph.loss import Batch, fill_of
+from monograph.loss import Batch
 from monograph.step import Step, accumulate
 from monograph.stream.engine import Streamed
 from monograph.stream.placement import Placement
 
 
-class RankEngine(Engine):
-    """An engine that computes its share of a window's micro-batches, as many as every other rank.
-
-    Every rank reads the same windows. Rank r of W computes the window's micro-batches r, r + W and so on. A rank that
-    would have one fewer than others adds one without targets. So the rows of an update do not depend on the number of
-    ranks.
-    """
-
-    world: World
-
-    def _micro_batches(self, window: Batch) -> Iterator[Batch]:
-        rows = self._rows(window)
-        ranks = self.world.size
-        size = self.retries.size(rows)
-        turns = -(-rows // (size * ranks))
-        if rows < turns * size * ranks and fill_of(self.step.loss, window) is None:
-            raise UsageError(
-                f"a window of {rows} rows cannot be shared out evenly to {ranks} ranks in micro-batches of {size}: "
-                f"give a multiple of {size * ranks} rows, or a `fill` to the loss: what a row without targets holds"
-            )
-        for turn in range(turns):
-            start = (turn * ranks + self.world.rank) * size
-            own = {name: tensor[start : start + size] for name, tensor in window.items()}
-            device = self.step.device
-            yield self._filled({name: tensor.to(device, non_blocking=True) for name, tensor in own.items()}, size)
-
-
 @final
-class Replicated(RankEngine):
+class Replicated(Engine):
     """The engine of a module that every rank holds whole (DDP); the gradient is that of one process.
 
     Attributes:
@@ -71,7 +42,6 @@ class Replicated(RankEngine):
             micro_batch: rows of a micro-batch; None: an even share of the window.
             others: further arguments of `Step`.
         """
-        self.world = world
         self.replicas = Replicas(world)
         step = Step(model, sum_over_ranks=world.sum, parameters=self.replicas, **others)
         super().__init__(lambda: step, Together(micro_batch, self.replicas))
@@ -88,7 +58,7 @@ class Replicated(RankEngine):
 
 
 @final
-class Sharded(RankEngine):
+class Sharded(Engine):
     """The engine of a module of which every rank holds some rows of each parameter (FSDP2).
 
     The tensors of its state are sharded (`torch.distributed.tensor.DTensor`).
@@ -108,7 +78,6 @@ class Sharded(RankEngine):
         **others: Any,
     ):
         """Give each rank its rows; the arguments are those of `Replicated`, and the last two of `Shards`."""
-        self.world = world
         self.shards = Shards(world, halved, by_machine)
         step = Step(model, sum_over_ranks=world.sum, parameters=self.shards, **others)
         super().__init__(lambda: step, BeginAgain(micro_batch, world))
@@ -121,29 +90,20 @@ class Sharded(RankEngine):
         super().load_state(EngineState(model, optimizer, state.scalars))
 
 
-@final
-class StreamedReplica(RankEngine, Streamed):
-    """The engine of a module that every rank streams whole from its host; gradients are summed stage by stage."""
+def streamed_replica(
+    model: nn.Module,
+    *,
+    world: World,
+    micro_batch: int | None = None,
+    placement: Placement | None = None,
+    **others: Any,
+) -> Streamed:
+    """Return the engine of a module that every rank streams whole from its host; gradients are summed stage by stage.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        world: World,
-        micro_batch: int | None = None,
-        placement: Placement | None = None,
-        **others: Any,
-    ):
-        """Move the module's parameters to their homes; the other arguments are those of `Streamed`."""
-        self.world = world
-        placement = placement or Placement()
-        if placement.when == "backward":  # an update then is decided on by one rank's losses
-            placement = replace(placement, when="next forward")
-        retries = BeginAgain(micro_batch, world)
-        Streamed.__init__(self, model, placement=placement, sum_over_ranks=world.sum, retries=retries, **others)
-
-    def accumulate(self, window: Batch) -> None:
-        """Add the window's exact gradient, as `Engine.accumulate` does."""
-        if not self.walk.fresh:
-            raise UsageError("several ranks take one window an update")  # the first one's sum would be summed again
-        super().accumulate(window)
+    The other arguments are those of `Streamed`.
+    """
+    placement = placement or Placement()
+    if placement.when == "backward":  # an update then is decided on by one rank's losses
+        placement = replace(placement, when="next forward")
+    retries = BeginAgain(micro_batch, world)
+    return Streamed(model, placement=placement, sum_over_ranks=world.sum, retries=retries, **others)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from monograph.model.llama import Llama
 from monograph.planner.placement_bytes import META, Names, StreamWay
 from monograph.predict.footprint import Work
 from monograph.stream import Placement, Streamed
-from monograph.stream.clock import Clock, Costs, Link, UpdateTiming, pretended
+from monograph.stream.clock import Clock, Costs, Link, Pretend, UpdateTiming, pretended
 from monograph.stream.lanes import Lanes
 from monograph.stream.store import GRADIENT, WEIGHTS
 
@@ -126,14 +127,6 @@ def timing(work: Work, placement: Placement, times: Costs, link: Link) -> Update
     with META:
         model = Llama(work.config)
     clock = Clock(link)
-    engine = Streamed(
-        model,
-        optim=work.optim,
-        clip=work.clip,
-        precision=Precision(work.precision),
-        lanes=Lanes(clock),
-        placement=replace(placement, device=META),
-    )
     played = min(work.micro_batches, MOST_PLAYED)
     several = work.micro_batches / played
     costs = {name: seconds * (1 if name.endswith("number_s") else several) for name, seconds in times._asdict().items()}
@@ -143,4 +136,13 @@ def timing(work: Work, placement: Placement, times: Costs, link: Link) -> Update
         dtype=Precision(work.precision).dtype,
         device=META,
     )
-    return pretended(engine, clock, Costs(**costs), state, played)
+    engine = Streamed(
+        model,
+        optim=work.optim,
+        clip=work.clip,
+        precision=Precision(work.precision),
+        lanes=Lanes(clock),
+        passes=partial(Pretend, clock=clock, costs=Costs(**costs), state=state),
+        placement=replace(placement, device=META),
+    )
+    return pretended(engine, clock, played)

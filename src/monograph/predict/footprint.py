@@ -8,7 +8,7 @@ elsewhere. Nothing is computed and no device is needed.
 import functools
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -36,12 +36,11 @@ UPDATE_BYTES = 32
 ON_THEIR_WAY = 3  # with remat "offload", the inputs of this many blocks are on the device, all others on the host
 
 
-@dataclass(frozen=True)
-class Work:
-    """A training step: everything that its memory and its time depend on, apart from the device's speed.
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How a model is trained, whatever its shape and the device.
 
     Attributes:
-        config: the model's shape.
         rows: rows of a micro-batch.
         length: tokens of a row.
         optim: the optimizer.
@@ -52,13 +51,11 @@ class Work:
         window_rows: rows of an update, all of whose tokens are on the device at once.
         packed: whether rows hold several documents.
         clip: the largest gradient norm; None for no bound.
-        device_type: "cpu" or "cuda".
         lora: the adapters that are trained next to the frozen model; None if the model itself is trained.
         judged: how answers are judged, whose log-probabilities the loss needs: "" on text; "exact" if each is scored in
             the bits in which it is drawn, by the cache's attention in a row of its own; "rows" otherwise.
     """
 
-    config: LlamaConfig
     rows: int
     length: int
     optim: Optimizer
@@ -68,7 +65,6 @@ class Work:
     window_rows: int = 0
     packed: bool = True
     clip: float | Clip | None = 1.0
-    device_type: str = "cpu"
     lora: Lora | None = None
     judged: Judged = ""
 
@@ -78,9 +74,37 @@ class Work:
         return self.rows * self.length
 
     @property
+    def tokens_per_update(self) -> int:
+        """Return the tokens of an update."""
+        return self.window_rows * self.length
+
+    @property
     def micro_batches(self) -> int:
         """Return the micro-batches of an update."""
         return -(-self.window_rows // self.rows)
+
+    @property
+    def number_bytes(self) -> int:
+        """Return the bytes of a number of the compute dtype."""
+        return 4 if self.precision == "fp32" else 2
+
+    def of(self, config: LlamaConfig, device_type: str) -> "Work":
+        """Return the work of training a model of this shape so, on a device of this type."""
+        known = {each.name: getattr(self, each.name) for each in fields(Training)}
+        return Work(config, device_type=device_type, **known)
+
+
+@dataclass(frozen=True)
+class Work(Training):
+    """A training step: everything that its memory and its time depend on, apart from the device's speed.
+
+    Attributes:
+        config: the model's shape.
+        device_type: "cpu" or "cuda".
+    """
+
+    config: LlamaConfig
+    device_type: str = field(default="cpu", kw_only=True)
 
     @property
     def fused(self) -> bool:
@@ -122,11 +146,6 @@ class Work:
         A T4's kernel for fp16 does, too, which is not known here.
         """
         return self.device_type == "cuda" and (self.masked or (self.precision == "fp32" and not self.packed))
-
-    @property
-    def number_bytes(self) -> int:
-        """Return the bytes of a number of the compute dtype."""
-        return 4 if self.precision == "fp32" else 2
 
     @property
     def input_bytes(self) -> int:

@@ -20,7 +20,7 @@ from monograph.checkpointing import Checkpoint, CheckpointDamaged
 from monograph.errors import InputRefused, MonographError, Warn
 from monograph.model import sampling_defaults
 from monograph.model.config import LlamaConfig
-from monograph.run.folder import Run
+from monograph.run.folder import TEACHERS, Run
 from monograph.run.recipe import lora_of
 
 MOST_TOKENS = 2**24  # of a tokenizer, since a row of weights is made for each
@@ -87,6 +87,10 @@ class _Versions(Strict):
     monograph: str
     torch: str
     python: str
+
+
+# Files of a run's folder that some runs have, by the entry of a checkpoint that has their sha256.
+FILES = {"teachers": TEACHERS}
 
 
 class _State(Strict):

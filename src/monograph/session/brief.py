@@ -27,8 +27,9 @@ def compiled_key(session: Session, window: Batch) -> str:
     plan = session.plan
     machine = (describe().name, torch.get_num_threads())
     shapes = {name: list(tensor.shape) for name, tensor in sorted(window.items())}
-    rule = replace(plan.optim, seed=0, lr=1.0)  # at most the rounding of narrow states depends on them
-    way = (plan.precision, plan.remat, plan.compile, session.engine.micro_batch, rule, plan.clip)
+    training = plan.training
+    rule = replace(training.optim, seed=0, lr=1.0)  # at most the rounding of narrow states depends on them
+    way = (training.precision, training.remat, training.compile, session.engine.micro_batch, rule, training.clip)
     return repr((machine, torch.__version__, __version__, session.model_config, shapes, way))
 
 
@@ -56,7 +57,7 @@ def why_uncompiled(session: Session, window: Batch, opening_s: float) -> str:
         opening_s: seconds that opening it took.
     """
     plan = session.plan
-    if plan.compile == "none" or plan.memory == "stream" or not session.world.alone:
+    if plan.training.compile == "none" or plan.memory == "stream" or not session.world.alone:
         return ""
     compiling_s = CACHED_S if is_compiled(compiled_key(session, window)) else COMPILE_S
     if session.left_s < SHARE * compiling_s:
@@ -67,7 +68,7 @@ def why_uncompiled(session: Session, window: Batch, opening_s: float) -> str:
     updates = updates_given(session)
     training_s = math.inf if updates else 60 * plan.minutes
     if not updates:  # a short text ends a run before its time does
-        updates = session.task.most_updates(session.batches.rows_per_window, plan.optim.weight_decay) or 0
+        updates = session.task.most_updates(session.batches.rows_per_window, plan.training.optim.weight_decay) or 0
     if updates and training_s >= least_s:
         training_s = min(training_s, updates * _update_s(session))
     if opening_s + training_s >= least_s:
@@ -99,7 +100,7 @@ def expected_whole_s(session: Session, window: Batch, since_s: float) -> float:
     """
     plan = session.plan
     compiling_s = 0.0
-    if plan.compile != "none":
+    if plan.training.compile != "none":
         compiling_s = CACHED_S
         if not is_compiled(compiled_key(session, window)):
             compiling_s += COMPILE_S

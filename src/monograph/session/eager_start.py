@@ -22,7 +22,7 @@ from monograph.run.metrics_log import MetricsLog
 from monograph.run.progress import Progress, silent
 from monograph.schedule import constant
 from monograph.session.brief import compiled_key
-from monograph.session.objectives import objective_of
+from monograph.session.objectives import open_task
 from monograph.session.plan import Length
 from monograph.session.recorded import run_settings
 from monograph.session.resolve import ORIGIN, resolve
@@ -48,9 +48,9 @@ def pays(session: Session, key: str) -> bool:
     machine = describe()
     if plan.updates or plan.epochs or not session.world.alone or not session.task.starts_eagerly:
         return False
-    if machine.type != "cpu" or machine.cores < 2 or plan.compile == "none" or compiler_obstacle():
+    if machine.type != "cpu" or machine.cores < 2 or plan.training.compile == "none" or compiler_obstacle():
         return False
-    if plan.recipe.code or plan.expected is None or plan.memory == "stream" or session.teachers:
+    if plan.recipe.code or plan.expected is None or plan.memory == "stream":
         return False
     fits = 2 * (plan.expected.peak_memory_bytes + PROCESS_BYTES) < machine.free_memory_bytes
     return fits and not is_compiled(key)
@@ -75,7 +75,7 @@ def begin(session: Session, window: Batch, progress: Progress, before: Callable[
         before()
         if not _update_eagerly(session, progress):
             settings = session.plan.settings.resolve({"train.compile": "none"}, ORIGIN)
-            session.complete(replace(session.plan, compile="none", settings=settings))
+            session.complete(replace(session.plan.training_with(compile="none"), settings=settings))
             session.eager_reason = "the compiler was not ready in half of the time that train.wall_minutes allows"
     compile_step(session, window, progress)
     if not session.eager_reason:
@@ -93,8 +93,8 @@ def _update_eagerly(session: Session, progress: Progress) -> bool:
     engine, plan = session.engine, session.plan
     assert plan.expected
     per_epoch = session.task.per_epoch
-    most = defaults.most_updates(per_epoch, plan.rows, plan.optim.weight_decay)
-    likely = defaults.likely_updates(plan.minutes, plan.expected.update_s, per_epoch, plan.rows)
+    most = defaults.most_updates(per_epoch, plan.training.window_rows, plan.training.optim.weight_decay)
+    likely = defaults.likely_updates(plan.minutes, plan.expected.update_s, per_epoch, plan.training.window_rows)
     engine.step.schedule = constant(resolve(plan, describe(), Length(likely)).warmup_updates)
     log = MetricsLog(session.run, every=1)
     began = clock()
@@ -135,5 +135,5 @@ def compile_run(folder: str) -> None:
     run = Run(Path(folder))
     progress = silent()
     plan = resolve(run_settings(run), describe())
-    task = objective_of(plan.settings).open(plan, progress)
+    task = open_task(run, plan, progress)
     prepare(open_session(run, plan, task, default_device(), progress), progress)

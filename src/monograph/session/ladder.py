@@ -216,13 +216,13 @@ class Ladder:
         Raises:
             UsageError: the settings have values that no rung can have.
         """
-        if not plan.optim.master_weights:
+        if not plan.training.optim.master_weights:
             raise UsageError("optim.master_weights = false keeps no fp32 weights, and a ladder begins in fp32")
         given = [key for key in OWN if plan.settings.pinned().get(key, "auto") not in ("auto", *GRAPHS)]
         if given:
             progress.line("note", f"{', '.join(given)}: the rungs differ in this, whatever was given")
         machine = describe()
-        scope = plan.compile
+        scope = None if "compile" in plan.open else plan.training.compile
         settings = plan.settings.resolve(OWN | {"train.minutes": RUNG_S / 60}, "ladder")
         texts = {form: open_corpus({**plan.reading, "packing": form}, progress) for form in ("packed", "padded")}
         built = build_run(resolve(settings, machine), TextTask(texts["packed"]), machine)
@@ -230,13 +230,13 @@ class Ladder:
             raise UsageError("train.memory = stream: a ladder is of a model that lives on the device")
         # The scope is not the plan's, which depends on how fast earlier runs were.
         scope = scope if scope in GRAPHS else defaults.scopes(len(blocks(built.model)))[0]
-        fixed = replace(built.plan, compile=scope)
+        fixed = built.plan.training_with(compile=scope)
         return cls(fixed, texts, parameter_count(built.model), folder, plan.updates or None, machine=machine)
 
     def plan_of(self, way: RungWay) -> Plan:
         """Return the plan of a way; padded updates have more rows, so that they have as many tokens as packed ones."""
-        rows, scope = self.plan.rows, self.plan.compile
-        micro = min(self.plan.micro_batch, rows)
+        rows, scope = self.plan.training.window_rows, self.plan.training.compile
+        micro = min(self.plan.training.rows, rows)
         if way.packing == "padded":
             rows = round(rows * self.texts["packed"].stats.packed_share / self.texts["padded"].stats.packed_share)
         by_block = way.streamed or way.remat == "offload"
@@ -245,7 +245,7 @@ class Ladder:
             "train.precision": way.precision,
             "train.remat": way.remat,
             "train.micro_batch": max(1, micro // FEWER) if way.accumulated else micro,
-            "train.tokens_per_update": rows * self.plan.sequence_length,
+            "train.tokens_per_update": rows * self.plan.training.length,
             "train.memory": "stream" if way.streamed else "device",
             "data.packing": way.packing,
         }
@@ -265,9 +265,9 @@ class Ladder:
             "bf16": None if self.machine.has_bf16 else "this device has no bf16 arithmetic",
             "CUDA graphs": "no CUDA device" if on_cpu else None if way.captured else "nothing is compiled",
             "fp8": Precision(way.precision).obstacle(self.machine),
-            "accumulation": "a micro-batch has one row already" if plan.micro_batch == 1 else None,
+            "accumulation": "a micro-batch has one row already" if plan.training.rows == 1 else None,
             "offload": "a CPU's memory is the host's" if on_cpu else None,
-            "8-bit state": "all rungs have it: optim.state" if plan.optim.state == "8bit" else None,
+            "8-bit state": "all rungs have it: optim.state" if plan.training.optim.state == "8bit" else None,
             "adapters": "all rungs have them: lora.rank" if plan.recipe.lora else no_adapters,
             "streaming": "a CPU's memory is the host's" if on_cpu else None,
         }

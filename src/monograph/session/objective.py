@@ -203,7 +203,7 @@ class Objective(ABC):
             config: the model's shape.
             slots: the most tokens of a prompt and its answer.
         """
-        return plan.rows, plan.sequence_length
+        return plan.training.window_rows, plan.training.length
 
     def seconds_beside(
         self, plan: Plan, config: LlamaConfig, machine: Device, known: Calibration
@@ -237,6 +237,7 @@ class Task(ABC):
         is_plain: whether an update is nothing but a step on text, of which the planner knows how long it takes.
         is_steady: whether updates take equally long, so that a slow one tells of the machine.
         is_ready: whether windows are made ahead of the update that asks for them, so that they cost no time.
+        is_foreseen: whether a step computes and holds nothing that no plan knows.
         starts_eagerly: whether updates may be made eagerly while the step is compiled.
         saves_if_refused: whether a run whose windows fail saves what it has learned first.
         reaches_all: whether a trial step is to give each trained parameter a gradient.
@@ -247,6 +248,7 @@ class Task(ABC):
     is_plain: ClassVar[bool] = False
     is_steady: ClassVar[bool] = True
     is_ready: ClassVar[bool] = True
+    is_foreseen: ClassVar[bool] = True
     starts_eagerly: ClassVar[bool] = True
     saves_if_refused: ClassVar[bool] = False
     reaches_all: ClassVar[bool] = True
@@ -288,6 +290,11 @@ class Task(ABC):
     def most_updates(self, rows_per_window: int, weight_decay: float) -> int | None:
         """Return after how many updates the records have been seen often enough; None: never."""
         return defaults.most_updates(self.per_epoch, rows_per_window, weight_decay) if self.repeats else None
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Return the digests of the files of `recorded_state.FILES` that the run learns from."""
+        return {}
 
     # ── while a session trains ──────────────────────────────────────────────────────────────────
 

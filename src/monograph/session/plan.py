@@ -1,21 +1,21 @@
 """The plan of a run: its settings with every "auto" decided, as plain numbers and names."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from monograph.config import Settings
 from monograph.distributed.world import place
 from monograph.model.config import LlamaConfig
-from monograph.optim import Optimizer
 from monograph.planner import Candidate, StreamCandidate
 from monograph.planner.defaults import EVALUATIONS
-from monograph.predict.footprint import Compile
+from monograph.predict.footprint import Training
 from monograph.run.recipe import Recipe
 from monograph.schedule import Schedule, constant, warmup_cosine, warmup_stable_decay
-from monograph.step import Clip
 from monograph.stream import Placement
 from monograph.transfer import WidthTransfer
+
+Choice = Literal["micro_batch", "compile", "remat", "memory"]
 
 
 @dataclass(frozen=True)
@@ -27,19 +27,17 @@ class Plan:
         recipe: the checked recipe from which the model is built.
         reading: the arguments of `monograph.corpus`.
         seed: seed of the weights and of the order of rows.
-        tokens_per_update: tokens of an update.
+        training: how the model is trained, by all devices together except for `rows`, which are one device's; a `Work`
+            once the shape of a Llama is known, its optimizer with the changes of width transfer.
         minutes: minutes of training, used if neither updates nor epochs are given.
         wall_minutes: minutes of the whole run; None if they are not limited.
         epochs: passes over the text; None if another key gives the run's length.
-        optim: the optimizer; once the model's shape is known, with the changes of width transfer.
-        clip: the clipping of the gradient norm; None without clipping.
         schedule_name: the learning rate's schedule; final: the share of the peak rate that it falls to.
-        precision: the precision of the arithmetic.
         parallel: how several devices share the work.
         gather_dtype: the dtype in which shared weights are sent.
-        micro_batch: rows that one device computes at once; 0 until the model's shape is known.
-        compile: the scope of a graph; remat: what is recomputed; memory: where weights live. Each may be "auto" until
-            the model's shape is known.
+        memory: where weights live.
+        open: the choices that the planner makes once the model's shape is known; until then `training` and `memory`
+            have their usual values there.
         transfer: the rule by which rates are carried to this width; None without width transfer.
         expected: the planner's prediction for the step; None if the planner was not asked.
         beside: bytes that the run holds beside its step, by origin.
@@ -50,21 +48,16 @@ class Plan:
     recipe: Recipe
     reading: Mapping[str, Any]
     seed: int
-    tokens_per_update: int
+    training: Training
     minutes: float
     wall_minutes: float | None
     epochs: int | None
-    optim: Optimizer
-    clip: Clip | None
     schedule_name: str
     final: float
-    precision: str
     parallel: str
     gather_dtype: str
-    micro_batch: int = 0
-    compile: Compile | Literal["auto"] = "auto"
-    remat: str | float = "auto"
-    memory: Literal["auto", "device", "stream"] = "auto"
+    memory: Literal["device", "stream"] = "device"
+    open: frozenset[Choice] = frozenset()
     transfer: WidthTransfer | None = None
     expected: Candidate | None = None
     beside: Mapping[str, int] = field(default_factory=dict)
@@ -74,19 +67,24 @@ class Plan:
     save_every: int = 1
 
     @property
-    def sequence_length(self) -> int:
-        """Return the tokens of a row."""
-        return int(self.reading["sequence_length"])
-
-    @property
-    def rows(self) -> int:
-        """Return the rows of an update."""
-        return self.tokens_per_update // self.sequence_length
-
-    @property
     def averaged(self) -> bool:
         """Return whether an average of the weights is kept and scored."""
-        return self.optim.ema is not None
+        return self.training.optim.ema is not None
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        """Return the value of each choice by its key in [train]."""
+        training = self.training
+        return {
+            "micro_batch": training.rows,
+            "compile": training.compile,
+            "remat": training.remat,
+            "memory": self.memory,
+        }
+
+    def training_with(self, **decided: Any) -> "Plan":
+        """Return the plan with these fields of `training` decided otherwise."""
+        return replace(self, training=replace(self.training, **decided))
 
     @property
     def peak_memory_bytes(self) -> int | None:

@@ -271,7 +271,7 @@ class Reporter:
         if not session.budget_s:
             return ""
         planned = f" ({duration(session.budget_s)} planned)"
-        most = session.task.most_updates(session.batches.rows_per_window, session.plan.optim.weight_decay)
+        most = session.task.most_updates(session.batches.rows_per_window, session.plan.training.optim.weight_decay)
         if most is not None and session.plan.updates >= most:  # the epochs ended the run, the time was only allowed
             planned = f" ({duration(session.budget_s)} at most)"
         return planned
@@ -292,9 +292,9 @@ class Reporter:
         rates = [row["tokens_per_s"] for row in rows[len(self.rows) :] if row.get("tokens_per_s")] or self.rates
         rate = statistics.median(rates) if rates else None
         config = session.model_config
-        peak = machine.peak_flops.get(session.plan.precision)
+        peak = machine.peak_flops.get(session.plan.training.precision)
         peak = peak * session.world.size if peak else None
-        length, adapters = session.plan.sequence_length, session.adapter_params
+        length, adapters = session.plan.training.length, session.adapter_params
         use = mfu(rate, flops_per_token(config, length, adapters), peak) if rate and config and peak else None
         return {
             "schema": "monograph.train/1",
@@ -315,7 +315,7 @@ class Reporter:
             "graph_breaks": None if session.eager_reason else compat.graph_breaks(),
             "recompiles": None if session.eager_reason else self.recompiles,
             "device": machine.name,
-            "dtype": session.plan.precision,
+            "dtype": session.plan.training.precision,
             "params": session.params,
             "passed_over": session.corpus.skipped,
             **session.task.summary(rows),

@@ -225,11 +225,13 @@ def require_room(settings: Settings, config: LlamaConfig, machine: Device, limit
 
 def notes_on(plan: Plan, machine: Device) -> Iterator[str]:
     """Yield a line for each setting whose effect may differ from what the user expects."""
-    if plan.precision == "fp32" and machine.type == "cuda" and machine.has_bf16:
+    training = plan.training
+    if training.precision == "fp32" and machine.type == "cuda" and machine.has_bf16:
         yield "train.precision = fp32: products keep all digits, without tensor cores (no TF32); bf16 is much faster"
     given = plan.settings.train.tokens_per_update
-    if given != plan.tokens_per_update:
-        rows = f"{counted(plan.rows, 'row')} of data.sequence_length = {plan.sequence_length}"
-        yield f"train.tokens_per_update = {given}: an update has {rows}, so {plan.tokens_per_update:,} tokens"
-    if plan.micro_batch > plan.rows:
-        yield f"train.micro_batch = {plan.micro_batch}: an update has {plan.rows} rows, so micro-batches of {plan.rows}"
+    rows = training.window_rows
+    if given != training.tokens_per_update:
+        whole = f"{counted(rows, 'row')} of data.sequence_length = {training.length}"
+        yield f"train.tokens_per_update = {given}: an update has {whole}, so {training.tokens_per_update:,} tokens"
+    if training.rows > rows:
+        yield f"train.micro_batch = {training.rows}: an update has {rows} rows, so micro-batches of {rows}"

@@ -6,7 +6,7 @@ refused before any text is read; what fits the device from the model's shape; in
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from monograph import planner
 from monograph.config import DEFAULT_MINUTES, Settings
@@ -20,13 +20,13 @@ from monograph.model.files import has_weights
 from monograph.optim import OPTIMIZERS, Optimizer, name_of
 from monograph.planner import Candidate, Limits, Request, StreamCandidate, defaults
 from monograph.predict.estimate import spared_bytes
-from monograph.predict.footprint import Compile, Work
+from monograph.predict.footprint import Compile, Training
 from monograph.predict.roofline import Calibration
 from monograph.run.models import positions_of
 from monograph.run.recipe import Recipe, is_weight_file, run_named, shape_in, tokenizer_named, tokenizer_of
 from monograph.session.adapting import NewTokens, fixed_lora, lora_of, rates, require_tokens
 from monograph.session.objectives import objective_of, objective_values
-from monograph.session.plan import Length, Plan, Shape, is_sharded, sharing
+from monograph.session.plan import Choice, Length, Plan, Shape, is_sharded, sharing
 from monograph.session.recorded import own_copies
 from monograph.session.requirements import require_positions, require_room, require_targets, require_together
 from monograph.step import Clip
@@ -81,28 +81,41 @@ def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
     final = settings.optim.min_lr_ratio
     per_update = defaults.in_whole_rows(int(train.tokens_per_update), length)
     updates = train.updates or (defaults.updates_of(train.tokens, per_update) if train.tokens else 0)
+    given: dict[Choice, Any] = {
+        "micro_batch": train.micro_batch,
+        "compile": train.compile,
+        "remat": train.remat,
+        "memory": train.memory,
+    }
+    chosen = {choice: value for choice, value in given.items() if value != "auto"}
+    training = Training(
+        rows=chosen.pop("micro_batch", per_update // length),
+        window_rows=per_update // length,
+        length=length,
+        optim=optim,
+        clip=_clip(settings, finds_spikes=objective.finds_spikes),
+        precision=defaults.precision(machine) if train.precision == "auto" else train.precision,
+        lora=lora,
+    )
     plan = Plan(
         settings=settings,
         recipe=recipe,
         reading=settings.data.model_dump() | own_copies(settings),
         seed=recipe.seed,
-        tokens_per_update=per_update,
+        training=training,
         **_times(settings),
         epochs=train.epochs,
-        optim=optim,
-        clip=_clip(settings, finds_spikes=objective.finds_spikes),
         schedule_name=settings.optim.schedule,
         final=FINAL if final is None else final,
-        precision=defaults.precision(machine) if train.precision == "auto" else train.precision,
         parallel=train.parallel,
         gather_dtype=train.gather_dtype,
-        micro_batch=0 if train.micro_batch == "auto" else train.micro_batch,
-        compile=train.compile,
-        remat=train.remat,
-        memory=train.memory,
+        memory=chosen.pop("memory", "device"),
+        open=frozenset(choice for choice, value in given.items() if value == "auto"),
         updates=updates,
         **_intervals(settings, Length(updates)),
-    )
+    ).training_with(**chosen)
+    judged = objective.judged(plan)
+    plan = plan.training_with(judged=judged, packed=settings.data.packing == "packed" and judged != "exact")
     if not shape_alone:
         require_tokens(settings)
     require_targets(lora, shape)
@@ -254,7 +267,7 @@ def _fitted(plan: Plan, machine: Device, shape: Shape) -> Plan:
     """
     settings = plan.settings
     config = shape.config
-    share = -(-plan.rows // shape.ranks)
+    share = -(-plan.training.window_rows // shape.ranks)
     if config:
         beside = objective_of(settings).bytes_beside(plan, config, machine, shape.slots, shape.ranks)
         plan = replace(plan, beside=beside)
@@ -262,7 +275,7 @@ def _fitted(plan: Plan, machine: Device, shape: Shape) -> Plan:
     fixed: dict[str, Any] = {"micro_batch": share, "remat": "none", "compile": "whole", "memory": "device"}
     if shape.like:
         expected = shape.like.expected
-        fixed = {key: getattr(shape.like, key) for key in fixed}
+        fixed = shape.like.choices
     elif config:
         expected = _planned(plan, config, machine, shape)
         # If nothing can be compiled, the plan is for eager steps; the scope stays, and `prepare` prints the reason.
@@ -271,44 +284,61 @@ def _fitted(plan: Plan, machine: Device, shape: Shape) -> Plan:
         fixed |= {"micro_batch": expected.work.rows, "remat": expected.work.remat, "compile": holds}
     if plan.memory == "stream" or isinstance(expected, StreamCandidate):
         fixed |= {"memory": "stream", "compile": "blocks"}
-    if plan.remat == "offload" or is_sharded(plan.parallel):  # tensors move between graphs
+    if plan.training.remat == "offload" or is_sharded(plan.parallel):  # tensors move between graphs
         fixed["compile"] = "blocks"
-    fixed |= {key: getattr(plan, key) for key in fixed if getattr(plan, key) not in (0, "auto")}
-    fixed["micro_batch"] = min(fixed["micro_batch"], plan.rows)  # larger micro-batches would be partly empty
+    fixed |= {key: value for key, value in plan.choices.items() if key not in plan.open}
+    # Larger micro-batches would be partly empty.
+    fixed["micro_batch"] = min(fixed["micro_batch"], plan.training.window_rows)
+    optim = plan.training.optim
     if settings.optim.weight_decay == "auto" and not plan.recipe.init:
-        fields = _fresh_fields(plan.recipe, name_of(plan.optim), _epochs(plan, expected, shape))
-        decay = fields.get("weight_decay", plan.optim.weight_decay)
-        plan = replace(plan, optim=replace(plan.optim, weight_decay=decay))
-    recorded: dict[str, Any] = {"optim.name": name_of(plan.optim), "train.precision": plan.precision}
-    recorded["optim.weight_decay"] = plan.optim.weight_decay
+        fields = _fresh_fields(plan.recipe, name_of(optim), _epochs(plan, expected, shape))
+        optim = replace(optim, weight_decay=fields.get("weight_decay", optim.weight_decay))
+    recorded: dict[str, Any] = {"optim.name": name_of(optim), "train.precision": plan.training.precision}
+    recorded["optim.weight_decay"] = optim.weight_decay
     if settings.optim.lr == "auto":
-        recorded["optim.lr"] = plan.optim.lr
+        recorded["optim.lr"] = optim.lr
     transfer = transfer_of(settings, None if plan.recipe.init else config)
+    training = _adapted(plan.training, shape.tokens)
     return replace(
         plan,
         settings=settings.resolve(recorded | {f"train.{key}": value for key, value in fixed.items()}, ORIGIN),
-        optim=transfer.optimizer(plan.optim) if transfer else plan.optim,
+        training=replace(
+            training.of(config, machine.type) if config else training,
+            rows=min(fixed["micro_batch"], share),
+            compile=fixed["compile"],
+            remat=fixed["remat"],
+            optim=transfer.optimizer(optim) if transfer else optim,
+        ),
+        memory=fixed["memory"],
+        open=frozenset(),
         transfer=transfer,
-        expected=None
-        if is_sharded(plan.parallel)
-        else expected,  # unknown if a rank holds only some rows of each weight
-        **fixed | {"micro_batch": min(fixed["micro_batch"], share)},
+        # What a rank that holds only some rows of each weight needs is unknown.
+        expected=None if is_sharded(plan.parallel) else expected,
     )
+
+
+def _adapted(training: Training, tokens: tuple[int, ...]) -> Training:
+    """Return the training with the ids of the tokens whose rows are trained together with its adapters, if it has any.
+
+    They are known only once the model's shape is.
+    """
+    return replace(training, lora=replace(training.lora, tokens=tokens)) if training.lora else training
 
 
 def _epochs(plan: Plan, expected: Candidate | None, shape: Shape) -> int:
     """Return how often the text will be read, as far as that is known."""
     updates = plan.updates
+    rows = plan.training.window_rows
     if expected and shape.per_epoch and shape.minutes and not updates:
-        updates = defaults.likely_updates(shape.minutes, expected.update_s, shape.per_epoch, plan.rows)
-    return plan.epochs or (round(updates * plan.rows / shape.per_epoch) if shape.per_epoch else 1)
+        updates = defaults.likely_updates(shape.minutes, expected.update_s, shape.per_epoch, rows)
+    return plan.epochs or (round(updates * rows / shape.per_epoch) if shape.per_epoch else 1)
 
 
 def request_of(plan: Plan, config: LlamaConfig, machine: Device, tokens: tuple[int, ...] = ()) -> Request:
     """Return the planner's input: what is given for training a model of this shape, and the choices that are open.
 
     Args:
-        plan: the run's plan so far.
+        plan: the run's plan, from its settings alone.
         config: the model's shape.
         machine: the device to train on.
         tokens: ids of the tokens whose rows are trained together with adapters.
@@ -317,26 +347,17 @@ def request_of(plan: Plan, config: LlamaConfig, machine: Device, tokens: tuple[i
         UsageError: choices exclude one another.
     """
     require_together(plan.settings)
-    transfer = plan.transfer or transfer_of(plan.settings, None if plan.recipe.init else config)
-    judged = objective_of(plan.settings).judged(plan)
-    training = Work(
-        config=config,
-        rows=plan.rows,
-        window_rows=plan.rows,
-        length=plan.sequence_length,
-        optim=transfer.optimizer(plan.optim) if transfer and not plan.transfer else plan.optim,
-        packed=plan.reading["packing"] == "packed" and judged != "exact",
-        clip=plan.clip,
-        lora=lora_of(plan.settings, tokens),
-        judged=judged,
-    )
+    given = plan.training
+    transfer = transfer_of(plan.settings, None if plan.recipe.init else config)
+    optim = transfer.optimizer(given.optim) if transfer else given.optim
+    training = replace(_adapted(given, tokens), rows=given.window_rows, optim=optim).of(config, machine.type)
     remats = REMATS if machine.type == "cuda" else REMATS[:-1]
     return Request(
         training,
-        micro_batch=plan.micro_batch or None,
-        precisions=(plan.precision,),
-        scopes=_scopes(plan.parallel, config) if plan.compile == "auto" else (plan.compile,),
-        remats=remats if plan.remat == "auto" else (plan.remat,),
+        micro_batch=None if "micro_batch" in plan.open else given.rows,
+        precisions=(given.precision,),
+        scopes=_scopes(plan.parallel, config) if "compile" in plan.open else (given.compile,),
+        remats=remats if "remat" in plan.open else (given.remat,),
     )
 
 
@@ -358,21 +379,19 @@ def _planned(plan: Plan, config: LlamaConfig, machine: Device, shape: Shape) -> 
     Raises:
         OutOfDeviceMemory: nothing fits; the message names the nearest candidate and by how much it misses.
     """
-    memory = plan.memory
+    memory: Literal["auto", "device", "stream"] = "auto" if "memory" in plan.open else plan.memory
     if shape.slots:
         rows, length = objective_of(plan.settings).largest_window(plan, config, shape.slots)
-        reading = {**plan.reading, "sequence_length": length}
-        plan = replace(plan, reading=reading, tokens_per_update=rows * length)
+        plan = plan.training_with(window_rows=rows, length=length)
     if objective_of(plan.settings).answers_on_device:
         machine = without(machine, sum(plan.beside.values()))
         memory = "device"
     if plan.parallel != "none":
-        rows = -(-plan.rows // shape.ranks)
-        lora = lora_of(plan.settings, shape.tokens)
-        kept = (lora.base, plan.precision) if lora else None
-        plan = replace(plan, tokens_per_update=rows * plan.sequence_length)
+        training = plan.training
+        plan = plan.training_with(window_rows=-(-training.window_rows // shape.ranks))
         memory = "stream"
         if plan.memory != "stream":
+            kept = (training.lora.base, training.precision) if training.lora else None
             shared = sharing(plan.parallel, shape.ranks)
             machine = without(machine, -spared_bytes(config.parameter_count(), plan.parallel, shared, kept))
             memory = "device"
@@ -438,7 +457,7 @@ def shape_of(plan: Plan, tokens: NewTokens | None = None) -> LlamaConfig:
         if not recipe.adapter and (recipe.code or is_weight_file(init) or run_named(init)):
             raise UsageError(f"model.init = {init}: a plan is made for a preset, sizes or a Hugging Face folder")
         return with_rows(hub.read_config(init), tokens)
-    sizes: dict[str, Any] = {"max_position_embeddings": plan.sequence_length}
+    sizes: dict[str, Any] = {"max_position_embeddings": plan.training.length}
     if tokenizer == "bpe":
         sizes["vocab_size"] = parse(tokenizer, plan.reading["vocab_size"])
     elif tokenizer == "bytes":

@@ -25,7 +25,6 @@ from monograph.graph.frozen import parameter_count
 from monograph.graph.inspect import buffers_kept
 from monograph.graph.remat import named
 from monograph.loop import EngineState
-from monograph.loss import MixtureLoss
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops.attention import Kernel
@@ -33,7 +32,7 @@ from monograph.planner import defaults
 from monograph.predict.roofline import Calibration
 from monograph.profiling.memory import ledger, peak_memory_bytes
 from monograph.run import recorded_state
-from monograph.run.folder import TEACHERS, Run
+from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.run.recipe import Recipe, require_base, require_same_file
 from monograph.schedule import Schedule, cool_down
@@ -111,11 +110,6 @@ class Session:
         return self.cooled[1] if self.cooled else self.plan.updates
 
     @property
-    def teachers(self) -> str | None:
-        """Return the digest of the record of a run's teachers; None for a run without any."""
-        return loss.digest if isinstance(loss := self.engine.step.loss, MixtureLoss) else None
-
-    @property
     def params(self) -> int:
         """Return the number of parameters; tied ones count once."""
         return parameter_count(self.engine.model)
@@ -185,7 +179,7 @@ class Session:
             "settings": self.begun_with or self.plan.settings.fingerprint,
             "recipe": self.plan.recipe.entries(),
             **({"attention": self.kernel} if self.kernel else {}),  # runs from before kernels were measured lack it
-            **({"teachers": self.teachers} if self.teachers else {}),
+            **self.task.digests,
             "model_config": self.model_config.to_hf() if self.model_config else None,
             "sampling": dict(model.sampling) if isinstance(model, Llama) else None,
             "versions": _versions(),
@@ -219,8 +213,9 @@ class Session:
         self.budget_s = state["budget_s"]
         self.cooled = state["cooled"]
         self.complete(replace(self.plan, updates=state["length"]))
+        most = self.plan.training.rows
         # The saved one is smaller if memory ran out, or if more ranks than now shared the rows.
-        self.engine.micro_batch = min(state["micro_batch"] or self.plan.micro_batch, self.plan.micro_batch)
+        self.engine.micro_batch = min(state["micro_batch"] or most, most)
         self.kernel = state.get("attention")
         restore_random(state["random"], self.engine.step.device)
         self.run.truncate_metrics(state["metrics_offset"], state.get("metrics_sha256"))
@@ -244,8 +239,9 @@ class Session:
         if (state["fingerprint"], state["tokenizer"]) != (self.corpus.fingerprint, tokenizer):
             what = f"{self.corpus.name}: not what {self.run.folder} was trained on"
             raise InputRefused(f"{what} ({self.task.depends_on} changed): {instead}")
-        if state.get("teachers") != self.teachers:
-            raise InputRefused(f"{self.run.folder / TEACHERS}: not what the run was begun with: {instead}")
+        for entry, file in recorded_state.FILES.items():
+            if state.get(entry) != self.task.digests.get(entry):
+                raise InputRefused(f"{self.run.folder / file}: not what the run was begun with: {instead}")
         saved = Recipe.recorded(state["recipe"])
         require_same_file(saved, self.run)
         require_base(self.plan.recipe.base_sha256, saved.base_sha256, saved.init, self.run.folder)
@@ -333,7 +329,7 @@ class Session:
         step, planned = self.engine.step, self.plan.expected
         if planned is None or planned.traced is None or step.device.type != "cuda" or is_replayed(step):
             return
-        if not self.world.alone or self.teachers:  # DDP adds buffers that no plan knows, and so do teachers
+        if not (self.world.alone and self.task.is_foreseen):  # DDP adds buffers that no plan knows
             return
         work = planned.work
         if (self.engine.micro_batch, step.scope, step.remat) == (work.rows, work.compile, named(work.remat)):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from monograph.device import Device, describe
-from monograph.distributed.engine import Replicated, Sharded, StreamedReplica
+from monograph.distributed.engine import Replicated, Sharded, streamed_replica
 from monograph.distributed.world import World
 from monograph.engine import Engine
 from monograph.errors import InputRefused, UsageError
@@ -28,7 +28,6 @@ from monograph.run.recipe import digest, extended, is_weight_file, left_out_of, 
 from monograph.run.recorded_state import newest_state
 from monograph.run.writing import recorded_parent
 from monograph.session.adapting import lora_of, new_tokens_of, token_notes
-from monograph.session.distilling import mixture_loss
 from monograph.session.objective import Task
 from monograph.session.plan import Plan, Shape, is_sharded
 from monograph.session.ranks import agreed
@@ -79,7 +78,6 @@ def open_session(
     built = build_run(plan, task, machine, device, world.size, minutes=plan.minutes) if world.leads else None
     settings = agreed(world, (built.plan if built else plan).settings)
     built = built or build_run(_as_begun(resolve(settings, machine), run), task, machine, device, world.size)
-    built = built._replace(loss=mixture_loss(run, built.plan, task.data, built.model, device, world.size) or built.loss)
     for line in built.notes:
         progress.line("tokens", line)
     if rate := getattr(_shape(built.model), "attention_dropout", 0):
@@ -141,7 +139,7 @@ def build_run(
     text = task.data
     # A weight file's own tensors give these sizes.
     if recipe.adapter or not (recipe.init and is_weight_file(recipe.init)):
-        sizes = {"vocab_size": text.vocab_size, "max_position_embeddings": plan.sequence_length}
+        sizes = {"vocab_size": text.vocab_size, "max_position_embeddings": plan.training.length}
         recipe = recipe._replace(sizes=sizes | recipe.sizes)
     new = new_tokens_of(settings, text.tokenizer)
     facts = ranks, like, task.slots(plan), task.per_epoch if task.repeats else 0, minutes
@@ -157,7 +155,7 @@ def build_run(
     if new and new.vocabulary and isinstance(model, Llama):
         recipe = recipe._replace(vocabulary=extended(model, new.vocabulary, str(recipe.init)))
     if config := _shape(model):
-        _require_fit(config, text.vocab_size, plan.sequence_length)
+        _require_fit(config, text.vocab_size, plan.training.length)
     plan = replace(plan if known_shape else resolve(plan, machine, Shape(config, tokens, *facts)), recipe=recipe)
     if plan.transfer:
         plan.transfer.initialise_(model)
@@ -167,7 +165,7 @@ def build_run(
             require_base_of(start, str(recipe.base_sha256))
         # Under fsdp the base is rounded on the host, as no device need have room for all of it.
         there = None if is_sharded(plan.parallel) else device
-        put(model, lora, seed=plan.seed, start=start, precision=Precision(plan.precision), device=there)
+        put(model, lora, seed=plan.seed, start=start, precision=Precision(plan.training.precision), device=there)
     return BuiltRun(plan, model, task.loss(plan, model) or loss, notes)
 
 
@@ -190,15 +188,16 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
         UsageError: there are several ranks without GPUs, and the module has statistics over rows.
     """
     plan, model = built.plan, built.model
+    training = plan.training
     if isinstance(model, Llama) and not isinstance(built.loss, TokenLoss):
         model.balance_factor = 0.0  # tokens have no shares of their own in such a loss
     shared: dict[str, Any] = {
         "loss": built.loss,
-        "optim": plan.optim,
-        "clip": plan.clip,
-        "precision": Precision(plan.precision),
-        "remat": named(plan.remat),
-        "micro_batch": plan.micro_batch,
+        "optim": training.optim,
+        "clip": training.clip,
+        "precision": Precision(training.precision),
+        "remat": named(training.remat),
+        "micro_batch": training.rows,
     }
     world = None if plan.parallel == "none" else world
     if world and (mixing := mixing_rows(model)):
@@ -208,7 +207,7 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if plan.memory == "stream":
         shared["placement"] = plan.placement or Placement(device)
-        return StreamedReplica(model, world=world, **shared) if world else Streamed(model, **shared)
+        return streamed_replica(model, world=world, **shared) if world else Streamed(model, **shared)
     if world is None:
         # On a CPU, mapped weights that are trained are copied from their file straight into the step's planes.
         return Resident(materialize_(model, device, trained=device.type != "cpu").to(device), **shared)

@@ -22,7 +22,7 @@ from monograph.run.started import note_start
 from monograph.session import eager_start, ranks, recorded
 from monograph.session.brief import expected_whole_s, updates_given, why_uncompiled
 from monograph.session.objective import Task
-from monograph.session.objectives import objective_of
+from monograph.session.objectives import open_task
 from monograph.session.plan import Plan
 from monograph.session.reporting import Reporter
 from monograph.session.requirements import notes_on, require_possible
@@ -77,7 +77,7 @@ def open_run(
     settings = ranks.agreed(world, plan.settings)
     plan = plan if world.leads else resolve(settings, machine)
     with world.first():
-        task = held.enter_context(closing(objective_of(plan.settings).open(plan, progress)))
+        task = held.enter_context(closing(open_task(folder, plan, progress, world.size)))
     opened = partial(_opened, folder, task=task, world=world, retry_rows=retry_rows)
     began = clock()
     session, resumed = opened(plan, progress=progress)
@@ -87,7 +87,7 @@ def open_run(
         session.ends_s = started.at_s + 60 * plan.wall_minutes
         session.end_s = defaults.end_s(started.took_s, 60 * plan.wall_minutes)
     why = ""
-    if plan.compile == "auto" and not resumed:
+    if "compile" in plan.open and not resumed:
         why = why_uncompiled(session, window, opening_s)
     if why:
         session.batches.close()
@@ -138,7 +138,7 @@ def _times(session: Session, window: Batch, asked_s: float) -> str:
     whole = f"about {duration(expected_whole_s(session, window, asked_s))} in all"
     if plan.wall_minutes is not None:
         whole = f"at most {duration(60 * plan.wall_minutes)} in all"
-    parts = "preparation and report" if plan.compile == "none" else "preparation, compiling and report"
+    parts = "preparation and report" if plan.training.compile == "none" else "preparation, compiling and report"
     training_s = min(60 * plan.minutes, session.left_s)
     if not training_s:
         return f"preparation left nothing of {duration(60 * (plan.wall_minutes or 0))}: one update, then the report"

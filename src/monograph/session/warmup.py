@@ -21,16 +21,16 @@ from monograph.ops.attention import Kernel
 from monograph.ops.attention_kernels import compared, fastest, time_kernels
 from monograph.planner import StreamCandidate, defaults
 from monograph.planner.streaming import describe_tiers
+from monograph.predict.footprint import Work
 from monograph.predict.roofline import Calibration, peak_flops
 from monograph.profiling.memory import LiveBytes, peak_memory_bytes
 from monograph.report.quantities import count, counted, duration
 from monograph.run import recorded_state
 from monograph.run.progress import Progress
-from monograph.run.recipe import lora_of
 from monograph.session.brief import updates_given
 from monograph.session.deadline import Deadline
 from monograph.session.plan import Length
-from monograph.session.resolve import request_of, resolve
+from monograph.session.resolve import resolve
 from monograph.session.session import Session
 from monograph.storage.cache_dir import calibration_file
 from monograph.stream import Streamed
@@ -54,7 +54,7 @@ def choose_kernel(session: Session, window: Batch, progress: Progress) -> None:
         (config.num_attention_heads, config.num_key_value_heads),
         length,
         config.head_dim,
-        Precision(session.plan.precision).dtype,
+        Precision(session.plan.training.precision).dtype,
         engine.step.device,
     )
     session.kernel = session.world.agreed(chosen(times, session.kernel))
@@ -170,17 +170,16 @@ def peak_bytes(session: Session) -> int:
 def remember(session: Session, seconds: float) -> None:
     """Store the measured seconds of an update on this machine for later plans."""
     engine = session.engine
-    if not session.task.is_plain or not session.world.alone:
+    if not (session.task.is_plain and session.task.is_foreseen and session.world.alone):
         return
     if not isinstance(engine.model, Llama) or isinstance(engine, Streamed):
         return
     machine = describe()
     rows = session.batches.rows_per_window
-    tokens = lora_of(session.plan.recipe.lora).tokens if session.plan.recipe.lora else ()
-    request = request_of(session.plan, engine.model.config, machine, tokens)
-    way = request.precisions[0], engine.step.scope, request.remats[0]
-    work = replace(request.work(way, engine.micro_batch or rows, machine), window_rows=rows)
-    rate = peak_flops(machine, request.precisions)[work.precision]
+    assert isinstance(session.plan.training, Work)
+    micro_batch = engine.micro_batch or rows
+    work = replace(session.plan.training, rows=micro_batch, window_rows=rows, compile=engine.step.scope)
+    rate = peak_flops(machine, (work.precision,))[work.precision]
     Calibration(calibration_file()).note(machine, work, seconds, rate)
 
 
@@ -235,7 +234,7 @@ def compile_step(session: Session, window: Batch, progress: Progress) -> None:
 
 
 def _compile(session: Session, window: Batch, progress: Progress) -> None:
-    engine, scope = session.engine, session.plan.compile
+    engine, scope = session.engine, session.plan.training.compile
     if scope == "none":
         session.eager_reason = session.eager_reason or "train.compile = none"
     elif engine.step.device.type == "cpu" and (obstacle := compiler_obstacle()):
@@ -314,7 +313,7 @@ def fix_length(session: Session, progress: Progress) -> None:
             stage.result = f"{seconds * 1000:.0f} ms each"
         remember(session, seconds)
         session.budget_s = _budget_s(session, given, seconds, progress)
-        decay = plan.optim.weight_decay
+        decay = plan.training.optim.weight_decay
         most = given or session.task.most_updates(rows, decay) or recorded_state.MOST
         training_s = defaults.UPDATES_SHARE * session.budget_s
         if session.ends_s is not None:
@@ -335,8 +334,8 @@ def fix_length(session: Session, progress: Progress) -> None:
     amount = session.task.amount(rows, updates)
     progress.line(
         "plan",
-        f"{count(session.params)} parameters{adapters}, {counted(updates, 'update')} of {amount}, {plan.precision}"
-        f"{lasting}",
+        f"{count(session.params)} parameters{adapters}, {counted(updates, 'update')} of {amount}, "
+        f"{plan.training.precision}{lasting}",
     )
     if isinstance(plan.expected, StreamCandidate):
         for label, tier in describe_tiers(plan.expected):

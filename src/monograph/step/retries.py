@@ -5,7 +5,7 @@ Fewer rows at once and recomputed blocks change no gradient (laws 2 and 3), so a
 
 import gc
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -20,35 +20,46 @@ from monograph.step.step import Step
 T = TypeVar("T")
 
 
+class Share(NamedTuple):
+    """The micro-batches of a window that one rank computes: every `ranks`-th one, from the one of its number on."""
+
+    ranks: int = 1
+    rank: int = 0
+
+
+WHOLE = Share()
+
+
 class Retries:
     """How large micro-batches are, and what is changed when memory runs out.
 
     Attributes:
         micro_batch: rows per micro-batch; None: the whole window at once, or a rank's share of it.
+        share: the micro-batches that are this rank's.
         captured: what the step was captured with, if it was.
         announce: gets a line when work goes on in another way.
     """
 
-    def __init__(self, micro_batch: int | None, *, share: int = 1, recomputes: bool = True):
+    def __init__(self, micro_batch: int | None, *, share: Share = WHOLE, recomputes: bool = True):
         """Begin with this number of rows.
 
         Args:
             micro_batch: rows per micro-batch.
-            share: how many ranks share out a window.
+            share: the micro-batches of a window that are this rank's; by default all of them.
             recomputes: whether blocks may be recomputed to save memory.
         """
         if micro_batch is not None and not COUNT.holds(micro_batch):
             raise UsageError(f"micro_batch = {micro_batch!r}: expected rows, at least 1, or None for all at once")
         self.micro_batch = micro_batch
+        self.share = share
         self.captured: tuple[graph.Backend, Scope] | None = None
         # Engines print nothing: a command shows the line in its progress, and a user of the library may set `print`.
         self.announce: Callable[[str], None] = lambda line: None
-        self._share = share
         self._recomputes = recomputes
 
     def size(self, rows: int) -> int:
         """Return the rows of a micro-batch of a window of so many rows."""
-        return self.micro_batch or -(-rows // self._share)
+        return self.micro_batch or -(-rows // self.share.ranks)
 
     def fitting(self, step: Step, rows: Callable[[], int], work: Callable[[], T]) -> T:
         """Return `work()`, a pass of the step; as long as the device's memory does not suffice, change and repeat it.

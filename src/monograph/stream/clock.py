@@ -5,7 +5,7 @@ copy lasts bytes / bandwidth, and computing lasts as long as `Costs` says. Walk,
 lanes and waits are those that train, so the schedule that is timed is the real one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from monograph.optim import Plane
 from monograph.step import Step
 from monograph.stream.engine import Streamed
 from monograph.stream.lanes import LANES, Home, Lane, LaneWork, Mark
-from monograph.stream.slots import Passes
+from monograph.stream.slots import HostPiece, Passes, StageOnDevice
 from monograph.stream.store import Stage
 
 UPDATES = 2  # updates that are run; every later update takes as long as the last of these
@@ -140,6 +140,10 @@ class Pretend(Passes):
         self.costs = costs
         self.state = state
 
+    def bound(self, needed: Sequence[StageOnDevice], call: Callable[[], Any], backward: bool) -> Any:
+        """Run a call; nothing reads the parameters."""
+        return call()
+
     def first(self, batch: Any) -> tuple[Tensor, Any]:
         """Spend `first_s`."""
         self.clock.spend(self.costs.first_s)
@@ -172,27 +176,20 @@ class Pretend(Passes):
         """Spend `number_s` for each number."""
         self.clock.spend(self.costs.number_s * plane.param.numel())
 
-    def update_on_host(self, plane: Plane, rest: Tensor | None) -> None:
+    def update_on_host(self, update: HostPiece, plane: Plane, rest: Tensor | None) -> None:
         """Spend `host_number_s` for each number."""
         self.clock.spend(self.costs.host_number_s * plane.param.numel())
 
 
-def pretended(engine: Streamed, clock: Clock, costs: Costs, state: Tensor, micro_batches: int) -> UpdateTiming:
+def pretended(engine: Streamed, clock: Clock, micro_batches: int) -> UpdateTiming:
     """Return the timing of an update in the middle of a training.
 
     Args:
-        engine: the engine of a model on the meta device, whose lanes the clock runs; it is of no further use.
+        engine: the engine of a model on the meta device, whose lanes the clock runs and whose passes are `Pretend`.
         clock: the clock, which afterwards stands at the end of the last update.
-        costs: the seconds that computing takes.
-        state: a micro-batch's state between stages, [B, T, D] on the meta device.
         micro_batches: the micro-batches of an update.
     """
-    walk, updates = engine.walk, engine.walk.updates
-    walk.passes = pretend = Pretend(engine.step, clock, costs, state)
-    walk.bound = lambda needed, call, backward: call()  # type: ignore[method-assign]  # nothing reads the parameters
-    engine.step.squares.now = pretend.squares
-    updates.update_part.now = pretend.update_part
-    updates.host_update.update_piece = pretend.update_on_host  # type: ignore[method-assign]
+    walk = engine.walk
     moved = walk.lanes.moved_bytes
     # A schedule depends on shapes alone, so that a model of any size is timed without its memory.
     with torch.device("meta"):  # for buffers on the host, too

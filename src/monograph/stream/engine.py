@@ -24,6 +24,7 @@ from monograph.step.step import all_or_nothing, alone
 from monograph.stream.lanes import Lanes
 from monograph.stream.parameters import InStages
 from monograph.stream.placement import Placement
+from monograph.stream.slots import Passes
 
 
 class Streamed(Engine):
@@ -55,6 +56,7 @@ class Streamed(Engine):
         lanes: Lanes | None = None,
         sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
         retries: Retries | None = None,
+        passes: Callable[[Step], Passes] = Passes,
     ):
         """Move the module's parameters to their homes.
 
@@ -71,11 +73,12 @@ class Streamed(Engine):
             lanes: the lanes that copy and compute; by default the device's own.
             sum_over_ranks: sums a tensor over the processes that train together, if there are several.
             retries: takes the place of `micro_batch`, and says what is changed when memory runs out.
+            passes: returns what computes a step's passes and updates; by default the module and the device do.
         """
         self.placement = placement or Placement()
         # This comes before anything is moved, as a refusal later would leave half of the model elsewhere.
         _require_streamable(model, self.placement, clip, optim or AdamW())
-        parameters = InStages(self.placement, lanes, sum_over_ranks)
+        parameters = InStages(self.placement, lanes, sum_over_ranks, passes)
         step = Step(
             model,
             loss=loss,
@@ -100,6 +103,8 @@ class Streamed(Engine):
         # The first window's gradient has changed the weights already, so a second one would be of other weights.
         if self.placement.when == "backward" and not self.walk.fresh:
             raise UsageError("weights that are updated during the backward pass take one window an update")
+        if self.walk.sum_over_ranks and not self.walk.fresh:
+            raise UsageError("several ranks take one window an update")  # the first one's sum would be summed again
         super().accumulate(window)
 
     def trial(self, window: Batch) -> Trial:

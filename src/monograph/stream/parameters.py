@@ -20,6 +20,7 @@ from monograph.step.retries import out_of_memory
 from monograph.stream.chunked_update import HALF_DONE
 from monograph.stream.lanes import Lanes, executor
 from monograph.stream.placement import Placement
+from monograph.stream.slots import Passes
 from monograph.stream.store import Store, stored
 from monograph.stream.walk import Walk
 
@@ -38,7 +39,11 @@ class InStages(Parameters):
     store: Store
 
     def __init__(
-        self, placement: Placement, lanes: Lanes | None, sum_over_ranks: Callable[[Tensor], Tensor] | None = None
+        self,
+        placement: Placement,
+        lanes: Lanes | None,
+        sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
+        passes: Callable[[Step], Passes] = Passes,
     ):
         """Take where buffers live; nothing is moved before a step asks for its planes.
 
@@ -46,19 +51,21 @@ class InStages(Parameters):
             placement: where buffers live and when weights are updated.
             lanes: the lanes that copy and compute; None: the device's own.
             sum_over_ranks: sums a tensor over the processes that train together; None for a single process.
+            passes: returns what computes a step's passes and updates.
         """
         super().__init__()
         self.placement = placement
         self.device = placement.device
         self._lanes = lanes
         self._sum_over_ranks = sum_over_ranks
+        self._passes = passes
         self._adding = False  # whether products add gradients
 
     @functools.cached_property
     def walk(self) -> Walk:
         """Return the walk of micro-batches through the stages; its memory is made at first use."""
         lanes = self._lanes or Lanes(executor(self.placement.device))
-        return Walk(self.step, self.store, lanes, self.placement, self._sum_over_ranks)
+        return Walk(self.step, self.store, lanes, self.placement, self._sum_over_ranks, self._passes)
 
     def place(self, step: Step) -> list[Plane]:
         """Move the planes of all stages to their homes."""

@@ -4,7 +4,7 @@ A pass is of one micro-batch: forward, and later forward again with the backward
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from monograph.errors import UsageError
-from monograph.optim import Plane, unlinked
+from monograph.optim import Plane, join, split_, unlinked
 from monograph.step import Step
 from monograph.stream.lanes import Home, Lanes, Space
 from monograph.stream.store import GRADIENT, WEIGHTS, Stage, StoredPlane, staged
 
 Key = Hashable
+HostPiece = Callable[[Plane, Tensor | None], None]  # updates a part of a plane on the host
 BLOCK_SLOTS = 2  # stages of blocks take turns in this many slots
 
 
@@ -190,15 +191,26 @@ class _Called(Exception):
 
 
 class Passes:
-    """The passes of a model in stages, with the step's loss and in the step's context.
+    """All that a walk computes: the passes of a model in stages, with the step's loss, and the updates between them.
 
     A pass runs while the model's parameters are those of the stage on the device, whose planes there are `planes`.
+    Copies are not computed, so a clock that pretends to compute has another class in this one's place.
     """
 
     def __init__(self, step: Step):
         """Take the step's module and loss, and run nothing."""
         self.step = step
         self.model = staged(step.model)
+
+    def bound(self, needed: Sequence[StageOnDevice], call: Callable[[], Any], backward: bool) -> Any:
+        """Run a call while the model's parameters are in the slots, and their gradients, too, if `backward`."""
+        with ExitStack() as stack:
+            stack.enter_context(self.step.parameters.fusing())
+            for stage in needed:
+                stack.enter_context(stage.parameters())
+                if backward:
+                    stage.link()
+            return call()
 
     def begin(self, batch: Any) -> tuple[Tensor, Any]:
         """Return the first block's input, and the other arguments of blocks, from the loss's call of the model."""
@@ -254,6 +266,23 @@ class Passes:
             state, _ = self.begin(batch)
         if state.requires_grad:
             state.backward(gradient)
+
+    def squares(self, plane: Plane, grad: Tensor) -> list[Tensor]:
+        """Return the sum of squares of each part of a plane's gradient."""
+        return self.step.squares(plane, grad)
+
+    def update_part(self, plane: Plane, rest: Tensor | None, total: Tensor, scale: Tensor, accepted: Tensor) -> None:
+        """Update a part of a plane on the device; split weights are joined before and split again afterwards."""
+        if rest is None:
+            self.step.update_plane(plane, total, scale, accepted)
+            return
+        whole = replace(plane, param=join(plane.param, rest))
+        self.step.update_plane(whole, total, scale, accepted)
+        split_(whole.param, plane.param, rest)
+
+    def update_on_host(self, update: HostPiece, plane: Plane, rest: Tensor | None) -> None:
+        """Update a part of a plane on the host, by the function that does it there."""
+        update(plane, rest)
 
     def _blocks(self, stage: Stage, hidden: Tensor, further: Any) -> Tensor:
         for at, block in stage.blocks:

@@ -23,7 +23,7 @@ from monograph.step.clip import update_plane
 from monograph.stream.chunked_update import STAGING_BUFFERS, Chunk, ChunkedUpdate, StagingBuffers, chunks, cut, to_fetch
 from monograph.stream.lanes import Home, Lanes, Space
 from monograph.stream.placement import Placement, on_host
-from monograph.stream.slots import DeviceBuffer, StageOnDevice
+from monograph.stream.slots import DeviceBuffer, Passes, StageOnDevice
 from monograph.stream.store import GRADIENT, REST, Buffer, Stage, Store
 
 # Elements of a chunk. Its update should take long compared with calling a graph (0.3 ms), but only a few milliseconds:
@@ -50,9 +50,11 @@ class HostUpdate:
         master: memory in which the split weights of a chunk are joined; only the host lane uses it.
     """
 
-    def __init__(self, step: Step, store: Store, lanes: Lanes):
+    def __init__(self, step: Step, store: Store, lanes: Lanes, passes: Passes):
         """Allocate memory on the host for updates of `step`."""
-        self.step, self.lanes = step, lanes
+        self.step = step
+        self.lanes = lanes
+        self.passes = passes
         # On the meta device nothing is computed; shapes and waits are those of a real run.
         self._host = torch.device("meta" if step.device.type == "meta" else "cpu")
         # Captured functions read this memory, so each decision is copied into it.
@@ -146,7 +148,7 @@ class HostUpdate:
 
     @torch.no_grad()  # a thread may run it, and whether gradients are enabled is a setting of each thread
     def _updated(self, chunk: Chunk, parts: dict[str, Tensor]) -> None:
-        self.update_piece(chunk.plane(parts, self._host), parts.get(REST))
+        self.passes.update_on_host(self.update_piece, chunk.plane(parts, self._host), parts.get(REST))
 
 
 def join_(master: Tensor, hi: Tensor, lo: Tensor) -> None:
@@ -165,21 +167,22 @@ class Updates:
         failed: the error that left some weights updated and others not; nothing can be trained or saved after it.
     """
 
-    def __init__(self, step: Step, store: Store, lanes: Lanes, placement: Placement):
+    def __init__(self, step: Step, store: Store, lanes: Lanes, placement: Placement, passes: Passes):
         """Allocate memory for updates of `step`."""
         self.step = step
         self.store = store
         self.lanes = lanes
         self.placement = placement
+        self.passes = passes
         self.in_backward = placement.when == "backward"
         tensors = [to_fetch(chunk, gradient=not self.in_backward) for stage in store.stages for chunk in chunks(stage)]
         names = [f"staging buffer {number}" for number in range(STAGING_BUFFERS)]
         self.staging_buffers = StagingBuffers(lanes, [DeviceBuffer(name, tensors, placement.device) for name in names])
-        self.host_update = HostUpdate(step, store, lanes)
+        self.host_update = HostUpdate(step, store, lanes, passes)
         self.waiting: list[Stage] = []
         self.repeatable = True
         self.failed: OutOfDeviceMemory | None = None
-        self.update_part = Compilable(self._update_part)
+        self.update_part = Compilable(passes.update_part)
         self._squares: dict[tuple[int, int, int], list[Tensor]] = {}
         self._decided: tuple[Tensor, Tensor] | None = None
         self._begun: tuple[ChunkedUpdate, Iterator[None]] | None = None
@@ -194,7 +197,7 @@ class Updates:
         for at, (stored, plane) in enumerate(zip(here.stage.stored, here.planes, strict=True)):
             # Keys sort in the order of the resident engine's planes and parts, as the bits of a sum depend on it.
             key = stored.plane.number, here.stage.index, at
-            square = functools.partial(self.step.squares, plane, plane.grad)
+            square = functools.partial(self.passes.squares, plane, plane.grad)
             self._squares[key] = self.lanes.compute(square, here.writes)
 
     def store_gradients(self, here: StageOnDevice) -> None:
@@ -270,15 +273,6 @@ class Updates:
             decision = self.host_update.send(stages[0].index, scale, accepted)
             for stage in stages:
                 self.host_update.update(stage, decision)
-
-    def _update_part(self, plane: Plane, rest: Tensor | None, total: Tensor, scale: Tensor, accepted: Tensor) -> None:
-        """Update a part of a plane; split weights are joined before and split again afterwards."""
-        if rest is None:
-            self.step.update_plane(plane, total, scale, accepted)
-            return
-        whole = replace(plane, param=join(plane.param, rest))
-        self.step.update_plane(whole, total, scale, accepted)
-        split_(whole.param, plane.param, rest)
 
     # ── on the device, between its other work ───────────────────────────────────────────────────
 

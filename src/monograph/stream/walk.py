@@ -9,7 +9,6 @@ A state is the tensor that passes from one stage to the next for one micro-batch
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any
 
@@ -120,6 +119,7 @@ class Walk:
     Attributes:
         store: the stages.
         lanes: the lanes that copy and compute.
+        passes: all that is computed.
         slots: the device memory for stages.
         boundaries: the inputs of stages.
         updates: the updates of stages.
@@ -134,16 +134,17 @@ class Walk:
         lanes: Lanes,
         placement: Placement,
         sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
+        passes: Callable[[Step], Passes] = Passes,
     ):
-        """Allocate the device's memory; loss, context and update are those of `step`."""
+        """Allocate the device's memory; loss, context and update are those of `step`, which `passes` computes."""
         self.step = step
         self.store = store
         self.lanes = lanes
         self.placement = placement
-        self.passes = Passes(step)
+        self.passes = passes(step)
         self.slots = Slots(store.stages, store.tied, lanes, placement.device)
         self.boundaries = Boundaries(lanes, placement.device, offloaded=placement.offload, last=len(store.stages) - 1)
-        self.updates = Updates(step, store, lanes, placement)
+        self.updates = Updates(step, store, lanes, placement, self.passes)
         # Gradients at home need no zeros then: a slot's gradients are set to zero before they are first added to.
         self.fresh = True
         self.sum_over_ranks = sum_over_ranks
@@ -273,19 +274,9 @@ class Walk:
     ) -> Any:
         """Run a call while the model's parameters are the stage's weights on the device, shared ones included."""
         needed = self._needed(here)
-        work = functools.partial(self.bound, needed, call, backward)
+        work = functools.partial(self.passes.bound, needed, call, backward)
         reads = [*also_reads, *(space for stage in needed for space in stage.reads)]
         return self.lanes.compute(work, reads, [s for stage in needed for s in stage.writes] if backward else ())
-
-    def bound(self, needed: Sequence[StageOnDevice], call: Callable[[], Any], backward: bool) -> Any:
-        """Run a call while the model's parameters are in the slots, and their gradients, too, if `backward`."""
-        with ExitStack() as stack:
-            stack.enter_context(self.step.parameters.fusing())
-            for stage in needed:
-                stack.enter_context(stage.parameters())
-                if backward:
-                    stage.link()
-            return call()
 
     def _needed(self, here: StageOnDevice) -> list[StageOnDevice]:
         first, last = self.store.stages[0], self.store.stages[-1]

@@ -140,10 +140,10 @@ def engine_of(built_runs: Sequence[BuiltRun], each: bool, device: torch.device) 
         [{"seed": built.plan.seed} for built in built_runs],
         loss=built_runs[0].loss,
         # The optimizer's seed is for stochastic rounding, which an ensemble does not do.
-        optim=[replace(built.plan.optim, seed=0) for built in built_runs],
-        clip=plan.clip,
-        precision=Precision(plan.precision),
-        micro_batch=plan.micro_batch,
+        optim=[replace(built.plan.training.optim, seed=0) for built in built_runs],
+        clip=plan.training.clip,
+        precision=Precision(plan.training.precision),
+        micro_batch=plan.training.rows,
         each=each,
     )
 

@@ -182,7 +182,7 @@ class Timing:
         """
         updates = _given(self)
         plan = self.group.plan
-        if plan.compile != "auto" or plan.memory == "stream":
+        if "compile" not in plan.open or plan.memory == "stream":
             return False
         if not updates:  # nobody trains meanwhile, so the whole of compiling is waited for
             return 60 * plan.minutes < COMPILE_S
@@ -259,7 +259,7 @@ class Timing:
         if size == 1 and 1 in self.kept and refill(self.kept[1][1], engine):
             engine = self.kept[1][1]
         else:
-            capture(engine, first_window(built_runs, self.text), built_runs[0].plan.compile, progress)
+            capture(engine, first_window(built_runs, self.text), built_runs[0].plan.training.compile, progress)
             self.kept |= {1: (built_runs, engine)} if size == 1 else {}
         return batch_of(members, runs, built_runs, self.text, engine)
 
@@ -273,7 +273,7 @@ class Timing:
         engine = engine_of(built_runs, several(built_runs), self.device)
         began = clock()
         cached = compat.graphs_from_cache()
-        capture(engine, window, built_runs[0].plan.compile, progress)
+        capture(engine, window, built_runs[0].plan.training.compile, progress)
         compile_s = clock() - began
         if width == 1 and compat.graphs_from_cache() > cached:
             self.dearer = DEARER / CACHED  # relative to a cached graph; that of several members may not be cached
@@ -324,7 +324,7 @@ def first_window(built_runs: Sequence[BuiltRun], text: Corpus) -> Batch:
     """Return the first window that the members train on: [R, ...] for one seed, else [N, R, ...]."""
     windows = []
     for built in built_runs if several(built_runs) else built_runs[:1]:
-        batches = text.batches(built.plan.tokens_per_update, seed=built.plan.seed)
+        batches = text.batches(built.plan.training.tokens_per_update, seed=built.plan.seed)
         windows.append(next(batches))
         batches.close()
     return stacked(windows, range(len(windows))) if several(built_runs) else windows[0]
@@ -361,7 +361,7 @@ def lengths(timings: Sequence[Timing], least_tokens: int, progress: Progress) ->
         tokens = least_tokens
     plans = [timing.group.plan for timing in timings]
     most = [
-        defaults.most_updates(timing.text.train.per_epoch, plan.rows, plan.optim.weight_decay)
+        defaults.most_updates(timing.text.train.per_epoch, plan.training.window_rows, plan.training.optim.weight_decay)
         for timing, plan in zip(timings, plans, strict=True)
     ]
     return [
@@ -374,11 +374,11 @@ def _given(timing: Timing) -> int:
     """Return the number of updates that the group's settings give; 0 if they give a time instead."""
     plan = timing.group.plan
     rows = timing.text.train.per_epoch * (plan.epochs or 0)
-    return plan.updates or -(-rows // plan.rows)
+    return plan.updates or -(-rows // plan.training.window_rows)
 
 
 def _size(timing: Timing) -> int:
-    return timing.group.plan.tokens_per_update
+    return timing.group.plan.training.tokens_per_update
 
 
 def _costs(timings: Sequence[Timing], rounds: Sequence[Sequence[int]]) -> tuple[float, float]:

@@ -104,7 +104,7 @@ class SweepProgress:
             self.updates = lengths(self.timings, self.sweep.record.get("least_tokens", 0), self.progress)
             spread(self.groups, self.world.size)
             self.sweep.record["groups"] = [
-                {"rounds": group.rounds, "updates": updates, "why": group.why, "compile": group.plan.compile}
+                {"rounds": group.rounds, "updates": updates, "why": group.why, "compile": group.plan.training.compile}
                 for group, updates in zip(self.groups, self.updates, strict=True)
             ]
             self.sweep.write()
@@ -120,7 +120,7 @@ class SweepProgress:
 
     def _tell_plan(self) -> None:
         for group, updates in zip(self.groups, self.updates, strict=True):
-            size = group.plan.tokens_per_update
+            size = group.plan.training.tokens_per_update
             seconds = group.compile_s + updates * group.update_s + group.held_out_s
             self.progress.line(
                 "plan",
@@ -159,7 +159,7 @@ class SweepProgress:
     def trained(self, batch: MemberBatch, updates: int, seconds: float) -> None:
         """Record that a round's members were trained for `updates` updates in `seconds`."""
         first = batch.sessions[0]
-        targets = first.text.stats.packed_share * first.plan.tokens_per_update
+        targets = first.text.stats.packed_share * first.plan.training.tokens_per_update
         self.rate = len(batch.members) * updates * targets / max(seconds, 1e-9)
         self.done += len(batch.members) * updates
         self._training_s += seconds
@@ -191,7 +191,7 @@ class SweepProgress:
         for place, session in enumerate(batch.sessions):
             if place not in batch.ended:
                 known = {
-                    "dtype": session.plan.precision,
+                    "dtype": session.plan.training.precision,
                     "params": session.params,
                     "eval_weights": "averaged" if session.plan.averaged else "last",
                 }

@@ -19,7 +19,7 @@ from monograph.run import recorded_state
 from monograph.run.folder import MIXTURE, Run, names_mixture, standard_json
 from monograph.run.progress import Progress
 from monograph.run.recipe import names_run
-from monograph.session.distilling import write_teachers
+from monograph.session.objectives.teachers import write_teachers
 from monograph.session.objectives.texts import TextTask, open_corpus
 from monograph.session.plan import Plan
 from monograph.session.recorded import run_settings, write_config
@@ -310,10 +310,10 @@ def verify(outcome: Outcome, progress: Progress) -> dict[str, Any]:
         raise InputRefused(f"{outcome.run.folder} has no updates to compare: train the sweep first")
     plan = resolve(run_settings(outcome.run), describe())
     text = open_corpus(plan.reading, progress)
-    compiled = plan.compile != "none" and (default_device().type == "cuda" or not compiler_obstacle())
+    compiled = plan.training.compile != "none" and (default_device().type == "cuda" or not compiler_obstacle())
     alone = losses(plan, text, len(member), progress, compiled=compiled)
     if not compiled:
-        half = {"train.micro_batch": max(1, plan.micro_batch // 2)}
+        half = {"train.micro_batch": max(1, plan.training.rows // 2)}
         plan = resolve(plan.settings.resolve(half, "verify"), describe())
     other = losses(plan, text, len(member), progress, compiled=False)
     difference = largest(member, alone)
@@ -344,11 +344,13 @@ def losses(plan: Plan, text: Corpus, updates: int, progress: Progress, *, compil
     built = build_run(plan, TextTask(text), describe())
     engine = make_engine(built, default_device())
     engine.step.schedule = plan.schedule(plan.updates or updates)
-    batches = text.batches(plan.tokens_per_update, seed=plan.seed)
+    batches = text.batches(plan.training.tokens_per_update, seed=plan.seed)
     seed_all(plan.seed)
     with progress.stage("alone", "compiled" if compiled else f"eager, micro-batches of {engine.micro_batch}") as stage:
         if compiled:
-            capture(engine, first_window([built], text), "blocks" if built.plan.compile == "blocks" else "whole")
+            capture(
+                engine, first_window([built], text), "blocks" if built.plan.training.compile == "blocks" else "whole"
+            )
         on_device = []
         for update in train(engine, batches, updates):
             on_device.append(update.loss)

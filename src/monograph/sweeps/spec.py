@@ -239,7 +239,7 @@ def _proxy(settings: Settings) -> tuple[Settings, Settings]:
 
 def _usual_axes(settings: Settings) -> list[Axis]:
     """Return an axis of learning rates around the model's default rate, and an axis of two seeds."""
-    middle = resolve(settings, describe()).optim.lr
+    middle = resolve(settings, describe()).training.optim.lr
     rates = tuple(float(f"{middle * 2.0**step:.4g}") for step in STEPS)
     return [Axis("optim.lr", rates), Axis(SEED, SEEDS)]
 

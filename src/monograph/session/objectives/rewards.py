@@ -37,7 +37,6 @@ from monograph.run.models import load_with_tokenizer
 from monograph.run.progress import Progress
 from monograph.run.recipe import digest, run_named, shape_in
 from monograph.run.trust import is_all_trusted
-from monograph.session.adapting import lora_of
 from monograph.session.objective import HeldOutScore, Objective, Task, Windows, held_out_said, refuse_first
 from monograph.session.opening import Opening, opening_of_prompt
 from monograph.session.plan import FP32_BYTES, Plan, is_sharded, sharing
@@ -158,8 +157,9 @@ class Rewards(Objective):
         its answer may fill a row.
         """
         options = options_of(plan)
-        lora = lora_of(plan.settings)
-        narrow = plan.precision != "fp32" and (lora or not plan.optim.master_weights)
+        training = plan.training
+        lora = training.lora
+        narrow = training.precision != "fp32" and (lora or not training.optim.master_weights)
         dtype = torch.bfloat16 if narrow else torch.float32
         slots = slots_of(options, config, slots or options.length + 1)
         own = -(-options.prompts * options.group // ranks)
@@ -167,11 +167,11 @@ class Rewards(Objective):
         answers = rows * KVCache.bytes_per_row(config, slots, dtype, block_of(slots))
         beside = {"answers": min(answers, machine.free_memory_bytes // 2)}
         if is_sharded(plan.parallel):
-            beside["whole weights"] = copied_bytes(config, lora, plan.precision, plan.gather_dtype == "bf16")
+            beside["whole weights"] = copied_bytes(config, lora, training.precision, plan.gather_dtype == "bf16")
         if options.kl and options.kl.needs_reference:
-            width = FP32_BYTES if plan.optim.master_weights else 2
+            width = FP32_BYTES if training.optim.master_weights else 2
             # The weights that are trained wait in a second copy while the reference scores.
-            numbers = trained_numbers(config, lora, plan.precision) // sharing(plan.parallel, ranks)
+            numbers = trained_numbers(config, lora, training.precision) // sharing(plan.parallel, ranks)
             beside["reference"] = 2 * width * numbers
         teacher = plan.settings.rl.teacher
         shape = shape_in(teacher) if teacher else None
@@ -281,9 +281,9 @@ def options_of(plan: Plan) -> Options:
         temperature=rl.temperature,
         advantage=rl.advantage or TAUGHT_AS,
         draws=rl.draws,
-        length=plan.sequence_length,
+        length=plan.training.length,
         packed=plan.reading["packing"] == "packed",
-        exact=plan.compile == "none" and default_device().type == "cpu",
+        exact=plan.training.compile == "none" and default_device().type == "cpu",
         seed=plan.seed,
         epochs=plan.epochs,
         updates=rl.updates,
@@ -304,22 +304,23 @@ def drawing_time(plan: Plan, config: LlamaConfig, machine: Device, prompt: int =
         tokens: tokens of the longest answer; 0: the most.
     """
     options = options_of(plan)
-    number_bytes = 2 if plan.precision != "fp32" and lora_of(plan.settings) else FP32_BYTES
+    training = plan.training
+    number_bytes = 2 if training.precision != "fp32" and training.lora else FP32_BYTES
     drawing = Drawing(
         options.prompts * options.group,
         MOST_ROWS,
         prompt or options.length - options.max_new_tokens,
         tokens or options.max_new_tokens,
         number_bytes,
-        plan.compile != "none",
+        training.compile != "none",
     )
-    return drawing_s(config, drawing, machine, peak_flops(machine, (plan.precision,))[plan.precision])
+    return drawing_s(config, drawing, machine, peak_flops(machine, (training.precision,))[training.precision])
 
 
 def drawing_kind(plan: Plan) -> str:
     """Return the key of `Calibration` for how long drawing takes: adapters, and their base's bits, cost each step."""
-    lora = lora_of(plan.settings)
-    return f"drawing, {plan.precision}, {f'adapters on {lora.base}' if lora else 'whole'}"
+    lora = plan.training.lora
+    return f"drawing, {plan.training.precision}, {f'adapters on {lora.base}' if lora else 'whole'}"
 
 
 class RewardTask(Task):

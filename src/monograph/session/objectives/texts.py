@@ -91,7 +91,7 @@ class RowsTask(Task):
         plan = self.plan()
         pin = self.engine.step.device.type == "cuda"
         seed = plan.seed if seed is None else seed
-        return self.data.batches(plan.tokens_per_update, seed, position, plan.epochs, pin, skip)
+        return self.data.batches(plan.training.tokens_per_update, seed, position, plan.epochs, pin, skip)
 
     @property
     def described(self) -> str:
@@ -106,17 +106,17 @@ class RowsTask(Task):
         """Return the tokens and rows of an update."""
         plan = self.plan()
         return (
-            f"{plan.tokens_per_update:,} tokens = {count(updates * plan.tokens_per_update)}, "
-            f"{counted(rows_per_window, 'row')} of {plan.sequence_length}"
+            f"{plan.training.tokens_per_update:,} tokens = {count(updates * plan.training.tokens_per_update)}, "
+            f"{counted(rows_per_window, 'row')} of {plan.training.length}"
         )
 
     def tokens_in_all(self, updates: int) -> int:
         """Return the tokens of all rows."""
-        return updates * self.plan().tokens_per_update
+        return updates * self.plan().training.tokens_per_update
 
     def tokens_of(self, windows: Windows) -> float:
         """Return the mean number of tokens of an update."""
-        return self.data.stats.packed_share * self.plan().tokens_per_update
+        return self.data.stats.packed_share * self.plan().training.tokens_per_update
 
     @property
     def held_out_rows(self) -> int:

@@ -1,13 +1,18 @@
-"""Record the teachers of a run that learns from a sweep's members, and open them again for its loss."""
+"""Learn from texts and from the members of a sweep: record these teachers, and open them again for the loss.
+
+No key chooses them: a run whose folder has teachers.json has teachers, whatever its settings are.
+"""
 
 import hashlib
 import json
 from collections.abc import Sequence
 from typing import Annotated
 
-import torch
 from pydantic import Field, FiniteFloat
+from torch import nn
 
+from monograph.data.corpus import Corpus
+from monograph.device import default_device
 from monograph.errors import InputRefused, NoValidCheckpoint, UsageError
 from monograph.loss import MixtureLoss
 from monograph.model.llama import Llama
@@ -16,7 +21,8 @@ from monograph.run.models import load_run
 from monograph.run.recipe import digest
 from monograph.run.recorded_state import Digest, Natural, Strict
 from monograph.run.writing import write_whole
-from monograph.session.objective import Records
+from monograph.session.objective import Task
+from monograph.session.objectives.texts import TextTask
 from monograph.session.plan import Plan
 from monograph.storage.reading import contents, parse_json
 from monograph.terminal import shell_words
@@ -55,37 +61,72 @@ def write_teachers(run: Run, members: Sequence[Run]) -> None:
     write_whole(run.folder / TEACHERS, json.dumps(record, indent=1) + "\n")
 
 
-def mixture_loss(
-    run: Run, plan: Plan, data: Records, model: object, device: torch.device, ranks: int
-) -> MixtureLoss | None:
-    """Return the loss of a run that has teachers, with these on the device; None for any other run.
+def taught(task: Task, run: Run, ranks: int) -> Task:
+    """Return the task of a run that has teachers, with these; the task as it is for any other run.
+
+    Args:
+        task: what the run learns from.
+        run: the run's folder.
+        ranks: number of processes that train the model together.
 
     Raises:
-        InputRefused: teachers.json is damaged, or a teacher is missing, changed or does not fit the model.
-        UsageError: the run is streamed, has adapters or is trained by several processes.
+        UsageError: the run learns from other records than texts.
     """
     content = contents(run.folder / TEACHERS)
     if content is None:
-        return None
-    if plan.memory == "stream" or plan.recipe.lora or ranks > 1 or plan.parallel != "none":
-        without = "train.memory = stream, train.parallel and lora.rank"
-        raise UsageError(f"{run.folder} learns from a sweep's members, on one device: leave out {without}")
-    record = recorded_teachers(run, content)
-    without = _WITHOUT.format(shell_words(run.folder))
-    teachers = []
-    for each in record.teachers:
-        teacher = Run(run.folder.parent / each.member, each.update)
+        return task
+    if not isinstance(task, TextTask):
+        without = _WITHOUT[3:].format(shell_words(run.folder))
+        raise UsageError(f"{run.folder} has a sweep's members as teachers, and they teach texts alone: {without}")
+    return TaughtTask(task.data, run, content, ranks)
+
+
+class TaughtTask(TextTask):
+    """The task of a run whose targets are texts and the mean of its teachers' probabilities."""
+
+    starts_eagerly = False
+    is_foreseen = False
+
+    def __init__(self, data: Corpus, run: Run, content: bytes, ranks: int):
+        """Take the text, the run's folder, the content of its teachers.json, and the number of processes."""
+        super().__init__(data)
+        self.folder = run
+        self.content = content
+        self.ranks = ranks
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Return the digest of teachers.json, which has the teachers' own."""
+        return {"teachers": hashlib.sha256(self.content).hexdigest()}
+
+    def loss(self, plan: Plan, model: nn.Module) -> MixtureLoss:
+        """Return the loss with the teachers, which are loaded onto the device.
+
+        Raises:
+            InputRefused: teachers.json is damaged, or a teacher is missing, changed or does not fit the model.
+            UsageError: the run is streamed, has adapters or is trained by several processes.
+        """
+        run = self.folder
+        if plan.memory == "stream" or plan.recipe.lora or self.ranks > 1 or plan.parallel != "none":
+            without = "train.memory = stream, train.parallel and lora.rank"
+            raise UsageError(f"{run.folder} learns from a sweep's members, on one device: leave out {without}")
+        record = recorded_teachers(run, self.content)
+        return MixtureLoss([self._loaded(each, model).to(default_device()) for each in record.teachers], record.share)
+
+    def _loaded(self, recorded: _Teacher, model: nn.Module) -> Llama:
+        run = self.folder
+        without = _WITHOUT.format(shell_words(run.folder))
+        teacher = Run(run.folder.parent / recorded.member, recorded.update)
         try:
             loaded, tokenizer, _ = load_run(teacher)
         except (InputRefused, NoValidCheckpoint) as error:
             raise InputRefused(f"{teacher.named}, a teacher of {run.folder}: {error}; put it back, {without}") from None
-        if digest(loaded) != each.sha256:
+        if digest(loaded) != recorded.sha256:
             raise InputRefused(f"{teacher.named}, a teacher of {run.folder}, has changed: put it back, {without}")
         sizes = {both.config.vocab_size for both in (loaded, model) if isinstance(both, Llama)}
-        if tokenizer.hash != data.tokenizer.hash or not isinstance(model, Llama) or len(sizes) > 1:
+        if tokenizer.hash != self.data.tokenizer.hash or not isinstance(model, Llama) or len(sizes) > 1:
             raise InputRefused(f"{teacher.named}: a teacher of other tokens than {run.folder} has: {without[3:]}")
-        teachers.append(loaded.to(device))
-    return MixtureLoss(teachers, record.share, hashlib.sha256(content).hexdigest())
+        return loaded
 
 
 def recorded_teachers(run: Run, content: bytes) -> TeacherRecord:
