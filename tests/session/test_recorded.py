@@ -38,7 +38,7 @@ def settings(values: dict[str, Any], toml: Path | None = None) -> Settings:
 
 
 def sized(given: Settings) -> Settings:
-    return resolve(given, describe()).settings
+    return resolve(given, describe()).record.settings
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Decide the adapters of a run from its settings, and the tokens whose rows are trained with them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from monograph.config import Settings
@@ -22,12 +23,10 @@ USUAL = Lora()
 RANK = f"lora.rank = {USUAL.rank}"
 
 
-def lora_of(settings: Settings, tokens: tuple[int, ...] = ()) -> Lora | None:
+def lora_of(settings: Settings) -> Lora | None:
     """Return the adapters that the settings ask for, with usual values for open keys; None without adapters.
 
-    Args:
-        settings: the run's settings.
-        tokens: ids of the tokens whose rows are trained together with the adapters.
+    The ids of tokens whose rows are trained together with them are left out.
     """
     asked = settings.lora
     if asked.rank is None:
@@ -39,21 +38,9 @@ def lora_of(settings: Settings, tokens: tuple[int, ...] = ()) -> Lora | None:
         targets=targets if isinstance(targets, str) else tuple(targets),
         dropout=asked.dropout or 0.0,
         base=asked.base or USUAL.base,
-        tokens=tokens,
         rslora=bool(asked.rslora),
         dora=bool(asked.dora),
     )
-
-
-def rates(settings: Settings, usual: float) -> dict[str, Any]:
-    """Return the optimizer's peak learning rate, and the group of adapters' parameters that have a multiple of it.
-
-    These are B and, as in PEFT, the magnitudes (LoRA+, Hayou et al. 2024, arXiv 2402.12354).
-    """
-    rate = usual if settings.optim.lr == "auto" else settings.optim.lr
-    ratio = settings.lora.lr_ratio
-    groups = () if ratio is None else (Group("*.lora_[Bm]*", ratio),)
-    return {"lr": rate, "groups": groups}
 
 
 def fixed_lora(settings: Settings) -> dict[str, Any]:
@@ -65,7 +52,10 @@ def fixed_lora(settings: Settings) -> dict[str, Any]:
     init = settings.model.init
     given = {key: settings.origins[key] for key in (*ADAPTER_KEYS, "lora.lr_ratio") if key in settings.origins}
     if init and is_adapter(init):
-        return {**_as_stored(settings, init, given), "model.init": folder_named(without_links(init))}
+        values = settings.values()
+        said = {key: settings.said(key) for key in given}
+        fixed = _as_stored(init, {key: values[key] for key in ADAPTER_KEYS}, given, said)
+        return {**fixed, "model.init": folder_named(without_links(init))}
     if not given:
         return {}
     key, origin = next(iter(given.items()))
@@ -83,6 +73,20 @@ def fixed_lora(settings: Settings) -> dict[str, Any]:
     return values
 
 
+def rates(rate: float | str, ratio: float | None, usual: float) -> dict[str, Any]:
+    """Return the optimizer's peak learning rate, and the group of adapters' parameters that have a multiple of it.
+
+    These are B and, as in PEFT, the magnitudes (LoRA+, Hayou et al. 2024, arXiv 2402.12354).
+
+    Args:
+        rate: optim.lr.
+        ratio: lora.lr_ratio.
+        usual: the rate if optim.lr leaves it open.
+    """
+    groups = () if ratio is None else (Group("*.lora_[Bm]*", ratio),)
+    return {"lr": usual if rate == "auto" else rate, "groups": groups}
+
+
 def _values(lora: Lora) -> dict[str, Any]:
     targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
     return {
@@ -96,16 +100,25 @@ def _values(lora: Lora) -> dict[str, Any]:
     }
 
 
-def _as_stored(settings: Settings, init: str, given: dict[str, str]) -> dict[str, Any]:
+def _as_stored(
+    init: str, asked: Mapping[str, Any], given: Mapping[str, str], said: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the values of a stored adapter, of which a run may change dropout and base.
+
+    Args:
+        init: its folder.
+        asked: the values of all keys in ADAPTER_KEYS.
+        given: the origins of those that were given.
+        said: what they say, as an error begins with it.
+    """
     stored = _values(read_adapter(init).lora)
-    asked = settings.values()
     free = {key: asked[key] for key in ("lora.dropout", "lora.base")}
     if asked["lora.tokens"] not in (None, "auto"):
         raise UsageError(f"{given['lora.tokens']}: lora.tokens: the adapter in {init} says which it has: leave it out")
     for key in given.keys() & (stored.keys() - free.keys()):
         value, own = asked[key], stored[key]
         if value != own:
-            raise UsageError(f"{settings.said(key)}, but the adapter in {init} has {own}: leave it out")
+            raise UsageError(f"{said[key]}, but the adapter in {init} has {own}: leave it out")
     return stored | {key: value for key, value in free.items() if value is not None}
 
 
@@ -122,12 +135,16 @@ class NewTokens(NamedTuple):
             for any number of tokens.
         listed: ids that `lora.tokens` names.
         stored: ids whose rows a stored adapter has; None if the run begins from no stored adapter.
+        init: the model, as `model.init` names it.
+        adapted: whether adapters are trained.
     """
 
     tokenizer: Tokenizer
     vocabulary: Vocabulary | None
     listed: tuple[int, ...]
     stored: tuple[int, ...] | None
+    init: str
+    adapted: bool
 
     def new(self, rows: int) -> range:
         """Return the ids that a model with `rows` rows was not trained with."""
@@ -148,89 +165,134 @@ class NewTokens(NamedTuple):
         return self.stored
 
 
-def new_tokens_of(settings: Settings, tokenizer: Tokenizer | None = None) -> NewTokens | None:
-    """Compare a run's tokens with those of the model that it begins from; return None for a new model.
+@dataclass(frozen=True)
+class Tokens:
+    """What decides which tokens are new to the model that a run begins from.
 
-    Args:
-        settings: the run's settings.
-        tokenizer: the text's tokenizer; None means the one that the settings name. If that is still to be trained, its
-            tokens are unknown, and the function returns None.
+    Attributes:
+        init: the model, as `model.init` names it; None: a new model.
+        base: the model whose tokenizer is compared: of an adapter its base.
+        stored: ids whose rows a stored adapter has; None if the run begins from no stored adapter.
+        adapted: whether adapters are trained.
+        tokenizer: data.tokenizer.
+        tokenizer_origin: where data.tokenizer comes from.
+        listed: the texts in lora.tokens.
+        listed_origin: where lora.tokens comes from.
+    """
+
+    init: str | None
+    base: str | None
+    stored: tuple[int, ...] | None
+    adapted: bool
+    tokenizer: str
+    tokenizer_origin: str
+    listed: tuple[str, ...] | None
+    listed_origin: str
+
+    def compared(self, tokenizer: Tokenizer | None = None) -> NewTokens | None:
+        """Compare a run's tokens with those of the model that it begins from; return None for a new model.
+
+        Args:
+            tokenizer: the text's tokenizer; None means the one that the settings name. If that is still to be trained,
+                its tokens are unknown, and the function returns None.
+
+        Raises:
+            InputRefused: the tokenizer differs from the model's (the first such id is named), or cannot be read.
+            UsageError: `lora.tokens` names a text that is not a single token.
+        """
+        if self.init is None or self.base is None:
+            return None
+        if tokenizer is None:
+            named = tokenizer_named(self.tokenizer)
+            if named == "bpe":
+                return None
+            file = str(tokenizer_of(self.init)) if named == AUTO else named
+            tokenizer = Tokenizer.bytes() if file == "bytes" else Tokenizer.from_file(file)
+        vocabulary = None if code_named(self.base) else compared(tokenizer, self.base)
+        return NewTokens(tokenizer, vocabulary, self._ids(tokenizer), self.stored, self.init, self.adapted)
+
+    def _ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
+        ids = {text: tokenizer.id_of(text) for text in self.listed or ()}
+        if missing := [text for text, index in ids.items() if index is None]:
+            whole = f"{missing[0]!r} is no token of {self.tokenizer}: it has to be one as a whole"
+            raise UsageError(f"{self.listed_origin}: lora.tokens: {whole}")
+        return tuple(index for index in ids.values() if index is not None)
+
+    def planned(self) -> NewTokens | None:
+        """Return `compared` for a plan, which needs no tokenizer: None if the model's own is missing or refused.
+
+        Raises:
+            InputRefused, UsageError: see `compared`, for a tokenizer that the settings name.
+        """
+        try:
+            return self.compared()
+        except InputRefused:
+            if self.tokenizer != AUTO:
+                raise
+            return None
+
+    def require(self) -> None:
+        """Refuse, before any text is read, a tokenizer that does not fit the base, and listed texts that are no tokens.
+
+        Raises:
+            InputRefused, UsageError: see `compared`.
+        """
+        its_own = self.init is not None and not code_named(self.init) and str(own_file(self.init)) == self.tokenizer
+        if not its_own or self.listed is not None:
+            self.compared()
+
+    def require_no_new(self, parent: str) -> None:
+        """Refuse a tokenizer with which a run cannot go on from another run's weights and optimizer state.
+
+        Raises:
+            InputRefused: the tokenizer differs from the parent's; the first such id is named.
+            UsageError: the tokenizer has more tokens than the parent's.
+        """
+        tokens = self.compared()
+        if tokens and tokens.vocabulary and (new := tokens.vocabulary.new(tokens.vocabulary.all)):
+            raise UsageError(
+                f"{self.tokenizer_origin}: data.tokenizer has {counted(len(new), 'token')} that {parent} has "
+                f"no row for, nor an optimizer's state: --from goes on with both; start anew with model.init={parent}"
+            )
+
+
+def tokens_of(settings: Settings) -> Tokens:
+    """Return what the settings say of a run's tokens.
 
     Raises:
-        InputRefused: the tokenizer differs from the model's (the first such id is named), or cannot be read.
-        UsageError: `lora.tokens` names a text that is not a single token.
+        InputRefused: the adapter that the run begins from cannot be read.
     """
     init = settings.model.init
-    named = tokenizer_named(settings.data.tokenizer)
-    if init is None or (tokenizer is None and named == "bpe"):
-        return None
-    adapter = init if is_adapter(init) else None
-    base = resolved_base(read_adapter(adapter)) if adapter else init
-    if tokenizer is None:
-        file = str(tokenizer_of(init)) if named == AUTO else named
-        tokenizer = Tokenizer.bytes() if file == "bytes" else Tokenizer.from_file(file)
-    vocabulary = None if code_named(base) else compared(tokenizer, base)
-    stored = read_adapter(adapter).lora.tokens if adapter else None
-    return NewTokens(tokenizer, vocabulary, _listed(settings, tokenizer), stored)
+    stored = read_adapter(init) if init is not None and is_adapter(init) else None
+    listed = settings.lora.tokens
+    texts = (listed,) if isinstance(listed, str) else listed
+    return Tokens(
+        init=init,
+        base=resolved_base(stored) if stored else init,
+        stored=stored.lora.tokens if stored else None,
+        adapted=lora_of(settings) is not None or stored is not None,
+        tokenizer=settings.data.tokenizer,
+        tokenizer_origin=settings.origins.get("data.tokenizer", "data.tokenizer"),
+        listed=None if texts is None else () if listed == AUTO else tuple(texts),
+        listed_origin=settings.origins.get("lora.tokens", "lora.tokens"),
+    )
 
 
-def planned_tokens(settings: Settings) -> NewTokens | None:
-    """Return `new_tokens_of` for a plan, which needs no tokenizer: None if the model's own is missing or refused.
-
-    Raises:
-        InputRefused, UsageError: see `new_tokens_of`, for a tokenizer that the settings name.
-    """
-    try:
-        return new_tokens_of(settings)
-    except InputRefused:
-        if settings.data.tokenizer != AUTO:
-            raise
-        return None
-
-
-def require_tokens(settings: Settings) -> None:
-    """Refuse, before any text is read, a tokenizer that does not fit the base, and listed texts that are not tokens.
-
-    Raises:
-        InputRefused, UsageError: see `new_tokens_of`.
-    """
-    init, named = settings.model.init, settings.data.tokenizer
-    its_own = init is not None and not code_named(init) and str(own_file(init)) == named
-    if not its_own or settings.lora.tokens is not None:
-        new_tokens_of(settings)
-
-
-def require_no_new(settings: Settings, parent: str) -> None:
-    """Refuse a tokenizer with which a run cannot go on from another run's weights and optimizer state.
-
-    Raises:
-        InputRefused: the tokenizer differs from the parent's; the first such id is named.
-        UsageError: the tokenizer has more tokens than the parent's.
-    """
-    tokens = new_tokens_of(settings.resolve({"model.init": parent}, "--from"))
-    if tokens and tokens.vocabulary and (new := tokens.vocabulary.new(tokens.vocabulary.all)):
-        raise UsageError(
-            f"{settings.origins['data.tokenizer']}: data.tokenizer has {counted(len(new), 'token')} that {parent} has "
-            f"no row for, nor an optimizer's state: --from goes on with both; start anew with model.init={parent}"
-        )
-
-
-def token_notes(settings: Settings, tokens: NewTokens | None, rows: int) -> tuple[str, ...]:
+def token_notes(tokens: NewTokens | None, rows: int) -> tuple[str, ...]:
     """Return the lines on tokens that `train` and `plan` print for a base with `rows` rows; usually none."""
     if tokens is None:
         return ()
     lines = list[str]()
     new = tokens.new(rows)
-    adapted = settings.lora.rank is not None or tokens.stored is not None
     if new:
         begin = "its row begins as the mean" if len(new) == 1 else "their rows begin as the mean"
-        trained = f" and {'is' if len(new) == 1 else 'are'} trained with the adapters" if adapted else ""
+        trained = f" and {'is' if len(new) == 1 else 'are'} trained with the adapters" if tokens.adapted else ""
         lines.append(f"{counted(len(new), 'new token')}: {_some(tokens, new)}; {begin}{trained}")
-    if others := [index for index in tokens.trained(rows) if adapted and index not in new]:
+    if others := [index for index in tokens.trained(rows) if tokens.adapted and index not in new]:
         lines.append(f"{counted(len(others), 'token')} with rows of their own: {_some(tokens, others)}")
     if tokens.vocabulary and tokens.vocabulary.own is None:
-        base = settings.model.init
-        lines.append(f"{base} has no tokenizer.json to compare data.tokenizer with: its ids are taken as they are")
+        untold = "has no tokenizer.json to compare data.tokenizer with: its ids are taken as they are"
+        lines.append(f"{tokens.init} {untold}")
     return tuple(lines)
 
 
@@ -238,15 +300,3 @@ def _some(tokens: NewTokens, ids: Sequence[int]) -> str:
     texts = tokens.tokenizer.texts()
     more = f" and {len(ids) - MOST_SHOWN} more" if len(ids) > MOST_SHOWN else ""
     return ", ".join(texts[index] for index in ids[:MOST_SHOWN]) + more
-
-
-def _listed(settings: Settings, tokenizer: Tokenizer) -> tuple[int, ...]:
-    asked = settings.lora.tokens
-    if asked is None or asked == AUTO:
-        return ()
-    ids = {text: tokenizer.id_of(text) for text in ([asked] if isinstance(asked, str) else asked)}
-    if missing := [text for text, index in ids.items() if index is None]:
-        origin = settings.origins.get("lora.tokens", "lora.tokens")
-        where = settings.data.tokenizer
-        raise UsageError(f"{origin}: lora.tokens: {missing[0]!r} is no token of {where}: it has to be one as a whole")
-    return tuple(index for index in ids.values() if index is not None)

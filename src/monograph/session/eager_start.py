@@ -22,10 +22,9 @@ from monograph.run.metrics_log import MetricsLog
 from monograph.run.progress import Progress, silent
 from monograph.schedule import constant
 from monograph.session.brief import compiled_key
-from monograph.session.objectives import objective_of
 from monograph.session.plan import Length
 from monograph.session.recorded import run_settings
-from monograph.session.resolve import ORIGIN, resolve
+from monograph.session.resolve import resolve
 from monograph.session.rewind import windows
 from monograph.session.session import Session
 from monograph.session.setup import open_session, repeatable
@@ -74,8 +73,8 @@ def begin(session: Session, window: Batch, progress: Progress, before: Callable[
     if early := pays(session, key):
         before()
         if not _update_eagerly(session, progress):
-            settings = session.plan.settings.resolve({"train.compile": "none"}, ORIGIN)
-            session.complete(replace(session.plan, compile="none", settings=settings))
+            record = session.plan.record.noted({"train.compile": "none"})
+            session.complete(replace(session.plan, compile="none", record=record))
             session.eager_reason = "the compiler was not ready in half of the time that train.wall_minutes allows"
     compile_step(session, window, progress)
     if not session.eager_reason:
@@ -135,5 +134,5 @@ def compile_run(folder: str) -> None:
     run = Run(Path(folder))
     progress = silent()
     plan = resolve(run_settings(run), describe())
-    task = objective_of(plan.settings).open(plan, progress)
+    task = plan.job.objective.open(plan, progress)
     prepare(open_session(run, plan, task, default_device(), progress), progress)

@@ -22,7 +22,7 @@ from monograph.run.repository import FILES, fetched
 from monograph.run.run_index import checkpoint_named
 from monograph.run.trust import carries_mark, is_ours, marked, require_trusted
 from monograph.run.writing import write_whole
-from monograph.session.adapting import ADAPTER_KEYS, require_no_new
+from monograph.session.adapting import ADAPTER_KEYS, tokens_of
 from monograph.session.objectives import OBJECTIVES, objective_of
 from monograph.session.objectives.preferences import are_alike, is_by_records
 from monograph.session.plan import is_sharded
@@ -329,7 +329,7 @@ def branched(parent: Run, given: Settings) -> Settings:
                 f"{given.said(key)}, but the weights of {parent.folder} were drawn with {mine}; leave it out"
             )
     if "data.tokenizer" in taken:
-        require_no_new(given, str(parent.folder))
+        tokens_of(given.resolve({"model.init": str(parent.folder)}, "--from")).require_no_new(str(parent.folder))
     taken -= {"optim.transfer", "optim.transfer_base"}
     taken |= {belonging for key in taken for belonging in BELONGS.get(key, ())}
     closed = {key for group in EXCLUSIVE if not taken.isdisjoint(group) for key in group} | taken | _OF_ONE_RUN

@@ -15,6 +15,7 @@ from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.planner import Limits, defaults
 from monograph.report.quantities import count, counted, gibibytes
+from monograph.session.job import Job
 from monograph.session.objective import refuse_first
 from monograph.session.objectives import objective_of, require_one
 from monograph.session.objectives.preferences import with_records
@@ -206,7 +207,7 @@ def require_targets(lora: Lora | None, config: LlamaConfig | None) -> None:
         raise UsageError(f"lora.rank = {lora.rank}: these layers' weights have rank {most} at most; lower it")
 
 
-def require_room(settings: Settings, config: LlamaConfig, machine: Device, limits: Limits) -> None:
+def require_room(job: Job, config: LlamaConfig, machine: Device, limits: Limits) -> None:
     """Refuse a new model whose weights alone exceed all available memory, before any part of it is built.
 
     Raises:
@@ -214,10 +215,9 @@ def require_room(settings: Settings, config: LlamaConfig, machine: Device, limit
     """
     needed = LEAST_BYTES * config.parameter_count()
     device_bytes = 0 if limits.shared else machine.memory_bytes
-    if settings.model.init is None and needed > device_bytes + limits.host_bytes + limits.disk_bytes:
-        keys = (f"{key} = {value}" for key, value in settings.pinned().items() if key.startswith("model."))
+    if job.recipe.init is None and needed > device_bytes + limits.host_bytes + limits.disk_bytes:
         raise OutOfDeviceMemory(
-            f"{', '.join(keys)}: {count(config.parameter_count())} parameters, whose weights alone are "
+            f"{job.sizes_said}: {count(config.parameter_count())} parameters, whose weights alone are "
             f"{gibibytes(needed)} at {LEAST_BYTES} bytes each; {machine.name} has {gibibytes(machine.memory_bytes)}, "
             f"the host {gibibytes(limits.host_bytes)} and the disk {gibibytes(limits.disk_bytes)}: make it smaller"
         )
@@ -227,7 +227,7 @@ def notes_on(plan: Plan, machine: Device) -> Iterator[str]:
     """Yield a line for each setting whose effect may differ from what the user expects."""
     if plan.precision == "fp32" and machine.type == "cuda" and machine.has_bf16:
         yield "train.precision = fp32: products keep all digits, without tensor cores (no TF32); bf16 is much faster"
-    given = plan.settings.train.tokens_per_update
+    given = plan.job.asked_tokens
     if given != plan.tokens_per_update:
         rows = f"{counted(plan.rows, 'row')} of data.sequence_length = {plan.sequence_length}"
         yield f"train.tokens_per_update = {given}: an update has {rows}, so {plan.tokens_per_update:,} tokens"

@@ -27,7 +27,7 @@ from monograph.run.progress import Progress
 from monograph.run.recipe import digest, extended, is_weight_file, left_out_of, recorded, require_base_of, shape_in
 from monograph.run.recorded_state import newest_state
 from monograph.run.writing import recorded_parent
-from monograph.session.adapting import lora_of, new_tokens_of, token_notes
+from monograph.session.adapting import token_notes
 from monograph.session.distilling import mixture_loss
 from monograph.session.objective import Task
 from monograph.session.plan import Plan, Shape, is_sharded
@@ -77,8 +77,8 @@ def open_session(
     machine = describe()
     plan = _as_begun(plan, run)
     built = build_run(plan, task, machine, device, world.size, minutes=plan.minutes) if world.leads else None
-    settings = agreed(world, (built.plan if built else plan).settings)
-    built = built or build_run(_as_begun(resolve(settings, machine), run), task, machine, device, world.size)
+    decided = agreed_plan(world, built.plan if built else plan, machine)
+    built = built or build_run(_as_begun(decided, run), task, machine, device, world.size)
     built = built._replace(loss=mixture_loss(run, built.plan, task.data, built.model, device, world.size) or built.loss)
     for line in built.notes:
         progress.line("tokens", line)
@@ -93,6 +93,12 @@ def open_session(
     engine = make_engine(built, device, world)
     seed_all(built.plan.seed)
     return Session(run, built.plan, task, engine, world=world)
+
+
+def agreed_plan(world: World, plan: Plan, machine: Device) -> Plan:
+    """Return rank 0's plan on all ranks: the others make theirs from what rank 0 would record, each on its device."""
+    settings = agreed(world, plan.record.settings)
+    return plan if world.leads else resolve(settings, machine)
 
 
 def _as_begun(plan: Plan, run: Run) -> Plan:
@@ -137,13 +143,13 @@ def build_run(
         InputRefused: the model does not fit the text.
     """
     recipe = plan.recipe
-    settings = plan.settings
+    job = plan.job
     text = task.data
     # A weight file's own tensors give these sizes.
     if recipe.adapter or not (recipe.init and is_weight_file(recipe.init)):
         sizes = {"vocab_size": text.vocab_size, "max_position_embeddings": plan.sequence_length}
         recipe = recipe._replace(sizes=sizes | recipe.sizes)
-    new = new_tokens_of(settings, text.tokenizer)
+    new = job.tokens.compared(text.tokenizer)
     facts = ranks, like, task.slots(plan), task.per_epoch if task.repeats else 0, minutes
     if known_shape := shape_in(recipe.init) if recipe.init else recipe.shape():
         tokens = new.trained(known_shape.vocab_size) if new else ()
@@ -151,8 +157,8 @@ def build_run(
     model, loss = build(recipe)
     rows = model.config.vocab_size if isinstance(model, Llama) else 0
     tokens = new.trained(rows) if new else ()
-    notes = token_notes(settings, new, rows)
-    if lora := lora_of(settings, tokens):
+    notes = token_notes(new, rows)
+    if lora := job.adapters(tokens):
         recipe = recipe._replace(lora=recorded(lora), base_sha256=digest(model))
     if new and new.vocabulary and isinstance(model, Llama):
         recipe = recipe._replace(vocabulary=extended(model, new.vocabulary, str(recipe.init)))

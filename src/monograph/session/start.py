@@ -19,16 +19,15 @@ from monograph.run import writing
 from monograph.run.folder import Run
 from monograph.run.progress import Progress, silent
 from monograph.run.started import note_start
-from monograph.session import eager_start, ranks, recorded
+from monograph.session import eager_start, recorded
 from monograph.session.brief import expected_whole_s, updates_given, why_uncompiled
 from monograph.session.objective import Task
-from monograph.session.objectives import objective_of
 from monograph.session.plan import Plan
 from monograph.session.reporting import Reporter
 from monograph.session.requirements import notes_on, require_possible
-from monograph.session.resolve import ORIGIN, resolve
+from monograph.session.resolve import resolve
 from monograph.session.session import Session
-from monograph.session.setup import open_session
+from monograph.session.setup import agreed_plan, open_session
 from monograph.session.warmup import choose_kernel, compile_step, fix_length, try_step
 from monograph.storage.reading import exists
 
@@ -71,13 +70,12 @@ def open_run(
         progress.line("time", least)
     if world.leads and not folder.begun:
         plan = _keeping_stdin(folder, plan, progress)
-        recorded.write_config(folder, plan.settings)
+        recorded.write_config(folder, plan.record.settings)
     if world.leads:
         note_start(folder)
-    settings = ranks.agreed(world, plan.settings)
-    plan = plan if world.leads else resolve(settings, machine)
+    plan = agreed_plan(world, plan, machine)
     with world.first():
-        task = held.enter_context(closing(objective_of(plan.settings).open(plan, progress)))
+        task = held.enter_context(closing(plan.job.objective.open(plan, progress)))
     opened = partial(_opened, folder, task=task, world=world, retry_rows=retry_rows)
     began = clock()
     session, resumed = opened(plan, progress=progress)
@@ -93,7 +91,7 @@ def open_run(
         session.batches.close()
         ends = session.ends_s, session.end_s
         # Where nothing is compiled, the planner chooses otherwise, and answers are drawn otherwise.
-        plan = resolve(plan.settings.resolve({"train.compile": "none"}, ORIGIN), machine)
+        plan = resolve(plan.record.noted({"train.compile": "none"}).settings, machine)
         session, _ = opened(plan, progress=silent())
         choose_kernel(session, window, silent())
         session.ends_s, session.end_s = ends
@@ -110,7 +108,7 @@ def open_run(
     if not resumed:
         fix_length(session, progress)
         if world.leads:
-            recorded.write_config(folder, session.plan.settings)
+            recorded.write_config(folder, session.plan.record.settings)
         session.save()
     return session
 
@@ -198,5 +196,5 @@ def _keeping_stdin(run: Run, plan: Plan, progress: Progress) -> Plan:
         kept = str(spooled_stdin(run.folder, stage.report))
         stage.result = f"kept as {kept}"
     source = [kept if name == "-" else name for name in named]
-    settings = plan.settings.resolve({"data.source": source}, "plan")
-    return replace(plan, settings=settings, reading={**plan.reading, "source": source})
+    record = plan.record.noted({"data.source": source})
+    return replace(plan, record=record, reading={**plan.reading, "source": source})

@@ -182,7 +182,7 @@ def batch_of(
     for number, (run, built) in enumerate(zip(runs, built_runs, strict=True)):
         if not run.begun:
             write_tokenizer(run, text.tokenizer)
-            write_config(run, built.plan.settings)
+            write_config(run, built.plan.record.settings)
         own = MemberEngine(engine, number) if isinstance(engine, Ensemble) else engine
         sessions.append(Session(run, built.plan, TextTask(text), own))
     return MemberBatch(list(members), engine, sessions, MemberWindows(sessions))

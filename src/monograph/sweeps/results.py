@@ -314,7 +314,7 @@ def verify(outcome: Outcome, progress: Progress) -> dict[str, Any]:
     alone = losses(plan, text, len(member), progress, compiled=compiled)
     if not compiled:
         half = {"train.micro_batch": max(1, plan.micro_batch // 2)}
-        plan = resolve(plan.settings.resolve(half, "verify"), describe())
+        plan = resolve(plan.record.settings.resolve(half, "verify"), describe())
     other = losses(plan, text, len(member), progress, compiled=False)
     difference = largest(member, alone)
     bound = FACTOR * largest(alone, other)

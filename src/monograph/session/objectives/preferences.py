@@ -5,6 +5,7 @@ them are computed once, before the first update, by the step's own evaluation.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -61,11 +62,18 @@ def preference_of(settings: Settings) -> Preference:
     return preference(given.pop("loss"), **given)
 
 
+@dataclass(frozen=True)
 class Preferences(Objective):
-    """Learn from preferences."""
+    """Learn from preferences.
+
+    Attributes:
+        preference: the loss, once the settings are read.
+    """
 
     key = "prefer.loss"
     section = "prefer"
+
+    preference: Preference | None = None
 
     def records(self, settings: Settings) -> str:
         """Return what its records are."""
@@ -96,6 +104,10 @@ class Preferences(Objective):
         }
         refuse_first(self.key, excluded)
 
+    def read(self, settings: Settings) -> "Preferences":
+        """Return this objective with the loss that the settings name."""
+        return Preferences(preference_of(settings))
+
     def values(self, settings: Settings, length: int) -> dict[str, Any]:
         """Return the parameters that the loss has."""
         return {f"prefer.{name}": value for name, value in preference_of(settings).parameters.items()}
@@ -106,7 +118,8 @@ class Preferences(Objective):
 
     def open(self, plan: Plan, progress: Progress) -> "PreferenceTask":
         """Read the run's pairs, and print how many there are."""
-        chosen = preference_of(plan.settings)
+        chosen = self.preference
+        assert chosen is not None
         with progress.stage("pairs", str(plan.reading["source"])) as stage:
             pairs = read_pairs(plan.reading, labelled=chosen.labelled, progress=stage.report)
             held = held_out_said(pairs.held_out.documents, plan.reading["held_out"])

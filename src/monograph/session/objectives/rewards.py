@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from monograph.report.quantities import counted
 from monograph.rl.advantages import ratio_of
 from monograph.rl.arrange import Options
 from monograph.rl.form import AnswerForm
-from monograph.rl.loss import PolicyLoss, penalty
+from monograph.rl.loss import Kl, PolicyLoss, penalty
 from monograph.rl.prompts import Prompts, read_prompts
 from monograph.rl.rewards import Reward, Taught, form_named, reward_of
 from monograph.rl.rollouts import MOST_PROMPTS, MOST_ROWS, Drawer, Rollouts, Sharing, decoded_rows, slots_of
@@ -37,7 +37,6 @@ from monograph.run.models import load_with_tokenizer
 from monograph.run.progress import Progress
 from monograph.run.recipe import digest, run_named, shape_in
 from monograph.run.trust import is_all_trusted
-from monograph.session.adapting import lora_of
 from monograph.session.objective import HeldOutScore, Objective, Task, Windows, held_out_said, refuse_first
 from monograph.session.opening import Opening, opening_of_prompt
 from monograph.session.plan import FP32_BYTES, Plan, is_sharded, sharing
@@ -71,14 +70,44 @@ _PARAMETERS = {"regex": "reward_regex", "json-schema": "reward_schema", "teacher
 CALIBRATING = 20  # last updates of a run, whose drawing is compared with its closed form
 
 
+@dataclass(frozen=True)
 class Rewards(Objective):
-    """Learn from rewards."""
+    """Learn from rewards.
+
+    Attributes:
+        reward: the reward; regex, schema and teacher: what it needs, if anything.
+        vouched: the digest of each Python file that may run, by the value that names it.
+        answer_form: what all answers match, a regular expression or the file of a schema; None each: they have any
+            form.
+        prompts: prompts of an update; group: answers to each; draws: draws of an update; updates: updates of a draw.
+        max_new_tokens: the most tokens of an answer; temperature: at which they are drawn.
+        advantage: the advantage; None for a teacher's.
+        kl: the term beside the reward; None without one.
+        masks_truncated: whether answers that are cut off are left out; truncation_penalty: what they lose else.
+    """
 
     key = "rl.reward"
     section = "rl"
     is_own_length = True
     answers_on_device = True
     finds_spikes = False  # gradients are 0 until some group differs, so the first that teaches would be taken for one
+
+    reward: str = ""
+    regex: str | None = None
+    schema: str | None = None
+    teacher: str | None = None
+    vouched: Mapping[str, str] = field(default_factory=dict)
+    answer_form: tuple[str | None, str | None] = (None, None)
+    prompts: int = 0
+    group: int = 0
+    draws: int = 0
+    updates: int = 0
+    max_new_tokens: int = 0
+    temperature: float = 1.0
+    advantage: str | None = None
+    kl: Kl | None = None
+    masks_truncated: bool = False
+    truncation_penalty: float = 0.0
 
     def records(self, settings: Settings) -> str:
         """Return what its records are."""
@@ -145,6 +174,30 @@ class Rewards(Objective):
             raise UsageError(f"{settings.said(key)}: {count}: leave it out")
         return values | {key: tokens}
 
+    def read(self, settings: Settings) -> "Rewards":
+        """Return this objective with how answers are drawn and weighed."""
+        rl = settings.rl
+        assert rl.reward and rl.prompts and rl.group and rl.draws and rl.max_new_tokens and rl.temperature
+        assert rl.updates
+        return Rewards(
+            reward=rl.reward,
+            regex=rl.reward_regex,
+            schema=rl.reward_schema,
+            teacher=rl.teacher,
+            vouched=settings.vouched,
+            answer_form=(rl.answer_regex, rl.answer_schema),
+            prompts=rl.prompts,
+            group=rl.group,
+            draws=rl.draws,
+            updates=rl.updates,
+            max_new_tokens=rl.max_new_tokens,
+            temperature=rl.temperature,
+            advantage=rl.advantage,
+            kl=penalty(rl.kl, rl.kl_coef, rl.entropy_coef, rl.advantage, "rl."),
+            masks_truncated=rl.truncated == "mask",
+            truncation_penalty=rl.truncation_penalty or 0.0,
+        )
+
     def judged(self, plan: Plan) -> Judged:
         """Return whether answers are scored by the arithmetic that drew them."""
         return "exact" if options_of(plan).exact else "rows"
@@ -158,7 +211,7 @@ class Rewards(Objective):
         its answer may fill a row.
         """
         options = options_of(plan)
-        lora = lora_of(plan.settings)
+        lora = plan.job.lora
         narrow = plan.precision != "fp32" and (lora or not plan.optim.master_weights)
         dtype = torch.bfloat16 if narrow else torch.float32
         slots = slots_of(options, config, slots or options.length + 1)
@@ -173,7 +226,7 @@ class Rewards(Objective):
             # The weights that are trained wait in a second copy while the reference scores.
             numbers = trained_numbers(config, lora, plan.precision) // sharing(plan.parallel, ranks)
             beside["reference"] = 2 * width * numbers
-        teacher = plan.settings.rl.teacher
+        teacher = asked_of(plan).teacher
         shape = shape_in(teacher) if teacher else None
         if shape:
             beside["teacher"] = shape.parameter_count() * FP32_BYTES
@@ -198,9 +251,7 @@ class Rewards(Objective):
 
     def open(self, plan: Plan, progress: Progress) -> "RewardTask":
         """Read the run's prompts, and print how many there are; open the reward, which the task closes."""
-        rl = plan.settings.rl
-        assert rl.reward
-        reward = reward_of(rl.reward, plan.settings.vouched, regex=rl.reward_regex, schema=rl.reward_schema)
+        reward = reward_of(self.reward, self.vouched, regex=self.regex, schema=self.schema)
         reward.unconfined = is_all_trusted()
         try:
             return RewardTask(_prompts(plan, reward, progress), reward)
@@ -211,7 +262,7 @@ class Rewards(Objective):
 
 def _prompts(plan: Plan, reward: Reward, progress: Progress) -> Prompts:
     """Read the run's prompts, load the teacher, and print how many prompts there are."""
-    rl = plan.settings.rl
+    objective = asked_of(plan)
     reading = plan.reading
     options = options_of(plan)
     with progress.stage("prompts", str(reading["source"])) as stage:
@@ -223,13 +274,13 @@ def _prompts(plan: Plan, reward: Reward, progress: Progress) -> Prompts:
         stage.result = f"{asked} of up to {counted(prompts.longest, 'token')}, {held}{skipped}"
     for line in prompts.notes:
         progress.line("note", line)
-    if isinstance(reward, Taught) and rl.teacher is not None:
-        with progress.stage("teacher", rl.teacher):
-            reward.teacher = _teacher(rl.teacher, prompts, options)
+    if isinstance(reward, Taught) and objective.teacher is not None:
+        with progress.stage("teacher", objective.teacher):
+            reward.teacher = _teacher(objective.teacher, prompts, options)
     # Another program, schema or teacher would give other rewards to the same answers, so a run belongs to this one.
     decisive = prompts.fingerprint + reward.digest
     decisive += digest(reward.teacher) if reward.teacher else ""
-    form = form_named(*answer_form(plan))
+    form = form_named(*objective.answer_form)
     decisive += form.digest if form else ""
     return replace(prompts, fingerprint=hashlib.sha256(decisive.encode()).hexdigest())
 
@@ -264,32 +315,32 @@ def _teacher(name: str, prompts: Prompts, options: Options) -> Llama:
     return model.to(default_device()).requires_grad_(False).train(False)
 
 
-def answer_form(plan: Plan) -> tuple[str | None, str | None]:
-    """Return what all answers match, a regular expression or the file of a schema; None each: they have any form."""
-    rl = plan.settings.rl
-    return rl.answer_regex, rl.answer_schema
+def asked_of(plan: Plan) -> Rewards:
+    """Return the objective of a run that learns from rewards."""
+    objective = plan.job.objective
+    assert isinstance(objective, Rewards)
+    return objective
 
 
 def options_of(plan: Plan) -> Options:
     """Return how a run's answers are drawn and weighed."""
-    rl = plan.settings.rl
-    assert rl.prompts and rl.group and rl.draws and rl.max_new_tokens and rl.temperature and rl.updates
+    asked = asked_of(plan)
     return Options(
-        prompts=rl.prompts,
-        group=rl.group,
-        max_new_tokens=rl.max_new_tokens,
-        temperature=rl.temperature,
-        advantage=rl.advantage or TAUGHT_AS,
-        draws=rl.draws,
+        prompts=asked.prompts,
+        group=asked.group,
+        max_new_tokens=asked.max_new_tokens,
+        temperature=asked.temperature,
+        advantage=asked.advantage or TAUGHT_AS,
+        draws=asked.draws,
         length=plan.sequence_length,
         packed=plan.reading["packing"] == "packed",
         exact=plan.compile == "none" and default_device().type == "cpu",
         seed=plan.seed,
         epochs=plan.epochs,
-        updates=rl.updates,
-        kl=penalty(rl.kl, rl.kl_coef, rl.entropy_coef, rl.advantage, "rl."),
-        masks_truncated=rl.truncated == "mask",
-        truncation_penalty=rl.truncation_penalty or 0.0,
+        updates=asked.updates,
+        kl=asked.kl,
+        masks_truncated=asked.masks_truncated,
+        truncation_penalty=asked.truncation_penalty,
     )
 
 
@@ -304,7 +355,7 @@ def drawing_time(plan: Plan, config: LlamaConfig, machine: Device, prompt: int =
         tokens: tokens of the longest answer; 0: the most.
     """
     options = options_of(plan)
-    number_bytes = 2 if plan.precision != "fp32" and lora_of(plan.settings) else FP32_BYTES
+    number_bytes = 2 if plan.precision != "fp32" and plan.job.lora else FP32_BYTES
     drawing = Drawing(
         options.prompts * options.group,
         MOST_ROWS,
@@ -318,7 +369,7 @@ def drawing_time(plan: Plan, config: LlamaConfig, machine: Device, prompt: int =
 
 def drawing_kind(plan: Plan) -> str:
     """Return the key of `Calibration` for how long drawing takes: adapters, and their base's bits, cost each step."""
-    lora = lora_of(plan.settings)
+    lora = plan.job.lora
     return f"drawing, {plan.precision}, {f'adapters on {lora.base}' if lora else 'whole'}"
 
 
@@ -355,7 +406,7 @@ class RewardTask(Task):
         if options.exact:
             model.use_attention("cached")
         ratio = ratio_of(options.advantage, options.updates)
-        described = form_named(*answer_form(plan))
+        described = form_named(*asked_of(plan).answer_form)
         form = AnswerForm(described, self.data, self.data.ends(model.config), default_device()) if described else None
         return PolicyLoss(options.temperature, ratio, options.kl, options.advantage, options.updates, form)
 
@@ -485,7 +536,7 @@ class RewardTask(Task):
     def opening(self, config: LlamaConfig | None) -> Opening:
         """Return the first prompt."""
         first = self.data.train[0]
-        regex, schema = answer_form(self.plan())
+        regex, schema = asked_of(self.plan()).answer_form
         form: tuple[str, ...] = ()
         if regex is not None:
             form = ("--regex", regex)
