@@ -174,7 +174,11 @@ def stops(found: Package, begin: tuple[str, str] = BEGIN) -> list[Function]:
 
 def climbs(found: Package, reached: list[Function]) -> list[tuple[Function, Function]]:
     """Return the pairs of a stop and the next one whose file is above it."""
-    return [(one, other) for one, other in pairwise(reached) if one.file in found.above(other.file)]
+    return [
+        (one, other)
+        for one, other in pairwise(reached)
+        if one.file != other.file and one.file in found.above(other.file)
+    ]
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from monograph.run.progress import Progress
 from monograph.session import eager_start
 from monograph.session.eager_start import MARK, compile_run, compiled_key, pays
 from monograph.session.objectives.preferences import with_records
-from monograph.session.recorded import write_config
+from monograph.session.record import write_config
 from monograph.session.resolve import resolve
 from monograph.session.session import Session
 from monograph.session.setup import open_session

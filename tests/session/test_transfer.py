@@ -22,7 +22,8 @@ from monograph.model.llama import Llama
 from monograph.run.folder import Run
 from monograph.session.door import transfer_of
 from monograph.session.plan import Shape
-from monograph.session.recorded import branched, settings_of, write_config
+from monograph.session.record import write_config
+from monograph.session.recorded import branched, settings_of
 from monograph.session.requirements import require_possible
 from monograph.session.resolve import request_of, resolve, shape_of
 from monograph.sweeps.spec import carried, narrow

@@ -17,8 +17,8 @@ from monograph.planner.remedies import Choices, better
 from monograph.planner.streaming import HOST_SHARE
 from monograph.predict.roofline import Calibration, peak_flops
 from monograph.report.quantities import gibibytes
-from monograph.session.adapting import token_notes
 from monograph.session.job import Job
+from monograph.session.new_tokens import token_notes
 from monograph.session.objectives.preferences import with_records
 from monograph.session.plan import Plan
 from monograph.session.requirements import notes_on, require_one_device, require_possible, require_room

@@ -13,13 +13,15 @@ from monograph.model.adapter import is_adapter, read_adapter, resolved_base
 from monograph.model.config import LlamaConfig
 from monograph.model.families import FIRST_FAMILY
 from monograph.model.files import has_weights
-from monograph.optim import OPTIMIZERS, Optimizer
+from monograph.optim import OPTIMIZERS
 from monograph.planner import defaults
 from monograph.run.models import positions_of
 from monograph.run.recipe import Recipe, run_named, shape_in, tokenizer_named, tokenizer_of
-from monograph.session.adapting import fixed_lora, lora_of, rates, tokens_of
+from monograph.session.adapting import fixed_lora, lora_of, rates
 from monograph.session.job import AskedTransfer, Intervals, Job, Span
-from monograph.session.objectives import objective_of, objective_values
+from monograph.session.new_tokens import tokens_of
+from monograph.session.objective import Objective
+from monograph.session.objectives import opened
 from monograph.session.record import ORIGIN, Record
 from monograph.session.recorded import own_copies
 from monograph.session.requirements import require_positions, require_targets
@@ -44,36 +46,51 @@ def job_of(settings: Settings, *, built: bool = True) -> Job:
         UsageError: choices exclude one another.
     """
     shape_alone = not built and settings.model.init is not None and is_file(Path(settings.model.init, "config.json"))
-    found = _found(settings, shape_alone)
-    settings, recipe = found.settings, found.recipe
-    lora = lora_of(settings)
-    objective = objective_of(settings).read(settings)
+    span = _span(settings)
+    intervals = _intervals(settings)
+    transfer = transfer_asked(settings)
+    settings, objective, recipe, shape = _found(settings, transfer, shape_alone)
+    optim = settings.optim
     train = settings.train
     length = int(settings.data.sequence_length)
-    asked_tokens = int(train.tokens_per_update)
-    per_update = defaults.in_whole_rows(asked_tokens, length)
-    optim = _optimizer(settings, recipe, is_adapted=lora is not None, judges=objective.judges)
-    final = settings.optim.min_lr_ratio
-    tokens = tokens_of(settings)
+    per_update = defaults.in_whole_rows(int(train.tokens_per_update), length)
+    lora = lora_of(settings)
+    tokens = tokens_of(settings, is_adapted=lora is not None)
+    rule: str = optim.name
+    if rule == "auto":
+        rule = defaults.optimizer(fresh=recipe.init is None)
+    usual_rate = _usual_rate(recipe, rule, lora is not None) * (defaults.JUDGED_SHARE if objective.judges else 1)
+    fields = rates(optim.lr, settings.lora.lr_ratio, usual_rate) | fresh_fields(recipe, rule)
+    if optim.weight_decay != "auto":
+        fields["weight_decay"] = optim.weight_decay
     job = Job(
         record=Record(settings),
         objective=objective,
         recipe=recipe,
-        sizes_said=_sizes_said(settings),
-        reading=settings.data.model_dump() | own_copies(settings),
+        sizes_said=_said(settings.pinned(), "model"),
+        reading=settings.data.model_dump() | own_copies(settings.data, settings.origins),
         tokens=tokens,
         lora=lora,
-        transfer=transfer_asked(settings),
-        optim=optim.optimizer,
-        is_rate_open=optim.is_rate_open,
-        is_decay_open=optim.is_decay_open,
-        clip=_clip(settings, finds_spikes=objective.finds_spikes),
-        schedule_name=settings.optim.schedule,
-        final=FINAL if final is None else final,
-        asked_tokens=asked_tokens,
+        transfer=transfer and transfer._replace(base=optim.transfer_base),
+        optim=OPTIMIZERS[rule](
+            state=optim.state,
+            master_weights=optim.master_weights,
+            seed=recipe.seed,
+            betas=optim.betas,
+            eps=optim.eps,
+            ema=None if optim.ema == "none" else optim.ema,
+            **fields,
+        ),
+        is_rate_open=optim.lr == "auto",
+        is_decay_open=optim.weight_decay == "auto",
+        clip=_clip(optim.grad_clip, optim.skip_spikes, objective.finds_spikes),
+        schedule_name=optim.schedule,
+        final=FINAL if optim.min_lr_ratio is None else optim.min_lr_ratio,
+        asked_tokens=int(train.tokens_per_update),
         tokens_per_update=per_update,
-        span=_span(settings, per_update),
-        intervals=_intervals(settings),
+        updates=span.updates or (defaults.updates_of(span.tokens, per_update) if span.tokens else 0),
+        span=span,
+        intervals=intervals,
         keep=train.keep,
         precision=train.precision,
         parallel=train.parallel,
@@ -85,21 +102,49 @@ def job_of(settings: Settings, *, built: bool = True) -> Job:
     )
     if not shape_alone:
         tokens.require()
-    require_targets(lora, found.shape)
-    require_positions(length, found.shape)
+    require_targets(lora, shape)
+    require_positions(length, shape)
     return job
 
 
+def _span(settings: Settings) -> Span:
+    """Return how long the run lasts; if only the whole time is limited, training may fill it."""
+    train = settings.train
+    whole = train.wall_minutes
+    minutes = train.minutes or DEFAULT_MINUTES
+    is_timed = "train.minutes" in settings.origins
+    if whole is not None and not is_timed:
+        minutes = whole
+    return Span(train.updates or 0, train.tokens or 0, train.epochs, minutes, whole, is_timed)
+
+
+def _intervals(settings: Settings) -> Intervals:
+    warmup, train = settings.optim.warmup_updates, settings.train
+    return Intervals(
+        warmup_updates=None if warmup == "auto" else warmup,
+        eval_every=None if train.eval_every == "auto" else train.eval_every,
+        save_every=None if train.save_every == "auto" else train.save_every,
+    )
+
+
 class _Found(NamedTuple):
-    """The settings with what they name found, the recipe, and the model's shape: None if only building tells it."""
+    """What settings name, found.
+
+    Attributes:
+        settings: the settings with what was found.
+        objective: the way to learn, with its own keys decided.
+        recipe: the checked recipe.
+        shape: the model's shape; None for a new model, or if only building tells it.
+    """
 
     settings: Settings
+    objective: Objective
     recipe: Recipe
     shape: LlamaConfig | None
 
 
-def _found(settings: Settings, shape_alone: bool) -> _Found:
-    """Decide preset, lengths, tokenizer and adapters, and find what `model.init` names."""
+def _found(settings: Settings, transfer: AskedTransfer | None, shape_alone: bool) -> _Found:
+    """Decide preset, lengths, tokenizer, adapters and the base of a width transfer; find what `model.init` names."""
     model = settings.model
     chosen: dict[str, Any] = {}
     length, per_update = settings.data.sequence_length, settings.train.tokens_per_update
@@ -113,28 +158,32 @@ def _found(settings: Settings, shape_alone: bool) -> _Found:
     if model.preset == "auto" and model.init is None and not model.hidden_size:
         chosen["model.preset"] = defaults.DEFAULT.preset
     preset = str(chosen.get("model.preset", model.preset))
-    chosen |= fixed_lora(settings) | objective_values(settings, length)
+    chosen |= fixed_lora(settings)
+    objective, values = opened(settings, length)
+    chosen |= values
     family = model.family or FIRST_FAMILY
     recipe = Recipe(model.init, preset, model.sizes(), settings.train.seed, family=family, vouched=settings.vouched)
     recipe = recipe if shape_alone and not has_weights(Path(str(model.init))) else recipe.checked()
-    transfer = transfer_of(settings, None if model.init else recipe.shape(vocab_size=1))
     if transfer:
-        chosen["optim.transfer_base"] = transfer.base.hidden_size
+        rule = transfer.of(None if model.init else recipe.shape(vocab_size=1))
+        chosen["optim.transfer_base"] = rule.base.hidden_size
     if (named := tokenizer_named(settings.data.tokenizer)) != settings.data.tokenizer:
         chosen["data.tokenizer"] = named
     if settings.data.tokenizer == "auto" and not shape_alone:
         chosen["data.tokenizer"] = (None if recipe.code else _own_tokenizer(model.init)) or "bpe"
     if chosen.get("data.tokenizer", settings.data.tokenizer) == "bpe" and settings.data.vocab_size is None:
         chosen["data.vocab_size"] = defaults.DEFAULT.vocabulary
-    if per_update == "auto" and not objective_of(settings).is_own_length:
+    if per_update == "auto" and not objective.is_own_length:
         usual = max(defaults.DEFAULT.tokens_per_update, length)
         chosen["train.tokens_per_update"] = defaults.in_whole_rows(usual, length)
     settings = settings.resolve(chosen, ORIGIN)
     shape = shape_in(recipe.init) if recipe.init else None
     init = settings.model.init  # a run records its full path; an error shows it as it was typed
     if init and is_adapter(init):
-        return _Found(settings, recipe._replace(init=resolved_base(read_adapter(init)), adapter=init), shape)
-    return _Found(settings, recipe._replace(init=init), shape)
+        recipe = recipe._replace(init=resolved_base(read_adapter(init)), adapter=init)
+    else:
+        recipe = recipe._replace(init=init)
+    return _Found(settings, objective, recipe, shape)
 
 
 def _own_tokenizer(init: str | None) -> str | None:
@@ -153,9 +202,9 @@ def _own_tokenizer(init: str | None) -> str | None:
         raise InputRefused(f"{error}, or name one as data.tokenizer") from None
 
 
-def _sizes_said(settings: Settings) -> str:
-    """Return the keys that shape the model, with their values, as an error shows them."""
-    return ", ".join(f"{key} = {value}" for key, value in settings.pinned().items() if key.startswith("model."))
+def _said(values: dict[str, Any], section: str) -> str:
+    """Return the keys of a section with their values, as an error shows them."""
+    return ", ".join(f"{key} = {value}" for key, value in values.items() if key.startswith(f"{section}."))
 
 
 def transfer_asked(settings: Settings) -> AskedTransfer | None:
@@ -180,37 +229,6 @@ def transfer_of(settings: Settings, config: LlamaConfig | None) -> WidthTransfer
     return asked.of(config) if asked else None
 
 
-class _AskedOptimizer(NamedTuple):
-    """An optimizer, and whether its rate and its weight decay are usual values that may change."""
-
-    optimizer: Optimizer
-    is_rate_open: bool
-    is_decay_open: bool
-
-
-def _optimizer(settings: Settings, recipe: Recipe, *, is_adapted: bool, judges: bool) -> _AskedOptimizer:
-    """Return the optimizer, without the changes of width transfer."""
-    optim = settings.optim
-    name: str = optim.name
-    if name == "auto":
-        name = defaults.optimizer(fresh=recipe.init is None)
-    usual = _usual_rate(recipe, name, is_adapted) * (defaults.JUDGED_SHARE if judges else 1)
-    fields = rates(optim.lr, settings.lora.lr_ratio, usual) | fresh_fields(recipe, name)
-    is_decay_open = optim.weight_decay == "auto"
-    if not is_decay_open:
-        fields = {**fields, "weight_decay": optim.weight_decay}
-    made = OPTIMIZERS[name](
-        state=optim.state,
-        master_weights=optim.master_weights,
-        seed=recipe.seed,
-        betas=optim.betas,
-        eps=optim.eps,
-        ema=None if optim.ema == "none" else optim.ema,
-        **fields,
-    )
-    return _AskedOptimizer(made, optim.lr == "auto", is_decay_open)
-
-
 def fresh_fields(recipe: Recipe, rule: str, epochs: int = 1) -> dict[str, Any]:
     """Return the fields in which the optimizer of a new model differs from its class's defaults."""
     return {} if recipe.init else defaults.muon_fields(recipe.preset, recipe.family, rule, epochs)
@@ -228,31 +246,14 @@ def _usual_rate(recipe: Recipe, rule: str, is_adapted: bool) -> float:
     return rate * OPTIMIZERS[rule].rate_factor
 
 
-def _clip(settings: Settings, finds_spikes: bool) -> Clip | None:
-    """Return the clipping; None if gradients are not clipped."""
-    norm = settings.optim.grad_clip
+def _clip(norm: float | str, skip_spikes: bool | str, finds_spikes: bool) -> Clip | None:
+    """Return the clipping; None if gradients are not clipped.
+
+    Args:
+        norm: optim.grad_clip.
+        skip_spikes: optim.skip_spikes.
+        finds_spikes: whether "auto" skips spikes.
+    """
     if norm == "none":
         return None
-    skip = settings.optim.skip_spikes
-    return Clip(norm, skip_spikes=finds_spikes if skip == "auto" else skip)
-
-
-def _span(settings: Settings, tokens_per_update: int) -> Span:
-    """Return how long the run lasts; if only the whole time is limited, training may fill it."""
-    train = settings.train
-    whole = train.wall_minutes
-    minutes = train.minutes or DEFAULT_MINUTES
-    is_timed = "train.minutes" in settings.origins
-    if whole is not None and not is_timed:
-        minutes = whole
-    by_tokens = defaults.updates_of(train.tokens, tokens_per_update) if train.tokens else 0
-    return Span(train.updates or by_tokens, train.epochs, minutes, whole, is_timed)
-
-
-def _intervals(settings: Settings) -> Intervals:
-    warmup, train = settings.optim.warmup_updates, settings.train
-    return Intervals(
-        warmup_updates=None if warmup == "auto" else warmup,
-        eval_every=None if train.eval_every == "auto" else train.eval_every,
-        save_every=None if train.save_every == "auto" else train.save_every,
-    )
+    return Clip(float(norm), skip_spikes=finds_spikes if skip_spikes == "auto" else bool(skip_spikes))

@@ -16,7 +16,7 @@ from monograph.model.config import LlamaConfig
 from monograph.optim import Optimizer
 from monograph.predict.footprint import Compile
 from monograph.run.recipe import Recipe
-from monograph.session.adapting import Tokens
+from monograph.session.new_tokens import Tokens
 from monograph.session.record import Record
 from monograph.step import Clip
 from monograph.transfer import WidthTransfer, narrowed
@@ -62,7 +62,7 @@ class Span(NamedTuple):
     """How long a run lasts.
 
     Attributes:
-        updates: its updates; 0 if other values, or the clock, give them.
+        updates: its updates; 0 if other values, or the clock, give them. tokens: its tokens; 0, too.
         epochs: passes over the text; None if another value gives the length.
         minutes: minutes of training, used if neither updates nor epochs are given.
         wall_minutes: minutes of the whole run; None if they are not limited.
@@ -70,6 +70,7 @@ class Span(NamedTuple):
     """
 
     updates: int
+    tokens: int
     epochs: int | None
     minutes: float
     wall_minutes: float | None
@@ -102,6 +103,7 @@ class Job:
         clip: the clipping of the gradient norm; None without clipping.
         schedule_name: the learning rate's schedule; final: the share of the peak rate that it falls to.
         asked_tokens: tokens of an update, as they were asked for; tokens_per_update: in whole rows.
+        updates: its updates, if they or its tokens are given; else 0.
         span: how long the run lasts.
         intervals: how often something is done.
         keep: the number of checkpoints that stay.
@@ -127,6 +129,7 @@ class Job:
     final: float
     asked_tokens: int
     tokens_per_update: int
+    updates: int
     span: Span
     intervals: Intervals
     keep: int

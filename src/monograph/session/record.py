@@ -1,10 +1,13 @@
 """Hold what config.toml says of a run while its open values are decided, one after another."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from monograph.config import Settings
+from monograph.run.folder import Run
+from monograph.run.trust import marked
+from monograph.run.writing import write_whole
 
 ORIGIN = "plan"  # the origin of a value that is decided here
 
@@ -32,3 +35,18 @@ class Record:
     def toml(self) -> str:
         """Return the text of config.toml, without a mark."""
         return self.settings.to_toml()
+
+
+def write_config(run: Run, settings: Settings, programs: Sequence[str] = ()) -> None:
+    """Write config.toml, whole or not at all, with this user's mark if the settings vouch for all code that they name.
+
+    Args:
+        run: the run or the sweep's folder.
+        settings: the settings of the run or of the sweep.
+        programs: values that name code in a sweep's points.
+    """
+    named = [*settings.programs, *programs]
+    text = settings.to_toml()
+    if all(value in settings.vouched for value in named):
+        text = marked(text, {value: settings.vouched[value] for value in named})
+    write_whole(run.config, text)

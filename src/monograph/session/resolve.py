@@ -19,10 +19,11 @@ from monograph.predict.estimate import spared_bytes
 from monograph.predict.footprint import Compile, Work
 from monograph.predict.roofline import Calibration
 from monograph.run.recipe import is_weight_file, run_named
-from monograph.session.adapting import NewTokens
 from monograph.session.door import fresh_fields, job_of
 from monograph.session.job import Intervals, Job
+from monograph.session.new_tokens import NewTokens
 from monograph.session.plan import Length, Plan, Shape, is_sharded, sharing
+from monograph.session.record import Record
 from monograph.session.requirements import require_room
 from monograph.storage.cache_dir import cache_root, calibration_file
 from monograph.text.tokenizer import parse
@@ -32,11 +33,11 @@ REMATS = ("none", "pointwise", 0.5, 0.25, "full", "offload")
 RANKING_FLOPS = 1e12  # any rate will do, since only the order of candidates of one precision matters
 
 
-def resolve(given: Settings | Plan, machine: Device, *known: Shape | Length, built: bool = True) -> Plan:
+def resolve(given: Settings | Record | Plan, machine: Device, *known: Shape | Length, built: bool = True) -> Plan:
     """Return the plan of a run, with every value decided whose inputs are known.
 
     Args:
-        given: the run's settings, or the plan that was made from them before.
+        given: the run's settings, as they are given or recorded, or the plan that was made from them before.
         machine: the device that the run trains on.
         known: facts that are known now: the model's shape, the number of updates.
         built: whether the model will be built; if not, a folder with config.json and no weights will do.
@@ -46,7 +47,8 @@ def resolve(given: Settings | Plan, machine: Device, *known: Shape | Length, bui
         OutOfDeviceMemory: nothing fits according to the planner.
         UsageError: choices exclude one another.
     """
-    plan = given if isinstance(given, Plan) else _sized(job_of(given, built=built), machine)
+    settings = given.settings if isinstance(given, Record) else given
+    plan = settings if isinstance(settings, Plan) else _sized(job_of(settings, built=built), machine)
     for fact in known:
         plan = _fitted(plan, machine, fact) if isinstance(fact, Shape) else _lasting(plan, fact)
     return plan
@@ -77,8 +79,8 @@ def _sized(job: Job, machine: Device) -> Plan:
         compile=job.compile,
         remat=job.remat,
         memory=job.memory,
-        updates=job.span.updates,
-        **_intervals(job, Length(job.span.updates)),
+        updates=job.updates,
+        **_intervals(job, Length(job.updates)),
     )
 
 

@@ -27,8 +27,8 @@ from monograph.run.progress import Progress
 from monograph.run.recipe import digest, extended, is_weight_file, left_out_of, recorded, require_base_of, shape_in
 from monograph.run.recorded_state import newest_state
 from monograph.run.writing import recorded_parent
-from monograph.session.adapting import token_notes
 from monograph.session.distilling import mixture_loss
+from monograph.session.new_tokens import token_notes
 from monograph.session.objective import Task
 from monograph.session.plan import Plan, Shape, is_sharded
 from monograph.session.ranks import agreed
@@ -97,8 +97,8 @@ def open_session(
 
 def agreed_plan(world: World, plan: Plan, machine: Device) -> Plan:
     """Return rank 0's plan on all ranks: the others make theirs from what rank 0 would record, each on its device."""
-    settings = agreed(world, plan.record.settings)
-    return plan if world.leads else resolve(settings, machine)
+    record = agreed(world, plan.record)
+    return plan if world.leads else resolve(record, machine)
 
 
 def _as_begun(plan: Plan, run: Run) -> Plan:

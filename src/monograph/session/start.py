@@ -19,10 +19,11 @@ from monograph.run import writing
 from monograph.run.folder import Run
 from monograph.run.progress import Progress, silent
 from monograph.run.started import note_start
-from monograph.session import eager_start, recorded
+from monograph.session import eager_start, ranks
 from monograph.session.brief import expected_whole_s, updates_given, why_uncompiled
 from monograph.session.objective import Task
 from monograph.session.plan import Plan
+from monograph.session.record import Record, write_config
 from monograph.session.reporting import Reporter
 from monograph.session.requirements import notes_on, require_possible
 from monograph.session.resolve import resolve
@@ -62,15 +63,16 @@ def open_run(
         started: when the program was started.
     """
     machine = describe()
-    require_possible(settings, machine)
-    plan = resolve(settings, machine)
+    record = ranks.agreed(world, Record(settings))
+    require_possible(record.settings, machine)
+    plan = resolve(record, machine)
     for line in notes_on(plan, machine):
         progress.line("note", line)
     if not folder.begun and (least := _least(plan, started)):
         progress.line("time", least)
     if world.leads and not folder.begun:
         plan = _keeping_stdin(folder, plan, progress)
-        recorded.write_config(folder, plan.record.settings)
+        write_config(folder, plan.record.settings)
     if world.leads:
         note_start(folder)
     plan = agreed_plan(world, plan, machine)
@@ -91,7 +93,7 @@ def open_run(
         session.batches.close()
         ends = session.ends_s, session.end_s
         # Where nothing is compiled, the planner chooses otherwise, and answers are drawn otherwise.
-        plan = resolve(plan.record.noted({"train.compile": "none"}).settings, machine)
+        plan = replace(plan, compile="none", record=plan.record.noted({"train.compile": "none"}))
         session, _ = opened(plan, progress=silent())
         choose_kernel(session, window, silent())
         session.ends_s, session.end_s = ends
@@ -108,7 +110,7 @@ def open_run(
     if not resumed:
         fix_length(session, progress)
         if world.leads:
-            recorded.write_config(folder, session.plan.record.settings)
+            write_config(folder, session.plan.record.settings)
         session.save()
     return session
 

@@ -26,7 +26,7 @@ from monograph.run.writing import write_tokenizer
 from monograph.session import objective
 from monograph.session.objectives.texts import TextTask
 from monograph.session.plan import Length
-from monograph.session.recorded import write_config
+from monograph.session.record import write_config
 from monograph.session.resolve import resolve
 from monograph.session.session import Session, seed_all
 from monograph.session.setup import BuiltRun, build_run, make_engine

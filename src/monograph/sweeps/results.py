@@ -22,7 +22,8 @@ from monograph.run.recipe import names_run
 from monograph.session.distilling import write_teachers
 from monograph.session.objectives.texts import TextTask, open_corpus
 from monograph.session.plan import Plan
-from monograph.session.recorded import run_settings, write_config
+from monograph.session.record import write_config
+from monograph.session.recorded import run_settings
 from monograph.session.reporting import finished
 from monograph.session.resolve import resolve
 from monograph.session.session import seed_all

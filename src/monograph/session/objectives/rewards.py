@@ -37,12 +37,12 @@ from monograph.run.models import load_with_tokenizer
 from monograph.run.progress import Progress
 from monograph.run.recipe import digest, run_named, shape_in
 from monograph.run.trust import is_all_trusted
-from monograph.session.objective import HeldOutScore, Objective, Task, Windows, held_out_said, refuse_first
+from monograph.session.choices import FP8, OF_CODE, STREAMED, Choice
+from monograph.session.objective import HeldOutScore, Objective, Opened, Task, Windows, held_out_said
 from monograph.session.opening import Opening, opening_of_prompt
 from monograph.session.plan import FP32_BYTES, Plan, is_sharded, sharing
 from monograph.session.reference import read_reference, write_reference
 from monograph.storage.cache_dir import calibration_file
-from monograph.storage.code import code_named
 from monograph.storage.reading import without_links
 
 TEACHER = "teacher"
@@ -88,6 +88,19 @@ class Rewards(Objective):
 
     key = "rl.reward"
     section = "rl"
+    excluded = (
+        (OF_CODE, "a program says no tokenizer: name a run or a folder"),
+        (STREAMED, "answers are drawn on the device: leave it out"),
+        (FP8, "answers are not drawn in fp8: take bf16"),
+        (
+            Choice("train.tokens = {tokens}", lambda made: made.tokens is not None),
+            "answers have any length: give updates or minutes",
+        ),
+        (
+            Choice("optim.ema = {ema}", lambda made: made.ema != "none"),
+            "answers are the weights' own: leave it out",
+        ),
+    )
     is_own_length = True
     answers_on_device = True
     finds_spikes = False  # gradients are 0 until some group differs, so the first that teaches would be taken for one
@@ -113,55 +126,47 @@ class Rewards(Objective):
         """Return what its records are."""
         return "prompts"
 
-    def require_unused(self, settings: Settings) -> None:
-        """Refuse other keys of [rl] without a reward; see `Objective.require_unused`."""
-        lonely = [key for key in settings.pinned() if key.startswith("rl.")]
-        if lonely:
-            key, origin = lonely[0], settings.origins[lonely[0]]
-            raise UsageError(f"{origin}: {key} is of answers that are rewarded: give rl.reward, too, such as exact")
+    def unused(self, origin: str, key: str, written: str) -> str:
+        """Return the refusal of another key of [rl] without a reward; see `Objective.unused`."""
+        return f"{origin}: {key} is of answers that are rewarded: give rl.reward, too, such as exact"
 
-    def require(self, settings: Settings) -> None:
-        """Refuse choices that do not go with `rl.reward`; see `Objective.require`."""
-        init = settings.model.init
-        train = settings.train
-        ema = settings.optim.ema
-        no_program = "a program says no tokenizer: name a run or a folder"
-        any_length = "answers have any length: give updates or minutes"
-        excluded = {
-            f"model.init = {init}": (code_named(init) is not None, no_program),
-            "train.memory = stream": (train.memory == "stream", "answers are drawn on the device: leave it out"),
-            "train.precision = fp8": (train.precision == "fp8", "answers are not drawn in fp8: take bf16"),
-            f"train.tokens = {train.tokens}": (train.tokens is not None, any_length),
-            f"optim.ema = {ema}": (ema != "none", "answers are the weights' own: leave it out"),
-        }
-        refuse_first(self.key, excluded)
+    def require_keys(self, settings: Settings) -> None:
+        """Refuse values of [rl] that do not go together; see `Objective.require_keys`."""
         _require_parameters(settings)
         rl = settings.rl
         if rl.truncated == "mask" and rl.truncation_penalty:
             raise UsageError("rl.truncation_penalty lowers the reward of answers that rl.truncated = mask leaves out")
         penalty(rl.kl, rl.kl_coef, rl.entropy_coef, rl.advantage or USUAL["rl.advantage"], "rl.")
 
-    def values(self, settings: Settings, length: int) -> dict[str, Any]:
-        """Return values for all [rl] keys, and the tokens of an update.
+    def opened(self, settings: Settings, length: int) -> Opened:
+        """Return how answers are drawn and weighed, and values for all [rl] keys and for the tokens of an update.
 
         Raises:
             UsageError: keys are given that a teacher leaves without a meaning, or an answer has no room in a row.
         """
+        rl = settings.rl
         given = settings.pinned()
-        reward = settings.rl.reward
-        usual = USUAL
-        if reward == TEACHER:
+        usual: dict[str, Any] = {**USUAL, "rl.max_new_tokens": max(1, length // 2)}
+        asked: dict[str, Any] = {
+            "rl.advantage": rl.advantage,
+            "rl.prompts": rl.prompts,
+            "rl.group": rl.group,
+            "rl.draws": rl.draws,
+            "rl.updates": rl.updates,
+            "rl.kl": rl.kl,
+            "rl.temperature": rl.temperature,
+            "rl.max_new_tokens": rl.max_new_tokens,
+        }
+        values = {key: usual[key] if value is None else value for key, value in asked.items()}
+        if rl.reward == TEACHER:
             worth = "a teacher says what each token is worth"
             useless = [key for key in _NOT_OF_TEACHERS if given.get(key, "none") != "none"]
             if useless:
                 raise UsageError(f"{settings.origins[useless[0]]}: {useless[0]}: {worth}: leave it out")
-            usual = {key: value for key, value in USUAL.items() if key != "rl.advantage"}
-        values: dict[str, Any] = {"rl.max_new_tokens": max(1, length // 2)} | usual
-        values |= {key: value for key, value in given.items() if key in values}
-        values["rl.reward"] = reward
-        if settings.rl.teacher is not None:
-            run = run_named(settings.rl.teacher)  # record its path: `last` will soon name the new run
-            values["rl.teacher"] = str(run.named if run else without_links(settings.rl.teacher))
+            del values["rl.advantage"]
+        if rl.teacher is not None:
+            run = run_named(rl.teacher)  # record its path: `last` will soon name the new run
+            values["rl.teacher"] = str(run.named if run else without_links(rl.teacher))
         if values["rl.max_new_tokens"] >= length:
             raise UsageError(
                 f"rl.max_new_tokens = {values['rl.max_new_tokens']} leaves no room for a prompt in a row of "
@@ -172,31 +177,25 @@ class Rewards(Objective):
         if given.get(key, "auto") not in ("auto", tokens):
             count = "with rl.reward an update has rl.prompts x rl.group answers"
             raise UsageError(f"{settings.said(key)}: {count}: leave it out")
-        return values | {key: tokens}
-
-    def read(self, settings: Settings) -> "Rewards":
-        """Return this objective with how answers are drawn and weighed."""
-        rl = settings.rl
-        assert rl.reward and rl.prompts and rl.group and rl.draws and rl.max_new_tokens and rl.temperature
-        assert rl.updates
-        return Rewards(
-            reward=rl.reward,
+        decided = Rewards(
+            reward=str(rl.reward),
             regex=rl.reward_regex,
             schema=rl.reward_schema,
-            teacher=rl.teacher,
+            teacher=values.get("rl.teacher"),
             vouched=settings.vouched,
             answer_form=(rl.answer_regex, rl.answer_schema),
-            prompts=rl.prompts,
-            group=rl.group,
-            draws=rl.draws,
-            updates=rl.updates,
-            max_new_tokens=rl.max_new_tokens,
-            temperature=rl.temperature,
-            advantage=rl.advantage,
-            kl=penalty(rl.kl, rl.kl_coef, rl.entropy_coef, rl.advantage, "rl."),
+            prompts=values["rl.prompts"],
+            group=values["rl.group"],
+            draws=values["rl.draws"],
+            updates=values["rl.updates"],
+            max_new_tokens=values["rl.max_new_tokens"],
+            temperature=values["rl.temperature"],
+            advantage=values.get("rl.advantage"),
+            kl=penalty(values["rl.kl"], rl.kl_coef, rl.entropy_coef, values.get("rl.advantage"), "rl."),
             masks_truncated=rl.truncated == "mask",
             truncation_penalty=rl.truncation_penalty or 0.0,
         )
+        return Opened(decided, {**values, "rl.reward": rl.reward, key: tokens})
 
     def judged(self, plan: Plan) -> Judged:
         """Return whether answers are scored by the arithmetic that drew them."""
