@@ -9,7 +9,7 @@ from walk import climbs, package, stops
 
 FILES = {
     "top.py": "from monograph.low import hold\nfrom monograph.other import use\n\n\n"
-    "def run(settings):\n    hold(settings)\n    use(settings)\n    again(settings)\n    plain()\n\n\n"
+    "def run(settings):\n    hold(settings)\n    use(settings)\n    partial(again)\n    plain()\n\n\n"
     "def again(plan):\n    return plan.settings\n\n\ndef plain():\n    return 1\n",
     "other.py": "from monograph.low import hold\n\n\ndef use(given: Settings):\n    hold(given)\n",
     "low.py": "def hold(settings):\n    return Kept.of(settings).kept()\n\n\n"
