@@ -4,6 +4,7 @@ A rule is a value: `monograph.session.requirements` has the table of all, each o
 docs/support.md is made from them.
 """
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -57,10 +58,25 @@ class Choice(NamedTuple):
     Attributes:
         said: how an error names it, such as "train.tokens = {tokens}".
         is_made: whether it was made.
+        among: what the name in braces, if there is one, stands for, as a page says it.
     """
 
     said: str
     is_made: Callable[[Choices], bool]
+    among: str = ""
+
+    @property
+    def shown(self) -> str:
+        """Return it as a page names it."""
+        return _filled(self.said, self)
+
+
+def _filled(text: str, *choices: Choice) -> str:
+    """Return a text of some choices in which a name in braces stands for all that can be chosen."""
+    for choice in choices:
+        for name in re.findall(r"{\w+}", choice.said):
+            text = text.replace(name, choice.among)
+    return text
 
 
 class Exclusion(NamedTuple):
@@ -69,6 +85,11 @@ class Exclusion(NamedTuple):
     one: Choice
     other: Choice
     refusal: str
+
+    @property
+    def shown(self) -> str:
+        """Return the line as a page has it."""
+        return _filled(self.refusal, self.one, self.other)
 
 
 def without(chosen: Choice, other: Choice, instead: str) -> Exclusion:
@@ -89,7 +110,7 @@ def refuse_excluded(choices: Choices, exclusions: Iterable[Exclusion]) -> None:
 
 # ── choices that several rules name ─────────────────────────────────────────────────────────────
 
-OF_CODE = Choice("model.init = {init}", lambda made: made.is_code)
+OF_CODE = Choice("model.init = {init}", lambda made: made.is_code, "FILE.py:FUNCTION")
 ADAPTED = Choice("lora.rank", lambda made: made.is_adapted)
 STREAMED = Choice("train.memory = stream", lambda made: made.memory == "stream")
 WHOLE = Choice("train.compile = whole", lambda made: made.compile == "whole")

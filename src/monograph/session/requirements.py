@@ -44,14 +44,16 @@ LEAST_BYTES = 2  # the least bytes of a parameter, its weight in 16 bits
 
 # ── what does not go together ───────────────────────────────────────────────────────────────────
 
-UNSHARDED = Choice("train.parallel = {parallel}", lambda made: not is_sharded(made.parallel))
-SHARDED = Choice("train.parallel = {parallel}", lambda made: is_sharded(made.parallel))
-SHARED = Choice("train.parallel = {parallel}", lambda made: made.parallel != "none")
+UNSHARDED = Choice("train.parallel = {parallel}", lambda made: not is_sharded(made.parallel), "none or ddp")
+SHARDED = Choice("train.parallel = {parallel}", lambda made: is_sharded(made.parallel), "fsdp or hsdp")
+SHARED = Choice("train.parallel = {parallel}", lambda made: made.parallel != "none", "ddp, fsdp or hsdp")
 HALVED = Choice("train.gather_dtype = bf16", lambda made: made.gather_dtype == "bf16")
-NOT_IN_BF16 = Choice("train.precision = {precision}", lambda made: made.precision not in ("auto", "bf16"))
-WITHOUT_BF16 = Choice("train.precision = {precision}", lambda made: made.precision in ("fp32", "fp16"))
+NOT_IN_BF16 = Choice(
+    "train.precision = {precision}", lambda made: made.precision not in ("auto", "bf16"), "fp32, fp16 or fp8"
+)
+WITHOUT_BF16 = Choice("train.precision = {precision}", lambda made: made.precision in ("fp32", "fp16"), "fp32 or fp16")
 RANKED = Choice("lora.rank", lambda made: made.rank is not None)
-STATE = Choice("optim.state = {state}", lambda made: made.state != "bf16")
+STATE = Choice("optim.state = {state}", lambda made: made.state != "bf16", "fp32 or 8bit")
 UNCLIPPED = Choice("optim.grad_clip = none", lambda made: made.grad_clip == "none")
 SKIPPING = Choice("optim.skip_spikes = true", lambda made: made.skip_spikes is True)
 CONSTANT = Choice("optim.schedule = constant", lambda made: made.schedule == "constant")
@@ -96,11 +98,11 @@ def exclusions() -> Iterator[Exclusion]:
     """Yield all pairs of choices that exclude one another, in the order in which they are refused."""
     yield from OF_THE_STEP
     for objective in OBJECTIVES:
-        yield from _excluded_by(objective)
+        yield from excluded_by(objective)
     yield from OF_THE_OPTIMIZER
 
 
-def _excluded_by(objective: Objective) -> Iterator[Exclusion]:
+def excluded_by(objective: Objective) -> Iterator[Exclusion]:
     """Yield what does not go with an objective, which is taken as chosen."""
     chosen = Choice(objective.key, lambda made: True)
     for other, instead in objective.excluded:
@@ -149,7 +151,7 @@ def require_together(settings: Settings) -> None:
     keys = [each.key for each in chosen_in(settings) if each.key]
     if len(keys) > 1:
         raise UsageError(f"{keys[1]} does not go with {keys[0]}: a run learns from one of both: leave one out")
-    refuse_excluded(choices, _excluded_by(objective))
+    refuse_excluded(choices, excluded_by(objective))
     objective.require_keys(settings)
     refuse_excluded(choices, OF_THE_OPTIMIZER)
 

@@ -93,11 +93,11 @@ class Rewards(Objective):
         (STREAMED, "answers are drawn on the device: leave it out"),
         (FP8, "answers are not drawn in fp8: take bf16"),
         (
-            Choice("train.tokens = {tokens}", lambda made: made.tokens is not None),
+            Choice("train.tokens = {tokens}", lambda made: made.tokens is not None, "a number"),
             "answers have any length: give updates or minutes",
         ),
         (
-            Choice("optim.ema = {ema}", lambda made: made.ema != "none"),
+            Choice("optim.ema = {ema}", lambda made: made.ema != "none", "a number"),
             "answers are the weights' own: leave it out",
         ),
     )
