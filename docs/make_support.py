@@ -85,7 +85,7 @@ def refusal(**keys: str) -> str | None:
         settings = load(None, asked, {})
         require_possible(settings, named("H100"))
         if settings.model.init is None:
-            fixed_lora(settings)
+            fixed_lora(settings, None)
     except UsageError as error:
         return str(error)
     return None

@@ -7,9 +7,10 @@ from monograph.config import Settings
 from monograph.errors import UsageError
 from monograph.graph.inspect import ALL_LINEAR
 from monograph.graph.lora import Lora
-from monograph.model.adapter import is_adapter, read_adapter
+from monograph.model.adapter import Adapter
 from monograph.optim import Group
-from monograph.storage.code import code_named, folder_named
+from monograph.run.source import ModelSource
+from monograph.storage.code import folder_named
 from monograph.storage.reading import exists, without_links
 
 FIXED = ("lora.rank", "lora.alpha", "lora.rslora", "lora.dora", "lora.targets", "lora.dropout", "lora.base")
@@ -39,33 +40,37 @@ def lora_of(settings: Settings) -> Lora | None:
     )
 
 
-def fixed_lora(settings: Settings) -> dict[str, Any]:
+def fixed_lora(settings: Settings, source: ModelSource | None) -> dict[str, Any]:
     """Return values for all [lora] keys in FIXED and the base's full path; an empty mapping without adapters.
+
+    Args:
+        settings: the run's settings.
+        source: the model that the run starts from; None for a new one.
 
     Raises:
         UsageError: there is no base or no rank, or the adapters differ from the stored ones that they begin from.
     """
-    init = settings.model.init
     given = {key: settings.origins[key] for key in (*ADAPTER_KEYS, "lora.lr_ratio") if key in settings.origins}
-    if init and is_adapter(init):
+    if source and source.adapter:
         values = settings.values()
         said = {key: settings.said(key) for key in given}
-        fixed = _as_stored(init, {key: values[key] for key in ADAPTER_KEYS}, given, said)
-        return {**fixed, "model.init": folder_named(without_links(init))}
+        where = f"the adapter in {source.name}"
+        fixed = _as_stored(source.adapter, where, {key: values[key] for key in ADAPTER_KEYS}, given, said)
+        return {**fixed, "model.init": folder_named(without_links(source.name))}
     if not given:
         return {}
     key, origin = next(iter(given.items()))
     lora = lora_of(settings)
     if lora is None:
         raise UsageError(f"{origin}: {key} is of adapters, and none are trained: give their rank too, such as {RANK}")
-    if init is None:
+    if source is None:
         raise UsageError(
             f"{origin}: {key}: adapters are added to weights that exist and stay frozen, which those of a new model "
             "would at random: name the model with model.init = FOLDER (a plan takes model.preset as its shape, too)"
         )
     values = _values(lora)
-    if exists(init) and not code_named(init):
-        return {**values, "model.init": folder_named(without_links(init))}
+    if exists(source.name) and not source.code:
+        return {**values, "model.init": folder_named(without_links(source.name))}
     return values
 
 
@@ -97,22 +102,23 @@ def _values(lora: Lora) -> dict[str, Any]:
 
 
 def _as_stored(
-    init: str, asked: Mapping[str, Any], given: Mapping[str, str], said: Mapping[str, str]
+    adapter: Adapter, where: str, asked: Mapping[str, Any], given: Mapping[str, str], said: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return the values of a stored adapter, of which a run may change dropout and base.
 
     Args:
-        init: its folder.
+        adapter: the stored adapter.
+        where: what an error calls it.
         asked: the values of all keys in ADAPTER_KEYS.
         given: the origins of those that were given.
         said: what they say, as an error begins with it.
     """
-    stored = _values(read_adapter(init).lora)
+    stored = _values(adapter.lora)
     free = {key: asked[key] for key in ("lora.dropout", "lora.base")}
     if asked["lora.tokens"] not in (None, "auto"):
-        raise UsageError(f"{given['lora.tokens']}: lora.tokens: the adapter in {init} says which it has: leave it out")
+        raise UsageError(f"{given['lora.tokens']}: lora.tokens: {where} says which it has: leave it out")
     for key in given.keys() & (stored.keys() - free.keys()):
         value, own = asked[key], stored[key]
         if value != own:
-            raise UsageError(f"{said[key]}, but the adapter in {init} has {own}: leave it out")
+            raise UsageError(f"{said[key]}, but {where} has {own}: leave it out")
     return stored | {key: value for key, value in free.items() if value is not None}

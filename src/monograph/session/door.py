@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 
 from monograph.config import DEFAULT_MINUTES, Settings
 from monograph.errors import InputRefused
-from monograph.model.adapter import is_adapter, read_adapter, resolved_base
 from monograph.model.config import LlamaConfig
 from monograph.model.families import FIRST_FAMILY
 from monograph.model.files import has_weights
 from monograph.optim import OPTIMIZERS
 from monograph.planner import defaults
-from monograph.run.models import positions_of
-from monograph.run.recipe import Recipe, run_named, shape_in, tokenizer_named, tokenizer_of
+from monograph.run.recipe import Recipe, tokenizer_named
+from monograph.run.source import ModelSource
 from monograph.session.adapting import fixed_lora, lora_of, rates
 from monograph.session.job import AskedTransfer, Intervals, Job, Span
 from monograph.session.new_tokens import tokens_of
@@ -26,7 +25,6 @@ from monograph.session.record import ORIGIN, Record
 from monograph.session.recorded import own_copies
 from monograph.session.requirements import require_positions, require_targets
 from monograph.step import Clip
-from monograph.storage.code import folder_named
 from monograph.storage.reading import is_file
 from monograph.transfer import WidthTransfer
 
@@ -45,27 +43,32 @@ def job_of(settings: Settings, *, built: bool = True) -> Job:
         InputRefused: a model, a tokenizer or an adapter cannot be used.
         UsageError: choices exclude one another.
     """
-    shape_alone = not built and settings.model.init is not None and is_file(Path(settings.model.init, "config.json"))
+    init = settings.model.init
+    shape_alone = not built and init is not None and is_file(Path(init, "config.json"))
     span = _span(settings)
     intervals = _intervals(settings)
     transfer = transfer_asked(settings)
-    settings, objective, recipe, shape = _found(settings, transfer, shape_alone)
+    settings, objective, recipe, source = _found(settings, transfer, shape_alone)
+    shape = source.shape if source else None
     optim = settings.optim
     train = settings.train
     length = int(settings.data.sequence_length)
     per_update = defaults.in_whole_rows(int(train.tokens_per_update), length)
     lora = lora_of(settings)
-    tokens = tokens_of(settings, is_adapted=lora is not None)
+    tokens = tokens_of(settings, source, is_adapted=lora is not None)
     rule: str = optim.name
     if rule == "auto":
         rule = defaults.optimizer(fresh=recipe.init is None)
-    usual_rate = _usual_rate(recipe, rule, lora is not None) * (defaults.JUDGED_SHARE if objective.judges else 1)
+    usual_rate = _usual_rate(recipe, source, rule, lora is not None)
+    if objective.judges:
+        usual_rate *= defaults.JUDGED_SHARE
     fields = rates(optim.lr, settings.lora.lr_ratio, usual_rate) | fresh_fields(recipe, rule)
     if optim.weight_decay != "auto":
         fields["weight_decay"] = optim.weight_decay
     job = Job(
         record=Record(settings),
         objective=objective,
+        source=source,
         recipe=recipe,
         sizes_said=_said(settings.pinned(), "model"),
         reading=settings.data.model_dump() | own_copies(settings.data, settings.origins),
@@ -134,31 +137,32 @@ class _Found(NamedTuple):
         settings: the settings with what was found.
         objective: the way to learn, with its own keys decided.
         recipe: the checked recipe.
-        shape: the model's shape; None for a new model, or if only building tells it.
+        source: the model that the run starts from; None for a new one.
     """
 
     settings: Settings
     objective: Objective
     recipe: Recipe
-    shape: LlamaConfig | None
+    source: ModelSource | None
 
 
 def _found(settings: Settings, transfer: AskedTransfer | None, shape_alone: bool) -> _Found:
     """Decide preset, lengths, tokenizer, adapters and the base of a width transfer; find what `model.init` names."""
     model = settings.model
+    source = ModelSource.open(model.init) if model.init else None
     chosen: dict[str, Any] = {}
     length, per_update = settings.data.sequence_length, settings.train.tokens_per_update
     if length == "auto":
-        positions = positions_of(model.init) if model.init else model.max_position_embeddings
+        positions = source.positions if source else model.max_position_embeddings
         given = None if per_update == "auto" else per_update
         length = defaults.sequence_length(model.init is None, positions, given)
         chosen["data.sequence_length"] = length
-    if model.init and (other := run_named(model.init)):  # record its path: `last` will soon name the new run
-        chosen["model.init"] = folder_named(other.named)
+    if source and source.kept != source.name:
+        chosen["model.init"] = source.kept
     if model.preset == "auto" and model.init is None and not model.hidden_size:
         chosen["model.preset"] = defaults.DEFAULT.preset
     preset = str(chosen.get("model.preset", model.preset))
-    chosen |= fixed_lora(settings)
+    chosen |= fixed_lora(settings, source)
     objective, values = opened(settings, length)
     chosen |= values
     family = model.family or FIRST_FAMILY
@@ -170,34 +174,28 @@ def _found(settings: Settings, transfer: AskedTransfer | None, shape_alone: bool
     if (named := tokenizer_named(settings.data.tokenizer)) != settings.data.tokenizer:
         chosen["data.tokenizer"] = named
     if settings.data.tokenizer == "auto" and not shape_alone:
-        chosen["data.tokenizer"] = (None if recipe.code else _own_tokenizer(model.init)) or "bpe"
+        chosen["data.tokenizer"] = "bpe" if source is None or recipe.code else _own_tokenizer(source)
     if chosen.get("data.tokenizer", settings.data.tokenizer) == "bpe" and settings.data.vocab_size is None:
         chosen["data.vocab_size"] = defaults.DEFAULT.vocabulary
     if per_update == "auto" and not objective.is_own_length:
         usual = max(defaults.DEFAULT.tokens_per_update, length)
         chosen["train.tokens_per_update"] = defaults.in_whole_rows(usual, length)
     settings = settings.resolve(chosen, ORIGIN)
-    shape = shape_in(recipe.init) if recipe.init else None
-    init = settings.model.init  # a run records its full path; an error shows it as it was typed
-    if init and is_adapter(init):
-        recipe = recipe._replace(init=resolved_base(read_adapter(init)), adapter=init)
-    else:
-        recipe = recipe._replace(init=init)
-    return _Found(settings, objective, recipe, shape)
+    if source is None:
+        return _Found(settings, objective, recipe, None)
+    source = ModelSource.open(str(settings.model.init))  # what is recorded; errors until here show what was typed
+    recipe = recipe._replace(init=source.base, adapter=source.name if source.adapter else None)
+    return _Found(settings, objective, recipe, source)
 
 
-def _own_tokenizer(init: str | None) -> str | None:
-    """Return the tokenizer.json of the model that a run starts from; None for a new model.
-
-    Of an adapter it is the adapter's own, which may have more tokens than its base, and a chat template.
+def _own_tokenizer(source: ModelSource) -> str:
+    """Return the tokenizer.json of the model that a run starts from.
 
     Raises:
         InputRefused: the model has none.
     """
-    if not init:
-        return None
     try:
-        return str(tokenizer_of(init))
+        return source.tokenizer
     except InputRefused as error:
         raise InputRefused(f"{error}, or name one as data.tokenizer") from None
 
@@ -234,14 +232,14 @@ def fresh_fields(recipe: Recipe, rule: str, epochs: int = 1) -> dict[str, Any]:
     return {} if recipe.init else defaults.muon_fields(recipe.preset, recipe.family, rule, epochs)
 
 
-def _usual_rate(recipe: Recipe, rule: str, is_adapted: bool) -> float:
+def _usual_rate(recipe: Recipe, source: ModelSource | None, rule: str, is_adapted: bool) -> float:
     """Return the default peak learning rate of an optimizer."""
     if not is_adapted and recipe.init is None and recipe.preset != "auto":
         return defaults.known_learning_rate(recipe.preset, rule)
     rate = defaults.UNKNOWN_RATE
     if is_adapted:
         rate = defaults.FINETUNING_RATES["adapters"]
-    elif recipe.init is not None and not recipe.code and not run_named(recipe.init):
+    elif source and not source.code and not source.run:
         rate = defaults.FINETUNING_RATES["all"]
     return rate * OPTIMIZERS[rule].rate_factor
 

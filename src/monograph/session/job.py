@@ -16,6 +16,7 @@ from monograph.model.config import LlamaConfig
 from monograph.optim import Optimizer
 from monograph.predict.footprint import Compile
 from monograph.run.recipe import Recipe
+from monograph.run.source import ModelSource
 from monograph.session.new_tokens import Tokens
 from monograph.session.record import Record
 from monograph.step import Clip
@@ -92,6 +93,7 @@ class Job:
     Attributes:
         record: what config.toml says.
         objective: the way to learn, with the values of its own keys.
+        source: the model that the run starts from, opened; None for a new one.
         recipe: the checked recipe from which the model is built.
         sizes_said: the keys that shape the model, with their values, as an error shows them.
         reading: the arguments of `monograph.corpus`, with copies in the place of files that are gone.
@@ -115,6 +117,7 @@ class Job:
 
     record: Record
     objective: Objective
+    source: ModelSource | None
     recipe: Recipe
     sizes_said: str
     reading: Mapping[str, Any]

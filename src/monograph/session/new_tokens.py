@@ -6,10 +6,9 @@ from typing import NamedTuple
 
 from monograph.config import Settings
 from monograph.errors import InputRefused, UsageError
-from monograph.model.adapter import is_adapter, read_adapter, resolved_base
 from monograph.report.quantities import counted
-from monograph.run.recipe import Vocabulary, compared, own_file, tokenizer_named, tokenizer_of
-from monograph.storage.code import code_named
+from monograph.run.recipe import Vocabulary, compared, tokenizer_named
+from monograph.run.source import ModelSource
 from monograph.text.tokenizer import Tokenizer
 
 AUTO = "auto"
@@ -60,19 +59,15 @@ class Tokens:
     """What decides which tokens are new to the model that a run begins from.
 
     Attributes:
-        init: the model, as `model.init` names it; None: a new model.
-        base: the model whose tokenizer is compared: of an adapter its base.
-        stored: ids whose rows a stored adapter has; None if the run begins from no stored adapter.
+        source: the model, of whose tokenizer new ones are told; None: a new model.
         adapted: whether adapters are trained.
-        tokenizer: data.tokenizer.
+        tokenizer: data.tokenizer, with the file of a run in its place.
         tokenizer_origin: where data.tokenizer comes from.
         listed: the texts in lora.tokens.
         listed_origin: where lora.tokens comes from.
     """
 
-    init: str | None
-    base: str | None
-    stored: tuple[int, ...] | None
+    source: ModelSource | None
     adapted: bool
     tokenizer: str
     tokenizer_origin: str
@@ -90,16 +85,17 @@ class Tokens:
             InputRefused: the tokenizer differs from the model's (the first such id is named), or cannot be read.
             UsageError: `lora.tokens` names a text that is not a single token.
         """
-        if self.init is None or self.base is None:
+        source = self.source
+        if source is None:
             return None
         if tokenizer is None:
-            named = tokenizer_named(self.tokenizer)
-            if named == "bpe":
+            if self.tokenizer == "bpe":
                 return None
-            file = str(tokenizer_of(self.init)) if named == AUTO else named
+            file = source.tokenizer if self.tokenizer == AUTO else self.tokenizer
             tokenizer = Tokenizer.bytes() if file == "bytes" else Tokenizer.from_file(file)
-        vocabulary = None if code_named(self.base) else compared(tokenizer, self.base)
-        return NewTokens(tokenizer, vocabulary, self._ids(tokenizer), self.stored, self.init, self.adapted)
+        vocabulary = None if source.code else compared(tokenizer, source.base)
+        stored = source.adapter.lora.tokens if source.adapter else None
+        return NewTokens(tokenizer, vocabulary, self._ids(tokenizer), stored, source.name, self.adapted)
 
     def _ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         ids = {text: tokenizer.id_of(text) for text in self.listed or ()}
@@ -127,7 +123,8 @@ class Tokens:
         Raises:
             InputRefused, UsageError: see `compared`.
         """
-        its_own = self.init is not None and not code_named(self.init) and str(own_file(self.init)) == self.tokenizer
+        source = self.source
+        its_own = source is not None and not source.code and source.own_tokenizer == self.tokenizer
         if not its_own or self.listed is not None:
             self.compared()
 
@@ -146,22 +143,20 @@ class Tokens:
             )
 
 
-def tokens_of(settings: Settings, is_adapted: bool) -> Tokens:
-    """Return what the settings say of a run's tokens; `is_adapted` says whether adapters are trained.
+def tokens_of(settings: Settings, source: ModelSource | None, is_adapted: bool) -> Tokens:
+    """Return what the settings say of a run's tokens.
 
-    Raises:
-        InputRefused: the adapter that the run begins from cannot be read.
+    Args:
+        settings: the run's settings.
+        source: the model that the run starts from; None for a new one.
+        is_adapted: whether adapters are trained.
     """
-    init = settings.model.init
-    stored = read_adapter(init) if init is not None and is_adapter(init) else None
     listed = settings.lora.tokens
     texts = (listed,) if isinstance(listed, str) else listed
     return Tokens(
-        init=init,
-        base=resolved_base(stored) if stored else init,
-        stored=stored.lora.tokens if stored else None,
-        adapted=is_adapted or stored is not None,
-        tokenizer=settings.data.tokenizer,
+        source=source,
+        adapted=is_adapted or (source is not None and source.adapter is not None),
+        tokenizer=tokenizer_named(settings.data.tokenizer),
         tokenizer_origin=settings.origins.get("data.tokenizer", "data.tokenizer"),
         listed=None if texts is None else () if listed == AUTO else tuple(texts),
         listed_origin=settings.origins.get("lora.tokens", "lora.tokens"),

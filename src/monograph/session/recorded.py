@@ -21,6 +21,7 @@ from monograph.run.folder import Follower, Run
 from monograph.run.recipe import names_run
 from monograph.run.repository import FILES, fetched
 from monograph.run.run_index import checkpoint_named
+from monograph.run.source import ModelSource
 from monograph.run.trust import carries_mark, is_ours, require_trusted
 from monograph.session.adapting import ADAPTER_KEYS
 from monograph.session.new_tokens import tokens_of
@@ -320,8 +321,8 @@ def branched(parent: Run, given: Settings) -> Settings:
                 f"{given.said(key)}, but the weights of {parent.folder} were drawn with {mine}; leave it out"
             )
     if "data.tokenizer" in taken:
-        from_parent = given.resolve({"model.init": str(parent.folder)}, "--from")
-        tokens_of(from_parent, is_adapted=False).require_no_new(str(parent.folder))
+        source = ModelSource.open(str(parent.folder))
+        tokens_of(given, source, is_adapted=False).require_no_new(str(parent.folder))
     taken -= {"optim.transfer", "optim.transfer_base"}
     taken |= {belonging for key in taken for belonging in BELONGS.get(key, ())}
     closed = {key for group in EXCLUSIVE if not taken.isdisjoint(group) for key in group} | taken | _OF_ONE_RUN

@@ -18,7 +18,6 @@ from monograph.planner import Candidate, Limits, Request, StreamCandidate, defau
 from monograph.predict.estimate import spared_bytes
 from monograph.predict.footprint import Compile, Work
 from monograph.predict.roofline import Calibration
-from monograph.run.recipe import is_weight_file, run_named
 from monograph.session.door import fresh_fields, job_of
 from monograph.session.job import Intervals, Job
 from monograph.session.new_tokens import NewTokens
@@ -273,10 +272,10 @@ def shape_of(plan: Plan, tokens: NewTokens | None = None) -> LlamaConfig:
     """
     recipe = plan.recipe
     tokenizer = str(plan.reading["tokenizer"])
-    if init := recipe.init:
-        if not recipe.adapter and (recipe.code or is_weight_file(init) or run_named(init)):
-            raise UsageError(f"model.init = {init}: a plan is made for a preset, sizes or a Hugging Face folder")
-        return with_rows(hub.read_config(init), tokens)
+    if source := plan.job.source:
+        if not source.adapter and (source.code or source.is_weight_file or source.run):
+            raise UsageError(f"model.init = {source.base}: a plan is made for a preset, sizes or a Hugging Face folder")
+        return with_rows(hub.read_config(source.base), tokens)
     sizes: dict[str, Any] = {"max_position_embeddings": plan.sequence_length}
     if tokenizer == "bpe":
         sizes["vocab_size"] = parse(tokenizer, plan.reading["vocab_size"])

@@ -16,7 +16,7 @@ from monograph.graph.mmap_weights import materialize_
 from monograph.graph.precision import Precision
 from monograph.graph.remat import named
 from monograph.loss import Loss, TokenLoss
-from monograph.model.adapter import put, read_adapter
+from monograph.model.adapter import put
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.model.scaling import LINEAR
@@ -24,7 +24,7 @@ from monograph.resident import Resident
 from monograph.run.folder import Run
 from monograph.run.models import build
 from monograph.run.progress import Progress
-from monograph.run.recipe import digest, extended, is_weight_file, left_out_of, recorded, require_base_of, shape_in
+from monograph.run.recipe import digest, extended, left_out_of, recorded, require_base_of
 from monograph.run.recorded_state import newest_state
 from monograph.run.writing import recorded_parent
 from monograph.session.distilling import mixture_loss
@@ -146,12 +146,12 @@ def build_run(
     job = plan.job
     text = task.data
     # A weight file's own tensors give these sizes.
-    if recipe.adapter or not (recipe.init and is_weight_file(recipe.init)):
+    if recipe.adapter or not (job.source and job.source.is_weight_file):
         sizes = {"vocab_size": text.vocab_size, "max_position_embeddings": plan.sequence_length}
         recipe = recipe._replace(sizes=sizes | recipe.sizes)
     new = job.tokens.compared(text.tokenizer)
     facts = ranks, like, task.slots(plan), task.per_epoch if task.repeats else 0, minutes
-    if known_shape := shape_in(recipe.init) if recipe.init else recipe.shape():
+    if known_shape := job.source.shape if job.source else recipe.shape():
         tokens = new.trained(known_shape.vocab_size) if new else ()
         plan = resolve(plan, machine, Shape(with_rows(known_shape, new), tokens, *facts))
     model, loss = build(recipe)
@@ -168,7 +168,7 @@ def build_run(
     if plan.transfer:
         plan.transfer.initialise_(model)
     if lora:
-        start = read_adapter(recipe.adapter) if recipe.adapter else None
+        start = job.source.adapter if job.source else None
         if start:
             require_base_of(start, str(recipe.base_sha256))
         # Under fsdp the base is rounded on the host, as no device need have room for all of it.
