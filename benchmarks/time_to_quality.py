@@ -45,7 +45,7 @@ from monograph.model.llama import Llama
 from monograph.planner import defaults
 from monograph.resident import Resident
 from monograph.schedule import warmup_cosine
-from monograph.session.resolve import FINAL
+from monograph.session.door import FINAL
 
 OWN = ("monograph", "before")  # this tree's and the other's; each decides on its rate, so every seed is trained at once
 PEERS = ("plain loop", "trainer", "lightning", "litgpt")

@@ -19,7 +19,7 @@ from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.optim import AdamW
 from monograph.session.adapting import fixed_lora
-from monograph.session.requirements import require_possible
+from monograph.session.requirements import exclusions, require_possible
 from monograph.step import Step
 
 PAGE = Path(__file__).resolve().parent / "support.md"
@@ -85,10 +85,18 @@ def refusal(**keys: str) -> str | None:
         settings = load(None, asked, {})
         require_possible(settings, named("H100"))
         if settings.model.init is None:
-            fixed_lora(settings)
+            fixed_lora(settings, None)
     except UsageError as error:
         return str(error)
     return None
+
+
+def excluded() -> str:
+    """Return all pairs of choices that exclude one another, each with the line of its refusal."""
+    lines = ["| choice | does not go with | what Monograph says |", "|---|---|---|"]
+    for one, other, line in ((each.one.shown, each.other.shown, each.shown) for each in exclusions()):
+        lines.append(f"| `{one}` | `{other}` | {line} |")
+    return "\n".join(lines)
 
 
 def combinations() -> str:
@@ -171,7 +179,7 @@ def ranks() -> str:
 def page(text: str) -> str:
     """Return the page with new tables, in the order of its markers."""
     head, *rest = text.split(BEGIN)
-    tables = (combinations(), replays(), precisions(), states(), adapters(), ranks())
+    tables = (excluded(), combinations(), replays(), precisions(), states(), adapters(), ranks())
     return head + "".join(
         f"{BEGIN}\n{table}\n{END}{part.split(END, 1)[1]}" for table, part in itertools.zip_longest(tables, rest)
     )

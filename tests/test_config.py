@@ -359,12 +359,12 @@ def test_what_a_key_says_applies_without_it_is_what_does() -> None:
     """Of keys whose default is decided elsewhere."""
     from monograph.planner import defaults
     from monograph.rl.preferences import LOSSES
-    from monograph.session import adapting, resolve
+    from monograph.session import adapting, door, new_tokens
     from monograph.session.objectives import rewards
 
     usual: dict[str, Any] = {f"lora.{key}": value for key, value in dataclasses.asdict(adapting.USUAL).items()}
-    usual |= {"lora.lr_ratio": 1.0, "lora.tokens": adapting.AUTO, "optim.min_lr_ratio": resolve.FINAL}
-    usual |= {"model.family": resolve.FIRST_FAMILY, "data.vocab_size": defaults.DEFAULT.vocabulary}
+    usual |= {"lora.lr_ratio": 1.0, "lora.tokens": new_tokens.AUTO, "optim.min_lr_ratio": door.FINAL}
+    usual |= {"model.family": door.FIRST_FAMILY, "data.vocab_size": defaults.DEFAULT.vocabulary}
     usual |= rewards.USUAL | {"rl.truncated": "keep", "rl.truncation_penalty": 0.0}
     usual |= {f"prefer.{key}": value for each in LOSSES.values() for key, value in each.usual.items()}
     usual |= {"train.minutes": Settings().train.minutes}

@@ -3,9 +3,15 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import pytest
 
+from monograph.config import load
 from monograph.graph.remat import named
+from monograph.session.objectives import OBJECTIVES
+from monograph.session.requirements import OF_THE_OPTIMIZER, OF_THE_STEP, choices_of, excluded_by, exclusions
 from scripts import script
 
 
@@ -16,6 +22,36 @@ def made():
 
 def test_the_page_is_what_the_script_makes(made):
     assert made.PAGE.read_text() == made.page(made.PAGE.read_text()), "run: python docs/make_support.py"
+
+
+# Values of what rules depend on; those of the second group meet no rule of the first.
+GROUPS = (
+    {
+        "precision": ("auto", "fp32", "fp8"), "memory": ("auto", "stream"), "compile": ("auto", "whole"),
+        "remat": ("auto", "offload"), "parallel": ("none", "fsdp"), "gather_dtype": ("fp32", "bf16"),
+        "state": ("fp32", "bf16"), "master_weights": (True, False), "rank": (None, 8), "is_adapted": (False, True),
+        "is_code": (False, True), "init": (None, "FILE.py:f"),
+    },
+    {
+        "tokens": (None, 9), "packing": ("packed", "padded"), "ema": ("none", 0.9), "grad_clip": (1.0, "none"),
+        "skip_spikes": ("auto", True), "schedule": ("cosine", "constant"), "min_lr_ratio": (None, 0.1),
+        "transfer": ("none", "width"), "transfer_base": (None, 64),
+    },
+)  # fmt: skip
+
+
+def test_no_rule_of_what_does_not_go_together_is_hidden_behind_another():
+    usual = choices_of(load(None, {}, {}))
+    assert {field for group in GROUPS for field in group} == vars(usual).keys()
+    tables = [(*OF_THE_STEP, *OF_THE_OPTIMIZER), *([*excluded_by(objective)] for objective in OBJECTIVES)]
+    met = set()
+    for group in GROUPS:
+        for values in itertools.product(*group.values()):
+            choices = replace(usual, **dict(zip(group, values, strict=True)))
+            for table in tables:
+                broken = (rule for rule in table if rule.one.is_made(choices) and rule.other.is_made(choices))
+                met |= {rule.refusal for rule in itertools.islice(broken, 1)}
+    assert met == {rule.refusal for rule in exclusions()}
 
 
 def test_combinations_with_adapters_that_the_page_says_are_tested_are_in_their_law(made):

@@ -9,7 +9,7 @@ from walk import climbs, package, stops
 
 FILES = {
     "top.py": "from monograph.low import hold\nfrom monograph.other import use\n\n\n"
-    "def run(settings):\n    hold(settings)\n    use(settings)\n    again(settings)\n    plain()\n\n\n"
+    "def run(settings):\n    hold(settings)\n    use(settings)\n    partial(again)\n    plain()\n\n\n"
     "def again(plan):\n    return plan.settings\n\n\ndef plain():\n    return 1\n",
     "other.py": "from monograph.low import hold\n\n\ndef use(given: Settings):\n    hold(given)\n",
     "low.py": "def hold(settings):\n    return Kept.of(settings).kept()\n\n\n"
@@ -35,9 +35,17 @@ def test_stops_and_climbs_are_counted_as_they_are_defined(tmp_path: Path) -> Non
     ]
 
 
-def test_the_walk_from_train_reaches_the_plan_and_the_objectives() -> None:
+def test_train_reads_its_settings_at_the_door_and_does_not_carry_them_through_the_house() -> None:
+    """A Job (session/job.py) has what is below the door: more stops or climbs mean that settings are passed on again.
+
+    What it takes is 33 stops, 8 of them in the objectives, which read their own keys, and 5 climbs.
+    """
     found = package()
     reached = stops(found)
-    print(f"{len(reached)} stops, {len(climbs(found, reached))} climbs")
+    up = climbs(found, reached)
+    said = "\n".join([*map(str, reached), *(f"{one} -> {other}" for one, other in up)])
+    assert len(reached) <= 34 and len(up) <= 5, said
     files = {stop.file for stop in reached}
-    assert {"session/resolve.py", "session/recorded.py", "session/objectives/rewards.py"} <= files
+    assert {"session/door.py", "session/recorded.py", "session/objectives/rewards.py"} <= files
+    below = {"plan", "session", "setup", "warmup", "reporting", "after_update", "eager_start", "brief"}
+    assert files.isdisjoint(f"session/{name}.py" for name in below)

@@ -2,7 +2,8 @@
 
 The walk begins at `run` in commands/train.py. It follows each call, depth first and each function once, to the
 functions of the package that its name can mean: through imports, `self`, and methods whose name is defined in one room
-alone, such as those that each objective has. Other methods are not followed, so the counts are lower bounds.
+alone, such as those that each objective has; and to functions that a call is given, as `partial` is. Other methods are
+not followed, so the counts are lower bounds.
 
 - A *stop* is a function that receives or reads the settings: a parameter is named `settings` or annotated `Settings`,
   or it reads an attribute `.settings`.
@@ -64,7 +65,16 @@ class Package:
 
     def of_call(self, caller: Function, call: ast.Call) -> list[Function]:
         """Return the functions that a call can mean; none if they cannot be told, or are not the package's."""
-        called = call.func
+        return [*self._called(caller, call.func), *self._given(caller, call)]
+
+    def _given(self, caller: Function, call: ast.Call) -> Iterator[Function]:
+        """Yield the functions that a call is given by their names, as `partial` is."""
+        for argument in (*call.args, *(keyword.value for keyword in call.keywords)):
+            found = self._named(caller.file, argument.id) if isinstance(argument, ast.Name) else None
+            if found and not found.name.endswith("__init__"):
+                yield found
+
+    def _called(self, caller: Function, called: ast.expr) -> list[Function]:
         if isinstance(called, ast.Name):
             found = self._named(caller.file, called.id)
         elif isinstance(called, ast.Attribute):
@@ -174,7 +184,11 @@ def stops(found: Package, begin: tuple[str, str] = BEGIN) -> list[Function]:
 
 def climbs(found: Package, reached: list[Function]) -> list[tuple[Function, Function]]:
     """Return the pairs of a stop and the next one whose file is above it."""
-    return [(one, other) for one, other in pairwise(reached) if one.file in found.above(other.file)]
+    return [
+        (one, other)
+        for one, other in pairwise(reached)
+        if one.file != other.file and one.file in found.above(other.file)
+    ]
 
 
 if __name__ == "__main__":

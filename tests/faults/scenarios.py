@@ -51,7 +51,7 @@ from monograph.run.run_index import serial
 from monograph.run.writing import discard, record_parent, write_tokenizer
 from monograph.session import reporting
 from monograph.session.objectives.teachers import write_teachers
-from monograph.session.recorded import write_config
+from monograph.session.record import write_config
 from monograph.session.resolve import resolve
 from monograph.stream import Placement, Streamed
 from monograph.sweeps import batch as batches

@@ -62,7 +62,8 @@ from monograph.run.recipe import Recipe
 from monograph.run.run_index import record, serial
 from monograph.run.writing import recorded_parent
 from monograph.session.objectives.teachers import recorded_teachers
-from monograph.session.recorded import parent_named, write_config
+from monograph.session.record import write_config
+from monograph.session.recorded import parent_named
 from monograph.sweeps.folder import Sweep
 from monograph.text.tokenizer import Tokenizer
 

@@ -319,4 +319,6 @@ def test_text_outside_of_a_strangers_run_is_said_before_it_is_read(here: Path, s
     for named in ("runs/llama/inside", "runs/llama/inside/**/*.txt"):
         config.write_text(re.sub("source = .*", f'source = "{named}"', config.read_text()))
         settings = load(config, {}, {})
-        assert f"which is read: {named}" in strange_text(Run(here / "runs/llama"), settings)
+        assert f"which is read: {named}" in strange_text(
+            Run(here / "runs/llama"), settings.data.source, settings.programs
+        )

@@ -18,9 +18,8 @@ from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session import eager_start
 from monograph.session.eager_start import MARK, compile_run, compiled_key, pays
-from monograph.session.objectives import objective_of
 from monograph.session.objectives.preferences import with_records
-from monograph.session.recorded import write_config
+from monograph.session.record import write_config
 from monograph.session.resolve import resolve
 from monograph.session.session import Session
 from monograph.session.setup import open_session
@@ -41,7 +40,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def session_of(settings: dict[str, Any]) -> Session:
     given = with_records(load(None, settings, {}))
     plan, progress = resolve(given.vouching(digests(given.programs)), describe()), Progress()
-    task = objective_of(plan.settings).open(plan, progress)
+    task = plan.job.objective.open(plan, progress)
     return open_session(Run(Path("run")), plan, task, torch.device("cpu"), progress)
 
 

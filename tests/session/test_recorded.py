@@ -21,7 +21,8 @@ from monograph.run.trust import is_ours
 from monograph.run.writing import mended_tokenizer, record_parent, recorded_parent, write_tokenizer
 from monograph.session import ranks, recorded, warmup
 from monograph.session.objectives.texts import TextTask
-from monograph.session.recorded import branched, parent_named, settings_given, settings_of, write_config
+from monograph.session.record import write_config
+from monograph.session.recorded import branched, parent_named, settings_given, settings_of
 from monograph.session.resolve import resolve
 from monograph.storage.code import digests
 from monograph.text.tokenizer import Tokenizer
@@ -38,7 +39,7 @@ def settings(values: dict[str, Any], toml: Path | None = None) -> Settings:
 
 
 def sized(given: Settings) -> Settings:
-    return resolve(given, describe()).settings
+    return resolve(given, describe()).record.settings
 
 
 @pytest.fixture

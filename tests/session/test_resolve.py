@@ -26,7 +26,7 @@ from monograph.session import setup
 from monograph.session.objectives.rewards import Rewards
 from monograph.session.objectives.texts import TextTask
 from monograph.session.plan import Plan, Shape
-from monograph.session.requirements import notes_on
+from monograph.session.requirements import notes_on, require_together
 from monograph.session.resolve import REMATS, request_of, resolve, shape_of
 from monograph.text.tokenizer import Tokenizer
 
@@ -148,9 +148,8 @@ def test_a_deep_model_gets_a_graph_per_block_and_a_card_may_send_inputs_to_the_h
 
 
 def test_offloading_inside_one_graph_is_refused():
-    given = sized(train__remat="offload", train__compile="whole")
     with pytest.raises(UsageError, match="train.compile is blocks or none"):
-        request_of(given, shape(given).config, CARD)
+        require_together(settings(train__remat="offload", train__compile="whole"))
 
 
 def test_fp32_on_a_gpu_is_said_to_leave_its_tensor_cores_idle():
@@ -242,6 +241,5 @@ def test_the_decay_of_a_new_small_model_grows_with_its_epochs(keys, epoch_rows, 
     given = sized(**({"model__preset": "micro", "train__tokens_per_update": 2048} | keys))
     assert given.training.window_rows == 8
     found = resolve(given, CARD, shape(given)._replace(per_epoch=epoch_rows, minutes=given.minutes))
-    optim = found.training.optim
-    assert optim.weight_decay == pytest.approx(decay)
-    assert found.settings.optim.weight_decay == optim.weight_decay, "a resumed run reads it"
+    assert found.optim.weight_decay == pytest.approx(decay)
+    assert found.record.settings.optim.weight_decay == found.optim.weight_decay, "a resumed run reads it"

@@ -20,10 +20,12 @@ from monograph.model import hub
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.run.folder import Run
+from monograph.session.door import transfer_of
 from monograph.session.plan import Shape
-from monograph.session.recorded import branched, settings_of, write_config
+from monograph.session.record import write_config
+from monograph.session.recorded import branched, settings_of
 from monograph.session.requirements import require_possible
-from monograph.session.resolve import request_of, resolve, shape_of, transfer_of
+from monograph.session.resolve import request_of, resolve, shape_of
 from monograph.sweeps.spec import carried, narrow
 from monograph.transfer import WidthTransfer, narrowed
 from numerics import relative_error
@@ -39,7 +41,7 @@ def settings(**changes: Any) -> Settings:
 
 
 def sized(given: Settings) -> Settings:
-    return resolve(given, named("H100")).settings
+    return resolve(given, named("H100")).record.settings
 
 
 def shape(given: Settings) -> LlamaConfig:

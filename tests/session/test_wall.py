@@ -194,7 +194,7 @@ def test_a_compiler_that_takes_too_long_is_not_waited_for(monkeypatch: pytest.Mo
     assert eager_start.patience_s(session) == pytest.approx(0.5 * (5 * 60 - END_S), abs=5)
     monkeypatch.setattr(eager_start, "_update_eagerly", lambda *_: False)
     eager_start.begin(session, window, silent(), lambda: None)
-    assert session.eager_reason and session.plan.settings.train.compile == "none"
+    assert session.eager_reason and session.plan.record.settings.train.compile == "none"
 
 
 def test_a_run_that_is_limited_is_resumed_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:

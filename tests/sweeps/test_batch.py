@@ -24,7 +24,7 @@ from monograph.resident import Resident
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session.objectives.texts import TextTask
-from monograph.session.recorded import write_config
+from monograph.session.record import write_config
 from monograph.session.resolve import resolve
 from monograph.session.setup import BuiltRun, build_run, make_engine
 from monograph.sweeps import batch

@@ -12,7 +12,7 @@ import pytest
 from monograph.config import load
 from monograph.errors import InputRefused, UsageError
 from monograph.run.folder import Run
-from monograph.session.recorded import write_config
+from monograph.session.record import write_config
 from monograph.sweeps.folder import Sweep, seeds_of_best
 from monograph.sweeps.spec import Member, members_of
 

@@ -11,7 +11,7 @@ from monograph.config import load
 from monograph.errors import UsageError
 from monograph.model.hub import save_model
 from monograph.run.folder import Run
-from monograph.session.recorded import write_config
+from monograph.session.record import write_config
 from monograph.sweeps import spec
 from monograph.text.tokenizer import Tokenizer
 

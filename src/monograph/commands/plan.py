@@ -17,8 +17,8 @@ from monograph.planner.remedies import Choices, better
 from monograph.planner.streaming import HOST_SHARE
 from monograph.predict.roofline import Calibration, peak_flops
 from monograph.report.quantities import gibibytes
-from monograph.session.adapting import planned_tokens, token_notes
-from monograph.session.objectives import objective_of
+from monograph.session.job import Job
+from monograph.session.new_tokens import token_notes
 from monograph.session.objectives.preferences import with_records
 from monograph.session.plan import Plan
 from monograph.session.requirements import notes_on, require_one_device, require_possible, require_room
@@ -73,26 +73,26 @@ class Asked(NamedTuple):
 
 def _plan(asked: Asked, target: Device, limits: Limits, json: bool) -> None:
     plan = resolve(asked.settings, target, built=False)
-    settings = plan.settings
-    new = planned_tokens(settings)
+    job = plan.job
+    new = job.tokens.planned()
     rows = shape_of(plan).vocab_size
     config = shape_of(plan, new)
-    require_room(settings, config, target, limits)
-    objective = objective_of(settings)
+    require_room(job, config, target, limits)
+    objective = job.objective
     beside = objective.bytes_beside(plan, config, target)
     target = without(target, sum(beside.values()))
     request = request_of(plan, config, target, new.trained(rows) if new else ())
     known = Calibration(calibration_file())
     peaks = peak_flops(target, request.precisions)
-    memory = "device" if objective.answers_on_device else settings.train.memory
+    memory = "device" if objective.answers_on_device else job.memory
     answer = streamed_or_resident(request, target, peaks, known, memory, limits)
-    for line in (*notes_on(plan, target), *token_notes(settings, new, rows)):
+    for line in (*notes_on(plan, target), *token_notes(new, rows)):
         print(f"note     {line}")
     seconds = objective.seconds_beside(plan, config, target, known)
     drawing = None if seconds is None else Drawing(*seconds, beside)
     fresh = plan.recipe.init is None
     length = _length(plan, answer, config, open_end=asked.elsewhere and fresh)
-    choices = _choices(asked, settings, target)
+    choices = _choices(asked, job, target)
     changes = better(answer, request, peaks, choices, limits) if target.type == "cuda" else []
     for line in screen(answer, asked.model, request, length, drawing, changes, supposed_in(asked.settings)):
         print(line)
@@ -102,28 +102,29 @@ def _plan(asked: Asked, target: Device, limits: Limits, json: bool) -> None:
 
 def _length(plan: Plan, answer: Answer, config: LlamaConfig, open_end: bool) -> Length:
     """Return how long the run is: as given, or for a new model on another machine as many tokens as such ones get."""
-    per_update, train = plan.training.tokens_per_update, plan.settings.train
+    per_update = plan.training.tokens_per_update
     if plan.updates:
         return Length(plan.updates, plan.updates * per_update)
-    if open_end and not train.epochs and "train.minutes" not in plan.settings.origins:
+    is_timed = plan.job.span.is_timed
+    if open_end and not plan.epochs and not is_timed:
         parameters = config.parameter_count()
         updates = updates_of(TOKENS_PER_PARAMETER * parameters, per_update)
         return Length(updates, updates * per_update, f"{TOKENS_PER_PARAMETER} a parameter; or train.tokens=N")
-    if answer.candidates and "train.minutes" in plan.settings.origins:
+    if answer.candidates and is_timed:
         updates = max(1, int(60 * plan.minutes / answer.nearest.update_s))
         return Length(updates, updates * per_update, "what the time allows")
     return Length()
 
 
-def _choices(asked: Asked, settings: Settings, target: Device) -> Choices:
+def _choices(asked: Asked, job: Job, target: Device) -> Choices:
     """Return what may be changed in what is planned."""
     smaller: tuple[tuple[str, LlamaConfig], ...] = ()
     if asked.shape is not None:
         numbers = asked.shape.parameter_count()
         presets = [(f"model.preset={name}", LlamaConfig.preset(name)) for name in reversed(LEARNING_RATES)]
         smaller = tuple((change, shape) for change, shape in presets if shape.parameter_count() < numbers)
-    existing = settings.model.init is not None
-    streams = not objective_of(settings).judges and settings.lora.rank is None
+    existing = job.recipe.init is not None
+    streams = not job.objective.judges and job.lora is None
     halves = next((name for name in ("bf16", "fp16") if name in target.peak_flops), "")
     return Choices(existing, smaller, asked.elsewhere, streams, halves)
 

@@ -64,7 +64,7 @@ def run(settings: Settings, *, out: Path | None, json: bool) -> None:
         tokens_per_s = session.text.stats.packed_share * size / measured.update_s
         drawing = draw_profile(measured.verdict, f"An update of {size:,} tokens")
         write_whole(folder / PICTURE, themed(drawing))
-        config = session.plan.settings.to_toml()
+        config = session.plan.record.toml
         write_whole(folder / REPORT, profile_page(folder.name, measured, tokens_per_s, config))
     _show(measured, tokens_per_s, folder)
     if json:
@@ -210,7 +210,7 @@ def run_ladder(settings: Settings, *, out: Path | None, json: bool) -> None:
         drawing = draw_ladder(result)
         write_whole(folder / _LADDER, themed(drawing))
         write_whole(folder / _NUMBERS, jsonlib.dumps(result, indent=1) + "\n")
-        write_whole(folder / REPORT, ladder_page(folder.name, result, ladder.plan.settings.to_toml()))
+        write_whole(folder / REPORT, ladder_page(folder.name, result, ladder.plan.record.toml))
     _show_ladder(result, folder)
     if json:
         print(jsonlib.dumps(result))

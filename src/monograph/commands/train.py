@@ -11,11 +11,12 @@ from monograph.errors import UsageError
 from monograph.loop import train
 from monograph.report.quantities import counted
 from monograph.run import writing
-from monograph.run.folder import Run, standard_json
+from monograph.run.folder import standard_json
 from monograph.run.progress import Progress
 from monograph.run.signals import StopSignal
 from monograph.session import ranks, recorded
 from monograph.session.after_update import AfterUpdate
+from monograph.session.objectives import objective_of
 from monograph.session.objectives.preferences import with_records
 from monograph.session.ranks import show
 from monograph.session.recorded import strange_text
@@ -52,8 +53,8 @@ def run(
     settings = with_records(settings)
     if not (resume or from_):  # otherwise settings recorded by a run come first; `open_run` checks the result
         require_possible(settings, describe())
-        require_taught(settings)
-    world = ranks.meet(settings, resumed=resume is not None)
+        require_taught(objective_of(settings), settings.model.init)
+    world = ranks.meet(settings.train.parallel, settings.said("train.parallel"), resumed=resume is not None)
     progress = ranks.progress_of(world)
     repeatable(default_device())
     parent = recorded.parent_named(from_) if from_ and world.leads else None
@@ -62,23 +63,25 @@ def run(
         folder.lock(new=not resumed),
         ranks.one_end(world, folder, unbegun=lambda: not resumed and not exists(folder.checkpoints)) as retry_rows,
     ):
+        strange = ""
         if resumed:
             if world.leads:
                 checkpointing.remove_leftovers(folder.checkpoints)
             settings = recorded.settings_of(folder, settings if resume else Settings())
-            _warn_of_text(folder, settings, progress)
+            strange = strange_text(folder, settings.data.source, settings.programs)
         elif parent:
             settings = recorded.branched(parent[0], settings)
             writing.record_parent(folder, *parent)
-            _warn_of_text(parent[0], settings, progress)
+            strange = strange_text(parent[0], settings.data.source, settings.programs)
+        if strange:
+            progress.line("warning", strange)
         summary = world.agreed(finished(folder) if resumed and world.leads else None)
         if summary:
             progress.line("done", f"{folder.folder} has already finished, after {counted(summary['update'], 'update')}")
             if world.leads:
                 show(progress, "next", "train", "--from", folder.handle)
         else:
-            ranks.require_launched(settings, world.own)
-            settings = ranks.agreed(world, settings)
+            ranks.require_launched(settings.train.parallel, settings.said("train.parallel"), world.own)
             with ExitStack() as held:
                 session = open_run(folder, settings, world, progress, held, retry_rows, started)
                 report = Reporter(session, progress)
@@ -89,11 +92,6 @@ def run(
         world.leave()
     if json and world.leads:
         print(jsonlib.dumps(standard_json(summary)))
-
-
-def _warn_of_text(run: Run, settings: Settings, progress: Progress) -> None:
-    if warning := strange_text(run, settings):
-        progress.line("warning", warning)
 
 
 def _loop(session: Session, report: Reporter, progress: Progress) -> None:

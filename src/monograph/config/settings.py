@@ -116,6 +116,37 @@ class Settings(BaseModel):
         written = {key: self.written[key] for key in kept if key in self.written and key not in checked}
         return build(kept | checked, origins, written).vouching(self.vouched)
 
+    def require_consistent(self) -> None:
+        """Refuse values that are right alone and do not fit together.
+
+        Raises:
+            UsageError: there are some; the message names them.
+        """
+        model = self.model
+        data = self.data
+        train = self.train
+        sizes = model.sizes().keys()
+        if model.init and sizes and not model.init.endswith(WEIGHT_FILES):
+            key = f"model.{min(sizes)}"
+            raise UsageError(f"{self.origins[key]}: {key} cannot change what model.init brings; give one or the other")
+        if model.init and model.family:
+            origin = self.origins["model.family"]
+            raise UsageError(f"{origin}: model.family is that of a new model, and model.init brings its own; give one")
+        shape = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+        given = [key for key in shape if key in sizes]
+        if model.preset == "auto" and model.init is None and given and len(given) < len(shape):
+            missing = ", ".join(f"model.{key}" for key in shape if key not in sizes)
+            raise UsageError(
+                f"model.{given[0]} alone is no shape: give {missing} too, or a model.preset that it changes"
+            )
+        per_update = train.tokens_per_update
+        length = data.sequence_length
+        if per_update != "auto" and length != "auto" and per_update < length:
+            raise UsageError(
+                f"train.tokens_per_update = {self.as_written('train.tokens_per_update')} is less than one row of "
+                f"data.sequence_length = {self.as_written('data.sequence_length')} tokens; raise one or lower the other"
+            )
+
     def to_toml(self) -> str:
         """Return the TOML text that loads as these settings."""
         return "\n".join(self._lines()) + "\n"
@@ -301,33 +332,8 @@ def build(
         origins=dict(origins),
         written=dict(written),
     )
-    _check_together(settings)
+    settings.require_consistent()
     return settings
-
-
-def _check_together(settings: Settings) -> None:
-    model = settings.model
-    data = settings.data
-    train = settings.train
-    sizes = model.sizes().keys()
-    if model.init and sizes and not model.init.endswith(WEIGHT_FILES):
-        key = f"model.{min(sizes)}"
-        raise UsageError(f"{settings.origins[key]}: {key} cannot change what model.init brings; give one or the other")
-    if model.init and model.family:
-        origin = settings.origins["model.family"]
-        raise UsageError(f"{origin}: model.family is that of a new model, and model.init brings its own; give one")
-    shape = ("hidden_size", "num_hidden_layers", "num_attention_heads")
-    given = [key for key in shape if key in sizes]
-    if model.preset == "auto" and model.init is None and given and len(given) < len(shape):
-        missing = ", ".join(f"model.{key}" for key in shape if key not in sizes)
-        raise UsageError(f"model.{given[0]} alone is no shape: give {missing} too, or a model.preset that it changes")
-    per_update = train.tokens_per_update
-    length = data.sequence_length
-    if per_update != "auto" and length != "auto" and per_update < length:
-        raise UsageError(
-            f"train.tokens_per_update = {settings.as_written('train.tokens_per_update')} is less than one row of "
-            f"data.sequence_length = {settings.as_written('data.sequence_length')} tokens; raise one or lower the other"
-        )
 
 
 def _reads(adapter: TypeAdapter[Any], text: str) -> bool:

@@ -38,7 +38,6 @@ from monograph.run.recipe import (
     require_base_of,
     require_same_file,
     run_named,
-    shape_in,
     tokenizer_in,
     tokenizer_of,
     without_tokenizer,
@@ -61,18 +60,6 @@ class Trained(NamedTuple):
     tokenizer: Tokenizer
     state: Mapping[str, Any]
     averaged: bool
-
-
-def positions_of(init: str) -> int | None:
-    """Return the positions of a model that exists, by the value of `model.init`; None if only loading tells."""
-    if adapter.is_adapter(init):
-        init = adapter.resolved_base(adapter.read_adapter(init))
-    run = run_named(init)
-    if run is None:
-        shape = shape_in(init)
-        return shape.max_position_embeddings if shape else None
-    recorded = recorded_state.newest_state(run).get("model_config")
-    return LlamaConfig.from_hf(recorded).max_position_embeddings if recorded else None
 
 
 def build(recipe: Recipe) -> tuple[nn.Module, Loss]:

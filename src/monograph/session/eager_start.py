@@ -25,7 +25,7 @@ from monograph.session.brief import compiled_key
 from monograph.session.objectives import open_task
 from monograph.session.plan import Length
 from monograph.session.recorded import run_settings
-from monograph.session.resolve import ORIGIN, resolve
+from monograph.session.resolve import resolve
 from monograph.session.rewind import windows
 from monograph.session.session import Session
 from monograph.session.setup import open_session, repeatable
@@ -74,8 +74,8 @@ def begin(session: Session, window: Batch, progress: Progress, before: Callable[
     if early := pays(session, key):
         before()
         if not _update_eagerly(session, progress):
-            settings = session.plan.settings.resolve({"train.compile": "none"}, ORIGIN)
-            session.complete(replace(session.plan.training_with(compile="none"), settings=settings))
+            record = session.plan.record.noted({"train.compile": "none"})
+            session.complete(replace(session.plan.training_with(compile="none"), record=record))
             session.eager_reason = "the compiler was not ready in half of the time that train.wall_minutes allows"
     compile_step(session, window, progress)
     if not session.eager_reason:

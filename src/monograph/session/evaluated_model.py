@@ -73,7 +73,7 @@ def of_run(run: Run, warn: Warn) -> EvaluatedModel:
     """Load a run's newest sound model; see `load_trained`."""
     settings = run_settings(run, runs=("model.init",))
     precision = Precision(settings.train.precision)  # in another precision the figures would differ
-    text = settings.data.model_dump() | own_copies(settings)
+    text = settings.data.model_dump() | own_copies(settings.data, settings.origins)
     module, loss, tokenizer, state, averaged = load_trained(run, warn, precision, settings.programs)
     return EvaluatedModel(
         module,
@@ -84,7 +84,7 @@ def of_run(run: Run, warn: Warn) -> EvaluatedModel:
         averaged,
         {} if objective_of(settings).judges else {key: text[key] for key in _TEXT},
         state["fingerprint"],
-        strange_text(run, settings),
+        strange_text(run, settings.data.source, settings.programs),
     )
 
 

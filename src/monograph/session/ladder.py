@@ -29,6 +29,7 @@ from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session.objectives.texts import TextTask, open_corpus
 from monograph.session.plan import Length, Plan
+from monograph.session.requirements import require_together
 from monograph.session.resolve import resolve
 from monograph.session.session import Session
 from monograph.session.setup import build_run, open_session
@@ -218,12 +219,12 @@ class Ladder:
         """
         if not plan.training.optim.master_weights:
             raise UsageError("optim.master_weights = false keeps no fp32 weights, and a ladder begins in fp32")
-        given = [key for key in OWN if plan.settings.pinned().get(key, "auto") not in ("auto", *GRAPHS)]
+        given = [key for key in OWN if plan.record.settings.pinned().get(key, "auto") not in ("auto", *GRAPHS)]
         if given:
             progress.line("note", f"{', '.join(given)}: the rungs differ in this, whatever was given")
         machine = describe()
-        scope = None if "compile" in plan.open else plan.training.compile
-        settings = plan.settings.resolve(OWN | {"train.minutes": RUNG_S / 60}, "ladder")
+        scope = plan.training.compile
+        settings = plan.record.settings.resolve(OWN | {"train.minutes": RUNG_S / 60}, "ladder")
         texts = {form: open_corpus({**plan.reading, "packing": form}, progress) for form in ("packed", "padded")}
         built = build_run(resolve(settings, machine), TextTask(texts["packed"]), machine)
         if built.plan.memory == "stream":
@@ -253,7 +254,9 @@ class Ladder:
             fixed["optim.state"] = "8bit"
         if way.adapters:
             fixed["lora.rank"] = ADAPTER_RANK
-        return resolve(self.plan.settings.resolve(fixed, "ladder"), self.machine)
+        settings = self.plan.record.settings.resolve(fixed, "ladder")
+        require_together(settings)
+        return resolve(settings, self.machine)
 
     def obstacle(self, way: RungWay, rung: Rung) -> str | None:
         """Return why the rung cannot be measured on this machine or text; None if no reason is known."""

@@ -17,7 +17,6 @@ from monograph.data.corpus import Corpus
 from monograph.device import Device
 from monograph.distributed.world import World
 from monograph.engine import Engine
-from monograph.errors import UsageError
 from monograph.evaluation import Evaluation
 from monograph.graph.trial import Trial
 from monograph.loss import Loss
@@ -27,6 +26,7 @@ from monograph.predict.footprint import Judged
 from monograph.predict.roofline import Calibration
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
+from monograph.session.choices import Choice
 from monograph.session.opening import Opening
 from monograph.session.plan import Plan
 from monograph.text.tokenizer import Tokenizer
@@ -110,15 +110,11 @@ def held_out_said(count: int, share: float) -> str:
     return f"none held out: of so few, data.held_out = {share:g} took none by chance; raise it to see how good it gets"
 
 
-def refuse_first(chosen: str, excluded: Mapping[str, tuple[bool, str]]) -> None:
-    """Refuse the first of the other choices that was made; `excluded` has whether it was, and what to do instead.
+class Opened(NamedTuple):
+    """An objective with its own keys decided, and the values to record for them, by dotted key."""
 
-    Raises:
-        UsageError: one was made; the message names it and `chosen`.
-    """
-    for what, (is_so, instead) in excluded.items():
-        if is_so:
-            raise UsageError(f"{chosen} does not go with {what}: {instead}")
+    objective: "Objective"
+    values: Mapping[str, Any]
 
 
 class Objective(ABC):
@@ -127,6 +123,7 @@ class Objective(ABC):
     Attributes:
         key: the key that chooses it; "" for texts, which are learned from where no key says otherwise.
         section: the section of keys that only this objective has; "" without one.
+        excluded: the choices that do not go with this one, each with what to do instead.
         is_own_length: whether other keys than `train.tokens_per_update` decide how much an update learns from.
         answers_on_device: whether the run holds more than a step on the device, so that nothing can be streamed.
         finds_spikes: whether the norm of an early gradient tells which later one is a spike.
@@ -134,6 +131,7 @@ class Objective(ABC):
 
     key: ClassVar[str] = ""
     section: ClassVar[str] = ""
+    excluded: ClassVar[tuple[tuple[Choice, str], ...]] = ()
     is_own_length: ClassVar[bool] = False
     answers_on_device: ClassVar[bool] = False
     finds_spikes: ClassVar[bool] = True
@@ -151,22 +149,25 @@ class Objective(ABC):
         """Return what its records are."""
         return "texts"
 
-    def require_unused(self, settings: Settings) -> None:
-        """Refuse keys of this objective alone in settings that choose another one.
+    def unused(self, origin: str, key: str, written: str) -> str:
+        """Return the refusal of a key of this objective alone where another one is chosen.
+
+        Args:
+            origin: where the key was given.
+            key: the key.
+            written: its value.
+        """
+        return f"{origin}: {key} is of {self.key}: give it, too"
+
+    def require_keys(self, settings: Settings) -> None:
+        """Refuse values of this objective's own keys that do not go together.
 
         Raises:
-            UsageError: there is such a key; the message names it.
+            UsageError: there are some; the message names them.
         """
 
-    def require(self, settings: Settings) -> None:
-        """Refuse choices that do not go with this objective.
-
-        Raises:
-            UsageError: there is one; the message names both.
-        """
-
-    def values(self, settings: Settings, length: int) -> dict[str, Any]:
-        """Return values for the keys that this objective decides.
+    def opened(self, settings: Settings, length: int) -> Opened:
+        """Return this objective with its own keys decided.
 
         Args:
             settings: the run's settings.
@@ -175,7 +176,7 @@ class Objective(ABC):
         Raises:
             UsageError: given keys do not fit one another.
         """
-        return {}
+        return Opened(self, {})
 
     def judged(self, plan: Plan) -> Judged:
         """Return how answers are judged, as the planner takes it; "" if none are."""

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from monograph.config import Settings
 from monograph.distributed.world import place
 from monograph.model.config import LlamaConfig
 from monograph.planner import Candidate, StreamCandidate
@@ -12,6 +11,8 @@ from monograph.planner.defaults import EVALUATIONS
 from monograph.predict.footprint import Training
 from monograph.run.recipe import Recipe
 from monograph.schedule import Schedule, constant, warmup_cosine, warmup_stable_decay
+from monograph.session.job import Job
+from monograph.session.record import Record
 from monograph.stream import Placement
 from monograph.transfer import WidthTransfer
 
@@ -23,7 +24,8 @@ class Plan:
     """The decided values of a run. `monograph.session.resolve.resolve` sets them; other code only reads them.
 
     Attributes:
-        settings: the settings that config.toml records; a decided "auto" is recorded once nothing can change it.
+        job: what the settings ask for.
+        record: what config.toml says; a decided "auto" is noted there once nothing can change it.
         recipe: the checked recipe from which the model is built.
         reading: the arguments of `monograph.corpus`.
         seed: seed of the weights and of the order of rows.
@@ -44,7 +46,8 @@ class Plan:
         updates: updates of the whole run, 0 until known; warmup_updates, eval_every and save_every depend on it.
     """
 
-    settings: Settings
+    job: Job
+    record: Record
     recipe: Recipe
     reading: Mapping[str, Any]
     seed: int

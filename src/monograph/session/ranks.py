@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from monograph import __version__
-from monograph.config import Settings, build, check
+from monograph.config import build, check
 from monograph.device import describe
 from monograph.distributed.world import Place, World, lost, place
 from monograph.errors import Ended, InputRefused, MonographError, OutOfDeviceMemory, PeerLost, Stopped, UsageError
@@ -23,6 +23,7 @@ from monograph.run.folder import Follower, Run
 from monograph.run.progress import LABEL_WIDTH, Progress
 from monograph.run.run_index import parsed, wait_until_free
 from monograph.run.writing import discard
+from monograph.session.record import Record
 from monograph.session.recorded import run_settings
 from monograph.storage.reading import contents, exists, is_folder
 from monograph.terminal import shell_words
@@ -70,31 +71,35 @@ PATIENCE_S = 25.0  # torchrun waits a little longer for processes that it has to
 TORCHRUN = "torchrun --standalone --nproc-per-node {} -m monograph train"
 
 
-def meet(settings: Settings, resumed: bool) -> World:
+def meet(parallel: str, said: str, resumed: bool) -> World:
     """Wait for the ranks of this run and return them once all are there.
 
     Args:
-        settings: the given settings.
+        parallel: `train.parallel` as it is given.
+        said: the key, as an error begins with it.
         resumed: whether an earlier run goes on; its own settings are then checked later.
 
     Raises:
         UsageError: `train.parallel` is on for a single process, or off for several.
         PeerLost: some ranks did not come.
     """
-    own = place(srun=settings.train.parallel != "none")
+    own = place(srun=parallel != "none")
     if not resumed:
-        require_launched(settings, own)
+        require_launched(parallel, said, own)
     return World(own, lambda line: Progress().line("note", line))
 
 
-def require_launched(settings: Settings, own: Place | None) -> None:
+def require_launched(parallel: str, said: str, own: Place | None) -> None:
     """Refuse a single process if several are needed, and several that would each train the same run.
+
+    Args:
+        parallel: `train.parallel`.
+        said: the key, as an error begins with it.
+        own: this process's place among those that were started; None: it is alone.
 
     Raises:
         UsageError: the processes do not fit; the message shows the command.
     """
-    parallel = settings.train.parallel
-    said = settings.said("train.parallel")
     if parallel != "none" and own is None:
         raise UsageError(f"{said} takes a process for each device: {TORCHRUN.format(2)} ... train.parallel={parallel}")
     if parallel == "none" and own is not None and own.size > 1:
@@ -154,13 +159,14 @@ def folder_of(world: World, out: Path | None, resume: str | None) -> tuple[Run, 
     return (Run if world.leads else Follower)(Path(folder)), goes_on
 
 
-def agreed(world: World, settings: Settings) -> Settings:
+def agreed(world: World, record: Record) -> Record:
     """Return rank 0's settings on all ranks."""
     if world.alone:
-        return settings
+        return record
+    settings = record.settings
     values, origins, vouched = world.agreed([settings.pinned(), dict(settings.origins), dict(settings.vouched)])
     checked = {key: check(key, value, origins[key], from_text=False) for key, value in values.items()}
-    return build(checked, origins).vouching(vouched)
+    return Record(build(checked, origins).vouching(vouched))
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from monograph.config import EXCLUSIVE, Settings, load
+from monograph.config.keys import DataSection
 from monograph.config.settings import BELONGS, NAME_CODE
 from monograph.config.sources import written_fingerprint
 from monograph.errors import InputRefused, MonographError, UsageError
@@ -20,11 +21,12 @@ from monograph.run.folder import Follower, Run
 from monograph.run.recipe import names_run
 from monograph.run.repository import FILES, fetched
 from monograph.run.run_index import checkpoint_named
-from monograph.run.trust import carries_mark, is_ours, marked, require_trusted
-from monograph.run.writing import write_whole
-from monograph.session.adapting import ADAPTER_KEYS, require_no_new
+from monograph.run.source import ModelSource
+from monograph.run.trust import carries_mark, is_ours, require_trusted
+from monograph.session.adapting import ADAPTER_KEYS
+from monograph.session.new_tokens import tokens_of
 from monograph.session.objectives import OBJECTIVES, objective_of
-from monograph.session.objectives.preferences import are_alike, is_by_records
+from monograph.session.objectives.preferences import are_alike
 from monograph.session.plan import is_sharded
 from monograph.storage.code import HUB, digests
 from monograph.storage.reading import contents, entries, exists, is_file, is_folder, matching, resolved, without_links
@@ -137,7 +139,7 @@ def _of_its_run(toml: Path | None, keys: Collection[str]) -> Mapping[str, str] |
     run = Run(toml.parent)
     if toml == run.config and (is_file(run.lock_file) or is_folder(run.checkpoints)):
         settings = run_settings(run, runs=keys)
-        if warning := strange_text(run, settings):
+        if warning := strange_text(run, settings.data.source, settings.programs):
             print("warning:", warning, file=sys.stderr)
         return settings.vouched
     if carries_mark(toml) or any(is_file(parent / "run.lock") for parent in toml.parents):
@@ -146,17 +148,20 @@ def _of_its_run(toml: Path | None, keys: Collection[str]) -> Mapping[str, str] |
     return None
 
 
-def own_copies(settings: Settings) -> dict[str, Any]:
+def own_copies(data: DataSection, origins: Mapping[str, str]) -> dict[str, Any]:
     """Return `source` and `tokenizer` of [data] with files that are gone replaced by copies in the run's folder.
 
     A run keeps its tokenizer and the text that it read from standard input. It may have been moved since, as may the
     run from which it was begun.
+
+    Args:
+        data: the section [data].
+        origins: the origins of its keys.
     """
-    data = settings.data
     copies: dict[str, Any] = {}
     for key, value, name in (("source", data.source, "stdin"), ("tokenizer", data.tokenizer, "tokenizer.json")):
         # The origin of a value is the file and the line, FILE:LINE.
-        run = Run(Path(settings.origins.get(f"data.{key}", "").rpartition(":")[0]).parent)
+        run = Run(Path(origins.get(f"data.{key}", "").rpartition(":")[0]).parent)
         items = [value] if isinstance(value, str) else value
         gone = [item for item in items if Path(item).name == name and not exists(item)]
         if gone and is_file(run.lock_file) and exists(run.folder / name):
@@ -190,13 +195,18 @@ def require_text(settings: Settings) -> None:
             raise UsageError(f"{place} is a model, no text: give it as model.init={place}")
 
 
-def strange_text(run: Run, settings: Settings) -> str:
-    """Return a warning if another user's run names text outside of its own folder; otherwise an empty string."""
-    source = settings.data.source
+def strange_text(run: Run, source: str | Sequence[str], programs: Sequence[str]) -> str:
+    """Return a warning if another user's run names text outside of its own folder; otherwise an empty string.
+
+    Args:
+        run: the run.
+        source: the text that its settings name.
+        programs: the values of its settings that name code.
+    """
     home = without_links(run.folder)
     places = [source] if isinstance(source, str) else source
     outside = [item for item in places if item != "stdlib" and _leads_out(Path(os.path.expanduser(item)), home)]
-    if not outside or is_ours(run.config, settings.programs):
+    if not outside or is_ours(run.config, programs):
         return ""
     return f"{run.folder} was not begun here, and names text outside of it, which is read: {', '.join(outside)}"
 
@@ -213,21 +223,6 @@ def _changed(run: Run, expected: str, found: str) -> InputRefused:
     )
 
 
-def write_config(run: Run, settings: Settings, programs: Sequence[str] = ()) -> None:
-    """Write config.toml, whole or not at all, with this user's mark if the settings vouch for all code that they name.
-
-    Args:
-        run: the run or the sweep's folder.
-        settings: the settings of the run or of the sweep.
-        programs: values that name code in a sweep's points.
-    """
-    named = [*settings.programs, *programs]
-    text = settings.to_toml()
-    if all(value in settings.vouched for value in named):
-        text = marked(text, {value: settings.vouched[value] for value in named})
-    write_whole(run.config, text)
-
-
 def settings_of(run: Run, given: Settings) -> Settings:
     """Return the settings of a run to resume, with those given settings that a resumed run may change.
 
@@ -240,11 +235,12 @@ def settings_of(run: Run, given: Settings) -> Settings:
             f"{run.folder} was stopped before it began: start it with `monograph train --out {shell_words(run.folder)}`"
         )
     own = run_settings(run, runs=() if isinstance(run, Follower) else NAME_CODE)  # rank 0 answers for all
+    per_update = defaults.in_whole_rows(int(own.train.tokens_per_update), int(own.data.sequence_length))
     for key, value in given.pinned().items():
         mine = own.values()[key]
         if (
             value in (mine, "auto")
-            or (key == "train.tokens" and own.train.updates == defaults.updates_of(value, _tokens_per_update(own)))
+            or (key == "train.tokens" and own.train.updates == defaults.updates_of(value, per_update))
             # The minutes in a TOML file have become the run's updates.
             or (key == "train.minutes" and given.origins[key] != "command line")
         ):
@@ -265,10 +261,6 @@ def settings_of(run: Run, given: Settings) -> Settings:
             f"leave it out, or start a new run with --from {shell_words(run.handle)}"
         )
     return own
-
-
-def _tokens_per_update(own: Settings) -> int:
-    return defaults.in_whole_rows(int(own.train.tokens_per_update), int(own.data.sequence_length))
 
 
 def parent_named(name: str) -> tuple[Run, int | None]:
@@ -329,14 +321,15 @@ def branched(parent: Run, given: Settings) -> Settings:
                 f"{given.said(key)}, but the weights of {parent.folder} were drawn with {mine}; leave it out"
             )
     if "data.tokenizer" in taken:
-        require_no_new(given, str(parent.folder))
+        source = ModelSource.open(str(parent.folder))
+        tokens_of(given, source, is_adapted=False).require_no_new(str(parent.folder))
     taken -= {"optim.transfer", "optim.transfer_base"}
     taken |= {belonging for key in taken for belonging in BELONGS.get(key, ())}
     closed = {key for group in EXCLUSIVE if not taken.isdisjoint(group) for key in group} | taken | _OF_ONE_RUN
     if given.model.init:  # that model brings its own shape
         closed |= {key for key in own.values() if key.startswith("model.")}
     kept = {key: value for key, value in own.pinned().items() if key not in closed}
-    kept |= {f"data.{key}": copy for key, copy in own_copies(own).items() if f"data.{key}" in kept}
+    kept |= {f"data.{key}": copy for key, copy in own_copies(own.data, own.origins).items() if f"data.{key}" in kept}
     if "data.tokenizer" not in taken:
         kept["data.tokenizer"] = str(parent.tokenizer)  # a newly trained BPE would change the meaning of the ids
         kept.pop("data.vocab_size", None)
@@ -350,7 +343,8 @@ def _by_records(given: Settings, own: Settings) -> set[str]:
     if objective.judges:  # what the parent learned from is over
         sections = {other.section for other in OBJECTIVES} - {objective.section}
         taken |= {key for key in own.values() if key.partition(".")[0] in sections}
-    if is_by_records(given) and are_alike(given, own):
+    is_by_records = given.origins.get("prefer.loss") == "data.source"  # for want of another
+    if is_by_records and are_alike(given.prefer.loss, own.prefer.loss):
         taken -= {"prefer.loss"}
     elif "data.source" in taken:
         taken |= {"prefer.loss"}

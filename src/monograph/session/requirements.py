@@ -1,4 +1,8 @@
-"""Refuse settings that exclude one another or do not fit this machine or model."""
+"""Refuse settings that exclude one another or do not fit this machine or model.
+
+What excludes what is a table of rules (`exclusions`), of which docs/support.md is made; the rest are conditions that
+need the machine, the model's shape or the command.
+"""
 
 import math
 from collections.abc import Iterator
@@ -15,12 +19,141 @@ from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.planner import Limits, defaults
 from monograph.report.quantities import count, counted, gibibytes
-from monograph.session.objective import refuse_first
-from monograph.session.objectives import objective_of, require_one
+from monograph.session.choices import (
+    ADAPTED,
+    FP8,
+    NARROW,
+    OFFLOADED,
+    STREAMED,
+    WHOLE,
+    Choice,
+    Choices,
+    Exclusion,
+    refuse_excluded,
+    without,
+)
+from monograph.session.job import Job
+from monograph.session.objective import Objective
+from monograph.session.objectives import OBJECTIVES, chosen_in, objective_of
 from monograph.session.objectives.preferences import with_records
 from monograph.session.plan import Plan, is_sharded
+from monograph.storage.code import code_named
 
 LEAST_BYTES = 2  # the least bytes of a parameter, its weight in 16 bits
+
+
+# ── what does not go together ───────────────────────────────────────────────────────────────────
+
+UNSHARDED = Choice("train.parallel = {parallel}", lambda made: not is_sharded(made.parallel), "none or ddp")
+SHARDED = Choice("train.parallel = {parallel}", lambda made: is_sharded(made.parallel), "fsdp or hsdp")
+SHARED = Choice("train.parallel = {parallel}", lambda made: made.parallel != "none", "ddp, fsdp or hsdp")
+HALVED = Choice("train.gather_dtype = bf16", lambda made: made.gather_dtype == "bf16")
+NOT_IN_BF16 = Choice(
+    "train.precision = {precision}", lambda made: made.precision not in ("auto", "bf16"), "fp32, fp16 or fp8"
+)
+WITHOUT_BF16 = Choice("train.precision = {precision}", lambda made: made.precision in ("fp32", "fp16"), "fp32 or fp16")
+RANKED = Choice("lora.rank", lambda made: made.rank is not None)
+STATE = Choice("optim.state = {state}", lambda made: made.state != "bf16", "fp32 or 8bit")
+UNCLIPPED = Choice("optim.grad_clip = none", lambda made: made.grad_clip == "none")
+SKIPPING = Choice("optim.skip_spikes = true", lambda made: made.skip_spikes is True)
+CONSTANT = Choice("optim.schedule = constant", lambda made: made.schedule == "constant")
+FALLING = Choice("optim.min_lr_ratio", lambda made: made.min_lr_ratio is not None)
+UNTRANSFERRED = Choice("optim.transfer = none", lambda made: made.transfer == "none")
+BASED = Choice("optim.transfer_base", lambda made: made.transfer_base is not None)
+
+_STAGED = "train.memory = stream brings one stage after another to the device: with it"
+_IN_BF16 = "optim.master_weights = false keeps the weights in bf16"
+
+# Of several, the first is said.
+OF_THE_STEP = (
+    Exclusion(
+        OFFLOADED, WHOLE, "train.remat = offload crosses between graphs: with it train.compile is blocks or none"
+    ),
+    Exclusion(STREAMED, WHOLE, f"{_STAGED} train.compile is blocks or none, not whole"),
+    Exclusion(STREAMED, OFFLOADED, f"{_STAGED} train.remat is none, full, pointwise or a number, not offload"),
+    Exclusion(ADAPTED, STREAMED, "train.memory = stream fetches weights that are trained: with lora.rank it is device"),
+    Exclusion(ADAPTED, FP8, "train.precision = fp8 is for weights that are trained: with lora.rank take bf16 or fp32"),
+    Exclusion(HALVED, UNSHARDED, "train.gather_dtype = bf16 is of weights that ranks share out: take fsdp or hsdp"),
+    without(HALVED, NOT_IN_BF16, "products read bf16 weights: take bf16"),
+    without(HALVED, RANKED, "frozen weights stay as they are"),
+    without(SHARED, NARROW, "gradients would be summed in bf16"),
+    without(SHARDED, STREAMED, "a rank that streams has whole weights: take ddp"),
+    without(SHARDED, WHOLE, "blocks are gathered one by one: take blocks or none"),
+)
+OF_THE_OPTIMIZER = (
+    Exclusion(NARROW, STATE, f"{_IN_BF16}, and their moments: say optim.state = bf16, not {{state}}"),
+    Exclusion(NARROW, STREAMED, f"{_IN_BF16}, and train.memory = stream keeps them in full precision: leave one out"),
+    Exclusion(NARROW, WITHOUT_BF16, f"{_IN_BF16}, which train.precision = {{precision}} cannot use: take bf16 or fp8"),
+    Exclusion(
+        SKIPPING,
+        UNCLIPPED,
+        "optim.skip_spikes = true is of gradients that are clipped: give optim.grad_clip a number",
+    ),
+    Exclusion(FALLING, CONSTANT, "optim.schedule = constant never falls: leave optim.min_lr_ratio out"),
+    Exclusion(BASED, UNTRANSFERRED, "optim.transfer_base is of width transfer: say optim.transfer = width, too"),
+)
+
+
+def exclusions() -> Iterator[Exclusion]:
+    """Yield all pairs of choices that exclude one another, in the order in which they are refused."""
+    yield from OF_THE_STEP
+    for objective in OBJECTIVES:
+        yield from excluded_by(objective)
+    yield from OF_THE_OPTIMIZER
+
+
+def excluded_by(objective: Objective) -> Iterator[Exclusion]:
+    """Yield what does not go with an objective, which is taken as chosen."""
+    chosen = Choice(objective.key, lambda made: True)
+    for other, instead in objective.excluded:
+        yield without(chosen, other, instead)
+
+
+def choices_of(settings: Settings) -> Choices:
+    """Return what the settings choose, of what can exclude something else."""
+    init = settings.model.init
+    train = settings.train
+    optim = settings.optim
+    return Choices(
+        init=init,
+        is_code=code_named(init) is not None,
+        rank=settings.lora.rank,
+        is_adapted=settings.lora.rank is not None or (init is not None and is_adapter(init)),
+        precision=train.precision,
+        remat=train.remat,
+        compile=train.compile,
+        memory=train.memory,
+        parallel=train.parallel,
+        gather_dtype=train.gather_dtype,
+        tokens=train.tokens,
+        packing=settings.data.packing,
+        state=optim.state,
+        master_weights=optim.master_weights,
+        ema=optim.ema,
+        grad_clip=optim.grad_clip,
+        skip_spikes=optim.skip_spikes,
+        schedule=optim.schedule,
+        min_lr_ratio=optim.min_lr_ratio,
+        transfer=optim.transfer,
+        transfer_base=optim.transfer_base,
+    )
+
+
+def require_together(settings: Settings) -> None:
+    """Refuse choices that exclude one another.
+
+    Raises:
+        UsageError: two choices exclude one another; the message names both.
+    """
+    choices = choices_of(settings)
+    refuse_excluded(choices, OF_THE_STEP)
+    objective = objective_of(settings)
+    keys = [each.key for each in chosen_in(settings) if each.key]
+    if len(keys) > 1:
+        raise UsageError(f"{keys[1]} does not go with {keys[0]}: a run learns from one of both: leave one out")
+    refuse_excluded(choices, excluded_by(objective))
+    objective.require_keys(settings)
+    refuse_excluded(choices, OF_THE_OPTIMIZER)
 
 
 def require_possible(settings: Settings, machine: Device) -> None:
@@ -42,104 +175,13 @@ def require_possible(settings: Settings, machine: Device) -> None:
         raise UsageError(f"{settings.said('train.precision')}: {obstacle}; use {instead}")
 
 
-def require_together(settings: Settings) -> None:
-    """Refuse choices that exclude one another.
-
-    Raises:
-        UsageError: two choices exclude one another; the message names both.
-    """
-    train = settings.train
-    if (train.remat, train.compile) == ("offload", "whole"):
-        raise UsageError("train.remat = offload crosses between graphs: with it train.compile is blocks or none")
-    if train.memory == "stream":
-        staged = "train.memory = stream brings one stage after another to the device: with it"
-        if train.compile == "whole":
-            raise UsageError(f"{staged} train.compile is blocks or none, not whole")
-        if train.remat == "offload":
-            raise UsageError(f"{staged} train.remat is none, full, pointwise or a number, not offload")
-    require_with_lora(settings)
-    require_with_ranks(settings)
-    require_one(settings)
-    _require_optim(settings)
-
-
-def _require_optim(settings: Settings) -> None:
-    """Refuse choices of [optim] that exclude one another, or choices of [train].
-
-    Raises:
-        UsageError: two choices exclude one another; the message names both.
-    """
-    optim = settings.optim
-    train = settings.train
-    if not optim.master_weights:
-        narrow = "optim.master_weights = false keeps the weights in bf16"
-        if optim.state != "bf16":
-            raise UsageError(f"{narrow}, and their moments: say optim.state = bf16, not {optim.state}")
-        if train.memory == "stream":
-            raise UsageError(f"{narrow}, and train.memory = stream keeps them in full precision: leave one out")
-        if train.precision in ("fp32", "fp16"):
-            raise UsageError(f"{narrow}, which train.precision = {train.precision} cannot use: take bf16 or fp8")
-    if optim.skip_spikes is True and optim.grad_clip == "none":
-        raise UsageError("optim.skip_spikes = true is of gradients that are clipped: give optim.grad_clip a number")
-    if optim.min_lr_ratio is not None and optim.schedule == "constant":
-        raise UsageError("optim.schedule = constant never falls: leave optim.min_lr_ratio out")
-    if optim.transfer_base is not None and optim.transfer == "none":
-        raise UsageError("optim.transfer_base is of width transfer: say optim.transfer = width, too")
-
-
-def require_with_ranks(settings: Settings) -> None:
-    """Refuse choices that do not go with `train.parallel`.
-
-    Raises:
-        UsageError: two choices exclude one another; the message names both.
-    """
-    train = settings.train
-    halved = train.gather_dtype == "bf16"
-    if halved and not is_sharded(train.parallel):
-        raise UsageError("train.gather_dtype = bf16 is of weights that ranks share out: take fsdp or hsdp")
-    if train.parallel == "none":
-        return
-    excluded = {
-        "optim.master_weights = false": (not settings.optim.master_weights, "gradients would be summed in bf16"),
-    }
-    if is_sharded(train.parallel):
-        if halved and train.precision not in ("auto", "bf16"):
-            raise UsageError(
-                f"train.gather_dtype = bf16 does not go with train.precision = {train.precision}: products read bf16 "
-                "weights: take bf16"
-            )
-        if halved and settings.lora.rank is not None:
-            raise UsageError("train.gather_dtype = bf16 does not go with lora.rank: frozen weights stay as they are")
-        excluded |= {
-            "train.memory = stream": (train.memory == "stream", "a rank that streams has whole weights: take ddp"),
-            "train.compile = whole": (train.compile == "whole", "blocks are gathered one by one: take blocks or none"),
-        }
-    refuse_first(f"train.parallel = {train.parallel}", excluded)
-
-
-def require_with_lora(settings: Settings) -> None:
-    """Refuse choices that do not go with adapters.
-
-    Raises:
-        UsageError: two choices exclude one another; the message names both.
-    """
-    if settings.lora.rank is None and not (settings.model.init and is_adapter(settings.model.init)):
-        return
-    train = settings.train
-    if train.memory == "stream":
-        raise UsageError("train.memory = stream fetches weights that are trained: with lora.rank it is device")
-    if train.precision == "fp8":
-        raise UsageError("train.precision = fp8 is for weights that are trained: with lora.rank take bf16 or fp32")
-
-
-def require_taught(settings: Settings) -> None:
+def require_taught(objective: Objective, init: str | None) -> None:
     """Refuse to learn from judged answers without a model that answers.
 
     Raises:
         UsageError: there is none.
     """
-    objective = objective_of(settings)
-    if objective.judges and settings.model.init is None:
+    if objective.judges and init is None:
         raise UsageError(
             f"{objective.key}: a new model answers nothing: name one that was trained on text, by model.init or --from"
         )
@@ -206,7 +248,7 @@ def require_targets(lora: Lora | None, config: LlamaConfig | None) -> None:
         raise UsageError(f"lora.rank = {lora.rank}: these layers' weights have rank {most} at most; lower it")
 
 
-def require_room(settings: Settings, config: LlamaConfig, machine: Device, limits: Limits) -> None:
+def require_room(job: Job, config: LlamaConfig, machine: Device, limits: Limits) -> None:
     """Refuse a new model whose weights alone exceed all available memory, before any part of it is built.
 
     Raises:
@@ -214,10 +256,9 @@ def require_room(settings: Settings, config: LlamaConfig, machine: Device, limit
     """
     needed = LEAST_BYTES * config.parameter_count()
     device_bytes = 0 if limits.shared else machine.memory_bytes
-    if settings.model.init is None and needed > device_bytes + limits.host_bytes + limits.disk_bytes:
-        keys = (f"{key} = {value}" for key, value in settings.pinned().items() if key.startswith("model."))
+    if job.recipe.init is None and needed > device_bytes + limits.host_bytes + limits.disk_bytes:
         raise OutOfDeviceMemory(
-            f"{', '.join(keys)}: {count(config.parameter_count())} parameters, whose weights alone are "
+            f"{job.sizes_said}: {count(config.parameter_count())} parameters, whose weights alone are "
             f"{gibibytes(needed)} at {LEAST_BYTES} bytes each; {machine.name} has {gibibytes(machine.memory_bytes)}, "
             f"the host {gibibytes(limits.host_bytes)} and the disk {gibibytes(limits.disk_bytes)}: make it smaller"
         )
@@ -225,13 +266,13 @@ def require_room(settings: Settings, config: LlamaConfig, machine: Device, limit
 
 def notes_on(plan: Plan, machine: Device) -> Iterator[str]:
     """Yield a line for each setting whose effect may differ from what the user expects."""
-    training = plan.training
-    if training.precision == "fp32" and machine.type == "cuda" and machine.has_bf16:
+    if plan.training.precision == "fp32" and machine.type == "cuda" and machine.has_bf16:
         yield "train.precision = fp32: products keep all digits, without tensor cores (no TF32); bf16 is much faster"
-    given = plan.settings.train.tokens_per_update
-    rows = training.window_rows
-    if given != training.tokens_per_update:
-        whole = f"{counted(rows, 'row')} of data.sequence_length = {training.length}"
-        yield f"train.tokens_per_update = {given}: an update has {whole}, so {training.tokens_per_update:,} tokens"
-    if training.rows > rows:
-        yield f"train.micro_batch = {training.rows}: an update has {rows} rows, so micro-batches of {rows}"
+    given = plan.job.asked_tokens
+    if given != plan.training.tokens_per_update:
+        rows = f"{counted(plan.training.window_rows, 'row')} of data.sequence_length = {plan.training.length}"
+        yield f"train.tokens_per_update = {given}: an update has {rows}, so {plan.training.tokens_per_update:,} tokens"
+    micro_batch = plan.training.rows
+    most = plan.training.window_rows
+    if micro_batch > most:
+        yield f"train.micro_batch = {micro_batch}: an update has {most} rows, so micro-batches of {most}"

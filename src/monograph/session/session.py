@@ -176,7 +176,7 @@ class Session:
             "fingerprint": self.corpus.fingerprint,
             "tokenizer": self.corpus.tokenizer.digest,
             "tokenizer_files": self.corpus.tokenizer.config.digests,
-            "settings": self.begun_with or self.plan.settings.fingerprint,
+            "settings": self.begun_with or self.plan.record.fingerprint,
             "recipe": self.plan.recipe.entries(),
             **({"attention": self.kernel} if self.kernel else {}),  # runs from before kernels were measured lack it
             **self.task.digests,
@@ -185,7 +185,7 @@ class Session:
             "versions": _versions(),
         }
         checkpoint = Checkpoint(update, state.model, state.optimizer, record, run=self.run.folder.name)
-        save(self.world, self.run.checkpoints, checkpoint, max(keep, self.plan.settings.train.keep))
+        save(self.world, self.run.checkpoints, checkpoint, max(keep, self.plan.job.keep))
 
     def non_finite(self) -> list[str]:
         """Return the names of parameters that are not finite on some rank; an update alone never causes that."""
@@ -230,10 +230,10 @@ class Session:
     def _require_same(self, state: Mapping[str, Any]) -> None:
         """Refuse a checkpoint's state if the settings, the text or the model have changed since the run was begun."""
         instead = "put it back, or start a new run from this one with --from"
-        if state["settings"] not in (self.plan.settings.fingerprint, written_fingerprint(self.run.config)):
+        if state["settings"] not in (self.plan.record.fingerprint, written_fingerprint(self.run.config)):
             raise InputRefused(
                 f"{self.run.config}: not what the run was begun with (expected settings of sha256 {state['settings']}, "
-                f"found {self.plan.settings.fingerprint}): {instead}"
+                f"found {self.plan.record.fingerprint}): {instead}"
             )
         tokenizer = self.corpus.tokenizer.digest
         if (state["fingerprint"], state["tokenizer"]) != (self.corpus.fingerprint, tokenizer):

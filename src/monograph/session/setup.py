@@ -16,7 +16,7 @@ from monograph.graph.mmap_weights import materialize_
 from monograph.graph.precision import Precision
 from monograph.graph.remat import named
 from monograph.loss import Loss, TokenLoss
-from monograph.model.adapter import put, read_adapter
+from monograph.model.adapter import put
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.model.scaling import LINEAR
@@ -24,10 +24,10 @@ from monograph.resident import Resident
 from monograph.run.folder import Run
 from monograph.run.models import build
 from monograph.run.progress import Progress
-from monograph.run.recipe import digest, extended, is_weight_file, left_out_of, recorded, require_base_of, shape_in
+from monograph.run.recipe import digest, extended, left_out_of, recorded, require_base_of
 from monograph.run.recorded_state import newest_state
 from monograph.run.writing import recorded_parent
-from monograph.session.adapting import lora_of, new_tokens_of, token_notes
+from monograph.session.new_tokens import token_notes
 from monograph.session.objective import Task
 from monograph.session.plan import Plan, Shape, is_sharded
 from monograph.session.ranks import agreed
@@ -76,8 +76,8 @@ def open_session(
     machine = describe()
     plan = _as_begun(plan, run)
     built = build_run(plan, task, machine, device, world.size, minutes=plan.minutes) if world.leads else None
-    settings = agreed(world, (built.plan if built else plan).settings)
-    built = built or build_run(_as_begun(resolve(settings, machine), run), task, machine, device, world.size)
+    decided = agreed_plan(world, built.plan if built else plan, machine)
+    built = built or build_run(_as_begun(decided, run), task, machine, device, world.size)
     for line in built.notes:
         progress.line("tokens", line)
     if rate := getattr(_shape(built.model), "attention_dropout", 0):
@@ -91,6 +91,12 @@ def open_session(
     engine = make_engine(built, device, world)
     seed_all(built.plan.seed)
     return Session(run, built.plan, task, engine, world=world)
+
+
+def agreed_plan(world: World, plan: Plan, machine: Device) -> Plan:
+    """Return rank 0's plan on all ranks: the others make theirs from what rank 0 would record, each on its device."""
+    record = agreed(world, plan.record)
+    return plan if world.leads else resolve(record, machine)
 
 
 def _as_begun(plan: Plan, run: Run) -> Plan:
@@ -135,22 +141,22 @@ def build_run(
         InputRefused: the model does not fit the text.
     """
     recipe = plan.recipe
-    settings = plan.settings
+    job = plan.job
     text = task.data
     # A weight file's own tensors give these sizes.
-    if recipe.adapter or not (recipe.init and is_weight_file(recipe.init)):
+    if recipe.adapter or not (job.source and job.source.is_weight_file):
         sizes = {"vocab_size": text.vocab_size, "max_position_embeddings": plan.training.length}
         recipe = recipe._replace(sizes=sizes | recipe.sizes)
-    new = new_tokens_of(settings, text.tokenizer)
+    new = job.tokens.compared(text.tokenizer)
     facts = ranks, like, task.slots(plan), task.per_epoch if task.repeats else 0, minutes
-    if known_shape := shape_in(recipe.init) if recipe.init else recipe.shape():
+    if known_shape := job.source.shape if job.source else recipe.shape():
         tokens = new.trained(known_shape.vocab_size) if new else ()
         plan = resolve(plan, machine, Shape(with_rows(known_shape, new), tokens, *facts))
     model, loss = build(recipe)
     rows = model.config.vocab_size if isinstance(model, Llama) else 0
     tokens = new.trained(rows) if new else ()
-    notes = token_notes(settings, new, rows)
-    if lora := lora_of(settings, tokens):
+    notes = token_notes(new, rows)
+    if lora := job.adapters(tokens):
         recipe = recipe._replace(lora=recorded(lora), base_sha256=digest(model))
     if new and new.vocabulary and isinstance(model, Llama):
         recipe = recipe._replace(vocabulary=extended(model, new.vocabulary, str(recipe.init)))
@@ -160,7 +166,7 @@ def build_run(
     if plan.transfer:
         plan.transfer.initialise_(model)
     if lora:
-        start = read_adapter(recipe.adapter) if recipe.adapter else None
+        start = job.source.adapter if job.source else None
         if start:
             require_base_of(start, str(recipe.base_sha256))
         # Under fsdp the base is rounded on the host, as no device need have room for all of it.

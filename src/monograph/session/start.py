@@ -19,16 +19,17 @@ from monograph.run import writing
 from monograph.run.folder import Run
 from monograph.run.progress import Progress, silent
 from monograph.run.started import note_start
-from monograph.session import eager_start, ranks, recorded
+from monograph.session import eager_start, ranks
 from monograph.session.brief import expected_whole_s, updates_given, why_uncompiled
 from monograph.session.objective import Task
 from monograph.session.objectives import open_task
 from monograph.session.plan import Plan
+from monograph.session.record import Record, write_config
 from monograph.session.reporting import Reporter
 from monograph.session.requirements import notes_on, require_possible
-from monograph.session.resolve import ORIGIN, resolve
+from monograph.session.resolve import resolve
 from monograph.session.session import Session
-from monograph.session.setup import open_session
+from monograph.session.setup import agreed_plan, open_session
 from monograph.session.warmup import choose_kernel, compile_step, fix_length, try_step
 from monograph.storage.reading import exists
 
@@ -63,19 +64,19 @@ def open_run(
         started: when the program was started.
     """
     machine = describe()
-    require_possible(settings, machine)
-    plan = resolve(settings, machine)
+    record = ranks.agreed(world, Record(settings))
+    require_possible(record.settings, machine)
+    plan = resolve(record, machine)
     for line in notes_on(plan, machine):
         progress.line("note", line)
     if not folder.begun and (least := _least(plan, started)):
         progress.line("time", least)
     if world.leads and not folder.begun:
         plan = _keeping_stdin(folder, plan, progress)
-        recorded.write_config(folder, plan.settings)
+        write_config(folder, plan.record.settings)
     if world.leads:
         note_start(folder)
-    settings = ranks.agreed(world, plan.settings)
-    plan = plan if world.leads else resolve(settings, machine)
+    plan = agreed_plan(world, plan, machine)
     with world.first():
         task = held.enter_context(closing(open_task(folder, plan, progress, world.size)))
     opened = partial(_opened, folder, task=task, world=world, retry_rows=retry_rows)
@@ -93,7 +94,7 @@ def open_run(
         session.batches.close()
         ends = session.ends_s, session.end_s
         # Where nothing is compiled, the planner chooses otherwise, and answers are drawn otherwise.
-        plan = resolve(plan.settings.resolve({"train.compile": "none"}, ORIGIN), machine)
+        plan = resolve(plan.record.noted({"train.compile": "none"}), machine)
         session, _ = opened(plan, progress=silent())
         choose_kernel(session, window, silent())
         session.ends_s, session.end_s = ends
@@ -110,7 +111,7 @@ def open_run(
     if not resumed:
         fix_length(session, progress)
         if world.leads:
-            recorded.write_config(folder, session.plan.settings)
+            write_config(folder, session.plan.record.settings)
         session.save()
     return session
 
@@ -198,5 +199,5 @@ def _keeping_stdin(run: Run, plan: Plan, progress: Progress) -> Plan:
         kept = str(spooled_stdin(run.folder, stage.report))
         stage.result = f"kept as {kept}"
     source = [kept if name == "-" else name for name in named]
-    settings = plan.settings.resolve({"data.source": source}, "plan")
-    return replace(plan, settings=settings, reading={**plan.reading, "source": source})
+    record = plan.record.noted({"data.source": source})
+    return replace(plan, record=record, reading={**plan.reading, "source": source})

@@ -12,13 +12,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from monograph.config import Settings
-from monograph.model.adapter import is_adapter
 from monograph.model.config import LlamaConfig
 from monograph.model.families import FIRST_FAMILY
 from monograph.planner import defaults
 from monograph.report.quantities import binary
-from monograph.run.models import positions_of
 from monograph.run.recipe import Recipe
+from monograph.run.source import ModelSource
 from monograph.session.objectives import objective_of
 from monograph.storage.code import HUB
 
@@ -62,9 +61,10 @@ def usual(settings: Settings) -> Settings:
     length = data.sequence_length
     given = None if train.tokens_per_update == "auto" else train.tokens_per_update
     if shape is None:
-        adapted = settings.lora.rank is not None or is_adapter(str(init))
+        source = ModelSource.open(str(init))
+        adapted = settings.lora.rank is not None or source.adapter is not None
         rows = defaults.ADAPTED_ROWS if adapted else defaults.FINETUNED_ROWS
-        most = defaults.sequence_length(False, positions_of(str(init)), given)
+        most = defaults.sequence_length(False, source.positions, given)
         per_update = rows * (most if length == "auto" else int(length))
     else:
         most, per_update = defaults.usual_sizes(shape.parameter_count())

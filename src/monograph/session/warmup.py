@@ -279,7 +279,7 @@ def _budget_s(session: Session, updates: int, update_s: float, progress: Progres
     if updates:
         return left_s
     given_s = 60 * plan.minutes
-    is_given = "train.minutes" in plan.settings.origins or not session.task.is_plain or plan.wall_minutes is not None
+    is_given = plan.job.span.is_timed or not session.task.is_plain or plan.wall_minutes is not None
     wanted_s = given_s if is_given else defaults.default_seconds(plan.minutes, update_s)
     if wanted_s > given_s:
         longer = f"{duration(wanted_s)} instead of {plan.minutes:g} min"

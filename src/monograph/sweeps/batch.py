@@ -26,7 +26,7 @@ from monograph.run.writing import write_tokenizer
 from monograph.session import objective
 from monograph.session.objectives.texts import TextTask
 from monograph.session.plan import Length
-from monograph.session.recorded import write_config
+from monograph.session.record import write_config
 from monograph.session.resolve import resolve
 from monograph.session.session import Session, seed_all
 from monograph.session.setup import BuiltRun, build_run, make_engine
@@ -182,7 +182,7 @@ def batch_of(
     for number, (run, built) in enumerate(zip(runs, built_runs, strict=True)):
         if not run.begun:
             write_tokenizer(run, text.tokenizer)
-            write_config(run, built.plan.settings)
+            write_config(run, built.plan.record.settings)
         own = MemberEngine(engine, number) if isinstance(engine, Ensemble) else engine
         sessions.append(Session(run, built.plan, TextTask(text), own))
     return MemberBatch(list(members), engine, sessions, MemberWindows(sessions))

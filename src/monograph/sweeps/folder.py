@@ -20,7 +20,8 @@ from monograph.run.folder import DEFAULT_ROOT, Run
 from monograph.run.recorded_state import Natural, Seconds, Strict
 from monograph.run.run_index import SWEEP, runs_in
 from monograph.run.writing import write_whole
-from monograph.session.recorded import run_settings, write_config
+from monograph.session.record import write_config
+from monograph.session.recorded import run_settings
 from monograph.storage.reading import contents, is_file, parse_json
 from monograph.sweeps.spec import ORIGIN, Member, carried, described
 from monograph.terminal import shell_words

@@ -22,7 +22,8 @@ from monograph.run.recipe import names_run
 from monograph.session.objectives.teachers import write_teachers
 from monograph.session.objectives.texts import TextTask, open_corpus
 from monograph.session.plan import Plan
-from monograph.session.recorded import run_settings, write_config
+from monograph.session.record import write_config
+from monograph.session.recorded import run_settings
 from monograph.session.reporting import finished
 from monograph.session.resolve import resolve
 from monograph.session.session import seed_all
@@ -314,7 +315,7 @@ def verify(outcome: Outcome, progress: Progress) -> dict[str, Any]:
     alone = losses(plan, text, len(member), progress, compiled=compiled)
     if not compiled:
         half = {"train.micro_batch": max(1, plan.training.rows // 2)}
-        plan = resolve(plan.settings.resolve(half, "verify"), describe())
+        plan = resolve(plan.record.settings.resolve(half, "verify"), describe())
     other = losses(plan, text, len(member), progress, compiled=False)
     difference = largest(member, alone)
     bound = FACTOR * largest(alone, other)

@@ -17,10 +17,11 @@ from monograph.model.config import LlamaConfig
 from monograph.report.quantities import counted
 from monograph.run.folder import DEFAULT_ROOT, Run
 from monograph.run.run_index import SWEEP, runs_in
+from monograph.session.door import WIDTH, transfer_of
 from monograph.session.plan import Plan
 from monograph.session.recorded import require_text, run_settings, settings_given
 from monograph.session.requirements import require_one_device, require_texts
-from monograph.session.resolve import WIDTH, resolve, transfer_of
+from monograph.session.resolve import resolve
 from monograph.storage.code import digests
 from monograph.storage.reading import is_file
 
@@ -228,7 +229,7 @@ def _proxy(settings: Settings) -> tuple[Settings, Settings]:
     plan = resolve(settings.resolve(_NO_TRANSFER, ORIGIN), describe())
     shape = None if plan.recipe.init else plan.recipe.shape(vocab_size=1)
     asked = {key: settings.values()[key] for key in _NO_TRANSFER}
-    wide = plan.settings.resolve(asked, ORIGIN)
+    wide = plan.record.settings.resolve(asked, ORIGIN)
     transfer = transfer_of(wide, shape)
     assert transfer is not None and shape is not None
     named = wide.resolve({"optim.transfer_base": transfer.base.hidden_size}, ORIGIN)

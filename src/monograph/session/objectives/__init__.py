@@ -1,12 +1,10 @@
 """Holds the ways to learn, a file for each: texts, preferences, rewards, and teachers, which add to texts."""
 
-from typing import Any
-
 from monograph.config import Settings
 from monograph.errors import UsageError
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
-from monograph.session.objective import Objective, Task
+from monograph.session.objective import Objective, Opened, Task
 from monograph.session.objectives.preferences import Preferences
 from monograph.session.objectives.rewards import Rewards
 from monograph.session.objectives.teachers import taught
@@ -17,9 +15,14 @@ from monograph.session.plan import Plan
 OBJECTIVES: tuple[Objective, ...] = (Rewards(), Preferences(), Texts())
 
 
+def chosen_in(settings: Settings) -> list[Objective]:
+    """Return the objectives that the settings choose; the first counts, and more than one key is an error."""
+    return [objective for objective in OBJECTIVES if objective.is_chosen(settings)]
+
+
 def objective_of(settings: Settings) -> Objective:
-    """Return the objective that the settings choose."""
-    return next(objective for objective in OBJECTIVES if objective.is_chosen(settings))
+    """Return the objective that the settings choose, its own keys unread."""
+    return chosen_in(settings)[0]
 
 
 def open_task(run: Run, plan: Plan, progress: Progress, ranks: int = 1) -> Task:
@@ -35,7 +38,7 @@ def open_task(run: Run, plan: Plan, progress: Progress, ranks: int = 1) -> Task:
         InputRefused: the records cannot be used.
         UsageError: the run has teachers, and learns from other records than texts.
     """
-    task = objective_of(plan.settings).open(plan, progress)
+    task = plan.job.objective.open(plan, progress)
     try:
         return taught(task, run, ranks)
     except BaseException:
@@ -43,26 +46,15 @@ def open_task(run: Run, plan: Plan, progress: Progress, ranks: int = 1) -> Task:
         raise
 
 
-def require_one(settings: Settings) -> None:
-    """Refuse settings that choose two objectives, or choices that do not go with the chosen one.
-
-    Raises:
-        UsageError: two choices exclude one another; the message names both.
-    """
-    keys = [objective.key for objective in OBJECTIVES if objective.key and objective.is_chosen(settings)]
-    if len(keys) > 1:
-        raise UsageError(f"{keys[1]} does not go with {keys[0]}: a run learns from one of both: leave one out")
-    objective_of(settings).require(settings)
-
-
-def objective_values(settings: Settings, length: int) -> dict[str, Any]:
-    """Return values for the keys that the objective decides; see `Objective.values`.
+def opened(settings: Settings, length: int) -> Opened:
+    """Return the objective that the settings choose, with its own keys decided; see `Objective.opened`.
 
     Raises:
         UsageError: keys of another objective are given.
     """
     chosen = objective_of(settings)
-    for objective in OBJECTIVES:
-        if objective is not chosen:
-            objective.require_unused(settings)
-    return chosen.values(settings, length)
+    for key in settings.pinned():
+        others = (other for other in OBJECTIVES if other is not chosen and other.section == key.partition(".")[0])
+        for objective in others:
+            raise UsageError(objective.unused(settings.origins[key], key, settings.as_written(key)))
+    return chosen.opened(settings, length)

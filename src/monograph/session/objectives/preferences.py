@@ -5,6 +5,7 @@ them are computed once, before the first update, by the step's own evaluation.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import nn
 from monograph.config import Settings
 from monograph.data.corpus import Corpus
 from monograph.data.forms import Asked
-from monograph.errors import InputRefused, UsageError
+from monograph.errors import InputRefused
 from monograph.evaluation import Evaluation
 from monograph.graph.trial import Trial
 from monograph.model.llama import Llama
@@ -23,11 +24,11 @@ from monograph.report.quantities import counted
 from monograph.rl.pairs import PairRows, loss_for, read_pairs
 from monograph.rl.preferences import Preference, PreferenceLoss, preference
 from monograph.run.progress import Progress
-from monograph.session.objective import HeldOutScore, Objective, Windows, held_out_said, refuse_first
+from monograph.session.choices import FP8, OF_CODE, STREAMED, Choice
+from monograph.session.objective import HeldOutScore, Objective, Opened, Windows, held_out_said
 from monograph.session.objectives.texts import RowsTask
 from monograph.session.plan import Plan
 from monograph.session.reference import read_reference, write_reference
-from monograph.storage.code import code_named
 
 
 def with_records(settings: Settings) -> Settings:
@@ -40,15 +41,9 @@ def with_records(settings: Settings) -> Settings:
     return settings.resolve({"prefer.loss": usual}, "data.source") if usual else settings
 
 
-def is_by_records(settings: Settings) -> bool:
-    """Return whether the records chose the loss, for want of another."""
-    return settings.prefer.loss is not None and settings.origins.get("prefer.loss") == "data.source"
-
-
-def are_alike(one: Settings, other: Settings) -> bool:
-    """Return whether the losses of both learn from records of the same kind, pairs or labelled answers."""
-    losses = one.prefer.loss, other.prefer.loss
-    return None not in losses and len({preference(loss).labelled for loss in losses if loss is not None}) == 1
+def are_alike(one: str | None, other: str | None) -> bool:
+    """Return whether both losses learn from records of the same kind, pairs or labelled answers."""
+    return None not in (one, other) and len({preference(loss).labelled for loss in (one, other) if loss}) == 1
 
 
 def preference_of(settings: Settings) -> Preference:
@@ -61,44 +56,44 @@ def preference_of(settings: Settings) -> Preference:
     return preference(given.pop("loss"), **given)
 
 
+@dataclass(frozen=True)
 class Preferences(Objective):
-    """Learn from preferences."""
+    """Learn from preferences.
+
+    Attributes:
+        preference: the loss, once the settings are read.
+    """
 
     key = "prefer.loss"
     section = "prefer"
+    excluded = (
+        (OF_CODE, "a program says no tokenizer: name a run or a folder"),
+        (STREAMED, "it is not built for streaming: leave it out"),
+        (FP8, "it was not tried: take bf16"),
+        (
+            Choice("train.tokens", lambda made: made.tokens is not None),
+            "pairs are counted, not tokens: give updates, epochs or minutes",
+        ),
+        (
+            Choice("data.packing = padded", lambda made: made.packing == "padded"),
+            "the two answers of a pair share a row: leave it out",
+        ),
+    )
+
+    preference: Preference | None = None
 
     def records(self, settings: Settings) -> str:
         """Return what its records are."""
         return "labelled answers" if preference_of(settings).labelled else "pairs of answers"
 
-    def require_unused(self, settings: Settings) -> None:
-        """Refuse parameters without a loss; see `Objective.require_unused`."""
-        for key, value in settings.prefer.model_dump().items():
-            if value is not None:
-                said = settings.said(f"prefer.{key}")
-                raise UsageError(f"{said} is of preferences: give prefer.loss, too, such as dpo")
+    def unused(self, origin: str, key: str, written: str) -> str:
+        """Return the refusal of a parameter without a loss; see `Objective.unused`."""
+        return f"{origin}: {key} = {written} is of preferences: give prefer.loss, too, such as dpo"
 
-    def require(self, settings: Settings) -> None:
-        """Refuse choices that do not go with `prefer.loss`; see `Objective.require`."""
-        init = settings.model.init
-        train = settings.train
-        data = settings.data
-        no_program = "a program says no tokenizer: name a run or a folder"
-        excluded = {
-            f"model.init = {init}": (code_named(init) is not None, no_program),
-            "train.memory = stream": (train.memory == "stream", "it is not built for streaming: leave it out"),
-            "train.precision = fp8": (train.precision == "fp8", "it was not tried: take bf16"),
-            "train.tokens": (
-                train.tokens is not None,
-                "pairs are counted, not tokens: give updates, epochs or minutes",
-            ),
-            "data.packing = padded": (data.packing == "padded", "the two answers of a pair share a row: leave it out"),
-        }
-        refuse_first(self.key, excluded)
-
-    def values(self, settings: Settings, length: int) -> dict[str, Any]:
-        """Return the parameters that the loss has."""
-        return {f"prefer.{name}": value for name, value in preference_of(settings).parameters.items()}
+    def opened(self, settings: Settings, length: int) -> Opened:
+        """Return this objective with the loss that the settings name, and the parameters that the loss has."""
+        chosen = preference_of(settings)
+        return Opened(Preferences(chosen), {f"prefer.{name}": value for name, value in chosen.parameters.items()})
 
     def judged(self, plan: Plan) -> Judged:
         """Return that answers stand in rows."""
@@ -106,7 +101,8 @@ class Preferences(Objective):
 
     def open(self, plan: Plan, progress: Progress) -> "PreferenceTask":
         """Read the run's pairs, and print how many there are."""
-        chosen = preference_of(plan.settings)
+        chosen = self.preference
+        assert chosen is not None
         with progress.stage("pairs", str(plan.reading["source"])) as stage:
             pairs = read_pairs(plan.reading, labelled=chosen.labelled, progress=stage.report)
             held = held_out_said(pairs.held_out.documents, plan.reading["held_out"])

@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from monograph.report.quantities import counted
 from monograph.rl.advantages import ratio_of
 from monograph.rl.arrange import Options
 from monograph.rl.form import AnswerForm
-from monograph.rl.loss import PolicyLoss, penalty
+from monograph.rl.loss import Kl, PolicyLoss, penalty
 from monograph.rl.prompts import Prompts, read_prompts
 from monograph.rl.rewards import Reward, Taught, form_named, reward_of
 from monograph.rl.rollouts import MOST_PROMPTS, MOST_ROWS, Drawer, Rollouts, Sharing, decoded_rows, slots_of
@@ -37,12 +37,12 @@ from monograph.run.models import load_with_tokenizer
 from monograph.run.progress import Progress
 from monograph.run.recipe import digest, run_named, shape_in
 from monograph.run.trust import is_all_trusted
-from monograph.session.objective import HeldOutScore, Objective, Task, Windows, held_out_said, refuse_first
+from monograph.session.choices import FP8, OF_CODE, STREAMED, Choice
+from monograph.session.objective import HeldOutScore, Objective, Opened, Task, Windows, held_out_said
 from monograph.session.opening import Opening, opening_of_prompt
 from monograph.session.plan import FP32_BYTES, Plan, is_sharded, sharing
 from monograph.session.reference import read_reference, write_reference
 from monograph.storage.cache_dir import calibration_file
-from monograph.storage.code import code_named
 from monograph.storage.reading import without_links
 
 TEACHER = "teacher"
@@ -70,68 +70,103 @@ _PARAMETERS = {"regex": "reward_regex", "json-schema": "reward_schema", "teacher
 CALIBRATING = 20  # last updates of a run, whose drawing is compared with its closed form
 
 
+@dataclass(frozen=True)
 class Rewards(Objective):
-    """Learn from rewards."""
+    """Learn from rewards.
+
+    Attributes:
+        reward: the reward; regex, schema and teacher: what it needs, if anything.
+        vouched: the digest of each Python file that may run, by the value that names it.
+        answer_form: what all answers match, a regular expression or the file of a schema; None each: they have any
+            form.
+        prompts: prompts of an update; group: answers to each; draws: draws of an update; updates: updates of a draw.
+        max_new_tokens: the most tokens of an answer; temperature: at which they are drawn.
+        advantage: the advantage; None for a teacher's.
+        kl: the term beside the reward; None without one.
+        masks_truncated: whether answers that are cut off are left out; truncation_penalty: what they lose else.
+    """
 
     key = "rl.reward"
     section = "rl"
+    excluded = (
+        (OF_CODE, "a program says no tokenizer: name a run or a folder"),
+        (STREAMED, "answers are drawn on the device: leave it out"),
+        (FP8, "answers are not drawn in fp8: take bf16"),
+        (
+            Choice("train.tokens = {tokens}", lambda made: made.tokens is not None, "a number"),
+            "answers have any length: give updates or minutes",
+        ),
+        (
+            Choice("optim.ema = {ema}", lambda made: made.ema != "none", "a number"),
+            "answers are the weights' own: leave it out",
+        ),
+    )
     is_own_length = True
     answers_on_device = True
     finds_spikes = False  # gradients are 0 until some group differs, so the first that teaches would be taken for one
+
+    reward: str = ""
+    regex: str | None = None
+    schema: str | None = None
+    teacher: str | None = None
+    vouched: Mapping[str, str] = field(default_factory=dict)
+    answer_form: tuple[str | None, str | None] = (None, None)
+    prompts: int = 0
+    group: int = 0
+    draws: int = 0
+    updates: int = 0
+    max_new_tokens: int = 0
+    temperature: float = 1.0
+    advantage: str | None = None
+    kl: Kl | None = None
+    masks_truncated: bool = False
+    truncation_penalty: float = 0.0
 
     def records(self, settings: Settings) -> str:
         """Return what its records are."""
         return "prompts"
 
-    def require_unused(self, settings: Settings) -> None:
-        """Refuse other keys of [rl] without a reward; see `Objective.require_unused`."""
-        lonely = [key for key in settings.pinned() if key.startswith("rl.")]
-        if lonely:
-            key, origin = lonely[0], settings.origins[lonely[0]]
-            raise UsageError(f"{origin}: {key} is of answers that are rewarded: give rl.reward, too, such as exact")
+    def unused(self, origin: str, key: str, written: str) -> str:
+        """Return the refusal of another key of [rl] without a reward; see `Objective.unused`."""
+        return f"{origin}: {key} is of answers that are rewarded: give rl.reward, too, such as exact"
 
-    def require(self, settings: Settings) -> None:
-        """Refuse choices that do not go with `rl.reward`; see `Objective.require`."""
-        init = settings.model.init
-        train = settings.train
-        ema = settings.optim.ema
-        no_program = "a program says no tokenizer: name a run or a folder"
-        any_length = "answers have any length: give updates or minutes"
-        excluded = {
-            f"model.init = {init}": (code_named(init) is not None, no_program),
-            "train.memory = stream": (train.memory == "stream", "answers are drawn on the device: leave it out"),
-            "train.precision = fp8": (train.precision == "fp8", "answers are not drawn in fp8: take bf16"),
-            f"train.tokens = {train.tokens}": (train.tokens is not None, any_length),
-            f"optim.ema = {ema}": (ema != "none", "answers are the weights' own: leave it out"),
-        }
-        refuse_first(self.key, excluded)
+    def require_keys(self, settings: Settings) -> None:
+        """Refuse values of [rl] that do not go together; see `Objective.require_keys`."""
         _require_parameters(settings)
         rl = settings.rl
         if rl.truncated == "mask" and rl.truncation_penalty:
             raise UsageError("rl.truncation_penalty lowers the reward of answers that rl.truncated = mask leaves out")
         penalty(rl.kl, rl.kl_coef, rl.entropy_coef, rl.advantage or USUAL["rl.advantage"], "rl.")
 
-    def values(self, settings: Settings, length: int) -> dict[str, Any]:
-        """Return values for all [rl] keys, and the tokens of an update.
+    def opened(self, settings: Settings, length: int) -> Opened:
+        """Return how answers are drawn and weighed, and values for all [rl] keys and for the tokens of an update.
 
         Raises:
             UsageError: keys are given that a teacher leaves without a meaning, or an answer has no room in a row.
         """
+        rl = settings.rl
         given = settings.pinned()
-        reward = settings.rl.reward
-        usual = USUAL
-        if reward == TEACHER:
+        usual: dict[str, Any] = {**USUAL, "rl.max_new_tokens": max(1, length // 2)}
+        asked: dict[str, Any] = {
+            "rl.advantage": rl.advantage,
+            "rl.prompts": rl.prompts,
+            "rl.group": rl.group,
+            "rl.draws": rl.draws,
+            "rl.updates": rl.updates,
+            "rl.kl": rl.kl,
+            "rl.temperature": rl.temperature,
+            "rl.max_new_tokens": rl.max_new_tokens,
+        }
+        values = {key: usual[key] if value is None else value for key, value in asked.items()}
+        if rl.reward == TEACHER:
             worth = "a teacher says what each token is worth"
             useless = [key for key in _NOT_OF_TEACHERS if given.get(key, "none") != "none"]
             if useless:
                 raise UsageError(f"{settings.origins[useless[0]]}: {useless[0]}: {worth}: leave it out")
-            usual = {key: value for key, value in USUAL.items() if key != "rl.advantage"}
-        values: dict[str, Any] = {"rl.max_new_tokens": max(1, length // 2)} | usual
-        values |= {key: value for key, value in given.items() if key in values}
-        values["rl.reward"] = reward
-        if settings.rl.teacher is not None:
-            run = run_named(settings.rl.teacher)  # record its path: `last` will soon name the new run
-            values["rl.teacher"] = str(run.named if run else without_links(settings.rl.teacher))
+            del values["rl.advantage"]
+        if rl.teacher is not None:
+            run = run_named(rl.teacher)  # record its path: `last` will soon name the new run
+            values["rl.teacher"] = str(run.named if run else without_links(rl.teacher))
         if values["rl.max_new_tokens"] >= length:
             raise UsageError(
                 f"rl.max_new_tokens = {values['rl.max_new_tokens']} leaves no room for a prompt in a row of "
@@ -142,7 +177,25 @@ class Rewards(Objective):
         if given.get(key, "auto") not in ("auto", tokens):
             count = "with rl.reward an update has rl.prompts x rl.group answers"
             raise UsageError(f"{settings.said(key)}: {count}: leave it out")
-        return values | {key: tokens}
+        decided = Rewards(
+            reward=str(rl.reward),
+            regex=rl.reward_regex,
+            schema=rl.reward_schema,
+            teacher=values.get("rl.teacher"),
+            vouched=settings.vouched,
+            answer_form=(rl.answer_regex, rl.answer_schema),
+            prompts=values["rl.prompts"],
+            group=values["rl.group"],
+            draws=values["rl.draws"],
+            updates=values["rl.updates"],
+            max_new_tokens=values["rl.max_new_tokens"],
+            temperature=values["rl.temperature"],
+            advantage=values.get("rl.advantage"),
+            kl=penalty(values["rl.kl"], rl.kl_coef, rl.entropy_coef, values.get("rl.advantage"), "rl."),
+            masks_truncated=rl.truncated == "mask",
+            truncation_penalty=rl.truncation_penalty or 0.0,
+        )
+        return Opened(decided, {**values, "rl.reward": rl.reward, key: tokens})
 
     def judged(self, plan: Plan) -> Judged:
         """Return whether answers are scored by the arithmetic that drew them."""
@@ -173,7 +226,7 @@ class Rewards(Objective):
             # The weights that are trained wait in a second copy while the reference scores.
             numbers = trained_numbers(config, lora, training.precision) // sharing(plan.parallel, ranks)
             beside["reference"] = 2 * width * numbers
-        teacher = plan.settings.rl.teacher
+        teacher = asked_of(plan).teacher
         shape = shape_in(teacher) if teacher else None
         if shape:
             beside["teacher"] = shape.parameter_count() * FP32_BYTES
@@ -198,9 +251,7 @@ class Rewards(Objective):
 
     def open(self, plan: Plan, progress: Progress) -> "RewardTask":
         """Read the run's prompts, and print how many there are; open the reward, which the task closes."""
-        rl = plan.settings.rl
-        assert rl.reward
-        reward = reward_of(rl.reward, plan.settings.vouched, regex=rl.reward_regex, schema=rl.reward_schema)
+        reward = reward_of(self.reward, self.vouched, regex=self.regex, schema=self.schema)
         reward.unconfined = is_all_trusted()
         try:
             return RewardTask(_prompts(plan, reward, progress), reward)
@@ -211,7 +262,7 @@ class Rewards(Objective):
 
 def _prompts(plan: Plan, reward: Reward, progress: Progress) -> Prompts:
     """Read the run's prompts, load the teacher, and print how many prompts there are."""
-    rl = plan.settings.rl
+    objective = asked_of(plan)
     reading = plan.reading
     options = options_of(plan)
     with progress.stage("prompts", str(reading["source"])) as stage:
@@ -223,13 +274,13 @@ def _prompts(plan: Plan, reward: Reward, progress: Progress) -> Prompts:
         stage.result = f"{asked} of up to {counted(prompts.longest, 'token')}, {held}{skipped}"
     for line in prompts.notes:
         progress.line("note", line)
-    if isinstance(reward, Taught) and rl.teacher is not None:
-        with progress.stage("teacher", rl.teacher):
-            reward.teacher = _teacher(rl.teacher, prompts, options)
+    if isinstance(reward, Taught) and objective.teacher is not None:
+        with progress.stage("teacher", objective.teacher):
+            reward.teacher = _teacher(objective.teacher, prompts, options)
     # Another program, schema or teacher would give other rewards to the same answers, so a run belongs to this one.
     decisive = prompts.fingerprint + reward.digest
     decisive += digest(reward.teacher) if reward.teacher else ""
-    form = form_named(*answer_form(plan))
+    form = form_named(*objective.answer_form)
     decisive += form.digest if form else ""
     return replace(prompts, fingerprint=hashlib.sha256(decisive.encode()).hexdigest())
 
@@ -264,32 +315,32 @@ def _teacher(name: str, prompts: Prompts, options: Options) -> Llama:
     return model.to(default_device()).requires_grad_(False).train(False)
 
 
-def answer_form(plan: Plan) -> tuple[str | None, str | None]:
-    """Return what all answers match, a regular expression or the file of a schema; None each: they have any form."""
-    rl = plan.settings.rl
-    return rl.answer_regex, rl.answer_schema
+def asked_of(plan: Plan) -> Rewards:
+    """Return the objective of a run that learns from rewards."""
+    objective = plan.job.objective
+    assert isinstance(objective, Rewards)
+    return objective
 
 
 def options_of(plan: Plan) -> Options:
     """Return how a run's answers are drawn and weighed."""
-    rl = plan.settings.rl
-    assert rl.prompts and rl.group and rl.draws and rl.max_new_tokens and rl.temperature and rl.updates
+    asked = asked_of(plan)
     return Options(
-        prompts=rl.prompts,
-        group=rl.group,
-        max_new_tokens=rl.max_new_tokens,
-        temperature=rl.temperature,
-        advantage=rl.advantage or TAUGHT_AS,
-        draws=rl.draws,
+        prompts=asked.prompts,
+        group=asked.group,
+        max_new_tokens=asked.max_new_tokens,
+        temperature=asked.temperature,
+        advantage=asked.advantage or TAUGHT_AS,
+        draws=asked.draws,
         length=plan.training.length,
         packed=plan.reading["packing"] == "packed",
         exact=plan.training.compile == "none" and default_device().type == "cpu",
         seed=plan.seed,
         epochs=plan.epochs,
-        updates=rl.updates,
-        kl=penalty(rl.kl, rl.kl_coef, rl.entropy_coef, rl.advantage, "rl."),
-        masks_truncated=rl.truncated == "mask",
-        truncation_penalty=rl.truncation_penalty or 0.0,
+        updates=asked.updates,
+        kl=asked.kl,
+        masks_truncated=asked.masks_truncated,
+        truncation_penalty=asked.truncation_penalty,
     )
 
 
@@ -356,7 +407,7 @@ class RewardTask(Task):
         if options.exact:
             model.use_attention("cached")
         ratio = ratio_of(options.advantage, options.updates)
-        described = form_named(*answer_form(plan))
+        described = form_named(*asked_of(plan).answer_form)
         form = AnswerForm(described, self.data, self.data.ends(model.config), default_device()) if described else None
         return PolicyLoss(options.temperature, ratio, options.kl, options.advantage, options.updates, form)
 
@@ -486,7 +537,7 @@ class RewardTask(Task):
     def opening(self, config: LlamaConfig | None) -> Opening:
         """Return the first prompt."""
         first = self.data.train[0]
-        regex, schema = answer_form(self.plan())
+        regex, schema = asked_of(self.plan()).answer_form
         form: tuple[str, ...] = ()
         if regex is not None:
             form = ("--regex", regex)
