@@ -74,9 +74,9 @@ def test_how_a_run_is_trained_is_one_record_which_its_settings_give_again(keys):
     assert not plan.open and given.open == {"micro_batch", "compile", "remat", "memory"} - {key[7:] for key in keys}
     made = {name: getattr(plan.training, name) for name in ("rows", "compile", "remat")}
     assert plan.training == replace(asked, **made, optim=plan.training.optim), "a request's with what is chosen"
-    recorded = plan.settings.train
+    recorded = plan.record.settings.train
     assert plan.choices == {key: getattr(recorded, key) for key in plan.choices}, "and what is recorded is what is done"
-    again = resolve(plan.settings, CARD, known)
+    again = resolve(plan.record, CARD, known)
     assert (again.training, again.memory) == (plan.training, plan.memory), "as a resumed run reads it"
 
 
@@ -241,5 +241,5 @@ def test_the_decay_of_a_new_small_model_grows_with_its_epochs(keys, epoch_rows, 
     given = sized(**({"model__preset": "micro", "train__tokens_per_update": 2048} | keys))
     assert given.training.window_rows == 8
     found = resolve(given, CARD, shape(given)._replace(per_epoch=epoch_rows, minutes=given.minutes))
-    assert found.optim.weight_decay == pytest.approx(decay)
-    assert found.record.settings.optim.weight_decay == found.optim.weight_decay, "a resumed run reads it"
+    assert found.training.optim.weight_decay == pytest.approx(decay)
+    assert found.record.settings.optim.weight_decay == found.training.optim.weight_decay, "a resumed run reads it"
