@@ -34,7 +34,8 @@ def test_a_folder_is_read_once(here: Path) -> None:
     source = ModelSource.open(str(here))
     assert source.shape is not None
     (here / "config.json").unlink()
-    assert source.positions == 32 and not source.run and not source.is_weight_file
+    for same in (source, source.under(f"{here}/.")):
+        assert same.positions == 32 and not same.run and not same.is_weight_file
 
 
 def test_an_adapter_is_known_by_its_name_and_its_weights_by_its_base(here: Path) -> None:
@@ -47,6 +48,8 @@ def test_an_adapter_is_known_by_its_name_and_its_weights_by_its_base(here: Path)
     assert source.adapter and source.adapter.lora.rank == 4
     assert (source.kept, source.base) == ("adapter", str(here / "base"))
     assert source.shape and source.shape.vocab_size == 64
+    named = source.under(str(here / "adapter"))
+    assert named.adapter and named.adapter.folder == here / "adapter" and named.base == source.base
 
 
 def test_what_a_program_builds_is_no_folder() -> None:

@@ -2,14 +2,17 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Self
 
+from monograph.model import hub
 from monograph.model.adapter import Adapter, is_adapter, read_adapter, resolved_base
 from monograph.model.config import LlamaConfig
 from monograph.run import recorded_state
 from monograph.run.folder import Run
-from monograph.run.recipe import is_weight_file, own_file, run_named, shape_in, tokenizer_of
+from monograph.run.recipe import is_weight_file, own_file, run_named, tokenizer_of
 from monograph.storage.code import Code, code_named, folder_named
+from monograph.storage.reading import is_folder
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,14 @@ class ModelSource:
             InputRefused: it is one, and cannot be used.
         """
         return cls(name, read_adapter(name) if is_adapter(name) else None)
+
+    def under(self, name: str) -> Self:
+        """Return the same model under another name, such as its full path; what is known of it stays known."""
+        adapter = self.adapter._replace(folder=Path(name)) if self.adapter else None
+        same = type(self)(name, adapter)
+        facts = ("run", "is_weight_file", "shape", "positions", *(("base",) if adapter else ()))
+        vars(same).update((fact, value) for fact, value in vars(self).items() if fact in facts)
+        return same
 
     @cached_property
     def base(self) -> str:
@@ -60,7 +71,8 @@ class ModelSource:
     @cached_property
     def shape(self) -> LlamaConfig | None:
         """Return the shape in a Hugging Face folder's config.json; None for a model whose shape only loading tells."""
-        return shape_in(self.base)
+        other = self.base.endswith(".py") or self.code or self.is_weight_file or self.run
+        return hub.read_config(self.base) if not other and is_folder(self.base) else None
 
     @cached_property
     def positions(self) -> int | None:

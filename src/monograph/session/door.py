@@ -55,7 +55,7 @@ def job_of(settings: Settings, *, built: bool = True) -> Job:
     length = int(settings.data.sequence_length)
     per_update = defaults.in_whole_rows(int(train.tokens_per_update), length)
     lora = lora_of(settings)
-    tokens = tokens_of(settings, source, is_adapted=lora is not None)
+    tokens = tokens_of(settings, source, settings.data.tokenizer, is_adapted=lora is not None)
     rule: str = optim.name
     if rule == "auto":
         rule = defaults.optimizer(fresh=recipe.init is None)
@@ -183,7 +183,7 @@ def _found(settings: Settings, transfer: AskedTransfer | None, shape_alone: bool
     settings = settings.resolve(chosen, ORIGIN)
     if source is None:
         return _Found(settings, objective, recipe, None)
-    source = ModelSource.open(str(settings.model.init))  # what is recorded; errors until here show what was typed
+    source = source.under(str(settings.model.init))  # what is recorded; errors until here show what was typed
     recipe = recipe._replace(init=source.base, adapter=source.name if source.adapter else None)
     return _Found(settings, objective, recipe, source)
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from monograph.config import Settings
 from monograph.errors import InputRefused, UsageError
 from monograph.report.quantities import counted
-from monograph.run.recipe import Vocabulary, compared, tokenizer_named
+from monograph.run.recipe import Vocabulary, compared
 from monograph.run.source import ModelSource
 from monograph.text.tokenizer import Tokenizer
 
@@ -143,12 +143,13 @@ class Tokens:
             )
 
 
-def tokens_of(settings: Settings, source: ModelSource | None, is_adapted: bool) -> Tokens:
+def tokens_of(settings: Settings, source: ModelSource | None, tokenizer: str, is_adapted: bool) -> Tokens:
     """Return what the settings say of a run's tokens.
 
     Args:
         settings: the run's settings.
         source: the model that the run starts from; None for a new one.
+        tokenizer: data.tokenizer, with the file of a run in its place.
         is_adapted: whether adapters are trained.
     """
     listed = settings.lora.tokens
@@ -156,7 +157,7 @@ def tokens_of(settings: Settings, source: ModelSource | None, is_adapted: bool) 
     return Tokens(
         source=source,
         adapted=is_adapted or (source is not None and source.adapter is not None),
-        tokenizer=tokenizer_named(settings.data.tokenizer),
+        tokenizer=tokenizer,
         tokenizer_origin=settings.origins.get("data.tokenizer", "data.tokenizer"),
         listed=None if texts is None else () if listed == AUTO else tuple(texts),
         listed_origin=settings.origins.get("lora.tokens", "lora.tokens"),

@@ -18,7 +18,7 @@ from monograph.planner import defaults
 from monograph.report.quantities import counted
 from monograph.run import recorded_state
 from monograph.run.folder import Follower, Run
-from monograph.run.recipe import names_run
+from monograph.run.recipe import names_run, tokenizer_named
 from monograph.run.repository import FILES, fetched
 from monograph.run.run_index import checkpoint_named
 from monograph.run.source import ModelSource
@@ -322,7 +322,8 @@ def branched(parent: Run, given: Settings) -> Settings:
             )
     if "data.tokenizer" in taken:
         source = ModelSource.open(str(parent.folder))
-        tokens_of(given, source, is_adapted=False).require_no_new(str(parent.folder))
+        tokenizer = tokenizer_named(given.data.tokenizer)
+        tokens_of(given, source, tokenizer, is_adapted=False).require_no_new(str(parent.folder))
     taken -= {"optim.transfer", "optim.transfer_base"}
     taken |= {belonging for key in taken for belonging in BELONGS.get(key, ())}
     closed = {key for group in EXCLUSIVE if not taken.isdisjoint(group) for key in group} | taken | _OF_ONE_RUN
