@@ -93,7 +93,7 @@ def test_what_depends_on_a_written_buffer_is_computed_once(remat, scope, backend
     """A second time, in the backward pass, it would be computed from what the forward pass has written."""
     torch.manual_seed(0)
     windows, outcomes = [{"x": 1 + torch.randn(8, 6)} for _ in range(2)], []
-    model = nn.Sequential(Centred(), Centred(), Taught())
+    model = nn.Sequential(Centred(), Taught())
     for captured in (False, True):
         loss = Scaled()
         engine = Resident(copy.deepcopy(model), loss=loss, optim=AdamW(lr=1e-2), remat=remat)
@@ -126,11 +126,12 @@ def double(engine):
 def compiled_step():
     """A Llama of one layer whose whole step went through Inductor, warmed on packed rows in micro-batches of 4.
 
-    Compiling costs more than all that these tests do with it, so those of other laws that need it are here.
+    Compiling costs more than all that these tests do with it, so those of other laws that need it are here. That
+    evaluation is captured, too, test_warming_changes_nothing_and_captures_evaluation shows without generated code.
     """
     model = tiny_llama(num_hidden_layers=1)
     engine = Resident(model, optim=AdamW(lr=1e-2), schedule=warmup_cosine(2, 50), clip=0.5, micro_batch=4)
-    assert engine.capture(packed(16)) is None
+    captured_to_train(engine, packed(16), "inductor")
     return engine
 
 
@@ -193,12 +194,10 @@ def test_no_graph_break_and_no_recompile(compiled_step):
     # Another file's test may have emptied the compiler's caches since this step was warmed.
     compiled_step.accumulate(packed(4))
     compiled_step.update()
-    compiled_step.evaluate(packed(4))
     graphs, breaks = compat.captured_graphs(), compat.graph_breaks()
     for seed, rows in enumerate((8, 3, 16)):
         compiled_step.accumulate(packed(rows, seed=seed))
         compiled_step.update()
-        compiled_step.evaluate(packed(rows, seed=seed))
     schedule = compiled_step.step.schedule
     compiled_step.step.schedule = warmup_cosine(3, 100)
     compiled_step.accumulate(packed(8))
@@ -208,22 +207,26 @@ def test_no_graph_break_and_no_recompile(compiled_step):
     assert compat.captured_graphs() == graphs
 
 
-def test_warming_changes_nothing():
-    """Neither of a new engine's state nor of one that is taken up."""
-    made = [
+@pytest.mark.parametrize("updates", [3, pytest.param(0, marks=pytest.mark.slow)])
+def test_warming_changes_nothing_and_captures_evaluation(updates):
+    """Of the state that was taken up; by night also of a new engine."""
+    plain, warmed = (
         Resident(
             tiny_llama(num_hidden_layers=1), optim=AdamW(lr=1e-2, ema=0.9), clip=Clip(0.5, skip_spikes=True),
             precision=Precision("fp16"), micro_batch=4,
         )
-        for _ in range(3)
-    ]  # fmt: skip
-    for updates, warmed in ((0, made[1]), (3, made[2])):
-        for seed in range(updates):
-            made[0].accumulate(ragged(6, seed=seed))
-            made[0].update()
-        warmed.load_state(made[0].state())
-        assert warmed.capture(ragged(4), backend="eager") is None
-        assert_same_bits(*((each.state(), []) for each in (warmed, made[0])))
+        for _ in range(2)
+    )  # fmt: skip
+    for seed in range(updates):
+        plain.accumulate(ragged(6, seed=seed))
+        plain.update()
+    warmed.load_state(plain.state())
+    assert warmed.capture(ragged(4), backend="eager") is None
+    assert_same_bits(*((each.state(), []) for each in (warmed, plain)))
+    graphs = compat.captured_graphs()
+    for rows in (8, 3):
+        warmed.evaluate(ragged(rows))
+    assert compat.captured_graphs() == graphs
 
 
 @pytest.mark.parametrize(
