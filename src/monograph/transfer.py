@@ -30,7 +30,7 @@ from torch import nn
 from monograph.errors import UsageError
 from monograph.graph.inspect import unwrapped
 from monograph.model.config import LlamaConfig
-from monograph.model.parameters import layer_axes, outer_axes, shape_of
+from monograph.model.parameters import layer_shapes, outer_shapes
 from monograph.optim import Group, Muon, Optimizer
 
 # Tensor Programs V, appendix: narrower models begin to differ from the limit in which the rule is derived.
@@ -133,11 +133,12 @@ class WidthTransfer:
             UsageError: the table has no row for a tensor.
         """
         wide, narrow = self.config, self.base
+        narrower = layer_shapes(narrow, 0)
         inner = {
-            f"model.layers.*.{name}": self._inner(name, shape_of(wide, axes), shape_of(narrow, axes))
-            for name, axes in layer_axes(wide, 0).items()
+            f"model.layers.*.{name}": self._inner(name, shape, narrower[name])
+            for name, shape in layer_shapes(wide, 0).items()
         }
-        return {name: self._outer(name) for name in outer_axes(wide)} | inner
+        return {name: self._outer(name) for name in outer_shapes(wide)} | inner
 
     def _inner(self, name: str, wide: tuple[int, ...], narrow: tuple[int, ...]) -> Factors:
         if name in _MATRICES:

@@ -13,11 +13,12 @@ from torch import nn
 
 from daily import nightly
 from model.family_shapes import MIXED, SCALINGS, SMALL, in_files, margin
+from monograph.errors import InputRefused
 from monograph.model.config import LlamaConfig
 from monograph.model.families import FAMILIES
 from monograph.model.hub import load_model, save_model
 from monograph.model.llama import Llama
-from monograph.model.parameters import shapes
+from monograph.model.parameters import keys_of, shapes
 from monograph.model.scaling import FULL, LINEAR, LONG, SLIDING, LongScaling
 from numerics import relative_error
 from reference import llama as reference
@@ -228,6 +229,29 @@ def test_parameters_are_counted_and_shaped_as_the_configuration_says(family):
         assert built == shapes(config)
         assert sum(parameter.numel() for parameter in model.parameters()) == config.parameter_count()
         assert not list(model.buffers())
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "keys"),
+    [
+        ("qwen3_next", "model.embed_tokens.weight", ("vocab_size", "hidden_size")),
+        ("qwen3_next", "model.layers.0.mlp.experts.up_proj.weight",
+         ("num_experts", "moe_intermediate_size", "hidden_size")),
+        ("qwen3_next", "model.layers.0.mlp.shared_expert_gate.weight", ("1", "hidden_size")),
+        ("qwen3_next", "model.layers.3.self_attn.q_proj.weight", ("2 * num_attention_heads * head_dim", "hidden_size")),
+        ("qwen3_5_text", "model.layers.0.linear_attn.in_proj_qkv.weight",
+         (" and ".join(f"linear_{each}" for each in (
+             "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")), "hidden_size")),
+        ("gpt_oss", "model.layers.1.mlp.experts.down_proj.bias", ("num_experts", "hidden_size")),
+    ],
+)  # fmt: skip
+def test_the_keys_that_say_how_large_a_parameter_is_are_found_by_changing_them(family, name, keys):
+    assert keys_of(LlamaConfig.preset("1b", family=family), name) == keys
+
+
+def test_sizes_of_which_no_tensor_can_be_made_are_refused():
+    with pytest.raises(InputRefused, match=r"a llama of these sizes has a tensor of more bytes than 2\^63"):
+        LlamaConfig(**SMALL | {"intermediate_size": 2**31 - 1, "hidden_size": 2**31 - 8}).parameter_count()
 
 
 def test_fresh_biases_are_zero_and_norms_of_heads_one():

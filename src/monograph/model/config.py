@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
 
 from monograph.errors import InputRefused
-from monograph.model import families, layer_kinds, mixture_keys, parameters, scaling
+from monograph.model import families, layer_kinds, mixture_keys, scaling
 from monograph.model.families import BEYOND_SHAPE, FIRST_FAMILY, PRESETS, Family
 from monograph.model.scaling import FULL, LINEAR, SLIDING, Scaling, check_id, check_number, check_whole
 
@@ -391,4 +391,6 @@ class LlamaConfig:
 
     def parameter_count(self) -> int:
         """Return the number of parameters, a tied head counted once."""
+        from monograph.model import parameters  # which builds modules, and so imports torch
+
         return sum(map(math.prod, parameters.shapes(self).values()))

@@ -114,6 +114,8 @@ def _text_tensors(stored: Mapping[str, Stored], model_type: object) -> tuple[dic
 LONGEST_FAULT = 400  # characters of an error message that quotes a file, whose text may have any length
 SHARD_BYTES = 5_000_000_000  # transformers 4 begins a new file at this size
 
+_EMBEDDING = "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
 _LAYER = re.compile(r"model\.layers\.(0|[1-9]\d{0,8})\..+")
 # A buffer in old exports, which follows from config.json.
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")
@@ -315,22 +317,21 @@ def check_headers(stored: dict[str, Stored], config: LlamaConfig, origin: Path, 
         raise InputRefused(
             f"{origin}: num_hidden_layers = {config.num_hidden_layers} in {said_by}, the weights have {layers} layers"
         )
-    axes = parameters.outer_axes(config)
-    for layer in range(layers):
-        axes |= {f"model.layers.{layer}.{name}": keys for name, keys in parameters.layer_axes(config, layer).items()}
-    if config.tie_word_embeddings and "lm_head.weight" in stored:
-        axes["lm_head.weight"] = axes["model.embed_tokens.weight"]
-    for kind, names in (("missing", axes.keys() - stored.keys()), ("unexpected", stored.keys() - axes.keys())):
+    shapes = dict(parameters.shapes(config))
+    tied = config.tie_word_embeddings and _HEAD in stored
+    if tied:
+        shapes[_HEAD] = shapes[_EMBEDDING]
+    for kind, names in (("missing", shapes.keys() - stored.keys()), ("unexpected", stored.keys() - shapes.keys())):
         if names:
             raise InputRefused(
                 f"{origin}: {len(names)} {kind} in the weights of a {config.model_type}, the first is {min(names)!r}"
             )
     for name, tensor in stored.items():
-        expected = parameters.shape_of(config, axes[name])
+        expected = shapes[name]
         if tensor.shape != expected:
+            keys = ", ".join(parameters.keys_of(config, _EMBEDDING if tied and name == _HEAD else name))
             raise InputRefused(
-                f"{tensor.path}: {name} has shape {list(tensor.shape)}, expected {list(expected)} by {said_by} "
-                f"({', '.join(axes[name])})"
+                f"{tensor.path}: {name} has shape {list(tensor.shape)}, expected {list(expected)} by {said_by} ({keys})"
             )
         if tensor.dtype not in DTYPES:
             raise InputRefused(f"{tensor.path}: {name} is stored as {tensor.dtype}, not as one of {', '.join(DTYPES)}")

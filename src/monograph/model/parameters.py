@@ -1,116 +1,109 @@
-"""Say which parameters a model has, and each axis' key in its configuration. Needs no torch.
+"""Count a model's parameters from its modules, which on the meta device have shapes and no memory.
 
-An axis is a key, or several that are multiplied or added: "num_attention_heads * head_dim".
+Blocks of one kind have the same shapes, so one of each kind is built, once for a configuration.
 """
 
+import copy
+import functools
 import math
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 
-from monograph.model.families import Family
+import torch
+from torch import nn
 
-Axes = dict[str, tuple[str, ...]]
+from monograph.errors import InputRefused
+from monograph.model.config import LlamaConfig
+from monograph.model.llama import Block, Llama
 
-
-def layer_axes(config: Any, layer: int) -> Axes:
-    """Return the axes of a block's parameters, by the parameters' names in the block."""
-    axes: Axes = {f"{name}.weight": ("hidden_size",) for name in config.family.norms if name}
-    axes |= _delta_net(config.family.by_key_head) if config.is_linear(layer) else _attention(config)
-    if config.is_mixture(layer):
-        return axes | _mixture(config.family)
-    return axes | {
-        "mlp.gate_proj.weight": ("intermediate_size", "hidden_size"),
-        "mlp.up_proj.weight": ("intermediate_size", "hidden_size"),
-        "mlp.down_proj.weight": ("hidden_size", "intermediate_size"),
-    }
+Shapes = Mapping[str, tuple[int, ...]]
+_LAYERS = "model.layers."
+_WHICH = {"num_hidden_layers", "pad_token_id", "bos_token_id", "eos_token_id"}  # these are no sizes
 
 
-def _mixture(family: Family) -> Axes:
-    width = family.experts
-    inner = "shared_expert_intermediate_size"
-    axes: Axes = {
-        "mlp.gate.weight": ("num_experts", "hidden_size"),
-        "mlp.experts.gate_proj.weight": ("num_experts", width, "hidden_size"),
-        "mlp.experts.up_proj.weight": ("num_experts", width, "hidden_size"),
-        "mlp.experts.down_proj.weight": ("num_experts", "hidden_size", width),
-    }
-    if family.expert_bias:
-        axes |= {name.replace(".weight", ".bias"): sizes[:-1] for name, sizes in axes.items()}
-    if inner in family.keys:
-        axes |= {
-            "mlp.shared_expert.gate_proj.weight": (inner, "hidden_size"),
-            "mlp.shared_expert.up_proj.weight": (inner, "hidden_size"),
-            "mlp.shared_expert.down_proj.weight": ("hidden_size", inner),
-            "mlp.shared_expert_gate.weight": ("1", "hidden_size"),
-        }
-    return axes
+def layer_shapes(config: LlamaConfig, layer: int) -> Shapes:
+    """Return the shapes of a block's parameters, by their names in the block.
+
+    Raises:
+        InputRefused: the sizes multiply to more bytes than a tensor can have.
+    """
+    kind = _kind(config, layer)
+    return _block(config, next(each for each in range(layer + 1) if _kind(config, each) == kind))
 
 
-def _attention(config: Any) -> Axes:
-    query, key_value = "num_attention_heads * head_dim", "num_key_value_heads * head_dim"
-    axes: Axes = {
-        "self_attn.q_proj.weight": (f"2 * {query}" if config.family.gated else query, "hidden_size"),
-        "self_attn.k_proj.weight": (key_value, "hidden_size"),
-        "self_attn.v_proj.weight": (key_value, "hidden_size"),
-        "self_attn.o_proj.weight": ("hidden_size", query),
-    }
-    if config.attention_bias or config.family.qkv_bias:
-        axes |= {f"self_attn.{name}_proj.bias": axes[f"self_attn.{name}_proj.weight"][:1] for name in "qkv"}
-    if config.attention_bias:
-        axes["self_attn.o_proj.bias"] = ("hidden_size",)
-    if config.family.qk_norm:
-        of_all = config.family.qk_norm == "all"
-        axes["self_attn.q_norm.weight"] = (query if of_all else "head_dim",)
-        axes["self_attn.k_norm.weight"] = (key_value if of_all else "head_dim",)
-    if config.family.sinks:
-        axes["self_attn.sinks"] = ("num_attention_heads",)
-    return axes
+def _kind(config: LlamaConfig, layer: int) -> tuple[bool, bool]:
+    return config.is_linear(layer), config.is_mixture(layer)
 
 
-def _delta_net(by_key_head: bool) -> Axes:
-    keys, values = "linear_num_key_heads * linear_key_head_dim", "linear_num_value_heads * linear_value_head_dim"
-    mixed = f"2 * {keys} + {values}"
-    heads = "linear_num_value_heads"
-    projections = {
-        "linear_attn.in_proj_qkv.weight": (mixed, "hidden_size"),
-        "linear_attn.in_proj_z.weight": (values, "hidden_size"),
-        "linear_attn.in_proj_b.weight": (heads, "hidden_size"),
-        "linear_attn.in_proj_a.weight": (heads, "hidden_size"),
-    }
-    if by_key_head:
-        projections = {
-            "linear_attn.in_proj_qkvz.weight": (f"{mixed} + {values}", "hidden_size"),
-            "linear_attn.in_proj_ba.weight": (f"2 * {heads}", "hidden_size"),
-        }
-    return projections | {
-        "linear_attn.conv1d.weight": (mixed, "1", "linear_conv_kernel_dim"),
-        "linear_attn.dt_bias": (heads,),
-        "linear_attn.A_log": (heads,),
-        "linear_attn.norm.weight": ("linear_value_head_dim",),
-        "linear_attn.out_proj.weight": ("hidden_size", values),
-    }
+@functools.lru_cache(maxsize=256)
+def _block(config: LlamaConfig, layer: int) -> Shapes:
+    return _built(config, lambda: Block(config, "auto", layer))
 
 
-def outer_axes(config: Any) -> Axes:
-    """Return the axes of the parameters outside the blocks, by full name, without a tied head."""
-    embedding = ("vocab_size", "hidden_size")
-    head = {} if config.tie_word_embeddings else {"lm_head.weight": embedding}
-    return {"model.embed_tokens.weight": embedding, "model.norm.weight": ("hidden_size",), **head}
+@functools.lru_cache(maxsize=256)
+def outer_shapes(config: LlamaConfig) -> Shapes:
+    """Return the shapes of the parameters outside the blocks, by full name, without a tied head."""
+    whole = _built(config, lambda: Llama(_with(config, "num_hidden_layers", 1)))
+    return {name: shape for name, shape in whole.items() if not name.startswith(_LAYERS)}
 
 
-def layer_shapes(config: Any, layer: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a block's parameters, by their names in the block."""
-    return {name: shape_of(config, axes) for name, axes in layer_axes(config, layer).items()}
+def _built(config: LlamaConfig, build: Callable[[], nn.Module]) -> Shapes:
+    try:
+        with torch.device("meta"):
+            return {name: tuple(parameter.shape) for name, parameter in build().named_parameters()}
+    except RuntimeError as error:
+        raise InputRefused(
+            f"a {config.model_type} of these sizes has a tensor of more bytes than 2^63: make it smaller"
+        ) from error
 
 
-def shapes(config: Any) -> dict[str, tuple[int, ...]]:
+def _with(config: LlamaConfig, key: str, value: int) -> LlamaConfig:
+    """Return the configuration with another size, though no model may have it: its parts have shapes all the same."""
+    changed = copy.copy(config)
+    object.__setattr__(changed, key, value)
+    return changed
+
+
+def shapes(config: LlamaConfig) -> Shapes:
     """Return the shapes of all parameters by full name, without a tied head."""
-    found = {name: shape_of(config, axes) for name, axes in outer_axes(config).items()}
+    found = dict(outer_shapes(config))
     for layer in range(config.num_hidden_layers):
-        found |= {f"model.layers.{layer}.{name}": shape for name, shape in layer_shapes(config, layer).items()}
+        found |= {f"{_LAYERS}{layer}.{name}": shape for name, shape in layer_shapes(config, layer).items()}
     return found
 
 
-def block_matrices(config: Any, layer: int, most: int | None = None) -> list[tuple[int, ...]]:
+def keys_of(config: LlamaConfig, name: str) -> tuple[str, ...]:
+    """Say of each axis of a parameter by which keys of the configuration it is as long as it is, for people.
+
+    Each size is doubled in turn to see which axes become longer.
+    """
+    shape = _shape(config, name)
+    sizes = {field.name: getattr(config, field.name) for field in fields(config)}
+    longer = {
+        key: _shape(_with(config, key, 2 * size), name)
+        for key, size in sizes.items()
+        if type(size) is int and key not in _WHICH
+    }
+    said = list[str]()
+    for axis, size in enumerate(shape):
+        keys = [key for key, other in longer.items() if other[axis] != size]
+        numbers = math.prod(sizes[key] for key in keys)
+        if all(longer[key][axis] == 2 * size for key in keys) and size % numbers == 0:
+            factor = size // numbers
+            said.append(" * ".join([*([str(factor)] if factor > 1 or not keys else []), *keys]))
+        else:
+            said.append(" and ".join(keys))
+    return tuple(said)
+
+
+def _shape(config: LlamaConfig, name: str) -> tuple[int, ...]:
+    if not name.startswith(_LAYERS):
+        return outer_shapes(config)[name]
+    layer, _, inner = name.removeprefix(_LAYERS).partition(".")
+    return layer_shapes(config, int(layer))[inner]
+
+
+def block_matrices(config: LlamaConfig, layer: int, most: int | None = None) -> list[tuple[int, ...]]:
     """Return the shapes of a block's matrices, those of each expert, or of `most` experts, included."""
     found = list[tuple[int, ...]]()
     for name, shape in layer_shapes(config, layer).items():
@@ -119,25 +112,16 @@ def block_matrices(config: Any, layer: int, most: int | None = None) -> list[tup
     return found
 
 
-def matrices(config: Any) -> list[tuple[int, ...]]:
+def matrices(config: LlamaConfig) -> list[tuple[int, ...]]:
     """Return the shapes of the matrices of all blocks."""
     return [shape for layer in range(config.num_hidden_layers) for shape in block_matrices(config, layer)]
 
 
-def block_multiplied(config: Any, layer: int) -> list[tuple[int, ...]]:
+def block_multiplied(config: LlamaConfig, layer: int) -> list[tuple[int, ...]]:
     """Return the shapes of a block's matrices that a token is multiplied with: of experts, those of its own."""
     return block_matrices(config, layer, config.num_experts_per_tok)
 
 
-def multiplied(config: Any) -> list[tuple[int, ...]]:
+def multiplied(config: LlamaConfig) -> list[tuple[int, ...]]:
     """Return the shapes of `block_multiplied` of all blocks."""
     return [shape for layer in range(config.num_hidden_layers) for shape in block_multiplied(config, layer)]
-
-
-def shape_of(config: Any, axes: tuple[str, ...]) -> tuple[int, ...]:
-    """Return the sizes of axes."""
-    return tuple(sum(_product(config, part) for part in axis.split(" + ")) for axis in axes)
-
-
-def _product(config: Any, part: str) -> int:
-    return math.prod(int(key) if key.isdigit() else getattr(config, key) for key in part.split(" * "))
