@@ -17,7 +17,6 @@ from monograph.session import deadline, eager_start, reporting, warmup
 from monograph.session.brief import why_uncompiled
 from monograph.session.deadline import Deadline
 from monograph.session.eager_start import compiled_key, pays
-from monograph.session.objectives.texts import TextTask
 from monograph.session.reporting import Reporter
 from monograph.session.start import Started, _least, _times
 from session.test_eager_start import BY_CLOCK, session_of
@@ -156,16 +155,17 @@ def test_compiling_has_to_leave_time_for_training(
     assert why_uncompiled(session, next(session.open_batches(0)), 1.0) == ("" if compiles else TOO_LONG)
 
 
-@pytest.mark.parametrize(("waits", "is_cached", "compiles"), [
-    (False, False, True), (True, False, False), (True, True, True),
+@pytest.mark.parametrize(("length", "is_cached", "compiles"), [
+    ({"train.minutes": 0.5}, False, True), ({"train.updates": 60}, False, False), ({"train.updates": 60}, True, True),
 ])  # fmt: skip
 def test_a_run_that_waits_for_the_compiler_trains_for_longer_than_that_takes(
-    waits: bool, is_cached: bool, compiles: bool, monkeypatch: pytest.MonkeyPatch
+    length: dict[str, Any], is_cached: bool, compiles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By the clock it trains meanwhile; 60 updates of half a second are worth it if the code is in the cache."""
     monkeypatch.setattr("monograph.planner.defaults.most_updates", lambda *_: 10**9)  # as if the text were long
     monkeypatch.setattr("monograph.session.brief.is_compiled", lambda _: is_cached)
-    monkeypatch.setattr(TextTask, "starts_eagerly", not waits)
-    session = session_of(BY_CLOCK | {"train.minutes": 0.5})
+    monkeypatch.setattr("monograph.session.brief._update_s", lambda _: 0.5)
+    session = session_of(BY_CLOCK | length)
     why = why_uncompiled(session, next(session.open_batches(0)), 1.0)
     assert why == ("" if compiles else "it takes about 30 s, less than compiling")
 
