@@ -409,7 +409,7 @@ class RewardTask(Task):
 
     def leave_uncompiled(self) -> None:
         """Draw and score answers as where nothing is compiled; see `Task.leave_uncompiled`."""
-        self.drawer.options = options_of(self.plan())
+        self.drawer.take(options_of(self.plan()))
         _compute_as(self.drawer.options, self.drawer.model)
 
     def keep_reference(self, resumed: bool) -> None:
