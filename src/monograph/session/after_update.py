@@ -13,12 +13,11 @@ from monograph.run.metrics_log import MetricsLog
 from monograph.run.progress import Progress, TrainingBlock
 from monograph.run.signals import StopSignal
 from monograph.session import ranks
-from monograph.session.reporting import Reporter
+from monograph.session.reporting import DOUBTED_AT, Reporter
 from monograph.session.rewind import go_back, require_end
 from monograph.session.session import Session
 from monograph.step import Update
 
-DOUBTED_AT = 3  # updates, after which a run that learns nothing can be told from one that began badly
 SHOWN_S = 1.0  # after so long, the numbers of the last updates are read; this waits for the device
 
 
@@ -98,7 +97,7 @@ class AfterUpdate:
 
     def _doubt(self) -> None:
         self.log.flush()
-        if why := self.session.task.doubt(self.session.run.rows()):
+        if why := self.report.doubt(self.session.run.rows()):
             self.progress.line("warning", f"so far, {why}")
 
     def _show(self, done: int) -> None:
