@@ -11,8 +11,9 @@ import pytest
 
 from laws.resumed import SETTINGS, cut_back, fingerprint, resume, start, write_inputs
 from monograph.device import clock
+from monograph.errors import UsageError
 from monograph.planner.defaults import END_S, end_s
-from monograph.run.progress import silent
+from monograph.run.progress import Stage, silent
 from monograph.session import deadline, eager_start, reporting, warmup
 from monograph.session.brief import why_uncompiled
 from monograph.session.deadline import Deadline
@@ -195,6 +196,27 @@ def test_a_compiler_that_takes_too_long_is_not_waited_for(monkeypatch: pytest.Mo
     monkeypatch.setattr(eager_start, "_update_eagerly", lambda *_: False)
     eager_start.begin(session, window, silent(), lambda: None)
     assert session.eager_reason and session.plan.settings.train.compile == "none"
+
+
+@pytest.mark.parametrize(("spent_s", "ends"), [(5.0, False), (7.0, True)])
+def test_reading_ends_with_the_time_in_one_line_and_leaves_nothing(
+    spent_s: float, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if tokenising had come to its second report after so long."""
+    asked_s = clock() + 100.0
+    reading = list[float]()
+    monkeypatch.setattr("monograph.session.start.clock", lambda: asked_s + (spent_s if reading else 4.0))
+    report = Stage.report
+    monkeypatch.setattr(Stage, "report", lambda *given: reading.append(1.0) or report(*given))
+    limited = SETTINGS | {"train.wall_minutes": 0.1, "train.updates": 1}
+    if not ends:
+        start("run", limited, asked_s=asked_s)
+        return
+    with pytest.raises(
+        UsageError, match=r"train.wall_minutes = 0.1: .* then came reading \(texts: .*\); give more time"
+    ):
+        start("run", limited, asked_s=asked_s)
+    assert not Path("run").exists()
 
 
 def test_a_run_that_is_limited_is_resumed_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
