@@ -194,8 +194,6 @@ def test_answers_are_drawn_as_a_resumed_run_draws_them_where_the_compiler_is_nev
     monkeypatch.setattr(eager_start, "python_aside", lambda *_: SimpleNamespace(poll=lambda: None, kill=lambda: None))
     monkeypatch.setattr(eager_start, "pays", lambda session, key: True)
     monkeypatch.setattr(eager_start, "patience_s", lambda session: 0.0)
-    updated = eager_start._update_eagerly
-    monkeypatch.setattr(eager_start, "_update_eagerly", lambda *given: updated(*given) and False)
     monkeypatch.setattr(start_of_run, "why_uncompiled", lambda *_: "")
     monkeypatch.setattr(warmup, "calibrate", lambda session: 1.0)
     monkeypatch.setattr(Reporter, "keep_time", lambda *_: None)

@@ -193,6 +193,7 @@ def test_a_compiler_that_takes_too_long_is_not_waited_for(monkeypatch: pytest.Mo
     assert pays(session, compiled_key(session, window))
     session.ends_s = clock() + 60 * 5
     assert eager_start.patience_s(session) == pytest.approx(0.5 * (5 * 60 - END_S), abs=5)
+    assert [eager_start.patience_for(minutes) for minutes in (0.5, 5, 600)] == [72, 300, 600], "but not for long"
     monkeypatch.setattr(eager_start, "_update_eagerly", lambda *_: False)
     eager_start.begin(session, window, silent(), lambda: None)
     assert session.eager_reason and session.plan.settings.train.compile == "none"

@@ -112,6 +112,21 @@ def test_what_is_stopped_before_the_graphs_are_there_begins_anew(monkeypatch: py
     assert [row["update"] for row in rows if "lr" in row] == [*range(1, EARLY + 4)], "rows of before stayed"
 
 
+def test_members_go_on_without_a_graph_if_the_compiler_takes_longer_than_they_train(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiling_for(10**9, monkeypatch)
+    monkeypatch.setattr(eager_start, "patience_for", lambda *_: 0.0)
+    assert sweep([*BY_CLOCK, *AXES], "whole", verify=1) == 0
+    made = Sweep.open(Path("whole"))
+    [group] = made.record["groups"]
+    assert (group["eager_updates"], group["updates"], group["compile"]) == (1, 4, "none")
+    for index in range(4):
+        settings = load(made.member(index).config, {}, {}, recorded=True)
+        assert (settings.train.compile, settings.train.updates) == ("none", 4)
+        assert [row["update"] for row in made.member(index).rows() if "lr" in row] == [1, 2, 3, 4]
+
+
 def test_what_was_compiled_before_does_not_begin_eagerly() -> None:
     sweep([*BY_CLOCK, *AXES], "first")
     sweep([*BY_CLOCK, *AXES], "second")

@@ -19,13 +19,13 @@ from monograph.loop import train
 from monograph.loss import Batch
 from monograph.planner import defaults
 from monograph.predict.roofline import Calibration
-from monograph.report.quantities import counted
+from monograph.report.quantities import counted, duration
 from monograph.run.folder import Run
 from monograph.run.metrics_log import MetricsLog
 from monograph.run.progress import Progress, silent
 from monograph.run.recorded_state import MOST
 from monograph.schedule import constant
-from monograph.session.brief import compiled_key
+from monograph.session.brief import CACHED_S, COMPILE_S, compiled_key
 from monograph.session.objectives import objective_of
 from monograph.session.plan import Length
 from monograph.session.recorded import run_settings
@@ -82,11 +82,12 @@ def begin(session: Session, window: Batch, progress: Progress, before: Callable[
     key = compiled_key(session, window)
     if early := pays(session, key):
         before()
-        if not _update_eagerly(session, window, progress):
+        patient_s = patience_s(session)
+        if not _update_eagerly(session, window, patient_s, progress):
             settings = session.plan.settings.resolve({"train.compile": "none"}, ORIGIN)
             session.complete(replace(session.plan, compile="none", settings=settings))
             session.task.leave_uncompiled()
-            session.eager_reason = "the compiler was not ready in half of the time that train.wall_minutes allows"
+            session.eager_reason = f"the compiler was not ready in {duration(patient_s)}"
     compile_step(session, window, progress)
     if not session.eager_reason:
         mark_compiled(key)
@@ -95,11 +96,26 @@ def begin(session: Session, window: Batch, progress: Progress, before: Callable[
 
 def patience_s(session: Session) -> float:
     """Return how long the other process is waited for: half of the time, if that of the whole run is limited."""
-    return min(LONGEST_S, session.left_s / 2)
+    return min(patience_for(session.plan.minutes), session.left_s / 2)
 
 
-def _update_eagerly(session: Session, window: Batch, progress: Progress) -> bool:
-    """Update until the other process has compiled the step; return False if that took longer than the run can wait."""
+def patience_for(minutes: float, graphs: int = 1) -> float:
+    """Return for how many seconds of updates another process may compile, so that a run takes as long as is said.
+
+    A short training on a busy machine would be over before that pays.
+
+    Args:
+        minutes: the length of the training.
+        graphs: the number of graphs that are compiled.
+    """
+    return min(LONGEST_S, max(60 * minutes, graphs * (COMPILE_S + CACHED_S)))
+
+
+def _update_eagerly(session: Session, window: Batch, patient_s: float, progress: Progress) -> bool:
+    """Update until the other process has compiled the step; return False if the run goes on without that.
+
+    A long training is worth compiling however long that takes.
+    """
     engine, plan, task = session.engine, session.plan, session.task
     most = task.most_updates(session.batches.rows_per_window, plan.optim.weight_decay) or MOST
     likely = Length(_likely_updates(session))
@@ -108,7 +124,6 @@ def _update_eagerly(session: Session, window: Batch, progress: Progress) -> bool
     began = clock()
     threads = torch.get_num_threads()
     spent_s = 0.0
-    patient_s = patience_s(session)
     shown = tempfile.TemporaryDirectory()
     torch.save(window, path := Path(shown.name, "window.pt"))
     compiler = python_aside(_CHILD, str(session.run.folder), str(path))
@@ -136,7 +151,7 @@ def _update_eagerly(session: Session, window: Batch, progress: Progress) -> bool
     session.elapsed_s = spent_s
     session.started_s = session.started_s + spent_s
     session.training_since_s = clock()
-    return is_over or session.ends_s is None
+    return is_over or patient_s >= LONGEST_S
 
 
 def _likely_updates(session: Session) -> int:

@@ -18,13 +18,13 @@ from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
 from monograph.loop import train
 from monograph.loss import Batch
 from monograph.planner import defaults
-from monograph.report.quantities import counted
+from monograph.report.quantities import counted, duration
 from monograph.run.metrics_log import MetricsLogs
 from monograph.run.progress import Progress
 from monograph.run.recorded_state import MOST
 from monograph.schedule import constant
 from monograph.session.brief import compiled_key
-from monograph.session.eager_start import LONGEST_S, MARK, PROCESS_BYTES, has_spare_core
+from monograph.session.eager_start import LONGEST_S, MARK, PROCESS_BYTES, has_spare_core, patience_for
 from monograph.session.plan import Length
 from monograph.session.resolve import resolve
 from monograph.session.setup import BuiltRun
@@ -64,6 +64,14 @@ class EagerStart:
             batch.save()
         for key in self.keys:
             mark_compiled(key)
+
+    def leave_uncompiled(self, timings: Sequence[Timing]) -> None:
+        """Have all members go on without a graph, by plans that are made for that."""
+        self.keys.clear()
+        for number, timing in enumerate(timings):
+            timing.leave_uncompiled()
+            built_runs = models_of(timing.group.members, timing.text, timing.machine)
+            self.groups[number] = (built_runs, self.groups[number][1])
 
 
 @contextmanager
@@ -151,6 +159,7 @@ def _train(start: EagerStart, sweep: Sweep, timings: Sequence[Timing], progress:
     logs = [MetricsLogs([session.run for session in batch.sessions], every=1) for batch in batches]
     threads = torch.get_num_threads()
     began = clock()
+    patient_s = patience_for(timings[0].group.plan.minutes, len(timings))
     compiler = python_aside(_CHILD, str(sweep.run.folder))
     torch.set_num_threads(max(1, threads - 1))  # the other process computes on one
     try:
@@ -161,14 +170,18 @@ def _train(start: EagerStart, sweep: Sweep, timings: Sequence[Timing], progress:
                     log.add(update, {"wall_s": spent_s, MARK: True})
                 start.updates = updates[0].index + 1
                 stage.report("update", start.updates)
-                if compiler.poll() is not None or spent_s > LONGEST_S or start.updates >= max(1, most // 2):
+                if compiler.poll() is not None or spent_s > patient_s or start.updates >= max(1, most // 2):
                     break
-            while compiler.poll() is None and clock() - began < LONGEST_S:  # a short text is read often enough before
+            while compiler.poll() is None and clock() - began < patient_s:  # a short text is read often enough before
                 time.sleep(0.1)
+            is_over = compiler.poll() is not None
             stage.result = f"{counted(start.updates, 'update')} of each member"
     finally:
         compiler.kill()
         torch.set_num_threads(threads)
+    if not is_over and patient_s < LONGEST_S:
+        start.leave_uncompiled(timings)
+        progress.line("eager", f"training without compiling: the compiler was not ready in {duration(patient_s)}")
 
 
 def _lengths(timings: Sequence[Timing], start: EagerStart) -> tuple[int, int]:
