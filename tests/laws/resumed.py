@@ -78,6 +78,7 @@ REWARDED = {key: value for key, value in LORA.items() if key != "train.tokens_pe
     "data.source": "prompts.jsonl", "rl.reward": "letters.py:score", "rl.prompts": 2, "rl.group": 3,
     "rl.max_new_tokens": 6, "rl.temperature": 0.9, "lora.dropout": 0.0,
 }  # fmt: skip
+MATCHED = REWARDED | {"rl.reward": "regex", "rl.reward_regex": "[^#]*[a-m][^#]*"}  # rewards that no program gives
 # Answers labelled good or bad, compared with the weights that a run begins from.
 PREFERRED = {key: value for key, value in LORA.items() if key != "lora.dropout"} | {
     "data.source": "labelled.jsonl", "train.tokens_per_update": 128,

@@ -20,12 +20,26 @@ from typing import Any
 import pytest
 
 from commands.forked import PROGRAM, CommandServer
-from laws.resumed import LETTERS, LORA, OWN, PREFERRED, REWARDED, SETTINGS, cut_back, fingerprint, resume, start
+from laws.resumed import (
+    LETTERS,
+    LORA,
+    MATCHED,
+    OWN,
+    PREFERRED,
+    REWARDED,
+    SETTINGS,
+    cut_back,
+    fingerprint,
+    resume,
+    start,
+)
 from monograph import checkpointing
 from monograph.planner import defaults
 from monograph.resident import Resident
+from monograph.rl.rollouts import Drawer
 from monograph.run.folder import Run
 from monograph.session import eager_start, warmup
+from monograph.session import start as start_of_run
 from monograph.session.reporting import Reporter
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -119,10 +133,12 @@ def test_resumed_at_every_checkpoint(case: str, apart: int, monkeypatch: pytest.
     ("later", "settings"),
     [
         ((), SETTINGS),
+        pytest.param((), MATCHED, marks=pytest.mark.slow),
         pytest.param((), PREFERRED, marks=pytest.mark.slow),
         pytest.param((8,), SETTINGS, marks=pytest.mark.slow),
+        pytest.param((9,), MATCHED | {"rl.updates": 3}, marks=pytest.mark.slow),
     ],
-    ids=["texts", "preferences", "texts, later"],
+    ids=["texts", "rewards", "preferences", "texts, later", "rewards, several updates of a draw"],
 )
 def test_after_updates_without_a_graph(
     later: tuple[int, ...], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -144,27 +160,62 @@ def test_after_updates_without_a_graph(
     monkeypatch.setattr(warmup, "calibrate", lambda session: 1.0)
     monkeypatch.setattr(Reporter, "keep_time", lambda *_: None)  # or a busy machine would end some of the runs early
     monkeypatch.setattr(defaults, "most_updates", lambda *_: 15)
+    per_draw = settings.get("rl.updates", 1)
+    eager = 5 if per_draw == 1 else 6  # what is drawn is used up before the run is saved
+    in_all = eager + 10
     by_clock = {key: value for key, value in settings.items() if key != "train.updates"}
     by_clock |= {"train.minutes": 10 / 56, "train.compile": "whole", "train.save_every": 4, "optim.name": "adamw"}
-    compiling_for(5)
+    compiling_for(eager // per_draw)
     start("whole", by_clock)
     expected, rows = fingerprint(Path("whole")), Run(Path("whole")).rows()
-    assert expected["newest"] == "step-00000015"
-    assert [row["update"] for row in rows if eager_start.MARK in row and "lr" in row] == [1, 2, 3, 4, 5]
+    assert expected["newest"] == f"step-{in_all:08d}"
+    early = [row["update"] for row in rows if eager_start.MARK in row and "lr" in row]
+    assert early == [*range(1, eager + 1)]
     saved = sorted(path.name for path in Path("whole/checkpoints").iterdir())
-    assert saved[0] == "step-00000005", "a checkpoint from before the graph"
-    for update in (5, *later):
+    assert saved[0] == f"step-{eager:08d}", "a checkpoint from before the graph"
+    for update in (eager, *later):
         cut_back("whole", f"cut-{update}", update)
         resume(f"cut-{update}")
         assert fingerprint(Path(f"cut-{update}")) == expected, update
     compiling_for(3, KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt, match="--resume"):
         start("killed", by_clock)
-    assert Run(Path("killed")).rows()[-1]["update"] == 3
-    compiling_for(5)
+    assert Run(Path("killed")).rows()[-1]["update"] == 3 * per_draw
+    compiling_for(eager // per_draw)
     resume("killed")
     again = fingerprint(Path("killed"))
-    assert [row["update"] for row in again["rows"] if "lr" in row] == [*range(1, 16)], "rows of before stayed"
+    assert [row["update"] for row in again["rows"] if "lr" in row] == [*range(1, in_all + 1)], "rows of before stayed"
+
+
+def test_answers_are_drawn_as_a_resumed_run_draws_them_where_the_compiler_is_never_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where nothing is compiled, answers are drawn and scored by one arithmetic: from the update on that says so."""
+    monkeypatch.setattr(eager_start, "python_aside", lambda *_: SimpleNamespace(poll=lambda: None, kill=lambda: None))
+    monkeypatch.setattr(eager_start, "pays", lambda session, key: True)
+    monkeypatch.setattr(eager_start, "patience_s", lambda session: 0.0)
+    monkeypatch.setattr(start_of_run, "why_uncompiled", lambda *_: "")
+    monkeypatch.setattr(warmup, "calibrate", lambda session: 1.0)
+    monkeypatch.setattr(Reporter, "keep_time", lambda *_: None)
+    ways = []
+    draw = Drawer.draw
+
+    def noted(drawer: Drawer, *asked: Any) -> Any:
+        ways.append(drawer.options.exact and drawer.model.attention == "cached")
+        return draw(drawer, *asked)
+
+    monkeypatch.setattr(Drawer, "draw", noted)
+    by_clock = {key: value for key, value in MATCHED.items() if key not in ("train.updates", "train.compile")}
+    start("whole", by_clock | {"rl.temperature": 1.0, "train.save_every": 4, "train.minutes": 10 / 56})
+    rows = Run(Path("whole")).rows()
+    assert [row["update"] for row in rows if eager_start.MARK in row and "lr" in row] == [1]
+    apart = [row["drawn_minus_scored_max"] for row in rows if "drawn_minus_scored_max" in row]
+    assert len(apart) > 4 and not any(apart[1:]), "drawn = scored, to the bit"
+    first = ways.index(True)
+    assert first > 0 and all(ways[first:]), "drawn one way by the compiler's patience, and another way from then on"
+    cut_back("whole", "cut", 4)
+    resume("cut")
+    assert fingerprint(Path("cut")) == fingerprint(Path("whole"))
 
 
 def test_a_checkpoint_that_lacks_later_keys_of_the_shape_is_resumed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import pytest
 import torch
 
 from commands.forked import CommandServer
-from laws.resumed import LORA, OWN, PREFERRED, SETTINGS, write_inputs
+from laws.resumed import LORA, MATCHED, OWN, PREFERRED, REWARDED, SETTINGS, write_inputs
 from monograph.config import load
 from monograph.device import describe
+from monograph.rl.processes import Function
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session import eager_start
@@ -66,8 +68,8 @@ def test_it_pays_where_the_clock_gives_the_length_and_nothing_is_compiled(monkey
     assert pays(session, compiled_key(session, {**window, "tokens": window["tokens"][:, 1:]})), "this shape is not"
 
 
-def test_it_pays_for_a_model_that_exists_and_for_preferences_too() -> None:
-    for kind in (LORA, PREFERRED):
+def test_it_pays_for_a_model_that_exists_and_for_preferences_and_rewards_too() -> None:
+    for kind in (LORA, PREFERRED, MATCHED):
         session = session_of({key: value for key, value in kind.items() if key not in OPEN})
         assert pays(session, compiled_key(session, next(session.open_batches(0))))
 
@@ -77,16 +79,34 @@ def test_a_module_of_a_file_is_not_run_by_another_process() -> None:
     assert not pays(session, compiled_key(session, next(session.open_batches(0))))
 
 
-@pytest.mark.parametrize("kind", ["texts", "preferences"])
-def test_the_other_process_opens_a_run_whose_settings_are_all_that_is_written(kind: str) -> None:
+def test_answers_of_any_number_are_one_step_and_another_loss_is_another_one() -> None:
+    by_clock = {key: value for key, value in MATCHED.items() if key not in OPEN}
+    session = session_of(by_clock)
+    window = next(session.open_batches(0))
+    key = compiled_key(session, window)
+    assert compiled_key(session, {name: tensor[:1] for name, tensor in window.items()}) == key
+    assert compiled_key(session_of(by_clock | {"rl.temperature": 0.8}), window) != key
+
+
+@pytest.mark.parametrize("kind", ["texts", "preferences", "rewards"])
+def test_the_other_process_opens_a_run_whose_settings_are_all_that_is_written(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is given a window, so that it draws no answers and judges none, which may cost money."""
     run = Run.create("run")
-    by_clock = BY_CLOCK
-    if kind == "preferences":
-        by_clock = {key: value for key, value in PREFERRED.items() if key not in OPEN}
-    write_config(run, with_records(load(None, by_clock | {"train.compile": "none", "train.minutes": 1}, {})))
+    settings = {"texts": BY_CLOCK, "preferences": PREFERRED, "rewards": REWARDED}[kind]
+    by_clock = {key: value for key, value in settings.items() if key not in OPEN}
+    given = with_records(load(None, by_clock | {"train.compile": "none", "train.minutes": 1}, {}))
+    write_config(run, given.vouching(digests(given.programs)))
+    with closing(session_of(by_clock).task) as task:
+        torch.save(next(task.windows(0, None, ())), "window.pt")
     before = sorted(Path("run").iterdir())
-    compile_run("run")
+    compiled = list[Any]()
+    monkeypatch.setattr(eager_start, "compile_step", lambda session, window, progress: compiled.append(window))
+    monkeypatch.setattr(Function, "start", lambda _: pytest.fail("the user's program was started"))
+    compile_run("run", "window.pt")
     assert sorted(Path("run").iterdir()) == before
+    assert set(compiled[0]) >= {"tokens", "targets"}
 
 
 @pytest.mark.slow

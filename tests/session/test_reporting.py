@@ -14,6 +14,7 @@ from laws.resumed import REWARDED, SETTINGS, start, write_inputs
 from monograph import compat
 from monograph.device import clock
 from monograph.distributed.world import World
+from monograph.report.run_report import About, run_page
 from monograph.resident import Resident
 from monograph.session import reporting
 from monograph.session.objectives.rewards import RewardTask
@@ -87,13 +88,25 @@ def test_rewards_that_are_all_equal_are_said_to_teach_nothing_while_it_trains_an
     reward: str, said: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(reporting, "write_report", lambda *_: None)
+    pages = []
+    monkeypatch.setattr(reporting, "write_report", lambda *given: pages.append(run_page(*given)))
     write_inputs(tmp_path)
     Path("letters.py").write_text(f"def score(prompt, completion, record):\n    return {reward}\n")
     start("run", REWARDED | {"train.updates": 5, "train.compile": "none"})
     lines = " ".join(capsys.readouterr().err.split())
     assert lines.count("so far, the answers to a prompt all had the same reward, so") == said
     assert lines.count("in all updates, the answers to a prompt all had the same reward, so") == said
+    warned = '<p class="standing warning">In all updates, the answers to a prompt all had the same reward, so'
+    assert [page.count(warned) for page in pages] == [said]
+
+
+def test_a_page_in_progress_doubts_nothing_before_the_run_has_begun_well() -> None:
+    task = SimpleNamespace(doubt=lambda rows: "nothing was learned")
+    for done, updates, said in ((2, 9, ""), (3, 9, "nothing was learned"), (1, 1, "nothing was learned")):
+        session = SimpleNamespace(task=task, updates=updates, engine=SimpleNamespace(index=done))
+        assert Reporter.doubt(SimpleNamespace(session=session), []) == said  # type: ignore[arg-type]
+    page = run_page(Path("run"), {}, [], About(doubt="nothing was learned"), "in progress")
+    assert "So far, nothing was learned." in page
 
 
 @pytest.mark.parametrize("traced, slots, said", [

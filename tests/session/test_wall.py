@@ -11,13 +11,13 @@ import pytest
 
 from laws.resumed import SETTINGS, cut_back, fingerprint, resume, start, write_inputs
 from monograph.device import clock
+from monograph.errors import UsageError
 from monograph.planner.defaults import END_S, end_s
-from monograph.run.progress import silent
+from monograph.run.progress import Stage, silent
 from monograph.session import deadline, eager_start, reporting, warmup
 from monograph.session.brief import why_uncompiled
 from monograph.session.deadline import Deadline
 from monograph.session.eager_start import compiled_key, pays
-from monograph.session.objectives.texts import TextTask
 from monograph.session.reporting import Reporter
 from monograph.session.start import Started, _least, _times
 from session.test_eager_start import BY_CLOCK, session_of
@@ -156,16 +156,17 @@ def test_compiling_has_to_leave_time_for_training(
     assert why_uncompiled(session, next(session.open_batches(0)), 1.0) == ("" if compiles else TOO_LONG)
 
 
-@pytest.mark.parametrize(("waits", "is_cached", "compiles"), [
-    (False, False, True), (True, False, False), (True, True, True),
+@pytest.mark.parametrize(("length", "is_cached", "compiles"), [
+    ({"train.minutes": 0.5}, False, True), ({"train.updates": 60}, False, False), ({"train.updates": 60}, True, True),
 ])  # fmt: skip
 def test_a_run_that_waits_for_the_compiler_trains_for_longer_than_that_takes(
-    waits: bool, is_cached: bool, compiles: bool, monkeypatch: pytest.MonkeyPatch
+    length: dict[str, Any], is_cached: bool, compiles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By the clock it trains meanwhile; 60 updates of half a second are worth it if the code is in the cache."""
     monkeypatch.setattr("monograph.planner.defaults.most_updates", lambda *_: 10**9)  # as if the text were long
     monkeypatch.setattr("monograph.session.brief.is_compiled", lambda _: is_cached)
-    monkeypatch.setattr(TextTask, "starts_eagerly", not waits)
-    session = session_of(BY_CLOCK | {"train.minutes": 0.5})
+    monkeypatch.setattr("monograph.session.brief._update_s", lambda _: 0.5)
+    session = session_of(BY_CLOCK | length)
     why = why_uncompiled(session, next(session.open_batches(0)), 1.0)
     assert why == ("" if compiles else "it takes about 30 s, less than compiling")
 
@@ -192,9 +193,31 @@ def test_a_compiler_that_takes_too_long_is_not_waited_for(monkeypatch: pytest.Mo
     assert pays(session, compiled_key(session, window))
     session.ends_s = clock() + 60 * 5
     assert eager_start.patience_s(session) == pytest.approx(0.5 * (5 * 60 - END_S), abs=5)
+    assert [eager_start.patience_for(minutes) for minutes in (0.5, 5, 600)] == [72, 300, 600], "but not for long"
     monkeypatch.setattr(eager_start, "_update_eagerly", lambda *_: False)
     eager_start.begin(session, window, silent(), lambda: None)
     assert session.eager_reason and session.plan.record.settings.train.compile == "none"
+
+
+@pytest.mark.parametrize(("spent_s", "ends"), [(5.0, False), (7.0, True)])
+def test_reading_ends_with_the_time_in_one_line_and_leaves_nothing(
+    spent_s: float, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if tokenising had come to its second report after so long."""
+    asked_s = clock() + 100.0
+    reading = list[float]()
+    monkeypatch.setattr("monograph.session.start.clock", lambda: asked_s + (spent_s if reading else 4.0))
+    report = Stage.report
+    monkeypatch.setattr(Stage, "report", lambda *given: reading.append(1.0) or report(*given))
+    limited = SETTINGS | {"train.wall_minutes": 0.1, "train.updates": 1}
+    if not ends:
+        start("run", limited, asked_s=asked_s)
+        return
+    with pytest.raises(
+        UsageError, match=r"train.wall_minutes = 0.1: .* then came reading \(texts: .*\); give more time"
+    ):
+        start("run", limited, asked_s=asked_s)
+    assert not Path("run").exists()
 
 
 def test_a_run_that_is_limited_is_resumed_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:

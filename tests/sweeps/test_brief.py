@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -42,10 +43,15 @@ def test_a_brief_sweep_is_not_compiled_and_goes_on_so(
     assert [member.plan.training.compile for member in again.members if member.plan] == ["none", "none"]
 
 
-def test_a_sweep_by_the_clock_that_is_shorter_than_compiling_is_not_compiled() -> None:
-    plan = resolve(load(None, {"model.preset": "nano", "train.minutes": 0.9}, {}), describe())
-    text = SimpleNamespace(train=SimpleNamespace(per_epoch=1))
-    assert Timing.is_brief(SimpleNamespace(group=SimpleNamespace(plan=plan), text=text))  # type: ignore[arg-type]
+@pytest.mark.parametrize(("minutes", "cores", "brief"), [(0.3, 2, True), (0.9, 2, False), (0.9, 1, True)])
+def test_a_sweep_by_the_clock_that_is_shorter_than_compiling_is_not_compiled(
+    minutes: float, cores: int, brief: bool
+) -> None:
+    """With a second core it trains while it compiles, and compiling has to be shorter than all of it."""
+    plan = resolve(load(None, {"model.preset": "nano", "train.minutes": minutes}, {}), describe())
+    machine = replace(describe(), type="cpu", cores=cores)
+    timing = SimpleNamespace(group=SimpleNamespace(plan=plan), machine=machine, given_updates=0)
+    assert Timing.is_brief(timing) == brief  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("length", ["train.updates=1e9", "train.minutes=1.1"])
@@ -57,6 +63,7 @@ def test_a_long_sweep_is_compiled(length: str, tmp_path: Path, monkeypatch: pyte
         raise Compiled
 
     monkeypatch.setattr(warmup, "capture", capture)
+    monkeypatch.setattr("monograph.sweeps.eager_start._is_possible", lambda _: False)
     monkeypatch.chdir(with_texts(tmp_path))
     long = [argument.replace("train.updates=8", length) for argument in OPEN]
     with pytest.raises(Compiled):

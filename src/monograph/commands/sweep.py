@@ -84,7 +84,8 @@ def _finish(state: SweepProgress, verify: int | None, progress: Progress, json: 
     state.outcomes = state.read()
     result = state.finish()
     if verify is not None:
-        result["verify"] = results.verify(state.outcomes[verify], progress)
+        eager = state.eager_updates_of(state.members[verify])
+        result["verify"] = results.verify(state.outcomes[verify], progress, eager)
     if state.sweep.record.get("distill") and result["best"]:
         result["distilled"] = _distilled(state, result["best"]["member"], progress)
         state.sweep.write()

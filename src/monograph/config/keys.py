@@ -389,7 +389,7 @@ class TrainSection(Section):
     wall_minutes: Minutes | None = _key(
         None,
         "a number above 0, at most 1e7",
-        "End the whole run within about this many minutes, with preparation, compiling and the report.",
+        "End the whole run within about this many minutes, with preparation, compiling and report, or else refuse it.",
         otherwise="no limit",
         example=10,
     )

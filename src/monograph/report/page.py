@@ -54,11 +54,12 @@ def page(
     figures: Iterable[tuple[str, str]],
     drawings: Drawings,
     sections: Iterable[str],
+    warning: str = "",
     refresh_s: int = 0,
 ) -> str:
     """Return a report as an HTML page.
 
-    `title`, `headline`, `standing` and `figures` are plain text.
+    `title`, `headline`, `standing`, `warning` and `figures` are plain text.
 
     Args:
         kind: what the report is about, such as "Training run".
@@ -68,6 +69,7 @@ def page(
         figures: (name, quantity) pairs to read first.
         drawings: charts and their data.
         sections: markup from `section`; empty ones are left out.
+        warning: a sentence on why the result is not worth much; empty if it is.
         refresh_s: seconds after which the page loads itself again; 0 for a page that will not change.
     """
     known = "\n".join(f"<div><dt>{escaped(name)}</dt><dd>{escaped(value)}</dd></div>" for name, value in figures)
@@ -85,6 +87,7 @@ def page(
         kicker=escaped(f"{kind} · {title}"),
         headline=escaped(headline),
         standing=escaped(standing),
+        warning=f'<p class="standing warning">{escaped(warning)}</p>' if warning else "",
         figures=known,
         drawings=_grid(shown, drawings.halves) if shown else "",
         sections=body,

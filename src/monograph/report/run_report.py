@@ -59,12 +59,14 @@ class About:
         samples: (share of the run, 0 to 1; text that the model wrote then), shown side by side.
         moments: (update, words) of what the learning rate's curve shows, such as the end of the warm-up.
         origin: (name, text) pairs on how the run was started: command, version, data.
+        doubt: why what the run did is worth nothing, and what would help; empty if nothing says so.
     """
 
     yardsticks: Yardsticks = field(default_factory=dict)
     samples: Sequence[Sample] = ()
     moments: Sequence[tuple[int, str]] = ()
     origin: Sequence[tuple[str, str]] = ()
+    doubt: str = ""
 
 
 def write_report(run_folder: Path, summary: Summary, metrics: Sequence[Row], about: About) -> None:
@@ -104,6 +106,7 @@ def run_page(run_folder: Path, summary: Summary, metrics: Sequence[Row], about: 
         title=run_folder.name,
         headline=_headline(summary),
         standing=_standing(summary, about.yardsticks),
+        warning=f"{'So far' if state else 'In all updates'}, {about.doubt}." if about.doubt else "",
         figures=[(name, written(summary[key])) for key, name, written in _FIGURES if key in there],
         drawings=drawings_of(metrics, about.yardsticks, about.moments),
         sections=[

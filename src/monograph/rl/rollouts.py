@@ -107,6 +107,11 @@ class Drawer:
         self.reference: list[Tensor] | None = None  # the planes of the weights that the run begins from
         self._made: tuple[Mode, Generator] | None = None
 
+    def take(self, options: Options) -> None:
+        """Draw and weigh by other options from now on."""
+        self.options = options
+        self._made = None  # its rows have the form that the former options ask for
+
     @property
     def form(self) -> AnswerForm | None:
         """Return the form of the answers; None: any."""

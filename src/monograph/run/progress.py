@@ -48,6 +48,7 @@ class Progress:
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self.screen = Screen(stream)
+        self._watch: Callable[[str], None] = lambda _: None
 
     def header(self, text: str) -> None:
         """Print a line without a label, followed by an empty one."""
@@ -64,9 +65,21 @@ class Progress:
         self.screen.print(Text(""))
 
     @contextmanager
+    def watched(self, watch: Callable[[str], None]) -> Iterator[None]:
+        """Call `watch` for each report of a stage that begins in the `with` block; it may end the work by an exception.
+
+        It gets the stage's text with what was reported.
+        """
+        before, self._watch = self._watch, watch
+        try:
+            yield
+        finally:
+            self._watch = before
+
+    @contextmanager
     def stage(self, label: str, text: str) -> Iterator[Stage]:
         """Show a stage of work with its elapsed time while it runs; its line with the time stays on the screen."""
-        stage = Stage(label, text)
+        stage = Stage(label, text, self._watch)
         try:
             with self.screen.live(lambda: [stage.running()], stage.running, stage.state):
                 yield stage
@@ -94,9 +107,10 @@ class Stage:
         result: the text shown after the time; the caller sets it.
     """
 
-    def __init__(self, label: str, text: str) -> None:
+    def __init__(self, label: str, text: str, watch: Callable[[str], None] = lambda _: None) -> None:
         self.label = label
         self.text = text
+        self._watch = watch
         self.outcome = ""
         self.result = ""
         self._start_s = monotonic()
@@ -105,6 +119,7 @@ class Stage:
     def report(self, what: str, done: int, total: int | None = None) -> None:
         """Show how far the work is, as in "file 3 of 10"; a `monograph.data.progress.Progress` callback."""
         self._detail = f"   {what} {done:,}" + (f" of {total:,}" if total else "")
+        self._watch(f"{self.text}: {self._detail.strip()}")
 
     def state(self) -> str:
         """Return what `running` shows, without the time."""

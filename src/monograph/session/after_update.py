@@ -13,12 +13,11 @@ from monograph.run.metrics_log import MetricsLog
 from monograph.run.progress import Progress, TrainingBlock
 from monograph.run.signals import StopSignal
 from monograph.session import ranks
-from monograph.session.reporting import Reporter
+from monograph.session.reporting import DOUBTED_AT, Reporter
 from monograph.session.rewind import go_back, require_end
 from monograph.session.session import Session
 from monograph.step import Update
 
-DOUBTED_AT = 3  # updates, after which a run that learns nothing is told from one that began badly
 SHOWN_S = 1.0  # after so long, the numbers of the last updates are read; this waits for the device
 
 
@@ -61,6 +60,7 @@ class AfterUpdate:
         # Reading an update's numbers waits for a GPU to finish it, as drawing answers from its weights does anyway.
         reads_each = not session.task.is_plain or session.engine.step.device.type == "cpu"
         self.log = MetricsLog(session.run, every=1 if reads_each else 10)
+        self._doubted_at = max(DOUBTED_AT, session.engine.index + 1)  # some updates may have come before this
         self._graphs = compat.captured_graphs()
         self._check_every = defaults.interval(session.updates, defaults.EVALUATIONS)  # whether the time suffices
         session.training_since_s = clock()
@@ -83,7 +83,7 @@ class AfterUpdate:
         written = log.add(update, {**self.report.read, "wall_s": session.spent_s, **figures})
         if written or is_last or clock() - self._shown_s > SHOWN_S:
             self._show(done)
-        if done == DOUBTED_AT and not is_last:
+        if done == self._doubted_at and not is_last:
             self._doubt()
         stopping, asked, lost, skipping = session.world.any(
             self.stop_signal.requested is not None, self.stop_signal.save_requested, log.is_lost, log.streak > 0
@@ -97,7 +97,7 @@ class AfterUpdate:
 
     def _doubt(self) -> None:
         self.log.flush()
-        if why := self.session.task.doubt(self.session.run.rows()):
+        if why := self.report.doubt(self.session.run.rows()):
             self.progress.line("warning", f"so far, {why}")
 
     def _show(self, done: int) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from monograph import __version__
 from monograph.device import clock, describe, synchronize
-from monograph.loss import Batch
+from monograph.loss import Batch, fill_of
 from monograph.planner import defaults
 from monograph.report.quantities import duration
 from monograph.session.session import Session
@@ -26,11 +26,15 @@ def compiled_key(session: Session, window: Batch) -> str:
     """Return a text that differs wherever the compiled step of a run would differ."""
     plan = session.plan
     machine = (describe().name, torch.get_num_threads())
-    shapes = {name: list(tensor.shape) for name, tensor in sorted(window.items())}
+    engine = session.engine
+    # A loss that says what an empty row holds has windows of all sizes filled up; those of answers have many sizes.
+    own_rows = engine.micro_batch is None or fill_of(engine.step.loss, window) is None
+    shapes = {name: list(tensor.shape[0 if own_rows else 1 :]) for name, tensor in sorted(window.items())}
     training = plan.training
     rule = replace(training.optim, seed=0, lr=1.0)  # at most the rounding of narrow states depends on them
-    way = (training.precision, training.remat, training.compile, session.engine.micro_batch, rule, training.clip)
-    return repr((machine, torch.__version__, __version__, session.model_config, shapes, way))
+    way = (training.precision, training.remat, training.compile, engine.micro_batch, rule, training.clip)
+    objective = plan.job.objective if plan.job.objective.section else None
+    return repr((machine, torch.__version__, __version__, session.model_config, shapes, way, objective))
 
 
 def updates_given(session: Session) -> int:
@@ -47,9 +51,10 @@ def why_uncompiled(session: Session, window: Batch, opening_s: float) -> str:
     """Return why a run is not worth compiling; "" if it is.
 
     That is so if opening it again, for which `opening_s` is known, and its updates take less time than compiling would:
-    the time that the clock gives, or as many times one update as there are. Where updates can be made while another
-    process compiles, that is the least that compiling takes; elsewhere the run waits for it, and it is what compiling
-    usually takes. A run whose whole time is limited is not compiled, either, if that would take a large share of it.
+    the time that the clock gives, or as many times one update as there are. A run by the clock makes updates while
+    another process compiles (`session.eager_start`), so that is the least that compiling takes; one of so many updates
+    waits for it, and it is what compiling usually takes. A run whose whole time is limited is not compiled, either, if
+    that would take a large share of it.
 
     Args:
         session: a session at its beginning, with one trial step done.
@@ -62,10 +67,10 @@ def why_uncompiled(session: Session, window: Batch, opening_s: float) -> str:
     compiling_s = CACHED_S if is_compiled(compiled_key(session, window)) else COMPILE_S
     if session.left_s < SHARE * compiling_s:
         return "compiling would take much of the time that train.wall_minutes allows"
-    least_s = LEAST_COMPILE_S if session.task.starts_eagerly else compiling_s
+    updates = updates_given(session)
+    least_s = compiling_s if updates else LEAST_COMPILE_S
     if opening_s >= least_s:
         return ""
-    updates = updates_given(session)
     training_s = math.inf if updates else 60 * plan.minutes
     if not updates:  # a short text ends a run before its time does
         updates = session.task.most_updates(session.batches.rows_per_window, plan.training.optim.weight_decay) or 0

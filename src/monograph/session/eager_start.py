@@ -5,37 +5,40 @@ number of updates nobody can repeat anyway, trains on the other cores meanwhile.
 the run takes it from there and saves its first checkpoint, so that what is resumed has one kind of updates only.
 """
 
+import tempfile
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from monograph.device import clock, compiler_obstacle, default_device, describe
+from monograph.device import Device, clock, compiler_obstacle, default_device, describe
 from monograph.loop import train
 from monograph.loss import Batch
 from monograph.planner import defaults
-from monograph.report.quantities import counted
+from monograph.predict.roofline import Calibration
+from monograph.report.quantities import counted, duration
 from monograph.run.folder import Run
 from monograph.run.metrics_log import MetricsLog
 from monograph.run.progress import Progress, silent
+from monograph.run.recorded_state import MOST
 from monograph.schedule import constant
-from monograph.session.brief import compiled_key
-from monograph.session.objectives import open_task
+from monograph.session.brief import CACHED_S, COMPILE_S, compiled_key
 from monograph.session.plan import Length
 from monograph.session.recorded import run_settings
 from monograph.session.resolve import resolve
 from monograph.session.rewind import windows
 from monograph.session.session import Session
 from monograph.session.setup import open_session, repeatable
-from monograph.session.warmup import compile_step, prepare
-from monograph.storage.cache_dir import is_compiled, keep_compiled, mark_compiled, python_aside
+from monograph.session.warmup import compile_step
+from monograph.storage.cache_dir import calibration_file, is_compiled, keep_compiled, mark_compiled, python_aside
 
 MARK = "eager"  # the entry of metrics.jsonl by which the rows of such updates are known
 PROCESS_BYTES = 2**30  # of libraries, text and compiler, beside the tensors of a step
 LONGEST_S = 600.0  # seconds after which the other process is not waited for
-_CHILD = "import sys; from monograph.session.eager_start import compile_run; compile_run(sys.argv[1])"
+_CHILD = "import sys; from monograph.session.eager_start import compile_run; compile_run(*sys.argv[1:])"
 
 
 def pays(session: Session, key: str) -> bool:
@@ -46,14 +49,19 @@ def pays(session: Session, key: str) -> bool:
     """
     plan = session.plan
     machine = describe()
-    if plan.updates or plan.epochs or not session.world.alone or not session.task.starts_eagerly:
+    if plan.updates or plan.epochs or not session.world.alone:
         return False
-    if machine.type != "cpu" or machine.cores < 2 or plan.training.compile == "none" or compiler_obstacle():
+    if plan.training.compile == "none" or not has_spare_core(machine):
         return False
-    if plan.recipe.code or plan.expected is None or plan.memory == "stream":
+    if plan.recipe.code or plan.expected is None or plan.memory == "stream" or not session.task.is_foreseen:
         return False
     fits = 2 * (plan.expected.peak_memory_bytes + PROCESS_BYTES) < machine.free_memory_bytes
     return fits and not is_compiled(key)
+
+
+def has_spare_core(machine: Device) -> bool:
+    """Return whether this machine compiles on a core while it trains on another."""
+    return machine.type == "cpu" and machine.cores > 1 and not compiler_obstacle()
 
 
 def begin(session: Session, window: Batch, progress: Progress, before: Callable[[], None]) -> bool:
@@ -73,10 +81,12 @@ def begin(session: Session, window: Batch, progress: Progress, before: Callable[
     key = compiled_key(session, window)
     if early := pays(session, key):
         before()
-        if not _update_eagerly(session, progress):
+        patient_s = patience_s(session)
+        if not _update_eagerly(session, window, patient_s, progress):
             record = session.plan.record.noted({"train.compile": "none"})
             session.complete(replace(session.plan.training_with(compile="none"), record=record))
-            session.eager_reason = "the compiler was not ready in half of the time that train.wall_minutes allows"
+            session.task.leave_uncompiled()
+            session.eager_reason = f"the compiler was not ready in {duration(patient_s)}"
     compile_step(session, window, progress)
     if not session.eager_reason:
         mark_compiled(key)
@@ -85,32 +95,46 @@ def begin(session: Session, window: Batch, progress: Progress, before: Callable[
 
 def patience_s(session: Session) -> float:
     """Return how long the other process is waited for: half of the time, if that of the whole run is limited."""
-    return min(LONGEST_S, session.left_s / 2)
+    return min(patience_for(session.plan.minutes), session.left_s / 2)
 
 
-def _update_eagerly(session: Session, progress: Progress) -> bool:
-    """Update until the other process has compiled the step; return False if that took longer than the run can wait."""
-    engine, plan = session.engine, session.plan
-    assert plan.expected
-    per_epoch = session.task.per_epoch
-    most = defaults.most_updates(per_epoch, plan.training.window_rows, plan.training.optim.weight_decay)
-    likely = defaults.likely_updates(plan.minutes, plan.expected.update_s, per_epoch, plan.training.window_rows)
-    engine.step.schedule = constant(resolve(plan, describe(), Length(likely)).warmup_updates)
+def patience_for(minutes: float, graphs: int = 1) -> float:
+    """Return for how many seconds of updates another process may compile, so that a run takes as long as is said.
+
+    A short training on a busy machine would be over before that pays.
+
+    Args:
+        minutes: the length of the training.
+        graphs: the number of graphs that are compiled.
+    """
+    return min(LONGEST_S, max(60 * minutes, graphs * (COMPILE_S + CACHED_S)))
+
+
+def _update_eagerly(session: Session, window: Batch, patient_s: float, progress: Progress) -> bool:
+    """Update until the other process has compiled the step; return False if the run goes on without that.
+
+    A long training is worth compiling however long that takes.
+    """
+    engine, plan, task = session.engine, session.plan, session.task
+    most = task.most_updates(session.batches.rows_per_window, plan.training.optim.weight_decay) or MOST
+    likely = Length(_likely_updates(session))
+    engine.step.schedule = constant(resolve(plan, describe(), likely).warmup_updates)
     log = MetricsLog(session.run, every=1)
     began = clock()
     threads = torch.get_num_threads()
     spent_s = 0.0
-    patient_s = patience_s(session)
-    compiler = python_aside(_CHILD, str(session.run.folder))
+    shown = tempfile.TemporaryDirectory()
+    torch.save(window, path := Path(shown.name, "window.pt"))
+    compiler = python_aside(_CHILD, str(session.run.folder), str(path))
     torch.set_num_threads(max(1, threads - 1))  # the other process computes on one
     try:
         with progress.stage("start", "training eagerly while the step compiles") as stage:
             for update in train(engine, windows(session), max(1, most // 2)):
                 spent_s = clock() - began
-                log.add(update, {"wall_s": spent_s, MARK: True, **session.task.figures(session.batches)})
+                log.add(update, {"wall_s": spent_s, MARK: True, **task.figures(session.batches)})
                 session.account(update.index + 1, **{MARK: True})
                 stage.report("update", update.index + 1)
-                if compiler.poll() is not None or spent_s > patient_s:
+                if session.can_save and (compiler.poll() is not None or spent_s > patient_s):
                     break
             if compiler.poll() is None:
                 stage.report("waiting for the compiler after update", engine.index)
@@ -120,20 +144,40 @@ def _update_eagerly(session: Session, progress: Progress) -> bool:
             stage.result = f"{counted(engine.index, 'update')}, loss {log.last['train_loss']:.2f}"
     finally:
         compiler.kill()
+        shown.cleanup()
         torch.set_num_threads(threads)
     # They count as an earlier process's, which adds its seconds to the time that the settings allow.
     session.elapsed_s = spent_s
     session.started_s = session.started_s + spent_s
     session.training_since_s = clock()
-    return is_over or session.ends_s is None
+    return is_over or patient_s >= LONGEST_S
 
 
-def compile_run(folder: str) -> None:
-    """Compile the step of a run that is not begun yet, so that the process that trains it finds it in the cache."""
+def _likely_updates(session: Session) -> int:
+    """Return the number of updates that the run will have, by a prediction of their seconds."""
+    plan = session.plan
+    assert plan.expected
+    seconds = plan.expected.update_s
+    if session.model_config:
+        known = Calibration(calibration_file())
+        beside = plan.job.objective.seconds_beside(plan, session.model_config, describe(), known)
+        seconds += beside[0] if beside else 0.0
+    most = session.task.most_updates(session.batches.rows_per_window, plan.training.optim.weight_decay) or MOST
+    return defaults.updates_for(defaults.UPDATES_SHARE * 60 * plan.minutes, seconds, most)
+
+
+def compile_run(folder: str, window: str) -> None:
+    """Compile the step of a run that is not begun yet, so that the process that trains it finds it in the cache.
+
+    Args:
+        folder: the run's folder.
+        window: the file of a window, as making one may take answers and a judgement of them.
+    """
     keep_compiled()
     repeatable(default_device())
     run = Run(Path(folder))
     progress = silent()
     plan = resolve(run_settings(run), describe())
-    task = open_task(run, plan, progress)
-    prepare(open_session(run, plan, task, default_device(), progress), progress)
+    with closing(plan.job.objective.open_unjudged(plan, progress)) as task:
+        session = open_session(run, plan, task, default_device(), progress)
+        compile_step(session, torch.load(window, weights_only=True), progress)

@@ -220,6 +220,10 @@ class Objective(ABC):
             InputRefused: the records cannot be used.
         """
 
+    def open_unjudged(self, plan: Plan, progress: Progress) -> "Task":
+        """Read the records as `open` does, for a process that judges no answer: nothing that judges them is started."""
+        return self.open(plan, progress)
+
 
 class Task(ABC):
     """The opened records of one run, with what belongs to them.
@@ -239,7 +243,6 @@ class Task(ABC):
         is_steady: whether updates take equally long, so that a slow one tells of the machine.
         is_ready: whether windows are made ahead of the update that asks for them, so that they cost no time.
         is_foreseen: whether a step computes and holds nothing that no plan knows.
-        starts_eagerly: whether updates may be made eagerly while the step is compiled.
         saves_if_refused: whether a run whose windows fail saves what it has learned first.
         reaches_all: whether a trial step is to give each trained parameter a gradient.
     """
@@ -250,7 +253,6 @@ class Task(ABC):
     is_steady: ClassVar[bool] = True
     is_ready: ClassVar[bool] = True
     is_foreseen: ClassVar[bool] = True
-    starts_eagerly: ClassVar[bool] = True
     saves_if_refused: ClassVar[bool] = False
     reaches_all: ClassVar[bool] = True
 
@@ -345,6 +347,9 @@ class Task(ABC):
             InputRefused: they are lost or damaged.
             DiskFull: there is no room for them.
         """
+
+    def leave_uncompiled(self) -> None:
+        """Go on as a run of which nothing is compiled, which the plan now is; see `Session.complete`."""
 
     @property
     def held(self) -> list[Tensor]:

@@ -50,6 +50,7 @@ def finished(run: Run) -> dict[str, Any] | None:
 SAMPLE_SHARES = (0.15, 0.5, 1.0)
 SAMPLE_TOKENS = 48
 RECENT = 25  # updates whose rate is averaged
+DOUBTED_AT = 3  # updates, after which a run that learns nothing can be told from one that began badly
 JUDGED_TOKENS = 160  # of each text whose lines Python's tokenizer judges at the end
 LARGEST_YARDSTICK_BYTES = 64_000_000
 YARDSTICKS_LEAVE_S = 120.0  # where less time is left for training, they are not computed
@@ -211,7 +212,12 @@ class Reporter:
             begun, end = self.session.cooled
             why = f"training was slower than measured at the start, so the cool-down began at update {begun:,}"
             origin.append(("length", f"{end:,} updates instead of {self.session.plan.updates:,}: {why}"))
-        return About(self.yardsticks, samples, self._moments(rows), origin)
+        return About(self.yardsticks, samples, self._moments(rows), origin, self.doubt(rows))
+
+    def doubt(self, rows: Sequence[Mapping[str, Any]]) -> str:
+        """Return why the updates so far are worth nothing, once there are enough of them to tell; else ""."""
+        done = self.session.engine.index
+        return self.session.task.doubt(rows) if done >= min(DOUBTED_AT, self.session.updates) else ""
 
     def _moments(self, rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, str]]:
         """Return the updates at which the learning rate's curve has a kink, with the reasons."""
@@ -257,7 +263,7 @@ class Reporter:
         if session.cooled:
             early = f"{session.updates:,} of {session.plan.updates:,} planned updates"
             progress.line("", f"{early}: the machine was slower than measured at the start, so it cooled down early")
-        if why := session.task.doubt(rows):
+        if why := self.doubt(rows):
             progress.line("warning", f"in all updates, {why}")
         if self.lines[1]:
             progress.line("", f"{self.lines[0]} of {self.lines[1]} sampled lines are accepted by Python's tokenizer")

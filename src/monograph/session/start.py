@@ -1,7 +1,7 @@
 """Open a run for training: read what it learns from, build the model, try a step, compile it and fix the length."""
 
 import math
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -12,6 +12,7 @@ from monograph.data.sources import spooled_stdin
 from monograph.device import clock, default_device, describe
 from monograph.distributed.checkpoint import newest
 from monograph.distributed.world import World
+from monograph.errors import UsageError
 from monograph.loss import Batch
 from monograph.planner import defaults
 from monograph.report.quantities import duration
@@ -69,15 +70,17 @@ def open_run(
     plan = resolve(record, machine)
     for line in notes_on(plan, machine):
         progress.line("note", line)
-    if not folder.begun and (least := _least(plan, started)):
+    began_before = folder.begun
+    if not began_before and (least := _least(plan, started)):
         progress.line("time", least)
-    if world.leads and not folder.begun:
+    if world.leads and not began_before:
         plan = _keeping_stdin(folder, plan, progress)
         write_config(folder, plan.record.settings)
     if world.leads:
         note_start(folder)
     plan = agreed_plan(world, plan, machine)
-    with world.first():
+    in_time = partial(_require_time, plan, started)
+    with world.first(), nullcontext() if began_before else progress.watched(in_time):
         task = held.enter_context(closing(open_task(folder, plan, progress, world.size)))
     opened = partial(_opened, folder, task=task, world=world, retry_rows=retry_rows)
     began = clock()
@@ -99,6 +102,8 @@ def open_run(
         choose_kernel(session, window, silent())
         session.ends_s, session.end_s = ends
         session.eager_reason = why
+    if not resumed:
+        in_time("and a first try of the model")
     if not (resumed or updates_given(session)):
         progress.line("time", _times(session, window, started.at_s))
     early = False
@@ -122,6 +127,22 @@ def _score_untrained(session: Session, progress: Progress) -> None:
     report = Reporter(session, silent())
     if session.task.scores_untrained:  # the run's own block, which begins later, shows it
         report.evaluate(report.block(), 0, limit=None, **{eager_start.MARK: True})
+
+
+def _require_time(plan: Plan, started: Started, doing: str) -> None:
+    """Require that a run of limited time has some left before its first update; `doing` is how far it has come.
+
+    Raises:
+        UsageError: it has none.
+    """
+    limit_s = 60 * (plan.wall_minutes or math.inf)
+    if clock() - started.at_s > limit_s:
+        said = plan.record.settings.said("train.wall_minutes")
+        raise UsageError(
+            f"{said}: the time was over before the first update: starting took "
+            f"{duration(started.took_s)}, then came reading ({doing}); give more time. `monograph data build` reads "
+            "texts once, for all later runs"
+        )
 
 
 def _least(plan: Plan, started: Started) -> str:

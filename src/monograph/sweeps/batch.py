@@ -23,6 +23,7 @@ from monograph.loss import Batch
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.run.writing import write_tokenizer
+from monograph.schedule import Schedule
 from monograph.session import objective
 from monograph.session.objectives.texts import TextTask
 from monograph.session.plan import Length
@@ -150,7 +151,11 @@ def engine_of(built_runs: Sequence[BuiltRun], each: bool, device: torch.device) 
 
 def schedule(engine: Engine, built_runs: Sequence[BuiltRun]) -> None:
     """Give each member the schedule of its plan, whose number of updates is known."""
-    schedules = [built.plan.schedule(built.plan.updates) for built in built_runs]
+    set_schedules(engine, [built.plan.schedule(built.plan.updates) for built in built_runs])
+
+
+def set_schedules(engine: Engine, schedules: list[Schedule]) -> None:
+    """Give each member its schedule."""
     if isinstance(engine, Ensemble):
         engine.stacked.schedules = schedules
     else:
@@ -178,14 +183,28 @@ def batch_of(
 ) -> MemberBatch:
     """Return a round with its sessions at their beginning; write settings and tokenizer of runs that lack them."""
     schedule(engine, built_runs)
+    batch = opened(members, runs, built_runs, text, engine)
+    for session in batch.sessions:
+        if not session.run.begun:
+            begin_run(session)
+    return batch
+
+
+def opened(
+    members: Sequence[Member], runs: Sequence[Run], built_runs: Sequence[BuiltRun], text: Corpus, engine: Engine
+) -> MemberBatch:
+    """Return a round with its sessions at their beginning, of which nothing is written."""
     sessions = []
     for number, (run, built) in enumerate(zip(runs, built_runs, strict=True)):
-        if not run.begun:
-            write_tokenizer(run, text.tokenizer)
-            write_config(run, built.plan.record.settings)
         own = MemberEngine(engine, number) if isinstance(engine, Ensemble) else engine
         sessions.append(Session(run, built.plan, TextTask(text), own))
     return MemberBatch(list(members), engine, sessions, MemberWindows(sessions))
+
+
+def begin_run(session: Session) -> None:
+    """Write what makes a member's folder a run: its tokenizer and its settings."""
+    write_tokenizer(session.run, session.corpus.tokenizer)
+    write_config(session.run, session.plan.record.settings)
 
 
 def go_on(batch: MemberBatch, ended: dict[int, int], progress: Progress) -> int:

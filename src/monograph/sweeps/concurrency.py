@@ -26,6 +26,7 @@ from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session import warmup
 from monograph.session.brief import COMPILE_S, LEAST_COMPILE_S
+from monograph.session.eager_start import has_spare_core
 from monograph.session.resolve import resolve
 from monograph.session.setup import BuiltRun
 from monograph.sweeps.batch import EVALUATIONS, MemberBatch, batch_of, engine_of, models_of, of_length, refill, stacked
@@ -175,17 +176,24 @@ class Timing:
         self.dearer = DEARER
         self.kept: dict[int, tuple[list[BuiltRun], Engine]] = {}
 
+    @property
+    def given_updates(self) -> int:
+        """Return the number of updates that the group's settings give; 0 if they give a time instead."""
+        plan = self.group.plan
+        rows = self.text.train.per_epoch * (plan.epochs or 0)
+        return plan.updates or -(-rows // plan.training.window_rows)
+
     def is_brief(self) -> bool:
         """Return whether all members train in less time without compiling than compiling takes.
 
         That is so if the settings leave compiling open, and give a short time, or updates of which one is quick.
         """
-        updates = _given(self)
+        updates = self.given_updates
         plan = self.group.plan
         if "compile" not in plan.open or plan.memory == "stream":
             return False
-        if not updates:  # nobody trains meanwhile, so the whole of compiling is waited for
-            return 60 * plan.minutes < COMPILE_S
+        if not updates:  # where nobody trains meanwhile, the whole of compiling is waited for
+            return 60 * plan.minutes < (LEAST_COMPILE_S if has_spare_core(self.machine) else COMPILE_S)
         began = clock()
         built_runs = models_of(self.group.members[:1], self.text, self.machine)
         engine = engine_of(built_runs, False, self.device)
@@ -330,19 +338,25 @@ def first_window(built_runs: Sequence[BuiltRun], text: Corpus) -> Batch:
     return stacked(windows, range(len(windows))) if several(built_runs) else windows[0]
 
 
-def lengths(timings: Sequence[Timing], least_tokens: int, progress: Progress) -> list[int]:
+def lengths(timings: Sequence[Timing], least_tokens: int, progress: Progress, done: int = 0) -> list[int]:
     """Return the number of updates for each group's members, as given or as the time allows, timing where needed.
 
     Given minutes are those of the whole sweep. Every member then learns from equally many tokens, at least
     `least_tokens`.
+
+    Args:
+        timings: a timing for each group.
+        least_tokens: the least number of tokens of a member.
+        progress: the display.
+        done: updates that each member has made already, which take nothing from the time.
     """
     for timing in timings:
-        if given := _given(timing):
+        if given := timing.given_updates:
             timing.measure(given, progress)
             timing.decide(given)
-    open_ended = [timing for timing in timings if not _given(timing)]
+    open_ended = [timing for timing in timings if not timing.given_updates]
     if not open_ended:
-        return [_given(timing) for timing in timings]
+        return [timing.given_updates for timing in timings]
     minutes = open_ended[0].group.plan.minutes
     budget_s = defaults.UPDATES_SHARE * 60 * minutes
     for timing in open_ended:
@@ -365,16 +379,9 @@ def lengths(timings: Sequence[Timing], least_tokens: int, progress: Progress) ->
         for timing, plan in zip(timings, plans, strict=True)
     ]
     return [
-        _given(timing) or defaults.updates_for(tokens, _size(timing), limit)
+        timing.given_updates or min(limit, done + defaults.updates_for(tokens, _size(timing), limit))
         for timing, limit in zip(timings, most, strict=True)
     ]
-
-
-def _given(timing: Timing) -> int:
-    """Return the number of updates that the group's settings give; 0 if they give a time instead."""
-    plan = timing.group.plan
-    rows = timing.text.train.per_epoch * (plan.epochs or 0)
-    return plan.updates or -(-rows // plan.training.window_rows)
 
 
 def _size(timing: Timing) -> int:

@@ -4,6 +4,7 @@ import csv
 import hashlib
 import io
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -37,6 +38,8 @@ class _Group(Strict):
     updates: Natural
     why: str
     compile: str = "auto"
+    eager_updates: Natural = 0
+    eager_length: Natural = 0
 
 
 class _Record(Strict):
@@ -165,6 +168,10 @@ class Sweep:
     def member(self, index: int) -> Run:
         """Return a member's run folder, which may not exist yet."""
         return Run(self.run.folder / "members" / f"{index:03d}")
+
+    def forget_members(self) -> None:
+        """Remove what members of a sweep left that was stopped before it was known how long they train."""
+        shutil.rmtree(self.run.folder / "members", ignore_errors=True)
 
     @contextmanager
     def holding(self, members: Sequence[Member]) -> Iterator[list[Run]]:

@@ -1,25 +1,31 @@
 """Track and show a sweep while it runs: the rounds that remain, the progress, and each member's results so far."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from monograph.data.corpus import Corpus
-from monograph.device import Device, clock
+from monograph.device import Device, clock, default_device, describe
 from monograph.distributed.world import World
 from monograph.evaluation.text import evaluate_members
+from monograph.planner import defaults
 from monograph.report.in_progress import PageInProgress
 from monograph.report.quantities import count, counted, duration
 from monograph.report.sweep_charts import Curve
 from monograph.report.sweep_report import write_page_so_far, write_sweep_report
-from monograph.run.progress import Progress, SweepDisplay
+from monograph.run.progress import Progress, SweepDisplay, silent
 from monograph.run.started import told
+from monograph.session.brief import CACHED_S, COMPILE_S
 from monograph.session.objectives.texts import open_corpus
+from monograph.session.plan import Length
 from monograph.session.ranks import show
 from monograph.session.requirements import require_possible
 from monograph.session.resolve import resolve
-from monograph.sweeps import results
+from monograph.session.setup import repeatable
+from monograph.storage.cache_dir import keep_compiled
+from monograph.sweeps import eager_start, results
 from monograph.sweeps.advice import advise
 from monograph.sweeps.batch import MemberBatch
 from monograph.sweeps.concurrency import CURVE_ROWS, Timing, lengths
@@ -84,11 +90,7 @@ class SweepProgress:
             OutOfDeviceMemory: not even one member fits.
             UsageError: settings exclude one another or are impossible on this machine.
         """
-        for member in self.members:
-            require_possible(member.settings, machine)
-            member.plan = resolve(member.settings, machine)
-        pairs = zip(self.groups, self._texts(), strict=True)
-        self.timings = [Timing(group, text, device, machine) for group, text in pairs]
+        self.open(device, machine)
         saved_groups = self.sweep.record.get("groups")
         if saved_groups:
             for timing, saved in zip(self.timings, saved_groups, strict=True):
@@ -101,14 +103,55 @@ class SweepProgress:
                 if timing.is_brief():
                     timing.leave_uncompiled()
                     self.progress.line("eager", "not compiled: the members train in less time than compiling takes")
-            self.updates = lengths(self.timings, self.sweep.record.get("least_tokens", 0), self.progress)
+            self.sweep.forget_members()
+            self._tell_time()
+            with eager_start.begun(self.sweep, self.timings, self.progress, alone=self.world.alone) as early:
+                self.updates = lengths(self.timings, self.least_tokens, self.progress, early.updates)
+                early.settle(self.updates)
             spread(self.groups, self.world.size)
+            begun = {"eager_updates": early.updates, "eager_length": early.length} if early.updates else {}
             self.sweep.record["groups"] = [
-                {"rounds": group.rounds, "updates": updates, "why": group.why, "compile": group.plan.training.compile}
+                {
+                    "rounds": group.rounds,
+                    "updates": updates,
+                    "why": group.why,
+                    "compile": group.plan.training.compile,
+                    **begun,
+                }
                 for group, updates in zip(self.groups, self.updates, strict=True)
             ]
             self.sweep.write()
         self._tell_plan()
+
+    def open(self, device: torch.device, machine: Device) -> None:
+        """Read the text, and resolve the members' settings as far as that alone allows.
+
+        Raises:
+            UsageError: settings exclude one another or are impossible on this machine.
+        """
+        for member in self.members:
+            require_possible(member.settings, machine)
+            member.plan = resolve(member.settings, machine)
+        pairs = zip(self.groups, self._texts(), strict=True)
+        self.timings = [Timing(group, text, device, machine) for group, text in pairs]
+
+    @property
+    def least_tokens(self) -> int:
+        """Return the least number of tokens of a member."""
+        return self.sweep.record.get("least_tokens", 0)  # type: ignore[no-any-return]
+
+    def eager_updates_of(self, member: Member) -> tuple[int, int]:
+        """Return how many updates the member made before its graph was compiled, and those of their warm-up."""
+        saved = next(one for one, group in zip(self._saved, self.groups, strict=True) if member in group.members)
+        if not saved.get("eager_updates"):
+            return 0, 0
+        machine = describe()
+        plan = resolve(member.settings, machine)
+        return saved["eager_updates"], resolve(plan, machine, Length(saved["eager_length"])).warmup_updates
+
+    @property
+    def _saved(self) -> list[dict[str, Any]]:
+        return self.sweep.record["groups"]  # type: ignore[no-any-return]
 
     def _texts(self) -> list[Corpus]:
         """Return each group's corpus; groups that share a text open it once."""
@@ -118,10 +161,22 @@ class SweepProgress:
                 texts[key] = open_corpus(group.plan.reading, self.progress)
         return [texts[repr(group.plan.reading)] for group in self.groups]
 
+    def _tell_time(self) -> None:
+        """Print how long a sweep by the clock trains, and how long it will take in all."""
+        plan = self.groups[0].plan
+        if any(timing.given_updates for timing in self.timings):
+            return
+        compiled = [group for group in self.groups if group.plan.training.compile != "none"]
+        training_s = 60 * plan.minutes
+        whole_s = self.spent_s + len(compiled) * (COMPILE_S + CACHED_S) + training_s + defaults.END_S
+        parts = "preparation, compiling and report" if compiled else "preparation and report"
+        self.progress.line("time", f"{duration(training_s)} of training, about {duration(whole_s)} in all with {parts}")
+
     def _tell_plan(self) -> None:
-        for group, updates in zip(self.groups, self.updates, strict=True):
+        for group, updates, saved in zip(self.groups, self.updates, self._saved, strict=True):
             size = group.plan.training.tokens_per_update
-            seconds = group.compile_s + updates * group.update_s + group.held_out_s
+            left = updates - saved.get("eager_updates", 0)
+            seconds = group.compile_s + left * group.update_s + group.held_out_s
             self.progress.line(
                 "plan",
                 f"{group.name + ': ' if group.name else ''}{counted(updates, 'update')} of {size:,} tokens = "
@@ -252,6 +307,18 @@ class SweepProgress:
         spent = duration(self.sweep.record.get("elapsed_s", 0.0))
         self.progress.line("done", f"{counted(len(self.members), 'member')} in {spent}   {self.sweep.run.folder}")
         return result
+
+
+def compile_sweep(folder: str) -> None:
+    """Compile the graphs of a sweep that is not begun yet, so that the process that trains it finds them in the cache.
+
+    Which graphs these are is measured here, as it will be there.
+    """
+    keep_compiled()
+    repeatable(default_device())
+    state = SweepProgress(Sweep.open(Path(folder)), silent())
+    state.open(default_device(), describe())
+    lengths(state.timings, state.least_tokens, state.progress)
 
 
 def _curves(outcomes: Sequence[Outcome]) -> list[Curve]:

@@ -19,6 +19,7 @@ from monograph.run import recorded_state
 from monograph.run.folder import MIXTURE, Run, names_mixture, standard_json
 from monograph.run.progress import Progress
 from monograph.run.recipe import names_run
+from monograph.schedule import Schedule, constant
 from monograph.session.objectives.teachers import write_teachers
 from monograph.session.objectives.texts import TextTask, open_corpus
 from monograph.session.plan import Plan
@@ -294,7 +295,7 @@ def drawn(table: Table) -> list[dict[str, Any]]:
 FACTOR = 4.0  # `verify` allows this many times the difference between two ways to compute the same run alone
 
 
-def verify(outcome: Outcome, progress: Progress) -> dict[str, Any]:
+def verify(outcome: Outcome, progress: Progress, eager: tuple[int, int] = (0, 0)) -> dict[str, Any]:
     """Compare a member's training losses with those of the same run trained alone.
 
         difference = max over updates of |member - alone|      equal = difference <= 4 · max |alone - alone, otherwise|
@@ -302,6 +303,11 @@ def verify(outcome: Outcome, progress: Progress) -> dict[str, Any]:
     "Otherwise" means uncompiled or, if nothing is compiled, in micro-batches of half the size, which shows the effect
     of rounding on this run. Every way rounds differently and training amplifies the differences, so no fixed bound
     would do.
+
+    Args:
+        outcome: the member's.
+        progress: the display.
+        eager: see `SweepProgress.eager_updates_of`.
 
     Raises:
         InputRefused: the member has no metrics, or its run is damaged.
@@ -312,11 +318,11 @@ def verify(outcome: Outcome, progress: Progress) -> dict[str, Any]:
     plan = resolve(run_settings(outcome.run), describe())
     text = open_corpus(plan.reading, progress)
     compiled = plan.training.compile != "none" and (default_device().type == "cuda" or not compiler_obstacle())
-    alone = losses(plan, text, len(member), progress, compiled=compiled)
+    alone = losses(plan, text, len(member), progress, compiled=compiled, eager=eager)
     if not compiled:
         half = {"train.micro_batch": max(1, plan.training.rows // 2)}
         plan = resolve(plan.record.settings.resolve(half, "verify"), describe())
-    other = losses(plan, text, len(member), progress, compiled=False)
+    other = losses(plan, text, len(member), progress, compiled=False, eager=eager)
     difference = largest(member, alone)
     bound = FACTOR * largest(alone, other)
     equal = difference <= bound
@@ -340,11 +346,25 @@ def largest(one: list[float], other: list[float]) -> float:
     return max(0.0 if a == b or (a != a and b != b) else abs(a - b) for a, b in zip(one, other, strict=True))
 
 
-def losses(plan: Plan, text: Corpus, updates: int, progress: Progress, *, compiled: bool) -> list[float]:
-    """Train a run alone from its beginning and return its training losses."""
+def first_schedule(course: Schedule, updates: int, warmup: int) -> Schedule:
+    """Return the schedule of a member that made some updates before its length was known.
+
+    Args:
+        course: the schedule from then on.
+        updates: the number of those updates.
+        warmup: the updates of their warm-up.
+    """
+    first = constant(warmup)
+    return lambda index: first(index) if index < updates else course(index)
+
+
+def losses(
+    plan: Plan, text: Corpus, updates: int, progress: Progress, *, compiled: bool, eager: tuple[int, int] = (0, 0)
+) -> list[float]:
+    """Train a run alone from its beginning, by the schedule that the member had, and return its training losses."""
     built = build_run(plan, TextTask(text), describe())
     engine = make_engine(built, default_device())
-    engine.step.schedule = plan.schedule(plan.updates or updates)
+    engine.step.schedule = first_schedule(plan.schedule(plan.updates or updates), *eager)
     batches = text.batches(plan.training.tokens_per_update, seed=plan.seed)
     seed_all(plan.seed)
     with progress.stage("alone", "compiled" if compiled else f"eager, micro-batches of {engine.micro_batch}") as stage:

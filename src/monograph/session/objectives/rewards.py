@@ -259,6 +259,10 @@ class Rewards(Objective):
             reward.close()
             raise
 
+    def open_unjudged(self, plan: Plan, progress: Progress) -> "RewardTask":
+        """Read the run's prompts alone; see `Objective.open_unjudged`."""
+        return RewardTask(_prompts(plan, Reward(), progress), Reward())
+
 
 def _prompts(plan: Plan, reward: Reward, progress: Progress) -> Prompts:
     """Read the run's prompts, load the teacher, and print how many prompts there are."""
@@ -344,6 +348,12 @@ def options_of(plan: Plan) -> Options:
     )
 
 
+def _compute_as(options: Options, model: Llama) -> None:
+    """Let the model compute as decoding does where that gives its bits."""
+    if options.exact:
+        model.use_attention("cached")
+
+
 def drawing_time(plan: Plan, config: LlamaConfig, machine: Device, prompt: int = 0, tokens: int = 0) -> float:
     """Return the seconds of drawing an update's answers once, by a closed form alone.
 
@@ -382,7 +392,6 @@ class RewardTask(Task):
     score = "reward", "eval_reward"
     is_steady = False  # how fast answers are drawn depends on their lengths
     is_ready = False
-    starts_eagerly = False
     saves_if_refused = True
     reaches_all = False  # answers that are all worth the same have no gradient
 
@@ -395,7 +404,7 @@ class RewardTask(Task):
         self.reward.close()
 
     def loss(self, plan: Plan, model: nn.Module) -> PolicyLoss:
-        """Return the loss, and let the model compute as decoding does where that gives its bits.
+        """Return the loss, and let the model compute as drawing asks of it.
 
         Raises:
             InputRefused: the module cannot continue a text, or answers cannot have the form that the settings describe.
@@ -404,8 +413,7 @@ class RewardTask(Task):
             name = type(model).__name__
             raise InputRefused(f"model.init = {plan.recipe.init}: rl.reward needs a language model, not a {name}")
         options = options_of(plan)
-        if options.exact:
-            model.use_attention("cached")
+        _compute_as(options, model)
         ratio = ratio_of(options.advantage, options.updates)
         described = form_named(*asked_of(plan).answer_form)
         form = AnswerForm(described, self.data, self.data.ends(model.config), default_device()) if described else None
@@ -450,6 +458,11 @@ class RewardTask(Task):
     def _needs_reference(self) -> bool:
         kl = self.drawer.options.kl
         return kl is not None and kl.needs_reference
+
+    def leave_uncompiled(self) -> None:
+        """Draw and score answers as where nothing is compiled; see `Task.leave_uncompiled`."""
+        self.drawer.take(options_of(self.plan()))
+        _compute_as(self.drawer.options, self.drawer.model)
 
     def keep_reference(self, resumed: bool) -> None:
         """Keep a copy of the first weights for the KL term; see `Task.keep_reference`."""

@@ -84,7 +84,6 @@ def taught(task: Task, run: Run, ranks: int) -> Task:
 class TaughtTask(TextTask):
     """The task of a run whose targets are texts and the mean of its teachers' probabilities."""
 
-    starts_eagerly = False
     is_foreseen = False
 
     def __init__(self, data: Corpus, run: Run, content: bytes, ranks: int):
