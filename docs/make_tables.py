@@ -23,8 +23,8 @@ CONFIGURATION = Path(__file__).resolve().parent / "configuration.md"
 PACKAGE = Path(monograph.__file__).parent
 # Files of `session` that only refuse settings, take them over from another run, make other runs of them, or suppose
 # them for a plan alone.
-NOT_DECIDING = {"requirements", "recorded", "ranks", "evaluated_model", "ladder", "supposed"}
-REFUSING = ("require", "_require", "token_notes")  # how functions begin that refuse settings, or say what follows
+NOT_DECIDING = {"requirements", "recorded", "evaluated_model", "ladder", "supposed"}
+REFUSING = ("require", "_require")  # how functions begin that refuse settings
 BEGIN, END = "<!-- made by docs/make_tables.py -->", "<!-- end -->"
 ACCUMULATED, COMPILED = "tests/laws/test_accumulated_is_large_batch.py", "tests/laws/test_compiled_is_eager.py"
 PACKED, RECOMPUTED = "tests/laws/test_packed_is_separate.py", "tests/laws/test_recomputed_is_stored.py"

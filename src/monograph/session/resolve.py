@@ -1,7 +1,7 @@
-"""Turn the settings into the plan of a run: the only place that decides an "auto" by the text, the shape or the device.
+"""Turn a job into the plan of a run: the only place that decides an "auto" by the model's shape or the device.
 
-A value is decided as soon as its inputs are known: sizes from the settings alone, so that impossible ones are
-refused before any text is read; what fits the device from the model's shape; intervals from the number of updates.
+A value is decided as soon as its inputs are known: sizes from the job alone, so that impossible ones are refused
+before any text is read; what fits the device from the model's shape; intervals from the number of updates.
 """
 
 from dataclasses import replace
@@ -53,7 +53,7 @@ def resolve(given: Settings | Record | Plan, machine: Device, *known: Shape | Le
     return plan
 
 
-# ── from the settings alone ─────────────────────────────────────────────────────────────────────
+# ── from the job alone ──────────────────────────────────────────────────────────────────────────
 
 
 def _sized(job: Job, machine: Device) -> Plan:
