@@ -207,6 +207,15 @@ def test_a_joined_tensor_of_other_rows_than_its_parts_is_refused_by_name(tmp_pat
         load_model(tmp_path / "phi3")
 
 
+def test_a_joined_tensor_that_the_family_has_not_is_refused_by_name(tmp_path):
+    save_model(tiny_llama(model_type="phi3"), tmp_path / "phi3")
+    stored = load_file(tmp_path / "phi3" / "model.safetensors")
+    stored["model.layers.1.self_attn.qkv_proj.bias"] = torch.zeros(8)
+    save_file(stored, tmp_path / "phi3" / "model.safetensors")
+    with pytest.raises(InputRefused, match=r"1 unexpected in the weights of a phi3, .*1.self_attn.qkv_proj.bias"):
+        load_model(tmp_path / "phi3")
+
+
 def test_a_folder_that_holds_something_is_not_overwritten(saved):
     before = {path.name: path.read_bytes() for path in saved.iterdir()}
     with pytest.raises(InputRefused, match="not an empty folder"):

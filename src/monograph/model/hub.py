@@ -27,7 +27,7 @@ from monograph.model.files import (
     write_json,
     write_tensors,
 )
-from monograph.model.layouts import apart, joined, parted, stacked
+from monograph.model.layouts import in_decoder, in_files
 from monograph.model.llama import Llama
 from monograph.storage.reading import exists, inside, is_folder, read_json
 from monograph.text.tokenizer import Tokenizer
@@ -159,7 +159,7 @@ def read_headers_of(folder: str | Path) -> tuple[LlamaConfig, dict[str, Stored]]
     config = read_config(folder)
     stored, _ = _text_tensors(read_headers(Path(folder)), _config_json(Path(folder))[1].get("model_type"))
     stored = {name: tensor for name, tensor in stored.items() if not _DERIVED.fullmatch(name)}
-    stored = stacked(parted(stored, config), config)
+    stored = in_decoder(stored, config)
     check_headers(stored, config, Path(folder))
     return config, stored
 
@@ -268,7 +268,7 @@ def save_model(
             for name, source in tokenizer.config.named_files().items():
                 (new / name).parent.mkdir(exist_ok=True)
                 (new / name).write_text(source, encoding="utf-8")
-        write_tensors(new, apart(joined(plain_parameters(model), model.config), model.config), max_shard_bytes)
+        write_tensors(new, in_files(plain_parameters(model), model.config), max_shard_bytes)
         beside(new)
 
 
