@@ -14,7 +14,6 @@ from laws.resumed import SETTINGS, cut_back, fingerprint, resume, start
 from monograph.graph.capture import give_back
 from monograph.graph.remat import Remat
 from monograph.graph.replay import WARM_UP
-from monograph.resident import Resident
 from monograph.step import Step
 from tape import Tape
 
@@ -155,8 +154,11 @@ def test_what_is_put_elsewhere_is_not_seen(moved):
 
 
 def test_runs_called_replayed_and_taken_up_again(here, monkeypatch, capfd):
-    """Law 10 too: a run that is cut and taken up captures anew, and has the bits of one that never captured."""
-    capture_of, init = Resident.capture, Step.__init__
+    """Law 10 too: a run that is cut and taken up captures anew, and has the bits of one that never replayed.
+
+    Nothing is compiled, as test_compiled shows that graphs replayed are graphs called.
+    """
+    init = Step.__init__
     tapes: list[Tape] = []
 
     def with_tape(self, *arguments, **options):
@@ -165,7 +167,7 @@ def test_runs_called_replayed_and_taken_up_again(here, monkeypatch, capfd):
         self.recorder = tapes[-1]
 
     monkeypatch.setattr("monograph.session.warmup.compiler_obstacle", lambda: None)
-    monkeypatch.setattr(Resident, "capture", lambda self, window, scope: capture_of(self, window, "eager", scope))
+    monkeypatch.setattr("monograph.graph.capture.compiled", lambda function, **_: function)
     settings = SETTINGS | {"train.compile": "whole", "train.updates": 8, "optim.name": "adamw"}
     start("called", settings)
     assert "0 graph breaks" in (shown := capfd.readouterr().err) and "replayed" not in shown

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from batches import captured_to_train
 from monograph.decode.generator import Generator
 from monograph.graph import grouped
 from monograph.graph.precision import Precision
@@ -100,8 +101,8 @@ class Captured(NamedTuple):
     in_training: bool
 
 
-@pytest.fixture(scope="module")
-def captured() -> Captured:
+@pytest.fixture(scope="module", params=["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+def captured(request: pytest.FixtureRequest) -> Captured:
     """Once for two tests, and of one layer, as tracing takes longer than all else that they do."""
     rollouts = windows(BATCHED, micro_batch=2, layers=1)
     drawing = rollouts.drawer
@@ -109,7 +110,7 @@ def captured() -> Captured:
     window = next(rollouts)
     assert drawing._made
     before = Captured(rollouts, window, drawing._made[1].compiled, drawing.model.training)
-    assert drawing.engine.capture(window, backend="aot_eager") is None
+    captured_to_train(drawing.engine, window, request.param)
     apart(rollouts)
     return before
 

@@ -191,7 +191,7 @@ def test_a_run_with_teachers_is_a_task_of_its_own_and_they_teach_texts_alone(tmp
     (run.folder / "teachers.json").write_text("{}")
     task = taught(plain, run, 1)
     assert task.data is text and task.digests == {"teachers": hashlib.sha256(b"{}").hexdigest()}
-    assert not (task.is_foreseen or task.starts_eagerly), "no plan and no other process has the teachers"
+    assert not task.is_foreseen, "no plan and no other process has the teachers"
     with pytest.raises(
         UsageError, match=r"teach texts alone: go on without teachers in a new run, with --from \S+led$"
     ):

@@ -150,6 +150,7 @@ def test_it_is_for_a_length_by_the_clock_that_is_compiled(
     monkeypatch.undo()
     monkeypatch.setattr("monograph.session.eager_start.compiler_obstacle", lambda: None)
     facts = {"updates": 0, "epochs": None, "compile": "whole", "memory": "device", "type": "cpu", "cores": 2} | change
-    plan = SimpleNamespace(recipe=SimpleNamespace(code=None), **facts)
+    training = SimpleNamespace(compile=facts["compile"])
+    plan = SimpleNamespace(recipe=SimpleNamespace(code=None), training=training, **facts)
     timing: Any = SimpleNamespace(machine=SimpleNamespace(**facts), group=SimpleNamespace(plan=plan))
     assert eager_start._is_possible([timing]) == possible

@@ -137,9 +137,8 @@ def _require_time(plan: Plan, started: Started, doing: str) -> None:
     """
     limit_s = 60 * (plan.wall_minutes or math.inf)
     if clock() - started.at_s > limit_s:
-        said = plan.record.settings.said("train.wall_minutes")
         raise UsageError(
-            f"{said}: the time was over before the first update: starting took "
+            f"train.wall_minutes = {plan.wall_minutes:g}: the time was over before the first update: starting took "
             f"{duration(started.took_s)}, then came reading ({doing}); give more time. `monograph data build` reads "
             "texts once, for all later runs"
         )
