@@ -70,9 +70,9 @@ def run(
             settings = recorded.settings_of(folder, settings if resume else Settings())
             strange = strange_text(folder, settings.data.source, settings.programs)
         elif parent:
-            settings = recorded.branched(parent[0], settings)
+            settings = recorded.branched(parent.run, settings)
             writing.record_parent(folder, *parent)
-            strange = strange_text(parent[0], settings.data.source, settings.programs)
+            strange = strange_text(parent.run, settings.data.source, settings.programs)
         if strange:
             progress.line("warning", strange)
         summary = world.agreed(finished(folder) if resumed and world.leads else None)

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from monograph.errors import DiskFull, InputRefused
 from monograph.interrupts import taken_back
@@ -45,12 +46,19 @@ def mended_tokenizer(run: Run, tokenizer: Tokenizer) -> bool:
     return True
 
 
+class Parent(NamedTuple):
+    """The run that another one begins from, and the update at which it does; None: the newest."""
+
+    run: Run
+    at: int | None
+
+
 def record_parent(run: Run, parent: Run, at: int | None) -> None:
     """Record where a run branches from, for a process that resumes it before its first checkpoint."""
     write_whole(run.parent_file, json.dumps({"run": str(without_links(parent.folder)), "update": at}))
 
 
-def recorded_parent(run: Run) -> tuple[Run, int | None] | None:
+def recorded_parent(run: Run) -> Parent | None:
     """Return the parent that `record_parent` wrote, or None if there is none. Raises InputRefused if damaged."""
     content = contents(run.parent_file)
     if content is None:
@@ -59,7 +67,7 @@ def recorded_parent(run: Run) -> tuple[Run, int | None] | None:
         record = parse_json(content)
         if record["update"] is not None and type(record["update"]) is not int:
             raise ValueError
-        return Run(Path(record["run"])), record["update"]
+        return Parent(Run(Path(record["run"])), record["update"])
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         raise InputRefused(f"{run.parent_file}: damaged; put it back, or start the run anew with --from") from None
 

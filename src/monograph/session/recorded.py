@@ -23,6 +23,7 @@ from monograph.run.repository import FILES, fetched
 from monograph.run.run_index import checkpoint_named
 from monograph.run.source import ModelSource
 from monograph.run.trust import carries_mark, is_ours, require_trusted
+from monograph.run.writing import Parent
 from monograph.session.adapting import ADAPTER_KEYS
 from monograph.session.new_tokens import tokens_of
 from monograph.session.objectives import OBJECTIVES, objective_of
@@ -263,8 +264,8 @@ def settings_of(run: Run, given: Settings) -> Settings:
     return own
 
 
-def parent_named(name: str) -> tuple[Run, int | None]:
-    """Return the run and the update (None: the newest) that RUN[@UPDATE] names.
+def parent_named(name: str) -> Parent:
+    """Return what RUN[@UPDATE] names.
 
     A run of the whole name is meant if there is one, such as a run called a@5 beside one called a.
     """
@@ -272,13 +273,13 @@ def parent_named(name: str) -> tuple[Run, int | None]:
     numbered = re.fullmatch("[0-9]{1,18}", update)
     if not run or _is_run(name) or (exists(name) and not numbered):
         parent = Run.open(name)
-        return parent, parent.at
+        return Parent(parent, parent.at)
     if not numbered:
         raise UsageError(f"--from {name}: expected RUN or RUN@UPDATE with a whole number after the @, not {update!r}")
     parent = Run.open(run)
     if parent.at not in (None, int(update)):
         raise UsageError(f"--from {name}: {run} is the checkpoint of update {parent.at}; leave one of them out")
-    return parent, int(update)
+    return Parent(parent, int(update))
 
 
 def _is_run(name: str) -> bool:

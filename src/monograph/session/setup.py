@@ -109,7 +109,7 @@ def _as_begun(plan: Plan, run: Run) -> Plan:
     state = newest_state(run)
     parent = recorded_parent(run)
     if parent and not state:
-        state = newest_state(parent[0])
+        state = newest_state(parent.run)
     shape = state.get("model_config")
     if shape is None:
         return plan

@@ -203,9 +203,9 @@ def _taken_up(session: Session, progress: Progress) -> bool:
         return True
     folder.truncate_metrics(0)  # of a process that was stopped before its first checkpoint
     if parent := writing.recorded_parent(folder):
-        begun = newest(world, parent[0].checkpoints, warn, at=parent[1])
-        session.branch(begun, parent[0])
-        progress.line("from", f"weights and optimizer of {parent[0].folder} after update {begun.update}")
+        begun = newest(world, parent.run.checkpoints, warn, at=parent.at)
+        session.branch(begun, parent.run)
+        progress.line("from", f"weights and optimizer of {parent.run.folder} after update {begun.update}")
     return False
 
 
