@@ -33,7 +33,7 @@ def laws_hold(precision, policy, scope, split, layers=2):
 
 @pytest.mark.parametrize(("precision", "policy", "scope", "split"), BY_DAY)
 def test_every_pair(precision, policy, scope, split):
-    laws_hold(precision, policy, scope, split, LAYERS[scope])
+    laws_hold(precision, policy, scope, split, LAYERS)
 
 
 @pytest.mark.slow

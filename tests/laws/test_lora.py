@@ -243,7 +243,7 @@ DAY = [each for each in pairwise(CROSS) if each[2] == "none"]
 
 @pytest.mark.parametrize(("precision", "policy", "scope", "split", "base", "kind"), by_day(DAY))
 def test_every_pair(precision, policy, scope, split, base, kind):
-    laws_hold(precision, policy, scope, split, base, kind, LAYERS[scope], backend_by_day(policy))
+    laws_hold(precision, policy, scope, split, base, kind, LAYERS, backend_by_day(policy))
 
 
 @pytest.mark.slow

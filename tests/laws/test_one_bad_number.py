@@ -178,7 +178,7 @@ def scheduled(kind: str, factor: float, at: int = 1) -> Resident:
         return Streamed(tiny_llama(), loss=llama_loss, placement=placement, **options)
     made = Resident(Probe(), loss=probe_loss, **options)
     if kind == "captured":
-        captured_to_train(made, window(99))
+        captured_to_train(made, window(99), "aot_eager")
     return made
 
 

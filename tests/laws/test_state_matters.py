@@ -19,7 +19,8 @@ from monograph.errors import InputRefused, MonographError, NoValidCheckpoint, Us
 pytestmark = pytest.mark.usefixtures("here")
 
 MANY = 2**20
-SETTINGS = OWN | {"train.save_every": 13}  # the one checkpoint that is changed
+# The one checkpoint that is changed, and three updates after it, which show what was.
+SETTINGS = OWN | {"train.save_every": 13, "train.updates": 16}
 Change = Callable[[dict[str, Any]], None]
 
 
@@ -83,8 +84,8 @@ CHANGES: dict[str, tuple[Change, set[str]]] = {
     "torch": (lambda s: s["random"].update(torch=torch.Generator().manual_seed(1).get_state().numpy().tobytes().hex()),
               {"different"}),
     "micro_batch": (lambda s: s.update(micro_batch=3), {"different"}),
-    "length": (lambda s: s.update(length=19), {"different"}),
-    "cooled": (lambda s: s.update(cooled=[13, 20]), {"different"}),
+    "length": (lambda s: s.update(length=15), {"different"}),
+    "cooled": (lambda s: s.update(cooled=[13, 16]), {"different"}),
     "metrics_offset": (lambda s: s.update(metrics_offset=s["metrics_offset"] + MANY), {"refused"}),
     "metrics_sha256": (lambda s: s.update(metrics_sha256="0"), {"refused"}),
     "fingerprint": (lambda s: s.update(fingerprint="0"), {"refused"}),

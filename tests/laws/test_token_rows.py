@@ -217,7 +217,7 @@ NIGHT = [pytest.param(*each, marks=pytest.mark.slow) for each in CROSS if each[2
     ("precision", "policy", "scope", "split", "base", "tied"), by_day(sorted(DAY, key=stored_first)) + NIGHT
 )
 def test_laws_together(precision, policy, scope, split, base, tied):
-    sizes = {"num_hidden_layers": LAYERS[scope]}
+    sizes = {"num_hidden_layers": LAYERS}
 
     def made(policy, split):
         return engine(precision, policy, split, base, tied, **sizes)

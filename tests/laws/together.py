@@ -25,7 +25,7 @@ from numerics import relative_error
 
 POLICIES = (Remat.Off(), Remat.Pointwise(), Remat.Budget(0.3), Remat.Full(), Remat.Offload())
 SCOPES = ("none", "whole", "blocks")
-LAYERS = {"none": 2, "whole": 1, "blocks": 1}  # by day: the same lines for each layer of a graph, traced one by one
+LAYERS = 1  # by day: each further one is the same lines again, in a graph, too; by night two
 ROWS = 6
 SPLITS = (ROWS, 4)  # rows of a micro-batch: all at once, or two, the second one filled up
 
