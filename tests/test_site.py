@@ -12,6 +12,7 @@ import pytest
 
 from pages import LOG, PAGES, README
 from scripts import ROOT, script
+from visitor import Visitor
 
 # What a browser fetches without being asked to: of a page, and of a style sheet.
 FETCHED = {
@@ -72,3 +73,22 @@ def test_the_site_is_built_and_asks_nobody_else(tmp_path: Path) -> None:
         assert paths and not [path for path in paths if fetched.search(path.read_text())]
     assert all((tmp_path / "site/figures" / figure.name).exists() for figure in (ROOT / "docs/figures").iterdir())
     assert len([*(tmp_path / "site").glob("*.html")]) >= len(PAGES) - 1
+
+
+THEME = """<div class="md-search" role="dialog"></div>
+<div class="md-typeset__scrollwrap"></div><nav class="md-code__nav"></nav><main></main><script src="site.js"></script>"""
+
+
+@pytest.mark.slow(reason="starts a browser")
+def test_what_the_theme_makes_has_names_and_the_keyboard_whenever_it_makes_it(tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text(THEME)
+    (tmp_path / "site.js").write_text((ROOT / "docs/site.js").read_text())
+    visitor = Visitor("light")
+    visitor.visit((tmp_path / "page.html").as_uri())
+    assert visitor.read("document.querySelector('.md-search').ariaLabel") == "Search"
+    later = "<nav class='md-code__nav'></nav><div class='md-typeset__scrollwrap'></div>"
+    visitor.read(f'((document.querySelector("main").innerHTML = "{later}"), 1)')
+    visitor.wait("document.querySelector('main nav').ariaLabel === 'Code block 2'")
+    assert visitor.read("[...document.querySelectorAll('.md-typeset__scrollwrap')].every(each => each.tabIndex === 0)")
+    visitor.close()
+    assert "extra_javascript: [site.js]" in (ROOT / "mkdocs.yml").read_text()
