@@ -7,17 +7,17 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 Command = TypeVar("Command", bound=Callable[..., int | None])
 
 
-def end_at_once(*_: Any) -> NoReturn:
+def end_at_once(*_: object) -> NoReturn:
     """Handle SIGINT while there is nothing to lose: print a line and exit with code 130."""
     _leave("interrupted", 130)
 
 
-def _terminate(*_: Any) -> NoReturn:
+def _terminate(*_: object) -> NoReturn:
     _leave("terminated", 143)
 
 
@@ -52,7 +52,7 @@ class Terminated(KeyboardInterrupt):
 def taken_back() -> Iterator[None]:
     """Let SIGTERM raise `Terminated` inside the block, so that half-made results are removed as after Ctrl-C."""
 
-    def end(*_: Any) -> NoReturn:
+    def end(*_: object) -> NoReturn:
         raise Terminated
 
     before = signal.signal(signal.SIGTERM, end)

@@ -83,17 +83,17 @@ def guard() -> None:
             setattr(sys, name, Terminal(stream))
 
 
-def is_terminal(stream: Any) -> bool:
+def is_terminal(stream: object) -> bool:
     """Return whether a stream is a terminal."""
     # A program that calls `main` may have replaced sys.stdout by an object that only has `write`.
     return bool(getattr(stream, "isatty", bool)())
 
 
-def takes_escapes(stream: Any) -> bool:
+def takes_escapes(stream: object) -> bool:
     """Return whether `stream` is a terminal that accepts escape sequences, which a dumb one does not."""
     return is_terminal(stream) and os.environ.get("TERM") != "dumb"
 
 
-def takes_colour(stream: Any) -> bool:
+def takes_colour(stream: object) -> bool:
     """Return whether `stream` may be sent colours, which NO_COLOR forbids (no-color.org)."""
     return takes_escapes(stream) and not os.environ.get("NO_COLOR")

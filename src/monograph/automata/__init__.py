@@ -26,7 +26,7 @@ KINDS = ("choices", "regex", "json_schema")
 
 
 def constraint(
-    kind: str, value: Any, pieces: Sequence[bytes], end_ids: Collection[int], lead: bytes = b""
+    kind: str, value: object, pieces: Sequence[bytes], end_ids: Collection[int], lead: bytes = b""
 ) -> Automaton:
     """Return an automaton that allows exactly the tokens after which the text can still become an accepted one.
 
@@ -50,7 +50,7 @@ def constraint(
     return constrainer(automaton, pieces, end_ids, where)
 
 
-def acceptor(kind: str, value: Any) -> ByteAutomaton:
+def acceptor(kind: str, value: object) -> ByteAutomaton:
     """Return an automaton that reads whole texts, which needs no tokenizer.
 
     Args:
@@ -77,7 +77,7 @@ def stop_strings(strings: Sequence[str], pieces: Sequence[bytes]) -> Automaton:
     return searcher([_utf8(string, "a stop string") for string in strings], pieces)
 
 
-def _compiled(kind: str, value: Any, lead: bytes, counted: bool = True) -> tuple[ByteAutomaton, str]:
+def _compiled(kind: str, value: object, lead: bytes, counted: bool = True) -> tuple[ByteAutomaton, str]:
     """Return the automaton of a constraint after `lead`, and its name in an error."""
     try:
         expression, where = _expression(kind, value, counted)

@@ -62,7 +62,7 @@ def parsed(text: str) -> Any:
         raise InputRefused(f"the JSON schema cannot be read as JSON: {json_fault(error)}") from None
 
 
-def document(schema: Any, counted: bool = True) -> Expression:
+def document(schema: object, counted: bool = True) -> Expression:
     """Return an expression for the compact JSON texts that a schema validates.
 
     Args:
@@ -78,7 +78,7 @@ def document(schema: Any, counted: bool = True) -> Expression:
 class _Schemas:
     """A reader of one JSON schema; its methods take a schema that lies inside it, and the path to that schema."""
 
-    def __init__(self, root: Any, counters: int) -> None:
+    def __init__(self, root: object, counters: int) -> None:
         self.root = root
         self.counters = counters  # in use around what is being read
         self.known: dict[tuple[int, int], Expression] = {}  # what each reference was read into
@@ -88,7 +88,7 @@ class _Schemas:
     def refuse(self, path: tuple[str, ...], fault: str) -> NoReturn:
         raise InputRefused(f"the JSON schema at {pointer(path)}: {fault}")
 
-    def read(self, schema: Any, path: tuple[str, ...]) -> Expression:
+    def read(self, schema: object, path: tuple[str, ...]) -> Expression:
         """Return an expression for the texts of the schema at `path`."""
         self.budget.reading = pointer(path)
         self.budget.spend(_STEPS)
@@ -147,7 +147,7 @@ class _Schemas:
             self.open.pop()
         return self.known[key]
 
-    def target(self, name: Any, path: tuple[str, ...]) -> Any:
+    def target(self, name: object, path: tuple[str, ...]) -> Any:
         """Return the schema that a reference names by a JSON pointer in a URI's fragment (RFC 6901)."""
         if not isinstance(name, str) or not (name == "#" or name.startswith(("#/", "#%2F", "#%2f"))):
             self.refuse(path, f"'$ref' to {str(name)[:60]!r} is not supported: refer to '#/$defs/NAME'")
@@ -309,7 +309,7 @@ class _Schemas:
         return joined(literal(b"["), more, literal(b"]"))
 
     def _further(
-        self, texts: list[Expression], items: Any, least: int, most: int, path: tuple[str, ...]
+        self, texts: list[Expression], items: object, least: int, most: int, path: tuple[str, ...]
     ) -> tuple[list[Expression], Expression]:
         """Return the texts of an array's first items, at least one, and that of those which follow them."""
         if not texts:
@@ -381,5 +381,5 @@ def _counted(operation: Operation, encoding: Encoding) -> Encoding:
     return encoded
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) or isinstance(value, float) and math.isfinite(value)

@@ -29,7 +29,7 @@ _DIGIT = byte_range(0x30, 0x39)
 _QUOTE = literal(b'"')
 
 
-def constant(value: Any) -> Expression:
+def constant(value: object) -> Expression:
     """Return an expression for a JSON value in compact form; its strings match in any form that `in_json` accepts."""
     if isinstance(value, str):
         return joined(_QUOTE, *(in_json(single(ord(character))) for character in value), _QUOTE)
@@ -92,7 +92,7 @@ def _one_of(sample: bytes) -> Expression:
     return Alternation(tuple(literal(bytes((byte,))) for byte in sample))
 
 
-def equal(one: Any, other: Any) -> bool:
+def equal(one: object, other: object) -> bool:
     """Return whether two JSON values are equal: 1 equals 1.0 but not true."""
     # True is an int to Python, but no number to JSON.
     if isinstance(one, bool) or isinstance(other, bool):
@@ -104,7 +104,7 @@ def equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def type_names(value: Any) -> set[str]:
+def type_names(value: object) -> set[str]:
     """Return the types of JSON schema that a value has; a number without a fraction is also an integer."""
     if isinstance(value, bool):
         return {"boolean"}
@@ -114,7 +114,7 @@ def type_names(value: Any) -> set[str]:
     return {kinds[type(value)]}
 
 
-def is_json(value: Any) -> bool:
+def is_json(value: object) -> bool:
     """Return whether a Python value is a JSON value: it has no NaN, no infinity, and its names are strings."""
     if isinstance(value, float):
         return math.isfinite(value)

@@ -192,7 +192,7 @@ def _stopped_by_interrupt(live: bool) -> Iterator[Callable[[], bool]]:
     """
     asked = False
 
-    def stop(*_: Any) -> None:
+    def stop(*_: object) -> None:
         nonlocal asked
         asked = True
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -207,7 +207,7 @@ def _as_axis(values: list[Any], written: str) -> str:
     return inside.rstrip(",")
 
 
-def _typed(value: Any) -> str:
+def _typed(value: object) -> str:
     if isinstance(value, list):
         return f"[{','.join(map(_typed, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)

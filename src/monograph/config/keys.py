@@ -21,7 +21,7 @@ Auto = Literal["auto"]
 _MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
-def _count(value: Any) -> Any:
+def _count(value: object) -> Any:
     """Read `"512k"` → 512000, `"64Ki"` → 65536, `1e6` → 1000000; the key's type refuses any other text."""
     if isinstance(value, str) and (match := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmgbt]|[kmg]i)", value.lower())):
         value = float(Decimal(match[1]) * _MULTIPLES[match[2]])
@@ -30,21 +30,21 @@ def _count(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _pair(value: Any) -> Any:
+def _pair(value: object) -> Any:
     """Read `[0.9, 0.95]`, `"0.9,0.95"` or `"[0.9, 0.95]"` → `(0.9, 0.95)`."""
     if isinstance(value, str):
         return tuple(part.strip() for part in value.strip("[]()").split(","))
     return tuple(value) if isinstance(value, list) else value
 
 
-def _numbers(value: Any) -> Any:
+def _numbers(value: object) -> Any:
     """Read `"2,1"` or `"[2, 1]"` → `["2", "1"]`, and a single number as a list of one."""
     if isinstance(value, str):
         return [part.strip() for part in value.strip("[]").split(",")]
     return [value] if isinstance(value, int | float) else value
 
 
-def _strings(value: Any) -> Any:
+def _strings(value: object) -> Any:
     """Read `'["a", "b"]'`, as a shell gives a list, → `["a", "b"]`; other text, such as `[ab]*.txt`, stays as it is."""
     if isinstance(value, str) and value.startswith("["):
         try:

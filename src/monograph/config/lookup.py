@@ -64,7 +64,7 @@ def example_of(key: str) -> Any:
     return said.default if said.example is None else said.example
 
 
-def typed(value: Any) -> str:
+def typed(value: object) -> str:
     """Return a value as a person types it on a command line."""
     if isinstance(value, str):
         return value

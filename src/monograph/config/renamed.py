@@ -6,7 +6,7 @@ with it is read as if it had been begun with the new ones.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from monograph.storage.reading import exists
 
@@ -182,7 +182,7 @@ OLD_SPELLINGS = (
 )
 
 
-def _weighted(sources: Any) -> Texts | None:
+def _weighted(sources: object) -> Texts | None:
     """Return sources and weights if some of the sources end with a weight, as in "books/@2"."""
     if not isinstance(sources, list) or not all(isinstance(source, str) for source in sources):
         return None
@@ -194,7 +194,7 @@ def _weighted(sources: Any) -> Texts | None:
     return {"data.source": places, "data.weights": [part[2] if part else "1" for part in parts]}
 
 
-def translated(key: str, value: Any) -> Texts | None:
+def translated(key: str, value: object) -> Texts | None:
     """Return the keys that say what an old spelling of a key's value said, and what to write; None if it is none."""
     if key == "data.source":
         return _weighted([value] if isinstance(value, str) else value)
@@ -213,7 +213,7 @@ def _as_today(key: str, said: str) -> str:
     return said if as_written else said.lower()
 
 
-def translated_each(key: str, value: Any) -> list[Texts]:
+def translated_each(key: str, value: object) -> list[Texts]:
     """Return the same of each of several values, as an axis or a list has them; [] if none of them is an old spelling.
 
     A value that is none stays as it is.

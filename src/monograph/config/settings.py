@@ -184,7 +184,7 @@ def digest_of(tables: Mapping[str, Mapping[str, Any]]) -> str:
     return hashlib.sha256(("\n".join(lines) + "\n").encode()).hexdigest()
 
 
-def toml_of(value: Any) -> str:
+def toml_of(value: object) -> str:
     """Return a value as TOML text; JSON's strings are valid TOML, except that TOML requires DEL to be escaped."""
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(toml_of, value)) + "]"
@@ -193,7 +193,7 @@ def toml_of(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
-def check(key: str, value: Any, origin: str, *, from_text: bool, written: str = "") -> Any:
+def check(key: str, value: object, origin: str, *, from_text: bool, written: str = "") -> Any:
     """Return the value of `key`, converted to its type; with `from_text`, text may stand for a number.
 
     Args:
@@ -235,7 +235,7 @@ def choices(key: str) -> tuple[str, ...]:
     return tuple(value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind))
 
 
-def translated_values(key: str, value: Any) -> dict[str, Any] | None:
+def translated_values(key: str, value: object) -> dict[str, Any] | None:
     """Return the keys and values that say what an old spelling of a key's value said; None if it is none."""
     now = translated(key, value)
     return now and {new: check(new, said, f"{key} = {value}", from_text=True) for new, said in now.items()}
@@ -261,7 +261,7 @@ def _number(text: str) -> int | float | None:
     return None
 
 
-def _today(key: str, value: Any, from_text: bool) -> str:
+def _today(key: str, value: object, from_text: bool) -> str:
     """Return what to do instead of giving an old spelling, or several; "" if it is none."""
     if now := translated(key, value):
         return f"say {as_typed(now) if from_text else in_toml(now)}"
@@ -274,7 +274,7 @@ def a_run_each(each: Sequence[Texts]) -> str:
     return f"start a run for each: {', and '.join(map(as_typed, each))}"
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

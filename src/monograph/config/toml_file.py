@@ -107,7 +107,7 @@ def _of_section(
     return given
 
 
-def _no_table(origin: str, section: str, value: Any) -> str:
+def _no_table(origin: str, section: str, value: object) -> str:
     """Return the message for a section that is given a value."""
     first = next(key for key in KEYS if key.startswith(f"{section}."))
     line = f"{first.partition('.')[2]} = {toml_of(example_of(first))}"
@@ -132,7 +132,7 @@ def _no_value(origin: str, key: str, table: dict[str, Any]) -> str:
     )
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return "{...}" if isinstance(value, dict) else toml_of(value)
 
 
@@ -160,7 +160,7 @@ def _origin(path: Path, places: dict[str, tuple[int, str]], key: str) -> str:
     return f"{path}:{number}" if number else str(path)
 
 
-def _written(value: Any, after: str) -> str:
+def _written(value: object, after: str) -> str:
     """Return the part of a line after its `=` that is this value: without a comment; "" if it goes on elsewhere."""
     if len(after) > _LONGEST:
         return ""

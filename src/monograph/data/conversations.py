@@ -182,7 +182,7 @@ def with_chat_keys(messages: list[dict[str, Any]], record: Mapping[str, Any]) ->
     return Conversation(messages, _array(record.get(TOOLS), TOOLS), 0, variables)
 
 
-def require_copy(prompt: Any, messages: Sequence[Mapping[str, Any]]) -> None:
+def require_copy(prompt: object, messages: Sequence[Mapping[str, Any]]) -> None:
     """Require that a prompt beside a whole chat is a part of it, since it is not trained on; None: there is none.
 
     Raises:
@@ -216,7 +216,7 @@ def _side(record: Mapping[str, Any], key: str, role: str) -> list[dict[str, Any]
     return [spoken(message_of({"role": role, "content": value}, key, content_key=key), key, key)]
 
 
-def _from_json(value: Any, key: str) -> Any:
+def _from_json(value: object, key: str) -> Any:
     """Return a value, or what a text of JSON says, as tables often hold it."""
     if not isinstance(value, str):
         return value
@@ -226,14 +226,14 @@ def _from_json(value: Any, key: str) -> Any:
         raise Unusable(key, f"{short(key)} is a text that is not JSON") from None
 
 
-def _array(value: Any, key: str) -> list[Any] | None:
+def _array(value: object, key: str) -> list[Any] | None:
     found = _from_json(value, key)
     if found is None or isinstance(found, list):
         return found or None
     raise Unusable(key, f"{short(key)} is {KINDS[type(found)]}, not an array")
 
 
-def _variables(value: Any) -> dict[str, Any]:
+def _variables(value: object) -> dict[str, Any]:
     found = _from_json(value, VARIABLES)
     if found is None:
         return {}

@@ -25,7 +25,7 @@ _TEXTS = {"name", "tool_call_id", *THOUGHTS}
 _SWITCHES = (WEIGHT, "train", "training")  # keys that say whether a message is trained on
 
 
-def read_messages(value: Any, key: str) -> list[dict[str, Any]]:
+def read_messages(value: object, key: str) -> list[dict[str, Any]]:
     """Return the messages under a record's key, each with a role and a content or calls that can be trained on.
 
     Raises:
@@ -59,7 +59,7 @@ def spoken(message: dict[str, Any], where: str, content_key: str | None = None) 
 
 
 def message_of(
-    value: Any, where: str, roles: Sequence[str] | None = ROLES, content_key: str | None = None
+    value: object, where: str, roles: Sequence[str] | None = ROLES, content_key: str | None = None
 ) -> dict[str, Any]:
     """Return a message in its one form: a role, a content (a text) or calls of tools or both, and other keys.
 
@@ -149,7 +149,7 @@ def _read_calls(message: dict[str, Any], where: str) -> None:
         raise Unusable("tool calls", f"{where}.{CALLS}: expected {expected}")
 
 
-def _call(value: Any) -> dict[str, Any] | None:
+def _call(value: object) -> dict[str, Any] | None:
     """Return a call without its nulls, or None if it names no function."""
     if not isinstance(value, dict):
         return None
@@ -160,7 +160,7 @@ def _call(value: Any) -> dict[str, Any] | None:
     return call if isinstance(function, dict) and isinstance(function.get("name"), str) else None
 
 
-def _content(value: Any, key: str) -> str:
+def _content(value: object, key: str) -> str:
     """Return a content as one text; its parts are joined."""
     if isinstance(value, str):
         return value
@@ -169,7 +169,7 @@ def _content(value: Any, key: str) -> str:
     return "".join(_part(part, f"{key}[{number}]") for number, part in enumerate(value))
 
 
-def _part(value: Any, where: str) -> str:
+def _part(value: object, where: str) -> str:
     part = _without_nulls(value) if isinstance(value, dict) else {}
     if part.get("type") != "text" or not isinstance(part.get("text"), str) or part.keys() - {"type", "text"}:
         kind = part.get("type")

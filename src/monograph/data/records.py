@@ -90,7 +90,7 @@ def json_objects(path: Path, exact: bool = False) -> Iterator[tuple[int, dict[st
             yield number, _parsed(line, _EXACT if exact else _JSON)
 
 
-def checked(text: Any, key: str) -> str | Fault:
+def checked(text: object, key: str) -> str | Fault:
     """Return `text` if it can be trained on or is empty, else its fault."""
     if not isinstance(text, str):
         return Fault("text is no string", f"{short(key)} is {KINDS[type(text)]}, not a string")
@@ -103,7 +103,7 @@ def checked(text: Any, key: str) -> str | Fault:
     return text
 
 
-def sound(text: Any, key: str) -> str:
+def sound(text: object, key: str) -> str:
     """Return `text` if it can be trained on or is empty; raise Unusable with its fault."""
     found = checked(text, key)
     if isinstance(found, Fault):

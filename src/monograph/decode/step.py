@@ -20,7 +20,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -338,5 +337,5 @@ class Steps:
                 begin()
                 self.replays.run(WARM_UP, *variant)
 
-    def _call(self, chain: Chain, *variant: Any) -> None:
+    def _call(self, chain: Chain, *variant: object) -> None:
         self.of(chain)(*variant)

@@ -106,7 +106,7 @@ def _writes_buffers(parametrizations: Any) -> bool:
         return before != [(id(buffer), buffer._version) for buffer in parametrizations.buffers()]
 
 
-def _reaches(value: Any, own: set[int], seen: set[tuple[int, bool]], closed: bool = False) -> bool:
+def _reaches(value: object, own: set[int], seen: set[tuple[int, bool]], closed: bool = False) -> bool:
     """Return whether a value holds one of the member's `own` tensors, or one of its modules in a function's closure.
 
     Such a module is the first member's in every copy, as closures are not copied.
@@ -170,7 +170,7 @@ def _of_parts(one: nn.Module, other: nn.Module, by_path: frozenset[tuple[int, in
         yield _inside(difference, mine.get(difference.path), yours.get(difference.path), by_path)
 
 
-def _inside(difference: Difference, one: Any, other: Any, by_path: frozenset[tuple[int, int]]) -> Difference:
+def _inside(difference: Difference, one: object, other: object, by_path: frozenset[tuple[int, int]]) -> Difference:
     """Return the difference of two objects, narrowed down to the attribute in which they differ."""
     if type(one) is not type(other) or isinstance(one, _PLAIN) or not hasattr(one, "__dict__"):
         return difference
@@ -221,7 +221,7 @@ def _equal(one: Any, other: Any, within: frozenset[tuple[int, int]]) -> bool:
     return mine[0] == yours[0] and all(_equal(a, b, within) for a, b in zip(mine[1], yours[1], strict=True))
 
 
-def _parts(value: Any) -> tuple[Any, list[Any]]:
+def _parts(value: object) -> tuple[Any, list[Any]]:
     """Return a key to compare by ==, and further values to compare: together all that a call of the value may use."""
     key, held = _content(value)
     # Functions and instances of subclasses may have attributes of their own.
@@ -230,7 +230,7 @@ def _parts(value: Any) -> tuple[Any, list[Any]]:
     return (key, list(own)), [*held, *own.values()]
 
 
-def _content(value: Any) -> tuple[Any, list[Any]]:
+def _content(value: object) -> tuple[Any, list[Any]]:
     key: Any = ""
     held: list[Any] = []
     match value:
@@ -257,6 +257,6 @@ def _content(value: Any) -> tuple[Any, list[Any]]:
     return key, held
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value) if isinstance(value, (*_PLAIN, tuple, list)) else f"another {type(value).__name__}"
     return text if len(text) <= 40 else f"{text[:37]}..."

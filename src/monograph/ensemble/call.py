@@ -54,7 +54,7 @@ class Members:
         # most of the time of tracing a graph.
         self._places = [*_places(named), ("", self._counter, "_buffers", "seed")]
 
-    def __call__(self, function: Function, *inputs: Any, each: bool, parameters: Tensors | None = None) -> Any:
+    def __call__(self, function: Function, *inputs: object, each: bool, parameters: Tensors | None = None) -> Any:
         """Return the members' outputs with a leading member axis.
 
         Call it in `context()`, which is not entered here because a captured graph would contain it.
@@ -72,7 +72,7 @@ class Members:
         return batched() if torch.compiler.is_compiling() else self._eager(batched, alone)
 
     def _ways(
-        self, function: Function, *inputs: Any, each: bool, parameters: Tensors | None = None
+        self, function: Function, *inputs: object, each: bool, parameters: Tensors | None = None
     ) -> tuple[Callable[[], Any], Callable[[], Any]]:
         """Return a call of the function for all members, and one for the first member alone."""
         stack = self.stack
@@ -84,7 +84,7 @@ class Members:
         # vmap returns tensors alone. The function's other results are noted here when it is traced, for all members.
         structure: list[Any] = []
 
-        def one(tensors: dict[str, Tensor], *inputs: Any) -> list[Any]:
+        def one(tensors: dict[str, Tensor], *inputs: object) -> list[Any]:
             # Sites are counted from 0 in each pass, so that a call of dropout has the same number in the batch and
             # alone.
             self._dropout.site = 0
@@ -117,7 +117,7 @@ class Members:
         """Return the stack's buffers by name."""
         return {name: getattr(owner, kind)[key] for name, owner, kind, key in self._places[:-1] if kind == "_buffers"}
 
-    def _call_with(self, tensors: Tensors, function: Function, *inputs: Any) -> Any:
+    def _call_with(self, tensors: Tensors, function: Function, *inputs: object) -> Any:
         """Call the function with these tensors in the module, and write buffers that it replaces back into them."""
         held = [getattr(owner, kind) for _, owner, kind, _ in self._places]
         before = [of[key] for of, (*_, key) in zip(held, self._places, strict=True)]
@@ -134,7 +134,7 @@ class Members:
                 _write(name, tensors[name], tensor)
         return out
 
-    def layers(self, function: Function, *inputs: Any, each: bool) -> Layers:
+    def layers(self, function: Function, *inputs: object, each: bool) -> Layers:
         """Run the function once, and return how each part of the module runs; nothing changes.
 
         Raises:
@@ -285,7 +285,7 @@ def _average_of_batches(norm: Any, x: Tensor) -> Tensor:
     return out
 
 
-def _write(name: str, buffer: Tensor, value: Any) -> None:
+def _write(name: str, buffer: Tensor, value: object) -> None:
     """Write a value, which the forward pass has put in a buffer's place, into the members' buffer.
 
     Raises:
@@ -298,7 +298,7 @@ def _write(name: str, buffer: Tensor, value: Any) -> None:
         buffer.copy_(value)
 
 
-def _not_that(name: str, *of: Any) -> InputRefused:
+def _not_that(name: str, *of: object) -> InputRefused:
     was, now = (f"{list(t.shape)} {str(t.dtype)[6:]}" if isinstance(t, Tensor) else "nothing" for t in of)
     return InputRefused(
         f"the members cannot be batched: the forward pass sets the buffer {name}, {was}, to {now}: make it as large as "

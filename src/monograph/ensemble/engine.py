@@ -136,7 +136,7 @@ class Ensemble(Engine):
         """Return a module like the members with stacked parameters and buffers, [N, ...]; all run in its mode."""
         return self.stack.module
 
-    def __call__(self, *inputs: Any, each: bool = False, reduce: Reduce = "stack", **named: Any) -> Any:
+    def __call__(self, *inputs: object, each: bool = False, reduce: Reduce = "stack", **named: object) -> Any:
         """Return the members' outputs.
 
         Args:
@@ -168,7 +168,7 @@ class Ensemble(Engine):
         self._infer = graph.compiled(self._inferred, backend)
         return self
 
-    def layers(self, *inputs: Any, each: bool = False, **named: Any) -> Layers:
+    def layers(self, *inputs: object, each: bool = False, **named: object) -> Layers:
         """Return how each part of the members runs: batched, or looped over the members and why; `print` gives a table.
 
         The arguments are those of a call. The members run once, in their mode, and do not change.

@@ -15,7 +15,7 @@ class Knobs:
     _values: Mapping[str, Any]
     _read: set[str]
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, **values: object) -> None:
         self.__setstate__(values)
 
     @staticmethod
@@ -31,7 +31,7 @@ class Knobs:
         except KeyError:
             raise AttributeError(f"there is no knob {name!r}; there are {', '.join(self._values) or 'none'}") from None
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"knobs never change: make new ones, Knobs({name}={value!r})")
 
     def __getstate__(self) -> dict[str, Any]:

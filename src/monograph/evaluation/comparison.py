@@ -174,12 +174,12 @@ def bits_per_byte(engine: Evaluates, rows: Rows, progress: Progress | None = Non
     return values
 
 
-def _knobs(engine: Any) -> list[dict[str, Any]]:
+def _knobs(engine: object) -> list[dict[str, Any]]:
     """Return the knobs of each member, by name; none for an engine without knobs."""
     return [dict(knobs.items()) for knobs in getattr(engine, "knobs", None) or ()]
 
 
-def _repetitions(engine: Any, over: str) -> dict[Hashable, int]:
+def _repetitions(engine: object, over: str) -> dict[Hashable, int]:
     """Return the indices of members by their value of the repeated knob; empty for an engine of one model."""
     knobs = _knobs(engine)
     indices = {member[over]: index for index, member in enumerate(knobs) if over in member}
@@ -196,7 +196,7 @@ def _one(scores: Scores, member: int) -> Scores:
     return Scores(scores.bits_UN[:, member : member + 1], scores.bytes_U)
 
 
-def _parameters(engine: Any) -> int | None:
+def _parameters(engine: object) -> int | None:
     """Return the number of parameters of one member; None if the engine does not give it."""
     module = next(iter(getattr(engine, "members", ())), None) or getattr(engine, "model", None)
     return parameter_count(module) if isinstance(module, nn.Module) else None

@@ -82,7 +82,7 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         """The number of the model's positions."""
         return self._model.config.max_position_embeddings
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: object) -> list[int]:
         """Return a text's ids, after the id that begins a document unless `add_special_tokens` is False."""
         ids = self._tokenizer.encode(string)
         return ids if add_special_tokens is False else [self._tokenizer.bos_id, *ids]
@@ -146,7 +146,7 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return before, whole[len(before) :]
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[Any, list[int], list[int]]], **options: Any
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **options: object
     ) -> list[tuple[float, bool]]:
         scores = self._score([Continuation(context, ids) for _, context, ids in requests])
         for (texts, _, _), answer in zip(requests, scores, strict=True):

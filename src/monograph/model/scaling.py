@@ -218,7 +218,7 @@ def from_hf(
     return Rope(theta, _scaling(rope, values, kinds), part=1.0 if part is None else part)
 
 
-def _by_kind(values: Mapping[str, Any], local_theta: Any, kinds: Collection[str]) -> Rope:
+def _by_kind(values: Mapping[str, Any], local_theta: object, kinds: Collection[str]) -> Rope:
     """Return what two tables say, of the layers without a window and of those with one."""
     tables = _table(values, "rope_parameters")
     for key in tables:

@@ -77,7 +77,7 @@ def own_rows(stored: Mapping[str, Stored], module: nn.Module, path: Path) -> dic
     return renamed
 
 
-def left_out(value: Any, module: nn.Module) -> set[str]:
+def left_out(value: object, module: nn.Module) -> set[str]:
     """Return the names of a module's trained rows that a configuration does not list, such as an untied head's."""
     named = set(value) if isinstance(value, dict) else {next(iter(tables(module)), "").rpartition(".")[2]}
     return {name + _OURS for name in tables(module) if name.rpartition(".")[2] not in named}

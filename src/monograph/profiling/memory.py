@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -129,7 +129,7 @@ class LiveBytes:
         compat.parse_no_events(self._profile)
         return self
 
-    def __exit__(self, *raised: Any) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._profile.__exit__(*raised)
         if raised[0] is not None:
             return

@@ -267,7 +267,7 @@ def _spans(engine: Engine) -> Iterator[None]:
     spanned = copy.copy(step.loss)
 
     @functools.wraps(head)
-    def watched(*arguments: Any, **keywords: Any) -> Any:
+    def watched(*arguments: object, **keywords: object) -> Any:
         with record_function(trace.HEAD):
             return head(*arguments, **keywords)
 

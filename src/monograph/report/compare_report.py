@@ -123,5 +123,5 @@ def _flat(config: str) -> dict[str, Any]:
     return {f"{name}.{key}": value for name, values in sections.items() for key, value in values.items()}
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return "" if value is None else re.sub(r"^'|'$", "", repr(value))

@@ -63,7 +63,7 @@ def _tensorboard(name: str, key: str, settings: Settings, out: Path | None) -> T
     )
     writer = RecordWriter(open(out / name / named, "xb"))
 
-    def add(update: int, **what: Any) -> None:
+    def add(update: int, **what: object) -> None:
         writer.write(Event(step=update, wall_time=time.time(), **what).SerializeToString())
 
     def write(points: list[Point]) -> None:

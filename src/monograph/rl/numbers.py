@@ -26,7 +26,7 @@ import re
 import unicodedata
 from collections.abc import Iterator
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 MOST_DIGITS = 4000  # of a number, and of its exponent's value: more would take memory out of proportion
 UNITS = frozenset(
@@ -192,7 +192,7 @@ class _Found(NamedTuple):
     value: Fraction | None
 
 
-def whole_number(answer: Any) -> Fraction | None:
+def whole_number(answer: object) -> Fraction | None:
     """Return the number that a record's answer is, or None if it is not one, or not understood whole.
 
     Args:

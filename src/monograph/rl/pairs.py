@@ -274,7 +274,7 @@ def _of_text(tokenizer: Tokenizer, record: Record, key: str) -> _Answer:
     return prompt, completed_row(tokenizer, prompt, answer), len(answer.encode())
 
 
-def _text(value: Any, key: str) -> str:
+def _text(value: object, key: str) -> str:
     found = sound(value, key)
     if not found and key != PROMPT:
         raise Unusable("empty answer", f"{short(key)} is empty")

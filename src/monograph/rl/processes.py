@@ -188,7 +188,7 @@ class Function:
             self._socket.close()
             self._process = None
 
-    def _asked(self, where: str, *message: Any) -> Any:
+    def _asked(self, where: str, *message: object) -> Any:
         process = self._process
         line = b""
         fault = None

@@ -139,7 +139,7 @@ class _Channel:
         """Take the socket from this process's later children, which must not reply, nor keep it open."""
         os.register_at_fork(after_in_child=lambda: [os.dup2(0, each) for each in self._own])
 
-    def send(self, value: Any) -> None:
+    def send(self, value: object) -> None:
         self._writer.write(json.dumps(value).encode() + b"\n")
         self._writer.flush()
 
@@ -236,7 +236,7 @@ def _hide(libc: ctypes.CDLL, folders: list[bytes]) -> None:
 _KINDS: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple, "set": set}
 
 
-def encoded(value: Any) -> Any:
+def encoded(value: object) -> Any:
     """Return plain data in JSON's types; a list is [kind, items]. A value of a subclass is sent as its base class."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -250,7 +250,7 @@ def encoded(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is no plain data")
 
 
-def decoded(value: Any) -> Any:
+def decoded(value: object) -> Any:
     """Return the plain data that `encoded` has written."""
     if not isinstance(value, list):
         return value
@@ -277,7 +277,7 @@ def _serve(channel: _Channel) -> None:
             hint = f"; did you mean {near[0]}?" if near else ""
             raise NameError(f"the file has no function {wanted!r}{hint}")
 
-    def call(name: str, places: Any, named: Any) -> Any:
+    def call(name: str, places: object, named: object) -> Any:
         if not hasattr(module, name):
             raise NameError(f"name {name!r} is not defined")
         return getattr(module, name)(*decoded(places), **decoded(named))
@@ -294,7 +294,7 @@ def _serve(channel: _Channel) -> None:
 
 
 def _test(parent: _Channel, solution: _Channel) -> None:
-    def asked(*message: Any) -> Any:
+    def asked(*message: object) -> Any:
         try:
             solution.send(message)
             raised, value = solution.receive()
@@ -306,7 +306,7 @@ def _test(parent: _Channel, solution: _Channel) -> None:
             raise fault
         return result
 
-    def call(name: str, /, *places: Any, **named: Any) -> Any:
+    def call(name: str, /, *places: object, **named: object) -> Any:
         return asked(name, encoded(places), encoded(named))
 
     code, tests = parent.receive()

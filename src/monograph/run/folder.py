@@ -437,7 +437,7 @@ def _in_use(folder: Path) -> RunInUse:
     return RunInUse(f"{folder} is in use by {who}; wait for it, stop it, or name another folder with --out")
 
 
-def standard_json(value: Any) -> Any:
+def standard_json(value: object) -> Any:
     """Return a value with None for NaN and infinities, which JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None

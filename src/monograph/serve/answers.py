@@ -26,7 +26,7 @@ async def send_error(send: Send, refused: Refused) -> None:
     await send_whole(send, as_json(error_of(refused)), status=refused.status, headers=refused.headers)
 
 
-async def send_json(send: Send, value: Any) -> None:
+async def send_json(send: Send, value: object) -> None:
     """Answer with a JSON value."""
     await send_whole(send, as_json(value))
 
@@ -68,7 +68,7 @@ async def _start(send: Send, status: int, headers: dict[str, str]) -> None:
     await send({"type": "http.response.start", "status": status, "headers": pairs})
 
 
-def as_json(value: Any) -> bytes:
+def as_json(value: object) -> bytes:
     """Return a value as JSON, without spaces."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 

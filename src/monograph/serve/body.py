@@ -76,7 +76,7 @@ def parsed(body: bytes) -> dict[str, Any]:
     return value
 
 
-def _require_sound(value: Any) -> None:
+def _require_sound(value: object) -> None:
     level = [value]
     for _ in range(MOST_DEPTH + 1):
         texts = [each for each in level if isinstance(each, str)]

@@ -273,7 +273,7 @@ class _Untitled(GenerateJsonSchema):
         return schemas, {name: _untitled(schema) for name, schema in definitions.items()}
 
 
-def _untitled(value: Any) -> Any:
+def _untitled(value: object) -> Any:
     if isinstance(value, list):
         return [_untitled(each) for each in value]
     if not isinstance(value, dict):

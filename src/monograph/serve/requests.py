@@ -65,7 +65,7 @@ def within(allowed: Range) -> PlainValidator:
     """Return the check of a number, which refuses it with the range's own words."""
     bounds = Field(ge=allowed.low, le=allowed.high)
 
-    def check(value: Any, info: ValidationInfo) -> Any:
+    def check(value: object, info: ValidationInfo) -> Any:
         if not allowed.holds(value):
             name = info.field_name
             raise Refused(400, f"{name} = {value!r:.80}: expected {allowed.expected}", name)
@@ -77,7 +77,7 @@ def within(allowed: Range) -> PlainValidator:
 def not_supported(advice: str) -> PlainValidator:
     """Return the check of a field that would change the text and is not built: it may only say that it is not used."""
 
-    def check(value: Any, info: ValidationInfo) -> None:
+    def check(value: object, info: ValidationInfo) -> None:
         name = str(info.field_name)
         if value and value != "none":
             raise Refused(400, f"{name} is not supported: {advice}", name, "unsupported_parameter")
@@ -115,11 +115,11 @@ ShortText = Annotated[
 ]
 
 
-def _in_a_list(value: Any) -> Any:
+def _in_a_list(value: object) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _prompts(value: Any, info: ValidationInfo) -> list[str | list[int]]:
+def _prompts(value: object, info: ValidationInfo) -> list[str | list[int]]:
     name = info.field_name
     prompts = [value] if isinstance(value, str) or _are_ids(value) else value
     if not isinstance(prompts, list) or not 0 < len(prompts) <= MOST_PROMPTS:
@@ -129,7 +129,7 @@ def _prompts(value: Any, info: ValidationInfo) -> list[str | list[int]]:
     return prompts
 
 
-def _are_ids(value: Any) -> bool:
+def _are_ids(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
 
 
@@ -143,7 +143,7 @@ Prompts = Annotated[
 ]
 
 
-def _biases(value: Any, info: ValidationInfo) -> dict[int, float]:
+def _biases(value: object, info: ValidationInfo) -> dict[int, float]:
     name = info.field_name
     if not isinstance(value, dict) or len(value) > MOST_BIASES:
         raise Refused(400, f"{name}: expected an object of at most {MOST_BIASES:,} biases by token id", name)
@@ -168,7 +168,7 @@ Biases = Annotated[
 ]
 
 
-def _messages(value: Any, info: ValidationInfo) -> list[dict[str, Any]]:
+def _messages(value: object, info: ValidationInfo) -> list[dict[str, Any]]:
     name = str(info.field_name)
     if not isinstance(value, list) or not 0 < len(value) <= MOST_MESSAGES:
         raise Refused(400, f"{name}: expected a list of 1 to {MOST_MESSAGES:,} messages", name)
@@ -197,7 +197,7 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _known(cls, body: Any) -> Any:
+    def _known(cls, body: object) -> Any:
         """Return the fields that say something, all of which must be known."""
         if not isinstance(body, dict):
             return body
@@ -341,7 +341,7 @@ class TokenizeRequest(Request):
     model: str | None = Field(None, description="Is ignored: the newest model's tokenizer is used.")
 
 
-def _known_tokens(value: Any, info: ValidationInfo) -> list[int]:
+def _known_tokens(value: object, info: ValidationInfo) -> list[int]:
     known = range(info.context["vocabulary"]) if info.context else range(0)
     if not isinstance(value, list) or not all(type(token) is int and token in known for token in value):
         raise Refused(400, f"tokens: expected a list of token ids from 0 to {known[-1]}", "tokens")

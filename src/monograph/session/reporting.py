@@ -122,7 +122,7 @@ class Reporter:
         """Return the median seconds of the last few updates; 0 before the first."""
         return statistics.median_high(self.update_s) if self.update_s else 0.0
 
-    def evaluate(self, block: TrainingBlock, update: int, limit: int | None, **mark: Any) -> None:
+    def evaluate(self, block: TrainingBlock, update: int, limit: int | None, **mark: object) -> None:
         """Score held-out rows, or answers to held-out prompts, log the scores and show them.
 
         The row of the metrics has the entries of `mark`, too.

@@ -306,7 +306,7 @@ class Session:
         course = self.plan.schedule(self.plan.updates)
         return cool_down(course, self.cooled[0], self.cooled[1], self.plan.final) if self.cooled else course
 
-    def account(self, update: int, **mark: Any) -> None:
+    def account(self, update: int, **mark: object) -> None:
         """Log the peak memory by origin, planned and measured, after the second update; later ones need no more.
 
         Its row has the entries of `mark`, too.

@@ -15,7 +15,7 @@ _SYSTEM = ("system", "developer")  # who says what holds for the whole chat
 _QUESTION, _ANSWER = "What is it?", "It is an answer."  # a chat of one turn, which every template can render
 
 
-def template_of(tokenizer: Tokenizer, tools: Any = None) -> ChatTemplate:
+def template_of(tokenizer: Tokenizer, tools: object = None) -> ChatTemplate:
     """Return the tokenizer's chat template: with tools the one named "tool_use" if there is one, as in transformers.
 
     Raises:
@@ -85,7 +85,7 @@ def require_system(text: str, messages: Sequence[Message]) -> None:
             )
 
 
-def marker_for(tokenizer: Tokenizer, template: ChatTemplate, said: Any) -> str:
+def marker_for(tokenizer: Tokenizer, template: ChatTemplate, said: object) -> str:
     """Return a character that is neither in `said` nor in the template, to split typed control tokens.
 
     It is "" if `said` has none of these.
@@ -108,7 +108,7 @@ def rendered(
     messages: Sequence[Message],
     marker: str,
     add_generation_prompt: bool = False,
-    **variables: Any,
+    **variables: object,
 ) -> str:
     """Return a chat as text, with `marker` after the first letter of each control token that somebody typed.
 
@@ -164,13 +164,13 @@ def stop_ids(tokenizer: Tokenizer, own: Collection[int] = ()) -> tuple[int, ...]
     return tuple(dict.fromkeys(end for end in ends if end is not None and end < tokenizer.vocab_size))
 
 
-def _typed(tokenizer: Tokenizer, said: Any) -> list[str]:
+def _typed(tokenizer: Tokenizer, said: object) -> list[str]:
     """Return the special tokens whose letters occur in `said`."""
     letters = "\0".join(_texts(said))  # joined to search all texts at once, as there may be a thousand special tokens
     return [content for content in tokenizer.special if content in letters]
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
@@ -178,7 +178,7 @@ def _texts(value: Any) -> Iterator[str]:
         yield from _texts(inner)
 
 
-def _apart(value: Any, contents: Sequence[str], marker: str) -> Any:
+def _apart(value: object, contents: Sequence[str], marker: str) -> Any:
     if isinstance(value, dict):
         return {key: _apart(inner, contents, marker) for key, inner in value.items()}
     if isinstance(value, list | tuple):

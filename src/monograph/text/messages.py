@@ -44,7 +44,7 @@ class Unread(InputRefused):
 
 
 def for_template(
-    template: ChatTemplate, messages: Iterable[Message], counts: Counter[str] | None = None, **variables: Any
+    template: ChatTemplate, messages: Iterable[Message], counts: Counter[str] | None = None, **variables: object
 ) -> list[dict[str, Any]]:
     """Return messages as a template reads them.
 

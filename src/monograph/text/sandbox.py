@@ -52,7 +52,7 @@ class _Generation(jinja2.ext.Extension):
 class _Dict:
     """`dict` for templates, without the attributes of the type."""
 
-    def __call__(self, *pairs: Any, **values: Any) -> dict[Any, Any]:
+    def __call__(self, *pairs: object, **values: object) -> dict[Any, Any]:
         return dict(*pairs, **values)
 
     def fromkeys(self, *keys: Any) -> dict[Any, Any]:
@@ -62,14 +62,14 @@ class _Dict:
 class _Namespace(Namespace):
     """`namespace` for templates, without names that begin with an underscore."""
 
-    def __init__(*pairs: Any, **values: Any) -> None:  # no `self`, as a template may use this name
+    def __init__(*pairs: object, **values: object) -> None:  # no `self`, as a template may use this name
         own = pairs[0]
         given = dict(*pairs[1:], **values)
         for name in given:
             _public(name)
         Namespace.__init__(own, given)
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         _public(name)
         super().__setitem__(name, value)
 

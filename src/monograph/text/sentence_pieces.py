@@ -45,7 +45,7 @@ def is_marked(normalizers: list[Any], pre_tokenizers: list[Any]) -> bool:
     return _REPLACE in normalizers or any(is_metaspace(step) for step in pre_tokenizers)
 
 
-def is_metaspace(step: Any) -> bool:
+def is_metaspace(step: object) -> bool:
     """Return whether a pre-tokenizer is SentencePiece's, with its usual letter."""
     return isinstance(step, dict) and step.get("type") == "Metaspace" and step.get("replacement") == MARK
 

@@ -89,7 +89,7 @@ class ChatTemplate:
         [needle] = _ARGUMENTS.values()
         return needle in as_object and json.dumps(_ARGUMENTS) not in as_text
 
-    def _called(self, arguments: Any) -> str:
+    def _called(self, arguments: object) -> str:
         """Return a chat with a call of a tool; "" if the template refuses it."""
         function = {"name": "probe", "description": "Probes.", "parameters": {"type": "object", "properties": {}}}
         call = {"id": "probe0001", "type": "function", "function": {"name": "probe", "arguments": arguments}}
@@ -104,7 +104,7 @@ class ChatTemplate:
         """Return whether the template marks the assistant's text by `{% generation %}`."""
         return re.search(r"\{%-?\+?\s*generation\b", self.source) is not None
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False, **variables: Any) -> str:
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False, **variables: object) -> str:
         """Return the chat as text with special tokens, equal to transformers' `apply_chat_template(tokenize=False)`.
 
         Args:
@@ -120,7 +120,7 @@ class ChatTemplate:
         """
         return self._rendered(self._request(messages, add_generation_prompt, variables, None))
 
-    def expect(self, chats: Iterable[tuple[Sequence[Message], bool]], **variables: Any) -> None:
+    def expect(self, chats: Iterable[tuple[Sequence[Message], bool]], **variables: object) -> None:
         """Render these (messages, add_generation_prompt) together, which is faster, for later calls of `render`.
 
         Results of an earlier call of `expect` that were not used are dropped.
@@ -132,7 +132,7 @@ class ChatTemplate:
             # If the process ended, each of these is rendered singly when it is needed, which shows the one at fault.
             self._ready |= zip(part, self._answers(part) or (), strict=False)
 
-    def tagged(self, messages: Sequence[Message], marks: tuple[str, str], **variables: Any) -> str:
+    def tagged(self, messages: Sequence[Message], marks: tuple[str, str], **variables: object) -> str:
         """Return the chat as text like `render`, with `marks` around the text that the template tags as an answer."""
         return self._rendered(self._request(messages, False, variables, marks))
 

@@ -182,7 +182,7 @@ class Checked:
             raise self._refuse(f"model.vocab has an id that is not a whole number from 0 to {MAX_VOCABULARY - 1}")
         return vocab
 
-    def _added(self, tokens: Any, vocab: dict[str, int]) -> list[dict[str, Any]]:
+    def _added(self, tokens: object, vocab: dict[str, int]) -> list[dict[str, Any]]:
         if not isinstance(tokens, list):
             raise self._refuse("added_tokens is not a list")
         added: list[dict[str, Any]] = []
@@ -229,7 +229,7 @@ class Checked:
             return self.marks.piece(token)
         return bytes([_ALPHABET[letter] for letter in token]) if _ALPHABET.keys() >= {*token} else token.encode()
 
-    def _byte_level_decoder(self, part: Any) -> dict[str, Any]:
+    def _byte_level_decoder(self, part: object) -> dict[str, Any]:
         steps = _steps(part, "decoders")
         if [_kind(step) for step in steps] != ["ByteLevel"]:
             shown = ", ".join(map(_kind, steps)) or None
@@ -246,7 +246,7 @@ class Checked:
         except ValueError as error:
             raise self._refuse(str(error)) from None
 
-    def _merges(self, merges: Any, vocab: dict[str, int]) -> list[list[str]]:
+    def _merges(self, merges: object, vocab: dict[str, int]) -> list[list[str]]:
         if not isinstance(merges, list):
             raise self._refuse("model.merges is not a list")
         pairs = []
@@ -260,7 +260,7 @@ class Checked:
             pairs.append(pair)
         return pairs
 
-    def _normalizer(self, part: Any) -> Any:
+    def _normalizer(self, part: object) -> Any:
         for step in _steps(part, "normalizers"):
             known = step in [{"type": form} for form in NORMAL_FORMS]
             if not known and not (self.marks and step in sentence_pieces.KNOWN_NORMALIZERS):
@@ -269,7 +269,7 @@ class Checked:
                 )
         return part
 
-    def _pre_tokenizer(self, part: Any) -> Any:
+    def _pre_tokenizer(self, part: object) -> Any:
         steps = _steps(part, "pretokenizers")
         if self.marks:
             known = [step if _is_digits(step) else sentence_pieces.pre_tokenizer(step) for step in steps]
@@ -287,7 +287,7 @@ class Checked:
             return part
         return {"type": "Sequence", "pretokenizers": known} if known else None
 
-    def _post_processor(self, part: Any) -> Any:
+    def _post_processor(self, part: object) -> Any:
         ends = [[*item] for item in self.special.items()]
         for step in _steps(part, "processors"):
             kind = _kind(step)
@@ -325,15 +325,15 @@ def inside(content: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _is_id(value: Any) -> bool:
+def _is_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MAX_VOCABULARY
 
 
-def _kind(step: Any) -> str:
+def _kind(step: object) -> str:
     return str(step.get("type"))[:40] if isinstance(step, dict) else str(step)[:40]
 
 
-def _steps(part: Any, key: str) -> list[Any]:
+def _steps(part: object, key: str) -> list[Any]:
     if part is None:
         return []
     steps = part.get(key) if isinstance(part, dict) and part.get("type") == "Sequence" else [part]
