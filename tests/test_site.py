@@ -76,7 +76,8 @@ def test_the_site_is_built_and_asks_nobody_else(tmp_path: Path) -> None:
 
 
 THEME = """<div class="md-search" role="dialog"></div>
-<div class="md-typeset__scrollwrap"></div><nav class="md-code__nav"></nav><main></main><script src="site.js"></script>"""
+<div class="md-typeset__scrollwrap"></div><nav class="md-code__nav"></nav><main></main>
+<script src="site.js"></script>"""
 
 
 @pytest.mark.slow(reason="starts a browser")
