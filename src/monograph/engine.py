@@ -8,7 +8,7 @@ Shapes: R rows of a window, M rows of a micro-batch, N members of an ensemble.
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -349,7 +349,7 @@ class Engine:
         return {name: torch.cat([part.to(device, non_blocking=True), empty[name]], dim) for name, part in batch.items()}
 
 
-def require_member_axis(tensors: Any, members: int, what: str) -> None:
+def require_member_axis(tensors: object, members: int, what: str) -> None:
     """Refuse tensors without a leading member axis.
 
     Raises:

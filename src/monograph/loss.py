@@ -159,7 +159,7 @@ def _holds(dtype: torch.dtype, value: float) -> bool:
 _EXPECTED = "the loss must return (sum of the losses, number of targets): loss(model, batch) -> (sum, count)"
 
 
-def pair(result: Any) -> tuple[Tensor, Tensor]:
+def pair(result: object) -> tuple[Tensor, Tensor]:
     """Return the sum and count in a loss's result; the count is as `counted` returns it.
 
     Raises:

@@ -10,7 +10,7 @@ import shlex
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 # Characters that a terminal obeys: control characters except line feed and tab, line separators, and marks that reverse
 # the direction of writing. Lone surrogates are included because no encoding can write them.
@@ -47,7 +47,7 @@ def _shell_word(word: str) -> str:
 class Terminal:
     """A wrapper of a terminal's text stream that makes all text visible, except the text that `own` writes."""
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self.own = stream.write
 
@@ -64,7 +64,7 @@ class Terminal:
         return getattr(self._stream, name)
 
 
-def own(stream: Any, text: str) -> None:
+def own(stream: TextIO, text: str) -> None:
     """Write Monograph's own escape sequences, and texts that were already made visible."""
     getattr(stream, "own", stream.write)(text)
 

@@ -102,9 +102,9 @@ class Key(NamedTuple):
 
     meaning: str
     expected: str
-    default: Any
+    default: object
     otherwise: str
-    example: Any
+    example: object
     auto: str
     choices: Mapping[str, str]
 

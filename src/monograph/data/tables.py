@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any, BinaryIO
 
 from monograph.data.reading import Damaged, imported, unpacked
@@ -88,7 +89,7 @@ def _is_held(column: Any) -> bool:
     return True
 
 
-def _unshared_bytes(pa: Any, part: Any) -> int:
+def _unshared_bytes(pa: ModuleType, part: Any) -> int:
     """Return how much the values of a batch are once no text is stored for many rows, as dictionaries and views do.
 
     Raises:
@@ -115,7 +116,7 @@ def _unshared_bytes(pa: Any, part: Any) -> int:
     return total
 
 
-def _lengths(pa: Any, array: Any) -> Any:
+def _lengths(pa: ModuleType, array: Any) -> Any:
     """Return the bytes of each value of an array, int64 [N]; where they are no texts, each has its share of all."""
     import numpy as np  # a configuration is read without it
 
@@ -163,7 +164,7 @@ def _read_by_pyarrow(path: Path) -> Iterator[Any]:
         raise Damaged(path, f"is damaged ({' '.join(str(error).split())[:120]})") from None
 
 
-def _plain(pa: Any, row: dict[str, Any], schema: Any) -> dict[str, Any] | Fault:
+def _plain(pa: ModuleType, row: dict[str, Any], schema: Any) -> dict[str, Any] | Fault:
     """Return a row as values of JSON, without the nulls that tables hold where a row has no value."""
     try:
         there = {name: value for name, value in row.items() if value is not None}
@@ -176,7 +177,7 @@ def _plain(pa: Any, row: dict[str, Any], schema: Any) -> dict[str, Any] | Fault:
     return values
 
 
-def _of_type(pa: Any, value: Any, kind: Any) -> Any:
+def _of_type(pa: ModuleType, value: Any, kind: Any) -> Any:
     """Return a value that pyarrow read from a type: structs without their nulls, and maps, too, as objects."""
     if value is None:
         return None
@@ -208,13 +209,13 @@ def _text(value: Any, key: str) -> str | Fault:
         return not_utf8(error)
 
 
-def _parquet_columns(pa: Any, path: Path, key: str) -> Iterator[Any]:
+def _parquet_columns(pa: ModuleType, path: Path, key: str) -> Iterator[Any]:
     # Read as a dictionary, a text that a file repeats a million times is in memory once.
     for part in _parquet_parts(pa, path, [key], read_dictionary=[key]):
         yield part.column(part.schema.get_field_index(key))
 
 
-def _parquet_parts(pa: Any, path: Path, keys: Sequence[str], **options: Any) -> Iterator[Any]:
+def _parquet_parts(pa: ModuleType, path: Path, keys: Sequence[str], **options: Any) -> Iterator[Any]:
     from pyarrow import parquet
 
     options |= {"pre_buffer": False, "buffer_size": 1 << 20}
@@ -232,7 +233,7 @@ def _parquet_parts(pa: Any, path: Path, keys: Sequence[str], **options: Any) -> 
             raise Damaged(path, f"has {seen:,} rows, not the {rows:,} that it says")
 
 
-def _schema(pa: Any, path: Path) -> Any:
+def _schema(pa: ModuleType, path: Path) -> Any:
     if path.suffix.lower() == ".parquet":
         from pyarrow import parquet
 
@@ -241,7 +242,7 @@ def _schema(pa: Any, path: Path) -> Any:
         return reader.schema
 
 
-def _arrow_columns(pa: Any, path: Path, key: str) -> Iterator[Any]:
+def _arrow_columns(pa: ModuleType, path: Path, key: str) -> Iterator[Any]:
     for batch in _arrow_parts(pa, path, [key]):
         column = batch.column(batch.schema.get_field_index(key))
         if not pa.types.is_dictionary(column.type):
@@ -252,7 +253,7 @@ def _arrow_columns(pa: Any, path: Path, key: str) -> Iterator[Any]:
         yield column
 
 
-def _arrow_parts(pa: Any, path: Path, keys: Sequence[str]) -> Iterator[Any]:
+def _arrow_parts(pa: ModuleType, path: Path, keys: Sequence[str]) -> Iterator[Any]:
     with _arrow_reader(pa, path) as reader:
         count = getattr(reader, "num_record_batches", None)  # a stream states none
         with open_input(path) as file:
@@ -366,7 +367,7 @@ def _number(data: bytes, place: int, size: int) -> int:
 
 
 @contextmanager
-def _arrow_reader(pa: Any, path: Path) -> Iterator[Any]:
+def _arrow_reader(pa: ModuleType, path: Path) -> Iterator[Any]:
     with open_input(path) as file:
         indexed = file.read(6) == _MAGIC[:6]
         file.seek(-min(8, path.stat().st_size), 2)
@@ -376,7 +377,7 @@ def _arrow_reader(pa: Any, path: Path) -> Iterator[Any]:
         yield reader
 
 
-def _require_strings(pa: Any, path: Path, schema: Any, key: str) -> None:
+def _require_strings(pa: ModuleType, path: Path, schema: Any, key: str) -> None:
     columns = schema.get_all_field_indices(key)
     if len(columns) != 1:
         many = "several columns" if columns else "no column"

@@ -208,7 +208,7 @@ class World:
         """Return rank 0's whole number on all ranks; a collective, so that it fails if a rank is gone."""
         return int(self.sum(torch.tensor(value if self.leads else 0)))
 
-    def agreed(self, value: Any) -> Any:
+    def agreed(self, value: object) -> Any:
         """Return rank 0's value, after a round trip through JSON, on all ranks; they wait for it up to PATIENCE."""
         if self.alone:
             return value
@@ -224,7 +224,7 @@ class World:
         """Return what `work()` gives on rank 0, which alone calls it, on all ranks; see `agreed`."""
         return work() if self.alone else self.agreed(work() if self.leads else None)
 
-    def gathered(self, value: Any) -> list[Any]:
+    def gathered(self, value: object) -> list[Any]:
         """Return the values of all ranks, in their order and after a round trip through JSON; a collective."""
         if self.alone:
             return [value]

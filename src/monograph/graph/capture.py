@@ -217,11 +217,11 @@ def _parts(step: Capturable, compiler: Compiler) -> list[Replaced]:
     return new
 
 
-def _run(forward: Callable[..., Any], block: Any, *arguments: Any, **keywords: Any) -> Any:
+def _run(forward: Callable[..., Any], block: object, *arguments: object, **keywords: object) -> Any:
     return forward(block, *arguments, **keywords)
 
 
-def _replace(owner: Any, name: str, value: Any) -> Replaced:
+def _replace(owner: object, name: str, value: object) -> Replaced:
     """Set an attribute; return the owner, the name and the owner's former value, or `_NOTHING`."""
     before = vars(owner).get(name, _NOTHING)
     setattr(owner, name, value)
@@ -268,7 +268,7 @@ def compiled(
     graph = torch.compile(_with_own_code(function), fullgraph=True, dynamic=False, backend=compiler, options=options)
 
     @functools.wraps(function)
-    def captured(*arguments: Any, **keywords: Any) -> Any:
+    def captured(*arguments: object, **keywords: object) -> Any:
         if compat.without_numbers():  # torch.compile refuses to trace in a dispatch mode
             return function(*arguments, **keywords)
         try:

@@ -32,12 +32,12 @@ class Sibling(nn.Linear):
         return F.linear(input, self.weight, self.bias) if taken is None else taken
 
     # Moving a module to another dtype or device, or loading a state by assignment, separates the weights.
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+    def _apply(self, fn: object, recurse: bool = True) -> Any:
         moved = super()._apply(fn, recurse)
         self.family.adopt(self.place)
         return moved
 
-    def _load_from_state_dict(self, *arguments: Any) -> None:
+    def _load_from_state_dict(self, *arguments: object) -> None:
         super()._load_from_state_dict(*arguments)
         self.family.adopt(self.place)
 

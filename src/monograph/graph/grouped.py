@@ -122,7 +122,7 @@ def _outer(left_PN: Tensor, right_PK: Tensor, ends_E: Tensor) -> Tensor:
 
 
 @register_flop_formula([torch.ops.monograph.grouped_linear, torch.ops.monograph.grouped_outer])
-def _flops(left: tuple[int, ...], right: tuple[int, ...], *_: Any, out_shape: tuple[int, ...], **__: Any) -> int:
+def _flops(left: tuple[int, ...], right: tuple[int, ...], *_: object, out_shape: tuple[int, ...], **__: object) -> int:
     """Return the FLOPs of an operator by its shapes: two for each row, input and output."""
     return 2 * left[0] * left[1] * right[1]
 

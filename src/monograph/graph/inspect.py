@@ -102,7 +102,7 @@ def in_the_same_memory(module: nn.Module) -> tuple[str, str] | None:
     return None
 
 
-def _tensors_in(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+def _tensors_in(value: object, name: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors in a value, its lists and its dicts, with names; objects in `seen` are left out."""
     if not isinstance(value, Tensor | dict | list | tuple) or id(value) in seen:
         return

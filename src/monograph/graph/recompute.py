@@ -115,7 +115,7 @@ def offloaded(forward: Callable[..., Any], contexts: Callable[[], Any], *args: A
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
     parcel = Parcel(args[0], _lane(args[0].device))
 
-    def opened(*rest: Any, **kwargs: Any) -> Any:
+    def opened(*rest: object, **kwargs: object) -> Any:
         return forward(parcel.open(), *rest, **kwargs)
 
     return checkpoint(opened, *args[1:], use_reentrant=False, context_fn=contexts, **kwargs)
@@ -329,7 +329,7 @@ def recorded(
     recordings = dict[str, Recording]()
     compiled = dict[Recording, int]()
 
-    def noted(name: str, block: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def noted(name: str, block: nn.Module, inner: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         output, recording = record(inner, [*block.parameters(), *block.buffers()], *args, **kwargs)
         if captured and stored:
             if recording not in compiled:  # traced once for blocks that are alike

@@ -187,7 +187,7 @@ class Recording(NamedTuple):
         return tuple(choice._replace(flops=choice.flops + self.rest_flops) for choice in front(groups))
 
 
-def record(block: Callable[..., Any], held: list[Tensor], *args: Any, **kwargs: Any) -> tuple[Any, Recording]:
+def record(block: Callable[..., Any], held: list[Tensor], *args: object, **kwargs: object) -> tuple[Any, Recording]:
     """Run a block once, with gradients enabled; `held` are its parameters and buffers.
 
     Returns:

@@ -195,7 +195,7 @@ class HostState:
     variable or on a class, is not recorded.
     """
 
-    def __init__(self, *owners: Any, **named: Any):
+    def __init__(self, *owners: object, **named: object):
         """Record the attributes of objects; of a module also those of its submodules.
 
         Args:
@@ -210,7 +210,7 @@ class HostState:
                 self._look(part)
         self._values += [(vars(owner), name, vars(owner).get(name)) for name, owner in named.items()]
 
-    def _look(self, part: Any) -> None:
+    def _look(self, part: object) -> None:
         attributes = getattr(part, "__dict__", {})
         tensors = {name: value for name, value in attributes.items() if isinstance(value, Tensor)}
         plain = {name: value for name, value in attributes.items() if isinstance(value, PLAIN)}
@@ -347,6 +347,6 @@ class StaticInputs:
         self._seen = None
 
 
-def _bound(leaf: Any) -> Hashable:
+def _bound(leaf: object) -> Hashable:
     """Return the properties of a batch's leaf that a graph depends on: a tensor's shape and dtype, or a plain value."""
     return (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf)

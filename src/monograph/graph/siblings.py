@@ -134,7 +134,7 @@ class Fusion(NamedTuple):
         return f"{text}; separate: {alone}" if alone else text
 
 
-def fuse_siblings(module: nn.Module, example: Any) -> Fusion:
+def fuse_siblings(module: nn.Module, example: object) -> Fusion:
     """Let linear layers of a module that read one tensor compute together, in place.
 
         y_1, y_2, ... = split(x [W_1; W_2; ...]^T + [b_1; b_2; ...])

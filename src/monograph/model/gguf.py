@@ -11,6 +11,7 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -229,7 +230,7 @@ def _context(config: LlamaConfig) -> int:
     return getattr(config.rope_scaling, "max_position_embeddings", config.max_position_embeddings)
 
 
-def _add_shape(gguf: Any, writer: Any, config: LlamaConfig) -> None:
+def _add_shape(gguf: ModuleType, writer: Any, config: LlamaConfig) -> None:
     writer.add_context_length(_context(config))
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -334,7 +335,7 @@ def _rope_divisors(config: LlamaConfig) -> dict[str, Tensor]:
     return {"rope_freqs.weight": (plain_F / scaled_F).float()}
 
 
-def write_tensors(gguf: Any, writer: Any, tensors: Sequence[Plain], kinds: dict[str, str]) -> None:
+def write_tensors(gguf: ModuleType, writer: Any, tensors: Sequence[Plain], kinds: dict[str, str]) -> None:
     """Write a file's header and these tensors, each as the kind of its name, and close it."""
     for name, like, _ in tensors:
         stored = gguf.GGMLQuantizationType[kinds[name]]
@@ -353,7 +354,7 @@ def write_tensors(gguf: Any, writer: Any, tensors: Sequence[Plain], kinds: dict[
         writer.close()
 
 
-def _stored(gguf: Any, name: str, weight: Tensor, kind: str) -> Any:
+def _stored(gguf: ModuleType, name: str, weight: Tensor, kind: str) -> Any:
     """Return the bytes of a tensor as a contiguous array."""
     before = _BEFORE.get(kind, torch.float32)
     cast = weight.to("cpu", before).contiguous()

@@ -196,7 +196,7 @@ def _require_ranges(optim: Optimizer) -> None:
     require_list("groups", optim.groups, Group, "monograph.Group(...)")
 
 
-def require_list(name: str, values: Any, kind: type, words: str) -> None:
+def require_list(name: str, values: object, kind: type, words: str) -> None:
     """Refuse what is no list of `kind`, in words."""
     if isinstance(values, str) or not isinstance(values, Iterable) or not all(isinstance(v, kind) for v in values):
         raise UsageError(f"{name} = {values!r}: expected a list of {words}")

@@ -171,7 +171,7 @@ def _matrices(flat: Tensor, plane: Plane) -> Tensor:
     return flat.unflatten(-1, (len(plane.slots), -1))[..., : math.prod(shape)].unflatten(-1, shape)
 
 
-def _over(stack: Tensor, knob: Any) -> Any:
+def _over(stack: Tensor, knob: object) -> Any:
     """Return a knob, which may have a value for each member [N], in a shape that broadcasts against [N, ...]."""
     return knob.view(-1, *[1] * (stack.ndim - 1)) if isinstance(knob, Tensor) and knob.ndim else knob
 

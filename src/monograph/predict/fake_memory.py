@@ -107,7 +107,7 @@ class FakeMemory:
         compat.differentiate_outside_autocast()
         graph = self._graphs.of(function, self.device_type)
 
-        def run(*arguments: Any, **keywords: Any) -> Any:
+        def run(*arguments: object, **keywords: object) -> Any:
             if torch.compiler.is_compiling():  # `Step.choose_kept` runs a copy of the model, which is not to be counted
                 return function(*arguments, **keywords)
             with compat.without_modes():
@@ -117,7 +117,7 @@ class FakeMemory:
 
     # ── what the modes and the graphs report ────────────────────────────────────────────────────────
 
-    def _note(self, results: Any) -> None:
+    def _note(self, results: object) -> None:
         for tensor in tree_leaves(results):
             if not isinstance(tensor, Tensor):
                 continue

@@ -317,7 +317,7 @@ class Calibration:
         if abs(more) <= passing:
             self._keep(self._beyond.setdefault(_kind(device, work.precision, work.compile), []), (more, passing))
 
-    def _keep(self, seen: list[Any], new: Any) -> None:
+    def _keep(self, seen: list[Any], new: object) -> None:
         """Add a measurement to those of its kind, and write all."""
         seen.append(new)
         del seen[:-MOST]

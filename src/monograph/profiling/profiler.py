@@ -24,6 +24,7 @@ from monograph.device import clock, compiler_obstacle, describe, measured_matmul
 from monograph.engine import Engine
 from monograph.errors import DiskFull, InputRefused, UsageError
 from monograph.graph.matmul import mkl_is_slow, onednn
+from monograph.loss import Batch
 from monograph.model.llama import Llama
 from monograph.predict.roofline import measured_memory_bytes_per_s
 from monograph.profiling import trace
@@ -236,7 +237,7 @@ def _each(engine: Engine, windows: Iterator[Any], count: int) -> list[_Times]:
     return times
 
 
-def _update(engine: Engine, window: Any) -> float:
+def _update(engine: Engine, window: Batch) -> float:
     """Run an update, and return the seconds from the optimizer's beginning to the end."""
     engine.accumulate(window)
     began = clock()

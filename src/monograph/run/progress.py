@@ -8,7 +8,8 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import monotonic
-from typing import Any, Self, TextIO
+from types import TracebackType
+from typing import Self, TextIO
 
 from rich.text import Text
 
@@ -167,8 +168,10 @@ class _Display:
         self._live.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
-        self._live.__exit__(kind, *rest)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.__exit__(kind, error, trace)
         if kind is not None:
             stopped = issubclass(kind, Stopped) or not issubclass(kind, Exception)
             self._outcome = "stopped after " if stopped else "failed after "

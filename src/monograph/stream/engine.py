@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -139,7 +138,7 @@ class Streamed(Engine):
 
     # ── the trial ───────────────────────────────────────────────────────────────────────────────
 
-    def _tried(self, batch: Any) -> Trial:
+    def _tried(self, batch: Batch) -> Trial:
         """Run a micro-batch through all stages and back, eagerly, and check each stage's gradients.
 
         Raises:
