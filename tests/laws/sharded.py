@@ -584,7 +584,15 @@ def gathered(world: World, by_day: bool) -> dict[str, dict[str, Any]]:
 
 PROGRAMS = {
     "equations": (
-        gradients, wrong_ways, trajectories, assembled, gathered, owners, combinations, streamed, halved_weights,
+        gradients,
+        wrong_ways,
+        trajectories,
+        assembled,
+        gathered,
+        owners,
+        combinations,
+        streamed,
+        halved_weights,
     ),  # fmt: skip
     "halved": (halved,),
     "restarted": (restarted,),

@@ -89,7 +89,13 @@ def test_the_copy_that_draws_answers_has_the_bits_that_are_trained(found: dict[s
     sent = {case: (of["in 16 bits"], of["in all"]) for case, of in found["gathered"].items()}
     expected = {"halved": (9, 11)}
     if not found["when"]:
-        expected = {"halved": (18, 20), "fp32": (0, 20), "bf16": (14, 20), "adapters in nf4": (0, 43), "experts": (16, 26)}
+        expected = {
+            "halved": (18, 20),
+            "fp32": (0, 20),
+            "bf16": (14, 20),
+            "adapters in nf4": (0, 43),
+            "experts": (16, 26),
+        }
     assert sent == expected
 
 
