@@ -585,16 +585,16 @@ def resume_run(folder: Path) -> None:
 
 CASES: dict[str, Case] = {
     "metrics": Case(begin_metrics, append_metrics, look_at_metrics, log_again),
-    "beginning": Case(lambda folder: None, begin, look_at_beginning, begin_again, stride=7),
-    "student": Case(lambda folder: None, begin_student, look_at_student, begin_student_again, stride=3),
-    "resume": Case(begin_resume, resume, look_at_resumed, resume_again, stride=13),
+    "beginning": Case(lambda folder: None, begin, look_at_beginning, begin_again, stride=8),
+    "student": Case(lambda folder: None, begin_student, look_at_student, begin_student_again, stride=4),
+    "resume": Case(begin_resume, resume, look_at_resumed, resume_again, stride=19),
     **{
         f"export {format}": Case(
             begin_export,
             steps,
             partial(look_at_export, format=format),
             partial(export_again, format=format),
-            stride=5 if format == "adapter" else 13,
+            stride=8 if format == "adapter" else 19,
         )
         for format, steps in (("hf", export_hf), ("gguf", export_gguf), ("adapter", export_adapter))
         if format != "gguf" or importlib.util.find_spec("gguf")
@@ -605,17 +605,17 @@ CASES: dict[str, Case] = {
             steps,
             partial(look_at_both, format=format),
             partial(export_both_again, format=format),
-            stride=21,
+            stride=31,
         )
         for format, steps in (("hf", export_adapted_hf), ("gguf", export_adapted_gguf))
         if format != "gguf" or importlib.util.find_spec("gguf")
     },
     **(
-        {"follow": Case(begin_follow, follow_in_tensorboard, look_at_tensorboard, follow_again, stride=1)}
+        {"follow": Case(begin_follow, follow_in_tensorboard, look_at_tensorboard, follow_again, stride=2)}
         if importlib.util.find_spec("tensorboard")
         else {}
     ),
     "sweep": Case(begin_sweep, save_sweep, look_at_sweep, save_sweep_again, ("kill",)),
-    "stream": Case(begin_stream, save_stream, look_at_stream, save_stream_again, ("kill", "torn"), stride=9),
+    "stream": Case(begin_stream, save_stream, look_at_stream, save_stream_again, ("kill", "torn"), stride=13),
     "train": Case(begin_run, train_run, look_at_run, resume_run),
 }

@@ -53,9 +53,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-# The others by night: what they add is in the layers, which other tests see by day. Every second layer of the one with
-# sinks has a window, and every second one of a hybrid has none.
-BY_DAY = "sinks", "hybrid"
+# The others by night: what they add is in the layers, which other tests see by day. Of both every second layer reads
+# all that the cache holds, and the others a window or a state.
+BY_DAY = "window and all", "hybrid"
 OFTEN = [pytest.param(shape, marks=() if shape in BY_DAY else pytest.mark.slow) for shape in SHAPES]
 
 

@@ -89,11 +89,9 @@ def test_killed_after_it_went_back_it_goes_on_there() -> None:
     start("run", SETTINGS)
     expected, [row] = fingerprint(Path("run")), gone_back("run")
     Path("mended").touch()
-    for update in (row["update"], row["update"] + SAVED_EVERY):
-        cut_back("run", "cut", update)
-        resume("cut")
-        assert {**fingerprint(Path("cut")), "state": 0} == {**expected, "state": 0}
-        shutil.rmtree("cut")
+    cut_back("run", "cut", row["update"])
+    resume("cut")
+    assert {**fingerprint(Path("cut")), "state": 0} == {**expected, "state": 0}
 
 
 @pytest.mark.parametrize("weight", [pytest.param(False, marks=pytest.mark.slow), True])

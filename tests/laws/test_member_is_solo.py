@@ -71,7 +71,7 @@ def compared(kind, each: bool, backend: str | None, micro_batch: int = ROWS // 2
 
 # By day rows that all members share are trained on by one kind for each kind of first layer, which alone sees them as
 # they are: from there on numbers are each member's own, as with rows of their own.
-SHARED = {"our llama", "mlp", "conv", "lstm", "vit", "bert, padded"}
+SHARED = {"our llama", "mlp", "conv", "lstm", "vit"}
 # And rows of their own by one of the kinds that are made of the same layers.
 OWN_AT_NIGHT = {"our llama", "our gemma", "llama", "gpt2", "qwen2", "bert", "t5"}
 

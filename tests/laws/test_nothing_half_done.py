@@ -76,7 +76,7 @@ def test_a_fault_at_any_operation_leaves_the_former_or_the_new(name: str, faults
 
 
 @pytest.mark.parametrize(
-    ("modes", "stride"), [(("EIO", "EMFILE from here on"), 5), pytest.param(EVERY_UNREAD, 1, marks=pytest.mark.slow)]
+    ("modes", "stride"), [(("EIO", "EMFILE from here on"), 9), pytest.param(EVERY_UNREAD, 1, marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("name", ["metrics", "beginning", "resume"])  # others: test_unread_is_unknown
 def test_a_read_that_fails_is_a_refusal_and_nothing_is_lost(

@@ -133,7 +133,7 @@ def goes_on(outcome: Outcome, previous: Checkpoint | None) -> None:
 
 
 @needs_shim
-@pytest.mark.parametrize(("stride", "least"), [(11, 10), pytest.param(1, 90, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("stride", "least"), [(17, 6), pytest.param(1, 90, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_fault_at_any_operation_leaves_the_previous_or_the_new_checkpoint(
     name: str, stride: int, least: int, faults: FaultServer, tmp_path: Path
@@ -195,7 +195,7 @@ def test_a_save_whose_reads_fail_removes_no_sound_checkpoint(
 
 
 @needs_shim
-@pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [6, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["first", "later", "same"])
 def test_a_power_cut_at_any_moment_leaves_the_previous_or_the_new_checkpoint(
     name: str, stride: int, faults: FaultServer, tmp_path: Path

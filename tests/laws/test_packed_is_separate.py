@@ -207,7 +207,7 @@ def test_in_a_long_row_positions_must_restart():
 
     That loss is what shows whether they arrive: a late angle carries the rounding of a large number.
     """
-    documents, model = _documents([7] * 146), Llama(CONFIG)
+    documents, model = _documents([23] * 44), Llama(CONFIG)
     alone = _results(model, _alone, documents)
     kept, dropped = (_results(model, forward, documents) for forward in (_long_row, _long_row_without_positions))
     exact = _results(model.double(), _alone, documents)

@@ -250,7 +250,7 @@ def test_a_budget_says_so_where_it_cannot_be_known():
 
 def kept_bytes(policy, precision="fp32"):
     """What lives after a forward pass beside what lived before it, and what each block was given."""
-    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4}
+    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
     model, batch = tiny_llama(**sizes), ragged(4)
     step = Step(model, remat=policy, precision=Precision(precision))
     step.choose_kept(batch)
@@ -270,7 +270,7 @@ def test_memory_falls_as_it_is_told_to():
     for share, kept in zip(shares, budgets, strict=True):
         assert kept - full <= share * (off - full)
     assert kept_bytes(Remat.Budget(0.0)) == full and kept_bytes(Remat.Budget(1.0)) == off
-    mixed = Remat.PerLayer((Remat.Full(), Remat.Full(), Remat.Off(), Remat.Off()))
+    mixed = Remat.PerLayer((Remat.Full(), Remat.Off()))
     assert abs(kept_bytes(mixed) - (off + full) / 2) < 0.05 * off
 
 

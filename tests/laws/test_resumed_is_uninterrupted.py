@@ -265,9 +265,11 @@ def phase(run: Path) -> str:
 
 def kill_until_done(
     server: CommandServer, folder: Path, draws: random.Random, settings: list[str], span_s: float, kills: Counter[str],
-    cache: dict[str, str], writes: bool,
+    wanted: int, cache: dict[str, str], writes: bool,
 ) -> None:  # fmt: skip
     """One run, killed at random moments and resumed, to its end; nothing but the command line touches its folder.
+
+    It is left alone once there were as many kills as are wanted.
 
     Figures are drawn now and then, but not if the run `writes` samples, which are shorter without figures.
     """
@@ -277,8 +279,9 @@ def kill_until_done(
         begun = (run / "config.toml").is_file()
         arguments = ["--resume", "run"] if begun else [*settings, "--out", "run"]
         command = server.start(folder, "train", *arguments, env=cache, figures=draws.random() < 0.1 and not writes)
-        time.sleep(draws.uniform(0, span_s))
-        command.signal(signal.SIGKILL)
+        if kills.total() < wanted:
+            time.sleep(draws.uniform(0, span_s))
+            command.signal(signal.SIGKILL)
         done = command.wait()
         if done.signal != signal.SIGKILL:
             assert done.code == 0, done.err
@@ -299,7 +302,7 @@ def killed(server: CommandServer, folder: Path, wanted: int, given: dict[str, An
     expected = fingerprint(folder / "whole")
     while kills.total() < wanted:
         cache = kept if cached else {"MONOGRAPH_HOME": str(folder / f"home-{kills.total()}")}
-        kill_until_done(server, folder, draws, settings, span_s, kills, cache, writes=given is not OWN)
+        kill_until_done(server, folder, draws, settings, span_s, kills, wanted, cache, writes=given is not OWN)
         assert fingerprint(folder / "run") == expected, kills
         runs += 1
     print(f"{kills.total()} kills ({dict(kills)}) in {runs} runs: the same bits")

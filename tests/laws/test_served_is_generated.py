@@ -20,6 +20,7 @@ import torch
 
 from chats import speaking
 from clocks import HANG_S
+from daily import pairwise
 from far_sighted import BOUND, far_sighted, log_probabilities, seen_at
 from monograph.automata import constraint
 from monograph.decode import completion, generate
@@ -95,7 +96,7 @@ def test_a_request_alone_is_generated(served: Served, options: dict[str, Any]) -
     assert served.texts("abc ", **options) == written(served, "abc ", options)
 
 
-@pytest.mark.parametrize("requests", [16, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("requests", [10, pytest.param(50, marks=pytest.mark.slow)])
 def test_a_request_in_a_crowd_is_generated(served: Served, requests: int) -> None:
     asked = [(prompts(seed), KINDS[seed % len(KINDS)] | {"seed": seed}) for seed in range(requests)]
     with ThreadPoolExecutor(16) as pool:
@@ -147,8 +148,7 @@ def test_texts_of_a_request_are_those_of_generate_n(served: Served) -> None:
     assert len(set(expected)) == 6
 
 
-@pytest.mark.parametrize("kind", [0, 1, 4, 6, 9])
-@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize(("kind", "chat"), pairwise([0, 1, 4, 6, 9], [False, True]))
 def test_pieces_of_a_stream_make_the_whole(served: Served, kind: int, chat: bool) -> None:
     path = "/v1/chat/completions" if chat else "/v1/completions"
     asked = {"messages": [{"role": "user", "content": "abc "}]} if chat else {"prompt": "abc "}
@@ -186,7 +186,7 @@ def test_a_chat_is_generated_by_its_template(tmp_path: Path) -> None:
         assert [answer["choices"][0]["message"]["content"]] == expected
         assert answer["usage"]["prompt_tokens"] == len(ids)
         # In a crowd each has its own chat rendered, and nobody another's.
-        asked = [[{"role": "user", "content": f"{number} " * number}] for number in range(40)]
+        asked = [[{"role": "user", "content": f"{number} " * number}] for number in range(20)]
         body = {"logprobs": True, "seed": 4, "max_tokens": 1}
         with ThreadPoolExecutor(20) as pool:
             answers = list(pool.map(lambda each: served.post("/v1/chat/completions", body | {"messages": each}), asked))

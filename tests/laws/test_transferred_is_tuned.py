@@ -313,7 +313,7 @@ MUTANTS = [
     ("adamw", DOWN, 1.0),
     pytest.param("adamw", Q, 1.0, marks=pytest.mark.slow),
     pytest.param("adamw", EMBEDDING, -1.0, marks=pytest.mark.slow),
-    ("muon", DOWN, 0.5),
+    pytest.param("muon", DOWN, 0.5, marks=pytest.mark.slow),
     pytest.param("muon", HEAD, 1.0, marks=pytest.mark.slow),
 ]
 
