@@ -120,7 +120,9 @@ class CommandServer:
     ) -> Command:
         """Begin a command in `folder`, with the file `stdin` as its standard input; it may `call` another function.
 
-        Only with `figures=1` it draws figures, which take most of a small run's time, and writes long samples.
+        Only with `figures=1` it draws figures, which take most of a small run's time, and writes long samples; with
+        `page=1` it writes a run's page alone, as a run does that has no time for more. Only with `memory=1` it measures
+        the memory of an update after a run.
         `file_bytes` limits the size of its files, `reader=0` gives it a standard output that nobody reads any more,
         `modes=1` lets file modes bind it even as root, and `terminal=1` a terminal for both streams, whose text comes
         back as `out`.
@@ -155,8 +157,10 @@ def carry_out(case: dict[str, object]) -> None:
     import numpy
     import torch
 
+    import monograph.commands.train
     import monograph.session.reporting
     import monograph.sweeps.progress
+    from monograph.report.run_report import write_run_page
 
     os.chdir(str(case["folder"]))
     os.environ.update(case["env"])  # type: ignore[call-overload]
@@ -172,6 +176,8 @@ def carry_out(case: dict[str, object]) -> None:
     # What the server's streams know of their files, such as that one can be sought in, is not so of these.
     encoding = os.environ.get("PYTHONIOENCODING")
     sys.stdout, sys.stderr = (os.fdopen(each, "w", 1, encoding, closefd=False) for each in (1, 2))
+    if not case.get("memory"):
+        monograph.commands.train.measure_memory = lambda session: None
     if "file_bytes" in case:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (case["file_bytes"], resource.RLIM_INFINITY))  # type: ignore[arg-type]
@@ -179,7 +185,8 @@ def carry_out(case: dict[str, object]) -> None:
     if case.get("modes"):
         for_good.enter_context(binding_modes())
     if not case.get("figures"):
-        monograph.session.reporting.write_report = lambda *_: None
+        of_page = (lambda *given: write_run_page(*given, "")) if case.get("page") else lambda *_: None
+        monograph.session.reporting.write_report = of_page
         monograph.sweeps.progress.write_sweep_report = lambda *_: None
         monograph.session.reporting.SAMPLE_TOKENS = 4  # 48 would take longer than all updates
     signal.alarm(HANG_S)

@@ -23,6 +23,7 @@ TINY = [
     "train.updates=8", "train.tokens_per_update=128", "train.compile=none", "train.precision=fp32",
     "train.save_every=3",
 ]  # fmt: skip
+ONCE = over(TINY, "train.updates=1")
 OWN = [argument for argument in TINY if not argument.startswith("model.")]
 
 # So slow that there is time to stop it, and long enough.

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from commands.forked import CommandServer
-from commands.inputs import OWN, POISON, SLOW, TINY, newest, over, rows
+from commands.inputs import ONCE, OWN, POISON, SLOW, TINY, newest, over, rows
 from monograph import checkpointing
 from monograph.model import hub
 
@@ -58,10 +58,10 @@ def test_weights_are_those_of_their_sources(server: CommandServer, here: Path) -
 
 
 def test_a_new_run_whose_model_is_that_of_the_last_one(server: CommandServer, here: Path) -> None:
-    assert server.run(here, "train", *TINY, figures=0).code == 0
+    assert server.run(here, "train", *ONCE, figures=0).code == 0
     parent = next((here / "runs").iterdir())
     text = ["texts", *(setting for setting in OWN[2:] if "updates" not in setting)]
-    done = server.run(here, "train", *text, "model.init=last", "train.updates=2", "--json", figures=0)
+    done = server.run(here, "train", *text, "model.init=last", "train.updates=1", "--json", figures=0)
     assert done.code == 0, done.err
     run = here / json.loads(done.out)["run"]
     assert run != parent and f'init = "runs/{parent.name}"' in (run / "config.toml").read_text()
@@ -124,7 +124,8 @@ def test_a_branch_that_was_killed_before_its_first_checkpoint(server: CommandSer
 
 def test_changed_data_changed_settings_changed_module(server: CommandServer, here: Path) -> None:
     (here / "own.py").write_text(SLOW.replace("0.05", "0"))
-    assert server.run(here, "train", *OWN, "model.init=own.py:build", "--out", "run", figures=0).code == 0
+    brief = over(OWN, "train.updates=4")
+    assert server.run(here, "train", *brief, "model.init=own.py:build", "--out", "run", figures=0).code == 0
     shutil.rmtree(newest(here / "run"))
     metrics = (here / "run/metrics.jsonl").read_text()
     metrics = "".join(line for line in metrics.splitlines(keepends=True) if "summary" not in line)
@@ -151,7 +152,7 @@ def test_from_a_hugging_face_folder(server: CommandServer, here: Path) -> None:
     """Its tokenizer, its shape; weights that are stored in bf16 are trained as fp32."""
     assert (
         server.run(
-            here, "train", *over(TINY, "data.tokenizer=bpe", "data.vocab_size=270"), "--out", "a", figures=0
+            here, "train", *over(ONCE, "data.tokenizer=bpe", "data.vocab_size=270"), "--out", "a", figures=0
         ).code
         == 0
     )
@@ -163,7 +164,9 @@ def test_from_a_hugging_face_folder(server: CommandServer, here: Path) -> None:
     shutil.move(here / "tokenizer.json", here / "hf/tokenizer.json")
     shown = server.run(here, "data", "show", *OWN[:1], *OWN[2:], "model.init=hf")
     assert "tokens of 270 kinds" in shown.out, "what `data show` decodes is what is trained on"
-    done = server.run(here, "train", *OWN[:1], *OWN[2:], "model.init=hf", "--out", "b", figures=0)
+    done = server.run(
+        here, "train", *OWN[:1], *over(OWN[2:], "train.updates=4"), "model.init=hf", "--out", "b", figures=0
+    )
     assert done.code == 0, done.err
     assert (here / "b/tokenizer.json").read_bytes() == (here / "hf/tokenizer.json").read_bytes()
     assert {tensor.dtype for tensor in checkpointing.load(newest(here / "b")).model.values()} == {torch.float32}

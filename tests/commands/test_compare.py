@@ -29,7 +29,7 @@ def taught(server: CommandServer, tmp_path_factory: pytest.TempPathFactory) -> P
     assert done.code == 0, done.err
     records = [
         {"query": f"{word} {n}", "choices": list(WORDS), "answer": WORDS.index(word)}
-        for n in range(8)
+        for n in range(3)
         for word in WORDS
     ]
     (here / "quiz.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -48,11 +48,11 @@ def test_before_and_after_on_questions(server: CommandServer, taught: Path) -> N
     [difference] = found["differences"]
     assert after["acc"] == 1.0 > before["acc"] and before["bits_per_byte"] is None
     assert difference["difference"] == pytest.approx(1.0 - before["acc"]) and difference["unit"] == "acc"
-    assert difference["paired_by"] == "question" and difference["pairs"] == 32
+    assert difference["paired_by"] == "question" and difference["pairs"] == 12
     # The paired differences are 0 where the base was right, 1 where it was wrong.
     wrong = 1 - before["acc"]
-    assert difference["standard_error"] == pytest.approx(math.sqrt(wrong * before["acc"] / 31))
-    assert "acc (32 questions) · delta is better" in done.out
+    assert difference["standard_error"] == pytest.approx(math.sqrt(wrong * before["acc"] / 11))
+    assert "acc (12 questions) · delta is better" in done.out
     for name, each in (("chatty", before), ("delta", after)):
         alone = server.run(taught, "evaluate", name, "--data", "quiz.jsonl", "--chat", "--json")
         assert last(alone.out)["acc"] == each["acc"] and last(alone.out)["acc_norm"] == each["acc_norm"]
@@ -88,7 +88,7 @@ def test_what_cannot_be_compared_is_said_in_one_line(server: CommandServer, taug
 
 def test_a_page_lays_the_curves_of_runs_over_each_other(server: CommandServer, taught: Path) -> None:
     """A folder has no curves; settings that differ are in a table, and a page in its place is replaced."""
-    done = server.run(taught, "train", *over(SHORT, "optim.lr=1e-4"), "train.updates=20", "--out", "other", figures=0)
+    done = server.run(taught, "train", *over(SHORT, "optim.lr=1e-4"), "train.updates=4", "--out", "other", figures=0)
     assert done.code == 0, done.err
     (taught / "page.html").write_text("an older page")
     quiz = ("--data", "quiz.jsonl", "--chat")
@@ -96,7 +96,7 @@ def test_a_page_lays_the_curves_of_runs_over_each_other(server: CommandServer, t
     assert done.code == 0 and "report    page.html" in done.err, done.err
     page = (taught / "page.html").read_text()
     data = json.loads(page.split('id="data">')[1].split("</script>")[0])
-    assert [table["update"][-1] for table in data["tables"]] == [40, 20]
+    assert [table["update"][-1] for table in data["tables"]] == [40, 4]
     loss = next(chart for chart in data["charts"] if chart["name"] == "loss")
     assert [(line["label"], line["table"]) for line in loss["lines"] if line["key"] == "train_loss"] == [
         ("delta", 0),

@@ -17,14 +17,14 @@ import pytest
 
 import monograph
 from commands.forked import PROGRAM, CommandServer, Done
-from commands.inputs import LONG, OWN, POISON, SLOW, TINY, over, sound, with_texts
+from commands.inputs import LONG, ONCE, OWN, POISON, SLOW, TINY, over, sound, with_texts
 
 DOCS = Path(__file__).parents[2] / "docs" / "errors.md"
 OWN_MODULE = [*over(OWN, "train.updates=60", "model.init=slow.py:build"), "--out", "own"]
 
 
 def done(server: CommandServer, here: Path) -> Done:
-    return server.run(here, "train", *TINY, "--out", "run", figures=0)
+    return server.run(here, "train", *ONCE, "--out", "run", figures=0)
 
 
 def bug(server: CommandServer, here: Path) -> Done:
@@ -32,7 +32,7 @@ def bug(server: CommandServer, here: Path) -> Done:
     breaking = "import functools\nfrom monograph.session import reporting\n"
     breaking += "reporting.Reporter.end = functools.partial(divmod, 1)\n"
     (here / "slow.py").write_text(breaking + SLOW.replace("0.05", "0"))
-    return server.run(here, "train", *OWN_MODULE, figures=0)
+    return server.run(here, "train", *over(OWN_MODULE, "train.updates=1"), figures=0)
 
 
 def usage(server: CommandServer, here: Path) -> Done:

@@ -69,7 +69,7 @@ def test_a_bases_defaults_for_sampling_stay_with_what_is_trained_from_it(server:
         written = json.loads((here / f"{run}-out" / "generation_config.json").read_text())
         return {key: value for key, value in written.items() if not key.endswith("_token_id")}
 
-    short = over(OWN, "train.updates=2")
+    short = over(OWN, "train.updates=1")
     for name, others in (
         ("tuned", ["model.init=base"]),
         ("adapted", ["model.init=base", "lora.rank=2"]),

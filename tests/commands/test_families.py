@@ -17,7 +17,7 @@ from monograph.text.tokenizer import Tokenizer
 from reference import pieces
 from reference.article import Pretraining, tokenizer
 
-SHORT = over(OWN, "train.updates=3", "optim.lr=1e-2")
+SHORT = over(OWN, "train.updates=1", "optim.lr=1e-2")
 SIZES = {
     "vocab_size": 259,
     "hidden_size": 16,
@@ -183,7 +183,7 @@ def test_the_articles_tokenizer_is_read_as_its_library_reads_it_and_loses_nothin
     learned = tokenizer([path.read_text() for path in paths], 60, use_regex=True)
     learned.enable_padding(pad_id=2, pad_token="[PAD]")
     learned.save(str(here / "bpe_50K.json"))
-    started = ["train", *over(TINY, "data.tokenizer=bpe_50K.json", "train.updates=2"), "--out", "run"]
+    started = ["train", *over(TINY, "data.tokenizer=bpe_50K.json", "train.updates=1"), "--out", "run"]
     done = server.run(here, *started, figures=0)
     assert done.code == 0, done.err
     for said in ("rewrites text (NFKC)", "puts a space before a text", "has no tokens for '!'"):

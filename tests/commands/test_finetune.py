@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from commands.forked import CommandServer
-from commands.inputs import TINY, newest
+from commands.inputs import TINY, newest, over
 from dialogues import TEMPLATES, said, speaking, write_chats
 from llama_cpp import LlamaCpp
 from monograph.model.config import LlamaConfig
@@ -90,7 +90,8 @@ def test_an_export_stops_where_training_did(server: CommandServer, here: Path, n
     question = said("what is it", "so thus")
     write_chats(here / "chats.jsonl", [question] * 2)
     options = [setting for setting in SHORT if not setting.startswith(("data.held_out", "train.save"))]
-    done = server.run(here, "train", *options, "data.held_out=0", "train.updates=60", "--out", "run", figures=0)
+    options = over(options, "data.held_out=0", "train.updates=60", "train.tokens_per_update=96")  # one row
+    done = server.run(here, "train", *options, "--out", "run", figures=0)
     assert done.code == 0, done.err
     assert server.run(here, "export", "run", "--to", "hf").code == 0
     assert server.run(here, "export", "run", "--to", "gguf", "--format", "gguf", "--dtype", "f32").code == 0

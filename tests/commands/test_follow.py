@@ -379,21 +379,28 @@ def test_a_thread_of_the_library_that_falls_is_one_line_and_no_success(
     assert not printed.out and threading.excepthook is hook
 
 
-@pytest.mark.parametrize("most_bytes", [10, 200, 500])
-def test_a_disk_that_fills_up_under_tensorboard_is_one_line(most_bytes: int, tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_under_tensorboard_is_one_line(tmp_path: Path) -> None:
     """Whichever write is the first that does not fit: that of the first row, or the last one, or that at the end."""
+    sizes = (10, 200, 500)
     library("tensorboard")
     begun(tmp_path / "run").log(*ROWS)
     program = f"""
-import resource, signal, sys
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, ({most_bytes}, {most_bytes}))
+import os, resource, signal, sys
+import monograph.commands.follow
+import tensorboard.plugins.hparams.summary_v2, tensorboard.summary.writer.record_writer
 from monograph.cli import main
-sys.argv = ["monograph", "follow", "run", "--to", "tensorboard", "--out", "out"]
-main()
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+for most_bytes in {sizes}:
+    if not os.fork():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
+        sys.argv = ["monograph", "follow", "run", "--to", "tensorboard", "--out", f"out{{most_bytes}}"]
+        main()
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 """
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True
     )
-    assert done.returncode == 7, done.stderr
-    assert done.stderr.startswith("error: tensorboard: its files cannot be written") and done.stderr.count("\n") == 1
+    assert done.stdout.split() == ["7"] * len(sizes), done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(sizes)
+    assert all(line.startswith("error: tensorboard: its files cannot be written") for line in lines)

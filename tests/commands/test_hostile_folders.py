@@ -124,7 +124,7 @@ def used(folder: Path, out: Path, text: Path, turn: int) -> int:
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_each_is_used_or_refused_in_a_line(sound: Path, tmp_path: Path, seed: int) -> None:
     draws = random.Random(seed)
-    count, worked, refused = (1000 if seed else 40), 0, 0
+    count, worked, refused = (1000 if seed else 20), 0, 0
     for turn in range(count):
         folder, out = tmp_path / "model", tmp_path / "out"
         shutil.copytree(sound / "model", folder)

@@ -128,7 +128,13 @@ def test_a_push_replaces_the_whole_model_and_nothing_else(
         ("hf://owner/gated", {}, 3, "hf://owner/gated: is gated: accept its terms"),
         ("hf://owner/empty", {}, 3, "hf://owner/empty: has no config.json"),
         (NAME, {"HF_HUB_OFFLINE": "1"}, 3, "the Hub cannot be reached; is HF_HUB_OFFLINE set?"),
-        (NAME, {"HF_ENDPOINT": "http://127.0.0.1:9"}, 3, "the Hub cannot be reached; is HF_HUB_OFFLINE set?"),
+        pytest.param(
+            NAME,
+            {"HF_ENDPOINT": "http://127.0.0.1:9"},
+            3,
+            "the Hub cannot be reached; is HF_HUB_OFFLINE set?",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_cannot_be_fetched_is_one_line(
@@ -151,7 +157,13 @@ def test_what_cannot_be_fetched_is_one_line(
         ([NAME], {"HF_TOKEN": "hf_wrong"}, 3, "the Hub answers 401: "),
         ([NAME], {"HF_TOKEN": STRANGER}, 3, "the Hub answers 403: you must use a write token"),
         (["hf://owner/name@v9"], {}, 3, "there is no such revision"),
-        ([NAME], {"HF_HUB_OFFLINE": "1"}, 3, "the Hub cannot be reached; is HF_HUB_OFFLINE set?"),
+        pytest.param(
+            [NAME],
+            {"HF_HUB_OFFLINE": "1"},
+            3,
+            "the Hub cannot be reached; is HF_HUB_OFFLINE set?",
+            marks=pytest.mark.slow,
+        ),
         ([NAME], {"HF_ENDPOINT": "http://127.0.0.1:9"}, 3, "the Hub cannot be reached"),
     ],
 )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from commands.forked import CommandServer
-from commands.inputs import TINY, newest, with_texts
+from commands.inputs import ONCE, TINY, newest, with_texts
 
 TRAIN = (
     "schema run update tokens train_loss eval_loss eval_bits_per_byte eval_weights tokens_per_s mfu peak_memory_bytes "
@@ -38,7 +38,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, server: CommandServer) -> Pa
     """A folder with a run that has come to its end."""
     folder = with_texts(tmp_path_factory.mktemp("json"))
     assert server.run(folder, "train", *TINY, "--out", "run", figures=0).code == 0
-    assert server.run(folder, "sweep", *TINY, "train.seed=0,1", "--out", "s", figures=0).code == 0
+    assert server.run(folder, "sweep", *ONCE, "train.seed=0,1", "--out", "s", figures=0).code == 0
     return folder
 
 

@@ -87,7 +87,7 @@ def test_every_command_takes_the_run_and_the_adapter(folder: Path, server: Comma
     done = server.run(folder, "plan", "model.init=base", "lora.rank=4", "data.sequence_length=32")
     assert done.code == 0 and "; adapters " in done.out, done.err
     done = server.run(
-        folder, "train", *over(OWN, "train.updates=3", "model.init=out/adapter", "train.keep=9"), "--out", "further"
+        folder, "train", *over(OWN, "train.updates=1", "model.init=out/adapter", "train.keep=9"), "--out", "further"
     )
     assert done.code == 0, done.err
     assert "rank = 4" in (folder / "further" / "config.toml").read_text()
@@ -183,12 +183,12 @@ def test_other_adapters_than_the_stored_ones_or_the_parents_are_refused(folder: 
     assert done.code == 2 and "but the adapter in out/adapter has 4" in done.err
     done = server.run(folder, "train", "--from", "run", "lora.rank=8", "--out", "refused")
     assert done.code == 2 and "--from goes on with the weights" in done.err
-    assert server.run(folder, "train", "--from", "run", "train.updates=2", "--out", "branch", figures=0).code == 0
+    assert server.run(folder, "train", "--from", "run", "train.updates=1", "--out", "branch", figures=0).code == 0
 
 
 def test_a_base_that_is_gone_or_another_one_is_refused_by_name(here: Path, server: CommandServer) -> None:
     write_base(here / "base")
-    assert server.run(here, "train", *LORA, "--out", "run", figures=0).code == 0
+    assert server.run(here, "train", *over(LORA, "train.updates=1"), "--out", "run", figures=0).code == 0
     shutil.rmtree(newest(here / "run"))
     lines = (here / "run" / "metrics.jsonl").read_text().splitlines(keepends=True)
     (here / "run" / "metrics.jsonl").write_text("".join(line for line in lines if '"summary"' not in line))
@@ -210,7 +210,7 @@ def test_a_base_that_is_gone_or_another_one_is_refused_by_name(here: Path, serve
 def test_an_adapter_beside_other_weights_of_the_same_shape_is_refused(here: Path, server: CommandServer) -> None:
     write_base(here / "base")
     write_base(here / "other", seed=1)
-    short = over(LORA, "train.updates=2")
+    short = over(LORA, "train.updates=1")
     assert server.run(here, "train", *short, "--out", "run", figures=0).code == 0
     assert server.run(here, "export", "run", "--to", "out").code == 0
     config = here / "out" / "adapter" / "adapter_config.json"
@@ -229,7 +229,9 @@ def test_an_adapter_beside_other_weights_of_the_same_shape_is_refused(here: Path
 def test_a_quantised_base_is_scored_as_it_was_trained_and_merged_into_the_folders(
     folder: Path, server: CommandServer
 ) -> None:
-    done = server.run(folder, "train", *LORA, "lora.base=nf4", "--out", "four", "--json", figures=0)
+    done = server.run(
+        folder, "train", *over(LORA, "train.updates=2"), "lora.base=nf4", "--out", "four", "--json", figures=0
+    )
     assert done.code == 0, done.err
     scored = server.run(folder, "evaluate", "four", "--json")
     loss = json.loads(done.out.splitlines()[-1])["eval_loss"]
@@ -263,7 +265,7 @@ def test_a_module_of_ones_own(here: Path, server: CommandServer) -> None:
         "    logits = model(batch['tokens']).flatten(0, 1)\n"
         "    return nn.functional.cross_entropy(logits, targets, reduction='sum'), (targets != -100).sum()\n"
     )
-    settings = over(OWN, "train.updates=4", "model.init=own.py:build", "lora.rank=2")
+    settings = over(OWN, "train.updates=2", "model.init=own.py:build", "lora.rank=2")
     done = server.run(here, "train", *settings, "--out", "run", "--json", figures=0)
     assert done.code == 0, done.err
     assert len(load_file(newest(here / "run") / "model.safetensors")) == 4

@@ -15,7 +15,7 @@ from commands.forked import CommandServer
 from commands.inputs import SLOW, TINY, newest, over, rows, sound, with_texts
 from monograph.config import load
 
-SHORT = over(TINY, "train.updates=60", "train.save_every=20", "optim.name=adamw", "optim.lr=1e-2", "train.seed=0,1")
+SHORT = over(TINY, "train.updates=40", "train.save_every=10", "optim.name=adamw", "optim.lr=1e-2", "train.seed=0,1")
 
 
 @pytest.fixture(scope="module")
@@ -79,14 +79,14 @@ def test_one_model_learns_from_the_members_and_is_an_ordinary_run(place: Path, s
     assert differing == {"train.seed"} and own.train.seed == 2
     record = json.loads((place / "s/distilled/teachers.json").read_text())
     assert [(each["member"], each["update"]) for each in record["teachers"]] == [
-        ("members/000", 60), ("members/001", 60),
+        ("members/000", 40), ("members/001", 40),
     ]  # fmt: skip
     done = server.run(place, "evaluate", "s/distilled", "--json")
     assert last(done.out)["bits_per_byte"] == pytest.approx(found["eval_bits_per_byte"], rel=1e-6)
     assert server.run(place, "generate", "s/distilled", "alpha ", "--max-tokens", "4").code == 0
     assert server.run(place, "export", "s/distilled", "--to", "hf").code == 0
     again = server.run(place, "train", "--resume", "s/distilled", figures=0)
-    assert again.code == 0 and "has already finished, after 60 updates" in again.err
+    assert again.code == 0 and "has already finished, after 40 updates" in again.err
     alone = server.run(place, "train", "--from", "s/distilled", "train.updates=3", "--out", "b", figures=0)
     assert alone.code == 0 and sound(place / "b") == 3, "without teachers"
     same = server.run(place, "sweep", "--out", "s", "--json", figures=0)
@@ -107,11 +107,11 @@ def test_killed_and_gone_on_with_is_uninterrupted(place: Path, server: CommandSe
         done = server.run(tmp_path, *again, figures=0)
         assert done.code == 0 and "resume    s/distilled from update" in done.err, done.err
         ours, whole = tmp_path / "s/distilled", place / "s/distilled"
-        assert newest(ours).name == "step-00000060"
+        assert newest(ours).name == "step-00000040"
         for name in ("model.safetensors", "optimizer.safetensors"):
             assert (newest(ours) / name).read_bytes() == (newest(whole) / name).read_bytes()
         kept = [[(row["update"], row["train_loss"], row["grad_norm"]) for row in rows(run)] for run in (ours, whole)]
-        assert kept[0] == kept[1] and len(kept[0]) == 60
+        assert kept[0] == kept[1] and len(kept[0]) == 40
 
 
 def test_a_teacher_that_is_gone_or_another_is_refused(unfinished: Path, server: CommandServer) -> None:
@@ -127,10 +127,10 @@ def test_a_teacher_that_is_gone_or_another_is_refused(unfinished: Path, server: 
     shutil.move(teacher, unfinished / "kept")
     way_out = "put it back, or go on without teachers in a new run, with --from s/distilled"
     said = refused()
-    assert "s/members/001/checkpoints/step-00000060, a teacher of s/distilled: " in said and said.endswith(way_out)
+    assert "s/members/001/checkpoints/step-00000040, a teacher of s/distilled: " in said and said.endswith(way_out)
     shutil.copytree(unfinished / "s/members/000/checkpoints", teacher)
     assert refused().endswith(
-        f"s/members/001/checkpoints/step-00000060, a teacher of s/distilled, has changed: {way_out}"
+        f"s/members/001/checkpoints/step-00000040, a teacher of s/distilled, has changed: {way_out}"
     )
     shutil.rmtree(teacher)
     shutil.move(unfinished / "kept", teacher)
@@ -146,7 +146,7 @@ def test_a_teacher_that_is_gone_or_another_is_refused(unfinished: Path, server: 
     streamed = server.run(unfinished, "train", "--resume", "s/distilled", "train.memory=stream", figures=0)
     assert streamed.code == 2 and "members, on one device: leave out train.memory = stream" in streamed.err
     done = server.run(unfinished, "train", "--resume", "s/distilled", figures=0)
-    assert done.code == 0 and sound(unfinished / "s/distilled") == 60, done.err
+    assert done.code == 0 and sound(unfinished / "s/distilled") == 40, done.err
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 
 import monograph as mono
 from commands.forked import CommandServer
-from commands.inputs import OWN, TINY, with_texts
+from commands.inputs import ONCE, OWN, TINY, over, with_texts
 from monograph import checkpointing
 
 NAMES = ("run", "last", "checkpoint", "last/checkpoint", "best", "best.checkpoint", "folder")
@@ -31,8 +31,8 @@ COMMANDS = {
         "--out",
         "out",
     ],
-    "train data.tokenizer": ["train", *TINY[:1], *TINY[2:], "data.tokenizer=NAME", "--out", "out"],
-    "train model.init": ["train", *OWN[:1], *OWN[2:], "model.init=NAME", "--out", "out"],
+    "train data.tokenizer": ["train", *ONCE[:1], *ONCE[2:], "data.tokenizer=NAME", "--out", "out"],
+    "train model.init": ["train", *OWN[:1], *over(OWN[2:], "train.updates=1"), "model.init=NAME", "--out", "out"],
 }
 BY_DAY = ("checkpoint",)
 BY_NIGHT = tuple(name for name in NAMES if name not in BY_DAY)
@@ -42,7 +42,7 @@ BY_NIGHT = tuple(name for name in NAMES if name not in BY_DAY)
 def begun(tmp_path_factory: pytest.TempPathFactory, server: CommandServer) -> dict[str, str]:
     """By what a model can be named, in the folder `here`."""
     here = with_texts(tmp_path_factory.mktemp("named"))
-    swept = server.run(here, "sweep", *TINY, "optim.lr=1e-3,2e-3", "--out", "runs/sweep", "--json", figures=0)
+    swept = server.run(here, "sweep", *ONCE, "optim.lr=1e-3,2e-3", "--out", "runs/sweep", "--json", figures=0)
     assert server.run(here, "train", *TINY, "--out", "runs/run", figures=0).code == 0
     assert server.run(here, "export", "last", "--to", "folder").code == 0
     best = json.loads(swept.out.splitlines()[-1])["best"]["checkpoint"]

@@ -104,7 +104,7 @@ REQUESTS = {
 
 
 # Traces of their models take seconds; the others say the same words by day.
-NIGHTLY = {"8B adapters, 24 GB", "70B adapters", "8B streamed", "30B-A3B adapters", "3B adapters, 8 GB"}
+NIGHTLY = {"0.5B, T4", "8B adapters, 24 GB", "70B adapters", "8B streamed", "30B-A3B adapters", "3B adapters, 8 GB"}
 
 
 @pytest.mark.parametrize(

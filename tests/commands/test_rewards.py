@@ -162,7 +162,13 @@ def test_what_is_refused(typed: list[str], code: int, part: str, here: Path, mon
 
 
 @pytest.mark.parametrize(
-    ("file", "fault"), [("nan.py", "nan"), ("text.py", "'1'"), ("large.py", "1e+300"), ("dies.py", "exit code 7")]
+    ("file", "fault"),
+    [
+        ("nan.py", "nan"),
+        ("text.py", "'1'"),
+        ("dies.py", "exit code 7"),
+        pytest.param("large.py", "1e+300", marks=pytest.mark.slow),
+    ],
 )
 def test_a_reward_that_is_no_number_names_its_record(
     file: str, fault: str, here: Path, monograph: CommandServer

@@ -70,7 +70,7 @@ def test_usr1_saves_and_goes_on(server: CommandServer, here: Path) -> None:
 
 def test_interrupted_before_it_trains(server: CommandServer, here: Path) -> None:
     (here / "slow.py").write_text(SLOW.replace("0.05", "0") + "\nimport os\nos.path.exists('go') or time.sleep(60)\n")
-    command = server.start(here, "train", *LONG, figures=0)
+    command = server.start(here, "train", *over(LONG, "train.updates=2"), figures=0)
     command.until(lambda: (here / "run/config.toml").exists())
     command.signal(signal.SIGINT)
     done = command.wait()
@@ -102,7 +102,7 @@ def test_a_folder_in_use(
 @pytest.mark.parametrize("file_bytes", [20_000, *(pytest.param(each, marks=pytest.mark.slow) for each in (2000, 400))])
 def test_a_full_disk_keeps_the_last_checkpoint(file_bytes: int, server: CommandServer, here: Path) -> None:
     """Files that may not grow: first the checkpoints, then metrics, then the settings do not fit."""
-    small = over(TINY, "train.updates=40", "train.keep=2", "model.intermediate_size=8")
+    small = over(TINY, "train.updates=12", "train.keep=2", "model.intermediate_size=8")
     limit = {"file_bytes": file_bytes}
     done = server.run(here, "train", *small, "--out", "run", figures=0, **limit)
     assert done.code == 7 and "Traceback" not in done.err, done.err
@@ -110,7 +110,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(file_bytes: int, server: CommandS
         assert server.run(here, "train", "--resume", "run", figures=0).code == 0
     else:
         assert server.run(here, "train", *small, "--out", "run", figures=0).code == 0
-    assert sound(here / "run") == 40
+    assert sound(here / "run") == 12
 
 
 def test_a_disk_that_fills_up_during_training(server: CommandServer, here: Path) -> None:

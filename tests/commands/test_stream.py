@@ -36,7 +36,7 @@ def trained(folder, monograph):
     def train(memory, precision):
         settings = over(DEEPER, f"train.precision={precision}", f"train.memory={memory}")
         out = ["--out", f"{memory}-{precision}", "--json"]
-        done = monograph.run(folder, "train", *settings, *out, figures=memory == "stream")
+        done = monograph.run(folder, "train", *settings, *out, page=int(memory == "stream"))
         assert done.code == 0, done.err
         return json.loads(done.out.splitlines()[-1])
 

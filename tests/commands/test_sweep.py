@@ -181,7 +181,9 @@ def test_killed_and_gone_on_with_is_uninterrupted(server: CommandServer, here: P
 
 
 def test_members_whose_checkpoints_are_gone_begin_anew_and_it_is_said(server: CommandServer, here: Path) -> None:
-    assert server.run(here, "sweep", *SHORT, "train.seed=0,1", "--out", "s", figures=0).code == 0
+    assert (
+        server.run(here, "sweep", *over(SHORT, "train.updates=2"), "train.seed=0,1", "--out", "s", figures=0).code == 0
+    )
     shutil.rmtree(here / "s/members/001/checkpoints")
     done = server.run(here, "sweep", "--out", "s", figures=0)
     assert done.code == 0 and "warning   no update of which every member has a sound checkpoint" in done.err, done.err
@@ -226,7 +228,7 @@ def test_a_member_that_diverges_is_named_and_touches_no_other(server: CommandSer
 
 def test_a_member_that_diverges_in_a_short_run_is_named_too(server: CommandServer, here: Path) -> None:
     """In less updates than are waited for in a long one, at once with others and alone."""
-    few = over(SHORT, "train.updates=12")
+    few = over(SHORT, "train.updates=6")
     done = server.run(here, "sweep", *few, "optim.lr=1e-2,1e30", "train.seed=0,1", "--out", "s", "--json", figures=0)
     assert done.code == 0, done.err
     found = result(done.out)
@@ -263,7 +265,7 @@ def test_compare_by_document_and_by_seed(place: Path, server: CommandServer) -> 
     expected = found["members"][4]["eval_bits_per_byte"] - found["members"][0]["eval_bits_per_byte"]
     assert each["difference"] == pytest.approx(expected, rel=1e-5)
     assert f"{runs[4]} is better" in done.out and "+0 % parameters" in done.out
-    muon = over(SHORT, "optim.name=muon", "train.updates=6")
+    muon = over(SHORT, "optim.name=muon", "train.updates=2")
     other = server.run(place, "sweep", *muon, "optim.lr=0.1", "train.seed=0,1", "--out", "m", figures=0)
     assert other.code == 0
     done = server.run(place, "compare", found["run"], "m", "--json")

@@ -40,7 +40,7 @@ CASES = {
         "ddp",
         "reward",
     ),
-    "pairs, ddp": (over(COMPARED, "train.micro_batch=1"), "ddp", "accuracy"),
+    "pairs, ddp": (over(COMPARED, "train.micro_batch=1", "train.updates=3"), "ddp", "accuracy"),
     "pairs, fsdp": (over(COMPARED, "optim.name=adamw"), "fsdp", "accuracy"),
     "adapters on nf4": (over(LORA, "lora.base=nf4", "train.updates=3"), "fsdp", "loss"),
     "streaming": (over(TINY, "train.memory=stream", "model.num_hidden_layers=3"), "ddp", "loss"),

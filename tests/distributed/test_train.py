@@ -26,14 +26,14 @@ LAUNCHED = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "WORLD_SIZE": "2"}
 def test_two_ranks_make_the_run_that_one_makes(server: CommandServer, tmp_path: Path) -> None:
     """One log, one JSON, and every other command takes the run as it takes any."""
     with_texts(tmp_path)
-    settings = over(TINY, "optim.name=adamw", "train.eval_every=3")
+    settings = over(TINY, "optim.name=adamw", "train.eval_every=2", "train.updates=4")
     assert server.run(tmp_path, "train", *settings, "--out", "alone", figures=0).code == 0
     first, second = ranks(server, tmp_path, 2, "train", *settings, "train.parallel=fsdp", "--out", "shared", "--json")
     assert first.code == second.code == 0, first.err + second.err
     [line] = (first.out + second.out).splitlines()
-    assert json.loads(line)["update"] == 8
+    assert json.loads(line)["update"] == 4
     alone, shared = rows(tmp_path / "alone"), rows(tmp_path / "shared")
-    assert [row["update"] for row in shared] == [*range(1, 9)]
+    assert [row["update"] for row in shared] == [*range(1, 5)]
     for one, other in zip(alone, shared, strict=True):
         assert one["train_loss"] == pytest.approx(other["train_loss"], rel=1e-6)
     for one, other in zip(*(rows(tmp_path / name, "eval_loss") for name in ("alone", "shared")), strict=True):
@@ -43,7 +43,7 @@ def test_two_ranks_make_the_run_that_one_makes(server: CommandServer, tmp_path: 
         done = server.run(tmp_path, *command, "shared", *(["alpha", "--max-tokens", "4"] * (command == ["generate"])))
         assert done.code == 0, done.err
     over_already = server.run(tmp_path, "train", "--resume", "shared")
-    assert over_already.code == 0 and "has already finished, after 8 updates" in over_already.err, over_already.err
+    assert over_already.code == 0 and "has already finished, after 4 updates" in over_already.err, over_already.err
 
 
 def test_stopped_ranks_save_and_the_run_goes_on_alone(server: CommandServer, tmp_path: Path) -> None:

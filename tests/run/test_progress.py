@@ -286,11 +286,18 @@ class Tty(io.StringIO):
         return True
 
 
+WIDTHS = (*range(1, 25), *range(25, 61, 5))
+SOME = (1, 2, 3, 4, 6, 9, 13, 18, 24, 45)
+
+
+@pytest.mark.parametrize("widths", [SOME, pytest.param(WIDTHS, marks=pytest.mark.slow)], ids=["some", "all"])
 @pytest.mark.parametrize("term", ["xterm", "dumb"])
-def test_a_terminal_of_any_size_is_drawn_on(term: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_of_any_size_is_drawn_on(
+    term: str, widths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TERM", term)
     table = ["lr   bits/byte " * 4, *("1e-3   2.500 " * 4 for _ in range(9))]
-    for width in (*range(1, 25), *range(25, 61, 5)):
+    for width in widths:
         for height in (1, 2, 5, 12):
             monkeypatch.setenv("COLUMNS", str(width))
             monkeypatch.setenv("LINES", str(height))

@@ -10,7 +10,7 @@ import pytest
 from laws.resumed import PREFERRED, REWARDED, SETTINGS, cut_back, fingerprint, resume, start, write_inputs
 from monograph.config import load
 from monograph.resident import Resident
-from monograph.session import brief, reporting
+from monograph.session import brief, reporting, warmup
 
 KINDS: dict[str, dict[str, Any]] = {"texts": SETTINGS, "preferences": PREFERRED, "rewards": REWARDED}
 
@@ -60,8 +60,9 @@ def test_a_brief_run_is_the_run_that_was_never_to_be_compiled() -> None:
 
 def test_a_short_text_ends_a_run_before_the_clock_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Resident, "capture", None)  # nothing may call it
+    monkeypatch.setattr(warmup, "calibrate", lambda session: 0.01)
     given = {key: value for key, value in settings_of("texts").items() if key != "train.updates"}
-    start("run", given | {"train.minutes": 10})
+    start("run", given | {"train.minutes": 10, "train.save_every": 1000})
     assert load(Path("run/config.toml"), {}, {}, recorded=True).train.compile == "none"
 
 

@@ -22,9 +22,10 @@ from monograph.errors import InputRefused, UsageError
 from monograph.graph.trial import Trial
 from monograph.loss import hidden_of
 from monograph.model.config import LlamaConfig
+from monograph.report.run_report import write_run_page
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
-from monograph.session import objectives
+from monograph.session import objectives, reporting
 from monograph.session.objective import HeldOutScore, Objective, Task, held_out_said
 from monograph.session.objectives.teachers import taught
 from monograph.session.objectives.texts import TextTask
@@ -150,6 +151,7 @@ class LogitTask(Task):
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(objectives, "OBJECTIVES", (LogitObjective(), *objectives.OBJECTIVES))
+    monkeypatch.setattr(reporting, "write_report", lambda *given: write_run_page(*given, ""))
     monkeypatch.chdir(tmp_path)
     tokens = torch.randint(97, 123, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
     logits = torch.full((ROWS, LENGTH, Tokenizer.bytes().vocab_size), ALIKE[1])

@@ -150,7 +150,7 @@ def test_each_kink_of_the_learning_rate_has_its_reason(
 def test_a_sample_makes_no_graphs_of_blocks() -> None:
     """A block's graph would be made anew for each layer's cache: two a layer, in the middle of the training."""
     tokenizer = Tokenizer.bytes()
-    engine = Resident(tiny_llama(num_hidden_layers=4, vocab_size=tokenizer.vocab_size, max_position_embeddings=64))
+    engine = Resident(tiny_llama(num_hidden_layers=2, vocab_size=tokenizer.vocab_size, max_position_embeddings=64))
     assert engine.capture(packed(6), "eager", "blocks") is None
     graphs = compat.captured_graphs()
     plan = SimpleNamespace(seed=0)

@@ -146,7 +146,7 @@ def test_a_run_that_goes_on_keeps_its_base(tmp_path: Path) -> None:
             branched(run, load(None, {key: value}, {}))
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("name", [pytest.param("adamw", marks=pytest.mark.slow), "muon"])
 def test_from_training_to_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tied model: the final gain starts at 1/m, and the folder is that of any Llama."""
     from transformers import AutoModelForCausalLM
