@@ -90,6 +90,7 @@ def test_what_the_theme_makes_has_names_and_the_keyboard_whenever_it_makes_it(tm
     later = "<nav class='md-code__nav'></nav><div class='md-typeset__scrollwrap'></div>"
     visitor.read(f'((document.querySelector("main").innerHTML = "{later}"), 1)')
     visitor.wait("document.querySelector('main nav').ariaLabel === 'Code block 2'")
-    assert visitor.read("[...document.querySelectorAll('.md-typeset__scrollwrap')].every(each => each.tabIndex === 0)")
+    wide = "[...document.querySelectorAll('.md-typeset__scrollwrap')]"
+    assert visitor.read(f"{wide}.every(each => each.tabIndex === 0)")
     visitor.close()
     assert "extra_javascript: [site.js]" in (ROOT / "mkdocs.yml").read_text()

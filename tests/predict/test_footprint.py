@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batches import tiny_llama
+from monograph.graph.lora import Lora
+from monograph.model.config import LlamaConfig
 from monograph.optim import AdamW, Muon
 from monograph.predict import footprint as footprint_module
 from monograph.predict.estimate import estimate_bytes
@@ -220,3 +222,11 @@ def test_on_a_gpu_query_key_and_value_are_one_product_and_attention_s_result_is_
     width, query, key_value = 96, 96, 48
     numbers = 4 * width + (query + key_value + query) + (query + 2 * key_value) + 3 * config.intermediate_size
     assert found[1] - found[0] == 8 * 64 * (2 * numbers + 4 * (2 + 6))
+
+
+@pytest.mark.parametrize("layers", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_search_counts_what_a_shallow_model_with_adapters_keeps_once(layers: int) -> None:
+    """Nothing is recomputed, so what the last block gives is stored, and only its gradients come beside it."""
+    config = LlamaConfig.preset("nano", vocab_size=1009)
+    work = Work(replace(config, num_hidden_layers=layers), 8, 128, AdamW(), lora=Lora(16))
+    assert estimate_bytes(work) == pytest.approx(footprint(work).peak_bytes, rel=0.15)

@@ -9,8 +9,10 @@ stored     = L times numbers per token and layer (`stored_numbers`), times bytes
              in a low precision and recomputes nothing also keeps its weights, rounded
 head       = gradient of the hidden states, plus the larger of: logits of a chunk, their gradient, the head's gradient,
              and the head's rounded weights (in fp32 the product of a chunk instead); the head's gradient twice. Where
-             products add gradients, the larger of: a chunk's logits and their gradient; one of them and the head's
-peak       = static + max(stored + head,  stored + one block's work,  new gradients where a graph returns them,
+             products add gradients, the larger of: a chunk's logits and their gradient; one of them and the head's.
+             A captured loss of a frozen head on a CPU takes a chunk's logits, in fp32, and writes their gradient there
+block      = what one block computes again, which is all that it does not store, and the gradients of its numbers
+peak       = static + max(stored + head,  stored + block,  new gradients where a graph returns them,
                           an update's intermediates: of the largest plane if eager, of Muon's planes if captured)
 """
 
@@ -296,11 +298,16 @@ def estimate_bytes(work: Work) -> int:
     kept = (stored_numbers(work, work.remat) + inner) * tokens + _rounded(work) * (work.remat == "none")
     stored = ON_THEIR_WAY * work.input_bytes if work.remat == "offload" else config.num_hidden_layers * kept * number
     dense = (4 + number) * _largest_weight(config) if lora and lora.base != "auto" else 0
-    block = stored_numbers(work, "none") * number * tokens + dense
+    # One block's values are recomputed, as far as they are not stored, and then their gradients come.
+    values = stored_numbers(work, "none") * number * tokens
+    there = stored_numbers(work, "full" if work.remat == "offload" else work.remat) * number * tokens
+    block = 2 * (values + dense) - there
     head = 0 if lora else config.vocab_size * config.hidden_size
     logits = tokens / chunk_count(tokens, config.vocab_size, work.device_type) * config.vocab_size
     if work.fused:  # eagerly, a chunk's logits are in fp32 twice while they become their gradient
         loss = max(logits * (2 * number if work.compile != "none" else 8 + number), logits * number + 4 * head)
+    elif not head and work.compile != "none" and work.device_type == "cpu":  # the gradient is written over the logits
+        loss = 4 * logits
     else:
         loss = max((logits + head) * (4 + number), 8 * head)
     loss += 2 * work.input_bytes
@@ -312,7 +319,7 @@ def estimate_bytes(work: Work) -> int:
         # New gradients that one graph returns; where products add them, those of the head alone.
         returned = trained if (work.compile == "whole" or lora) and not work.fused else head
         after = max(4 * returned, ORTHOGONAL_NUMBERS * number * stack)
-    return int(static + max(stored + max(loss, 2 * block), after))
+    return int(static + max(stored + max(loss, block), after))
 
 
 @functools.lru_cache(maxsize=64)
