@@ -31,7 +31,7 @@ from monograph.graph.experts import Router
 from monograph.graph.lora import Plain
 from monograph.model.families import FAMILIES
 from monograph.model.hub import load_model, save_model
-from monograph.model.layouts import Fused, Joined
+from monograph.model.layouts import FusedRule, JoinedRule
 from monograph.model.rope import cos_sin
 from monograph.model.scaling import FULL, LONG, SLIDING, LinearScaling, Llama3Scaling, LongScaling, Scaling, YarnScaling
 
@@ -172,7 +172,7 @@ def errors_of(model: mono.Llama, theirs: Any, tokens: Tensor) -> tuple[float, fl
     named, their_named = dict(model.named_parameters()), dict(theirs.named_parameters())
     found = dict(zip(named, gradients_of(logits, list(named.values())), strict=True))
     plain = (Plain(name, gradient.to("meta"), gradient.clone) for name, gradient in found.items())
-    in_memory = Fused(model.config.family.fused_experts == "columns").written(Joined(model.config).written(plain))
+    in_memory = FusedRule(model.config.family.fused_experts == "columns").written(JoinedRule(model.config).written(plain))
     mine = {tensor.name: tensor.read() for tensor in in_memory}
     gradients, expected = mine.values(), gradients_of(their_logits, [their_named[name] for name in mine])
     # Where every query sees one key only, the gradients of scores are zero, rounded by fp32's eps of all gradients.

@@ -7,14 +7,14 @@ import torch.nn.functional as F
 
 from monograph.graph.experts import Router
 from monograph.graph.lora import Plain
-from monograph.model.layouts import Fused, Joined
+from monograph.model.layouts import FusedRule, JoinedRule
 from monograph.model.scaling import FULL, LINEAR, SLIDING, LinearScaling, Llama3Scaling, LongScaling, YarnScaling
 
 
 def in_files(named, config):
     """Tensors by the decoder's names as transformers has them in memory."""
     plain = (Plain(name, tensor.detach().to("meta"), tensor.detach) for name, tensor in named.items())
-    tensors = Fused(config.family.fused_experts == "columns").written(Joined(config).written(plain))
+    tensors = FusedRule(config.family.fused_experts == "columns").written(JoinedRule(config).written(plain))
     return {tensor.name: tensor.read() for tensor in tensors}
 
 

@@ -27,7 +27,7 @@ from monograph.model.families import Norms
 from monograph.model.files import new_folder, nothing_beside
 from monograph.model.gguf_blocks import MIXTURES, chosen, quantize
 from monograph.model.gguf_words import add_words, modelfile
-from monograph.model.layouts import Joined
+from monograph.model.layouts import JoinedRule
 from monograph.model.llama import Llama
 from monograph.model.rope import inverse_frequencies
 from monograph.model.scaling import LINEAR, LinearScaling, Llama3Scaling, LongScaling, YarnScaling
@@ -271,7 +271,7 @@ def named(parameters: Iterable[Plain], config: LlamaConfig) -> Iterator[Plain]:
     its_own = config.family.others == LINEAR or config.family.sinks
     norms = _NORMS._replace(before_mlp=gguf_layers.POST_NORM) if its_own else _NORMS
     inner_names = _INNER | {own: name for own, name in zip(config.family.norms, norms, strict=True) if own}
-    for name, like, read in Joined(config).written(parameters):
+    for name, like, read in JoinedRule(config).written(parameters):
         module, _, suffix = name.rpartition(".")
         if suffix == "sinks":
             module = name

@@ -31,7 +31,7 @@ _FUSED = re.compile(r"(.+\.mlp\.experts\.)(gate_up|down)_proj(_bias|_blocks)?")
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
-class Rule(ABC):
+class FileRule(ABC):
     """A form in which files hold some of the decoder's tensors."""
 
     @abstractmethod
@@ -43,14 +43,14 @@ class Rule(ABC):
         """Return a file's tensors as the decoder's parameters; raises InputRefused if they have not this form."""
 
 
-def rules_of(config: LlamaConfig) -> list[Rule]:
+def rules_of(config: LlamaConfig) -> list[FileRule]:
     """Return the rules of a family's files, in the order in which they are followed in both directions."""
     family = config.family
-    rules: list[Rule] = [Joined(config)] if family.joined else []
+    rules: list[FileRule] = [JoinedRule(config)] if family.joined else []
     if family.fused_experts:
-        rules.append(Fused(columns=family.fused_experts == "columns"))
+        rules.append(FusedRule(columns=family.fused_experts == "columns"))
     if family.experts:  # transformers 5 reads and writes fused ones apart, too, if the model sees
-        rules.append(Apart(config))
+        rules.append(ApartRule(config))
     return rules
 
 
@@ -73,7 +73,7 @@ def in_decoder(stored: dict[str, Stored], config: LlamaConfig) -> dict[str, Stor
     return stored
 
 
-class Joined(Rule):
+class JoinedRule(FileRule):
     """Several of the decoder's tensors are one of a file's, one below another."""
 
     def __init__(self, config: LlamaConfig):
@@ -139,7 +139,7 @@ def _place(name: str) -> tuple[str, str, str]:
     return module.removesuffix(inner), inner, f".{kind}"
 
 
-class Fused(Rule):
+class FusedRule(FileRule):
     """All experts' matrices of a layer are two tensors of a file, of which one has gate and up."""
 
     def __init__(self, columns: bool):
@@ -263,7 +263,7 @@ def from_mxfp4(codes_and_scales: list[Tensor]) -> Tensor:
     return out
 
 
-class Apart(Rule):
+class ApartRule(FileRule):
     """Each expert's matrices are tensors of their own."""
 
     def __init__(self, config: LlamaConfig):

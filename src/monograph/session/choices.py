@@ -13,7 +13,7 @@ from monograph.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Choices:
+class Chosen:
     """What the settings of a run choose.
 
     Attributes:
@@ -52,7 +52,7 @@ class Choices:
         return text.format_map(vars(self))
 
 
-class Choice(NamedTuple):
+class Condition(NamedTuple):
     """One choice.
 
     Attributes:
@@ -62,7 +62,7 @@ class Choice(NamedTuple):
     """
 
     said: str
-    is_made: Callable[[Choices], bool]
+    is_made: Callable[[Chosen], bool]
     among: str = ""
 
     @property
@@ -71,7 +71,7 @@ class Choice(NamedTuple):
         return _filled(self.said, self)
 
 
-def _filled(text: str, *choices: Choice) -> str:
+def _filled(text: str, *choices: Condition) -> str:
     """Return a text of some choices in which a name in braces stands for all that can be chosen."""
     for choice in choices:
         for name in re.findall(r"{\w+}", choice.said):
@@ -82,8 +82,8 @@ def _filled(text: str, *choices: Choice) -> str:
 class Exclusion(NamedTuple):
     """Two choices that do not go together, and the line of their refusal, with names in braces for what was chosen."""
 
-    one: Choice
-    other: Choice
+    one: Condition
+    other: Condition
     refusal: str
 
     @property
@@ -92,12 +92,12 @@ class Exclusion(NamedTuple):
         return _filled(self.refusal, self.one, self.other)
 
 
-def without(chosen: Choice, other: Choice, instead: str) -> Exclusion:
+def without(chosen: Condition, other: Condition, instead: str) -> Exclusion:
     """Return the exclusion of another choice by one that stays; `instead` says what to do."""
     return Exclusion(chosen, other, f"{chosen.said} does not go with {other.said}: {instead}")
 
 
-def refuse_excluded(choices: Choices, exclusions: Iterable[Exclusion]) -> None:
+def refuse_excluded(choices: Chosen, exclusions: Iterable[Exclusion]) -> None:
     """Refuse the first pair of choices that exclude one another.
 
     Raises:
@@ -110,10 +110,10 @@ def refuse_excluded(choices: Choices, exclusions: Iterable[Exclusion]) -> None:
 
 # ── choices that several rules name ─────────────────────────────────────────────────────────────
 
-OF_CODE = Choice("model.init = {init}", lambda made: made.is_code, "FILE.py:FUNCTION")
-ADAPTED = Choice("lora.rank", lambda made: made.is_adapted)
-STREAMED = Choice("train.memory = stream", lambda made: made.memory == "stream")
-WHOLE = Choice("train.compile = whole", lambda made: made.compile == "whole")
-OFFLOADED = Choice("train.remat = offload", lambda made: made.remat == "offload")
-FP8 = Choice("train.precision = fp8", lambda made: made.precision == "fp8")
-NARROW = Choice("optim.master_weights = false", lambda made: not made.master_weights)
+OF_CODE = Condition("model.init = {init}", lambda made: made.is_code, "FILE.py:FUNCTION")
+ADAPTED = Condition("lora.rank", lambda made: made.is_adapted)
+STREAMED = Condition("train.memory = stream", lambda made: made.memory == "stream")
+WHOLE = Condition("train.compile = whole", lambda made: made.compile == "whole")
+OFFLOADED = Condition("train.remat = offload", lambda made: made.remat == "offload")
+FP8 = Condition("train.precision = fp8", lambda made: made.precision == "fp8")
+NARROW = Condition("optim.master_weights = false", lambda made: not made.master_weights)

@@ -17,11 +17,11 @@ from monograph.planner import defaults
 from monograph.run.recipe import Recipe, tokenizer_named
 from monograph.run.source import ModelSource
 from monograph.session.adapting import fixed_lora, lora_of, rates
-from monograph.session.job import AskedTransfer, Intervals, Job, Span
+from monograph.session.job import AskedLength, AskedTransfer, Intervals, Job
 from monograph.session.new_tokens import tokens_of
 from monograph.session.objective import Objective
 from monograph.session.objectives import opened
-from monograph.session.record import ORIGIN, Record
+from monograph.session.record import ORIGIN, ConfigRecord
 from monograph.session.recorded import own_copies
 from monograph.session.requirements import require_positions, require_targets
 from monograph.step import Clip
@@ -66,7 +66,7 @@ def job_of(settings: Settings, *, built: bool = True) -> Job:
     if optim.weight_decay != "auto":
         fields["weight_decay"] = optim.weight_decay
     job = Job(
-        record=Record(settings),
+        record=ConfigRecord(settings),
         objective=objective,
         source=source,
         recipe=recipe,
@@ -110,7 +110,7 @@ def job_of(settings: Settings, *, built: bool = True) -> Job:
     return job
 
 
-def _span(settings: Settings) -> Span:
+def _span(settings: Settings) -> AskedLength:
     """Return how long the run lasts; if only the whole time is limited, training may fill it."""
     train = settings.train
     whole = train.wall_minutes
@@ -118,7 +118,7 @@ def _span(settings: Settings) -> Span:
     is_timed = "train.minutes" in settings.origins
     if whole is not None and not is_timed:
         minutes = whole
-    return Span(train.updates or 0, train.tokens or 0, train.epochs, minutes, whole, is_timed)
+    return AskedLength(train.updates or 0, train.tokens or 0, train.epochs, minutes, whole, is_timed)
 
 
 def _intervals(settings: Settings) -> Intervals:

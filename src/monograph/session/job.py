@@ -17,8 +17,8 @@ from monograph.optim import Optimizer
 from monograph.predict.footprint import Compile
 from monograph.run.recipe import Recipe
 from monograph.run.source import ModelSource
-from monograph.session.new_tokens import Tokens
-from monograph.session.record import Record
+from monograph.session.new_tokens import TokenSource
+from monograph.session.record import ConfigRecord
 from monograph.step import Clip
 from monograph.transfer import WidthTransfer, narrowed
 
@@ -59,7 +59,7 @@ class AskedTransfer(NamedTuple):
             raise UsageError(f"{self.said}: {error}") from None
 
 
-class Span(NamedTuple):
+class AskedLength(NamedTuple):
     """How long a run lasts.
 
     Attributes:
@@ -117,13 +117,13 @@ class Job:
         memory: where weights live. Each of these four may be "auto", the planner's choice.
     """
 
-    record: Record
+    record: ConfigRecord
     objective: Objective
     source: ModelSource | None
     recipe: Recipe
     sizes_said: str
     reading: Mapping[str, Any]
-    tokens: Tokens
+    tokens: TokenSource
     lora: Lora | None
     transfer: AskedTransfer | None
     optim: Optimizer
@@ -135,7 +135,7 @@ class Job:
     asked_tokens: int
     tokens_per_update: int
     updates: int
-    span: Span
+    span: AskedLength
     intervals: Intervals
     keep: int
     precision: str

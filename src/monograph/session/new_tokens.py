@@ -55,7 +55,7 @@ class NewTokens(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenSource:
     """What decides which tokens are new to the model that a run begins from.
 
     Attributes:
@@ -143,7 +143,7 @@ class Tokens:
             )
 
 
-def tokens_of(settings: Settings, source: ModelSource | None, tokenizer: str, is_adapted: bool) -> Tokens:
+def tokens_of(settings: Settings, source: ModelSource | None, tokenizer: str, is_adapted: bool) -> TokenSource:
     """Return what the settings say of a run's tokens.
 
     Args:
@@ -154,7 +154,7 @@ def tokens_of(settings: Settings, source: ModelSource | None, tokenizer: str, is
     """
     listed = settings.lora.tokens
     texts = (listed,) if isinstance(listed, str) else listed
-    return Tokens(
+    return TokenSource(
         source=source,
         adapted=is_adapted or (source is not None and source.adapter is not None),
         tokenizer=tokenizer,

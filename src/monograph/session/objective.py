@@ -26,7 +26,7 @@ from monograph.predict.footprint import Judged
 from monograph.predict.roofline import Calibration
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
-from monograph.session.choices import Choice
+from monograph.session.choices import Condition
 from monograph.session.opening import Opening
 from monograph.session.plan import Plan
 from monograph.text.tokenizer import Tokenizer
@@ -131,7 +131,7 @@ class Objective(ABC):
 
     key: ClassVar[str] = ""
     section: ClassVar[str] = ""
-    excluded: ClassVar[tuple[tuple[Choice, str], ...]] = ()
+    excluded: ClassVar[tuple[tuple[Condition, str], ...]] = ()
     is_own_length: ClassVar[bool] = False
     answers_on_device: ClassVar[bool] = False
     finds_spikes: ClassVar[bool] = True

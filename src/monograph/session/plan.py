@@ -12,11 +12,11 @@ from monograph.predict.footprint import Training
 from monograph.run.recipe import Recipe
 from monograph.schedule import Schedule, constant, warmup_cosine, warmup_stable_decay
 from monograph.session.job import Job
-from monograph.session.record import Record
+from monograph.session.record import ConfigRecord
 from monograph.stream import Placement
 from monograph.transfer import WidthTransfer
 
-Choice = Literal["micro_batch", "compile", "remat", "memory"]
+OpenChoice = Literal["micro_batch", "compile", "remat", "memory"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Plan:
     """
 
     job: Job
-    record: Record
+    record: ConfigRecord
     recipe: Recipe
     reading: Mapping[str, Any]
     seed: int
@@ -60,7 +60,7 @@ class Plan:
     parallel: str
     gather_dtype: str
     memory: Literal["device", "stream"] = "device"
-    open: frozenset[Choice] = frozenset()
+    open: frozenset[OpenChoice] = frozenset()
     transfer: WidthTransfer | None = None
     expected: Candidate | None = None
     beside: Mapping[str, int] = field(default_factory=dict)

@@ -23,7 +23,7 @@ from monograph.run.folder import Follower, Run
 from monograph.run.progress import LABEL_WIDTH, Progress
 from monograph.run.run_index import parsed, wait_until_free
 from monograph.run.writing import discard
-from monograph.session.record import Record
+from monograph.session.record import ConfigRecord
 from monograph.session.recorded import run_settings
 from monograph.storage.reading import contents, exists, is_folder
 from monograph.terminal import shell_words
@@ -159,14 +159,14 @@ def folder_of(world: World, out: Path | None, resume: str | None) -> tuple[Run, 
     return (Run if world.leads else Follower)(Path(folder)), goes_on
 
 
-def agreed(world: World, record: Record) -> Record:
+def agreed(world: World, record: ConfigRecord) -> ConfigRecord:
     """Return rank 0's settings on all ranks."""
     if world.alone:
         return record
     settings = record.settings
     values, origins, vouched = world.agreed([settings.pinned(), dict(settings.origins), dict(settings.vouched)])
     checked = {key: check(key, value, origins[key], from_text=False) for key, value in values.items()}
-    return Record(build(checked, origins).vouching(vouched))
+    return ConfigRecord(build(checked, origins).vouching(vouched))
 
 
 @contextmanager

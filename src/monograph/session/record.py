@@ -13,7 +13,7 @@ ORIGIN = "plan"  # the origin of a value that is decided here
 
 
 @dataclass(frozen=True)
-class Record:
+class ConfigRecord:
     """What a run's config.toml says: decided values are noted in it, and nobody reads one from it.
 
     Attributes:
@@ -22,9 +22,9 @@ class Record:
 
     settings: Settings
 
-    def noted(self, values: Mapping[str, Any]) -> "Record":
+    def noted(self, values: Mapping[str, Any]) -> "ConfigRecord":
         """Return the record with decided values, by dotted key."""
-        return Record(self.settings.resolve(values, ORIGIN))
+        return ConfigRecord(self.settings.resolve(values, ORIGIN))
 
     @property
     def fingerprint(self) -> str:

@@ -26,8 +26,8 @@ from monograph.session.choices import (
     OFFLOADED,
     STREAMED,
     WHOLE,
-    Choice,
-    Choices,
+    Chosen,
+    Condition,
     Exclusion,
     refuse_excluded,
     without,
@@ -44,22 +44,24 @@ LEAST_BYTES = 2  # the least bytes of a parameter, its weight in 16 bits
 
 # ── what does not go together ───────────────────────────────────────────────────────────────────
 
-UNSHARDED = Choice("train.parallel = {parallel}", lambda made: not is_sharded(made.parallel), "none or ddp")
-SHARDED = Choice("train.parallel = {parallel}", lambda made: is_sharded(made.parallel), "fsdp or hsdp")
-SHARED = Choice("train.parallel = {parallel}", lambda made: made.parallel != "none", "ddp, fsdp or hsdp")
-HALVED = Choice("train.gather_dtype = bf16", lambda made: made.gather_dtype == "bf16")
-NOT_IN_BF16 = Choice(
+UNSHARDED = Condition("train.parallel = {parallel}", lambda made: not is_sharded(made.parallel), "none or ddp")
+SHARDED = Condition("train.parallel = {parallel}", lambda made: is_sharded(made.parallel), "fsdp or hsdp")
+SHARED = Condition("train.parallel = {parallel}", lambda made: made.parallel != "none", "ddp, fsdp or hsdp")
+HALVED = Condition("train.gather_dtype = bf16", lambda made: made.gather_dtype == "bf16")
+NOT_IN_BF16 = Condition(
     "train.precision = {precision}", lambda made: made.precision not in ("auto", "bf16"), "fp32, fp16 or fp8"
 )
-WITHOUT_BF16 = Choice("train.precision = {precision}", lambda made: made.precision in ("fp32", "fp16"), "fp32 or fp16")
-RANKED = Choice("lora.rank", lambda made: made.rank is not None)
-STATE = Choice("optim.state = {state}", lambda made: made.state != "bf16", "fp32 or 8bit")
-UNCLIPPED = Choice("optim.grad_clip = none", lambda made: made.grad_clip == "none")
-SKIPPING = Choice("optim.skip_spikes = true", lambda made: made.skip_spikes is True)
-CONSTANT = Choice("optim.schedule = constant", lambda made: made.schedule == "constant")
-FALLING = Choice("optim.min_lr_ratio", lambda made: made.min_lr_ratio is not None)
-UNTRANSFERRED = Choice("optim.transfer = none", lambda made: made.transfer == "none")
-BASED = Choice("optim.transfer_base", lambda made: made.transfer_base is not None)
+WITHOUT_BF16 = Condition(
+    "train.precision = {precision}", lambda made: made.precision in ("fp32", "fp16"), "fp32 or fp16"
+)
+RANKED = Condition("lora.rank", lambda made: made.rank is not None)
+STATE = Condition("optim.state = {state}", lambda made: made.state != "bf16", "fp32 or 8bit")
+UNCLIPPED = Condition("optim.grad_clip = none", lambda made: made.grad_clip == "none")
+SKIPPING = Condition("optim.skip_spikes = true", lambda made: made.skip_spikes is True)
+CONSTANT = Condition("optim.schedule = constant", lambda made: made.schedule == "constant")
+FALLING = Condition("optim.min_lr_ratio", lambda made: made.min_lr_ratio is not None)
+UNTRANSFERRED = Condition("optim.transfer = none", lambda made: made.transfer == "none")
+BASED = Condition("optim.transfer_base", lambda made: made.transfer_base is not None)
 
 _STAGED = "train.memory = stream brings one stage after another to the device: with it"
 _IN_BF16 = "optim.master_weights = false keeps the weights in bf16"
@@ -104,17 +106,17 @@ def exclusions() -> Iterator[Exclusion]:
 
 def excluded_by(objective: Objective) -> Iterator[Exclusion]:
     """Yield what does not go with an objective, which is taken as chosen."""
-    chosen = Choice(objective.key, lambda made: True)
+    chosen = Condition(objective.key, lambda made: True)
     for other, instead in objective.excluded:
         yield without(chosen, other, instead)
 
 
-def choices_of(settings: Settings) -> Choices:
+def choices_of(settings: Settings) -> Chosen:
     """Return what the settings choose, of what can exclude something else."""
     init = settings.model.init
     train = settings.train
     optim = settings.optim
-    return Choices(
+    return Chosen(
         init=init,
         is_code=code_named(init) is not None,
         rank=settings.lora.rank,

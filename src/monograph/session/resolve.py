@@ -21,8 +21,8 @@ from monograph.predict.roofline import Calibration
 from monograph.session.door import fresh_fields, job_of
 from monograph.session.job import Intervals, Job
 from monograph.session.new_tokens import NewTokens
-from monograph.session.plan import Choice, Length, Plan, Shape, is_sharded, sharing
-from monograph.session.record import Record
+from monograph.session.plan import Length, OpenChoice, Plan, Shape, is_sharded, sharing
+from monograph.session.record import ConfigRecord
 from monograph.session.requirements import require_room
 from monograph.storage.cache_dir import cache_root, calibration_file
 from monograph.text.tokenizer import parse
@@ -32,7 +32,7 @@ REMATS = ("none", "pointwise", 0.5, 0.25, "full", "offload")
 RANKING_FLOPS = 1e12  # any rate will do, since only the order of candidates of one precision matters
 
 
-def resolve(given: Settings | Record | Plan, machine: Device, *known: Shape | Length, built: bool = True) -> Plan:
+def resolve(given: Settings | ConfigRecord | Plan, machine: Device, *known: Shape | Length, built: bool = True) -> Plan:
     """Return the plan of a run, with every value decided whose inputs are known.
 
     Args:
@@ -46,7 +46,7 @@ def resolve(given: Settings | Record | Plan, machine: Device, *known: Shape | Le
         OutOfDeviceMemory: nothing fits according to the planner.
         UsageError: choices exclude one another.
     """
-    settings = given.settings if isinstance(given, Record) else given
+    settings = given.settings if isinstance(given, ConfigRecord) else given
     plan = settings if isinstance(settings, Plan) else _sized(job_of(settings, built=built), machine)
     for fact in known:
         plan = _fitted(plan, machine, fact) if isinstance(fact, Shape) else _lasting(plan, fact)
@@ -59,7 +59,7 @@ def resolve(given: Settings | Record | Plan, machine: Device, *known: Shape | Le
 def _sized(job: Job, machine: Device) -> Plan:
     length = int(job.reading["sequence_length"])
     window_rows = job.tokens_per_update // length
-    given: dict[Choice, Any] = {
+    given: dict[OpenChoice, Any] = {
         "micro_batch": job.micro_batch,
         "compile": job.compile,
         "remat": job.remat,

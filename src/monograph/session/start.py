@@ -25,7 +25,7 @@ from monograph.session.brief import expected_whole_s, updates_given, why_uncompi
 from monograph.session.objective import Task
 from monograph.session.objectives import open_task
 from monograph.session.plan import Plan
-from monograph.session.record import Record, write_config
+from monograph.session.record import ConfigRecord, write_config
 from monograph.session.reporting import Reporter
 from monograph.session.requirements import notes_on, require_possible
 from monograph.session.resolve import resolve
@@ -65,7 +65,7 @@ def open_run(
         started: when the program was started.
     """
     machine = describe()
-    record = ranks.agreed(world, Record(settings))
+    record = ranks.agreed(world, ConfigRecord(settings))
     require_possible(record.settings, machine)
     plan = resolve(record, machine)
     for line in notes_on(plan, machine):

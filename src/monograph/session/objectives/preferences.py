@@ -24,7 +24,7 @@ from monograph.report.quantities import counted
 from monograph.rl.pairs import PairRows, loss_for, read_pairs
 from monograph.rl.preferences import Preference, PreferenceLoss, preference
 from monograph.run.progress import Progress
-from monograph.session.choices import FP8, OF_CODE, STREAMED, Choice
+from monograph.session.choices import FP8, OF_CODE, STREAMED, Condition
 from monograph.session.objective import HeldOutScore, Objective, Opened, Windows, held_out_said
 from monograph.session.objectives.texts import RowsTask
 from monograph.session.plan import Plan
@@ -71,11 +71,11 @@ class Preferences(Objective):
         (STREAMED, "it is not built for streaming: leave it out"),
         (FP8, "it was not tried: take bf16"),
         (
-            Choice("train.tokens", lambda made: made.tokens is not None),
+            Condition("train.tokens", lambda made: made.tokens is not None),
             "pairs are counted, not tokens: give updates, epochs or minutes",
         ),
         (
-            Choice("data.packing = padded", lambda made: made.packing == "padded"),
+            Condition("data.packing = padded", lambda made: made.packing == "padded"),
             "the two answers of a pair share a row: leave it out",
         ),
     )

@@ -37,7 +37,7 @@ from monograph.run.models import load_with_tokenizer
 from monograph.run.progress import Progress
 from monograph.run.recipe import digest, run_named, shape_in
 from monograph.run.trust import is_all_trusted
-from monograph.session.choices import FP8, OF_CODE, STREAMED, Choice
+from monograph.session.choices import FP8, OF_CODE, STREAMED, Condition
 from monograph.session.objective import HeldOutScore, Objective, Opened, Task, Windows, held_out_said
 from monograph.session.opening import Opening, opening_of_prompt
 from monograph.session.plan import FP32_BYTES, Plan, is_sharded, sharing
@@ -93,11 +93,11 @@ class Rewards(Objective):
         (STREAMED, "answers are drawn on the device: leave it out"),
         (FP8, "answers are not drawn in fp8: take bf16"),
         (
-            Choice("train.tokens = {tokens}", lambda made: made.tokens is not None, "a number"),
+            Condition("train.tokens = {tokens}", lambda made: made.tokens is not None, "a number"),
             "answers have any length: give updates or minutes",
         ),
         (
-            Choice("optim.ema = {ema}", lambda made: made.ema != "none", "a number"),
+            Condition("optim.ema = {ema}", lambda made: made.ema != "none", "a number"),
             "answers are the weights' own: leave it out",
         ),
     )
