@@ -15,8 +15,9 @@ from monograph.text.tokenizer import Tokenizer
 
 def test_a_job_leaves_open_what_the_shape_or_the_device_decides_and_nothing_else() -> None:
     job = job_of(load(None, {}, {}))
-    assert {name for name, value in vars(job).items() if value == "auto"} == {"precision", "compile", "remat", "memory"}
-    assert not job.micro_batch and job.is_rate_open and job.is_decay_open and set(job.intervals) == {None}
+    is_open = {"precision", "micro_batch", "compile", "remat", "memory"}
+    assert {name for name, value in vars(job).items() if value == "auto"} == is_open
+    assert job.is_rate_open and job.is_decay_open and set(job.intervals) == {None}
     assert "auto" not in job.reading.values() and job.reading["tokenizer"] == "bpe"
     given = {"train.eval_every": 3, "optim.lr": 1e-3, "optim.weight_decay": 0.1, "train.tokens": 2**20}
     told = job_of(load(None, given, {}))
