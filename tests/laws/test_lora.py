@@ -261,11 +261,11 @@ OPTIMIZERS = {
 }  # fmt: skip
 
 
-# By day each optimizer has one base, and AdamW every one.
+# By day each optimizer has one base.
 @pytest.mark.parametrize(
     ("name", "base"),
     [
-        pytest.param(name, base, marks=() if place % 3 == at or name == "adamw" else pytest.mark.slow)
+        pytest.param(name, base, marks=() if place % 3 == at else pytest.mark.slow)
         for place, name in enumerate(OPTIMIZERS)
         for at, base in enumerate(BASES)
     ],

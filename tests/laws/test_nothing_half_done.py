@@ -22,7 +22,11 @@ pytestmark = [
 REFUSALS = {"DiskFull", "InputRefused", "NoValidCheckpoint", "RunInUse", "Unreadable", "UsageError"}
 ONLY_AT_NIGHT = {"train", "sweep"}  # which take long each time, and are made of what the others write, and saves
 NEVER_CUT = {"sweep", "stream", "train", "follow"}  # the first three are made of saves, the last one is made anew
-LIKE_OTHERS = {"export gguf", "export of adapters, hf"}  # by day the other format of a model, and of adapters
+LIKE_OTHERS = {
+    "export gguf",
+    "export of adapters, hf",
+    "export adapter",
+}  # by day one format of a model, one of adapters
 SAID = ("OSError: [Errno 5]", "OSError: [Errno 28]")  # which the command line says in one line, with exit code 7
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from batches import flat_gradient, tiny_llama
+from daily import pairwise
 from monograph.data.loss_mask import Row
 from monograph.evaluation import evaluate
 from monograph.graph.lora import Lora, adapt
@@ -245,8 +246,7 @@ def compared(precision: str, adapters: bool, captured: str = "") -> tuple[Reside
     return engine, rows
 
 
-@pytest.mark.parametrize("adapters", [False, True])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("precision", "adapters"), pairwise(["fp32", "bf16"], [False, True]))
 def test_the_first_loss_is_ln_2_to_the_bit(precision: str, adapters: bool) -> None:
     engine, rows = compared(precision, adapters)
     first = engine.evaluate(window(rows))
