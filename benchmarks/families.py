@@ -172,7 +172,9 @@ def errors_of(model: mono.Llama, theirs: Any, tokens: Tensor) -> tuple[float, fl
     named, their_named = dict(model.named_parameters()), dict(theirs.named_parameters())
     found = dict(zip(named, gradients_of(logits, list(named.values())), strict=True))
     plain = (Plain(name, gradient.to("meta"), gradient.clone) for name, gradient in found.items())
-    in_memory = FusedRule(model.config.family.fused_experts == "columns").written(JoinedRule(model.config).written(plain))
+    in_memory = FusedRule(model.config.family.fused_experts == "columns").written(
+        JoinedRule(model.config).written(plain)
+    )
     mine = {tensor.name: tensor.read() for tensor in in_memory}
     gradients, expected = mine.values(), gradients_of(their_logits, [their_named[name] for name in mine])
     # Where every query sees one key only, the gradients of scores are zero, rounded by fp32's eps of all gradients.
