@@ -208,8 +208,9 @@ def test_a_plan_knows_the_rows(here: Path, server: CommandServer) -> None:
         for settings in (LORA, [each for each in LORA if not each.startswith("data.tokenizer")])
     ]
     longer, plain = (plan["chosen"]["peak_memory_bytes"] for plan in plans)
-    # Two rows of the table, and as many trained: weight, gradient and two moments.
-    assert longer - plain == 2 * 32 * (4 + 16)
+    # Two rows of the table, as many trained (weight, gradient and two moments), and two logits of each token with their
+    # gradients.
+    assert longer - plain == 2 * 32 * (4 + 16) + 2 * 384 * (4 + 4)
     printed = ok(server, here, "plan", *LORA).out
     assert f"note     {SAID} and are trained with the adapters" in printed
 

@@ -228,5 +228,5 @@ def test_on_a_gpu_query_key_and_value_are_one_product_and_attention_s_result_is_
 def test_the_search_counts_what_a_shallow_model_with_adapters_keeps_once(layers: int) -> None:
     """Nothing is recomputed, so what the last block gives is stored, and only its gradients come beside it."""
     config = LlamaConfig.preset("nano", vocab_size=1009)
-    work = Work(replace(config, num_hidden_layers=layers), 8, 128, AdamW(), lora=Lora(16))
+    work = Work(replace(config, num_hidden_layers=layers), rows=8, length=128, optim=AdamW(), lora=Lora(16))
     assert estimate_bytes(work) == pytest.approx(footprint(work).peak_bytes, rel=0.15)

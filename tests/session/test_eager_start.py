@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from commands.forked import CommandServer
 from laws.resumed import LORA, MATCHED, OWN, PREFERRED, REWARDED, SETTINGS, write_inputs
@@ -99,12 +100,12 @@ def test_the_other_process_opens_a_run_whose_settings_are_all_that_is_written(
     given = with_records(load(None, by_clock | {"train.compile": "none", "train.minutes": 1}, {}))
     write_config(run, given.vouching(digests(given.programs)))
     with closing(session_of(by_clock).task) as task:
-        torch.save(next(task.windows(0, None, ())), "window.pt")
+        save_file({name: each.clone() for name, each in next(task.windows(0, None, ())).items()}, "window.safetensors")
     before = sorted(Path("run").iterdir())
     compiled = list[Any]()
     monkeypatch.setattr(eager_start, "compile_step", lambda session, window, progress: compiled.append(window))
     monkeypatch.setattr(Function, "start", lambda _: pytest.fail("the user's program was started"))
-    compile_run("run", "window.pt")
+    compile_run("run", "window.safetensors")
     assert sorted(Path("run").iterdir()) == before
     assert set(compiled[0]) >= {"tokens", "targets"}
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from monograph.device import Device, clock, compiler_obstacle, default_device, describe
 from monograph.loop import train
@@ -124,7 +125,8 @@ def _update_eagerly(session: Session, window: Batch, patient_s: float, progress:
     threads = torch.get_num_threads()
     spent_s = 0.0
     shown = tempfile.TemporaryDirectory()
-    torch.save(window, path := Path(shown.name, "window.pt"))
+    path = Path(shown.name, "window.safetensors")
+    save_file({name: tensor.clone() for name, tensor in window.items()}, path)
     compiler = python_aside(_CHILD, str(session.run.folder), str(path))
     torch.set_num_threads(max(1, threads - 1))  # the other process computes on one
     try:
@@ -180,4 +182,4 @@ def compile_run(folder: str, window: str) -> None:
     plan = resolve(run_settings(run), describe())
     with closing(plan.job.objective.open_unjudged(plan, progress)) as task:
         session = open_session(run, plan, task, default_device(), progress)
-        compile_step(session, torch.load(window, weights_only=True), progress)
+        compile_step(session, load_file(window), progress)
