@@ -108,15 +108,17 @@ def test_an_error_inside_is_not_covered_up() -> None:
 
 
 def test_peak_of_the_process_rises_and_can_start_again() -> None:
-    held = peak_memory_bytes(CPU)
     if not reset_peak_memory(CPU):
         pytest.skip("this system does not let a process reset its peak")
-    assert peak_memory_bytes(CPU) <= held
     low = peak_memory_bytes(CPU)
     with mmap.mmap(-1, 64 * MB) as block:  # a tensor may get pages that the process has kept
         for _ in range(64):
             block.write(bytes(MB))
-        assert peak_memory_bytes(CPU) >= low + 60 * MB
+    high = peak_memory_bytes(CPU)
+    assert high >= low + 60 * MB
+    reset_peak_memory(CPU)
+    # The process itself may have grown by a few pages meanwhile.
+    assert peak_memory_bytes(CPU) <= high - 60 * MB
 
 
 @pytest.mark.gpu
