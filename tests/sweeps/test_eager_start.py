@@ -52,7 +52,9 @@ def compiling_for(updates: int, monkeypatch: pytest.MonkeyPatch, end: object = 0
             raise KeyboardInterrupt
         return None if updates > 0 else end
 
-    monkeypatch.setattr(eager_start, "python_aside", lambda *_: SimpleNamespace(poll=poll, kill=lambda: None))
+    monkeypatch.setattr(
+        "monograph.session.eager_start.python_aside", lambda *_: SimpleNamespace(poll=poll, kill=lambda: None)
+    )
 
 
 def sweep(arguments: list[str], out: str, verify: int | None = None) -> int:

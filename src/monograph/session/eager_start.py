@@ -5,15 +5,14 @@ number of updates nobody can repeat anyway, trains on the other cores meanwhile.
 the run takes it from there and saves its first checkpoint, so that what is resumed has one kind of updates only.
 """
 
-import tempfile
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from monograph.device import Device, clock, compiler_obstacle, default_device, describe
 from monograph.loop import train
@@ -35,6 +34,7 @@ from monograph.session.session import Session
 from monograph.session.setup import open_session, repeatable
 from monograph.session.warmup import compile_step
 from monograph.storage.cache_dir import calibration_file, is_compiled, keep_compiled, mark_compiled, python_aside
+from monograph.storage.writing import temporary_folder, write_durably, writing
 
 MARK = "eager"  # the entry of metrics.jsonl by which the rows of such updates are known
 PROCESS_BYTES = 2**30  # of libraries, text and compiler, beside the tensors of a step
@@ -111,6 +111,27 @@ def patience_for(minutes: float, graphs: int = 1) -> float:
     return min(LONGEST_S, max(60 * minutes, graphs * (COMPILE_S + CACHED_S)))
 
 
+@contextmanager
+def compiling(script: str, *arguments: str) -> Iterator[Callable[[], bool]]:
+    """Have another process compile on one core while the block trains on the others; it ends with the block.
+
+    Args:
+        script: the program of the other process.
+        arguments: its arguments.
+
+    Yields:
+        A function that returns whether the other process is over.
+    """
+    threads = torch.get_num_threads()
+    compiler = python_aside(script, *arguments)
+    torch.set_num_threads(max(1, threads - 1))
+    try:
+        yield lambda: compiler.poll() is not None
+    finally:
+        compiler.kill()
+        torch.set_num_threads(threads)
+
+
 def _update_eagerly(session: Session, window: Batch, patient_s: float, progress: Progress) -> bool:
     """Update until the other process has compiled the step; return False if the run goes on without that.
 
@@ -122,37 +143,33 @@ def _update_eagerly(session: Session, window: Batch, patient_s: float, progress:
     engine.step.schedule = constant(resolve(plan, describe(), likely).warmup_updates)
     log = MetricsLog(session.run, every=1)
     began = clock()
-    threads = torch.get_num_threads()
     spent_s = 0.0
-    shown = tempfile.TemporaryDirectory()
-    path = Path(shown.name, "window.safetensors")
-    save_file({name: tensor.clone() for name, tensor in window.items()}, path)
-    compiler = python_aside(_CHILD, str(session.run.folder), str(path))
-    torch.set_num_threads(max(1, threads - 1))  # the other process computes on one
-    try:
-        with progress.stage("start", "training eagerly while the step compiles") as stage:
+    with temporary_folder() as folder:
+        path = folder / "window.safetensors"
+        with writing(folder):
+            write_durably(path, save({name: tensor.clone() for name, tensor in window.items()}))
+        with (
+            compiling(_CHILD, str(session.run.folder), str(path)) as is_over,
+            progress.stage("start", "training eagerly while the step compiles") as stage,
+        ):
             for update in train(engine, windows(session), max(1, most // 2)):
                 spent_s = clock() - began
                 log.add(update, {"wall_s": spent_s, MARK: True, **task.figures(session.batches)})
                 session.account(update.index + 1, **{MARK: True})
                 stage.report("update", update.index + 1)
-                if session.can_save and (compiler.poll() is not None or spent_s > patient_s):
+                if session.can_save and (is_over() or spent_s > patient_s):
                     break
-            if compiler.poll() is None:
+            if not is_over():
                 stage.report("waiting for the compiler after update", engine.index)
-            while compiler.poll() is None and clock() - began < patient_s:  # a short text is read often enough before
+            while not is_over() and clock() - began < patient_s:  # a short text is read often enough before
                 time.sleep(0.1)
-            is_over = compiler.poll() is not None
+            is_compiled_now = is_over()
             stage.result = f"{counted(engine.index, 'update')}, loss {log.last['train_loss']:.2f}"
-    finally:
-        compiler.kill()
-        shown.cleanup()
-        torch.set_num_threads(threads)
     # They count as an earlier process's, which adds its seconds to the time that the settings allow.
     session.elapsed_s = spent_s
     session.started_s = session.started_s + spent_s
     session.training_since_s = clock()
-    return is_over or patient_s >= LONGEST_S
+    return is_compiled_now or patient_s >= LONGEST_S
 
 
 def _likely_updates(session: Session) -> int:

@@ -10,8 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
-import torch
-
 from monograph.device import clock
 from monograph.ensemble import Ensemble
 from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
@@ -24,11 +22,11 @@ from monograph.run.progress import Progress
 from monograph.run.recorded_state import MOST
 from monograph.schedule import constant
 from monograph.session.brief import compiled_key
-from monograph.session.eager_start import LONGEST_S, MARK, PROCESS_BYTES, has_spare_core, patience_for
+from monograph.session.eager_start import LONGEST_S, MARK, PROCESS_BYTES, compiling, has_spare_core, patience_for
 from monograph.session.plan import Length
 from monograph.session.resolve import resolve
 from monograph.session.setup import BuiltRun
-from monograph.storage.cache_dir import is_compiled, mark_compiled, python_aside
+from monograph.storage.cache_dir import is_compiled, mark_compiled
 from monograph.sweeps.batch import MemberBatch, begin_run, engine_of, models_of, of_length, opened, set_schedules
 from monograph.sweeps.concurrency import Timing, first_window, several
 from monograph.sweeps.folder import Sweep
@@ -157,29 +155,25 @@ def _train(start: EagerStart, sweep: Sweep, timings: Sequence[Timing], progress:
         plans = [resolve(built.plan, timings[0].machine, Length(start.length)) for built in built_runs]
         set_schedules(batch.engine, [constant(plan.warmup_updates) for plan in plans])
     logs = [MetricsLogs([session.run for session in batch.sessions], every=1) for batch in batches]
-    threads = torch.get_num_threads()
     began = clock()
     patient_s = patience_for(timings[0].group.plan.minutes, len(timings))
-    compiler = python_aside(_CHILD, str(sweep.run.folder))
-    torch.set_num_threads(max(1, threads - 1))  # the other process computes on one
-    try:
-        with progress.stage("start", "training eagerly while the graphs compile") as stage:
-            for updates in zip(*(train(batch.engine, batch.windows) for batch in batches), strict=True):
-                spent_s = clock() - began
-                for log, update in zip(logs, updates, strict=True):
-                    log.add(update, {"wall_s": spent_s, MARK: True})
-                start.updates = updates[0].index + 1
-                stage.report("update", start.updates)
-                if compiler.poll() is not None or spent_s > patient_s or start.updates >= max(1, most // 2):
-                    break
-            while compiler.poll() is None and clock() - began < patient_s:  # a short text is read often enough before
-                time.sleep(0.1)
-            is_over = compiler.poll() is not None
-            stage.result = f"{counted(start.updates, 'update')} of each member"
-    finally:
-        compiler.kill()
-        torch.set_num_threads(threads)
-    if not is_over and patient_s < LONGEST_S:
+    with (
+        compiling(_CHILD, str(sweep.run.folder)) as is_over,
+        progress.stage("start", "training eagerly while the graphs compile") as stage,
+    ):
+        for updates in zip(*(train(batch.engine, batch.windows) for batch in batches), strict=True):
+            spent_s = clock() - began
+            for log, update in zip(logs, updates, strict=True):
+                log.add(update, {"wall_s": spent_s, MARK: True})
+            start.updates = updates[0].index + 1
+            stage.report("update", start.updates)
+            if is_over() or spent_s > patient_s or start.updates >= max(1, most // 2):
+                break
+        while not is_over() and clock() - began < patient_s:  # a short text is read often enough before
+            time.sleep(0.1)
+        is_compiled_now = is_over()
+        stage.result = f"{counted(start.updates, 'update')} of each member"
+    if not is_compiled_now and patient_s < LONGEST_S:
         start.leave_uncompiled(timings)
         progress.line("eager", f"training without compiling: the compiler was not ready in {duration(patient_s)}")
 
