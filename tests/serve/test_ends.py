@@ -20,6 +20,7 @@ import pytest
 from clocks import HANG_S
 from monograph.decode.generator import Generator
 from monograph.serve import command, service
+from monograph.serve.owner import Gone, Owner
 from monograph.serve.versions import Version
 from monograph.text.tokenizer import Tokenizer
 from served import Given, Served, small
@@ -64,6 +65,24 @@ def test_if_the_models_thread_raises_all_are_told_at_once() -> None:
             assert last["message"] == "the model's thread has ended: the server is going down"
         assert time.monotonic() - began < 10
         assert str(served.service.crashed) == "of /secret/path" and served.server.should_exit
+
+
+def test_who_is_refused_by_an_owner_that_has_raised_finds_why() -> None:
+    """What it raised is known to the loop before the loop sees that it has ended."""
+
+    async def crash() -> None:
+        why = list[Exception]()
+        owner = Owner(1, why.append)
+        owner._ask(raising)
+        owner._thread.join()  # the loop has not heard of it
+        owner._ask(lambda: None)
+        assert not why
+        await asyncio.sleep(0)
+        assert why
+        with pytest.raises(Gone):
+            owner._ask(lambda: None)
+
+    asyncio.run(crash())
 
 
 class Slow(Given):

@@ -236,6 +236,11 @@ class Owner:
             raise Gone from self._ended
         self._asked.put(call)
 
+    def _crash(self, error: Exception) -> None:
+        # Both in the loop's thread: who is told that the owner is gone finds why.
+        self._ended = error
+        self._crashed(error)
+
     # ── in the thread ─────────────────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
@@ -246,8 +251,7 @@ class Owner:
         except Gone as gone:
             self._ended = gone
         except Exception as error:  # it is told, and nothing goes on as if it had not happened
-            self._ended = error
-            self._tell(self._crashed, error)
+            self._tell(self._crash, error)
 
     def _go_on(self) -> None:
         if self._ending:
