@@ -194,7 +194,7 @@ def keys() -> str:
     """Return a heading and a table for each section: its keys, their meaning, the values they take and the default."""
     lines: list[str] = []
     for name, section in SECTIONS.items():
-        lines += [f"### [{name}]", "", str(section.__doc__), ""]
+        lines += [f"### [{name}]", "", section.about(), ""]
         lines += ["| key | meaning | values | default |", "|---|---|---|---|"]
         for key in section.model_fields:
             said = described(f"{name}.{key}")

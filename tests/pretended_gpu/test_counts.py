@@ -1,4 +1,4 @@
-"""Run: python tests/pretended_gpu/environment.py run 90 python -m pytest tests/pretended_gpu/test_counts.py
+"""Run: make gpu-less ARGS=tests/pretended_gpu/test_counts.py
 
 What a small model's micro-step and update launch, and the bytes that their kernels move, do not grow unseen. In a
 process of its own, since counting changes how Inductor writes kernels.

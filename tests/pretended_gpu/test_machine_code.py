@@ -1,4 +1,4 @@
-"""Run: python tests/pretended_gpu/environment.py run 90 python -m pytest tests/pretended_gpu/test_machine_code.py
+"""Run: make gpu-less ARGS=tests/pretended_gpu/test_machine_code.py
 
 Every way to train and decode compiles down to this card's machine code (`benchmarks/machine_code.py`): steps are
 captured, the host waits for nothing that it need not, and kernels spill no more than their kind must. In a process of

@@ -73,7 +73,7 @@ def _tables(keys: tuple[str, ...], width: int) -> Iterator[str]:
         yield ""
         yield f"[{section}]"
         if len(own) == len(fields.model_fields):
-            yield from textwrap.wrap(str(fields.__doc__), width)
+            yield from textwrap.wrap(fields.about(), width)
         for key in own:
             yield f"  {key}   (default: {_default(key)})"
             yield from _indented(described(key).meaning, width, 6)

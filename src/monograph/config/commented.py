@@ -32,7 +32,7 @@ def _lines(settings: Settings) -> Iterator[str]:
     for name, section in SECTIONS.items():
         yield ""
         yield f"[{name}]"
-        yield from _text(section.__doc__ or "")
+        yield from _text(section.about())
         for field in section.model_fields:
             key = f"{name}.{field}"
             said = described(key)

@@ -152,6 +152,11 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+    @classmethod
+    def about(cls) -> str:
+        """Return what the section is about, its docstring, in one line."""
+        return " ".join((cls.__doc__ or "").split())
+
 
 _SIZE = f"a whole number above 0, at most {MOST_SIZE}"
 _WHOLE = "a whole number above 0, at most 1e15"

@@ -4,7 +4,7 @@ Shapes: M rows (all leading dimensions), K inputs, N outputs.
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,8 @@ def use(module: nn.Module, weights: Iterable[str]) -> list[str]:
         raise UsageError("fp8 scales each weight by itself: unfuse_siblings(model) first, or take bf16")
     layers = {name: module.get_submodule(name.rpartition(".")[0]) for name in weights if name.endswith(".weight")}
     linear = {name: layer for name, layer in layers.items() if type(layer).forward is nn.Linear.forward}
-    odd = [name for name, layer in linear.items() if any(side % MULTIPLE for side in layer.weight.shape)]  # type: ignore[union-attr]
+    shapes = {name: cast(nn.Linear, layer).weight.shape for name, layer in linear.items()}
+    odd = [name for name, shape in shapes.items() if any(side % MULTIPLE for side in shape)]
     if len(odd) == len(linear):
         raise UsageError(
             f"fp8 finds no linear layer inside a block with sides that are multiples of {MULTIPLE}: use bf16"

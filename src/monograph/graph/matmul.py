@@ -8,7 +8,7 @@ Shapes: B products at once, N rows, K summed, M columns.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import c_long, c_void_p
 from pathlib import Path
 from typing import Any
@@ -138,8 +138,9 @@ def rewrite(graph: torch.fx.Graph) -> None:
 def _turn(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     """Replace (L R)^T by R^T L^T, which is contiguous: under vmap, gradients of weights come transposed."""
     product, order = node.args
-    assert isinstance(product, torch.fx.Node)
-    if product.target is not torch.ops.aten.bmm.default or len(product.users) > 1 or list(order) != [0, 2, 1]:  # type: ignore[arg-type, call-overload]
+    assert isinstance(product, torch.fx.Node) and isinstance(order, Sequence)
+    is_bmm = product.target is torch.ops.aten.bmm.default
+    if not is_bmm or len(product.users) > 1 or list(order) != [0, 2, 1]:
         return
     # Every new node needs its `val`, from which shapes, dtypes and devices are read.
     turned = []

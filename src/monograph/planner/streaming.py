@@ -155,7 +155,9 @@ def ways(request: Request, device: Device) -> Iterator[StreamWay]:
     sizes = request.micro_batches
     scope: Compile = "none" if request.scopes == ("none",) else "blocks"
     remats = [remat_of for remat_of in request.remats if remat_of != "offload"] or ["none"]
-    whens: list[When] = ["next forward", "sweep", *(["backward"] if request.training.clip is None else [])]  # type: ignore[list-item]
+    whens: list[When] = ["next forward", "sweep"]
+    if request.training.clip is None:
+        whens.append("backward")
     updates: list[tuple[When, Where]] = [(when, "device") for when in whens]
     # On the host a sweep equals updating before the next forward pass, and only an update element by element of exact
     # moments is limited by the memory's speed there.
