@@ -1,4 +1,5 @@
-"""Makes `.venv` with the tested packages, saying what it does; `make train` and `make test` call it.
+"""Makes `.venv` with the tested packages, saying what it does; `make train` and `make test` call
+it.
 
 Instant when nothing changed. Standard library only, since nothing is installed yet.
 
@@ -34,11 +35,17 @@ WIDTH = 74
 def main() -> int:
     """Returns the exit code: 0 ready, 1 an installation failed, 2 this Python cannot be used."""
     if importlib.util.find_spec("ensurepip") is None:
-        say("this Python cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv")
+        say(
+            "this Python cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv"
+        )
         return 2
     extra = "dev" if "dev" in sys.argv[1:] else ""
     wanted, have = fingerprint(), stamp()
-    if have.get("fingerprint") == wanted and have.get("extra") in (extra, "dev") and made_by_this_python():
+    if (
+        have.get("fingerprint") == wanted
+        and have.get("extra") in (extra, "dev")
+        and made_by_this_python()
+    ):
         return 0
     install(extra)
     # Written last, so that an interrupted setup simply runs again.
@@ -56,7 +63,8 @@ def install(extra: str) -> None:
             emptied(VENV)
             step.doing = "making the environment"
             step.run([sys.executable, "-m", "venv", str(VENV)])
-        # A recent pip, because only that one tells a program that reads its output how far a download is.
+        # A recent pip, because only that one tells a program that reads its output how far a
+        # download is.
         step.run([*pip, "pip"])
     pip += ["--progress-bar", "raw"]
     with Step("torch") as step:
@@ -64,13 +72,26 @@ def install(extra: str) -> None:
         step.title = torch_build(step)
     with Step("the rest of constraints.txt") as step:
         # torch brought setuptools, which is all that building this project takes.
-        step.run([*pip, "--no-build-isolation", "--editable", ".[dev]" if extra else ".[serve,gguf,tensorboard]"])
+        step.run(
+            [
+                *pip,
+                "--no-build-isolation",
+                "--editable",
+                ".[dev]" if extra else ".[serve,gguf,tensorboard]",
+            ]
+        )
         more = len(step.installed) - 1
-        step.title = f"{more} more from constraints.txt, and monograph itself" if more > 0 else "monograph itself"
+        step.title = (
+            f"{more} more from constraints.txt, and monograph itself"
+            if more > 0
+            else "monograph itself"
+        )
 
 
 def emptied(folder: Path) -> None:
-    """Makes or empties a folder. `venv --clear` would empty it too, but with the log that it is writing to."""
+    """Makes or empties a folder. `venv --clear` would empty it too, but with the log that it is
+    writing to.
+    """
     folder.mkdir(exist_ok=True)
     for old in folder.iterdir():
         if old.is_dir() and not old.is_symlink():
@@ -82,7 +103,9 @@ def emptied(folder: Path) -> None:
 def made_by_this_python() -> bool:
     """Whether `.venv` is there, and of the same Python as this one."""
     settings = VENV / "pyvenv.cfg"
-    return PYTHON.exists() and settings.exists() and platform.python_version() in settings.read_text()
+    return (
+        PYTHON.exists() and settings.exists() and platform.python_version() in settings.read_text()
+    )
 
 
 def torch_build(step: Step) -> str:
@@ -98,7 +121,9 @@ def torch_build(step: Step) -> str:
 
 
 class Step:
-    """One line of the transcript: a title, dots, seconds; while it runs, what pip is doing and how far it is."""
+    """One line of the transcript: a title, dots, seconds; while it runs, what pip is doing and how
+    far it is.
+    """
 
     def __init__(self, title: str) -> None:
         self.title = title
@@ -141,7 +166,9 @@ class Step:
         if process.wait():
             say(f"{self.title}: failed")
             sys.stderr.write("".join(tail))
-            unreached = re.search(r"(?i)connection|timed out|name resolution|max retries", "".join(tail))
+            unreached = re.search(
+                r"(?i)connection|timed out|name resolution|max retries", "".join(tail)
+            )
             guess = "Is there a network? " if unreached else ""
             say(f"all that was said: .venv/{LOG.name}. {guess}The same command goes on from here")
             raise SystemExit(1)
@@ -151,7 +178,9 @@ class Step:
         if match := re.match(r"Progress (\d+) of (\d+)", line):
             percent = 100 * int(match[1]) // max(1, int(match[2]))
             self.doing = re.sub(r"(, \d+ %)?$", f", {percent} %", self.doing, count=1)
-        elif match := re.match(r"\s*(?:Downloading|Using cached) (\S+?-\d[^-]*)-\S+ \(([^)]*)\)", line):
+        elif match := re.match(
+            r"\s*(?:Downloading|Using cached) (\S+?-\d[^-]*)-\S+ \(([^)]*)\)", line
+        ):
             self.doing = f"downloading {match[1]}, {match[2]}"
             self.fetched(match[2])
             if match[1].startswith("torch-"):
@@ -160,8 +189,14 @@ class Step:
             self.collecting(Path(match[2]))
         elif line.startswith("Installing collected packages: "):
             number = line.count(",") + 1
-            size = f"{self.megabytes / 1e3:.1f} GB" if self.megabytes >= 1e3 else f"{self.megabytes:.0f} MB"
-            self.doing = f"installing {number} package{'' if number == 1 else 's'}, {size} to unpack"
+            size = (
+                f"{self.megabytes / 1e3:.1f} GB"
+                if self.megabytes >= 1e3
+                else f"{self.megabytes:.0f} MB"
+            )
+            self.doing = (
+                f"installing {number} package{'' if number == 1 else 's'}, {size} to unpack"
+            )
         elif line.startswith("Successfully installed "):
             self.installed += line.split()[2:]
 
@@ -175,7 +210,9 @@ class Step:
         if package.name.startswith(("nvidia-", "cuda-")) and "CUDA" not in self.title:
             self.title = "torch, CUDA build"
             if not nvidia():
-                say("torch comes as its CUDA build (several GB; it also runs on a CPU): this index has no other")
+                say(
+                    "torch comes as its CUDA build (several GB; it also runs on a CPU): this index has no other"
+                )
         elif package.name.startswith("torch-") and package.is_file():
             self.torch_size = f", {package.stat().st_size / 1e6:.0f} MB"
         if package.is_file():
@@ -215,7 +252,10 @@ def next_line(lines: queue.Queue[str | None]) -> str | None:
 def fingerprint() -> str:
     """Changes when a pin, a dependency, the interpreter, the folder or this file changes."""
     parts = [f"{ROOT} {sys.version}".encode()]
-    parts += [(ROOT / name).read_bytes() for name in ("pyproject.toml", "constraints.txt", "setup_venv.py")]
+    parts += [
+        (ROOT / name).read_bytes()
+        for name in ("pyproject.toml", "constraints.txt", "setup_venv.py")
+    ]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 

@@ -1,6 +1,8 @@
-"""Compare accumulated gradients with the large batch's: of Monograph's step, and of averaging micro-batches' means.
+"""Compare accumulated gradients with the large batch's: of Monograph's step, and of averaging
+micro-batches' means.
 
-One update of 16 rows of random tokens padded to 64, cut into micro-batches of several sizes; on a CPU.
+One update of 16 rows of random tokens padded to 64, cut into micro-batches of several sizes; on a
+CPU.
 """
 
 from __future__ import annotations
@@ -30,7 +32,12 @@ def main() -> None:
 
 def table(rows: list[dict[str, float]]) -> str:
     """Return the errors as a Markdown table."""
-    names = ["rows per micro-batch", "sum over count, fp32", "sum over count, fp64", "mean of means"]
+    names = [
+        "rows per micro-batch",
+        "sum over count, fp32",
+        "sum over count, fp64",
+        "mean of means",
+    ]
     lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for row in rows:
         errors = [f"{row['fp32']:.0e}", f"{row['fp64']:.0e}", f"{100 * row['mean_of_means']:.0f} %"]
@@ -39,9 +46,13 @@ def table(rows: list[dict[str, float]]) -> str:
 
 
 def measured(size: int) -> dict[str, float]:
-    """Return the relative errors of an update's gradient against the whole batch's, in micro-batches of `size` rows."""
+    """Return the relative errors of an update's gradient against the whole batch's, in
+    micro-batches of `size` rows.
+    """
     batch = ragged()
-    parts = [{name: tensor[i : i + size] for name, tensor in batch.items()} for i in range(0, ROWS, size)]
+    parts = [
+        {name: tensor[i : i + size] for name, tensor in batch.items()} for i in range(0, ROWS, size)
+    ]
     errors: dict[str, float] = {"micro_batch": size}
     for name, dtype in (("fp32", torch.float32), ("fp64", torch.float64)):
         step = mono.Step(model(dtype))
@@ -61,9 +72,13 @@ def model(dtype: torch.dtype) -> nn.Module:
 
 
 def ragged() -> dict[str, Tensor]:
-    """Return padded rows of random tokens, with lengths spread evenly from one target to a full row."""
+    """Return padded rows of random tokens, with lengths spread evenly from one target to a full
+    row.
+    """
     generator = torch.Generator().manual_seed(0)
-    tokens, targets = (torch.randint(VOCABULARY, (ROWS, LENGTH), generator=generator) for _ in range(2))
+    tokens, targets = (
+        torch.randint(VOCABULARY, (ROWS, LENGTH), generator=generator) for _ in range(2)
+    )
     lengths = torch.randint(1, LENGTH + 1, (ROWS,), generator=generator)
     targets[torch.arange(LENGTH) >= lengths[:, None]] = -100
     return {"tokens": tokens, "targets": targets}
@@ -73,7 +88,9 @@ def mean_gradient(module: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Return the gradient of the batch's mean cross-entropy on dense logits, as one flat vector."""
     logits = module.logits(module(batch["tokens"])).flatten(0, 1)
     loss = nn.functional.cross_entropy(logits, batch["targets"].flatten(), ignore_index=-100)
-    return torch.cat([gradient.flatten() for gradient in torch.autograd.grad(loss, list(module.parameters()))])
+    return torch.cat(
+        [gradient.flatten() for gradient in torch.autograd.grad(loss, list(module.parameters()))]
+    )
 
 
 def flat_gradient(module: nn.Module) -> Tensor:

@@ -1,12 +1,14 @@
-"""Compare adapters on ragged conversations with transformers and PEFT, on padded batches and on packed rows.
+"""Compare adapters on ragged conversations with transformers and PEFT, on padded batches and on
+packed rows.
 
-All ways have the same Llama, adapters, conversations per update, AdamW and clipping, and the loss on the answers alone;
-they take turns in one process. Monograph packs, with the step captured. PEFT trains transformers' model in a plain loop
-that normalises by the update's targets, eager and under torch.compile (padded: with dynamic lengths). Its batches are
-padded to their longest conversation, as by transformers' usual collators, or are the same packed rows as Monograph's,
-with documents kept apart by positions. The first losses of all ways are compared. On a CPU a small shape in fp32, on a
-GPU the 1B shape, bf16 with fp32 adapters. Goal on a GPU: 1.3 times as fast as PEFT's best way, 3 times as fast as its
-padded eager batches.
+All ways have the same Llama, adapters, conversations per update, AdamW and clipping, and the loss
+on the answers alone; they take turns in one process. Monograph packs, with the step captured. PEFT
+trains transformers' model in a plain loop that normalises by the update's targets, eager and under
+torch.compile (padded: with dynamic lengths). Its batches are padded to their longest conversation,
+as by transformers' usual collators, or are the same packed rows as Monograph's, with documents kept
+apart by positions. The first losses of all ways are compared. On a CPU a small shape in fp32, on a
+GPU the 1B shape, bf16 with fp32 adapters. Goal on a GPU: 1.3 times as fast as PEFT's best way, 3
+    times as fast as its padded eager batches.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 class Setting(NamedTuple):
-    """Sizes: positions of a row, conversations of an update and of a padded batch, packed rows of a micro-batch."""
+    """Sizes: positions of a row, conversations of an update and of a padded batch, packed rows of a
+    micro-batch.
+    """
 
     shape: LlamaConfig
     length: int
@@ -52,11 +56,15 @@ Conversation = tuple[Tensor, Tensor]  # tokens, and targets that are IGNORE outs
 
 
 def conversations(setting: Setting) -> list[Conversation]:
-    """Return random conversations of log-normal lengths, median T / 5, sigma 0.8; the second half is the answer."""
+    """Return random conversations of log-normal lengths, median T / 5, sigma 0.8; the second half
+    is the answer.
+    """
     generator = torch.Generator().manual_seed(0)
     made = []
     for spread in torch.randn(setting.conversations, generator=generator).tolist():
-        length = int(min(setting.length, max(8, setting.length / 5 * 2.718281828 ** (0.8 * spread))))
+        length = int(
+            min(setting.length, max(8, setting.length / 5 * 2.718281828 ** (0.8 * spread)))
+        )
         ids = torch.randint(1, setting.shape.vocab_size, (length + 1,), generator=generator)
         targets = ids[1:].clone()
         targets[: length // 2] = IGNORE
@@ -67,7 +75,9 @@ def conversations(setting: Setting) -> list[Conversation]:
 def padded(made: list[Conversation]) -> dict[str, Tensor]:
     """Return rows padded to the longest, with an attention mask of the real tokens."""
     tokens, targets = (
-        nn.utils.rnn.pad_sequence([each[part] for each in made], batch_first=True, padding_value=value)
+        nn.utils.rnn.pad_sequence(
+            [each[part] for each in made], batch_first=True, padding_value=value
+        )
         for part, value in ((0, 0), (1, IGNORE))
     )
     there = nn.utils.rnn.pad_sequence([torch.ones_like(each[0]) for each in made], batch_first=True)
@@ -75,10 +85,16 @@ def padded(made: list[Conversation]) -> dict[str, Tensor]:
 
 
 def packed(setting: Setting, made: list[Conversation]) -> dict[str, Tensor]:
-    """Return full rows, packed by first fit from the longest conversation on; `setting.rows` divides their number."""
+    """Return full rows, packed by first fit from the longest conversation on; `setting.rows`
+    divides their number.
+    """
     rows: list[list[Conversation]] = []
     for each in sorted(made, key=lambda each: -len(each[0])):
-        room = (row for row in rows if sum(len(tokens) for tokens, _ in row) + len(each[0]) <= setting.length)
+        room = (
+            row
+            for row in rows
+            if sum(len(tokens) for tokens, _ in row) + len(each[0]) <= setting.length
+        )
         row = next(room, None)
         if row is None:
             rows.append(row := [])
@@ -86,12 +102,17 @@ def packed(setting: Setting, made: list[Conversation]) -> dict[str, Tensor]:
     shape = (-(-len(rows) // setting.rows) * setting.rows, setting.length)
     window = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "segments")}
     window["targets"] = torch.full(shape, IGNORE)
-    window["positions"] = torch.arange(setting.length).repeat(shape[0], 1)  # padding is a separate document
+    # Padding is a separate document.
+    window["positions"] = torch.arange(setting.length).repeat(shape[0], 1)
     for number, row in enumerate(rows):
         at = 0
         for index, (tokens, targets) in enumerate(row, 1):
             here = (number, slice(at, at + len(tokens)))
-            window["tokens"][here], window["targets"][here], window["segments"][here] = tokens, targets, index
+            window["tokens"][here], window["targets"][here], window["segments"][here] = (
+                tokens,
+                targets,
+                index,
+            )
             window["positions"][here] = torch.arange(len(tokens))
             at += len(tokens)
         window["positions"][number, at:] -= at
@@ -124,7 +145,9 @@ def monograph(setting: Setting, made: list[Conversation]) -> Callable[[], Tensor
     return update
 
 
-def peft(setting: Setting, made: list[Conversation], packs: bool, compiled: bool) -> Callable[[], Tensor]:
+def peft(
+    setting: Setting, made: list[Conversation], packs: bool, compiled: bool
+) -> Callable[[], Tensor]:
     """Return a plain loop over transformers' model with PEFT's adapters."""
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig as TheirConfig
@@ -138,7 +161,9 @@ def peft(setting: Setting, made: list[Conversation], packs: bool, compiled: bool
     theirs.tie_weights()
     if setting.precision == "bf16":
         theirs = theirs.to(torch.bfloat16)
-    adapted = get_peft_model(theirs, LoraConfig(r=RANK, lora_alpha=32, target_modules=list(TARGETS)))
+    adapted = get_peft_model(
+        theirs, LoraConfig(r=RANK, lora_alpha=32, target_modules=list(TARGETS))
+    )
     adapted.train()
     trained = [p for p in adapted.parameters() if p.requires_grad]
     adamw = torch.optim.AdamW(trained, lr=LR, betas=BETAS, weight_decay=DECAY, fused=True)
@@ -148,14 +173,20 @@ def peft(setting: Setting, made: list[Conversation], packs: bool, compiled: bool
         batches = [{name: rows[at : at + setting.rows] for name, rows in window.items()}
                    for at in range(0, len(window["tokens"]), setting.rows)]  # fmt: skip
     else:
-        batches = [padded(made[at : at + setting.batch]) for at in range(0, len(made), setting.batch)]
+        batches = [
+            padded(made[at : at + setting.batch]) for at in range(0, len(made), setting.batch)
+        ]
 
     def update() -> Tensor:
         total = sum((batch["targets"] != IGNORE).sum() for batch in batches)
         losses = []
         for batch in batches:
             there = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-            more = {"position_ids": there["positions"]} if packs else {"attention_mask": there["attention_mask"]}
+            more = (
+                {"position_ids": there["positions"]}
+                if packs
+                else {"attention_mask": there["attention_mask"]}
+            )
             with Precision(setting.precision).context(device.type):
                 # `shift_labels` are targets at the positions that predict them.
                 loss = forward(
@@ -183,7 +214,9 @@ def main() -> None:
     ways: dict[str, Callable[[], Tensor]] = {"monograph": monograph(setting, made)}
     for name, packs in (("padded", False), ("packed", True)):
         for compiled in (False, True):
-            ways[f"PEFT, {name}, {'compiled' if compiled else 'eager'}"] = peft(setting, made, packs, compiled)
+            ways[f"PEFT, {name}, {'compiled' if compiled else 'eager'}"] = peft(
+                setting, made, packs, compiled
+            )
     first = {name: float(way()) for name, way in ways.items()}
     for way in ways.values():
         for _ in range(2):  # once a length has changed, torch.compile makes a second graph
@@ -191,7 +224,12 @@ def main() -> None:
     times = harness.interleaved(ways, 2 if given.smoke else given.rounds, device)
     targets = sum(int((each[1] != IGNORE).sum()) for each in made)
     tokens = sum(len(each[0]) for each in made)
-    settings = setting._asdict() | {"shape": setting.shape.to_hf(), "rank": RANK, "tokens": tokens, "targets": targets}
+    settings = setting._asdict() | {
+        "shape": setting.shape.to_hf(),
+        "rank": RANK,
+        "tokens": tokens,
+        "targets": targets,
+    }
     versions = {name: importlib.metadata.version(name) for name in ("transformers", "peft")}
     found = harness.result("adapter-peers", settings | {"versions": versions, "smoke": given.smoke})
     harness.print_machine(found)
@@ -199,7 +237,9 @@ def main() -> None:
     for name, each in times.items():
         ratio = harness.ratios(each, times["monograph"])
         speed = harness.spread([tokens / time.wall_s for time in each])
-        found["cases"].append({"way": name, "tokens_per_s": speed, "monograph_is_faster": ratio, "loss": first[name]})
+        found["cases"].append(
+            {"way": name, "tokens_per_s": speed, "monograph_is_faster": ratio, "loss": first[name]}
+        )
         shown = [harness.shown(ratio[clock]) for clock in ("wall", "cpu")]
         rows.append([name, f"{speed['median']:,.0f}", *shown, f"{first[name]:.5f}"])
     harness.write(given.out, found)

@@ -1,8 +1,11 @@
-"""Predict and measure peak memory of a 1B and an 8B model: training all weights, and adapters on 16, 8 and 4 bits.
+"""Predict and measure peak memory of a 1B and an 8B model: training all weights, and adapters on
+16, 8 and 4 bits.
 
-Each way is predicted for a GPU (`predict.footprint`: a trace, nothing is computed). Then the ways that fit this machine
-are run: on a CPU the 1B shape on shorter rows, measured by the allocator's own events and compared with the prediction
-for these rows; on a GPU the predicted shape itself. bf16, micro-batches of one row, a graph for each block.
+Each way is predicted for a GPU (`predict.footprint`: a trace, nothing is computed). Then the ways
+    that fit this machine
+are run: on a CPU the 1B shape on shorter rows, measured by the allocator's own events and compared
+with the prediction for these rows; on a GPU the predicted shape itself. bf16, micro-batches of one
+row, a graph for each block.
 """
 
 from __future__ import annotations
@@ -43,23 +46,34 @@ SHARE = 0.6  # of the free memory that may be used: a module is in fp32 before i
 def main() -> None:
     """Predict, measure the ways that fit, print a table, and write it as JSON if asked to."""
     parser = harness.arguments(__doc__)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="of the models")
+    parser.add_argument(
+        "--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="of the models"
+    )
     given = parser.parse_args()
-    settings = {"rank": RANK, "length": 32 if given.smoke else LENGTH, "precision": "bf16", "rows": 1}
+    settings = {
+        "rank": RANK,
+        "length": 32 if given.smoke else LENGTH,
+        "precision": "bf16",
+        "rows": 1,
+    }
     found = harness.result("adapters", settings)
     harness.print_machine(found)
     for name in ["smoke"] if given.smoke else given.shapes:
         shape = SMOKE if given.smoke else replace(LlamaConfig.preset(name), vocab_size=128_256)
         for way, (optim, lora) in WAYS.items():
             case = one(shape, settings["length"], optim, lora)
-            found["cases"].append({"model": name, "parameters": shape.parameter_count(), "way": way, **case})
+            found["cases"].append(
+                {"model": name, "parameters": shape.parameter_count(), "way": way, **case}
+            )
             print(line(found["cases"][-1]), flush=True)
             harness.write(given.out, found)
     print(table(found["cases"]))
 
 
 def one(shape: LlamaConfig, length: int, optim: Optimizer, lora: Lora | None) -> dict[str, Any]:
-    """Return the prediction for a GPU, and the prediction and measurement on this machine if the way fits."""
+    """Return the prediction for a GPU, and the prediction and measurement on this machine if the
+    way fits.
+    """
     work = Work(
         shape, rows=1, length=length, optim=optim, precision="bf16", compile="blocks", window_rows=2, packed=False,
         device_type="cuda", lora=lora,
@@ -72,21 +86,31 @@ def one(shape: LlamaConfig, length: int, optim: Optimizer, lora: Lora | None) ->
     device = describe()
     free_bytes = device.free_memory_bytes
     # On the host the module exists in fp32 first.
-    needed = max(footprint(here).peak_bytes, 4 * shape.parameter_count() * (default_device().type == "cpu"))
+    needed = max(
+        footprint(here).peak_bytes, 4 * shape.parameter_count() * (default_device().type == "cpu")
+    )
     measured = plan.compared(here) if needed < SHARE * free_bytes else None
     return {
         "held_bytes": sum(held.values()),
         "peak_bytes": {remat: peak.peak_bytes for remat, peak in peaks.items()},
         "measured": measured
-        and {key: measured[key] for key in ("length", "predicted_bytes", "measured_bytes", "error")},
+        and {
+            key: measured[key] for key in ("length", "predicted_bytes", "measured_bytes", "error")
+        },
     }
 
 
 def line(case: dict[str, Any]) -> str:
     """Return a finished case as a line of text."""
-    peaks = ", ".join(f"{remat} {size / 2**30:.1f} GiB" for remat, size in case["peak_bytes"].items())
+    peaks = ", ".join(
+        f"{remat} {size / 2**30:.1f} GiB" for remat, size in case["peak_bytes"].items()
+    )
     seen = case["measured"]
-    here = f"; here {seen['measured_bytes'] / 2**30:.2f} GiB, predicted {seen['error']:+.2%}" if seen else ""
+    here = (
+        f"; here {seen['measured_bytes'] / 2**30:.2f} GiB, predicted {seen['error']:+.2%}"
+        if seen
+        else ""
+    )
     return f"{case['model']}, {case['way']}: {peaks}{here}"
 
 
@@ -102,7 +126,9 @@ def table(cases: Sequence[dict[str, Any]]) -> str:
         here = "" if seen is None else (
             f"{seen['length']} tokens: {seen['measured_bytes'] / 2**30:.2f} GiB, predicted {seen['error']:+.2%}"
         )  # fmt: skip
-        lines.append(f"| {case['model']} | {case['way']} | {case['held_bytes'] / 2**30:.1f} GiB | {peaks} | {here} |")
+        lines.append(
+            f"| {case['model']} | {case['way']} | {case['held_bytes'] / 2**30:.1f} GiB | {peaks} | {here} |"
+        )
     return "\n".join(lines)
 
 

@@ -1,8 +1,9 @@
-"""Measure compile times and sizes of automata for stop strings and constraints, and the cost of a decode step.
+"""Measure compile times and sizes of automata for stop strings and constraints, and the cost of a
+decode step.
 
-The vocabulary has 128,256 pieces: the special ones, all bytes, the most frequent words and parts of words of Python's
-own source with and without a space before them, and random ones. On a GPU the automaton's part of a step is timed
-there.
+The vocabulary has 128,256 pieces: the special ones, all bytes, the most frequent words and parts of
+words of Python's own source with and without a space before them, and random ones. On a GPU the
+automaton's part of a step is timed there.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ CASES: dict[str, Callable[[list[bytes]], Automaton]] = {
     "choices: yes, no": lambda pieces: constraint("choices", ["yes", "no"], pieces, [END]),
     "regex: a date": lambda pieces: constraint("regex", r"\d{4}-\d{2}-\d{2}", pieces, [END]),
     "regex: words": lambda pieces: constraint("regex", r"\w+( \w+){0,20}\.", pieces, [END]),
-    "schema: a string of 64": lambda pieces: constraint("json_schema", {"type": "string"}, pieces, [END]),
+    "schema: a string of 64": lambda pieces: constraint(
+        "json_schema", {"type": "string"}, pieces, [END]
+    ),
     "schema: a person": lambda pieces: constraint("json_schema", PERSON, pieces, [END]),
     "schema: a tool": lambda pieces: constraint("json_schema", TOOL, pieces, [END]),
 }
@@ -69,22 +72,47 @@ def main() -> None:
     harness.print_table(HEADERS, map(row, found["cases"]))
 
 
-HEADERS = ["", "states", "classes", "effects", "tables MiB", "build CPU s", "step CPU ms", "a step without ms"]
+HEADERS = [
+    "",
+    "states",
+    "classes",
+    "effects",
+    "tables MiB",
+    "build CPU s",
+    "step CPU ms",
+    "a step without ms",
+]
 
 
 def row(case: dict[str, Any]) -> list[str]:
     """Return a case's line of the table."""
-    shown = [*(f"{case[key]:,}" for key in ("states", "classes", "effects")), f"{case['bytes'] / 2**20:.2f}"]
+    shown = [
+        *(f"{case[key]:,}" for key in ("states", "classes", "effects")),
+        f"{case['bytes'] / 2**20:.2f}",
+    ]
     shown.append(f"{case['build_cpu_s']['median']:.2f}")
-    return [case["case"], *shown, *(f"{1e3 * case[key]['median']:.2f}" for key in ("step_cpu_s", "free_step_cpu_s"))]
+    return [
+        case["case"],
+        *shown,
+        *(f"{1e3 * case[key]['median']:.2f}" for key in ("step_cpu_s", "free_step_cpu_s")),
+    ]
 
 
 def measured(
-    name: str, build: Callable[[list[bytes]], Automaton], pieces: list[bytes], rows: int, rounds: int
+    name: str,
+    build: Callable[[list[bytes]], Automaton],
+    pieces: list[bytes],
+    rows: int,
+    rounds: int,
 ) -> dict[str, Any]:
-    """Build the automaton a few times, then time compiled steps with every row in it and with no row in it."""
+    """Build the automaton a few times, then time compiled steps with every row in it and with no
+    row in it.
+    """
     device, made = default_device(), []
-    times = [harness.timed(lambda: made.append(build(pieces)), torch.device("cpu")) for _ in range(min(rounds, 3))]
+    times = [
+        harness.timed(lambda: made.append(build(pieces)), torch.device("cpu"))
+        for _ in range(min(rounds, 3))
+    ]
     automaton = made[-1]
     states, classes = automaton.next_SC.shape
     tables = Arena.holding([automaton], len(pieces), device)
@@ -99,7 +127,10 @@ def measured(
         return masked_BV.argmax(-1), advance(tables, state_B, token_B), stopped(tables, state_B)
 
     scores_BV = torch.randn(rows, len(pieces), device=device)
-    calls = {"step": lambda: step(scores_BV, inside_B), "free": lambda: step(scores_BV, torch.zeros_like(inside_B))}
+    calls = {
+        "step": lambda: step(scores_BV, inside_B),
+        "free": lambda: step(scores_BV, torch.zeros_like(inside_B)),
+    }
     for call in calls.values():
         call()
     steps = harness.interleaved(calls, rounds, device)
@@ -108,7 +139,10 @@ def measured(
         "states": states,
         "classes": classes,
         "effects": len(automaton.effects),
-        "bytes": 6 * states * classes + 9 * states + 16 * COUNTERS * len(automaton.effects) + 2 * len(pieces),
+        "bytes": 6 * states * classes
+        + 9 * states
+        + 16 * COUNTERS * len(automaton.effects)
+        + 2 * len(pieces),
         "build_s": harness.spread([time.wall_s for time in times]),
         "build_cpu_s": harness.spread([time.cpu_s for time in times]),
         "step_cpu_s": harness.spread([time.cpu_s for time in steps["step"]]),
@@ -131,7 +165,9 @@ def vocabulary(size: int) -> list[bytes]:
     pieces |= dict.fromkeys(piece for piece, _ in parts.most_common(size))
     draw = random.Random(0)
     while len(pieces) < size:
-        pieces[bytes(draw.choices(b"etaoinshrdlucm ETA0123456789\xc3\xa9", k=draw.randrange(3, 9)))] = None
+        pieces[
+            bytes(draw.choices(b"etaoinshrdlucm ETA0123456789\xc3\xa9", k=draw.randrange(3, 9)))
+        ] = None
     return [b"", *pieces][:size]
 
 

@@ -1,7 +1,9 @@
-"""Measure how evenly the experts of a new mixture are used after some hundred updates, with and without their balance.
+"""Measure how evenly the experts of a new mixture are used after some hundred updates, with and
+without their balance.
 
-The same model with the same rows of bytes of Python's standard library, for several factors of the balance; 0 is none.
-Use is counted on held-out rows. An entropy of 1 is that of experts that all get as many tokens.
+The same model with the same rows of bytes of Python's standard library, for several factors of the
+balance; 0 is none. Use is counted on held-out rows. An entropy of 1 is that of experts that all get
+as many tokens.
 """
 
 from __future__ import annotations
@@ -30,13 +32,17 @@ FACTORS = (0.0, 0.001, 0.01)
 def text() -> Tensor:
     """Return the bytes of the modules at the top of Python's standard library."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8).long()
+    return torch.frombuffer(
+        bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8
+    ).long()
 
 
 def window(data: Tensor, seed: int, rows: int) -> Batch:
     """Return rows of one stretch of text each, from random places."""
     generator = torch.Generator().manual_seed(seed)
-    at = torch.randint(len(data) - LENGTH - 1, (rows, 1), generator=generator) + torch.arange(LENGTH + 1)
+    at = torch.randint(len(data) - LENGTH - 1, (rows, 1), generator=generator) + torch.arange(
+        LENGTH + 1
+    )
     return {"tokens": data[at[:, :-1]], "targets": data[at[:, 1:]]}
 
 
@@ -45,13 +51,17 @@ def measure(family: str, preset: str, factor: float, updates: int, data: Tensor)
     balance = {"output_router_logits": factor > 0, "router_aux_loss_coef": factor}
     config = LlamaConfig.preset(preset, family=family, vocab_size=256, **balance)
     model, counts = Llama(config, seed=0), list[Tensor]()
-    engine = Resident(model, optim=AdamW(LR), schedule=warmup_cosine(updates // 20, updates), clip=1.0)
+    engine = Resident(
+        model, optim=AdamW(LR), schedule=warmup_cosine(updates // 20, updates), clip=1.0
+    )
     for index in range(updates):
         engine.accumulate(window(data, index, ROWS))
         engine.update()
     for router in (module for module in model.modules() if isinstance(module, Router)):
         router.register_forward_hook(
-            lambda _, __, out: counts.append(torch.bincount(out[0].flatten(), minlength=config.num_experts).double())
+            lambda _, __, out: counts.append(
+                torch.bincount(out[0].flatten(), minlength=config.num_experts).double()
+            )
         )
     total, targets = engine.evaluate(window(data, updates, HELD_OUT_ROWS))
     shares = [count / count.sum() for count in counts]
@@ -59,7 +69,9 @@ def measure(family: str, preset: str, factor: float, updates: int, data: Tensor)
         "preset": f"{family} {preset}",
         "factor": factor,
         "loss": float(total / targets),
-        "entropy": [float(torch.special.entr(share).sum()) / math.log(len(share)) for share in shares],
+        "entropy": [
+            float(torch.special.entr(share).sum()) / math.log(len(share)) for share in shares
+        ],
         "least": [float(share.min()) * len(share) for share in shares],
         "most": [float(share.max()) * len(share) for share in shares],
     }
@@ -72,8 +84,12 @@ def table(cases: list[dict[str, Any]]) -> str:
         "|---|---:|---:|---|---|---|",
     ]
     for case in cases:
-        uses = (", ".join(f"{each:.2f}" for each in case[name]) for name in ("entropy", "least", "most"))
-        lines.append(f"| {case['preset']} | {case['factor']:g} | {case['loss']:.3f} | {' | '.join(uses)} |")
+        uses = (
+            ", ".join(f"{each:.2f}" for each in case[name]) for name in ("entropy", "least", "most")
+        )
+        lines.append(
+            f"| {case['preset']} | {case['factor']:g} | {case['loss']:.3f} | {' | '.join(uses)} |"
+        )
     return "\n".join(lines)
 
 

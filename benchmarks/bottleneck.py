@@ -1,8 +1,9 @@
-"""Compare the gain that `monograph profile` predicts for a change with the measured gain, for nine changes.
+"""Compare the gain that `monograph profile` predicts for a change with the measured gain, for nine
+changes.
 
-Each case runs in its own process, as a profile does. It profiles one way to train, makes the change, and lets both ways
-take turns: the measured gain is the median ratio of tokens per second, round by round. Goal: the predicted gain is
-within 25 % of it.
+Each case runs in its own process, as a profile does. It profiles one way to train, makes the
+change, and lets both ways take turns: the measured gain is the median ratio of tokens per second,
+round by round. Goal: the predicted gain is within 25 % of it.
 """
 
 from __future__ import annotations
@@ -42,13 +43,20 @@ OTHER = replace(NANO, vocab_size=768, hidden_size=256, intermediate_size=640, nu
 # The default model of `monograph train`, with Muon.
 DEFAULT = LlamaConfig.preset("micro", vocab_size=4096, max_position_embeddings=256)
 TINY = replace(
-    NANO, vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, max_position_embeddings=16
+    NANO,
+    vocab_size=64,
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=1,
+    max_position_embeddings=16,
 )
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to train: rows of a window and of a micro-batch, precision, capture, and the part of a row that is text."""
+    """A way to train: rows of a window and of a micro-batch, precision, capture, and the part of a
+    row that is text.
+    """
 
     shape: LlamaConfig
     rows: int = 8
@@ -62,7 +70,13 @@ class Way:
         """Return an engine that is ready to train."""
         model = Llama(self.shape).to(default_device())
         optim = Muon() if self.muon else AdamW()
-        made = Resident(model, optim=optim, clip=1.0, precision=Precision(self.precision), micro_batch=self.micro)
+        made = Resident(
+            model,
+            optim=optim,
+            clip=1.0,
+            precision=Precision(self.precision),
+            micro_batch=self.micro,
+        )
         if self.captured:
             if obstacle := made.capture(self.window()):
                 raise SystemExit(f"bottleneck.py: cannot be captured: {obstacle}")
@@ -123,7 +137,9 @@ def measure(args: Namespace, name: str) -> dict[str, Any]:
     runs = {each: lambda pair=pair: update(*pair) for each, pair in ways.items()}
     times = harness.interleaved(runs, args.rounds, default_device())
     tokens = after.used / before.used
-    gains = [tokens * a.wall_s / b.wall_s for a, b in zip(times["before"], times["after"], strict=True)]
+    gains = [
+        tokens * a.wall_s / b.wall_s for a, b in zip(times["before"], times["after"], strict=True)
+    ]
     return {
         "case": name, "predicted": predicted, "measured": harness.spread(gains), "bound_by": seen.verdict.binds,
         "offered": [change.what for change in seen.verdict.changes],
@@ -149,7 +165,13 @@ def main() -> None:
         harness.write(args.out, found)
         off = case["predicted"] / case["measured"]["median"] - 1
         rows.append(
-            [name, f"{case['predicted']:.2f}", harness.shown(case["measured"]), f"{off:+.0%}", case["bound_by"]]
+            [
+                name,
+                f"{case['predicted']:.2f}",
+                harness.shown(case["measured"]),
+                f"{off:+.0%}",
+                case["bound_by"],
+            ]
         )
     harness.print_table(["change", "predicted", "measured", "off", "limited by"], rows)
 

@@ -1,4 +1,6 @@
-"""List the compared systems: how each trains, the packages that it needs, and how to install missing ones."""
+"""List the compared systems: how each trains, the packages that it needs, and how to install
+missing ones.
+"""
 
 from __future__ import annotations
 

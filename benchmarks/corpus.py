@@ -1,7 +1,9 @@
-"""Measure the preparation of text: peak memory by the size of the source, and speed compared with the tokenizer's own.
+"""Measure the preparation of text: peak memory by the size of the source, and speed compared with
+the tokenizer's own.
 
-Makes sources of given sizes (JSON lines plain and gzipped, parquet, plain text; a quarter of the text each), prepares
-each in its own process, and opens it again from the cache. Memory should not depend on the size.
+Makes sources of given sizes (JSON lines plain and gzipped, parquet, plain text; a quarter of the
+text each), prepares each in its own process, and opens it again from the cache. Memory should not
+depend on the size.
 """
 
 from __future__ import annotations
@@ -31,11 +33,22 @@ def main() -> None:
     import harness  # not at the top: it imports torch, which the measured process does not need
 
     parser = harness.arguments(__doc__)
-    parser.add_argument("--gigabytes", type=float, nargs="+", default=[0.05, 0.1], metavar="G", help="sizes, in order")
-    parser.add_argument("--folder", type=Path, help="where sources and caches may lie for a while; twice the size")
+    parser.add_argument(
+        "--gigabytes",
+        type=float,
+        nargs="+",
+        default=[0.05, 0.1],
+        metavar="G",
+        help="sizes, in order",
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="where sources and caches may lie for a while; twice the size"
+    )
     given = parser.parse_args()
     sizes = [0.002, 0.004] if given.smoke else given.gigabytes
-    found = harness.result("corpus", {"vocabulary": VOCABULARY, "sequence_length": LENGTH, "gigabytes": sizes})
+    found = harness.result(
+        "corpus", {"vocabulary": VOCABULARY, "sequence_length": LENGTH, "gigabytes": sizes}
+    )
     harness.print_machine(found)
     for gigabytes in sizes:
         with tempfile.TemporaryDirectory(dir=given.folder) as folder:
@@ -43,7 +56,9 @@ def main() -> None:
             found["cases"].append({"gigabytes": gigabytes, **measured(Path(folder))})
         harness.write(given.out, found)
     first, last = found["cases"][0], found["cases"][-1]
-    grown = (last["peak_bytes"] - first["peak_bytes"]) / max(1, last["text_bytes"] - first["text_bytes"])
+    grown = (last["peak_bytes"] - first["peak_bytes"]) / max(
+        1, last["text_bytes"] - first["text_bytes"]
+    )
     found["peak_bytes_per_text_byte"] = grown
     columns = [
         "text GB",
@@ -76,19 +91,31 @@ def row(case: dict[str, Any]) -> list[str]:
 
 
 def write_source(folder: Path, size: int) -> None:
-    """Write files with `size` bytes of text: words with the frequencies of a language, in documents of about 2 kB."""
+    """Write files with `size` bytes of text: words with the frequencies of a language, in documents
+    of about 2 kB.
+    """
     folder.mkdir()
     draw = np.random.default_rng(0)
     letters = np.array(list("etaoinshrdlucmfwypvbgkqjxz"))
     words = ["".join(draw.choice(letters, draw.integers(2, 11))) for _ in range(50_000)]
-    paragraphs = [" ".join(words[min(i, 49_999)] for i in draw.zipf(1.3, 60)) + ".\n" for _ in range(5000)]
+    paragraphs = [
+        " ".join(words[min(i, 49_999)] for i in draw.zipf(1.3, 60)) + ".\n" for _ in range(5000)
+    ]
     average = sum(map(len, paragraphs)) / len(paragraphs)
-    for kind, write in {"lines": _lines, "packed": _packed, "table": _table, "plain": _plain}.items():
+    for kind, write in {
+        "lines": _lines,
+        "packed": _packed,
+        "table": _table,
+        "plain": _plain,
+    }.items():
         documents = max(40, round(size / 4 / (6 * average)))
         for part, begin in enumerate(range(0, documents, RECORDS_PER_FILE)):
             count = min(RECORDS_PER_FILE, documents - begin)
             picked = draw.integers(0, len(paragraphs), (count, 6)).tolist()
-            texts = [f"{kind} {begin + i}. " + "".join(paragraphs[p] for p in six) for i, six in enumerate(picked)]
+            texts = [
+                f"{kind} {begin + i}. " + "".join(paragraphs[p] for p in six)
+                for i, six in enumerate(picked)
+            ]
             write(folder / f"{kind}-{part:03}", texts)
 
 
@@ -106,13 +133,17 @@ def _table(path: Path, texts: list[str]) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
-    parquet.write_table(pa.table({"text": texts}), path.with_suffix(".parquet"), row_group_size=10_000)
+    parquet.write_table(
+        pa.table({"text": texts}), path.with_suffix(".parquet"), row_group_size=10_000
+    )
 
 
 def _plain(path: Path, texts: list[str]) -> None:
     path.mkdir()
     for begin in range(0, len(texts), TEXT_FILE_RECORDS):
-        (path / f"{begin}.txt").write_text("".join(texts[begin : begin + TEXT_FILE_RECORDS]), encoding="utf-8")
+        (path / f"{begin}.txt").write_text(
+            "".join(texts[begin : begin + TEXT_FILE_RECORDS]), encoding="utf-8"
+        )
 
 
 def measured(folder: Path) -> dict[str, Any]:
@@ -156,7 +187,9 @@ def prepare(folder: Path) -> dict[str, Any]:
     alone_cpu_s = _cpu_s() - began_cpu_s
     return {
         "text_bytes": built.stats.bytes,
-        "source_bytes": sum(path.stat().st_size for path in (folder / "source").rglob("*") if path.is_file()),
+        "source_bytes": sum(
+            path.stat().st_size for path in (folder / "source").rglob("*") if path.is_file()
+        ),
         "files": built.stats.files,
         "documents": built.stats.documents,
         "rows": len(built.train),

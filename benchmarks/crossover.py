@@ -1,9 +1,10 @@
-"""Find the size at which training several models at once stops paying: 16 two-layer MLPs of growing width.
+"""Find the size at which training several models at once stops paying: 16 two-layer MLPs of growing
+width.
 
-Times a captured update of 1, 2, 4, 8 and 16 members in one graph, interleaved. A gain is the time of 16 members one
-after another, each captured, over the time of all 16 in graphs of the number of members that `monograph.planner`
-chooses from these times, and over the time of one graph of 16. The planner must never choose a way that is slower than
-one after another.
+Times a captured update of 1, 2, 4, 8 and 16 members in one graph, interleaved. A gain is the time
+of 16 members one after another, each captured, over the time of all 16 in graphs of the number of
+members that `monograph.planner` chooses from these times, and over the time of one graph of 16. The
+planner must never choose a way that is slower than one after another.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def stepping(size: int, width: int, batch: Batch) -> Callable[[], object]:
     if width == 1:
         engine: Resident = Resident(models[0], loss=squares, optim=optim)
     else:
-        engine = Ensemble(models, [{"lr": LR * (1 + i / width)} for i in range(width)], loss=squares, optim=optim)
+        engine = Ensemble(
+            models, [{"lr": LR * (1 + i / width)} for i in range(width)], loss=squares, optim=optim
+        )
     if obstacle := engine.capture(batch):
         raise SystemExit(f"crossover.py: the step cannot be captured: {obstacle}")
 
@@ -57,10 +60,15 @@ def measured(size: int, widths: tuple[int, ...], args: Namespace) -> dict[str, A
     for width, step in steps.items():
         step()
         counts[width] = max(1, round(args.round_s / harness.timed(step, device).wall_s))
-    runs = {str(width): (lambda width=width: [steps[width]() for _ in range(counts[width])]) for width in widths}
+    runs = {
+        str(width): (lambda width=width: [steps[width]() for _ in range(counts[width])])
+        for width in widths
+    }
     times = harness.interleaved(runs, args.rounds, device)
     kind = "cpu_s" if device.type == "cpu" else "wall_s"
-    seconds = {w: harness.spread([getattr(t, kind) / counts[w] for t in times[str(w)]]) for w in widths}
+    seconds = {
+        w: harness.spread([getattr(t, kind) / counts[w] for t in times[str(w)]]) for w in widths
+    }
     timed = {width: Timed(seconds[width]["median"], 0.0) for width in widths}
     chosen = choose(timed, MEMBERS, LONG)
     alone = MEMBERS * timed[1].update_s
@@ -79,7 +87,9 @@ def main() -> None:
     """Measure, print, and write the results."""
     parser = harness.arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--round-s", type=float, default=0.2, help="a round repeats a width for about so long")
+    parser.add_argument(
+        "--round-s", type=float, default=0.2, help="a round repeats a width for about so long"
+    )
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -103,7 +113,9 @@ def main() -> None:
             ]
         )
         harness.write(args.out, found)
-    harness.print_table(["model", "parameters", *(f"{width} at once" for width in widths), "recommended"], rows)
+    harness.print_table(
+        ["model", "parameters", *(f"{width} at once" for width in widths), "recommended"], rows
+    )
 
 
 if __name__ == "__main__":

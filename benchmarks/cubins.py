@@ -1,8 +1,9 @@
-"""Note what the machine code of Triton's kernels needs, by what ptxas and the driver say of each cubin.
+"""Note what the machine code of Triton's kernels needs, by what ptxas and the driver say of each
+cubin.
 
-Imported before anything is compiled, on a pretended card or a real one. A kernel may be compiled in several
-configurations, of which a card takes the one that it measures to be the fastest; all of them are noted but those that
-Inductor never measures, as they spill too much.
+Imported before anything is compiled, on a pretended card or a real one. A kernel may be compiled in
+several configurations, of which a card takes the one that it measures to be the fastest; all of
+them are noted but those that Inductor never measures, as they spill too much.
 """
 
 from __future__ import annotations
@@ -19,8 +20,14 @@ from typing import Any, NamedTuple
 from torch._inductor import config
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
-KINDS = {"poi": "pointwise", "per": "row in registers", "red": "loop over a row", "tem": "attention"}
-MEASURED_WORDS = 16  # of local memory: Inductor measures no configuration that has more, unless all have (its default)
+KINDS = {
+    "poi": "pointwise",
+    "per": "row in registers",
+    "red": "loop over a row",
+    "tem": "attention",
+}
+# Of local memory: Inductor measures no configuration that has more, unless all have (its default).
+MEASURED_WORDS = 16
 
 
 class Kernel(NamedTuple):
@@ -30,7 +37,8 @@ class Kernel(NamedTuple):
         name: its function's name.
         kind: one of KINDS, or the prefix that Inductor gave it.
         registers: of a thread.
-        stack_bytes: of a thread: spilled registers, and arrays of functions such as the range reduction of sines.
+        stack_bytes: of a thread: spilled registers, and arrays of functions such as the range
+            reduction of sines.
         spilled_bytes: stored to the stack because registers ran out, as ptxas counts them.
         shared_bytes: of a block.
         threads: of a block.
@@ -45,12 +53,16 @@ class Kernel(NamedTuple):
     threads: int
 
 
-_NOTED: dict[int, tuple[Any, list[Any]]] = {}  # by kernel, all of its configurations that a card can launch
+# By kernel, all of its configurations that a card can launch.
+_NOTED: dict[int, tuple[Any, list[Any]]] = {}
 
 
 def watch() -> None:
-    """Note all kernels that are compiled from now on; graphs and choices of earlier processes are not read."""
-    # A graph from the cache has only the configuration that was chosen. Cubins are cached by Triton itself.
+    """Note all kernels that are compiled from now on; graphs and choices of earlier processes are
+    not read.
+    """
+    # A graph from the cache has only the configuration that was chosen. Cubins are cached by Triton
+    # itself.
     config.fx_graph_cache = config.autotune_local_cache = False
     make = CachingAutotuner._make_launchers
 
@@ -90,14 +102,24 @@ def _kernel(tuner: Any, launcher: Any, sm: int) -> Kernel:
 
 @functools.cache
 def _spilled_bytes(folder: str, sm: int) -> int:
-    """Return the bytes that ptxas spills of a kernel: it assembles the kernel's PTX again, and says so."""
-    from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability  # a CPU's torch has no Triton
+    """Return the bytes that ptxas spills of a kernel: it assembles the kernel's PTX again, and says
+    so.
+    """
+    # A CPU's torch has no Triton.
+    from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
     (source,) = Path(os.environ["TRITON_CACHE_DIR"], folder).glob("*.ptx")
     # The options of Triton's own call.
-    options = ["-lineinfo", "-v", "--regAllocOptLevel=2", f"--gpu-name={sm_arch_from_capability(sm)}"]
+    options = [
+        "-lineinfo",
+        "-v",
+        "--regAllocOptLevel=2",
+        f"--gpu-name={sm_arch_from_capability(sm)}",
+    ]
     command = [get_ptxas(sm).path, *options, source, "-o", os.devnull]
     # The assembler needs no driver.
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    said = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stderr
+    said = subprocess.run(
+        command, env=environment, check=True, capture_output=True, text=True
+    ).stderr
     return int(re.findall(r"(\d+) bytes spill stores", said)[-1])

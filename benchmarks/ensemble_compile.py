@@ -1,4 +1,5 @@
-"""Measure how long capturing an ensemble's step takes, by the number of members N: it is one graph for any N.
+"""Measure how long capturing an ensemble's step takes, by the number of members N: it is one graph
+for any N.
 
 CPU seconds of the first update, with torch's caches off.
 """
@@ -55,7 +56,12 @@ def main() -> None:
                 gc.collect()
                 harness.write(args.out, found)
     rows = [
-        [f"{c['name']}, N = {c['members']}", f"{c['compile_s']:.1f}", str(c["graphs"]), str(c["graph_breaks"])]
+        [
+            f"{c['name']}, N = {c['members']}",
+            f"{c['compile_s']:.1f}",
+            str(c["graphs"]),
+            str(c["graph_breaks"]),
+        ]
         for c in found["cases"]
     ]
     harness.print_table(["", "compile, CPU s", "graphs", "graph breaks"], rows)

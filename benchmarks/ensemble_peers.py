@@ -1,9 +1,10 @@
-"""Compare N small models at once with the alternatives: one after another, eager or compiled, and `torch.func` by hand.
+"""Compare N small models at once with the alternatives: one after another, eager or compiled, and
+`torch.func` by hand.
 
-Inference and a training step (forward, backward, AdamW with each member's own learning rate; by hand with one rate for
-all) are interleaved. Ratios say how many times faster the ensemble is: in CPU time with one thread, in wall time with
-more threads or on a GPU. The fastest alternative is the one to compare with. On a GPU the alternatives include a loop
-captured as a CUDA graph.
+Inference and a training step (forward, backward, AdamW with each member's own learning rate; by
+hand with one rate for all) are interleaved. Ratios say how many times faster the ensemble is: in
+CPU time with one thread, in wall time with more threads or on a GPU. The fastest alternative is the
+one to compare with. On a GPU the alternatives include a loop captured as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ class ResBlock(nn.Module):
 
 
 def squares(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the mean over a row's outputs of their squared distance from the targets, summed over rows."""
+    """Return the mean over a row's outputs of their squared distance from the targets, summed over
+    rows.
+    """
     out = model(batch["inputs"])
     rows = batch["inputs"].shape[0]
     return F.mse_loss(out, batch["targets"]) * rows, torch.full((), rows, device=out.device)
@@ -92,7 +95,9 @@ def cases(smoke: bool) -> dict[str, Case]:
     few = 2 if smoke else None
     return {
         "MLP 64-128-64": Case(lambda: MLP(64), few or 100, regression(32, 64), squares),
-        "ResBlock 64 channels 16x16": Case(lambda: ResBlock(64), few or 20, regression(few or 8, 64, 16, 16), squares),
+        "ResBlock 64 channels 16x16": Case(
+            lambda: ResBlock(64), few or 20, regression(few or 8, 64, 16, 16), squares
+        ),
         "Llama 2 layers of 64": Case(lambda: Llama(shape), few or 8, tokens, token_loss),
     }
 
@@ -101,9 +106,15 @@ def cases(smoke: bool) -> dict[str, Case]:
 
 
 def one_after_another(
-    case: Case, models: Sequence[nn.Module], train: bool, compiled: bool = False, captured: bool = False
+    case: Case,
+    models: Sequence[nn.Module],
+    train: bool,
+    compiled: bool = False,
+    captured: bool = False,
 ) -> Callable[[], object]:
-    """Return a loop over the members; if compiled, one graph serves all, and the optimizer is torch's fused AdamW."""
+    """Return a loop over the members; if compiled, one graph serves all, and the optimizer is
+    torch's fused AdamW.
+    """
 
     def forward(model: nn.Module, batch: Batch) -> Tensor:
         total, count = case.loss(model, batch)
@@ -112,7 +123,11 @@ def one_after_another(
     def infer(model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
         return model(*inputs)
 
-    run, look = (torch.compile(f, dynamic=False) for f in (forward, infer)) if compiled else (forward, infer)
+    run, look = (
+        (torch.compile(f, dynamic=False) for f in (forward, infer))
+        if compiled
+        else (forward, infer)
+    )
     inputs = case.inputs()
     if not train:
 
@@ -122,7 +137,10 @@ def one_after_another(
                 look(model, inputs)
 
         return looked
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=LR, fused=compiled, capturable=captured) for model in models]
+    optimizers = [
+        torch.optim.AdamW(model.parameters(), lr=LR, fused=compiled, capturable=captured)
+        for model in models
+    ]
 
     def stepped() -> None:
         for model, optimizer in zip(models, optimizers, strict=True):
@@ -134,7 +152,9 @@ def one_after_another(
 
 
 def by_hand(case: Case, models: Sequence[nn.Module], train: bool) -> Callable[[], object]:
-    """Return the recipe of `torch.func`'s documentation, eager: stacked state, vmap, and one AdamW over the stacks."""
+    """Return the recipe of `torch.func`'s documentation, eager: stacked state, vmap, and one AdamW
+    over the stacks.
+    """
     parameters, buffers = stack_module_state(list(models))
     base = models[0]
     inputs = case.inputs()
@@ -243,7 +263,11 @@ def measured(name: str, case: Case, train: bool, args: Namespace) -> dict[str, A
         way: [harness.Timing(t.wall_s / counts[way], t.cpu_s / counts[way]) for t in found]
         for way, found in times.items()
     }
-    ratios = {way: harness.ratios(found, each["ensemble"]) for way, found in each.items() if way != "ensemble"}
+    ratios = {
+        way: harness.ratios(found, each["ensemble"])
+        for way, found in each.items()
+        if way != "ensemble"
+    }
     return {
         "name": name,
         "members": case.members,
@@ -257,7 +281,9 @@ def main() -> None:
     """Measure, print, and write the results."""
     parser = harness.arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--round-s", type=float, default=0.3, help="a round repeats a way for about so long")
+    parser.add_argument(
+        "--round-s", type=float, default=0.3, help="a round repeats a way for about so long"
+    )
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="each by itself")
     parser.add_argument("--case", help="only those whose name holds this")
     args = parser.parse_args()
@@ -267,7 +293,9 @@ def main() -> None:
     found = harness.result("ensemble-peers", settings)
     harness.print_machine(found)
     rows = []
-    for threads, (name, case), train in itertools.product(args.threads, cases(args.smoke).items(), (False, True)):
+    for threads, (name, case), train in itertools.product(
+        args.threads, cases(args.smoke).items(), (False, True)
+    ):
         if args.case and args.case not in name:
             continue
         torch.set_num_threads(threads)
@@ -277,10 +305,16 @@ def main() -> None:
         found["cases"].append(one)
         kind = "cpu" if threads == 1 and default_device().type == "cpu" else "wall"
         shown = [harness.shown(ratios[kind]) for ratios in one["faster_than"].values()]
-        label = f"{name}, N = {case.members}, {'training' if train else 'inference'}, threads {threads}"
+        label = (
+            f"{name}, N = {case.members}, {'training' if train else 'inference'}, threads {threads}"
+        )
         rows.append([label, *shown])
         harness.write(args.out, found)
-        print(label, *(f"{way} {ratio}" for way, ratio in zip(one["faster_than"], shown, strict=True)), flush=True)
+        print(
+            label,
+            *(f"{way} {ratio}" for way, ratio in zip(one["faster_than"], shown, strict=True)),
+            flush=True,
+        )
     harness.print_table(["times faster than", *found["cases"][0]["faster_than"]], rows)
 
 

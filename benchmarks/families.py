@@ -1,12 +1,13 @@
 """Compare the model with transformers' in every family: logits, gradients, and exported folders.
 
-Random configurations of each family with large random weights (standard deviation 0.3, so that every part of the model
-matters, and no expert chosen by rounding) and two rows of random tokens. An error is the distance of two tensors over
-the norm of transformers'. The table has the largest error of logits over configurations, and the largest error of
-gradients over configurations and parameters. Goal: 1e-5 in fp32. In float64 transformers would still compute norms,
-rotary angles and recurrences in fp32, so there whatever asks for fp32 gets float64. "Out and back" says whether
-transformers loads an exported folder with no missing and no unexpected key, and whether the folder that it then saves
-is the same model, to the bit and to the last key of the configuration.
+Random configurations of each family with large random weights (standard deviation 0.3, so that
+every part of the model matters, and no expert chosen by rounding) and two rows of random tokens. An
+error is the distance of two tensors over the norm of transformers'. The table has the largest error
+of logits over configurations, and the largest error of gradients over configurations and
+parameters. Goal: 1e-5 in fp32. In float64 transformers would still compute norms, rotary angles and
+recurrences in fp32, so there whatever asks for fp32 gets float64. "Out and back" says whether
+transformers loads an exported folder with no missing and no unexpected key, and whether the folder
+that it then saves is the same model, to the bit and to the last key of the configuration.
 """
 
 from __future__ import annotations
@@ -33,7 +34,16 @@ from monograph.model.families import FAMILIES
 from monograph.model.hub import load_model, save_model
 from monograph.model.layouts import FusedRule, JoinedRule
 from monograph.model.rope import cos_sin
-from monograph.model.scaling import FULL, LONG, SLIDING, LinearScaling, Llama3Scaling, LongScaling, Scaling, YarnScaling
+from monograph.model.scaling import (
+    FULL,
+    LONG,
+    SLIDING,
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    Scaling,
+    YarnScaling,
+)
 
 ROWS, LENGTH, CONFIGS, GOAL = 2, 48, 40, 1e-5
 MARGIN = 1e-5  # of probabilities, so that rounding chooses no other expert
@@ -49,7 +59,9 @@ ERRORS = ("logits_fp32", "gradients_fp32", "logits_fp64", "gradients_fp64")
 def main() -> None:
     """Measure, print a table, and write it as JSON if asked to."""
     parser = harness.arguments(__doc__)
-    parser.add_argument("--configs", type=int, default=CONFIGS, metavar="N", help="random configurations per family")
+    parser.add_argument(
+        "--configs", type=int, default=CONFIGS, metavar="N", help="random configurations per family"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of configurations, weights and tokens")
     given = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
@@ -67,7 +79,12 @@ def main() -> None:
 
 def table(cases: Sequence[dict[str, Any]]) -> str:
     """Return the errors as a Markdown table."""
-    names = ["model_type", "configurations", *(key.replace("_", ", ") for key in ERRORS), "out and back"]
+    names = [
+        "model_type",
+        "configurations",
+        *(key.replace("_", ", ") for key in ERRORS),
+        "out and back",
+    ]
     lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for case in cases:
         errors = [f"{case[key]:.0e}" if case[key] else "0" for key in ERRORS]
@@ -81,24 +98,49 @@ def measured(family: str, configs: int, seed: int) -> dict[str, Any]:
     draw = random.Random(f"{family} {seed}")
     rows = [compared(drawn(family, draw), index) for index in range(configs)]
     worst = {key: max(row[key] for row in rows) for key in ERRORS}
-    return {"family": family, "configs": configs, **worst, "round_trip": all(row["round_trip"] for row in rows)}
+    return {
+        "family": family,
+        "configs": configs,
+        **worst,
+        "round_trip": all(row["round_trip"] for row in rows),
+    }
 
 
 def drawn(family: str, draw: random.Random) -> mono.LlamaConfig:
     """Return a random configuration of a family, in which every key takes every kind of value."""
     keys = FAMILIES[family].keys
-    key_value, group, layers = draw.choice([1, 2, 3]), draw.choice([1, 2, 4]), draw.choice([1, 2, 3])
+    key_value, group, layers = (
+        draw.choice([1, 2, 3]),
+        draw.choice([1, 2, 4]),
+        draw.choice([1, 2, 3]),
+    )
     windowed = "sliding_window" in keys and draw.random() < 0.7
     linear, others = "linear_num_key_heads" in keys, FAMILIES[family].others
     mixed = "layer_types" in keys and (windowed or linear)
     kinds = tuple(draw.choice([FULL, others]) for _ in range(layers)) if mixed else ()
-    yarn = YarnScaling(4.0, draw.choice([1.0, 1.2]), 16, 4.0, 0.5, draw.random() < 0.5 or "rope_local_theta" in keys)
-    scalings: list[Scaling | None] = [None, LinearScaling(2.5), Llama3Scaling(4.0, 1.0, 4.0, 16), yarn]
+    yarn = YarnScaling(
+        4.0,
+        draw.choice([1.0, 1.2]),
+        16,
+        4.0,
+        0.5,
+        draw.random() < 0.5 or "rope_local_theta" in keys,
+    )
+    scalings: list[Scaling | None] = [
+        None,
+        LinearScaling(2.5),
+        Llama3Scaling(4.0, 1.0, 4.0, 16),
+        yarn,
+    ]
     width, head = draw.choice([4, 6, 16]), draw.choice([0, 6, 8, 16])
     part = ((head or width) - 2) / (head or width)
     numbers = {name: draw.choice(values) for name, values in NUMBERS.items() if name in keys}
     if linear:
-        sizes = {"linear_conv_kernel_dim": [1, 2, 4], "linear_key_head_dim": [8, 17], "linear_value_head_dim": [8, 12]}
+        sizes = {
+            "linear_conv_kernel_dim": [1, 2, 4],
+            "linear_key_head_dim": [8, 17],
+            "linear_value_head_dim": [8, 12],
+        }
         numbers |= {name: draw.choice(values) for name, values in sizes.items()}
         numbers |= {"linear_num_key_heads": key_value, "linear_num_value_heads": key_value * group}
     experts, longs = draw.randint(1, 9), LONG in FAMILIES[family].scalings
@@ -130,19 +172,23 @@ def drawn(family: str, draw: random.Random) -> mono.LlamaConfig:
         attention_bias="attention_bias" in keys and draw.random() < 0.5,
         sliding_window=draw.choice([1, 2, 5, 17, LENGTH - 1, LENGTH, 100]) if windowed else None,
         layer_types=kinds,
-        no_rope_layers=tuple(draw.choice([0, 1]) for _ in range(layers)) if "no_rope_layers" in keys else (),
+        no_rope_layers=tuple(draw.choice([0, 1]) for _ in range(layers))
+        if "no_rope_layers" in keys
+        else (),
         query_pre_attn_scalar=draw.choice([0, 5]) if "query_pre_attn_scalar" in keys else 0,
         partial_rotary_factor=draw.choice([1.0, part]) if "partial_rotary_factor" in keys else 1.0,
         **numbers,
-        # With larger weights fp32's own error, in both, is above the goal where a state is corrected again and again,
-        # and where gates are steep.
+        # With larger weights fp32's own error, in both, is above the goal where a state is
+        # corrected again and again, and where gates are steep.
         initializer_range=0.1 if linear or FAMILIES[family].sinks else 0.3,
         pad_token_id=draw.choice([None, 0, 5]),
     )
     if not longs or draw.random() < 0.5:
         return config
     factors = tuple(draw.uniform(1, 4) for _ in range(config.rotary_dim // 2))
-    return replace(config, rope_scaling=LongScaling(factors, factors, draw.choice([1.0, 1.2]), 64, 128))
+    return replace(
+        config, rope_scaling=LongScaling(factors, factors, draw.choice([1.0, 1.2]), 64, 128)
+    )
 
 
 def compared(config: mono.LlamaConfig, seed: int) -> dict[str, Any]:
@@ -152,14 +198,22 @@ def compared(config: mono.LlamaConfig, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         save_model(model, Path(folder, "ours"))
         theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
-            Path(folder, "ours"), output_loading_info=True, dtype=torch.float32, experts_implementation="eager"
+            Path(folder, "ours"),
+            output_loading_info=True,
+            dtype=torch.float32,
+            experts_implementation="eager",
         )
         theirs.save_pretrained(Path(folder, "theirs"))
         back = load_model(Path(folder, "theirs"))
     kept = not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    same = all(torch.equal(one, other) for one, other in zip(model.parameters(), back.parameters(), strict=True))
+    same = all(
+        torch.equal(one, other)
+        for one, other in zip(model.parameters(), back.parameters(), strict=True)
+    )
     errors = dict(zip(ERRORS[:2], errors_of(model, theirs, tokens), strict=True))
-    errors |= zip(ERRORS[2:], errors_of(model.double(), widened(theirs.double(), config), tokens), strict=True)
+    errors |= zip(
+        ERRORS[2:], errors_of(model.double(), widened(theirs.double(), config), tokens), strict=True
+    )
     return errors | {"round_trip": kept and same and back.config == config}
 
 
@@ -176,8 +230,12 @@ def errors_of(model: mono.Llama, theirs: Any, tokens: Tensor) -> tuple[float, fl
         JoinedRule(model.config).written(plain)
     )
     mine = {tensor.name: tensor.read() for tensor in in_memory}
-    gradients, expected = mine.values(), gradients_of(their_logits, [their_named[name] for name in mine])
-    # Where every query sees one key only, the gradients of scores are zero, rounded by fp32's eps of all gradients.
+    gradients, expected = (
+        mine.values(),
+        gradients_of(their_logits, [their_named[name] for name in mine]),
+    )
+    # Where every query sees one key only, the gradients of scores are zero, rounded by fp32's eps
+    # of all gradients.
     least = 1e-2 * float(torch.stack([gradient.norm() for gradient in expected]).norm())
     worst = max(distance(one, other, least) for one, other in zip(gradients, expected, strict=True))
     return distance(logits, their_logits), worst
@@ -192,7 +250,9 @@ def models(config: mono.LlamaConfig, seed: int) -> Iterator[mono.Llama]:
 
 
 def margin(model: mono.Llama, tokens: Tensor) -> float:
-    """Return the least distance between the last probability that chose an expert and the first that did not."""
+    """Return the least distance between the last probability that chose an expert and the first
+    that did not.
+    """
     found = [1.0]
 
     def note(router: Any, inputs: tuple[Tensor], _: Any) -> None:
@@ -205,7 +265,11 @@ def margin(model: mono.Llama, tokens: Tensor) -> float:
         if router.count < shares.shape[1]:
             found.append(float((shares[:, router.count - 1] - shares[:, router.count]).min()))
 
-    hooks = [module.register_forward_hook(note) for module in model.modules() if isinstance(module, Router)]
+    hooks = [
+        module.register_forward_hook(note)
+        for module in model.modules()
+        if isinstance(module, Router)
+    ]
     with torch.no_grad():
         model(tokens)
     for hook in hooks:
@@ -214,8 +278,12 @@ def margin(model: mono.Llama, tokens: Tensor) -> float:
 
 
 def widened(theirs: nn.Module, config: mono.LlamaConfig) -> nn.Module:
-    """Return transformers' float64 model with rotary angles in float64, too, whose frequencies are made in fp32."""
-    tables = [cos_sin(torch.arange(LENGTH)[None], config, torch.float64, local) for local in (False, True)]
+    """Return transformers' float64 model with rotary angles in float64, too, whose frequencies are
+    made in fp32.
+    """
+    tables = [
+        cos_sin(torch.arange(LENGTH)[None], config, torch.float64, local) for local in (False, True)
+    ]
 
     def rotary(x: Tensor, position_ids: Tensor, layer_type: str = "") -> tuple[Tensor, Tensor]:
         cos, sin = tables[layer_type == SLIDING]
@@ -233,13 +301,21 @@ class Wide(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the function with float64 in place of fp32."""
-        args, named = [WIDER.get(each, each) if isinstance(each, torch.dtype) else each for each in args], kwargs or {}
-        named = {key: WIDER.get(each, each) if isinstance(each, torch.dtype) else each for key, each in named.items()}
+        args, named = (
+            [WIDER.get(each, each) if isinstance(each, torch.dtype) else each for each in args],
+            kwargs or {},
+        )
+        named = {
+            key: WIDER.get(each, each) if isinstance(each, torch.dtype) else each
+            for key, each in named.items()
+        }
         return (Tensor.double if func is Tensor.float else func)(*args, **named)
 
 
 def unsettled(model: nn.Module, seed: int) -> None:
-    """Draw random biases and norm weights, since the zeros and ones of a fresh model would hide a fault."""
+    """Draw random biases and norm weights, since the zeros and ones of a fresh model would hide a
+    fault.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -260,7 +336,9 @@ def gradients_of(logits: Tensor, parameters: list[nn.Parameter]) -> tuple[Tensor
 
 
 def distance(one: Tensor, other: Tensor, least: float = 0.0) -> float:
-    """Return the Euclidean distance over the norm of `other`, or over `least` if that is larger; in float64."""
+    """Return the Euclidean distance over the norm of `other`, or over `least` if that is larger; in
+    float64.
+    """
     one, other = one.detach().double(), other.detach().double()
     return float((one - other).norm()) / max(float(other.norm()), least)
 

@@ -2,8 +2,9 @@
 
     python benchmarks/first_contact.py [FOLDER]
 
-FOLDER has the files of `benchmarks/gpu.sh all` (default benchmarks/results/gpu). Predictions are those of
-`benchmarks/launches.py` and of `benchmarks/plan.py` on a pretended card, in benchmarks/results.
+FOLDER has the files of `benchmarks/gpu.sh all` (default benchmarks/results/gpu). Predictions are
+those of `benchmarks/launches.py` and of `benchmarks/plan.py` on a pretended card, in
+benchmarks/results.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any
 import harness
 
 RESULTS = Path(__file__).parent / "results"
-CARDS = {"H200": "H200", "H100": "H200", "A100": "A100-80", "4090": "4090"}  # the H100's arithmetic is the H200's
+# The H100's arithmetic is the H200's.
+CARDS = {"H200": "H200", "H100": "H200", "A100": "A100-80", "4090": "4090"}
 SHAPES = {"124m": "124m", "1.2b": "1b"}  # train.py's models, as launches.py calls them
 
 
@@ -32,7 +34,9 @@ def laws(found: dict[str, Any]) -> list[list[str]]:
     for name in ("gpu", "laws"):
         if (run := found.get(name)) is None:
             continue
-        passed = run.get("tests", 0) - sum(run.get(key, 0) for key in ("failures", "errors", "skipped"))
+        passed = run.get("tests", 0) - sum(
+            run.get(key, 0) for key in ("failures", "errors", "skipped")
+        )
         failed = [each.rpartition(".")[2] for each in run.get("failed", [])]
         wrong = f"{len(failed)} failed: {failed[0]}, ..." if failed else "none failed"
         wrong = "out of time" if run["exit"] == 124 else wrong
@@ -47,7 +51,8 @@ def train(found: dict[str, Any], launches: dict[str, Any]) -> list[list[str]]:
     predicted = {case["case"]: case["roofline"] for case in launches.get("cases", [])}
     rows = []
     for case in found.get("cases", []):
-        if case["model"] in SHAPES and case["system"] == "monograph":  # of packed rows, which cost a little more
+        # Of packed rows, which cost a little more.
+        if case["model"] in SHAPES and case["system"] == "monograph":
             most = predicted.get(SHAPES[case["model"]], {}).get(card, {}).get("mfu")
             measured = f"{case['mfu']:.1%}" if case.get("mfu") else case.get("error", "-")
             rows.append([f"MFU, {case['model']}", f"{most:.1%} at most" if most else "-", measured])
@@ -61,10 +66,23 @@ def kernels(found: dict[str, Any], launches: dict[str, Any]) -> list[list[str]]:
     for case in found.get("cases", []):
         if (of := counted.get(case["case"])) is None or "error" in case:
             continue
-        share, roof = case["rows"] * case["length"] / (of["rows"] * of["length"]), of["roofline"]["H200"]
-        for kind, part in (("products", "products"), ("attention", "attention"), ("others", "triton")):
+        share, roof = (
+            case["rows"] * case["length"] / (of["rows"] * of["length"]),
+            of["roofline"]["H200"],
+        )
+        for kind, part in (
+            ("products", "products"),
+            ("attention", "attention"),
+            ("others", "triton"),
+        ):
             least = share * roof[part] + (roof["update"] if kind == "others" else 0)
-            rows.append([f"{case['case']}, {kind}", f"{least:.1f} ms", f"{case['milliseconds'][kind]:.1f} ms"])
+            rows.append(
+                [
+                    f"{case['case']}, {kind}",
+                    f"{least:.1f} ms",
+                    f"{case['milliseconds'][kind]:.1f} ms",
+                ]
+            )
     return rows
 
 

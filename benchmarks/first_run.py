@@ -1,9 +1,10 @@
-"""Measure what a preset reaches on Python's own standard library: held-out bits per byte by tokens seen.
+"""Measure what a preset reaches on Python's own standard library: held-out bits per byte by tokens
+seen.
 
-Trains with the default settings for the given numbers of updates and seeds, each with its own full schedule. Prints the
-curve, the yardsticks, and the number of tokens after which the curve is below each of them. The planner's ladder of
-presets quotes these numbers. Any key of the configuration can be changed: first_run.py optim.lr=3e-3
-model.hidden_size=256
+Trains with the default settings for the given numbers of updates and seeds, each with its own full
+schedule. Prints the curve, the yardsticks, and the number of tokens after which the curve is below
+each of them. The planner's ladder of presets quotes these numbers. Any key of the configuration can
+be changed: first_run.py optim.lr=3e-3 model.hidden_size=256
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ SMOKE = {
 
 def plan_for(overrides: dict[str, str], updates: int, seed: int) -> Plan:
     """Return the plan with which `monograph train` would train."""
-    return resolve(load(None, overrides | {"train.updates": str(updates), "train.seed": str(seed)}), describe())
+    return resolve(
+        load(None, overrides | {"train.updates": str(updates), "train.seed": str(seed)}), describe()
+    )
 
 
 def run(plan: Plan, text: Corpus, points: int, rows: int, progress: Progress) -> dict[str, Any]:
@@ -64,11 +67,15 @@ def run(plan: Plan, text: Corpus, points: int, rows: int, progress: Progress) ->
         synchronize(engine.step.device)
         paused = clock()
         last = done == updates
-        held_out = evaluate(engine, text.held_out, batch_rows=engine.micro_batch or 16, limit=None if last else rows)
+        held_out = evaluate(
+            engine, text.held_out, batch_rows=engine.micro_batch or 16, limit=None if last else rows
+        )
         assert held_out.bits_per_byte is not None  # the loss counts tokens
         curve.append({"tokens": int(update.tokens), "bits_per_byte": held_out.bits_per_byte})
         evaluating_s += clock() - paused
-        progress.line("held out", f"{done}/{updates} updates: {held_out.bits_per_byte:.3f} bits per byte")
+        progress.line(
+            "held out", f"{done}/{updates} updates: {held_out.bits_per_byte:.3f} bits per byte"
+        )
     batches.close()
     return {
         "updates": updates,
@@ -90,7 +97,9 @@ def levels(found: dict[str, float]) -> dict[str, float]:
 
 
 def crossing(points: Sequence[dict[str, float]], level: float) -> int | None:
-    """Return after how many tokens a curve stays below a level, interpolated linearly; None: it never does."""
+    """Return after how many tokens a curve stays below a level, interpolated linearly; None: it
+    never does.
+    """
     above = [i for i, point in enumerate(points) if point["bits_per_byte"] > level]
     if not above:
         return int(points[0]["tokens"])
@@ -107,20 +116,35 @@ def shown(tokens: int | None) -> str:
 
 
 def print_runs(runs: Sequence[dict[str, Any]], lines: dict[str, float]) -> None:
-    """Print each run's curve, then a table with the tokens after which each run is below each level."""
+    """Print each run's curve, then a table with the tokens after which each run is below each
+    level.
+    """
     for each in runs:
         print(f"\n{each['updates']} updates, seed {each['seed']}: tokens, held-out bits per byte")
         harness.print_table(
             ["tokens", "bits/byte", "below"],
-            [[shown(int(p["tokens"])), f"{p['bits_per_byte']:.3f}", beaten(p, lines)] for p in each["curve"]],
+            [
+                [shown(int(p["tokens"])), f"{p['bits_per_byte']:.3f}", beaten(p, lines)]
+                for p in each["curve"]
+            ],
         )
     print("\ntokens after which a run is below (its schedule not ended, but for the last point)")
-    headers = ["updates, seed", "tokens", "final", *(f"{name} {value:.2f}" for name, value in lines.items()), "train s"]
+    headers = [
+        "updates, seed",
+        "tokens",
+        "final",
+        *(f"{name} {value:.2f}" for name, value in lines.items()),
+        "train s",
+    ]
     rows = []
     for each in runs:
         crossings = [shown(each["tokens_to_beat"][name]) for name in lines]
         final = each["final"]
-        row = [f"{each['updates']}, {each['seed']}", shown(int(final["tokens"])), f"{final['bits_per_byte']:.3f}"]
+        row = [
+            f"{each['updates']}, {each['seed']}",
+            shown(int(final["tokens"])),
+            f"{final['bits_per_byte']:.3f}",
+        ]
         rows.append([*row, *crossings, f"{each['training_s']:.0f}"])
     harness.print_table(headers, rows)
 
@@ -132,7 +156,9 @@ def beaten(point: dict[str, float], lines: dict[str, float]) -> str:
 
 
 def annealed(runs: Sequence[dict[str, Any]], level: float) -> int | None:
-    """Return the tokens of a whole run, schedule included, that reaches the level, by the worst seed of each length."""
+    """Return the tokens of a whole run, schedule included, that reaches the level, by the worst
+    seed of each length.
+    """
     worst: dict[int, dict[str, float]] = {}
     for each in runs:
         known = worst.get(each["updates"])
@@ -144,14 +170,20 @@ def annealed(runs: Sequence[dict[str, Any]], level: float) -> int | None:
 def main() -> None:
     """Measure and print; see `--help`."""
     parser = harness.arguments(__doc__)
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="keys of the configuration")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="keys of the configuration"
+    )
     parser.add_argument("--preset", default="micro")
-    parser.add_argument("--updates", type=int, nargs="+", default=[250, 500, 1000, 2000], help="one run each")
+    parser.add_argument(
+        "--updates", type=int, nargs="+", default=[250, 500, 1000, 2000], help="one run each"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--lr", help="the same as optim.lr=")
     parser.add_argument("--tokens-per-update", help="the same as train.tokens_per_update=")
     parser.add_argument("--points", type=int, default=16, help="of a curve")
-    parser.add_argument("--rows", type=int, default=128, help="held-out rows behind a point but the last")
+    parser.add_argument(
+        "--rows", type=int, default=128, help="held-out rows behind a point but the last"
+    )
     args = parser.parse_intermixed_args()
     overrides = {"model.preset": args.preset} | dict(each.split("=", 1) for each in args.overrides)
     given = {"optim.lr": args.lr, "train.tokens_per_update": args.tokens_per_update}
@@ -162,20 +194,28 @@ def main() -> None:
     progress = Progress()
     text = open_corpus(plan_for(overrides, 1, 0).reading, progress)
     lines = levels(yardsticks(b"".join(text.train.texts()), b"".join(text.held_out.texts())))
-    found = harness.result("first-run", {"overrides": overrides, "rows": args.rows, "smoke": args.smoke})
+    found = harness.result(
+        "first-run", {"overrides": overrides, "rows": args.rows, "smoke": args.smoke}
+    )
     found |= {"levels": lines, "fingerprint": text.fingerprint}
     for updates in args.updates:
         for seed in args.seeds:
             case = run(plan_for(overrides, updates, seed), text, args.points, args.rows, progress)
-            case["tokens_to_beat"] = {name: crossing(case["curve"], value) for name, value in lines.items()}
+            case["tokens_to_beat"] = {
+                name: crossing(case["curve"], value) for name, value in lines.items()
+            }
             found["cases"].append(case)
             harness.write(args.out, found)
-    found["annealed_tokens_to_beat"] = {name: annealed(found["cases"], value) for name, value in lines.items()}
+    found["annealed_tokens_to_beat"] = {
+        name: annealed(found["cases"], value) for name, value in lines.items()
+    }
     harness.write(args.out, found)
     harness.print_machine(found)
     print_runs(found["cases"], lines)
     print("\ntokens of a whole run that ends below, through the worst seed of each length:")
-    harness.print_table(["", "tokens"], [[k, shown(v)] for k, v in found["annealed_tokens_to_beat"].items()])
+    harness.print_table(
+        ["", "tokens"], [[k, shown(v)] for k, v in found["annealed_tokens_to_beat"].items()]
+    )
 
 
 if __name__ == "__main__":

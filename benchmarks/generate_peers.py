@@ -1,14 +1,16 @@
 """Compare generation with transformers, a compiled model with a sampler on the host, and llama.cpp.
 
-transformers has a dynamic cache, or a static one and compiles; llama.cpp samples on the host or in its graph. All have
-the same random weights, prompt and filters (temperature, top-k, top-p, min-p), each system in its own process, with
-interleaved rounds. A round asks each for one token (the first-token latency), for all tokens sampled, and for all
-tokens greedy. tokens/s counts every token of every row over the whole call, the prompt's share included. Greedy texts
-are compared with Monograph's: if two systems round differently, they differ from the first token whose two best logits
-are nearly equal. "copy" compares the rate at which the weights are read, once per step, with the measured rate of a
-large copy.
+transformers has a dynamic cache, or a static one and compiles; llama.cpp samples on the host or in
+its graph. All have the same random weights, prompt and filters (temperature, top-k, top-p, min-p),
+each system in its own process, with interleaved rounds. A round asks each for one token (the
+first-token latency), for all tokens sampled, and for all tokens greedy. tokens/s counts every token
+of every row over the whole call, the prompt's share included. Greedy texts are compared with
+Monograph's: if two systems round differently, they differ from the first token whose two best
+logits are nearly equal. "copy" compares the rate at which the weights are read, once per step, with
+the measured rate of a large copy.
 
-llama.cpp needs `xllamacpp` and `gguf`, and runs on a CPU only (its wheel for GPUs comes from another place).
+llama.cpp needs `xllamacpp` and `gguf`, and runs on a CPU only (its wheel for GPUs comes from
+another place).
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ from monograph.model.config import LlamaConfig
 
 
 class Case(NamedTuple):
-    """A shape, its rows, the tokens of a round, and the goals: at least so many times a system's tokens/s."""
+    """A shape, its rows, the tokens of a round, and the goals: at least so many times a system's
+    tokens/s.
+    """
 
     config: LlamaConfig
     rows: int
@@ -41,9 +45,16 @@ class Case(NamedTuple):
 
 def shape(layers: int, width: int, vocabulary: int, **sizes: Any) -> LlamaConfig:
     """Return a Llama with heads of 64 and an untied head."""
-    given = {"intermediate_size": -(-8 * width // 3 // 64) * 64, "num_attention_heads": width // 64} | sizes
+    given = {
+        "intermediate_size": -(-8 * width // 3 // 64) * 64,
+        "num_attention_heads": width // 64,
+    } | sizes
     return LlamaConfig(
-        vocab_size=vocabulary, hidden_size=width, num_hidden_layers=layers, max_position_embeddings=1024, **given
+        vocab_size=vocabulary,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        max_position_embeddings=1024,
+        **given,
     )
 
 
@@ -53,7 +64,8 @@ HYBRID = shape(
     partial_rotary_factor=0.25, rms_norm_eps=1e-6,  # the only one that llama.cpp computes
 )  # fmt: skip
 ONE_B, EIGHT_B = (
-    LlamaConfig.preset(name, max_position_embeddings=1024, tie_word_embeddings=False) for name in ("1b", "8b")
+    LlamaConfig.preset(name, max_position_embeddings=1024, tie_word_embeddings=False)
+    for name in ("1b", "8b")
 )
 STATIC = "transformers, static"
 ON_CPU = {
@@ -74,7 +86,9 @@ COPIED_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}
 
 
 def serve(args: Namespace, name: str, system: str) -> None:
-    """Generate in this process whenever stdin asks for it; the first answer comes when everything is warm."""
+    """Generate in this process whenever stdin asks for it; the first answer comes when everything
+    is warm.
+    """
     reply = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # systems may print; stdout is for answers
     torch.set_num_threads(args.threads)
@@ -123,7 +137,9 @@ def measure(args: Namespace, name: str) -> list[dict[str, Any]]:
         if rounds := answers.get(entry["system"]):
             walls = [each["sampled"]["wall_s"] for each in rounds]
             entry["tokens_per_s"] = harness.spread([written / wall for wall in walls])
-            entry["cpu_s_per_token"] = harness.spread([each["sampled"]["cpu_s"] / written for each in rounds])
+            entry["cpu_s_per_token"] = harness.spread(
+                [each["sampled"]["cpu_s"] / written for each in rounds]
+            )
             entry["first_token_s"] = harness.spread([each["first"]["wall_s"] for each in rounds])
             # The time that filters and draw add to a greedy step.
             entry["sampler_tax"] = harness.spread(
@@ -136,7 +152,9 @@ def measure(args: Namespace, name: str) -> list[dict[str, Any]]:
 
 
 def start_all(args: Namespace, name: str) -> tuple[list[dict[str, Any]], dict[str, Child]]:
-    """Return an entry for every system of a case, and the processes of those that could be started, warmed up."""
+    """Return an entry for every system of a case, and the processes of those that could be started,
+    warmed up.
+    """
     found: list[dict[str, Any]] = []
     children: dict[str, Child] = {}
     for system in args.systems:
@@ -148,19 +166,33 @@ def start_all(args: Namespace, name: str) -> tuple[list[dict[str, Any]], dict[st
         if missing := SYSTEMS[system].missing:
             entry["error"] = f"not measured: {', '.join(missing)} missing"
             continue
-        own = [__file__, "--serve", name, system, "--threads", str(args.threads), *(["--smoke"] if args.smoke else [])]
+        own = [
+            __file__,
+            "--serve",
+            name,
+            system,
+            "--threads",
+            str(args.threads),
+            *(["--smoke"] if args.smoke else []),
+        ]
         child = Child(own, args.threads, {})
         try:
             entry |= child.answer()
             children[system] = child
-            print(f"{name}: {system} is ready after {entry['first_s']:.0f} s", file=sys.stderr, flush=True)
+            print(
+                f"{name}: {system} is ready after {entry['first_s']:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
         except ChildFailed as error:
             entry |= {"error": str(error.args[0]), "stderr": error.args[1]}
     return found, children
 
 
 def copied_bytes_per_s() -> float:
-    """Return the bytes read and written per second by the fastest of a few large copies on the device."""
+    """Return the bytes read and written per second by the fastest of a few large copies on the
+    device.
+    """
     device = default_device()
     source = torch.zeros(COPIED_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
@@ -169,14 +201,18 @@ def copied_bytes_per_s() -> float:
 
 
 def compare(found: list[dict[str, Any]], goals: dict[str, float]) -> None:
-    """Add to each entry Monograph's tokens/s over its own, round by round, and how far their greedy texts agree."""
+    """Add to each entry Monograph's tokens/s over its own, round by round, and how far their greedy
+    texts agree.
+    """
     ours = next((e for e in found if e["system"] == "monograph" and "error" not in e), None)
     for entry in found:
         if ours is None or "error" in entry:
             continue
         pairs = zip(ours["tokens_per_s"]["values"], entry["tokens_per_s"]["values"], strict=True)
         entry["ratio_wall"] = harness.spread([a / b for a, b in pairs])
-        pairs = zip(entry["cpu_s_per_token"]["values"], ours["cpu_s_per_token"]["values"], strict=True)
+        pairs = zip(
+            entry["cpu_s_per_token"]["values"], ours["cpu_s_per_token"]["values"], strict=True
+        )
         entry["ratio_cpu"] = harness.spread([a / b for a, b in pairs])
         entry["same_text"] = min(map(agreement, entry["texts"], ours["texts"]))
         entry["goal"] = goals.get(entry["system"])
@@ -229,7 +265,9 @@ def parse() -> Namespace:
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--serve", nargs=2, metavar=("CASE", "SYSTEM"), help="one system's own process")
+    parser.add_argument(
+        "--serve", nargs=2, metavar=("CASE", "SYSTEM"), help="one system's own process"
+    )
     args = parser.parse_args()
     args.cases = SMOKE if args.smoke else ON_CPU | ON_GPU
     args.names = list(SMOKE) if args.smoke else args.names or list(ON_GPU if on_gpu else ON_CPU)
@@ -243,7 +281,9 @@ def main() -> None:
     args = parse()
     if args.serve:
         return serve(args, *args.serve)
-    found = harness.result("generate-peers", {"rounds": args.rounds, "threads": args.threads, "smoke": args.smoke})
+    found = harness.result(
+        "generate-peers", {"rounds": args.rounds, "threads": args.threads, "smoke": args.smoke}
+    )
     harness.print_machine(found)
     if missing := sorted({name for system in args.systems for name in SYSTEMS[system].missing}):
         print(f"missing: {', '.join(missing)}. {HOW_TO_INSTALL}")

@@ -1,7 +1,8 @@
-"""Build each generating system: Monograph, transformers, and a compiled model with a sampler on the host.
+"""Build each generating system: Monograph, transformers, and a compiled model with a sampler on the
+host.
 
-Each is built once in its own process and then generates when asked: it is a function of (tokens, greedy) that returns
-the texts of all rows. Shapes: B rows, T positions, V vocabulary.
+Each is built once in its own process and then generates when asked: it is a function of (tokens,
+greedy) that returns the texts of all rows. Shapes: B rows, T positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class Task(NamedTuple):
     """What to generate: `rows` continuations of one prompt, each of at most `tokens` tokens.
 
     Attributes:
-        model: the same random weights for every system; only printable ASCII is ever likely, so that texts can be
-            compared and no row ends early.
+        model: the same random weights for every system; only printable ASCII is ever likely, so
+            that texts can be compared and no row ends early.
         tokenizer: with as many entries as the model has.
         rows: continuations at once.
         tokens: the most tokens to generate.
@@ -70,9 +71,13 @@ def task(config: LlamaConfig, rows: int, tokens: int, threads: int, dtype: torch
     torch.manual_seed(0)
     model = Llama(config) if device.type == "cpu" else drawn_on(device, config)
     tokenizer = ascii_tokenizer(config.vocab_size)
-    letters = [piece.isascii() and piece.decode().isprintable() and piece != b"" for piece in tokenizer.pieces]
+    letters = [
+        piece.isascii() and piece.decode().isprintable() and piece != b""
+        for piece in tokenizer.pieces
+    ]
     with torch.no_grad():
-        # Logits with the spread of a trained model's; tokens that must not be drawn get 0, which is unlikely.
+        # Logits with the spread of a trained model's; tokens that must not be drawn get 0, which is
+        # unlikely.
         model.lm_head.weight.mul_(8.0).mul_(torch.tensor(letters, device=device)[:, None])
     return Task(model.to(dtype).eval(), tokenizer, rows, tokens, threads)
 
@@ -81,11 +86,27 @@ def ascii_tokenizer(size: int) -> Tokenizer:
     """Return a tokenizer of the 256 bytes, then pairs and triples of printable ASCII."""
     letters = [chr(code) for code in range(33, 127)]
     pairs = [(first, second) for first in letters for second in letters]
-    merges = [*pairs, *((first + second, third) for first, second in pairs for third in letters)][: size - 259]
-    entries = [BOS, EOS, PAD, *sorted(byte_alphabet()), *(first + second for first, second in merges)]
+    merges = [*pairs, *((first + second, third) for first, second in pairs for third in letters)][
+        : size - 259
+    ]
+    entries = [
+        BOS,
+        EOS,
+        PAD,
+        *sorted(byte_alphabet()),
+        *(first + second for first, second in merges),
+    ]
     content = {
-        "added_tokens": [{"id": index, "content": name, "special": True} for index, name in enumerate((BOS, EOS, PAD))],
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "added_tokens": [
+            {"id": index, "content": name, "special": True}
+            for index, name in enumerate((BOS, EOS, PAD))
+        ],
+        "pre_tokenizer": {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": True,
+            "use_regex": True,
+        },
         "decoder": {"type": "ByteLevel"},
         "model": {
             "type": "BPE",
@@ -100,7 +121,9 @@ def ascii_tokenizer(size: int) -> Tokenizer:
 
 
 def monograph(task: Task) -> Write:
-    """Return the compiled decode graph with the whole sampler or the greedy one; on a GPU a replayed CUDA graph."""
+    """Return the compiled decode graph with the whole sampler or the greedy one; on a GPU a
+    replayed CUDA graph.
+    """
     hows = {False: Sampling(**CHAIN), True: Sampling(temperature=0)}
     generators = {
         greedy: Generator(
@@ -131,7 +154,9 @@ def monograph(task: Task) -> Write:
 
 @torch.no_grad()
 def host_sampler(task: Task) -> Write:
-    """Return one compiled decode step of this project's model; its logits are copied and numpy draws from them."""
+    """Return one compiled decode step of this project's model; its logits are copied and numpy
+    draws from them.
+    """
     model, ids, rows = task.model, task.prompt_ids, task.rows
     weight = model.lm_head.weight
     cache = KVCache.allocate(model.config, rows, task.slots, weight.dtype, weight.device)
@@ -151,7 +176,11 @@ def host_sampler(task: Task) -> Write:
         found, forward = [], logits
         for _ in range(tokens):
             logits_BV = forward(tokens_BT, positions_BT).cpu().numpy()
-            found.append(logits_BV.argmax(-1) if greedy else np.array([drawn(row_V, random) for row_V in logits_BV]))
+            found.append(
+                logits_BV.argmax(-1)
+                if greedy
+                else np.array([drawn(row_V, random) for row_V in logits_BV])
+            )
             tokens_BT = torch.from_numpy(found[-1])[:, None].to(weight.device)
             positions_BT, forward = positions_BT[:, -1:] + 1, step
         return [task.tokenizer.decode(row) for row in np.stack(found, 1).tolist()]
@@ -180,13 +209,16 @@ def transformers_dynamic(task: Task) -> Write:
 
 
 def transformers_static(task: Task) -> Write:
-    """Return `generate` with a static cache, which compiles the forward pass; on a CPU it must be told to compile."""
+    """Return `generate` with a static cache, which compiles the forward pass; on a CPU it must be
+    told to compile.
+    """
     import transformers
 
     compiled = transformers.CompileConfig()
     compiled._compile_all_devices = True
     return _transformers(
-        task, {"cache_implementation": "static", "max_cache_len": task.slots, "compile_config": compiled}
+        task,
+        {"cache_implementation": "static", "max_cache_len": task.slots, "compile_config": compiled},
     )
 
 
@@ -197,7 +229,8 @@ def _transformers(task: Task, options: dict[str, Any]) -> Write:
     config = transformers.AutoConfig.for_model(**task.model.config.to_hf())
     with torch.device("meta"):
         theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
-    theirs.load_state_dict(task.model.state_dict(), assign=True)  # shared: a GPU has no room for a second copy
+    # Shared: a GPU has no room for a second copy.
+    theirs.load_state_dict(task.model.state_dict(), assign=True)
     with weight.device:  # buffers that are computed, not loaded
         theirs.model.rotary_emb = type(theirs.model.rotary_emb)(config)
     ids_BT = torch.tensor([task.prompt_ids] * task.rows, device=weight.device)
@@ -206,9 +239,16 @@ def _transformers(task: Task, options: dict[str, Any]) -> Write:
         torch.manual_seed(0)
         how = {"do_sample": False} if greedy else {"do_sample": True, **CHAIN}
         settings = transformers.GenerationConfig(
-            **how, **options, max_new_tokens=tokens, min_new_tokens=None, eos_token_id=None, pad_token_id=0
+            **how,
+            **options,
+            max_new_tokens=tokens,
+            min_new_tokens=None,
+            eos_token_id=None,
+            pad_token_id=0,
         )
-        rows_BT = theirs.generate(ids_BT, attention_mask=torch.ones_like(ids_BT), generation_config=settings)
+        rows_BT = theirs.generate(
+            ids_BT, attention_mask=torch.ones_like(ids_BT), generation_config=settings
+        )
         assert rows_BT.shape[1] == ids_BT.shape[1] + tokens
         return [task.tokenizer.decode(row) for row in rows_BT[:, ids_BT.shape[1] :].tolist()]
 
@@ -223,5 +263,6 @@ SYSTEMS = {
     "llama.cpp": System(llama_cpp, ("xllamacpp", "gguf")),
     "llama.cpp, backend": System(llama_cpp_backend, ("xllamacpp", "gguf")),
 }
-ON_A_CPU_ONLY = ("llama.cpp", "llama.cpp, backend")  # the wheel of the package index runs on the CPU only
+# The wheel of the package index runs on the CPU only.
+ON_A_CPU_ONLY = ("llama.cpp", "llama.cpp, backend")
 HOW_TO_INSTALL = "pip install -e '.[peers]' -c constraints.txt"

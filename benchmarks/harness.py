@@ -1,4 +1,5 @@
-"""Shared parts of the benchmarks: a quiet process, interleaved rounds, medians, a table, and the machine in the JSON.
+"""Shared parts of the benchmarks: a quiet process, interleaved rounds, medians, a table, and the
+machine in the JSON.
 
 Import it before torch: how OpenMP's threads wait is read when torch is loaded.
 """
@@ -21,7 +22,8 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-# A thread that spins while it waits takes the core from the one that it waits for: on a busy machine 20 times slower.
+# A thread that spins while it waits takes the core from the one that it waits for: on a busy
+# machine 20 times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces itself on stderr
@@ -40,15 +42,22 @@ from monograph.profiling.memory import LiveBytes  # noqa: E402
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the arguments that every script takes."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the numbers there as JSON")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, seconds: shows that the script works")
+    parser.add_argument(
+        "--smoke", action="store_true", help="tiny sizes, seconds: shows that the script works"
+    )
     return parser
 
 
 def machine() -> dict[str, Any]:
-    """Return where the numbers are measured: device, versions, threads, and how busy the machine was before."""
-    device, pretended = describe(), hasattr(ctypes.CDLL(None), "card_log")  # the driver of tests/pretended_gpu
+    """Return where the numbers are measured: device, versions, threads, and how busy the machine
+    was before.
+    """
+    # The driver of tests/pretended_gpu.
+    device, pretended = describe(), hasattr(ctypes.CDLL(None), "card_log")
     return {
         "device": f"pretended {device.name}" if pretended else device.name,
         "type": "pretended" if pretended else device.type,
@@ -67,7 +76,9 @@ def machine() -> dict[str, Any]:
     }
 
 
-def result(name: str, settings: Mapping[str, Any], cases: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+def result(
+    name: str, settings: Mapping[str, Any], cases: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
     """Return a benchmark's JSON object without its `cases`, schema `monograph-benchmark-NAME-1`."""
     return {
         "schema": f"monograph-benchmark-{name}-1",
@@ -78,7 +89,9 @@ def result(name: str, settings: Mapping[str, Any], cases: Sequence[Mapping[str, 
 
 
 def write(path: Path | None, found: Mapping[str, Any]) -> None:
-    """Write the JSON if a file was asked for; a stop at any moment leaves the old file or the new one."""
+    """Write the JSON if a file was asked for; a stop at any moment leaves the old file or the new
+    one.
+    """
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,7 +114,10 @@ def print_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     lines = [list(headers), *(list(row) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(headers))]
     for line in lines:
-        cells = [line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))]
+        cells = [
+            line[0].ljust(widths[0]),
+            *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True)),
+        ]
         print("  ".join(cells).rstrip())
 
 
@@ -109,7 +125,9 @@ def print_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 class Timing(NamedTuple):
-    """Seconds of one call: wall time, and CPU time of all threads (which does not count other programs)."""
+    """Seconds of one call: wall time, and CPU time of all threads (which does not count other
+    programs).
+    """
 
     wall_s: float
     cpu_s: float
@@ -127,7 +145,8 @@ def timed(run: Callable[[], object], device: torch.device) -> Timing:
 def interleaved(
     cases: Mapping[str, Callable[[], object]], rounds: int, device: torch.device
 ) -> dict[str, list[Timing]]:
-    """Time every case once per round, in reversed order every other round, so that disturbances affect all alike.
+    """Time every case once per round, in reversed order every other round, so that disturbances
+    affect all alike.
 
     Warm the cases before.
     """
@@ -145,7 +164,12 @@ def turns(names: Iterable[str], rounds: int) -> list[str]:
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
     """Return median, lowest, highest, and all values in order of measurement."""
-    return {"median": statistics.median(values), "low": min(values), "high": max(values), "values": list(values)}
+    return {
+        "median": statistics.median(values),
+        "low": min(values),
+        "high": max(values),
+        "values": list(values),
+    }
 
 
 def ratios(above: Sequence[Timing], below: Sequence[Timing]) -> dict[str, dict[str, Any]]:
@@ -169,7 +193,9 @@ def called(home: Path, *arguments: str) -> str:
     """Return the output of `monograph ARGUMENTS` in a folder that is also its home."""
     environment = os.environ | {
         "HOME": str(home),
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONPATH": os.pathsep.join(
+            [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        ),
         "OMP_NUM_THREADS": str(torch.get_num_threads()),
     }
     done = subprocess.run(
@@ -206,15 +232,22 @@ def live_peak_bytes(run: Callable[[], object], device: torch.device) -> int:
 
 
 _MARK = "monograph: counted region"
-_WAITING_CALLS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+_WAITING_CALLS = (
+    "cudaStreamSynchronize",
+    "cudaDeviceSynchronize",
+    "cudaEventSynchronize",
+    "cudaMemcpy",
+)
 _TO_HOST = "Memcpy DtoH"
 
 
 class HostSyncs:
-    """Counts, inside a `with` block, the events that make the host wait for the GPU or copy data from it to the host.
+    """Counts, inside a `with` block, the events that make the host wait for the GPU or copy data
+    from it to the host.
 
-    `counts` maps each kind to how often it happened: CUDA runtime calls that wait, and copies from device to host
-    (which wait too, or will once their value is used). Without a GPU it is None, since nothing can wait.
+    `counts` maps each kind to how often it happened: CUDA runtime calls that wait, and copies from
+    device to host (which wait too, or will once their value is used). Without a GPU it is None,
+    since nothing can wait.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -224,14 +257,19 @@ class HostSyncs:
     def __enter__(self) -> HostSyncs:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-            self._profile = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True)
+            self._profile = profile(
+                activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True
+            )
             self._profile.__enter__()
             self._mark = record_function(_MARK)
             self._mark.__enter__()
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self.device.type != "cuda":
             return
@@ -247,16 +285,26 @@ class HostSyncs:
 
 
 def count_waits(events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Count waiting runtime calls inside the marked region of a profiler trace, and all its copies from device to host.
+    """Count waiting runtime calls inside the marked region of a profiler trace, and all its copies
+    from device to host.
 
-    The copies are the GPU's own events, which may lie after the region that launched them; nothing outside it copies.
+    The copies are the GPU's own events, which may lie after the region that launched them; nothing
+    outside it copies.
     """
-    mark = next(event for event in events if event.get("name") == _MARK and event.get("cat") == "user_annotation")
+    mark = next(
+        event
+        for event in events
+        if event.get("name") == _MARK and event.get("cat") == "user_annotation"
+    )
     begin, end = mark["ts"], mark["ts"] + mark["dur"]
     counts: dict[str, int] = {}
     for event in events:
         name = str(event.get("name"))
-        waits = event.get("cat") == "cuda_runtime" and name in _WAITING_CALLS and begin <= event["ts"] <= end
+        waits = (
+            event.get("cat") == "cuda_runtime"
+            and name in _WAITING_CALLS
+            and begin <= event["ts"] <= end
+        )
         if waits or (event.get("cat") == "gpu_memcpy" and name.startswith(_TO_HOST)):
             counts[name] = counts.get(name, 0) + 1
     return counts

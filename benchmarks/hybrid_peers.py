@@ -1,10 +1,12 @@
-"""Compare captured updates of a hybrid of gated delta nets and attention with those of transformers.
+"""Compare captured updates of a hybrid of gated delta nets and attention with those of
+transformers.
 
-The same Qwen 3.5 with the same weights, AdamW, clipping and rows; all take turns in one process. Rows are packed:
-Monograph keeps their documents apart, transformers, eager and compiled, takes each row for one document (it has no
-other way without a GPU's kernels, and so its states leak from document to document). On rows of one document each the
-first losses must agree. A ratio above 1 says how many times as many updates Monograph makes. Goal: 1.5 times as many as
-transformers compiled.
+The same Qwen 3.5 with the same weights, AdamW, clipping and rows; all take turns in one process.
+Rows are packed: Monograph keeps their documents apart, transformers, eager and compiled, takes each
+row for one document (it has no other way without a GPU's kernels, and so its states leak from
+document to document). On rows of one document each the first losses must agree. A ratio above 1
+says how many times as many updates Monograph makes. Goal: 1.5 times as many as transformers
+    compiled.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ def packed(rows: int, length: int) -> Batch:
     """Return rows of DOCUMENTS documents each, of random lengths."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(VOCABULARY, (rows, length), generator=generator)
-    starts = torch.stack([torch.randperm(length - 1, generator=generator)[: DOCUMENTS - 1] + 1 for _ in range(rows)])
+    starts = torch.stack(
+        [torch.randperm(length - 1, generator=generator)[: DOCUMENTS - 1] + 1 for _ in range(rows)]
+    )
     begins = torch.zeros(rows, length, dtype=torch.int64).scatter_(1, starts, 1)
     places = torch.arange(length).expand(rows, -1)
     positions = places - torch.where(begins > 0, places, 0).cummax(dim=1).values
@@ -63,12 +67,19 @@ def measure(args: Namespace, length: int, precision: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         save_model(model, Path(folder, "model"))
         peers = [way for way, compiled in PEERS.items() if not (compiled and args.smoke)]
-        ways = {way: theirs(Path(folder, "model"), "eager", PEERS[way], precision, plain) for way in peers}
+        ways = {
+            way: theirs(Path(folder, "model"), "eager", PEERS[way], precision, plain)
+            for way in peers
+        }
     with torch.no_grad():
         logits = model.logits(model(plain["tokens"]))
-        first = float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), plain["targets"].flatten()))
+        first = float(
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), plain["targets"].flatten())
+        )
     losses = {way: [update() for _ in range(2)] for way, update in ways.items()}
-    if max(abs(each[0] / first - 1) for each in losses.values()) > (1e-5 if precision == "fp32" else 1e-2):
+    if max(abs(each[0] / first - 1) for each in losses.values()) > (
+        1e-5 if precision == "fp32" else 1e-2
+    ):
         raise SystemExit(f"hybrid_peers.py: the losses differ: {losses}, {first}")
     ways |= {OURS: ours(model, precision, batch)}
     losses[OURS] = [ways[OURS]() for _ in range(2)]
@@ -85,7 +96,10 @@ def measure(args: Namespace, length: int, precision: str) -> dict[str, Any]:
 def table(cases: list[dict[str, Any]]) -> str:
     """Return Monograph's times and the ratios as a Markdown table."""
     ways = list(cases[0]["times_as_fast"])
-    lines = [f"| tokens of a row, precision | ms | {' | '.join(ways)} |", f"|---|{'---:|' * (1 + len(ways))}"]
+    lines = [
+        f"| tokens of a row, precision | ms | {' | '.join(ways)} |",
+        f"|---|{'---:|' * (1 + len(ways))}",
+    ]
     for case in cases:
         ratios = [harness.shown(case["times_as_fast"][way]["wall"], 1) for way in ways]
         lines.append(
@@ -105,8 +119,15 @@ def main() -> None:
     if args.smoke:
         args.lengths, args.precisions, args.rows, args.rounds = [70], ["fp32"], 1, 2
     transformers.utils.logging.disable_progress_bar()
-    settings = {"rows": args.rows, "vocabulary": VOCABULARY, "documents": DOCUMENTS, "rounds": args.rounds}
-    found = harness.result("hybrid_peers", settings | {"goal": GOAL, "transformers": transformers.__version__})
+    settings = {
+        "rows": args.rows,
+        "vocabulary": VOCABULARY,
+        "documents": DOCUMENTS,
+        "rounds": args.rounds,
+    }
+    found = harness.result(
+        "hybrid_peers", settings | {"goal": GOAL, "transformers": transformers.__version__}
+    )
     harness.print_machine(found)
     for length in args.lengths:
         for precision in args.precisions:

@@ -1,8 +1,10 @@
-"""Measure where the time of a training step goes on a GPU, kernel by kernel, next to the roofline of `launches.py`.
+"""Measure where the time of a training step goes on a GPU, kernel by kernel, next to the roofline
+of `launches.py`.
 
-Each case trains with half of the rows that `launches.py` counts, so that it fits 80 GB. Updates are timed without the
-profiler; then one update of one micro-batch is profiled: milliseconds of matrix products, of attention, of other
-kernels, of copies, and what is left of the update's time, in which the card had nothing to do.
+Each case trains with half of the rows that `launches.py` counts, so that it fits 80 GB. Updates are
+timed without the profiler; then one update of one micro-batch is profiled: milliseconds of matrix
+products, of attention, of other kernels, of copies, and what is left of the update's time, in which
+the card had nothing to do.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ KINDS = {
 
 
 class Case(NamedTuple):
-    """A preset, the rows and tokens of a micro-batch, and what differs from the default way to train."""
+    """A preset, the rows and tokens of a micro-batch, and what differs from the default way to
+    train.
+    """
 
     preset: str
     rows: int
@@ -86,8 +90,13 @@ def measured(name: str, case: Case, args: Namespace) -> dict[str, Any]:
         harness.timed(update, device)
     kernels = by_name(seen)
     tokens_per_s = shape.rows * shape.length / seconds["median"]
-    per_token, peak = flops_per_token(shape.config, shape.length), describe(device).peak_flops.get("bf16")
-    milliseconds = {kind: sum(k["ms"] for k in kernels if k["kind"] == kind) for kind in (*KINDS, "others")}
+    per_token, peak = (
+        flops_per_token(shape.config, shape.length),
+        describe(device).peak_flops.get("bf16"),
+    )
+    milliseconds = {
+        kind: sum(k["ms"] for k in kernels if k["kind"] == kind) for kind in (*KINDS, "others")
+    }
     return {
         "case": name,
         "rows": case.rows,
@@ -95,7 +104,8 @@ def measured(name: str, case: Case, args: Namespace) -> dict[str, Any]:
         "seconds_per_update": seconds,
         "tokens_per_s": tokens_per_s,
         "mfu": mfu(tokens_per_s, per_token, peak) if peak else None,
-        "milliseconds": milliseconds | {"nothing": 1e3 * seconds["median"] - sum(milliseconds.values())},
+        "milliseconds": milliseconds
+        | {"nothing": 1e3 * seconds["median"] - sum(milliseconds.values())},
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
         "kernels": kernels,
     }
@@ -107,7 +117,9 @@ def by_name(seen: profile) -> list[dict[str, Any]]:
     for event in seen.events() or ():
         if event.device_type != torch.autograd.DeviceType.CUDA or event.is_user_annotation:
             continue
-        kernel = found.setdefault(event.name, {"name": event.name[:120], "kind": kind_of(event.name), "n": 0, "ms": 0})
+        kernel = found.setdefault(
+            event.name, {"name": event.name[:120], "kind": kind_of(event.name), "n": 0, "ms": 0}
+        )
         kernel["n"] += 1
         kernel["ms"] += event.time_range.elapsed_us() / 1e3
     return sorted(found.values(), key=lambda kernel: -kernel["ms"])
@@ -115,7 +127,9 @@ def by_name(seen: profile) -> list[dict[str, Any]]:
 
 def kind_of(name: str) -> str:
     """Return what a kernel does, by its name."""
-    return next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), "others")
+    return next(
+        (kind for kind, parts in KINDS.items() if any(part in name for part in parts)), "others"
+    )
 
 
 def expected(case: dict[str, Any]) -> dict[str, float]:
@@ -124,9 +138,14 @@ def expected(case: dict[str, Any]) -> dict[str, float]:
     counted = json.loads(LAUNCHES.read_text())["cases"] if card and LAUNCHES.exists() else ()
     for other in counted:
         if other["case"] == case["case"]:
-            roof, share = other["roofline"]["H200"], case["rows"] * case["length"] / (other["rows"] * other["length"])
+            roof, share = (
+                other["roofline"]["H200"],
+                case["rows"] * case["length"] / (other["rows"] * other["length"]),
+            )
             others = share * roof["triton"] + roof["update"]
-            return {kind: share * roof[kind] for kind in ("products", "attention")} | {"others": others}
+            return {kind: share * roof[kind] for kind in ("products", "attention")} | {
+                "others": others
+            }
     return {}
 
 
@@ -135,10 +154,18 @@ def rows_of(case: dict[str, Any]) -> list[list[str]]:
     if "error" in case:
         return [[case["case"], case["error"][:80]]]
     kinds = (*KINDS, "others", "nothing")
-    lines = [[case["case"], f"{case['tokens_per_s']:,.0f}", *(f"{case['milliseconds'][kind]:.1f}" for kind in kinds)]]
+    lines = [
+        [
+            case["case"],
+            f"{case['tokens_per_s']:,.0f}",
+            *(f"{case['milliseconds'][kind]:.1f}" for kind in kinds),
+        ]
+    ]
     lines[0].append(f"{case['mfu']:.1%}" if case["mfu"] else "-")
     if roof := expected(case):
-        lines.append(["  expected", "", *(f"{roof[kind]:.1f}" if kind in roof else "" for kind in kinds), ""])
+        lines.append(
+            ["  expected", "", *(f"{roof[kind]:.1f}" if kind in roof else "" for kind in kinds), ""]
+        )
     return lines
 
 
@@ -164,7 +191,9 @@ def main() -> None:
         for line in rows_of(found["cases"][-1]):
             print("  ".join(line), flush=True)
     headers = ["", "tokens/s", *(f"{kind}, ms" for kind in (*KINDS, "others", "nothing")), "MFU"]
-    harness.print_table(headers, [line for case in found["cases"] if "error" not in case for line in rows_of(case)])
+    harness.print_table(
+        headers, [line for case in found["cases"] if "error" not in case for line in rows_of(case)]
+    )
 
 
 if __name__ == "__main__":

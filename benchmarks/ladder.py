@@ -1,7 +1,9 @@
-"""Measure how much each usual change gains: `monograph profile --ladder`, several times, rung by rung.
+"""Measure how much each usual change gains: `monograph profile --ladder`, several times, rung by
+rung.
 
-A rung's ratios to the rung that it changes, in wall time and in CPU time, are medians of the rounds' own ratios. Losses
-are those of the first round, since the time of the first rung decides the length of the others.
+A rung's ratios to the rung that it changes, in wall time and in CPU time, are medians of the
+rounds' own ratios. Losses are those of the first round, since the time of the first rung decides
+the length of the others.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ UPDATES = 32  # of a rung at most, so that rounds are alike on every machine tha
 def rung(rounds: list[dict[str, Any]], before: list[dict[str, Any]]) -> dict[str, Any]:
     """Return one rung over all rounds, compared with the rung that it changes, if there is one."""
     first = rounds[0]
-    case = {name: first[name] for name in ("rung", "change", "over", "obstacle", "notes", "micro_batch")}
+    case = {
+        name: first[name] for name in ("rung", "change", "over", "obstacle", "notes", "micro_batch")
+    }
     if first["obstacle"]:
         return case
     case |= {name: harness.spread([each[name] for each in rounds]) for name in SPEEDS}
@@ -39,7 +43,10 @@ def rung(rounds: list[dict[str, Any]], before: list[dict[str, Any]]) -> dict[str
 
 def cases(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return all rungs over all rounds."""
-    climbed = {each[0]["rung"]: list(each) for each in zip(*(found["rungs"] for found in rounds), strict=True)}
+    climbed = {
+        each[0]["rung"]: list(each)
+        for each in zip(*(found["rungs"] for found in rounds), strict=True)
+    }
     return [rung(each, climbed.get(each[0]["over"], [])) for each in climbed.values()]
 
 
@@ -52,16 +59,22 @@ def main() -> None:
     settings = SMOKE if args.smoke else [f"model.preset={args.preset}", f"train.updates={UPDATES}"]
     args.rounds = 1 if args.smoke else args.rounds
     no_compiler = {"CXX": "none"} if args.smoke else {}  # compiling takes minutes
-    found = harness.result("ladder", {"preset": args.preset, "rounds": args.rounds, "smoke": args.smoke})
+    found = harness.result(
+        "ladder", {"preset": args.preset, "rounds": args.rounds, "smoke": args.smoke}
+    )
     harness.print_machine(found)
     rounds = []
-    with patch.dict(os.environ, no_compiler), tempfile.TemporaryDirectory(prefix="monograph-ladder-") as home:
+    with (
+        patch.dict(os.environ, no_compiler),
+        tempfile.TemporaryDirectory(prefix="monograph-ladder-") as home,
+    ):
         for _ in range(args.rounds):
             climbed, seconds = harness.command(Path(home), "profile", "--ladder", *settings)
             rounds.append(climbed)
             found["cases"] = cases(rounds)
             found["settings"] |= {
-                name: rounds[0][name] for name in ("params", "updates", "tokens_per_update", "tokens")
+                name: rounds[0][name]
+                for name in ("params", "updates", "tokens_per_update", "tokens")
             }
             found["settings"]["seconds"] = [*found["settings"].get("seconds", []), seconds]
             harness.write(args.out, found)
@@ -74,7 +87,16 @@ def main() -> None:
         memory, loss = f"{case['peak_memory_bytes'] / 2**20:.1f}", f"{case['eval_loss']:.3f}"
         speeds = (harness.shown(case[name], 0) for name in ("tokens_per_s", "tokens_per_cpu_s"))
         rows.append([case["rung"], *speeds, *times, memory, loss, ""])
-    heads = ["rung", "tokens/s", "tokens/CPU-s", "speed", "in CPU time", "peak MiB", "held-out loss", ""]
+    heads = [
+        "rung",
+        "tokens/s",
+        "tokens/CPU-s",
+        "speed",
+        "in CPU time",
+        "peak MiB",
+        "held-out loss",
+        "",
+    ]
     harness.print_table(heads, rows)
 
 

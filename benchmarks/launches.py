@@ -1,13 +1,16 @@
-"""Count what training and sampling launch on a GPU, without one: kernels, bytes, FLOPs, waits, and a roofline of them.
+"""Count what training and sampling launch on a GPU, without one: kernels, bytes, FLOPs, waits, and
+a roofline of them.
 
-The project's own step and decoder are compiled for sm_90 and run on a pretended card (`pretended.py`), where kernels
-compute nothing. Two depths are compiled and extrapolated to the model's own, since every count is linear in the number
-of layers; nano, whose own depth is compiled as well, checks that. The same code gives the same counts at each run.
+The project's own step and decoder are compiled for sm_90 and run on a pretended card
+(`pretended.py`), where kernels compute nothing. Two depths are compiled and extrapolated to the
+model's own, since every count is linear in the number of layers; nano, whose own depth is compiled
+as well, checks that. The same code gives the same counts at each run.
 
-Triton's bytes are Inductor's: each of a kernel's arguments counts once. What a loop over a row reads a second or third
-time is listed apart (a cache may have it), and so are attention's kernels, whose time is taken from their FLOPs. Times
-are of datasheets: 65 % of the peak for products, 42 % for attention, 80 % of the bandwidth; a kernel without a loop
-takes no less time than its instructions, branches that are hardly taken among them.
+Triton's bytes are Inductor's: each of a kernel's arguments counts once. What a loop over a row
+reads a second or third time is listed apart (a cache may have it), and so are attention's kernels,
+whose time is taken from their FLOPs. Times are of datasheets: 65 % of the peak for products, 42 %
+for attention, 80 % of the bandwidth; a kernel without a loop takes no less time than its
+instructions, branches that are hardly taken among them.
 """
 
 from __future__ import annotations
@@ -75,7 +78,11 @@ def model_of(config: LlamaConfig) -> Llama:
 def engine_of(shape: Shape) -> Resident:
     """Return the engine that `monograph train` builds by default."""
     return Resident(
-        model_of(shape.config), optim=AdamW(lr=1e-3), clip=1.0, precision=Precision("bf16"), micro_batch=shape.rows
+        model_of(shape.config),
+        optim=AdamW(lr=1e-3),
+        clip=1.0,
+        precision=Precision("bf16"),
+        micro_batch=shape.rows,
     )
 
 
@@ -104,10 +111,15 @@ def training(shape: Shape, packed: bool) -> dict[str, Numbers]:
         step._micro_step(batch)
     with pretended.Counted() as updated:
         engine.update()
-    times = ({f"triton_s {name}": part.triton_s(*rates(name)) for name in CARDS} for part in (called, updated))
+    times = (
+        {f"triton_s {name}": part.triton_s(*rates(name)) for name in CARDS}
+        for part in (called, updated)
+    )
     peak = torch.cuda.max_memory_reserved()
     return {
-        "micro-step called": called.numbers() | {"flops": products.flops, "peak_bytes": peak} | next(times),
+        "micro-step called": called.numbers()
+        | {"flops": products.flops, "peak_bytes": peak}
+        | next(times),
         "micro-step replayed": replayed.numbers(),
         "update": updated.numbers() | next(times),
     }
@@ -117,15 +129,24 @@ def decoding(config: LlamaConfig, rows: int) -> dict[str, Numbers]:
     """Return the counts of a decode step with the full chain of filters, and of its sampler alone."""
     model = model_of(config).to(torch.bfloat16)
     generator = Generator(
-        model, chain_of([FULL]), rows=rows, slots=PROMPT + TOKENS, vocabulary=config.vocab_size, mode="compiled"
+        model,
+        chain_of([FULL]),
+        rows=rows,
+        slots=PROMPT + TOKENS,
+        vocabulary=config.vocab_size,
+        mode="compiled",
     )
     for seed in range(rows):
         sampling = dataclasses.replace(FULL, seed=seed)
         generator.submit(Request((5,) * PROMPT, sampling, TOKENS))
     # Not `run`, which would wait for the end of a text: no token is drawn here.
     generator.advance()
-    # The step of that block, which follows no automata: another one would be compiled while it is counted.
-    step, arguments = generator.steps.of(generator.chain), (generator.cache.visible(PROMPT + TOKENS), "window", False)
+    # The step of that block, which follows no automata: another one would be compiled while it is
+    # counted.
+    step, arguments = (
+        generator.steps.of(generator.chain),
+        (generator.cache.visible(PROMPT + TOKENS), "window", False),
+    )
     with pretended.Counted() as whole:
         step(*arguments)
     with pretended.Products() as products:
@@ -157,7 +178,9 @@ def counts(case: Case, layers: int | None, args: Namespace) -> dict[str, Numbers
     return found
 
 
-def extrapolated(few: dict[str, Numbers], many: dict[str, Numbers], depths: tuple[int, int], layers: int) -> Any:
+def extrapolated(
+    few: dict[str, Numbers], many: dict[str, Numbers], depths: tuple[int, int], layers: int
+) -> Any:
     """Return the counts at a depth by the line through two others; a maximum stays one."""
 
     def at(name: str, low: float, high: float) -> float:
@@ -172,7 +195,9 @@ def extrapolated(few: dict[str, Numbers], many: dict[str, Numbers], depths: tupl
 
 
 def rates(name: str) -> tuple[float, float]:
-    """Return a card's bytes/s and warp instructions/s: a multiply-add of 32 lanes is one instruction and 64 FLOPs."""
+    """Return a card's bytes/s and warp instructions/s: a multiply-add of 32 lanes is one
+    instruction and 64 FLOPs.
+    """
     card = named(name)
     assert card.bandwidth_bytes_per_s
     return card.bandwidth_bytes_per_s * TRAFFIC, card.peak_flops["fp32"] / 64
@@ -209,7 +234,12 @@ def measured(name: str, args: Namespace) -> dict[str, Any]:
     few, many = (counts(case, layers, args) for layers in depths)
     found = extrapolated(few, many, depths, own)
     result = {"case": name, "rows": case.rows, "length": case.length, "packed": not args.unpacked}
-    result |= {"layers": own, "compiled_layers": depths, "counts": found, "roofline": roofline(case, found)}
+    result |= {
+        "layers": own,
+        "compiled_layers": depths,
+        "counts": found,
+        "roofline": roofline(case, found),
+    }
     if own < max(depths):
         exact = counts(case, own, args)
         compared = {(part, number) for part, numbers in exact.items() for number in numbers}
@@ -224,7 +254,17 @@ def measured(name: str, args: Namespace) -> dict[str, Any]:
     return result
 
 
-HEADERS = ["", "launches", *pretended.LIBRARIES, "Triton GB", "again", "attention", "TFLOP", "registers", "stack"]
+HEADERS = [
+    "",
+    "launches",
+    *pretended.LIBRARIES,
+    "Triton GB",
+    "again",
+    "attention",
+    "TFLOP",
+    "registers",
+    "stack",
+]
 HEADERS += ["graphs", "waits", "waiting copies"]
 
 
@@ -234,9 +274,15 @@ def row(name: str, numbers: Numbers) -> list[str]:
     return [
         name,
         *(f"{numbers[key]:,.0f}" for key in whole),
-        *(f"{numbers[key] / 1e9:,.3f}" for key in ("triton_bytes", "again_bytes", "attention_bytes")),
+        *(
+            f"{numbers[key] / 1e9:,.3f}"
+            for key in ("triton_bytes", "again_bytes", "attention_bytes")
+        ),
         f"{numbers['flops'] / 1e12:,.3f}" if "flops" in numbers else "",
-        *(f"{numbers[key]:.0f}" for key in (*pretended.LARGEST, "graphs", "waits", "waiting_copies")),
+        *(
+            f"{numbers[key]:.0f}"
+            for key in (*pretended.LARGEST, "graphs", "waits", "waiting_copies")
+        ),
     ]
 
 
@@ -247,14 +293,22 @@ def show(result: dict[str, Any]) -> None:
     print(f"\n{result['case']}, {result['rows']} x {result['length']}, {kind}, bf16, sm_90:")
     print(f"{result['layers']} layers, extrapolated linearly from {few} and {many}", end="")
     check = result.get("extrapolated_is_compiled")
-    print("" if check is None else "; compiled, too: the same" if check is True else f"; compiled, too: {check}")
+    print(
+        ""
+        if check is None
+        else "; compiled, too: the same"
+        if check is True
+        else f"; compiled, too: {check}"
+    )
     harness.print_table(HEADERS, [row(name, numbers) for name, numbers in result["counts"].items()])
     for name, numbers in result["counts"].items():
         if weights := numbers.get("weight_bytes"):
             sampler = result["counts"][name.replace("decode step", "its sampler")]
             moved = numbers["product_bytes"] + numbers["triton_bytes"] + numbers["again_bytes"]
             own = sampler["triton_bytes"] + sampler["again_bytes"]
-            print(f"{name}: {moved / weights:.4f} times the weights' {weights / 1e9:.3f} GB; sampler {own / moved:.2%}")
+            print(
+                f"{name}: {moved / weights:.4f} times the weights' {weights / 1e9:.3f} GB; sampler {own / moved:.2%}"
+            )
     peak = result["counts"]["micro-step called"]["peak_bytes"]
     print(f"memory of the card that was taken: {peak / 2**30:.1f} GiB")
     parts = ("products", "attention", "triton", "update")
@@ -269,13 +323,19 @@ def main() -> None:
     """Count and print; see `--help`."""
     parser = harness.arguments(__doc__)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--layers", nargs=2, type=int, metavar="N", help="the two depths that are compiled")
-    parser.add_argument("--unpacked", action="store_true", help="one document a row: attention by cuDNN")
+    parser.add_argument(
+        "--layers", nargs=2, type=int, metavar="N", help="the two depths that are compiled"
+    )
+    parser.add_argument(
+        "--unpacked", action="store_true", help="one document a row: attention by cuDNN"
+    )
     args = parser.parse_args()
     if args.smoke:
         args.cases, args.layers = ["nano"], [1, 3]
     pretended.watch()
-    found = harness.result("launches", {"cases": args.cases, "unpacked": args.unpacked, "smoke": args.smoke})
+    found = harness.result(
+        "launches", {"cases": args.cases, "unpacked": args.unpacked, "smoke": args.smoke}
+    )
     for name in args.cases:
         found["cases"].append(measured(name, args))
         harness.write(args.out, found)

@@ -1,10 +1,12 @@
-"""Measure the anonymous memory of a process that loads, merges and exports a model's folder, and the bytes kept.
+"""Measure the anonymous memory of a process that loads, merges and exports a model's folder, and
+the bytes kept.
 
-Makes a folder of bf16 weights in shards, and a folder of an adapter. Each case then runs in its own process, with a
-thread that reads RssAnon from /proc/self/status. The peak resident set (VmHWM) would tell nothing, because it includes
-pages of mapped files, which the system may drop at any time: a folder may be larger than the memory. The kept bytes are
-counted tensor by tensor. The bound is the kept bytes, three times the largest tensor in fp32, and 32 MiB; if weights
-are streamed, the largest stage takes the tensor's place. `--before SRC` measures another source tree too.
+Makes a folder of bf16 weights in shards, and a folder of an adapter. Each case then runs in its own
+process, with a thread that reads RssAnon from /proc/self/status. The peak resident set (VmHWM)
+would tell nothing, because it includes pages of mapped files, which the system may drop at any
+time: a folder may be larger than the memory. The kept bytes are counted tensor by tensor. The bound
+is the kept bytes, three times the largest tensor in fp32, and 32 MiB; if weights are streamed, the
+largest stage takes the tensor's place. `--before SRC` measures another source tree too.
 """
 
 from __future__ import annotations
@@ -28,20 +30,39 @@ SHAPE = {
     "vocab_size": 32_000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 8,
     "num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 128,
 }  # fmt: skip
-SMOKE = SHAPE | {"vocab_size": 4_000, "hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4}
-TINY = SHAPE | {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+SMOKE = SHAPE | {
+    "vocab_size": 4_000,
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_attention_heads": 4,
+}
+TINY = SHAPE | {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+}
 SHARD_BYTES = 300_000_000
 CONSTANT = 32 * 2**20
 LORA = {"lora.rank": 8, "train.precision": "bf16"}
 TRAINED: dict[str, dict[str, Any]] = {
-    "train, fp32 masters": {"train.precision": "fp32", "optim.name": "adamw", "train.memory": "device"},
+    "train, fp32 masters": {
+        "train.precision": "fp32",
+        "optim.name": "adamw",
+        "train.memory": "device",
+    },
     "lora, base in bf16": LORA,
     "lora, base in int8": LORA | {"lora.base": "int8"},
     "lora, base in nf4": LORA | {"lora.base": "nf4"},
     "stream, planes on the host": {},
     "stream, planes on disk": {},
 }
-OTHERS = ("generate, bf16", "generate, adapter merged", "export hf, merged", "export gguf bf16, merged")
+OTHERS = (
+    "generate, bf16",
+    "generate, adapter merged",
+    "export hf, merged",
+    "export gguf bf16, merged",
+)
 OTHERS += ("export gguf q8_0, merged",)
 
 
@@ -50,11 +71,19 @@ def main() -> None:
     import harness  # not at the top: it would change the measured process's memory
 
     parser = harness.arguments(__doc__)
-    parser.add_argument("--before", type=Path, metavar="SRC", help="another tree's src/, measured too")
-    parser.add_argument("--folder", type=Path, help="where models may lie for a while; seven times the folder's size")
+    parser.add_argument(
+        "--before", type=Path, metavar="SRC", help="another tree's src/, measured too"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="where models may lie for a while; seven times the folder's size",
+    )
     given = parser.parse_args()
     shape = SMOKE if given.smoke else SHAPE
-    found = harness.result("loading", {"shape": shape, "shard_bytes": SHARD_BYTES, "constant_bytes": CONSTANT})
+    found = harness.result(
+        "loading", {"shape": shape, "shard_bytes": SHARD_BYTES, "constant_bytes": CONSTANT}
+    )
     harness.print_machine(found)
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         called(SRC, Path(folder), "make", json.dumps(shape))
@@ -76,7 +105,13 @@ def table(cases: list[dict[str, Any]]) -> str:
         over = case["peak_bytes"] - case["kept_bytes"]
         before = f"{case['before_peak_bytes'] / 1e6:,.0f}" if "before_peak_bytes" in case else ""
         sizes = [f"{case[f'{key}_bytes'] / 1e6:,.0f}" for key in ("folder", "kept", "peak")]
-        cells = [*sizes[:2], before, sizes[2], f"{over / 1e6:,.0f}", f"{case['over_bytes'] / 1e6:,.0f}"]
+        cells = [
+            *sizes[:2],
+            before,
+            sizes[2],
+            f"{over / 1e6:,.0f}",
+            f"{case['over_bytes'] / 1e6:,.0f}",
+        ]
         lines.append(f"| {case['case']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -84,7 +119,11 @@ def table(cases: list[dict[str, Any]]) -> str:
 def called(src: Path, folder: Path, *arguments: str) -> dict[str, Any]:
     """Return this script's result in a separate process that runs the package in `src`."""
     command = [sys.executable, str(Path(__file__).resolve()), "--in", str(folder), *arguments]
-    environment = os.environ | {"PYTHONPATH": str(src), "MONOGRAPH_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": str(src),
+        "MONOGRAPH_HOME": str(folder / "home"),
+        "HF_HUB_OFFLINE": "1",
+    }
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(arguments)}: {done.stderr}")
@@ -121,7 +160,8 @@ def make(folder: Path, shape: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure(folder: Path, case: str) -> dict[str, Any]:
-    """Return one case's peak of anonymous memory over the memory before, and the bytes of the tensors that are kept.
+    """Return one case's peak of anonymous memory over the memory before, and the bytes of the
+    tensors that are kept.
 
     The same is done with a tiny model first, so that modules are imported and threads exist.
     """
@@ -137,7 +177,9 @@ def measure(folder: Path, case: str) -> dict[str, Any]:
         held = work()
     unit = max(largest, 4 * stage_elements(held)) if case.startswith("stream") else largest
     return {
-        "folder_bytes": sum(path.stat().st_size for path in (folder / "base").glob("*.safetensors")),
+        "folder_bytes": sum(
+            path.stat().st_size for path in (folder / "base").glob("*.safetensors")
+        ),
         "kept_bytes": kept_bytes(held),
         "peak_bytes": peak[0] - before,
         "largest_bytes": largest,
@@ -170,7 +212,9 @@ def trained(folder: Path, case: str) -> Callable[[], Any]:
         "train.remat": "none",
     }  # fmt: skip
     plan = resolve(load(None, keys, {}), describe())
-    text = corpus(folder / "texts", tokenizer="bytes", sequence_length=32, cache=folder / "home", held_out=0.2)
+    text = corpus(
+        folder / "texts", tokenizer="bytes", sequence_length=32, cache=folder / "home", held_out=0.2
+    )
     if case.startswith("lora"):
         number = len(list(folder.glob("run*")))
         run = Run.create(folder / f"run{number}")
@@ -239,19 +283,27 @@ def most_anonymous() -> Iterator[list[int]]:
 
 
 def kept_bytes(held: Any) -> int:
-    """Return the anonymous bytes of the tensors that an engine or model holds, each memory counted once."""
+    """Return the anonymous bytes of the tensors that an engine or model holds, each memory counted
+    once.
+    """
     from torch import nn
 
     if held is None:
         return 0
     if hasattr(held, "ledger"):
         ledger = held.ledger()
-        return int(ledger["homes"]["host"] + ledger["homes"]["device"] + ledger["device"]["slots and staging buffers"])
+        return int(
+            ledger["homes"]["host"]
+            + ledger["homes"]["device"]
+            + ledger["device"]["slots and staging buffers"]
+        )
     model = held if isinstance(held, nn.Module) else held.model
     tensors = [*model.parameters(), *model.buffers()]
     for plane in [] if model is held else held.step.planes:
         tensors += [plane.param, plane.grad, *plane.state.values()]
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors
+    }
     return sum(storages.values())
 
 
@@ -263,7 +315,11 @@ def stage_elements(held: Any) -> int:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--in"]:
         place, what = Path(sys.argv[2]), sys.argv[3]
-        print(json.dumps(make(place, json.loads(sys.argv[4])) if what == "make" else measure(place, what)))
+        print(
+            json.dumps(
+                make(place, json.loads(sys.argv[4])) if what == "make" else measure(place, what)
+            )
+        )
         gc.collect()
     else:
         main()

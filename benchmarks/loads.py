@@ -1,7 +1,9 @@
-"""Start OpenAI-compatible servers, and load them by clients that wait for their answers, or by arrivals that do not.
+"""Start OpenAI-compatible servers, and load them by clients that wait for their answers, or by
+arrivals that do not.
 
-A client costs the cores that the server needs, so it only notes when each packet comes; the packets are read when the
-load is over. Times begin when a request is due, not when it is sent, so that a slow client hides no waiting.
+A client costs the cores that the server needs, so it only notes when each packet comes; the packets
+are read when the load is over. Times begin when a request is due, not when it is sent, so that a
+slow client hides no waiting.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ STATUS = b"HTTP/1.1 200 "
 LAST_CHUNK = b"\r\n0\r\n\r\n"
 UNKNOWN, NO_END = -1, -2  # of the length of an answer: its head has not come, and it is chunked
 HANG_S, START_S, END_S = 300.0, 600.0, 60.0  # of a load, of a start, which compiles, and of an end
-PAUSE_S = 0.1  # of a client that was refused; one that comes again at once would measure refusals only
+# Of a client that was refused; one that comes again at once would measure refusals only.
+PAUSE_S = 0.1
 Packets = list[tuple[float, bytes]]
 
 
@@ -66,7 +69,9 @@ class Outcome(NamedTuple):
 
 
 class Load(NamedTuple):
-    """A load's outcomes in the order of its requests, its wall time, and the CPU time of the client."""
+    """A load's outcomes in the order of its requests, its wall time, and the CPU time of the
+    client.
+    """
 
     outcomes: list[Outcome]
     wall_s: float
@@ -86,7 +91,9 @@ class Connection(asyncio.Protocol):
         self.ended.set_result(None)
 
     def ask(self, request: bytes) -> asyncio.Future[None]:
-        """Send a request; what is returned is done when its answer is whole or the connection broke."""
+        """Send a request; what is returned is done when its answer is whole or the connection
+        broke.
+        """
         self.packets: Packets = []
         self.head, self.length, self.received, self.tail = b"", UNKNOWN, 0, b""
         self.ended = asyncio.get_running_loop().create_future()
@@ -119,7 +126,8 @@ class Clients:
     def __init__(self, address: str) -> None:
         self.place = urlsplit(address)
         self.free: list[Connection] = []
-        self.kept = True  # llama.cpp's server says that it keeps a connection, and closes it after a stream
+        # llama.cpp's server says that it keeps a connection, and closes it after a stream.
+        self.kept = True
 
     async def ask(self, request: bytes, due_s: float) -> tuple[float, Packets]:
         """Return when a request was due, and the packets of its answer."""
@@ -157,7 +165,9 @@ def header(head: bytes, name: bytes) -> bytes | None:
 
 
 def closed_loop(address: str, bodies: Sequence[dict[str, Any]], clients: int) -> Load:
-    """Send requests by so many clients, each of which waits for its answer before it sends the next one."""
+    """Send requests by so many clients, each of which waits for its answer before it sends the next
+    one.
+    """
 
     async def run(connections: Clients, requests: Sequence[bytes]) -> list[tuple[float, Packets]]:
         answers: list[tuple[float, Packets]] = [(0.0, [])] * len(requests)
@@ -235,7 +245,12 @@ def read(due_s: float, packets: Packets) -> Outcome:
     if not status:
         return Outcome(0, clock() - due_s, None, [], 0, "", "the connection broke")
     streamed, found = _objects(packets)
-    texts = [(at, choice["text"]) for at, each in found for choice in each.get("choices", ()) if choice.get("text")]
+    texts = [
+        (at, choice["text"])
+        for at, each in found
+        for choice in each.get("choices", ())
+        if choice.get("text")
+    ]
     counts = [each["usage"]["completion_tokens"] for _, each in found if each.get("usage")]
     errors = [json.dumps(each["error"]) for _, each in found if "error" in each]
     if not errors and not counts:
@@ -252,8 +267,13 @@ def read(due_s: float, packets: Packets) -> Outcome:
 
 
 def _objects(packets: Packets) -> tuple[bool, list[tuple[float, dict[str, Any]]]]:
-    """Return whether an answer is a stream, and its objects with the times when their last bytes came."""
-    raw, ends = b"".join(data for _, data in packets), list(accumulate(len(data) for _, data in packets))
+    """Return whether an answer is a stream, and its objects with the times when their last bytes
+    came.
+    """
+    raw, ends = (
+        b"".join(data for _, data in packets),
+        list(accumulate(len(data) for _, data in packets)),
+    )
     head, _, body = raw.partition(b"\r\n\r\n")
     chunked = b"chunked" in (header(head, b"transfer-encoding") or b"").lower()
     pieces = list(_chunks(raw, len(head) + 4)) if chunked else [(len(raw), body)]
@@ -268,7 +288,9 @@ def _objects(packets: Packets) -> tuple[bool, list[tuple[float, dict[str, Any]]]
 
 def _chunks(raw: bytes, at: int) -> Iterator[tuple[int, bytes]]:
     """Yield each chunk of a body, and where it ends in what came."""
-    while (line := raw.find(b"\r\n", at)) >= 0 and (size := int(raw[at:line].partition(b";")[0], 16)):
+    while (line := raw.find(b"\r\n", at)) >= 0 and (
+        size := int(raw[at:line].partition(b";")[0], 16)
+    ):
         at = line + 2 + size
         if at > len(raw):
             return
@@ -291,7 +313,9 @@ def _events(pieces: Sequence[tuple[int, bytes]]) -> Iterator[tuple[int, dict[str
 
 
 class Server(NamedTuple):
-    """A server that is up: where, the id of its process, the fields that its requests need, and how it is ended."""
+    """A server that is up: where, the id of its process, the fields that its requests need, and how
+    it is ended.
+    """
 
     address: str
     pid: int
@@ -312,9 +336,14 @@ def free_port() -> int:
 
 
 def started(
-    command: Sequence[str], address: str, threads: int, log: Path, source: Path = harness.ROOT / "src"
+    command: Sequence[str],
+    address: str,
+    threads: int,
+    log: Path,
+    source: Path = harness.ROOT / "src",
 ) -> Server:
-    """Start a server by its command, as a person does, and wait until it is in health; `source` has the package.
+    """Start a server by its command, as a person does, and wait until it is in health; `source` has
+    the package.
 
     Raises:
         ChildFailed: it ended, or was not up in time.
@@ -322,7 +351,9 @@ def started(
     paths = [str(source), *filter(None, [os.environ.get("PYTHONPATH")])]
     limits = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join(paths)}
     with log.open("w+b") as said:
-        process = subprocess.Popen(command, env=os.environ | limits, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+        process = subprocess.Popen(
+            command, env=os.environ | limits, stdin=subprocess.DEVNULL, stdout=said, stderr=said
+        )
 
     def end() -> None:
         process.terminate()
@@ -352,7 +383,9 @@ def started(
     return Server(address, process.pid, {"model": model}, end)
 
 
-def loaded(server: Server, load: Callable[..., Load], bodies: Sequence[dict[str, Any]], *how: Any) -> dict[str, Any]:
+def loaded(
+    server: Server, load: Callable[..., Load], bodies: Sequence[dict[str, Any]], *how: Any
+) -> dict[str, Any]:
     """Put a load on a server; return its times, and what became of its requests."""
     cpu = server.cpu_s()
     found = load(server.address, [body | server.own for body in bodies], *how)
@@ -365,7 +398,9 @@ def loaded(server: Server, load: Callable[..., Load], bodies: Sequence[dict[str,
         "texts": [one.text for one in outcomes],
         "answered": [one for one in outcomes if not one.error],
         "refused": sum(one.status == 429 for one in outcomes),
-        "failed": [f"{one.status}: {one.error}" for one in outcomes if one.error and one.status != 429],
+        "failed": [
+            f"{one.status}: {one.error}" for one in outcomes if one.error and one.status != 429
+        ],
     }
 
 
@@ -393,5 +428,9 @@ def times_of(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, all_of in values.items():
         there = [value for value in all_of if value is not None]
-        found[name] = {f"p{share}": float(np.percentile(there, share)) for share in (50, 90, 99)} if there else None
+        found[name] = (
+            {f"p{share}": float(np.percentile(there, share)) for share in (50, 90, 99)}
+            if there
+            else None
+        )
     return found

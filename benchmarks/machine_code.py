@@ -1,10 +1,11 @@
-"""List what the machine code of every way to train and decode needs on a card, without one: registers, spills, waits.
+"""List what the machine code of every way to train and decode needs on a card, without one:
+registers, spills, waits.
 
     python tests/pretended_gpu/environment.py run 90 python benchmarks/machine_code.py --out FILE
 
-Everything is compiled down to cubins and launched on a pretended card, where kernels compute nothing. A file that has
-other cards' cases keeps them. Widths are small where kernels would be of the same kind, and depths are one or two, as
-blocks share their kernels.
+Everything is compiled down to cubins and launched on a pretended card, where kernels compute
+nothing. A file that has other cards' cases keeps them. Widths are small where kernels would be of
+the same kind, and depths are one or two, as blocks share their kernels.
 """
 
 from __future__ import annotations
@@ -91,7 +92,11 @@ def resident(
     if obstacle := Precision(precision).obstacle(describe()):
         raise Refused(obstacle)
     return Resident(
-        model, optim=optim or AdamW(lr=1e-3), clip=1.0, precision=Precision(precision), micro_batch=micro_batch
+        model,
+        optim=optim or AdamW(lr=1e-3),
+        clip=1.0,
+        precision=Precision(precision),
+        micro_batch=micro_batch,
     )
 
 
@@ -103,7 +108,9 @@ def counted(work: Callable[[], object]) -> pretended.Counted:
 
 
 def trained(engine: Engine, window: Batch) -> Found:
-    """Capture the step as a run does, and count a micro-step, called and replayed, an update and an evaluation."""
+    """Capture the step as a run does, and count a micro-step, called and replayed, an update and an
+    evaluation.
+    """
     step, said = engine.step, list[str]()
     step.announce = engine.announce = said.append
     # As a run does where flex attention's kernels need more shared memory than the card has.
@@ -118,7 +125,9 @@ def trained(engine: Engine, window: Batch) -> Found:
         "evaluation": counted(lambda: engine.evaluate(batch)),
     }
     attention = getattr(engine.model, "attention", None)
-    return Found(parts=parts, said=said, eager=eager, captured=is_replayed(step), attention=attention)
+    return Found(
+        parts=parts, said=said, eager=eager, captured=is_replayed(step), attention=attention
+    )
 
 
 def on_card(shape: Shape) -> Llama:
@@ -128,7 +137,9 @@ def on_card(shape: Shape) -> Llama:
 
 def training(shape: Shape, optim: Optimizer | None = None, precision: str = HALF) -> Found:
     """Train the shape on packed rows."""
-    return trained(resident(on_card(shape), optim, precision), packed_window(shape, torch.device("cuda")))
+    return trained(
+        resident(on_card(shape), optim, precision), packed_window(shape, torch.device("cuda"))
+    )
 
 
 def plain_training(shape: Shape) -> Found:
@@ -149,7 +160,9 @@ def ensemble() -> Found:
     """Train three members at once."""
     shape = small()
     members = [on_card(shape) for _ in range(3)]
-    engine = Ensemble(members, optim=AdamW(lr=1e-3), clip=1.0, precision=Precision(HALF), micro_batch=ROWS)
+    engine = Ensemble(
+        members, optim=AdamW(lr=1e-3), clip=1.0, precision=Precision(HALF), micro_batch=ROWS
+    )
     return trained(engine, packed_window(shape, torch.device("cuda")))
 
 
@@ -176,15 +189,21 @@ def streaming(**placed: Any) -> Found:
     return Found(parts=parts, said=[], eager=eager, captured=None, attention=engine.model.attention)
 
 
-def decoding(shape: Shape, sampling: Sampling, rows: int, machines: Sequence[Automaton] = ()) -> Found:
-    """Decode by blocks of steps, which are replayed, and call the step with both ways to narrow the tokens."""
+def decoding(
+    shape: Shape, sampling: Sampling, rows: int, machines: Sequence[Automaton] = ()
+) -> Found:
+    """Decode by blocks of steps, which are replayed, and call the step with both ways to narrow the
+    tokens.
+    """
     generator = Generator(
         on_card(shape).to(Precision(HALF).dtype), chain_of([sampling], stop_ids=1), rows=rows, slots=576,
         vocabulary=shape.config.vocab_size, automata=machines, mode="compiled",
     )  # fmt: skip
     for row in range(rows):
         machine = machines[row % len(machines)] if machines else None
-        generator.submit(Request((5,) * 300, dataclasses.replace(sampling, seed=row), 64, (1,), machine))
+        generator.submit(
+            Request((5,) * 300, dataclasses.replace(sampling, seed=row), 64, (1,), machine)
+        )
     # Not `run`, which would wait for the end of a text: no token is drawn here.
     generator.advance()
     block = generator._launch()
@@ -197,11 +216,15 @@ def decoding(shape: Shape, sampling: Sampling, rows: int, machines: Sequence[Aut
     for truncation in ("window", "search"):
         step(blocks, truncation)
         parts[f"step called, {truncation}"] = counted(lambda t=truncation: step(blocks, t))
-    return Found(parts=parts, said=[], eager=None, captured=generator.replays.captured > 0, attention=None)
+    return Found(
+        parts=parts, said=[], eager=None, captured=generator.replays.captured > 0, attention=None
+    )
 
 
 def constrained(rows: int) -> Found:
-    """Decode with the full chain, a regular expression and a schema, at the width and the vocabulary of 1b."""
+    """Decode with the full chain, a regular expression and a schema, at the width and the
+    vocabulary of 1b.
+    """
     shape = preset("1b")
     pieces = automata.vocabulary(shape.config.vocab_size)
     machines = [
@@ -220,10 +243,13 @@ def kernels_of_attention() -> Found:
     return Found(parts=parts, said=[], eager=None, captured=True, attention="sdpa")
 
 
-def attending(kernel: Kernel, size: int, dtype: torch.dtype, device: torch.device) -> pretended.Counted:
+def attending(
+    kernel: Kernel, size: int, dtype: torch.dtype, device: torch.device
+) -> pretended.Counted:
     """Capture a kernel for grouped heads, then count what it launches."""
     query, key, value = (
-        torch.empty(ROWS, heads, LENGTH, size, dtype=dtype, device=device).requires_grad_() for heads in (4, 2, 2)
+        torch.empty(ROWS, heads, LENGTH, size, dtype=dtype, device=device).requires_grad_()
+        for heads in (4, 2, 2)
     )
 
     def work() -> None:
@@ -298,7 +324,10 @@ def by_kind(kernels: Sequence[cubins.Kernel]) -> Iterator[tuple[str, dict[str, A
     """Yield by kind of kernel how many there are, and the most that one of them needs."""
     for kind in sorted({kernel.kind for kernel in kernels}):
         own = [kernel for kernel in kernels if kernel.kind == kind]
-        most: dict[str, Any] = {"kernels": len({kernel.name for kernel in own}), "configurations": len(own)}
+        most: dict[str, Any] = {
+            "kernels": len({kernel.name for kernel in own}),
+            "configurations": len(own),
+        }
         for need in ("registers", "stack_bytes", "spilled_bytes", "shared_bytes"):
             most[need] = max(getattr(kernel, need) for kernel in own)
         worst = max(own, key=lambda kernel: kernel.spilled_bytes)
@@ -316,7 +345,14 @@ def row(case: dict[str, Any]) -> list[str]:
     most = [max((kind[need] for kind in case["kernels"].values()), default=0) for need in NEEDS]
     waits = sum(part["waits"] + part["waiting_copies"] for part in parts)
     launched = "/".join(f"{part['launches']:.0f}" for part in parts)
-    return [case["case"], str(case["captured"]), launched, f"{waits:.0f}", *map(str, most), str(case["seconds"])]
+    return [
+        case["case"],
+        str(case["captured"]),
+        launched,
+        f"{waits:.0f}",
+        *map(str, most),
+        str(case["seconds"]),
+    ]
 
 
 NEEDS = ("registers", "stack_bytes", "spilled_bytes", "shared_bytes")
@@ -328,7 +364,9 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     args = parser.parse_args()
     watch()
-    found = harness.result("machine_code", {"rows": ROWS, "length": LENGTH}, others(args.out, args.cases))
+    found = harness.result(
+        "machine_code", {"rows": ROWS, "length": LENGTH}, others(args.out, args.cases)
+    )
     for name in args.cases:
         print(name, flush=True)
         found["cases"].append(measured(name)[0])

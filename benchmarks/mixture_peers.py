@@ -1,10 +1,11 @@
-"""Compare captured updates of a mixture of experts with those of transformers, which computes experts in several ways.
+"""Compare captured updates of a mixture of experts with those of transformers, which computes
+experts in several ways.
 
-The same Qwen3 MoE with the same weights, AdamW, clipping and rows; all take turns in one process. transformers loops
-over experts ("eager", for which its compiled model breaks into several graphs) or calls torch's grouped products
-("grouped_mm", its default), and is run as it is and compiled. The first losses must agree. A ratio above 1 says how
-many times as many updates Monograph makes. Goal: 2 times as many as transformers with its loop over experts, eager or
-compiled, whichever is faster.
+The same Qwen3 MoE with the same weights, AdamW, clipping and rows; all take turns in one process.
+transformers loops over experts ("eager", for which its compiled model breaks into several graphs)
+or calls torch's grouped products ("grouped_mm", its default), and is run as it is and compiled. The
+first losses must agree. A ratio above 1 says how many times as many updates Monograph makes. Goal:
+2 times as many as transformers with its loop over experts, eager or compiled, whichever is faster.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ PEERS = {
 
 
 def config(experts: int, smoke: bool) -> LlamaConfig:
-    """Return a mixture whose token's four experts are together as wide as a Llama's feed-forward layer."""
+    """Return a mixture whose token's four experts are together as wide as a Llama's feed-forward
+    layer.
+    """
     width = 64 if smoke else 256
     return LlamaConfig(
         model_type="qwen3_moe", vocab_size=VOCABULARY, hidden_size=width, intermediate_size=3 * width,
@@ -70,8 +73,12 @@ def ours(model: Llama, precision: str, batch: Batch) -> Callable[[], float]:
     return update
 
 
-def theirs(folder: Path, experts: str, compiled: bool, precision: str, batch: Batch) -> Callable[[], float]:
-    """Return an update of transformers' model, which returns the loss; rows are one document each to it."""
+def theirs(
+    folder: Path, experts: str, compiled: bool, precision: str, batch: Batch
+) -> Callable[[], float]:
+    """Return an update of transformers' model, which returns the loss; rows are one document each
+    to it.
+    """
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, experts_implementation=experts
     ).to(default_device())
@@ -110,7 +117,9 @@ def measure(args: Namespace, experts: int, precision: str) -> dict[str, Any]:
         ways = {way: theirs(Path(folder, "model"), *PEERS[way], precision, batch) for way in peers}
     ways |= {OURS: ours(model, precision, batch)}
     first = {way: [update() for _ in range(2)] for way, update in ways.items()}
-    if max(abs(losses[0] / first[OURS][0] - 1) for losses in first.values()) > (1e-5 if precision == "fp32" else 1e-2):
+    if max(abs(losses[0] / first[OURS][0] - 1) for losses in first.values()) > (
+        1e-5 if precision == "fp32" else 1e-2
+    ):
         raise SystemExit(f"mixture_peers.py: the losses differ: {first}")
     times = harness.interleaved(ways, args.rounds, default_device())
     return {
@@ -125,7 +134,10 @@ def measure(args: Namespace, experts: int, precision: str) -> dict[str, Any]:
 def table(cases: list[dict[str, Any]]) -> str:
     """Return Monograph's times and the ratios as a Markdown table."""
     ways = list(cases[0]["times_as_fast"])
-    lines = [f"| experts, precision | ms | {' | '.join(ways)} |", f"|---|{'---:|' * (1 + len(ways))}"]
+    lines = [
+        f"| experts, precision | ms | {' | '.join(ways)} |",
+        f"|---|{'---:|' * (1 + len(ways))}",
+    ]
     for case in cases:
         ratios = [harness.shown(case["times_as_fast"][way]["wall"], 1) for way in ways]
         lines.append(
@@ -145,7 +157,13 @@ def main() -> None:
     if args.smoke:
         args.experts, args.precisions, args.rows, args.rounds = [4], ["fp32"], 1, 2
     transformers.utils.logging.disable_progress_bar()
-    settings = {"rows": args.rows, "length": LENGTH, "vocabulary": VOCABULARY, "rounds": args.rounds, "goal": GOAL}
+    settings = {
+        "rows": args.rows,
+        "length": LENGTH,
+        "vocabulary": VOCABULARY,
+        "rounds": args.rounds,
+        "goal": GOAL,
+    }
     found = harness.result("mixture_peers", settings | {"transformers": transformers.__version__})
     harness.print_machine(found)
     for experts in args.experts:

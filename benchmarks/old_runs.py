@@ -1,11 +1,13 @@
-"""Begin runs with an earlier version, and use them with this one: which commands work, and what `--resume` does.
+"""Begin runs with an earlier version, and use them with this one: which commands work, and what
+`--resume` does.
 
     python benchmarks/old_runs.py --before ../before/src
 
-The earlier version, a checkout's `src`, makes five runs: on text, with adapters, from rewards, from preferences, and a
-sweep. Where it knew values with parts, such as `optim.name=adamw:8bit`, the runs use them. Of each run that was
-finished this version checks, generates, evaluates, exports, serves and begins another one; of each that was killed
-after its first checkpoint, it resumes a copy. Without `--before` this version makes the runs, too.
+The earlier version, a checkout's `src`, makes five runs: on text, with adapters, from rewards, from
+preferences, and a sweep. Where it knew values with parts, such as `optim.name=adamw:8bit`, the runs
+use them. Of each run that was finished this version checks, generates, evaluates, exports, serves
+and begins another one; of each that was killed after its first checkpoint, it resumes a copy.
+Without `--before` this version makes the runs, too.
 """
 
 from __future__ import annotations
@@ -29,7 +31,13 @@ WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta")
 ANSWER_S = 120.0  # an answer of a server is not waited for longer
 EX_TEMPFAIL = 75  # the exit code of a run that was stopped and can be resumed
 
-SHORT = ("train.updates=12", "train.save_every=4", "train.eval_every=6", "train.keep=99", "train.compile=none")
+SHORT = (
+    "train.updates=12",
+    "train.save_every=4",
+    "train.eval_every=6",
+    "train.keep=99",
+    "train.compile=none",
+)
 ROWS = ("data.sequence_length=32", "train.tokens_per_update=128")
 # The arguments with which the earlier version begins a run of each kind.
 RUNS: dict[str, tuple[str, ...]] = {
@@ -65,8 +73,12 @@ USES = {
 
 def main() -> None:
     """Make and use the runs; print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--before", type=Path, help="the folder `src` of a checkout of the earlier version")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--before", type=Path, help="the folder `src` of a checkout of the earlier version"
+    )
     parser.add_argument("--smoke", action="store_true", help="only the run on text, and no server")
     parser.add_argument("--out", type=Path, help="write the results as JSON")
     given = parser.parse_args()
@@ -74,10 +86,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         write_inputs(place)
-        results = {kind: tried(place, given.before, kind, serving=not given.smoke) for kind in kinds}
+        results = {
+            kind: tried(place, given.before, kind, serving=not given.smoke) for kind in kinds
+        }
     print(table(results))
     if given.out:
-        given.out.write_text(json.dumps({"schema": "monograph.old_runs/1", "runs": results}, indent=1) + "\n")
+        given.out.write_text(
+            json.dumps({"schema": "monograph.old_runs/1", "runs": results}, indent=1) + "\n"
+        )
 
 
 def write_inputs(place: Path) -> None:
@@ -102,17 +118,25 @@ def command(place: Path, source: Path, *arguments: str) -> subprocess.CompletedP
 
 def environment(place: Path, source: Path) -> dict[str, str]:
     """Return the variables with which a command runs."""
-    return os.environ | {"PYTHONPATH": str(source), "MONOGRAPH_HOME": str(place / "home"), "NO_COLOR": "1"}
+    return os.environ | {
+        "PYTHONPATH": str(source),
+        "MONOGRAPH_HOME": str(place / "home"),
+        "NO_COLOR": "1",
+    }
 
 
 def tried(place: Path, before: Path | None, kind: str, serving: bool) -> dict[str, str]:
-    """Make a run with the earlier version and use it with this one: what each use gave, `ok` or its last line."""
+    """Make a run with the earlier version and use it with this one: what each use gave, `ok` or its
+    last line.
+    """
     run, arguments = place / kind, RUNS[kind] if before else respelled(RUNS[kind])
     before = before.resolve() if before else ROOT / "src"
     length = ["train.updates=12"] if kind == "sweep" else []
     begun = command(place, before, *arguments, *length, "--out", kind)
     if begun.returncode:
-        raise SystemExit(f"old_runs.py: the earlier version cannot make the run {kind}: {last_line(begun.stderr)}")
+        raise SystemExit(
+            f"old_runs.py: the earlier version cannot make the run {kind}: {last_line(begun.stderr)}"
+        )
     data = next(name for name in ("texts", "prompts.jsonl", "pairs.jsonl") if name in arguments)
     model = f"{kind}/best" if kind == "sweep" else kind
     results = {}
@@ -146,7 +170,9 @@ def stop_while_training(place: Path, source: Path, arguments: list[str], out: st
             break
     begun.communicate()
     if begun.returncode != EX_TEMPFAIL:
-        raise SystemExit(f"old_runs.py: {out} was to be stopped while it trains, and ended with {begun.returncode}")
+        raise SystemExit(
+            f"old_runs.py: {out} was to be stopped while it trains, and ended with {begun.returncode}"
+        )
 
 
 def respelled(arguments: tuple[str, ...]) -> list[str]:
@@ -160,7 +186,9 @@ def respelled(arguments: tuple[str, ...]) -> list[str]:
 
 
 def cut_after_first_checkpoint(run: Path, to: Path) -> Path:
-    """Return a copy of a finished run as it would be if it had been killed after its first checkpoint."""
+    """Return a copy of a finished run as it would be if it had been killed after its first
+    checkpoint.
+    """
     shutil.copytree(run, to)
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (to / "metrics.jsonl").write_text("".join(line for line in lines if '"summary"' not in line))

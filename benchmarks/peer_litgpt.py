@@ -19,7 +19,9 @@ from monograph.model.llama import Llama
 
 
 def litgpt(task: Task) -> None:
-    """Run `litgpt.pretrain.main` on its own GPT: rows cut from the concatenated documents, with no mask between."""
+    """Run `litgpt.pretrain.main` on its own GPT: rows cut from the concatenated documents, with no
+    mask between.
+    """
     import lightning as L
     from litgpt import pretrain
     from litgpt.args import EvalArgs, TrainArgs
@@ -43,11 +45,17 @@ def litgpt(task: Task) -> None:
         tie_embeddings=shape.config.tie_word_embeddings,
         lr_warmup_steps=0,
     )
-    fabric = L.Fabric(devices=1, accelerator="cpu", precision="bf16-mixed" if task.precision == "bf16" else "32-true")
+    fabric = L.Fabric(
+        devices=1,
+        accelerator="cpu",
+        precision="bf16-mixed" if task.precision == "bf16" else "32-true",
+    )
     init_args = {"lr": task.lr, "betas": BETAS, "weight_decay": DECAY}
     patches = [
         mock.patch.object(pretrain, "initialize_weights", initialise),
-        mock.patch.object(pretrain, "get_lr", lambda lr, it, *_: lr * task.schedule(it // shape.micro_batches)),
+        mock.patch.object(
+            pretrain, "get_lr", lambda lr, it, *_: lr * task.schedule(it // shape.micro_batches)
+        ),
     ]
     if not task.compiled:  # it compiles always
         patches.append(mock.patch.object(torch, "compile", lambda model: model))
@@ -125,7 +133,9 @@ def litgpt_config(task: Task) -> Any:
 
 
 def to_litgpt(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors under litgpt's names, query, key and value joined in one matrix; gradients in the same way."""
+    """Return tensors under litgpt's names, query, key and value joined in one matrix; gradients in
+    the same way.
+    """
     names = {
         "model.embed_tokens": "transformer.wte",
         "model.layers": "transformer.h",
@@ -152,10 +162,17 @@ def to_litgpt(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def from_litgpt(tensors: dict[str, Tensor], config: LlamaConfig) -> dict[str, Tensor]:
     """Return tensors under Hugging Face's names; a tied head becomes the embedding."""
-    query, key_value = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
+    query, key_value = (
+        heads * config.head_dim
+        for heads in (config.num_attention_heads, config.num_key_value_heads)
+    )
     like = to_litgpt({name: torch.empty(0) for name in Llama(config).state_dict()})
     names = dict(
-        zip(like, [n for n in Llama(config).state_dict() if "k_proj" not in n and "v_proj" not in n], strict=True)
+        zip(
+            like,
+            [n for n in Llama(config).state_dict() if "k_proj" not in n and "v_proj" not in n],
+            strict=True,
+        )
     )
     found = {}
     for name, tensor in tensors.items():

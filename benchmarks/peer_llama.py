@@ -1,4 +1,6 @@
-"""Generate and serve with llama.cpp by its wheel `xllamacpp`: a GGUF file, its server in this process, a slot a row."""
+"""Generate and serve with llama.cpp by its wheel `xllamacpp`: a GGUF file, its server in this
+process, a slot a row.
+"""
 
 from __future__ import annotations
 
@@ -40,15 +42,24 @@ def _llama_cpp(task: Task, backend_sampling: bool) -> Callable[[int, bool], list
     params.model.path = str(Path(folder.name, "out", "model.gguf"))
     params.n_parallel, params.n_ctx = task.rows, task.rows * -(-task.slots // 256) * 256
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = task.threads
-    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32  # as in the other systems
+    # As in the other systems.
+    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.sampling.backend_sampling, params.verbosity = backend_sampling, 0
     server = xllamacpp.Server(params)
     folder.cleanup()  # the file stays mapped
 
     def one(tokens: int, greedy: bool, row: int) -> str:
-        asked: dict[str, Any] = {"prompt": task.prompt_ids, "max_tokens": tokens, "seed": row, "cache_prompt": False}
-        # A temperature of 0 leaves one candidate, and llama.cpp aborts if a backend's top-k gets fewer than k.
-        asked |= {"samplers": ORDER[:1], "temperature": 0.0} if greedy else {"samplers": ORDER, **CHAIN}
+        asked: dict[str, Any] = {
+            "prompt": task.prompt_ids,
+            "max_tokens": tokens,
+            "seed": row,
+            "cache_prompt": False,
+        }
+        # A temperature of 0 leaves one candidate, and llama.cpp aborts if a backend's top-k gets
+        # fewer than k.
+        asked |= (
+            {"samplers": ORDER[:1], "temperature": 0.0} if greedy else {"samplers": ORDER, **CHAIN}
+        )
         answer = server.handle_completions(asked)
         assert answer["usage"]["completion_tokens"] == tokens, json.dumps(answer)[:300]
         return str(answer["choices"][0]["text"])

@@ -1,9 +1,11 @@
-"""Train from rewards with TRL's GRPOTrainer, for `reward_peers.py`, which calls `python -P peer_trl.py ORDER.json`.
+"""Train from rewards with TRL's GRPOTrainer, for `reward_peers.py`, which calls
+`python -P peer_trl.py ORDER.json`.
 
-The order says which folder, prompts and program to use, and which settings to change; the answer is a file, too. It has
-for each update its seconds since training began, the seconds of drawing, and the rewards; and the first update's
-answers, advantages and gradient, before it is clipped. Nothing of this project is imported, so the Python may be that
-of another environment; without -P pandas would take a script next to this one for the package `bottleneck`.
+The order says which folder, prompts and program to use, and which settings to change; the answer is
+a file, too. It has for each update its seconds since training began, the seconds of drawing, and
+the rewards; and the first update's answers, advantages and gradient, before it is clipped. Nothing
+of this project is imported, so the Python may be that of another environment; without -P pandas
+would take a script next to this one for the package `bottleneck`.
 """
 
 from __future__ import annotations
@@ -46,8 +48,8 @@ def settings(order: dict[str, Any], folder: str) -> GRPOConfig:
             "use_cpu": not torch.cuda.is_available(),
             "bf16": False,
             "gradient_checkpointing": False,  # on unless it is said; it saves memory and costs time
-            # The loss: advantages that are not divided, a constant length in the denominator, no KL term, and one
-            # update of each draw.
+            # The loss: advantages that are not divided, a constant length in the denominator, no KL
+            # term, and one update of each draw.
             "loss_type": "dr_grpo",
             "scale_rewards": "none",
             "beta": 0.0,
@@ -120,7 +122,9 @@ class Watched(GRPOTrainer):
 def main(path: str) -> None:
     """Train, and write the answer; see the module."""
     if MISSING:
-        raise SystemExit(f"peer_trl.py: {MISSING} is not installed for {sys.executable}: name another --peer-python")
+        raise SystemExit(
+            f"peer_trl.py: {MISSING} is not installed for {sys.executable}: name another --peer-python"
+        )
     order = json.loads(Path(path).read_text())
     torch.set_num_threads(order["threads"])
     spec = importlib.util.spec_from_file_location("rewarding", order["reward"])
@@ -137,9 +141,13 @@ def main(path: str) -> None:
         return scored
 
     model = AutoModelForCausalLM.from_pretrained(order["model"], dtype=torch.float32)
-    adamw = torch.optim.AdamW(model.parameters(), order["lr"], order["betas"], weight_decay=0.0, fused=True)
+    adamw = torch.optim.AdamW(
+        model.parameters(), order["lr"], order["betas"], weight_decay=0.0, fused=True
+    )
     # TRL's own warm-up begins at a rate of 0.
-    schedule = torch.optim.lr_scheduler.LambdaLR(adamw, lambda index: min(1.0, (index + 1) / order["warmup"]))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        adamw, lambda index: min(1.0, (index + 1) / order["warmup"])
+    )
     words = PreTrainedTokenizerFast(
         tokenizer_file=str(Path(order["model"]) / "tokenizer.json"), padding_side="left",
         bos_token="<|bos|>", eos_token="<|eos|>", pad_token="<|pad|>",

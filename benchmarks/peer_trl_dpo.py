@@ -1,8 +1,10 @@
-"""Learn from pairs with TRL's DPOTrainer, for `preference_peers.py`: `python -P peer_trl_dpo.py ORDER.json`.
+"""Learn from pairs with TRL's DPOTrainer, for `preference_peers.py`:
+`python -P peer_trl_dpo.py ORDER.json`.
 
-The order says which folder and pairs to use, and which settings to change. Then this process trains whenever a line of
-its standard input asks for updates, as `rounds.Orders` does, and answers with a line for each round. Nothing of this
-project is imported, so the Python may be that of another environment; see `peer_trl.py` for -P.
+The order says which folder and pairs to use, and which settings to change. Then this process trains
+whenever a line of its standard input asks for updates, as `rounds.Orders` does, and answers with a
+line for each round. Nothing of this project is imported, so the Python may be that of another
+environment; see `peer_trl.py` for -P.
 """
 
 from __future__ import annotations
@@ -97,7 +99,9 @@ class Orders(TrainerCallback):
 
 
 class Watched(DPOTrainer):
-    """The trainer, with what the first update computed, and the time that the reference took before it."""
+    """The trainer, with what the first update computed, and the time that the reference took before
+    it.
+    """
 
     first: dict[str, torch.Tensor]
     told: dict[str, Any]
@@ -105,7 +109,10 @@ class Watched(DPOTrainer):
     def _precompute_ref_logps(self, *arguments: Any, **named: Any) -> Any:
         began, cpu = time.perf_counter(), time.process_time()
         found = super()._precompute_ref_logps(*arguments, **named)
-        Watched.reference = {"wall_s": time.perf_counter() - began, "cpu_s": time.process_time() - cpu}
+        Watched.reference = {
+            "wall_s": time.perf_counter() - began,
+            "cpu_s": time.process_time() - cpu,
+        }
         return found
 
     def training_step(self, model: Any, inputs: Any, *arguments: Any, **named: Any) -> Any:
@@ -147,7 +154,9 @@ def main(path: str) -> None:
         bos_token="<|bos|>", eos_token="<|eos|>", pad_token="<|pad|>",
     )  # fmt: skip
     watch = Orders(reply, order)
-    columns = {name: [record[name] for record in records] for name in ("prompt", "chosen", "rejected")}
+    columns = {
+        name: [record[name] for record in records] for name in ("prompt", "chosen", "rejected")
+    }
     with tempfile.TemporaryDirectory() as folder:
         trainer = Watched(
             model=model, args=settings(order, folder), processing_class=words,

@@ -1,7 +1,8 @@
 """Train the same task with each system: Monograph, a plain loop, transformers' Trainer, Lightning.
 
-Each runs its own loop, as in its documentation, and stays in it until `Task.updated`, which is called after each
-update, raises. Nothing is logged, evaluated or saved. Shapes: B rows, T positions, D hidden, V vocabulary.
+Each runs its own loop, as in its documentation, and stays in it until `Task.updated`, which is
+called after each update, raises. Nothing is logged, evaluated or saved. Shapes: B rows, T
+positions, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ EXAMPLES = 500_000  # length of the endless data set
 
 
 class Finished(BaseException):
-    """Raised by `Task.updated` to leave a system's loop; a BaseException, so that no loop handles it as an error."""
+    """Raised by `Task.updated` to leave a system's loop; a BaseException, so that no loop handles
+    it as an error.
+    """
 
 
 @dataclass
@@ -45,7 +48,8 @@ class Task:
         shape: sizes, positions of a row, rows of a micro-batch, micro-batches of an update.
         documents: int64 tokens of each; a document is a row, or a part of a row if rows are packed.
         rows: the same documents, laid out by Monograph's data room.
-        ragged: whether documents differ in length, so that rows must be padded, packed or concatenated.
+        ragged: whether documents differ in length, so that rows must be padded, packed or
+            concatenated.
         compiled: through torch.compile, in the way that the system offers.
         updated: called after each update; raises `Finished` to end.
         lr: peak learning rate.
@@ -103,15 +107,23 @@ class Documents(Dataset):  # type: ignore[type-arg]
         return document
 
 
-def loader(task: Task, documents: list[Tensor], collate: Callable[[list[Tensor]], Any]) -> DataLoader[Any]:
-    """Return micro-batches in the documents' own order, so that every system's first update has the same ones."""
+def loader(
+    task: Task, documents: list[Tensor], collate: Callable[[list[Tensor]], Any]
+) -> DataLoader[Any]:
+    """Return micro-batches in the documents' own order, so that every system's first update has the
+    same ones.
+    """
     return DataLoader(Documents(task, documents), task.shape.micro_batch, collate_fn=collate)
 
 
 def padded(documents: list[Tensor]) -> dict[str, Tensor]:
-    """Return [B, T] inputs and targets, T of the longest document, made by PyTorch's own `pad_sequence`."""
+    """Return [B, T] inputs and targets, T of the longest document, made by PyTorch's own
+    `pad_sequence`.
+    """
     return {
-        "tokens": pad_sequence([d[:-1] for d in documents], batch_first=True, padding_value=PADDING),
+        "tokens": pad_sequence(
+            [d[:-1] for d in documents], batch_first=True, padding_value=PADDING
+        ),
         "targets": pad_sequence([d[1:] for d in documents], batch_first=True, padding_value=IGNORE),
     }
 
@@ -119,7 +131,9 @@ def padded(documents: list[Tensor]) -> dict[str, Tensor]:
 def dense_loss(model: nn.Module, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
     """Return the mean cross-entropy on the whole logits, as most training code computes it."""
     logits_BTV = model.logits(model(tokens_BT))
-    return cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), ignore_index=IGNORE)
+    return cross_entropy(
+        logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), ignore_index=IGNORE
+    )
 
 
 def fused_adamw(model: nn.Module, lr: float) -> torch.optim.AdamW:
@@ -145,7 +159,9 @@ def after_each_step(task: Task) -> Iterator[None]:
 
 
 def monograph(task: Task) -> None:
-    """Train with the resident engine over the data room's windows; `task.model` is set before the first update."""
+    """Train with the resident engine over the data room's windows; `task.model` is set before the
+    first update.
+    """
     shape = task.shape
     model = Llama(shape.config, seed=task.seed)
     engine = Resident(
@@ -170,8 +186,12 @@ def monograph(task: Task) -> None:
 
 def pieces(window: dict[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (inputs, targets) of each document of a window, packed or padded."""
-    for row, (tokens_T, targets_T) in enumerate(zip(window["tokens"], window["targets"], strict=True)):
-        segments_T = window["segments"][row] if "segments" in window else (targets_T != IGNORE).long()
+    for row, (tokens_T, targets_T) in enumerate(
+        zip(window["tokens"], window["targets"], strict=True)
+    ):
+        segments_T = (
+            window["segments"][row] if "segments" in window else (targets_T != IGNORE).long()
+        )
         for number in range(1, int(segments_T.max()) + 1):
             yield tokens_T[segments_T == number], targets_T[segments_T == number]
 
@@ -198,7 +218,9 @@ def plain(task: Task) -> None:
 
 
 def trainer(task: Task) -> None:
-    """Train with Trainer on transformers' LlamaForCausalLM and its usual collator, which pads to the longest."""
+    """Train with Trainer on transformers' LlamaForCausalLM and its usual collator, which pads to
+    the longest.
+    """
     import transformers
 
     weights = Llama(task.shape.config, seed=task.seed).state_dict()
@@ -215,7 +237,9 @@ class Scored(nn.Module):
         super().__init__()
         self.net = net
 
-    def forward(self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> dict[str, Tensor]:
+    def forward(
+        self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """Return the mean loss; the labels are the inputs, and the last input predicts nothing."""
         return {"loss": dense_loss(self.net, input_ids[:, :-1], labels[:, 1:])}
 
@@ -235,7 +259,8 @@ def _trainer(task: Task) -> None:
     words = transformers.PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel({"[PAD]": PADDING}, "[PAD]")), pad_token="[PAD]"
     )
-    # transformers' models shift the labels themselves, so a full row is one token shorter than in the other systems.
+    # transformers' models shift the labels themselves, so a full row is one token shorter than in
+    # the other systems.
     documents = task.documents if task.ragged else [document[:-1] for document in task.documents]
     own = {
         "bf16": task.precision == "bf16",
@@ -262,7 +287,9 @@ class Rewrapped(Documents):
 
 
 def lightning(task: Task) -> None:
-    """Train with Lightning's Trainer on this project's Llama (it has no model) and a dense loss, compiled together."""
+    """Train with Lightning's Trainer on this project's Llama (it has no model) and a dense loss,
+    compiled together.
+    """
     import lightning as L
 
     model = task.llama()
@@ -279,10 +306,16 @@ def lightning(task: Task) -> None:
         def configure_optimizers(self) -> dict[str, Any]:
             optimizer = fused_adamw(self, task.lr)
             schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, task.schedule)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+            }
 
-        def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, **_: Any) -> None:
-            # Lightning's precision refuses fused AdamW under mixed precision, though on a CPU it scales nothing.
+        def configure_gradient_clipping(
+            self, optimizer: Any, gradient_clip_val: Any, **_: Any
+        ) -> None:
+            # Lightning's precision refuses fused AdamW under mixed precision, though on a CPU it
+            # scales nothing.
             torch.nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
 
     L.Trainer(

@@ -1,11 +1,13 @@
-"""Compare predicted and measured peak memory of a training step, over families, depths, widths, vocabularies, batches.
+"""Compare predicted and measured peak memory of a training step, over families, depths, widths,
+vocabularies, batches.
 
-The prediction (`predict.footprint`) is made from a trace of the step, with nothing computed. The measurement builds
-model and engine, accumulates an update of some micro-batches and applies it: on a CPU under the allocator's own events
-(`profiling.memory.LiveBytes`), on a GPU, with larger models, by `torch.cuda.max_memory_allocated`. A captured step is
-measured after the call that compiles it. Goal: 5 % at worst, 1 % at the median, each prediction in less than 10 seconds
-of CPU time. On a GPU also kinds of steps that are not drawn: packed rows, adapters, other precisions and states, and
-streaming, whose prediction is the closed form of `planner.placement_bytes`.
+The prediction (`predict.footprint`) is made from a trace of the step, with nothing computed. The
+measurement builds model and engine, accumulates an update of some micro-batches and applies it: on
+a CPU under the allocator's own events (`profiling.memory.LiveBytes`), on a GPU, with larger models,
+by `torch.cuda.max_memory_allocated`. A captured step is measured after the call that compiles it.
+Goal: 5 % at worst, 1 % at the median, each prediction in less than 10 seconds of CPU time. On a GPU
+also kinds of steps that are not drawn: packed rows, adapters, other precisions and states, and
+    streaming, whose prediction is the closed form of `planner.placement_bytes`.
 """
 
 from __future__ import annotations
@@ -57,8 +59,12 @@ def main() -> None:
     parser = harness.arguments(__doc__)
     device = default_device()
     of_eager, of_captured = (EAGER, CAPTURED) if device.type == "cpu" else ON_A_GPU
-    parser.add_argument("--eager", type=int, default=of_eager, metavar="N", help="random configurations, eager")
-    parser.add_argument("--captured", type=int, default=of_captured, metavar="N", help="the same, compiled")
+    parser.add_argument(
+        "--eager", type=int, default=of_eager, metavar="N", help="random configurations, eager"
+    )
+    parser.add_argument(
+        "--captured", type=int, default=of_captured, metavar="N", help="the same, compiled"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the configurations")
     given = parser.parse_args()
     eager, captured = (1, 0) if given.smoke else (given.eager, given.captured)
@@ -70,11 +76,17 @@ def main() -> None:
     works: list[tuple[str, Work | StreamWay]] = []
     for index in range(eager + captured):
         scope = "none" if index < eager else ("whole", "blocks")[index % 2]
-        work = drawn(draw, index, scope) if device.type == "cpu" or given.smoke else drawn_large(draw, index, scope)
+        work = (
+            drawn(draw, index, scope)
+            if device.type == "cpu" or given.smoke
+            else drawn_large(draw, index, scope)
+        )
         works.append((STEPS[scope], work))
     works += kinds
     failed = []
-    for index, ((kind, work), case) in enumerate(zip(works, attempts([work for _, work in works]), strict=True)):
+    for index, ((kind, work), case) in enumerate(
+        zip(works, attempts([work for _, work in works]), strict=True)
+    ):
         if error := case.get("error_of_step"):
             failed.append({"kind": kind, "work": str(work), "error": error})
         else:
@@ -87,10 +99,14 @@ def main() -> None:
 
 
 def attempts(works: Sequence[Work | StreamWay]) -> Iterator[dict[str, Any]]:
-    """Yield each configuration's result in order; on a GPU in several processes, as each counts its own memory."""
+    """Yield each configuration's result in order; on a GPU in several processes, as each counts its
+    own memory.
+    """
     here = describe()
     at_once = (
-        min(here.cores // 2, (here.memory_bytes or 0) // BYTES_OF_ONE) if harness.machine()["type"] == "cuda" else 1
+        min(here.cores // 2, (here.memory_bytes or 0) // BYTES_OF_ONE)
+        if harness.machine()["type"] == "cuda"
+        else 1
     )
     if at_once > 1:
         with ProcessPoolExecutor(at_once, get_context("spawn")) as pool:
@@ -124,10 +140,29 @@ def drawn(draw: random.Random, index: int, scope: str) -> Work:
         tie_word_embeddings=draw.random() < 0.5,
         sliding_window=draw.choice([None, 48]) if family in ("mistral", "qwen2") else None,
     )
-    rows, optim = draw.choice([1, 3, 8, 16]), AdamW(ema=draw.choice([None, 0.9])) if draw.random() < 0.7 else Muon()
-    remat = draw.choice(["none", "none", "none", "pointwise", 0.5, 0.25, "full"]) if scope != "whole" else "none"
-    more = {"precision": draw.choice(["fp32", "bf16"]), "compile": scope, "remat": remat, "packed": draw.random() < 0.7}
-    return Work(shape, rows=rows, length=length, optim=optim, window_rows=rows * draw.choice([1, 2, 4]), **more)
+    rows, optim = (
+        draw.choice([1, 3, 8, 16]),
+        AdamW(ema=draw.choice([None, 0.9])) if draw.random() < 0.7 else Muon(),
+    )
+    remat = (
+        draw.choice(["none", "none", "none", "pointwise", 0.5, 0.25, "full"])
+        if scope != "whole"
+        else "none"
+    )
+    more = {
+        "precision": draw.choice(["fp32", "bf16"]),
+        "compile": scope,
+        "remat": remat,
+        "packed": draw.random() < 0.7,
+    }
+    return Work(
+        shape,
+        rows=rows,
+        length=length,
+        optim=optim,
+        window_rows=rows * draw.choice([1, 2, 4]),
+        **more,
+    )
 
 
 def drawn_large(draw: random.Random, index: int, scope: str) -> Work:
@@ -147,8 +182,21 @@ def drawn_large(draw: random.Random, index: int, scope: str) -> Work:
     )
     rows, optim = draw.choice([1, 2, 4, 8]), AdamW() if draw.random() < 0.7 else Muon()
     remat = draw.choice(["none", "pointwise", 0.5, 0.25, "full"]) if scope != "whole" else "none"
-    more = {"precision": "bf16", "compile": scope, "remat": remat, "packed": False, "device_type": "cuda"}
-    return Work(shape, rows=rows, length=draw.choice([1024, 2048]), optim=optim, window_rows=2 * rows, **more)
+    more = {
+        "precision": "bf16",
+        "compile": scope,
+        "remat": remat,
+        "packed": False,
+        "device_type": "cuda",
+    }
+    return Work(
+        shape,
+        rows=rows,
+        length=draw.choice([1024, 2048]),
+        optim=optim,
+        window_rows=2 * rows,
+        **more,
+    )
 
 
 SHAPE = LlamaConfig(
@@ -173,13 +221,31 @@ def of_kinds() -> list[tuple[str, Work | StreamWay]]:
             device_type="cuda",
         )  # type: ignore[arg-type]
         wide = replace(usual, config=replace(SHAPE, vocab_size=2_000), rows=8)
-        found += [("packed", replace(usual, packed=True, remat=remat)) for remat in ("none", 0.5, "full")]
+        found += [
+            ("packed", replace(usual, packed=True, remat=remat)) for remat in ("none", 0.5, "full")
+        ]
         for base in ("auto", "int8", "nf4"):
-            found += [("adapters", replace(usual, lora=Lora(16, base=base), packed=packed)) for packed in (False, True)]
-        found += [("other precisions", replace(usual, precision=name)) for name in ("fp32", "fp16", "fp8")]
-        optims = AdamW(state="8bit"), Muon(state="8bit"), AdamW(state="bf16"), AdamW(state="bf16", master_weights=False)
+            found += [
+                ("adapters", replace(usual, lora=Lora(16, base=base), packed=packed))
+                for packed in (False, True)
+            ]
+        found += [
+            ("other precisions", replace(usual, precision=name)) for name in ("fp32", "fp16", "fp8")
+        ]
+        optims = (
+            AdamW(state="8bit"),
+            Muon(state="8bit"),
+            AdamW(state="bf16"),
+            AdamW(state="bf16", master_weights=False),
+        )
         found += [("narrow states", replace(usual, optim=optim)) for optim in optims]
-        for work in (usual, replace(usual, packed=True), wide, replace(wide, remat=0.5), replace(wide, remat="full")):
+        for work in (
+            usual,
+            replace(usual, packed=True),
+            wide,
+            replace(wide, remat=0.5),
+            replace(wide, remat="full"),
+        ):
             found.append(("streamed", streaming(work, "next forward", offload=False)))
         for work in (replace(usual, optim=Muon()), replace(wide, optim=AdamW(state="8bit"))):
             found.append(("streamed", streaming(work, "sweep", offload=True)))
@@ -193,7 +259,11 @@ def streaming(work: Work, when: Any, *, offload: bool) -> StreamWay:
 
 def compared(case: Work | StreamWay) -> dict[str, Any]:
     """Return prediction, measurement and their difference."""
-    work, began, stage = case.work if isinstance(case, StreamWay) else case, time.process_time(), "stream"
+    work, began, stage = (
+        case.work if isinstance(case, StreamWay) else case,
+        time.process_time(),
+        "stream",
+    )
     if isinstance(case, StreamWay):
         # A few buffers stay on the device, as a plan leaves as many there as fit.
         predicted_bytes = sum(case.device(case.resident(RESIDENT)).values())
@@ -225,11 +295,14 @@ def compared(case: Work | StreamWay) -> dict[str, Any]:
 
 
 def measured(case: Work | StreamWay) -> int:
-    """Return the bytes alive at the peak of an update, weights, gradients and optimizer state included."""
+    """Return the bytes alive at the peak of an update, weights, gradients and optimizer state
+    included.
+    """
     gc.collect()  # an engine is in cycles, and the last one's tensors would count as this one's
     others_bytes = 0
     if default_device().type == "cuda":
-        # With its first product, a thread's matrix library takes memory that no plan counts: 32 MiB on an H200.
+        # With its first product, a thread's matrix library takes memory that no plan counts: 32 MiB
+        # on an H200.
         ones = torch.ones(8, 8, device=default_device(), requires_grad=True)
         (ones @ ones).sum().backward()
         del ones
@@ -237,7 +310,8 @@ def measured(case: Work | StreamWay) -> int:
         others_bytes = peak_memory_bytes(default_device())  # what graphs of others hold included
     work = case.work if isinstance(case, StreamWay) else case
     engine: Engine = _streamed(case) if isinstance(case, StreamWay) else _engine(case)
-    engine.step.recorder = None  # a replay allocates nothing: it reads and writes what its recording has allocated
+    # A replay allocates nothing: it reads and writes what its recording has allocated.
+    engine.step.recorder = None
     window = _window(work, work.config.vocab_size)
     if work.compile != "none" and (obstacle := engine.capture(window, scope=work.compile)):  # type: ignore[arg-type]
         raise RuntimeError(obstacle)
@@ -262,7 +336,9 @@ def peak_bytes(engine: Engine, window: Any) -> int:
         engine.accumulate(window)
         engine.update()
     frozen = [p for p in engine.model.parameters() if not p.requires_grad]
-    planes = [t for plane in engine.step.planes for t in (plane.param, plane.grad, *plane.state.values())]
+    planes = [
+        t for plane in engine.step.planes for t in (plane.param, plane.grad, *plane.state.values())
+    ]
     return live.peak_bytes + sum(tensor.nbytes for tensor in [*frozen, *planes, *window.values()])
 
 
@@ -310,7 +386,11 @@ def summary(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {"slowest_cpu_s": max(case["cpu_s"] for case in cases)}
     for kind in dict.fromkeys(case["kind"] for case in cases):
         errors = [abs(case["error"]) for case in cases if case["kind"] == kind]
-        found[kind] = {"cases": len(errors), "worst": max(errors), "median": statistics.median(errors)}
+        found[kind] = {
+            "cases": len(errors),
+            "worst": max(errors),
+            "median": statistics.median(errors),
+        }
     return found
 
 
@@ -319,7 +399,9 @@ def table(cases: Sequence[dict[str, Any]]) -> str:
     lines = ["| step | configurations | worst | median |", "|---|---|---|---|"]
     for name, found in summary(cases).items():
         if isinstance(found, dict):
-            lines.append(f"| {name} | {found['cases']} | {found['worst']:.2%} | {found['median']:.2%} |")
+            lines.append(
+                f"| {name} | {found['cases']} | {found['worst']:.2%} | {found['median']:.2%} |"
+            )
     return "\n".join(lines)
 
 

@@ -1,10 +1,12 @@
-"""What `monograph plan` says of a run with rewards, and what the run took: bytes at the peak, and drawing, on a CPU.
+"""What `monograph plan` says of a run with rewards, and what the run took: bytes at the peak, and
+drawing, on a CPU.
 
-Eleven ways to train one small model on answers of 64 tokens (a form makes them all as long), 8 prompts and 8 answers
-each an update. The installed command line makes the runs, and plans each way again for a device of so little memory
-that it traces the step. A plan is the peak of the step, and what is held beside it: keys and values, the reference, the
-teacher. Each way runs twice: the seconds of drawing an update's answers are planned before the second run, from earlier
-ones, and are the median over the second run's updates.
+Eleven ways to train one small model on answers of 64 tokens (a form makes them all as long), 8
+prompts and 8 answers each an update. The installed command line makes the runs, and plans each way
+again for a device of so little memory that it traces the step. A plan is the peak of the step, and
+what is held beside it: keys and values, the reference, the teacher. Each way runs twice: the
+seconds of drawing an update's answers are planned before the second run, from earlier ones, and are
+the median over the second run's updates.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ WAYS: dict[str, list[str]] = {
     "a graph per block, fp32": ["train.compile=blocks", "train.precision=fp32"],
     "one graph": ["train.compile=whole"],
 }
-REWARD = "def score(prompt, answer, record):\n    return sum(letter < 'h' for letter in answer) / 64\n"
+REWARD = (
+    "def score(prompt, answer, record):\n    return sum(letter < 'h' for letter in answer) / 64\n"
+)
 
 
 def write(folder: Path) -> None:
@@ -54,18 +58,26 @@ def measured(home: Path, base: Path, way: str, more: list[str]) -> dict[str, Any
     """Run one way, and plan it."""
     folder, out = base.parent, base.parent / way.replace(" ", "-").replace(":", "-")
     more = [each.format(base=base) for each in more]
-    reward = [] if any(each.startswith("rl.reward") for each in more) else [f"rl.reward={folder / 'low.py'}:score"]
+    reward = (
+        []
+        if any(each.startswith("rl.reward") for each in more)
+        else [f"rl.reward={folder / 'low.py'}:score"]
+    )
     if EAGER not in more:  # six updates alone would not be compiled
         more.append("train.compile=whole")
     typed = [
         str(folder / "prompts.jsonl"), f"model.init={base}", *reward, f"data.sequence_length={LENGTH}", *ANSWERS, *more,
     ]  # fmt: skip
-    harness.command(home, "train", *typed, "train.updates=6", "train.seed=1", "--out", f"{out}-first")
+    harness.command(
+        home, "train", *typed, "train.updates=6", "train.seed=1", "--out", f"{out}-first"
+    )
     before, _ = harness.command(home, "plan", *typed)
     run, _ = harness.command(home, "train", *typed, "train.updates=6", "--out", str(out))
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     chosen = tomllib.loads((out / "config.toml").read_text())["train"]
-    pinned = [f"train.{key}={chosen[key]}" for key in ("micro_batch", "compile", "precision", "remat")]
+    pinned = [
+        f"train.{key}={chosen[key]}" for key in ("micro_batch", "compile", "precision", "remat")
+    ]
     taken = {each.split("=")[0] for each in pinned}
     typed = [each for each in typed if each.split("=")[0] not in taken]
     # A plan is traced unless it fits twice over, and half of a CPU's memory counts as usable.
@@ -82,7 +94,9 @@ def measured(home: Path, base: Path, way: str, more: list[str]) -> dict[str, Any
 def main() -> None:
     """Run and plan every way, and print a table."""
     parser = harness.arguments(__doc__)
-    parser.add_argument("--ways", default="", help="some ways, separated by semicolons; default: all")
+    parser.add_argument(
+        "--ways", default="", help="some ways, separated by semicolons; default: all"
+    )
     options = parser.parse_args()
     ways = options.ways.split(";") if options.ways else ["bf16"] if options.smoke else [*WAYS]
     found = harness.result("plan_rewards", {"ways": ways})
@@ -107,7 +121,10 @@ def main() -> None:
         ]
         for case in found["cases"]
     ]  # fmt: skip
-    harness.print_table(["way", "planned, MiB", "measured", "off by", "drawing, planned s", "measured", "off by"], rows)
+    harness.print_table(
+        ["way", "planned, MiB", "measured", "off by", "drawing, planned s", "measured", "off by"],
+        rows,
+    )
     harness.write(options.out, found)
 
 

@@ -1,16 +1,20 @@
-"""Compare learning from pairs on a CPU with TRL's DPOTrainer, from the same model and the same pairs.
+"""Compare learning from pairs on a CPU with TRL's DPOTrainer, from the same model and the same
+pairs.
 
-The task is "makes" of `rewards.py`: "57=" -> any "aa+bb" that adds up to it, after a little supervised training. The
-model writes 64 answers to each prompt, and right ones are paired with wrong ones, as in `preferences.py`. Both sides
-make as many updates of 64 pairs each: DPO with the same number, AdamW with the same constant rate, no decay, the same
-clipping; fp32, eager, one thread. Every way trains in a process of its own that stays, TRL in that of its own Python
-(`--peer-python`, of an environment with `pip install trl`), and is asked for rounds of updates in turns, so that what
-else the machine does disturbs all alike. `monograph train` runs whole, with all that it does between updates.
+The task is "makes" of `rewards.py`: "57=" -> any "aa+bb" that adds up to it, after a little
+supervised training. The model writes 64 answers to each prompt, and right ones are paired with
+wrong ones, as in `preferences.py`. Both sides make as many updates of 64 pairs each: DPO with the
+same number, AdamW with the same constant rate, no decay, the same clipping; fp32, eager, one
+thread. Every way trains in a process of its own that stays, TRL in that of its own Python
+(`--peer-python`, of an environment with `pip install trl`), and is asked for rounds of updates in
+turns, so that what else the machine does disturbs all alike. `monograph train` runs whole, with all
+that it does between updates.
 
-Monograph's rows are as long as the longest pair needs, so each has one pair, and TRL pads to a batch's longest answer:
-both compute nearly the same positions. TRL's saving, logging and gradient checkpointing are off, and so are
-Monograph's evaluations and checkpoints; its rows of metrics and two samples stay, and TRL's metrics, which it computes
-in each update. TRL's `padding_free` is switched off by TRL itself in 1.16.
+Monograph's rows are as long as the longest pair needs, so each has one pair, and TRL pads to a
+batch's longest answer: both compute nearly the same positions. TRL's saving, logging and gradient
+checkpointing are off, and so are Monograph's evaluations and checkpoints; its rows of metrics and
+two samples stay, and TRL's metrics, which it computes in each update. TRL's `padding_free` is
+switched off by TRL itself in 1.16.
 
     pairs/s, updates/s    after `WARM_UP` updates, of a round's wall time; and the ratio by CPU time of all threads
     reference             seconds of CPU to score the pairs with the first weights, before the first update
@@ -65,7 +69,9 @@ Triple = list[list[int]]  # the tokens of a prompt, its chosen and its rejected 
 
 
 def serve(path: str) -> None:
-    """Run the command that an order names, and make updates whenever the standard input asks for them."""
+    """Run the command that an order names, and make updates whenever the standard input asks for
+    them.
+    """
     reply = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # the command prints; stdout is for answers
     order = json.loads(Path(path).read_text())
@@ -95,7 +101,10 @@ def serve(path: str) -> None:
     def scored(task: PreferenceTask, *arguments: Any) -> None:
         began, cpu = time.perf_counter(), time.process_time()
         score(task, *arguments)
-        seen["reference"] = {"wall_s": time.perf_counter() - began, "cpu_s": time.process_time() - cpu}
+        seen["reference"] = {
+            "wall_s": time.perf_counter() - began,
+            "cpu_s": time.process_time() - cpu,
+        }
         orders.began, orders.cpu = time.perf_counter(), time.process_time()
 
     with ExitStack() as patches, first:
@@ -106,14 +115,21 @@ def serve(path: str) -> None:
 
 
 def pairs_of(window: Mapping[str, Any]) -> list[Triple]:
-    """Return the tokens of each pair's prompt, chosen answer and rejected answer, from rows of pairs."""
+    """Return the tokens of each pair's prompt, chosen answer and rejected answer, from rows of
+    pairs.
+    """
     found: list[list[list[int]]] = []
-    for tokens, targets, segments in zip(*(window[name] for name in ("tokens", "targets", "segments")), strict=True):
+    for tokens, targets, segments in zip(
+        *(window[name] for name in ("tokens", "targets", "segments")), strict=True
+    ):
         for segment in range(1, int(segments.max()) + 1):
             places = [i for i, own in enumerate(segments.tolist()) if own == segment]
             scored = [i for i in places if int(targets[i]) >= 0]
             found.append(
-                [[int(tokens[i]) for i in places if i <= scored[0]], [int(targets[i]) for i in scored]],
+                [
+                    [int(tokens[i]) for i in places if i <= scored[0]],
+                    [int(targets[i]) for i in scored],
+                ],
             )
     pairs = zip(found[::2], found[1::2], strict=True)
     return [[prompt, chosen, rejected] for (prompt, chosen), (_, rejected) in pairs]
@@ -123,7 +139,9 @@ def pairs_of(window: Mapping[str, Any]) -> list[Triple]:
 
 
 def exact(model: Llama, pairs: Iterable[Triple]) -> dict[str, Tensor]:
-    """Return the gradient of DPO's loss at its reference in the model's dtype, each answer alone, from dense logits."""
+    """Return the gradient of DPO's loss at its reference in the model's dtype, each answer alone,
+    from dense logits.
+    """
     there = list(pairs)
     for prompt, *both in there:
         chosen, rejected = (log_probabilities(model, [(prompt, answer)])[0] for answer in both)
@@ -157,13 +175,17 @@ def ahead(model: Llama, base: Llama, pairs: list[Triple]) -> float:
 
 
 def prepare(home: Path, seed: int, smoke: bool) -> Path:
-    """Write the supervised model, as a run `base` and as a folder `hf`, and pairs of its own answers."""
+    """Write the supervised model, as a run `base` and as a folder `hf`, and pairs of its own
+    answers.
+    """
     if smoke:
         TASKS["makes"] = TASKS["makes"]._replace(updates=2)
     base = supervised(home, "makes", seed)
     folder = base.parent
     harness.called(home, "export", str(base), "--to", str(folder / "hf"))
-    asked = [json.loads(line)["prompt"] for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    asked = [
+        json.loads(line)["prompt"] for line in (folder / "prompts.jsonl").read_text().splitlines()
+    ]
     pairs: dict[str, list[tuple[str, str]]] = {prompt: [] for prompt in asked}
     if smoke:  # so little training makes no right answer
         pairs = {prompt: [(f"{int(prompt[:2]):02}+00", "00+99")] for prompt in asked}
@@ -178,7 +200,10 @@ def prepare(home: Path, seed: int, smoke: bool) -> Path:
     unseen = [(prompt, *both) for prompt in asked[-UNSEEN:] for both in pairs[prompt]]
     # Each update of each epoch has as many pairs, as TRL's last batch of an epoch would be smaller.
     for name, chosen in (("pairs", seen[: len(seen) // PAIRS * PAIRS]), ("unseen", unseen)):
-        lines = [json.dumps(dict(zip(("prompt", "chosen", "rejected"), each, strict=True))) for each in chosen]
+        lines = [
+            json.dumps(dict(zip(("prompt", "chosen", "rejected"), each, strict=True)))
+            for each in chosen
+        ]
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
     return folder
 
@@ -188,8 +213,12 @@ def tokens_of(path: Path) -> list[Triple]:
     tokenizer = Tokenizer.bytes()
     found = []
     for record in map(json.loads, path.read_text().splitlines()):
-        prompt, *both = (tokenizer.encode(record[name]) for name in ("prompt", "chosen", "rejected"))
-        found.append([[tokenizer.bos_id, *prompt], *([*answer, tokenizer.eos_id] for answer in both)])
+        prompt, *both = (
+            tokenizer.encode(record[name]) for name in ("prompt", "chosen", "rejected")
+        )
+        found.append(
+            [[tokenizer.bos_id, *prompt], *([*answer, tokenizer.eos_id] for answer in both)]
+        )
     return found
 
 
@@ -216,7 +245,9 @@ def start(folder: Path, options: Namespace, way: str, seed: int, length: int) ->
     here, surroundings = Path(__file__), {"HOME": str(folder)}
     if way in TRL:
         command = ["-P", str(here.with_name("peer_trl_dpo.py")), str(own / "order.json")]
-        return Child(command, options.threads, surroundings | {"PYTHONPATH": ""}, options.peer_python), own
+        return Child(
+            command, options.threads, surroundings | {"PYTHONPATH": ""}, options.peer_python
+        ), own
     command = [str(here), "--serve", str(own / "order.json")]
     return Child(command, options.threads, surroundings), own
 
@@ -225,7 +256,9 @@ def measured(home: Path, options: Namespace, seed: int) -> dict[str, dict[str, A
     """Train every way from one base, in turns, and return the figures of each."""
     folder = prepare(home, seed, options.smoke)
     pairs, unseen = (tokens_of(folder / f"{name}.jsonl") for name in ("pairs", "unseen"))
-    length = max(2 * len(prompt) + len(chosen) + len(rejected) for prompt, chosen, rejected in pairs) - 1
+    length = (
+        max(2 * len(prompt) + len(chosen) + len(rejected) for prompt, chosen, rejected in pairs) - 1
+    )
     found: dict[str, dict[str, Any]] = {}
     children: dict[str, tuple[Child, Path]] = {}
     for way in options.ways:
@@ -237,7 +270,9 @@ def measured(home: Path, options: Namespace, seed: int) -> dict[str, dict[str, A
             found[way] = {"error": f"not measured: {error.args[0]}", "stderr": error.args[1]}
         print(f"seed {seed}: {way} is ready", file=sys.stderr, flush=True)
     first = {way: found[way].pop("first_pairs") for way in children}
-    assert all(len(each) == PAIRS and all(pair in pairs for pair in each) for each in first.values()), "other pairs"
+    assert all(
+        len(each) == PAIRS and all(pair in pairs for pair in each) for each in first.values()
+    ), "other pairs"
     rounds: dict[str, list[dict[str, Any]]] = {way: [] for way in children}
     for way in harness.turns(children, options.rounds):
         rounds[way].append(children[way][0].ask(updates=options.updates))
@@ -250,7 +285,9 @@ def measured(home: Path, options: Namespace, seed: int) -> dict[str, dict[str, A
             rows = map(json.loads, (own / "run" / "metrics.jsonl").read_text().splitlines())
             entry["first_loss"] = next(row["train_loss"] for row in rows if "train_loss" in row)
             harness.called(folder, "export", str(own / "run"), "--to", str(own / "hf"))
-        gradient = {name: value.double() for name, value in load_file(own / "first.safetensors").items()}
+        gradient = {
+            name: value.double() for name, value in load_file(own / "first.safetensors").items()
+        }
         expected = exact(load_model(folder / "hf").double(), first[way])
         model = load_model(own / "hf").double()
         entry |= {
@@ -265,7 +302,9 @@ def measured(home: Path, options: Namespace, seed: int) -> dict[str, dict[str, A
 
 
 def summed(options: Namespace, seeds: list[dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return an entry for each way: medians and spreads over seeds and rounds, and our rates divided by its own."""
+    """Return an entry for each way: medians and spreads over seeds and rounds, and our rates
+    divided by its own.
+    """
     cases = []
     for way in options.ways:
         entry: dict[str, Any] = {"way": way, "seeds": [each[way] for each in seeds]}
@@ -281,12 +320,17 @@ def summed(options: Namespace, seeds: list[dict[str, dict[str, Any]]]) -> list[d
             if OURS in options.ways:
                 ours = [each for seed in seeds for each in seed[OURS]["rounds"]]
                 entry[f"ratio_{clock}"] = harness.spread(
-                    [their[f"{clock}_s"] / our[f"{clock}_s"] for our, their in zip(ours, rounds, strict=True)]
+                    [
+                        their[f"{clock}_s"] / our[f"{clock}_s"]
+                        for our, their in zip(ours, rounds, strict=True)
+                    ]
                 )
         for name in ("ahead", "ahead_unseen", "gradient_error", "first_loss_less_ln_2"):
             entry[name] = harness.spread([seed[name] for seed in entry["seeds"]])
         if entry["seeds"][0]["reference"]:
-            entry["reference_cpu_s"] = harness.spread([seed["reference"]["cpu_s"] for seed in entry["seeds"]])
+            entry["reference_cpu_s"] = harness.spread(
+                [seed["reference"]["cpu_s"] for seed in entry["seeds"]]
+            )
     return cases
 
 
@@ -299,7 +343,10 @@ def row(entry: dict[str, Any]) -> list[str]:
     """Return the table's line of one way."""
     if "error" in entry:
         return [entry["way"], entry["error"][:80], *[""] * (len(HEADERS) - 2)]
-    ratios = [harness.shown(entry[f"ratio_{clock}"]) if f"ratio_{clock}" in entry else "-" for clock in ("wall", "cpu")]
+    ratios = [
+        harness.shown(entry[f"ratio_{clock}"]) if f"ratio_{clock}" in entry else "-"
+        for clock in ("wall", "cpu")
+    ]
     reference = entry.get("reference_cpu_s")
     return [
         entry["way"],
@@ -318,16 +365,30 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--updates", type=int, default=12, help="of each round")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--peer-python", default=sys.executable, metavar="PYTHON", help="of an environment with trl")
-    parser.add_argument("--serve", metavar="ORDER", help="be Monograph's process; the script calls itself so")
+    parser.add_argument(
+        "--peer-python", default=sys.executable, metavar="PYTHON", help="of an environment with trl"
+    )
+    parser.add_argument(
+        "--serve", metavar="ORDER", help="be Monograph's process; the script calls itself so"
+    )
     options = parser.parse_args()
     if options.serve:
         serve(options.serve)
     if options.smoke:
         options.ways, options.seeds, options.rounds, options.updates = [OURS, "trl"], 1, 2, 1
     torch.set_num_threads(options.threads)
-    settings = {name: getattr(options, name) for name in ("ways", "seeds", "rounds", "updates", "threads", "smoke")}
-    sizes = {"beta": BETA, "pairs": PAIRS, "lr": LR, "betas": BETAS, "clip": CLIP, "warm_up": WARM_UP}
+    settings = {
+        name: getattr(options, name)
+        for name in ("ways", "seeds", "rounds", "updates", "threads", "smoke")
+    }
+    sizes = {
+        "beta": BETA,
+        "pairs": PAIRS,
+        "lr": LR,
+        "betas": BETAS,
+        "clip": CLIP,
+        "warm_up": WARM_UP,
+    }
     found = harness.result("preference-peers", settings | sizes | {"trl": TRL})
     harness.print_machine(found)
     with tempfile.TemporaryDirectory() as home:

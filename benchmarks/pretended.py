@@ -1,7 +1,8 @@
 """Count what a call launches on a pretended card (docs/gpu.md).
 
-Imported under the pretended driver, before anything is compiled. Kernels compute nothing, so numbers mean nothing here;
-launches, arguments, copies, waits and the compiled kernels are those of the real torch, Inductor and Triton.
+Imported under the pretended driver, before anything is compiled. Kernels compute nothing, so
+numbers mean nothing here; launches, arguments, copies, waits and the compiled kernels are those of
+the real torch, Inductor and Triton.
 """
 
 from __future__ import annotations
@@ -24,14 +25,23 @@ from torch._inductor import config
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch.profiler import ProfilerActivity, profile
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # where a benchmark is run by itself
+# Where a benchmark is run by itself.
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from pretended_gpu import card  # noqa: E402
 
 LIBRARIES = ("triton", "cublas", "aten", "cudnn", "memset")
 _NAMES = {"blas": "cublas", "torch": "aten"}  # by the driver's names
 PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm")
 ATTENTION = ("flex_attention", "cudnn_attention")  # parts of the names of attention's kernels
-_BYTES = {"c10::BFloat16": 2, "c10::Half": 2, "float": 4, "double": 8, "long int": 8, "int": 4, "bool": 1}
+_BYTES = {
+    "c10::BFloat16": 2,
+    "c10::Half": 2,
+    "float": 4,
+    "double": 8,
+    "long int": 8,
+    "int": 4,
+    "bool": 1,
+}
 
 
 @dataclass
@@ -42,7 +52,8 @@ class Kernel:
         name: its function's name.
         once_bytes: what it reads and writes, each argument once.
         again_bytes: what a second and third loop over a row read again.
-        warp_instructions: instructions of all warps, branches that are not taken among them; 0 if it has a loop.
+        warp_instructions: instructions of all warps, branches that are not taken among them; 0 if
+            it has a loop.
         registers: of a thread.
         stack_bytes: of a thread: registers that were spilled, and arrays.
     """
@@ -93,14 +104,18 @@ class Counted:
         triton = (launch for launch in launched if launch.library == "triton")
         for kernel, launch in zip(self.kernels, triton, strict=True):
             kernel.warp_instructions *= math.prod(launch.grid) * -(-launch.threads // 32)
-        self.launches += [(_NAMES.get(launch.library, launch.library), launch.name) for launch in launched]
+        self.launches += [
+            (_NAMES.get(launch.library, launch.library), launch.name) for launch in launched
+        ]
         self.launches += [("memset", "memset")] * len(log.of(card.Memset))
         self.waits += len(log.of(card.Wait))
         self.waiting_copies += sum(copy.waits for copy in log.of(card.Copy))
         self.graphs += len(log.of(card.GraphLaunch))
 
     def numbers(self) -> dict[str, float]:
-        """Return the counts that grow linearly with the number of layers, and the largest needs of a kernel."""
+        """Return the counts that grow linearly with the number of layers, and the largest needs of
+        a kernel.
+        """
         by_library = Counter(library for library, _ in self.launches)
         attention = [kernel for kernel in self.kernels if kernel.is_attention]
         others = [kernel for kernel in self.kernels if not kernel.is_attention]
@@ -118,7 +133,9 @@ class Counted:
         }
 
     def triton_s(self, bytes_per_s: float, warp_instructions_per_s: float) -> float:
-        """Return the seconds of Triton's kernels but attention's: each takes that of its bytes or its instructions."""
+        """Return the seconds of Triton's kernels but attention's: each takes that of its bytes or
+        its instructions.
+        """
         return sum(
             max(
                 (kernel.once_bytes + kernel.again_bytes) / bytes_per_s,
@@ -134,7 +151,8 @@ _RUNNING: list[Counted] = []
 
 
 def watch() -> None:
-    """Note Triton's kernels at each launch, and let cuDNN's attention, which cannot be pretended, only log itself.
+    """Note Triton's kernels at each launch, and let cuDNN's attention, which cannot be pretended,
+    only log itself.
 
     Raises:
         SystemExit: this process does not run on a pretended card.
@@ -143,8 +161,10 @@ def watch() -> None:
         script = Path(sys.argv[0]).name
         command = f"python tests/pretended_gpu/environment.py run 90 python benchmarks/{script}"
         raise SystemExit(f"{script} counts on a pretended card (docs/gpu.md): {command}")
-    config.benchmark_kernel = True  # Inductor then writes the bytes that a kernel moves next to its code
-    # Pretended times say nothing: the first of a kernel's configurations stands for what a card would choose.
+    # Inductor then writes the bytes that a kernel moves next to its code.
+    config.benchmark_kernel = True
+    # Pretended times say nothing: the first of a kernel's configurations stands for what a card
+    # would choose.
     CachingAutotuner.benchmark_all_configs = lambda self, *_, **__: {  # type: ignore[method-assign]
         launcher: float(place) for place, launcher in enumerate(self.launchers)
     }
@@ -163,8 +183,11 @@ def watch() -> None:
 
 def _kernel(tuner: Any, arguments: tuple[Any, ...]) -> Kernel:
     tensors = dict(zip(tuner.triton_meta["signature"], arguments, strict=False))
-    sizes = {name: value.nbytes for name, value in tensors.items() if isinstance(value, torch.Tensor)}
-    # Template kernels and those written by hand have no estimate: each tensor is read or written once.
+    sizes = {
+        name: value.nbytes for name, value in tensors.items() if isinstance(value, torch.Tensor)
+    }
+    # Template kernels and those written by hand have no estimate: each tensor is read or written
+    # once.
     estimate = tuner.inductor_meta.get("kernel_num_gb")
     once = sum(sizes.values()) if estimate is None else estimate * 1e9
     launcher = tuner.launchers[0]
@@ -172,7 +195,10 @@ def _kernel(tuner: Any, arguments: tuple[Any, ...]) -> Kernel:
         tuner.fn.__name__,
         once,
         # Of a table, such as an embedding, only some rows are read.
-        sum(min(sizes.get(name, 0), once) * (times - 1) for name, times in _passes(tuner.fn.src).items()),
+        sum(
+            min(sizes.get(name, 0), once) * (times - 1)
+            for name, times in _passes(tuner.fn.src).items()
+        ),
         0 if " in tl.range(" in tuner.fn.src else _instructions(launcher.cache_hash),
         launcher.n_regs,
         launcher.n_spills * 4 if launcher.n_spills else 0,
@@ -184,10 +210,17 @@ def _instructions(folder: str) -> int:
     """Return the number of instructions in a kernel's machine code, 16 bytes each."""
     (file,) = Path(os.environ["TRITON_CACHE_DIR"], folder).glob("*.cubin")
     code = file.read_bytes()
-    (sections,), (size, count, names) = struct.unpack_from("<Q", code, 40), struct.unpack_from("<HHH", code, 58)
-    entries = [struct.unpack_from("<IIQQQQ", code, sections + place * size) for place in range(count)]
+    (sections,), (size, count, names) = (
+        struct.unpack_from("<Q", code, 40),
+        struct.unpack_from("<HHH", code, 58),
+    )
+    entries = [
+        struct.unpack_from("<IIQQQQ", code, sections + place * size) for place in range(count)
+    ]
     texts = entries[names][4]
-    return sum(entry[5] for entry in entries if code[texts + entry[0] :].startswith(b".text.")) // 16
+    return (
+        sum(entry[5] for entry in entries if code[texts + entry[0] :].startswith(b".text.")) // 16
+    )
 
 
 @functools.cache
@@ -196,21 +229,39 @@ def _passes(source: str) -> dict[str, int]:
     loops = re.split(r"\n    for r0_offset in ", source)[1:]
     # A loop ends where the indentation does.
     bodies = [re.split(r"\n    (?=\S)", loop)[0] for loop in loops]
-    return Counter(name for body in bodies for name in set(re.findall(r"tl\.load\((\w+_ptr\d+)", body)))
+    return Counter(
+        name for body in bodies for name in set(re.findall(r"tl\.load\((\w+_ptr\d+)", body))
+    )
 
 
 def _log_cudnn() -> None:
-    """Replace cuDNN's two operators of attention by functions that log a launch and allocate their results."""
+    """Replace cuDNN's two operators of attention by functions that log a launch and allocate their
+    results.
+    """
     library = torch.library.Library("aten", "IMPL")
 
     def launched(name: str) -> None:
         card.launch("cudnn", name, torch.cuda.current_stream().cuda_stream)
 
-    def forward(q: Any, k: Any, v: Any, bias: Any, lse: bool, *_: Any, scale: float | None = None) -> Any:
+    def forward(
+        q: Any, k: Any, v: Any, bias: Any, lse: bool, *_: Any, scale: float | None = None
+    ) -> Any:
         launched("cudnn_attention")
-        none, number = (torch.empty(size, dtype=torch.int64, device=q.device) for size in ((0,), ()))
+        none, number = (
+            torch.empty(size, dtype=torch.int64, device=q.device) for size in ((0,), ())
+        )
         log_sums = q.new_empty(*q.shape[:3], 1, dtype=torch.float32)
-        return torch.empty_like(q), log_sums, none, none, q.shape[2], k.shape[2], number, number, none
+        return (
+            torch.empty_like(q),
+            log_sums,
+            none,
+            none,
+            q.shape[2],
+            k.shape[2],
+            number,
+            number,
+            none,
+        )
 
     def backward(grad: Any, q: Any, k: Any, v: Any, *_: Any, scale: float | None = None) -> Any:
         launched("cudnn_attention_backward")
@@ -227,12 +278,16 @@ _KEPT: list[Any] = []
 
 
 class Products:
-    """A `with` block whose matrix products are seen with their shapes: `flops` and `bytes` afterwards."""
+    """A `with` block whose matrix products are seen with their shapes: `flops` and `bytes`
+    afterwards.
+    """
 
     flops = bytes = 0.0
 
     def __enter__(self) -> Products:
-        self._profile = profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True)
+        self._profile = profile(
+            activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True
+        )
         self._profile.__enter__()
         return self
 
@@ -241,10 +296,16 @@ class Products:
         for event in self._profile.profiler.kineto_results.events():  # type: ignore[union-attr]
             if event.name() in PRODUCTS:
                 shapes = [shape for shape in event.shapes() if shape]
-                kinds = [kind for shape, kind in zip(event.shapes(), event.dtypes(), strict=True) if shape]
+                kinds = [
+                    kind
+                    for shape, kind in zip(event.shapes(), event.dtypes(), strict=True)
+                    if shape
+                ]
                 left, right = shapes[-3:-1] if _has_out(event, shapes) else shapes[-2:]
                 self.flops += 2 * math.prod(left) * right[-1]
-                self.bytes += sum(math.prod(s) * _BYTES[k] for s, k in zip(shapes, kinds, strict=True))
+                self.bytes += sum(
+                    math.prod(s) * _BYTES[k] for s, k in zip(shapes, kinds, strict=True)
+                )
 
 
 def _has_out(event: Any, shapes: list[list[int]]) -> bool:

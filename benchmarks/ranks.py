@@ -1,11 +1,13 @@
-"""Compare memory, traffic and time of `train.parallel=ddp|fsdp` on each rank with torch's own engines in a plain loop.
+"""Compare memory, traffic and time of `train.parallel=ddp|fsdp` on each rank with torch's own
+engines in a plain loop.
 
-Each case starts its ranks anew, on a CPU with gloo. It does so once for each loop, to measure the process's anonymous
-memory beyond that before the model was built (between two updates, and the peak of one; on the rank with the most), and
-once for both loops, which take turns, to measure time. Traffic is counted: what rank 0 sends in an update if each
-collective is a ring. Both have the same model, windows of two micro-batches per rank, clipping, the same optimizer
-(Muon for the matrices of blocks beside AdamW, or AdamW alone), and a graph for each block (`--smoke`: none). Ranks
-share the cores, so only the ratio of the times counts.
+Each case starts its ranks anew, on a CPU with gloo. It does so once for each loop, to measure the
+process's anonymous memory beyond that before the model was built (between two updates, and the peak
+of one; on the rank with the most), and once for both loops, which take turns, to measure time.
+Traffic is counted: what rank 0 sends in an update if each collective is a ring. Both have the same
+model, windows of two micro-batches per rank, clipping, the same optimizer (Muon for the matrices of
+blocks beside AdamW, or AdamW alone), and a graph for each block (`--smoke`: none). Ranks share the
+cores, so only the ratio of the times counts.
 """
 
 from __future__ import annotations
@@ -44,7 +46,13 @@ from monograph.resident import Resident
 
 ROUNDS, MICRO, CLIP, LR, DECAY = 9, 2, 1.0, 1e-3, 0.1
 ADAMW, MUON = "adamw", "muon"
-CASES = [("none", 1, ADAMW), ("ddp", 2, ADAMW), ("ddp", 4, ADAMW), ("fsdp", 2, ADAMW), ("fsdp", 4, ADAMW)]
+CASES = [
+    ("none", 1, ADAMW),
+    ("ddp", 2, ADAMW),
+    ("ddp", 4, ADAMW),
+    ("fsdp", 2, ADAMW),
+    ("fsdp", 4, ADAMW),
+]
 CASES += [("fsdp", 2, MUON), ("fsdp", 4, MUON)]
 WARM = 2  # updates, after which optimizers have their state, and DDP its buckets
 Window = dict[str, Tensor]
@@ -53,7 +61,9 @@ Loop = Callable[[Window], object]
 
 @dataclass(frozen=True)
 class Shape:
-    """A model, rows of a micro-batch and their length, whether each block is a graph, and the optimizer."""
+    """A model, rows of a micro-batch and their length, whether each block is a graph, and the
+    optimizer.
+    """
 
     config: LlamaConfig
     length: int
@@ -64,7 +74,9 @@ class Shape:
     def window(self, ranks: int, index: int) -> Window:
         """Return the rows of an update, the same on every rank."""
         size = (MICRO * ranks * self.rows, self.length + 1)
-        tokens = torch.randint(0, self.config.vocab_size, size, generator=torch.Generator().manual_seed(index))
+        tokens = torch.randint(
+            0, self.config.vocab_size, size, generator=torch.Generator().manual_seed(index)
+        )
         return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
@@ -83,15 +95,22 @@ SHAPE, TINY = shape_of(4096, 576, 6, 64), shape_of(64, 48, 2, 16)
 def main() -> None:
     """Measure, print a table, and write it as JSON if asked to."""
     parser = harness.arguments(__doc__)
-    parser.add_argument("--ranks", type=int, default=4, metavar="N", help="leave out cases with more")
-    parser.add_argument("--rank", nargs="+", help=argparse.SUPPRESS)  # PARALLEL OPTIMIZER LOOP [LOOP]
+    parser.add_argument(
+        "--ranks", type=int, default=4, metavar="N", help="leave out cases with more"
+    )
+    # PARALLEL OPTIMIZER LOOP [LOOP].
+    parser.add_argument("--rank", nargs="+", help=argparse.SUPPRESS)
     given = parser.parse_args()
     shape, rounds = (replace(TINY, captured=False), 2) if given.smoke else (SHAPE, ROUNDS)
     if given.rank:
         parallel, optim, *names = given.rank
         print(json.dumps(rank(parallel, names, replace(shape, optim=optim), rounds)))
         return
-    settings = {"parameters": shape.config.parameter_count(), "rows": shape.rows, "length": shape.length}
+    settings = {
+        "parameters": shape.config.parameter_count(),
+        "rows": shape.rows,
+        "length": shape.length,
+    }
     found = harness.result("ranks", settings | {"rounds": rounds, "micro_batches": MICRO})
     harness.print_machine(found)
     rows = []
@@ -102,11 +121,24 @@ def main() -> None:
             case["slower"] = started(parallel, ranks, [optim, *LOOPS], given.smoke)
             found["cases"].append(case)
             harness.write(given.out, found)
-            counted = [f"{case[name][kind]:.1f}" for kind in ("held", "peak", "sent") for name in LOOPS]
-            rows.append([f"{parallel} x {ranks}, {optim}", *counted, harness.shown(case["slower"]["cpu"])])
+            counted = [
+                f"{case[name][kind]:.1f}" for kind in ("held", "peak", "sent") for name in LOOPS
+            ]
+            rows.append(
+                [f"{parallel} x {ranks}, {optim}", *counted, harness.shown(case["slower"]["cpu"])]
+            )
             print(f"{rows[-1][0]}: {', '.join(counted)}", flush=True)
     theirs = "torch's"
-    headers = ["bytes a parameter", "held", theirs, "at the peak", theirs, "sent", theirs, "CPU time over torch's"]
+    headers = [
+        "bytes a parameter",
+        "held",
+        theirs,
+        "at the peak",
+        theirs,
+        "sent",
+        theirs,
+        "CPU time over torch's",
+    ]
     harness.print_table(headers, rows)
 
 
@@ -115,7 +147,11 @@ def started(parallel: str, ranks: int, optim_and_names: list[str], smoke: bool) 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    shared = os.environ | {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared = os.environ | {
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     shared |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     if len(optim_and_names) == 2:  # to measure memory: otherwise glibc keeps freed memory
         shared |= {"MALLOC_MMAP_THRESHOLD_": "65536"}
@@ -131,7 +167,9 @@ def started(parallel: str, ranks: int, optim_and_names: list[str], smoke: bool) 
     said = [each.communicate() for each in processes]
     for number, each in enumerate(processes):
         if each.returncode:
-            raise SystemExit(f"{parallel} x {ranks}, rank {number}: exit {each.returncode}\n{said[number][1]}")
+            raise SystemExit(
+                f"{parallel} x {ranks}, rank {number}: exit {each.returncode}\n{said[number][1]}"
+            )
     found: dict[str, Any] = json.loads(said[0][0].splitlines()[-1])
     return found
 
@@ -146,9 +184,12 @@ def rank(parallel: str, names: list[str], shape: Shape, rounds: int) -> dict[str
     if len(names) == 1:
         build = LOOPS[names[0]]
         tiny = replace(TINY, captured=shape.captured, optim=shape.optim)
-        tried(build(parallel, tiny, world), [tiny.window(world.size, 0)])  # not counted: modules, threads
+        # Not counted: modules, threads.
+        tried(build(parallel, tiny, world), [tiny.window(world.size, 0)])
         counted = memory(lambda: build(parallel, shape, world), windows, world)
-        counted["sent"] = traffic(build(parallel, replace(shape, captured=False), world), windows[0], world)
+        counted["sent"] = traffic(
+            build(parallel, replace(shape, captured=False), world), windows[0], world
+        )
         found = {name: each / shape.config.parameter_count() for name, each in counted.items()}
     else:
         loops = {name: LOOPS[name](parallel, shape, world) for name in names}
@@ -162,7 +203,9 @@ def rank(parallel: str, names: list[str], shape: Shape, rounds: int) -> dict[str
 
 
 def memory(build: Callable[[], Loop], windows: list[Window], world: World) -> dict[str, float]:
-    """Return the bytes held after some updates, and at the peak of another one, on the rank with the most."""
+    """Return the bytes held after some updates, and at the peak of another one, on the rank with
+    the most.
+    """
     before = trimmed()
     loop = build()
     tried(loop, windows[:WARM])
@@ -183,7 +226,9 @@ class Sent(TorchDispatchMode):
         super().__init__()
         self.ranks, self.bytes = ranks, 0.0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Count a collective; sharded tensors come apart first."""
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented
@@ -246,7 +291,9 @@ class WithLoss(nn.Module):
 
 
 def plain(parallel: str, shape: Shape, world: World) -> Loop:
-    """Return the loop of a tutorial: DDP averages gradients with the last micro-batch, FSDP2 with each one."""
+    """Return the loop of a tutorial: DDP averages gradients with the last micro-batch, FSDP2 with
+    each one.
+    """
     model: Any = WithLoss(shape.config)
     if shape.captured:
         for block in model.model.model.layers:
@@ -266,7 +313,9 @@ def plain(parallel: str, shape: Shape, world: World) -> Loop:
     def update(window: Window) -> None:
         for turn in range(MICRO):
             start = (turn * world.size + world.rank) * shape.rows
-            tokens, targets = (window[name][start : start + shape.rows] for name in ("tokens", "targets"))
+            tokens, targets = (
+                window[name][start : start + shape.rows] for name in ("tokens", "targets")
+            )
             last = turn == MICRO - 1
             with nullcontext() if last or parallel != "ddp" else model.no_sync():
                 (model(tokens, targets) / MICRO).backward()

@@ -1,13 +1,15 @@
 """Compare recipes of training: variants of the default run, as pairs with it, over seeds and texts.
 
-A variant changes keys of the configuration (`optim.lr=1e-2`) or fields of the optimizer that have no key:
-`rule.momentum=0.9`, and `group.PATTERN=FACTOR` for a learning rate of its own. Variant and default have the same seed,
-so the same weights and order of rows, and the same number of tokens; each run is a process with one thread. The effect
-is the mean of the pairs' differences in held-out bits per byte, with its standard error if there are two or more;
-below 0 is better. Whether a
-variant costs time is seen in the column of seconds. Runs that are in `--out` already are not repeated.
+A variant changes keys of the configuration (`optim.lr=1e-2`) or fields of the optimizer that have
+no key: `rule.momentum=0.9`, and `group.PATTERN=FACTOR` for a learning rate of its own. Variant and
+default have the same seed, so the same weights and order of rows, and the same number of tokens;
+each run is a process with one thread. The effect is the mean of the pairs' differences in held-out
+bits per byte, with its standard error if there are two or more; below 0 is better. Whether a
+variant costs time is seen in the column of seconds. Runs that are in `--out` already are not
+repeated.
 
-    python benchmarks/recipe.py --variant "no floor: optim.min_lr_ratio=0" --text stdlib my_texts/ --out found.json
+    python benchmarks/recipe.py --variant "no floor: optim.min_lr_ratio=0" --text stdlib my_texts/
+    --out found.json
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ SMOKE = "model.preset=nano data.tokenizer=bytes data.sequence_length=32 train.to
 
 
 def trained(source: str, changes: list[str], updates: int, seed: int) -> dict[str, Any]:
-    """Train once in this process and return the held-out bits per byte and the seconds of the updates."""
+    """Train once in this process and return the held-out bits per byte and the seconds of the
+    updates.
+    """
     from first_run import plan_for, run
 
     from monograph.optim.optimizers import Group
@@ -38,11 +42,23 @@ def trained(source: str, changes: list[str], updates: int, seed: int) -> dict[st
     from monograph.session.objectives.texts import open_corpus
 
     values = dict(change.split("=", 1) for change in changes)
-    keys = {name: value for name, value in values.items() if not name.startswith(("rule.", "group."))}
+    keys = {
+        name: value for name, value in values.items() if not name.startswith(("rule.", "group."))
+    }
     plan = plan_for({"model.preset": "micro", "data.source": source} | keys, updates, seed)
-    rule = {name.removeprefix("rule."): json.loads(v) for name, v in values.items() if name.startswith("rule.")}
-    groups = [Group(name.removeprefix("group."), float(v)) for name, v in values.items() if name.startswith("group.")]
-    changed = dataclasses.replace(plan.training.optim, **rule, groups=(*groups, *plan.training.optim.groups))
+    rule = {
+        name.removeprefix("rule."): json.loads(v)
+        for name, v in values.items()
+        if name.startswith("rule.")
+    }
+    groups = [
+        Group(name.removeprefix("group."), float(v))
+        for name, v in values.items()
+        if name.startswith("group.")
+    ]
+    changed = dataclasses.replace(
+        plan.training.optim, **rule, groups=(*groups, *plan.training.optim.groups)
+    )
     progress = Progress()
     text = open_corpus(plan.reading, progress)
     found = run(plan.training_with(optim=changed), text, 1, 1, progress)
@@ -61,30 +77,46 @@ def spawn(case: dict[str, Any]) -> dict[str, Any]:
 
 def effect(differences: list[float]) -> tuple[float, float]:
     """Return the mean of the pairs' differences and its standard error."""
-    error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else math.nan
+    error = (
+        statistics.stdev(differences) / math.sqrt(len(differences))
+        if len(differences) > 1
+        else math.nan
+    )
     return statistics.mean(differences), error
 
 
 def table(cases: list[dict[str, Any]]) -> str:
     """Return each variant's effect on each text as a Markdown table."""
     of = {(each["text"], each["variant"], each["seed"]): each for each in cases}
-    texts, variants = (list(dict.fromkeys(each[name] for each in cases)) for name in ("text", "variant"))
+    texts, variants = (
+        list(dict.fromkeys(each[name] for each in cases)) for name in ("text", "variant")
+    )
     lines = [f"| variant | {' | '.join(texts)} | seconds |", f"|---|{'---:|' * (len(texts) + 1)}"]
     for variant in variants:
         cells, ratios = [], []
         for text in texts:
-            seeds = [seed for t, v, seed in of if (t, v) == (text, variant) and (text, DEFAULT, seed) in of]
+            seeds = [
+                seed
+                for t, v, seed in of
+                if (t, v) == (text, variant) and (text, DEFAULT, seed) in of
+            ]
             scores = [of[text, variant, seed]["bits_per_byte"] for seed in seeds]
             if variant == DEFAULT or not seeds:
                 cells.append(f"{statistics.mean(scores):.3f}" if scores else "")
                 continue
             pairs = [
-                of[text, variant, seed]["bits_per_byte"] - of[text, DEFAULT, seed]["bits_per_byte"] for seed in seeds
+                of[text, variant, seed]["bits_per_byte"] - of[text, DEFAULT, seed]["bits_per_byte"]
+                for seed in seeds
             ]
             mean, error = effect(pairs)
             cells.append(f"{mean:+.4f}" + (f" ± {error:.4f}" if len(pairs) > 1 else ""))
-            ratios += [of[text, variant, seed]["training_s"] / of[text, DEFAULT, seed]["training_s"] for seed in seeds]
-        lines.append(f"| {variant} | {' | '.join(cells)} | {statistics.median(ratios) if ratios else 1:.2f} x |")
+            ratios += [
+                of[text, variant, seed]["training_s"] / of[text, DEFAULT, seed]["training_s"]
+                for seed in seeds
+            ]
+        lines.append(
+            f"| {variant} | {' | '.join(cells)} | {statistics.median(ratios) if ratios else 1:.2f} x |"
+        )
     return "\n".join(lines)
 
 
@@ -106,7 +138,11 @@ def main() -> None:
     args = parser.parse_args()
     base = SMOKE.split() if args.smoke else []
     if args.smoke:
-        args.seeds, args.updates, args.variant = 2, 2, ["no floor: optim.schedule=cosine optim.min_lr_ratio=0"]
+        args.seeds, args.updates, args.variant = (
+            2,
+            2,
+            ["no floor: optim.schedule=cosine optim.min_lr_ratio=0"],
+        )
     variants = {DEFAULT: list[str]()} | {
         name: changes.split() for name, _, changes in (each.partition(":") for each in args.variant)
     }

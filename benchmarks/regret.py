@@ -1,8 +1,10 @@
-"""Compare the planned way to train with the fastest measured one: micro-batch, recomputation, compile scope.
+"""Compare the planned way to train with the fastest measured one: micro-batch, recomputation,
+compile scope.
 
-For every configuration the planner's candidates that fit its memory, and the planned one in smaller micro-batches, are
-built and take turns at updates of the same tokens; the planner does not know the measurements. An artificial limit on
-memory makes sure that there is a choice. Goal: the planned way reaches 95 % of the fastest one's speed.
+For every configuration the planner's candidates that fit its memory, and the planned one in smaller
+micro-batches, are built and take turns at updates of the same tokens; the planner does not know the
+measurements. An artificial limit on memory makes sure that there is a choice. Goal: the planned way
+reaches 95 % of the fastest one's speed.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ REMATS = ("none", "pointwise", 0.5, 0.25, "full")
 
 
 class Case(NamedTuple):
-    """A shape, its update, and the available memory as a share of what everything at once would take."""
+    """A shape, its update, and the available memory as a share of what everything at once would
+    take.
+    """
 
     name: str
     config: LlamaConfig
@@ -55,8 +59,17 @@ CASES = (
 
 def request_of(case: Case) -> Request:
     """Return the question for the planner."""
-    training = Work(case.config, rows=case.rows, length=case.length, optim=AdamW(), window_rows=case.rows, packed=False)
-    return Request(training, precisions=(case.precision,), scopes=("whole", "blocks"), remats=REMATS)
+    training = Work(
+        case.config,
+        rows=case.rows,
+        length=case.length,
+        optim=AdamW(),
+        window_rows=case.rows,
+        packed=False,
+    )
+    return Request(
+        training, precisions=(case.precision,), scopes=("whole", "blocks"), remats=REMATS
+    )
 
 
 def works(plan: Plan, chosen: Work) -> list[Work]:
@@ -113,7 +126,9 @@ def measure(args: Namespace, case: Case) -> dict[str, Any]:
         each.accumulate(window)
         each.update()
 
-    times = harness.interleaved({name: lambda e=e: update(e) for name, e in engines.items()}, args.rounds, device)
+    times = harness.interleaved(
+        {name: lambda e=e: update(e) for name, e in engines.items()}, args.rounds, device
+    )
     seconds = {
         name: harness.spread([t.cpu_s if device.type == "cpu" else t.wall_s for t in each])
         for name, each in times.items()
@@ -144,7 +159,10 @@ def main() -> None:
         torch.compiler.reset()
         found["cases"].append(measure(args, case))
         harness.write(args.out, found)
-    rows = [[c["case"], str(c["ways"]), c["chosen"], c["fastest"], f"{c['reached']:.1%}"] for c in found["cases"]]
+    rows = [
+        [c["case"], str(c["ways"]), c["chosen"], c["fastest"], f"{c['reached']:.1%}"]
+        for c in found["cases"]
+    ]
     harness.print_table(["", "ways", "planned", "fastest", "reached"], rows)
     worst = min(case["reached"] for case in found["cases"])
     print(f"worst {worst:.1%}, goal {GOAL:.0%} {'met' if worst >= GOAL else 'missed'}")

@@ -1,17 +1,19 @@
-"""Compare peak bytes and time of a step whose blocks share a budget with torch's own budget for the whole step's graph.
+"""Compare peak bytes and time of a step whose blocks share a budget with torch's own budget for the
+whole step's graph.
 
-Each way to train runs in its own process and is compiled at the same share of the bytes that a step without
-recomputation keeps for its backward pass:
+Each way to train runs in its own process and is compiled at the same share of the bytes that a step
+without recomputation keeps for its backward pass:
 
     torch   the whole step's graph is partitioned with torch._functorch.config.activation_memory_budget = share
     even    every block keeps the same share, Remat.Budget(share), whatever its input takes
-    spread  a knapsack over the blocks, `spread` below; inputs are part of the share, as they are in torch
+    spread  a knapsack over the blocks, `spread` below; inputs are part of the share, as they are in
+    torch
 
-"whole" is one graph of the whole step, "blocks" is one graph that all blocks share. Bytes are the largest sum of live
-allocations of one micro-step, forward and backward, beyond weights, gradients and optimizer state. Products are its
-matrix products and attentions, in FLOPs as the profiler saw them run. Time is CPU time over that of a step without
-recomputation, round by round. Goal: at every share no more bytes than torch's budget. Shares that FILE already has are
-not measured again.
+"whole" is one graph of the whole step, "blocks" is one graph that all blocks share. Bytes are the
+largest sum of live allocations of one micro-step, forward and backward, beyond weights, gradients
+and optimizer state. Products are its matrix products and attentions, in FLOPs as the profiler saw
+them run. Time is CPU time over that of a step without recomputation, round by round. Goal: at every
+share no more bytes than torch's budget. Shares that FILE already has are not measured again.
 """
 
 from __future__ import annotations
@@ -63,7 +65,10 @@ NONE = Way("none", "whole", 1.0)
 
 def ways(shares: Sequence[float]) -> list[list[Way]]:
     """Return the ways that take turns, in groups of one share; `NONE` is in each group."""
-    least = [Way("torch", "whole", 0.0), *(Way("full", scope, 0.0) for scope in ("whole", "blocks"))]
+    least = [
+        Way("torch", "whole", 0.0),
+        *(Way("full", scope, 0.0) for scope in ("whole", "blocks")),
+    ]
     between = [
         [
             Way("torch", "whole", share),
@@ -73,7 +78,10 @@ def ways(shares: Sequence[float]) -> list[list[Way]]:
         ]
         for share in sorted(shares)
     ]
-    most = [Way("none", "blocks", 1.0), *(Way("pointwise", scope, 1.0) for scope in ("whole", "blocks"))]
+    most = [
+        Way("none", "blocks", 1.0),
+        *(Way("pointwise", scope, 1.0) for scope in ("whole", "blocks")),
+    ]
     return [least, *between, most]
 
 
@@ -94,7 +102,9 @@ class Trained:
         )
         model = Llama(shape).to(default_device())
         torch.manual_seed(0)
-        tokens = torch.randint(shape.vocab_size, (sizes["rows"], sizes["length"]), device=default_device())
+        tokens = torch.randint(
+            shape.vocab_size, (sizes["rows"], sizes["length"]), device=default_device()
+        )
         self.batch = {"tokens": tokens, "targets": tokens.roll(-1, 1)}
         if way.name == "torch":
             functorch.activation_memory_budget = way.share
@@ -129,7 +139,9 @@ def policy(way: Way, model: Llama, batch: dict[str, torch.Tensor]) -> Policy:
     if way.name == "even":
         return Remat.Budget(way.share)
     if way.name == "spread":
-        recordings = list(recorded(model, lambda twin: token_loss(twin, batch), captured=True).values())
+        recordings = list(
+            recorded(model, lambda twin: token_loss(twin, batch), captured=True).values()
+        )
         first, inputs = recordings[0], sum(recording.input_bytes for recording in recordings)
         limit = way.share * (len(recordings) * first.stored_bytes + inputs) - inputs
         found = spread(first.curve(), first.stored_bytes, len(recordings), max(0, int(limit)))
@@ -139,12 +151,14 @@ def policy(way: Way, model: Llama, batch: dict[str, torch.Tensor]) -> Policy:
 
 
 def product_flops(run: Callable[[], object]) -> int:
-    """Return the FLOPs of the matrix products and attentions of one call; a multiplication and an addition are two.
+    """Return the FLOPs of the matrix products and attentions of one call; a multiplication and an
+    addition are two.
 
     Attention's backward pass is left out: it is never computed twice.
     """
     found = list[int]()
-    ours = getattr(extern_kernels, OUR_PRODUCT, None)  # captured graphs call it without torch's dispatcher
+    # Captured graphs call it without torch's dispatcher.
+    ours = getattr(extern_kernels, OUR_PRODUCT, None)
     if ours is not None:
 
         @functools.wraps(ours)
@@ -154,13 +168,19 @@ def product_flops(run: Callable[[], object]) -> int:
 
         setattr(extern_kernels, OUR_PRODUCT, counted)
     try:
-        with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as watching:
+        with profile(
+            activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True
+        ) as watching:
             run()
     finally:
         if ours is not None:
             setattr(extern_kernels, OUR_PRODUCT, ours)
     # An operator that a dispatch mode intercepts is counted where it then runs, if it does.
-    ran = [e for e in watching.events() if all(child.name != "PythonDispatchMode" for child in e.cpu_children)]
+    ran = [
+        e
+        for e in watching.events()
+        if all(child.name != "PythonDispatchMode" for child in e.cpu_children)
+    ]
     return sum(found) + sum(event_flops(event.name, event.input_shapes) for event in ran)
 
 
@@ -183,12 +203,18 @@ def event_flops(name: str, shapes: list[list[int]]) -> int:
 
 def begun(way: Way, sizes: dict[str, int]) -> tuple[Child, dict[str, Any]]:
     """Start a way's process; return it, compiled, with its measurements."""
-    child = Child([__file__, "--child", json.dumps([*way]), json.dumps(sizes)], torch.get_num_threads(), {})
+    child = Child(
+        [__file__, "--child", json.dumps([*way]), json.dumps(sizes)], torch.get_num_threads(), {}
+    )
     return child, child.answer()
 
 
-def measure(group: Sequence[Way], args: Namespace, none: tuple[Child, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return bytes, FLOPs and time of the ways of a group, relative to a step that recomputes nothing."""
+def measure(
+    group: Sequence[Way], args: Namespace, none: tuple[Child, dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return bytes, FLOPs and time of the ways of a group, relative to a step that recomputes
+    nothing.
+    """
     children = {NONE.label: none[0]}
     found = {}
     for way in group:
@@ -207,7 +233,10 @@ def measure(group: Sequence[Way], args: Namespace, none: tuple[Child, dict[str, 
             "grad_norm_difference": abs(answer["grad_norm"] / kept["grad_norm"] - 1),
             "time_over_none": {
                 kind: harness.spread(
-                    [a[kind] / b[kind] for a, b in zip(times[way.label], times[NONE.label], strict=True)]
+                    [
+                        a[kind] / b[kind]
+                        for a, b in zip(times[way.label], times[NONE.label], strict=True)
+                    ]
                 )
                 for kind in ("wall_s", "cpu_s")
             },
@@ -217,7 +246,8 @@ def measure(group: Sequence[Way], args: Namespace, none: tuple[Child, dict[str, 
 
 
 def verdict(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return our ways' bytes over torch's at the same share, and torch's points that none of our points dominates.
+    """Return our ways' bytes over torch's at the same share, and torch's points that none of our
+    points dominates.
 
     A point is dominated by one with no more bytes and no more FLOPs.
     """
@@ -226,12 +256,16 @@ def verdict(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
     same_share = [case for case in ours if case["share"] in theirs]
     over: dict[str, dict[str, float]] = {case["label"]: {} for case in same_share}
     for case in same_share:
-        over[case["label"]][f"{case['share']:g}"] = case["peak_bytes"] / theirs[case["share"]]["peak_bytes"]
+        over[case["label"]][f"{case['share']:g}"] = (
+            case["peak_bytes"] / theirs[case["share"]]["peak_bytes"]
+        )
     undominated = [
         share
         for share, case in theirs.items()
         if not any(
-            mine["peak_bytes"] <= case["peak_bytes"] and mine["product_flops"] <= case["product_flops"] for mine in ours
+            mine["peak_bytes"] <= case["peak_bytes"]
+            and mine["product_flops"] <= case["product_flops"]
+            for mine in ours
         )
     ]
     return {"bytes_over_torch": over, "undominated": undominated}
@@ -250,7 +284,16 @@ def row(case: dict[str, Any]) -> list[str]:
     ]
 
 
-HEADERS = ["share, way", "MiB", "of none", "FLOPs again", "CPU time over none", "wall", "gradient", "compiling s"]
+HEADERS = [
+    "share, way",
+    "MiB",
+    "of none",
+    "FLOPs again",
+    "CPU time over none",
+    "wall",
+    "gradient",
+    "compiling s",
+]
 
 
 def main() -> None:
@@ -290,16 +333,25 @@ def main() -> None:
     none[0].end()
     harness.print_table(HEADERS, map(row, found["cases"]))
     for label, over in found["verdict"]["bytes_over_torch"].items():
-        ratios, worst = ", ".join(f"{share} {ratio:.3f}" for share, ratio in over.items()), max(over.values())
+        ratios, worst = (
+            ", ".join(f"{share} {ratio:.3f}" for share, ratio in over.items()),
+            max(over.values()),
+        )
         print(f"{label}: bytes over torch's {ratios}; goal 1 {'met' if worst <= 1 else 'missed'}")
-    print(f"torch's points that none of ours dominates: {found['verdict']['undominated'] or 'none'}")
+    print(
+        f"torch's points that none of ours dominates: {found['verdict']['undominated'] or 'none'}"
+    )
 
 
-def spread(curve: Sequence[Choice], off_bytes: int, layers: int, limit_bytes: int) -> Remat.PerLayer | None:
-    """Return policies of equal blocks that keep at most `limit_bytes` together and recompute the fewest FLOPs.
+def spread(
+    curve: Sequence[Choice], off_bytes: int, layers: int, limit_bytes: int
+) -> Remat.PerLayer | None:
+    """Return policies of equal blocks that keep at most `limit_bytes` together and recompute the
+    fewest FLOPs.
 
-    This is a knapsack over the blocks: each keeps everything, or one choice of the curve that all share. Ties in FLOPs
-    go to the fewest bytes, except that nothing is recomputed if everything fits.
+    This is a knapsack over the blocks: each keeps everything, or one choice of the curve that all
+    share. Ties in FLOPs go to the fewest bytes, except that nothing is recomputed if everything
+    fits.
 
     Args:
         curve: the choices of one block, `monograph.graph.remat.Recording.curve`.
@@ -308,19 +360,24 @@ def spread(curve: Sequence[Choice], off_bytes: int, layers: int, limit_bytes: in
         limit_bytes: bytes that all blocks together may keep, not counting their inputs.
 
     Returns:
-        The policies; blocks that recompute the most come first, because their backward passes are the last. None if
-        even `Remat.Full` keeps too much, which means a limit below 0.
+        The policies; blocks that recompute the most come first, because their backward passes are
+        the last. None if even `Remat.Full` keeps too much, which means a limit below 0.
     """
-    # Captured, keeping all products costs no FLOPs either and fewer bytes: the knapsack would recompute needlessly.
+    # Captured, keeping all products costs no FLOPs either and fewer bytes: the knapsack would
+    # recompute needlessly.
     if layers * off_bytes <= limit_bytes:
         return Remat.PerLayer((Remat.Off(),) * layers)
     smaller = [choice for choice in curve if choice.stored_bytes < off_bytes]
-    options = [choice._replace(what=(Remat.Budget(choice.stored_bytes / off_bytes),)) for choice in smaller]
+    options = [
+        choice._replace(what=(Remat.Budget(choice.stored_bytes / off_bytes),)) for choice in smaller
+    ]
     options.append(Choice(off_bytes, 0, (Remat.Off(),)))
     best = within(front([options] * layers), limit_bytes)
     if best is None:
         return None
-    return Remat.PerLayer(tuple(sorted(best.what, key=lambda policy: getattr(policy, "fraction", 1.0))))
+    return Remat.PerLayer(
+        tuple(sorted(best.what, key=lambda policy: getattr(policy, "fraction", 1.0)))
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Measure what replaying a captured micro-step saves over calling it, on one engine, for `train.py`."""
+"""Measure what replaying a captured micro-step saves over calling it, on one engine, for
+`train.py`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from monograph.resident import Resident
 
 
 def replay(shape: Shape, args: Namespace) -> dict[str, Any]:
-    """Time rounds of updates called and replayed, interleaved; `by_itself`: whether the engine would replay here."""
+    """Time rounds of updates called and replayed, interleaved; `by_itself`: whether the engine
+    would replay here.
+    """
     device = default_device()
     rows = random_rows(shape).to(device)
     window = {"tokens": rows[:, :-1].contiguous(), "targets": rows[:, 1:].contiguous()}
@@ -33,7 +37,9 @@ def replay(shape: Shape, args: Namespace) -> dict[str, Any]:
     return found | {"compile_s": compile_s, "build_s": build_s}
 
 
-def compared(engine: Resident, window: Batch, recorders: list[Recorder | None], args: Namespace) -> dict[str, Any]:
+def compared(
+    engine: Resident, window: Batch, recorders: list[Recorder | None], args: Namespace
+) -> dict[str, Any]:
     """Seconds per update of both ways, the ratio round by round, and each way's peak memory.
 
     Args:
@@ -71,7 +77,9 @@ def compared(engine: Resident, window: Batch, recorders: list[Recorder | None], 
         engine.update()
     return {
         "seconds_per_update": harness.spread([each.wall_s / count for each in times["replayed"]]),
-        "called_seconds_per_update": harness.spread([each.wall_s / count for each in times["called"]]),
+        "called_seconds_per_update": harness.spread(
+            [each.wall_s / count for each in times["called"]]
+        ),
         "speedup": harness.ratios(times["called"], times["replayed"])["wall"],
         "by_itself": by_itself,
         "peak_memory_bytes": peaks["replayed"],

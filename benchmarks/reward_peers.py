@@ -1,12 +1,13 @@
 """Compare reinforcement learning with TRL's GRPOTrainer, from the same model, prompts and reward.
 
-The task is "makes" of `rewards.py`: "57=" -> any "aa+bb" that adds up to it, after a little supervised training. Both
-draw 8 answers to each of 32 prompts, at temperature 1, and make one update of each draw: dr_grpo, no KL term, AdamW
-with the same rate, warm-up and clipping; fp32, eager, one thread, on the GPU where there is one. A round is a whole
-training of `--seconds`, as a person would start it: `monograph train`, and GRPOTrainer on transformers'
-LlamaForCausalLM in a process with its own Python (`--peer-python`, of an environment with `pip install trl`). Rounds
-are interleaved, a seed each. TRL's defaults that cost time here are off; `--ways` has settings of TRL that could be
-faster.
+The task is "makes" of `rewards.py`: "57=" -> any "aa+bb" that adds up to it, after a little
+supervised training. Both draw 8 answers to each of 32 prompts, at temperature 1, and make one
+update of each draw: dr_grpo, no KL term, AdamW with the same rate, warm-up and clipping; fp32,
+eager, one thread, on the GPU where there is one. A round is a whole training of `--seconds`, as a
+person would start it: `monograph train`, and GRPOTrainer on transformers' LlamaForCausalLM in a
+process with its own Python (`--peer-python`, of an environment with `pip install trl`). Rounds are
+interleaved, a seed each. TRL's defaults that cost time here are off; `--ways` has settings of TRL
+that could be faster.
 
     rollouts/s    answers drawn per second of drawing
     updates/s     per second of training, with all that happens between updates
@@ -49,7 +50,10 @@ LR, BETAS, CLIP, WARM_UP = 5e-4, (0.9, 0.999), 1.0, 10
 TRL: dict[str, dict[str, Any]] = {
     "trl": {},
     "trl, static cache": {"cache_implementation": "static"},
-    "trl, micro-batches of 64": {"per_device_train_batch_size": 64, "gradient_accumulation_steps": 4},
+    "trl, micro-batches of 64": {
+        "per_device_train_batch_size": 64,
+        "gradient_accumulation_steps": 4,
+    },
     "trl, bf16": {"bf16": True},
     "trl, continuous batching": {"use_transformers_continuous_batching": True},
 }
@@ -148,7 +152,9 @@ def figures(ends_s: list[float], drawing_s: list[float], right: list[float]) -> 
 
 
 def gradient_errors(home: Path) -> dict[str, float]:
-    """Return the relative errors of both gradients of the answers in `first.safetensors`; none if it is zero."""
+    """Return the relative errors of both gradients of the answers in `first.safetensors`; none if
+    it is zero.
+    """
     first = load_file(home / "first.safetensors")
     if not first["advantages"].any():
         return {}
@@ -162,10 +168,15 @@ def gradient_errors(home: Path) -> dict[str, float]:
         weighed.append(Weight(advantage, TASK.most_tokens))
     expected = exact(load_model(home / "hf").double(), rollouts, weighed)
     model = load_model(home / "hf")
-    model.use_attention("cached")  # as an eager run on a CPU does (monograph.session.objectives.rewards)
+    # As an eager run on a CPU does (monograph.session.objectives.rewards).
+    model.use_attention("cached")
     total, count = PolicyLoss()(model, arranged(rollouts, weighed, _options()))
     (total / count).backward()
-    theirs = {name.removeprefix("gradient."): value for name, value in first.items() if name.startswith("gradient.")}
+    theirs = {
+        name.removeprefix("gradient."): value
+        for name, value in first.items()
+        if name.startswith("gradient.")
+    }
     return {
         OURS: distance(_gradients(model), expected),
         "trl": distance({name: value.double() for name, value in theirs.items()}, expected),
@@ -173,11 +184,15 @@ def gradient_errors(home: Path) -> dict[str, float]:
 
 
 def exact(model: Llama, rollouts: list[Rollout], weighed: list[Weight]) -> dict[str, Tensor]:
-    """Return the gradient of dr_grpo's loss in the model's dtype, each answer alone, from dense logits."""
+    """Return the gradient of dr_grpo's loss in the model's dtype, each answer alone, from dense
+    logits.
+    """
     count = sum(weight.share for weight in weighed)
     for rollout, weight in zip(rollouts, weighed, strict=True):
         ids = torch.tensor([*rollout.prompt_ids, *rollout.token_ids])
-        log_TV = model.logits(model(ids[None, :-1]))[0, len(rollout.prompt_ids) - 1 :].log_softmax(-1)
+        log_TV = model.logits(model(ids[None, :-1]))[0, len(rollout.prompt_ids) - 1 :].log_softmax(
+            -1
+        )
         drawn_T = log_TV.gather(-1, torch.tensor(rollout.token_ids)[:, None])
         (-weight.factor * drawn_T.sum() / count).backward()
     return _gradients(model)
@@ -188,7 +203,18 @@ def _gradients(model: Llama) -> dict[str, Tensor]:
 
 
 def _options() -> Options:
-    return Options(PROMPTS, GROUP, TASK.most_tokens, 1.0, "dr_grpo", 1, LENGTH, packed=False, exact=True, seed=0)
+    return Options(
+        PROMPTS,
+        GROUP,
+        TASK.most_tokens,
+        1.0,
+        "dr_grpo",
+        1,
+        LENGTH,
+        packed=False,
+        exact=True,
+        seed=0,
+    )
 
 
 # ── all rounds ────────────────────────────────────────────────────────────────────────────────────
@@ -221,26 +247,42 @@ def compare(found: dict[str, dict[str, Any]]) -> None:
     """Add medians and spreads to each entry, and our rates divided by its own, seed by seed."""
     there = {way: entry["rounds"] for way, entry in found.items() if "error" not in entry}
     for rounds in zip(*there.values(), strict=True):  # those of a seed
-        # `monograph train` fixes the number of its updates before the first one, and may end sooner than it was asked.
+        # `monograph train` fixes the number of its updates before the first one, and may end sooner
+        # than it was asked.
         end_s = min(each["curve"][-1][0] for each in rounds)
         updates = min(each["updates"] for each in rounds)
         for each in rounds:
             last = [right for at_s, right in each["curve"] if 0.9 * end_s <= at_s <= end_s]
             each["pass_at_1"] = statistics.fmean(last or [each["curve"][0][1]])
-            each["pass_at_1_same_updates"] = statistics.fmean(r for _, r in each["curve"][:updates][-5:])
+            each["pass_at_1_same_updates"] = statistics.fmean(
+                r for _, r in each["curve"][:updates][-5:]
+            )
             each["compared_at"] = {"seconds": end_s, "updates": updates}
     for way, rounds in there.items():
         for name in ("rollouts_per_s", "updates_per_s", "pass_at_1", "pass_at_1_same_updates"):
             found[way][name] = harness.spread([each[name] for each in rounds])
         for name in ("rollouts_per_s", "updates_per_s") if OURS in there else ():
             pairs = zip(there[OURS], rounds, strict=True)
-            found[way][f"{name}_ratio"] = harness.spread([ours[name] / each[name] for ours, each in pairs])
+            found[way][f"{name}_ratio"] = harness.spread(
+                [ours[name] / each[name] for ours, each in pairs]
+            )
     for way in {OURS, "trl"} & there.keys():
-        if errors := [each["gradient_error"][way] for each in there.get("trl", ()) if each["gradient_error"]]:
+        if errors := [
+            each["gradient_error"][way] for each in there.get("trl", ()) if each["gradient_error"]
+        ]:
             found[way]["gradient_error"] = harness.spread(errors)
 
 
-HEADERS = ["", "rollouts/s", "Monograph is", "updates/s", "Monograph is", "pass@1", "same updates", "error"]
+HEADERS = [
+    "",
+    "rollouts/s",
+    "Monograph is",
+    "updates/s",
+    "Monograph is",
+    "pass@1",
+    "same updates",
+    "error",
+]
 
 
 def row(entry: dict[str, Any]) -> list[str]:
@@ -262,17 +304,33 @@ def row(entry: dict[str, Any]) -> list[str]:
 def main() -> None:
     """Measure and print; see `--help`."""
     parser = harness.arguments(__doc__)
-    parser.add_argument("--ways", nargs="+", choices=[OURS, COMPILED, *TRL], default=[OURS, "trl", "trl, static cache"])
+    parser.add_argument(
+        "--ways",
+        nargs="+",
+        choices=[OURS, COMPILED, *TRL],
+        default=[OURS, "trl", "trl, static cache"],
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=60.0, help="of each training with rewards")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--peer-python", default=sys.executable, metavar="PYTHON", help="of an environment with trl")
+    parser.add_argument(
+        "--peer-python", default=sys.executable, metavar="PYTHON", help="of an environment with trl"
+    )
     options = parser.parse_args()
     if options.smoke:
         options.ways, options.seeds, options.seconds = [OURS, "trl"], 1, 1.2
     torch.set_num_threads(options.threads)
-    settings = {name: getattr(options, name) for name in ("ways", "seeds", "seconds", "threads", "smoke")}
-    sizes = {"group": GROUP, "prompts": PROMPTS, "lr": LR, "betas": BETAS, "clip": CLIP, "warm_up": WARM_UP}
+    settings = {
+        name: getattr(options, name) for name in ("ways", "seeds", "seconds", "threads", "smoke")
+    }
+    sizes = {
+        "group": GROUP,
+        "prompts": PROMPTS,
+        "lr": LR,
+        "betas": BETAS,
+        "clip": CLIP,
+        "warm_up": WARM_UP,
+    }
     found = harness.result("reward-peers", settings | sizes | {"trl": TRL})
     harness.print_machine(found)
     with tempfile.TemporaryDirectory() as home:

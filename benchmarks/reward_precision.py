@@ -1,7 +1,7 @@
 """What a model learns from rewards when its answers are drawn and scored in different arithmetic.
 
-A small model that has seen solved sums ("37+8=45") learns from rl.reward = number, from the same weights, prompts and
-seeds for the same number of updates in each way:
+A small model that has seen solved sums ("37+8=45") learns from rl.reward = number, from the same
+weights, prompts and seeds for the same number of updates in each way:
 
     fp32                  drawn and scored in fp32
     bf16 same             drawn and scored in bf16 by one arithmetic, as in eager mode on a CPU
@@ -50,7 +50,9 @@ SHOWN = 10  # updates of the first and last means
 
 
 class Way(NamedTuple):
-    """A way to train: the precision of the step, whether it scores as it draws, what draws, and the use of rho."""
+    """A way to train: the precision of the step, whether it scores as it draws, what draws, and the
+    use of rho.
+    """
 
     precision: str
     same: bool
@@ -86,7 +88,9 @@ def sums(draws: random.Random) -> list[dict[str, str]]:
     return [{"prompt": f"{one}+{other}=", "answer": str(one + other)} for one, other in pairs]
 
 
-def taught(seed: int, layers: int, width: int, updates: int, records: Sequence[dict[str, str]]) -> mono.Llama:
+def taught(
+    seed: int, layers: int, width: int, updates: int, records: Sequence[dict[str, str]]
+) -> mono.Llama:
     """Return a model that has seen solved problems."""
     tokenizer, draws = Tokenizer.bytes(), random.Random(seed)
     config = mono.LlamaConfig(
@@ -98,7 +102,11 @@ def taught(seed: int, layers: int, width: int, updates: int, records: Sequence[d
     for _ in range(updates):
         rows = torch.full((64, 10), IGNORE)
         for row, record in zip(rows, draws.choices(records, k=len(rows)), strict=True):
-            ids = [tokenizer.bos_id, *tokenizer.encode(record["prompt"] + record["answer"]), tokenizer.eos_id]
+            ids = [
+                tokenizer.bos_id,
+                *tokenizer.encode(record["prompt"] + record["answer"]),
+                tokenizer.eos_id,
+            ]
             row[: len(ids)] = torch.tensor(ids)
         engine.accumulate({"tokens": rows[:, :-1].clamp_min(0), "targets": rows[:, 1:]})
         engine.update()
@@ -120,7 +128,9 @@ class Trainer:
         self.fresh = self.engine.state()
         self.is_captured = False
 
-    def trained(self, model: mono.Llama, records: list[dict[str, str]], seed: int, updates: int) -> dict[str, Any]:
+    def trained(
+        self, model: mono.Llama, records: list[dict[str, str]], seed: int, updates: int
+    ) -> dict[str, Any]:
         """Train from a model's weights, and return what came of it."""
         engine, loss = self.engine, cast(PolicyLoss, self.engine.step.loss)
         engine.load_state(self.fresh)
@@ -140,7 +150,9 @@ class Trainer:
             self.model.use_attention("auto")
             drawer.options = replace(drawer.options, length=LENGTH, packed=True, exact=False)
         if self.way.drawn_in_fp32:
-            answers.drawer = drawer = Fp32Drawer(engine, drawer.prompts, drawer.reward, drawer.options, drawer.updates)
+            answers.drawer = drawer = Fp32Drawer(
+                engine, drawer.prompts, drawer.reward, drawer.options, drawer.updates
+            )
         shares, means, ratios, most = list[float](), list[float](), list[float](), 0.0
         for _ in range(updates):
             window = next(answers)
@@ -168,7 +180,13 @@ class Trainer:
         model.load_state_dict(self.model.state_dict())
         engine = mono.Resident(model, loss=PolicyLoss(), optim=mono.AdamW(lr=RATE))
         judged = mono.rollouts(
-            engine, Tokenizer.bytes(), asked, "number", prompts=len(asked), group=8, max_new_tokens=MOST_TOKENS
+            engine,
+            Tokenizer.bytes(),
+            asked,
+            "number",
+            prompts=len(asked),
+            group=8,
+            max_new_tokens=MOST_TOKENS,
         )
         next(judged)
         return judged.numbers["pass_at_1"]
@@ -208,13 +226,21 @@ def main() -> None:
     parser.add_argument("--supervised", type=int, default=250, help="updates on solved sums before")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--compile", action="store_true", help="the steps that score in another way than they draw")
+    parser.add_argument(
+        "--compile", action="store_true", help="the steps that score in another way than they draw"
+    )
     options = parser.parse_args()
     if options.smoke:
-        options.ways, options.seeds, options.updates, options.supervised = "bf16 same,bf16 from fp32", 1, 2, 2
+        options.ways, options.seeds, options.updates, options.supervised = (
+            "bf16 same,bf16 from fp32",
+            1,
+            2,
+            2,
+        )
         options.layers, options.width = 1, 32
     settings = {
-        key: getattr(options, key) for key in ("ways", "seeds", "updates", "supervised", "layers", "width", "compile")
+        key: getattr(options, key)
+        for key in ("ways", "seeds", "updates", "supervised", "layers", "width", "compile")
     }
     found = harness.result("reward-precision", settings)
     harness.print_machine(found)
@@ -224,7 +250,9 @@ def main() -> None:
         model = taught(seed, options.layers, options.width, options.supervised, records)
         for name in ways:
             trainer = trainers.setdefault(name, Trainer(WAYS[name], model, options.compile))
-            case = {"way": name, "seed": seed} | trainer.trained(model, records, seed, options.updates)
+            case = {"way": name, "seed": seed} | trainer.trained(
+                model, records, seed, options.updates
+            )
             found["cases"].append(case)
             print(
                 f"{name}, seed {seed}: {case['before']:.3f} to {case['after']:.3f}, {case['most']:.1e} apart",

@@ -1,12 +1,13 @@
-"""Three tasks that a small model learns from rewards on a CPU, each after a little supervised training.
+"""Three tasks that a small model learns from rewards on a CPU, each after a little supervised
+training.
 
     makes    "57=" -> any "aa+bb" that adds up to it           a program as the reward
     sums     "37+58=" -> the sum, written backwards            exact
     sorts    six digits and ">" -> the digits in order         exact
 
-The installed command line does all of it, as a person would: `train` on a few thousand solved examples, then `train`
-with `rl.reward` from that run. Figures are shares of right answers, eight each at
-temperature 1, and the seconds of training that `train` counts.
+The installed command line does all of it, as a person would: `train` on a few thousand solved
+examples, then `train` with `rl.reward` from that run. Figures are shares of right answers, eight
+each at temperature 1, and the seconds of training that `train` counts.
 
     right before, after    of the first update's answers, and of the last five updates'
     unseen                 at the end, of answers to prompts that were held out
@@ -87,14 +88,22 @@ def write(folder: Path, task: Task, examples: int, prompts: int) -> None:
     solved = [task.draw(draws) for _ in range(examples)]
     lines = [json.dumps({"text": prompt + answer}) for prompt, answer, _ in solved]
     (folder / "solved.jsonl").write_text("\n".join(lines))
-    asked = {prompt: (answer, more) for prompt, answer, more in (task.draw(draws) for _ in range(prompts))}
-    lines = [json.dumps({"prompt": prompt, "answer": answer, **more}) for prompt, (answer, more) in asked.items()]
+    asked = {
+        prompt: (answer, more)
+        for prompt, answer, more in (task.draw(draws) for _ in range(prompts))
+    }
+    lines = [
+        json.dumps({"prompt": prompt, "answer": answer, **more})
+        for prompt, (answer, more) in asked.items()
+    ]
     (folder / "prompts.jsonl").write_text("\n".join(lines))
     (folder / "makes.py").write_text(REWARD)
 
 
 def supervised(home: Path, name: str, seed: int) -> Path:
-    """Train a model on solved examples, and return the folder of its run, with the task's files next to it."""
+    """Train a model on solved examples, and return the folder of its run, with the task's files
+    next to it.
+    """
     folder = home / f"{name}-{seed}"
     folder.mkdir()
     write(folder, TASKS[name], 40_000, 2000)
@@ -106,7 +115,9 @@ def supervised(home: Path, name: str, seed: int) -> Path:
     return folder / "base"
 
 
-def measured(home: Path, base: Path, name: str, seed: int, objective: str, length: str) -> dict[str, Any]:
+def measured(
+    home: Path, base: Path, name: str, seed: int, objective: str, length: str
+) -> dict[str, Any]:
     """Train with rewards for a length such as "train.minutes=1", and return the figures.
 
     An objective such as "dapo+3" draws up to three times, until enough groups have unequal rewards.
@@ -121,7 +132,9 @@ def measured(home: Path, base: Path, name: str, seed: int, objective: str, lengt
         "data.sequence_length=32", f"optim.lr={task.rate}", "optim.schedule=constant", "optim.weight_decay=0",
         "train.compile=none", length, f"train.seed={seed}", "--out", str(folder / objective),
     )  # fmt: skip
-    rows = [json.loads(line) for line in (folder / objective / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (folder / objective / "metrics.jsonl").read_text().splitlines()
+    ]
     drawn = [row for row in rows if "reward" in row]
     held = [(row["update"], row["eval_pass_at_1"]) for row in rows if "eval_pass_at_1" in row]
     return {
@@ -140,7 +153,9 @@ def main() -> None:
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--objectives", default="dr_grpo")
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--updates", type=int, help="of training with rewards; default: the task's own minutes")
+    parser.add_argument(
+        "--updates", type=int, help="of training with rewards; default: the task's own minutes"
+    )
     options = parser.parse_args()
     if options.smoke:
         options.tasks, options.updates = "makes", 2
@@ -149,7 +164,11 @@ def main() -> None:
     harness.print_machine(found)
     with tempfile.TemporaryDirectory() as home:
         for name, seed in itertools.product(options.tasks.split(","), range(options.seeds)):
-            length = f"train.updates={options.updates}" if options.updates else f"train.minutes={TASKS[name].minutes}"
+            length = (
+                f"train.updates={options.updates}"
+                if options.updates
+                else f"train.minutes={TASKS[name].minutes}"
+            )
             base = supervised(Path(home), name, seed)
             for objective in options.objectives.split(","):
                 found["cases"].append(measured(Path(home), base, name, seed, objective, length))

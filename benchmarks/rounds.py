@@ -1,7 +1,8 @@
-"""Run rounds of updates in processes that stay: each holds one system's training and continues when told to.
+"""Run rounds of updates in processes that stay: each holds one system's training and continues when
+told to.
 
-So rounds of many systems are interleaved, though each loop belongs to its system, and no round pays for compiling. A
-waiting process blocks on a pipe and uses no CPU.
+So rounds of many systems are interleaved, though each loop belongs to its system, and no round pays
+for compiling. A waiting process blocks on a pipe and uses no CPU.
 """
 
 from __future__ import annotations
@@ -44,13 +45,21 @@ ONE_KERNEL = ("mkldnn::_linear_pointwise", OUR_PRODUCT)
 
 
 class Orders:
-    """The side of the process that trains: `updated()` counts, answers when a round is done and waits for an order.
+    """The side of the process that trains: `updated()` counts, answers when a round is done and
+    waits for an order.
 
-    The first answer comes after `warm_up` updates. The order {"updates": n} times n updates; {"watch": "kernels"} and
-    {"watch": "bytes"} examine one update; the end of the input ends the process.
+    The first answer comes after `warm_up` updates. The order {"updates": n} times n updates;
+    {"watch": "kernels"} and {"watch": "bytes"} examine one update; the end of the input ends the
+    process.
     """
 
-    def __init__(self, reply: TextIO, warm_up: int, targets: Callable[[], int], ready: Callable[[], dict[str, Any]]):
+    def __init__(
+        self,
+        reply: TextIO,
+        warm_up: int,
+        targets: Callable[[], int],
+        ready: Callable[[], dict[str, Any]],
+    ):
         self.reply, self.targets, self.ready = reply, targets, ready
         self.left, self.order = warm_up, {"warm_up": warm_up}
         self.began, self.cpu, self.counted, self.watch = clock(), time.process_time(), 0, None
@@ -61,7 +70,11 @@ class Orders:
         if self.left:
             return
         wall, cpu = clock() - self.began, time.process_time() - self.cpu
-        answer: dict[str, Any] = {"wall_s": wall, "cpu_s": cpu, "targets": self.targets() - self.counted}
+        answer: dict[str, Any] = {
+            "wall_s": wall,
+            "cpu_s": cpu,
+            "targets": self.targets() - self.counted,
+        }
         if "warm_up" in self.order:
             answer |= self.ready()
         if self.watch is not None:
@@ -83,7 +96,11 @@ def watch(what: str | None) -> Any:
         return None
     if what == "kernels":
         _show_products()
-    watching = LiveBytes() if what == "bytes" else profile(activities=[ProfilerActivity.CPU], acc_events=True)
+    watching = (
+        LiveBytes()
+        if what == "bytes"
+        else profile(activities=[ProfilerActivity.CPU], acc_events=True)
+    )
     watching.__enter__()
     return watching
 
@@ -97,18 +114,28 @@ def _show_products() -> None:
 
 
 def seen(watching: Any) -> int:
-    """Return the peak of bytes beyond those before, or the number of operators and compiled kernels that ran.
+    """Return the peak of bytes beyond those before, or the number of operators and compiled kernels
+    that ran.
 
     If an operator calls another one, only the called one counts.
     """
     if isinstance(watching, LiveBytes):
         return watching.peak_bytes
-    leaves = [event.name for event in watching.events() if not event.cpu_children or event.name in ONE_KERNEL]
-    return sum(name.startswith(("aten::", "cpp_", "graph_", *ONE_KERNEL)) and name not in QUIET for name in leaves)
+    leaves = [
+        event.name
+        for event in watching.events()
+        if not event.cpu_children or event.name in ONE_KERNEL
+    ]
+    return sum(
+        name.startswith(("aten::", "cpp_", "graph_", *ONE_KERNEL)) and name not in QUIET
+        for name in leaves
+    )
 
 
 class FirstGradient:
-    """The gradient of a system's first update, before it is clipped, and its relative error against float64."""
+    """The gradient of a system's first update, before it is clipped, and its relative error against
+    float64.
+    """
 
     def __init__(self, model: Callable[[], nn.Module]) -> None:
         self.model = model
@@ -143,7 +170,9 @@ class FirstGradient:
 
 
 def large_batch(model: Llama, documents: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    """Return the float64 gradient of the mean loss over all targets, each document alone, by parameter name."""
+    """Return the float64 gradient of the mean loss over all targets, each document alone, by
+    parameter name.
+    """
     model = model.double()
     total = sum(len(targets) for _, targets in documents)
     for inputs, targets in documents:
@@ -163,7 +192,11 @@ class Child:
     """The side that gives orders: one system in its own process."""
 
     def __init__(
-        self, command: list[str], threads: int, environment: dict[str, str], python: str = sys.executable
+        self,
+        command: list[str],
+        threads: int,
+        environment: dict[str, str],
+        python: str = sys.executable,
     ) -> None:
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
         limits = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
@@ -188,7 +221,11 @@ class Child:
             return dict(json.loads(line))
         self.process.wait()
         self.errors.seek(0)
-        told = [each for each in self.errors.read().decode(errors="replace").splitlines() if each.strip()]
+        told = [
+            each
+            for each in self.errors.read().decode(errors="replace").splitlines()
+            if each.strip()
+        ]
         self.end()
         raise ChildFailed(told[-1] if told else f"exit code {self.process.returncode}", told[-40:])
 
@@ -225,7 +262,9 @@ class ChildFailed(Exception):
     """The process of a system ended; has its last words, and the lines before them."""
 
 
-def interleaved(children: dict[str, Child], updates: dict[str, int], rounds: int) -> dict[str, list[dict[str, Any]]]:
+def interleaved(
+    children: dict[str, Child], updates: dict[str, int], rounds: int
+) -> dict[str, list[dict[str, Any]]]:
     """Run every child once per round, `updates` of each, in the order of `harness.turns`."""
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in children}
     for name in harness.turns(children, rounds):

@@ -1,10 +1,12 @@
-"""Whether two versions of the code are equally fast: training and decode steps of two trees, in turns, as ratios.
+"""Whether two versions of the code are equally fast: training and decode steps of two trees, in
+turns, as ratios.
 
 python benchmarks/same_speed.py OTHER_TREE        (a checkout of the version to compare this tree with)
 
-Each tree runs in a process of its own, on one thread, and waits while the other one measures. A round is some tenths
-of a second; the ratio of each pair of rounds is taken, so that what the machine does meanwhile hits both alike. Where
-memory happens to lie makes some per cent of difference for as long as a process lives, so both start several times.
+Each tree runs in a process of its own, on one thread, and waits while the other one measures. A
+round is some tenths of a second; the ratio of each pair of rounds is taken, so that what the
+machine does meanwhile hits both alike. Where memory happens to lie makes some per cent of
+difference for as long as a process lives, so both start several times.
 """
 
 from __future__ import annotations
@@ -31,18 +33,25 @@ def cases(smoke: bool, only: list[str]) -> dict[str, Callable[[], object]]:
     device, found = default_device(), {}
     shapes = steps.SMOKE if smoke else {name: steps.SHAPES[name] for name in ("nano", "micro")}
     for (name, shape), dtype, mode in (
-        (item, dtype, mode) for item in shapes.items() for dtype in ("fp32", "bf16") for mode in ("eager", "captured")
+        (item, dtype, mode)
+        for item in shapes.items()
+        for dtype in ("fp32", "bf16")
+        for mode in ("eager", "captured")
     ):
         if only and f"{name} {dtype} {mode}" not in only:
             continue
         engine, window = steps.engine(shape, dtype, device), steps.packed_window(shape, device)
         if mode == "captured" and not smoke and (obstacle := engine.capture(window)):
             raise SystemExit(f"same_speed.py: {name} {dtype} cannot be captured: {obstacle}")
-        found[f"{name} {dtype} {mode}"] = lambda engine=engine, window=window: steps.losses(engine, window, 1)
+        found[f"{name} {dtype} {mode}"] = lambda engine=engine, window=window: steps.losses(
+            engine, window, 1
+        )
     for rows in (1, 8):
         if only and f"decode, {rows} rows" not in only:
             continue
-        decode = sampler.Steps(sampler.Llama(sampler.SHAPE), "full chain", rows, 2 if smoke else 64, not smoke)
+        decode = sampler.Steps(
+            sampler.Llama(sampler.SHAPE), "full chain", rows, 2 if smoke else 64, not smoke
+        )
         found[f"decode, {rows} rows"] = decode
     return found
 
@@ -54,7 +63,9 @@ def repeated(run: Callable[[], object], count: int) -> None:
 
 
 def serve(smoke: bool, only: list[str]) -> None:
-    """Measure as often as asked: a line `CASE REPEATS` comes in, the CPU seconds of one repeat go out."""
+    """Measure as often as asked: a line `CASE REPEATS` comes in, the CPU seconds of one repeat go
+    out.
+    """
     torch.set_num_threads(1)
     made = cases(smoke, only)
     for run in made.values():
@@ -71,7 +82,8 @@ class Tree:
 
     def __init__(self, tree: Path, smoke: bool, only: list[str]) -> None:
         folders = [str((tree / "benchmarks").resolve()), str(Path(__file__).resolve().parent)]
-        # The other tree may be older than this script, so it is found after that tree's own benchmarks.
+        # The other tree may be older than this script, so it is found after that tree's own
+        # benchmarks.
         program = f"import sys; sys.path[:1] = {folders}; import same_speed; same_speed.serve({smoke}, {only})"
         self.process = Popen([sys.executable, "-c", program], stdin=PIPE, stdout=PIPE, text=True)
         self.cases = self._answer().split("|")
@@ -97,18 +109,31 @@ class Tree:
 def main() -> None:
     """Measure and print; see `--help`."""
     parser = harness.arguments(__doc__)
-    parser.add_argument("other", type=Path, metavar="OTHER_TREE", help="a checkout of the version to compare with")
+    parser.add_argument(
+        "other", type=Path, metavar="OTHER_TREE", help="a checkout of the version to compare with"
+    )
     parser.add_argument("--rounds", type=int, default=11, help="after each start")
     parser.add_argument("--starts", type=int, default=3)
-    parser.add_argument("--only", nargs="+", default=[], metavar="CASE", help="these cases, such as 'nano fp32 eager'")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="CASE",
+        help="these cases, such as 'nano fp32 eager'",
+    )
     args = parser.parse_args()
     if args.smoke:
         args.rounds, args.starts = 2, 1
-    result = harness.result("same_speed", {key: getattr(args, key) for key in ("rounds", "starts", "smoke")})
+    result = harness.result(
+        "same_speed", {key: getattr(args, key) for key in ("rounds", "starts", "smoke")}
+    )
     harness.print_machine(result)
     seconds: dict[str, dict[str, list[float]]] = {}
     for _ in range(args.starts):
-        trees = {"this": Tree(harness.ROOT, args.smoke, args.only), "other": Tree(args.other, args.smoke, args.only)}
+        trees = {
+            "this": Tree(harness.ROOT, args.smoke, args.only),
+            "other": Tree(args.other, args.smoke, args.only),
+        }
         for name in trees["this"].cases:
             repeats = 1 if args.smoke else max(1, round(ROUND_S / trees["this"](name, 1)))
             times = seconds.setdefault(name, {side: [] for side in trees})
@@ -119,10 +144,17 @@ def main() -> None:
     for name, times in seconds.items():
         ratio = harness.spread([a / b for a, b in zip(times["this"], times["other"], strict=True)])
         lowest = min(times["this"]) / min(times["other"])
-        result["cases"].append({"case": name, "cpu_s": times, "ratio": ratio, "ratio_of_lowest": lowest})
+        result["cases"].append(
+            {"case": name, "cpu_s": times, "ratio": ratio, "ratio_of_lowest": lowest}
+        )
     harness.write(args.out, result)
-    rows = [[x["case"], harness.shown(x["ratio"], 3), f"{x['ratio_of_lowest']:.3f}"] for x in result["cases"]]
-    harness.print_table(["CPU time, this tree / the other", "median of pairs (range)", "of the lowest"], rows)
+    rows = [
+        [x["case"], harness.shown(x["ratio"], 3), f"{x['ratio_of_lowest']:.3f}"]
+        for x in result["cases"]
+    ]
+    harness.print_table(
+        ["CPU time, this tree / the other", "median of pairs (range)", "of the lowest"], rows
+    )
 
 
 if __name__ == "__main__":

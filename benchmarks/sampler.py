@@ -1,8 +1,10 @@
-"""Measure the cost of sampling: the sampler's graph alone, and whole decode steps compared with greedy ones.
+"""Measure the cost of sampling: the sampler's graph alone, and whole decode steps compared with
+greedy ones.
 
-Alone, each variant is one graph; its logits are random normal numbers with a standard deviation of 3, like a model's.
-The full chain is penalties, temperature 0.8, top-k 40, top-p 0.95 and min-p 0.05. Whole steps are those of a model of 6
-layers, 384 channels and a vocabulary of 32,000, random weights, fp32 on a CPU and bf16 on a GPU, through the generator.
+Alone, each variant is one graph; its logits are random normal numbers with a standard deviation of
+3, like a model's. The full chain is penalties, temperature 0.8, top-k 40, top-p 0.95 and min-p
+0.05. Whole steps are those of a model of 6 layers, 384 channels and a vocabulary of 32,000, random
+weights, fp32 on a CPU and bf16 on a GPU, through the generator.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from monograph.model.llama import Llama
 
 GREEDY, PLAIN = Sampling(0), Sampling(0.8)
 FILTERED = Sampling(0.8, top_k=40, top_p=0.95, min_p=0.05)
-FULL = Sampling(0.8, top_k=40, top_p=0.95, min_p=0.05, repetition_penalty=1.1, frequency_penalty=0.1)
+FULL = Sampling(
+    0.8, top_k=40, top_p=0.95, min_p=0.05, repetition_penalty=1.1, frequency_penalty=0.1
+)
 VARIANTS: dict[str, tuple[Sampling, str]] = {
     "argmax": (GREEDY, "window"),
     "temperature": (PLAIN, "window"),
@@ -50,7 +54,9 @@ SHAPE = LlamaConfig(
 PROMPT = tuple(range(5, 20))
 
 
-def rows_of(sampling: Sampling, chain: Chain, count: int, vocabulary: int, device: torch.device) -> Rows:
+def rows_of(
+    sampling: Sampling, chain: Chain, count: int, vocabulary: int, device: torch.device
+) -> Rows:
     """Return the same request in every row, each with its own seed."""
     knobs = new_knobs(chain, count, device)
     for row in range(count):
@@ -82,7 +88,9 @@ class Draw:
         self.graph(*self.arguments)
 
     def equals_eager(self) -> bool:
-        """Return whether graph and functions draw the same tokens, all successfully; the first call compiles."""
+        """Return whether graph and functions draw the same tokens, all successfully; the first call
+        compiles.
+        """
         ours, eager = self.graph(*self.arguments), self.eager(*self.arguments)
         return bool((ours.token_B == eager.token_B).all() and (ours.status_B == OK).all())
 
@@ -90,7 +98,9 @@ class Draw:
 def measure(args: Namespace, vocabulary: int, batch: int) -> dict[str, Any]:
     """Time all variants on the same logits, taking turns."""
     device = default_device()
-    logits_BV = 3 * torch.randn(batch, vocabulary, generator=torch.Generator().manual_seed(0)).to(device)
+    logits_BV = 3 * torch.randn(batch, vocabulary, generator=torch.Generator().manual_seed(0)).to(
+        device
+    )
     draws = {name: Draw(name, logits_BV) for name in args.variants}
     same = {name: draw.equals_eager() for name, draw in draws.items()}
 
@@ -98,13 +108,19 @@ def measure(args: Namespace, vocabulary: int, batch: int) -> dict[str, Any]:
         for _ in range(args.repeats):
             draw()
 
-    times = harness.interleaved({name: lambda d=d: repeated(d) for name, d in draws.items()}, args.rounds, device)
+    times = harness.interleaved(
+        {name: lambda d=d: repeated(d) for name, d in draws.items()}, args.rounds, device
+    )
     return {
         "vocabulary": vocabulary,
         "batch": batch,
         "same_as_eager": same,
-        "wall_ms": {name: spread_ms([t.wall_s for t in each], args.repeats) for name, each in times.items()},
-        "cpu_ms": {name: spread_ms([t.cpu_s for t in each], args.repeats) for name, each in times.items()},
+        "wall_ms": {
+            name: spread_ms([t.wall_s for t in each], args.repeats) for name, each in times.items()
+        },
+        "cpu_ms": {
+            name: spread_ms([t.cpu_s for t in each], args.repeats) for name, each in times.items()
+        },
     }
 
 
@@ -125,15 +141,21 @@ class Steps:
     def __call__(self) -> None:
         """Generate as many texts as there are rows."""
         for seed in range(self.rows):
-            self.generator.submit(Request(PROMPT, dataclasses.replace(self.sampling, seed=seed), self.steps))
+            self.generator.submit(
+                Request(PROMPT, dataclasses.replace(self.sampling, seed=seed), self.steps)
+            )
         assert sum(len(event.token_ids) for event in self.generator.run()) == self.rows * self.steps
 
 
 def measure_steps(args: Namespace, batch: int) -> dict[str, Any]:
-    """Time every chain's steps, taking turns, and return how much longer than greedy ones they take."""
+    """Time every chain's steps, taking turns, and return how much longer than greedy ones they
+    take.
+    """
     device = default_device()
     model = Llama(SHAPE) if device.type == "cpu" else drawn_on(device, SHAPE).to(torch.bfloat16)
-    chains = {name: Steps(model, name, batch, args.steps, compiled=not args.smoke) for name in WHOLE}
+    chains = {
+        name: Steps(model, name, batch, args.steps, compiled=not args.smoke) for name in WHOLE
+    }
     for steps in chains.values():
         steps()
     times = harness.interleaved(chains, args.rounds, device)
@@ -142,7 +164,9 @@ def measure_steps(args: Namespace, batch: int) -> dict[str, Any]:
         seconds = {name: [getattr(t, f"{clock}_s") for t in each] for name, each in times.items()}
         found[f"{clock}_ms"] = {name: spread_ms(each, args.steps) for name, each in seconds.items()}
         pairs = {name: zip(each, seconds["greedy"], strict=True) for name, each in seconds.items()}
-        found[f"{clock}_tax"] = {name: harness.spread([a / b - 1 for a, b in each]) for name, each in pairs.items()}
+        found[f"{clock}_tax"] = {
+            name: harness.spread([a / b - 1 for a, b in each]) for name, each in pairs.items()
+        }
     return found
 
 
@@ -185,7 +209,9 @@ def main() -> None:
         harness.write(args.out, found)
         case = found["steps"][-1]
         for name in WHOLE:
-            tax = (f"{100 * case[f'{clock}_tax'][name]['median']:.1f} %" for clock in ("wall", "cpu"))
+            tax = (
+                f"{100 * case[f'{clock}_tax'][name]['median']:.1f} %" for clock in ("wall", "cpu")
+            )
             table.append([f"{batch} rows, {name}", harness.shown(case["wall_ms"][name], 3), *tax])
     harness.print_table(["whole steps", "ms", "longer than greedy", "in CPU time"], table)
 

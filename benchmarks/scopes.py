@@ -1,8 +1,9 @@
-"""Compare the compile scopes, one graph of the whole step and one for all blocks: compile and step times by depth.
+"""Compare the compile scopes, one graph of the whole step and one for all blocks: compile and step
+times by depth.
 
-Each compilation runs in its own process with an empty cache and one compiler process; its slope is the seconds of each
-further layer. Then steps of both scopes take turns in one process. Goal: at 16 layers the blocks' scope compiles in at
-most half of the time of the whole step.
+Each compilation runs in its own process with an empty cache and one compiler process; its slope is
+the seconds of each further layer. Then steps of both scopes take turns in one process. Goal: at 16
+layers the blocks' scope compiles in at most half of the time of the whole step.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ ROWS, LENGTH = 8, 128
 
 
 def engine(layers: int, scope: str, window: Batch) -> tuple[Resident, float, float]:
-    """Return a captured engine, and the wall and CPU seconds (with its compiler processes) of capturing."""
+    """Return a captured engine, and the wall and CPU seconds (with its compiler processes) of
+    capturing.
+    """
     model = Llama(replace(SHAPE, num_hidden_layers=layers, layer_types=())).to(default_device())
     found = Resident(model, optim=AdamW(), clip=1.0, precision=Precision("bf16"), micro_batch=ROWS)
     began, times = time.perf_counter(), os.times()
@@ -56,7 +59,9 @@ def engine(layers: int, scope: str, window: Batch) -> tuple[Resident, float, flo
 
 def some_window() -> Batch:
     """Return full rows of one document each."""
-    tokens = torch.randint(SHAPE.vocab_size, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        SHAPE.vocab_size, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0)
+    )
     return {"tokens": tokens, "targets": tokens.roll(-1, 1)}
 
 
@@ -68,7 +73,9 @@ def compiled_in_a_process(layers: int, scope: str) -> dict[str, float]:
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
         }  # fmt: skip
         command = [sys.executable, __file__, "--child", str(layers), scope]
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        done = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, text=True, check=True
+        )
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -83,10 +90,19 @@ def measure(args: Namespace, layers: int) -> dict[str, Any]:
         each.accumulate(window)
         each.update()
 
-    times = harness.interleaved({s: lambda e=e: update(e) for s, e in engines.items()}, args.rounds, device)
-    step_ms = {scope: harness.spread([1e3 * t.wall_s for t in each]) for scope, each in times.items()}
+    times = harness.interleaved(
+        {s: lambda e=e: update(e) for s, e in engines.items()}, args.rounds, device
+    )
+    step_ms = {
+        scope: harness.spread([1e3 * t.wall_s for t in each]) for scope, each in times.items()
+    }
     ratios = [b.wall_s / a.wall_s for a, b in zip(times["whole"], times["blocks"], strict=True)]
-    return {"layers": layers, "compile": compiled, "step_ms": step_ms, "step_blocks_over_whole": harness.spread(ratios)}
+    return {
+        "layers": layers,
+        "compile": compiled,
+        "step_ms": step_ms,
+        "step_blocks_over_whole": harness.spread(ratios),
+    }
 
 
 def main() -> None:
@@ -101,7 +117,12 @@ def main() -> None:
     args = parser.parse_args()
     if args.smoke:
         args.layers, args.rounds = [1, 2], 1
-    settings = {"rounds": args.rounds, "goal": GOAL, "goal_layers": GOAL_LAYERS, "smoke": args.smoke}
+    settings = {
+        "rounds": args.rounds,
+        "goal": GOAL,
+        "goal_layers": GOAL_LAYERS,
+        "smoke": args.smoke,
+    }
     found = harness.result("scopes", settings)
     harness.print_machine(found)
     rows = []
@@ -112,15 +133,26 @@ def main() -> None:
         for scope in SCOPES:
             seconds = case["compile"][scope]
             step = harness.shown(case["step_ms"][scope])
-            rows.append([f"{layers} layers, {scope}", f"{seconds['wall_s']:.1f}", f"{seconds['cpu_s']:.1f}", step])
+            rows.append(
+                [
+                    f"{layers} layers, {scope}",
+                    f"{seconds['wall_s']:.1f}",
+                    f"{seconds['cpu_s']:.1f}",
+                    step,
+                ]
+            )
     harness.print_table(["", "compile s", "CPU s", "update ms"], rows)
     first, last = found["cases"][0], found["cases"][-1]
     for scope in SCOPES:
         more = last["compile"][scope]["cpu_s"] - first["compile"][scope]["cpu_s"]
-        print(f"{scope}: {more / max(1, last['layers'] - first['layers']):.2f} CPU s of compiling a further layer")
+        print(
+            f"{scope}: {more / max(1, last['layers'] - first['layers']):.2f} CPU s of compiling a further layer"
+        )
     ratio = last["compile"]["blocks"]["cpu_s"] / last["compile"]["whole"]["cpu_s"]
     verdict = "met" if ratio <= GOAL else "missed"
-    print(f"at {last['layers']} layers blocks / whole {ratio:.2f}, goal {GOAL} at {GOAL_LAYERS} layers {verdict}")
+    print(
+        f"at {last['layers']} layers blocks / whole {ratio:.2f}, goal {GOAL} at {GOAL_LAYERS} layers {verdict}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,22 +1,25 @@
-"""Measure `monograph serve` beside `generate` in a process, and beside llama.cpp's server with the same weights.
+"""Measure `monograph serve` beside `generate` in a process, and beside llama.cpp's server with the
+same weights.
 
-Five parts, on one random model whose texts never end early. All servers stay up, take turns with the same requests
-(ids, seeds, filters), and share the cores with the client, whose own CPU time is told.
+Five parts, on one random model whose texts never end early. All servers stay up, take turns with
+the same requests (ids, seeds, filters), and share the cores with the client, whose own CPU time is
+told.
 
     overhead    as many requests as rows at once, compared with one `generate` of them, which compiles only what is
-                worth it, and with a step that stays compiled; Monograph's come whole and as streams, others as streams
+                worth it, and with a step that stays compiled; Monograph's come whole and as
+                streams, others as streams
     latency     streams: one client, as many as rows and twice as many, eight times as many who ask once, then Poisson
-                arrivals at the rate at which the first server answered as many clients as rows, and at twice that
-                rate; from when a request was due
+                arrivals at the rate at which the first server answered as many clients as rows, and
+                at twice that rate; from when a request was due
     rate        answers of one token per second, by as many clients as rows
     storm       streams: 8 clients, then 32, each of whom asks again as soon as it has its answer
     compared    Monograph's numbers over those of each other server
 
 With --before SRC, the folder `src` of another checkout, its server is one of the others.
 
-Words are vLLM's: TTFT is the time to the first text, ITL from text to text, TPOT (E2EL - TTFT) / (tokens - 1), E2EL the
-time to the end. A 429 is counted and not asked again. llama.cpp's server is that of the package `xllamacpp`, in a
-process of its own.
+Words are vLLM's: TTFT is the time to the first text, ITL from text to text, TPOT (E2EL - TTFT) /
+(tokens - 1), E2EL the time to the end. A 429 is counted and not asked again. llama.cpp's server is
+that of the package `xllamacpp`, in a process of its own.
 """
 
 from __future__ import annotations
@@ -82,7 +85,9 @@ def start_llama(args: Namespace, folder: Path) -> Server:
 
 
 def generate(args: Namespace, folder: str) -> None:
-    """Generate in this process whenever stdin asks for it: by `generate`, or by a step that stays compiled."""
+    """Generate in this process whenever stdin asks for it: by `generate`, or by a step that stays
+    compiled.
+    """
     reply = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     torch.set_num_threads(args.threads)
@@ -106,23 +111,32 @@ def generate(args: Namespace, folder: str) -> None:
                 vocabulary=tokenizer.vocab_size, mode="compiled",
             )  # fmt: skip
             pairs = zip(prompts, samplings, strict=True)
-            requests = [Request(tuple(prompt), sampling, tokens, ends) for prompt, sampling in pairs]
+            requests = [
+                Request(tuple(prompt), sampling, tokens, ends) for prompt, sampling in pairs
+            ]
             done = list(Generation(kept, requests, tokenizer, [], n=1))
         else:
             done = list(mono.generate(model, tokenizer, prompts, samplings, max_tokens=tokens))
         answer = {"wall_s": clock() - wall, "cpu_s": time.process_time() - cpu}
-        answer |= {"texts": [each.text for each in done], "tokens": sum(len(each.token_ids) for each in done)}
+        answer |= {
+            "texts": [each.text for each in done],
+            "tokens": sum(len(each.token_ids) for each in done),
+        }
 
 
 # ── requests and rounds ───────────────────────────────────────────────────────────────────────────
 
 
 def bodies(args: Namespace, first: int, count: int, tokens: int, streamed: bool) -> list[Body]:
-    """Return requests `first`, `first` + 1, ...: each has its own prompt and seed, so that none is known."""
+    """Return requests `first`, `first` + 1, ...: each has its own prompt and seed, so that none is
+    known.
+    """
     found = []
     for number in range(first, first + count):
         # After the 3 special tokens and the 256 bytes come pieces of printable ASCII.
-        ids = random.Random(number).choices(range(259, args.config.vocab_size), k=args.prompt_tokens - 1)
+        ids = random.Random(number).choices(
+            range(259, args.config.vocab_size), k=args.prompt_tokens - 1
+        )
         found.append({"prompt": [0, *ids], "max_tokens": tokens, "seed": number, **CHAIN})
         if streamed:
             found[-1] |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -130,14 +144,20 @@ def bodies(args: Namespace, first: int, count: int, tokens: int, streamed: bool)
 
 
 def overhead(args: Namespace, servers: dict[str, Server], home: Path) -> list[dict[str, Any]]:
-    """Return the cases of as many requests as rows, by `generate` and through each server, whole and streamed."""
+    """Return the cases of as many requests as rows, by `generate` and through each server, whole
+    and streamed.
+    """
     child = Child([__file__, "--generate", str(home / "hf"), *args.sizes], args.threads, {})
     child.answer()
 
     ways = {"generate": ("generate", "")}
     if default_device().type == "cpu":  # on a GPU, compiling takes longer than all that is measured
         ways["compiled"] = "generate", "compiled"
-    ways |= {f"{name}, {how}": (name, how) for name in servers for how in ("whole", "streamed")[name != OURS :]}
+    ways |= {
+        f"{name}, {how}": (name, how)
+        for name in servers
+        for how in ("whole", "streamed")[name != OURS :]
+    }
 
     def run(way: str, first: int, tokens: int) -> dict[str, Any]:
         name, how = ways[way]
@@ -157,13 +177,21 @@ def overhead(args: Namespace, servers: dict[str, Server], home: Path) -> list[di
     found = []
     for way, ours in rounds.items():
         pairs = list(zip(ours, base, strict=True))
-        same = [a == b for one, other in pairs for a, b in zip(one["texts"], other["texts"], strict=True)]
+        same = [
+            a == b
+            for one, other in pairs
+            for a, b in zip(one["texts"], other["texts"], strict=True)
+        ]
         found.append(
             {"part": "overhead", "system": ways[way][0], "how": ways[way][1]}
             | counted(ours)
             | {
-                "cpu_s_per_token": harness.spread([each["cpu_s"] / max(each["tokens"], 1) for each in ours]),
-                "over_wall": harness.spread([one["wall_s"] / other["wall_s"] for one, other in pairs]),
+                "cpu_s_per_token": harness.spread(
+                    [each["cpu_s"] / max(each["tokens"], 1) for each in ours]
+                ),
+                "over_wall": harness.spread(
+                    [one["wall_s"] / other["wall_s"] for one, other in pairs]
+                ),
                 "over_cpu": harness.spread([one["cpu_s"] / other["cpu_s"] for one, other in pairs]),
                 "same_text": sum(same) / len(same),
             }
@@ -174,23 +202,40 @@ def overhead(args: Namespace, servers: dict[str, Server], home: Path) -> list[di
 def latency(args: Namespace, servers: dict[str, Server], home: Path) -> list[dict[str, Any]]:
     """Return the cases of each load on each server."""
     found, rows, first, per_s = list[dict[str, Any]](), args.rows, 10**6, 0.0
-    closed = [("idle", 1, args.idle), ("rows closed", rows, 3 * rows), ("2 x rows closed", 2 * rows, 4 * rows)]
+    closed = [
+        ("idle", 1, args.idle),
+        ("rows closed", rows, 3 * rows),
+        ("2 x rows closed", 2 * rows, 4 * rows),
+    ]
     closed.append(("8 x rows at once", 8 * rows, 8 * rows))
     opened = [("1 x rate open", 1, 3 * rows), ("2 x rate open", 2, 6 * rows)]
     for load, times, count in [*closed, *opened]:
         arrivals_per_s = times * per_s if load.endswith("open") else None
         rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in servers}
         for name in harness.turns(servers, args.rounds):
-            asked = bodies(args, first + count * len(rounds[name]), count, args.latency_tokens, True)
-            how = (closed_loop, asked, times) if arrivals_per_s is None else (open_loop, asked, arrivals_per_s, times)
+            asked = bodies(
+                args, first + count * len(rounds[name]), count, args.latency_tokens, True
+            )
+            how = (
+                (closed_loop, asked, times)
+                if arrivals_per_s is None
+                else (open_loop, asked, arrivals_per_s, times)
+            )
             rounds[name].append(loaded(servers[name], *how))
         first += count * args.rounds
         for name, each in rounds.items():
             outcomes = [one for a_round in each for one in a_round["answered"]]
-            case = {"part": "latency", "system": name, "load": load, "arrivals_per_s": arrivals_per_s}
+            case = {
+                "part": "latency",
+                "system": name,
+                "load": load,
+                "arrivals_per_s": arrivals_per_s,
+            }
             found.append(case | counted(each) | times_of(outcomes))
         if load == "rows closed":
-            per_s = np.median([len(one["answered"]) / one["wall_s"] for one in rounds[next(iter(servers))]]).item()
+            per_s = np.median(
+                [len(one["answered"]) / one["wall_s"] for one in rounds[next(iter(servers))]]
+            ).item()
         print(f"{load} is measured", file=sys.stderr, flush=True)
     return found
 
@@ -206,7 +251,9 @@ def rate(args: Namespace, servers: dict[str, Server], home: Path) -> list[dict[s
         {"part": "rate", "system": name}
         | counted(each)
         | {
-            "requests_per_s": harness.spread([len(one["answered"]) / one["wall_s"] for one in each]),
+            "requests_per_s": harness.spread(
+                [len(one["answered"]) / one["wall_s"] for one in each]
+            ),
             "cpu_s_per_request": harness.spread([one["cpu_s"] / count for one in each]),
         }
         for name, each in rounds.items()
@@ -220,12 +267,23 @@ def storm(args: Namespace, servers: dict[str, Server], home: Path) -> list[dict[
     for clients in args.clients:
         rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in servers}
         for name in harness.turns(servers, args.rounds):
-            asked = bodies(args, first + 2 * clients * len(rounds[name]), 2 * clients, args.latency_tokens, True)
+            asked = bodies(
+                args,
+                first + 2 * clients * len(rounds[name]),
+                2 * clients,
+                args.latency_tokens,
+                True,
+            )
             rounds[name].append(loaded(servers[name], closed_loop, asked, clients))
         first += 2 * clients * args.rounds
         for name, each in rounds.items():
             outcomes = [one for a_round in each for one in a_round["answered"]]
-            case = {"part": "storm", "system": name, "load": f"{clients} clients", "arrivals_per_s": None}
+            case = {
+                "part": "storm",
+                "system": name,
+                "load": f"{clients} clients",
+                "arrivals_per_s": None,
+            }
             found.append(case | counted(each) | times_of(outcomes))
     return found
 
@@ -248,18 +306,30 @@ def compared(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         ratios: dict[str, list[float]] = {}
         if case["part"] in ("latency", "storm"):
             if case["part"] == "storm":
-                pairs = zip(mine["tokens_per_s"]["values"], case["tokens_per_s"]["values"], strict=True)
+                pairs = zip(
+                    mine["tokens_per_s"]["values"], case["tokens_per_s"]["values"], strict=True
+                )
                 ratios[f"tokens/s, {case['load']}"] = [own / theirs for own, theirs in pairs]
             for word, share in TIMES:
-                if mine[word] and case[word] and mine[word][share]:  # 0 if most events share their packets
+                # 0 if most events share their packets.
+                if mine[word] and case[word] and mine[word][share]:
                     label = f"{word.removesuffix('_s').upper()} {share}, {case['load']}"
                     ratios[label] = [case[word][share] / mine[word][share]]
         else:
             label, key = RATES[case["part"]]
             pairs = zip(mine[key]["values"], case[key]["values"], strict=True)
-            ratios[f"{label} {case.get('how', '')}".strip()] = [own / theirs for own, theirs in pairs if theirs]
+            ratios[f"{label} {case.get('how', '')}".strip()] = [
+                own / theirs for own, theirs in pairs if theirs
+            ]
         for what, values in ratios.items():
-            found.append({"part": "compared", "system": case["system"], "what": what, "times": harness.spread(values)})
+            found.append(
+                {
+                    "part": "compared",
+                    "system": case["system"],
+                    "what": what,
+                    "times": harness.spread(values),
+                }
+            )
     return found
 
 
@@ -290,7 +360,8 @@ def tables(found: dict[str, Any]) -> None:
         print("\nMonograph is so many times as fast as")
         others = list(next(iter(lines.values())))
         harness.print_table(
-            ["", *others], [[what, *(each.get(other, "-") for other in others)] for what, each in lines.items()]
+            ["", *others],
+            [[what, *(each.get(other, "-") for other in others)] for what, each in lines.items()],
         )
 
 
@@ -311,12 +382,26 @@ def overhead_columns(case: dict[str, Any]) -> list[tuple[str, str]]:
 def latency_columns(case: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the headers and cells of a line."""
     times = [
-        (word, "/".join(f"{1000 * value:.1f}" for value in case[key].values()) if case[key] else "-")
-        for word, key in (("TTFT", "ttft_s"), ("ITL", "itl_s"), ("TPOT", "tpot_s"), ("E2EL", "e2el_s"))
+        (
+            word,
+            "/".join(f"{1000 * value:.1f}" for value in case[key].values()) if case[key] else "-",
+        )
+        for word, key in (
+            ("TTFT", "ttft_s"),
+            ("ITL", "itl_s"),
+            ("TPOT", "tpot_s"),
+            ("E2EL", "e2el_s"),
+        )
     ]
     arrivals = f"{case['arrivals_per_s']:.1f}" if case["arrivals_per_s"] else "-"
     tokens = ("tokens/s", f"{case['tokens_per_s']['median']:,.0f}")
-    return [("", f"{case['load']}: {case['system']}"), ("arrivals/s", arrivals), *times, tokens, *counts(case)]
+    return [
+        ("", f"{case['load']}: {case['system']}"),
+        ("arrivals/s", arrivals),
+        *times,
+        tokens,
+        *counts(case),
+    ]
 
 
 def rate_columns(case: dict[str, Any]) -> list[tuple[str, str]]:
@@ -336,8 +421,19 @@ def counts(case: dict[str, Any]) -> list[tuple[str, str]]:
             ("client", share)]  # fmt: skip
 
 
-COLUMNS = {"overhead": overhead_columns, "latency": latency_columns, "rate": rate_columns, "storm": latency_columns}
-TIMES = [("ttft_s", "p50"), ("ttft_s", "p99"), ("itl_s", "p50"), ("itl_s", "p99"), ("e2el_s", "p50")]
+COLUMNS = {
+    "overhead": overhead_columns,
+    "latency": latency_columns,
+    "rate": rate_columns,
+    "storm": latency_columns,
+}
+TIMES = [
+    ("ttft_s", "p50"),
+    ("ttft_s", "p99"),
+    ("itl_s", "p50"),
+    ("itl_s", "p99"),
+    ("e2el_s", "p50"),
+]
 RATES = {"overhead": ("tokens/s", "tokens_per_s"), "rate": ("requests/s", "requests_per_s")}
 
 
@@ -349,16 +445,28 @@ def parse() -> Namespace:
     parser = harness.arguments(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--servers", nargs="+", choices=SERVERS, default=SERVERS)
-    parser.add_argument("--before", type=Path, metavar="SRC", help="the package's folder in another checkout")
+    parser.add_argument(
+        "--before", type=Path, metavar="SRC", help="the package's folder in another checkout"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1, help="of the arithmetic of each server")
-    parser.add_argument("--rows", type=int, default=8, help="requests that a server answers at once")
-    parser.add_argument("--cores", type=lambda text: {int(core) for core in text.split(",")}, help="for all, as 0,1")
-    parser.add_argument("--tokens", type=int, default=128, help="of an answer, in the part overhead")
-    parser.add_argument("--latency-tokens", type=int, default=32, help="of an answer, in the part latency")
+    parser.add_argument(
+        "--rows", type=int, default=8, help="requests that a server answers at once"
+    )
+    parser.add_argument(
+        "--cores", type=lambda text: {int(core) for core in text.split(",")}, help="for all, as 0,1"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=128, help="of an answer, in the part overhead"
+    )
+    parser.add_argument(
+        "--latency-tokens", type=int, default=32, help="of an answer, in the part latency"
+    )
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--idle", type=int, default=8, help="requests of the one client in a round")
-    parser.add_argument("--each", type=int, default=25, help="requests for one token, times rows, in a round")
+    parser.add_argument(
+        "--each", type=int, default=25, help="requests for one token, times rows, in a round"
+    )
     parser.add_argument("--generate", metavar="FOLDER", help="`generate`'s own process")
     parser.add_argument("--llama", metavar="FILE", help="llama.cpp's server's own process")
     args = parser.parse_args()
@@ -390,12 +498,16 @@ def measure(args: Namespace, home: Path, found: dict[str, Any]) -> None:
                 continue
             if name.startswith(LLAMA):
                 dtype = name.removeprefix(LLAMA)
-                mono.save(made.model, home / dtype, tokenizer=made.tokenizer, format="gguf", dtype=dtype)
+                mono.save(
+                    made.model, home / dtype, tokenizer=made.tokenizer, format="gguf", dtype=dtype
+                )
             try:
                 servers[name] = start(args, name, home)
                 print(f"{name} is up", file=sys.stderr, flush=True)
             except ChildFailed as error:
-                found["cases"].append(case | {"error": f"not measured: {error.args[0]}", "stderr": error.args[1]})
+                found["cases"].append(
+                    case | {"error": f"not measured: {error.args[0]}", "stderr": error.args[1]}
+                )
         for part in args.parts if servers else ():
             found["cases"] += PARTS[part](args, servers, home)
             harness.write(args.out, found)
@@ -416,8 +528,21 @@ def main() -> None:
     if args.cores:
         os.sched_setaffinity(0, args.cores)
     torch.set_num_threads(args.threads)
-    names = ("parts", "rounds", "threads", "rows", "tokens", "latency_tokens", "prompt_tokens", "idle", "each", "smoke")
-    settings = {name: getattr(args, name) for name in names} | {"cores": sorted(os.sched_getaffinity(0))}
+    names = (
+        "parts",
+        "rounds",
+        "threads",
+        "rows",
+        "tokens",
+        "latency_tokens",
+        "prompt_tokens",
+        "idle",
+        "each",
+        "smoke",
+    )
+    settings = {name: getattr(args, name) for name in names} | {
+        "cores": sorted(os.sched_getaffinity(0))
+    }
     found = harness.result("serve", settings)
     harness.print_machine(found)
     with tempfile.TemporaryDirectory() as home:

@@ -1,8 +1,10 @@
-"""Compare fused siblings with separate ones: query, key and value, gate and up as one product each, or layer by layer.
+"""Compare fused siblings with separate ones: query, key and value, gate and up as one product each,
+or layer by layer.
 
-The same two-layer Llama at several widths, eager and captured, its forward pass and its whole update; both ways take
-turns in one process. A ratio below 1 means that fused is faster. There is no goal: it is kept if it pays. `kept` says
-whether fused won so many of these rounds that a fair coin would do so less than once in twenty times (sign test).
+The same two-layer Llama at several widths, eager and captured, its forward pass and its whole
+update; both ways take turns in one process. A ratio below 1 means that fused is faster. There is no
+goal: it is kept if it pays. `kept` says whether fused won so many of these rounds that a fair coin
+    would do so less than once in twenty times (sign test).
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ HEAD = 64
 
 
 def is_faster(ratios: Sequence[float]) -> bool:
-    """Return whether a fair coin would give so many ratios below 1 with a probability of at most 5 %."""
+    """Return whether a fair coin would give so many ratios below 1 with a probability of at most 5
+    %.
+    """
     wins, rounds = sum(ratio < 1 for ratio in ratios), len(ratios)
     return sum(math.comb(rounds, k) for k in range(wins, rounds + 1)) <= 0.05 * 2**rounds
 
@@ -44,7 +48,9 @@ def window() -> Batch:
 
 
 def engine(width: int, precision: str, mode: str, way: str) -> Resident:
-    """Return one of the ways to train, warmed up; with half as many heads for keys and values as for queries."""
+    """Return one of the ways to train, warmed up; with half as many heads for keys and values as
+    for queries.
+    """
     heads = max(2, width // HEAD)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -58,7 +64,9 @@ def engine(width: int, precision: str, mode: str, way: str) -> Resident:
     model, batch = Llama(config).to(default_device()), window()
     if way == "fused":
         fuse_siblings(model, batch["tokens"].to(default_device()))
-    found = Resident(model, optim=AdamW(), clip=1.0, precision=Precision(precision), micro_batch=ROWS)
+    found = Resident(
+        model, optim=AdamW(), clip=1.0, precision=Precision(precision), micro_batch=ROWS
+    )
     expected = 2 * LAYERS if way == "fused" else 0
     if len(families(model)) != expected:
         raise SystemExit(f"siblings.py: {len(families(model))} families instead of {expected}")
@@ -74,7 +82,10 @@ def update(engine: Resident, batch: Batch) -> None:
     engine.update()
 
 
-WORK: dict[str, Callable[[Resident, Batch], object]] = {"forward": Resident.evaluate, "update": update}
+WORK: dict[str, Callable[[Resident, Batch], object]] = {
+    "forward": Resident.evaluate,
+    "update": update,
+}
 
 
 def measure(args: Namespace, width: int, precision: str, mode: str) -> dict[str, Any]:
@@ -88,21 +99,29 @@ def measure(args: Namespace, width: int, precision: str, mode: str) -> dict[str,
         once = harness.timed(lambda work=work: work(engines["separate"], batch), device).wall_s
         repeats = 1 if args.smoke else max(1, round(ROUND_S / once))
 
-        def run(way: str, work: Callable[[Resident, Batch], object] = work, repeats: int = repeats) -> None:
+        def run(
+            way: str, work: Callable[[Resident, Batch], object] = work, repeats: int = repeats
+        ) -> None:
             for _ in range(repeats):
                 work(engines[way], batch)
 
-        times = harness.interleaved({way: lambda way=way, run=run: run(way) for way in WAYS}, args.rounds, device)
+        times = harness.interleaved(
+            {way: lambda way=way, run=run: run(way) for way in WAYS}, args.rounds, device
+        )
         ratios = harness.ratios(times["fused"], times["separate"])
         case[name] = {
-            "ms": {way: harness.spread([1e3 * t.wall_s / repeats for t in each]) for way, each in times.items()},
+            "ms": {
+                way: harness.spread([1e3 * t.wall_s / repeats for t in each])
+                for way, each in times.items()
+            },
             "fused_over_separate": ratios,
             "kept": is_faster(ratios["wall"]["values"]),
         }
     for each in engines.values():
         update(each, batch)
     case["update_peak_bytes"] = {
-        way: harness.live_peak_bytes(lambda each=each: update(each, batch), device) for way, each in engines.items()
+        way: harness.live_peak_bytes(lambda each=each: update(each, batch), device)
+        for way, each in engines.items()
     }
     return case
 
@@ -116,7 +135,13 @@ def main() -> None:
     args = parser.parse_args()
     if args.smoke:
         args.widths, args.precisions, args.rounds = [32], ["fp32"], 2
-    settings = {"layers": LAYERS, "rows": ROWS, "length": LENGTH, "vocabulary": VOCABULARY, "rounds": args.rounds}
+    settings = {
+        "layers": LAYERS,
+        "rows": ROWS,
+        "length": LENGTH,
+        "vocabulary": VOCABULARY,
+        "rounds": args.rounds,
+    }
     found = harness.result("siblings", settings | {"smoke": args.smoke})
     harness.print_machine(found)
     rows = []
@@ -129,13 +154,26 @@ def main() -> None:
             for name in WORK
             for cell in (
                 f"{case[name]['ms']['separate']['median']:.1f}",
-                *(harness.shown(case[name]["fused_over_separate"][kind]) for kind in ("wall", "cpu")),
+                *(
+                    harness.shown(case[name]["fused_over_separate"][kind])
+                    for kind in ("wall", "cpu")
+                ),
             )
         ]
         kept = "yes" if case["update"]["kept"] else "no"
         memory = case["update_peak_bytes"]["fused"] / case["update_peak_bytes"]["separate"]
         rows.append([f"{width}, {precision}, {mode}", *cells, f"{memory:.2f}", kept])
-    headers = ["", "forward ms", "fused /", "in CPU time", "update ms", "fused /", "in CPU time", "peak", "kept"]
+    headers = [
+        "",
+        "forward ms",
+        "fused /",
+        "in CPU time",
+        "update ms",
+        "fused /",
+        "in CPU time",
+        "peak",
+        "kept",
+    ]
     harness.print_table(headers, rows)
 
 

@@ -1,4 +1,5 @@
-"""Measure the time to the first update, cold (empty compile cache) and warm (same cache, new process), part by part.
+"""Measure the time to the first update, cold (empty compile cache) and warm (same cache, new
+process), part by part.
 
 Each start is a separate process. Goal: a warm start takes at most 25 % of a cold one.
 """
@@ -23,7 +24,9 @@ STARTS = ("cold", "warm")
 
 
 def start(shape_name: str, dtype: str, spawned_s: float) -> dict[str, Any]:
-    """Make one start in this process: import, build, eager trial, compile, first update; return the seconds of each."""
+    """Make one start in this process: import, build, eager trial, compile, first update; return the
+    seconds of each.
+    """
     import steps
     import torch._dynamo.utils as dynamo
 
@@ -46,9 +49,19 @@ def start(shape_name: str, dtype: str, spawned_s: float) -> dict[str, Any]:
     synchronize(device)
     marks.append(time.monotonic())
     seconds = dict(zip(PARTS, (b - a for a, b in zip(marks, marks[1:], strict=False)), strict=True))
-    hits = {key: dynamo.counters["inductor"][f"fxgraph_cache_{key}"] for key in ("hit", "miss", "bypass")}
-    hits |= {f"autograd_{key}": dynamo.counters["aot_autograd"][f"autograd_cache_{key}"] for key in ("hit", "miss")}
-    return seconds | {"total_s": marks[-1] - spawned_s, "cpu_s": time.process_time(), "caches": hits}
+    hits = {
+        key: dynamo.counters["inductor"][f"fxgraph_cache_{key}"]
+        for key in ("hit", "miss", "bypass")
+    }
+    hits |= {
+        f"autograd_{key}": dynamo.counters["aot_autograd"][f"autograd_cache_{key}"]
+        for key in ("hit", "miss")
+    }
+    return seconds | {
+        "total_s": marks[-1] - spawned_s,
+        "cpu_s": time.process_time(),
+        "caches": hits,
+    }
 
 
 def spawn(shape: str, dtype: str, cache: Path) -> dict[str, Any]:
@@ -60,7 +73,11 @@ def spawn(shape: str, dtype: str, cache: Path) -> dict[str, Any]:
     }
     command = [sys.executable, __file__, "--child", shape, dtype]
     done = subprocess.run(
-        [*command, repr(time.monotonic())], env=environment, stdout=subprocess.PIPE, text=True, check=True
+        [*command, repr(time.monotonic())],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
     )
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -81,11 +98,18 @@ def measure(shape: str, dtype: str, rounds: int) -> dict[str, Any]:
         "dtype": dtype,
         "starts": starts,
         "median": {
-            name: {part: statistics.median(each[part] for each in found) for part in (*PARTS, "total_s", "cpu_s")}
+            name: {
+                part: statistics.median(each[part] for each in found)
+                for part in (*PARTS, "total_s", "cpu_s")
+            }
             for name, found in starts.items()
         },
-        "warm_over_cold": harness.spread([warm["total_s"] / cold["total_s"] for warm, cold in pairs]),
-        "compile_warm_over_cold": harness.spread([warm["compile_s"] / cold["compile_s"] for warm, cold in pairs]),
+        "warm_over_cold": harness.spread(
+            [warm["total_s"] / cold["total_s"] for warm, cold in pairs]
+        ),
+        "compile_warm_over_cold": harness.spread(
+            [warm["compile_s"] / cold["compile_s"] for warm, cold in pairs]
+        ),
     }
 
 
@@ -94,7 +118,12 @@ def rows(case: dict[str, Any]) -> list[list[str]]:
     lines = []
     for name in STARTS:
         median = case["median"][name]
-        lines.append([f"{case['shape']} {name}", *(f"{median[part]:.2f}" for part in (*PARTS, "total_s", "cpu_s"))])
+        lines.append(
+            [
+                f"{case['shape']} {name}",
+                *(f"{median[part]:.2f}" for part in (*PARTS, "total_s", "cpu_s")),
+            ]
+        )
     return lines
 
 
@@ -114,9 +143,13 @@ def main() -> None:
     args: argparse.Namespace = parser.parse_args()
     if args.smoke:
         args.shapes, args.rounds = ["smoke"], 1
-    found = harness.result("start", {"rounds": args.rounds, "dtype": args.dtype, "goal": GOAL, "smoke": args.smoke})
+    found = harness.result(
+        "start", {"rounds": args.rounds, "dtype": args.dtype, "goal": GOAL, "smoke": args.smoke}
+    )
     harness.print_machine(found)
-    print(f"seconds, median of {args.rounds} starts each, {args.dtype}; interpreter: until its first line ran")
+    print(
+        f"seconds, median of {args.rounds} starts each, {args.dtype}; interpreter: until its first line ran"
+    )
     for shape in args.shapes:
         found["cases"].append(measure(shape, args.dtype, args.rounds))
         harness.write(args.out, found)

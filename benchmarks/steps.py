@@ -1,7 +1,8 @@
-"""Compare tokens per second of the training step, eager and captured: same model, optimizer, packed batch, interleaved.
+"""Compare tokens per second of the training step, eager and captured: same model, optimizer, packed
+batch, interleaved.
 
-nano is bound by overhead, wide by arithmetic, and micro is between them. On a GPU it also prints MFU, raw TFLOP/s, and
-the events that made the host wait during one update (goal: none).
+nano is bound by overhead, wide by arithmetic, and micro is between them. On a GPU it also prints
+MFU, raw TFLOP/s, and the events that made the host wait during one update (goal: none).
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ SMOKE = {"nano": Shape(LlamaConfig.preset("nano"), length=16, rows=2)}
 
 
 def packed_window(shape: Shape, device: torch.device) -> Batch:
-    """Return a window like the data room's: every row full, with two documents and the border at a random place.
+    """Return a window like the data room's: every row full, with two documents and the border at a
+    random place.
 
     On a GPU in page-locked host memory, as in training.
     """
@@ -69,13 +71,19 @@ def packed_window(shape: Shape, device: torch.device) -> Batch:
         "segments": 1 + (column_T >= border_R1).long(),
         "positions": torch.where(column_T < border_R1, column_T, column_T - border_R1),
     }
-    return {name: tensor.pin_memory() for name, tensor in window.items()} if device.type == "cuda" else window
+    return (
+        {name: tensor.pin_memory() for name, tensor in window.items()}
+        if device.type == "cuda"
+        else window
+    )
 
 
 def engine(shape: Shape, dtype: str, device: torch.device) -> Resident:
     """Return the engine that `monograph train` builds by default."""
     model = Llama(shape.config, seed=0).to(device)
-    return Resident(model, optim=AdamW(lr=1e-3), clip=1.0, precision=Precision(dtype), micro_batch=shape.rows)
+    return Resident(
+        model, optim=AdamW(lr=1e-3), clip=1.0, precision=Precision(dtype), micro_batch=shape.rows
+    )
 
 
 def measure(args: Namespace, name: str, shape: Shape, dtype: str) -> dict[str, Any]:
@@ -93,7 +101,9 @@ def measure(args: Namespace, name: str, shape: Shape, dtype: str) -> dict[str, A
 
     memory = {mode: harness.live_peak_bytes(updates(mode, 1), device) for mode in engines}
     count = max(1, round(args.round_s / harness.timed(updates("captured", 1), device).wall_s))
-    times = harness.interleaved({mode: updates(mode, count) for mode in engines}, args.rounds, device)
+    times = harness.interleaved(
+        {mode: updates(mode, count) for mode in engines}, args.rounds, device
+    )
     tokens = count * shape.rows * shape.length
     case: dict[str, Any] = {
         "shape": name,
@@ -102,18 +112,26 @@ def measure(args: Namespace, name: str, shape: Shape, dtype: str) -> dict[str, A
         "sequence_length": shape.length,
         "tokens_per_update": shape.rows * shape.length,
         "updates_per_round": count,
-        "tokens_per_s": {mode: harness.spread([tokens / t.wall_s for t in each]) for mode, each in times.items()},
+        "tokens_per_s": {
+            mode: harness.spread([tokens / t.wall_s for t in each]) for mode, each in times.items()
+        },
         "speedup": harness.ratios(times["eager"], times["captured"]),
         "step_peak_bytes": memory,
         "first_losses": first,
         "recompiles": compat.captured_graphs() - graphs,
         "host_syncs": {mode: waits(updates(mode, 1), device) for mode in engines},
     }
-    return case | {"flops": {mode: rates(shape, dtype, case["tokens_per_s"][mode]["median"]) for mode in engines}}
+    return case | {
+        "flops": {
+            mode: rates(shape, dtype, case["tokens_per_s"][mode]["median"]) for mode in engines
+        }
+    }
 
 
 def losses(engine: Resident, window: Batch, count: int) -> list[float] | None:
-    """Train on the window `count` times; the losses are read, which waits for the device, only if it is new."""
+    """Train on the window `count` times; the losses are read, which waits for the device, only if
+    it is new.
+    """
     early = engine.index < 2
     done = list(train(engine, itertools.repeat(window, count)))
     return [float(update.loss) for update in done] if early else None
@@ -127,7 +145,9 @@ def waits(run: Callable[[], object], device: torch.device) -> dict[str, int] | N
 
 
 def rates(shape: Shape, dtype: str, tokens_per_s: float) -> dict[str, float | None]:
-    """Return raw FLOP/s by the formula of `predict.flops`, and its share of the GPU's datasheet rate, if known."""
+    """Return raw FLOP/s by the formula of `predict.flops`, and its share of the GPU's datasheet
+    rate, if known.
+    """
     per_token = flops_per_token(shape.config, shape.length)
     peak = describe().peak_flops.get(dtype)
     return {
@@ -156,7 +176,15 @@ def row(case: dict[str, Any]) -> list[str]:
     ]
 
 
-HEADERS = ["", "eager tok/s", "captured tok/s", "speed-up", "in CPU time", "eager MiB", "captured MiB"]
+HEADERS = [
+    "",
+    "eager tok/s",
+    "captured tok/s",
+    "speed-up",
+    "in CPU time",
+    "eager MiB",
+    "captured MiB",
+]
 HEADERS += ["TFLOP/s", "MFU", "syncs", "recompiles"]
 
 
@@ -171,10 +199,16 @@ def main() -> None:
     shapes = {name: SHAPES[name] for name in args.shapes}
     if args.smoke:
         shapes, args.rounds, args.round_s, args.dtypes = SMOKE, 2, 0.0, args.dtypes[:1]
-    found = harness.result("steps", {"rounds": args.rounds, "round_s": args.round_s, "smoke": args.smoke})
+    found = harness.result(
+        "steps", {"rounds": args.rounds, "round_s": args.round_s, "smoke": args.smoke}
+    )
     harness.print_machine(found)
-    print(f"median (lowest-highest) of {args.rounds} rounds; MiB: the most one update holds besides weights, gradients")
-    print("and optimizer state; TFLOP/s = tokens/s x (6 N_matmul + 6 L d T), captured; speed-up: captured over eager")
+    print(
+        f"median (lowest-highest) of {args.rounds} rounds; MiB: the most one update holds besides weights, gradients"
+    )
+    print(
+        "and optimizer state; TFLOP/s = tokens/s x (6 N_matmul + 6 L d T), captured; speed-up: captured over eager"
+    )
     for name, shape in shapes.items():
         for dtype in args.dtypes:
             found["cases"].append(measure(args, name, shape, dtype))

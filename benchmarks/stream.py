@@ -1,8 +1,10 @@
-"""Train a model whose weights, gradients and moments do not fit the device: stage by stage, killed, resumed, compared.
+"""Train a model whose weights, gradients and moments do not fit the device: stage by stage, killed,
+resumed, compared.
 
-On a GPU the allocator's peak is printed next to the counted bytes. On a CPU a budget takes the place of the device:
-slots, staging buffers and activations between stages are counted and must stay below `--budget`, while the model's
-whole state is many times as large. Three processes run one after another:
+On a GPU the allocator's peak is printed next to the counted bytes. On a CPU a budget takes the
+place of the device: slots, staging buffers and activations between stages are counted and must stay
+below `--budget`, while the model's whole state is many times as large. Three processes run one
+after another:
 
     streamed   trains, saves after half of the updates, and is killed with SIGKILL in the middle of the next one
     resumed    continues from the checkpoint and trains the rest
@@ -42,13 +44,20 @@ SHAPE: dict[str, Any] = {
     "vocab_size": 8192, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
     "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 256,
 }  # fmt: skip
-SMOKE = SHAPE | {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+SMOKE = SHAPE | {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 def window(update: int, rows: int, shape: dict[str, Any]) -> dict[str, Tensor]:
     """Return an update's rows, made from its number."""
     draw = torch.Generator().manual_seed(update)
-    tokens = torch.randint(shape["vocab_size"], (rows, shape["max_position_embeddings"] + 1), generator=draw)
+    tokens = torch.randint(
+        shape["vocab_size"], (rows, shape["max_position_embeddings"] + 1), generator=draw
+    )
     return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
 
@@ -62,7 +71,9 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
     if task["engine"] == "resident":
         engine: Resident = Resident(model.to(device), **options)
     else:
-        engine = Streamed(model, placement=Placement(device, when="next forward", offload=True), **options)
+        engine = Streamed(
+            model, placement=Placement(device, when="next forward", offload=True), **options
+        )
     if obstacle := engine.capture(window(0, task["rows"], shape), scope="blocks"):
         raise SystemExit(f"not compiled: {obstacle}")
     if task["resume"]:
@@ -79,14 +90,23 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
         update = engine.update()
         seen.append([float(update.loss).hex(), float(update.grad_norm).hex()])
         seconds.append(clock() - began)
-        print(f"  {task['name']:<9} update {update.index}: loss {float(update.loss):.6f}, {seconds[-1]:.1f} s")
+        print(
+            f"  {task['name']:<9} update {update.index}: loss {float(update.loss):.6f}, {seconds[-1]:.1f} s"
+        )
         if task["saves"] and engine.index == task["updates"] // 2:
             began = clock()
             state = engine.state()
-            checkpoint = Checkpoint(engine.index, state.model, state.optimizer, {"engine": state.scalars})
+            checkpoint = Checkpoint(
+                engine.index, state.model, state.optimizer, {"engine": state.scalars}
+            )
             checkpointing.save(folder, checkpoint, keep=1)
             print(f"  {task['name']:<9} checkpoint in {clock() - began:.0f} s")
-    result = {"parameters": parameters, "seen": seen, "seconds": seconds, "rss_bytes": peak_rss_bytes()}
+    result = {
+        "parameters": parameters,
+        "seen": seen,
+        "seconds": seconds,
+        "rss_bytes": peak_rss_bytes(),
+    }
     if device.type == "cuda":
         result["allocated_bytes"] = torch.cuda.max_memory_allocated(device)
     if isinstance(engine, Streamed):
@@ -94,7 +114,9 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
         result |= {
             "device_bytes": walk.device_bytes + walk.boundaries.most_bytes,
             "home_bytes": sum(engine.store.bytes_at().values()),
-            "moved": {f"{there} to {here}": size for (there, here), size in walk.lanes.moved_bytes.items()},
+            "moved": {
+                f"{there} to {here}": size for (there, here), size in walk.lanes.moved_bytes.items()
+            },
         }
     return result
 
@@ -125,14 +147,39 @@ def child(task: dict[str, Any]) -> dict[str, Any]:
 def main(options: Namespace) -> None:
     """Run the three processes, compare them, and write the JSON."""
     shape = SMOKE if options.smoke else SHAPE
-    found = harness.result("stream", {"shape": shape, "updates": options.updates, "rows": options.rows})
+    found = harness.result(
+        "stream", {"shape": shape, "updates": options.updates, "rows": options.rows}
+    )
     harness.print_machine(found)
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
-        common = {"shape": shape, "updates": options.updates, "rows": options.rows, "folder": folder}
+        common = {
+            "shape": shape,
+            "updates": options.updates,
+            "rows": options.rows,
+            "folder": folder,
+        }
         tasks = [
-            {"name": "streamed", "engine": "stream", "resume": False, "saves": True, "killed_at": options.updates // 2},
-            {"name": "resumed", "engine": "stream", "resume": True, "saves": False, "killed_at": None},
-            {"name": "resident", "engine": "resident", "resume": False, "saves": False, "killed_at": None},
+            {
+                "name": "streamed",
+                "engine": "stream",
+                "resume": False,
+                "saves": True,
+                "killed_at": options.updates // 2,
+            },
+            {
+                "name": "resumed",
+                "engine": "stream",
+                "resume": True,
+                "saves": False,
+                "killed_at": None,
+            },
+            {
+                "name": "resident",
+                "engine": "resident",
+                "resume": False,
+                "saves": False,
+                "killed_at": None,
+            },
         ]
         killed, resumed, resident = (child(common | task) for task in tasks)
     equal = killed["seen"] + resumed["seen"] == resident["seen"]
@@ -160,7 +207,9 @@ def main(options: Namespace) -> None:
 
 if __name__ == "__main__":
     parser = harness.arguments(__doc__)
-    parser.add_argument("--updates", type=int, default=4, help="of which the first half is before the kill")
+    parser.add_argument(
+        "--updates", type=int, default=4, help="of which the first half is before the kill"
+    )
     parser.add_argument("--rows", type=int, default=2, help="of an update; a micro-batch is one")
     parser.add_argument("--budget-gib", type=float, default=2.0, help="what the device may hold")
     parser.add_argument("--scratch", type=Path, help="where the checkpoint is written")

@@ -1,11 +1,13 @@
-"""Compare a sweep of learning rates and seeds with the same runs by one `monograph train` after another.
+"""Compare a sweep of learning rates and seeds with the same runs by one `monograph train` after
+another.
 
-Both are the installed command line on Python's standard library, with defaults except for the model, the length and the
-swept keys. "Compile included" is each command's whole time as a person waits for it: start, data, compilation,
-training, evaluation, checkpoints, report. "Compile excluded" is training alone: the tokens of all runs over the
-measured tokens per second. Every command finds the compile cache of earlier ones with the same graphs, as on a person's
-machine; the first of each kind finds none. Half of the single runs come before the sweep and half after it, so that
-disturbances of the machine affect both alike.
+Both are the installed command line on Python's standard library, with defaults except for the
+model, the length and the swept keys. "Compile included" is each command's whole time as a person
+waits for it: start, data, compilation, training, evaluation, checkpoints, report. "Compile
+excluded" is training alone: the tokens of all runs over the measured tokens per second. Every
+command finds the compile cache of earlier ones with the same graphs, as on a person's machine; the
+first of each kind finds none. Half of the single runs come before the sweep and half after it, so
+that disturbances of the machine affect both alike.
 
 The losses of both sides are printed next to each other, since they are the same runs.
 """
@@ -27,8 +29,13 @@ RATES = "log:1e-3..1.28e-1:8"
 
 def single(home: Path, common: list[str], rate: Any, seed: int) -> dict[str, Any]:
     """Train one run alone."""
-    found, wall_s = harness.command(home, "train", *common, f"optim.lr={rate}", f"train.seed={seed}")
-    print(f"train   lr {float(rate):<9.4g} seed {seed}: {found['eval_loss']:.4f} in {wall_s:.1f} s", flush=True)
+    found, wall_s = harness.command(
+        home, "train", *common, f"optim.lr={rate}", f"train.seed={seed}"
+    )
+    print(
+        f"train   lr {float(rate):<9.4g} seed {seed}: {found['eval_loss']:.4f} in {wall_s:.1f} s",
+        flush=True,
+    )
     return {
         "lr": float(rate), "seed": seed, "eval_loss": found["eval_loss"], "wall_s": wall_s,
         "compile_s": found["compile_s"], "training_s": found["tokens"] / found["tokens_per_s"],
@@ -48,7 +55,12 @@ def swept(home: Path, common: list[str], rates: str, seeds: list[int]) -> dict[s
         (float(each["knobs"]["optim.lr"]), int(each["knobs"]["train.seed"])): each["eval_loss"]
         for each in found["members"]
     }
-    return {"wall_s": wall_s, "tokens_per_s": found["tokens_per_s"], "members": members, "groups": record["groups"]}
+    return {
+        "wall_s": wall_s,
+        "tokens_per_s": found["tokens_per_s"],
+        "members": members,
+        "groups": record["groups"],
+    }
 
 
 def main(options: Namespace) -> None:
@@ -56,7 +68,9 @@ def main(options: Namespace) -> None:
     rates, seeds = ("log:1e-3..1e-2:2", [0, 1]) if options.smoke else (RATES, [0, 1])
     updates = 4 if options.smoke else options.updates
     common = [f"model.preset={options.preset}", f"train.updates={updates}"]
-    found = harness.result("sweep-runs", {"preset": options.preset, "updates": updates, "lr": rates, "seeds": seeds})
+    found = harness.result(
+        "sweep-runs", {"preset": options.preset, "updates": updates, "lr": rates, "seeds": seeds}
+    )
     harness.print_machine(found)
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
@@ -75,16 +89,25 @@ def main(options: Namespace) -> None:
     found["ratios"] = {
         "compile_included": totals["wall_s"] / crowd["wall_s"],
         "compile_excluded": totals["training_s"] / crowd["training_s"],
-        "largest_loss_difference": max(abs(run["swept_eval_loss"] - run["eval_loss"]) for run in alone),
+        "largest_loss_difference": max(
+            abs(run["swept_eval_loss"] - run["eval_loss"]) for run in alone
+        ),
     }
     harness.print_table(
         ["", f"{len(alone)} single runs", "one sweep", "ratio"],
         [
-            [name, f"{totals[key]:.1f} s", f"{crowd[key]:.1f} s", f"{totals[key] / crowd[key]:.2f}x"]
+            [
+                name,
+                f"{totals[key]:.1f} s",
+                f"{crowd[key]:.1f} s",
+                f"{totals[key] / crowd[key]:.2f}x",
+            ]
             for name, key in (("compile included", "wall_s"), ("compile excluded", "training_s"))
         ],
     )
-    print(f"largest difference of a held-out loss: {found['ratios']['largest_loss_difference']:.2e}")
+    print(
+        f"largest difference of a held-out loss: {found['ratios']['largest_loss_difference']:.2e}"
+    )
     harness.write(options.out, found)
 
 

@@ -1,4 +1,6 @@
-"""Train a shape with each of the systems that `train.py` compares, in this process, and return how fast it was."""
+"""Train a shape with each of the systems that `train.py` compares, in this process, and return how
+fast it was.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ WARM_UP = 3  # updates before the first that is timed
 
 
 class Shape(NamedTuple):
-    """A model and its update: T positions of a row, rows of a micro-batch, micro-batches of an update."""
+    """A model and its update: T positions of a row, rows of a micro-batch, micro-batches of an
+    update.
+    """
 
     config: LlamaConfig
     length: int
@@ -54,10 +58,12 @@ def sizes(layers: int, width: int, vocabulary: int, length: int) -> LlamaConfig:
 
 
 class Pace:
-    """A timer of updates in rounds, the same for every system: `updated()` returns True after the last update.
+    """A timer of updates in rounds, the same for every system: `updated()` returns True after the
+    last update.
 
-    After the warm-up one update is timed, which fixes how many make a round of about `round_s`; then `rounds` rounds,
-    each ending with a wait for the device; then one more update in which the host's waits are counted.
+    After the warm-up one update is timed, which fixes how many make a round of about `round_s`;
+    then `rounds` rounds, each ending with a wait for the device; then one more update in which the
+    host's waits are counted.
     """
 
     def __init__(self, device: torch.device, rounds: int, round_s: float) -> None:
@@ -145,7 +151,9 @@ def engine_of(shape: Shape) -> Resident:
 
 
 def drawn_on(device: torch.device, config: LlamaConfig) -> Llama:
-    """Return a Llama whose weights are drawn on the device: drawing 1.2B on the host takes longer than measuring."""
+    """Return a Llama whose weights are drawn on the device: drawing 1.2B on the host takes longer
+    than measuring.
+    """
     with torch.device("meta"):
         model = Llama(config)
     model = model.to_empty(device=device)
@@ -160,7 +168,9 @@ def drawn_on(device: torch.device, config: LlamaConfig) -> Llama:
 
 
 def trainer(shape: Shape, args: Namespace) -> dict[str, Any]:
-    """Train with Hugging Face's Trainer on its own LlamaForCausalLM with SDPA, torch_compile and fused AdamW."""
+    """Train with Hugging Face's Trainer on its own LlamaForCausalLM with SDPA, torch_compile and
+    fused AdamW.
+    """
     import transformers
 
     device = default_device()
@@ -178,20 +188,30 @@ def trainer(shape: Shape, args: Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         training = transformers.Trainer(
             model=model,
-            args=transformers.TrainingArguments(**trainer_arguments(shape, device), output_dir=folder),
+            args=transformers.TrainingArguments(
+                **trainer_arguments(shape, device), output_dir=folder
+            ),
             train_dataset=Examples(random_rows(shape)[:, :-1]),
             callbacks=[Stopwatch()],
         )
         pace.begin()
         outcome = training.train()
     steady = sorted(pace.seconds)[len(pace.seconds) // 2]
-    versions = {"transformers": transformers.__version__, "attention": model.config._attn_implementation}
+    versions = {
+        "transformers": transformers.__version__,
+        "attention": model.config._attn_implementation,
+    }
     compile_s = pace.first_s - steady  # Trainer compiles at its first update
-    return measured(pace, compile_s=compile_s, build_s=build_s, mean_loss=outcome.training_loss) | versions
+    return (
+        measured(pace, compile_s=compile_s, build_s=build_s, mean_loss=outcome.training_loss)
+        | versions
+    )
 
 
 def trainer_arguments(shape: Shape, device: torch.device) -> dict[str, Any]:
-    """Return Trainer's arguments for the same training as `monograph`'s; nothing is logged or saved."""
+    """Return Trainer's arguments for the same training as `monograph`'s; nothing is logged or
+    saved.
+    """
     return {
         "per_device_train_batch_size": shape.micro_batch,
         "gradient_accumulation_steps": shape.micro_batches,
@@ -236,7 +256,8 @@ def measured(pace: Pace, *, compile_s: float, build_s: float, mean_loss: float) 
         "compile_s": compile_s,
         "build_s": build_s,
         "host_syncs": pace.host_syncs,
-        "mean_loss": mean_loss if math.isfinite(mean_loss) else None,  # over all updates: it did train
+        # Over all updates: it did train.
+        "mean_loss": mean_loss if math.isfinite(mean_loss) else None,
     }
 
 

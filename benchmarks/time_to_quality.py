@@ -1,13 +1,16 @@
-"""Compare held-out bits per byte after a fixed time: Monograph's defaults, and each peer at its best learning rate.
+"""Compare held-out bits per byte after a fixed time: Monograph's defaults, and each peer at its
+best learning rate.
 
-Python's standard library, the same split and tokenizer. Every system trains the default model (`micro`, the same
-initial weights), in bf16 if the processor has it, in one process with `--threads` threads. Monograph is `monograph
-train --minutes M`, with its evaluations, samples and checkpoints inside the time. All are compiled before. In M minutes
-the peers make updates of 1,024 tokens, with which AdamW learns the most here (dev/log.md), on rows cut from the
-concatenated documents, with warm-up and a cosine to a twentieth that follow the clock, so that each ends its schedule
-just in time. The weights of all are scored by the same code on all held-out text. A peer tries every rate with the
-first seed and repeats the best one with the others. The systems take turns, so a noisy machine shows only in the seeds'
-deviation. With `--before FOLDER` another tree of Monograph's sources takes part, too.
+Python's standard library, the same split and tokenizer. Every system trains the default model
+(`micro`, the same initial weights), in bf16 if the processor has it, in one process with
+`--threads` threads. Monograph is `monograph train --minutes M`, with its evaluations, samples and
+checkpoints inside the time. All are compiled before. In M minutes the peers make updates of 1,024
+tokens, with which AdamW learns the most here (dev/log.md), on rows cut from the concatenated
+documents, with warm-up and a cosine to a twentieth that follow the clock, so that each ends its
+schedule just in time. The weights of all are scored by the same code on all held-out text. A peer
+tries every rate with the first seed and repeats the best one with the others. The systems take
+turns, so a noisy machine shows only in the seeds' deviation. With `--before FOLDER` another tree of
+Monograph's sources takes part, too.
 
 Every finished training is a line of `--journal`, from which the same command continues.
 """
@@ -47,7 +50,8 @@ from monograph.resident import Resident
 from monograph.schedule import warmup_cosine
 from monograph.session.door import FINAL
 
-OWN = ("monograph", "before")  # this tree's and the other's; each decides on its rate, so every seed is trained at once
+# This tree's and the other's; each decides on its rate, so every seed is trained at once.
+OWN = ("monograph", "before")
 PEERS = ("plain loop", "trainer", "lightning", "litgpt")
 LENGTH = 256
 WARM_UP = 5  # updates before a peer's clock starts: it compiles
@@ -93,7 +97,9 @@ class Timer:
 
 def peer(training: Training, minutes: float) -> dict[str, Any]:
     """Train a peer; return its weights, under Hugging Face's names, scored by `evaluate`."""
-    text = corpus("stdlib", tokenizer="bpe", vocab_size=defaults.DEFAULT.vocabulary, sequence_length=LENGTH)
+    text = corpus(
+        "stdlib", tokenizer="bpe", vocab_size=defaults.DEFAULT.vocabulary, sequence_length=LENGTH
+    )
     sizes = {"vocab_size": text.vocab_size, "max_position_embeddings": LENGTH}
     config = LlamaConfig.preset(defaults.DEFAULT.preset, **sizes)
     shape = Shape(config, LENGTH, micro_batch=TOKENS // LENGTH, micro_batches=1)
@@ -106,30 +112,52 @@ def peer(training: Training, minutes: float) -> dict[str, Any]:
         SYSTEMS[training.system].fit(task)
     seconds, model = clock() - timer.began, Llama(shape.config)
     assert task.model is not None
-    weights = {name.replace("_orig_mod.", ""): tensor for name, tensor in task.model.state_dict().items()}
-    model.load_state_dict(from_litgpt(weights, shape.config) if training.system == "litgpt" else weights)
+    weights = {
+        name.replace("_orig_mod.", ""): tensor for name, tensor in task.model.state_dict().items()
+    }
+    model.load_state_dict(
+        from_litgpt(weights, shape.config) if training.system == "litgpt" else weights
+    )
     found = evaluate(Resident(model, precision=Precision(precision)), text.held_out)
     tokens = timer.updates * TOKENS
     return {"bits_per_byte": found.bits_per_byte, "tokens": tokens, "seconds": seconds}
 
 
 def blocks(text: Corpus, seed: int) -> list[torch.Tensor]:
-    """Return shuffled rows of T + 1 tokens cut from the concatenated training documents, as most scripts do."""
+    """Return shuffled rows of T + 1 tokens cut from the concatenated training documents, as most
+    scripts do.
+    """
     stream = torch.from_numpy(text.train._side.tokens.astype("int64"))
     rows = stream[: len(stream) // (LENGTH + 1) * (LENGTH + 1)].view(-1, LENGTH + 1)
     return list(rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))])
 
 
 def ours(training: Training, minutes: float, tree: Path) -> dict[str, Any]:
-    """Run `monograph train` of a tree as a user would, after a run of a second that leaves the step compiled."""
+    """Run `monograph train` of a tree as a user would, after a run of a second that leaves the step
+    compiled.
+    """
     environment = os.environ | {"PYTHONPATH": str(tree / "src")}
     with tempfile.TemporaryDirectory() as folder:
         for given in (0.02, minutes):
-            command = [sys.executable, "-m", "monograph", "train", "--minutes", str(given), "--json"]
+            command = [
+                sys.executable,
+                "-m",
+                "monograph",
+                "train",
+                "--minutes",
+                str(given),
+                "--json",
+            ]
             command += [f"train.seed={training.seed}", "--out", str(Path(folder, f"run-{given}"))]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
+            done = subprocess.run(
+                command, stdout=subprocess.PIPE, text=True, check=True, env=environment
+            )
     told = json.loads(done.stdout.splitlines()[-1])
-    return {"bits_per_byte": told["eval_bits_per_byte"], "tokens": told["tokens"], "seconds": told["training_s"]}
+    return {
+        "bits_per_byte": told["eval_bits_per_byte"],
+        "tokens": told["tokens"],
+        "seconds": told["training_s"],
+    }
 
 
 # ── all of them ───────────────────────────────────────────────────────────────────────────────────
@@ -156,7 +184,11 @@ class Journal:
 
     def best_rate(self, system: str, seed: int) -> float:
         """Return the learning rate with which a system's first seed had the best score."""
-        tried = [e for e in self.entries if e["system"] == system and e["seed"] == seed and "error" not in e]
+        tried = [
+            e
+            for e in self.entries
+            if e["system"] == system and e["seed"] == seed and "error" not in e
+        ]
         return float(min(tried, key=lambda entry: entry["bits_per_byte"])["lr"])
 
 
@@ -164,19 +196,41 @@ def train_all(args: Namespace, journal: Journal, trainings: list[Training]) -> N
     """Run the trainings that are not in the journal yet, `--jobs` at once."""
 
     def one(training: Training) -> None:
-        command = [sys.executable, __file__, "--minutes", str(args.minutes), "--threads", str(args.threads)]
+        command = [
+            sys.executable,
+            __file__,
+            "--minutes",
+            str(args.minutes),
+            "--threads",
+            str(args.threads),
+        ]
         command += ["--before", str(args.before)] if args.before else []
-        # Two processes that compile the same kernel at once can read each other's half-written files.
+        # Two processes that compile the same kernel at once can read each other's half-written
+        # files.
         cache = Path(tempfile.gettempdir(), f"time-to-quality-{current_thread().name}")
-        environment = os.environ | {"OMP_NUM_THREADS": str(args.threads), "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+        environment = os.environ | {
+            "OMP_NUM_THREADS": str(args.threads),
+            "TORCHINDUCTOR_CACHE_DIR": str(cache),
+        }
         done = subprocess.run(
-            [*command, "--train", json.dumps(training)], capture_output=True, text=True, env=environment
+            [*command, "--train", json.dumps(training)],
+            capture_output=True,
+            text=True,
+            env=environment,
         )
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         if done.returncode:
-            print(f"{training}: {lines[-1] if lines else done.returncode}", file=sys.stderr, flush=True)
+            print(
+                f"{training}: {lines[-1] if lines else done.returncode}",
+                file=sys.stderr,
+                flush=True,
+            )
             return  # without a line, so that the next call tries again
-        entry = training._asdict() | {"minutes": args.minutes} | json.loads(done.stdout.splitlines()[-1])
+        entry = (
+            training._asdict()
+            | {"minutes": args.minutes}
+            | json.loads(done.stdout.splitlines()[-1])
+        )
         journal.add(entry)
         print(f"{training}: {entry['bits_per_byte']:.4f}", file=sys.stderr, flush=True)
 
@@ -185,9 +239,17 @@ def train_all(args: Namespace, journal: Journal, trainings: list[Training]) -> N
 
 
 def first_round(args: Namespace, systems: list[str]) -> Iterator[Training]:
-    """Yield Monograph's trees with every seed, and every peer with every rate and the first seed, in turns."""
-    of_ours = ([Training(system, None, seed) for seed in args.seeds] for system in systems if system in OWN)
-    of_peers = ([Training(system, lr, args.seeds[0]) for lr in args.lrs] for system in systems if system not in OWN)
+    """Yield Monograph's trees with every seed, and every peer with every rate and the first seed,
+    in turns.
+    """
+    of_ours = (
+        [Training(system, None, seed) for seed in args.seeds] for system in systems if system in OWN
+    )
+    of_peers = (
+        [Training(system, lr, args.seeds[0]) for lr in args.lrs]
+        for system in systems
+        if system not in OWN
+    )
     for turn in zip_longest(*of_ours, *of_peers):
         yield from (training for training in turn if training is not None)
 
@@ -217,7 +279,9 @@ def summary(args: Namespace, system: str, journal: Journal) -> dict[str, Any] | 
 
 
 def verdict(cases: list[dict[str, Any]]) -> str:
-    """Compare Monograph with the best peer; a difference below twice its standard error counts as none."""
+    """Compare Monograph with the best peer; a difference below twice its standard error counts as
+    none.
+    """
     own = next((case for case in cases if case["system"] == "monograph"), None)
     peers = [case for case in cases if case["system"] not in OWN]
     if own is None or not peers:
@@ -225,20 +289,29 @@ def verdict(cases: list[dict[str, Any]]) -> str:
     best = min(peers, key=lambda case: case["mean"])
     gap = best["mean"] - own["mean"]
     if own["deviation"] is None or best["deviation"] is None:
-        return (
-            f"Monograph {own['mean']:.4f}, best peer {best['system']} {best['mean']:.4f}: two seeds are needed to judge"
-        )
+        pair = f"Monograph {own['mean']:.4f}, best peer {best['system']} {best['mean']:.4f}"
+        return f"{pair}: two seeds are needed to judge"
     error = sum(c["deviation"] ** 2 / len(c["bits_per_byte"]) for c in (own, best)) ** 0.5
-    word = "no difference" if abs(gap) < 2 * error else "Monograph is ahead" if gap > 0 else "Monograph is behind"
+    word = (
+        "no difference"
+        if abs(gap) < 2 * error
+        else "Monograph is ahead"
+        if gap > 0
+        else "Monograph is behind"
+    )
     return f"{word}: {gap:+.4f} bits per byte against {best['system']}, standard error {error:.4f}"
 
 
 def since_before(cases: list[dict[str, Any]]) -> str:
-    """Say how this tree's scores differ from the other's, seed by seed, with the standard error; "" without both."""
+    """Say how this tree's scores differ from the other's, seed by seed, with the standard error; ""
+    without both.
+    """
     scores = {case["system"]: case["bits_per_byte"] for case in cases if case["system"] in OWN}
     if len(scores) < len(OWN) or len(scores["before"]) < 2:
         return ""
-    pairs = [now - before for now, before in zip(scores["monograph"], scores["before"], strict=True)]
+    pairs = [
+        now - before for now, before in zip(scores["monograph"], scores["before"], strict=True)
+    ]
     error = statistics.stdev(pairs) / len(pairs) ** 0.5
     return f"since before: {statistics.mean(pairs):+.4f} bits per byte, standard error {error:.4f}"
 
@@ -261,13 +334,21 @@ def main() -> None:
     parser = harness.arguments(__doc__)
     everybody = ("monograph", *PEERS)
     parser.add_argument("--minutes", type=float, default=5.0, help="of each training")
-    parser.add_argument("--only", nargs="+", choices=everybody, default=list(everybody), metavar="SYSTEM")
+    parser.add_argument(
+        "--only", nargs="+", choices=everybody, default=list(everybody), metavar="SYSTEM"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--lrs", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3], help="that a peer tries")
+    parser.add_argument(
+        "--lrs", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3], help="that a peer tries"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="trainings at once")
     parser.add_argument("--threads", type=int, default=1, help="of each")
-    parser.add_argument("--journal", type=Path, default=Path("time_to_quality.jsonl"), help="finished trainings")
-    parser.add_argument("--before", type=Path, metavar="FOLDER", help="another tree of Monograph's sources")
+    parser.add_argument(
+        "--journal", type=Path, default=Path("time_to_quality.jsonl"), help="finished trainings"
+    )
+    parser.add_argument(
+        "--before", type=Path, metavar="FOLDER", help="another tree of Monograph's sources"
+    )
     parser.add_argument("--train", metavar="JSON", help="one training, in this process")
     args = parser.parse_args()
     if args.smoke:
@@ -279,11 +360,21 @@ def main() -> None:
         os.dup2(2, 1)  # systems may print; stdout is for answers
         trees = {"monograph": harness.ROOT, "before": args.before}
         tree = trees.get(training.system)
-        print(json.dumps(ours(training, args.minutes, tree) if tree else peer(training, args.minutes)), file=reply)
+        print(
+            json.dumps(
+                ours(training, args.minutes, tree) if tree else peer(training, args.minutes)
+            ),
+            file=reply,
+        )
         return
-    found = harness.result("time-to-quality", {"minutes": args.minutes, "seeds": args.seeds, "lrs": args.lrs})
+    found = harness.result(
+        "time-to-quality", {"minutes": args.minutes, "seeds": args.seeds, "lrs": args.lrs}
+    )
     harness.print_machine(found)
-    systems = [*(["before"] if args.before else []), *(name for name in args.only if not SYSTEMS[name].missing)]
+    systems = [
+        *(["before"] if args.before else []),
+        *(name for name in args.only if not SYSTEMS[name].missing),
+    ]
     if missing := sorted({package for name in args.only for package in SYSTEMS[name].missing}):
         print(f"missing: {', '.join(missing)}. {HOW_TO_INSTALL}")
     journal = Journal(args.journal, args.minutes)

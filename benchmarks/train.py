@@ -1,10 +1,12 @@
-"""Compare training throughput with transformers' Trainer and torch_compile: same shapes, batch, precision, optimizer.
+"""Compare training throughput with transformers' Trainer and torch_compile: same shapes, batch,
+precision, optimizer.
 
-124M on rows of 1,024 tokens and 1.2B on rows of 2,048, in bf16 with fp32 masters and AdamW. Each system runs in its own
-process, one after the other, on the same random tokens. MFU is (6 N_matmul + 6 L d T) x tokens/s, causal, over the
-GPU's datasheet rate; raw TFLOP/s and the share of a measured matrix product are printed next to it. System `replay` is
-this project with and without its micro-steps replayed as CUDA graphs, interleaved in one process, on 2.4M, 43M and 124M
-parameters with a micro-batch of few rows, where launching takes the time.
+124M on rows of 1,024 tokens and 1.2B on rows of 2,048, in bf16 with fp32 masters and AdamW. Each
+system runs in its own process, one after the other, on the same random tokens. MFU is (6 N_matmul +
+6 L d T) x tokens/s, causal, over the GPU's datasheet rate; raw TFLOP/s and the share of a measured
+matrix product are printed next to it. System `replay` is this project with and without its
+micro-steps replayed as CUDA graphs, interleaved in one process, on 2.4M, 43M and 124M parameters
+with a micro-batch of few rows, where launching takes the time.
 """
 
 from __future__ import annotations
@@ -43,10 +45,22 @@ SMOKE = {"nano": Shape(LlamaConfig.preset("nano"), length=16, micro_batch=2, mic
 # ── the cases, one process each ───────────────────────────────────────────────────────────────────
 
 
-def run_case(name: str, shape: Shape, system: str, args: Namespace, seconds: float) -> dict[str, Any]:
-    """Run one system on one shape in a new process; a failure or timeout is recorded, and the others go on."""
-    case: dict[str, Any] = {"model": name, "system": system, "parameters": shape.config.parameter_count()}
-    case |= {"sequence_length": shape.length, "micro_batch": shape.micro_batch, "micro_batches": shape.micro_batches}
+def run_case(
+    name: str, shape: Shape, system: str, args: Namespace, seconds: float
+) -> dict[str, Any]:
+    """Run one system on one shape in a new process; a failure or timeout is recorded, and the
+    others go on.
+    """
+    case: dict[str, Any] = {
+        "model": name,
+        "system": system,
+        "parameters": shape.config.parameter_count(),
+    }
+    case |= {
+        "sequence_length": shape.length,
+        "micro_batch": shape.micro_batch,
+        "micro_batches": shape.micro_batches,
+    }
     if seconds < SHORTEST_CASE_S:
         return case | {"error": "not measured: out of time"}
     command = [sys.executable, __file__, *sys.argv[1:], "--case", name, system]
@@ -56,14 +70,21 @@ def run_case(name: str, shape: Shape, system: str, args: Namespace, seconds: flo
         return case | {"error": f"not measured: still running after {seconds:.0f} s"}
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
-        return case | {"error": lines[-1] if lines else f"exit code {done.returncode}", "stderr": lines[-40:]}
+        return case | {
+            "error": lines[-1] if lines else f"exit code {done.returncode}",
+            "stderr": lines[-40:],
+        }
     case |= json.loads(done.stdout.splitlines()[-1])
     tokens_per_s = [shape.tokens_per_update / s for s in case["seconds_per_update"]["values"]]
     return case | {"tokens_per_s": harness.spread(tokens_per_s)}
 
 
-def rates(case: dict[str, Any], shape: Shape, peak: float | None, matmul: float) -> dict[str, float | None]:
-    """Return raw FLOP/s of the median and its shares of the datasheet's rate and of a measured matrix product's."""
+def rates(
+    case: dict[str, Any], shape: Shape, peak: float | None, matmul: float
+) -> dict[str, float | None]:
+    """Return raw FLOP/s of the median and its shares of the datasheet's rate and of a measured
+    matrix product's.
+    """
     rate, per_token = case["tokens_per_s"]["median"], flops_per_token(shape.config, shape.length)
     return {
         "flops_per_s": rate * per_token,
@@ -73,7 +94,9 @@ def rates(case: dict[str, Any], shape: Shape, peak: float | None, matmul: float)
 
 
 def row(case: dict[str, Any], cases: list[dict[str, Any]]) -> list[str]:
-    """Return a case's line of the table; the last cell is its speed over Trainer's on the same model."""
+    """Return a case's line of the table; the last cell is its speed over Trainer's on the same
+    model.
+    """
     label = f"{case['model']} {case['system']}"
     if "error" in case:
         return [label, case["error"][:60], *[""] * 7]
@@ -90,11 +113,23 @@ def row(case: dict[str, Any], cases: list[dict[str, Any]]) -> list[str]:
         f"{case['peak_memory_bytes'] / 2**30:.1f}",
         f"{case['compile_s']:.0f}",
         "-" if syncs is None else str(sum(syncs.values())),
-        f"{case['tokens_per_s']['median'] / peer['tokens_per_s']['median']:.2f}" if "tokens_per_s" in peer else "-",
+        f"{case['tokens_per_s']['median'] / peer['tokens_per_s']['median']:.2f}"
+        if "tokens_per_s" in peer
+        else "-",
     ]
 
 
-HEADERS = ["", "tokens/s", "TFLOP/s", "MFU", "of matmul", "peak GiB", "compile s", "syncs/update", "x Trainer"]
+HEADERS = [
+    "",
+    "tokens/s",
+    "TFLOP/s",
+    "MFU",
+    "of matmul",
+    "peak GiB",
+    "compile s",
+    "syncs/update",
+    "x Trainer",
+]
 
 
 def parse() -> Namespace:
@@ -103,11 +138,20 @@ def parse() -> Namespace:
     shapes = LAUNCHED | SHAPES
     parser.add_argument("--models", nargs="+", choices=shapes, default=list(shapes))
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
-    parser.add_argument("--micro-batch", type=int, help="rows of a micro-batch; an update keeps its tokens")
+    parser.add_argument(
+        "--micro-batch", type=int, help="rows of a micro-batch; an update keeps its tokens"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--round-s", type=float, default=2.0, help="about how long a round is")
-    parser.add_argument("--seconds", type=float, default=500.0, help="begin no case after so long, and stop what runs")
-    parser.add_argument("--case", nargs=2, metavar=("MODEL", "SYSTEM"), help="measure one, in this process")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=500.0,
+        help="begin no case after so long, and stop what runs",
+    )
+    parser.add_argument(
+        "--case", nargs=2, metavar=("MODEL", "SYSTEM"), help="measure one, in this process"
+    )
     args = parser.parse_args()
     args.shapes = {name: shapes[name] for name in args.models}
     if args.smoke:
@@ -129,8 +173,17 @@ def main() -> None:
     device = default_device()
     peak = describe(device).peak_flops.get("bf16")
     matmul = measured_matmul_flops(device, torch.bfloat16)
-    settings = {"rounds": args.rounds, "round_s": args.round_s, "smoke": args.smoke, "precision": "bf16"}
-    formula = {"flops_per_token": "6 N_matmul + 6 L d T", "peak_flops_per_s": peak, "measured_matmul_flops": matmul}
+    settings = {
+        "rounds": args.rounds,
+        "round_s": args.round_s,
+        "smoke": args.smoke,
+        "precision": "bf16",
+    }
+    formula = {
+        "flops_per_token": "6 N_matmul + 6 L d T",
+        "peak_flops_per_s": peak,
+        "measured_matmul_flops": matmul,
+    }
     found = harness.result("train", settings | formula)
     harness.print_machine(found)
     datasheet = f"{peak / 1e12:.0f} TFLOP/s by the datasheet" if peak else "no datasheet rate"

@@ -1,11 +1,13 @@
-"""Compare training on a CPU with transformers' Trainer, Lightning, litgpt's pretrain and a plain loop.
+"""Compare training on a CPU with transformers' Trainer, Lightning, litgpt's pretrain and a plain
+loop.
 
-All have the same model, weights, documents, rows of a micro-batch, micro-batches of an update, AdamW and clipping, in
-fp32, eager and compiled. Each runs its own loop in its own process, with interleaved rounds. `overhead` has the
-smallest kernels, `compute` larger ones, `ragged` documents with lengths around a quarter of a row: Trainer pads them
-with its usual collator, litgpt concatenates them without a mask, Monograph packs them. tokens/s counts real targets
-only. Next to each ratio is the relative distance of that system's first gradient from its rows' large-batch gradient in
-float64.
+All have the same model, weights, documents, rows of a micro-batch, micro-batches of an update,
+AdamW and clipping, in fp32, eager and compiled. Each runs its own loop in its own process, with
+interleaved rounds. `overhead` has the smallest kernels, `compute` larger ones, `ragged` documents
+with lengths around a quarter of a row: Trainer pads them with its usual collator, litgpt
+concatenates them without a mask, Monograph packs them. tokens/s counts real targets only. Next to
+each ratio is the relative distance of that system's first gradient from its rows' large-batch
+gradient in float64.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ TINY_GOALS = {"trainer": 2.5, "lightning": 2.2, "litgpt": 1.4}
 CASES = {
     "overhead": Case(Shape(SMALL, 32, 16, 1), goals=TINY_GOALS),
     "overhead x4": Case(Shape(SMALL, 32, 4, 4), goals=TINY_GOALS),
-    "compute": Case(Shape(LARGE, 128, 8, 1), goals=dict.fromkeys(("trainer", "lightning", "litgpt"), 1.0)),
+    "compute": Case(
+        Shape(LARGE, 128, 8, 1), goals=dict.fromkeys(("trainer", "lightning", "litgpt"), 1.0)
+    ),
     # 24 documents of 43 targets on average are 1,032: as many as 8 packed rows hold.
     "ragged": Case(Shape(LARGE, 128, 8, 3), ragged=True, rows=8, goals={"trainer": 3.0}),
 }
@@ -62,7 +66,9 @@ SMOKE = {"ragged": Case(Shape(SMALL, 32, 2, 2), ragged=True, rows=2)}
 
 
 def documents(case: Case) -> list[Tensor]:
-    """Return random tokens except 0, T + 1 each; ragged: at most T + 1, log-normal, median T / 4, sigma 0.9."""
+    """Return random tokens except 0, T + 1 each; ragged: at most T + 1, log-normal, median T / 4,
+    sigma 0.9.
+    """
     generator, length = torch.Generator().manual_seed(0), case.shape.length
     targets = torch.full((DOCUMENTS,), length)
     if case.ragged:
@@ -73,9 +79,16 @@ def documents(case: Case) -> list[Tensor]:
 
 
 def rows(case: Case, texts: list[Tensor]) -> Rows:
-    """Return the documents as the data room holds them: packed if they are ragged, otherwise one per row."""
-    starts, records = np.cumsum([0, *(len(text) for text in texts)]), np.zeros(len(texts), dtype=np.int64)
-    side = Side(torch.cat(texts).numpy(), starts, records, 0, ("random",), np.array([0, len(texts)]))
+    """Return the documents as the data room holds them: packed if they are ragged, otherwise one
+    per row.
+    """
+    starts, records = (
+        np.cumsum([0, *(len(text) for text in texts)]),
+        np.zeros(len(texts), dtype=np.int64),
+    )
+    side = Side(
+        torch.cat(texts).numpy(), starts, records, 0, ("random",), np.array([0, len(texts)])
+    )
     return Rows(side, SimpleNamespace(pad_id=0), case.shape.length, packed=case.ragged)  # type: ignore[arg-type]
 
 
@@ -100,7 +113,8 @@ def serve(args: Namespace, name: str, system: str, mode: str) -> None:
         expected = large_batch(Llama(shape.config, seed=task.seed), task.first)
         if system == "litgpt":
             expected = to_litgpt(expected)
-            expected["lm_head.weight"] = expected.pop("transformer.wte.weight")  # tied, so litgpt names it so
+            # Tied, so litgpt names it so.
+            expected["lm_head.weight"] = expected.pop("transformer.wte.weight")
         return {
             "parameters": sum(p.numel() for p in model.parameters()),
             "first_targets": sum(len(targets) for _, targets in task.first),
@@ -109,7 +123,9 @@ def serve(args: Namespace, name: str, system: str, mode: str) -> None:
             "versions": SYSTEMS[system].versions,
         }
 
-    orders = Orders(reply, WARM_UP["ragged" if case.ragged else "dense"], lambda: int(task.targets), ready)
+    orders = Orders(
+        reply, WARM_UP["ragged" if case.ragged else "dense"], lambda: int(task.targets), ready
+    )
     task.updated = orders.updated
     with first, after_each_step(task):
         SYSTEMS[system].fit(task)
@@ -129,8 +145,11 @@ def measure(args: Namespace, name: str) -> list[dict[str, Any]]:
         entry["updates_per_round"] = updates[key]
         entry["rounds"] = answers[key]
         for clock in ("wall", "cpu"):
-            entry[f"targets_per_{clock}_s"] = harness.spread([a["targets"] / a[f"{clock}_s"] for a in answers[key]])
-        # Monograph keeps its gradient between updates, the others free it: it counts for all of them.
+            entry[f"targets_per_{clock}_s"] = harness.spread(
+                [a["targets"] / a[f"{clock}_s"] for a in answers[key]]
+            )
+        # Monograph keeps its gradient between updates, the others free it: it counts for all of
+        # them.
         kept = entry["gradient_bytes"] if entry["system"] == "monograph" else 0
         entry["step_peak_bytes"] = children[key].ask(watch="bytes")["bytes"] + kept
     for child in children.values():
@@ -142,13 +161,16 @@ def measure(args: Namespace, name: str) -> list[dict[str, Any]]:
 
 
 def start_all(args: Namespace, name: str) -> tuple[list[dict[str, Any]], dict[str, Child]]:
-    """Return an entry for every system and mode of a case, and the warmed-up processes of those that could start."""
+    """Return an entry for every system and mode of a case, and the warmed-up processes of those
+    that could start.
+    """
     case = args.cases[name]
     found: list[dict[str, Any]] = []
     children: dict[str, Child] = {}
     for system in args.systems:
         if system == "trainer, own module" and not case.ragged:
-            continue  # this module only shows how Trainer treats its loss if documents differ in length
+            # This module only shows how Trainer treats its loss if documents differ in length.
+            continue
         for mode in args.modes:
             entry: dict[str, Any] = {"case": name, "system": system, "mode": mode}
             found.append(entry)
@@ -160,7 +182,11 @@ def start_all(args: Namespace, name: str) -> tuple[list[dict[str, Any]], dict[st
                 entry |= child.answer()
                 children[f"{system}, {mode}"] = child
                 entry["first_s"] = entry.pop("wall_s")
-                print(f"{name}: {system}, {mode} is ready after {entry['first_s']:.0f} s", file=sys.stderr, flush=True)
+                print(
+                    f"{name}: {system}, {mode} is ready after {entry['first_s']:.0f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
             except ChildFailed as error:
                 entry |= {"error": str(error.args[0]), "stderr": error.args[1]}
     return found, children
@@ -174,8 +200,16 @@ def started(args: Namespace, name: str, system: str, mode: str, **environment: s
 
 
 def kernels(args: Namespace, entry: dict[str, Any]) -> int:
-    """Count operators and compiled kernels of one update, in a process that compiles kernels with profiling on."""
-    child = started(args, entry["case"], entry["system"], entry["mode"], TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE="1")
+    """Count operators and compiled kernels of one update, in a process that compiles kernels with
+    profiling on.
+    """
+    child = started(
+        args,
+        entry["case"],
+        entry["system"],
+        entry["mode"],
+        TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE="1",
+    )
     child.answer()
     count = int(child.ask(watch="kernels")["kernels"])
     child.end()
@@ -183,7 +217,9 @@ def kernels(args: Namespace, entry: dict[str, Any]) -> int:
 
 
 def compare(found: list[dict[str, Any]], goals: dict[str, float]) -> None:
-    """Add to each entry Monograph's tokens/s over its own, round by round; Monograph in its faster mode."""
+    """Add to each entry Monograph's tokens/s over its own, round by round; Monograph in its faster
+    mode.
+    """
     ours = [e for e in found if e["system"] == "monograph" and "error" not in e]
     if not ours:
         return
@@ -193,7 +229,9 @@ def compare(found: list[dict[str, Any]], goals: dict[str, float]) -> None:
             continue
         for clock in ("wall", "cpu"):
             values = zip(
-                best[f"targets_per_{clock}_s"]["values"], entry[f"targets_per_{clock}_s"]["values"], strict=True
+                best[f"targets_per_{clock}_s"]["values"],
+                entry[f"targets_per_{clock}_s"]["values"],
+                strict=True,
             )
             entry[f"ratio_{clock}"] = harness.spread([a / b for a, b in values])
         entry["goal"] = goals.get(entry["system"])
@@ -224,7 +262,9 @@ def row(entry: dict[str, Any]) -> list[str]:
         harness.shown(entry["ratio_wall"]) if "ratio_wall" in entry else "-",
         harness.shown(entry["ratio_cpu"]) if "ratio_cpu" in entry else "-",
         f"{entry['goal']:.1f}" if entry.get("goal") else "-",
-        f"{entry['gradient_error']:.1e}" if entry["gradient_error"] < 0.001 else f"{entry['gradient_error']:.0%}",
+        f"{entry['gradient_error']:.1e}"
+        if entry["gradient_error"] < 0.001
+        else f"{entry['gradient_error']:.0%}",
         f"{entry['step_peak_bytes'] / 2**20:.1f}",
         str(entry.get("kernels", "-")),
     ]
@@ -234,11 +274,15 @@ def verdicts(found: list[dict[str, Any]]) -> list[str]:
     """Return one line for each goal, against the faster mode of the system."""
     lines = []
     for case, system in dict.fromkeys((e["case"], e["system"]) for e in found if e.get("goal")):
-        modes = [e for e in found if (e["case"], e["system"]) == (case, system) and "ratio_wall" in e]
+        modes = [
+            e for e in found if (e["case"], e["system"]) == (case, system) and "ratio_wall" in e
+        ]
         least = min(modes, key=lambda e: e["ratio_wall"]["median"])
         met = "met" if least["ratio_wall"]["median"] >= least["goal"] else "missed"
         shown = harness.shown(least["ratio_wall"])
-        lines.append(f"{case}: {shown} times {system} ({least['mode']}), goal {least['goal']:.1f}: {met}")
+        lines.append(
+            f"{case}: {shown} times {system} ({least['mode']}), goal {least['goal']:.1f}: {met}"
+        )
     return lines
 
 
@@ -251,7 +295,9 @@ def parse() -> Namespace:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--round-s", type=float, default=1.0, help="about how long a round is")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--serve", nargs=3, metavar=("CASE", "SYSTEM", "MODE"), help="one system's own process")
+    parser.add_argument(
+        "--serve", nargs=3, metavar=("CASE", "SYSTEM", "MODE"), help="one system's own process"
+    )
     args = parser.parse_args()
     args.cases = SMOKE if args.smoke else {name: CASES[name] for name in CASES}
     args.names = list(SMOKE) if args.smoke else args.names
@@ -265,7 +311,12 @@ def main() -> None:
     args = parse()
     if args.serve:
         return serve(args, *args.serve)
-    settings = {"rounds": args.rounds, "round_s": args.round_s, "threads": args.threads, "smoke": args.smoke}
+    settings = {
+        "rounds": args.rounds,
+        "round_s": args.round_s,
+        "threads": args.threads,
+        "smoke": args.smoke,
+    }
     found = harness.result("train-peers", settings)
     harness.print_machine(found)
     if missing := sorted({name for system in args.systems for name in SYSTEMS[system].missing}):

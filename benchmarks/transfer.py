@@ -1,9 +1,10 @@
-"""Find the best learning rate at a width and at twice and four times that, with width transfer and without.
+"""Find the best learning rate at a width and at twice and four times that, with width transfer and
+without.
 
-Two layers with heads of 16, the widths 32, 64 and 128, bytes of Python's own asyncio, 512 tokens per update, warm-up
-and cosine; every rate with every seed, with data and initial weights paired. Without transfer all tensors have one
-rate. The best rate is the vertex of the parabola through the best mean and its neighbours. AdamW with an untied and
-with a tied head, Muon with a tied one.
+Two layers with heads of 16, the widths 32, 64 and 128, bytes of Python's own asyncio, 512 tokens
+per update, warm-up and cosine; every rate with every seed, with data and initial weights paired.
+Without transfer all tensors have one rate. The best rate is the vertex of the parabola through the
+best mean and its neighbours. AdamW with an untied and with a tied head, Muon with a tied one.
 """
 
 from __future__ import annotations
@@ -51,7 +52,14 @@ def main() -> None:
     if given.smoke:
         widths, rates, seeds, updates = (32, 64), (2.0**-7, 2.0**-6, 2.0**-5), (0,), 4
     found = harness.result(
-        "transfer", {"widths": widths, "rates": rates, "seeds": seeds, "updates": updates, "tokens": ROWS * LENGTH}
+        "transfer",
+        {
+            "widths": widths,
+            "rates": rates,
+            "seeds": seeds,
+            "updates": updates,
+            "tokens": ROWS * LENGTH,
+        },
     )
     harness.print_machine(found)
     text = mono.corpus(source(), tokenizer="bytes", sequence_length=LENGTH, held_out=0.1)
@@ -60,13 +68,18 @@ def main() -> None:
         for width in widths:
             for way in (Way(rule, tied, True), Way(rule, tied, False)):
                 if width > widths[0] or way.transfer:
-                    found["cases"].append(measured(way, width, widths[0], text, (rates, seeds, updates)))
+                    found["cases"].append(
+                        measured(way, width, widths[0], text, (rates, seeds, updates))
+                    )
                     print(*line(found["cases"][-1]), flush=True)
                 else:  # at the base the rule is the identity
                     found["cases"].append({**found["cases"][-1], "way": str(way)})
     found["drifts"] = drifts(found["cases"])
     found["cpu_s"] = time.process_time() - began
-    harness.print_table(["way", "vertices, log2", "steps apart", "losses at the vertices"], map(row, found["drifts"]))
+    harness.print_table(
+        ["way", "vertices, log2", "steps apart", "losses at the vertices"],
+        map(row, found["drifts"]),
+    )
     harness.write(given.out, found)
 
 
@@ -88,8 +101,12 @@ def shape(width: int, tied: bool, vocabulary: int) -> mono.LlamaConfig:
     )
 
 
-def measured(way: Way, width: int, base: int, text: Corpus, grid: tuple[Any, Any, int]) -> dict[str, Any]:
-    """Return the held-out loss of every rate and seed, in nats per byte, and the vertex of their means."""
+def measured(
+    way: Way, width: int, base: int, text: Corpus, grid: tuple[Any, Any, int]
+) -> dict[str, Any]:
+    """Return the held-out loss of every rate and seed, in nats per byte, and the vertex of their
+    means.
+    """
     rates, seeds, updates = grid
     config = shape(width, way.tied, text.vocab_size)
     transfer = mono.WidthTransfer(config, mono.narrowed(config, base if way.transfer else width))
@@ -114,7 +131,9 @@ def measured(way: Way, width: int, base: int, text: Corpus, grid: tuple[Any, Any
             engine.step.optim = replace(engine.step.optim, lr=lr)
             for _ in mono.train(engine, text.batches(ROWS * LENGTH, seed=seed), updates):
                 pass
-            losses[-1].append(mono.evaluate(engine, text.held_out, batch_rows=ROWS, limit=HELD_OUT_ROWS).loss)
+            losses[-1].append(
+                mono.evaluate(engine, text.held_out, batch_rows=ROWS, limit=HELD_OUT_ROWS).loss
+            )
     means = [statistics.mean(each) for each in losses]
     best = vertex(rates, means)
     return {
@@ -148,7 +167,9 @@ def drifts(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def line(case: dict[str, Any]) -> list[str]:
     """Return one case as a line of text."""
     means = [statistics.mean(each) for each in case["losses"]]
-    curve = " ".join(f"{math.log2(lr):.0f}:{mean:.3f}" for lr, mean in zip(case["rates"], means, strict=True))
+    curve = " ".join(
+        f"{math.log2(lr):.0f}:{mean:.3f}" for lr, mean in zip(case["rates"], means, strict=True)
+    )
     return [f"{case['way']:<24}", f"{case['width']:>4}", f"vertex {case['vertex_log2']:.2f}", curve]
 
 

@@ -30,13 +30,21 @@ def memory(found: dict[str, Any]) -> str:
     ]
     for case in found["cases"]:
         ways = case["way"].split(", ", 1)
-        way = ways[0] + (f", `{ways[1]}`" if ways[1:] else "") if ways[0] == "all weights" else f"`{case['way']}`"
+        way = (
+            ways[0] + (f", `{ways[1]}`" if ways[1:] else "")
+            if ways[0] == "all weights"
+            else f"`{case['way']}`"
+        )
         held, none, full = (
             f"{size / GIB:.1f} GiB"
             for size in (case["held_bytes"], case["peak_bytes"]["none"], case["peak_bytes"]["full"])
         )
         seen = case["measured"]
-        run = f"{seen['predicted_bytes'] / GIB:.3f} and {seen['measured_bytes'] / GIB:.3f} GiB" if seen else ""
+        run = (
+            f"{seen['predicted_bytes'] / GIB:.3f} and {seen['measured_bytes'] / GIB:.3f} GiB"
+            if seen
+            else ""
+        )
         lines.append(f"| {case['model']} | {way} | {held} | {none} | {full} | {run} |")
     return "\n".join(lines)
 
@@ -58,7 +66,9 @@ def peers(found: dict[str, Any]) -> str:
         shown = [f"{ratios[clock]['median']:.2f} ×" for clock in ("wall", "cpu")]
         if case["way"] == "monograph":
             shown = ["", ""]
-        lines.append(f"| {case['way']} | {case['tokens_per_s']['median']:,.0f} | {shown[0]} | {shown[1]} |")
+        lines.append(
+            f"| {case['way']} | {case['tokens_per_s']['median']:,.0f} | {shown[0]} | {shown[1]} |"
+        )
     return "\n".join(lines)
 
 

@@ -1,6 +1,8 @@
-"""Write docs/commands.md: every command with its example, arguments and options, as the program declares them.
+"""Write docs/commands.md: every command with its example, arguments and options, as the program
+declares them.
 
-Usage: python docs/make_commands.py (rewrites the page between the markers; tests/test_readme.py compares)
+Usage: python docs/make_commands.py (rewrites the page between the markers; tests/test_readme.py
+    compares)
 """
 
 from __future__ import annotations

@@ -30,9 +30,13 @@ def peers(found: Found) -> str:
     others = list(found["cases"][0]["faster_than"])
     lines = [f"| models | threads | {' | '.join(others)} |", "|---" * (2 + len(others)) + "|"]
     for case in found["cases"]:
-        ratios = (ways["cpu" if case["threads"] == 1 else "wall"] for ways in case["faster_than"].values())
+        ratios = (
+            ways["cpu" if case["threads"] == 1 else "wall"] for ways in case["faster_than"].values()
+        )
         cells = (f"{r['median']:.2f} ({r['low']:.2f}-{r['high']:.2f})" for r in ratios)
-        name = f"{case['name']}, N = {case['members']}, {'training' if case['train'] else 'inference'}"
+        name = (
+            f"{case['name']}, N = {case['members']}, {'training' if case['train'] else 'inference'}"
+        )
         lines.append(f"| {name} | {case['threads']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -64,13 +68,31 @@ def drawn(found: Found) -> str:
         axes.axhline(1, color=figures.MUTED, linewidth=0.8)
         widest = max(cases[0]["gain"], key=int)
         marks: Any = {"color": figures.WARN, "linewidth": 1.8, "marker": "o", "markersize": 3.5}
-        axes.plot(sizes, [case["gain"][widest] for case in cases], label=f"all {widest} in one graph", **marks)
+        axes.plot(
+            sizes,
+            [case["gain"][widest] for case in cases],
+            label=f"all {widest} in one graph",
+            **marks,
+        )
         best = [case["gain"][str(case["chosen"])] for case in cases]
-        marks |= {"color": figures.ACCENT, "linestyle": "none", "marker": "D", "markersize": 6, "fillstyle": "none"}
+        marks |= {
+            "color": figures.ACCENT,
+            "linestyle": "none",
+            "marker": "D",
+            "markersize": 6,
+            "fillstyle": "none",
+        }
         axes.plot(sizes, best, label="recommended, and how many at once", **marks)
         for case, gain in zip(cases, best, strict=True):
             place = (case["parameters"], gain)
-            axes.annotate(str(case["chosen"]), place, (0, 7), textcoords="offset points", ha="center", fontsize=8)
+            axes.annotate(
+                str(case["chosen"]),
+                place,
+                (0, 7),
+                textcoords="offset points",
+                ha="center",
+                fontsize=8,
+            )
         axes.set_xscale("log")
         axes.set_yscale("log")
         ticks = [0.5, 1, 2, 4, 8, 16]
@@ -86,7 +108,10 @@ def made() -> tuple[str, str]:
     """Return the page with its tables, and the picture."""
     before, *rests = PAGE.read_text(encoding="utf-8").split(BEGIN)
     tables = peers(result("ensemble_peers")), crossover(result("crossover"))
-    parts = [f"{BEGIN}\n{table}\n{END}{rest.split(END, 1)[1]}" for table, rest in zip(tables, rests, strict=True)]
+    parts = [
+        f"{BEGIN}\n{table}\n{END}{rest.split(END, 1)[1]}"
+        for table, rest in zip(tables, rests, strict=True)
+    ]
     return "".join([before, *parts]), drawn(result("crossover"))
 
 

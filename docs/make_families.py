@@ -1,6 +1,7 @@
 """Write the table of docs/model.md that says which law has which family of models as a member.
 
-Usage: python docs/make_families.py (rewrites docs/model.md between the markers; tests/test_readme.py compares)
+Usage: python docs/make_families.py (rewrites docs/model.md between the markers;
+    tests/test_readme.py compares)
 """
 
 from __future__ import annotations
@@ -39,14 +40,18 @@ def table() -> str:
     members = {name: set(_families(*where)) for name, where in COLUMNS.items()}
     lines = [f"| model_type | {' | '.join(COLUMNS)} |", "|---" * (1 + len(COLUMNS)) + "|"]
     for family in FAMILIES:
-        cells = [f"[test](../{COLUMNS[name][0]})" if family in members[name] else "" for name in COLUMNS]
+        cells = [
+            f"[test](../{COLUMNS[name][0]})" if family in members[name] else "" for name in COLUMNS
+        ]
         lines.append(f"| {family} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def _families(file: str, name: str) -> Iterator[str]:
     """Yield the model_types of a test's members."""
-    module = importlib.import_module(file.removeprefix("tests/").removesuffix(".py").replace("/", "."))
+    module = importlib.import_module(
+        file.removeprefix("tests/").removesuffix(".py").replace("/", ".")
+    )
     if name == "ZOO":
         for kind, made in module.ZOO.items():
             if kind.startswith("our "):

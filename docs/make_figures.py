@@ -1,10 +1,12 @@
-"""Draw docs/figures/first-run.svg, a finished run as its terminal showed it, and held-out.svg, its curve.
+"""Draw docs/figures/first-run.svg, a finished run as its terminal showed it, and held-out.svg, its
+curve.
 
 Usage: python docs/make_figures.py [--record RUN TRANSCRIPT]
 
-Both are drawn from docs/figures/first-run.json. With --record this file is written first: RUN is a finished run's
-folder, TRANSCRIPT is what `monograph train` wrote to standard error (2> FILE). The picture leaves out lines of the
-transcript that it has no room for; every figure in it is the run's own.
+Both are drawn from docs/figures/first-run.json. With --record this file is written first: RUN is a
+finished run's folder, TRANSCRIPT is what `monograph train` wrote to standard error (2> FILE). The
+picture leaves out lines of the transcript that it has no room for; every figure in it is the run's
+own.
 """
 
 from __future__ import annotations
@@ -27,13 +29,26 @@ from monograph.run.progress import LABEL_WIDTH
 from monograph.run.screen import YARDSTICK_WIDTH, curve_pieces, cut, shown
 
 FIGURES = Path(__file__).resolve().parent / "figures"
-RECORDING, FIRST_RUN, HELD_OUT = FIGURES / "first-run.json", FIGURES / "first-run.svg", FIGURES / "held-out.svg"
+RECORDING, FIRST_RUN, HELD_OUT = (
+    FIGURES / "first-run.json",
+    FIGURES / "first-run.svg",
+    FIGURES / "held-out.svg",
+)
 YARDSTICKS = ("trigram", "gzip -9", "order 6", "xz -9")
 # How many lines of the transcript are shown of each label, before the training and after it.
 BEFORE, AFTER = {"data": 1, "tokens": 1, "compile": 1, "plan": 1}, {"done": 3}
 COLUMNS, CURVE_ROWS = 100, 5
 CELL_WIDTH, LINE_HEIGHT, MARGIN = 7.8, 17.0, 14.0
-BITS = [(0x01, 0, 0), (0x02, 0, 1), (0x04, 0, 2), (0x08, 1, 0), (0x10, 1, 1), (0x20, 1, 2), (0x40, 0, 3), (0x80, 1, 3)]
+BITS = [
+    (0x01, 0, 0),
+    (0x02, 0, 1),
+    (0x04, 0, 2),
+    (0x08, 1, 0),
+    (0x10, 1, 1),
+    (0x20, 1, 2),
+    (0x40, 0, 3),
+    (0x80, 1, 3),
+]
 
 # Both themes are legible on either background, since a terminal has its own.
 STYLE = """
@@ -79,11 +94,15 @@ class Recording:
 
 def main() -> None:
     """Record a run if one is given, and draw both figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--record", nargs=2, type=Path, metavar=("RUN", "TRANSCRIPT"))
     given = parser.parse_args()
     if given.record:
-        RECORDING.write_text(json.dumps(asdict(recorded(*given.record)), indent=1, ensure_ascii=False) + "\n")
+        RECORDING.write_text(
+            json.dumps(asdict(recorded(*given.record)), indent=1, ensure_ascii=False) + "\n"
+        )
     run = recording()
     FIRST_RUN.write_text(first_run(run), encoding="utf-8")
     HELD_OUT.write_text(held_out(run), encoding="utf-8")
@@ -104,13 +123,23 @@ def recorded(folder: Path, transcript: Path) -> Recording:
     begin = next(i for i, line in enumerate(lines) if re.match(r"  (update|sample) ", line))
     end = next(i for i, line in enumerate(lines) if line.startswith("done "))
     last = next(row for row in reversed(rows) if "train_loss" in row)
-    kept = [row for row in rows if "sample" in row or row.get("eval_bits_per_byte") is not None or row is last]
+    kept = [
+        row
+        for row in rows
+        if "sample" in row or row.get("eval_bits_per_byte") is not None or row is last
+    ]
     return Recording(kept, yardsticks, once_per_stage(lines[:begin]), lines[end:])
 
 
 def once_per_stage(lines: list[str]) -> list[str]:
-    """Keep each stage's last line: without a terminal a long stage prints several lines while it goes on."""
-    kept = [line for line, following in pairwise([*lines, ""]) if not line[:10].strip() or line[:10] != following[:10]]
+    """Keep each stage's last line: without a terminal a long stage prints several lines while it
+    goes on.
+    """
+    kept = [
+        line
+        for line, following in pairwise([*lines, ""])
+        if not line[:10].strip() or line[:10] != following[:10]
+    ]
     return [line for line in kept if line.strip()]
 
 
@@ -170,11 +199,15 @@ def first_run(run: Recording) -> str:
         screen.labelled(line, "good" if line.startswith("done ") else "accent bold")
         screen.row += 1
     end = run.curve[-1]["eval_bits_per_byte"]
-    return screen.svg(f"A training run in a terminal; it ends at {end:.2f} bits per byte of held-out text")
+    return screen.svg(
+        f"A training run in a terminal; it ends at {end:.2f} bits per byte of held-out text"
+    )
 
 
 def with_labels(lines: list[str], labels: dict[str, int]) -> list[str]:
-    """Return the first lines of each label, a long one's continuation included, in the transcript's order."""
+    """Return the first lines of each label, a long one's continuation included, in the transcript's
+    order.
+    """
     kept, label, left = [], "", dict(labels)
     for line in lines:
         label = line[:LABEL_WIDTH].strip() or label
@@ -189,7 +222,9 @@ def progress(screen: Screen, run: Recording) -> None:
     row = run.last
     head = f"  update {row['update']}/{row['update']} "
     speed = quantities.count(row["tokens_per_s"], "tok/s")
-    tail = f"100 %   loss {row['train_loss']:.2f}   {speed}   {quantities.clock_time(row['wall_s'])}"
+    tail = (
+        f"100 %   loss {row['train_loss']:.2f}   {speed}   {quantities.clock_time(row['wall_s'])}"
+    )
     room = COLUMNS - len(head) - len(tail) - 1
     screen.words(0, head)
     screen.bar(len(head), room, "done")
@@ -219,7 +254,10 @@ def dots(text: str, column: int, row: int) -> Iterator[tuple[float, float]]:
     for bit, across, down in BITS if text.strip() else ():
         if (ord(text) - 0x2800) & bit:
             top = _baseline(row) - 0.78 * LINE_HEIGHT
-            yield MARGIN + (column + 0.25 + 0.5 * across) * CELL_WIDTH, top + (0.125 + 0.25 * down) * LINE_HEIGHT
+            yield (
+                MARGIN + (column + 0.25 + 0.5 * across) * CELL_WIDTH,
+                top + (0.125 + 0.25 * down) * LINE_HEIGHT,
+            )
 
 
 def samples(screen: Screen, run: Recording) -> None:

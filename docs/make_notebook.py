@@ -1,10 +1,11 @@
-"""Run docs/notebook.ipynb from its first cell to its last, and keep what each cell printed and drew.
+"""Run docs/notebook.ipynb from its first cell to its last, and keep what each cell printed and
+drew.
 
 Usage: python docs/make_notebook.py
 
-The cells run in an empty folder with an empty home, in this Python; nbclient and ipykernel are in the extra `docs`. It
-takes about ten minutes on two cores. The digest of the cells is kept with the outputs, so that a test notices a
-notebook whose cells were changed afterwards.
+The cells run in an empty folder with an empty home, in this Python; nbclient and ipykernel are in
+the extra `docs`. It takes about ten minutes on two cores. The digest of the cells is kept with the
+outputs, so that a test notices a notebook whose cells were changed afterwards.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ def main() -> None:
         os.environ["HOME"] = empty
         # Many printed lines become one output, as a reader sees them.
         client = nbclient.NotebookClient(
-            notebook, timeout=PATIENCE_S, coalesce_streams=True, resources={"metadata": {"path": here}}
+            notebook,
+            timeout=PATIENCE_S,
+            coalesce_streams=True,
+            resources={"metadata": {"path": here}},
         )
         client.execute()
     for cell in notebook.cells:

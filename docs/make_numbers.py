@@ -1,6 +1,8 @@
-"""Write the tables of measured numbers, of docs/measured.md and other pages, from benchmarks/results/.
+"""Write the tables of measured numbers, of docs/measured.md and other pages, from
+benchmarks/results/.
 
-Usage: python docs/make_numbers.py (rewrites them between the markers; tests/test_readme.py compares)
+Usage: python docs/make_numbers.py (rewrites them between the markers; tests/test_readme.py
+    compares)
 """
 
 from __future__ import annotations
@@ -30,7 +32,13 @@ def pages() -> dict[Path, list[str]]:
         "docs/sweep.md": [tables.sweeping()],
         "docs/profile.md": [tables.changing()],
         "docs/distributed.md": [tables.sharing()],
-        "docs/gpu.md": [tables.launching(), tables.limiting(), tables.assembling(), tables.taking(), tables.timing()],
+        "docs/gpu.md": [
+            tables.launching(),
+            tables.limiting(),
+            tables.assembling(),
+            tables.taking(),
+            tables.timing(),
+        ],
     }
     return {ROOT / name: shown for name, shown in made.items()}
 
@@ -39,7 +47,10 @@ def main() -> None:
     """Write the tables between the markers."""
     for page, shown in pages().items():
         before, *rests = page.read_text(encoding="utf-8").split(BEGIN)
-        made = [f"{BEGIN}\n{each}\n{END}{rest.split(END, 1)[1]}" for each, rest in zip(shown, rests, strict=True)]
+        made = [
+            f"{BEGIN}\n{each}\n{END}{rest.split(END, 1)[1]}"
+            for each, rest in zip(shown, rests, strict=True)
+        ]
         page.write_text("".join([before, *made]), encoding="utf-8")
 
 

@@ -1,4 +1,5 @@
-"""Write the tables and the picture of docs/plan.md: plans of Llama-3-8B on four GPUs, and of streamed models.
+"""Write the tables and the picture of docs/plan.md: plans of Llama-3-8B on four GPUs, and of
+streamed models.
 
 Usage: python docs/make_plan.py (needs no GPU; tests/planner/test_page.py compares)
 """
@@ -43,7 +44,9 @@ COLOURS = ("#2457c5", "#6d92e6", "#b3c7f4", "#c2460e", "#e79a72", "#9a9ca6")
 
 
 def plans() -> list[Plan]:
-    """Return a plan for each GPU: bf16 products, fp32 weights, AdamW, rows of 4,096 tokens, 524,288 an update."""
+    """Return a plan for each GPU: bf16 products, fp32 weights, AdamW, rows of 4,096 tokens, 524,288
+    an update.
+    """
     shape = LlamaConfig.preset("8b")
     training = Work(shape, rows=128, length=4096, optim=AdamW(), window_rows=128)
     request = Request(
@@ -57,7 +60,10 @@ def plans() -> list[Plan]:
 
 def table(found: list[Plan]) -> str:
     """Return the plan for each GPU, or the memory that it lacks."""
-    lines = ["| GPU | memory | chosen, or nearest | its peak | speed | verdict |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| GPU | memory | chosen, or nearest | its peak | speed | verdict |",
+        "|---|---|---|---|---|---|",
+    ]
     for each in found:
         best = each.nearest
         work = best.work
@@ -73,7 +79,9 @@ def table(found: list[Plan]) -> str:
 
 
 def streamed_table() -> str:
-    """Return each shape's plan on each GPU with each host, for 131,072 tokens per update, and the time of an update."""
+    """Return each shape's plan on each GPU with each host, for 131,072 tokens per update, and the
+    time of an update.
+    """
     lines = [
         "| model | GPU | host | device | host's memory | files | rows, blocks | update | speed | limited by |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -89,12 +97,16 @@ def streamed_table() -> str:
         try:
             best = streamed(request, device, limits, device.peak_flops)[0]
         except OutOfDeviceMemory as refused:
-            lines.append(f"{begun} | {str(refused).split(' (')[0].split(': ')[-1]} |  |  |  |  |  |  |")
+            lines.append(
+                f"{begun} | {str(refused).split(' (')[0].split(': ')[-1]} |  |  |  |  |  |  |"
+            )
             continue
         sizes = " | ".join(gibibytes(best.total(tier)) for tier in ("device", "host", "disk"))
         way = f"{best.work.rows}, {best.placement.blocks_per_stage}"
         speed = f"{count(best.tokens_per_s, 'tok/s')}, MFU {best.mfu:.0%}"
-        lines.append(f"{begun} | {sizes} | {way} | {duration(best.update_s)} | {speed} | {best.bottleneck} |")
+        lines.append(
+            f"{begun} | {sizes} | {way} | {duration(best.update_s)} | {speed} | {best.bottleneck} |"
+        )
     return "\n".join(lines)
 
 
@@ -115,7 +127,12 @@ def _drawn(found: list[Plan], figure: Any) -> str:
             size = (each.nearest.by_origin or {}).get(name, 0) / 2**30
             axes.barh(place, size, left=left, color=colour, label=name if place == 0 else None)
             left += size
-        axes.plot([each.device.memory_bytes / 2**30] * 2, [place - 0.45, place + 0.45], color="#1c1d21", linewidth=2)
+        axes.plot(
+            [each.device.memory_bytes / 2**30] * 2,
+            [place - 0.45, place + 0.45],
+            color="#1c1d21",
+            linewidth=2,
+        )
     axes.set_yticks(range(len(found)), [each.device.name.removeprefix("NVIDIA ") for each in found])
     axes.invert_yaxis()
     axes.set_xlabel("GiB at the peak of a step; the line is what the card has")

@@ -1,7 +1,8 @@
-"""Write the tables of the keys that a training record may have, from the declarations of the readers.
+"""Write the tables of the keys that a training record may have, from the declarations of the
+readers.
 
-Usage: python docs/make_records.py (rewrites data.md, finetune.md, preferences.md and rewards.md; tests/rl/test_kinds.py
-compares)
+Usage: python docs/make_records.py (rewrites data.md, finetune.md, preferences.md and rewards.md;
+tests/rl/test_kinds.py compares)
 """
 
 from __future__ import annotations

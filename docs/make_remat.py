@@ -28,11 +28,21 @@ ENDS = {0.0: "full", 1.0: "none"}
 
 
 def result() -> Found:
-    """Return the benchmark's result; all ways have the step without recomputation as their point at share 1."""
+    """Return the benchmark's result; all ways have the step without recomputation as their point at
+    share 1.
+    """
     found: Found = json.loads(RESULT.read_text())
     even = {"median": 1.0, "low": 1.0, "high": 1.0}
-    none = {"name": "none", "scope": "whole", "label": "none, whole", "share": 1.0, "recomputed_flops": 0.0}
-    found["cases"].append({**none, **found["none"], "time_over_none": {"cpu_s": even, "wall_s": even}})
+    none = {
+        "name": "none",
+        "scope": "whole",
+        "label": "none, whole",
+        "share": 1.0,
+        "recomputed_flops": 0.0,
+    }
+    found["cases"].append(
+        {**none, **found["none"], "time_over_none": {"cpu_s": even, "wall_s": even}}
+    )
     return found
 
 
@@ -41,7 +51,9 @@ def at(found: Found, label: str, share: float) -> Found:
     name, scope = label.split(", ")
     names = ("none",) if share == 1 else (name, ENDS.get(share) if name != "torch" else None)
     return next(
-        case for case in found["cases"] if case["share"] == share and case["name"] in names and case["scope"] == scope
+        case
+        for case in found["cases"]
+        if case["share"] == share and case["name"] in names and case["scope"] == scope
     )
 
 
@@ -85,9 +97,19 @@ def drawn(found: Found) -> str:
         for label, words, colour, style in LINES:
             points = [at(found, label, share) for share in shares]
             mebibytes = [case["peak_bytes"] / 2**20 for case in points]
-            marks: Any = {"color": colour, "linestyle": style, "linewidth": 1.8, "marker": "o", "markersize": 3.5}
+            marks: Any = {
+                "color": colour,
+                "linestyle": style,
+                "linewidth": 1.8,
+                "marker": "o",
+                "markersize": 3.5,
+            }
             left.plot(shares, mebibytes, label=words, **marks)
-            right.plot([100 * case["recomputed_flops"] for case in points], mebibytes, **marks | {"linewidth": 0.9})
+            right.plot(
+                [100 * case["recomputed_flops"] for case in points],
+                mebibytes,
+                **marks | {"linewidth": 0.9},
+            )
         left.set_title("Peak of a micro-step, MiB")
         left.set_xlabel("share of the bytes that may be kept", fontsize=8, loc="right")
         right.set_xlabel("FLOPs of products computed again, %", fontsize=8, loc="right")
@@ -101,7 +123,10 @@ def main() -> None:
     found = result()
     before, *rests = PAGE.read_text(encoding="utf-8").split(BEGIN)
     tables = (budgets(found), policies(found))
-    made = [f"{BEGIN}\n{table}\n{END}{rest.split(END, 1)[1]}" for table, rest in zip(tables, rests, strict=True)]
+    made = [
+        f"{BEGIN}\n{table}\n{END}{rest.split(END, 1)[1]}"
+        for table, rest in zip(tables, rests, strict=True)
+    ]
     PAGE.write_text("".join([before, *made]), encoding="utf-8")
     PICTURE.write_text(drawn(found), encoding="utf-8")
 

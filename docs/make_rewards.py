@@ -1,4 +1,5 @@
-"""Write the tables and the picture of docs/rewards.md and docs/preferences.md from what benchmarks have measured.
+"""Write the tables and the picture of docs/rewards.md and docs/preferences.md from what benchmarks
+have measured.
 
 Usage: python docs/make_rewards.py (tests/rl/test_rewards_page.py compares)
 """
@@ -59,11 +60,16 @@ def objectives() -> dict[str, list[Case]]:
 
 def ladder() -> str:
     """Return the first task by objective, over seeds."""
-    lines = ["| `rl.advantage` | right answers, before | after | dead groups at the end |", "|---|---|---|---|"]
+    lines = [
+        "| `rl.advantage` | right answers, before | after | dead groups at the end |",
+        "|---|---|---|---|",
+    ]
     for name, runs in objectives().items():
         cells = (spread([run[key] for run in runs]) for key in ("before", "after", "dead"))
         advantage, _, draws = name.partition("+")
-        lines.append(f"| `{advantage}`{f', `rl.draws={draws}`' if draws else ''} | {' | '.join(cells)} |")
+        lines.append(
+            f"| `{advantage}`{f', `rl.draws={draws}`' if draws else ''} | {' | '.join(cells)} |"
+        )
     return "\n".join(lines)
 
 
@@ -76,9 +82,13 @@ def beside() -> str:
     ]
     for case in cases("reward_peers"):
         values = [case[key]["median"] for key in ("pass_at_1", "pass_at_1_same_updates")]
-        ratios = [f"{1 / case[f'{key}_per_s_ratio']['median']:.2f} ×" for key in ("rollouts", "updates")]
+        ratios = [
+            f"{1 / case[f'{key}_per_s_ratio']['median']:.2f} ×" for key in ("rollouts", "updates")
+        ]
         right = " | ".join(f"{value:.2f}" for value in values)
-        lines.append(f"| {case['way']} | {' | '.join(ratios)} | {right} | {case['gradient_error']['median']:.1e} |")
+        lines.append(
+            f"| {case['way']} | {' | '.join(ratios)} | {right} | {case['gradient_error']['median']:.1e} |"
+        )
     return "\n".join(lines)
 
 
@@ -93,7 +103,9 @@ def preferences() -> str:
     for way, runs in ways.items():
         cells = [spread([run[key] for run in runs]) for key in ("right", "unseen")]
         ahead = [run["ahead"] for run in runs if run["ahead"] is not None]
-        lines.append(f"| {PLAIN.get(way, f'`{way}`')} | {' | '.join(cells)} | {spread(ahead) if ahead else ''} |")
+        lines.append(
+            f"| {PLAIN.get(way, f'`{way}`')} | {' | '.join(cells)} | {spread(ahead) if ahead else ''} |"
+        )
     return "\n".join(lines)
 
 
@@ -155,10 +167,17 @@ def drawn() -> str:
         left, right = figure.subplots(1, 2, sharey=True)
         for case, colour in zip(cases("rewards"), colours, strict=True):
             seconds, passed, _, _ = zip(*case["curve"], strict=True)
-            left.plot(seconds, smooth(list(passed)), color=colour, linewidth=1.8, label=case["task"])
+            left.plot(
+                seconds, smooth(list(passed)), color=colour, linewidth=1.8, label=case["task"]
+            )
         for (name, runs), style in zip(objectives().items(), STYLES, strict=True):
             columns = zip(*(smooth([row[1] for row in run["curve"]]) for run in runs), strict=True)
-            right.plot([statistics.fmean(each) for each in columns], color=figures.ACCENT, linestyle=style, label=name)
+            right.plot(
+                [statistics.fmean(each) for each in columns],
+                color=figures.ACCENT,
+                linestyle=style,
+                label=name,
+            )
         left.set_title("Right answers, by task")
         right.set_title("The first task, mean of three seeds")
         left.set_xlabel("seconds of training", fontsize=8, loc="right")
@@ -169,14 +188,20 @@ def drawn() -> str:
         return themed(figures.svg(figure))
 
 
-TABLES = {PAGE: (tasks, ladder, planned, beside), DOCS / "preferences.md": (preferences, beside_dpo)}
+TABLES = {
+    PAGE: (tasks, ladder, planned, beside),
+    DOCS / "preferences.md": (preferences, beside_dpo),
+}
 
 
 def main() -> None:
     """Rewrite the text between the markers, and the picture."""
     for page, tables in TABLES.items():
         before, *rests = page.read_text(encoding="utf-8").split(BEGIN)
-        made = [f"{BEGIN}\n{table()}\n{END}{rest.split(END, 1)[1]}" for table, rest in zip(tables, rests, strict=True)]
+        made = [
+            f"{BEGIN}\n{table()}\n{END}{rest.split(END, 1)[1]}"
+            for table, rest in zip(tables, rests, strict=True)
+        ]
         page.write_text("".join([before, *made]), encoding="utf-8")
     PICTURE.write_text(drawn(), encoding="utf-8")
 

@@ -1,6 +1,8 @@
-"""Write the tables of docs/support.md: for every combination of choices the law that tests it, or the error.
+"""Write the tables of docs/support.md: for every combination of choices the law that tests it, or
+the error.
 
-Usage: python docs/make_support.py (rewrites docs/support.md between the markers; tests/test_support.py compares)
+Usage: python docs/make_support.py (rewrites docs/support.md between the markers;
+    tests/test_support.py compares)
 """
 
 from __future__ import annotations
@@ -79,7 +81,9 @@ DEVICES = {
 
 
 def refusal(**keys: str) -> str | None:
-    """Return the error for these keys together (of [train] if no section is named); None if they are accepted."""
+    """Return the error for these keys together (of [train] if no section is named); None if they
+    are accepted.
+    """
     try:
         asked = {key if "." in key else f"train.{key}": value for key, value in keys.items()}
         settings = load(None, asked, {})
@@ -94,14 +98,19 @@ def refusal(**keys: str) -> str | None:
 def excluded() -> str:
     """Return all pairs of choices that exclude one another, each with the line of its refusal."""
     lines = ["| choice | does not go with | what Monograph says |", "|---|---|---|"]
-    for one, other, line in ((each.one.shown, each.other.shown, each.shown) for each in exclusions()):
+    for one, other, line in (
+        (each.one.shown, each.other.shown, each.shown) for each in exclusions()
+    ):
         lines.append(f"| `{one}` | `{other}` | {line} |")
     return "\n".join(lines)
 
 
 def combinations() -> str:
     """Return recomputation by compile scope; fails if the cells depend on the precision."""
-    lines = ["| `train.remat` | `compile=none` | `compile=whole` | `compile=blocks` |", "|---|---|---|---|"]
+    lines = [
+        "| `train.remat` | `compile=none` | `compile=whole` | `compile=blocks` |",
+        "|---|---|---|---|",
+    ]
     for remat in REMATS:
         cells = []
         for scope in SCOPES:
@@ -114,11 +123,19 @@ def combinations() -> str:
 
 
 def replays() -> str:
-    """Return, by recomputation and compile scope, whether micro-steps can be replayed as CUDA graphs on a GPU."""
-    lines = ["| `train.remat` | `compile=none` | `compile=whole` | `compile=blocks` |", "|---|---|---|---|"]
+    """Return, by recomputation and compile scope, whether micro-steps can be replayed as CUDA
+    graphs on a GPU.
+    """
+    lines = [
+        "| `train.remat` | `compile=none` | `compile=whole` | `compile=blocks` |",
+        "|---|---|---|---|",
+    ]
     for remat in REMATS:
         policy = named_policy(float(remat) if remat == "0.3" else remat)
-        found = [refusal(remat=remat, compile=scope) or obstacle_to_replay(policy, scope) for scope in SCOPES]
+        found = [
+            refusal(remat=remat, compile=scope) or obstacle_to_replay(policy, scope)
+            for scope in SCOPES
+        ]
         lines.append(f"| `{remat}` | {' | '.join(each or REPLAYED for each in found)} |")
     return "\n".join(lines)
 
@@ -151,13 +168,19 @@ def states() -> str:
 
 def adapters() -> str:
     """Return the choices that can be combined with adapters, by the format of the frozen weights."""
-    lines = [f"| with `lora.base=...` | {' | '.join(f'`{base}`' for base in BASES)} |", "|---|" + "---|" * len(BASES)]
+    lines = [
+        f"| with `lora.base=...` | {' | '.join(f'`{base}`' for base in BASES)} |",
+        "|---|" + "---|" * len(BASES),
+    ]
     for key, values in WITH_ADAPTERS.items():
         for value in values:
             more = NEEDED.get(key, {}) | {"model.init": "FOLDER", "lora.rank": "16", key: value}
             found = [refusal(**more, **{"lora.base": base}) for base in BASES]
             lines.append(f"| `{key}={value}` | {' | '.join(each or ADAPTED for each in found)} |")
-    nothing = refusal(**{"lora.rank": "16"}) or "a model with random weights that are never trained, which is a fault"
+    nothing = (
+        refusal(**{"lora.rank": "16"})
+        or "a model with random weights that are never trained, which is a fault"
+    )
     lines.append(f"| no `model.init` | {' | '.join([nothing] * len(BASES))} |")
     return "\n".join(lines)
 
@@ -165,10 +188,15 @@ def adapters() -> str:
 def ranks() -> str:
     """Return the choices that can be combined with several devices."""
     kinds = ("ddp", "fsdp")
-    lines = [f"| with `train.parallel=...` | {' | '.join(f'`{kind}`' for kind in kinds)} |", "|---|---|---|"]
+    lines = [
+        f"| with `train.parallel=...` | {' | '.join(f'`{kind}`' for kind in kinds)} |",
+        "|---|---|---|",
+    ]
     for key, values in WITH_RANKS.items():
         for value in values:
-            base = {"model.init": "FOLDER"} if key in ("lora.rank", "rl.reward", "prefer.loss") else {}
+            base = (
+                {"model.init": "FOLDER"} if key in ("lora.rank", "rl.reward", "prefer.loss") else {}
+            )
             more = NEEDED.get(key, {}) | base | {key: value}
             found = [refusal(**more, **{"train.parallel": kind}) for kind in kinds]
             law = OF_ANSWERS if key in ("rl.reward", "prefer.loss") else SHARDED
@@ -181,7 +209,8 @@ def page(text: str) -> str:
     head, *rest = text.split(BEGIN)
     tables = (excluded(), combinations(), replays(), precisions(), states(), adapters(), ranks())
     return head + "".join(
-        f"{BEGIN}\n{table}\n{END}{part.split(END, 1)[1]}" for table, part in itertools.zip_longest(tables, rest)
+        f"{BEGIN}\n{table}\n{END}{part.split(END, 1)[1]}"
+        for table, part in itertools.zip_longest(tables, rest)
     )
 
 

@@ -1,6 +1,7 @@
 """Write tables from the code: all keys (configuration), and the test of each value (support).
 
-Usage: python docs/make_tables.py (rewrites support.md and configuration.md; tests/test_readme.py compares)
+Usage: python docs/make_tables.py (rewrites support.md and configuration.md; tests/test_readme.py
+    compares)
 """
 
 from __future__ import annotations
@@ -21,13 +22,19 @@ from monograph.rl.preferences import LOSSES
 SUPPORT = Path(__file__).resolve().parent / "support.md"
 CONFIGURATION = Path(__file__).resolve().parent / "configuration.md"
 PACKAGE = Path(monograph.__file__).parent
-# Files of `session` that only refuse settings, take them over from another run, make other runs of them, or suppose
-# them for a plan alone.
+# Files of `session` that only refuse settings, take them over from another run, make other runs of
+# them, or suppose them for a plan alone.
 NOT_DECIDING = {"requirements", "recorded", "evaluated_model", "ladder", "supposed"}
 REFUSING = ("require", "_require")  # how functions begin that refuse settings
 BEGIN, END = "<!-- made by docs/make_tables.py -->", "<!-- end -->"
-ACCUMULATED, COMPILED = "tests/laws/test_accumulated_is_large_batch.py", "tests/laws/test_compiled_is_eager.py"
-PACKED, RECOMPUTED = "tests/laws/test_packed_is_separate.py", "tests/laws/test_recomputed_is_stored.py"
+ACCUMULATED, COMPILED = (
+    "tests/laws/test_accumulated_is_large_batch.py",
+    "tests/laws/test_compiled_is_eager.py",
+)
+PACKED, RECOMPUTED = (
+    "tests/laws/test_packed_is_separate.py",
+    "tests/laws/test_recomputed_is_stored.py",
+)
 BLOCKS = "tests/laws/test_scopes.py"
 STREAMED = "tests/laws/test_streamed_is_resident.py"
 SHARDED = "tests/laws/test_sharded_is_single.py"
@@ -42,8 +49,15 @@ SCHEDULE = "tests/test_schedule.py"
 # The test of each value: a law, or another file.
 BEHIND: dict[str, dict[str, str]] = {
     "train.memory": {"device": ACCUMULATED, "stream": STREAMED},
-    "train.precision": {"fp32": COMPILED, "bf16": COMPILED, "fp16": SCALED, "fp8": "tests/graph/test_fp8.py"},
-    "train.remat": dict.fromkeys(("none", "pointwise", "full", "a number between 0 and 1"), RECOMPUTED)
+    "train.precision": {
+        "fp32": COMPILED,
+        "bf16": COMPILED,
+        "fp16": SCALED,
+        "fp8": "tests/graph/test_fp8.py",
+    },
+    "train.remat": dict.fromkeys(
+        ("none", "pointwise", "full", "a number between 0 and 1"), RECOMPUTED
+    )
     | {"offload": "tests/graph/test_offload.py"},
     "train.compile": {"whole": COMPILED, "blocks": BLOCKS, "none": ACCUMULATED},
     "train.parallel": {"none": ACCUMULATED} | dict.fromkeys(("ddp", "fsdp", "hsdp"), SHARDED),
@@ -53,7 +67,8 @@ BEHIND: dict[str, dict[str, str]] = {
     "data.answers": dict.fromkeys(("every", "last"), "tests/data/test_loss_mask.py"),
     "data.too_long": dict.fromkeys(("truncate", "refuse"), "tests/data/test_loss_mask.py"),
     "optim.name": {"adamw": "tests/test_optim.py", "muon": "tests/test_muon.py"},
-    "optim.state": {"fp32": "tests/test_optim.py"} | dict.fromkeys(("bf16", "8bit"), "tests/test_narrow.py"),
+    "optim.state": {"fp32": "tests/test_optim.py"}
+    | dict.fromkeys(("bf16", "8bit"), "tests/test_narrow.py"),
     "optim.master_weights": {"true": "tests/test_optim.py", "false": "tests/test_narrow.py"},
     "optim.skip_spikes": dict.fromkeys(("true", "false"), "tests/test_clip.py"),
     "optim.schedule": dict.fromkeys(("cosine", "constant", "wsd"), SCHEDULE),
@@ -90,20 +105,30 @@ def table() -> str:
     """Return one row per key that offers a choice: its values, and the test of each."""
     lines = ["| key | values, each with its test |", "|---|---|"]
     for key, behind in BEHIND.items():
-        works = ", ".join(f"`{value}` [{_name(path)}](../{path})" for value, path in grouped(behind))
+        works = ", ".join(
+            f"`{value}` [{_name(path)}](../{path})" for value, path in grouped(behind)
+        )
         lines.append(f"| `{key}` | {works} |")
     return "\n".join(lines)
 
 
 def values(key: str) -> list[str]:
-    """Return the values that the key's type lists, without "auto", which is the planner's choice among them."""
+    """Return the values that the key's type lists, without "auto", which is the planner's choice
+    among them.
+    """
     section, _, name = key.partition(".")
     annotation = SECTIONS[section].model_fields[name].annotation
     kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     kinds = tuple(kind for kind in kinds if kind is not NoneType)
     if bool in kinds:
         return ["true", "false"]
-    listed = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind) if value != "auto"]
+    listed = [
+        value
+        for kind in kinds
+        if get_origin(kind) is Literal
+        for value in get_args(kind)
+        if value != "auto"
+    ]
     if Fraction in kinds:
         return [*listed, "a number between 0 and 1"]
     return listed if len(kinds) == 1 else []
@@ -123,7 +148,9 @@ def _name(path: str) -> str:
 
 def functions(path: Path) -> Iterator[ast.FunctionDef]:
     """Yield the functions and methods of a file."""
-    return (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef))
+    return (
+        node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)
+    )
 
 
 def _sections(function: ast.FunctionDef) -> dict[str, str]:
@@ -145,7 +172,9 @@ def _is_section(node: ast.AST) -> bool:
 
 
 def keys_read(function: ast.FunctionDef, *, refusals: bool = False) -> set[str]:
-    """Return the keys that a function reads from the settings; with `refusals` also those that only an error names."""
+    """Return the keys that a function reads from the settings; with `refusals` also those that only
+    an error names.
+    """
     local = _sections(function)
     errors = [node for node in ast.walk(function) if isinstance(node, ast.Raise)]
     named = set() if refusals else {id(inner) for error in errors for inner in ast.walk(error)}
@@ -153,31 +182,46 @@ def keys_read(function: ast.FunctionDef, *, refusals: bool = False) -> set[str]:
     for node in ast.walk(function):
         if not isinstance(node, ast.Attribute) or id(node) in named:
             continue
-        section = node.value.attr if _is_section(node.value) else local.get(ast.unparse(node.value), "")
+        section = (
+            node.value.attr if _is_section(node.value) else local.get(ast.unparse(node.value), "")
+        )
         fields = SECTIONS[section].model_fields if section else {}
-        whole = {"model_dump": fields, "sizes": [key for key in fields if key not in ("preset", "family", "init")]}
-        found |= {f"{section}.{key}" for key in whole.get(node.attr, [node.attr] if node.attr in fields else [])}
+        whole = {
+            "model_dump": fields,
+            "sizes": [key for key in fields if key not in ("preset", "family", "init")],
+        }
+        found |= {
+            f"{section}.{key}"
+            for key in whole.get(node.attr, [node.attr] if node.attr in fields else [])
+        }
     return found
 
 
 def _keys_written(function: ast.FunctionDef) -> set[str]:
     """Return the keys for which a function writes a value.
 
-    It is written as in `chosen["data.tokenizer"] = ...` or `return settings.resolve({"data.tokenizer": ...}, origin)`.
+    It is written as in `chosen["data.tokenizer"] = ...` or
+    `return settings.resolve({"data.tokenizer": ...}, origin)`.
     """
     nodes = list(ast.walk(function))
     written: list[ast.expr | None] = [
-        node.slice for node in nodes if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
+        node.slice
+        for node in nodes
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
     ]
     for returned in (node for node in nodes if isinstance(node, ast.Return)):
         for call in (node for node in ast.walk(returned) if isinstance(node, ast.Call)):
-            if ast.unparse(call.func).endswith("settings.resolve") and isinstance(call.args[0], ast.Dict):
+            if ast.unparse(call.func).endswith("settings.resolve") and isinstance(
+                call.args[0], ast.Dict
+            ):
                 written += call.args[0].keys
     return {key.value for key in written if isinstance(key, ast.Constant) and key.value in KEYS}
 
 
 def deciding() -> dict[str, list[str]]:
-    """Return by key the functions that decide it: that write it, or otherwise read it and do more than refuse."""
+    """Return by key the functions that decide it: that write it, or otherwise read it and do more
+    than refuse.
+    """
     reading: dict[str, list[str]] = {key: [] for key in KEYS}
     writing: dict[str, list[str]] = {key: [] for key in KEYS}
     for path in sorted((PACKAGE / "session").rglob("*.py")):
@@ -191,14 +235,20 @@ def deciding() -> dict[str, list[str]]:
 
 
 def keys() -> str:
-    """Return a heading and a table for each section: its keys, their meaning, the values they take and the default."""
+    """Return a heading and a table for each section: its keys, their meaning, the values they take
+    and the default.
+    """
     lines: list[str] = []
     for name, section in SECTIONS.items():
         lines += [f"### [{name}]", "", section.about(), ""]
         lines += ["| key | meaning | values | default |", "|---|---|---|---|"]
         for key in section.model_fields:
             said = described(f"{name}.{key}")
-            default = said.otherwise or "not set" if said.default is None else f"`{toml_of(said.default)}`"
+            default = (
+                said.otherwise or "not set"
+                if said.default is None
+                else f"`{toml_of(said.default)}`"
+            )
             cells = (said.meaning, _taken(said), default)
             lines.append(f"| `{name}.{key}` | {' | '.join(map(_cell, cells))} |")
         lines.append("")
@@ -208,11 +258,15 @@ def keys() -> str:
 def _taken(said: Key) -> str:
     """Return the values that a key takes, and what each word among them stands for."""
     parts = re.split(r"(, or |, | or )", said.expected)
-    return "".join(f"{part} ({said.choices[part]})" if part in said.choices else part for part in parts)
+    return "".join(
+        f"{part} ({said.choices[part]})" if part in said.choices else part for part in parts
+    )
 
 
 def _cell(text: str) -> str:
-    """Return a text as a cell of a table has it, in which a bar would end the cell, and a bracket begin a tag."""
+    """Return a text as a cell of a table has it, in which a bar would end the cell, and a bracket
+    begin a tag.
+    """
     return text.replace("|", "&#124;").replace("<", "&lt;")
 
 
@@ -223,7 +277,9 @@ def pages() -> dict[Path, list[str]]:
 
 def parts(page: Path) -> list[str]:
     """Return what stands between the markers of a page."""
-    return [part.split(END)[0].strip() for part in page.read_text(encoding="utf-8").split(BEGIN)[1:]]
+    return [
+        part.split(END)[0].strip() for part in page.read_text(encoding="utf-8").split(BEGIN)[1:]
+    ]
 
 
 def main() -> None:

@@ -12,7 +12,9 @@ RIVALS = ("plain loop", "trainer", "lightning", "litgpt")
 
 def first_run(found: Found) -> str:
     """Held-out bits per byte of the default model, and those of the yardsticks on the same bytes."""
-    lines = [f"{name} {found['levels'][name]:.2f}" for name in ("trigram", "gzip -9", "order 6", "xz -9")]
+    lines = [
+        f"{name} {found['levels'][name]:.2f}" for name in ("trigram", "gzip -9", "order 6", "xz -9")
+    ]
     finals = [f"{case['final']['bits_per_byte']:.2f}" for case in found["cases"]]
     [tokens] = {case["tokens_per_update"] for case in found["cases"]}
     return f"{' and '.join(finals)} in updates of {tokens:,} tokens; {', '.join(lines)}"
@@ -26,24 +28,38 @@ def steps(found: Found) -> str:
 
 def start(found: Found) -> str:
     """Time to the first update with a warm cache, divided by that with a cold one."""
-    return ", ".join(f"{case['shape']} {case['warm_over_cold']['median']:.2f} ×" for case in found["cases"])
+    return ", ".join(
+        f"{case['shape']} {case['warm_over_cold']['median']:.2f} ×" for case in found["cases"]
+    )
 
 
 def train(found: Found) -> str:
-    """Tokens per second and share of the card's rate, and the speed over the peer's where it was measured."""
+    """Tokens per second and share of the card's rate, and the speed over the peer's where it was
+    measured.
+    """
     lines = []
     for case in found["cases"]:
         if case["system"] != "monograph" or "error" in case:
             continue
         rate, of = case["tokens_per_s"]["median"], f"{case['mfu']:.1%}"
-        peers = [p for p in found["cases"] if p["model"] == case["model"] and p["system"] == "trainer"]
-        ratios = [f", {rate / p['tokens_per_s']['median']:.2f} × Trainer" for p in peers if "tokens_per_s" in p]
-        lines.append(f"{case['model']}: {rate:,.0f} tokens/s, {of} of the datasheet's rate{''.join(ratios)}")
+        peers = [
+            p for p in found["cases"] if p["model"] == case["model"] and p["system"] == "trainer"
+        ]
+        ratios = [
+            f", {rate / p['tokens_per_s']['median']:.2f} × Trainer"
+            for p in peers
+            if "tokens_per_s" in p
+        ]
+        lines.append(
+            f"{case['model']}: {rate:,.0f} tokens/s, {of} of the datasheet's rate{''.join(ratios)}"
+        )
     return "; ".join(lines)
 
 
 def loss(found: Found) -> str:
-    """Memory and time of the chunked loss, divided by those of dense logits, for the worst size and dtype."""
+    """Memory and time of the chunked loss, divided by those of dense logits, for the worst size and
+    dtype.
+    """
     lines = []
     for mode in ("eager", "captured"):
         those = [case for case in found["cases"] if case["mode"] == mode]
@@ -56,9 +72,19 @@ def loss(found: Found) -> str:
 def train_peers(found: Found) -> str:
     """How many times as fast as each peer's compiled step the captured step is."""
     lines = []
-    for case, words in (("compute", "rows of one length"), ("ragged", "ragged documents"), ("overhead", "tiny model")):
-        those = [e for e in found["cases"] if e["case"] == case and e["mode"] == "compiled" and e["system"] in RIVALS]
-        ratios = ", ".join(f"{entry['system']} {entry['ratio_wall']['median']:.1f} ×" for entry in those)
+    for case, words in (
+        ("compute", "rows of one length"),
+        ("ragged", "ragged documents"),
+        ("overhead", "tiny model"),
+    ):
+        those = [
+            e
+            for e in found["cases"]
+            if e["case"] == case and e["mode"] == "compiled" and e["system"] in RIVALS
+        ]
+        ratios = ", ".join(
+            f"{entry['system']} {entry['ratio_wall']['median']:.1f} ×" for entry in those
+        )
         lines.append(f"{words}: {ratios}")
     return "; ".join(lines)
 
@@ -86,10 +112,16 @@ def generate_peers(found: Found) -> str:
 
 
 def serve(found: Found) -> str:
-    """Time and CPU time over `generate`'s, and requests for one token per second over each other server's."""
+    """Time and CPU time over `generate`'s, and requests for one token per second over each other
+    server's.
+    """
     lines = []
     for case in found["cases"]:
-        if case["part"] == "overhead" and case.get("how") in ("whole", "streamed") and case["system"] == "monograph":
+        if (
+            case["part"] == "overhead"
+            and case.get("how") in ("whole", "streamed")
+            and case["system"] == "monograph"
+        ):
             over = f"{case['over_wall']['median']:.2f} × the time, {case['over_cpu']['median']:.2f} × the CPU time"
             lines.append(f"{case['how']}: {over} of `generate`")
     for case in found["cases"]:
@@ -100,12 +132,17 @@ def serve(found: Found) -> str:
 
 def sampler(found: Found) -> str:
     """How much longer a whole decode step with the full chain takes than a greedy one."""
-    lines = [f"{case['batch']} rows {100 * case['wall_tax']['full chain']['median']:.1f} %" for case in found["steps"]]
+    lines = [
+        f"{case['batch']} rows {100 * case['wall_tax']['full chain']['median']:.1f} %"
+        for case in found["steps"]
+    ]
     return ", ".join(lines).replace("1 rows", "1 row")
 
 
 def remat(found: Found) -> str:
-    """Peak memory of a spread budget over that of torch's at the same share, and the times of both over no budget."""
+    """Peak memory of a spread budget over that of torch's at the same share, and the times of both
+    over no budget.
+    """
     lines = []
     over = found["verdict"]["bytes_over_torch"]["spread, whole"]
     for share, ratio in sorted(over.items(), key=lambda pair: float(pair[0]), reverse=True):
@@ -119,21 +156,34 @@ def remat(found: Found) -> str:
 
 
 def plan(found: Found) -> str:
-    """How far the predicted peak memory is from the allocator's, at worst and at the median, by compile scope."""
+    """How far the predicted peak memory is from the allocator's, at worst and at the median, by
+    compile scope.
+    """
     lines = []
     for name, entry in found["summary"].items():
         if isinstance(entry, dict):
             worst, median = (f"{100 * entry[of]:.2g} %" for of in ("worst", "median"))
-            lines.append(f"{name} ({entry['cases']} models) {worst} at worst, {median} at the median")
+            lines.append(
+                f"{name} ({entry['cases']} models) {worst} at worst, {median} at the median"
+            )
     return "; ".join(lines)
 
 
 def regret(found: Found) -> str:
-    """Speed of the planned way over that of the fastest, and errors of predicted times once one way is measured."""
+    """Speed of the planned way over that of the fastest, and errors of predicted times once one way
+    is measured.
+    """
     errors = []
     for case in found["cases"]:
-        times = {way: entry["median"] / case["predicted_s"][way] for way, entry in case["seconds"].items()}
-        errors += [abs(times[case["chosen"]] / ratio - 1) for way, ratio in times.items() if way != case["chosen"]]
+        times = {
+            way: entry["median"] / case["predicted_s"][way]
+            for way, entry in case["seconds"].items()
+        }
+        errors += [
+            abs(times[case["chosen"]] / ratio - 1)
+            for way, ratio in times.items()
+            if way != case["chosen"]
+        ]
     reached = "; ".join(f"{case['case']}: {100 * case['reached']:.0f} %" for case in found["cases"])
     near = sum(error <= 0.15 for error in errors)
     return (
@@ -143,12 +193,16 @@ def regret(found: Found) -> str:
 
 
 def scopes(found: Found) -> str:
-    """CPU time of compiling and time of an update with a graph per block, over those with one graph of the step."""
+    """CPU time of compiling and time of an update with a graph per block, over those with one graph
+    of the step.
+    """
     lines = []
     for case in found["cases"]:
         compiling = case["compile"]["blocks"]["cpu_s"] / case["compile"]["whole"]["cpu_s"]
         step = case["step_blocks_over_whole"]["median"]
-        lines.append(f"{case['layers']} layers: compiling {compiling:.2f} ×, an update {step:.2f} ×")
+        lines.append(
+            f"{case['layers']} layers: compiling {compiling:.2f} ×, an update {step:.2f} ×"
+        )
     return "; ".join(lines)
 
 
@@ -156,24 +210,35 @@ def siblings(found: Found) -> str:
     """Time of a captured update with fused siblings over one with separate ones, by width."""
     lines = []
     for precision in dict.fromkeys(case["precision"] for case in found["cases"]):
-        those = [c for c in found["cases"] if c["mode"] == "captured" and c["precision"] == precision]
-        ratios = (f"{c['width']} {c['update']['fused_over_separate']['cpu']['median']:.2f} ×" for c in those)
+        those = [
+            c for c in found["cases"] if c["mode"] == "captured" and c["precision"] == precision
+        ]
+        ratios = (
+            f"{c['width']} {c['update']['fused_over_separate']['cpu']['median']:.2f} ×"
+            for c in those
+        )
         lines.append(f"{precision}: {', '.join(ratios)}")
     return "; ".join(lines)
 
 
 def transfer(found: Found) -> str:
-    """How far the best learning rate moves between the narrowest and the widest model, in factor-2 steps."""
+    """How far the best learning rate moves between the narrowest and the widest model, in factor-2
+    steps.
+    """
     widths = found["settings"]["widths"]
     steps = "; ".join(
-        f"{drift['way']} {drift['steps']:+.1f}" if drift["bracketed"] else f"{drift['way']}: not within the rates tried"
+        f"{drift['way']} {drift['steps']:+.1f}"
+        if drift["bracketed"]
+        else f"{drift['way']}: not within the rates tried"
         for drift in found["drifts"]
     )
     return f"from width {widths[0]} to {widths[-1]}, in steps of a factor of 2: {steps}"
 
 
 def sweep_runs(found: Found) -> str:
-    """How many times faster one command is than the single runs, and how far their losses are apart."""
+    """How many times faster one command is than the single runs, and how far their losses are
+    apart.
+    """
     ratios, [case] = found["ratios"], found["cases"]
     apart = ratios["largest_loss_difference"]
     at_once = max(max(group["rounds"]) for group in case["sweep"]["groups"])
@@ -208,9 +273,13 @@ def finetune(found: Found) -> str:
 
 
 def adapters(found: Found) -> str:
-    """Peak memory of the larger shape, by what is trained, and the planner's worst error where a plan was run."""
+    """Peak memory of the larger shape, by what is trained, and the planner's worst error where a
+    plan was run.
+    """
     large = [case for case in found["cases"] if case["model"] == "8b"]
-    peaks = "; ".join(f"{case['way']} {case['peak_bytes']['none'] / 2**30:.1f} GiB" for case in large)
+    peaks = "; ".join(
+        f"{case['way']} {case['peak_bytes']['none'] / 2**30:.1f} GiB" for case in large
+    )
     errors = [abs(case["measured"]["error"]) for case in found["cases"] if case["measured"]]
     length = found["settings"]["length"]
     return f"8B, rows of {length:,} tokens: {peaks}; at worst {max(errors):.1%} off in {len(errors)} runs of 1B"
@@ -218,7 +287,9 @@ def adapters(found: Found) -> str:
 
 def adapter_peers(found: Found) -> str:
     """How many times as fast as each of PEFT's ways."""
-    ratios = ((case["way"], case["monograph_is_faster"]["wall"]["median"]) for case in found["cases"][1:])
+    ratios = (
+        (case["way"], case["monograph_is_faster"]["wall"]["median"]) for case in found["cases"][1:]
+    )
     return "; ".join(f"{way} {ratio:.1f} ×" for way, ratio in ratios)
 
 
@@ -233,25 +304,35 @@ def ensemble(found: Found) -> str:
             )
             kind = "training" if case["train"] else "inference"
             loop = case["faster_than"]["loop"]["cpu"]["median"]
-            lines.append(f"{case['name']}, N = {case['members']}, {kind}: loop {loop:.1f} ×, {way} {best:.1f} ×")
+            lines.append(
+                f"{case['name']}, N = {case['members']}, {kind}: loop {loop:.1f} ×, {way} {best:.1f} ×"
+            )
     return "; ".join(lines)
 
 
 def bottleneck(found: Found) -> str:
     """The predicted and the measured speedup of each change."""
-    cases = [(case["case"], case["predicted"], case["measured"]["median"]) for case in found["cases"]]
-    return "; ".join(f"{name}: {predicted:.2f} × and {measured:.2f} ×" for name, predicted, measured in cases)
+    cases = [
+        (case["case"], case["predicted"], case["measured"]["median"]) for case in found["cases"]
+    ]
+    return "; ".join(
+        f"{name}: {predicted:.2f} × and {measured:.2f} ×" for name, predicted, measured in cases
+    )
 
 
 def ranks(found: Found) -> str:
-    """Bytes per parameter at the peak of an update, here and in torch's engines, and the CPU time over theirs."""
+    """Bytes per parameter at the peak of an update, here and in torch's engines, and the CPU time
+    over theirs.
+    """
     cases = [
         (f"{case['parallel']} on {case['ranks']}{', Muon' * (case['optim'] == 'muon')}",
          *(case[loop]["peak"] for loop in ("monograph", "torch")),
          case["slower"]["cpu"]["median"])
         for case in found["cases"] if case["parallel"] != "none"
     ]  # fmt: skip
-    return "; ".join(f"{name}: {own:.1f} and {other:.1f} bytes, {cpu:.2f} ×" for name, own, other, cpu in cases)
+    return "; ".join(
+        f"{name}: {own:.1f} and {other:.1f} bytes, {cpu:.2f} ×" for name, own, other, cpu in cases
+    )
 
 
 # By script: what it measures, and the function that makes a sentence of its result.
@@ -262,7 +343,10 @@ ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
         first_run,
     ),
     "steps": ("speed of a step as one graph, compared with eager mode, bf16", steps),
-    "start": ("time to the first update with a warm compile cache, compared with a cold one", start),
+    "start": (
+        "time to the first update with a warm compile cache, compared with a cold one",
+        start,
+    ),
     "gpu/train": (
         "training on a GPU, bf16, one document per row, compared with transformers' Trainer, compiled "
         "([how](gpu.md#measured-on-a-card))",
@@ -292,7 +376,10 @@ ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
         "([how](serve.md#measured))",
         serve,
     ),
-    "sampler": ("extra time of a decode step for penalties and all usual filters, vocabulary 32,000", sampler),
+    "sampler": (
+        "extra time of a decode step for penalties and all usual filters, vocabulary 32,000",
+        sampler,
+    ),
     "remat": (
         "peak memory with an activation checkpointing budget spread over 12 blocks, compared with torch's budget for "
         "the whole graph, by the share of bytes kept (in brackets: CPU time of both, compared with keeping all, "
@@ -350,5 +437,8 @@ ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
         "how far the best learning rate of a wide model is from that of a narrow one ([how](transfer.md#measured))",
         transfer,
     ),
-    "loss": ("chunked cross-entropy compared with dense logits, vocabulary 128,256, worst case", loss),
+    "loss": (
+        "chunked cross-entropy compared with dense logits, vocabulary 128,256, worst case",
+        loss,
+    ),
 }

@@ -29,7 +29,9 @@ def table() -> str:
         path = f"benchmarks/{name.rpartition('/')[2]}.py"
         script, found = f"[{path}](../{path})", result(name)
         at = found["machine"]
-        lines.append(f"| {what} | {sentence(found)} | {at['device']}, {at['cores']} cores, {script} |")
+        lines.append(
+            f"| {what} | {sentence(found)} | {at['device']}, {at['cores']} cores, {script} |"
+        )
     return "\n".join(lines)
 
 
@@ -41,7 +43,15 @@ CASES = {
         "Ragged documents: the same model, 24 documents in micro-batches of 8 rows; Monograph packs them into 8 rows"
     ),
 }
-COLUMNS = ("trainer", "tokens/s", "tokens/CPU-s", "Monograph is", "in CPU time", "gradient error", "step MiB")
+COLUMNS = (
+    "trainer",
+    "tokens/s",
+    "tokens/CPU-s",
+    "Monograph is",
+    "in CPU time",
+    "gradient error",
+    "step MiB",
+)
 
 
 def peers(name: str) -> str:
@@ -50,7 +60,9 @@ def peers(name: str) -> str:
     lines = []
     for case, title in CASES.items():
         lines += [f"**{title}**", "", f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
-        lines += [f"| {' | '.join(peer(entry))} |" for entry in found if entry["case"] == case] + [""]
+        lines += [f"| {' | '.join(peer(entry))} |" for entry in found if entry["case"] == case] + [
+            ""
+        ]
     return "\n".join(lines[:-1])
 
 
@@ -79,7 +91,9 @@ def quality(name: str = "time_to_quality") -> str:
         rate = "its own" if case["lr"] is None else f"{case['lr']:g}{tried}"
         seeds = ", ".join(f"{bits:.3f}" for bits in case["bits_per_byte"])
         figures = [f"{case['mean']:.3f}", seeds, spread, rate, f"{case['tokens'] / 1e6:.2f}"]
-        lines.append(f"| {' | '.join([case['system'].replace('before', 'monograph 0.1.0'), *figures])} |")
+        lines.append(
+            f"| {' | '.join([case['system'].replace('before', 'monograph 0.1.0'), *figures])} |"
+        )
     return "\n".join(lines)
 
 
@@ -99,7 +113,10 @@ def generating() -> str:
             f"{entry['tokens_per_s']['median']:,.0f}",
             f"{1000 * entry['cpu_s_per_token']['median']:.2f}",
             f"{1000 * entry['first_token_s']['median']:.0f}",
-            *(f"{ratio['median']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})" for ratio in ratios),
+            *(
+                f"{ratio['median']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})"
+                for ratio in ratios
+            ),
             f"{entry['sampler_tax']['median']:.0%}".replace("%", " %"),
         ]
         lines.append(f"| {' | '.join([label, *figures])} |")
@@ -115,8 +132,15 @@ def serving(name: str = "serve") -> str:
     for case in result(name)["cases"]:
         if case["part"] != "latency":
             continue
-        times = [[f"{1000 * case[name][at]:,.0f}" for at in ("p50", "p99")] for name in ("ttft_s", "itl_s")]
-        cells = [f"{case['tokens_per_s']['median']:,.0f}", *map(", ".join, times), str(case["refused"])]
+        times = [
+            [f"{1000 * case[name][at]:,.0f}" for at in ("p50", "p99")]
+            for name in ("ttft_s", "itl_s")
+        ]
+        cells = [
+            f"{case['tokens_per_s']['median']:,.0f}",
+            *map(", ".join, times),
+            str(case["refused"]),
+        ]
         lines.append(f"| {' | '.join([case['load'], case['system'], *cells])} |")
     return "\n".join(lines)
 
@@ -135,7 +159,10 @@ def fusing() -> str:
             for ratio in (case[name]["fused_over_separate"][kind] for kind in ("wall", "cpu")):
                 cells.append(f"{ratio['median']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})")
         peak = case["update_peak_bytes"]
-        cells += [f"{peak['fused'] / peak['separate']:.2f} ×", "yes" if case["update"]["kept"] else "no"]
+        cells += [
+            f"{peak['fused'] / peak['separate']:.2f} ×",
+            "yes" if case["update"]["kept"] else "no",
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -148,12 +175,20 @@ def launching() -> str:
     ]
     for case in result("launches")["cases"]:
         for part, count in case["counts"].items():
-            moved = [(count["triton_bytes"] + count["again_bytes"]) / 1e9, count["attention_bytes"] / 1e9]
+            moved = [
+                (count["triton_bytes"] + count["again_bytes"]) / 1e9,
+                count["attention_bytes"] / 1e9,
+            ]
             rows = f"{case['rows']} x {case['length']}" if part.startswith("micro-step") else ""
             cells = [case["case"], rows, part]
-            cells += [f"{count['launches']:,.0f}" if not count["graphs"] else "1 graph", f"{count['cublas']:,.0f}"]
+            cells += [
+                f"{count['launches']:,.0f}" if not count["graphs"] else "1 graph",
+                f"{count['cublas']:,.0f}",
+            ]
             cells += [f"{gigabytes:.3g} GB" if gigabytes else "" for gigabytes in moved]
-            lines.append(f"| {' | '.join([*cells, str(int(count['waits'] + count['waiting_copies']))])} |")
+            lines.append(
+                f"| {' | '.join([*cells, str(int(count['waits'] + count['waiting_copies']))])} |"
+            )
     return "\n".join(lines)
 
 
@@ -171,7 +206,10 @@ def assembling() -> str:
     """Return what the machine code of each case needs by card, by benchmarks/machine_code.py."""
     cases = result("machine_code")["cases"]
     cards = sorted({case["sm"] for case in cases})
-    lines = [f"| what is compiled | {' | '.join(f'sm_{card}' for card in cards)} |", "|---" * (len(cards) + 1) + "|"]
+    lines = [
+        f"| what is compiled | {' | '.join(f'sm_{card}' for card in cards)} |",
+        "|---" * (len(cards) + 1) + "|",
+    ]
     for name in dict.fromkeys(case["case"] for case in cases):
         of_card = {case["sm"]: assembled(case) for case in cases if case["case"] == name}
         lines.append(f"| {name} | {' | '.join(of_card.get(card, 'not run') for card in cards)} |")
@@ -179,7 +217,9 @@ def assembling() -> str:
 
 
 def assembled(case: Found) -> str:
-    """Return the most registers that a kernel of the case needs, and the most bytes that one spills, if any does."""
+    """Return the most registers that a kernel of the case needs, and the most bytes that one
+    spills, if any does.
+    """
     if "refused" in case:
         return "refused"
     kinds = case["kernels"].values()
@@ -191,16 +231,22 @@ def assembled(case: Found) -> str:
 
 
 def taking() -> str:
-    """Return how far predicted peaks are from the allocator's on a pretended card, by benchmarks/plan.py."""
+    """Return how far predicted peaks are from the allocator's on a pretended card, by
+    benchmarks/plan.py.
+    """
     lines = ["| step | configurations | worst | median |", "|---|---|---|---|"]
-    of_steps = {name: of for name, of in result("plan_pretended")["summary"].items() if isinstance(of, dict)}
+    of_steps = {
+        name: of for name, of in result("plan_pretended")["summary"].items() if isinstance(of, dict)
+    }
     for name, of in of_steps.items():
         lines.append(f"| {name} | {of['cases']} | {of['worst']:.1%} | {of['median']:.1%} |")
     return "\n".join(lines)
 
 
 def timing() -> str:
-    """Return where the time of a step went on a card, by benchmarks/kernels.py, under what was expected of it."""
+    """Return where the time of a step went on a card, by benchmarks/kernels.py, under what was
+    expected of it.
+    """
     expected = {case["case"]: case for case in result("launches")["cases"]}
     lines = [
         "| model | rows x tokens | time | products | attention | other kernels | copies | nothing |",
@@ -209,11 +255,21 @@ def timing() -> str:
     for case in result("gpu/kernels")["cases"]:
         if case["case"] not in expected or "error" in case:
             continue
-        counted, took, rows = expected[case["case"]], case["milliseconds"], f"{case['rows']} x {case['length']}"
+        counted, took, rows = (
+            expected[case["case"]],
+            case["milliseconds"],
+            f"{case['rows']} x {case['length']}",
+        )
         share = case["rows"] * case["length"] / (counted["rows"] * counted["length"])
         roof = counted["roofline"]["H200"]
-        least = (share * roof["products"], share * roof["attention"], share * roof["triton"] + roof["update"])
-        lines.append(f"| {case['case']} | {rows} | expected | {' | '.join(f'{ms:.1f} ms' for ms in least)} | | |")
+        least = (
+            share * roof["products"],
+            share * roof["attention"],
+            share * roof["triton"] + roof["update"],
+        )
+        lines.append(
+            f"| {case['case']} | {rows} | expected | {' | '.join(f'{ms:.1f} ms' for ms in least)} | | |"
+        )
         kinds = ("products", "attention", "others", "copies", "nothing")
         lines.append(f"| | | measured | {' | '.join(f'{took[kind]:.1f} ms' for kind in kinds)} |")
     return "\n".join(lines)
@@ -238,12 +294,17 @@ def carrying() -> str:
 def changing() -> str:
     """Return one line for each change of benchmarks/bottleneck.py."""
     found = result("bottleneck")
-    lines = ["| change | limited by | predicted | measured (lowest to highest round) | off |", "|---" * 5 + "|"]
+    lines = [
+        "| change | limited by | predicted | measured (lowest to highest round) | off |",
+        "|---" * 5 + "|",
+    ]
     for case in found["cases"]:
         predicted, measured = case["predicted"], case["measured"]
         spread = f"{measured['median']:.2f} × ({measured['low']:.2f}-{measured['high']:.2f})"
         off = f"{predicted / measured['median'] - 1:+.0%}".replace("%", " %")
-        lines.append(f"| {case['case']} | {case['bound_by']} | {predicted:.2f} × | {spread} | {off} |")
+        lines.append(
+            f"| {case['case']} | {case['bound_by']} | {predicted:.2f} × | {spread} | {off} |"
+        )
     return "\n".join(lines)
 
 
@@ -263,12 +324,18 @@ def sharing() -> str:
     ]
     lines = [f"| {' | '.join(head)} |", "|---" * 8 + "|"]
     for case in found["cases"]:
-        name = "one device" if case["parallel"] == "none" else f"`{case['parallel']}`, {case['ranks']} ranks"
+        name = (
+            "one device"
+            if case["parallel"] == "none"
+            else f"`{case['parallel']}`, {case['ranks']} ranks"
+        )
         name += ", Muon" * (case["optim"] == "muon")
         kinds = ("held", "peak", "sent")
         cells = [f"{case[loop][kind]:.1f}" for kind in kinds for loop in ("monograph", "torch")]
         cpu = case["slower"]["cpu"]
-        lines.append(f"| {name} | {' | '.join(cells)} | {cpu['median']:.2f} × ({cpu['low']:.2f}-{cpu['high']:.2f}) |")
+        lines.append(
+            f"| {name} | {' | '.join(cells)} | {cpu['median']:.2f} × ({cpu['low']:.2f}-{cpu['high']:.2f}) |"
+        )
     return "\n".join(lines)
 
 
@@ -286,9 +353,14 @@ def sweeping() -> str:
         f"| time of | {len(singles)} single runs | one sweep | ratio |",
         "|---|---|---|---|",
     ]
-    for name, key in (("compile, start, evaluation and report included", "wall_s"), ("training alone", "training_s")):
+    for name, key in (
+        ("compile, start, evaluation and report included", "wall_s"),
+        ("training alone", "training_s"),
+    ):
         total = sum(run[key] for run in singles)
-        lines.append(f"| {name} | {total:.0f} s | {sweep[key]:.0f} s | {total / sweep[key]:.2f} × |")
+        lines.append(
+            f"| {name} | {total:.0f} s | {sweep[key]:.0f} s | {total / sweep[key]:.2f} × |"
+        )
     return "\n".join(lines)
 
 
@@ -306,7 +378,9 @@ def climbing() -> str:
     ]
     for case in found["cases"]:
         if case["obstacle"]:
-            lines.append(f"| {case['rung']} | {case['over']} | not here: {case['obstacle']} | | | | |")
+            lines.append(
+                f"| {case['rung']} | {case['over']} | not here: {case['obstacle']} | | | | |"
+            )
             continue
         ratio = case["times"]["cpu"] if "times" in case else None
         speed = f"{ratio['median']:.2f} × ({ratio['low']:.2f}-{ratio['high']:.2f})" if ratio else ""

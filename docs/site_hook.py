@@ -1,6 +1,8 @@
-"""What makes a site of these pages, which are written for a repository: a hook of mkdocs (`make site`).
+"""What makes a site of these pages, which are written for a repository: a hook of mkdocs
+(`make site`).
 
-The navigation is the tables of docs/README.md. A link to a file outside docs/ leads to a page with that file's text.
+The navigation is the tables of docs/README.md. A link to a file outside docs/ leads to a page with
+that file's text.
 """
 
 from __future__ import annotations
@@ -62,10 +64,14 @@ def outside() -> set[Path]:
 def shown(path: Path) -> str:
     """A file as a page: the text of a page, the code of a program, the names in a folder."""
     if path.suffix == ".md":
-        notes = path.is_relative_to(ROOT / "dev")  # for developers: what a user searches for is not there
+        # For developers: what a user searches for is not there.
+        notes = path.is_relative_to(ROOT / "dev")
         return (NOT_SEARCHED if notes else "") + path.read_text()
     if path.is_dir():
-        text, language = "\n".join(sorted(each.name for each in path.iterdir() if each.name[0] not in "._")), ""
+        text, language = (
+            "\n".join(sorted(each.name for each in path.iterdir() if each.name[0] not in "._")),
+            "",
+        )
     else:
         text, language = path.read_text()[:LARGEST], LANGUAGES.get(path.suffix, "")
     title = path.relative_to(ROOT).as_posix()
@@ -75,18 +81,24 @@ def shown(path: Path) -> str:
 def as_page(path: Path) -> str:
     """A page of the repository as one of the site: its links lead to pages of the site."""
     here, links = posixpath.dirname(place(path)), linked(path)
-    # GitHub takes the backslash from a pipe in the code of a table's cell; the site would show it, and needs none.
+    # GitHub takes the backslash from a pipe in the code of a table's cell; the site would show it,
+    # and needs none.
     text = re.sub(
         r"^\|.*\|$",
         lambda row: re.sub(r"`[^`]*`", lambda code: code[0].replace(r"\|", "|"), row[0]),
         path.read_text(),
         flags=re.M,
     )
-    return LINK.sub(lambda at: posixpath.relpath(place(links[at[1]]), here or ".") if at[1] in links else at[0], text)
+    return LINK.sub(
+        lambda at: posixpath.relpath(place(links[at[1]]), here or ".") if at[1] in links else at[0],
+        text,
+    )
 
 
 def whole_words(html: str) -> str:
-    """The HTML of a page whose short code without spaces, such as an option, is not broken into lines."""
+    """The HTML of a page whose short code without spaces, such as an option, is not broken into
+    lines.
+    """
     return re.sub(rf"<code>(?=[^<\s]{{1,{LONGEST_WORD}}}</code>)", '<code class="word">', html)
 
 
@@ -109,7 +121,13 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Mkdocs asks for the text of a page; programs are not pages, though they may hold what looks like a link."""
+    """Mkdocs asks for the text of a page; programs are not pages, though they may hold what looks
+    like a link.
+    """
     source = page.file.src_uri
-    path = ROOT / source.removeprefix("code/") if source.startswith("code/") else ROOT / "docs" / source
+    path = (
+        ROOT / source.removeprefix("code/")
+        if source.startswith("code/")
+        else ROOT / "docs" / source
+    )
     return as_page(path) if path.exists() else markdown

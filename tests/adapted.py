@@ -33,7 +33,9 @@ def trained(module: nn.Module, seed: int = 1, spread: float = 0.05) -> nn.Module
     """The module with B, magnitudes and rows of tokens, as if they had been trained."""
     generator = torch.Generator().manual_seed(seed)
     for layer in adapters(module).values():
-        layer.lora_B.weight.copy_(torch.randn(layer.lora_B.weight.shape, generator=generator) * spread)
+        layer.lora_B.weight.copy_(
+            torch.randn(layer.lora_B.weight.shape, generator=generator) * spread
+        )
         if (lengths := layer.lora_magnitude_vector) is not None:
             lengths.mul_(1 + torch.randn(lengths.shape, generator=generator) * spread)
     for table in tables(module).values():
@@ -41,7 +43,9 @@ def trained(module: nn.Module, seed: int = 1, spread: float = 0.05) -> nn.Module
     return module
 
 
-def adapted_llama(lora: Lora = SMALL, precision: str = "fp32", dtype: torch.dtype = torch.float32, **sizes) -> Llama:
+def adapted_llama(
+    lora: Lora = SMALL, precision: str = "fp32", dtype: torch.dtype = torch.float32, **sizes
+) -> Llama:
     """A tiny Llama with trained adapters, as a run has it."""
     model = tiny_llama(dtype, **sizes)
     put(model, lora, precision=Precision(precision))

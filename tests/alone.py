@@ -27,16 +27,28 @@ class Alone:
 
     def _loss(self, model, batch):
         self.functions.site = 0
-        with compat.functional(self.functions.functions() | {"scaled_dot_product_attention": self._attention}):
+        with compat.functional(
+            self.functions.functions() | {"scaled_dot_product_attention": self._attention}
+        ):
             result = self.loss(model, batch)
         self.counter.draw += 1
         return result
 
     def _attention(
-        self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+        self,
+        query,
+        key,
+        value,
+        attn_mask=None,
+        dropout_p=0.0,
+        is_causal=False,
+        scale=None,
+        enable_gqa=False,
     ):
         if not dropout_p:
-            return PLAIN(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+            return PLAIN(
+                query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
         groups = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
         scores = query @ key.mT * (scale or query.shape[-1] ** -0.5)
@@ -44,7 +56,9 @@ class Alone:
             attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
         if attn_mask is not None:
             float_mask = attn_mask.dtype != torch.bool
-            scores = scores + attn_mask if float_mask else scores.masked_fill(~attn_mask, -torch.inf)
+            scores = (
+                scores + attn_mask if float_mask else scores.masked_fill(~attn_mask, -torch.inf)
+            )
         return self.functions.of(scores.softmax(-1), dropout_p, tuple(scores.shape)) @ value
 
 

@@ -14,11 +14,15 @@ END, PAD = 0, 1  # the ids of the special tokens
 
 
 def vocabulary(alphabet: str = "ab", longer: int = 20, seed: int = 0) -> list[bytes]:
-    """Two special tokens, all bytes of the alphabet's characters, and random pieces, which may cut a character."""
+    """Two special tokens, all bytes of the alphabet's characters, and random pieces, which may cut
+    a character.
+    """
     draw = random.Random(seed)
     single = sorted({bytes([byte]) for byte in alphabet.encode()})
     pieces = {b"".join(draw.choices(single, k=draw.randrange(2, 6))) for _ in range(longer)}
-    pieces |= {"".join(draw.choices(alphabet, k=draw.randrange(2, 5))).encode() for _ in range(longer)}
+    pieces |= {
+        "".join(draw.choices(alphabet, k=draw.randrange(2, 5))).encode() for _ in range(longer)
+    }
     return [b"", b"", *single, *sorted(pieces)]
 
 
@@ -45,7 +49,9 @@ def is_over(automaton: Automaton, state: int) -> bool:
     return bool(automaton.stops_S[state & STATE_MASK])
 
 
-def random_text(automaton: Automaton, pieces: Sequence[bytes], draw: random.Random, most: int = 5000) -> bytes:
+def random_text(
+    automaton: Automaton, pieces: Sequence[bytes], draw: random.Random, most: int = 5000
+) -> bytes:
     """Allowed tokens drawn at random until only the end may come, or it is drawn."""
     state, text = 0, b""
     for _ in range(most):

@@ -31,14 +31,20 @@ def tiny_llama(dtype: torch.dtype = torch.float32, seed: int = 0, **sizes: Any) 
     return Llama(LlamaConfig(**(shape | sizes)), seed=seed).to(dtype)
 
 
-def captured_to_train(engine: Any, window: Any, backend: str = "aot_eager", scope: str = "whole") -> None:
-    """Capture an engine's step but for its evaluation, a third of the graphs, where nothing is evaluated."""
+def captured_to_train(
+    engine: Any, window: Any, backend: str = "aot_eager", scope: str = "whole"
+) -> None:
+    """Capture an engine's step but for its evaluation, a third of the graphs, where nothing is
+    evaluated.
+    """
     with patch.object(engine, "_scored", lambda batch: None):
         assert engine.capture(window, backend, scope) is None
 
 
 def ragged(rows: int, seed: int = 0, length: int = LENGTH) -> dict[str, Tensor]:
-    """Right-padded rows of random lengths, from one token to the whole row, the lengths very uneven."""
+    """Right-padded rows of random lengths, from one token to the whole row, the lengths very
+    uneven.
+    """
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(VOCABULARY, (rows, length), generator=generator)
     targets = torch.randint(VOCABULARY, (rows, length), generator=generator)
@@ -61,11 +67,16 @@ def rows_of(batch: dict[str, Tensor], start: int, stop: int) -> dict[str, Tensor
 
 
 def large_batch_gradient(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The slow, obviously correct path: mean cross-entropy of the whole batch on dense logits, one backward, one flat
-    vector."""
-    hidden = model(batch["tokens"], segments=batch.get("segments"), positions=batch.get("positions"))
+    """The slow, obviously correct path: mean cross-entropy of the whole batch on dense logits, one
+    backward, one flat vector.
+    """
+    hidden = model(
+        batch["tokens"], segments=batch.get("segments"), positions=batch.get("positions")
+    )
     logits = hidden @ model.lm_head.weight.T
-    loss = nn.functional.cross_entropy(logits.flatten(0, -2), batch["targets"].flatten(), ignore_index=-100)
+    loss = nn.functional.cross_entropy(
+        logits.flatten(0, -2), batch["targets"].flatten(), ignore_index=-100
+    )
     parameters = [p for p in model.parameters() if p.requires_grad]
     return torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
 

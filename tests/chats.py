@@ -1,4 +1,6 @@
-"""Chat templates of our own in the manner of the common families, and a folder whose model speaks one of them."""
+"""Chat templates of our own in the manner of the common families, and a folder whose model speaks
+one of them.
+"""
 
 from __future__ import annotations
 
@@ -50,13 +52,20 @@ CHATS = [
 def speaking(folder: Path, name: str, stops: object = None) -> Tokenizer:
     """Write and read the tokenizer files of a folder whose model has that template."""
     folder.mkdir(parents=True, exist_ok=True)
-    content = json.loads(Tokenizer.train_bpe(["the answer is what the user said, and " * 9], 300).to_json())
+    content = json.loads(
+        Tokenizer.train_bpe(["the answer is what the user said, and " * 9], 300).to_json()
+    )
     for text in (*SPECIAL, *SPOKEN):
         index = len(content["model"]["vocab"]) + len(content["added_tokens"]) - 3
-        content["added_tokens"].append({"id": index, "content": text, "special": text in SPECIAL, "normalized": False})
+        content["added_tokens"].append(
+            {"id": index, "content": text, "special": text in SPECIAL, "normalized": False}
+        )
     Tokenizer(content, "x").save(folder / "tokenizer.json")
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    config: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|bos|>"}
+    config: dict[str, object] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|bos|>",
+    }
     config["eos_token"] = {"__type": "AddedToken", "content": "<|eos|>", **plain}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "chat_template.jinja").write_text(TEMPLATES[name])

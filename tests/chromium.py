@@ -1,4 +1,5 @@
-"""Opens pages in a headless Chromium (that of Qt's WebEngine) and prints what it saw as JSON; a process of its own.
+"""Opens pages in a headless Chromium (that of Qt's WebEngine) and prints what it saw as JSON; a
+process of its own.
 
     python tests/chromium.py light|dark FOLDER PAGE.html...
 
@@ -110,14 +111,19 @@ class View:
         self.page.load(self.url)
 
     def evaluate(self, code: str) -> Any:
-        return json.loads(wait(lambda answer: self.page.runJavaScript(f"JSON.stringify({code})", answer)) or "null")
+        return json.loads(
+            wait(lambda answer: self.page.runJavaScript(f"JSON.stringify({code})", answer))
+            or "null"
+        )
 
     def press(self, key: str) -> None:
         QTest.keyClick(self.window.focusProxy(), getattr(Qt.Key, f"Key_{key}"))
         rest(40)
 
     def looked_at(self, width: int, picture: Path) -> dict[str, Any]:
-        """What tests/watched.js finds wrong with the page at a width; the whole page is drawn as a picture."""
+        """What tests/watched.js finds wrong with the page at a width; the whole page is drawn as a
+        picture.
+        """
         self.window.resize(width, HIGH)
         rest(300)
         high = min(TALLEST, int(self.evaluate("document.documentElement.scrollHeight")))
@@ -129,7 +135,9 @@ class View:
         return found
 
     def _painted(self) -> QPixmap:
-        """The window's picture, once the lowest of the page is in it: a mark of one pixel, which is then taken away."""
+        """The window's picture, once the lowest of the page is in it: a mark of one pixel, which is
+        then taken away.
+        """
         self.evaluate(MARKED)
         for _ in range(60):
             image = self.window.grab().toImage()
@@ -146,7 +154,9 @@ class View:
         return picture
 
     def sorted_by_keyboard(self) -> dict[str, Any] | None:
-        """What pressing the first column's name does, reached by the tabulator alone; None: it is never reached."""
+        """What pressing the first column's name does, reached by the tabulator alone; None: it is
+        never reached.
+        """
         self.window.resize(WIDE, HIGH)
         self.window.setFocus()
         for _ in range(200):
@@ -160,7 +170,10 @@ class View:
         for key in PRESSES:
             self.press(key)
             steps.append(
-                [self.evaluate(f"{TABLE}.querySelector('th').getAttribute('aria-sort')"), self.evaluate(ORDER)]
+                [
+                    self.evaluate(f"{TABLE}.querySelector('th').getAttribute('aria-sort')"),
+                    self.evaluate(ORDER),
+                ]
             )
         return {"outline": outline, "given": given, "steps": steps}
 

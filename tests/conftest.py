@@ -1,4 +1,6 @@
-"""What every test runs under: no network, repeatable examples, and GPU tests skipped where there is no GPU."""
+"""What every test runs under: no network, repeatable examples, and GPU tests skipped where there is
+no GPU.
+"""
 
 from __future__ import annotations
 
@@ -27,23 +29,29 @@ if TYPE_CHECKING:
 for name in [name for name in os.environ if name.startswith("MONOGRAPH_")]:
     del os.environ[name]
 os.environ["HF_HUB_OFFLINE"] = "1"
-# What a shell or nohup lets a program in the background ignore, it and its children would go on to ignore.
+# What a shell or nohup lets a program in the background ignore, it and its children would go on to
+# ignore.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-# One cache of compiled code for all workers, runs and commands: torch's own, not that of each worker's home.
+# One cache of compiled code for all workers, runs and commands: torch's own, not that of each
+# worker's home.
 os.environ.setdefault(
-    "TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}")
+    "TORCHINDUCTOR_CACHE_DIR",
+    str(Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"),
 )
 # Figures are drawn to files only.
 os.environ["MPLBACKEND"] = "Agg"
-# What the command line sets: threads that wait without spinning, or a busy machine makes every test slow.
+# What the command line sets: threads that wait without spinning, or a busy machine makes every test
+# slow.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# Workers that share the cores have one thread each, and start no pool of compilers, which imports torch for seconds.
+# Workers that share the cores have one thread each, and start no pool of compilers, which imports
+# torch for seconds.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
-# The same examples everywhere, so that red is the change's fault; --hypothesis-profile=explore looks for new ones.
+# The same examples everywhere, so that red is the change's fault; --hypothesis-profile=explore
+# looks for new ones.
 settings.register_profile(
     "repeatable", derandomize=True, max_examples=50, deadline=None, database=None, print_blob=True
 )
@@ -52,18 +60,37 @@ settings.load_profile("repeatable")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--night", type=date.fromisoformat, metavar="DATE", help="of the tests, that night's share only")
-    parser.addoption("--minutes", type=float, metavar="M", help="with --night: a share that takes no longer")
-    parser.addoption("--costs", nargs="?", const="", metavar="FILE", help="CPU seconds by file; write them as JSON")
+    parser.addoption(
+        "--night",
+        type=date.fromisoformat,
+        metavar="DATE",
+        help="of the tests, that night's share only",
+    )
+    parser.addoption(
+        "--minutes", type=float, metavar="M", help="with --night: a share that takes no longer"
+    )
+    parser.addoption(
+        "--costs",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="CPU seconds by file; write them as JSON",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--costs") is not None:
-        config.pluginmanager.register(Costs(config.getoption("--costs"), added=config.getoption("--night") is not None))
+        config.pluginmanager.register(
+            Costs(config.getoption("--costs"), added=config.getoption("--night") is not None)
+        )
     if config.getoption("--minutes") is not None:
         if config.getoption("--night") is None:
-            raise pytest.UsageError("--minutes M goes with --night DATE, whose share of the slow tests it bounds")
-        config.pluginmanager.register(Bounded(config.getoption("--night"), config.getoption("--minutes")))
+            raise pytest.UsageError(
+                "--minutes M goes with --night DATE, whose share of the slow tests it bounds"
+            )
+        config.pluginmanager.register(
+            Bounded(config.getoption("--night"), config.getoption("--minutes"))
+        )
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -73,7 +100,9 @@ def _caches_are_the_tests_own(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="session")
 def server(_caches_are_the_tests_own: None) -> Iterator[CommandServer]:
-    """The command line in forks of one process: its imports, seconds of them, are paid for once by a worker."""
+    """The command line in forks of one process: its imports, seconds of them, are paid for once by
+    a worker.
+    """
     from commands.forked import CommandServer
 
     with CommandServer() as forks:
@@ -82,14 +111,18 @@ def server(_caches_are_the_tests_own: None) -> Iterator[CommandServer]:
 
 @pytest.fixture(autouse=True)
 def _torch_begins_alike() -> Iterator[None]:
-    """A test that draws without a seed draws the same numbers whatever ran before it: red is the change's fault.
+    """A test that draws without a seed draws the same numbers whatever ran before it: red is the
+    change's fault.
 
-    And a run turns torch's deterministic mode on for its process; a graph that was captured without it is then none.
+    And a run turns torch's deterministic mode on for its process; a graph that was captured without
+    it is then none.
     """
     if (torch := sys.modules.get("torch")) is not None:
         torch.manual_seed(0)
     yield
-    if (torch := sys.modules.get("torch")) is not None and torch.are_deterministic_algorithms_enabled():
+    if (
+        torch := sys.modules.get("torch")
+    ) is not None and torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = True
 
@@ -100,7 +133,10 @@ def _signals_are_handled_as_before() -> Iterator[None]:
 
     A command that was interrupted leaves one on purpose: its process is about to end.
     """
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -109,8 +145,8 @@ def _signals_are_handled_as_before() -> Iterator[None]:
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Keep what torch logs of every graph that it traces out of the reports of failed tests.
 
-    The option `log_level` would do it, too, but sets a level before and after each test, for which Python looks through
-    all loggers: a fiftieth of all the seconds.
+    The option `log_level` would do it, too, but sets a level before and after each test, for which
+    Python looks through all loggers: a fiftieth of all the seconds.
     """
     logs = session.config.pluginmanager.get_plugin("logging-plugin")
     for handler in (logs.caplog_handler, logs.report_handler):
@@ -118,9 +154,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave all that was imported out of the collections to come, each of which would look through it.
+    """Leave all that was imported out of the collections to come, each of which would look through
+    it.
 
-    And have Dynamo not time its guards, for which it empties the processor's caches after each frame that it compiles.
+    And have Dynamo not time its guards, for which it empties the processor's caches after each
+    frame that it compiles.
     """
     if (guards := sys.modules.get("torch._dynamo.guards")) is not None:
         guards.profile_guard_manager = lambda *_: 0.0
@@ -131,13 +169,16 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With `--night` a date's share of the tests is left.
 
-    Workers take the dearest files first, so that none begins a long one when the others have nothing left to do.
+    Workers take the dearest files first, so that none begins a long one when the others have
+    nothing left to do.
 
     `gpu` tests are skipped where torch sees no CUDA device; torch is asked only if there are any.
     """
     night = config.getoption("--night")
     if night is not None and config.getoption("--minutes") is None:
-        config.hook.pytest_deselected(items=[item for item in items if not is_of_night(item.nodeid, night)])
+        config.hook.pytest_deselected(
+            items=[item for item in items if not is_of_night(item.nodeid, night)]
+        )
         items[:] = [item for item in items if is_of_night(item.nodeid, night)]
     if "PYTEST_XDIST_WORKER" in os.environ:
         cost = measured_cpu_s()

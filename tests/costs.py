@@ -1,9 +1,11 @@
-"""What each test file costs: `pytest --costs` prints the ten dearest, `--costs FILE` writes all of them as JSON.
+"""What each test file costs: `pytest --costs` prints the ten dearest, `--costs FILE` writes all of
+them as JSON.
 
 With `--night` FILE keeps the costs of the tests that were measured on other nights.
 
-A file's CPU seconds are those of its process and of its children, between the end of the test before and the end of its
-own last test, so fixtures count where they are made. Collecting is counted apart.
+A file's CPU seconds are those of its process and of its children, between the end of the test
+before and the end of its own last test, so fixtures count where they are made. Collecting is
+counted apart.
 """
 
 from __future__ import annotations
@@ -25,18 +27,24 @@ PROPERTY = "cpu_s"
 
 
 def measured_cpu_s() -> dict[str, float]:
-    """CPU seconds of each test file, by the last measured run that was committed (`make test-costs`)."""
+    """CPU seconds of each test file, by the last measured run that was committed
+    (`make test-costs`).
+    """
     return {name: cost[0] for name, cost in json.loads(MEASURED.read_text())["files"].items()}
 
 
 def cpu_s_of_a_second() -> float:
-    """CPU seconds that the measured run spent in a second of the clock: its workers share the cores."""
+    """CPU seconds that the measured run spent in a second of the clock: its workers share the
+    cores.
+    """
     run = json.loads(MEASURED.read_text())
     return float(run["cpu_s"] / run["wall_s"])
 
 
 def cpu_s() -> float:
-    """CPU seconds of this process, of its children, and of theirs that have ended (a server's forks)."""
+    """CPU seconds of this process, of its children, and of theirs that have ended (a server's
+    forks).
+    """
     own = os.getpid()
     try:  # and never ask whether it is there: a test may have made os.stat fail
         running = Path(f"/proc/{own}/task/{own}/children").read_text().split()
@@ -79,7 +87,8 @@ class Costs:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        # The report on a test that ended its worker is made by the process that was called, and has no cost.
+        # The report on a test that ended its worker is made by the process that was called, and has
+        # no cost.
         spent_s = dict(report.user_properties).get(PROPERTY, 0.0)
         file = report.nodeid.split("::")[0]
         self.cpu[file] += spent_s
@@ -107,14 +116,24 @@ class Costs:
             terminalreporter.line(f"{self.cpu[file]:8.1f}  {file}")
         if self.path:
             tests = sorted(self.tests, key=lambda test: -self.tests[test])
-            known = json.loads(Path(self.path).read_text())["tests"] if self.added and Path(self.path).exists() else {}
+            known = (
+                json.loads(Path(self.path).read_text())["tests"]
+                if self.added and Path(self.path).exists()
+                else {}
+            )
             found = {
                 "schema": "monograph-test-costs-1",
                 "machine": {"type": "cpu", "cores": os.cpu_count(), "system": platform.platform()},
                 "cpu_s": round(total_s, 1),
                 "wall_s": round(wall_s, 1),
-                "files": {file: [round(self.cpu[file], 2), round(self.wall[file], 2)] for file in by_cost},
+                "files": {
+                    file: [round(self.cpu[file], 2), round(self.wall[file], 2)] for file in by_cost
+                },
                 "tests": known
-                | {test: round(self.tests[test], 2) for test in tests if self.added or self.tests[test] >= 1},
+                | {
+                    test: round(self.tests[test], 2)
+                    for test in tests
+                    if self.added or self.tests[test] >= 1
+                },
             }
             Path(self.path).write_text(json.dumps(found, indent=1) + "\n")

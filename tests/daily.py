@@ -10,11 +10,15 @@ import pytest
 
 def nightly(values: Iterable[Any], day: Collection[Any]) -> list[Any]:
     """The values as parameters, of which those that are not among the day's are slow."""
-    return [value if value in day else pytest.param(value, marks=pytest.mark.slow) for value in values]
+    return [
+        value if value in day else pytest.param(value, marks=pytest.mark.slow) for value in values
+    ]
 
 
 def pairwise(one: Sequence[Any], other: Sequence[Any]) -> list[Any]:
-    """All pairs as parameters, of which as many run by day as each value needs to be in one of them."""
+    """All pairs as parameters, of which as many run by day as each value needs to be in one of
+    them.
+    """
     day = {(each % len(one), each % len(other)) for each in range(max(len(one), len(other)))}
     return [
         pytest.param(first, second, marks=() if (i, j) in day else pytest.mark.slow)

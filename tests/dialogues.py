@@ -1,7 +1,8 @@
-"""Chat templates of our own in the manner of the common families, each also tagged by hand, and chats for them.
+"""Chat templates of our own in the manner of the common families, each also tagged by hand, and
+chats for them.
 
-`TAGGED[name]` has {% generation %} placed by hand around what an assistant writes, its end token included; the template
-itself is the same without the tags, so that the two cannot drift apart.
+`TAGGED[name]` has {% generation %} placed by hand around what an assistant writes, its end token
+included; the template itself is the same without the tags, so that the two cannot drift apart.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ _LLAMA = (
     + "{% endif %}" + _END
     + "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )  # fmt: skip
-_NO_SYSTEM = "{% if m.role == 'system' %}{{ raise_exception('system is not supported') }}{% endif %}"
+_NO_SYSTEM = (
+    "{% if m.role == 'system' %}{{ raise_exception('system is not supported') }}{% endif %}"
+)
 TAGGED = {
     "chatml": _EACH + "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}" + _G + "{{ m.content or '' }}" + _CALLS
     + "<|im_end|>" + _E + "{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\\n' }}" + _END
@@ -76,7 +79,8 @@ TAGGED = {
     + "{% if m.role == 'assistant' %}" + _G + "{{ m.content | trim }}<end_of_turn>" + _E
     + "{% else %}{{ m.content | trim }}<end_of_turn>{% endif %}{{ '\\n' }}" + _END
     + "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
-    # Its prompt ends before the line feed, so that inference must write it: it is inside of the tag.
+    # Its prompt ends before the line feed, so that inference must write it: it is inside of the
+    # tag.
     "zephyr": _EACH + "<|{{ m.role }}|>{% if m.role == 'assistant' %}" + _G + "{{ '\\n' + (m.content or '') }}" + _CALLS
     + "{{ eos_token }}" + _E + "{% else %}{{ '\\n' + m.content + eos_token }}{% endif %}{{ '\\n' }}" + _END
     + "{% if add_generation_prompt %}<|assistant|>{% endif %}",
@@ -100,10 +104,18 @@ STOPS = {
 
 def said(*parts: str) -> list[dict[str, Any]]:
     """A chat in which user and assistant take turns."""
-    return [{"role": ("user", "assistant")[turn % 2], "content": part} for turn, part in enumerate(parts)]
+    return [
+        {"role": ("user", "assistant")[turn % 2], "content": part}
+        for turn, part in enumerate(parts)
+    ]
 
 
-TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}},
+    }
+]
 
 
 def call(**arguments: Any) -> dict[str, Any]:
@@ -130,18 +142,27 @@ CHATS: dict[str, list[dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def speaking(folder: Path, name: str, tagged: bool = False, stops: Sequence[str] | None = None) -> Tokenizer:
+def speaking(
+    folder: Path, name: str, tagged: bool = False, stops: Sequence[str] | None = None
+) -> Tokenizer:
     """Write and read the tokenizer files of a folder whose model has that template."""
     folder.mkdir(parents=True, exist_ok=True)
-    # Line feeds and marks that merge, so that tokens may reach over the border of prompt and answer.
+    # Line feeds and marks that merge, so that tokens may reach over the border of prompt and
+    # answer.
     text = "the answer is\n\nwhat the user said\n\n: and |>\n[/INST] the\n " * 9
     content = json.loads(Tokenizer.train_bpe([text], 320).to_json())
     for token in CONTROLS:
         index = len(content["model"]["vocab"]) + len(content["added_tokens"]) - 3
-        content["added_tokens"].append({"id": index, "content": token, "special": True, "normalized": False})
+        content["added_tokens"].append(
+            {"id": index, "content": token, "special": True, "normalized": False}
+        )
     tokenizer = Tokenizer(content, "x")
     tokenizer.save(folder / "tokenizer.json")
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|bos|>", "eos_token": "<|eos|>"}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|bos|>",
+        "eos_token": "<|eos|>",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "chat_template.jinja").write_text((TAGGED if tagged else TEMPLATES)[name])
     ends = [tokenizer.special[stop] for stop in (STOPS.get(name, []) if stops is None else stops)]

@@ -1,4 +1,6 @@
-"""Models that see every token of a long text, and what a full pass says of each step of decoding it."""
+"""Models that see every token of a long text, and what a full pass says of each step of decoding
+it.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,17 @@ from monograph.decode.generator import Generator
 from monograph.decode.request import Event, Request
 from monograph.model.llama import Llama
 
-BOUND = 1e-5  # of a log-probability, which a step reports in fp32 (law 8 compares hidden states more closely)
+# Of a log-probability, which a step reports in fp32 (law 8 compares hidden states more closely).
+BOUND = 1e-5
 
 
 def far_sighted(dtype: torch.dtype = torch.float64, factor: float = 4.0, **sizes: Any) -> Llama:
     """A tiny model whose layers add much more of what they attend to than an untrained one's."""
     model = tiny_llama(dtype, **sizes).eval()
     for layer in model.model.layers:
-        mixing = next(part for name, part in layer.named_children() if name in ("self_attn", "linear_attn"))
+        mixing = next(
+            part for name, part in layer.named_children() if name in ("self_attn", "linear_attn")
+        )
         for module in mixing.modules():
             if isinstance(module, nn.Linear):
                 module.weight.data *= factor
@@ -36,7 +41,9 @@ def log_probabilities(model: Llama, ids: Sequence[int]) -> Tensor:
 
 @torch.no_grad()
 def seen_at(model: Llama, ids: Sequence[int], places: Sequence[int]) -> list[float]:
-    """How far the last token's log-probabilities move, at most, if the token at a place is another one."""
+    """How far the last token's log-probabilities move, at most, if the token at a place is another
+    one.
+    """
     others = torch.tensor([list(ids)] * (1 + len(places)), device=model.lm_head.weight.device)
     for row, place in enumerate(places, 1):
         others[row, place] = (others[row, place] + 1) % model.config.vocab_size
@@ -53,11 +60,15 @@ def decoded(machine: Generator, requests: Sequence[Request]) -> dict[int, list[E
 
 
 def largest_error(model: Llama, request: Request, events: Sequence[Event]) -> float:
-    """How far the log-probabilities of all ids at every step are from the full pass's over what was written."""
+    """How far the log-probabilities of all ids at every step are from the full pass's over what was
+    written.
+    """
     ids = [token for event in events for token in event.token_ids]
     reports = [report for event in events for report in event.logprobs]
     assert events[-1].finish == "length" and len(reports) == len(ids) > 0
-    full_TV = log_probabilities(model, [*request.prompt_ids, *ids[:-1]])[len(request.prompt_ids) - 1 :].cpu()
+    full_TV = log_probabilities(model, [*request.prompt_ids, *ids[:-1]])[
+        len(request.prompt_ids) - 1 :
+    ].cpu()
     found_TV = torch.full_like(full_TV, torch.nan)
     for step, report in enumerate(reports):
         tokens, values = zip(*report.likeliest, strict=True)

@@ -1,6 +1,8 @@
-"""A small stand-in for the Hugging Face Hub on 127.0.0.1: what fetching and pushing a model asks for, and no more.
+"""A small stand-in for the Hugging Face Hub on 127.0.0.1: what fetching and pushing a model asks
+for, and no more.
 
-with stand_in() as hub: hub.url, hub.models["owner/name"] = [{file: bytes}, ...], one for each commit
+with stand_in() as hub: hub.url, hub.models["owner/name"] = [{file: bytes}, ...], one for each
+    commit
 """
 
 from __future__ import annotations
@@ -70,7 +72,9 @@ class Answer(BaseHTTPRequestHandler):
         commits = self.server.models.get(name)
         if commits is None:
             return self.refuse(404, "RepoNotFound")
-        known = {commit_of(number): number for number in range(len(commits))} | {"main": len(commits) - 1}
+        known = {commit_of(number): number for number in range(len(commits))} | {
+            "main": len(commits) - 1
+        }
         return known[revision] if revision in known else self.refuse(404, "RevisionNotFound")
 
     def do_HEAD(self) -> None:
@@ -80,7 +84,9 @@ class Answer(BaseHTTPRequestHandler):
         self.server.asked.append(self.path)
         path = self.path.partition("?")[0]
         if path == "/api/whoami-v2":
-            known = self.headers.get("Authorization") in {f"Bearer {token}" for token in (TOKEN, STRANGER)}
+            known = self.headers.get("Authorization") in {
+                f"Bearer {token}" for token in (TOKEN, STRANGER)
+            }
             return self.reply({"name": "owner"}) if known else self.refuse(401)
         if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+))?", path):
             return self.describe(*match.groups())
@@ -91,8 +97,15 @@ class Answer(BaseHTTPRequestHandler):
         if (number := self.commit(name, revision or "main")) is None:
             return
         files = self.server.models[name][number].items()
-        tree = [{"type": "file", "path": file, "size": len(content), "oid": blob(content)} for file, content in files]
-        info = {"id": name, "sha": commit_of(number), "siblings": [{"rfilename": file} for file, _ in files]}
+        tree = [
+            {"type": "file", "path": file, "size": len(content), "oid": blob(content)}
+            for file, content in files
+        ]
+        info = {
+            "id": name,
+            "sha": commit_of(number),
+            "siblings": [{"rfilename": file} for file, _ in files],
+        }
         self.reply(tree if kind == "tree" else info)
 
     def send(self, name: str, revision: str, file: str) -> None:
@@ -123,7 +136,12 @@ class Answer(BaseHTTPRequestHandler):
         if kind == "preupload":
             asked = [file["path"] for file in json.loads(body)["files"]]
             return self.reply(
-                {"files": [{"path": file, "uploadMode": "regular", "shouldIgnore": False} for file in asked]}
+                {
+                    "files": [
+                        {"path": file, "uploadMode": "regular", "shouldIgnore": False}
+                        for file in asked
+                    ]
+                }
             )
         files = dict(self.server.models[name][number])
         for change in map(json.loads, body.splitlines()):
@@ -134,7 +152,9 @@ class Answer(BaseHTTPRequestHandler):
                 del files[value["path"]]
         self.server.models[name].append(files)
         commit = commit_of(number + 1)
-        return self.reply({"commitUrl": f"{self.server.url}/{name}/commit/{commit}", "commitOid": commit})
+        return self.reply(
+            {"commitUrl": f"{self.server.url}/{name}/commit/{commit}", "commitOid": commit}
+        )
 
     def body(self) -> bytes:
         if "chunked" not in self.headers.get("Transfer-Encoding", ""):

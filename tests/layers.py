@@ -1,4 +1,6 @@
-"""One small instance of every class of `torch.nn`, with inputs that it takes: what an ensemble holds or refuses."""
+"""One small instance of every class of `torch.nn`, with inputs that it takes: what an ensemble
+holds or refuses.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ ROWS = 4
 
 
 class Case(NamedTuple):
-    """How to build a layer, and what one call of it takes: shapes of floats, or functions that draw a tensor."""
+    """How to build a layer, and what one call of it takes: shapes of floats, or functions that draw
+    a tensor.
+    """
 
     build: Callable[[], nn.Module]
     inputs: tuple[Any, ...]
@@ -77,10 +81,14 @@ def in_dimensions() -> dict[str, Case]:
     for name, arguments in ARGUMENTS.items():
         for spatial, shape in OF.items():
             kind = getattr(nn, name + spatial)
-            found[name + spatial] = Case(lambda kind=kind, arguments=arguments: kind(*arguments), (shape,))
+            found[name + spatial] = Case(
+                lambda kind=kind, arguments=arguments: kind(*arguments), (shape,)
+            )
     for spatial, shape in OF.items():
         kind = getattr(nn, f"MaxUnpool{spatial}")
-        found[kind.__name__] = Case(lambda kind=kind: kind(2), (shape,), lambda *a, n=int(spatial[0]): pooled(n, *a))
+        found[kind.__name__] = Case(
+            lambda kind=kind: kind(2), (shape,), lambda *a, n=int(spatial[0]): pooled(n, *a)
+        )
     return found
 
 
@@ -99,7 +107,9 @@ def losses() -> dict[str, Case]:
     found = {name: Case(getattr(nn, name), (VECTOR, VECTOR)) for name in TWO}
     log_shares = lambda layer, x, *of: layer(x.log_softmax(-1), *of)  # noqa: E731
     return found | {
-        "BCELoss": Case(nn.BCELoss, (VECTOR, shares(*VECTOR)), lambda layer, x, y: layer(x.sigmoid(), y)),
+        "BCELoss": Case(
+            nn.BCELoss, (VECTOR, shares(*VECTOR)), lambda layer, x, y: layer(x.sigmoid(), y)
+        ),
         "BCEWithLogitsLoss": Case(nn.BCEWithLogitsLoss, (VECTOR, shares(*VECTOR))),
         "CTCLoss": Case(
             nn.CTCLoss,
@@ -108,12 +118,20 @@ def losses() -> dict[str, Case]:
         ),
         "CosineEmbeddingLoss": Case(nn.CosineEmbeddingLoss, (VECTOR, VECTOR, signs(ROWS))),
         "CrossEntropyLoss": Case(nn.CrossEntropyLoss, (VECTOR, ids(6, ROWS))),
-        "GaussianNLLLoss": Case(nn.GaussianNLLLoss, (VECTOR, VECTOR, lambda g: shares(*VECTOR)(g) + 0.1)),
+        "GaussianNLLLoss": Case(
+            nn.GaussianNLLLoss, (VECTOR, VECTOR, lambda g: shares(*VECTOR)(g) + 0.1)
+        ),
         "HingeEmbeddingLoss": Case(nn.HingeEmbeddingLoss, (VECTOR, signs(*VECTOR))),
-        "KLDivLoss": Case(lambda: nn.KLDivLoss(reduction="batchmean"), (VECTOR, shares(*VECTOR)), log_shares),
-        "LinearCrossEntropyLoss": Case(lambda: nn.LinearCrossEntropyLoss(6, 5), (VECTOR, ids(5, ROWS))),
+        "KLDivLoss": Case(
+            lambda: nn.KLDivLoss(reduction="batchmean"), (VECTOR, shares(*VECTOR)), log_shares
+        ),
+        "LinearCrossEntropyLoss": Case(
+            lambda: nn.LinearCrossEntropyLoss(6, 5), (VECTOR, ids(5, ROWS))
+        ),
         "MarginRankingLoss": Case(nn.MarginRankingLoss, ((ROWS,), (ROWS,), signs(ROWS))),
-        "MultiLabelMarginLoss": Case(nn.MultiLabelMarginLoss, (VECTOR, lambda g: ids(6, *VECTOR)(g) - 1)),
+        "MultiLabelMarginLoss": Case(
+            nn.MultiLabelMarginLoss, (VECTOR, lambda g: ids(6, *VECTOR)(g) - 1)
+        ),
         "MultiLabelSoftMarginLoss": Case(nn.MultiLabelSoftMarginLoss, (VECTOR, shares(*VECTOR))),
         "MultiMarginLoss": Case(nn.MultiMarginLoss, (VECTOR, ids(6, ROWS))),
         "NLLLoss": Case(nn.NLLLoss, (VECTOR, ids(6, ROWS)), log_shares),
@@ -121,7 +139,9 @@ def losses() -> dict[str, Case]:
         "PoissonNLLLoss": Case(nn.PoissonNLLLoss, (VECTOR, shares(*VECTOR))),
         "SoftMarginLoss": Case(nn.SoftMarginLoss, (VECTOR, signs(*VECTOR))),
         "TripletMarginLoss": Case(nn.TripletMarginLoss, (VECTOR, VECTOR, VECTOR)),
-        "TripletMarginWithDistanceLoss": Case(nn.TripletMarginWithDistanceLoss, (VECTOR, VECTOR, VECTOR)),
+        "TripletMarginWithDistanceLoss": Case(
+            nn.TripletMarginWithDistanceLoss, (VECTOR, VECTOR, VECTOR)
+        ),
         "AdaptiveLogSoftmaxWithLoss": Case(
             lambda: nn.AdaptiveLogSoftmaxWithLoss(6, 12, [4, 8], 2.0), (VECTOR, ids(12, ROWS))
         ),
@@ -132,7 +152,8 @@ def layers() -> dict[str, Case]:
     """By the name of the class."""
     found = {name: Case(getattr(nn, name), (VECTOR,)) for name in PLAIN if name != "DataParallel"}
     found |= in_dimensions() | recurrent()
-    found |= {name: case for name, case in losses().items() if hasattr(nn, name)}  # torch 2.11 lacks one
+    # Torch 2.11 lacks one.
+    found |= {name: case for name, case in losses().items() if hasattr(nn, name)}
     attention = (ROWS, 5, 8)
     transformer = {"dim_feedforward": 12, "batch_first": True}
     return found | {
@@ -194,7 +215,9 @@ def layers() -> dict[str, Case]:
 
 
 class Scaled(nn.Module):
-    """A layer whose first input is scaled by numbers of the member's own, so that a layer without weights has some."""
+    """A layer whose first input is scaled by numbers of the member's own, so that a layer without
+    weights has some.
+    """
 
     def __init__(self, case: Case) -> None:
         super().__init__()

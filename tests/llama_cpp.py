@@ -1,4 +1,5 @@
-"""llama.cpp itself, on one thread of a CPU and in fp32 wherever it has the choice: the other side of law 11.
+"""llama.cpp itself, on one thread of a CPU and in fp32 wherever it has the choice: the other side
+of law 11.
 
 Usage: python tests/llama_cpp.py (answers questions from its standard input; `Apart` starts it)
 """
@@ -20,10 +21,14 @@ import pytest
 
 
 class LlamaCpp:
-    """A server of a GGUF file, for as long as the process lives; skips the test where the package is missing."""
+    """A server of a GGUF file, for as long as the process lives; skips the test where the package
+    is missing.
+    """
 
     def __init__(self, path: Path, context: int = 256, adapter: Path | None = None) -> None:
-        client = pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
+        client = pytest.importorskip(
+            "xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp"
+        )
         asked = client.CommonParams()
         asked.model.path = str(path)
         asked.n_ctx, asked.n_parallel, asked.n_gpu_layers, asked.n_threads_http = context, 1, 0, 1
@@ -35,19 +40,26 @@ class LlamaCpp:
         if adapter:
             asked.lora_adapters = [client.CommonAdapterLoraInfo(str(adapter))]
         self._server = client.Server(asked)
-        # Never destroyed: on a busy machine its destructor was seen to wait for its own thread for ever.
+        # Never destroyed: on a busy machine its destructor was seen to wait for its own thread for
+        # ever.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._server))
 
     def _ask(self, path: str, **body: Any) -> Any:
         address = self._server.listening_address + path
-        request = urllib.request.Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            address, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
         with urllib.request.urlopen(request, timeout=900) as answer:
             return json.load(answer)
 
-    def tokenize(self, texts: Sequence[str], separator: int, special: bool = False) -> list[list[int]]:
+    def tokenize(
+        self, texts: Sequence[str], separator: int, special: bool = False
+    ) -> list[list[int]]:
         """Ids of each text; `separator` is an id that none of them has."""
         mixed = [part for text in texts for part in (text, separator)]
-        ids = self._ask("/tokenize", content=mixed, add_special=False, parse_special=special)["tokens"]
+        ids = self._ask("/tokenize", content=mixed, add_special=False, parse_special=special)[
+            "tokens"
+        ]
         answers: list[list[int]] = [[]]
         for index in ids:
             if index == separator:
@@ -60,15 +72,27 @@ class LlamaCpp:
     def greedy(self, prompt: Sequence[int], tokens: int) -> dict[str, Any]:
         """Its answer to a prompt of ids: "tokens", "stop_type" and more."""
         return self._ask(
-            "/completion", prompt=list(prompt), n_predict=tokens, temperature=0, return_tokens=True, cache_prompt=False
+            "/completion",
+            prompt=list(prompt),
+            n_predict=tokens,
+            temperature=0,
+            return_tokens=True,
+            cache_prompt=False,
         )
 
     def drawn(
-        self, prompt: Sequence[int], count: int, among: Sequence[int], vocabulary: int, seed: int = 0
+        self,
+        prompt: Sequence[int],
+        count: int,
+        among: Sequence[int],
+        vocabulary: int,
+        seed: int = 0,
     ) -> tuple[list[int], list[list[float]]]:
-        """Draw tokens after a prompt; return them, and before each one the log-probabilities of all tokens.
+        """Draw tokens after a prompt; return them, and before each one the log-probabilities of all
+        tokens.
 
-        `among` are ids whose texts are whole characters: it reports nothing for a token that is a part of one.
+        `among` are ids whose texts are whole characters: it reports nothing for a token that is a
+            part of one.
         """
         never = [[index, False] for index in range(vocabulary) if index not in set(among)]
         answer = self._ask(
@@ -84,26 +108,36 @@ class LlamaCpp:
 
     def defaults(self) -> dict[str, Any]:
         """How it draws if a request does not say it."""
-        with urllib.request.urlopen(self._server.listening_address + "/props", timeout=900) as answer:
+        with urllib.request.urlopen(
+            self._server.listening_address + "/props", timeout=900
+        ) as answer:
             return json.load(answer)["default_generation_settings"]["params"]
 
     def rendered(self, messages: Sequence[dict[str, str]]) -> str:
-        """A chat as its own reading of the file's chat template writes it, up to where the answer begins."""
+        """A chat as its own reading of the file's chat template writes it, up to where the answer
+        begins.
+        """
         return self._ask("/apply-template", messages=list(messages))["prompt"]
 
     def answered(self, messages: Sequence[dict[str, str]], tokens: int) -> dict[str, Any]:
         """What it says to a chat."""
-        return self._ask("/v1/chat/completions", messages=list(messages), max_tokens=tokens, temperature=0)
+        return self._ask(
+            "/v1/chat/completions", messages=list(messages), max_tokens=tokens, temperature=0
+        )
 
 
 class Apart:
-    """llama.cpp in a process of its own, which some files make it abort; the next question then starts another one."""
+    """llama.cpp in a process of its own, which some files make it abort; the next question then
+    starts another one.
+    """
 
     def __init__(self) -> None:
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (as long as this object)
         self._process: subprocess.Popen[str] | None = None
 
-    def drawn(self, path: Path, context: int, **question: Any) -> tuple[list[int], list[list[float]]]:
+    def drawn(
+        self, path: Path, context: int, **question: Any
+    ) -> tuple[list[int], list[list[float]]]:
         """`LlamaCpp.drawn` of a file; raises OSError, which says why, if the file is not loaded."""
         if self._process is None:
             self._errors.truncate(0)
@@ -115,7 +149,9 @@ class Apart:
                 text=True,
             )
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"path": str(path), "context": context, **question}) + "\n")
+        self._process.stdin.write(
+            json.dumps({"path": str(path), "context": context, **question}) + "\n"
+        )
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
@@ -145,7 +181,9 @@ class Apart:
 
 
 def _answer_questions() -> None:
-    """Answer each line of the standard input with one of the standard output, which llama.cpp must not write to."""
+    """Answer each line of the standard input with one of the standard output, which llama.cpp must
+    not write to.
+    """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:

@@ -1,10 +1,12 @@
-"""How dense the package's code is, beside what it was and beside other projects. A mirror, not a limit.
+"""How dense the package's code is, beside what it was and beside other projects. A mirror, not a
+limit.
 
 Run: make marks          (ARGS=--record keeps today's figures, ARGS=--list names the places)
 
-Each figure counts something that makes code hard to read where it is misused: unrelated values on one line, conditions
-inside expressions, assignments that a reader must hunt for, lines that do not fit, formatting that was switched off,
-one name for several things. Some of each reads well; nothing is rewritten for a count.
+Each figure counts something that makes code hard to read where it is misused: unrelated values on
+one line, conditions inside expressions, assignments that a reader must hunt for, lines that do not
+fit, formatting that was switched off, one name for several things. Some of each reads well; nothing
+is rewritten for a count.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ SRC = ROOT / "src" / "monograph"
 RECORD = ROOT / "benchmarks" / "results" / "marks.json"
 WIDE = 110  # columns from which on a line counts as wide
 
-# Per 100 lines of code, and in all for the last two; counted in November 2026 in their main branches.
+# Per 100 lines of code, and in all for the last two; counted in November 2026 in their main
+# branches.
 ANCHORS: dict[str, tuple[float | None, ...]] = {
     "nanochat": (0.74, None, 1.5, 0.0, 3.7, 26.0, 0, None),
     "equinox": (0.03, None, 0.7, 0.01, 0.1, 11.0, 0, None),
@@ -57,7 +60,14 @@ TITLES = (
     "fmt: skip and fmt: off, in all",
     "public types of the same name, in all",
 )
-_NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+_NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
 
 
 class Place(NamedTuple):
@@ -83,17 +93,33 @@ def count(path: Path) -> Counted:
     text = path.read_text()
     tree = ast.parse(text)
     tokens = [*tokenize.generate_tokens(io.StringIO(text).readline)]
-    documented = {line for node in docstrings(tree) for line in range(node.lineno, (node.end_lineno or 0) + 1)}
+    documented = {
+        line for node in docstrings(tree) for line in range(node.lineno, (node.end_lineno or 0) + 1)
+    }
     code: set[int] = set()
     for token in tokens:
         if token.type not in _NO_CODE:
             code |= {*range(token.start[0], token.end[0] + 1)} - documented
     comments = [token for token in tokens if token.type == tokenize.COMMENT]
-    unformatted = [Place("unformatted", path, token.start[0]) for token in comments if "# fmt: " in token.string]
+    unformatted = [
+        Place("unformatted", path, token.start[0])
+        for token in comments
+        if "# fmt: " in token.string
+    ]
     lines = text.splitlines()
     wide = sum(len(lines[number - 1]) >= WIDE for number in code)
-    public = {node.name for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")}
-    return Counted(len(code), len(comments) - len(unformatted), wide, [*unformatted, *found(tree, path)], public)
+    public = {
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    }
+    return Counted(
+        len(code),
+        len(comments) - len(unformatted),
+        wide,
+        [*unformatted, *found(tree, path)],
+        public,
+    )
 
 
 def docstrings(tree: ast.Module) -> Iterator[ast.stmt]:
@@ -121,7 +147,9 @@ def found(tree: ast.Module, path: Path) -> Iterator[Place]:
 
 
 def marks_of(files: Iterable[Path]) -> tuple[Marks, list[Place], dict[str, list[str]]]:
-    """Return the figures of files, the places behind them, and the files of each name that stands for several types."""
+    """Return the figures of files, the places behind them, and the files of each name that stands
+    for several types.
+    """
     counted = {path: count(path) for path in files}
     places = [place for each in counted.values() for place in each.places]
     times = Counter(place.kind for place in places)
@@ -154,15 +182,27 @@ def table(now: Marks, before: dict[str, object] | None) -> Iterator[str]:
     heads = ["now", str(before["date"]) if before else "before", *ANCHORS]
     yield " " * 46 + "".join(f"{head:>12}" for head in heads)
     for index, title in enumerate(TITLES):
-        values = [now[index], then[index] if then else None, *(anchor[index] for anchor in ANCHORS.values())]
-        yield f"{title:46}" + "".join(f"{'' if value is None else f'{value:g}':>12}" for value in values)
+        values = [
+            now[index],
+            then[index] if then else None,
+            *(anchor[index] for anchor in ANCHORS.values()),
+        ]
+        yield f"{title:46}" + "".join(
+            f"{'' if value is None else f'{value:g}':>12}" for value in values
+        )
 
 
 def main() -> None:
     """Print the table; see the top."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", action="store_true", help=f"add today's figures to {RECORD.name}")
-    parser.add_argument("--list", metavar="KIND", help=f"name the places of {', '.join(Marks._fields)}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--record", action="store_true", help=f"add today's figures to {RECORD.name}"
+    )
+    parser.add_argument(
+        "--list", metavar="KIND", help=f"name the places of {', '.join(Marks._fields)}"
+    )
     given = parser.parse_args()
     now, places, shared = marks_of(sorted(SRC.rglob("*.py")))
     record: list[dict[str, object]] = json.loads(RECORD.read_text()) if RECORD.exists() else []

@@ -1,14 +1,17 @@
-"""The mutation score: of small faults put into the rooms that hold the equations, how many do the fast tests notice?
+"""The mutation score: of small faults put into the rooms that hold the equations, how many do the
+fast tests notice?
 
 Run: make mutants        (hours; ARGS='--room step --count 20' for less, --list to see what would be tried)
 
-cosmic-ray makes the faults (another operator, comparison, number, a loop that does not run, ...), each in a copy of the
-project. A sample is drawn by the seed, so many for each room; faults in annotations change nothing and are left out. A
-fault is noticed if a test of the room's fails, or does not end. The others are printed, for a person to judge: some
-change nothing that can be seen, for instance how fast it is.
+cosmic-ray makes the faults (another operator, comparison, number, a loop that does not run, ...),
+each in a copy of the project. A sample is drawn by the seed, so many for each room; faults in
+annotations change nothing and are left out. A fault is noticed if a test of the room's fails, or
+does not end. The others are printed, for a person to judge: some change nothing that can be seen,
+    for instance how fast it is.
 
-The tests are run once without a fault, to see which functions each of them calls and how long it takes. A fault in a
-function is tried by the tests that call it, the quickest first, and by the others only if these notice nothing.
+The tests are run once without a fault, to see which functions each of them calls and how long it
+takes. A fault in a function is tried by the tests that call it, the quickest first, and by the
+others only if these notice nothing.
 """
 
 from __future__ import annotations
@@ -158,7 +161,9 @@ def mutants(file: str) -> Iterator[Mutant]:
     for name in cosmic_ray.plugins.operator_names():
         kind = cosmic_ray.plugins.get_operator(name)
         if not kind.arguments():
-            places = [place for node in ast_nodes(tree) for place in kind().mutation_positions(node)]
+            places = [
+                place for node in ast_nodes(tree) for place in kind().mutation_positions(node)
+            ]
             yield from (Mutant(file, name, occurrence) for occurrence in range(len(places)))
 
 
@@ -187,7 +192,9 @@ def drawn(room: Room, count: int, draws: random.Random) -> dict[Mutant, str]:
 
 
 def function_of(line: int, code: str) -> int | None:
-    """Return the first line of the innermost function with this line; None if it runs when the file is imported."""
+    """Return the first line of the innermost function with this line; None if it runs when the file
+    is imported.
+    """
     within = [
         node
         for node in ast.walk(ast.parse(code))
@@ -200,7 +207,8 @@ def function_of(line: int, code: str) -> int | None:
 
 
 class Watched:
-    """A plugin of pytest that sees which functions of a package each test calls, and how long the test takes.
+    """A plugin of pytest that sees which functions of a package each test calls, and how long the
+    test takes.
 
     Attributes:
         seconds: of each test, by its id.
@@ -215,7 +223,9 @@ class Watched:
 
     def _note(self, frame: FrameType, event: str, argument: object) -> None:
         if frame.f_code.co_filename.startswith(self.package):
-            self._called.add((frame.f_code.co_filename.removeprefix(self.package), frame.f_code.co_firstlineno))
+            self._called.add(
+                (frame.f_code.co_filename.removeprefix(self.package), frame.f_code.co_firstlineno)
+            )
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
@@ -228,7 +238,10 @@ class Watched:
         finally:
             sys.settrace(None)
             threading.settrace(None)  # type: ignore[arg-type]
-            self.seconds[item.nodeid], self.calls[item.nodeid] = time.monotonic() - began, sorted(self._called)
+            self.seconds[item.nodeid], self.calls[item.nodeid] = (
+                time.monotonic() - began,
+                sorted(self._called),
+            )
 
 
 class Sound(NamedTuple):
@@ -238,7 +251,9 @@ class Sound(NamedTuple):
     calls: dict[str, list[tuple[str, int]]]
 
     def parted(self, file: str, function: int | None) -> tuple[list[str], list[str]]:
-        """Return the tests that call a function, the quickest first, and the others; None: all of them call it."""
+        """Return the tests that call a function, the quickest first, and the others; None: all of
+        them call it.
+        """
         ids = sorted(self.seconds, key=self.seconds.__getitem__)
         calls = {name: function is None or (file, function) in self.calls[name] for name in ids}
         return [name for name in ids if calls[name]], [name for name in ids if not calls[name]]
@@ -263,10 +278,21 @@ def outcome(copy: Path, tests: Sequence[str], limit_s: float, *, faulty: bool) -
         code = 1
         try:
             watched = Watched(copy / SRC)
-            options = ["-q", "-m", "not slow", "-p", "no:cacheprovider", *(["-x"] if faulty else [])]
+            options = [
+                "-q",
+                "-m",
+                "not slow",
+                "-p",
+                "no:cacheprovider",
+                *(["-x"] if faulty else []),
+            ]
             code = int(pytest.main([*options, *tests], plugins=[] if faulty else [watched]))
             if not faulty:
-                found = {"libraries": libraries(), "seconds": watched.seconds, "calls": watched.calls}
+                found = {
+                    "libraries": libraries(),
+                    "seconds": watched.seconds,
+                    "calls": watched.calls,
+                }
                 (copy / SOUND).write_text(json.dumps(found))
         finally:  # whatever a fault raises, the child must not go on as its parent
             os._exit(code)
@@ -289,15 +315,22 @@ def outcome(copy: Path, tests: Sequence[str], limit_s: float, *, faulty: bool) -
 
 def libraries() -> list[str]:
     """Return the modules of large libraries that are loaded, in the order in which they were."""
-    # Not transformers: it loads plugins of pytest, which then starts with a warning that its tests take for an error.
-    return [name for name in sys.modules if name.partition(".")[0] in ("torch", "numpy", "pydantic")]
+    # Not transformers: it loads plugins of pytest, which then starts with a warning that its tests
+    # take for an error.
+    return [
+        name for name in sys.modules if name.partition(".")[0] in ("torch", "numpy", "pydantic")
+    ]
 
 
 def sound(name: str, copy: Path) -> Sound:
     """Run a room's tests without a fault, and load what they load once for all children."""
     tests = [f"tests/{test}" for test in ROOMS[name].tests]
-    # Watching slows tests down, so one that bounds its time may fail here. That they are sound, they show unwatched.
-    if outcome(copy, tests, 3600, faulty=False) not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+    # Watching slows tests down, so one that bounds its time may fail here. That they are sound,
+    # they show unwatched.
+    if outcome(copy, tests, 3600, faulty=False) not in (
+        pytest.ExitCode.OK,
+        pytest.ExitCode.TESTS_FAILED,
+    ):
         sys.exit(f"{name}: its tests cannot be run without a fault")
     found = json.loads((copy / SOUND).read_text())
     for library in found["libraries"]:
@@ -317,14 +350,18 @@ def is_noticed(mutant: Mutant, line: int, room: Room, before: Sound, copy: Path)
         found = outcome(copy, tests, limit_s, faulty=True)
         if found == pytest.ExitCode.USAGE_ERROR:  # the fault changes the names of tests
             limit_s = PATIENCE * sum(before.seconds.values()) + 60
-            return outcome(copy, [f"tests/{test}" for test in room.tests], limit_s, faulty=True) != 0
+            return (
+                outcome(copy, [f"tests/{test}" for test in room.tests], limit_s, faulty=True) != 0
+            )
         if found != 0:
             return True
     return False
 
 
 def shown(mutant: Mutant, code: str) -> tuple[int, str]:
-    """Return the first line that the fault changes, and the fault in words: where, what it was, what it is."""
+    """Return the first line that the fault changes, and the fault in words: where, what it was,
+    what it is.
+    """
     before, after = (ROOT / SRC / mutant.file).read_text().splitlines(), code.splitlines()
     changes = [*difflib.unified_diff(before, after, n=0, lineterm="")][2:]
     number = changes[0].split()[1].lstrip("-").partition(",")[0]
@@ -337,7 +374,9 @@ def tried(name: str, count: int, seed: int, copy: Path) -> dict[str, object]:
     room, began = ROOMS[name], time.monotonic()
     before = sound(name, copy)
     if outcome(copy, list(before.seconds), 3600, faulty=True) != 0:
-        sys.exit(f"{name}: its tests fail without a fault, one by one, in a child that has the libraries")
+        sys.exit(
+            f"{name}: its tests fail without a fault, one by one, in a child that has the libraries"
+        )
     chosen, survivors = drawn(room, count, random.Random(f"{seed} {name}")), []
     for number, (mutant, code) in enumerate(chosen.items(), 1):
         target = copy / SRC / mutant.file
@@ -350,33 +389,46 @@ def tried(name: str, count: int, seed: int, copy: Path) -> dict[str, object]:
         target.write_text(without)
         if number % 10 == 0:
             left_s = (time.monotonic() - began) / number * (len(chosen) - number)
-            print(f"{name}: {number - len(survivors)} of {number} noticed, {left_s / 60:.0f} min left", flush=True)
+            print(
+                f"{name}: {number - len(survivors)} of {number} noticed, {left_s / 60:.0f} min left",
+                flush=True,
+            )
     return {"tried": len(chosen), "noticed": len(chosen) - len(survivors), "survivors": survivors}
 
 
 def main() -> None:
     """Try the rooms that are asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--room", action="append", choices=ROOMS, help="of these rooms only")
     parser.add_argument("--count", type=int, default=50, help="faults for each room")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the scores and what was not noticed as JSON")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write the scores and what was not noticed as JSON"
+    )
     parser.add_argument("--list", action="store_true", help="print the faults, and try none")
     asked = parser.parse_args()
     rooms = asked.room or list(ROOMS)
     if asked.list:
         for name in rooms:
-            for mutant, code in drawn(ROOMS[name], asked.count, random.Random(f"{asked.seed} {name}")).items():
+            for mutant, code in drawn(
+                ROOMS[name], asked.count, random.Random(f"{asked.seed} {name}")
+            ).items():
                 print(f"{name}: {shown(mutant, code)[1]}")
         return
     scores = dict[str, dict[str, object]]()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy = Path(folder, "project")
-        left_out = shutil.ignore_patterns(".venv", ".git", "__pycache__", ".*_cache", "runs", "shared")
+        left_out = shutil.ignore_patterns(
+            ".venv", ".git", "__pycache__", ".*_cache", "runs", "shared"
+        )
         shutil.copytree(ROOT, copy, ignore=left_out)
         for name in rooms:
             scores[name] = tried(name, asked.count, asked.seed, copy)
-            print(f"{name}: {scores[name]['noticed']} of {scores[name]['tried']} noticed", flush=True)
+            print(
+                f"{name}: {scores[name]['noticed']} of {scores[name]['tried']} noticed", flush=True
+            )
             if asked.out:
                 found = {
                     "schema": "monograph-mutants-1",

@@ -1,4 +1,6 @@
-"""README.md and docs/*.md as the tests read them: their blocks, the commands in them, and what these commands name."""
+"""README.md and docs/*.md as the tests read them: their blocks, the commands in them, and what
+these commands name.
+"""
 
 from __future__ import annotations
 
@@ -45,14 +47,23 @@ def typed(text: str) -> Iterator[str]:
 
 
 def commands(page: Path) -> list[str]:
-    """Each command of a page once: of its blocks, and of its sentences, unless something is left out of it (...).
+    """Each command of a page once: of its blocks, and of its sentences, unless something is left
+    out of it (...).
 
-    A file that its output goes to is no part of it, as the program would be given that as an argument.
+    A file that its output goes to is no part of it, as the program would be given that as an
+    argument.
     """
-    found = [command for block in blocks(page) if block.language != "python" for command in typed(block.text)]
+    found = [
+        command
+        for block in blocks(page)
+        if block.language != "python"
+        for command in typed(block.text)
+    ]
     prose = re.sub(r"^```.*?^```$|^ {4}[^\n]*$", "", page.read_text(), flags=re.S | re.M)
     said = (" ".join(each.split()) for each in re.findall(r"`([^`]+)`", prose))
-    found += [each for each in said if re.match(r"(monograph|torchrun|python|make|pip|pytest) \S", each)]
+    found += [
+        each for each in said if re.match(r"(monograph|torchrun|python|make|pip|pytest) \S", each)
+    ]
     found = [re.sub(r"^(monograph [^|]*) > \S+$", r"\1", each) for each in found]
     return [command for command in dict.fromkeys(found) if "..." not in command]
 
@@ -62,7 +73,9 @@ def files(folder: Path) -> None:
     for name in ("my_texts", "other_texts"):
         (folder / name).mkdir()
         for part in range(8):
-            (folder / name / f"{part}.txt").write_text(f"{name} {part}: the quick brown fox jumps.\n" * 40)
+            (folder / name / f"{part}.txt").write_text(
+                f"{name} {part}: the quick brown fox jumps.\n" * 40
+            )
     records = {
         "chats": '{"prompt": "What does NUMBER do?", "completion": "It jumps."}',
         "prompts": '{"prompt": "NUMBER + 0 =", "answer": "NUMBER"}',
@@ -75,7 +88,10 @@ def files(folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
     (folder / "prompts.txt").write_text("the quick\nbrown\n")
     (folder / "keys.txt").write_text("a key of more than 16 characters\n")
-    size = {"type": "object", "properties": {"legs": {"type": "integer", "minimum": 0, "maximum": 9}}}
+    size = {
+        "type": "object",
+        "properties": {"legs": {"type": "integer", "minimum": 0, "maximum": 9}},
+    }
     (folder / "cat.json").write_text(json.dumps(size | {"required": ["legs"]}))
     (folder / "run.toml").write_text("[train]\nupdates = 2\n")
     for page in PAGES:

@@ -1,11 +1,14 @@
-"""Takes pictures of all pages, at 1280 and 400 px, light and dark, and says what is wrong with those of reports.
+"""Takes pictures of all pages, at 1280 and 400 px, light and dark, and says what is wrong with
+those of reports.
 
     python tests/pictures.py FOLDER
 
-The pages are one of each kind of report, the endpoint's in both modes, and the first of the documentation, if
-`make site` has built it. tests/serve/test_page.py says what would be wrong with the endpoint's.
+The pages are one of each kind of report, the endpoint's in both modes, and the first of the
+documentation, if `make site` has built it. tests/serve/test_page.py says what would be wrong with
+the endpoint's.
 
-It ends with 1 if a text is below 10 px, cut, on another one or too pale, or a page wider than its window.
+It ends with 1 if a text is below 10 px, cut, on another one or too pale, or a page wider than its
+window.
 """
 
 from __future__ import annotations
@@ -47,7 +50,9 @@ def seen(scheme: str, folder: Path, paths: list[Path]) -> dict[str, dict[str, An
 
 
 def of_the_endpoint(folder: Path, scheme: str) -> None:
-    """Takes pictures of a chat that was answered, with its options, and of a text that was continued."""
+    """Takes pictures of a chat that was answered, with its options, and of a text that was
+    continued.
+    """
     server, visitor = StandIn(), Visitor(scheme)
     visitor.visit(server.url)
     visitor.wait("document.querySelector('#model').textContent === 'fox-tales@4000'")

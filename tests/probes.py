@@ -1,4 +1,6 @@
-"""Strings that tell ways of splitting text apart: scripts, cases, digits, spaces, contractions, marks, broken order."""
+"""Strings that tell ways of splitting text apart: scripts, cases, digits, spaces, contractions,
+marks, broken order.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ _PARTS = [
 
 
 def probes(count: int, seed: int = 0) -> list[str]:
-    """Each part alone, then one to twelve of them in random order, half of them without spaces between."""
+    """Each part alone, then one to twelve of them in random order, half of them without spaces
+    between.
+    """
     draws = random.Random(seed)
     made = list(_PARTS)
     while len(made) < count:

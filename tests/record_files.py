@@ -37,28 +37,60 @@ RECORDS: dict[str, tuple[Records, str]] = {
     "texts": (_each(lambda n: {"text": f"the text number {n}"}), "texts"),
     "messages": (_each(lambda n: {"messages": said(f"{n}?", f"yes {n}")}), "conversations"),
     "conversations": (_each(lambda n: {"conversations": _shared(n)}), "conversations"),
-    "prompt and completion": (_each(lambda n: {"prompt": f"{n}?", "completion": f"yes {n}"}), "conversations"),
+    "prompt and completion": (
+        _each(lambda n: {"prompt": f"{n}?", "completion": f"yes {n}"}),
+        "conversations",
+    ),
     "messages as completion": (
         _each(lambda n: {"prompt": said(f"{n}?"), "completion": _answer(f"yes {n}")}),
         "conversations",
     ),
-    "pairs of texts": (_each(lambda n: {"prompt": f"{n}=", "chosen": f"a{n}", "rejected": "no"}), "dpo"),
+    "pairs of texts": (
+        _each(lambda n: {"prompt": f"{n}=", "chosen": f"a{n}", "rejected": "no"}),
+        "dpo",
+    ),
     "pairs of messages": (
-        _each(lambda n: {"prompt": said(f"{n}?"), "chosen": _answer(f"a{n}"), "rejected": _answer("no")}),
+        _each(
+            lambda n: {
+                "prompt": said(f"{n}?"),
+                "chosen": _answer(f"a{n}"),
+                "rejected": _answer("no"),
+            }
+        ),
         "dpo",
     ),
     "pairs of chats": (
-        _each(lambda n: {"prompt": f"{n}?", "chosen": said(f"{n}?", "a"), "rejected": said(f"{n}?", "no")}),
+        _each(
+            lambda n: {
+                "prompt": f"{n}?",
+                "chosen": said(f"{n}?", "a"),
+                "rejected": said(f"{n}?", "no"),
+            }
+        ),
         "dpo",
     ),
-    "labelled texts": (_each(lambda n: {"prompt": f"{n}=", "completion": f"{n}", "label": n % 2 == 0}), "kto"),
-    "labelled messages": (
-        _each(lambda n: {"prompt": said(f"{n}?"), "completion": _answer(f"a{n}"), "label": n % 2 == 0}),
+    "labelled texts": (
+        _each(lambda n: {"prompt": f"{n}=", "completion": f"{n}", "label": n % 2 == 0}),
         "kto",
     ),
-    "labels of 0 and 1": (_each(lambda n: {"prompt": f"{n}=", "completion": f"{n}", "label": n % 2}), "kto"),
+    "labelled messages": (
+        _each(
+            lambda n: {"prompt": said(f"{n}?"), "completion": _answer(f"a{n}"), "label": n % 2 == 0}
+        ),
+        "kto",
+    ),
+    "labels of 0 and 1": (
+        _each(lambda n: {"prompt": f"{n}=", "completion": f"{n}", "label": n % 2}),
+        "kto",
+    ),
     "labels as texts": (
-        _each(lambda n: {"prompt": f"{n}=", "completion": f"{n}", "label": "true" if n % 2 else "false"}),
+        _each(
+            lambda n: {
+                "prompt": f"{n}=",
+                "completion": f"{n}",
+                "label": "true" if n % 2 else "false",
+            }
+        ),
         "kto",
     ),
 }
@@ -102,7 +134,11 @@ def _arrow(path: Path, records: Records, as_stream: bool) -> str:
 def _saved(folder: Path, records: Records) -> str:
     """A folder as `save_to_disk` of Hugging Face's datasets writes it."""
     _arrow(folder / "data-00000-of-00001.arrow", records, as_stream=True)
-    state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_fingerprint": "0", "_split": None}
+    state = {
+        "_data_files": [{"filename": "data-00000-of-00001.arrow"}],
+        "_fingerprint": "0",
+        "_split": None,
+    }
     (folder / "state.json").write_text(json.dumps(state))
     (folder / "dataset_info.json").write_text("{}")
     return str(folder)
@@ -110,7 +146,10 @@ def _saved(folder: Path, records: Records) -> str:
 
 def _two(folder: Path, records: Records) -> list[str]:
     """Two files, of which the second has the last two records."""
-    return [_written(folder / "a.jsonl", _lines(records[:-2])), _written(folder / "b.jsonl", _lines(records[-2:]))]
+    return [
+        _written(folder / "a.jsonl", _lines(records[:-2])),
+        _written(folder / "b.jsonl", _lines(records[-2:])),
+    ]
 
 
 # By name: a function of (folder, records) that writes them and returns the source.
@@ -118,12 +157,18 @@ SOURCES: dict[str, Callable[[Path, Records], Source]] = {
     "file": lambda folder, records: _written(folder / "a.jsonl", _lines(records)),
     "ndjson": lambda folder, records: _written(folder / "a.ndjson", _lines(records)),
     "gzip": lambda folder, records: _written(folder / "a.jsonl.gz", gzip.compress(_lines(records))),
-    "zstd": lambda folder, records: _written(folder / "a.jsonl.zst", zstandard.compress(_lines(records))),
-    "folder": lambda folder, records: _written(folder / "in" / "a.jsonl", _lines(records)) and str(folder / "in"),
+    "zstd": lambda folder, records: _written(
+        folder / "a.jsonl.zst", zstandard.compress(_lines(records))
+    ),
+    "folder": lambda folder, records: (
+        _written(folder / "in" / "a.jsonl", _lines(records)) and str(folder / "in")
+    ),
     "folder in a folder": lambda folder, records: (
         _written(folder / "in" / "deep" / "a.jsonl", _lines(records)) and str(folder / "in")
     ),
-    "pattern": lambda folder, records: _written(folder / "a.jsonl", _lines(records)) and str(folder / "*.jsonl"),
+    "pattern": lambda folder, records: (
+        _written(folder / "a.jsonl", _lines(records)) and str(folder / "*.jsonl")
+    ),
     "list": _two,
     "weight": lambda folder, records: _written(folder / "a.jsonl", _lines(records)) + "@2",
     "parquet": _parquet,
@@ -139,7 +184,9 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-THINKING = TEMPLATE.replace("{% for", "{% if enable_thinking %}<|im_start|>think<|im_end|>\n{% endif %}{% for", 1)
+THINKING = TEMPLATE.replace(
+    "{% for", "{% if enable_thinking %}<|im_start|>think<|im_end|>\n{% endif %}{% for", 1
+)
 
 
 def reader(folder: Path) -> Tokenizer:

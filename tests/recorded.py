@@ -1,4 +1,6 @@
-"""A state such as a run records in its checkpoints, for tests that need a run's folder and no training."""
+"""A state such as a run records in its checkpoints, for tests that need a run's folder and no
+training.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ import torch
 from monograph.session.session import random_state
 
 
-def recorded(recipe: dict[str, Any], model_config: dict[str, Any] | None, update: int) -> dict[str, Any]:
+def recorded(
+    recipe: dict[str, Any], model_config: dict[str, Any] | None, update: int
+) -> dict[str, Any]:
     return {
         "engine": {"index": update, "applied": update, "tokens": 8 * update, "skipped": 0},
         "data": {"seed": recipe["seed"], "rows": 2 * update},

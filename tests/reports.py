@@ -27,8 +27,19 @@ SUMMARY = {
     "dtype": "fp32", "eval_weights": "last", "passed_over": {"empty": 2},
 }  # fmt: skip
 MEMORY = {
-    "planned": {"weights": 9.4e6, "gradients": 9.4e6, "moments": 11e6, "activations": 92e6, "loss head": 21e6},
-    "measured": {"weights": 9.4e6, "gradients": 9.4e6, "moments": 11e6, "activations, loss head, workspace": 130e6},
+    "planned": {
+        "weights": 9.4e6,
+        "gradients": 9.4e6,
+        "moments": 11e6,
+        "activations": 92e6,
+        "loss head": 21e6,
+    },
+    "measured": {
+        "weights": 9.4e6,
+        "gradients": 9.4e6,
+        "moments": 11e6,
+        "activations, loss head, workspace": 130e6,
+    },
 }
 ORIGIN = [
     ("command", "monograph train my_texts/ --minutes 9 --out 'runs/first try'"),
@@ -46,7 +57,10 @@ def _rows(**columns: Callable[[float, float], float]) -> list[dict[str, Any]]:
     random, rows = np.random.default_rng(0), list[dict[str, Any]]()
     for update in range(1, UPDATES + 1):
         share, noise = update / UPDATES, random.normal(size=len(columns))
-        values = {key: float(value(share, n)) for (key, value), n in zip(columns.items(), noise, strict=True)}
+        values = {
+            key: float(value(share, n))
+            for (key, value), n in zip(columns.items(), noise, strict=True)
+        }
         rows.append({"update": update, "tokens": SIZE * update, "wall_s": 0.64 * update, **values})
     return rows
 
@@ -54,7 +68,11 @@ def _rows(**columns: Callable[[float, float], float]) -> list[dict[str, Any]]:
 def _rate(share: float, _: float) -> float:
     if share < 0.1:
         return 0.05 * share
-    return 6e-3 * (0.55 + 0.45 * math.cos(math.pi * min(share, 0.845))) * min(1.0, (1 - share) / 0.155 + 0.1)
+    return (
+        6e-3
+        * (0.55 + 0.45 * math.cos(math.pi * min(share, 0.845)))
+        * min(1.0, (1 - share) / 0.155 + 0.1)
+    )
 
 
 def _with(rows: list[dict[str, Any]], *more: dict[str, Any]) -> list[dict[str, Any]]:
@@ -64,7 +82,11 @@ def _with(rows: list[dict[str, Any]], *more: dict[str, Any]) -> list[dict[str, A
 def _scores(every: int = 60, **columns: Callable[[float], float]) -> list[dict[str, Any]]:
     at = [*range(every, UPDATES, every), UPDATES]
     return [
-        {"update": update, "tokens": SIZE * update, **{key: value(update / UPDATES) for key, value in columns.items()}}
+        {
+            "update": update,
+            "tokens": SIZE * update,
+            **{key: value(update / UPDATES) for key, value in columns.items()},
+        }
         for update in at
     ]
 
@@ -84,14 +106,20 @@ def rows_of_text() -> list[dict[str, Any]]:
     rows[300]["skipped"] = rows[301]["skipped"] = True
     rows[300]["grad_norm"] = 60.0
     scores = _scores(
-        eval_loss=lambda s: 3.9 + 4.5 * math.exp(-9 * s), eval_bits_per_byte=lambda s: 1.66 + 2.4 * math.exp(-8 * s)
+        eval_loss=lambda s: 3.9 + 4.5 * math.exp(-9 * s),
+        eval_bits_per_byte=lambda s: 1.66 + 2.4 * math.exp(-8 * s),
     )
     slower = {
         "update": 580,
         "tokens": SIZE * 580,
         "slower": {"tokens_per_s": 3400.0, "before": 4300.0, "why": "load 5"},
     }
-    return _with(rows, *[{**score, "eval_rows": 64} for score in scores], slower, {"update": 2, "memory": MEMORY})
+    return _with(
+        rows,
+        *[{**score, "eval_rows": 64} for score in scores],
+        slower,
+        {"update": 2, "memory": MEMORY},
+    )
 
 
 def of_run(folder: Path) -> str:
@@ -119,7 +147,10 @@ def of_chats(folder: Path) -> str:
     }
     rows = [row | gauges if row["update"] % 2 else row for row in rows]
     summary = SUMMARY | {"train_loss": 0.41, "eval_loss": 0.5}
-    samples = [(share, f"user\nWhat is {n} + 1?\nassistant\n{n + 1}") for n, share in enumerate((0.15, 0.5, 1.0))]
+    samples = [
+        (share, f"user\nWhat is {n} + 1?\nassistant\n{n + 1}")
+        for n, share in enumerate((0.15, 0.5, 1.0))
+    ]
     return run_page(folder, summary, _with(rows, *scores), About({}, samples, MOMENTS[1:2], ORIGIN))
 
 
@@ -132,11 +163,14 @@ def of_rewards(folder: Path) -> str:
         grad_norm=lambda _, n: abs(0.3 + 0.1 * n), tokens_per_s=lambda _, n: 1100 + 40 * n,
     )  # fmt: skip
     scores = _scores(
-        eval_reward=lambda s: 0.93 - 0.75 * math.exp(-5 * s), eval_pass_at_1=lambda s: 0.93 - 0.75 * math.exp(-5 * s)
+        eval_reward=lambda s: 0.93 - 0.75 * math.exp(-5 * s),
+        eval_pass_at_1=lambda s: 0.93 - 0.75 * math.exp(-5 * s),
     )
     summary = SUMMARY | {"train_loss": 0.0, "reward": 0.95, "reward_first": 0.2, "eval_reward": 0.93,
                          "eval_pass_at_1": 0.93, "drawn_minus_scored_max": 0.0, "promised_s": None}  # fmt: skip
-    samples = [(share, f"{n}7 + 25 =\n{n}2 (reward {share:g})") for n, share in enumerate((0.15, 0.5, 1.0))]
+    samples = [
+        (share, f"{n}7 + 25 =\n{n}2 (reward {share:g})") for n, share in enumerate((0.15, 0.5, 1.0))
+    ]
     return run_page(folder, summary, _with(rows, *scores), About({}, samples, MOMENTS[1:2], ORIGIN))
 
 
@@ -161,11 +195,19 @@ def of_preferences(folder: Path) -> str:
 def of_comparison(_: Path) -> str:
     first = rows_of_text()
     second = [
-        {**row, **{key: 0.97 * row[key] for key in ("train_loss", "eval_bits_per_byte", "lr") if key in row}}
+        {
+            **row,
+            **{
+                key: 0.97 * row[key]
+                for key in ("train_loss", "eval_bits_per_byte", "lr")
+                if key in row
+            },
+        }
         for row in first
     ]
     configs = [
-        f"[optim]\nlr = {rate}\nname = 'muon'\n\n[data]\nsource = {['<b>', 'a'][:1]}\n" for rate in (0.006, 0.0058)
+        f"[optim]\nlr = {rate}\nname = 'muon'\n\n[data]\nsource = {['<b>', 'a'][:1]}\n"
+        for rate in (0.006, 0.0058)
     ]
     sides = [
         Compared("runs/baseline", 2_361_024, 1.6611, 4328.7, [first], configs[0]),
@@ -174,7 +216,9 @@ def of_comparison(_: Path) -> str:
         Compared("out/folder", 4_722_048, 1.7, None, difference=0.0389, standard_error=0.05, pairs="31 documents",
                  verdict="no difference that could not be chance"),
     ]  # fmt: skip
-    return compare_page("runs/baseline, runs/with-idea and out/folder", "bits/byte", sides, ["one", HOSTILE])
+    return compare_page(
+        "runs/baseline, runs/with-idea and out/folder", "bits/byte", sides, ["one", HOSTILE]
+    )
 
 
 def of_sweep(folder: Path) -> str:
@@ -188,7 +232,10 @@ def of_sweep(folder: Path) -> str:
                          "values": values, "standing": standing})  # fmt: skip
         for seed, score in enumerate(values):
             losses = {"eval_loss": None if score is None else 1.9 * score, "train_loss": 4.2}
-            ended = {"diverged": 31 if score is None else None, "run": f"runs/a/members/{2 * place + seed:03}"}
+            ended = {
+                "diverged": 31 if score is None else None,
+                "run": f"runs/a/members/{2 * place + seed:03}",
+            }
             knobs = {"optim.lr": lr, "train.seed": seed}
             members.append({"knobs": knobs, "eval_bits_per_byte": score, **losses, **ended})
             rows = [{"update": 20 * i, "tokens": 40_960 * i, "eval_bits_per_byte": score + 6 / i**2, "eval_rows": 64}
@@ -196,7 +243,9 @@ def of_sweep(folder: Path) -> str:
             curves.append(({"lr": lr, "seed": seed}, rows))
     best = {"knobs": {"optim.lr": 4e-3}, "mean": 2.55, "unit": "bits/byte"}
     found = {"best": best, "members": members, "tokens_per_s": 12_000.0, "wall_s": 80.0}
-    found["advice"] = [{"text": "0.004 is better than 0.002.", "command": f"monograph sweep '{HOSTILE}'"}]
+    found["advice"] = [
+        {"text": "0.004 is better than 0.002.", "command": f"monograph sweep '{HOSTILE}'"}
+    ]
     drawings = drawings_of(settings, curves, "eval_bits_per_byte", "bits/byte")
     return sweep_page(folder, found, settings, drawings, ORIGIN)
 
@@ -208,7 +257,21 @@ def ladder() -> dict[str, Any]:
     numbers = {
         "eager": (900.0, 900.0, 0.9, 90e6, 5.8, 0.0, 2, 4, None, None, None, 6.0, 2.5),
         "compiled": (1800.0, 1800.0, 0.45, 70e6, 5.8, 40.0, 2, 4, "eager", 2.0, 0.78, 6.0, 2.5),
-        "recompute": (1200.0, 1200.0, 0.675, 2e9, 5.8, 30.0, 8, 1, "compiled", 0.667, 28.6, None, None),
+        "recompute": (
+            1200.0,
+            1200.0,
+            0.675,
+            2e9,
+            5.8,
+            30.0,
+            8,
+            1,
+            "compiled",
+            0.667,
+            28.6,
+            None,
+            None,
+        ),
         "fp8": (None,) * 13,
     }
     rungs = [
@@ -226,9 +289,13 @@ def of_ladder(_: Path) -> str:
 
 def of_profile(_: Path) -> str:
     parts = ("matmul", "optimizer", "elementwise")
-    kernels = [Kernel(part, 0.02 * i, 0.02 * i + 0.01, 1e6, 1e6, 0.0) for i, part in enumerate(parts)]
+    kernels = [
+        Kernel(part, 0.02 * i, 0.02 * i + 0.01, 1e6, 1e6, 0.0) for i, part in enumerate(parts)
+    ]
     machine = Machine(1e12, 1e11)
-    judged = verdict(spent(Timeline(0.0, 0.1, kernels, [])), kernels, machine, Situation(captured=False))
+    judged = verdict(
+        spent(Timeline(0.0, 0.1, kernels, [])), kernels, machine, Situation(captured=False)
+    )
     found = Profile(0.1, 0.12, 3, 4, machine, judged, Path("trace.json"))
     return profile_page("2026-11-20-1404", found, 1234.0, "[train]\n")
 

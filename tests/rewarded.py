@@ -58,7 +58,12 @@ class Scored:
 def prompts(*texts: str) -> Prompts:
     tokenizer = Tokenizer.bytes()
     made = [
-        Prompt(text, (tokenizer.bos_id, *tokenizer.encode(text)), {"prompt": text}, f"prompts.jsonl:{number}")
+        Prompt(
+            text,
+            (tokenizer.bos_id, *tokenizer.encode(text)),
+            {"prompt": text},
+            f"prompts.jsonl:{number}",
+        )
         for number, text in enumerate(texts, 1)
     ]
     longest = max(len(prompt.ids) for prompt in made)
@@ -99,7 +104,9 @@ def windows(options: Options = OPTIONS, **more: Any) -> Rollouts:
 
 
 def apart(rollouts: Rollouts) -> tuple[float, float]:
-    """The largest difference of scored and drawn log-probabilities since the last call, and their number."""
+    """The largest difference of scored and drawn log-probabilities since the last call, and their
+    number.
+    """
     totals = rollouts.drawer.engine.step.loss.totals  # type: ignore[attr-defined]
     _, largest, number = totals.tolist()[:3]
     totals.zero_()

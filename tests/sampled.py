@@ -1,4 +1,6 @@
-"""What the sampler's tests share: rows of requests, what a chain leaves of their logits, the chi-square of draws."""
+"""What the sampler's tests share: rows of requests, what a chain leaves of their logits, the
+chi-square of draws.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from monograph.decode.sampling import Sampling
 TRUNCATIONS = ("window", "search", "sort")
 
 
-def rows_of(samplings: Sequence[Sampling], vocabulary: int, chain: Chain | None = None, position: int = 7) -> Rows:
+def rows_of(
+    samplings: Sequence[Sampling], vocabulary: int, chain: Chain | None = None, position: int = 7
+) -> Rows:
     """One row per request, nothing drawn yet; the prompt holds every third id."""
     chain, count = chain or chain_of(samplings), len(samplings)
     knobs = new_knobs(chain, count, torch.device("cpu"))
@@ -54,8 +58,12 @@ def scattered(candidates: Candidates, like_BV: Tensor) -> Tensor:
     return torch.full_like(like_BV, -torch.inf).scatter(-1, ids_BN, masked_BN)
 
 
-def left(logits_BV: Tensor, options: Sampling, truncation: str = "sort", position: int = 7) -> tuple[Tensor, Tensor]:
-    """Scores after the chain, -inf where a token is dropped, [B, V]; and where the window held them all, [B]."""
+def left(
+    logits_BV: Tensor, options: Sampling, truncation: str = "sort", position: int = 7
+) -> tuple[Tensor, Tensor]:
+    """Scores after the chain, -inf where a token is dropped, [B, V]; and where the window held them
+    all, [B].
+    """
     rows = rows_of([options] * len(logits_BV), logits_BV.shape[1], position=position)
     candidates = narrowed(logits_BV, rows, chain_of([options]), truncation)  # type: ignore[arg-type]
     return scattered(candidates, logits_BV), candidates.held_B1[:, 0]
@@ -70,4 +78,6 @@ def chi_square_p(counts: Tensor, expected: Tensor, constraints: int = 1) -> floa
     counts, expected = counts[expected > 0], expected[expected > 0]
     statistic = ((counts - expected) ** 2 / expected).sum().double()
     freedom = max(1, len(expected) - constraints)
-    return float(torch.special.gammaincc(torch.tensor(freedom / 2, dtype=torch.float64), statistic / 2))
+    return float(
+        torch.special.gammaincc(torch.tensor(freedom / 2, dtype=torch.float64), statistic / 2)
+    )

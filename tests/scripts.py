@@ -24,9 +24,13 @@ def script(path: str) -> Any:
     return module
 
 
-def smoke(module: ModuleType, monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str) -> dict[str, Any]:
+def smoke(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str
+) -> dict[str, Any]:
     """What the main() of a benchmark writes, run small."""
-    monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", "--smoke", "--out", str(out), *arguments])
+    monkeypatch.setattr(
+        sys, "argv", [f"{module.__name__}.py", "--smoke", "--out", str(out), *arguments]
+    )
     module.main()
     found: dict[str, Any] = json.loads(out.read_text())
     return found

@@ -38,7 +38,9 @@ def small(tokenizer: Tokenizer, seed: int = 0) -> Llama:
 
 
 class Given(Source):
-    """A source whose versions are models of this process: `give` another, and it is loaded at the next look."""
+    """A source whose versions are models of this process: `give` another, and it is loaded at the
+    next look.
+    """
 
     def __init__(self, model: Llama, tokenizer: Tokenizer, rows: int) -> None:
         super().__init__("given", rows, print)
@@ -92,7 +94,10 @@ class Served:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         with suppress(RuntimeError):  # it has ended
             self.loop.call_soon_threadsafe(setattr, self.server, "should_exit", True)
@@ -127,12 +132,21 @@ class Served:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def ask(self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None) -> Answer:
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> Answer:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=HANG_S)
         try:
             connection.request(method, path, body, headers or {})
             answer = connection.getresponse()
-            content, found = answer.read(), {name.lower(): value for name, value in answer.getheaders()}
+            content, found = (
+                answer.read(),
+                {name.lower(): value for name, value in answer.getheaders()},
+            )
         finally:
             connection.close()
         try:
@@ -142,7 +156,9 @@ class Served:
 
     def post(self, path: str, body: dict[str, Any], **headers: str) -> Answer:
         named = body if "model" in body or not path.startswith("/v1") else {"model": LAST, **body}
-        headers = {"Content-Type": "application/json"} | {k.replace("_", "-"): v for k, v in headers.items()}
+        headers = {"Content-Type": "application/json"} | {
+            k.replace("_", "-"): v for k, v in headers.items()
+        }
         return self.ask("POST", path, json.dumps(named).encode(), headers)
 
     def texts(self, prompt: Any, **options: Any) -> list[str]:
@@ -156,13 +172,18 @@ class Served:
         assert answer.status == 200, answer.body
         *events, last, rest = answer.body.split("\n\n")
         assert (last, rest) == ("data: [DONE]", "")
-        return (json.loads(each.removeprefix("data: ")) for each in events if not each.startswith(":"))
+        return (
+            json.loads(each.removeprefix("data: ")) for each in events if not each.startswith(":")
+        )
 
     def idle(self) -> bool:
         """Whether nothing runs, waits or is kept for a request."""
         service = self.service
         lanes = service.owner._lanes.values()
-        return not any(lane.generator.busy or lane.texts for lane in lanes) and service.gate.waiting == 0
+        return (
+            not any(lane.generator.busy or lane.texts for lane in lanes)
+            and service.gate.waiting == 0
+        )
 
 
 class _Quiet(uvicorn.Server):

@@ -1,4 +1,6 @@
-"""Resident and streamed engines of one four-layer model, and everything that their training leaves behind."""
+"""Resident and streamed engines of one four-layer model, and everything that their training leaves
+behind.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "qwen3_5": {"model_type": "qwen3_5_text", "layer_types": ("linear_attention", FULL) * 2},
 }  # fmt: skip
-WHOLE = frozenset(f"{name}{scale}" for name in ("exp_avg", "exp_avg_sq", "momentum_buffer") for scale in ("", "_scale"))
+WHOLE = frozenset(
+    f"{name}{scale}"
+    for name in ("exp_avg", "exp_avg_sq", "momentum_buffer")
+    for scale in ("", "_scale")
+)
 # Stages are 0 before the blocks, 1 to 4 of one block each, 5 after them.
 PLACEMENTS: dict[str, Placement] = {
     "on the host": Placement(),
@@ -52,11 +58,15 @@ PLACEMENTS: dict[str, Placement] = {
     "next forward, offloaded": Placement(when="next forward", offload=True),
     "moments on disk": Placement(on_disk=WHOLE),
     "all on disk": Placement(when="next forward", on_disk=WHOLE | {"weights", "rest", "gradient"}),
-    "gradients on the device": Placement(on_device=frozenset((stage, "gradient") for stage in range(LAYERS + 2))),
+    "gradients on the device": Placement(
+        on_device=frozenset((stage, "gradient") for stage in range(LAYERS + 2))
+    ),
     "some stages on the device": Placement(
         when="next forward",
         offload=True,
-        on_device=frozenset((stage, name) for stage in (0, 2, 4) for name in ("weights", "rest", "gradient", *WHOLE)),
+        on_device=frozenset(
+            (stage, name) for stage in (0, 2, 4) for name in ("weights", "rest", "gradient", *WHOLE)
+        ),
     ),
     "updated on the host": Placement(where="host"),
     "updated on the host, next forward, in files": Placement(
@@ -67,12 +77,23 @@ PLACEMENTS: dict[str, Placement] = {
         where="host",
         on_device=frozenset(
             {(1, "weights"), (2, "gradient"), (4, "rest"), (5, "exp_avg")}
-            | {(stage, name) for stage in (0, 3) for name in ("weights", "rest", "gradient", *WHOLE)}
+            | {
+                (stage, name)
+                for stage in (0, 3)
+                for name in ("weights", "rest", "gradient", *WHOLE)
+            }
         ),
     ),
     "everywhere": Placement(
         on_device=frozenset(
-            {(1, "weights"), (2, "gradient"), (2, "weights"), (3, "exp_avg"), (4, "rest"), (5, "weights")}
+            {
+                (1, "weights"),
+                (2, "gradient"),
+                (2, "weights"),
+                (3, "exp_avg"),
+                (4, "rest"),
+                (5, "weights"),
+            }
         ),
         on_disk=frozenset({"exp_avg_sq", "gradient"}),
     ),
@@ -84,16 +105,21 @@ AT_ONCE: dict[str, Placement] = {
     "backward, updated on both": Placement(
         when="backward",
         where="host",
-        on_device=frozenset((stage, name) for stage in (2, 5) for name in ("weights", "rest", *WHOLE)),
+        on_device=frozenset(
+            (stage, name) for stage in (2, 5) for name in ("weights", "rest", *WHOLE)
+        ),
         on_disk=frozenset({"exp_avg"}),
     ),
     "backward, some stages on the device": Placement(
         when="backward",
-        on_device=frozenset((stage, name) for stage in (0, 2, 5) for name in ("weights", "rest", *WHOLE)),
+        on_device=frozenset(
+            (stage, name) for stage in (0, 2, 5) for name in ("weights", "rest", *WHOLE)
+        ),
     ),
 }
 EVERY = PLACEMENTS | AT_ONCE
-# Placements that together have every time and place of updates, every home, and every pair of these.
+# Placements that together have every time and place of updates, every home, and every pair of
+# these.
 DAY = {
     "on the host",
     "all on disk",
@@ -107,14 +133,18 @@ DAY = {
 
 def by_day(places: Iterable[str]) -> list[Any]:
     """The placements as parameters of a test, of which those that are not for the day are slow."""
-    return [place if place in DAY else pytest.param(place, marks=pytest.mark.slow) for place in places]
+    return [
+        place if place in DAY else pytest.param(place, marks=pytest.mark.slow) for place in places
+    ]
 
 
 def crossed(one: Iterable[Any], other: Iterable[Any], *day: Iterable[tuple[Any, Any]]) -> list[Any]:
     """All pairs as parameters of a test, of which those that are not for the day are slow."""
     chosen = list(itertools.chain(*day))
     marks = {True: (), False: pytest.mark.slow}
-    return [pytest.param(*pair, marks=marks[pair in chosen]) for pair in itertools.product(one, other)]
+    return [
+        pytest.param(*pair, marks=marks[pair in chosen]) for pair in itertools.product(one, other)
+    ]
 
 
 PRECISIONS = ("fp32", "bf16")
@@ -133,11 +163,16 @@ def arguments(precision: str | Precision = "fp32", **changes: Any) -> dict[str, 
 
 
 def resident(sizes: dict[str, Any] | None = None, **changes: Any) -> Resident:
-    return Resident(tiny_llama(**{"num_hidden_layers": LAYERS} | (sizes or {})), **arguments(**changes))
+    return Resident(
+        tiny_llama(**{"num_hidden_layers": LAYERS} | (sizes or {})), **arguments(**changes)
+    )
 
 
 def streamed(
-    sizes: dict[str, Any] | None = None, placement: Placement | None = None, blocks_per_stage: int = 1, **changes: Any
+    sizes: dict[str, Any] | None = None,
+    placement: Placement | None = None,
+    blocks_per_stage: int = 1,
+    **changes: Any,
 ) -> Streamed:
     """The other one; of a placement what the stages are there for."""
     sizes, placement = {"num_hidden_layers": LAYERS} | (sizes or {}), placement or Placement()
@@ -147,7 +182,9 @@ def streamed(
     return Streamed(tiny_llama(**sizes), **arguments(**changes))
 
 
-def windows(count: int = UPDATES, first: int = 0, rows: Callable[..., dict[str, Tensor]] = packed) -> list[Any]:
+def windows(
+    count: int = UPDATES, first: int = 0, rows: Callable[..., dict[str, Tensor]] = packed
+) -> list[Any]:
     """Windows of three micro-batches, the last one not full."""
     return [rows(ROWS, seed=seed) for seed in range(first, first + count)]
 
@@ -156,7 +193,9 @@ def flat(state: EngineState) -> dict[str, Tensor]:
     """Copies of a state's tensors and counters by name."""
     named = {f"model {name}": tensor.detach().clone() for name, tensor in state.model.items()}
     named |= {f"optimizer {name}": tensor.clone() for name, tensor in state.optimizer.items()}
-    return named | {f"scalar {name}": torch.as_tensor(value) for name, value in state.scalars.items()}
+    return named | {
+        f"scalar {name}": torch.as_tensor(value) for name, value in state.scalars.items()
+    }
 
 
 def trained(engine: Engine, batches: Iterable[Any]) -> dict[str, Tensor]:
@@ -170,22 +209,30 @@ def trained(engine: Engine, batches: Iterable[Any]) -> dict[str, Tensor]:
     return seen | flat(engine.state())
 
 
-# What resident engines left, by how they were made and what they were trained on: one resident run stands for all
-# placements.
+# What resident engines left, by how they were made and what they were trained on: one resident run
+# stands for all placements.
 _TWINS = dict[str, dict[str, Tensor]]()
 
 
 def twin(
     sizes: dict[str, Any] | None, batches: list[Any], capture: str | None = None, **changes: Any
 ) -> dict[str, Tensor]:
-    """What `resident(sizes, **changes)` leaves after the batches; each such run is made once in a process."""
+    """What `resident(sizes, **changes)` leaves after the batches; each such run is made once in a
+    process.
+    """
     made_with = {name: f"{type(value).__qualname__} {value}" for name, value in changes.items()}
     if "loss" in changes:
-        made_with["loss"] = type(changes["loss"]).__qualname__  # a function's own name would not say what it does
-        assert made_with["loss"] != "function", "give a loss that is an instance of a class of its own"
+        # A function's own name would not say what it does.
+        made_with["loss"] = type(changes["loss"]).__qualname__
+        assert made_with["loss"] != "function", (
+            "give a loss that is an instance of a class of its own"
+        )
     content = hashlib.sha256()
     for name, tensor in [item for batch in batches for item in sorted(batch.items())]:
-        content.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode() + tensor.contiguous().numpy().tobytes())
+        content.update(
+            f"{name} {tensor.dtype} {list(tensor.shape)}".encode()
+            + tensor.contiguous().numpy().tobytes()
+        )
     key = repr((sizes, capture, sorted(made_with.items()), content.hexdigest()))
     if key not in _TWINS:
         engine = resident(sizes, **changes)
@@ -197,7 +244,9 @@ def twin(
 
 @functools.cache
 def of_twin(follow: Callable[..., Any], *arguments: Any, **changes: Any) -> Any:
-    """What a function finds of `resident(**changes)`, which is the same for all placements: made once in a process."""
+    """What a function finds of `resident(**changes)`, which is the same for all placements: made
+    once in a process.
+    """
     return follow(resident(**changes), *arguments)
 
 
@@ -218,7 +267,9 @@ def same_bits(mine: Tensor, its: Tensor) -> bool:
 
 def files(folder: Path) -> dict[str, bytes]:
     return {
-        path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
     }
 
 

@@ -1,4 +1,5 @@
-"""A stub of a server: each token is one letter and takes 5 ms, and whoever finds all rows busy gets 429.
+"""A stub of a server: each token is one letter and takes 5 ms, and whoever finds all rows busy gets
+429.
 
 Run: python tests/stub_server.py FOLDER --port 8080 --rows 2
 """
@@ -24,15 +25,28 @@ async def complete(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
     count, streamed = body["max_tokens"], body.get("stream")
     usage = {"completion_tokens": count}
     if streamed:
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
     for index in range(count):
         await asyncio.sleep(TOKEN_S)
         if streamed:
-            writer.write(chunk(json.dumps({"choices": [{"text": chr(97 + index % 26)}], "usage": None})))
+            writer.write(
+                chunk(json.dumps({"choices": [{"text": chr(97 + index % 26)}], "usage": None}))
+            )
     if streamed:
-        writer.write(chunk(json.dumps({"choices": [], "usage": usage})) + chunk("[DONE]") + b"0\r\n\r\n")
+        writer.write(
+            chunk(json.dumps({"choices": [], "usage": usage})) + chunk("[DONE]") + b"0\r\n\r\n"
+        )
     else:
-        whole(writer, 200, {"choices": [{"text": "".join(chr(97 + i % 26) for i in range(count))}], "usage": usage})
+        whole(
+            writer,
+            200,
+            {
+                "choices": [{"text": "".join(chr(97 + i % 26) for i in range(count))}],
+                "usage": usage,
+            },
+        )
 
 
 def whole(writer: asyncio.StreamWriter, status: int, answer: dict[str, Any]) -> None:
@@ -46,7 +60,9 @@ async def serve(rows: int, reader: asyncio.StreamReader, writer: asyncio.StreamW
     """Answers the requests of one connection."""
     global busy
     while head := await reader.readuntil(b"\r\n\r\n"):
-        fields = dict(line.lower().split(": ", 1) for line in head.decode().splitlines()[1:] if line)
+        fields = dict(
+            line.lower().split(": ", 1) for line in head.decode().splitlines()[1:] if line
+        )
         body = json.loads(await reader.readexactly(int(fields.get("content-length", 0))) or b"{}")
         if head.startswith(b"GET"):
             whole(writer, 200, {"data": [{"id": "stub"}]})
@@ -76,4 +92,8 @@ async def main(port: int, rows: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[sys.argv.index("--port") + 1]), int(sys.argv[sys.argv.index("--rows") + 1])))
+    asyncio.run(
+        main(
+            int(sys.argv[sys.argv.index("--port") + 1]), int(sys.argv[sys.argv.index("--rows") + 1])
+        )
+    )

@@ -1,7 +1,8 @@
-"""A CPU that captures as a GPU does: the operators that work launches are written down, and replayed where they lie.
+"""A CPU that captures as a GPU does: the operators that work launches are written down, and
+replayed where they lie.
 
-As on a GPU a capture runs nothing, a replay runs no Python: it reads and writes the memory that the capture saw, and
-goes on with the numbers that the host had then.
+As on a GPU a capture runs nothing, a replay runs no Python: it reads and writes the memory that the
+capture saw, and goes on with the numbers that the host had then.
 """
 
 from __future__ import annotations
@@ -35,7 +36,11 @@ class Watched(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, seen: Callable[[Any, Any, Any, Any], None], before: Callable[[Any], None] = lambda _: None):
+    def __init__(
+        self,
+        seen: Callable[[Any, Any, Any, Any], None],
+        before: Callable[[Any], None] = lambda _: None,
+    ):
         super().__init__()
         self.seen, self.before = seen, before
 

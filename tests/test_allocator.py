@@ -1,4 +1,6 @@
-"""Run: pytest tests/test_allocator.py (freed memory stays with the process, unless the user says otherwise)."""
+"""Run: pytest tests/test_allocator.py (freed memory stays with the process, unless the user says
+otherwise).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ import sys
 
 import pytest
 
-# Takes and gives back 16 MB a few times, as a step's tensors do, and prints how many pages had to be fetched.
+# Takes and gives back 16 MB a few times, as a step's tensors do, and prints how many pages had to
+# be fetched.
 TAKES_AND_GIVES = """
 import ctypes, resource, sys
 from monograph.allocator import keep_freed_memory
@@ -33,7 +36,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 def faults(way: str, **environment: str) -> int:
     command = [sys.executable, "-c", TAKES_AND_GIVES, way]
-    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True, check=True
+    )
     return int(done.stdout)
 
 
@@ -42,4 +47,6 @@ def test_a_step_finds_its_memory_where_it_left_it() -> None:
     pages = 3 * 4 * 2**24 // 4096
     assert faults("given back") > pages / 2
     assert faults("kept") < pages / 100
-    assert faults("kept", MALLOC_TRIM_THRESHOLD_="131072") > pages / 2, "the user's own choice stays"
+    assert faults("kept", MALLOC_TRIM_THRESHOLD_="131072") > pages / 2, (
+        "the user's own choice stays"
+    )

@@ -94,13 +94,17 @@ def test_every_key_is_an_axis_or_has_a_reason() -> None:
 
 def test_points_are_the_product() -> None:
     axes = [Axis("optim.lr", (1.0, 2.0)), Axis("train.seed", (0, 1))]
-    assert points(axes) == [{"optim.lr": lr, "train.seed": seed} for lr in (1.0, 2.0) for seed in (0, 1)]
+    assert points(axes) == [
+        {"optim.lr": lr, "train.seed": seed} for lr in (1.0, 2.0) for seed in (0, 1)
+    ]
     assert points([]) == [{}]
 
 
 @pytest.mark.parametrize("text", ["0..100000000", "log:1..1e8:100000000"])
 def test_a_range_of_too_many_values_is_refused_before_it_is_made(text: str) -> None:
-    with pytest.raises(UsageError, match=r"train.seed=.*: 100,000,00[01] members; a sweep has 10,000 at most"):
+    with pytest.raises(
+        UsageError, match=r"train.seed=.*: 100,000,00[01] members; a sweep has 10,000 at most"
+    ):
         axes_of({"train.seed": text})
 
 
@@ -109,7 +113,11 @@ def test_so_are_too_many_points_but_not_samples_of_them() -> None:
     axes = axes_of(dict.fromkeys(("optim.lr", "optim.eps", "optim.weight_decay"), ten))[1]
     every = points(axes)
     some = points(axes, 7)
-    assert len(every) == 1000 and some == [point for point in every if point in some] and len(some) == 7
+    assert (
+        len(every) == 1000
+        and some == [point for point in every if point in some]
+        and len(some) == 7
+    )
     more = [*axes, *axes_of({"train.seed": "0..9", "optim.warmup_updates": "0..9"})[1]]
     with pytest.raises(UsageError, match="100,000 members; a sweep has 10,000 at most"):
         points(more)
@@ -117,7 +125,9 @@ def test_so_are_too_many_points_but_not_samples_of_them() -> None:
 
 
 def test_samples_are_the_same_each_time_and_have_every_seed() -> None:
-    _, axes = axes_of({"optim.lr": "log:1e-5..1e-1", "optim.weight_decay": "0,0.1", "train.seed": "0..2"})
+    _, axes = axes_of(
+        {"optim.lr": "log:1e-5..1e-1", "optim.weight_decay": "0,0.1", "train.seed": "0..2"}
+    )
     found = points(axes, 40)
     assert found == points(axes, 40)
     assert [point["train.seed"] for point in found] == [0, 1, 2] * 40
@@ -140,7 +150,9 @@ def test_samples_of_listed_values_are_different_points() -> None:
     [({"optim.lr": "log:1e-4..1e-2"}, None, "say how many values"), ({"train.seed": "0,1"}, 2, "give one"),
      ({"optim.lr": "1,2"}, 0, "above 0")],
 )  # fmt: skip
-def test_samples_that_cannot_be_drawn(axes: dict[str, str], samples: int | None, words: str) -> None:
+def test_samples_that_cannot_be_drawn(
+    axes: dict[str, str], samples: int | None, words: str
+) -> None:
     with pytest.raises(UsageError, match=words):
         points(axes_of(axes)[1], samples)
 
@@ -186,7 +198,9 @@ def test_an_axis_in_a_file_is_answered_with_how_it_is_typed(
     with pytest.raises(UsageError) as error:
         require_single_values(toml)
     key, _, text = typed.partition("=")
-    assert str(error.value).startswith(f"{toml}:2: {key} has several values") and str(error.value).endswith(f" {typed}")
+    assert str(error.value).startswith(f"{toml}:2: {key} has several values") and str(
+        error.value
+    ).endswith(f" {typed}")
     assert axes_of({key: text})[1]
 
 

@@ -1,7 +1,8 @@
-"""Run: pytest -m slow tests/test_blocks.py (every command of README.md and docs/*.md is typed, made small)
+"""Run: pytest -m slow tests/test_blocks.py (every command of README.md and docs/*.md is typed, made
+small)
 
-A command that is neither run nor listed here, with the reason, fails. That each is one that the program takes, whether
-it is run or not, test_readme.py says by day.
+A command that is neither run nor listed here, with the reason, fails. That each is one that the
+program takes, whether it is run or not, test_readme.py says by day.
 """
 
 from __future__ import annotations
@@ -53,7 +54,11 @@ REFUSED = {
 SMALLER = [
     (r"--minutes \S+", "--minutes 0.01", "a second instead of minutes"),
     (r"model\.preset=(1b|124m|micro)\b", "model.preset=nano", "a small model, by a CPU"),
-    (r"model\.preset=llama-179m", "model.preset=micro", "nano has no narrower model to take a rate from"),
+    (
+        r"model\.preset=llama-179m",
+        "model.preset=micro",
+        "nano has no narrower model to take a rate from",
+    ),
     (r"train\.(updates|epochs|tokens)=\w+", "train.updates=2", "seconds"),
     (r"train\.tokens_per_update=\w+", "train.tokens_per_update=128", "seconds"),
     (r"data\.sequence_length=\d{4}", "data.sequence_length=64", "few texts make few rows"),
@@ -77,7 +82,9 @@ DRAWN = {"RL_MAX_NEW_TOKENS": "4", "RL_PROMPTS": "2"}  # in the place of tokens
 
 
 def variables(command: str) -> dict[str, str]:
-    """The environment of a command: what goes on from something has its settings, and a folder its own model."""
+    """The environment of a command: what goes on from something has its settings, and a folder its
+    own model.
+    """
     begun = re.search(r"monograph (train|plan|profile|data|sweep [^-])", command)
     if not begun or re.search("--resume|--from (?!FOLDER)", command):
         return {}
@@ -85,12 +92,16 @@ def variables(command: str) -> dict[str, str]:
     if not re.search(r"model\.(init|preset)|data\.tokenizer|FOLDER", command):
         found |= NEW
     if "rl.reward" in command:
-        found = {name: value for name, value in found.items() if name != "TRAIN_TOKENS_PER_UPDATE"} | DRAWN
+        found = {
+            name: value for name, value in found.items() if name != "TRAIN_TOKENS_PER_UPDATE"
+        } | DRAWN
     return {f"MONOGRAPH_{name}": value for name, value in found.items()}
 
 
 def listed(command: str) -> str | None:
-    return next((reason for pattern, reason in NOT_RUN.items() if re.fullmatch(pattern, command)), None)
+    return next(
+        (reason for pattern, reason in NOT_RUN.items() if re.fullmatch(pattern, command)), None
+    )
 
 
 PAGE_OF = {command: page.stem for page in PAGES for command in commands(page)}
@@ -111,7 +122,11 @@ def prepared(server: CommandServer, tmp_path_factory: pytest.TempPathFactory) ->
     folders(here)
     for seed, name in enumerate(("RUN", "other/RUN", "third/RUN")):
         run(server, here, f"monograph train my_texts train.seed={seed} --out {name}")
-    run(server, here, "monograph sweep my_texts optim.lr=1e-3,3e-3,1e-2 train.seed=0,1 --out SWEEP --distill")
+    run(
+        server,
+        here,
+        "monograph sweep my_texts optim.lr=1e-3,3e-3,1e-2 train.seed=0,1 --out SWEEP --distill",
+    )
     shutil.copytree(here / "SWEEP", here / "runs" / "my_sweep", symlinks=True)
     going_on(server, here, "my_texts train.parallel=none", "runs/a")
     going_on(server, here, "my_texts", "runs/2026-01-01-1200")
@@ -123,13 +138,19 @@ def prepared(server: CommandServer, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def folders(here: Path) -> None:
-    """FOLDER speaks a chat template; BASE has its tokens but those of the template; and a file of torch.save."""
+    """FOLDER speaks a chat template; BASE has its tokens but those of the template; and a file of
+    torch.save.
+    """
     tokenizer = speaking(here / "FOLDER", "chatml")
     content = json.loads(tokenizer.to_json())
-    content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] not in CONTROLS]
+    content["added_tokens"] = [
+        token for token in content["added_tokens"] if token["content"] not in CONTROLS
+    ]
     torch.manual_seed(0)
     for name, own in (("FOLDER", tokenizer), ("BASE", Tokenizer(content, "base"))):
-        config = mono.LlamaConfig.preset("nano", vocab_size=own.vocab_size, max_position_embeddings=256)
+        config = mono.LlamaConfig.preset(
+            "nano", vocab_size=own.vocab_size, max_position_embeddings=256
+        )
         mono.save(mono.Llama(config), here / f"{name}-saved", own)
         for file in (here / name).glob("*"):
             shutil.copy(file, here / f"{name}-saved")
@@ -143,7 +164,9 @@ def folders(here: Path) -> None:
 
 def going_on(server: CommandServer, here: Path, settings: str, name: str) -> None:
     """A run that was killed after its second update."""
-    words = shlex.split(f"train {settings} train.updates=40 train.save_every=1 train.keep=99 --out {name}")
+    words = shlex.split(
+        f"train {settings} train.updates=40 train.save_every=1 train.keep=99 --out {name}"
+    )
     environment = variables("monograph train " + settings) | {"MONOGRAPH_TRAIN_UPDATES": "40"}
     command = server.start(here, *words, env=environment, figures=0)
     command.until(lambda: any((here / name / "checkpoints").glob("step-00000002")))
@@ -169,7 +192,9 @@ def test_a_command_of_the_pages_does_what_it_says(
     if "last/" in command or "--verify" in command:
         sweep(server, here)
     done = carried_out(server, here, command)
-    refusal = next((words for pattern, words in REFUSED.items() if re.fullmatch(pattern, command)), None)
+    refusal = next(
+        (words for pattern, words in REFUSED.items() if re.fullmatch(pattern, command)), None
+    )
     refused = refusal is not None and done.code == 2 and refusal in done.err
     assert done.code == 0 or refused, f"{page}: {command}: {done.code}: {done.err[-3000:]}"
 
@@ -199,8 +224,12 @@ def carried_out(server: CommandServer, here: Path, command: str) -> Done:
 def test_each_command_is_run_or_listed() -> None:
     """And what is listed, refused or made smaller is there."""
     programs = ("monograph ", "torchrun ", "python ")
-    assert not [command for command in ALL if not command.startswith(programs) and not listed(command)]
-    named = [path for reason in NOT_RUN.values() for path in re.findall(r"tests/[\w/]+\.py", reason)]
+    assert not [
+        command for command in ALL if not command.startswith(programs) and not listed(command)
+    ]
+    named = [
+        path for reason in NOT_RUN.values() for path in re.findall(r"tests/[\w/]+\.py", reason)
+    ]
     assert named and all((ROOT / path).exists() for path in named)
     for pattern in (*NOT_RUN, *REFUSED):
         assert any(re.fullmatch(pattern, command) for command in ALL), pattern

@@ -61,7 +61,11 @@ def test_each_cards_rates_keep_the_ratios_of_its_tensor_cores() -> None:
 @pytest.mark.parametrize("name", ["4090", "rtx 4090", "NVIDIA GeForce RTX 4090", "RTX-4090"])
 def test_a_card_is_found_however_it_is_spelled(name: str) -> None:
     card = device.named(name)
-    assert (card.name, card.type, card.memory_bytes) == ("NVIDIA GeForce RTX 4090", "cuda", 24 * 2**30)
+    assert (card.name, card.type, card.memory_bytes) == (
+        "NVIDIA GeForce RTX 4090",
+        "cuda",
+        24 * 2**30,
+    )
     assert card.peak_flops["bf16"] == 165.2e12 and card.bandwidth_bytes_per_s == 1.008e12
 
 

@@ -1,4 +1,6 @@
-"""Run: pytest tests/test_clip.py (updates that stand out are skipped, by a rule that they cannot move)."""
+"""Run: pytest tests/test_clip.py (updates that stand out are skipped, by a rule that they cannot
+move).
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ class ByHand:
 
 
 def a_run(seed: int) -> list[tuple[float, float]]:
-    """(norm, loss) of 500 updates, falling, some of them spikes of one kind or of both, some not finite."""
+    """(norm, loss) of 500 updates, falling, some of them spikes of one kind or of both, some not
+    finite.
+    """
     draws, found = random.Random(seed), []
     for index in range(500):
         norm, loss = (
@@ -85,7 +89,12 @@ def a_run(seed: int) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_rule_is_the_one_by_hand(seed: int) -> None:
-    by_hand, recent, applied, skipped = ByHand(), torch.zeros(2, WINDOW, dtype=torch.float64), torch.tensor(0), 0
+    by_hand, recent, applied, skipped = (
+        ByHand(),
+        torch.zeros(2, WINDOW, dtype=torch.float64),
+        torch.tensor(0),
+        0,
+    )
     for norm, loss in a_run(seed):
         found = looked_at(*(torch.tensor(each, dtype=torch.float64) for each in (norm, loss)))
         finite = torch.tensor(math.isfinite(norm) and math.isfinite(loss))
@@ -99,7 +108,9 @@ def test_the_rule_is_the_one_by_hand(seed: int) -> None:
 
 
 def test_members_are_judged_by_their_own_past() -> None:
-    """Numbers of N members give what each gives alone, remembered numbers included, near the limits, too."""
+    """Numbers of N members give what each gives alone, remembered numbers included, near the
+    limits, too.
+    """
     draws = torch.Generator().manual_seed(0)
     scales = torch.tensor([1.0, 5.0, 50.0], dtype=torch.float64).view(3, 1, 1)
     recent = scales * (1.0 + 0.2 * torch.randn(3, 2, WINDOW, dtype=torch.float64, generator=draws))
@@ -127,7 +138,9 @@ def test_a_run_that_hardly_varies_takes_steps_of_six_times_a_hundredth() -> None
     ("precision", "dtype", "moved"),
     [("bf16", torch.float32, True), ("bf16", torch.float64, False), ("fp32", torch.float32, False)],
 )
-def test_weights_are_made_splittable_in_bf16(precision: str, dtype: torch.dtype, moved: bool) -> None:
+def test_weights_are_made_splittable_in_bf16(
+    precision: str, dtype: torch.dtype, moved: bool
+) -> None:
     odd = torch.tensor(1.0 + 2**-8, dtype=dtype)  # halfway between two numbers of bf16
     param = odd.clone()
     make_splittable_(param, Precision(precision))
@@ -147,7 +160,13 @@ def test_the_largest_rate_has_no_product_above_the_bound() -> None:
 
 def test_a_count_of_nothing_divides_nothing() -> None:
     counts = [0.0, 0.25, 1.0, 3.0, 1e9]
-    assert reciprocal(torch.tensor(counts, dtype=torch.float64)).tolist() == [1.0, 4.0, 1.0, 1 / 3, 1e-9]
+    assert reciprocal(torch.tensor(counts, dtype=torch.float64)).tolist() == [
+        1.0,
+        4.0,
+        1.0,
+        1 / 3,
+        1e-9,
+    ]
 
 
 def test_no_number_of_spikes_widens_what_is_accepted() -> None:
@@ -163,11 +182,15 @@ def test_no_number_of_spikes_widens_what_is_accepted() -> None:
 def spike() -> dict[str, torch.Tensor]:
     """Wrong targets of an almost finished model are what no update before was like."""
     window = ragged(4)
-    return window | {"targets": torch.where(window["targets"] >= 0, (window["targets"] + 7) % 61, -100)}
+    return window | {
+        "targets": torch.where(window["targets"] >= 0, (window["targets"] + 7) % 61, -100)
+    }
 
 
 def engine(clip: Clip, backend: Any = None) -> Resident:
-    made = Resident(tiny_llama(num_hidden_layers=1), loss=token_loss, optim=AdamW(lr=3e-3), clip=clip)
+    made = Resident(
+        tiny_llama(num_hidden_layers=1), loss=token_loss, optim=AdamW(lr=3e-3), clip=clip
+    )
     if backend:
         captured_to_train(made, ragged(4), backend)
     return made
@@ -213,7 +236,9 @@ def test_what_is_remembered_is_part_of_the_state() -> None:
     with pytest.raises(InputRefused, match="the saved state lacks 'recent'"):
         second.load_state(replace(state, scalars=without))
     for wrong in (None, "x", [0.0], [[1.0] * WINDOW] * 3, {"a": 1}):
-        with pytest.raises(InputRefused, match=rf"'recent' does not fit: expected .*float64 .* of \[2, {WINDOW}\]"):
+        with pytest.raises(
+            InputRefused, match=rf"'recent' does not fit: expected .*float64 .* of \[2, {WINDOW}\]"
+        ):
             second.load_state(replace(state, scalars={**state.scalars, "recent": wrong}))
 
 
@@ -222,13 +247,17 @@ def test_what_the_key_says() -> None:
         given = {"optim.grad_clip": value} | {f"optim.{key}": each for key, each in more.items()}
         return resolve(load(None, given, {}), describe()).training.clip
 
-    assert of(0.5) == Clip(0.5, skip_spikes=True) and resolve(load(None, {}, {}), describe()).training.clip == Clip(
-        1.0, skip_spikes=True
-    )
+    assert of(0.5) == Clip(0.5, skip_spikes=True) and resolve(
+        load(None, {}, {}), describe()
+    ).training.clip == Clip(1.0, skip_spikes=True)
     assert of(0.5, skip_spikes=False) == Clip(0.5) and of("none") is None
     assert of(0.5, skip_spikes=True) == of(0.5, skip_spikes="auto") == of(0.5)
     for wrong in ("0", "1:", "-1", "all"):
-        with pytest.raises(UsageError, match="optim.grad_clip = .*: expected a number above 0, or none"):
+        with pytest.raises(
+            UsageError, match="optim.grad_clip = .*: expected a number above 0, or none"
+        ):
             of(wrong)
-    with pytest.raises(UsageError, match="optim.skip_spikes = true is of gradients that are clipped"):
+    with pytest.raises(
+        UsageError, match="optim.skip_spikes = true is of gradients that are clipped"
+    ):
         require_together(load(None, {"optim.grad_clip": "none", "optim.skip_spikes": True}, {}))

@@ -1,4 +1,6 @@
-"""Run: pytest -m slow tests/test_coming_from.py (docs/coming_from.md: what it says is the same run is the same run)"""
+"""Run: pytest -m slow tests/test_coming_from.py (docs/coming_from.md: what it says is the same run
+is the same run)
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,15 @@ def command(section: str) -> list[str]:
 
 
 def examples(here: Path) -> list[dict[str, Any]]:
-    """The rows of the run's updates in their order, as Trainer takes them: targets are shifted by the model."""
+    """The rows of the run's updates in their order, as Trainer takes them: targets are shifted by
+    the model.
+    """
     data = mono.corpus(
-        here / "my_texts", tokenizer=here / "FOLDER", sequence_length=LENGTH, held_out=0, packing="padded"
+        here / "my_texts",
+        tokenizer=here / "FOLDER",
+        sequence_length=LENGTH,
+        held_out=0,
+        packing="padded",
     )
     windows = data.batches(tokens_per_update=ROWS * LENGTH, seed=0)
     found = []
@@ -48,17 +56,29 @@ def examples(here: Path) -> list[dict[str, Any]]:
             row = torch.zeros(LENGTH + 1, dtype=torch.long)
             row[: there + 1] = torch.cat([tokens[:there], targets[there - 1 : there]])
             mask = torch.arange(LENGTH + 1) <= there
-            found.append({"input_ids": row, "attention_mask": mask.long(), "labels": row.masked_fill(~mask, -100)})
+            found.append(
+                {
+                    "input_ids": row,
+                    "attention_mask": mask.long(),
+                    "labels": row.masked_fill(~mask, -100),
+                }
+            )
     return found
 
 
 @pytest.mark.slow(reason="a run of transformers' Trainer")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("changed", [{}, {"weight_decay": 0.1}, {"lr_scheduler_type": "constant"}], ids=str)
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)
+@pytest.mark.parametrize(
+    "changed", [{}, {"weight_decay": 0.1}, {"lr_scheduler_type": "constant"}], ids=str
+)
 def test_a_run_of_trainers_is_that_run(
     server: CommandServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]
 ) -> None:
-    """Losses and gradient norms of every update: 1e-5 relative in fp32, though rows have different lengths."""
+    """Losses and gradient norms of every update: 1e-5 relative in fp32, though rows have different
+    lengths.
+    """
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     files(tmp_path)
@@ -66,10 +86,15 @@ def test_a_run_of_trainers_is_that_run(
         text = f"{number}: the quick brown fox jumps.\n" * (1 + number)
         (tmp_path / "my_texts" / f"{number}.txt").write_text(text)
     tokenizer = Tokenizer.bytes()
-    config = mono.LlamaConfig.preset("nano", vocab_size=tokenizer.vocab_size, max_position_embeddings=LENGTH + 1)
+    config = mono.LlamaConfig.preset(
+        "nano", vocab_size=tokenizer.vocab_size, max_position_embeddings=LENGTH + 1
+    )
     mono.save(mono.Llama(config, seed=0), tmp_path / "FOLDER", tokenizer)
 
-    ours = {"weight_decay": "optim.weight_decay=0.1", "lr_scheduler_type": "optim.schedule=constant"}
+    ours = {
+        "weight_decay": "optim.weight_decay=0.1",
+        "lr_scheduler_type": "optim.schedule=constant",
+    }
     words = over(command("Trainer"), *(ours[key] for key in changed))
     done = server.run(tmp_path, *words, "--out", "run", figures=0)
     assert done.code == 0, done.err
@@ -86,11 +111,15 @@ def test_a_run_of_trainers_is_that_run(
         transformers.TrainingArguments(**settings | changed),
         train_dataset=examples(tmp_path),
     )
-    monkeypatch.setattr(trainer, "_get_train_sampler", lambda *_: None)  # the rows come in the order of the run
+    # The rows come in the order of the run.
+    monkeypatch.setattr(trainer, "_get_train_sampler", lambda *_: None)
     trainer.train()
     theirs = [row for row in trainer.state.log_history if "grad_norm" in row]
     assert len(rows) == len(theirs) == UPDATES
     for mine, other in zip(rows, theirs, strict=True):
         assert mine["train_loss"] == pytest.approx(other["loss"], rel=1e-5), (mine, other)
         assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4), (mine, other)
-        assert mine["lr"] == pytest.approx(other["learning_rate"], rel=1e-6, abs=1e-12), (mine, other)
+        assert mine["lr"] == pytest.approx(other["learning_rate"], rel=1e-6, abs=1e-12), (
+            mine,
+            other,
+        )

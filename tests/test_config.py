@@ -26,13 +26,17 @@ from monograph.errors import InputRefused, MonographError, UsageError
 from monograph.model.config import LlamaConfig
 
 
-def settings_of(toml: str = "", environment: dict[str, str] | None = None, **overrides: Any) -> Settings:
+def settings_of(
+    toml: str = "", environment: dict[str, str] | None = None, **overrides: Any
+) -> Settings:
     """Settings from TOML text, an environment, and overrides such as `optim__lr="3e-4"`."""
     path = None
     if toml:
         path = Path("run.toml")
         path.write_text(toml)
-    return load(path, {key.replace("__", "."): value for key, value in overrides.items()}, environment or {})
+    return load(
+        path, {key.replace("__", "."): value for key, value in overrides.items()}, environment or {}
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -81,13 +85,18 @@ def test_flag_over_environment_over_toml_over_default() -> None:
 )
 def test_text_from_a_shell_is_read_as_its_type(key: str, text: str, value: object) -> None:
     assert load(None, {key: text}, {}).values()[key] == value
-    assert load(None, {}, {f"MONOGRAPH_{key.replace('.', '_').upper()}": text}).values()[key] == value
+    assert (
+        load(None, {}, {f"MONOGRAPH_{key.replace('.', '_').upper()}": text}).values()[key] == value
+    )
 
 
 @pytest.mark.parametrize(
     ("toml", "parts"),
     [
-        ('[optim]\n\nlr = "3e-4"', ["run.toml:3", "optim.lr", '"3e-4"', "a number above 0", "without quotes"]),
+        (
+            '[optim]\n\nlr = "3e-4"',
+            ["run.toml:3", "optim.lr", '"3e-4"', "a number above 0", "without quotes"],
+        ),
         ('[train]\nseed = "1"', ["run.toml:2", "train.seed", "without quotes"]),
         ('[train]\nupdates = "100"', ["train.updates", "without quotes"]),
         ("[train]\nseed = -1", ["train.seed = -1", "a whole number, 0 or more"]),
@@ -111,11 +120,23 @@ def test_text_from_a_shell_is_read_as_its_type(key: str, text: str, value: objec
         ("[train]\nzzz = 1", ["train.zzz", "[train] has updates, tokens"]),
         ("[zzz]\nzzz = 1", ["zzz.zzz", "the sections are model, data"]),
         ("[train]\nseed 1", ["run.toml:2: not TOML", "write seed = 1"]),
-        ("[model]\nhidden_size = 64", ["model.hidden_size", "model.num_hidden_layers", "model.num_attention_heads"]),
-        ("[model]\ninit = 'x'\nhidden_size = 64", ["run.toml:3", "model.hidden_size", "model.init"]),
-        ("[model]\ninit = 'x'\npreset = 'nano'", ["model.preset and model.init exclude each other"]),
+        (
+            "[model]\nhidden_size = 64",
+            ["model.hidden_size", "model.num_hidden_layers", "model.num_attention_heads"],
+        ),
+        (
+            "[model]\ninit = 'x'\nhidden_size = 64",
+            ["run.toml:3", "model.hidden_size", "model.init"],
+        ),
+        (
+            "[model]\ninit = 'x'\npreset = 'nano'",
+            ["model.preset and model.init exclude each other"],
+        ),
         ("[train]\nupdates = 1\ntokens = 1", ["train.updates and train.tokens exclude each other"]),
-        ("[model]\ninit = 'x'\nfamily = 'qwen3'", ["run.toml:3", "model.family is that of a new model", "give one"]),
+        (
+            "[model]\ninit = 'x'\nfamily = 'qwen3'",
+            ["run.toml:3", "model.family is that of a new model", "give one"],
+        ),
         (
             "[train]\ntokens_per_update = 128\n[data]\nsequence_length = 256",
             ["train.tokens_per_update = 128", "data.sequence_length = 256"],
@@ -165,7 +186,11 @@ def test_a_stronger_source_replaces_the_other_budget() -> None:
 REPLACED = [
     ('[data]\nsource = ["a", "b"]\nweights = [2, 1]', {"data.source": "c"}, "data.weights"),
     ('[data]\ntokenizer = "bpe"\nvocab_size = 300', {"data.tokenizer": "bytes"}, "data.vocab_size"),
-    ('[optim]\nschedule = "wsd"\nmin_lr_ratio = 0.1', {"optim.schedule": "constant"}, "optim.min_lr_ratio"),
+    (
+        '[optim]\nschedule = "wsd"\nmin_lr_ratio = 0.1',
+        {"optim.schedule": "constant"},
+        "optim.min_lr_ratio",
+    ),
     ('[rl]\nreward = "regex"\nreward_regex = "a"', {"rl.reward": "number"}, "rl.reward_regex"),
     ('[rl]\nanswer_regex = "a"', {"rl.answer_schema": "s.json"}, "rl.answer_regex"),
     ('[prefer]\nloss = "simpo"\ngamma = 0.5', {"prefer.loss": "dpo"}, "prefer.gamma"),
@@ -176,7 +201,10 @@ REPLACED = [
 def test_what_is_said_of_a_value_goes_with_it(toml: str, typed: dict[str, str], gone: str) -> None:
     Path("run.toml").write_text(toml)
     [(key, value)] = typed.items()
-    for found in (load(Path("run.toml"), typed, {}), load(Path("run.toml"), {}, {variable(key): value})):
+    for found in (
+        load(Path("run.toml"), typed, {}),
+        load(Path("run.toml"), {}, {variable(key): value}),
+    ):
         assert found.values()[key] == value and found.values()[gone] is None
     kept = load(Path("run.toml"), {}, {})
     same = {key: str(kept.values()[key])} if isinstance(kept.values()[key], str) else {}
@@ -192,7 +220,11 @@ def test_resolving_keeps_what_was_pinned_and_says_who_chose_the_rest() -> None:
     settings = settings_of("[optim]\nlr = 1e-3", train__minutes="5")
     resolved = settings.resolve({"train.updates": 700, "train.micro_batch": 8}, origin="plan")
     assert resolved.train.updates == 700 and resolved.train.minutes is None
-    assert resolved.origins == {"optim.lr": "run.toml:2", "train.updates": "plan", "train.micro_batch": "plan"}
+    assert resolved.origins == {
+        "optim.lr": "run.toml:2",
+        "train.updates": "plan",
+        "train.micro_batch": "plan",
+    }
     assert resolved.pinned() == {"optim.lr": 1e-3, "train.updates": 700, "train.micro_batch": 8}
     with pytest.raises(UsageError, match="plan: train.micro_batch"):
         settings.resolve({"train.micro_batch": "8"}, origin="plan")
@@ -206,7 +238,9 @@ def test_settings_are_frozen() -> None:
 # Any text that UTF-8 can hold; a surrogate alone is no character, and a NUL is in no path.
 characters = st.characters(exclude_categories=["Cs"], exclude_characters="\0")
 # Text that begins like this is a list, and a source that ends like this once had a weight.
-words = st.text(characters, min_size=1).filter(lambda text: not text.startswith("[") and "@" not in text)
+words = st.text(characters, min_size=1).filter(
+    lambda text: not text.startswith("[") and "@" not in text
+)
 positive = st.floats(min_value=1e-300, max_value=1e300)
 whole = st.integers(1, 2**24)
 some_values = st.fixed_dictionaries(
@@ -269,10 +303,16 @@ def test_a_key_that_came_later_does_not_make_an_older_file_another_one(tmp_path:
 
 
 def test_the_fingerprint_is_the_same_in_another_process() -> None:
-    program = "from monograph.config import load; print(load(None, {'train.seed': 5}, {}).fingerprint)"
+    program = (
+        "from monograph.config import load; print(load(None, {'train.seed': 5}, {}).fingerprint)"
+    )
     prints = {
-        subprocess.run([sys.executable, "-c", program], env=environment, text=True, capture_output=True).stdout.strip()
-        for environment in (os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": SOURCES} for seed in ("1", "2"))
+        subprocess.run(
+            [sys.executable, "-c", program], env=environment, text=True, capture_output=True
+        ).stdout.strip()
+        for environment in (
+            os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": SOURCES} for seed in ("1", "2")
+        )
     }
     assert prints == {settings_of(train__seed=5).fingerprint}
 
@@ -292,11 +332,22 @@ def test_arguments_are_told_apart_in_any_order() -> None:
     Path("texts").mkdir()
     Path("a=b.txt").write_text("")
     Path("one.txt").write_text("")
-    for order in (["run.toml", "optim.lr=3e-4", "texts", "*.txt"], ["texts", "*.txt", "optim.lr=3e-4", "run.toml"]):
-        assert classify(order) == (Path("run.toml"), {"optim.lr": "3e-4", "data.source": ["texts", "*.txt"]}, [])
+    for order in (
+        ["run.toml", "optim.lr=3e-4", "texts", "*.txt"],
+        ["texts", "*.txt", "optim.lr=3e-4", "run.toml"],
+    ):
+        assert classify(order) == (
+            Path("run.toml"),
+            {"optim.lr": "3e-4", "data.source": ["texts", "*.txt"]},
+            [],
+        )
     assert classify(["a=b.txt"]) == (None, {"data.source": "a=b.txt"}, [])
     assert classify(["-"]) == (None, {"data.source": "-"}, [])
-    assert classify(["stdlib", "data.tokenizer=a=b"]) == (None, {"data.source": "stdlib", "data.tokenizer": "a=b"}, [])
+    assert classify(["stdlib", "data.tokenizer=a=b"]) == (
+        None,
+        {"data.source": "stdlib", "data.tokenizer": "a=b"},
+        [],
+    )
     assert classify([]) == (None, {}, [])
 
 
@@ -314,7 +365,11 @@ def test_arguments_are_told_apart_in_any_order() -> None:
         (["*.md"], InputRefused, "no file matches"),
         (["run.toml", "other.toml"], UsageError, "both configurations"),
         (["texts", "data.source=stdlib"], UsageError, "both name the data"),
-        (["optim.lr=1e-3", "optim.lr=2e-3"], UsageError, "optim.lr is given twice, as 1e-3 and as 2e-3"),
+        (
+            ["optim.lr=1e-3", "optim.lr=2e-3"],
+            UsageError,
+            "optim.lr is given twice, as 1e-3 and as 2e-3",
+        ),
         (["data.source=texts", "data.source=texts"], UsageError, "data.source is given twice"),
     ],
 )
@@ -334,7 +389,9 @@ def test_an_argument_that_is_nothing_known_is_refused(
 def test_every_key_says_in_one_line_what_it_means_and_what_it_is_without_a_value() -> None:
     for key in KEYS:
         said = described(key)
-        assert re.fullmatch(r"\S[^\n]{5,115}\.", said.meaning.removesuffix(f" auto: {said.auto}.")), key
+        assert re.fullmatch(
+            r"\S[^\n]{5,115}\.", said.meaning.removesuffix(f" auto: {said.auto}.")
+        ), key
         assert said.expected and len(said.auto) < 200, key
         shown = said.example if said.default is None else said.default
         assert (said.default in (None, "auto")) == (said.example is not None), key
@@ -348,10 +405,16 @@ def test_every_word_that_a_key_takes_says_what_it_stands_for() -> None:
         said = described(key)
         listed = {*choices(key)} - {"auto"}
         assert listed <= said.choices.keys(), key
-        assert not listed or listed == said.choices.keys() or key in ("data.tokenizer", "rl.reward"), key
+        assert (
+            not listed or listed == said.choices.keys() or key in ("data.tokenizer", "rl.reward")
+        ), key
         parts = re.split(r", or |, | or ", said.expected)
-        assert said.choices.keys() <= {*parts} and [word for word in parts if word in said.choices] == [*said.choices]
-        assert all(re.fullmatch(r"\S[^\n]{2,75}[^\s.]", meaning) for meaning in said.choices.values()), key
+        assert said.choices.keys() <= {*parts} and [
+            word for word in parts if word in said.choices
+        ] == [*said.choices]
+        assert all(
+            re.fullmatch(r"\S[^\n]{2,75}[^\s.]", meaning) for meaning in said.choices.values()
+        ), key
     assert sum(map(len, (described(key).choices for key in KEYS))) >= 90
 
 
@@ -362,19 +425,36 @@ def test_what_a_key_says_applies_without_it_is_what_does() -> None:
     from monograph.session import adapting, door, new_tokens
     from monograph.session.objectives import rewards
 
-    usual: dict[str, Any] = {f"lora.{key}": value for key, value in dataclasses.asdict(adapting.USUAL).items()}
-    usual |= {"lora.lr_ratio": 1.0, "lora.tokens": new_tokens.AUTO, "optim.min_lr_ratio": door.FINAL}
+    usual: dict[str, Any] = {
+        f"lora.{key}": value for key, value in dataclasses.asdict(adapting.USUAL).items()
+    }
+    usual |= {
+        "lora.lr_ratio": 1.0,
+        "lora.tokens": new_tokens.AUTO,
+        "optim.min_lr_ratio": door.FINAL,
+    }
     usual |= {"model.family": door.FIRST_FAMILY, "data.vocab_size": defaults.DEFAULT.vocabulary}
     usual |= rewards.USUAL | {"rl.truncated": "keep", "rl.truncation_penalty": 0.0}
-    usual |= {f"prefer.{key}": value for each in LOSSES.values() for key, value in each.usual.items()}
+    usual |= {
+        f"prefer.{key}": value for each in LOSSES.values() for key, value in each.usual.items()
+    }
     usual |= {"train.minutes": Settings().train.minutes}
-    fields = {f"{name}.{key}": field for name, each in SECTIONS.items() for key, field in each.model_fields.items()}
+    fields = {
+        f"{name}.{key}": field
+        for name, each in SECTIONS.items()
+        for key, field in each.model_fields.items()
+    }
     stated = {key: described(key).default for key, field in fields.items() if field.default is None}
     stated = {key: value for key, value in stated.items() if value is not None}
     assert stated == {key: usual[key] for key in stated}
     assert f"auto: {defaults.DEFAULT.preset}," in described("model.preset").meaning
-    assert f"auto: {defaults.NEW_LENGTH} for a new model" in described("data.sequence_length").meaning
-    assert f"auto: {defaults.DEFAULT.tokens_per_update:,}, or" in described("train.tokens_per_update").meaning
+    assert (
+        f"auto: {defaults.NEW_LENGTH} for a new model" in described("data.sequence_length").meaning
+    )
+    assert (
+        f"auto: {defaults.DEFAULT.tokens_per_update:,}, or"
+        in described("train.tokens_per_update").meaning
+    )
 
 
 def as_typed() -> str:
@@ -417,7 +497,9 @@ def test_a_key_is_set_by_removing_the_mark_before_it() -> None:
         name, field = key.split(".")
         together = {each.partition(".")[2] for each in shape} if key in shape else {field}
         before, after = text.split(f"[{name}]")
-        set_ = re.sub(rf"^# (?=({'|'.join(together)}) = )", "", after, flags=re.M, count=len(together))
+        set_ = re.sub(
+            rf"^# (?=({'|'.join(together)}) = )", "", after, flags=re.M, count=len(together)
+        )
         settings = settings_of(f"{before}[{name}]{set_}")
         assert key in settings.origins and len(settings.origins) == len(together), key
         given = everything[name][field]
@@ -443,22 +525,46 @@ def test_presets_and_sizes_are_the_models_own() -> None:
 
 
 def test_the_configuration_needs_no_torch() -> None:
-    program = "import sys, monograph.config; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
-    subprocess.run([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": SOURCES}, check=True)
+    program = (
+        "import sys, monograph.config; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
+    subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": SOURCES}, check=True
+    )
 
 
-def test_all_that_is_wrong_with_a_command_line_its_file_and_its_environment_is_said_at_once() -> None:
+def test_all_that_is_wrong_with_a_command_line_its_file_and_its_environment_is_said_at_once() -> (
+    None
+):
     Path("run.toml").write_text("[train]\nlrr = 1\n[optim]\nlr = -2e-4\n")
-    arguments = ["run.toml", "optim.lrr=3e-4", "train.seed=x", "nowhere/", "train.keep=1", "train.keep=2", "bf16=True"]
+    arguments = [
+        "run.toml",
+        "optim.lrr=3e-4",
+        "train.seed=x",
+        "nowhere/",
+        "train.keep=1",
+        "train.keep=2",
+        "bf16=True",
+    ]
     toml, overrides, faults = classify(arguments)
     with pytest.raises(UsageError) as caught:
         load(toml, overrides, {"MONOGRAPH_TRAIN_SED": "1"}, faults=faults)
     said = str(caught.value).split("; also ")
-    assert [line.split(":")[0] for line in said[:4]] == ["nowhere/", "command line", "run.toml", "environment"]
+    assert [line.split(":")[0] for line in said[:4]] == [
+        "nowhere/",
+        "command line",
+        "run.toml",
+        "environment",
+    ]
     assert said[1].endswith("train.keep is given twice, as 1 and as 2; give it once")
-    assert said[4:] == ["command line: there is no key optim.lrr; did you mean optim.lr=3e-4?", "3 more like these"]
+    assert said[4:] == [
+        "command line: there is no key optim.lrr; did you mean optim.lr=3e-4?",
+        "3 more like these",
+    ]
     toml, overrides, faults = classify(["train.seed=x", "bf16=True", "optim.lr=-1"])
-    with pytest.raises(UsageError, match=r"no key bf16; .*; also .*: train.seed = .*; also .*: optim.lr = "):
+    with pytest.raises(
+        UsageError, match=r"no key bf16; .*; also .*: train.seed = .*; also .*: optim.lr = "
+    ):
         load(toml, overrides, {}, faults=faults)
 
 
@@ -478,7 +584,9 @@ def test_all_that_is_wrong_with_a_command_line_its_file_and_its_environment_is_s
         ("train.seed='7'", "7"),
     ],
 )
-def test_a_value_as_other_programs_or_people_write_it_is_answered_with_the_one_here(given: str, meant: str) -> None:
+def test_a_value_as_other_programs_or_people_write_it_is_answered_with_the_one_here(
+    given: str, meant: str
+) -> None:
     key, _, value = given.partition("=")
     with pytest.raises(UsageError, match=f"; did you mean {re.escape(meant)}\\?$"):
         load(None, {key: value}, {})
@@ -500,7 +608,8 @@ def test_each_value_of_other_programs_leads_to_one_that_is_taken() -> None:
 @pytest.mark.parametrize("text", ["1e-4,1e-3", "1e-4 1e-3", "1e-4;1e-3"])
 def test_several_values_of_a_run_are_answered_with_the_axis_of_a_sweep(text: str) -> None:
     with pytest.raises(
-        UsageError, match=r"a run has one value: .* `sweep` in place of `train`, with optim.lr=1e-4,1e-3$"
+        UsageError,
+        match=r"a run has one value: .* `sweep` in place of `train`, with optim.lr=1e-4,1e-3$",
     ):
         load(None, {"optim.lr": text}, {})
 
@@ -519,9 +628,13 @@ def test_several_values_of_a_run_are_answered_with_the_axis_of_a_sweep(text: str
         ("optim", "it is a section of keys, which `monograph keys optim` lists"),
     ],
 )
-def test_an_argument_that_is_no_file_is_answered_with_what_was_meant(argument: str, said: str) -> None:
+def test_an_argument_that_is_no_file_is_answered_with_what_was_meant(
+    argument: str, said: str
+) -> None:
     [fault] = classify([argument]).faults
-    assert str(fault) == f"command line: {argument} is no file; {said}" and isinstance(fault, UsageError)
+    assert str(fault) == f"command line: {argument} is no file; {said}" and isinstance(
+        fault, UsageError
+    )
 
 
 def test_a_configuration_of_other_programs_is_not_trained_on_as_text() -> None:
@@ -530,7 +643,9 @@ def test_a_configuration_of_other_programs_is_not_trained_on_as_text() -> None:
     assert str(fault).startswith("command line: run.yaml: a configuration is a TOML file here: ")
     assert classify(["data.source=run.yaml"]).faults == []
     [fault] = classify(["meta-llama/Llama-3.2-1B"]).faults
-    assert "model.init=hf://meta-llama/Llama-3.2-1B for a model" in str(fault) and isinstance(fault, InputRefused)
+    assert "model.init=hf://meta-llama/Llama-3.2-1B for a model" in str(fault) and isinstance(
+        fault, InputRefused
+    )
 
 
 @pytest.mark.parametrize(
@@ -550,26 +665,49 @@ def test_a_configuration_of_other_programs_is_not_trained_on_as_text() -> None:
 def test_a_key_apart_from_its_value_is_one_fault(arguments: list[str], said: str) -> None:
     Path("texts").mkdir()
     faults = classify(arguments).faults
-    assert [str(fault) for fault in faults] == [f"command line: optim.lr and its value are one word: {said}"]
+    assert [str(fault) for fault in faults] == [
+        f"command line: optim.lr and its value are one word: {said}"
+    ]
 
 
 # A file, and what is said of it after its name.
 SLIPS = [
     ("[optim]\nname = muon", '2: not TOML: a text is in quotes: write name = "muon"'),
-    ("[optim]\nname = muon # fast", '2: not TOML: a text is in quotes: write name = "muon"  # fast'),
+    (
+        "[optim]\nname = muon # fast",
+        '2: not TOML: a text is in quotes: write name = "muon"  # fast',
+    ),
     ("[optim]\nlr: 3e-4", "2: not TOML: = stands between a key and its value: write lr = 3e-4"),
     ("[optim]\nlr 3e-4", "2: not TOML: = stands between a key and its value: write lr = 3e-4"),
     ("[optim]\nlr == 3e-4", "2: not TOML: = stands between a key and its value: write lr = 3e-4"),
-    ("[optim]\n[train]\n[optim]\n", "3: not TOML: [optim] is there twice, in lines 1 and 3: keep one, with all "),
-    ("[optim]\nlr = 1\n\nlr = 2\n\n", "4: not TOML: lr is there twice, in lines 2 and 4: keep one of them"),
-    ("optim.lr = 1\n[optim]\neps = 1", "2: not TOML: optim is there twice, as a section and as a key with a dot: "),
+    (
+        "[optim]\n[train]\n[optim]\n",
+        "3: not TOML: [optim] is there twice, in lines 1 and 3: keep one, with all ",
+    ),
+    (
+        "[optim]\nlr = 1\n\nlr = 2\n\n",
+        "4: not TOML: lr is there twice, in lines 2 and 4: keep one of them",
+    ),
+    (
+        "optim.lr = 1\n[optim]\neps = 1",
+        "2: not TOML: optim is there twice, as a section and as a key with a dot: ",
+    ),
     ("[optim\nlr = 1", "1: not TOML: a section is a name in brackets: write [optim]"),
     ("optim:\n  lr: 1", "1: not TOML: a section is a name in brackets: write [optim]"),
     ("[optim] lr = 1", "1: not TOML: a section has a line of its own: write [optim] and lr = 1"),
-    ("[optim]\nbetas = [0.9, 0.95\neps = 1", "2: not TOML: the ] is missing: write betas = [0.9, 0.95]"),
-    ("[optim]\nbetas = 0.9, 0.95", "2: not TOML: several numbers are a list: write betas = [0.9, 0.95]"),
+    (
+        "[optim]\nbetas = [0.9, 0.95\neps = 1",
+        "2: not TOML: the ] is missing: write betas = [0.9, 0.95]",
+    ),
+    (
+        "[optim]\nbetas = 0.9, 0.95",
+        "2: not TOML: several numbers are a list: write betas = [0.9, 0.95]",
+    ),
     ("[data]\nsource = [a, b]", '2: not TOML: a text is in quotes: write source = ["a", "b"]'),
-    ("[data]\nsource = ('a', 'b')", "2: not TOML: a list is in square brackets: write source = ['a', 'b']"),
+    (
+        "[data]\nsource = ('a', 'b')",
+        "2: not TOML: a list is in square brackets: write source = ['a', 'b']",
+    ),
     (
         "[optim]\n\tmaster_weights\t=\tTrue",
         "2: not TOML: true and false are in small letters: write master_weights = true",
@@ -578,7 +716,10 @@ SLIPS = [
     ("[optim]\nlr = 1e-3; eps = 1", "2: not TOML: a line has one key: write lr = 1e-3 and eps = 1"),
     ("[optim]\nname = “muon”", '2: not TOML: quotes are straight in TOML: write name = "muon"'),
     ("[optim]\nlr = “1e-3”", "2: not TOML: a number is not in quotes: write lr = 1e-3"),
-    ('[optim]\nname = "muon', '2: not TOML: a text begins and ends with the same quote: write name = "muon"'),
+    (
+        '[optim]\nname = "muon',
+        '2: not TOML: a text begins and ends with the same quote: write name = "muon"',
+    ),
     (
         '[model]\ninit = "C:\\Users"',
         r"2: not TOML: a backslash is itself only in single quotes: write init = 'C:\Users'",
@@ -601,9 +742,18 @@ SLIPS = [
     ("[optim]\u00a0", "1: not TOML: it has a space that is none in TOML (U+00A0): write [optim]"),
     ("[optim]\r\nname = muon\r\n", '2: not TOML: a text is in quotes: write name = "muon"'),
     ("\ufeff[optim]\nname = muon", '2: not TOML: a text is in quotes: write name = "muon"'),
-    ("[optim]\rlr = 1", " not TOML: its lines end as those of an old Mac do: save it with the line ends of Linux"),
-    ('{"optim": {"lr": 1}}', " not TOML, but JSON: `monograph train --print-config` writes a file to edit"),
-    ("= 3", "1: not TOML: Invalid statement in `= 3`: a line is `key = value`, `[section]` or `# a comment`"),
+    (
+        "[optim]\rlr = 1",
+        " not TOML: its lines end as those of an old Mac do: save it with the line ends of Linux",
+    ),
+    (
+        '{"optim": {"lr": 1}}',
+        " not TOML, but JSON: `monograph train --print-config` writes a file to edit",
+    ),
+    (
+        "= 3",
+        "1: not TOML: Invalid statement in `= 3`: a line is `key = value`, `[section]` or `# a comment`",
+    ),
 ]
 
 
@@ -653,10 +803,14 @@ def test_any_file_that_is_not_toml_is_one_line_that_names_it(text: str) -> None:
 @pytest.mark.parametrize("value", ["3", '"adamw"', "true", "[1, 2]"])
 def test_a_section_that_is_given_a_value_is_said_to_be_one(section: str, value: str) -> None:
     said = refusal(f"{section} = {value}")
-    assert said.startswith(f"run.toml:1: {section} = {value}: {section} is a section, not a key: write its keys under ")
+    assert said.startswith(
+        f"run.toml:1: {section} = {value}: {section} is a section, not a key: write its keys under "
+    )
     line = said.partition("as in `")[2].partition("`")[0]
     settings_of(f"[{section}]\n{line}")
-    assert f"[[{section}]] is a list of tables, and {section} is one section" in refusal(f"[[{section}]]")
+    assert f"[[{section}]] is a list of tables, and {section} is one section" in refusal(
+        f"[[{section}]]"
+    )
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -664,7 +818,10 @@ def test_a_key_that_is_given_a_table_is_said_to_be_one(key: str) -> None:
     section, _, name = key.partition(".")
     said = refusal(f"[{section}]\n[{key}]\nx = 1")
     assert said.startswith(f"run.toml:2: {key} is a key, not a section: write `{name} = ")
-    assert refusal("[optim.lr]\neps = 1") == "run.toml:1: optim.lr is a key, not a section: write eps under [optim]"
+    assert (
+        refusal("[optim.lr]\neps = 1")
+        == "run.toml:1: optim.lr is a key, not a section: write eps under [optim]"
+    )
 
 
 @pytest.mark.parametrize("text", ["-2e-4", "-1_000.5", "[1e-3]", '"2e-4"', "'x'"])
@@ -674,10 +831,14 @@ def test_a_value_of_a_file_comes_back_as_it_was_written(text: str) -> None:
 
 
 def test_what_an_error_says_of_a_key_is_what_was_written() -> None:
-    settings = settings_of("[optim]\nlr = 2e-4  # slow\n[train]\ntokens = '1M'", train__tokens_per_update="64Ki")
+    settings = settings_of(
+        "[optim]\nlr = 2e-4  # slow\n[train]\ntokens = '1M'", train__tokens_per_update="64Ki"
+    )
     assert settings.said("optim.lr") == "run.toml:2: optim.lr = 2e-4"
     assert settings.said("train.tokens") == "run.toml:4: train.tokens = '1M'"
-    assert settings.said("train.tokens_per_update") == "command line: train.tokens_per_update = 64Ki"
+    assert (
+        settings.said("train.tokens_per_update") == "command line: train.tokens_per_update = 64Ki"
+    )
     resolved = settings.resolve({"train.tokens_per_update": 128, "train.seed": 3}, "plan")
     assert resolved.said("optim.lr") == "run.toml:2: optim.lr = 2e-4"
     assert resolved.said("train.tokens_per_update") == "plan: train.tokens_per_update = 128"
@@ -686,7 +847,10 @@ def test_what_an_error_says_of_a_key_is_what_was_written() -> None:
 
 def test_a_hint_for_a_file_is_a_line_of_it() -> None:
     said = refusal("[lora]\nload_in_4bit = true\n[train]\nbf16 = true\n")
-    assert 'say base = "nf4" and rank = 16 under [lora]' in said and 'say precision = "bf16" under [train]' in said
+    assert (
+        'say base = "nf4" and rank = 16 under [lora]' in said
+        and 'say precision = "bf16" under [train]' in said
+    )
 
 
 def test_every_wrong_key_and_every_wrong_value_of_a_file_is_named_at_once(tmp_path: Path) -> None:
@@ -695,14 +859,17 @@ def test_every_wrong_key_and_every_wrong_value_of_a_file_is_named_at_once(tmp_pa
     with pytest.raises(UsageError) as caught:
         load(toml, {}, {})
     said = str(caught.value).split("; also ")
-    assert [re.sub(r".*run.toml:(\d): there is no key ([\w.]+).*", r"\1 \2", line) for line in said] == [
+    assert [
+        re.sub(r".*run.toml:(\d): there is no key ([\w.]+).*", r"\1 \2", line) for line in said
+    ] == [
         "2 train.lrr",
         "4 train.epoch",
         "6 optm.lr",
     ]
     toml.write_text('[train]\nseed = "x"\nepochs = -1\n')
     with pytest.raises(
-        UsageError, match=r'run.toml:2: train.seed = "x": .*; also .*run.toml:3: train.epochs = -1: exp'
+        UsageError,
+        match=r'run.toml:2: train.seed = "x": .*; also .*run.toml:3: train.epochs = -1: exp',
     ):
         load(toml, {}, {})
     toml.write_text("[train]\n" + "".join(f"{'q' * number} = 1\n" for number in range(1, 9)))

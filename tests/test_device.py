@@ -46,7 +46,10 @@ def test_a_containers_limits_bound_cores_and_memory(monkeypatch: pytest.MonkeyPa
     fake_system(monkeypatch, files)
     found = device.describe(CPU)
     assert (found.cores, found.memory_bytes, found.free_memory_bytes) == (1, 2**31, 2**30)
-    fake_system(monkeypatch, {**files, "/sys/fs/cgroup/cpu.max": "max 100000", "/sys/fs/cgroup/memory.max": "max"})
+    fake_system(
+        monkeypatch,
+        {**files, "/sys/fs/cgroup/cpu.max": "max 100000", "/sys/fs/cgroup/memory.max": "max"},
+    )
     found = device.describe(CPU)
     assert found.cores == len(os.sched_getaffinity(0))
     assert found.free_memory_bytes == 3 * 2**30
@@ -62,23 +65,35 @@ def test_an_arm_cpu_with_bf16_is_recognised(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("text", "version"),
     [
-        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 2024", "535.183.01"),
-        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build", "580.65.06"),
+        (
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 2024",
+            "535.183.01",
+        ),
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build",
+            "580.65.06",
+        ),
         ("", None),
     ],
 )
-def test_the_drivers_version_is_read(monkeypatch: pytest.MonkeyPatch, text: str, version: str | None) -> None:
+def test_the_drivers_version_is_read(
+    monkeypatch: pytest.MonkeyPatch, text: str, version: str | None
+) -> None:
     fake_system(monkeypatch, {"/proc/driver/nvidia/version": text})
     assert device._nvidia_driver() == version
 
 
 def test_summary_names_a_card_and_its_driver() -> None:
-    card = device.Device("NVIDIA H200", "cuda", 143_771 * 2**20, 2**30, 16, True, driver="580.65.06")
+    card = device.Device(
+        "NVIDIA H200", "cuda", 143_771 * 2**20, 2**30, 16, True, driver="580.65.06"
+    )
     assert card.summary == "NVIDIA H200, 140 GiB, driver 580.65.06, 16 cores"
 
 
 def test_measured_rate_is_operations_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a clock that each product moves on by 0.05 s the rate is known, whatever this machine does."""
+    """With a clock that each product moves on by 0.05 s the rate is known, whatever this machine
+    does.
+    """
     now, products = [0.0], []
 
     def mm(left: torch.Tensor, right: torch.Tensor) -> None:
@@ -87,8 +102,11 @@ def test_measured_rate_is_operations_over_time(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(device, "clock", lambda: now[0])
     monkeypatch.setattr(torch, "mm", mm)
-    assert device.measured_matmul_flops(CPU, torch.bfloat16, seconds=0.3) == pytest.approx(2 * 1024**3 / 0.05)
-    assert products == [torch.bfloat16] * 8  # one to warm up, one to learn how long it takes, six for 0.3 s
+    assert device.measured_matmul_flops(CPU, torch.bfloat16, seconds=0.3) == pytest.approx(
+        2 * 1024**3 / 0.05
+    )
+    # One to warm up, one to learn how long it takes, six for 0.3 s.
+    assert products == [torch.bfloat16] * 8
 
 
 def test_measured_rate_of_this_machine_is_plausible() -> None:
@@ -147,5 +165,7 @@ def test_a_card_without_kernels_is_refused_before_it_is_used(
     if fits:
         assert device.default_device() == torch.device("cuda", 1)
     else:
-        with pytest.raises(UsageError, match=r"^Tesla V100: .* 7\.0, .* from 7\.5 on: .*CUDA_VISIBLE_DEVICES= "):
+        with pytest.raises(
+            UsageError, match=r"^Tesla V100: .* 7\.0, .* from 7\.5 on: .*CUDA_VISIBLE_DEVICES= "
+        ):
             device.default_device()

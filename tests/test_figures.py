@@ -1,4 +1,6 @@
-"""Run: pytest tests/test_figures.py (the pictures of a first run are those of the run that is recorded beside them)."""
+"""Run: pytest tests/test_figures.py (the pictures of a first run are those of the run that is
+recorded beside them).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ def drawing() -> Any:
 
 
 def words(svg: str) -> list[str]:
-    return [element.text or "" for element in xml.fromstring(svg).iter() if element.tag.endswith("}text")]
+    return [
+        element.text or ""
+        for element in xml.fromstring(svg).iter()
+        if element.tag.endswith("}text")
+    ]
 
 
 def test_the_first_picture_is_the_committed_run_and_complete_at_once(drawing: Any) -> None:
@@ -37,7 +43,9 @@ def test_the_first_picture_is_the_committed_run_and_complete_at_once(drawing: An
 def test_the_page_of_the_first_run_shows_lines_of_the_committed_run(drawing: Any) -> None:
     run, page = drawing.recording(), (ROOT / "docs/first_run.md").read_text()
     [shown] = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
-    assert shown.splitlines() and not [line for line in shown.splitlines() if line not in run.before + run.after]
+    assert shown.splitlines() and not [
+        line for line in shown.splitlines() if line not in run.before + run.after
+    ]
     assert f"`held-out {run.curve[-1]['eval_bits_per_byte']:.2f} bits/byte`" in page
 
 
@@ -52,19 +60,29 @@ def test_a_recording_is_what_the_pictures_need_of_a_run(drawing: Any, tmp_path: 
         losses = {"train_loss": 8 - update / 50, "lr": 0.1, "grad_norm": 1.0}
         rows.append(at | losses | {"tokens_per_s": 900.0, "wall_s": update})
         if update % 20 == 0:
-            rows.append(at | {"eval_loss": 3.0, "eval_bits_per_byte": 1.6 + 20 / update, "eval_rows": 64})
+            rows.append(
+                at | {"eval_loss": 3.0, "eval_bits_per_byte": 1.6 + 20 / update, "eval_rows": 64}
+            )
         if update in (30, 100, 200):
             rows.append(at | {"share": update / 200, "sample": f"def f():\n\treturn '<&{update}>'"})
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "config.toml").write_text("[train]\nupdates = 200\n")
-    write_report(tmp_path, {"eval_bits_per_byte": 1.7}, rows, About({"gzip -9": 2.1, "xz -9": 1.65}))
+    write_report(
+        tmp_path, {"eval_bits_per_byte": 1.7}, rows, About({"gzip -9": 2.1, "xz -9": 1.65})
+    )
     log = tmp_path / "log"
-    log.write_text("monograph 0\n\ndata      reading   1 s\ndata      read ... 2 s\n  update 1/200\n\ndone      3 s\n")
+    log.write_text(
+        "monograph 0\n\ndata      reading   1 s\ndata      read ... 2 s\n  update 1/200\n\ndone      3 s\n"
+    )
     run = drawing.recorded(tmp_path, log)
     assert len(run.rows) == 10 + 3 + 1 and run.last["update"] == 200
     assert run.yardsticks == {"gzip -9": 2.1, "xz -9": 1.65}
     picture = drawing.first_run(run)
-    assert "&lt;&amp;200&gt;" in picture and "read ... 2 s" in picture and "reading   1 s" not in picture
+    assert (
+        "&lt;&amp;200&gt;" in picture
+        and "read ... 2 s" in picture
+        and "reading   1 s" not in picture
+    )
     assert "200/200" in picture and picture.count("<path") >= 3
     for svg in (picture, drawing.held_out(run)):
         assert any("gzip -9" in line and "2.10" in line for line in words(svg))

@@ -30,7 +30,9 @@ def name(path: Path) -> str:
 
 @pytest.fixture(scope="module")
 def nodes() -> dict[Path, list[ast.AST]]:
-    """All nodes of each file of the package that may read JSON or look for a home: parsed and walked once."""
+    """All nodes of each file of the package that may read JSON or look for a home: parsed and
+    walked once.
+    """
     texts = {path: path.read_text() for path in SOURCES}
     return {
         path: [*ast.walk(ast.parse(text))]
@@ -41,7 +43,9 @@ def nodes() -> dict[Path, list[ast.AST]]:
 
 def test_no_drawer_for_everything() -> None:
     drawers = {"utils", "util", "helpers", "common", "misc"}
-    assert not [name(path) for path in SOURCES if drawers & {path.stem, *path.relative_to(ROOT).parts}]
+    assert not [
+        name(path) for path in SOURCES if drawers & {path.stem, *path.relative_to(ROOT).parts}
+    ]
 
 
 def test_each_test_file_says_how_to_run_it() -> None:
@@ -59,15 +63,25 @@ def lint(folder: Path) -> subprocess.CompletedProcess[str]:
     ("room", "line", "refusal"),
     [
         ("", "", None),
-        ("errors.py", "import monograph.step", "monograph.errors is not allowed to import monograph.step"),
-        ("loss.py", "import monograph.optim", "monograph.loss is not allowed to import monograph.optim"),
+        (
+            "errors.py",
+            "import monograph.step",
+            "monograph.errors is not allowed to import monograph.step",
+        ),
+        (
+            "loss.py",
+            "import monograph.optim",
+            "monograph.loss is not allowed to import monograph.optim",
+        ),
         ("nowhere.py", "", "monograph.nowhere"),
     ],
     ids=["the house", "upward", "sideways", "unplaced"],
 )
 def test_imports_point_down(room: str, line: str, refusal: str | None, tmp_path: Path) -> None:
     pytest.importorskip("importlinter")
-    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
+    shutil.copytree(
+        ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__")
+    )
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     if room:
         with (tmp_path / "src" / "monograph" / room).open("a") as file:
@@ -106,7 +120,9 @@ def test_every_public_name_is_there_whatever_was_imported_before() -> None:
 
 
 def test_a_public_name_is_never_a_room() -> None:
-    """`monograph.train` must be the function whatever was imported first, so no room may have a public name's name."""
+    """`monograph.train` must be the function whatever was imported first, so no room may have a
+    public name's name.
+    """
     rooms = {path.stem for path in (ROOT / "src" / "monograph").iterdir()}
     assert not rooms & set(monograph.__all__)
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
@@ -117,13 +133,24 @@ def test_constraints_pin_every_dependency_and_name_no_build_or_place() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = dict(line.split("==") for line in lines if not line.startswith("#"))
-    wanted = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
-    assert {requirement.split(">=")[0] for requirement in wanted if ">=" in requirement} <= pins.keys()
+    wanted = [
+        *project["dependencies"],
+        *itertools.chain(*project["optional-dependencies"].values()),
+    ]
+    assert {
+        requirement.split(">=")[0] for requirement in wanted if ">=" in requirement
+    } <= pins.keys()
     assert not [pin for pin in pins.values() if not all(part.isdigit() for part in pin.split("."))]
 
 
 # What they read is what this program wrote itself, through a pipe or from an engine's own text.
-OWN_JSON = {"lm_eval/model.py", "text/sandbox.py", "text/template.py", "distributed/world.py", "text/tokenizer.py"}
+OWN_JSON = {
+    "lm_eval/model.py",
+    "text/sandbox.py",
+    "text/template.py",
+    "distributed/world.py",
+    "text/tokenizer.py",
+}
 OWN_JSON |= {
     "model/gguf_words.py",
     "text/tokenizer_trial.py",
@@ -136,22 +163,40 @@ OWN_JSON |= {
 }
 
 
-def test_json_of_others_has_one_reader_and_homes_one_function(nodes: dict[Path, list[ast.AST]]) -> None:
-    """`parse_json` refuses a key that is there twice; `Path.expanduser` raises where `~NAME` is no user's home."""
+def test_json_of_others_has_one_reader_and_homes_one_function(
+    nodes: dict[Path, list[ast.AST]],
+) -> None:
+    """`parse_json` refuses a key that is there twice; `Path.expanduser` raises where `~NAME` is no
+    user's home.
+    """
     for path in nodes:
         inner = path.relative_to(ROOT / "src" / "monograph").as_posix()
         for node in nodes[path]:
             if isinstance(node, ast.Attribute) and node.attr in ("expanduser", "load", "loads"):
                 text = ast.unparse(node)
                 assert node.attr != "expanduser" or text == "os.path.expanduser", name(path)
-                assert text not in ("json.loads", "json.load", "jsonlib.loads") or inner in OWN_JSON, name(path)
+                assert (
+                    text not in ("json.loads", "json.load", "jsonlib.loads") or inner in OWN_JSON
+                ), name(path)
 
 
 def test_what_trains_knows_the_types_of_steps_and_engines() -> None:
     """mypy is strict there, but would let anything pass that somebody calls `Any`."""
-    untyped = re.compile(r"\b(step|engine|parameters|planes?|optim|schedule|walk|store|world)\b: Any\b")
-    rooms = ("step", "engine.py", "resident.py", "stream", "ensemble", "distributed", "graph/capture.py")
+    untyped = re.compile(
+        r"\b(step|engine|parameters|planes?|optim|schedule|walk|store|world)\b: Any\b"
+    )
+    rooms = (
+        "step",
+        "engine.py",
+        "resident.py",
+        "stream",
+        "ensemble",
+        "distributed",
+        "graph/capture.py",
+    )
     home = ROOT / "src" / "monograph"
     files = [path for path in SOURCES if path.relative_to(home).as_posix().startswith(rooms)]
-    lines = [f"{name(path)}: {line.strip()}" for path in files for line in path.read_text().splitlines()]
+    lines = [
+        f"{name(path)}: {line.strip()}" for path in files for line in path.read_text().splitlines()
+    ]
     assert len(files) > 30 and [line for line in lines if untyped.search(line)] == []

@@ -1,6 +1,8 @@
-"""Run: pytest tests/test_lm_eval.py (with lm-evaluation-harness: pip install -e '.[dev,lm-eval]' -c constraints.txt)
+"""Run: pytest tests/test_lm_eval.py (with lm-evaluation-harness: pip install -e '.[dev,lm-eval]' -c
+constraints.txt)
 
-A run's log-likelihoods are those of lm_eval's own `hf` model on the exported folder, and all of it works offline.
+A run's log-likelihoods are those of lm_eval's own `hf` model on the exported folder, and all of it
+works offline.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from monograph.text.tokenizer import Tokenizer
 from numerics import error_within
 from served import Served
 
-pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install -e '.[lm-eval]'")
+pytest.importorskip(
+    "lm_eval", reason="lm-evaluation-harness is not installed: pip install -e '.[lm-eval]'"
+)
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("default"),  # what its libraries warn of is not ours to fix
@@ -41,14 +45,22 @@ def words(draws: random.Random, most: int) -> str:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with an exported model, a quiz, documents, some longer than the model's positions, and tasks of them."""
+    """A folder with an exported model, a quiz, documents, some longer than the model's positions,
+    and tasks of them.
+    """
     folder, draws = tmp_path_factory.mktemp("lm_eval"), random.Random(0)
     tokenizer = Tokenizer.train_bpe([words(draws, 30) for _ in range(200)], 300)
     # Positions are fewer than a long document's tokens, and logits are far apart.
-    model = tiny_llama(vocab_size=tokenizer.vocab_size, max_position_embeddings=48, initializer_range=0.3)
+    model = tiny_llama(
+        vocab_size=tokenizer.vocab_size, max_position_embeddings=48, initializer_range=0.3
+    )
     save(model, folder / "out", tokenizer)
     quiz = [
-        {"query": words(draws, 12), "choices": [words(draws, 4) for _ in range(4)], "gold": draws.randrange(4)}
+        {
+            "query": words(draws, 12),
+            "choices": [words(draws, 4) for _ in range(4)],
+            "gold": draws.randrange(4),
+        }
         for _ in range(30)
     ]
     prose = [{"text": words(draws, 60)} for _ in range(12)]
@@ -69,8 +81,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ):  # fmt: skip
         data = folder / f"{name}.jsonl"
         data.write_text("".join(json.dumps(record) + "\n" for record in records))
-        files = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test"}
-        (folder / "tasks" / f"{name}.yaml").write_text(json.dumps({"task": name, **files, **settings}))
+        files = {
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(data)}},
+            "test_split": "test",
+        }
+        (folder / "tasks" / f"{name}.yaml").write_text(
+            json.dumps({"task": name, **files, **settings})
+        )
     return folder
 
 
@@ -83,9 +101,15 @@ def instances(place: Path) -> tuple[list[Any], list[Any]]:
         for each in read_questions([str(place / f"{QUIZ}.jsonl")])
         for choice in each.choices
     ]
-    asked += [Instance("loglikelihood", {}, ("", "alpha"), 0), Instance("loglikelihood", {}, ("alpha \n", "beta"), 0)]
-    asked += [Instance("loglikelihood", {}, ("alpha " * 60, "beta gamma"), 0)]  # longer than the model's positions
-    texts = [json.loads(line)["text"] for line in (place / f"{PROSE}.jsonl").read_text().splitlines()]
+    asked += [
+        Instance("loglikelihood", {}, ("", "alpha"), 0),
+        Instance("loglikelihood", {}, ("alpha \n", "beta"), 0),
+    ]
+    # Longer than the model's positions.
+    asked += [Instance("loglikelihood", {}, ("alpha " * 60, "beta gamma"), 0)]
+    texts = [
+        json.loads(line)["text"] for line in (place / f"{PROSE}.jsonl").read_text().splitlines()
+    ]
     return asked, [Instance("loglikelihood_rolling", {}, (text,), 0) for text in texts]
 
 
@@ -104,7 +128,9 @@ def test_log_likelihoods_are_those_of_the_exported_folder(place: Path) -> None:
     exact._model.double()
 
     def sums(scores: list[Any]) -> torch.Tensor:
-        return torch.tensor([each[0] if isinstance(each, tuple) else each for each in scores], dtype=torch.float32)
+        return torch.tensor(
+            [each[0] if isinstance(each, tuple) else each for each in scores], dtype=torch.float32
+        )
 
     found, expected = ours.loglikelihood(asked), theirs.loglikelihood(asked)
     assert error_within(sums(found), sums(expected), sums(exact.loglikelihood(asked)).double())
@@ -124,11 +150,17 @@ def test_both_models_give_the_same_results_offline_and_the_quiz_is_ours(
 
     import monograph.lm_eval.model  # noqa: F401  # registers the model
 
-    monkeypatch.setenv("DISABLE_MULTIPROC", "1")  # its standard errors of bits per byte, in this process
+    # Its standard errors of bits per byte, in this process.
+    monkeypatch.setenv("DISABLE_MULTIPROC", "1")
     tasks = TaskManager(include_path=str(place / "tasks"), include_defaults=False)
     found = {
         name: lm_eval.simple_evaluate(
-            name, arguments, tasks=[QUIZ, PROSE], task_manager=tasks, bootstrap_iters=2, device="cpu"
+            name,
+            arguments,
+            tasks=[QUIZ, PROSE],
+            task_manager=tasks,
+            bootstrap_iters=2,
+            device="cpu",
         )["results"]
         for name, arguments in (
             ("monograph", {"run": str(place / "out")}),
@@ -142,7 +174,9 @@ def test_both_models_give_the_same_results_offline_and_the_quiz_is_ours(
     scores = found["monograph"][QUIZ]
     for name in ("acc", "acc_norm", "acc_bytes"):
         assert scores[f"{name},none"] == pytest.approx(getattr(own, name), rel=1e-12)
-        assert scores[f"{name}_stderr,none"] == pytest.approx(getattr(own, f"{name}_stderr"), rel=1e-12)
+        assert scores[f"{name}_stderr,none"] == pytest.approx(
+            getattr(own, f"{name}_stderr"), rel=1e-12
+        )
 
 
 def test_texts_go_on_as_the_exported_folders_do(place: Path) -> None:
@@ -151,14 +185,19 @@ def test_texts_go_on_as_the_exported_folders_do(place: Path) -> None:
 
     from monograph.lm_eval.model import Monograph
 
-    settings = [{"until": ["a"], "max_gen_toks": 12, "do_sample": False, "temperature": 0.0}, {"max_gen_toks": 5}]
+    settings = [
+        {"until": ["a"], "max_gen_toks": 12, "do_sample": False, "temperature": 0.0},
+        {"max_gen_toks": 5},
+    ]
     asked = [
         Instance("generate_until", {}, (text, each), 0)
         for each in settings
         for text in ("alpha", "beta gamma", "zeta", "alpha " * 60)
     ]
     ours = Monograph(str(place / "out")).generate_until(asked)
-    theirs = HFLM(pretrained=str(place / "out"), dtype="float32", device="cpu", batch_size=1).generate_until(asked)
+    theirs = HFLM(
+        pretrained=str(place / "out"), dtype="float32", device="cpu", batch_size=1
+    ).generate_until(asked)
     # Bytes at the end that are not yet a character are shown by it and not always by ours.
     whole = [[text.rstrip("\ufffd") for text in texts] for texts in (ours, theirs)]
     assert whole[0] == whole[1] and all(whole[0])
@@ -172,11 +211,20 @@ def test_chats_are_scored_and_continued_as_the_exported_folders_are(tmp_path: Pa
     from monograph.lm_eval.model import Monograph
 
     tokenizer = speaking(tmp_path / "words", "chatml")
-    model = tiny_llama(vocab_size=tokenizer.vocab_size, max_position_embeddings=48, initializer_range=0.3)
+    model = tiny_llama(
+        vocab_size=tokenizer.vocab_size, max_position_embeddings=48, initializer_range=0.3
+    )
     save(model, tmp_path / "out", tokenizer)
     ours = Monograph(str(tmp_path / "out"))
-    # The template does not write the token that begins a document, which this model would put there otherwise.
-    theirs = HFLM(pretrained=str(tmp_path / "out"), dtype="float32", device="cpu", batch_size=1, add_bos_token=False)
+    # The template does not write the token that begins a document, which this model would put there
+    # otherwise.
+    theirs = HFLM(
+        pretrained=str(tmp_path / "out"),
+        dtype="float32",
+        device="cpu",
+        batch_size=1,
+        add_bos_token=False,
+    )
     draws = random.Random(0)
     chats = [said(words(draws, 12), words(draws, 4), words(draws, 4)) for _ in range(12)]
     texts = [ours.apply_chat_template(chat) for chat in chats]
@@ -185,9 +233,16 @@ def test_chats_are_scored_and_continued_as_the_exported_folders_are(tmp_path: Pa
     assert ours.apply_chat_template(begun, False) == theirs.apply_chat_template(begun, False)
     scored = [Instance("loglikelihood", {}, (text, "delta"), 0) for text in texts]
     found, expected = ours.loglikelihood(scored), theirs.loglikelihood(scored)
-    assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], rel=1e-4)
-    asked = [Instance("generate_until", {}, (text, {"max_gen_toks": 8, "do_sample": False}), 0) for text in texts]
-    written = [[text.rstrip("\ufffd") for text in each.generate_until(asked)] for each in (ours, theirs)]
+    assert [value for value, _ in found] == pytest.approx(
+        [value for value, _ in expected], rel=1e-4
+    )
+    asked = [
+        Instance("generate_until", {}, (text, {"max_gen_toks": 8, "do_sample": False}), 0)
+        for text in texts
+    ]
+    written = [
+        [text.rstrip("\ufffd") for text in each.generate_until(asked)] for each in (ours, theirs)
+    ]
     assert written[0] == written[1]
 
 
@@ -198,11 +253,17 @@ def test_what_a_task_may_not_ask_is_refused_by_name(place: Path) -> None:
     from monograph.lm_eval.model import Monograph, generation
 
     model = Monograph(str(place / "out"), batch_size=4, max_batch_size=None, device="cpu")
-    with pytest.raises(InputRefused, match="max_gen_toks = 256 leaves no room for a context in the model's 48"):
+    with pytest.raises(
+        InputRefused, match="max_gen_toks = 256 leaves no room for a context in the model's 48"
+    ):
         model.generate_until([Instance("generate_until", {}, ("alpha", {}), 0)])
-    with pytest.raises(UsageError, match="generation argument 'num_beams' is not known to the model 'monograph'"):
+    with pytest.raises(
+        UsageError, match="generation argument 'num_beams' is not known to the model 'monograph'"
+    ):
         generation({"num_beams": 4}, 0)
-    with pytest.raises(UsageError, match="--model_args pretrained: the model 'monograph' takes run, precision and"):
+    with pytest.raises(
+        UsageError, match="--model_args pretrained: the model 'monograph' takes run, precision and"
+    ):
         Monograph(str(place / "out"), pretrained="x")
     sampling, most, stop = generation({"temperature": 0.5, "until": "\n", "max_tokens": 3}, 7)
     assert (sampling.temperature, sampling.seed, most, stop) == (0.5, 7, 3, ["\n"])
@@ -216,22 +277,43 @@ def test_a_sample_that_is_asked_for_again_is_another_one(place: Path) -> None:
 
     from monograph.lm_eval.model import Monograph
 
-    asked = [Instance("generate_until", {}, ("alpha", {"max_gen_toks": 20, "temperature": 1.0}), 0)] * 3
+    asked = [
+        Instance("generate_until", {}, ("alpha", {"max_gen_toks": 20, "temperature": 1.0}), 0)
+    ] * 3
     model = Monograph(str(place / "out"))
     texts = model.generate_until(asked)
     assert len(set(texts)) == 3 and model.generate_until(asked) == texts
 
 
-def command(place: Path, module: str, model: str, arguments: str, *further: str) -> subprocess.CompletedProcess[str]:
+def command(
+    place: Path, module: str, model: str, arguments: str, *further: str
+) -> subprocess.CompletedProcess[str]:
     """`lm_eval run` on the quiz, where the system can in a namespace without a network."""
     apart = ["unshare", "--map-root-user", "--net"]
-    if shutil.which("unshare") is None or subprocess.run([*apart, "true"], capture_output=True).returncode:
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*apart, "true"], capture_output=True).returncode
+    ):
         apart = []
-    asked = ["run", "--model", model, "--model_args", arguments, "--tasks", QUIZ, "--include_path", "tasks"]
+    asked = [
+        "run",
+        "--model",
+        model,
+        "--model_args",
+        arguments,
+        "--tasks",
+        QUIZ,
+        "--include_path",
+        "tasks",
+    ]
     asked += ["--device", "cpu", "--output_path", f"results-{model}", *further]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     return subprocess.run(
-        [*apart, sys.executable, "-m", module, *asked], capture_output=True, text=True, cwd=place, env=environment
+        [*apart, sys.executable, "-m", module, *asked],
+        capture_output=True,
+        text=True,
+        cwd=place,
+        env=environment,
     )
 
 
@@ -251,13 +333,22 @@ def test_the_commands_work_without_a_network(place: Path) -> None:
 
 def test_the_command_applies_a_chat_template(place: Path) -> None:
     tokenizer = speaking(place / "words", "chatml")
-    save(tiny_llama(vocab_size=tokenizer.vocab_size, max_position_embeddings=128), place / "chatty", tokenizer)
+    save(
+        tiny_llama(vocab_size=tokenizer.vocab_size, max_position_embeddings=128),
+        place / "chatty",
+        tokenizer,
+    )
     done = command(place, "monograph.lm_eval", "monograph", "run=chatty", "--apply_chat_template")
     assert done.returncode == 0, done.stderr[-2000:]
-    results = [json.loads(path.read_text()) for path in (place / "results-monograph").rglob("results*.json")]
+    results = [
+        json.loads(path.read_text())
+        for path in (place / "results-monograph").rglob("results*.json")
+    ]
     assert any("<|im_start|>" in str(each["chat_template"]) for each in results)
     bare = command(place, "monograph.lm_eval", "monograph", "run=out", "--apply_chat_template")
-    assert bare.returncode == 3 and bare.stderr.rstrip().splitlines()[-1].startswith("error: the model has no chat")
+    assert bare.returncode == 3 and bare.stderr.rstrip().splitlines()[-1].startswith(
+        "error: the model has no chat"
+    )
 
 
 def test_the_command_says_in_one_line_what_is_wrong(
@@ -281,15 +372,29 @@ def test_served_completions_are_scored_as_by_evaluate(place: Path) -> None:
     ours = Monograph(str(place / "out"))
     model, tokenizer = load(place / "out")
     # Without the token to draw, which that client asks for, its texts have one position less.
-    asked = [each for each in instances(place)[0] if each.args[0] and len(tokenizer.encode("".join(each.args))) < 46]
+    asked = [
+        each
+        for each in instances(place)[0]
+        if each.args[0] and len(tokenizer.encode("".join(each.args))) < 46
+    ]
     with Served(model, tokenizer) as served:
-        shared = {"base_url": f"{served.url}/v1/completions", "model": "last", "max_length": 47, "num_concurrent": 2}
+        shared = {
+            "base_url": f"{served.url}/v1/completions",
+            "model": "last",
+            "max_length": 47,
+            "num_concurrent": 2,
+        }
         folder = LocalCompletionsAPI(tokenizer=str(place / "out"), add_bos_token=True, batch_size=4,
                                      tokenizer_backend="huggingface", **shared)  # fmt: skip
         found, expected = folder.loglikelihood(asked), ours.loglikelihood(asked)
         remote = LocalCompletionsAPI(**shared)
-        assert remote.tokenizer_backend == "remote" and remote.tokenizer.bos_token_id == tokenizer.bos_id
+        assert (
+            remote.tokenizer_backend == "remote"
+            and remote.tokenizer.bos_token_id == tokenizer.bos_id
+        )
         assert remote.tok_encode("alpha beta") == tokenizer.encode("alpha beta")
     assert len(found) > 60
-    assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], rel=1e-6)
+    assert [value for value, _ in found] == pytest.approx(
+        [value for value, _ in expected], rel=1e-6
+    )
     assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]

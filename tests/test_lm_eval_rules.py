@@ -1,8 +1,9 @@
-"""Run: pytest tests/test_lm_eval_rules.py (what is asked of the model of lm-evaluation-harness, which is not needed).
+"""Run: pytest tests/test_lm_eval_rules.py (what is asked of the model of lm-evaluation-harness,
+which is not needed).
 
-A stand-in has what the model uses of lm_eval, by the rules of its release 0.4.13: a context and its continuation lose
-their first tokens until they fit, in log-likelihoods and in texts alike. What transformers computes by these rules on
-the exported folder is what the model says.
+A stand-in has what the model uses of lm_eval, by the rules of its release 0.4.13: a context and its
+continuation lose their first tokens until they fit, in log-likelihoods and in texts alike. What
+transformers computes by these rules on the exported folder is what the model says.
 """
 
 from __future__ import annotations
@@ -79,16 +80,22 @@ def both(monograph_of: Any, tmp_path: Path) -> Both:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = speaking(tmp_path / "words", "chatml")
-    model = tiny_llama(vocab_size=tokenizer.vocab_size, max_position_embeddings=POSITIONS, initializer_range=0.3)
+    model = tiny_llama(
+        vocab_size=tokenizer.vocab_size, max_position_embeddings=POSITIONS, initializer_range=0.3
+    )
     save(model, tmp_path / "out", tokenizer)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    return Both(monograph_of(str(tmp_path / "out")), theirs, AutoTokenizer.from_pretrained(tmp_path / "out"))
+    return Both(
+        monograph_of(str(tmp_path / "out")), theirs, AutoTokenizer.from_pretrained(tmp_path / "out")
+    )
 
 
 def continued(both: Both, ids: list[int], most: int) -> str:
     """The greedy text after the last ids that leave room for it."""
     kept = torch.tensor([ids[-(POSITIONS - most) :]])
-    found = both.theirs.generate(kept, attention_mask=torch.ones_like(kept), do_sample=False, max_new_tokens=most)
+    found = both.theirs.generate(
+        kept, attention_mask=torch.ones_like(kept), do_sample=False, max_new_tokens=most
+    )
     return str(both.tokenizer.decode(found[0, kept.shape[1] :], skip_special_tokens=True))
 
 
@@ -104,7 +111,8 @@ def log_likelihood(both: Both, context: list[int], continuation: list[int]) -> f
 def texts(count: int) -> list[str]:
     draws = random.Random(0)
     return [
-        " ".join(draws.choices("the answer is what user said".split(), k=draws.randint(1, 40))) for _ in range(count)
+        " ".join(draws.choices("the answer is what user said".split(), k=draws.randint(1, 40)))
+        for _ in range(count)
     ]
 
 
@@ -118,7 +126,11 @@ def test_a_context_loses_its_first_tokens_until_it_fits(both: Both) -> None:
         asked.append(both.tokenizer.decode(letters[:length]))
     found = both.ours.generate_until([Request((text, {"max_gen_toks": MOST})) for text in asked])
     plain = [[bos, *both.tokenizer.encode(text, add_special_tokens=False)] for text in asked]
-    assert sum(len(ids) > POSITIONS - MOST for ids in plain) > 5 < sum(len(ids) < POSITIONS - MOST for ids in plain)
+    assert (
+        sum(len(ids) > POSITIONS - MOST for ids in plain)
+        > 5
+        < sum(len(ids) < POSITIONS - MOST for ids in plain)
+    )
     wanted = [continued(both, ids, MOST) for ids in plain]
     assert [text.rstrip("\ufffd") for text in found] == [text.rstrip("\ufffd") for text in wanted]
     pairs = [(text, " the answer is") for text in asked]
@@ -131,15 +143,28 @@ def test_a_context_loses_its_first_tokens_until_it_fits(both: Both) -> None:
 def test_a_chat_has_the_ids_of_transformers(both: Both) -> None:
     chats = [said(text, "so", "and?") for text in texts(6)]
     asked = [both.ours.apply_chat_template(chat) for chat in chats]
-    wanted = [both.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    wanted = [
+        both.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        for chat in chats
+    ]
     assert asked == wanted
-    ids = [both.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
+    ids = [
+        both.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        for chat in chats
+    ]
     found = both.ours.generate_until([Request((text, {"max_gen_toks": MOST})) for text in asked])
-    assert [text.rstrip("\ufffd") for text in found] == [continued(both, each, MOST).rstrip("\ufffd") for each in ids]
-    scores = [score for score, _ in both.ours.loglikelihood([Request((text, "said")) for text in asked])]
-    ends = both.tokenizer.encode("\nsaid", add_special_tokens=False)  # the line feed goes to the continuation
+    assert [text.rstrip("\ufffd") for text in found] == [
+        continued(both, each, MOST).rstrip("\ufffd") for each in ids
+    ]
+    scores = [
+        score for score, _ in both.ours.loglikelihood([Request((text, "said")) for text in asked])
+    ]
+    # The line feed goes to the continuation.
+    ends = both.tokenizer.encode("\nsaid", add_special_tokens=False)
     firsts = [both.tokenizer.encode(text.rstrip(), add_special_tokens=False) for text in asked]
-    assert scores == pytest.approx([log_likelihood(both, first, ends) for first in firsts], rel=1e-4)
+    assert scores == pytest.approx(
+        [log_likelihood(both, first, ends) for first in firsts], rel=1e-4
+    )
 
 
 def test_an_answer_that_has_begun_goes_on(both: Both) -> None:
@@ -153,14 +178,21 @@ def test_the_template_is_named_and_chosen_by_its_name(monograph_of: Any, tmp_pat
     tokenizer = speaking(tmp_path / "words", "chatml")
     source = (tmp_path / "words" / "chat_template.jinja").read_text()
     (tmp_path / "words" / "additional_chat_templates").mkdir()
-    (tmp_path / "words" / "additional_chat_templates" / "short.jinja").write_text("{{ messages[-1].content }}")
+    (tmp_path / "words" / "additional_chat_templates" / "short.jinja").write_text(
+        "{{ messages[-1].content }}"
+    )
     model = tiny_llama(vocab_size=tokenizer.vocab_size, max_position_embeddings=POSITIONS)
     save(model, tmp_path / "out", Tokenizer.from_file(tmp_path / "words"))
     ours = monograph_of(str(tmp_path / "out"))
     assert ours.chat_template(False) is None and ours.chat_template(True) == source
     assert ours.tokenizer_name == ours.tokenizer_name and "/" not in ours.tokenizer_name
-    assert ours.chat_template("short") == "{{ messages[-1].content }}" and ours.apply_chat_template(said("q")) == "q"
-    with pytest.raises(UsageError, match="--apply_chat_template long: the model has the templates default, short"):
+    assert (
+        ours.chat_template("short") == "{{ messages[-1].content }}"
+        and ours.apply_chat_template(said("q")) == "q"
+    )
+    with pytest.raises(
+        UsageError, match="--apply_chat_template long: the model has the templates default, short"
+    ):
         ours.chat_template("long")
     save(model, tmp_path / "bare", Tokenizer.train_bpe(["the answer"], 300))
     with pytest.raises(InputRefused, match="the model has no chat template"):
@@ -168,7 +200,9 @@ def test_the_template_is_named_and_chosen_by_its_name(monograph_of: Any, tmp_pat
 
 
 def test_what_leaves_no_room_for_a_context_is_refused(both: Both) -> None:
-    with pytest.raises(InputRefused, match=f"max_gen_toks = {POSITIONS} leaves no room for a context"):
+    with pytest.raises(
+        InputRefused, match=f"max_gen_toks = {POSITIONS} leaves no room for a context"
+    ):
         both.ours.generate_until([Request(("the", {"max_gen_toks": POSITIONS}))])
     [text] = both.ours.generate_until([Request(("the answer", {"max_gen_toks": POSITIONS - 1}))])
     assert isinstance(text, str), "one token of the context is left"

@@ -65,7 +65,9 @@ def streamed():
     return mono.Streamed(tiny_llama(tie_word_embeddings=True), micro_batch=2)
 
 
-@pytest.mark.parametrize("made", [engine, ensemble, pytest.param(one_graph, marks=pytest.mark.slow), streamed])
+@pytest.mark.parametrize(
+    "made", [engine, ensemble, pytest.param(one_graph, marks=pytest.mark.slow), streamed]
+)
 def test_a_window_of_before_the_loading_is_forgotten(made):
     own, outcomes = made(), []
     begun = copy.deepcopy(own.state())

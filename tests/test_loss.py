@@ -50,7 +50,10 @@ WINDOW = {
     [
         (["tokens"], r"the loss's fill is \['tokens'\]: expected numbers by name"),
         ({"tokens": "0"}, r"the loss's fill is \{'tokens': '0'\}: expected numbers by name"),
-        ({"tokens": 0, "a": 1, "b": 1}, "names 'a', which is not in the window: it has tokens, seen, weights"),
+        (
+            {"tokens": 0, "a": 1, "b": 1},
+            "names 'a', which is not in the window: it has tokens, seen, weights",
+        ),
         ({"tokens": 256, "seen": 2}, "has 256 for 'tokens', which no uint8 holds"),
         ({"tokens": -1}, "has -1 for 'tokens'"),
         ({"tokens": 0.5}, "has 0.5 for 'tokens'"),

@@ -1,4 +1,6 @@
-"""Run: pytest tests/test_modules.py (modules that an engine takes or refuses, and what it may and must not change)."""
+"""Run: pytest tests/test_modules.py (modules that an engine takes or refuses, and what it may and
+must not change).
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def halves(model: Any) -> None:
 
 
 def beyond_a_third(model: Any) -> None:
-    """A frozen table of rows, of which the last ones are trained; others that lie between them are frozen, too."""
+    """A frozen table of rows, of which the last ones are trained; others that lie between them are
+    frozen, too.
+    """
     table = torch.randn(6, 4)
     model[2].table, model[2].few = nn.Parameter(table, False), nn.Parameter(table[1:3], False)
     model[2].last = nn.Parameter(table[3:])
@@ -53,10 +57,22 @@ def beside_a_list(model: Any) -> None:
 
 
 SHARED: dict[str, tuple[Callable[[Any], None], str]] = {
-    "another shape": (hold("turned", lambda model: nn.Parameter(model[0].weight.data.t())), "0.turned and 0.weight"),
-    "a part": (hold("few", lambda model: nn.Parameter(model[0].weight.data[1:])), "0.weight and 0.few"),
-    "frozen": (hold("few", lambda model: nn.Parameter(model[0].bias.data[1:], False)), "0.bias and 0.few"),
-    "a list": (hold("held", lambda model: {"two": [model[2].weight.data]}), "0.held.two and 2.weight"),
+    "another shape": (
+        hold("turned", lambda model: nn.Parameter(model[0].weight.data.t())),
+        "0.turned and 0.weight",
+    ),
+    "a part": (
+        hold("few", lambda model: nn.Parameter(model[0].weight.data[1:])),
+        "0.weight and 0.few",
+    ),
+    "frozen": (
+        hold("few", lambda model: nn.Parameter(model[0].bias.data[1:], False)),
+        "0.bias and 0.few",
+    ),
+    "a list": (
+        hold("held", lambda model: {"two": [model[2].weight.data]}),
+        "0.held.two and 2.weight",
+    ),
     "a list of all": (beside_a_list, "2.first and 2.more"),
     "beyond a third": (beyond_a_third, "2.table and 2.last"),
     "a view": (hold("view", lambda model: model[2].weight.view(-1)), "0.view and 2.weight"),
@@ -68,14 +84,17 @@ SHARED: dict[str, tuple[Callable[[Any], None], str]] = {
 def test_a_weight_in_the_memory_of_another_tensor_is_refused(how: str, kind: str) -> None:
     model = layers()
     SHARED[how][0](model)
-    with pytest.raises(UsageError, match=rf"{SHARED[how][1]}.* lie in the same memory, and would come apart"):
+    with pytest.raises(
+        UsageError, match=rf"{SHARED[how][1]}.* lie in the same memory, and would come apart"
+    ):
         assert ENGINES[kind](model, loss=of_rows).step
 
 
 def test_what_shares_no_number_is_trained() -> None:
     model = layers()
     halves(model)
-    model[0].again, model[2].mean = model[2].bias, model[1].running_mean[1:]  # a tie, and no parameter
+    # A tie, and no parameter.
+    model[0].again, model[2].mean = model[2].bias, model[1].running_mean[1:]
     nn.utils.spectral_norm(model[2])  # until its first call it holds the weight under two names
     model.own: dict[str, Any] = {}
     model.own["own"] = [model.own]
@@ -85,8 +104,14 @@ def test_what_shares_no_number_is_trained() -> None:
 def test_a_parameter_that_cannot_be_trained_is_refused_in_words() -> None:
     for module, words in (
         (nn.LazyLinear(3), "weight has no shape yet: call the module once"),
-        (nn.Linear(3, 3, dtype=torch.complex64), "weight is torch.complex64: expected float32, float64 or bfloat16"),
-        (nn.Linear(3, 3, dtype=torch.float16), "weight is torch.float16: expected float32, float64 or bfloat16"),
+        (
+            nn.Linear(3, 3, dtype=torch.complex64),
+            "weight is torch.complex64: expected float32, float64 or bfloat16",
+        ),
+        (
+            nn.Linear(3, 3, dtype=torch.float16),
+            "weight is torch.float16: expected float32, float64 or bfloat16",
+        ),
     ):
         with pytest.raises(UsageError, match=words):
             assert mono.Resident(module, loss=of_rows).step
@@ -98,9 +123,13 @@ class Versioned(nn.Linear):
 
 
 def test_a_state_dict_of_copies_or_other_data_is_refused() -> None:
-    """What a checkpoint brings would be written into the copies, and the module would stay as it was."""
+    """What a checkpoint brings would be written into the copies, and the module would stay as it
+    was.
+    """
     cloning = nn.Linear(3, 2)
-    cloning.register_state_dict_post_hook(lambda _module, state, *_: state.update(weight=state["weight"].clone()))
+    cloning.register_state_dict_post_hook(
+        lambda _module, state, *_: state.update(weight=state["weight"].clone())
+    )
     complex_, sparse = nn.Linear(3, 2), nn.Linear(3, 2)
     complex_.register_buffer("turns", torch.zeros(3, dtype=torch.complex64))
     sparse.register_buffer("few", torch.eye(3).to_sparse())
@@ -122,12 +151,22 @@ def test_a_state_that_does_not_fit_changes_nothing(large: bool, tmp_path: Path) 
     engine.update()
     state = copy.deepcopy(engine.state())
     ones = {name: torch.ones_like(tensor) for name, tensor in state.model.items()}
-    scalars: list[dict[str, Any]] = [{**state.scalars, "index": "abc"}, {**state.scalars, "tokens": None}, {}]
-    models = [ones | {"2.bias": torch.ones(2)}, ones | {"2.bias": ones["2.bias"] + 1j}, ones | {"more": ones["2.bias"]}]
+    scalars: list[dict[str, Any]] = [
+        {**state.scalars, "index": "abc"},
+        {**state.scalars, "tokens": None},
+        {},
+    ]
+    models = [
+        ones | {"2.bias": torch.ones(2)},
+        ones | {"2.bias": ones["2.bias"] + 1j},
+        ones | {"more": ones["2.bias"]},
+    ]
     wrong = [EngineState(ones, state.optimizer, each) for each in scalars]
     wrong += [EngineState(each, state.optimizer, state.scalars) for each in models]
     if large:  # read tensor by tensor
-        folder = checkpointing.save(tmp_path, Checkpoint(1, ones | {"2.bias": torch.ones(2)}, dict(state.optimizer)))
+        folder = checkpointing.save(
+            tmp_path, Checkpoint(1, ones | {"2.bias": torch.ones(2)}, dict(state.optimizer))
+        )
         with patch.object(checkpointing.folder, "LARGE_BYTES", 0):
             read = checkpointing.load(folder)
         assert isinstance(read.model, LargeFile)
@@ -136,7 +175,10 @@ def test_a_state_that_does_not_fit_changes_nothing(large: bool, tmp_path: Path) 
         with pytest.raises(InputRefused, match=r"does not fit|lacks"):
             engine.load_state(each)
         now = engine.state()
-        assert all(torch.equal(now.model[name], state.model[name]) for name in ones) and now.scalars == state.scalars
+        assert (
+            all(torch.equal(now.model[name], state.model[name]) for name in ones)
+            and now.scalars == state.scalars
+        )
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
@@ -177,21 +219,34 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "taken out": (lambda model: model[2].register_parameter("bias", None), "2.bias was taken out"),
     "added": (unfreeze, "1.scale became trainable"),
     "cast": (lambda model: model.double(), "was moved, cast or given other memory"),
-    "tied": (lambda model: setattr(model[2].bias, "data", model[0].bias.data[:1]), "2.bias was moved"),
+    "tied": (
+        lambda model: setattr(model[2].bias, "data", model[0].bias.data[:1]),
+        "2.bias was moved",
+    ),
     "exchanged": (lambda model: exchange(model[0].bias, model[1].bias), "0.bias was moved"),
     "turned": (turn, "0.weight was moved"),
-    "loaded": (lambda model: model.load_state_dict(layers().state_dict(), assign=True), "0.weight was replaced"),
+    "loaded": (
+        lambda model: model.load_state_dict(layers().state_dict(), assign=True),
+        "0.weight was replaced",
+    ),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_module_that_was_changed_after_its_step_was_made_is_noticed_at_the_next_call(change: str) -> None:
+def test_a_module_that_was_changed_after_its_step_was_made_is_noticed_at_the_next_call(
+    change: str,
+) -> None:
     window, (alter, words) = {"x": torch.randn(4, 3)}, CHANGES[change]
-    for make in (lambda model: mono.Resident(model, loss=of_rows), lambda model: Step(model, loss=of_rows)):
+    for make in (
+        lambda model: mono.Resident(model, loss=of_rows),
+        lambda model: Step(model, loss=of_rows),
+    ):
         model = layers()
         engine: Any = make(model)
         alter(model)
-        with pytest.raises(UsageError, match=rf"{words}.* after the step was made: .*make a new step or engine"):
+        with pytest.raises(
+            UsageError, match=rf"{words}.* after the step was made: .*make a new step or engine"
+        ):
             engine.accumulate(window) if isinstance(engine, mono.Resident) else engine([window])
 
 
@@ -202,7 +257,9 @@ MEMBER_CHANGES = {
     "0.bias": lambda model: exchange(model[0].bias, model[2].weight),
     "2.bias ": lambda model: setattr(model[2].bias, "data", model[0].bias.data[:1]),
     "a part or parameter": replace_module,
-    "a part or parameter ": lambda model: model[1].register_parameter("scale", nn.Parameter(torch.ones(1))),
+    "a part or parameter ": lambda model: model[1].register_parameter(
+        "scale", nn.Parameter(torch.ones(1))
+    ),
     "0.weight ": turn,
     "2.weight ": lambda model: setattr(model[2], "weight", model[0].weight),
     "1.table": lambda model: setattr(model[1], "table", torch.ones(2)),
@@ -219,7 +276,9 @@ def test_so_is_a_member_of_an_ensemble(what: str) -> None:
     engine.accumulate(window)
     engine.update()
     MEMBER_CHANGES[what](members[1])
-    with pytest.raises(UsageError, match=f"{what.strip()} of member 1 was added, replaced, frozen, moved or cast"):
+    with pytest.raises(
+        UsageError, match=f"{what.strip()} of member 1 was added, replaced, frozen, moved or cast"
+    ):
         engine.accumulate(window)
 
 
@@ -245,7 +304,12 @@ def test_a_part_in_evaluation_mode_stays_there(kind: str) -> None:
     model[1].eval()
     engine = ENGINES[kind](model, loss=of_rows)
     kept, window = copy.deepcopy(engine.model[1].state_dict()), {"x": torch.randn(4, 3)}
-    for act in (engine.accumulate, engine.evaluate, lambda window: engine.capture(window, "eager"), engine.accumulate):
+    for act in (
+        engine.accumulate,
+        engine.evaluate,
+        lambda window: engine.capture(window, "eager"),
+        engine.accumulate,
+    ):
         act(window)
     assert [part.training for part in engine.model] == [True, False, True]
     for name in ("running_mean", "running_var", "num_batches_tracked"):
@@ -260,12 +324,16 @@ def test_a_buffer_may_be_expanded() -> None:
     engine.load_state(engine.state())
     state = engine.state()
     engine.load_state(
-        EngineState({**state.model, "0.mask": torch.tensor([[5.0, 6.0]] * 3)}, state.optimizer, state.scalars)
+        EngineState(
+            {**state.model, "0.mask": torch.tensor([[5.0, 6.0]] * 3)},
+            state.optimizer,
+            state.scalars,
+        )
     )
     assert model[0].mask.tolist() == [[5.0, 6.0]] * 3
 
 
-# ---- torch.compile's wrappers ---------------------------------------------------------------------------------------
+# ---- torch.compile's wrappers --------------------------------------------------------------------
 
 
 def wrapped(model: nn.Module) -> nn.Module:
@@ -288,7 +356,8 @@ def test_a_compiled_module_is_trained_by_its_own_names() -> None:
         each.accumulate(window)
         each.update()
     assert all(
-        torch.equal(a, b) for a, b in zip(engine.state().model.values(), plain.state().model.values(), strict=True)
+        torch.equal(a, b)
+        for a, b in zip(engine.state().model.values(), plain.state().model.values(), strict=True)
     )
 
 
@@ -297,7 +366,10 @@ def test_who_only_reads_a_module_leaves_it_compiled(tmp_path: Path) -> None:
     shape = mono.LlamaConfig.preset("nano", vocab_size=data.vocab_size)
     plain, model = mono.Llama(shape, seed=1), mono.Llama(shape, seed=1)
     block = model.model.layers[0] = wrapped(model.model.layers[0])  # type: ignore[assignment]
-    texts = [[c.text for c in mono.generate(of, data.tokenizer, ["a"], max_tokens=4)] for of in (plain, model)]
+    texts = [
+        [c.text for c in mono.generate(of, data.tokenizer, ["a"], max_tokens=4)]
+        for of in (plain, model)
+    ]
     assert texts[0] == texts[1] and not any(part.training for part in model.modules())
     mono.save(model, tmp_path / "saved", data.tokenizer)
     mono.trial(model.train(), lambda: mono.token_loss(model, ragged(2)))
@@ -306,7 +378,9 @@ def test_who_only_reads_a_module_leaves_it_compiled(tmp_path: Path) -> None:
 
 def test_what_torch_compile_makes_of_a_compiled_module_is_refused(tmp_path: Path) -> None:
     twice: Any = wrapped(wrapped(tiny_llama()))
-    tokenizer = mono.corpus([__file__], tokenizer="bytes", sequence_length=32, held_out=0.0).tokenizer
+    tokenizer = mono.corpus(
+        [__file__], tokenizer="bytes", sequence_length=32, held_out=0.0
+    ).tokenizer
     for use in (
         Step,
         mono.Resident,

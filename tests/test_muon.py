@@ -1,5 +1,7 @@
 # Run: pytest tests/test_muon.py
-"""Muon against a float64 reference that works on singular values and against torch's own; what it takes of a module."""
+"""Muon against a float64 reference that works on singular values and against torch's own; what it
+takes of a module.
+"""
 
 from __future__ import annotations
 
@@ -57,15 +59,20 @@ def given_gradient(model, batch):
 
 def gradients(model, seed):
     generator = torch.Generator().manual_seed(seed)
-    return {n: torch.randn(p.shape, generator=generator, dtype=torch.float64) for n, p in model.named_parameters()}
+    return {
+        n: torch.randn(p.shape, generator=generator, dtype=torch.float64)
+        for n, p in model.named_parameters()
+    }
 
 
-# ---- Newton-Schulz --------------------------------------------------------------------------------------------------
+# ---- Newton-Schulz -------------------------------------------------------------------------------
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 10**6), st.floats(-6, 6))
 def test_it_acts_on_singular_values_alone(rows, cols, seed, magnitude):
-    stack = torch.randn(2, 3, rows, cols, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    stack = torch.randn(
+        2, 3, rows, cols, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     stack = stack * 10**magnitude
     result = newton_schulz(stack, torch.float64)
     for member in range(2):
@@ -84,7 +91,9 @@ def test_in_fp32_it_is_as_good_as_the_plain_iteration(shape):
 
 def test_singular_values_end_near_one():
     singular = torch.linspace(0.003, 1, 50, dtype=torch.float64)
-    result = torch.linalg.svdvals(newton_schulz(torch.diag(singular / singular.norm())[None], torch.float64)[0])
+    result = torch.linalg.svdvals(
+        newton_schulz(torch.diag(singular / singular.norm())[None], torch.float64)[0]
+    )
     small = singular / singular.norm() < 0.002
     assert 0.68 < float(result[: 50 - int(small.sum())].min()) and float(result.max()) < 1.21
 
@@ -98,7 +107,7 @@ def test_no_gradient_no_direction():
     assert not newton_schulz(torch.zeros(2, 4, 6), torch.float32).any()
 
 
-# ---- the update -----------------------------------------------------------------------------------------------------
+# ---- the update ----------------------------------------------------------------------------------
 
 
 def references(model, dtype):
@@ -154,7 +163,9 @@ def test_it_is_as_close_as_torch_s_muon():
     for name, parameter in theirs.named_parameters():
         if name in HIDDEN:
             ours = model.get_parameter(name)
-            assert relative_error(parameter, exact[name].param) > 1e-4, "torch's did not compute in bf16"
+            assert relative_error(parameter, exact[name].param) > 1e-4, (
+                "torch's did not compute in bf16"
+            )
             assert error_within(ours, parameter, exact[name].param), name
 
 
@@ -165,7 +176,16 @@ def test_an_update_has_the_size_of_adamw_s(shape):
     grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     yes = torch.tensor(True)
     lr, zero = torch.tensor(0.5, dtype=torch.float64), torch.zeros_like(param)
-    muon_(param, grad, zero, lr=lr, accepted=yes, momentum=0.95, weight_decay=0.0, compute=torch.float64)
+    muon_(
+        param,
+        grad,
+        zero,
+        lr=lr,
+        accepted=yes,
+        momentum=0.95,
+        weight_decay=0.0,
+        compute=torch.float64,
+    )
     assert 0.68 < float(param.square().mean().sqrt()) / (0.2 * 0.5) < 1.21
 
 
@@ -174,7 +194,11 @@ def test_members_with_knobs_of_their_own_equal_members_alone():
     param, grad, buffer = torch.randn(3, members, 2, 5, 4, generator=generator, dtype=torch.float64)
     knobs = {
         name: torch.tensor(values, dtype=torch.float64).view(members, 1, 1, 1)
-        for name, values in {"lr": [0.1, 0.2, 0.3], "momentum": [0.9, 0.8, 0.0], "weight_decay": [0, 0.1, 1]}.items()
+        for name, values in {
+            "lr": [0.1, 0.2, 0.3],
+            "momentum": [0.9, 0.8, 0.0],
+            "weight_decay": [0, 0.1, 1],
+        }.items()
     }
     accepted = torch.tensor([True, False, True]).view(members, 1, 1, 1)
     stacked = param.clone(), buffer.clone()
@@ -190,7 +214,10 @@ def test_members_with_knobs_of_their_own_equal_members_alone():
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e30])
 def test_a_non_finite_gradient_skips_exactly_that_update(poison):
-    clean, poisoned = (Step(net(torch.float32), loss=given_gradient, optim=Muon(ema=0.9), clip=1.0) for _ in range(2))
+    clean, poisoned = (
+        Step(net(torch.float32), loss=given_gradient, optim=Muon(ema=0.9), clip=1.0)
+        for _ in range(2)
+    )
     windows = [{n: g.float() for n, g in gradients(clean.model, seed).items()} for seed in range(5)]
     for index, window in enumerate(windows):
         clean([window])
@@ -202,7 +229,7 @@ def test_a_non_finite_gradient_skips_exactly_that_update(poison):
         assert all(torch.equal(mine.state[k], its.state[k]) for k in mine.state)
 
 
-# ---- which parameters, which names ----------------------------------------------------------------------------------
+# ---- which parameters, which names ---------------------------------------------------------------
 
 
 def test_matrices_of_one_shape_share_a_plane_and_names_stay():
@@ -210,7 +237,9 @@ def test_matrices_of_one_shape_share_a_plane_and_names_stay():
     engine = Resident(model, optim=Muon())
     shapes = [plane.kind.matrix for plane in engine.step.planes if plane.kind.matrix]
     assert len(shapes) == len(set(shapes)) < len(hidden_matrices(model))
-    momentum = {n.partition(".")[2] for n in engine.state().optimizer if n.startswith("momentum_buffer.")}
+    momentum = {
+        n.partition(".")[2] for n in engine.state().optimizer if n.startswith("momentum_buffer.")
+    }
     moments = {n.partition(".")[2] for n in engine.state().optimizer if n.startswith("exp_avg_sq.")}
     assert momentum == {*hidden_matrices(model)}
     assert momentum | moments == {n for n, _ in model.named_parameters()} and not momentum & moments
@@ -228,13 +257,22 @@ def test_names_and_shapes_of_the_state_do_not_depend_on_the_grouping():
 
 def test_the_embedding_s_rate_is_a_factor_of_its_group_s():
     groups = [Group("*embed_tokens*", lr=2.0), Group("*.q_proj.*", lr=0.5)]
-    plain, raised = (Muon(groups=groups, embedding_lr=factor).kinds(tiny_llama()) for factor in (1.0, 3.0))
-    factors = {name: kind.lr / plain[name].lr for name, kind in raised.items() if kind != plain[name]}
-    assert factors == {"model.embed_tokens.weight": 3.0} and raised["model.embed_tokens.weight"].lr == 6.0
+    plain, raised = (
+        Muon(groups=groups, embedding_lr=factor).kinds(tiny_llama()) for factor in (1.0, 3.0)
+    )
+    factors = {
+        name: kind.lr / plain[name].lr for name, kind in raised.items() if kind != plain[name]
+    }
+    assert (
+        factors == {"model.embed_tokens.weight": 3.0}
+        and raised["model.embed_tokens.weight"].lr == 6.0
+    )
 
 
 def test_another_optimizer_s_state_is_refused_by_name():
-    adamw, muon, averaged = (Resident(tiny_llama(), optim=o) for o in (AdamW(), Muon(), Muon(ema=0.9)))
+    adamw, muon, averaged = (
+        Resident(tiny_llama(), optim=o) for o in (AdamW(), Muon(), Muon(ema=0.9))
+    )
     with pytest.raises(InputRefused, match=r"'exp_avg.model.layers.0.*' is unknown: .*optim.name"):
         muon.load_state(adamw.state())
     with pytest.raises(InputRefused, match=r"'exp_avg.model.layers.0.*' is missing"):
@@ -264,7 +302,9 @@ def test_the_matrices_can_be_named():
         Muon().kinds(model)
     kinds = Muon(matrices=["0.*weight"]).kinds(model)
     assert [name for name, kind in kinds.items() if kind.matrix] == ["0.weight"]
-    with pytest.raises(UsageError, match=r"'first.*' matches no trainable parameter.*such as '0.weight'"):
+    with pytest.raises(
+        UsageError, match=r"'first.*' matches no trainable parameter.*such as '0.weight'"
+    ):
         Muon(matrices=["0.weight", "first.*"]).kinds(model)
     with pytest.raises(UsageError, match=r"0.bias has 1 dimensions, not 2"):
         Muon(matrices=["0.*"]).kinds(model)
@@ -272,11 +312,19 @@ def test_the_matrices_can_be_named():
 
 @pytest.mark.parametrize("state", ["fp32", "8bit"])
 def test_each_expert_is_updated_as_a_matrix_of_its_own(state):
-    sizes = {"model_type": "qwen3_moe", "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+    sizes = {
+        "model_type": "qwen3_moe",
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+    }
     model = tiny_llama(torch.float64, **sizes)
     names = [name for name in hidden_matrices(model) if "experts" in name]
     assert len(names) == 2 * 3 and "model.layers.0.mlp.gate.weight" in hidden_matrices(model)
-    before, grads = {n: p.detach().clone() for n, p in model.named_parameters()}, gradients(model, 0)
+    before, grads = (
+        {n: p.detach().clone() for n, p in model.named_parameters()},
+        gradients(model, 0),
+    )
     step = Step(model, loss=given_gradient, optim=Muon(lr=0.1, state=state), clip=None)
     step([grads])
     for name in names:

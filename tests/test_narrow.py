@@ -1,7 +1,9 @@
 # Run: pytest tests/test_narrow.py
-"""Optimizer state and weights in fewer bits: codes, rounding and updates against float64, resumed, compiled, refused.
+"""Optimizer state and weights in fewer bits: codes, rounding and updates against float64, resumed,
+compiled, refused.
 
-What an update stores is compared with the exact update of what was stored before, so nothing adds up.
+What an update stores is compared with the exact update of what was stored before, so nothing adds
+up.
 """
 
 from __future__ import annotations
@@ -24,7 +26,15 @@ from monograph.graph.precision import Precision
 from monograph.ops.philox import philox
 from monograph.optim import AdamW, Group, Muon
 from monograph.optim.formats import FORMATS
-from monograph.optim.narrow import dequantised, join, noise, quantised, split, splittable, stochastic
+from monograph.optim.narrow import (
+    dequantised,
+    join,
+    noise,
+    quantised,
+    split,
+    splittable,
+    stochastic,
+)
 from monograph.resident import Resident
 from monograph.session.resolve import resolve
 from monograph.step import Step
@@ -48,12 +58,16 @@ class Given(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.left, self.right, self.gain = (nn.Parameter(torch.randn(*size)) for size in ((9, 5), (9, 5), (300,)))
+        self.left, self.right, self.gain = (
+            nn.Parameter(torch.randn(*size)) for size in ((9, 5), (9, 5), (300,))
+        )
 
 
 def given_gradient(model, batch):
     """A loss whose gradient is the batch, whatever the weights are."""
-    return sum((p * batch[name].to(p.dtype)).sum() for name, p in model.named_parameters()), torch.tensor(1)
+    return sum(
+        (p * batch[name].to(p.dtype)).sum() for name, p in model.named_parameters()
+    ), torch.tensor(1)
 
 
 def optimizer(rule, state, **more):
@@ -64,7 +78,9 @@ def optimizer(rule, state, **more):
 def step_of(rule, state, **more):
     torch.manual_seed(0)
     precision = Precision("bf16" if state == "no masters" else "fp32")
-    return Step(Given(), loss=given_gradient, optim=optimizer(rule, state, **more), precision=precision)
+    return Step(
+        Given(), loss=given_gradient, optim=optimizer(rule, state, **more), precision=precision
+    )
 
 
 def gradients(seed):
@@ -73,18 +89,21 @@ def gradients(seed):
     sizes = {"left": (9, 5), "right": (9, 5), "gain": (300,)}
     draw = {n: torch.randn(*s, generator=generator) for n, s in sizes.items()}
     return {
-        n: (g * 10.0 ** (-4 * torch.rand(g.shape, generator=generator))).bfloat16().float() for n, g in draw.items()
+        n: (g * 10.0 ** (-4 * torch.rand(g.shape, generator=generator))).bfloat16().float()
+        for n, g in draw.items()
     }
 
 
-# ---- codes and rounding ---------------------------------------------------------------------------------------------
+# ---- codes and rounding --------------------------------------------------------------------------
 
 
 @given(seed=st.integers(0, 10**6), decades=st.integers(0, 12), signed=st.booleans())
 @settings(max_examples=25)
 def test_codes_are_the_nearest_and_stand_for_what_they_say(seed, decades, signed):
     generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(3, 256, generator=generator) * 10.0 ** (-decades * torch.rand(3, 256, generator=generator))
+    values = torch.randn(3, 256, generator=generator) * 10.0 ** (
+        -decades * torch.rand(3, 256, generator=generator)
+    )
     values[1] = 0
     values[2, ::3] = 0
     values = values.flatten() if signed else values.flatten().square()
@@ -105,7 +124,9 @@ def test_rounding_is_to_a_neighbour_and_right_on_average():
         found = stochastic(x, noise(x, seed=5, applied=updates, plane=1)[0]).double()
         low, high = found.min(), found.max()
         gap = float(high - low)
-        assert low < x[0].double() < high and gap <= 2**-7 * abs(value), "the two neighbours in bf16"
+        assert low < x[0].double() < high and gap <= 2**-7 * abs(value), (
+            "the two neighbours in bf16"
+        )
         share = float((x[0].double() - low) / gap)
         spread = gap * (share * (1 - share) / draws) ** 0.5
         assert abs(float(found.mean() - x[0].double())) <= 4 * spread
@@ -118,16 +139,23 @@ def test_noise_is_a_function_of_seed_update_plane_and_index_alone():
     words = noise(like, 1, t, 0)
     assert all(torch.equal(a, b) for a, b in zip(words, noise(like, 1, t.clone(), 0), strict=True))
     assert torch.equal(words[0][:10], noise(like[:10], 1, t, 0)[0])
-    others = [*words[1:], noise(like, 2, t, 0)[0], noise(like, 1, t + 1, 0)[0], noise(like, 1, t, 1)[0]]
+    others = [
+        *words[1:],
+        noise(like, 2, t, 0)[0],
+        noise(like, 1, t + 1, 0)[0],
+        noise(like, 1, t, 1)[0],
+    ]
     others.append(noise(like, 1 + 2**40, t, 0)[0])
     assert all(int((words[0] == other).sum()) == 0 for other in others)
 
 
-# ---- updates --------------------------------------------------------------------------------------------------------
+# ---- updates -------------------------------------------------------------------------------------
 
 
 def exact_update(plane, optim, grad, t, dtype):
-    """(parameters, moments by name) after the update of what the plane holds, by the reference in `dtype`."""
+    """(parameters, moments by name) after the update of what the plane holds, by the reference in
+    `dtype`.
+    """
     form = FORMATS[optim.state]
     names = [name for name in plane.state if "scale" not in name]
     held = {name: form.unpack(plane.state, name, torch.float32, 0).to(dtype) for name in names}
@@ -136,11 +164,19 @@ def exact_update(plane, optim, grad, t, dtype):
         part = slice(slot.offset, slot.offset + slot.parameter.numel())
         shape, decay = slot.parameter.shape, plane.kind.weight_decay
         if plane.kind.matrix:
-            one = reference.Muon(plane.param[part].to(dtype).view(shape), optim.lr, optim.momentum, decay)
+            one = reference.Muon(
+                plane.param[part].to(dtype).view(shape), optim.lr, optim.momentum, decay
+            )
             one.m = held["momentum_buffer"][part].view(shape)
         else:
-            one = reference.AdamW(plane.param[part].to(dtype).view(shape), optim.lr, optim.betas, optim.eps, decay)
-            one.t, one.m, one.v = t, held["exp_avg"][part].view(shape), held["exp_avg_sq"][part].view(shape)
+            one = reference.AdamW(
+                plane.param[part].to(dtype).view(shape), optim.lr, optim.betas, optim.eps, decay
+            )
+            one.t, one.m, one.v = (
+                t,
+                held["exp_avg"][part].view(shape),
+                held["exp_avg_sq"][part].view(shape),
+            )
         one.update(grad[slot.name].to(dtype))
         params.append(one.param.flatten())
         for name, moment in zip(moments, (one.m, getattr(one, "v", None)), strict=False):
@@ -177,15 +213,23 @@ def test_each_update_stores_the_exact_one_s_neighbour(rule, state):
                 stored = plane.state[name]
                 if state == "8bit":
                     steps = reference.steps(moment, stored.dtype == torch.int8)
-                    steps = steps if stored.dtype == torch.int8 else torch.where(moment > 0, steps.clamp_min(1), 0)
+                    steps = (
+                        steps
+                        if stored.dtype == torch.int8
+                        else torch.where(moment > 0, steps.clamp_min(1), 0)
+                    )
                     assert (stored - steps).abs().max() <= 0.5 + 255 * 4 * EPS, name
                 else:
                     slack = 4 * EPS * moment.abs().max()
-                    assert ((stored.double() - moment).abs() <= 2**-7 * moment.abs() + slack).all(), name
+                    assert (
+                        (stored.double() - moment).abs() <= 2**-7 * moment.abs() + slack
+                    ).all(), name
 
 
 def test_codes_drift_from_the_exact_moment_by_what_their_steps_allow():
-    """e <- b1 e + d (A + b1 e), with A the largest moment and d = (1 + h)^2 - 1 for half a step h of the root."""
+    """e <- b1 e + d (A + b1 e), with A the largest moment and d = (1 + h)^2 - 1 for half a step h
+    of the root.
+    """
     step, exact, bound = step_of(AdamW, "8bit"), torch.zeros(300, dtype=torch.float64), 0.0
     half = (1 + 1 / 254) ** 2 - 1
     for seed in range(40):
@@ -194,7 +238,11 @@ def test_codes_drift_from_the_exact_moment_by_what_their_steps_allow():
         exact = 0.9 * exact + 0.1 * grads["gain"].double()
         bound = 0.9 * bound + half * (float(exact.abs().max()) + 0.9 * bound)
         plane = next(plane for plane in step.planes if plane.slots[0].name == "gain")
-        error = (FORMATS["8bit"].unpack(plane.state, "exp_avg", torch.float64, 0)[:300] - exact).abs().max()
+        error = (
+            (FORMATS["8bit"].unpack(plane.state, "exp_avg", torch.float64, 0)[:300] - exact)
+            .abs()
+            .max()
+        )
         assert 0 < float(error) <= bound * (1 + 1e-4)
 
 
@@ -218,24 +266,32 @@ def test_a_skipped_update_changes_no_bit(state):
     before = copy.deepcopy([(plane.param, plane.state) for plane in step.planes])
     assert int(step([gradients(1) | {"left": torch.full((9, 5), float("nan"))}]).skipped) == 1
     for plane, (param, held) in zip(step.planes, before, strict=True):
-        assert torch.equal(plane.param, param) and all(torch.equal(plane.state[n], held[n]) for n in held)
+        assert torch.equal(plane.param, param) and all(
+            torch.equal(plane.state[n], held[n]) for n in held
+        )
 
 
 def test_gradients_of_bf16_weights_add_up_in_fp32():
     step = step_of(AdamW, "no masters")
-    parts = [{n: torch.full_like(g, size) for n, g in gradients(0).items()} for size in (1.0, 2.0**-10)]
+    parts = [
+        {n: torch.full_like(g, size) for n, g in gradients(0).items()} for size in (1.0, 2.0**-10)
+    ]
     mean = (1 + 2**-10) / 2  # no number of bf16
     assert float(step(parts).grad_norm) == pytest.approx(mean * 390**0.5, rel=1e-7)
     assert step.model.left.dtype == torch.bfloat16 and step.model.left.grad.dtype == torch.float32
 
 
 def test_bf16_weights_train_in_a_graph():
-    """torch traces no graph around a weight and a gradient of another dtype: the gradient is off meanwhile."""
+    """torch traces no graph around a weight and a gradient of another dtype: the gradient is off
+    meanwhile.
+    """
     batch, errors = ragged(2, length=8), []
     truth = large_batch_gradient(tiny_llama(torch.float64, **TOY), batch)
     for backend in (None, "eager"):
         engine = Resident(
-            tiny_llama(**TOY), optim=AdamW(state="bf16", master_weights=False), precision=Precision("bf16")
+            tiny_llama(**TOY),
+            optim=AdamW(state="bf16", master_weights=False),
+            precision=Precision("bf16"),
         )
         if backend:
             engine.step.forward.now = compiled(engine.step.forward.now, backend)
@@ -246,14 +302,19 @@ def test_bf16_weights_train_in_a_graph():
     assert 0 < errors[1] <= 2 * errors[0]
 
 
-# ---- as a whole -----------------------------------------------------------------------------------------------------
+# ---- as a whole ----------------------------------------------------------------------------------
 
-RULES = {"adamw": AdamW(lr=0.01, ema=0.9, groups=[Group("*norm*", lr=2.0)]), "muon": Muon(lr=0.01, betas=(0.8, 0.99))}
+RULES = {
+    "adamw": AdamW(lr=0.01, ema=0.9, groups=[Group("*norm*", lr=2.0)]),
+    "muon": Muon(lr=0.01, betas=(0.8, 0.99)),
+}
 
 
 def engine_of(rule, state, seed=0):
     optim = replace(RULES[rule], **FORMS[state], seed=3)
-    return Resident(tiny_llama(seed=seed, **TOY), optim=optim, precision=Precision("bf16"), micro_batch=2)
+    return Resident(
+        tiny_llama(seed=seed, **TOY), optim=optim, precision=Precision("bf16"), micro_batch=2
+    )
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -285,12 +346,15 @@ def test_what_a_parameter_takes():
 
 
 @pytest.mark.parametrize(
-    "backend", ["eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aot_eager", "inductor"))]
+    "backend",
+    ["eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aot_eager", "inductor"))],
 )
 def test_compiled_is_eager(backend):
     """The update alone, of both kinds of narrow state in one graph."""
     grads = gradients(0)
-    exact, eager, fast = ([step_of(AdamW, state) for state in ("8bit", "no masters")] for _ in range(3))
+    exact, eager, fast = (
+        [step_of(AdamW, state) for state in ("8bit", "no masters")] for _ in range(3)
+    )
     both = compiled(lambda: [step.apply() for step in fast], backend)
     for pair in (exact, eager, fast):
         for step in pair:
@@ -299,7 +363,9 @@ def test_compiled_is_eager(backend):
                     view.copy_(grads[name])
             step.lr.fill_(0.01)
             step.count.fill_(1)
-    truth = [[exact_update(p, s.optim, grads, 0, torch.float64)[0] for p in s.planes] for s in exact]
+    truth = [
+        [exact_update(p, s.optim, grads, 0, torch.float64)[0] for p in s.planes] for s in exact
+    ]
     both()
     for step in eager:
         step.apply()
@@ -308,7 +374,9 @@ def test_compiled_is_eager(backend):
             assert error_within(packed(ours), packed(its), param)
             for name in its.state:
                 different = int((ours.state[name] != its.state[name]).sum())
-                assert different <= 0.01 * len(its.state[name]), "a rounding that fell on a border, no more"
+                assert different <= 0.01 * len(its.state[name]), (
+                    "a rounding that fell on a border, no more"
+                )
 
 
 def test_between_parameters_that_begin_at_blocks_are_zeros():
@@ -327,23 +395,40 @@ def test_a_split_number_is_joined_to_the_same_bits_and_only_a_tie_that_rounds_do
         hi, lo = split(ours)
         assert torch.equal(hi, master.to(torch.bfloat16)) and torch.equal(join(hi, lo), ours)
         moved = (ours.view(torch.int32) - master.view(torch.int32)).nonzero().flatten()
-        assert moved.tolist() == [0x8000] and ours[0x8000] == torch.nextafter(master[0x8000], torch.zeros(()))
+        assert moved.tolist() == [0x8000] and ours[0x8000] == torch.nextafter(
+            master[0x8000], torch.zeros(())
+        )
 
 
 def test_names_on_the_command_line():
-    for name, state, rule in (("adamw", "fp32", AdamW), ("adamw", "8bit", AdamW), ("muon", "bf16", Muon)):
+    for name, state, rule in (
+        ("adamw", "fp32", AdamW),
+        ("adamw", "8bit", AdamW),
+        ("muon", "bf16", Muon),
+    ):
         given = {"optim.name": name, "optim.state": state, "optim.lr": 0.1, "train.seed": 4}
         found = resolve(load(None, given, {}), describe()).training.optim
-        assert (type(found), found.state, found.master_weights, found.seed) == (rule, state, True, 4)
+        assert (type(found), found.state, found.master_weights, found.seed) == (
+            rule,
+            state,
+            True,
+            4,
+        )
     for wrong, meant in (("8bits", "8bit"), ("b16", "bf16")):
-        with pytest.raises(UsageError, match=f"{wrong}.*expected fp32, bf16 or 8bit; did you mean {meant}[?]"):
+        with pytest.raises(
+            UsageError, match=f"{wrong}.*expected fp32, bf16 or 8bit; did you mean {meant}[?]"
+        ):
             load(None, {"optim.state": wrong}, {})
     with pytest.raises(UsageError, match=r"state = '4bit': expected one of fp32, bf16, 8bit"):
         step_of(AdamW, "4bit")
-    with pytest.raises(UsageError, match="master_weights = False keeps weights in bf16: its state is bf16, not 8bit"):
+    with pytest.raises(
+        UsageError,
+        match="master_weights = False keeps weights in bf16: its state is bf16, not 8bit",
+    ):
         AdamW(state="8bit", master_weights=False)
     with pytest.raises(
-        UsageError, match="master_weights = False keeps the weights in bf16, which precision fp32 cannot use"
+        UsageError,
+        match="master_weights = False keeps the weights in bf16, which precision fp32 cannot use",
     ):
         Step(Given(), loss=given_gradient, optim=AdamW(state="bf16", master_weights=False))
 
@@ -353,5 +438,7 @@ def test_noise_is_philox_of_element_update_plane_and_seed():
     words = noise(torch.zeros(4), seed, torch.tensor(7), 2, start)
     for place, index in enumerate(range(start, start + 4)):
         low, high = divmod(index, 2**32)[::-1]
-        expected = philox(tuple(map(torch.tensor, (low, 7, 2, high))), (torch.tensor(3), torch.tensor(5)))[:3]
+        expected = philox(
+            tuple(map(torch.tensor, (low, 7, 2, high))), (torch.tensor(3), torch.tensor(5))
+        )[:3]
         assert [int(word[place]) for word in words] == [int(word) for word in expected]

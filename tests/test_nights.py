@@ -1,4 +1,6 @@
-"""Run: pytest tests/test_nights.py (every slow test has its night, and no night takes longer than it may)."""
+"""Run: pytest tests/test_nights.py (every slow test has its night, and no night takes longer than
+it may).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,15 @@ from datetime import date, timedelta
 import pytest
 
 from costs import MEASURED as DAY
-from nights import MEASURED, NIGHTS, UNMEASURED_S, Bounded, is_of_night, measured_night_cpu_s, shares
+from nights import (
+    MEASURED,
+    NIGHTS,
+    UNMEASURED_S,
+    Bounded,
+    is_of_night,
+    measured_night_cpu_s,
+    shares,
+)
 
 BEGUN = date(2026, 12, 20)
 

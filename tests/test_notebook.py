@@ -1,6 +1,7 @@
 """Run: pytest tests/test_notebook.py
 
-docs/notebook.ipynb: its outputs are those of its cells, which run one after another where nothing else is.
+docs/notebook.ipynb: its outputs are those of its cells, which run one after another where nothing
+else is.
 """
 
 from __future__ import annotations
@@ -26,17 +27,38 @@ NOTEBOOK = Path(__file__).resolve().parents[1] / "docs" / "notebook.ipynb"
 CELLS = json.loads(NOTEBOOK.read_text())["cells"]
 CODE_CELLS = [cell for cell in CELLS if cell["cell_type"] == "code"]
 CODE = ["".join(cell["source"]) for cell in CODE_CELLS]
-PRINTED = ["".join("".join(output.get("text", [])) for output in cell["outputs"]) for cell in CODE_CELLS]
-KINDS = [{kind for output in cell["outputs"] for kind in output.get("data", {})} for cell in CODE_CELLS]
+PRINTED = [
+    "".join("".join(output.get("text", [])) for output in cell["outputs"]) for cell in CODE_CELLS
+]
+KINDS = [
+    {kind for output in cell["outputs"] for kind in output.get("data", {})} for cell in CODE_CELLS
+]
 # Printed between two cells, to tell their lines apart.
 BETWEEN = "=== the next cell ==="
-SMALL = ["train.tokens_per_update=128", "train.compile=none", "data.sequence_length=32", "data.held_out=0.2"]
+SMALL = [
+    "train.tokens_per_update=128",
+    "train.compile=none",
+    "data.sequence_length=32",
+    "data.held_out=0.2",
+]
 # The constants of the first cell, in seconds instead of minutes.
 QUICK = {
     "TEXT": "texts",
-    "TRAIN": [*SMALL, "model.preset=nano", "data.tokenizer=bpe", "data.vocab_size=300", "train.updates=8"],
+    "TRAIN": [
+        *SMALL,
+        "model.preset=nano",
+        "data.tokenizer=bpe",
+        "data.vocab_size=300",
+        "train.updates=8",
+    ],
     "SWEEP": [*SMALL, "model.preset=nano", "data.tokenizer=bytes", "train.updates=3"],
-    "REWARD": ["train.updates=2", "rl.prompts=2", "rl.group=4", "train.compile=none", "data.sequence_length=32"],
+    "REWARD": [
+        "train.updates=2",
+        "rl.prompts=2",
+        "rl.group=4",
+        "train.compile=none",
+        "data.sequence_length=32",
+    ],
 }
 
 
@@ -47,7 +69,9 @@ def test_its_outputs_are_those_of_its_cells() -> None:
     recorded = notebook["metadata"]["monograph"]["cells_sha256"]
     assert recorded == made.digest(notebook["cells"]), "run: python docs/make_notebook.py"
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1)), "all of them, in one pass"
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1)), (
+        "all of them, in one pass"
+    )
     for cell in code:
         for output in cell["outputs"]:
             assert output["output_type"] != "error", "".join(cell["source"])
@@ -62,7 +86,9 @@ def test_what_it_shows_is_what_its_commands_print() -> None:
             assert {"plan", "done", "report", "next"} <= labels, source
         if 'monograph("sweep"' in source:
             assert {"plan", "best", "next"} <= labels, source
-        assert ("image/png" in kinds) == ("figure(" in source and "def figure" not in source), source
+        assert ("image/png" in kinds) == ("figure(" in source and "def figure" not in source), (
+            source
+        )
 
 
 def labels_of(printed: str) -> set[str]:
@@ -71,7 +97,9 @@ def labels_of(printed: str) -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="the package gguf is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("gguf") is None, reason="the package gguf is not installed"
+)
 def test_its_cells_run_from_first_to_last(tmp_path: Path) -> None:
     """In a fresh process with an empty home, outside of the checkout."""
     program = f"\nprint({BETWEEN!r}, flush=True)\n".join(CODE)
@@ -80,8 +108,13 @@ def test_its_cells_run_from_first_to_last(tmp_path: Path) -> None:
         assert replaced == 1, name
     (tmp_path / "home").mkdir()
     (tmp_path / "cells.py").write_text(program)
-    environment = {key: text for key, text in os.environ.items() if not key.startswith(("MONOGRAPH_", "XDG_"))}
-    environment |= {"HOME": str(tmp_path / "home"), "PYTHONPATH": str(Path(monograph.__file__).parents[1])}
+    environment = {
+        key: text for key, text in os.environ.items() if not key.startswith(("MONOGRAPH_", "XDG_"))
+    }
+    environment |= {
+        "HOME": str(tmp_path / "home"),
+        "PYTHONPATH": str(Path(monograph.__file__).parents[1]),
+    }
     done = subprocess.run(
         [sys.executable, "cells.py"],
         cwd=with_texts(tmp_path),
@@ -97,7 +130,9 @@ def test_its_cells_run_from_first_to_last(tmp_path: Path) -> None:
     model, tokenizer = load(here / "hf")
     rewarded, _ = load(here / "rewarded")
     assert tokenizer.vocab_size == model.config.vocab_size
-    assert all(torch.equal(model.state_dict()[name], each) for name, each in rewarded.state_dict().items())
+    assert all(
+        torch.equal(model.state_dict()[name], each) for name, each in rewarded.state_dict().items()
+    )
     assert (here / "gguf" / "model.gguf").exists() and (here / "gguf" / "Modelfile").exists()
     for printed, kept in zip(done.stdout.split(BETWEEN), PRINTED, strict=True):
         # Nothing is compiled here, and so small a run has nothing to say of some things.

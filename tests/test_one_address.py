@@ -1,7 +1,7 @@
 """Run: pytest tests/test_one_address.py
 
-An optimizer, and a form of its state, that are written in one place train in every engine; a number that is declared in
-one place is drawn wherever numbers are. (A way to learn is added in
+An optimizer, and a form of its state, that are written in one place train in every engine; a number
+that is declared in one place is drawn wherever numbers are. (A way to learn is added in
 tests/session/test_objective.py.)
 """
 
@@ -27,12 +27,16 @@ from monograph.report.metrics import Metric
 from monograph.report.run_report import About, run_page
 from monograph.resident import Resident
 
-SHAPE = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+SHAPE = LlamaConfig(
+    vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+)
 UPDATES = 3
 
 
 class LionRule(Rule):
-    """p <- p (1 - lr wd) - lr sign(b1 m + (1 - b1) g), m <- b2 m + (1 - b2) g (Chen et al. 2023, arXiv 2302.06675)."""
+    """p <- p (1 - lr wd) - lr sign(b1 m + (1 - b1) g), m <- b2 m + (1 - b2) g (Chen et al. 2023,
+    arXiv 2302.06675).
+    """
 
     moments = ("exp_avg",)
 
@@ -155,14 +159,24 @@ def test_a_new_form_of_the_state_trains_with_every_optimizer(optim):
         assert (engine.model.get_parameter(name) - parameter).abs().max() < 0.01, name
 
 
-def test_a_new_number_is_checked_drawn_compared_and_printed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    new = Metric("surprise", "surprise", "Surprise, shannons", held_out="eval_surprise", is_printed=True)
+def test_a_new_number_is_checked_drawn_compared_and_printed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    new = Metric(
+        "surprise", "surprise", "Surprise, shannons", held_out="eval_surprise", is_printed=True
+    )
     monkeypatch.setattr(metrics, "METRICS", [*metrics.METRICS, new])
-    rows = [{"update": update, "tokens": 10 * update, "surprise": 1.0 + update} for update in range(1, 9)]
+    rows = [
+        {"update": update, "tokens": 10 * update, "surprise": 1.0 + update}
+        for update in range(1, 9)
+    ]
     rows.append({"update": 8, "tokens": 80, "eval_surprise": 3.0})
     assert metrics.printed(rows[0]) == ["surprise"] and set(new.keys) <= set(metrics.keys())
     assert "Surprise, shannons" in run_page(tmp_path, {}, rows, About())
-    sides = [Compared(name, params=9, score=1.0, tokens_per_s=None, curves=[rows], verdict="equal") for name in "ab"]
+    sides = [
+        Compared(name, params=9, score=1.0, tokens_per_s=None, curves=[rows], verdict="equal")
+        for name in "ab"
+    ]
     assert "Surprise, shannons" in compare_page("two", "bits", sides, [])
     assert [picture.name for picture in figures.draw(rows, {}, "", "")[1]] == ["surprise"]
 
@@ -179,10 +193,20 @@ def imported(path: Path) -> set[str]:
 
 
 def test_only_an_objective_knows_of_rewards_and_preferences() -> None:
-    """Whoever asks of which kind a run is has to know of the kinds; all others ask the run's objective."""
+    """Whoever asks of which kind a run is has to know of the kinds; all others ask the run's
+    objective.
+    """
     source = Path(mono.__file__).parent
-    files = [*source.glob("session/*.py"), *source.glob("commands/*.py"), *source.glob("sweeps/*.py")]
+    files = [
+        *source.glob("session/*.py"),
+        *source.glob("commands/*.py"),
+        *source.glob("sweeps/*.py"),
+    ]
     files += [*source.glob("planner/*.py"), *source.glob("report/*.py")]
     assert len(files) > 60
-    knowing = {path.name for path in files if any(name.startswith("monograph.rl") for name in imported(path))}
+    knowing = {
+        path.name
+        for path in files
+        if any(name.startswith("monograph.rl") for name in imported(path))
+    }
     assert not knowing

@@ -1,5 +1,7 @@
 # Run: pytest tests/test_optim.py
-"""Planes, groups, AdamW and the moving average, against torch's optimizer and independent loops in float64."""
+"""Planes, groups, AdamW and the moving average, against torch's optimizer and independent loops in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +36,21 @@ def network(dtype=torch.float64):
 @pytest.mark.parametrize("clip", [None, 0.1])
 def test_ten_updates_equal_torch_s_adamw(clip):
     ours, theirs = network(), network()
-    step = Step(ours, loss=loss, optim=AdamW(lr=0.03, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2), clip=clip)
+    step = Step(
+        ours,
+        loss=loss,
+        optim=AdamW(lr=0.03, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2),
+        clip=clip,
+    )
     groups = [
         {"params": [p for p in theirs.parameters() if p.ndim >= 2], "weight_decay": 0.2},
         {"params": [p for p in theirs.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=0.03, betas=(0.8, 0.9), eps=1e-6)
     for seed in range(10):
-        batch = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        batch = torch.randn(
+            4, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        )
         result = step([batch[:1], batch[1:]])
         optimizer.zero_grad()
         (loss(theirs, batch)[0] / 4).backward()
@@ -57,7 +66,9 @@ def test_one_scalar_by_hand():
     model = nn.Linear(1, 1, bias=False, dtype=torch.float64)
     nn.init.constant_(model.weight, 2.0)
     step = Step(
-        model, loss=lambda m, b: ((m.weight * b).sum(), torch.tensor(1)), optim=AdamW(0.1, (0.5, 0.75), 1e-3, 0.25)
+        model,
+        loss=lambda m, b: ((m.weight * b).sum(), torch.tensor(1)),
+        optim=AdamW(0.1, (0.5, 0.75), 1e-3, 0.25),
     )
     p, m, v = 2.0, 0.0, 0.0
     for t, g in enumerate((3.0, -1.0, 0.5), start=1):
@@ -71,13 +82,18 @@ def test_one_scalar_by_hand():
 @given(seed=st.integers(0, 10**6), lr=st.floats(1e-5, 0.3), decay=st.floats(0, 1))
 @settings(max_examples=20)
 def test_many_updates_equal_the_reference(dtype, seed, lr, decay):
-    """Rows are members with learning rates and decays of their own; each is one tensor under the reference."""
+    """Rows are members with learning rates and decays of their own; each is one tensor under the
+    reference.
+    """
     generator, updates = torch.Generator().manual_seed(seed), 15
     param = torch.randn(3, 40, generator=generator, dtype=dtype)
     rates = torch.tensor([[lr], [lr / 3], [0.0]], dtype=torch.float64)
     decays = torch.tensor([[decay], [0.0], [decay]], dtype=torch.float64)
     exact, naive = (
-        [reference.AdamW(param[i].to(d), float(rates[i]), (0.9, 0.95), 1e-8, float(decays[i])) for i in range(3)]
+        [
+            reference.AdamW(param[i].to(d), float(rates[i]), (0.9, 0.95), 1e-8, float(decays[i]))
+            for i in range(3)
+        ]
         for d in (torch.float64, dtype)
     )
     m, v, yes = torch.zeros_like(param), torch.zeros_like(param), torch.tensor(True)
@@ -96,11 +112,22 @@ def test_many_updates_equal_the_reference(dtype, seed, lr, decay):
 
 
 def test_every_knob_may_differ_from_member_to_member():
-    param, grad, m = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    param, grad, m = torch.randn(
+        3, 4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     v, t = grad.square(), torch.tensor([[3], [1], [7], [2]])
-    knobs = {"lr": [0.1, 0.2, 0.0, 0.3], "eps": [1e-8, 1e-3, 1e-8, 0.1], "weight_decay": [0.0, 0.1, 1.0, 0.5]}
-    knobs = {name: torch.tensor(values, dtype=torch.float64)[:, None] for name, values in knobs.items()}
-    betas = tuple(torch.tensor(values, dtype=torch.float64)[:, None] for values in ([0.9, 0.8, 0, 0.5], [0.95] * 4))
+    knobs = {
+        "lr": [0.1, 0.2, 0.0, 0.3],
+        "eps": [1e-8, 1e-3, 1e-8, 0.1],
+        "weight_decay": [0.0, 0.1, 1.0, 0.5],
+    }
+    knobs = {
+        name: torch.tensor(values, dtype=torch.float64)[:, None] for name, values in knobs.items()
+    }
+    betas = tuple(
+        torch.tensor(values, dtype=torch.float64)[:, None]
+        for values in ([0.9, 0.8, 0, 0.5], [0.95] * 4)
+    )
     accepted = torch.tensor([True, True, False, True])[:, None]
     stacked = [tensor.clone() for tensor in (param, m, v)]
     adamw_(stacked[0], grad, *stacked[1:], applied=t, accepted=accepted, betas=betas, **knobs)
@@ -160,7 +187,9 @@ def test_gradients_are_those_of_a_plane_that_got_other_memory():
 
 
 def test_gradients_are_not_views_to_autograd():
-    """A compiler looks at each view's base as well, with sizes that are symbols, which takes time (dev/log.md)."""
+    """A compiler looks at each view's base as well, with sizes that are symbols, which takes time
+    (dev/log.md).
+    """
     step = Step(tiny_llama())
     for plane in step.planes:
         for _, parameter, offset in plane.slots:
@@ -185,14 +214,24 @@ def test_nothing_to_train_and_mixed_dtypes_are_refused():
         Step(mixed, loss=loss)
 
 
-# ---- groups ---------------------------------------------------------------------------------------------------------
+# ---- groups --------------------------------------------------------------------------------------
 
 
 def test_groups_equal_torch_s_parameter_groups():
     ours, theirs = network(), network()
-    groups = [Group("0.bias", lr=0.1, weight_decay=0.5, eps=1e5), Group("2.*", lr=3.0), Group("*.bias", lr=7.0)]
+    groups = [
+        Group("0.bias", lr=0.1, weight_decay=0.5, eps=1e5),
+        Group("2.*", lr=3.0),
+        Group("*.bias", lr=7.0),
+    ]
     step = Step(ours, loss=loss, optim=AdamW(lr=0.03, weight_decay=0.2, groups=groups))
-    expected = {"0.weight": (1, 0.2), "0.bias": (0.1, 0.5), "1.weight": (1, 0), "1.bias": (7, 0), "2.weight": (3, 0.2)}
+    expected = {
+        "0.weight": (1, 0.2),
+        "0.bias": (0.1, 0.5),
+        "1.weight": (1, 0),
+        "1.bias": (7, 0),
+        "2.weight": (3, 0.2),
+    }
     expected["2.bias"] = (3, 0)  # the first group that matches counts
     optimizer = torch.optim.AdamW(
         [
@@ -207,7 +246,9 @@ def test_groups_equal_torch_s_parameter_groups():
         betas=(0.9, 0.95),
     )
     for seed in range(5):
-        batch = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        batch = torch.randn(
+            4, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        )
         step([batch])
         optimizer.zero_grad()
         (loss(theirs, batch)[0] / 4).backward()
@@ -216,13 +257,17 @@ def test_groups_equal_torch_s_parameter_groups():
         torch.testing.assert_close(mine, its, rtol=1e-11, atol=1e-13)
 
 
-@pytest.mark.parametrize("groups", [[Group("3.*")], [Group("*"), Group("2.bias")]], ids=["unknown", "hidden"])
+@pytest.mark.parametrize(
+    "groups", [[Group("3.*")], [Group("*"), Group("2.bias")]], ids=["unknown", "hidden"]
+)
 def test_a_group_that_matches_nothing_is_refused_by_name(groups):
-    with pytest.raises(UsageError, match=rf"group '{groups[-1].pattern[0]}.*' matches no .* such as '0.weight'"):
+    with pytest.raises(
+        UsageError, match=rf"group '{groups[-1].pattern[0]}.*' matches no .* such as '0.weight'"
+    ):
         AdamW(groups=groups).kinds(network())
 
 
-# ---- moving average -------------------------------------------------------------------------------------------------
+# ---- moving average ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("decay", [0.3, 0.9, 0.9999])
@@ -243,24 +288,34 @@ def test_the_average_is_the_weighted_mean_of_all_that_the_weights_were(decay, dt
 
 
 def test_an_average_per_member():
-    average, param = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    average, param = torch.randn(
+        2, 3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     decays = torch.tensor([[0.9], [0.5], [0.99]], dtype=torch.float64)
     applied, accepted = torch.tensor([[1], [5], [2]]), torch.tensor([[True], [True], [False]])
     stacked = average.clone()
     ema_(stacked, param, decay=decays, applied=applied, accepted=accepted)
     assert torch.equal(stacked[0], param[0]) and torch.equal(stacked[2], average[2])
-    torch.testing.assert_close(stacked[1], average[1] + 0.5 / (1 - 0.5**5) * (param[1] - average[1]))
+    torch.testing.assert_close(
+        stacked[1], average[1] + 0.5 / (1 - 0.5**5) * (param[1] - average[1])
+    )
 
 
 def test_training_is_the_same_with_an_average_and_evaluation_is_of_the_average():
-    plain, averaging = (Resident(tiny_llama(), optim=AdamW(lr=1e-2, ema=ema), clip=1.0) for ema in (None, 0.8))
+    plain, averaging = (
+        Resident(tiny_llama(), optim=AdamW(lr=1e-2, ema=ema), clip=1.0) for ema in (None, 0.8)
+    )
     for seed in range(4):
         for engine in (plain, averaging):
             engine.accumulate(ragged(4, seed=seed))
         assert torch.equal(flat_gradient(plain.model), flat_gradient(averaging.model))
         assert float(plain.update().loss) == float(averaging.update().loss)
     state = averaging.state()
-    average = {n.removeprefix("ema."): t.clone() for n, t in state.optimizer.items() if n.startswith("ema.")}
+    average = {
+        n.removeprefix("ema."): t.clone()
+        for n, t in state.optimizer.items()
+        if n.startswith("ema.")
+    }
     assert average.keys() == state.model.keys() and {*plain.state().optimizer} == {
         n for n in state.optimizer if not n.startswith("ema.")
     }
@@ -274,7 +329,9 @@ def test_training_is_the_same_with_an_average_and_evaluation_is_of_the_average()
     )
     with averaging.step.averaged():
         assert all(torch.equal(t, average[n]) for n, t in averaging.model.state_dict().items())
-        assert torch.equal(averaging.evaluate(ragged(6))[0], score[0]), "inside it is the same average"
+        assert torch.equal(averaging.evaluate(ragged(6))[0], score[0]), (
+            "inside it is the same average"
+        )
     with pytest.raises(ValueError, match="odd"), averaging.step.averaged():
         raise ValueError("odd")
     assert all(torch.equal(t, before[n]) for n, t in averaging.state().model.items())
@@ -293,5 +350,7 @@ def test_a_decay_that_is_none_is_refused(decay):
 
 def test_a_member_s_number_is_spread_over_all_of_its_elements():
     stack, knob = torch.ones(2, 3, 4), torch.tensor([2.0, 5.0])
-    assert torch.equal(_over(stack, knob) * stack, torch.stack([torch.full((3, 4), each) for each in knob]))
+    assert torch.equal(
+        _over(stack, knob) * stack, torch.stack([torch.full((3, 4), each) for each in knob])
+    )
     assert _over(stack, 3.0) == 3.0 and _over(stack, knob[1]).ndim == 0

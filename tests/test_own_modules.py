@@ -1,5 +1,7 @@
 # Run: pytest tests/test_own_modules.py
-"""Modules that are no language model of ours: a vision transformer, BatchNorm, an encoder-decoder of transformers."""
+"""Modules that are no language model of ours: a vision transformer, BatchNorm, an encoder-decoder
+of transformers.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from numerics import relative_error
 
 
 class ViT(nn.Module):
-    """Patches by a convolution, torch's own encoder layers in an `nn.Sequential`, a classification head."""
+    """Patches by a convolution, torch's own encoder layers in an `nn.Sequential`, a classification
+    head.
+    """
 
     def __init__(self):
         super().__init__()
@@ -52,7 +56,9 @@ class T5(nn.Module):
         self.inner = transformers.T5ForConditionalGeneration(config)
 
     def forward(self, batch):
-        return self.inner(input_ids=batch["x"], labels=batch["y"].clamp_min(0), use_cache=False).logits
+        return self.inner(
+            input_ids=batch["x"], labels=batch["y"].clamp_min(0), use_cache=False
+        ).logits
 
 
 def classified(model, batch):
@@ -99,7 +105,9 @@ CASES = {"vit": (ViT, images), "t5": (T5, sentences)}
 
 @pytest.mark.parametrize("case", CASES)
 def test_accumulated_equals_the_large_batch(case):
-    """Law 2 for modules and losses that are not ours; transformers' T5 computes its norms in fp32, whatever it is."""
+    """Law 2 for modules and losses that are not ours; transformers' T5 computes its norms in fp32,
+    whatever it is.
+    """
     kind, batches = CASES[case]
     model, batch = built(kind), batches(12, seed=1)
     exact = copy.deepcopy(model)
@@ -109,13 +117,19 @@ def test_accumulated_equals_the_large_batch(case):
     accumulate(step, cut(batch, 1, 3, 8))
     scale = step.count.double().reciprocal()  # a loss that cannot count before: the update divides
     bound = 1e-12 if case == "vit" else 1e-6
-    for (name, ours), (_, its) in zip(model.named_parameters(), exact.named_parameters(), strict=True):
+    for (name, ours), (_, its) in zip(
+        model.named_parameters(), exact.named_parameters(), strict=True
+    ):
         if its.grad is not None:
-            assert relative_error(ours.grad * scale, its.grad) <= bound or float(its.grad.norm()) < 1e-12, name
+            assert (
+                relative_error(ours.grad * scale, its.grad) <= bound
+                or float(its.grad.norm()) < 1e-12
+            ), name
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param("vit", marks=pytest.mark.slow), pytest.param("t5", marks=pytest.mark.slow)]
+    "case",
+    [pytest.param("vit", marks=pytest.mark.slow), pytest.param("t5", marks=pytest.mark.slow)],
 )
 def test_captured_equals_eager(case):
     kind, batches = CASES[case]
@@ -125,7 +139,9 @@ def test_captured_equals_eager(case):
     for seed in range(3):
         window = cut(batches(12, seed=seed), 4, 8)
         one, other = eager(window), captured(window)
-        assert float(one.loss) == pytest.approx(float(other.loss), rel=1e-5 if case == "t5" else 1e-10)
+        assert float(one.loss) == pytest.approx(
+            float(other.loss), rel=1e-5 if case == "t5" else 1e-10
+        )
         assert int(one.count) == int(other.count) and int(other.skipped) == 0
     assert list(captured.model.state_dict()) == list(built(kind).state_dict())
 
@@ -135,11 +151,13 @@ def test_what_muon_takes():
         "self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight",
     }  # fmt: skip
     names = hidden_matrices(built(T5))
-    assert names and not [name for name in names if "relative_attention_bias" in name or "shared" in name]
+    assert names and not [
+        name for name in names if "relative_attention_bias" in name or "shared" in name
+    ]
     assert all(".block." in name for name in names) and "inner.lm_head.weight" not in names
 
 
-# ---- buffers --------------------------------------------------------------------------------------------------------
+# ---- buffers -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.slow)])
@@ -205,6 +223,11 @@ def test_buffers_and_average_are_in_the_checkpoint(tmp_path):
     load_checkpoint(second, tmp_path)
     for _ in mono.train(second, windows[3:]):
         pass
-    for mine, its in ((whole.state().model, second.state().model), (whole.state().optimizer, second.state().optimizer)):
-        assert mine.keys() == its.keys() and all(torch.equal(mine[name], its[name]) for name in mine)
+    for mine, its in (
+        (whole.state().model, second.state().model),
+        (whole.state().optimizer, second.state().optimizer),
+    ):
+        assert mine.keys() == its.keys() and all(
+            torch.equal(mine[name], its[name]) for name in mine
+        )
     assert int(second.model.layers[1].num_batches_tracked) == 18

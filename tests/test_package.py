@@ -1,6 +1,7 @@
 """Run: pytest tests/test_package.py
 
-What the wheel and the sdist hold; at night, that the wheel suffices where nothing else of the project is.
+What the wheel and the sdist hold; at night, that the wheel suffices where nothing else of the
+project is.
 """
 
 from __future__ import annotations
@@ -19,10 +20,20 @@ from clocks import HANG_S
 from installed import installed
 
 ROOT = Path(__file__).resolve().parents[1]
-BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
+BUILD = (
+    "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
+)
 NEEDED = {"pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "setup.cfg", "PKG-INFO"}
 EXTRAS = ["serve", "gguf"]
-TEST_TOOLS = ["pytest", "pytest-timeout", "hypothesis", "transformers", "accelerate", "xllamacpp", "tensorboard"]
+TEST_TOOLS = [
+    "pytest",
+    "pytest-timeout",
+    "hypothesis",
+    "transformers",
+    "accelerate",
+    "xllamacpp",
+    "tensorboard",
+]
 # Where MKL is slow, a step calls what is compiled from matmul.cpp, which only AVX-512 runs.
 PROGRAM = """
 import sys, torch, monograph
@@ -36,7 +47,9 @@ assert monograph.__file__.startswith(sys.argv[1])
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The sdist of this checkout's files, and the wheel that is built from the sdist alone; by setuptools alone."""
+    """The sdist of this checkout's files, and the wheel that is built from the sdist alone; by
+    setuptools alone.
+    """
     checkout, out = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("dist")
     for name in files():
         (checkout / name).parent.mkdir(parents=True, exist_ok=True)
@@ -53,12 +66,16 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def files() -> list[str]:
     """What git has, and new files that it would take."""
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
+    names = subprocess.run(
+        listed, cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.splitlines()
     return [name for name in names if (ROOT / name).is_file()]
 
 
 def build(folder: Path, what: str, out: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", BUILD, what, out], cwd=folder, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD, what, out], cwd=folder, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -78,34 +95,70 @@ def test_the_wheel_has_every_file_of_the_package_and_no_other(built: tuple[Path,
 def test_the_sdist_has_what_building_needs_and_no_test(built: tuple[Path, Path]) -> None:
     with tarfile.open(built[0]) as packed:
         names = {member.name.partition("/")[2] for member in packed.getmembers() if member.isfile()}
-    assert {name for name in names if ".egg-info/" not in name} == {f"src/{name}" for name in sources()} | NEEDED
+    assert {name for name in names if ".egg-info/" not in name} == {
+        f"src/{name}" for name in sources()
+    } | NEEDED
 
 
 @pytest.mark.slow
-def test_the_installed_wheel_computes_and_passes_the_story(built: tuple[Path, Path], tmp_path: Path) -> None:
-    """In an environment with nothing else in it, a home without files, and no source; pip needs its index.
+def test_the_installed_wheel_computes_and_passes_the_story(
+    built: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """In an environment with nothing else in it, a home without files, and no source; pip needs its
+    index.
 
     1.4 GB, or 5 GB where the index has torch's CUDA build.
     """
-    wanted = [f"{built[1]}[{','.join(EXTRAS)}]", *TEST_TOOLS, "--constraint", ROOT / "constraints.txt"]
+    wanted = [
+        f"{built[1]}[{','.join(EXTRAS)}]",
+        *TEST_TOOLS,
+        "--constraint",
+        ROOT / "constraints.txt",
+    ]
     python = installed(tmp_path / "venv", *wanted)
     home, place = tmp_path / "home", tmp_path / "place"
     (home / "tmp").mkdir(parents=True)
     shutil.copytree(ROOT / "tests", place / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", place)
-    environment = {"PATH": os.defpath, "HOME": str(home), "TMPDIR": str(home / "tmp"), "LANG": "C.UTF-8"}
+    environment = {
+        "PATH": os.defpath,
+        "HOME": str(home),
+        "TMPDIR": str(home / "tmp"),
+        "LANG": "C.UTF-8",
+    }
 
     def run(*command: str | Path) -> str:
-        done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=HANG_S)
+        done = subprocess.run(
+            command, cwd=place, env=environment, capture_output=True, text=True, timeout=HANG_S
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout + done.stderr
 
     run(python, "-c", PROGRAM, tmp_path / "venv")
     monograph = python.with_name("monograph")
     shutil.copy(ROOT / "README.md", place)
-    settings = ["README.md", "data.tokenizer=bytes", "data.sequence_length=32", "train.tokens_per_update=128"]
+    settings = [
+        "README.md",
+        "data.tokenizer=bytes",
+        "data.sequence_length=32",
+        "train.tokens_per_update=128",
+    ]
     settings += ["model.hidden_size=32", "model.num_hidden_layers=1", "model.num_attention_heads=2"]
-    assert "0 recompiles" in run(monograph, "train", *settings, "train.updates=4", "train.compile=whole")
-    assert "sampled in the graph" in run(monograph, "generate", "last", "[project]", "--max-tokens", "8")
-    told = run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "pythonpath=tests", "tests/test_story.py")
+    assert "0 recompiles" in run(
+        monograph, "train", *settings, "train.updates=4", "train.compile=whole"
+    )
+    assert "sampled in the graph" in run(
+        monograph, "generate", "last", "[project]", "--max-tokens", "8"
+    )
+    told = run(
+        python,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "pythonpath=tests",
+        "tests/test_story.py",
+    )
     assert "1 passed" in told

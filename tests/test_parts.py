@@ -44,12 +44,16 @@ def test_every_moment_of_an_update_is_in_one_part() -> None:
         whole = time.perf_counter() - began
         parts = seconds(update.marks)
         assert parts.keys() == {"forward_s", "backward_s", "optimizer_s"}
-        assert parts["forward_s"] >= 0.06 and parts["backward_s"] >= 0.12 and parts["optimizer_s"] > 0
+        assert (
+            parts["forward_s"] >= 0.06 and parts["backward_s"] >= 0.12 and parts["optimizer_s"] > 0
+        )
         assert sum(parts.values()) <= whole
 
 
 def test_a_window_that_failed_is_in_no_part() -> None:
-    engine = Resident(nn.Linear(2, 1), loss=lambda model, batch: (model(batch["x"]).sum(), batch["n"].sum()))
+    engine = Resident(
+        nn.Linear(2, 1), loss=lambda model, batch: (model(batch["x"]).sum(), batch["n"].sum())
+    )
     window = {"x": torch.ones(1, 2), "n": torch.ones(1)}
     with pytest.raises(RuntimeError):
         engine.accumulate({"x": torch.ones(1, 3), "n": torch.ones(1)})
@@ -87,7 +91,9 @@ def test_on_a_gpu_a_launch_of_both_passes_is_one_part(monkeypatch: pytest.Monkey
         Event.clock += 1
         return seconds(parts.end())
 
-    found = update(0, ("backward", 2), ("forward", 5), ("backward", 7), ("forward", 10), ("optimizer", 10.5))
+    found = update(
+        0, ("backward", 2), ("forward", 5), ("backward", 7), ("forward", 10), ("optimizer", 10.5)
+    )
     assert found == {"forward_s": 4.5, "backward_s": 6, "optimizer_s": 1}
     capturing[0] = True
     parts.begin("backward")
@@ -102,7 +108,9 @@ def test_the_row_of_an_update_has_its_own_and_a_member_s_has_none(tmp_path: Path
     update = engine.update()
     log = MetricsLog(Run.create(tmp_path / "run"), every=1)
     log.add(update, {})
-    assert {name: log.last[name] for name in ("forward_s", "backward_s", "optimizer_s")} == seconds(update.marks)
+    assert {name: log.last[name] for name in ("forward_s", "backward_s", "optimizer_s")} == seconds(
+        update.marks
+    )
     assert "forward_s" not in numbers([replace(update, lr=(0.1,))])[0][0]
     streamed = Streamed(tiny_llama())
     streamed.accumulate(ragged(2))

@@ -1,4 +1,6 @@
-"""Run: pytest tests/test_readme.py (what README.md and docs/ say: commands, examples, links, tables and numbers)"""
+"""Run: pytest tests/test_readme.py (what README.md and docs/ say: commands, examples, links, tables
+and numbers)
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,13 @@ RESULTS = ROOT / "benchmarks" / "results"
 LAWS, MEASURED = ROOT / "docs" / "laws.md", ROOT / "docs" / "measured.md"
 
 
-# ---- GPUs -----------------------------------------------------------------------------------------------------------
+# ---- GPUs ----------------------------------------------------------------------------------------
 
 
 def test_every_page_says_the_same_of_what_was_measured_on_a_gpu() -> None:
-    """The two pages that tell it agree with the planner's rates, and with the machines of what was measured."""
+    """The two pages that tell it agree with the planner's rates, and with the machines of what was
+    measured.
+    """
     said = "no part of monograph has been measured on a gpu yet"
     found = [json.loads(path.read_text()) for path in RESULTS.rglob("*.json")]
     machines = [each["machine"]["type"] for each in found if "machine" in each]
@@ -48,7 +52,7 @@ def test_every_page_says_the_same_of_what_was_measured_on_a_gpu() -> None:
         assert abs(float(copies) / float(bandwidth) - known.traffic) < 1e-3, page.name
 
 
-# ---- commands -------------------------------------------------------------------------------------------------------
+# ---- commands ------------------------------------------------------------------------------------
 
 
 def of_monograph() -> list[tuple[str, str]]:
@@ -105,18 +109,27 @@ def test_commands_are_ones_that_the_program_takes(
     monkeypatch.setattr("shellingham.detect_shell", lambda: ("bash", "/bin/bash"))
     with pytest.raises(SystemExit) as exit_:
         cli.main(shlex.split(command)[1:])
-    assert not exit_.value.code and (calls or re.search("--print-config|-completion$", command)), command
+    assert not exit_.value.code and (calls or re.search("--print-config|-completion$", command)), (
+        command
+    )
 
 
 def test_make_targets_are_there() -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = {command.split()[1] for page in PAGES for command in commands(page) if command.startswith("make ")}
+    named = {
+        command.split()[1]
+        for page in PAGES
+        for command in commands(page)
+        if command.startswith("make ")
+    }
     assert named and named <= targets
 
 
 def test_what_other_commands_name_is_there() -> None:
     """Scripts and their options, files of tests, extras."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     scripts = (ROOT / "benchmarks/harness.py").read_text()
     seen = set()
     for command in {each for page in PAGES for each in commands(page)}:
@@ -132,7 +145,7 @@ def test_what_other_commands_name_is_there() -> None:
     assert {"pip", "python", "make", "pytest", "torchrun", "srun"} <= seen
 
 
-# ---- examples -------------------------------------------------------------------------------------------------------
+# ---- examples ------------------------------------------------------------------------------------
 
 
 DEAR = {"serve-0", "modules-1"}  # which run at night: others serve and capture, too
@@ -149,15 +162,20 @@ def examples() -> Iterator[Any]:
 def test_examples_stand_between_fences() -> None:
     """An indented one would not be run."""
     code = re.compile(r"^(import|from|def|with) \w", re.M)
-    assert not [block for page in PAGES for block in blocks(page) if not block.language and code.search(block.text)]
+    assert not [
+        block
+        for page in PAGES
+        for block in blocks(page)
+        if not block.language and code.search(block.text)
+    ]
 
 
 @pytest.mark.parametrize("code", [*examples()])
 def test_examples_run(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files(tmp_path)
     monkeypatch.chdir(tmp_path)
-    # Traced as it is for everybody; machine code of a module of one's own is made by tests/profiling/test_trace.py,
-    # and its backward pass traced by tests/test_own_modules.py.
+    # Traced as it is for everybody; machine code of a module of one's own is made by
+    # tests/profiling/test_trace.py, and its backward pass traced by tests/test_own_modules.py.
     monkeypatch.setattr(mono, "capture", functools.partial(mono.capture, backend="eager"))
     if "lm_eval" in code:
         pytest.skip("its data come from the network; tests/test_lm_eval.py has a task of its own")
@@ -168,7 +186,10 @@ def test_examples_run(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with ExitStack() as stack:
         if "127.0.0.1:8000" in code:
             tokenizer = Tokenizer.bytes()
-            code = code.replace("http://127.0.0.1:8000", stack.enter_context(Served(small(tokenizer), tokenizer)).url)
+            code = code.replace(
+                "http://127.0.0.1:8000",
+                stack.enter_context(Served(small(tokenizer), tokenizer)).url,
+            )
         module = types.ModuleType("example")  # by its name the compiler finds the classes of a file
         monkeypatch.setitem(sys.modules, "example", module)
         exec(compile(code, "example", "exec"), module.__dict__)
@@ -179,12 +200,14 @@ def test_examples_run(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_the_default_takes_as_long_as_the_pages_say() -> None:
     for page in (README, ROOT / "docs" / "first_run.md"):
-        assert DEFAULT_MINUTES == 3.0 and "three minutes, or up to seven on two busy cores" in " ".join(
-            page.read_text().split()
+        assert (
+            DEFAULT_MINUTES == 3.0
+            and "three minutes, or up to seven on two busy cores"
+            in " ".join(page.read_text().split())
         ), page
 
 
-# ---- links and the tree ---------------------------------------------------------------------------------------------
+# ---- links and the tree --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page", [*PAGES, LOG], ids=lambda page: page.stem)
@@ -196,7 +219,10 @@ def test_links_lead_somewhere(page: Path) -> None:
 def anchors(page: Path) -> set[str]:
     """Of the headings of a page as GitHub makes them, and those that are written out."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.S | re.M)
-    plain = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", each) for each in re.findall(r"^#+ (.*)$", text, re.M))
+    plain = (
+        re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", each)
+        for each in re.findall(r"^#+ (.*)$", text, re.M)
+    )
     made = {re.sub(r"[^\w\- ]", "", each.lower()).strip().replace(" ", "-") for each in plain}
     return made | set(re.findall(r'<a id="([^"]+)"', text))
 
@@ -204,12 +230,18 @@ def anchors(page: Path) -> set[str]:
 @pytest.mark.parametrize("page", [*PAGES, LOG], ids=lambda page: page.stem)
 def test_links_lead_to_headings(page: Path) -> None:
     links = re.findall(r"\]\(([^)#:]*\.md|)#([^)]+)\)", page.read_text())
-    assert not [link for link in links if link[1] not in anchors((page.parent / link[0]) if link[0] else page)]
+    assert not [
+        link
+        for link in links
+        if link[1] not in anchors((page.parent / link[0]) if link[0] else page)
+    ]
 
 
 def test_every_page_is_on_the_tour() -> None:
     tour = (ROOT / "docs" / "README.md").read_text()
-    assert not [page.name for page in PAGES[1:] if page.name != "README.md" and f"({page.name})" not in tour]
+    assert not [
+        page.name for page in PAGES[1:] if page.name != "README.md" and f"({page.name})" not in tour
+    ]
 
 
 @pytest.mark.parametrize("name", script("docs/site_hook.py").navigation()[1]["Start"][1:])
@@ -224,11 +256,15 @@ def test_a_page_to_start_with_is_one_screen_and_begins_with_a_command(name: str)
 def test_the_tree_is_the_house() -> None:
     tree = (ROOT / "docs" / "design.md").read_text().split("src/monograph/ ")[1].split("tests/ ")[0]
     named = set(re.findall(r"[├└─│ ](\w+)(?:/|\.py)(?=\s)", tree))
-    there = {path.stem for path in (ROOT / "src" / "monograph").iterdir() if not path.name.startswith("__")}
+    there = {
+        path.stem
+        for path in (ROOT / "src" / "monograph").iterdir()
+        if not path.name.startswith("__")
+    }
     assert named == there - {"py", "cards"}  # py.typed, and the data of device.py
 
 
-# ---- tables ---------------------------------------------------------------------------------------------------------
+# ---- tables --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -249,7 +285,8 @@ def test_every_law_names_its_test_or_is_not_built() -> None:
         files = [ROOT / path for path in re.findall(r"\(\.\./(tests/[^)]+)\)", held_by)]
         assert files or "not built yet" in held_by, number
         assert all("def test_" in path.read_text() for path in files), number
-        # A bound stands in the test that is said to hold it, or in the module that the test imports its BOUND from.
+        # A bound stands in the test that is said to hold it, or in the module that the test imports
+        # its BOUND from.
         texts = [path.read_text() for path in files]
         modules = re.findall(r"^from (\w+) import .*\bBOUND\b", "\n".join(texts), re.M)
         texts += [(ROOT / "tests" / f"{module}.py").read_text() for module in modules]
@@ -259,7 +296,9 @@ def test_every_law_names_its_test_or_is_not_built() -> None:
 
 def test_laws_that_have_a_file_are_in_the_table() -> None:
     linked = {path for row in laws() for path in re.findall(r"\(\.\./(tests/[^)]+)\)", row[3])}
-    there = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests" / "laws").glob("test_*.py")}
+    there = {
+        path.relative_to(ROOT).as_posix() for path in (ROOT / "tests" / "laws").glob("test_*.py")
+    }
     assert there <= linked
 
 
@@ -301,16 +340,22 @@ def test_the_commands_page_is_made_from_the_program_and_has_each_option() -> Non
     wanted = {name: command for name, command in tree.items() if name != "data"} | inner
     assert named.keys() == wanted.keys()
     for name, command in wanted.items():
-        options = [option for each in command.params for option in each.opts if option.startswith("-")]
+        options = [
+            option for each in command.params for option in each.opts if option.startswith("-")
+        ]
         assert all(f"`{option}`" in named[name] for option in options), name
         assert f"```bash\nmonograph {name} " in named[name]
 
 
-def test_the_table_of_what_was_measured_is_made_from_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_of_what_was_measured_is_made_from_the_results(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.syspath_prepend(ROOT / "docs")
     numbers = script("docs/make_numbers.py")
     for page, tables in numbers.pages().items():
-        shown = [part.split(numbers.END)[0].strip() for part in page.read_text().split(numbers.BEGIN)[1:]]
+        shown = [
+            part.split(numbers.END)[0].strip() for part in page.read_text().split(numbers.BEGIN)[1:]
+        ]
         assert shown == tables, "run: python docs/make_numbers.py"
     made = {page for page in PAGES if f"\n{numbers.BEGIN}\n" in page.read_text()}
     assert made == numbers.pages().keys(), "each page is made"
@@ -339,7 +384,9 @@ READ_SETTINGS = {
 
 def test_each_key_is_decided_in_one_function_and_settings_are_read_where_it_is_said() -> None:
     tables = script("docs/make_tables.py")
-    assert not {key: functions for key, functions in tables.deciding().items() if len(functions) != 1}
+    assert not {
+        key: functions for key, functions in tables.deciding().items() if len(functions) != 1
+    }
     files = {
         path.relative_to(tables.PACKAGE).as_posix()
         for path in tables.PACKAGE.rglob("*.py")
@@ -347,7 +394,9 @@ def test_each_key_is_decided_in_one_function_and_settings_are_read_where_it_is_s
         for function in tables.functions(path)
         if tables.keys_read(function, refusals=True)
     }
-    assert files == READ_SETTINGS, "what the settings say is passed on from there, so that it has one address"
+    assert files == READ_SETTINGS, (
+        "what the settings say is passed on from there, so that it has one address"
+    )
 
 
 def test_no_cell_is_silence() -> None:
@@ -359,17 +408,22 @@ def test_no_cell_is_silence() -> None:
         assert behind.keys() == {*tables.values(key)}, key
 
 
-# ---- numbers --------------------------------------------------------------------------------------------------------
+# ---- numbers -------------------------------------------------------------------------------------
 
 UNITS = r"%|ms|s|min|×|[kMG]i?B|tok/s|k tok/s|tokens/s|bits per byte"
-CLAIM = re.compile(rf"(?<![\w.-])(\d[\d,]*(?:\.\d+)?)(?= (?:{UNITS})(?!\w))|(?<![\w.-])(\d(?:\.\d+)?e-?\d+)")
+CLAIM = re.compile(
+    rf"(?<![\w.-])(\d[\d,]*(?:\.\d+)?)(?= (?:{UNITS})(?!\w))|(?<![\w.-])(\d(?:\.\d+)?e-?\d+)"
+)
 SCALES = (1, 100, 1e-3, 1e-6, 1e3, 1 / 60, 2**-20, 2**-30)
 
 
 def paragraphs(page: Path) -> Iterator[str]:
     """Prose of a page, without code, the laws and the tables that a script makes."""
     text = re.sub(
-        r"^```.*?^```|^ {4}.*?$|<!-- (?:made|printed) by.*?<!-- end -->", "", page.read_text(), flags=re.S | re.M
+        r"^```.*?^```|^ {4}.*?$|<!-- (?:made|printed) by.*?<!-- end -->",
+        "",
+        page.read_text(),
+        flags=re.S | re.M,
     )
     for paragraph in re.split(r"\n\n|\n(?=\||- )", text):
         yield " ".join(paragraph.split())
@@ -398,9 +452,15 @@ def test_every_measured_number_was_printed_by_a_script() -> None:
     for paragraph in [*paragraphs(README), *paragraphs(MEASURED)]:
         claims = [plain or power for plain, power in CLAIM.findall(paragraph)]
         results = [
-            ROOT / "benchmarks/results" / f"{name}.json" for name in re.findall(r"benchmarks/(\w+)\.py", paragraph)
+            ROOT / "benchmarks/results" / f"{name}.json"
+            for name in re.findall(r"benchmarks/(\w+)\.py", paragraph)
         ]
-        values = [value for path in results if path.exists() for value in leaves(json.loads(path.read_text()))]
+        values = [
+            value
+            for path in results
+            if path.exists()
+            for value in leaves(json.loads(path.read_text()))
+        ]
         assert not [claim for claim in claims if not is_among(claim, values)], paragraph
         found += len(claims)
     assert found
@@ -417,7 +477,11 @@ def test_the_accumulation_table_is_the_scripts(monkeypatch: pytest.MonkeyPatch) 
     accumulation = script("benchmarks/accumulation.py")
     kept = json.loads((ROOT / "benchmarks/results/accumulation.json").read_text())
     page = (ROOT / "docs" / "training.md").read_text()
-    shown = page.split("<!-- printed by benchmarks/accumulation.py -->")[1].split("<!-- end -->")[0].strip()
+    shown = (
+        page.split("<!-- printed by benchmarks/accumulation.py -->")[1]
+        .split("<!-- end -->")[0]
+        .strip()
+    )
     assert shown == accumulation.table(kept["cases"])
     again = accumulation.measured(4)
     assert again["fp32"] < 1e-6 and again["fp64"] < 1e-12
@@ -428,50 +492,82 @@ def test_the_table_of_mixtures_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     kept = json.loads((ROOT / "benchmarks/results/mixture_peers.json").read_text())
     page = (ROOT / "docs/model.md").read_text()
-    shown = page.split("<!-- printed by benchmarks/mixture_peers.py -->")[1].split("<!-- end -->")[0].strip()
+    shown = (
+        page.split("<!-- printed by benchmarks/mixture_peers.py -->")[1]
+        .split("<!-- end -->")[0]
+        .strip()
+    )
     assert shown == script("benchmarks/mixture_peers.py").table(kept["cases"])
 
 
 def test_the_tables_of_recipes_are_those_of_their_results() -> None:
-    parts = (ROOT / "docs/training.md").read_text().split("<!-- printed by benchmarks/recipe.py -->")[1:]
+    parts = (
+        (ROOT / "docs/training.md")
+        .read_text()
+        .split("<!-- printed by benchmarks/recipe.py -->")[1:]
+    )
     for part, name in zip(parts, ("recipe", "decay"), strict=True):
         kept = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
-        assert part.split("<!-- end -->")[0].strip() == script("benchmarks/recipe.py").table(kept["cases"]), name
+        assert part.split("<!-- end -->")[0].strip() == script("benchmarks/recipe.py").table(
+            kept["cases"]
+        ), name
 
 
 def test_the_table_of_few_texts_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     kept = json.loads((ROOT / "benchmarks/results/few_texts.json").read_text())
-    shown = (ROOT / "docs/training.md").read_text().split("<!-- printed by benchmarks/few_texts.py -->")[1]
-    assert shown.split("<!-- end -->")[0].strip() == script("benchmarks/few_texts.py").table(kept["cases"])
+    shown = (
+        (ROOT / "docs/training.md")
+        .read_text()
+        .split("<!-- printed by benchmarks/few_texts.py -->")[1]
+    )
+    assert shown.split("<!-- end -->")[0].strip() == script("benchmarks/few_texts.py").table(
+        kept["cases"]
+    )
 
 
 def test_the_table_of_balance_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     kept = json.loads((ROOT / "benchmarks/results/balance.json").read_text())
     page = (ROOT / "docs/model.md").read_text()
-    shown = page.split("<!-- printed by benchmarks/balance.py -->")[1].split("<!-- end -->")[0].strip()
+    shown = (
+        page.split("<!-- printed by benchmarks/balance.py -->")[1].split("<!-- end -->")[0].strip()
+    )
     assert shown == script("benchmarks/balance.py").table(kept["cases"])
 
 
 def test_the_table_of_runs_of_earlier_versions_is_the_scripts() -> None:
     kept = json.loads((ROOT / "benchmarks/results/old_runs.json").read_text())
-    shown = (ROOT / "docs/runs.md").read_text().split("<!-- printed by benchmarks/old_runs.py -->")[1]
-    assert shown.split("<!-- end -->")[0].strip() == script("benchmarks/old_runs.py").table(kept["runs"])
-    assert all(result in ("ok", "the same bits") for uses in kept["runs"].values() for result in uses.values())
+    shown = (
+        (ROOT / "docs/runs.md").read_text().split("<!-- printed by benchmarks/old_runs.py -->")[1]
+    )
+    assert shown.split("<!-- end -->")[0].strip() == script("benchmarks/old_runs.py").table(
+        kept["runs"]
+    )
+    assert all(
+        result in ("ok", "the same bits")
+        for uses in kept["runs"].values()
+        for result in uses.values()
+    )
 
 
 def test_the_table_of_hybrids_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     kept = json.loads((ROOT / "benchmarks/results/hybrid_peers.json").read_text())
     page = (ROOT / "docs/model.md").read_text()
-    shown = page.split("<!-- printed by benchmarks/hybrid_peers.py -->")[1].split("<!-- end -->")[0].strip()
+    shown = (
+        page.split("<!-- printed by benchmarks/hybrid_peers.py -->")[1]
+        .split("<!-- end -->")[0]
+        .strip()
+    )
     assert shown == script("benchmarks/hybrid_peers.py").table(kept["cases"])
 
 
 def test_the_table_of_laws_and_families_is_what_the_tests_have() -> None:
     made = script("docs/make_families.py")
-    assert made.PAGE.read_text() == made.page(made.PAGE.read_text()), "run: python docs/make_families.py"
+    assert made.PAGE.read_text() == made.page(made.PAGE.read_text()), (
+        "run: python docs/make_families.py"
+    )
 
 
 def test_the_table_of_families_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -479,19 +575,34 @@ def test_the_table_of_families_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -
     families = script("benchmarks/families.py")
     kept = json.loads((ROOT / "benchmarks/results/families.json").read_text())
     page = (ROOT / "docs" / "model.md").read_text()
-    shown = page.split("<!-- printed by benchmarks/families.py -->")[1].split("<!-- end -->")[0].strip()
+    shown = (
+        page.split("<!-- printed by benchmarks/families.py -->")[1].split("<!-- end -->")[0].strip()
+    )
     assert shown == families.table(kept["cases"])
-    assert re.findall(r"^\| `(\w+)` \|", page, re.M) == [case["family"] for case in kept["cases"]] == list(FAMILIES)
-    assert sum(case["configs"] for case in kept["cases"]) >= 30 and all(case["round_trip"] for case in kept["cases"])
-    assert max(case[error] for case in kept["cases"] for error in families.ERRORS[:2]) < kept["settings"]["goal"]
+    assert (
+        re.findall(r"^\| `(\w+)` \|", page, re.M)
+        == [case["family"] for case in kept["cases"]]
+        == list(FAMILIES)
+    )
+    assert sum(case["configs"] for case in kept["cases"]) >= 30 and all(
+        case["round_trip"] for case in kept["cases"]
+    )
+    assert (
+        max(case[error] for case in kept["cases"] for error in families.ERRORS[:2])
+        < kept["settings"]["goal"]
+    )
 
 
 def test_the_table_of_loading_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     loading = script("benchmarks/loading.py")
     page = (ROOT / "docs" / "model.md").read_text()
-    shown = page.split("<!-- printed by benchmarks/loading.py -->")[1].split("<!-- end -->")[0].strip()
-    assert shown == loading.table(json.loads((ROOT / "benchmarks/results/loading.json").read_text())["cases"])
+    shown = (
+        page.split("<!-- printed by benchmarks/loading.py -->")[1].split("<!-- end -->")[0].strip()
+    )
+    assert shown == loading.table(
+        json.loads((ROOT / "benchmarks/results/loading.json").read_text())["cases"]
+    )
 
 
 RECORDED = {"page.png"}  # of a browser
@@ -504,7 +615,9 @@ def test_whatever_is_generated_is_compared_with_what_it_is_made_of() -> None:
         for page in PAGES
         for maker in re.findall(r"^<!-- .*(?:made|printed) by (\S+) -->$", page.read_text(), re.M)
     }
-    assert len(makers) >= 10 and not [maker for maker in makers if f'script("{maker}")' not in tests]
+    assert len(makers) >= 10 and not [
+        maker for maker in makers if f'script("{maker}")' not in tests
+    ]
     scripts = "".join(path.read_text() for path in (ROOT / "docs").glob("make_*.py"))
     pictures = {path.name for path in (ROOT / "docs" / "figures").iterdir()} - RECORDED
     assert pictures and not [name for name in pictures if f'"{name}"' not in scripts]

@@ -1,7 +1,7 @@
 """Run: pytest tests/test_renamed.py
 
-A value is one thing: no key's value has parts; spellings of earlier versions are answered with today's; and names of
-other programs lead to the keys.
+A value is one thing: no key's value has parts; spellings of earlier versions are answered with
+today's; and names of other programs lead to the keys.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def test_an_old_spelling_is_answered_with_the_new_keys_wherever_it_is_written(
     said = refusal(f"{key}={old}")
     assert said.startswith(f"command line: {line}")
     # Typed as it stands, the answer says the same.
-    assert {new: load(None, typed(said.partition(": say ")[2]), {}).values()[new] for new in now} == now
+    assert {
+        new: load(None, typed(said.partition(": say ")[2]), {}).values()[new] for new in now
+    } == now
     section, _, name = key.partition(".")
     toml = tmp_path / "run.toml"
     toml.write_text(f'[{section}]\n{name} = "{old}"\n')
@@ -64,7 +66,9 @@ def test_an_old_spelling_is_answered_with_the_new_keys_wherever_it_is_written(
     # The answer is lines of a file: pasted under their sections, they load.
     answer = str(caught.value).partition(": say ")[2]
     by_section = re.findall(r"(.+?) under \[(\w+)\](?: and |$)", answer)
-    toml.write_text("".join(f"[{name}]\n" + lines.replace(" and ", "\n") + "\n" for lines, name in by_section))
+    toml.write_text(
+        "".join(f"[{name}]\n" + lines.replace(" and ", "\n") + "\n" for lines, name in by_section)
+    )
     assert {key: load(toml, {}, {}).values()[key] for key in now} == now
     with pytest.raises(UsageError, match=f"MONOGRAPH_.*: {re.escape(line)}"):
         load(None, {}, {f"MONOGRAPH_{section.upper()}_{name.upper()}": old})
@@ -74,13 +78,17 @@ def test_an_old_spelling_is_answered_with_the_new_keys_wherever_it_is_written(
 def test_values_in_an_old_spelling_are_answered_with_the_new_keys_as_an_axis_of_a_sweep(
     key: str, old: str, tmp_path: Path
 ) -> None:
-    """On the command line and in a file, as a list and as a text; one value alone is a value of every member."""
+    """On the command line and in a file, as a list and as a text; one value alone is a value of
+    every member.
+    """
     now = translated_values(key, old)
     assert now
     assert axes_of({key: old}) == ({key: old}, [])
     if any(new.endswith(("regex", "schema", "teacher")) for new in now):
         return  # a text in which commas may be is one value
-    other = next(value for value in ("none", "auto", "dpo", "cosine", "16", "nano") if is_value(key, value))
+    other = next(
+        value for value in ("none", "auto", "dpo", "cosine", "16", "nano") if is_value(key, value)
+    )
     if other not in now.values():
         axis = f"{old},{other}"
         with pytest.raises(UsageError) as caught:
@@ -122,7 +130,9 @@ def is_value(key: str, text: str) -> bool:
         ),
     ],
 )  # fmt: skip
-def test_several_values_in_old_spellings_are_said_as_they_were_typed(axis: str, advice: str) -> None:
+def test_several_values_in_old_spellings_are_said_as_they_were_typed(
+    axis: str, advice: str
+) -> None:
     key, _, text = axis.partition("=")
     with pytest.raises(UsageError) as caught:
         axes_of({key: text})
@@ -146,7 +156,9 @@ def test_values_come_back_as_they_were_typed(given: str, said: str) -> None:
 
 
 @pytest.mark.parametrize(("key", "old"), SPELLINGS, ids=IDS)
-def test_what_a_run_recorded_in_an_old_spelling_is_read_as_the_new_keys(key: str, old: str, tmp_path: Path) -> None:
+def test_what_a_run_recorded_in_an_old_spelling_is_read_as_the_new_keys(
+    key: str, old: str, tmp_path: Path
+) -> None:
     section, _, name = key.partition(".")
     toml = tmp_path / "config.toml"
     toml.write_text(f'[{section}]\n{name} = "{old}"\n')
@@ -161,11 +173,14 @@ def test_sources_with_weights_are_read_as_sources_and_weights(tmp_path: Path) ->
     toml.write_text('[data]\nsource = ["books/@2", "stdlib"]\n')
     data = load(toml, {}, {}, recorded=True).data
     assert data.source == ["books/", "stdlib"] and data.weights == [2.0, 1.0]
-    with pytest.raises(UsageError, match=r'say source = ."books/", "stdlib". and weights = .2, 1. under .data.$'):
+    with pytest.raises(
+        UsageError, match=r'say source = ."books/", "stdlib". and weights = .2, 1. under .data.$'
+    ):
         load(toml, {}, {})
 
 
-# Texts and paths are whatever a person writes; FILE.py:FUNCTION is Python's own way to name an object.
+# Texts and paths are whatever a person writes; FILE.py:FUNCTION is Python's own way to name an
+# object.
 FREE = {
     "model.init",
     "data.source",
@@ -181,7 +196,22 @@ FREE = {
     "rl.answer_regex",
     "rl.answer_schema",
 }
-WORDS = ("adamw", "muon", "cosine", "width", "fsdp", "16", "1e-3", "k2", "dpo", "every", "nano", "none", "fp32", "true")
+WORDS = (
+    "adamw",
+    "muon",
+    "cosine",
+    "width",
+    "fsdp",
+    "16",
+    "1e-3",
+    "k2",
+    "dpo",
+    "every",
+    "nano",
+    "none",
+    "fp32",
+    "true",
+)
 
 
 @pytest.mark.parametrize("key", sorted(set(KEYS) - FREE))
@@ -197,12 +227,15 @@ def test_no_value_of_a_key_has_parts(key: str) -> None:
                 check(key, f"{one}:{other}", "command line", from_text=True)
 
 
-# A sweep's axis has its own notation, and a key of the answer's table of tokens is no value that anybody gives.
+# A sweep's axis has its own notation, and a key of the answer's table of tokens is no value that
+# anybody gives.
 KNOWN = r"hf://\S+|FILE\.py:FUNCTION|(?:log|lin):\S+|token_id:17"
 
 
 def test_no_option_of_a_command_has_a_value_with_parts() -> None:
-    said = [f"{option.metavar} {getattr(option, 'help', '')}" for option in options(get_command(app))]
+    said = [
+        f"{option.metavar} {getattr(option, 'help', '')}" for option in options(get_command(app))
+    ]
     assert len(said) >= 60
     assert not [text for text in said if re.search(r"\w:\w", re.sub(KNOWN, "", text))]
 

@@ -6,7 +6,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from batches import captured_to_train, copied, flat_gradient, large_batch_gradient, ragged, tiny_llama
+from batches import (
+    captured_to_train,
+    copied,
+    flat_gradient,
+    large_batch_gradient,
+    ragged,
+    tiny_llama,
+)
 from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
 from monograph.graph.capture import capture
 from monograph.graph.remat import Remat
@@ -32,7 +39,9 @@ def test_state_round_trip_continues_bit_for_bit():
     assert all(torch.equal(a.optimizer[k], b.optimizer[k]) for k in a.optimizer)
 
 
-@pytest.mark.parametrize("dropped", ["index", "applied", "exp_avg", "exp_avg_sq", "weight", "tokens"])
+@pytest.mark.parametrize(
+    "dropped", ["index", "applied", "exp_avg", "exp_avg_sq", "weight", "tokens"]
+)
 def test_dropping_any_item_of_the_state_changes_the_run_or_is_refused(dropped):
     windows = [ragged(6, seed=s) for s in range(5)]
     from monograph.schedule import warmup_cosine
@@ -50,13 +59,17 @@ def test_dropping_any_item_of_the_state_changes_the_run_or_is_refused(dropped):
         state.scalars[dropped] = 0
     for kind in (state.model, state.optimizer):
         for name in kind:
-            if name.startswith(dropped + ".") or (dropped == "weight" and name == "model.norm.weight"):
+            if name.startswith(dropped + ".") or (
+                dropped == "weight" and name == "model.norm.weight"
+            ):
                 kind[name] = torch.zeros_like(kind[name])
     second.load_state(state)
     for window in windows[3:]:
         second.accumulate(window)
         last = second.update()
-    same = all(torch.equal(v, second.model.state_dict()[k]) for k, v in whole.model.state_dict().items())
+    same = all(
+        torch.equal(v, second.model.state_dict()[k]) for k, v in whole.model.state_dict().items()
+    )
     assert not (same and int(last.tokens) == int(whole.step.tokens) and second.index == whole.index)
 
 
@@ -91,7 +104,10 @@ def test_out_of_memory_halves_the_micro_batch_and_keeps_the_gradient():
     engine.announce = lines.append
     engine.accumulate(batch)
     assert engine.micro_batch == 4 and len(lines) == 2 and "micro_batch is now 4" in lines[-1]
-    assert relative_error(flat_gradient(engine.model), large_batch_gradient(engine.model, batch)) <= 1e-12
+    assert (
+        relative_error(flat_gradient(engine.model), large_batch_gradient(engine.model, batch))
+        <= 1e-12
+    )
     assert int(engine.step.count) == int((batch["targets"] != -100).sum())
 
 
@@ -115,7 +131,10 @@ def test_out_of_memory_at_one_row_recomputes_the_blocks_and_keeps_the_bits():
     engine.announce = lines.append
     for each in (engine, plain):
         each.accumulate(batch)
-    assert lines[-1] == "out of memory at 1 row: blocks are recomputed from now on, the update stays the same"
+    assert (
+        lines[-1]
+        == "out of memory at 1 row: blocks are recomputed from now on, the update stays the same"
+    )
     assert (engine.micro_batch, engine.step.remat) == (1, Remat.Full())
     assert torch.equal(flat_gradient(engine.model), flat_gradient(plain.model))
 
@@ -138,12 +157,16 @@ def test_what_was_captured_is_captured_again_with_recomputed_blocks():
 def test_other_runtime_errors_are_not_swallowed():
     engine = Resident(tiny_llama())
     with pytest.raises(IndexError):
-        engine.accumulate({"tokens": torch.full((2, 4), 10_000), "targets": torch.zeros(2, 4, dtype=torch.long)})
+        engine.accumulate(
+            {"tokens": torch.full((2, 4), 10_000), "targets": torch.zeros(2, 4, dtype=torch.long)}
+        )
 
 
 def test_evaluate_is_the_mean_over_all_rows_whatever_the_micro_batch():
     batch = ragged(7)
-    sums = [Resident(tiny_llama(torch.float64), micro_batch=m).evaluate(batch) for m in (None, 1, 3, 7)]
+    sums = [
+        Resident(tiny_llama(torch.float64), micro_batch=m).evaluate(batch) for m in (None, 1, 3, 7)
+    ]
     for total, count in sums[1:]:
         torch.testing.assert_close(total, sums[0][0], rtol=1e-13, atol=0)
         assert count == sums[0][1]

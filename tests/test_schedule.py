@@ -50,18 +50,26 @@ def test_wsd_rises_stays_and_falls(warmup, total, decay, final):
 
 def test_wsd_is_one_minus_the_root():
     factor = warmup_stable_decay(10, 100, decay=0.25, final=0.2)
-    assert factor(75) == 1.0 and factor(76) == pytest.approx(0.2 + 0.8 * 0.8) and factor(84) == pytest.approx(0.52)
+    assert (
+        factor(75) == 1.0
+        and factor(76) == pytest.approx(0.2 + 0.8 * 0.8)
+        and factor(84) == pytest.approx(0.52)
+    )
     assert factor(99) == pytest.approx(0.2 + 0.8 * (1 - (24 / 25) ** 0.5))
 
 
 @pytest.mark.parametrize("first", [5, 50, 90, 99])
 @pytest.mark.parametrize("final", [0.0, 0.05])
 @pytest.mark.parametrize("course", [warmup_cosine, warmup_stable_decay])
-def test_a_cool_down_is_a_straight_line_from_where_the_schedule_is_and_wastes_no_update(course, final, first):
+def test_a_cool_down_is_a_straight_line_from_where_the_schedule_is_and_wastes_no_update(
+    course, final, first
+):
     schedule = course(10, 100, final=final)
     factor = cool_down(schedule, first, 110, final)
     values = [factor(i) for i in range(111)]
-    assert values[:first] == [schedule(i) for i in range(first)] and factor(110) == factor(200) == pytest.approx(final)
+    assert values[:first] == [schedule(i) for i in range(first)] and factor(110) == factor(
+        200
+    ) == pytest.approx(final)
     falls = [values[i] - values[i + 1] for i in range(first - 1, 110)]
     assert falls == pytest.approx([falls[0]] * len(falls)) and falls[0] > 0
 
@@ -77,5 +85,7 @@ def test_a_cool_down_is_a_straight_line_from_where_the_schedule_is_and_wastes_no
     ],
 )
 def test_the_settings_name_a_schedule_and_its_floor(named, expected):
-    factor = resolve(load(*classify([*named, "optim.warmup_updates=10"])[:2]), describe()).schedule(100)
+    factor = resolve(load(*classify([*named, "optim.warmup_updates=10"])[:2]), describe()).schedule(
+        100
+    )
     assert [factor(i) for i in range(101)] == [expected(i) for i in range(101)]

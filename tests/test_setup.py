@@ -15,16 +15,29 @@ def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The script as a module, its .venv in a folder of its own."""
     module: ModuleType = script("setup_venv.py")
     venv = tmp_path / ".venv"
-    for name, value in {"VENV": venv, "PYTHON": venv / "bin/python", "LOG": venv / module.LOG.name}.items():
+    for name, value in {
+        "VENV": venv,
+        "PYTHON": venv / "bin/python",
+        "LOG": venv / module.LOG.name,
+    }.items():
         monkeypatch.setattr(module, name, value)
     return module
 
 
-@pytest.mark.parametrize(("said", "guess"), [("no space left", False), ("Connection refused", True)])
+@pytest.mark.parametrize(
+    ("said", "guess"), [("no space left", False), ("Connection refused", True)]
+)
 def test_a_step_that_fails_leaves_the_log_it_names(
-    said: str, guess: bool, setup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+    said: str,
+    guess: bool,
+    setup: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys,
 ) -> None:
-    """Also the first one, which begins with an empty .venv; an older one is emptied before, links are not followed."""
+    """Also the first one, which begins with an empty .venv; an older one is emptied before, links
+    are not followed.
+    """
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "file").write_text("")
     (setup.VENV / "lib").mkdir(parents=True)
@@ -38,7 +51,9 @@ def test_a_step_that_fails_leaves_the_log_it_names(
     shown = capsys.readouterr().err
     assert setup.LOG.read_text() == f"-m venv {setup.VENV}\n{said}\n" and said in shown
     assert f".venv/{setup.LOG.name}" in shown and ("Is there a network?" in shown) == guess
-    assert [path.name for path in setup.VENV.iterdir()] == [setup.LOG.name] and (tmp_path / "kept/file").exists()
+    assert [path.name for path in setup.VENV.iterdir()] == [setup.LOG.name] and (
+        tmp_path / "kept/file"
+    ).exists()
 
 
 def test_what_is_installed_has_its_size(setup: ModuleType) -> None:

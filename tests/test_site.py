@@ -1,4 +1,6 @@
-"""Run: pytest tests/test_site.py (the pages as a site, `make site`: it is whole, and asks nobody else)"""
+"""Run: pytest tests/test_site.py (the pages as a site, `make site`: it is whole, and asks nobody
+else)
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from visitor import Visitor
 
 # What a browser fetches without being asked to: of a page, and of a style sheet.
 FETCHED = {
-    ".html": re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*?(?:src|href)=\"?(?:https?:)?//"),
+    ".html": re.compile(
+        r"<(?:script|link|img|iframe|source)\b[^>]*?(?:src|href)=\"?(?:https?:)?//"
+    ),
     ".css": re.compile(r"url\(\"?(?:https?:)?//|@import"),
 }
 
@@ -28,7 +32,10 @@ THERE = {SITE.place(path) for path in [*SITE.outside(), *(ROOT / "docs").rglob("
 def test_each_page_is_in_the_navigation_once() -> None:
     groups = SITE.navigation()
     named = [
-        name for group in groups for found in group.values() for name in ([found] if found == "README.md" else found)
+        name
+        for group in groups
+        for found in group.values()
+        for name in ([found] if found == "README.md" else found)
     ]
     pages = [page.name for page in PAGES if page != README]
     assert sorted(name for name in named if not name.startswith("code/")) == sorted(pages)
@@ -38,21 +45,28 @@ def test_the_navigation_tells_the_kinds_of_pages_apart() -> None:
     groups = [title for group in SITE.navigation() for title in group]
     assert groups == ["Overview", "Start", "How to", "Reference", "Why", "The repository"]
     rows = re.findall(r"^\| \[.*$", (ROOT / "docs/README.md").read_text(), re.M)
-    assert not [row for row in rows if not re.fullmatch(r"\| \[(\w+)\]\(\1\.md\) \| [A-Z][^|]*\. \|", row)]
+    assert not [
+        row for row in rows if not re.fullmatch(r"\| \[(\w+)\]\(\1\.md\) \| [A-Z][^|]*\. \|", row)
+    ]
 
 
 def test_notes_for_developers_are_not_in_the_search() -> None:
-    assert SITE.shown(LOG).startswith(SITE.NOT_SEARCHED) and not SITE.shown(README).startswith(SITE.NOT_SEARCHED)
+    assert SITE.shown(LOG).startswith(SITE.NOT_SEARCHED) and not SITE.shown(README).startswith(
+        SITE.NOT_SEARCHED
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_to_pages_of_the_site(page: Path) -> None:
     text = SITE.as_page(page)
     links = [
-        posixpath.normpath(posixpath.join(posixpath.dirname(SITE.place(page)), at)) for at in SITE.LINK.findall(text)
+        posixpath.normpath(posixpath.join(posixpath.dirname(SITE.place(page)), at))
+        for at in SITE.LINK.findall(text)
     ]
     assert links and not set(links) - THERE
-    assert not re.findall(r"^\|.*`[^`|]*\\\|[^`]*`.*\|$", text, re.M), "a backslash that the site would show"
+    assert not re.findall(r"^\|.*`[^`|]*\\\|[^`]*`.*\|$", text, re.M), (
+        "a backslash that the site would show"
+    )
 
 
 def test_an_option_is_not_broken_at_its_hyphens() -> None:
@@ -65,13 +79,24 @@ def test_an_option_is_not_broken_at_its_hyphens() -> None:
 @pytest.mark.slow(reason="builds the site, where mkdocs is installed")
 def test_the_site_is_built_and_asks_nobody_else(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="pip install -e '.[docs]'")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--site-dir",
+        str(tmp_path / "site"),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for suffix, fetched in FETCHED.items():
         paths = [*(tmp_path / "site").rglob(f"*{suffix}")]
         assert paths and not [path for path in paths if fetched.search(path.read_text())]
-    assert all((tmp_path / "site/figures" / figure.name).exists() for figure in (ROOT / "docs/figures").iterdir())
+    assert all(
+        (tmp_path / "site/figures" / figure.name).exists()
+        for figure in (ROOT / "docs/figures").iterdir()
+    )
     assert len([*(tmp_path / "site").glob("*.html")]) >= len(PAGES) - 1
 
 
@@ -81,7 +106,9 @@ THEME = """<div class="md-search" role="dialog"></div>
 
 
 @pytest.mark.slow(reason="starts a browser")
-def test_what_the_theme_makes_has_names_and_the_keyboard_whenever_it_makes_it(tmp_path: Path) -> None:
+def test_what_the_theme_makes_has_names_and_the_keyboard_whenever_it_makes_it(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "page.html").write_text(THEME)
     (tmp_path / "site.js").write_text((ROOT / "docs/site.js").read_text())
     visitor = Visitor("light")

@@ -45,14 +45,23 @@ def watched(process: subprocess.Popen[bytes], metrics: Path) -> list[tuple[int, 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_hundred_thousand_updates(tmp_path: Path) -> None:
     with_texts(tmp_path)
-    settings = over(TINY, f"train.updates={UPDATES}", f"train.eval_every={INTERVAL}", f"train.save_every={INTERVAL}")
+    settings = over(
+        TINY,
+        f"train.updates={UPDATES}",
+        f"train.eval_every={INTERVAL}",
+        f"train.save_every={INTERVAL}",
+    )
     command = [sys.executable, "-m", "monograph", "train", *settings, "--out", "run"]
-    with (tmp_path / "err").open("wb") as err, subprocess.Popen(command, cwd=tmp_path, stderr=err) as process:
+    with (
+        (tmp_path / "err").open("wb") as err,
+        subprocess.Popen(command, cwd=tmp_path, stderr=err) as process,
+    ):
         seen = watched(process, tmp_path / "run" / "metrics.jsonl")
     assert process.returncode == 0, (tmp_path / "err").read_text()[-2000:]
     rows = [row for row in Run(tmp_path / "run").rows() if "train_loss" in row]
     assert (
-        len(rows) == UPDATES and sum("eval_loss" in row for row in Run(tmp_path / "run").rows()) >= UPDATES // INTERVAL
+        len(rows) == UPDATES
+        and sum("eval_loss" in row for row in Run(tmp_path / "run").rows()) >= UPDATES // INTERVAL
     )
 
     later = [each for each in seen if UPDATES / 4 < each[0] < UPDATES]

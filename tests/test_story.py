@@ -1,7 +1,7 @@
 """Run: pytest tests/test_story.py
 
-Data, sweep, train, kill, stream, two ranks, resume, follow, compare, generate, serve, export, finetune, reinforce on
-two ranks, prefer.
+Data, sweep, train, kill, stream, two ranks, resume, follow, compare, generate, serve, export,
+finetune, reinforce on two ranks, prefer.
 """
 
 from __future__ import annotations
@@ -29,10 +29,24 @@ from monograph.run.folder import Run
 from monograph.text.tokenizer import Tokenizer
 
 SETTINGS = over(
-    TINY, "data.tokenizer=bpe", "data.vocab_size=300", "train.updates=60", "train.save_every=5", "optim.lr=1e-2"
+    TINY,
+    "data.tokenizer=bpe",
+    "data.vocab_size=300",
+    "train.updates=60",
+    "train.save_every=5",
+    "optim.lr=1e-2",
 )
-SETTINGS += ["model.family=gemma3_text", "model.preset=nano", "optim.name=muon", "optim.schedule=wsd", "optim.ema=0.9"]
-SCHEMA = {"type": "object", "properties": {"size": {"type": "integer", "minimum": 0, "maximum": 99}}}
+SETTINGS += [
+    "model.family=gemma3_text",
+    "model.preset=nano",
+    "optim.name=muon",
+    "optim.schedule=wsd",
+    "optim.ema=0.9",
+]
+SCHEMA = {
+    "type": "object",
+    "properties": {"size": {"type": "integer", "minimum": 0, "maximum": 99}},
+}
 SCHEMA |= {"required": ["size"]}
 
 
@@ -51,12 +65,25 @@ def test_the_story(server: CommandServer, tmp_path: Path) -> None:
     best = scored_together(monograph, tmp_path, json.loads(swept.out.splitlines()[-1]))
     assert best["knobs"] == {"optim.lr": 1e-2} and best["standard_error"] > 0
     assert (
-        monograph.run(tmp_path, "train", "--from", "swept/best", "train.updates=5", "--out", "branch", figures=0).code
+        monograph.run(
+            tmp_path,
+            "train",
+            "--from",
+            "swept/best",
+            "train.updates=5",
+            "--out",
+            "branch",
+            figures=0,
+        ).code
         == 0
     )
 
     # train, killed
-    killed(monograph.start(tmp_path, "train", *SETTINGS, figures=0), tmp_path, "runs/*/checkpoints/step-0000001*")
+    killed(
+        monograph.start(tmp_path, "train", *SETTINGS, figures=0),
+        tmp_path,
+        "runs/*/checkpoints/step-0000001*",
+    )
     [run] = (tmp_path / "runs").iterdir()
 
     # stream: it goes on with its weights on the host, and is killed again
@@ -77,12 +104,19 @@ def test_the_story(server: CommandServer, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["update"] for row in rows if "train_loss" in row] == list(range(1, 61))
     assert trained["eval_bits_per_byte"] < 4, "it learned something"
-    assert "<svg" in (run / "report.html").read_text() and (run / "figures" / "sheet.png").stat().st_size > 1000
+    assert (
+        "<svg" in (run / "report.html").read_text()
+        and (run / "figures" / "sheet.png").stat().st_size > 1000
+    )
 
     # follow the run in a tracker, and compare it with where the sweep's best member stopped
-    compared = followed(monograph, tmp_path).run(tmp_path, "compare", "swept/best", str(run), "--json")
+    compared = followed(monograph, tmp_path).run(
+        tmp_path, "compare", "swept/best", str(run), "--json"
+    )
     [found] = json.loads(compared.out.splitlines()[-1])["differences"]
-    assert found["paired_by"] == "document" and found["difference"] < 0, "three times as many updates"
+    assert found["paired_by"] == "document" and found["difference"] < 0, (
+        "three times as many updates"
+    )
 
     # evaluate
     scores = json.loads(monograph.run(tmp_path, "evaluate", "last", "--json").out.splitlines()[-1])
@@ -91,11 +125,28 @@ def test_the_story(server: CommandServer, tmp_path: Path) -> None:
 
     # generate
     typed = ("generate", "last", "alpha ", "--seed", "1", "--max-tokens", "8", "--json")
-    first, second = (json.loads(monograph.run(tmp_path, *typed).out)["completions"] for _ in range(2))
+    first, second = (
+        json.loads(monograph.run(tmp_path, *typed).out)["completions"] for _ in range(2)
+    )
     assert first == second and len(first[0]["token_ids"]) <= 8
-    assert served(monograph, tmp_path) == first[0]["text"] and monograph.run(tmp_path, "check", "last").code == 0
+    assert (
+        served(monograph, tmp_path) == first[0]["text"]
+        and monograph.run(tmp_path, "check", "last").code == 0
+    )
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
-    typed = ("generate", "last", "alpha ", "beta ", "-n", "3", "--top-p", "0.9", "--stop", "qq", "--json")
+    typed = (
+        "generate",
+        "last",
+        "alpha ",
+        "beta ",
+        "-n",
+        "3",
+        "--top-p",
+        "0.9",
+        "--stop",
+        "qq",
+        "--json",
+    )
     typed = (*typed, "--json-schema", "schema.json", "--sampler", "repetition_penalty=1.2")
     for each in json.loads(monograph.run(tmp_path, *typed).out)["completions"]:
         assert 0 <= json.loads(each["text"])["size"] <= 99 and each["finish_reason"] == "stop"
@@ -108,15 +159,21 @@ def test_the_story(server: CommandServer, tmp_path: Path) -> None:
     # finetune what was exported: chat tokens that it never saw, killed once
     finetune(monograph, tmp_path)
 
-    # reinforce what was exported, by a reward that it gets now and then, by two processes until they are killed,
-    # answered by llama.cpp; then prefer another word by pairs
+    # reinforce what was exported, by a reward that it gets now and then, by two processes until
+    # they are killed, answered by llama.cpp; then prefer another word by pairs
     prefer(monograph, tmp_path, reinforced=reinforce(monograph, tmp_path))
 
     model, tokenizer = load(run)
     exported, _ = load(tmp_path / "out")
-    assert all(torch.equal(exported.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(
+        torch.equal(exported.state_dict()[name], tensor)
+        for name, tensor in model.state_dict().items()
+    )
     newest = checkpointing.newest(run / "checkpoints", print)
-    assert all(torch.equal(newest.optimizer[f"ema.{name}"], exported.get_parameter(name)) for name in newest.model)
+    assert all(
+        torch.equal(newest.optimizer[f"ema.{name}"], exported.get_parameter(name))
+        for name in newest.model
+    )
     assert not torch.equal(newest.model["model.norm.weight"], exported.model.norm.weight)
     [text] = generate(exported, tokenizer, ["alpha "], Sampling(seed=1), max_tokens=8)
     assert text.token_ids == first[0]["token_ids"]
@@ -131,12 +188,20 @@ def followed(monograph: CommandServer, here: Path) -> CommandServer:
 
 
 def served(monograph: CommandServer, here: Path) -> str:
-    """What OpenAI's protocol says for the prompt, options and seed that `generate` had; then it is asked to end."""
+    """What OpenAI's protocol says for the prompt, options and seed that `generate` had; then it is
+    asked to end.
+    """
     command = monograph.start(here, "serve", "last", "--port", "0", "--rows", "2")
     try:
         command.until(lambda: "ready " in command.out)
         [url] = re.findall(r"ready +(http://127.0.0.1:\d+)", command.out)
-        asked = {"model": "last", "prompt": "alpha ", "seed": 1, "max_tokens": 8, "temperature": 0.8}
+        asked = {
+            "model": "last",
+            "prompt": "alpha ",
+            "seed": 1,
+            "max_tokens": 8,
+            "temperature": 0.8,
+        }
         request = urllib.request.Request(f"{url}/v1/completions", json.dumps(asked).encode())
         request.add_header("Content-Type", "application/json")
         with urllib.request.urlopen(request, timeout=HANG_S) as answer:
@@ -158,15 +223,24 @@ def by_two(monograph: CommandServer, here: Path, run: Path) -> None:
 
 def finetune(monograph: CommandServer, here: Path) -> None:
     """Teach the folder `out` to answer chats, and take that away."""
-    longer = with_tokens(Tokenizer.from_file(here / "out" / "tokenizer.json"), "<|im_start|>", "<|im_end|>")
+    longer = with_tokens(
+        Tokenizer.from_file(here / "out" / "tokenizer.json"), "<|im_start|>", "<|im_end|>"
+    )
     (here / "chatty").mkdir()
     longer.save(here / "chatty" / "tokenizer.json")
     named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
     (here / "chatty" / "tokenizer_config.json").write_text(json.dumps(named))
     (here / "chatty" / "chat_template.jinja").write_text(TEMPLATES["chatml"])
     words = ("alpha", "beta")
-    write_chats(here / "chats.jsonl", [said(f"{word} {number}", word) for number in range(20) for word in words])
-    quiz = [{"query": f"{word} {n}", "choices": words, "gold": words.index(word)} for n in range(9) for word in words]
+    write_chats(
+        here / "chats.jsonl",
+        [said(f"{word} {number}", word) for number in range(20) for word in words],
+    )
+    quiz = [
+        {"query": f"{word} {n}", "choices": words, "gold": words.index(word)}
+        for n in range(9)
+        for word in words
+    ]
     (here / "quiz.jsonl").write_text("".join(json.dumps(record) + "\n" for record in quiz))
 
     chats = [
@@ -176,41 +250,59 @@ def finetune(monograph: CommandServer, here: Path) -> None:
     ]  # fmt: skip
     assert "<|im_end|>" in monograph.run(here, "data", "show", *chats).out
     killed(
-        monograph.start(here, "train", *chats, "--out", "taught", figures=0), here, "taught/checkpoints/step-0000001*"
+        monograph.start(here, "train", *chats, "--out", "taught", figures=0),
+        here,
+        "taught/checkpoints/step-0000001*",
     )
     done = monograph.run(here, "train", "--resume", "taught", "--json", figures=0)
     assert done.code == 0 and json.loads(done.out.splitlines()[-1])["update"] == 120, done.err
     scores = [row["eval_loss"] for row in Run(here / "taught").rows() if "eval_loss" in row]
     assert scores[-1] < scores[0] / 40, "it learned to answer, and to stop"
     assert monograph.run(here, "export", "taught", "--to", "merged").code == 0
-    asked = monograph.run(here, "compare", "taught", "merged", "--data", "quiz.jsonl", "--chat", "--json")
+    asked = monograph.run(
+        here, "compare", "taught", "merged", "--data", "quiz.jsonl", "--chat", "--json"
+    )
     assert asked.code == 0, asked.err
     [difference] = json.loads(asked.out.splitlines()[-1])["differences"]
-    assert (difference["difference"], difference["paired_by"], difference["pairs"]) == (0, "question", 18)
+    assert (difference["difference"], difference["paired_by"], difference["pairs"]) == (
+        0,
+        "question",
+        18,
+    )
     assert [side["acc"] for side in json.loads(asked.out.splitlines()[-1])["runs"]] == [1.0, 1.0]
-    answer = monograph.run(here, "generate", "merged", "beta 7", "--chat", "--temperature", "0", "--json")
+    answer = monograph.run(
+        here, "generate", "merged", "beta 7", "--chat", "--temperature", "0", "--json"
+    )
     [found] = json.loads(answer.out.splitlines()[-1])["completions"]
     assert (found["text"], found["finish_reason"]) == ("beta", "stop")
 
 
 def reinforce(monograph: CommandServer, here: Path) -> str:
     """Teach the folder `out` to say beta, let llama.cpp say it, and return the run."""
-    (here / "prompts.jsonl").write_text("".join(f'{{"prompt": "{word} "}}\n' for word in ("alpha", "gamma", "delta")))
+    (here / "prompts.jsonl").write_text(
+        "".join(f'{{"prompt": "{word} "}}\n' for word in ("alpha", "gamma", "delta"))
+    )
     typed = [
         "prompts.jsonl", "model.init=out", "rl.reward=regex", "rl.reward_regex=.*beta.*", "rl.prompts=3",
         "rl.max_new_tokens=6", "data.held_out=0", "data.sequence_length=16", "optim.lr=3e-3",
         "train.updates=40", "train.save_every=10",
         "train.compile=none", "train.precision=fp32",
     ]  # fmt: skip
-    first, second = started(monograph, here, 2, "train", *typed, "train.parallel=ddp", "--out", "better")
+    first, second = started(
+        monograph, here, 2, "train", *typed, "train.parallel=ddp", "--out", "better"
+    )
     killed(first, here, "better/checkpoints/step-0000001*")
     second.signal(signal.SIGKILL)
     second.wait()
-    done = monograph.run(here, "train", "--resume", "better", "train.parallel=none", "--json", figures=0)
+    done = monograph.run(
+        here, "train", "--resume", "better", "train.parallel=none", "--json", figures=0
+    )
     found = json.loads(done.out.splitlines()[-1])
     assert found["update"] == 40 and found["reward"] > found["reward_first"] + 0.3, done.err
     assert found["drawn_minus_scored_max"] < 1e-5
-    assert monograph.run(here, "export", "better", "--to", "better.gguf", "--format", "gguf").code == 0
+    assert (
+        monograph.run(here, "export", "better", "--to", "better.gguf", "--format", "gguf").code == 0
+    )
     model, tokenizer = load(here / "better")
     ids = [tokenizer.bos_id, *tokenizer.encode("alpha ")]
     [ours] = generate(model, tokenizer, [ids], Sampling(temperature=0), max_tokens=6)
@@ -222,7 +314,9 @@ def reinforce(monograph: CommandServer, here: Path) -> str:
 def prefer(monograph: CommandServer, here: Path, reinforced: str) -> None:
     """Teach what says beta by now to say gamma, by pairs of both."""
     words = ("alpha", "epsilon", "delta")
-    pairs = [json.dumps({"prompt": f"{word} ", "chosen": "gamma", "rejected": "beta"}) for word in words]
+    pairs = [
+        json.dumps({"prompt": f"{word} ", "chosen": "gamma", "rejected": "beta"}) for word in words
+    ]
     (here / "pairs.jsonl").write_text("\n".join(pairs * 4))
     typed = [
         "pairs.jsonl", f"model.init={reinforced}", "prefer.loss=dpo", "prefer.beta=0.5", "data.held_out=0",
@@ -238,7 +332,9 @@ def prefer(monograph: CommandServer, here: Path, reinforced: str) -> None:
     found = json.loads(done.out.splitlines()[-1])
     assert found["update"] == 40 and found["accuracy"] == 1 and found["margin"] > 3, done.err
     first = next(row for row in Run(here / "preferring").rows() if "train_loss" in row)
-    assert first["train_loss"] == pytest.approx(math.log(2), rel=1e-15), "the reference is what it begins from"
+    assert first["train_loss"] == pytest.approx(math.log(2), rel=1e-15), (
+        "the reference is what it begins from"
+    )
 
 
 def killed(command: Command, folder: Path, when: str) -> None:
@@ -250,7 +346,9 @@ def killed(command: Command, folder: Path, when: str) -> None:
 
 def same_in_transformers(folder: Path, model: torch.nn.Module, ids: list[int]) -> None:
     transformers = pytest.importorskip("transformers")
-    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True
+    )
     assert not info["missing_keys"] and not info["unexpected_keys"]
     tokens_BT = torch.tensor([ids])
     with torch.no_grad():
@@ -260,10 +358,18 @@ def same_in_transformers(folder: Path, model: torch.nn.Module, ids: list[int]) -
     assert tokenizer.encode("alpha beta gamma delta", add_special_tokens=False) == ids
 
 
-def scored_together(monograph: CommandServer, folder: Path, swept: dict[str, Any]) -> dict[str, Any]:
-    """The best of a sweep, whose members' averaged probabilities are better than the average member."""
+def scored_together(
+    monograph: CommandServer, folder: Path, swept: dict[str, Any]
+) -> dict[str, Any]:
+    """The best of a sweep, whose members' averaged probabilities are better than the average
+    member.
+    """
     done = monograph.run(folder, "evaluate", "swept/mixture", "--json")
     scores = [member["eval_bits_per_byte"] for member in swept["members"]]
-    assert min(scores) / 2 < json.loads(done.out.splitlines()[-1])["bits_per_byte"] < sum(scores) / len(scores)
+    assert (
+        min(scores) / 2
+        < json.loads(done.out.splitlines()[-1])["bits_per_byte"]
+        < sum(scores) / len(scores)
+    )
     best: dict[str, Any] = swept["best"]
     return best

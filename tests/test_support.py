@@ -11,7 +11,13 @@ import pytest
 from monograph.config import load
 from monograph.graph.remat import named
 from monograph.session.objectives import OBJECTIVES
-from monograph.session.requirements import OF_THE_OPTIMIZER, OF_THE_STEP, choices_of, excluded_by, exclusions
+from monograph.session.requirements import (
+    OF_THE_OPTIMIZER,
+    OF_THE_STEP,
+    choices_of,
+    excluded_by,
+    exclusions,
+)
 from scripts import script
 
 
@@ -21,7 +27,9 @@ def made():
 
 
 def test_the_page_is_what_the_script_makes(made):
-    assert made.PAGE.read_text() == made.page(made.PAGE.read_text()), "run: python docs/make_support.py"
+    assert made.PAGE.read_text() == made.page(made.PAGE.read_text()), (
+        "run: python docs/make_support.py"
+    )
 
 
 # Values of what rules depend on; those of the second group meet no rule of the first.
@@ -43,13 +51,20 @@ GROUPS = (
 def test_no_rule_of_what_does_not_go_together_is_hidden_behind_another():
     usual = choices_of(load(None, {}, {}))
     assert {field for group in GROUPS for field in group} == vars(usual).keys()
-    tables = [(*OF_THE_STEP, *OF_THE_OPTIMIZER), *([*excluded_by(objective)] for objective in OBJECTIVES)]
+    tables = [
+        (*OF_THE_STEP, *OF_THE_OPTIMIZER),
+        *([*excluded_by(objective)] for objective in OBJECTIVES),
+    ]
     met = set()
     for group in GROUPS:
         for values in itertools.product(*group.values()):
             choices = replace(usual, **dict(zip(group, values, strict=True)))
             for table in tables:
-                broken = (rule for rule in table if rule.one.is_made(choices) and rule.other.is_made(choices))
+                broken = (
+                    rule
+                    for rule in table
+                    if rule.one.is_made(choices) and rule.other.is_made(choices)
+                )
                 met |= {rule.refusal for rule in itertools.islice(broken, 1)}
     assert met == {rule.refusal for rule in exclusions()}
 
@@ -64,8 +79,12 @@ def test_combinations_with_adapters_that_the_page_says_are_tested_are_in_their_l
         "train.memory": {("device", base) for base in made.BASES},
         "data.packing": {(each, base) for each in ("packed", "padded") for base in made.BASES},
         "optim.name": {(name, base) for name in OPTIMIZERS for base in made.BASES},
-        "optim.state": {(name.removeprefix("adamw, "), base) for name in OPTIMIZERS for base in made.BASES},
-        "optim.master_weights": {("false", base) for base in made.BASES if "adamw, no masters" in OPTIMIZERS},
+        "optim.state": {
+            (name.removeprefix("adamw, "), base) for name in OPTIMIZERS for base in made.BASES
+        },
+        "optim.master_weights": {
+            ("false", base) for base in made.BASES if "adamw, no masters" in OPTIMIZERS
+        },
         "optim.ema": {(each, base) for each in ("none", "0.9") for base in made.BASES},
         "lora.dora": {("true", base) for *_, base, kind in CROSS if kind == "dora"},
         "lora.rslora": {("true", base) for base in made.BASES},  # a number in the same graph
@@ -74,11 +93,18 @@ def test_combinations_with_adapters_that_the_page_says_are_tested_are_in_their_l
     assert {"ema", "lora+"} <= OPTIMIZERS.keys()
     for key, values in made.WITH_ADAPTERS.items():
         for value in values:
-            name = str(named(float(value) if value == "0.3" else value)) if key == "train.remat" else value
+            name = (
+                str(named(float(value) if value == "0.3" else value))
+                if key == "train.remat"
+                else value
+            )
             for base in made.BASES:
                 asked = {"model.init": "FOLDER", "lora.rank": "16", "lora.base": base, key: value}
                 asked |= made.NEEDED.get(key, {})
-                assert ((name, base) in tested[key]) == (made.refusal(**asked) is None), (key, value)
+                assert ((name, base) in tested[key]) == (made.refusal(**asked) is None), (
+                    key,
+                    value,
+                )
 
 
 def test_combinations_that_the_page_says_are_tested_are_in_the_law(made):

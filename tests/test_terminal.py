@@ -1,4 +1,6 @@
-"""Run: pytest tests/test_terminal.py (no text of others commands a terminal or a shell; any stream takes any text)."""
+"""Run: pytest tests/test_terminal.py (no text of others commands a terminal or a shell; any stream
+takes any text).
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,21 @@ from monograph import terminal
 from monograph.cli import main
 
 SOURCES = sorted(Path(terminal.__file__).parent.rglob("*.py"))
-OBEYED = [*map(chr, (*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)))]
-TEXTS = st.text(st.one_of(st.sampled_from([*OBEYED, *"\n\t\\'\"$`!; *é字\ud800\udcff"]), st.characters()))
+OBEYED = [
+    *map(
+        chr,
+        (
+            *range(9),
+            *range(11, 32),
+            *range(127, 160),
+            *range(0x202A, 0x202F),
+            *range(0x2066, 0x206A),
+        ),
+    )
+]
+TEXTS = st.text(
+    st.one_of(st.sampled_from([*OBEYED, *"\n\t\\'\"$`!; *é字\ud800\udcff"]), st.characters())
+)
 
 
 @given(TEXTS)
@@ -44,7 +59,9 @@ def test_a_suggested_command_is_the_same_words_to_a_shell() -> None:
     ]  # fmt: skip
     line = terminal.shell_words(*words)
     assert terminal.visible(line) == line and "\n" not in line
-    given = subprocess.run(["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, check=True).stdout
+    given = subprocess.run(
+        ["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, check=True
+    ).stdout
     assert given.split(b"\0")[:-1] == [word.encode(errors="surrogateescape") for word in words]
     assert terminal.shell_words("plain", "it's") == shlex.join(["plain", "it's"])
 
@@ -87,7 +104,9 @@ class Writable:
     def flush(self) -> None: ...
 
 
-def test_a_stream_that_only_writes_is_no_terminal_and_a_closed_one_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_only_writes_is_no_terminal_and_a_closed_one_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     closed, writable = io.StringIO(), Writable()
     closed.close()
     monkeypatch.setattr(sys, "stdout", writable)
@@ -109,7 +128,9 @@ WRITES_BYTES = {"run/folder.py", "run/signals.py", "interrupts.py", "text/sandbo
 
 
 def _to_standard(call: ast.Call) -> bool:
-    return all(ast.unparse(each.value) == "sys.stderr" for each in call.keywords if each.arg == "file")
+    return all(
+        ast.unparse(each.value) == "sys.stderr" for each in call.keywords if each.arg == "file"
+    )
 
 
 ENDS = "write|buffer|^__std|echo|style|Handler$|^own$"
@@ -120,11 +141,16 @@ def ways_around(source: str) -> set[str]:
     found = set[str]()
     for node in ast.walk(ast.parse(source)):
         text = node.id if isinstance(node, ast.Name) else ""
-        if isinstance(node, ast.Attribute) and re.search(ENDS, node.attr):  # all are too many to be written out
+        # All are too many to be written out.
+        if isinstance(node, ast.Attribute) and re.search(ENDS, node.attr):
             text = ast.unparse(node)
-        if re.fullmatch(r"os\.(write|pwrite)|sys\.(__)?std(out|err)(__)?\.(write|writelines|buffer)", text):
+        if re.fullmatch(
+            r"os\.(write|pwrite)|sys\.(__)?std(out|err)(__)?\.(write|writelines|buffer)", text
+        ):
             found.add("bytes")
-        if re.fullmatch(r"sys\.__std\w+__|(typer|click)\.(echo|secho|style)|logging\.\w*Handler|Console", text):
+        if re.fullmatch(
+            r"sys\.__std\w+__|(typer|click)\.(echo|secho|style)|logging\.\w*Handler|Console", text
+        ):
             found.add("stream")
         if (
             isinstance(node, ast.Call)
@@ -133,7 +159,11 @@ def ways_around(source: str) -> set[str]:
             and not _to_standard(node)
         ):
             found.add("stream")
-        imported = node.names if isinstance(node, ast.ImportFrom) and node.module == "monograph.terminal" else []
+        imported = (
+            node.names
+            if isinstance(node, ast.ImportFrom) and node.module == "monograph.terminal"
+            else []
+        )
         if text == "terminal.own" or "own" in [each.name for each in imported]:
             found.add("own")
         value = node.value if isinstance(node, ast.Constant) else None
@@ -143,7 +173,12 @@ def ways_around(source: str) -> set[str]:
 
 
 def test_all_that_is_printed_passes_the_one_function() -> None:
-    allowed = {"own": ON_ITS_OWN, "escapes": HOLDS_ESCAPES, "bytes": WRITES_BYTES, "stream": {"run/screen.py"}}
+    allowed = {
+        "own": ON_ITS_OWN,
+        "escapes": HOLDS_ESCAPES,
+        "bytes": WRITES_BYTES,
+        "stream": {"run/screen.py"},
+    }
     root = Path(terminal.__file__).parent
     for path in SOURCES:
         name = path.relative_to(root).as_posix()

@@ -28,11 +28,16 @@ FAMILIES = {
 
 
 def wide(**changes) -> LlamaConfig:
-    shape = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 8, "num_key_value_heads": 4}
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    }
     return LlamaConfig(**{"vocab_size": 61, "num_hidden_layers": 2, **shape, **changes})
 
 
-# ---- the proxy ------------------------------------------------------------------------------------------------------
+# ---- the proxy -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -52,9 +57,13 @@ def test_the_proxy_of_a_preset(preset, shape):
     assert tuple(getattr(base, name) for name in names) == shape
     same = {name: getattr(config, name) for name in (*names, "initializer_range")}
     assert replace(base, **same) == config
-    assert base.initializer_range == pytest.approx(config.initializer_range * math.sqrt(config.hidden_size / shape[0]))
+    assert base.initializer_range == pytest.approx(
+        config.initializer_range * math.sqrt(config.hidden_size / shape[0])
+    )
     sizes = dict(zip(names, shape, strict=True))
-    assert LlamaConfig.preset(preset, **sizes) == base, "the proxy of a preset is that preset, made narrower"
+    assert LlamaConfig.preset(preset, **sizes) == base, (
+        "the proxy of a preset is that preset, made narrower"
+    )
     WidthTransfer(config, base)
 
 
@@ -68,7 +77,11 @@ def test_a_width_may_be_named_and_may_be_wider():
 @pytest.mark.parametrize(
     ("config", "width", "said"),
     [
-        (wide(), 24, r"hidden_size = 24 as a base: does not keep the ratios .*; these do: 16, 32, 48, 64"),
+        (
+            wide(),
+            24,
+            r"hidden_size = 24 as a base: does not keep the ratios .*; these do: 16, 32, 48, 64",
+        ),
         (wide(), 8, r"these do: 16, 32, 48, 64"),
         (
             LlamaConfig.preset("nano"),
@@ -99,7 +112,7 @@ def test_shapes_that_differ_in_more_than_width_are_refused_by_name(changes, said
     WidthTransfer(wide(intermediate_size=204), narrowed(wide(), 16))  # 6 % apart
 
 
-# ---- the table ------------------------------------------------------------------------------------------------------
+# ---- the table -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -138,7 +151,9 @@ def test_each_matrix_has_its_own_ratio():
 
 
 def test_initial_weights_have_the_spread_of_the_table():
-    config = wide(hidden_size=256, intermediate_size=768, num_attention_heads=32, num_key_value_heads=16)
+    config = wide(
+        hidden_size=256, intermediate_size=768, num_attention_heads=32, num_key_value_heads=16
+    )
     base = narrowed(config, 64)
     model, narrow = Llama(config, seed=1), Llama(base, seed=2)
     WidthTransfer(config, base).initialise_(model)
@@ -151,7 +166,9 @@ def test_a_parameter_without_a_row_is_an_error():
     config = tiny_llama().config
     transfer, model = WidthTransfer(config, narrowed(config, 16)), tiny_llama()
     model.model.layers[1].mlp.adapter = nn.Linear(4, 4)
-    with pytest.raises(UsageError, match=r"width transfer has no row for model.layers.1.mlp.adapter.weight"):
+    with pytest.raises(
+        UsageError, match=r"width transfer has no row for model.layers.1.mlp.adapter.weight"
+    ):
         transfer.initialise_(model)
 
 
@@ -172,7 +189,11 @@ def test_an_optimizer_with_rates_of_its_own_is_refused(optim):
 def test_few_buffers_more_and_none_at_the_base(optim, planes):
     config = wide()
     found = tuple(
-        len(Step(Llama(config), optim=WidthTransfer(config, narrowed(config, width)).optimizer(optim)).planes)
+        len(
+            Step(
+                Llama(config), optim=WidthTransfer(config, narrowed(config, width)).optimizer(optim)
+            ).planes
+        )
         for width in (64, 16)
     )
     assert found == planes

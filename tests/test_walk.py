@@ -1,6 +1,7 @@
 """Run: pytest tests/test_walk.py
 
-The walk of the settings from `monograph train` (tests/walk.py): how it counts, and that it still finds its way.
+The walk of the settings from `monograph train` (tests/walk.py): how it counts, and that it still
+finds its way.
 """
 
 from pathlib import Path
@@ -36,9 +37,11 @@ def test_stops_and_climbs_are_counted_as_they_are_defined(tmp_path: Path) -> Non
 
 
 def test_train_reads_its_settings_at_the_door_and_does_not_carry_them_through_the_house() -> None:
-    """A Job (session/job.py) has what is below the door: more stops or climbs mean that settings are passed on again.
+    """A Job (session/job.py) has what is below the door: more stops or climbs mean that settings
+    are passed on again.
 
-    It takes 33 stops and 5 climbs, of which 12 and 2 are the objectives', which read their own keys.
+    It takes 33 stops and 5 climbs, of which 12 and 2 are the objectives', which read their own
+    keys.
     """
     found = package()
     reached = stops(found)
@@ -47,5 +50,16 @@ def test_train_reads_its_settings_at_the_door_and_does_not_carry_them_through_th
     assert len(reached) <= 35 and len(up) <= 5, said
     files = {stop.file for stop in reached}
     assert {"session/door.py", "session/recorded.py", "session/objectives/rewards.py"} <= files
-    below = {"job", "plan", "setup", "session", "warmup", "brief", "eager_start", "reporting", "after_update", "rewind"}
+    below = {
+        "job",
+        "plan",
+        "setup",
+        "session",
+        "warmup",
+        "brief",
+        "eager_start",
+        "reporting",
+        "after_update",
+        "rewind",
+    }
     assert files.isdisjoint(f"session/{name}.py" for name in below)

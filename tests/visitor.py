@@ -2,8 +2,8 @@
 
     python tests/visitor.py light|dark
 
-Each line of its input is a step as JSON, [name, arguments...], and is answered with one line: [true, what was found] or
-[false, what went wrong]. `Visitor` is the other end.
+Each line of its input is a step as JSON, [name, arguments...], and is answered with one line:
+[true, what was found] or [false, what went wrong]. `Visitor` is the other end.
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ PATIENCE_S = 60
 
 
 class Visitor:
-    """Drives the browser; each method is a step of `Steps`, and raises `AssertionError` with what went wrong."""
+    """Drives the browser; each method is a step of `Steps`, and raises `AssertionError` with what
+    went wrong.
+    """
 
     def __init__(self, scheme: str) -> None:
         command = [sys.executable, __file__, scheme]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def __getattr__(self, step: str) -> Any:
         def take(*arguments: object) -> Any:
@@ -70,7 +74,10 @@ class Steps:
     def press(self, keys: str) -> None:
         """Presses a key, such as Tab or Ctrl+Return."""
         *held, key = keys.split("+")
-        names = {"Ctrl": Qt.KeyboardModifier.ControlModifier, "Shift": Qt.KeyboardModifier.ShiftModifier}
+        names = {
+            "Ctrl": Qt.KeyboardModifier.ControlModifier,
+            "Shift": Qt.KeyboardModifier.ShiftModifier,
+        }
         modifiers = Qt.KeyboardModifier.NoModifier
         for each in held:
             modifiers |= names[each]
@@ -89,7 +96,9 @@ class Steps:
         rest()
 
     def click(self, code: str) -> None:
-        QTest.mouseClick(self.view.window.focusProxy(), Qt.MouseButton.LeftButton, pos=self._middle(code))
+        QTest.mouseClick(
+            self.view.window.focusProxy(), Qt.MouseButton.LeftButton, pos=self._middle(code)
+        )
         rest(40)
 
     def resize(self, width: int, height: int) -> None:

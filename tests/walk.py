@@ -1,14 +1,16 @@
-"""Follow a run's settings through the calls of `monograph train`: `python tests/walk.py`, `--list` names the places.
+"""Follow a run's settings through the calls of `monograph train`: `python tests/walk.py`, `--list`
+names the places.
 
-The walk begins at `run` in commands/train.py. It follows each call, depth first and each function once, to the
-functions of the package that its name can mean: through imports, `self`, and methods whose name is defined in one room
-alone, such as those that each objective has; and to functions that a call is given, as `partial` is. Other methods are
-not followed, so the counts are lower bounds.
+The walk begins at `run` in commands/train.py. It follows each call, depth first and each function
+once, to the functions of the package that its name can mean: through imports, `self`, and methods
+whose name is defined in one room alone, such as those that each objective has; and to functions
+that a call is given, as `partial` is. Other methods are not followed, so the counts are lower
+bounds.
 
-- A *stop* is a function that receives or reads the settings: a parameter is named `settings` or annotated `Settings`,
-  or it reads an attribute `.settings`.
-- A *climb* is a step from one stop to the next whose file imports the earlier one's, directly or through others: who
-  follows the settings down has to come back up.
+- A *stop* is a function that receives or reads the settings: a parameter is named `settings` or
+  annotated `Settings`, or it reads an attribute `.settings`.
+- A *climb* is a step from one stop to the next whose file imports the earlier one's, directly or
+  through others: who follows the settings down has to come back up.
 """
 
 import ast
@@ -46,7 +48,10 @@ class Function:
         arguments = (*self.body.args.posonlyargs, *self.body.args.args, *self.body.args.kwonlyargs)
         if any(each.arg == "settings" or _names_settings(each.annotation) for each in arguments):
             return True
-        return any(isinstance(node, ast.Attribute) and node.attr == "settings" for node in ast.walk(self.body))
+        return any(
+            isinstance(node, ast.Attribute) and node.attr == "settings"
+            for node in ast.walk(self.body)
+        )
 
 
 def _names_settings(annotation: ast.expr | None) -> bool:
@@ -64,13 +69,17 @@ class Package:
     imports: dict[str, dict[str, tuple[str, str]]] = field(default_factory=dict)
 
     def of_call(self, caller: Function, call: ast.Call) -> list[Function]:
-        """Return the functions that a call can mean; none if they cannot be told, or are not the package's."""
+        """Return the functions that a call can mean; none if they cannot be told, or are not the
+        package's.
+        """
         return [*self._called(caller, call.func), *self._given(caller, call)]
 
     def _given(self, caller: Function, call: ast.Call) -> Iterator[Function]:
         """Yield the functions that a call is given by their names, as `partial` is."""
         for argument in (*call.args, *(keyword.value for keyword in call.keywords)):
-            found = self._named(caller.file, argument.id) if isinstance(argument, ast.Name) else None
+            found = (
+                self._named(caller.file, argument.id) if isinstance(argument, ast.Name) else None
+            )
             if found and not found.name.endswith("__init__"):
                 yield found
 
@@ -87,7 +96,9 @@ class Package:
         return named if len({method.room for method in named}) == 1 else []
 
     def _owned(self, caller: Function, called: ast.Attribute) -> Function | None:
-        """Return the method of the caller's own class, or the function of a module or class that was imported."""
+        """Return the method of the caller's own class, or the function of a module or class that
+        was imported.
+        """
         if not isinstance(called.value, ast.Name):
             return None
         owner = called.value.id
@@ -98,7 +109,9 @@ class Package:
         if not module:
             return None
         inside = f"{module}/{name}" if name else module
-        return self._in_module(inside, called.attr) or self._in_module(module, f"{name}.{called.attr}")
+        return self._in_module(inside, called.attr) or self._in_module(
+            module, f"{name}.{called.attr}"
+        )
 
     def _named(self, file: str, name: str) -> Function | None:
         own = self.functions.get((file, name)) or self.functions.get((file, f"{name}.__init__"))
@@ -111,7 +124,9 @@ class Package:
         for file in (f"{module}.py", f"{module}/__init__.py"):
             if file not in self.imports:
                 continue
-            found = self.functions.get((file, name)) or self.functions.get((file, f"{name}.__init__"))
+            found = self.functions.get((file, name)) or self.functions.get(
+                (file, f"{name}.__init__")
+            )
             if found:
                 return found
             passed_on, original = self.imports[file].get(name, ("", ""))
@@ -120,11 +135,18 @@ class Package:
         return None
 
     def above(self, file: str) -> set[str]:
-        """Return the files that a file imports, directly or through others: it is above all of them."""
+        """Return the files that a file imports, directly or through others: it is above all of
+        them.
+        """
         below, waiting = set[str](), [file]
         while waiting:
             for module, name in self.imports[waiting.pop()].values():
-                named = (f"{module}/{name}.py", f"{module}/{name}/__init__.py", f"{module}.py", f"{module}/__init__.py")
+                named = (
+                    f"{module}/{name}.py",
+                    f"{module}/{name}/__init__.py",
+                    f"{module}.py",
+                    f"{module}/__init__.py",
+                )
                 imported = next((each for each in named if each in self.imports), None)
                 if imported and imported not in below:
                     below.add(imported)
@@ -155,7 +177,11 @@ def package(root: Path = ROOT) -> Package:
 def _imports(tree: ast.Module) -> Iterator[tuple[str, tuple[str, str]]]:
     """Yield the names that a file imports from the package, each with (module's path, name there)."""
     for node in ast.walk(tree):
-        if not isinstance(node, ast.ImportFrom) or not node.module or node.module.split(".")[0] != "monograph":
+        if (
+            not isinstance(node, ast.ImportFrom)
+            or not node.module
+            or node.module.split(".")[0] != "monograph"
+        ):
             continue
         module = "/".join(node.module.split(".")[1:])
         for alias in node.names:

@@ -1,4 +1,6 @@
-"""Models of many kinds, as their users write them, each with a loss and a batch: what an ensemble has to hold."""
+"""Models of many kinds, as their users write them, each with a loss and a batch: what an ensemble
+has to hold.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ class MLP(nn.Module):
 
 
 class Conv(nn.Module):
-    """What batching gets wrong most easily: groups, padding modes, positive dimensions, norms, in-place operations."""
+    """What batching gets wrong most easily: groups, padding modes, positive dimensions, norms,
+    in-place operations.
+    """
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -60,8 +64,14 @@ class Conv(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """[B, 3, 8, 8] to probabilities [B, CLASSES]."""
         hidden = F.relu(self.norm(self.depthwise(images)), inplace=True)
-        hidden = self.layer_norm(self.pool(self.channels(self.prelu(self.groups(self.reflect(hidden))))))
-        vectors = torch.cat([hidden.mean((2, 3)), hidden.flatten(2).amax(2)], 1).unflatten(1, (2, 4)).sum(1)
+        hidden = self.layer_norm(
+            self.pool(self.channels(self.prelu(self.groups(self.reflect(hidden)))))
+        )
+        vectors = (
+            torch.cat([hidden.mean((2, 3)), hidden.flatten(2).amax(2)], 1)
+            .unflatten(1, (2, 4))
+            .sum(1)
+        )
         vectors = vectors * self.bare
         vectors += 1
         return self.head(self.dropout(vectors)).softmax(dim=1)
@@ -72,7 +82,10 @@ class Encoder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(VOCABULARY, 32, padding_idx=3), nn.Linear(32, VOCABULARY)
+        self.embed, self.head = (
+            nn.Embedding(VOCABULARY, 32, padding_idx=3),
+            nn.Linear(32, VOCABULARY),
+        )
         layer = nn.TransformerEncoderLayer(32, 4, 48, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
@@ -82,7 +95,9 @@ class Encoder(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A language model of layers over time, one of them with its weight's norm apart, and one that reads backwards."""
+    """A language model of layers over time, one of them with its weight's norm apart, and one that
+    reads backwards.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +112,9 @@ class Recurrent(nn.Module):
         return self.head(self.dropout(self.norm(hidden.mT).mT)), None
 
 
-def seeded(build: Callable[..., nn.Module], *arguments: Any, **options: Any) -> Callable[[int], nn.Module]:
+def seeded(
+    build: Callable[..., nn.Module], *arguments: Any, **options: Any
+) -> Callable[[int], nn.Module]:
     """Builds a module with its numbers drawn from a seed."""
 
     def build_one(seed: int) -> nn.Module:
@@ -111,13 +128,20 @@ def seeded(build: Callable[..., nn.Module], *arguments: Any, **options: Any) -> 
 def transformer(name: str, **sizes: Any) -> Callable[[int], nn.Module]:
     """Builds a model of transformers by the stem of its classes, such as "LlamaForCausalLM".
 
-    Only the call imports the library, which takes a second that a mere collection of tests need not.
+    Only the call imports the library, which takes a second that a mere collection of tests need
+    not.
     """
 
     def build(seed: int) -> nn.Module:
         import transformers
 
-        heads = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForImage")
+        heads = (
+            "ForCausalLM",
+            "LMHeadModel",
+            "ForMaskedLM",
+            "ForConditionalGeneration",
+            "ForImage",
+        )
         head = next(head for head in heads if head in name)
         config = getattr(transformers, name[: name.index(head)] + "Config")
         return seeded(getattr(transformers, name), config(**sizes))(seed)
@@ -160,7 +184,9 @@ def of_tokens(module: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     scores = module(**inputs)[0]
     labels = batch["labels"]
-    return F.cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="sum"), torch.ones_like(labels).sum()
+    return F.cross_entropy(
+        scores.flatten(0, 1), labels.flatten(), reduction="sum"
+    ), torch.ones_like(labels).sum()
 
 
 def of_classes(module: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -174,7 +200,14 @@ def of_classes(module: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
 def zoo() -> dict[str, Kind]:
     """All of them; the language models and the pictures' are transformers' own, unmodified."""
     grouped = LANGUAGE | {"num_key_value_heads": 2}
-    t5 = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4}
+    t5 = {
+        "vocab_size": VOCABULARY,
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 48,
+        "num_layers": 1,
+        "num_heads": 4,
+    }
     sizes = {k: v for k, v in LANGUAGE.items() if k != "vocab_size"}
     picture = sizes | {"image_size": 16, "patch_size": 4, "num_labels": CLASSES}
     resnet = {
@@ -184,17 +217,26 @@ def zoo() -> dict[str, Kind]:
         "num_labels": CLASSES,
         "layer_type": "basic",
     }  # fmt: skip
-    llama = transformer("LlamaForCausalLM", **grouped, tie_word_embeddings=True, attention_dropout=0.2)
+    llama = transformer(
+        "LlamaForCausalLM", **grouped, tie_word_embeddings=True, attention_dropout=0.2
+    )
     bert = transformer("BertForMaskedLM", **LANGUAGE | {"num_hidden_layers": 2})
     return {
         "our llama": Kind(
-            lambda seed: tiny_llama(torch.float64, seed, num_hidden_layers=1, tie_word_embeddings=True, pad_token_id=3),
+            lambda seed: tiny_llama(
+                torch.float64, seed, num_hidden_layers=1, tie_word_embeddings=True, pad_token_id=3
+            ),
             token_loss,
             lambda s: ragged(ROWS, s),
         ),
         "our mixture": Kind(
             lambda seed: tiny_llama(
-                torch.float64, seed, num_hidden_layers=1, model_type="gpt_oss", num_experts=5, num_experts_per_tok=2
+                torch.float64,
+                seed,
+                num_hidden_layers=1,
+                model_type="gpt_oss",
+                num_experts=5,
+                num_experts_per_tok=2,
             ),
             token_loss,
             lambda s: ragged(ROWS, s),
@@ -213,7 +255,10 @@ def zoo() -> dict[str, Kind]:
         ),
         "our qwen3_5": Kind(
             lambda seed: tiny_llama(
-                torch.float64, seed, model_type="qwen3_5_text", layer_types=("linear_attention", "full_attention")
+                torch.float64,
+                seed,
+                model_type="qwen3_5_text",
+                layer_types=("linear_attention", "full_attention"),
             ),
             token_loss,
             lambda s: ragged(ROWS, s),
@@ -224,7 +269,9 @@ def zoo() -> dict[str, Kind]:
         "llama": Kind(llama, of_tokens, tokens),
         "llama, padded": Kind(llama, of_tokens, masked),
         "llama, eager attention": Kind(
-            transformer("LlamaForCausalLM", **grouped, attn_implementation="eager"), of_tokens, masked
+            transformer("LlamaForCausalLM", **grouped, attn_implementation="eager"),
+            of_tokens,
+            masked,
         ),
         "qwen2": Kind(transformer("Qwen2ForCausalLM", **grouped), of_tokens, tokens),
         "gpt2": Kind(transformer("GPT2LMHeadModel", **LANGUAGE), of_tokens, tokens),
@@ -232,6 +279,10 @@ def zoo() -> dict[str, Kind]:
         "t5": Kind(transformer("T5ForConditionalGeneration", **t5), of_tokens, translated),
         "bert": Kind(bert, of_tokens, tokens),
         "bert, padded": Kind(bert, of_tokens, masked),
-        "vit": Kind(transformer("ViTForImageClassification", **picture), of_classes, classified(3, 16, 16)),
-        "resnet": Kind(transformer("ResNetForImageClassification", **resnet), of_classes, classified(3, 32, 32)),
+        "vit": Kind(
+            transformer("ViTForImageClassification", **picture), of_classes, classified(3, 16, 16)
+        ),
+        "resnet": Kind(
+            transformer("ResNetForImageClassification", **resnet), of_classes, classified(3, 32, 32)
+        ),
     }

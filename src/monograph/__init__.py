@@ -1,6 +1,8 @@
-"""Monograph: train, sweep and sample language models on one GPU, the whole step in one computation graph.
+"""Monograph: train, sweep and sample language models on one GPU, the whole step in one computation
+graph.
 
-The names below are the library. Each is imported on first use, so that `import monograph` costs nothing.
+The names below are the library. Each is imported on first use, so that `import monograph` costs
+nothing.
 """
 
 import importlib

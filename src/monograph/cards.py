@@ -1,4 +1,6 @@
-"""The table of cards, cards.toml: find a card by its name, as people spell it or as its driver gives it."""
+"""The table of cards, cards.toml: find a card by its name, as people spell it or as its driver
+gives it.
+"""
 
 import difflib
 import re
@@ -13,7 +15,9 @@ from monograph.errors import UsageError
 
 @dataclass(frozen=True)
 class Rates:
-    """Datasheet rates of a card: dense (no structured sparsity) FLOP/s with fp32 accumulation, and memory bytes/s."""
+    """Datasheet rates of a card: dense (no structured sparsity) FLOP/s with fp32 accumulation, and
+    memory bytes/s.
+    """
 
     flops: Mapping[str, float]
     bandwidth_bytes_per_s: float
@@ -59,7 +63,9 @@ CARDS = {short: _card(group, *row) for group, rows in _GROUPS.items() for short,
 
 
 def card_rates(name: str) -> Rates | None:
-    """Return the datasheet rates of a card by name; None if it is not in the table or is a MIG slice of a card."""
+    """Return the datasheet rates of a card by name; None if it is not in the table or is a MIG
+    slice of a card.
+    """
     if "MIG" in name:
         return None
     return next((card.rates for card in CARDS.values() if re.search(card.pattern, name)), None)
@@ -76,13 +82,21 @@ def card_named(name: str) -> Card:
     if asked in known:
         return CARDS[known[asked]]
     near = [short for spelled, short in known.items() if asked and spelled.startswith(asked)]
-    near = near or [known[spelled] for spelled in difflib.get_close_matches(asked, known, n=2, cutoff=0.5)]
-    hint = f"did you mean {' or '.join(near)}?" if near else "`monograph plan --help` lists those that are known"
+    near = near or [
+        known[spelled] for spelled in difflib.get_close_matches(asked, known, n=2, cutoff=0.5)
+    ]
+    hint = (
+        f"did you mean {' or '.join(near)}?"
+        if near
+        else "`monograph plan --help` lists those that are known"
+    )
     raise UsageError(f"--device {name}: no such card; {hint}")
 
 
 def _spelled(name: str) -> str:
-    """Return a card's name without the parts that people leave out: `4090` for RTX 4090, `a10040` for A100 40GB."""
+    """Return a card's name without the parts that people leave out: `4090` for RTX 4090, `a10040`
+    for A100 40GB.
+    """
     plain = re.sub(r"nvidia|geforce|tesla|rtx|generation|[\s_-]", "", name.lower())
     return re.sub(r"(?<=\d)g(i?b)?$", "", plain)
 

@@ -1,4 +1,6 @@
-"""Describe this machine: accelerator or CPU, memory, datasheet rates, compiler, and the clock that all timing uses."""
+"""Describe this machine: accelerator or CPU, memory, datasheet rates, compiler, and the clock that
+all timing uses.
+"""
 
 import os
 import re
@@ -26,10 +28,13 @@ class Device:
     Attributes:
         name: the card's name as its driver gives it, or the CPU's model name.
         type: "cuda" or "cpu".
-        memory_bytes: the card's memory, or the host memory that this process may use (within its cgroup's limits).
-        free_memory_bytes: the free part of that memory now; all of it if the system does not tell (macOS).
-        peak_flops: datasheet FLOP/s by precision ("fp32", "tf32", "bf16", "fp8"; "fp16" where it is not bf16's); empty
-            for a card that is not in the table, for a MIG slice and for a CPU (see `measured_matmul_flops`).
+        memory_bytes: the card's memory, or the host memory that this process may use (within its
+            cgroup's limits).
+        free_memory_bytes: the free part of that memory now; all of it if the system does not tell
+            (macOS).
+        peak_flops: datasheet FLOP/s by precision ("fp32", "tf32", "bf16", "fp8"; "fp16" where it is
+            not bf16's); empty for a card that is not in the table, for a MIG slice and for a CPU
+            (see `measured_matmul_flops`).
         bandwidth_bytes_per_s: datasheet memory bandwidth, None if unknown.
         cores: CPU cores that this process may use (within its affinity and cgroup quota).
         has_bf16: bf16 matrix products run in hardware.
@@ -62,7 +67,8 @@ class Device:
 
 
 def named(name: str) -> Device:
-    """Return a card of `CARDS` with datasheet values and all memory free; the name may be spelled as people do.
+    """Return a card of `CARDS` with datasheet values and all memory free; the name may be spelled
+    as people do.
 
     Raises:
         UsageError: there is no such card.
@@ -83,7 +89,8 @@ def named(name: str) -> Device:
 
 
 def default_device() -> torch.device:
-    """Return this process's current CUDA device with its index (0 unless it chose another), else the CPU.
+    """Return this process's current CUDA device with its index (0 unless it chose another), else
+    the CPU.
 
     Raises:
         UsageError: it is an older GPU than this build of torch has kernels for.
@@ -93,7 +100,9 @@ def default_device() -> torch.device:
     device = torch.device("cuda", torch.cuda.current_device())
     major, minor = torch.cuda.get_device_capability(device)
     archs = torch.cuda.get_arch_list()
-    oldest = min((int(match[1]) for arch in archs if (match := re.match(r"sm_(\d+)", arch))), default=0)
+    oldest = min(
+        (int(match[1]) for arch in archs if (match := re.match(r"sm_(\d+)", arch))), default=0
+    )
     if 10 * major + minor < oldest:
         raise UsageError(
             f"{torch.cuda.get_device_name(device)}: its compute capability is {major}.{minor}, and this build of torch "
@@ -138,14 +147,19 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def sent(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+def sent(
+    values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64
+) -> torch.Tensor:
     """Return numbers as a tensor on a device, for which the host does not wait."""
     # From page-locked memory, as the host would wait for a copy from other memory.
-    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(
+        device, non_blocking=True
+    )
 
 
 def measured_matmul_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:
-    """Measure the FLOP/s of n x n matrix products (2 n³ operations each) for about `seconds`, after a warm-up call.
+    """Measure the FLOP/s of n x n matrix products (2 n³ operations each) for about `seconds`, after
+    a warm-up call.
 
     n is 8192 on a GPU and 1024 on a CPU. Other load on the machine lowers the result.
     """
@@ -168,9 +182,11 @@ def measured_matmul_flops(device: torch.device, dtype: torch.dtype, seconds: flo
 
 
 def compiler_obstacle() -> str | None:
-    """Return why torch.compile cannot build CPU kernels here, and what to do about it, or None if it can.
+    """Return why torch.compile cannot build CPU kernels here, and what to do about it, or None if
+    it can.
 
-    Inductor calls the compiler that CXX names (g++ by default, clang++ on macOS) and includes Python.h.
+    Inductor calls the compiler that CXX names (g++ by default, clang++ on macOS) and includes
+    Python.h.
     """
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if shutil.which(compiler) is None:
@@ -186,7 +202,9 @@ def compiler_obstacle() -> str | None:
 
 
 def _cores() -> int:
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     quota_us, _, period_us = _read("/sys/fs/cgroup/cpu.max").partition(" ")
     if quota_us.isdigit():
         allowed = min(allowed, max(1, int(quota_us) // int(period_us)))
@@ -207,9 +225,11 @@ def _host_memory() -> tuple[int, int]:
 
 
 def cpu_model() -> tuple[str, frozenset[str]]:
-    """Return the CPU's model name and instruction-set flags, from /proc/cpuinfo: `flags` on x86, `Features` on ARM.
+    """Return the CPU's model name and instruction-set flags, from /proc/cpuinfo: `flags` on x86,
+    `Features` on ARM.
 
-    The file is read because torch's public function for this (`torch.cpu.get_capabilities`) came after 2.11.
+    The file is read because torch's public function for this (`torch.cpu.get_capabilities`) came
+    after 2.11.
     """
     text = _read("/proc/cpuinfo")
     model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
@@ -218,7 +238,9 @@ def cpu_model() -> tuple[str, frozenset[str]]:
 
 
 def _nvidia_driver() -> str | None:
-    match = re.search(r"Kernel Module\D*?(?:for \S+\s+)?(\d+\.\d+[.\d]*)", _read("/proc/driver/nvidia/version"))
+    match = re.search(
+        r"Kernel Module\D*?(?:for \S+\s+)?(\d+\.\d+[.\d]*)", _read("/proc/driver/nvidia/version")
+    )
     return match[1] if match else None
 
 

@@ -1,4 +1,6 @@
-"""Exceptions for errors that are not bugs, and the exit code that the command line returns for each class."""
+"""Exceptions for errors that are not bugs, and the exit code that the command line returns for each
+class.
+"""
 
 import difflib
 import os
@@ -10,7 +12,8 @@ from collections.abc import Callable, Iterable
 Warn = Callable[[str], None]  # shows a line about something that stops nothing
 
 _LONGEST = 1500  # characters; a longer message, which may quote a file, is shortened
-# Messages of torch, oneDNN and Python when the host's memory, or the process's memory limit, is used up.
+# Messages of torch, oneDNN and Python when the host's memory, or the process's memory limit, is
+# used up.
 _HOST_IS_FULL = (
     "can't allocate memory",
     "could not create a primitive",
@@ -22,18 +25,24 @@ _HOST_IS_FULL = (
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Return `; did you mean X?` for the choice closest to `word`, or "" if none is close.
 
-    Capitals count for nothing. If no whole choice is close, the parts after the last dot are compared.
+    Capitals count for nothing. If no whole choice is close, the parts after the last dot are
+    compared.
     """
     full = {choice.lower(): choice for choice in choices}
     last = {choice.rpartition(".")[2].lower(): choice for choice in full.values()}
     word = word.lower()
     near = [full[choice] for choice in difflib.get_close_matches(word, full, n=1, cutoff=0.75)]
-    near = near or [last[part] for part in difflib.get_close_matches(word.rpartition(".")[2], last, n=1, cutoff=0.7)]
+    near = near or [
+        last[part]
+        for part in difflib.get_close_matches(word.rpartition(".")[2], last, n=1, cutoff=0.7)
+    ]
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def said_by(error: BaseException) -> str:
-    """Return an exception's message, or "" if its class, which may be a user's, raises while making one."""
+    """Return an exception's message, or "" if its class, which may be a user's, raises while making
+    one.
+    """
     try:
         return str(error)
     except Exception:
@@ -46,12 +55,13 @@ def host_is_full(error: BaseException) -> bool:
 
 
 class MonographError(Exception):
-    """The base class of all errors that are shown as one line; the command line exits with `exit_code`.
+    """The base class of all errors that are shown as one line; the command line exits with
+    `exit_code`.
 
     Attributes:
         exit_code: the process's exit code.
-        told: whether another rank of the same run reports this error; None if all ranks raise it and the first reports
-            it.
+        told: whether another rank of the same run reports this error; None if all ranks raise it
+            and the first reports it.
     """
 
     exit_code = 1
@@ -59,7 +69,11 @@ class MonographError(Exception):
 
     def __str__(self) -> str:
         text = super().__str__()
-        return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 3 :]}"
+        return (
+            text
+            if len(text) <= _LONGEST
+            else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 3 :]}"
+        )
 
 
 class UsageError(MonographError):
@@ -77,7 +91,8 @@ class InputRefused(MonographError):
 class Unreadable(MonographError):
     """The system failed to read a file or folder, so its content is unknown.
 
-    This is not an InputRefused: code that replaces or regenerates a damaged file must not do so with an unread one.
+    This is not an InputRefused: code that replaces or regenerates a damaged file must not do so
+        with an unread one.
     """
 
     exit_code = 3
@@ -103,7 +118,8 @@ class OutOfDeviceMemory(MonographError):
     """The smallest micro-batch does not fit the device.
 
     Attributes:
-        retry_rows: the rows of the micro-batches with which restarted ranks try again; 0 if none could be fewer.
+        retry_rows: the rows of the micro-batches with which restarted ranks try again; 0 if none
+            could be fewer.
     """
 
     exit_code = 6
@@ -141,10 +157,14 @@ class Ended(MonographError):
 
 
 def bug_report(arguments: list[str]) -> str:
-    """Write the exception being handled to a file and return the file's name, or else how to see the traceback."""
+    """Write the exception being handled to a file and return the file's name, or else how to see
+    the traceback.
+    """
     from monograph import __version__
 
-    head = f"monograph {__version__}, Python {sys.version}, {sys.platform}\narguments: {arguments}\n\n"
+    head = (
+        f"monograph {__version__}, Python {sys.version}, {sys.platform}\narguments: {arguments}\n\n"
+    )
     text = (head + traceback.format_exc()).encode("utf-8", "backslashreplace")
     path = None
     try:

@@ -1,6 +1,7 @@
 """Say how the libraries of an extra are installed beside this installation, however it was made.
 
-The command names the libraries, never this package: its name on a package index may be a stranger's.
+The command names the libraries, never this package: its name on a package index may be a
+    stranger's.
 """
 
 import importlib.metadata
@@ -24,10 +25,15 @@ def install_command(requirements: Sequence[str]) -> str:
     python = sys.executable or "python3"
     if Path(python).is_relative_to(Path.cwd()):
         python = os.path.relpath(python)
-    # An environment of uv has no pip of its own. The folders are asked, not all finders: that of setuptools stops
-    # standing in for distutils as soon as pip is looked for, and Inductor's next import of setuptools then warns.
+    # An environment of uv has no pip of its own. The folders are asked, not all finders: that of
+    # setuptools stops standing in for distutils as soon as pip is looked for, and Inductor's next
+    # import of setuptools then warns.
     has_pip = PathFinder.find_spec("pip") is not None
-    tool = [python, "-m", "pip", "install"] if has_pip else ["uv", "pip", "install", "--python", python]
+    tool = (
+        [python, "-m", "pip", "install"]
+        if has_pip
+        else ["uv", "pip", "install", "--python", python]
+    )
     return shell_words(*tool, *requirements)
 
 
@@ -35,7 +41,9 @@ def _required(extra: str) -> list[str]:
     """Return the requirements of an extra, by the metadata of the installed package."""
     try:
         found = importlib.metadata.requires("monograph") or []
-    except importlib.metadata.PackageNotFoundError:  # it is run from its source, which was not installed
+    except (
+        importlib.metadata.PackageNotFoundError
+    ):  # it is run from its source, which was not installed
         return []
     named = re.compile(rf"extra == [\"']{re.escape(extra)}[\"']")
     return [each.partition(";")[0].strip() for each in found if named.search(each)]

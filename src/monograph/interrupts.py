@@ -1,4 +1,5 @@
-"""Handle SIGINT (Ctrl-C) and SIGTERM while the program starts, works and ends: print one line, never a traceback.
+"""Handle SIGINT (Ctrl-C) and SIGTERM while the program starts, works and ends: print one line,
+never a traceback.
 
 Training has its own handlers, which save a checkpoint first (`monograph.run.signals`).
 """
@@ -22,15 +23,19 @@ def _terminate(*_: object) -> NoReturn:
 
 
 def _leave(why: str, code: int) -> NoReturn:
-    # An error here would be raised in the work that was interrupted, which may take no notice of it and go on.
+    # An error here would be raised in the work that was interrupted, which may take no notice of it
+    # and go on.
     with suppress(OSError):  # nobody reads any more
         os.write(2, f"error: {why}\n".encode())
     os._exit(code)
 
 
 def while_starting() -> None:
-    """Replace Python's handlers during the imports, which take seconds; a signal that was ignored stays ignored."""
-    # A launcher such as torchrun sets RANK and ends its ranks by SIGTERM; such a rank prints nothing.
+    """Replace Python's handlers during the imports, which take seconds; a signal that was ignored
+    stays ignored.
+    """
+    # A launcher such as torchrun sets RANK and ends its ranks by SIGTERM; such a rank prints
+    # nothing.
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and "RANK" not in os.environ:
         signal.signal(signal.SIGTERM, _terminate)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -38,7 +43,9 @@ def while_starting() -> None:
 
 
 def working(command: Command) -> Command:
-    """Return the command, whose imports are done, and let SIGINT raise KeyboardInterrupt from now on."""
+    """Return the command, whose imports are done, and let SIGINT raise KeyboardInterrupt from now
+    on.
+    """
     if signal.getsignal(signal.SIGINT) is end_at_once:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     return command
@@ -50,7 +57,9 @@ class Terminated(KeyboardInterrupt):
 
 @contextmanager
 def taken_back() -> Iterator[None]:
-    """Let SIGTERM raise `Terminated` inside the block, so that half-made results are removed as after Ctrl-C."""
+    """Let SIGTERM raise `Terminated` inside the block, so that half-made results are removed as
+    after Ctrl-C.
+    """
 
     def end(*_: object) -> NoReturn:
         raise Terminated
@@ -64,7 +73,9 @@ def taken_back() -> Iterator[None]:
 
 @contextmanager
 def ending_at_once() -> Iterator[None]:
-    """Let a signal inside the block, in which an ended command waits for its threads, end the process with a line."""
+    """Let a signal inside the block, in which an ended command waits for its threads, end the
+    process with a line.
+    """
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     signal.signal(signal.SIGINT, end_at_once)
     signal.signal(signal.SIGTERM, _terminate)

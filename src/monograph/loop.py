@@ -1,4 +1,6 @@
-"""Run the training loop, as an iterator over updates whose loop body is the caller's, and save and load its state."""
+"""Run the training loop, as an iterator over updates whose loop body is the caller's, and save and
+load its state.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -35,24 +37,35 @@ class EngineState:
     scalars: dict[str, Any] = field(default_factory=dict)
 
     def require_fit(self, own: Self) -> None:
-        """Require that names and shapes are those of another state; no tensor is read from a file for this.
+        """Require that names and shapes are those of another state; no tensor is read from a file
+        for this.
 
         Raises:
-            InputRefused: a tensor or counter is missing, or a tensor is unknown or has another shape.
+            InputRefused: a tensor or counter is missing, or a tensor is unknown or has another
+                shape.
         """
         if missing := sorted(own.scalars.keys() - self.scalars.keys()):
             other = "train.precision or optim.grad_clip"
-            raise InputRefused(f"the saved state lacks {missing[0]!r}: it was saved with another {other}")
-        for kind, mine, theirs in (("model", own.model, self.model), ("optimizer", own.optimizer, self.optimizer)):
+            raise InputRefused(
+                f"the saved state lacks {missing[0]!r}: it was saved with another {other}"
+            )
+        for kind, mine, theirs in (
+            ("model", own.model, self.model),
+            ("optimizer", own.optimizer, self.optimizer),
+        ):
             place = f"the saved {kind} does not fit"
             if odd := sorted(mine.keys() ^ theirs.keys()):
                 hint = f": it was saved with another {_OF_OPTIMIZER}" if kind == "optimizer" else ""
-                raise InputRefused(f"{place}: {odd[0]!r} is {'missing' if odd[0] in mine else 'unknown'}{hint}")
+                raise InputRefused(
+                    f"{place}: {odd[0]!r} is {'missing' if odd[0] in mine else 'unknown'}{hint}"
+                )
             like = theirs.like if isinstance(theirs, LargeFile) else theirs.__getitem__
             for name, tensor in mine.items():
                 saved = like(name)
                 if saved.shape != tensor.shape:
-                    raise InputRefused(f"{place}: {name} is {list(saved.shape)}, not {list(tensor.shape)}")
+                    raise InputRefused(
+                        f"{place}: {name} is {list(saved.shape)}, not {list(tensor.shape)}"
+                    )
                 if saved.is_complex():
                     raise InputRefused(f"{place}: {name} is {saved.dtype}, not {tensor.dtype}")
 
@@ -65,7 +78,9 @@ class EngineState:
         with suppress(TypeError, ValueError, RuntimeError, OverflowError):
             if (saved := torch.as_tensor(self.scalars[name], dtype=own.dtype)).shape == own.shape:
                 return saved
-        raise InputRefused(f"the saved state's {name!r} does not fit: expected {own.dtype} numbers of {[*own.shape]}")
+        raise InputRefused(
+            f"the saved state's {name!r} does not fit: expected {own.dtype} numbers of {[*own.shape]}"
+        )
 
 
 class Engine(Protocol):
@@ -98,20 +113,24 @@ def train(engine: Engine, batches: Iterable[Any], updates: int | None = None) ->
     Args:
         engine: a `Resident` or another engine.
         batches: windows, each with all rows of one update; the last one may have fewer.
-        updates: stop when the engine has done this many in all (a resumed engine has done some already); None: when
-            `batches` ends.
+        updates: stop when the engine has done this many in all (a resumed engine has done some
+            already); None: when `batches` ends.
 
     Yields:
         The update's numbers as device tensors; reading one waits for the device.
 
     Raises:
-        UsageError: `batches` is a window itself, `updates` is below 1, or the engine refuses a window.
+        UsageError: `batches` is a window itself, `updates` is below 1, or the engine refuses a
+            window.
     """
     if isinstance(batches, (Mapping, Tensor)):
-        raise UsageError(f"batches is a {type(batches).__name__}, which is one window: expected an iterable of windows")
+        raise UsageError(
+            f"batches is a {type(batches).__name__}, which is one window: expected an iterable of windows"
+        )
     if updates is not None:
         COUNT.require("updates", updates)
-    # A resumed engine may be done. Then no window is read, as it may come from a stream that has to be waited for.
+    # A resumed engine may be done. Then no window is read, as it may come from a stream that has to
+    # be waited for.
     for window in () if updates is not None and engine.index >= updates else batches:
         engine.accumulate(window)
         yield engine.update()
@@ -127,7 +146,8 @@ class Windows(Protocol):
 
 
 def save_checkpoint(engine: Engine, batches: Windows, folder: str | Path, keep: int = 2) -> Path:
-    """Save an engine's whole state and the data's position, so that a kill at any moment loses nothing.
+    """Save an engine's whole state and the data's position, so that a kill at any moment loses
+    nothing.
 
     See `monograph.checkpointing.save` for the protocol.
 
@@ -135,17 +155,22 @@ def save_checkpoint(engine: Engine, batches: Windows, folder: str | Path, keep: 
         engine: the engine.
         batches: the iterator that its windows come from.
         folder: the folder of checkpoints, `folder/step-00001000/` and so on.
-        keep: number of newest checkpoints to keep; with 1 there is nothing to fall back on if it is damaged later.
+        keep: number of newest checkpoints to keep; with 1 there is nothing to fall back on if it is
+            damaged later.
 
     Raises:
         DiskFull: it could not be written; earlier checkpoints are untouched.
     """
     state = engine.state()
     record = {"engine": state.scalars, "data": batches.state()}
-    return checkpointing.save(Path(folder), Checkpoint(engine.index, state.model, state.optimizer, record), keep)
+    return checkpointing.save(
+        Path(folder), Checkpoint(engine.index, state.model, state.optimizer, record), keep
+    )
 
 
-def load_checkpoint(engine: Engine, folder: str | Path, warn: Callable[[str], None] = print) -> dict[str, Any]:
+def load_checkpoint(
+    engine: Engine, folder: str | Path, warn: Callable[[str], None] = print
+) -> dict[str, Any]:
     """Continue from the newest checkpoint in `folder` that passes verification.
 
     Args:

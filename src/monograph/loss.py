@@ -1,12 +1,14 @@
 """Define losses, which a training step minimises, as (sum over targets, number of targets).
 
-A loss is any callable `loss(model, batch) -> (sum, count)`. If it also has `count(batch)`, which returns the number of
-a batch's targets without a forward pass, an update's total is known before its first backward pass. If it also has
-`fill`, numbers by tensor name, it promises that a row with these values, and zeros in all other tensors, adds nothing
-to sum and count, so that a short micro-batch may be filled up with such rows. If it has `update_of(index,
-batches, score, sum_over_ranks)`, a context manager, the gradient of the update of that index is computed within it.
-`score` passes micro-batches through the loss, without gradients, and `sum_over_ranks` adds up a 0-d tensor, so that the
-loss of a row may depend on all rows of the update.
+A loss is any callable `loss(model, batch) -> (sum, count)`. If it also has `count(batch)`, which
+returns the number of a batch's targets without a forward pass, an update's total is known before
+its first backward pass. If it also has `fill`, numbers by tensor name, it promises that a row with
+these values, and zeros in all other tensors, adds nothing to sum and count, so that a short
+micro-batch may be filled up with such rows. If it has
+`update_of(index, batches, score, sum_over_ranks)`, a context manager, the gradient of the update of
+that index is computed within it. `score` passes micro-batches through the loss, without gradients,
+and `sum_over_ranks` adds up a 0-d tensor, so that the loss of a row may depend on all rows of the
+update.
 
 Shapes: B rows, T positions, D hidden size, V vocabulary.
 """
@@ -27,7 +29,8 @@ from monograph.ops.mixture import mixture_cross_entropy
 from monograph.ranges import NOT_NEGATIVE
 
 IGNORE = -100  # torch's default ignore_index
-SHARES = "token_shares"  # the name of what each target's loss is multiplied by before it is differentiated
+# The name of what each target's loss is multiplied by before it is differentiated.
+SHARES = "token_shares"
 Batch = dict[str, Tensor]
 Loss = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
 
@@ -36,10 +39,14 @@ class CountedLoss(Protocol):
     """A loss whose targets can be counted from the batch alone."""
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return the 0-d differentiable sum of the losses, and the number of targets or the sum of their weights."""
+        """Return the 0-d differentiable sum of the losses, and the number of targets or the sum of
+        their weights.
+        """
 
     def count(self, batch: Any) -> Tensor | float:
-        """Return the number of targets in the batch, or the sum of their weights: a 0-d tensor, or a number."""
+        """Return the number of targets in the batch, or the sum of their weights: a 0-d tensor, or
+        a number.
+        """
 
 
 def counts(loss: object) -> TypeGuard[CountedLoss]:
@@ -48,12 +55,14 @@ def counts(loss: object) -> TypeGuard[CountedLoss]:
 
 
 class TokenLoss:
-    """Next-token cross-entropy of a model that returns hidden states and has `model.lm_head.weight` [V, D].
+    """Next-token cross-entropy of a model that returns hidden states and has `model.lm_head.weight`
+    [V, D].
 
     sum = sum over positions with targets != -100 of -log softmax(hidden @ head.T)[target],   in nats
 
-    The batch holds `tokens` and `targets` [B, T] int64, and for packed rows `segments` and `positions` [B, T]
-    int64. A step adds `token_shares`, the `shares` of `Llama.forward`, for a model that balances its experts.
+    The batch holds `tokens` and `targets` [B, T] int64, and for packed rows `segments` and
+    `positions` [B, T] int64. A step adds `token_shares`, the `shares` of `Llama.forward`, for a
+    model that balances its experts.
     """
 
     fill: Mapping[str, float] = MappingProxyType({"targets": IGNORE})
@@ -86,26 +95,36 @@ token_loss = TokenLoss()
 
 def hidden_of(model: nn.Module, batch: Batch, **more: Tensor) -> tuple[Tensor, Any]:
     """Return the hidden states of a batch's positions, [N, D], and the module's head."""
-    hidden_BTD = model(batch["tokens"], segments=batch.get("segments"), positions=batch.get("positions"), **more)
+    hidden_BTD = model(
+        batch["tokens"], segments=batch.get("segments"), positions=batch.get("positions"), **more
+    )
     return hidden_BTD.flatten(0, -2), model.lm_head
 
 
-def target_log_probabilities(model: nn.Module, batch: Batch, temperature: float = 1.0, among: Any = None) -> Tensor:
-    """Return the log-probability of each target, [N], and of token 0 where there is none; see the operator."""
+def target_log_probabilities(
+    model: nn.Module, batch: Batch, temperature: float = 1.0, among: Any = None
+) -> Tensor:
+    """Return the log-probability of each target, [N], and of token 0 where there is none; see the
+    operator.
+    """
     hidden_ND, head = hidden_of(model, batch)
     tokens_N = batch["targets"].flatten()
     tokens_N = torch.where(tokens_N != IGNORE, tokens_N, 0)
-    return token_log_probabilities(hidden_ND, head.weight, tokens_N, temperature, rows=rows_of(head), among=among)
+    return token_log_probabilities(
+        hidden_ND, head.weight, tokens_N, temperature, rows=rows_of(head), among=among
+    )
 
 
 class MixtureLoss(TokenLoss):
-    """The loss of a model that learns from its text and from the mean of other models' probabilities; see `TokenLoss`.
+    """The loss of a model that learns from its text and from the mean of other models'
+    probabilities; see `TokenLoss`.
 
     sum = sum over targets of share * -log q(target) + (1 - share) * KL(m || q),   m = mean over teachers of p
 
-    Where no gradient is taken, the sum is that of `TokenLoss`, so scores compare with any other model's. The teachers
-    pass a batch one after another, without gradients, in the caller's precision. In a step that is captured by blocks
-    they are called uncompiled; in one graph they are part of it.
+    Where no gradient is taken, the sum is that of `TokenLoss`, so scores compare with any other
+    model's. The teachers pass a batch one after another, without gradients, in the caller's
+    precision. In a step that is captured by blocks they are called uncompiled; in one graph they
+    are part of it.
 
     Attributes:
         teachers: models with the same vocabulary, on the same device.
@@ -125,26 +144,39 @@ class MixtureLoss(TokenLoss):
             return {}
         with torch.no_grad():
             pairs = [hidden_of(teacher, batch) for teacher in self.teachers]
-            return {"teachers": [(hidden_ND, head.weight) for hidden_ND, head in pairs], "share": self.share}
+            return {
+                "teachers": [(hidden_ND, head.weight) for hidden_ND, head in pairs],
+                "share": self.share,
+            }
 
 
 def fill_of(loss: Loss, batch: Batch) -> Mapping[str, float] | None:
-    """Return the values of a row without targets, from the loss's attribute `fill`; None if the loss has none.
+    """Return the values of a row without targets, from the loss's attribute `fill`; None if the
+    loss has none.
 
     Raises:
-        UsageError: it names a tensor that the batch lacks, or its values are no numbers that the tensors can hold.
+        UsageError: it names a tensor that the batch lacks, or its values are no numbers that the
+            tensors can hold.
     """
     fill: Any = getattr(loss, "fill", None)
     if fill is None:
         return None
-    if not isinstance(fill, Mapping) or not all(isinstance(v, int | float | np.generic) for v in fill.values()):
-        raise UsageError(f"the loss's fill is {fill!r}: expected numbers by name, such as {{'targets': {IGNORE}}}")
+    if not isinstance(fill, Mapping) or not all(
+        isinstance(v, int | float | np.generic) for v in fill.values()
+    ):
+        raise UsageError(
+            f"the loss's fill is {fill!r}: expected numbers by name, such as {{'targets': {IGNORE}}}"
+        )
     if missing := [name for name in fill if name not in batch]:
-        raise UsageError(f"the loss's fill names {missing[0]!r}, which is not in the window: it has {', '.join(batch)}")
+        raise UsageError(
+            f"the loss's fill names {missing[0]!r}, which is not in the window: it has {', '.join(batch)}"
+        )
     numbers = {name: v.item() if isinstance(v, np.generic) else v for name, v in fill.items()}
     if odd := [name for name, value in numbers.items() if not _holds(batch[name].dtype, value)]:
         kind = str(batch[odd[0]].dtype).removeprefix("torch.")
-        raise UsageError(f"the loss's fill has {fill[odd[0]]!r} for {odd[0]!r}, which no {kind} holds")
+        raise UsageError(
+            f"the loss's fill has {fill[odd[0]]!r} for {odd[0]!r}, which no {kind} holds"
+        )
     return numbers
 
 
@@ -169,30 +201,44 @@ def pair(result: object) -> tuple[Tensor, Tensor]:
         raise UsageError(_EXPECTED)
     total, count = result
     if not isinstance(total, Tensor) or total.ndim:
-        actual = f"a tensor of shape {list(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
-        raise UsageError(f"{_EXPECTED}; its sum is {actual}, expected a tensor of one number: .sum()")
+        actual = (
+            f"a tensor of shape {list(total.shape)}"
+            if isinstance(total, Tensor)
+            else type(total).__name__
+        )
+        raise UsageError(
+            f"{_EXPECTED}; its sum is {actual}, expected a tensor of one number: .sum()"
+        )
     if total.is_complex():
-        raise UsageError(f"{_EXPECTED}; its sum is complex, expected a real number: .abs() or .real")
+        raise UsageError(
+            f"{_EXPECTED}; its sum is complex, expected a real number: .abs() or .real"
+        )
     return total, counted(count, total.device)
 
 
 def counted(count: Any, device: torch.device) -> Tensor:
     """Return a count of targets, or a sum of their weights, as a 0-d fp64 tensor.
 
-    A tensor's value is not read; a value below 0 becomes NaN, by which the device refuses the update.
+    A tensor's value is not read; a value below 0 becomes NaN, by which the device refuses the
+    update.
 
     Args:
         count: a number of Python or numpy, or a 0-d tensor of whole numbers, fp32 or fp64.
         device: the result's device.
 
     Raises:
-        UsageError: the count is something else, a number below 0 or not finite, or a tensor that depends on the
-            parameters.
+        UsageError: the count is something else, a number below 0 or not finite, or a tensor that
+            depends on the parameters.
     """
-    if isinstance(count, (np.generic, np.ndarray)) and not count.ndim:  # Dynamo traces both as tensors
+    # Dynamo traces both as tensors.
+    if isinstance(count, (np.generic, np.ndarray)) and not count.ndim:
         count = torch.as_tensor(count) if torch.compiler.is_compiling() else count.item()
     if isinstance(count, Tensor):
-        if count.ndim or count.dtype in (torch.bool, torch.float16, torch.bfloat16) or count.is_complex():
+        if (
+            count.ndim
+            or count.dtype in (torch.bool, torch.float16, torch.bfloat16)
+            or count.is_complex()
+        ):
             kind = str(count.dtype).removeprefix("torch.")
             actual = f"a tensor of shape {list(count.shape)}" if count.ndim else kind
             hint = "weights are summed in float32 or float64, and targets by .sum() of booleans"
@@ -201,7 +247,8 @@ def counted(count: Any, device: torch.device) -> Tensor:
         return torch.where(wide >= 0, wide, math.nan)
     if not NOT_NEGATIVE.holds(count):
         raise UsageError(f"{_EXPECTED}; its count is {count!r}, expected {NOT_NEGATIVE.expected}")
-    return torch.full((), float(count), dtype=torch.float64, device=device)  # torch.tensor would wait for a copy
+    # torch.tensor would wait for a copy.
+    return torch.full((), float(count), dtype=torch.float64, device=device)
 
 
 def constant(count: Tensor) -> Tensor:
@@ -211,5 +258,7 @@ def constant(count: Tensor) -> Tensor:
         UsageError: it depends on the parameters; a count is not differentiated.
     """
     if count.requires_grad:
-        raise UsageError(f"{_EXPECTED}; its count requires a gradient: only the sum is differentiated, so detach it")
+        raise UsageError(
+            f"{_EXPECTED}; its count requires a gradient: only the sum is differentiated, so detach it"
+        )
     return count

@@ -1,4 +1,6 @@
-"""Ranges of numbers, so that settings, optimizers and the sampler refuse the same values with the same messages."""
+"""Ranges of numbers, so that settings, optimizers and the sampler refuse the same values with the
+same messages.
+"""
 
 import math
 import sys
@@ -49,12 +51,16 @@ class Range(NamedTuple):
             raise UsageError(f"{name} = {value!r}: expected {self.expected}")
 
     def integer(self, name: str, value: Any) -> int:
-        """Return a value of any integer type, such as numpy's, as a Python int; raise UsageError like `require`."""
+        """Return a value of any integer type, such as numpy's, as a Python int; raise UsageError
+        like `require`.
+        """
         self.require(name, value)
         return int(value)
 
     def checked(self, value: float) -> float:
-        """Return the value, or raise ValueError, which pydantic turns into an error that names the key."""
+        """Return the value, or raise ValueError, which pydantic turns into an error that names the
+        key.
+        """
         if not self.holds(value):
             raise ValueError(self.expected)
         return value

@@ -16,7 +16,9 @@ from monograph.step.retries import Retries
 
 @final
 class Resident(Engine):
-    """Trains a module whose weights, gradients and optimizer state all live on one device; see `Engine`."""
+    """Trains a module whose weights, gradients and optimizer state all live on one device; see
+    `Engine`.
+    """
 
     def __init__(
         self,
@@ -42,5 +44,13 @@ class Resident(Engine):
             remat: which activations are computed a second time.
             micro_batch: rows per micro-batch; None: the whole window at once.
         """
-        step = Step(model, loss=loss, optim=optim, schedule=schedule, clip=clip, precision=precision, remat=remat)
+        step = Step(
+            model,
+            loss=loss,
+            optim=optim,
+            schedule=schedule,
+            clip=clip,
+            precision=precision,
+            remat=remat,
+        )
         super().__init__(lambda: step, Retries(micro_batch))

@@ -1,4 +1,6 @@
-"""Make learning-rate schedules: pure functions from an update's index to a factor of the learning rate."""
+"""Make learning-rate schedules: pure functions from an update's index to a factor of the learning
+rate.
+"""
 
 import math
 from collections.abc import Callable
@@ -35,7 +37,8 @@ def constant(warmup: int = 0) -> Schedule:
 
 
 def warmup_cosine(warmup: int, total: int, final: float = 0.1) -> Schedule:
-    """Warm up linearly, then follow half a cosine down to `final` (Loshchilov and Hutter 2017, without restarts).
+    """Warm up linearly, then follow half a cosine down to `final` (Loshchilov and Hutter 2017,
+    without restarts).
 
     factor(i) = (i + 1) / warmup                                   for i < warmup
               = final + (1 - final) * (1 + cos(pi * p)) / 2        after it
@@ -44,26 +47,32 @@ def warmup_cosine(warmup: int, total: int, final: float = 0.1) -> Schedule:
     Args:
         warmup: updates of warm-up (0 for none).
         total: updates of the whole run; later indices have `final`.
-        final: the factor that update `total` would have. The last update has a larger one, so it is not wasted if
-            `final` is 0.
+        final: the factor that update `total` would have. The last update has a larger one, so it is
+            not wasted if `final` is 0.
 
     Raises:
         UsageError: a value is below 0 or no number.
     """
     _require(warmup=warmup, total=total, final=final)
-    return _decaying(warmup, warmup, total, final, lambda progress: (1.0 + math.cos(math.pi * progress)) / 2.0)
+    return _decaying(
+        warmup, warmup, total, final, lambda progress: (1.0 + math.cos(math.pi * progress)) / 2.0
+    )
 
 
-def warmup_stable_decay(warmup: int, total: int, decay: float = 0.2, final: float = 0.0) -> Schedule:
-    """Warm up linearly, keep the peak, and decay to `final` at the end (Hu et al. 2024, MiniCPM, arXiv 2404.06395).
+def warmup_stable_decay(
+    warmup: int, total: int, decay: float = 0.2, final: float = 0.0
+) -> Schedule:
+    """Warm up linearly, keep the peak, and decay to `final` at the end (Hu et al. 2024, MiniCPM,
+    arXiv 2404.06395).
 
     factor(i) = (i + 1) / warmup                                   for i < warmup
               = 1                                                  until `decay` of the run is left
               = final + (1 - final) * (1 - sqrt(p))                after it
     p         = (i - first) / (total - first), first: the first update of the decay
 
-    1 - sqrt(p) does better than a straight line and, over a fifth of the run, as well as cosine: Haegele et al.
-    2024, "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations", arXiv 2405.18392.
+    1 - sqrt(p) does better than a straight line and, over a fifth of the run, as well as cosine:
+    Haegele et al. 2024, "Scaling Laws and Compute-Optimal Training Beyond Fixed Training
+    Durations", arXiv 2405.18392.
 
     Args:
         warmup: updates of warm-up (0 for none).
@@ -80,8 +89,12 @@ def warmup_stable_decay(warmup: int, total: int, decay: float = 0.2, final: floa
     return _decaying(warmup, first, total, final, lambda progress: 1.0 - math.sqrt(progress))
 
 
-def _decaying(warmup: float, first: float, total: float, final: float, left: Callable[[float], float]) -> Schedule:
-    """Warm up, keep the peak up to update `first`, and decay; `left` is the share of the decay still to come."""
+def _decaying(
+    warmup: float, first: float, total: float, final: float, left: Callable[[float], float]
+) -> Schedule:
+    """Warm up, keep the peak up to update `first`, and decay; `left` is the share of the decay
+    still to come.
+    """
 
     def factor(index: int) -> float:
         if index < warmup:
@@ -92,7 +105,9 @@ def _decaying(warmup: float, first: float, total: float, final: float, left: Cal
 
 
 def cool_down(schedule: Schedule, first: int, total: int, final: float) -> Schedule:
-    """Follow another schedule up to update `first`, then a line to `final`, which update `total` would have."""
+    """Follow another schedule up to update `first`, then a line to `final`, which update `total`
+    would have.
+    """
 
     def factor(index: int) -> float:
         if index < first:

@@ -1,6 +1,8 @@
-"""Guard the output: all text written to a terminal passes `visible`, so that no foreign text can control the terminal.
+"""Guard the output: all text written to a terminal passes `visible`, so that no foreign text can
+control the terminal.
 
-Only Monograph's own display writes escape sequences, through `own`, after it has made its texts visible.
+Only Monograph's own display writes escape sequences, through `own`, after it has made its texts
+visible.
 """
 
 import io
@@ -12,13 +14,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
-# Characters that a terminal obeys: control characters except line feed and tab, line separators, and marks that reverse
-# the direction of writing. Lone surrogates are included because no encoding can write them.
+# Characters that a terminal obeys: control characters except line feed and tab, line separators,
+# and marks that reverse the direction of writing. Lone surrogates are included because no encoding
+# can write them.
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def visible(text: str) -> str:
-    r"""Return `text` with each character that a terminal obeys spelled out, such as \x1b; line feeds and tabs stay."""
+    r"""Return `text` with each character that a terminal obeys spelled out, such as \x1b; line
+    feeds and tabs stay.
+    """
     return _OBEYED.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
@@ -40,12 +45,17 @@ def shell_words(*words: str | Path) -> str:
 def _shell_word(word: str) -> str:
     if visible(word) == word and "\n" not in word:
         return shlex.quote(word)
-    kept = (chr(byte) if 0x20 <= byte < 0x7F else f"\\x{byte:02x}" for byte in word.encode(errors="surrogateescape"))
+    kept = (
+        chr(byte) if 0x20 <= byte < 0x7F else f"\\x{byte:02x}"
+        for byte in word.encode(errors="surrogateescape")
+    )
     return "$'" + "".join({"\\": "\\\\", "'": "\\'"}.get(letter, letter) for letter in kept) + "'"
 
 
 class Terminal:
-    """A wrapper of a terminal's text stream that makes all text visible, except the text that `own` writes."""
+    """A wrapper of a terminal's text stream that makes all text visible, except the text that `own`
+    writes.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -70,7 +80,9 @@ def own(stream: TextIO, text: str) -> None:
 
 
 def guard() -> None:
-    """Make the standard streams accept any text, even if they were closed or their encoding lacks a character."""
+    """Make the standard streams accept any text, even if they were closed or their encoding lacks a
+    character.
+    """
     for name in ("stdin", "stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
@@ -90,7 +102,9 @@ def is_terminal(stream: object) -> bool:
 
 
 def takes_escapes(stream: object) -> bool:
-    """Return whether `stream` is a terminal that accepts escape sequences, which a dumb one does not."""
+    """Return whether `stream` is a terminal that accepts escape sequences, which a dumb one does
+    not.
+    """
     return is_terminal(stream) and os.environ.get("TERM") != "dumb"
 
 

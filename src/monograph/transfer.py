@@ -1,9 +1,11 @@
-"""Transfer values tuned on a narrow model to a wide one of the same ratios, and build the narrow model.
+"""Transfer values tuned on a narrow model to a wide one of the same ratios, and build the narrow
+model.
 
-With m = fan_in / base fan_in, every activation and its change per update keep their size at any width, so the best
-learning rate stays where it is (Yang et al. 2022, "Tensor Programs V", arXiv 2203.03466, table 3; in spectral form
-Yang, Simon and Bernstein 2023, arXiv 2310.17813). The rule sets only a tensor's initial spread, learning rate, decay
-and eps: there is no multiplier in the forward pass, and exports are plain models of their family.
+With m = fan_in / base fan_in, every activation and its change per update keep their size at any
+width, so the best learning rate stays where it is (Yang et al. 2022, "Tensor Programs V", arXiv
+2203.03466, table 3; in spectral form Yang, Simon and Bernstein 2023, arXiv 2310.17813). The rule
+sets only a tensor's initial spread, learning rate, decay and eps: there is no multiplier in the
+forward pass, and exports are plain models of their family.
 
 | tensor | initial spread | AdamW lr | AdamW eps | Muon lr |
 |---|---|---|---|---|
@@ -13,10 +15,11 @@ and eps: there is no multiplier in the forward pass, and exports are plain model
 | head | m^-1/2 | 1/m | 1 | |
 | final norm gain where the head is tied | 1/m | 1/m | 1 | |
 
-All are factors of the base's values. The factor of weight decay is 1 / (factor of lr), so that the decay of a step, lr
-* decay, is the same at every width (Wang and Aitchison 2024, arXiv 2405.13698). The head's spread is m^-1/2 instead of
-table 3's 1/m: the best rate stays where it is as well, and short runs end better (Everett et al. 2024, arXiv
-2407.05872, and benchmarks/transfer.py).
+All are factors of the base's values. The factor of weight decay is 1 / (factor of lr), so that the
+decay of a step, lr
+* decay, is the same at every width (Wang and Aitchison 2024, arXiv 2405.13698). The head's spread
+is m^-1/2 instead of table 3's 1/m: the best rate stays where it is as well, and short runs end
+better (Everett et al. 2024, arXiv 2407.05872, and benchmarks/transfer.py).
 """
 
 import math
@@ -33,7 +36,8 @@ from monograph.model.config import LlamaConfig
 from monograph.model.parameters import layer_shapes, outer_shapes
 from monograph.optim import Group, Muon, Optimizer
 
-# Tensor Programs V, appendix: narrower models begin to differ from the limit in which the rule is derived.
+# Tensor Programs V, appendix: narrower models begin to differ from the limit in which the rule is
+# derived.
 NARROWEST = 256
 MULTIPLE = 8  # the feed-forward width stays a multiple of this, for the matrix units
 MOST_APART = 0.1  # largest relative difference of two shapes' ratios
@@ -70,7 +74,8 @@ class Factors(NamedTuple):
         init: factor of the initial weights that `Llama` draws at this width, norm gains included.
         lr: AdamW's learning rate over the base's.
         eps: AdamW's eps over the base's.
-        muon_lr: Muon's learning rate over the base's; None for a tensor that AdamW updates in any case.
+        muon_lr: Muon's learning rate over the base's; None for a tensor that AdamW updates in any
+            case.
     """
 
     init: float
@@ -92,11 +97,12 @@ class WidthTransfer:
 
     Attributes:
         config: the shape that is trained.
-        base: the shape that the learning rate, the weight decay and eps are for; may also be wider than `config`.
+        base: the shape that the learning rate, the weight decay and eps are for; may also be wider
+            than `config`.
 
     Raises:
-        UsageError: the shapes differ in more than width: in depth, head size, vocabulary or the like, or in their
-            ratios by more than a tenth; the message names what differs.
+        UsageError: the shapes differ in more than width: in depth, head size, vocabulary or the
+            like, or in their ratios by more than a tenth; the message names what differs.
     """
 
     config: LlamaConfig
@@ -112,7 +118,9 @@ class WidthTransfer:
             ("num_attention_heads", "hidden_size"),
             ("num_attention_heads", "num_key_value_heads"),
         ):
-            one, other = (getattr(config, above) / getattr(config, below) for config in (narrow, wide))
+            one, other = (
+                getattr(config, above) / getattr(config, below) for config in (narrow, wide)
+            )
             if abs(math.log(other / one)) > math.log1p(MOST_APART):
                 odd.append(f"{above} / {below} ({one:.4g}, {other:.4g})")
         if odd:
@@ -146,7 +154,12 @@ class WidthTransfer:
             # |dW| of Muon is lr * 0.2 sqrt(max(rows, cols)) here; for activations to keep their size it must grow as
             # sqrt(rows / cols).
             unscaled = math.sqrt(wide[0] * narrow[1] / (narrow[0] * wide[1]))
-            return Factors(self._spread / math.sqrt(m), 1 / m, 1 / m, unscaled * math.sqrt(max(narrow) / max(wide)))
+            return Factors(
+                self._spread / math.sqrt(m),
+                1 / m,
+                1 / m,
+                unscaled * math.sqrt(max(narrow) / max(wide)),
+            )
         if name in _GAINS | _BIASES:
             return Factors(1.0, 1.0, 1 / self.width_ratio)
         raise UsageError(f"width transfer has no row for {name}: set optim.transfer to none")
@@ -184,7 +197,9 @@ class WidthTransfer:
             UsageError: it defines its own groups or patterns of matrices.
         """
         if optim.groups or (isinstance(optim, Muon) and optim.matrices is not None):
-            raise UsageError("width transfer sets each tensor's rate itself: leave groups and matrices to it")
+            raise UsageError(
+                "width transfer sets each tensor's rate itself: leave groups and matrices to it"
+            )
         return replace(optim, groups=tuple(self._groups(optim)))
 
     def _groups(self, optim: Optimizer) -> Iterator[Group]:
@@ -192,25 +207,37 @@ class WidthTransfer:
             by_muon = isinstance(optim, Muon) and factors.muon_lr is not None
             lr = factors.muon_lr if by_muon else factors.lr
             assert lr is not None
-            decays = pattern.removeprefix("model.layers.*.") in _MATRICES or pattern in (_EMBEDDING, _HEAD)
-            yield Group(pattern, lr, optim.weight_decay / lr if decays else None, 1.0 if by_muon else factors.eps)
+            decays = pattern.removeprefix("model.layers.*.") in _MATRICES or pattern in (
+                _EMBEDDING,
+                _HEAD,
+            )
+            yield Group(
+                pattern,
+                lr,
+                optim.weight_decay / lr if decays else None,
+                1.0 if by_muon else factors.eps,
+            )
 
 
 def narrowed(config: LlamaConfig, hidden_size: int | None = None) -> LlamaConfig:
-    """Return the proxy of a model: its depth, head size, ratios, vocabulary and length at a smaller width.
+    """Return the proxy of a model: its depth, head size, ratios, vocabulary and length at a smaller
+    width.
 
-    Heads are removed in whole groups of query heads with one key-value head. The initial spread grows as
-    1 / sqrt(width), so that products of matrix and activation have the same size in both.
+    Heads are removed in whole groups of query heads with one key-value head. The initial spread
+    grows as 1 / sqrt(width), so that products of matrix and activation have the same size in both.
 
     Args:
         config: the model's shape.
-        hidden_size: any width that keeps the ratios; None: the narrowest from 256 on, or the narrowest of all
-            where the model is no wider than that.
+        hidden_size: any width that keeps the ratios; None: the narrowest from 256 on, or the
+            narrowest of all where the model is no wider than that.
 
     Raises:
-        UsageError: no narrower shape keeps the ratios, or the requested one does not; the message names those that do.
+        UsageError: no narrower shape keeps the ratios, or the requested one does not; the message
+            names those that do.
     """
-    shapes = {shape.hidden_size: shape for shape in _shapes(config, hidden_size or config.hidden_size - 1)}
+    shapes = {
+        shape.hidden_size: shape for shape in _shapes(config, hidden_size or config.hidden_size - 1)
+    }
     if hidden_size is not None:
         if hidden_size in shapes:
             return shapes[hidden_size]
@@ -233,7 +260,9 @@ def _shapes(config: LlamaConfig, widest: int) -> Iterator[LlamaConfig]:
             continue
         hidden = width * heads // key_values
         ffn = multiple * max(1, round(config.intermediate_size * heads / key_values / multiple))
-        if abs(math.log(ffn * width / (hidden * config.intermediate_size))) > math.log1p(MOST_APART):
+        if abs(math.log(ffn * width / (hidden * config.intermediate_size))) > math.log1p(
+            MOST_APART
+        ):
             continue
         yield replace(
             config,

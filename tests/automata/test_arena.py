@@ -17,7 +17,10 @@ PIECES = Tokenizer.bytes().pieces
 END, V = 1, len(PIECES)
 CPU = torch.device("cpu")
 AUTOMATA = [
-    *(constraint("regex", pattern, PIECES, [END]) for pattern in ("[a-c]{1,9}", "x|yz*", "(ab){2,5}")),
+    *(
+        constraint("regex", pattern, PIECES, [END])
+        for pattern in ("[a-c]{1,9}", "x|yz*", "(ab){2,5}")
+    ),
     *(stop_strings([text], PIECES) for text in ("ab", "a long one", "\n\n")),
 ]
 
@@ -25,17 +28,27 @@ AUTOMATA = [
 def follows(arena: Arena, automaton: Automaton, start: int) -> bool:
     """Whether a text's states say the same as in tables of the automaton alone."""
     alone = Arena.holding([automaton], V, CPU)
-    states = [torch.tensor([start], dtype=torch.int64), torch.tensor([alone.take(automaton)], dtype=torch.int64)]
+    states = [
+        torch.tensor([start], dtype=torch.int64),
+        torch.tensor([alone.take(automaton)], dtype=torch.int64),
+    ]
     for token in [*b"abab", *b"\n\n"]:
-        ours, theirs = ((allowed(t, s), stopped(t, s)) for t, s in zip((arena, alone), states, strict=True))
+        ours, theirs = (
+            (allowed(t, s), stopped(t, s)) for t, s in zip((arena, alone), states, strict=True)
+        )
         if not all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True)):
             return False
-        states = [advance(t, s, torch.tensor([token])) for t, s in zip((arena, alone), states, strict=True)]
+        states = [
+            advance(t, s, torch.tensor([token]))
+            for t, s in zip((arena, alone), states, strict=True)
+        ]
     return True
 
 
 @pytest.mark.parametrize("times", nightly([60, 300], {60}))
-def test_whatever_came_and_went_an_automaton_is_followed_as_in_tables_of_its_own(times: int) -> None:
+def test_whatever_came_and_went_an_automaton_is_followed_as_in_tables_of_its_own(
+    times: int,
+) -> None:
     arena, choice = Arena(V, CPU, cells=600, states=40, automata=4), random.Random(0)
     held: list[tuple[Automaton, int]] = []
     refused = 0
@@ -66,9 +79,13 @@ def test_one_that_is_not_used_makes_room_and_one_that_is_does_not() -> None:
 def test_what_never_has_room_is_refused() -> None:
     arena = Arena(V, CPU, states=6)
     arena.require(AUTOMATA[3])
-    with pytest.raises(InputRefused, match="[0-9]+ states and .* cells are more than there is room for"):
+    with pytest.raises(
+        InputRefused, match="[0-9]+ states and .* cells are more than there is room for"
+    ):
         arena.require(AUTOMATA[0])
-    with pytest.raises(InputRefused, match="tells [0-9]+ kinds of tokens apart, more than there is room for .1."):
+    with pytest.raises(
+        InputRefused, match="tells [0-9]+ kinds of tokens apart, more than there is room for .1."
+    ):
         Arena(V, CPU, classes=1).require(AUTOMATA[0])
     with pytest.raises(InputRefused, match="was made for 5 tokens"):
         arena.require(stop_strings(["a"], PIECES[:5]))
@@ -78,7 +95,8 @@ def test_two_that_have_room_but_not_together_are_refused() -> None:
     """A text with both would wait for ever, and all others behind it."""
     one, other = AUTOMATA[3], AUTOMATA[4]
     states, cells = (
-        sum(map(count, (one, other))) + 2 for count in (lambda a: len(a.next_SC), lambda a: a.next_SC.size)
+        sum(map(count, (one, other))) + 2
+        for count in (lambda a: len(a.next_SC), lambda a: a.next_SC.size)
     )
     Arena(V, CPU, states=states, cells=cells, automata=2).require(one, other)
     for less in ({"states": states - 1}, {"cells": cells - 1}, {"automata": 1}):

@@ -1,5 +1,7 @@
 # Run: pytest tests/automata/test_lift.py
-"""Over tokens an automaton does what it does over bytes, and it allows exactly what can still be finished."""
+"""Over tokens an automaton does what it does over bytes, and it allows exactly what can still be
+finished.
+"""
 
 from __future__ import annotations
 
@@ -14,29 +16,49 @@ from monograph.automata.dfa import compiled
 from monograph.automata.pattern import whole
 from monograph.errors import InputRefused, UsageError
 
-PATTERNS = ["a*", "(ab)*", "a{2,5}|b", "(?:a|é)*b{2}", ".{0,4}", "[^a]*(ba)?", "(aab|aba|b)+", "aé{3}"]
+PATTERNS = [
+    "a*",
+    "(ab)*",
+    "a{2,5}|b",
+    "(?:a|é)*b{2}",
+    ".{0,4}",
+    "[^a]*(ba)?",
+    "(aab|aba|b)+",
+    "aé{3}",
+]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_tokens_walk_as_their_bytes(pattern: str) -> None:
     """Any sequence of tokens is at an accepting state if and only if its bytes are accepted."""
     pieces, draw = vocabulary("abé\n"), random.Random(1)
-    tokens, byte_by_byte = constraint("regex", pattern, pieces, [END]), compiled(whole(pattern, "it"), "it")
+    tokens, byte_by_byte = (
+        constraint("regex", pattern, pieces, [END]),
+        compiled(whole(pattern, "it"), "it"),
+    )
     accepted = 0
     for _ in range(600):
         ids: list[int] = []
         for _ in range(draw.randrange(6)):
-            inside = sorted(allowed_ids(tokens, state_after(tokens, ids)) - {END}) if draw.random() < 0.9 else []
+            inside = (
+                sorted(allowed_ids(tokens, state_after(tokens, ids)) - {END})
+                if draw.random() < 0.9
+                else []
+            )
             ids.append(draw.choice(inside or range(2, len(pieces))))
         state = state_after(tokens, ids)
         accepts = byte_by_byte.accepts(b"".join(pieces[i] for i in ids))
-        assert (state >= 0 and END in allowed_ids(tokens, state)) == accepts, [pieces[i] for i in ids]
+        assert (state >= 0 and END in allowed_ids(tokens, state)) == accepts, [
+            pieces[i] for i in ids
+        ]
         accepted += accepts
     assert accepted
 
 
 def brute_force(texts: set[bytes], pieces: list[bytes], prefix: bytes) -> set[int]:
-    """Which tokens may follow: those with which some sequence of tokens still makes one of the texts."""
+    """Which tokens may follow: those with which some sequence of tokens still makes one of the
+    texts.
+    """
 
     def can_finish(text: bytes) -> bool:
         return text in texts or any(
@@ -51,10 +73,16 @@ def brute_force(texts: set[bytes], pieces: list[bytes], prefix: bytes) -> set[in
 
 @pytest.mark.parametrize("seed", range(6))
 def test_masks_are_brute_force(seed: int) -> None:
-    """Also after a lead, and where the vocabulary lacks bytes, so that some texts cannot be written, nor begun."""
+    """Also after a lead, and where the vocabulary lacks bytes, so that some texts cannot be
+    written, nor begun.
+    """
     draw, lead = random.Random(seed), b"ab"[: seed % 3]
     texts = {"".join(draw.choices("abc", k=draw.randrange(0, 6))).encode() for _ in range(5)}
-    pieces = [b"", b"", *{"".join(draw.choices("abc", k=draw.randrange(1, 4))).encode() for _ in range(9)}]
+    pieces = [
+        b"",
+        b"",
+        *{"".join(draw.choices("abc", k=draw.randrange(1, 4))).encode() for _ in range(9)},
+    ]
     written, given = (
         {lead + text for text in texts},
         ("choices", [text.decode() for text in texts], pieces, [END], lead),
@@ -70,7 +98,8 @@ def test_masks_are_brute_force(seed: int) -> None:
         assert allowed_ids(automaton, state) == brute_force(written, pieces, text), text
         assert automaton.stops_S[state] == (allowed_ids(automaton, state) == {END})
         waiting += [
-            (state_after(automaton, [i], state), text + pieces[i]) for i in allowed_ids(automaton, state) - {END}
+            (state_after(automaton, [i], state), text + pieces[i])
+            for i in allowed_ids(automaton, state) - {END}
         ]
 
 
@@ -90,7 +119,8 @@ def test_after_the_end_only_the_end() -> None:
 
 def test_states_that_no_token_reaches_are_left_out() -> None:
     automaton = constraint("regex", "abb", [b"", b"", b"ab", b"b"], [END])
-    assert len(automaton.next_SC) == 4  # before, after "ab", after "abb", after the end; never after "a"
+    # Before, after "ab", after "abb", after the end; never after "a".
+    assert len(automaton.next_SC) == 4
 
 
 def test_an_end_token_ends_whatever_its_bytes() -> None:
@@ -110,7 +140,9 @@ def test_one_of_the_choices() -> None:
     "strings", [["ab"], ["a", "ba"], ["abab", "baa", "b\n"], ["aab", "a\nab", "bbbb"], ["é", "aé"]]
 )
 def test_stop_strings_are_found_as_by_search(strings: list[str]) -> None:
-    """The row stops at the very token that completes a string, inside it or across tokens, and stays stopped."""
+    """The row stops at the very token that completes a string, inside it or across tokens, and
+    stays stopped.
+    """
     pieces, draw, hits = vocabulary("abé\n"), random.Random(2), 0
     automaton = stop_strings(strings, pieces)
     for _ in range(300):

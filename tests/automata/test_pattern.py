@@ -29,7 +29,9 @@ WORDS = DIGITS | set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_")
 
 def in_python(pattern: str) -> str:
     r"""A pattern of ECMA-262 for `re` with its flag ASCII: the dot and \s are written out."""
-    listed, lines = ("".join(f"\\u{ord(sign):04x}" for sign in sorted(signs)) for signs in (SPACES, LINE_ENDS))
+    listed, lines = (
+        "".join(f"\\u{ord(sign):04x}" for sign in sorted(signs)) for signs in (SPACES, LINE_ENDS)
+    )
     written, at, inside = "", 0, False
     while at < len(pattern):
         part = pattern[at : at + 2] if pattern[at] == "\\" else pattern[at]
@@ -84,7 +86,9 @@ def random_pattern(draw: random.Random, depth: int = 0) -> str:
 
 def similar_text(draw: random.Random, pattern: str) -> str:
     """A text that has a chance to match: random, or made of the pattern's own characters."""
-    source = ALPHABET if draw.random() < 0.5 else ([c for c in pattern if c in ALPHABET] or ALPHABET)
+    source = (
+        ALPHABET if draw.random() < 0.5 else ([c for c in pattern if c in ALPHABET] or ALPHABET)
+    )
     return "".join(draw.choice(source) for _ in range(draw.randrange(7)))
 
 
@@ -126,11 +130,21 @@ def compare(patterns: int, seed: int) -> tuple[int, int]:
     ],
 )
 @pytest.mark.parametrize("apart", nightly([16, 1], {16}))
-def test_each_set_has_the_characters_of_ecma_262(name: str, members: set[str], is_inside: bool, apart: int) -> None:
-    """Characters of the basic plane and some beyond it: a set has these members, and not their neighbours."""
+def test_each_set_has_the_characters_of_ecma_262(
+    name: str, members: set[str], is_inside: bool, apart: int
+) -> None:
+    """Characters of the basic plane and some beyond it: a set has these members, and not their
+    neighbours.
+    """
     ours = automaton(name)
     near = {ord(sign) + by for sign in members for by in (-1, 0, 1)}
-    for point in (*near, *range(0, 0xD800, apart), *range(0xE000, 0x10100, apart), 0x1D7D8, 0x10FFFF):
+    for point in (
+        *near,
+        *range(0, 0xD800, apart),
+        *range(0xE000, 0x10100, apart),
+        0x1D7D8,
+        0x10FFFF,
+    ):
         sign = chr(point)
         assert ours.accepts(sign.encode()) == ((sign in members) == is_inside), hex(point)
 
@@ -138,12 +152,24 @@ def test_each_set_has_the_characters_of_ecma_262(name: str, members: set[str], i
 def test_a_schemas_pattern_lets_no_text_through_that_ecma_262_does_not_match() -> None:
     """The same sets inside a JSON string, where a character may be an escape."""
     texts = ["\u00a0", "\u2003", "\u2028", "\ufeff", "\r", "\u3000"]
-    for pattern, misses in ((r"^\S$", texts), ("^.$", ["\u2028", "\u2029", "\r", "\n"]), (r"^\W$", ["_", "a", "0"])):
+    for pattern, misses in (
+        (r"^\S$", texts),
+        ("^.$", ["\u2028", "\u2029", "\r", "\n"]),
+        (r"^\W$", ["_", "a", "0"]),
+    ):
         ours = compiled(document({"type": "string", "pattern": pattern}), "the JSON schema")
         for ascii_only in (True, False):
-            taken = [sign for sign in misses if ours.accepts(json.dumps(sign, ensure_ascii=ascii_only).encode())]
+            taken = [
+                sign
+                for sign in misses
+                if ours.accepts(json.dumps(sign, ensure_ascii=ascii_only).encode())
+            ]
             assert taken == [], pattern
-            assert ours.accepts(json.dumps("é" if pattern != r"^\W$" else "\u00a0", ensure_ascii=ascii_only).encode())
+            assert ours.accepts(
+                json.dumps(
+                    "é" if pattern != r"^\W$" else "\u00a0", ensure_ascii=ascii_only
+                ).encode()
+            )
 
 
 def test_equal_to_fullmatch() -> None:
@@ -254,13 +280,17 @@ def test_refused_by_name(pattern: str, words: str) -> None:
 )
 def test_hostile_patterns_are_refused_at_once(pattern: str) -> None:
     def refused() -> None:
-        with pytest.raises(InputRefused, match="its automaton needs more than .* make it simpler or shorter"):
+        with pytest.raises(
+            InputRefused, match="its automaton needs more than .* make it simpler or shorter"
+        ):
             automaton(pattern)
 
     assert least_s(refused, 2) < 2
 
 
-@pytest.mark.parametrize("pattern", ["(x+x+)+y", "(a|a)*b", "((a*)*)*", "(){999999999}", "(?:a?){90}", "(|a)+"])
+@pytest.mark.parametrize(
+    "pattern", ["(x+x+)+y", "(a|a)*b", "((a*)*)*", "(){999999999}", "(?:a?){90}", "(|a)+"]
+)
 def test_what_backtracks_elsewhere_is_small_here(pattern: str) -> None:
     assert len(automaton(pattern).next_SK) <= 91
 
@@ -275,7 +305,21 @@ def test_minimal(pattern: str, states: int) -> None:
 
 def test_utf8_is_pythons() -> None:
     """Every character of a set, and no other, at the borders of ranges and of lengths."""
-    borders = [0, 0x7F, 0x80, 0x7FF, 0x800, 0xD7FF, 0xE000, 0xFFFF, 0x10000, 0x10FFFF, 0xE9, 0x20AC, 0x1D518]
+    borders = [
+        0,
+        0x7F,
+        0x80,
+        0x7FF,
+        0x800,
+        0xD7FF,
+        0xE000,
+        0xFFFF,
+        0x10000,
+        0x10FFFF,
+        0xE9,
+        0x20AC,
+        0x1D518,
+    ]
     points = union([(0x70, 0x85), (0x7FF, 0x900), (0xD000, 0xE100), (0xFFFF, 0x1D518)])
     ours = compiled(utf8(points), "a set")
     for border in borders:

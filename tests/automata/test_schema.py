@@ -1,5 +1,7 @@
 # Run: pytest tests/automata/test_schema.py    (a thousand random schemas: -m slow)
-"""What an automaton accepts is valid, what is valid and compact it accepts, and what is not bounded is refused."""
+"""What an automaton accepts is valid, what is valid and compact it accepts, and what is not bounded
+is refused.
+"""
 
 from __future__ import annotations
 
@@ -119,19 +121,39 @@ def test_an_object(text: str, valid: bool) -> None:
 @pytest.mark.parametrize(
     ("schema", "inside", "outside"),
     [
-        ({"type": "integer", "minimum": -12, "exclusiveMaximum": 105}, [-12, -1, 0, 9, 99, 104], [-13, 105, 1000]),
+        (
+            {"type": "integer", "minimum": -12, "exclusiveMaximum": 105},
+            [-12, -1, 0, 9, 99, 104],
+            [-13, 105, 1000],
+        ),
         ({"type": "integer", "minimum": 0.5, "maximum": 2}, [1, 2], [0, 3]),
         ({"type": "integer"}, [0, -1, 10**15 - 1, 1 - 10**15], [10**15]),
-        ({"type": "number"}, [0, -1.5, 1e-7, 0.1 + 0.2, 1e20, -0.0, 1 - 10**15, 1e99], [10**15, -(10**15), 1e100]),
+        (
+            {"type": "number"},
+            [0, -1.5, 1e-7, 0.1 + 0.2, 1e20, -0.0, 1 - 10**15, 1e99],
+            [10**15, -(10**15), 1e100],
+        ),
         ({"type": "number", "minimum": 0}, [0, 10**15 - 1, 10**15 - 1.5], [10**15, -1]),
         ({"type": "number", "minimum": 0, "maximum": 1}, [0, 0.5, 1, 1.0, 0.0], [1.5, -0.5, 2]),
-        ({"type": "number", "minimum": -2, "maximum": -1}, [-2, -1, -1.5, -2.0], [0, -2.5, 1.5, -0.5]),
-        ({"type": "array", "prefixItems": [{"const": 1}, {"const": 2}]}, [[], [1], [1, 2]], [[2], [1, 2, 3]]),
+        (
+            {"type": "number", "minimum": -2, "maximum": -1},
+            [-2, -1, -1.5, -2.0],
+            [0, -2.5, 1.5, -0.5],
+        ),
+        (
+            {"type": "array", "prefixItems": [{"const": 1}, {"const": 2}]},
+            [[], [1], [1, 2]],
+            [[2], [1, 2, 3]],
+        ),
         ({"type": "object", "additionalProperties": False}, [{}], [{"a": 1}]),
         ({"type": "string", "enum": ["a", 1], "title": "x"}, ["a"], [1]),
         ({"enum": [1, "1", True]}, [1, "1", True], [0, False]),
         ({"enum": [1, 2], "const": 2}, [2], [1]),
-        ({"oneOf": [{"type": "string", "maxLength": 1}, {"type": "integer"}]}, ["a", 4], ["ab", None]),
+        (
+            {"oneOf": [{"type": "string", "maxLength": 1}, {"type": "integer"}]},
+            ["a", 4],
+            ["ab", None],
+        ),
     ],
 )
 def test_values(schema: Any, inside: list[Any], outside: list[Any]) -> None:
@@ -150,7 +172,9 @@ def test_oneof_by_a_telling_member() -> None:
 
     options = {"oneOf": [{"$ref": "#/$defs/a"}, shape("square")], "$defs": {"a": shape("circle")}}
     assert automaton(options).accepts(b'{"kind":"circle","size":null}')
-    with pytest.raises(InputRefused, match=r"at #: one value may follow options 0 and 1 of 'oneOf': use 'anyOf'"):
+    with pytest.raises(
+        InputRefused, match=r"at #: one value may follow options 0 and 1 of 'oneOf': use 'anyOf'"
+    ):
         automaton({"oneOf": [shape("circle"), shape("circle")]})
 
 
@@ -165,23 +189,35 @@ def nested(levels: int) -> Any:
     ("schema", "words"),
     [
         # not bounded
-        ({"type": "array", "items": {"type": "null"}}, r"at #: an array without 'maxItems' is not bounded"),
+        (
+            {"type": "array", "items": {"type": "null"}},
+            r"at #: an array without 'maxItems' is not bounded",
+        ),
         ({"type": "object"}, r"at #: an object of any members is not bounded"),
         (
             {"type": "object", "properties": {"a": {}}},
             r"at #/properties/a: any value is valid here, so .* not bounded",
         ),
-        ({"type": "object", "properties": {}, "additionalProperties": True}, "any name, so it is not bounded"),
+        (
+            {"type": "object", "properties": {}, "additionalProperties": True},
+            "any name, so it is not bounded",
+        ),
         ({"minLength": 2}, "any type is valid here, so it is not bounded"),
         (True, "any value is valid here, so it is not bounded"),
         ({"$ref": "#"}, "'#' is recursive, so it is not bounded"),
         (
-            {"$defs": {"t": {"type": "array", "items": {"$ref": "#/$defs/t"}, "maxItems": 2}}, "$ref": "#/$defs/t"},
+            {
+                "$defs": {"t": {"type": "array", "items": {"$ref": "#/$defs/t"}, "maxItems": 2}},
+                "$ref": "#/$defs/t",
+            },
             r"at #/\$ref/items: '\$ref' to '#/\$defs/t' is recursive, so it is not bounded",
         ),
         # not in the subset
         ({"type": "string", "format": "date"}, "'format' is not supported"),
-        ({"type": "array", "items": {"type": "null"}, "maxItems": 2, "uniqueItems": True}, "'uniqueItems' is not"),
+        (
+            {"type": "array", "items": {"type": "null"}, "maxItems": 2, "uniqueItems": True},
+            "'uniqueItems' is not",
+        ),
         ({"allOf": [{"type": "null"}]}, "'allOf' is not supported"),
         ({"type": "number", "multipleOf": 2}, "'multipleOf' is not supported"),
         ({"type": "number", "minimum": 0.5}, "minimum = 0.5 of a number is not supported"),
@@ -198,11 +234,20 @@ def nested(levels: int) -> Any:
         ({"anyOf": 3}, "'anyOf' is not a list"),
         ({"type": "string", "maxLength": -1}, "maxLength = -1: expected a whole number"),
         ({"type": "string", "maxLength": "9"}, "maxLength = 9: expected a whole number"),
-        ({"type": "string", "minLength": 3, "maxLength": 2}, "maxLength = 2 is below minLength = 3"),
+        (
+            {"type": "string", "minLength": 3, "maxLength": 2},
+            "maxLength = 2 is below minLength = 3",
+        ),
         ({"type": "integer", "minimum": 3, "maximum": 2}, "no integer lies between its bounds"),
         ({"type": "integer", "minimum": "3"}, "minimum = 3: expected a number"),
-        ({"type": "array", "maxItems": 1, "minItems": 2, "items": {"type": "null"}}, "no array has as many items"),
-        ({"type": "object", "properties": {}, "required": ["a"]}, "the required member 'a' is not in 'properties'"),
+        (
+            {"type": "array", "maxItems": 1, "minItems": 2, "items": {"type": "null"}},
+            "no array has as many items",
+        ),
+        (
+            {"type": "object", "properties": {}, "required": ["a"]},
+            "the required member 'a' is not in 'properties'",
+        ),
         ({"type": "object", "properties": [], "required": []}, "'properties' is not an object"),
         ({"type": "object", "properties": {}, "required": "a"}, "'required' is not a list"),
         ({"enum": []}, "no value of 'enum' and 'const' is valid"),
@@ -225,7 +270,10 @@ def test_refused_by_name(schema: Any, words: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "key"),
     [
-        *(("integer", key) for key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")),
+        *(
+            ("integer", key)
+            for key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+        ),
         *(("string", key) for key in ("minLength", "maxLength")),
         *(("array", key) for key in ("minItems", "maxItems")),
         ("number", "minimum"),
@@ -237,7 +285,9 @@ def test_bounds_of_any_number_of_digits(kind: str, key: str, sign: int) -> None:
         automaton(schema)
 
 
-@pytest.mark.parametrize("text", ["{", "", "[" * 100_000, '{"type": nope}', '{"type": "null", "type": "null"}'])
+@pytest.mark.parametrize(
+    "text", ["{", "", "[" * 100_000, '{"type": nope}', '{"type": "null", "type": "null"}']
+)
 def test_text_that_is_not_json(text: str) -> None:
     with pytest.raises(InputRefused, match="the JSON schema cannot be read as JSON"):
         constraint("json_schema", text, BYTES, [END])
@@ -256,14 +306,21 @@ def doubling(levels: int) -> dict[str, Any]:
     "schema",
     [
         {"type": "string", "pattern": "^(.*a){90}b{0,99}(a|b)*a(a|b){40}$", "maxLength": 10**4},
-        {"anyOf": [{"type": "string", "maxLength": 10**4}, {"type": "string", "maxLength": 9999, "pattern": "a"}]},
+        {
+            "anyOf": [
+                {"type": "string", "maxLength": 10**4},
+                {"type": "string", "maxLength": 9999, "pattern": "a"},
+            ]
+        },
         doubling(20),
         {"enum": ["x" * 100 + str(number) for number in range(5000)]},
     ],
 )
 def test_hostile_schemas_are_refused_at_once(schema: Any) -> None:
     def refused() -> None:
-        with pytest.raises(InputRefused, match="needs more than .* make it simpler or shorter|more than 32 deep"):
+        with pytest.raises(
+            InputRefused, match="needs more than .* make it simpler or shorter|more than 32 deep"
+        ):
             automaton(schema)
 
     assert least_s(refused, 2) < 2
@@ -282,7 +339,11 @@ TOOL = {
             "items": {
                 "type": "object",
                 "properties": {
-                    "labels": {"type": "array", "items": {"type": "string", "maxLength": 200}, "maxItems": 100},
+                    "labels": {
+                        "type": "array",
+                        "items": {"type": "string", "maxLength": 200},
+                        "maxItems": 100,
+                    },
                     "kind": {"enum": ["a", "b"]},
                     "size": {"type": ["integer", "null"]},
                 },
@@ -320,7 +381,9 @@ def test_an_ordinary_tools_schema_is_small() -> None:
 
 
 def same_allowed(schema: Any, draw: random.Random, walks: int) -> int:
-    """How many states of random texts allow the same tokens with counters as with each length written out."""
+    """How many states of random texts allow the same tokens with counters as with each length
+    written out.
+    """
     counting = constraint("json_schema", schema, PIECES, [END])
     written = constrainer(compiled(document(schema, counted=False), "it"), PIECES, [END], "it")
     assert not written.counts
@@ -346,18 +409,37 @@ def same_allowed(schema: Any, draw: random.Random, walks: int) -> int:
         {"type": "string", "pattern": "^(aa)*é?$", "maxLength": 5},
         {"type": "string", "pattern": "^(aa)*é?$", "minLength": 2, "maxLength": 5},
         {"type": "string", "pattern": "[0-9]a", "minLength": 1, "maxLength": 4},
-        {"type": "array", "items": {"type": "string", "maxLength": 2}, "minItems": 2, "maxItems": 4},
-        {"type": "array", "prefixItems": [{"const": "a"}], "items": {"type": "integer"}, "minItems": 3, "maxItems": 4},
+        {
+            "type": "array",
+            "items": {"type": "string", "maxLength": 2},
+            "minItems": 2,
+            "maxItems": 4,
+        },
+        {
+            "type": "array",
+            "prefixItems": [{"const": "a"}],
+            "items": {"type": "integer"},
+            "minItems": 3,
+            "maxItems": 4,
+        },
         {"anyOf": [{"enum": ["a", "abc"]}, {"type": "string", "minLength": 2, "maxLength": 3}]},
         {
             "type": "array",
             "items": {"type": "array", "items": {"type": "string", "maxLength": 1}, "maxItems": 2},
             "maxItems": 3,
         },
-        {"anyOf": [{"type": "array", "items": {"type": "string", "maxLength": n}, "maxItems": n} for n in (2, 3)]},
+        {
+            "anyOf": [
+                {"type": "array", "items": {"type": "string", "maxLength": n}, "maxItems": n}
+                for n in (2, 3)
+            ]
+        },
         {
             "type": "object",
-            "properties": {"a": {"type": "string", "maxLength": 3, "pattern": "^b{4}$"}, "b": {"type": "null"}},
+            "properties": {
+                "a": {"type": "string", "maxLength": 3, "pattern": "^b{4}$"},
+                "b": {"type": "null"},
+            },
         },
     ],
 )
@@ -373,9 +455,13 @@ def test_counters_allow_what_can_still_be_finished_for_random_schemas(schemas: i
 
 
 def test_without_a_token_for_each_byte_lengths_are_not_counted() -> None:
-    """After three letters only one more would fit, which no token writes: a counter alone would not see that."""
+    """After three letters only one more would fit, which no token writes: a counter alone would not
+    see that.
+    """
     pieces = [b"", b"", b'"', b"ab", b"abc"]
-    automaton = constraint("json_schema", {"type": "string", "minLength": 4, "maxLength": 4}, pieces, [END])
+    automaton = constraint(
+        "json_schema", {"type": "string", "minLength": 4, "maxLength": 4}, pieces, [END]
+    )
     assert not automaton.counts
     assert allowed_ids(automaton, automaton.after(0, 2)) == {3}
     assert allowed_ids(automaton, automaton.after(automaton.after(0, 2), 3)) == {3}
@@ -395,7 +481,10 @@ def test_more_counted_parts_inside_each_other_than_counters_are_written_out() ->
         (
             {
                 "type": "object",
-                "properties": {"a": {"type": "string"}, "b/c": {"type": "string", "pattern": "^.{900}$"}},
+                "properties": {
+                    "a": {"type": "string"},
+                    "b/c": {"type": "string", "pattern": "^.{900}$"},
+                },
             },
             r"needs more than 20,000 positions, the most of them for 'pattern' at #/properties/b~1c; make",
         ),
@@ -403,7 +492,10 @@ def test_more_counted_parts_inside_each_other_than_counters_are_written_out() ->
             {"anyOf": [{"const": "x"}, {"type": "string", "maxLength": 4000}]},
             r"more than 20,000 positions, the most of them for 'maxLength' at #/anyOf/1; make",
         ),
-        ({"type": "object", "properties": {"a": {"enum": [["x" * 9000] * 9]}}}, r"for 'enum' at #/properties/a; make"),
+        (
+            {"type": "object", "properties": {"a": {"enum": [["x" * 9000] * 9]}}},
+            r"for 'enum' at #/properties/a; make",
+        ),
         (
             {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(4000)}},
             r"more than 1,000,000 steps to build, when #/properties/p[0-9]+ is read; make",
@@ -412,7 +504,10 @@ def test_more_counted_parts_inside_each_other_than_counters_are_written_out() ->
             {"type": "array", "items": {"type": "string", "maxLength": 32768}, "maxItems": 9},
             r"at #/items: maxLength = 32,768: at most 32,767 are counted; give a smaller one",
         ),
-        ({"type": "array", "items": {"type": "null"}, "maxItems": 10**9}, r"at #: maxItems = 1,000,000,000: at most"),
+        (
+            {"type": "array", "items": {"type": "null"}, "maxItems": 10**9},
+            r"at #: maxItems = 1,000,000,000: at most",
+        ),
     ],
 )
 def test_what_is_too_large_is_named_by_place_key_and_limit(schema: Any, words: str) -> None:
@@ -467,7 +562,10 @@ REFERRED = {
     ],
 )
 def test_a_reference_is_a_json_pointer_of_rfc_6901(pointer: str, value: str) -> None:
-    schema = REFERRED | {"type": "object", "properties": REFERRED["properties"] | {"it": {"$ref": pointer}}}
+    schema = REFERRED | {
+        "type": "object",
+        "properties": REFERRED["properties"] | {"it": {"$ref": pointer}},
+    }
     assert automaton(schema).accepts(compact({"it": value}, False))
 
 
@@ -491,7 +589,10 @@ def test_a_reference_is_a_json_pointer_of_rfc_6901(pointer: str, value: str) -> 
     ],
 )
 def test_a_pointer_that_leads_nowhere_or_back_is_refused(pointer: str, words: str) -> None:
-    schema = REFERRED | {"type": "object", "properties": REFERRED["properties"] | {"it": {"$ref": pointer}}}
+    schema = REFERRED | {
+        "type": "object",
+        "properties": REFERRED["properties"] | {"it": {"$ref": pointer}},
+    }
     with pytest.raises(InputRefused, match=words):
         automaton(schema)
 
@@ -500,14 +601,22 @@ def test_many_optional_members() -> None:
     properties = {f"m{number}": {"type": "null"} for number in range(150)}
     ours = automaton({"type": "object", "properties": properties})
     assert (
-        ours.accepts(b'{"m0":null,"m149":null}') and ours.accepts(b"{}") and not ours.accepts(b'{"m1":null,"m0":null}')
+        ours.accepts(b'{"m0":null,"m149":null}')
+        and ours.accepts(b"{}")
+        and not ours.accepts(b'{"m1":null,"m0":null}')
     )
 
 
 @pytest.mark.parametrize(
-    "part", nightly([{"type": "integer"}, {"type": "number"}, {"type": "null"}, {"const": "x"}], [{"type": "number"}])
+    "part",
+    nightly(
+        [{"type": "integer"}, {"type": "number"}, {"type": "null"}, {"const": "x"}],
+        [{"type": "number"}],
+    ),
 )
-def test_a_wide_schema_is_refused_before_all_of_it_is_read(part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wide_schema_is_refused_before_all_of_it_is_read(
+    part: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In steps, which are counted, and not in seconds, which are not the same on two machines."""
     count, read = 0, _Schemas.read
 

@@ -54,12 +54,33 @@ def test_the_tables_say_what_the_automata_say() -> None:
 
 @pytest.mark.slow
 def test_the_tables_count_as_the_automata_do() -> None:
-    """Two automata with counters beside others, followed through random texts, one of them with lists in lists."""
-    pieces = [b"", b"", *(bytes([byte]) for byte in range(256)), b'["', b'","', b'"],["', b"ab", "éé".encode(), b'"]']
-    rows = {"type": "array", "items": {"type": "string", "minLength": 1, "maxLength": 5}, "minItems": 2, "maxItems": 4}
+    """Two automata with counters beside others, followed through random texts, one of them with
+    lists in lists.
+    """
+    pieces = [
+        b"",
+        b"",
+        *(bytes([byte]) for byte in range(256)),
+        b'["',
+        b'","',
+        b'"],["',
+        b"ab",
+        "éé".encode(),
+        b'"]',
+    ]
+    rows = {
+        "type": "array",
+        "items": {"type": "string", "minLength": 1, "maxLength": 5},
+        "minItems": 2,
+        "maxItems": 4,
+    }
     made = [
         constraint("json_schema", schema, pieces, [END])
-        for schema in (rows, {"type": "array", "items": rows, "maxItems": 3}, {"type": "string", "maxLength": 900})
+        for schema in (
+            rows,
+            {"type": "array", "items": rows, "maxItems": 3},
+            {"type": "string", "maxLength": 900},
+        )
     ]
     there = Arena.holding([*made, stop_strings(["ab"], pieces)], len(pieces), torch.device("cpu"))
     draw, compared = random.Random(0), 0
@@ -71,7 +92,10 @@ def test_the_tables_count_as_the_automata_do() -> None:
             while not stopped(there, state_1):
                 mine = allowed_ids(automaton, state)
                 assert set(allowed(there, state_1)[0].nonzero().flatten().tolist()) == mine
-                for token in (draw.randrange(len(pieces)), draw.choice(sorted(mine - {END}) or [END])):
+                for token in (
+                    draw.randrange(len(pieces)),
+                    draw.choice(sorted(mine - {END}) or [END]),
+                ):
                     after = automaton.after(state, token)
                     found = advance(there, state_1, torch.tensor([token]))
                     assert found.tolist() == [DEAD if after < 0 else after + start]
@@ -83,7 +107,10 @@ def test_the_tables_count_as_the_automata_do() -> None:
 def test_rows_without_an_automaton() -> None:
     for there in (tables()[0], Arena.holding([], len(PIECES), torch.device("cpu"))):
         state_B, token_B = torch.tensor([FREE, DEAD], dtype=torch.int64), torch.tensor([PAD, 3])
-        assert allowed(there, state_B).all(1).tolist() == [True, False] and not allowed(there, state_B)[1].any()
+        assert (
+            allowed(there, state_B).all(1).tolist() == [True, False]
+            and not allowed(there, state_B)[1].any()
+        )
         assert advance(there, state_B, token_B).tolist() == [FREE, DEAD]
         assert not stopped(there, state_B).any()
 
@@ -125,4 +152,6 @@ def test_replayed_on_a_gpu() -> None:
         state_B.copy_(torch.tensor([FREE, start, start + 1]))
         graph.replay()
         eager = allowed(there, state_B), advance(there, state_B, token_B), stopped(there, state_B)
-        assert all(torch.equal(ours, expected) for ours, expected in zip(outputs, eager, strict=True))
+        assert all(
+            torch.equal(ours, expected) for ours, expected in zip(outputs, eager, strict=True)
+        )

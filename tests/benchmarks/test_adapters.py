@@ -1,5 +1,7 @@
 # Run: pytest tests/benchmarks/test_adapters.py [-m slow]
-"""The benchmarks of adapters: every way is there, rows hold each conversation once, first losses are equal."""
+"""The benchmarks of adapters: every way is there, rows hold each conversation once, first losses
+are equal.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ def test_adapters(script, monkeypatch, tmp_path, uncompiled):
     found = smoke(script("adapters"), monkeypatch, tmp_path / "found.json")
     assert len(found["cases"]) == 5
     for case in found["cases"]:
-        # What is held at the peak of `none` may be more than the peak of `full`, which comes when copies are gone.
+        # What is held at the peak of `none` may be more than the peak of `full`, which comes when
+        # copies are gone.
         assert case["held_bytes"] < case["peak_bytes"]["none"]
         assert case["peak_bytes"]["full"] <= case["peak_bytes"]["none"]
         assert case["measured"]["measured_bytes"] > 0
@@ -37,8 +40,12 @@ def test_a_packed_row_holds_whole_conversations(script):
             found.add((tuple(tokens[here].tolist()), tuple(targets[here].tolist())))
     assert found == {(tuple(tokens.tolist()), tuple(targets.tolist())) for tokens, targets in made}
     padded = peers.padded(made)
-    assert int((padded["targets"] != peers.IGNORE).sum()) == int((window["targets"] != peers.IGNORE).sum())
-    assert torch.equal(padded["attention_mask"].sum(1), torch.tensor([len(tokens) for tokens, _ in made]))
+    assert int((padded["targets"] != peers.IGNORE).sum()) == int(
+        (window["targets"] != peers.IGNORE).sum()
+    )
+    assert torch.equal(
+        padded["attention_mask"].sum(1), torch.tensor([len(tokens) for tokens, _ in made])
+    )
 
 
 @pytest.mark.slow

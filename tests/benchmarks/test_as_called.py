@@ -19,12 +19,18 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 def call(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, env=os.environ | environment)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=HANG_S, env=os.environ | environment
+    )
 
 
 def test_gpu_sh_knows_its_parts(tmp_path):
     gpu = str(BENCHMARKS / "gpu.sh")
-    assert call(gpu, "laundry", OUT=str(tmp_path)).returncode == call(gpu, OUT=str(tmp_path)).returncode == 2
+    assert (
+        call(gpu, "laundry", OUT=str(tmp_path)).returncode
+        == call(gpu, OUT=str(tmp_path)).returncode
+        == 2
+    )
 
 
 @pytest.mark.slow
@@ -87,7 +93,8 @@ def test_gpu_sh_all_goes_on_and_writes_what_failed(tmp_path):
         "exit": 3,
     }
     every = [
-        f"benchmarks/{name}.py" for name in ("train", "kernels", "plan", "generate_peers", "stream", "ensemble_peers")
+        f"benchmarks/{name}.py"
+        for name in ("train", "kernels", "plan", "generate_peers", "stream", "ensemble_peers")
     ]
     assert called.read_text().split() == every
     (out / "stream.done").unlink()  # as if a part had been cut short
@@ -106,11 +113,18 @@ def test_what_was_predicted_is_printed_next_to_what_was_measured(tmp_path, monke
         "cases": [case, {"model": "1.2b", "system": "monograph", "error": "x"}],
     }
     (tmp_path / "train.json").write_text(json.dumps(train))
-    (tmp_path / "memory.json").write_text(json.dumps({"summary": {"eager": {"worst": 0.02}, "slowest_cpu_s": 3}}))
+    (tmp_path / "memory.json").write_text(
+        json.dumps({"summary": {"eager": {"worst": 0.02}, "slowest_cpu_s": 3}})
+    )
     monkeypatch.setattr("sys.argv", ["first_contact", str(tmp_path)])
     script("benchmarks/first_contact.py").main()
     said = capsys.readouterr().out
-    assert "49.0% at most" in said and "45.0%" in said and "on a pretended card" in said and "2.0%" in said
+    assert (
+        "49.0% at most" in said
+        and "45.0%" in said
+        and "on a pretended card" in said
+        and "2.0%" in said
+    )
     assert "laws: not measured yet" in said
 
 

@@ -1,5 +1,7 @@
 # Run: pytest tests/benchmarks/test_decoding.py
-"""What counts a decoder's launches on a pretended card calls the decoder as it is; here a stand-in is the card."""
+"""What counts a decoder's launches on a pretended card calls the decoder as it is; here a stand-in
+is the card.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from monograph.decode.generator import Generator
 
 @pytest.fixture
 def without_a_card(script, monkeypatch):
-    """Scripts that build their models here, call a step instead of replaying it, and count one product."""
+    """Scripts that build their models here, call a step instead of replaying it, and count one
+    product.
+    """
     launches, pretended = script("launches"), script("pretended")
 
     class Counted(pretended.Counted):
@@ -52,7 +56,10 @@ def test_launches_counts_a_step_of_the_decoder(without_a_card, monkeypatch) -> N
     monkeypatch.setattr(launches, "TOKENS", 6)
     found = launches.decoding(tiny_llama(vocab_size=300).config, rows=2)
     assert found.keys() == {"decode step, batch 2", "its sampler, batch 2"}
-    assert found["decode step, batch 2"]["product_bytes"] > 0 and found["decode step, batch 2"]["cublas"] == 1
+    assert (
+        found["decode step, batch 2"]["product_bytes"] > 0
+        and found["decode step, batch 2"]["cublas"] == 1
+    )
     assert found["its sampler, batch 2"]["cublas"] == 0
     [machine] = made
     # All that a row may draw in a block: what is called beside it draws nothing more.

@@ -1,5 +1,7 @@
 # Run: pytest tests/benchmarks/test_finetune.py [-m slow]
-"""The instructions that a small model is taught: right, unseen where they are asked, and one token a word."""
+"""The instructions that a small model is taught: right, unseen where they are asked, and one token
+a word.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ def test_instructions(script, tmp_path):
         assert answer == expected[order]
     assert sorted(instructions.CODE.values()) == sorted(instructions.WORDS)
     tokenizer = Tokenizer.from_file(instructions.tokenizer_folder(tmp_path / "tokenizer"))
-    assert all(len(tokenizer.encode(f" {word}")) == len(tokenizer.encode(word)) == 1 for word in instructions.WORDS)
+    assert all(
+        len(tokenizer.encode(f" {word}")) == len(tokenizer.encode(word)) == 1
+        for word in instructions.WORDS
+    )
     path = instructions.write_records(tmp_path / "chats.jsonl", "messages", taught[:3])
     assert [json.loads(line)["messages"] for line in path.read_text().splitlines()] == taught[:3]
 

@@ -1,5 +1,7 @@
 # Run: pytest tests/benchmarks/test_numbers.py
-"""What decides the benchmarks' numbers is right: rounds, ratios, counted waits, crossings, verdicts."""
+"""What decides the benchmarks' numbers is right: rounds, ratios, counted waits, crossings,
+verdicts.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,15 @@ def test_rounds_are_interleaved_and_turn_round(script):
 
 def test_a_ratio_is_the_median_of_the_rounds_own_ratios(script):
     harness = script("harness")
-    above, below = [[harness.Timing(t, 2 * t) for t in times] for times in ([2.0, 8.0, 3.0], [1.0, 2.0, 3.0])]
+    above, below = [
+        [harness.Timing(t, 2 * t) for t in times] for times in ([2.0, 8.0, 3.0], [1.0, 2.0, 3.0])
+    ]
     found = harness.ratios(above, below)
-    assert found["wall"] == {"median": 2.0, "low": 1.0, "high": 4.0, "values": [2.0, 4.0, 1.0]} == found["cpu"]
+    assert (
+        found["wall"]
+        == {"median": 2.0, "low": 1.0, "high": 4.0, "values": [2.0, 4.0, 1.0]}
+        == found["cpu"]
+    )
     assert harness.shown(found["wall"]) == "2.00 (1.00-4.00)"
 
 
@@ -50,7 +58,10 @@ def test_waits_are_counted_inside_the_region_and_copies_everywhere(script):
         event("gpu_memcpy", "Memcpy DtoH (Device -> Pageable)", 25),
         event("cuda_runtime", "cudaDeviceSynchronize", 21),  # after it
     ]
-    assert harness.count_waits(events) == {"cudaStreamSynchronize": 1, "Memcpy DtoH (Device -> Pageable)": 1}
+    assert harness.count_waits(events) == {
+        "cudaStreamSynchronize": 1,
+        "Memcpy DtoH (Device -> Pageable)": 1,
+    }
 
 
 @pytest.mark.gpu
@@ -70,7 +81,8 @@ def test_pace_times_its_rounds_and_nothing_before_them(script, monkeypatch):
     monkeypatch.setattr(systems, "clock", lambda: now)
     pace = systems.Pace(torch.device("cpu"), rounds=3, round_s=4.0)
     pace.begin()
-    seconds = [100.0, 7.0, 7.0, 2.0] + 6 * [1.5] + [9.0]  # compile, two to warm up, one to size rounds of two, a last
+    # Compile, two to warm up, one to size rounds of two, a last.
+    seconds = [100.0, 7.0, 7.0, 2.0] + 6 * [1.5] + [9.0]
     ended = []
     for each in seconds:
         now += each
@@ -98,9 +110,12 @@ def test_litgpts_names_there_and_back(script):
     config = LlamaConfig.preset("nano", tie_word_embeddings=False)
     weights = Llama(config).state_dict()
     theirs = names.to_litgpt(weights)
-    assert len(theirs) == len(weights) - 2 * config.num_hidden_layers  # query, key and value are one
+    # Query, key and value are one.
+    assert len(theirs) == len(weights) - 2 * config.num_hidden_layers
     back = names.from_litgpt(theirs, config)
-    assert back.keys() == weights.keys() and all(torch.equal(back[name], weights[name]) for name in weights)
+    assert back.keys() == weights.keys() and all(
+        torch.equal(back[name], weights[name]) for name in weights
+    )
 
 
 def test_a_peers_time_ends_its_schedule(script, monkeypatch):
@@ -123,7 +138,10 @@ def test_a_peers_time_ends_its_schedule(script, monkeypatch):
 
 def test_a_peer_repeats_its_best_rate_and_noise_is_no_difference(script, tmp_path):
     quality = script("time_to_quality")
-    journal, args = quality.Journal(tmp_path / "lines", 5.0), Namespace(seeds=[0, 1], lrs=[1e-3, 2e-3])
+    journal, args = (
+        quality.Journal(tmp_path / "lines", 5.0),
+        Namespace(seeds=[0, 1], lrs=[1e-3, 2e-3]),
+    )
     trainings = list(quality.first_round(args, ["monograph", "trainer"]))
     assert [each[1:] for each in trainings] == [(None, 0), (1e-3, 0), (None, 1), (2e-3, 0)]
     for training, bits in zip(trainings, (1.80, 1.95, 1.82, 1.90), strict=True):
@@ -138,16 +156,22 @@ def test_a_peer_repeats_its_best_rate_and_noise_is_no_difference(script, tmp_pat
     assert quality.verdict([cases[0], cases[1] | {"mean": 1.83}]).startswith("no difference")
     for seed, bits in ((1, 1.93), (0, 1.90)):  # they end in any order
         again.add(
-            quality.Training("before", None, seed)._asdict() | {"minutes": 5.0, "bits_per_byte": bits, "tokens": 1}
+            quality.Training("before", None, seed)._asdict()
+            | {"minutes": 5.0, "bits_per_byte": bits, "tokens": 1}
         )
     assert not quality.since_before(cases)
     cases.append(quality.summary(args, "before", again))
-    assert quality.since_before(cases) == "since before: -0.1050 bits per byte, standard error 0.0050"
+    assert (
+        quality.since_before(cases) == "since before: -0.1050 bits per byte, standard error 0.0050"
+    )
 
 
 def test_a_crossing_is_where_the_curve_stays_below(script):
     crossing = script("first_run").crossing
-    curve = [{"tokens": t, "bits_per_byte": b} for t, b in ((100, 4.0), (200, 3.0), (300, 3.5), (400, 2.5))]
+    curve = [
+        {"tokens": t, "bits_per_byte": b}
+        for t, b in ((100, 4.0), (200, 3.0), (300, 3.5), (400, 2.5))
+    ]
     assert crossing(curve, 3.25) == 325
     assert crossing(curve, 4.5) == 100
     assert crossing(curve, 2.0) is None

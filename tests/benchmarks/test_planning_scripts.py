@@ -34,11 +34,16 @@ def test_regret(script, uncompiled, monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_scopes(script, uncompiled, monkeypatch, tmp_path):
     module = script("scopes")
-    monkeypatch.setattr(module, "compiled_in_a_process", lambda layers, scope: {"wall_s": 2.0, "cpu_s": 2.0})
+    monkeypatch.setattr(
+        module, "compiled_in_a_process", lambda layers, scope: {"wall_s": 2.0, "cpu_s": 2.0}
+    )
     found = smoke(module, monkeypatch, tmp_path / "found.json")
     assert [case["layers"] for case in found["cases"]] == [1, 2]
     for case in found["cases"]:
-        assert set(case["step_ms"]) == {"whole", "blocks"} and case["step_blocks_over_whole"]["median"] > 0
+        assert (
+            set(case["step_ms"]) == {"whole", "blocks"}
+            and case["step_blocks_over_whole"]["median"] > 0
+        )
 
 
 @pytest.mark.slow
@@ -51,10 +56,13 @@ def test_transfer(script, uncompiled, monkeypatch, tmp_path):
     assert found["cases"][0]["parameters"] < found["cases"][2]["parameters"]
 
 
-@torch._functorch.config.patch(activation_memory_budget=1.0)  # which monkeypatch would take away in the end
+# Which monkeypatch would take away in the end.
+@torch._functorch.config.patch(activation_memory_budget=1.0)
 @pytest.mark.slow
 def test_remat(script, monkeypatch, tmp_path):
-    """Eagerly, and every way in this process: torch's budget then does nothing, ours keep what they should."""
+    """Eagerly, and every way in this process: torch's budget then does nothing, ours keep what they
+    should.
+    """
     remat = script("remat")
     monkeypatch.setattr(remat, "capture", lambda step, scope: step)
 
@@ -73,14 +81,20 @@ def test_remat(script, monkeypatch, tmp_path):
 
     monkeypatch.setattr(remat, "Child", Here)
     names = ("none", "torch", "even", "spread", "full")
-    monkeypatch.setattr(remat, "ways", lambda shares: [[remat.Way(name, "whole", *shares) for name in names]])
+    monkeypatch.setattr(
+        remat, "ways", lambda shares: [[remat.Way(name, "whole", *shares) for name in names]]
+    )
     found = smoke(remat, monkeypatch, tmp_path / "found.json")
     cases = {case["name"]: case for case in found["cases"]}
-    assert [*cases] == [*names] and all(case["grad_norm_difference"] < 1e-12 for case in found["cases"])
+    assert [*cases] == [*names] and all(
+        case["grad_norm_difference"] < 1e-12 for case in found["cases"]
+    )
     assert cases["none"]["peak_bytes"] == cases["torch"]["peak_bytes"] > cases["even"]["peak_bytes"]
     assert cases["none"]["recomputed_flops"] == cases["torch"]["recomputed_flops"] == 0
     assert 0 < cases["even"]["recomputed_flops"] < cases["full"]["recomputed_flops"]
-    assert found["verdict"]["bytes_over_torch"].keys() == {f"{name}, whole" for name in names} - {"torch, whole"}
+    assert found["verdict"]["bytes_over_torch"].keys() == {f"{name}, whole" for name in names} - {
+        "torch, whole"
+    }
     again = smoke(remat, monkeypatch, tmp_path / "found.json")
     assert again == found  # nothing is measured twice
 
@@ -90,7 +104,9 @@ def test_remat_counts_the_products_that_run(script):
     rows, columns, bias = torch.randn(2, 3, 4), torch.randn(4, 5), torch.randn(5)
     assert remat.product_flops(lambda: rows @ columns) == 2 * 2 * 3 * 4 * 5
     assert remat.product_flops(lambda: torch.addmm(bias, rows[0], columns)) == 2 * 3 * 4 * 5
-    assert remat.product_flops(lambda: torch.bmm(rows, columns.expand(2, 4, 5))) == 2 * 2 * 3 * 4 * 5
+    assert (
+        remat.product_flops(lambda: torch.bmm(rows, columns.expand(2, 4, 5))) == 2 * 2 * 3 * 4 * 5
+    )
     heads = torch.randn(2, 3, 8, 16)
     attention = torch.nn.functional.scaled_dot_product_attention
     assert remat.product_flops(lambda: attention(heads, heads, heads)) == 4 * 2 * 3 * 8 * 8 * 16

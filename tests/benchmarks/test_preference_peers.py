@@ -1,5 +1,7 @@
 # Run: pytest tests/benchmarks/test_preference_peers.py [-m slow]
-"""Learning from pairs beside TRL: gradients are compared with the right one, and TRL's absence is said."""
+"""Learning from pairs beside TRL: gradients are compared with the right one, and TRL's absence is
+said.
+"""
 
 from __future__ import annotations
 
@@ -38,16 +40,30 @@ def rows(tmp_path):
 
 
 def small():
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
     return Llama(LlamaConfig(vocab_size=260, num_hidden_layers=2, **sizes), seed=3)
 
 
 def test_gradients_of_the_same_pairs(peers, rows, tmp_path):
-    """Rows of pairs become the pairs that were written, and the gradient of each answer alone is that of the rows."""
-    window = {name: torch.as_tensor(value) for name, value in rows.window(np.arange(len(rows))).items()}
+    """Rows of pairs become the pairs that were written, and the gradient of each answer alone is
+    that of the rows.
+    """
+    window = {
+        name: torch.as_tensor(value) for name, value in rows.window(np.arange(len(rows))).items()
+    }
     pairs = peers.pairs_of(window)
-    assert sorted(pairs) == sorted(peers.tokens_of(tmp_path / "pairs.jsonl")) and len(window["tokens"]) < len(pairs)
-    model, loss = small(), PreferenceLoss(preference("dpo", beta=peers.BETA), rows.answers, rows.most)
+    assert sorted(pairs) == sorted(peers.tokens_of(tmp_path / "pairs.jsonl")) and len(
+        window["tokens"]
+    ) < len(pairs)
+    model, loss = (
+        small(),
+        PreferenceLoss(preference("dpo", beta=peers.BETA), rows.answers, rows.most),
+    )
     loss.recording.fill_(True)
     loss(model, window)
     loss.recording.fill_(False)
@@ -56,12 +72,16 @@ def test_gradients_of_the_same_pairs(peers, rows, tmp_path):
     found = {name: p.grad.double() for name, p in model.named_parameters()}
     expected = peers.exact(small().double(), pairs)
     assert 1e-9 < peers.distance(found, expected) < 1e-6
-    turned = peers.exact(small().double(), [[prompt, rejected, chosen] for prompt, chosen, rejected in pairs])
+    turned = peers.exact(
+        small().double(), [[prompt, rejected, chosen] for prompt, chosen, rejected in pairs]
+    )
     assert peers.distance(found, turned) == pytest.approx(2)
 
 
 def test_pairs_that_are_ahead(peers, tmp_path, rows):
-    """A model is level with itself; one that made a gradient step is ahead, and its opposite behind."""
+    """A model is level with itself; one that made a gradient step is ahead, and its opposite
+    behind.
+    """
     pairs, base = peers.tokens_of(tmp_path / "pairs.jsonl"), small().double()
     assert peers.ahead(base, base, pairs) == 0
     for rate, share in ((0.1, 1.0), (-0.1, 0.0)):
@@ -78,13 +98,23 @@ def test_what_is_compared(peers):
 
     def seed(*wall):
         rounds = [{"wall_s": each, "cpu_s": 2 * each} for each in wall]
-        shown = dict.fromkeys(("ahead", "ahead_unseen", "gradient_error", "first_loss_less_ln_2"), 0.5)
+        shown = dict.fromkeys(
+            ("ahead", "ahead_unseen", "gradient_error", "first_loss_less_ln_2"), 0.5
+        )
         return {"rounds": rounds, "reference": {"cpu_s": 3.0}, **shown}
 
     options = Namespace(ways=[peers.OURS, "trl", "trl, precomputed"], updates=6)
-    seeds = [{peers.OURS: seed(2.0, 3.0), "trl": seed(4.0, 3.0), "trl, precomputed": {"error": "not measured: no"}}]
+    seeds = [
+        {
+            peers.OURS: seed(2.0, 3.0),
+            "trl": seed(4.0, 3.0),
+            "trl, precomputed": {"error": "not measured: no"},
+        }
+    ]
     ours, theirs, missing = peers.summed(options, seeds)
-    assert ours["updates_per_wall_s"]["values"] == [3.0, 2.0] and ours["pairs_per_cpu_s"]["values"] == [96.0, 64.0]
+    assert ours["updates_per_wall_s"]["values"] == [3.0, 2.0] and ours["pairs_per_cpu_s"][
+        "values"
+    ] == [96.0, 64.0]
     assert theirs["ratio_wall"]["values"] == theirs["ratio_cpu"]["values"] == [2.0, 1.0]
     assert ours["reference_cpu_s"]["median"] == 3.0 and "not measured" in missing["error"]
     assert [len(peers.row(each)) for each in (ours, theirs, missing)] == [len(peers.HEADERS)] * 3
@@ -103,4 +133,10 @@ def test_preference_peers(peers, monkeypatch, tmp_path, capsys):
 @pytest.mark.slow
 def test_preferences(script, monkeypatch, tmp_path):
     cases = smoke(script("preferences"), monkeypatch, tmp_path / "found.json")["cases"]
-    assert [case["way"] for case in cases] == ["before", "chosen texts", "dpo", "rl.reward", "teacher"]
+    assert [case["way"] for case in cases] == [
+        "before",
+        "chosen texts",
+        "dpo",
+        "rl.reward",
+        "teacher",
+    ]

@@ -1,5 +1,7 @@
 # Run: pytest tests/benchmarks/test_reward_peers.py [-m slow]
-"""Reinforcement learning beside TRL: both gradients are compared with the right one, and TRL's absence is said."""
+"""Reinforcement learning beside TRL: both gradients are compared with the right one, and TRL's
+absence is said.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,18 @@ def peers(script):
 
 
 def test_gradients_of_the_same_answers(peers, tmp_path):
-    """Padded prompts and answers become the ones that were drawn; a gradient that is not theirs is seen."""
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
-    save_model(Llama(LlamaConfig(vocab_size=40, num_hidden_layers=2, **sizes), seed=3), tmp_path / "hf")
+    """Padded prompts and answers become the ones that were drawn; a gradient that is not theirs is
+    seen.
+    """
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
+    save_model(
+        Llama(LlamaConfig(vocab_size=40, num_hidden_layers=2, **sizes), seed=3), tmp_path / "hf"
+    )
     prompts, answers = [[0, 5, 6], [0, 7]], [[8, 9, 1], [11, 1]]
     advantages = [0.5, -0.25]
     first = {
@@ -48,13 +59,23 @@ def test_gradients_of_the_same_answers(peers, tmp_path):
 
 
 def test_what_is_compared(peers):
-    """The first update's time counts in no rate; all are read after the seconds, and the updates, that all trained."""
+    """The first update's time counts in no rate; all are read after the seconds, and the updates,
+    that all trained.
+    """
     ours = peers.figures([5.0, 6.0, 10.0], [4.0, 0.5, 0.5], [0.0, 0.25, 0.75])
-    assert (ours["updates_per_s"], ours["rollouts_per_s"], ours["drawing_share"]) == (2 / 5, 512.0, 0.2)
+    assert (ours["updates_per_s"], ours["rollouts_per_s"], ours["drawing_share"]) == (
+        2 / 5,
+        512.0,
+        0.2,
+    )
     theirs = peers.figures([2.0, 4.0, 9.5, 12.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.1, 0.5, 1.0])
     theirs["gradient_error"] = {"monograph": 1e-6, "trl": 2e-6}
-    found = {way: {"way": way, "rounds": [each]} for way, each in (("monograph", ours), ("trl", theirs))}
-    peers.compare(found | {"trl, bf16": {"way": "trl, bf16", "rounds": [], "error": "not measured"}})
+    found = {
+        way: {"way": way, "rounds": [each]} for way, each in (("monograph", ours), ("trl", theirs))
+    }
+    peers.compare(
+        found | {"trl, bf16": {"way": "trl, bf16", "rounds": [], "error": "not measured"}}
+    )
     assert [found[way]["pass_at_1"]["median"] for way in found] == [0.75, 0.5]
     assert found["trl"]["pass_at_1_same_updates"]["median"] == pytest.approx(0.2)
     assert found["trl"]["updates_per_s_ratio"]["median"] == pytest.approx(0.4 / 0.3)

@@ -34,7 +34,9 @@ def test_each_script_is_tested_here_and_can_be_imported(script):
 
 @pytest.mark.parametrize("name", ["launches", "machine_code"])
 def test_launches_are_counted_on_a_pretended_card_alone(name, script, monkeypatch):
-    """What is counted is tested there: test_counts.py and test_machine_code.py of tests/pretended_gpu."""
+    """What is counted is tested there: test_counts.py and test_machine_code.py of
+    tests/pretended_gpu.
+    """
     monkeypatch.syspath_prepend(BENCHMARKS)
     monkeypatch.setattr("sys.argv", [f"{name}.py", "--smoke"])
     with pytest.raises(SystemExit, match=rf"{name}.py counts on a pretended card \(docs/gpu.md\)"):
@@ -48,7 +50,10 @@ def test_kernels(script, monkeypatch, tmp_path):
     monkeypatch.setattr(kernels.Resident, "capture", lambda engine, window, scope: None)
     [case] = smoke(kernels, monkeypatch, tmp_path / "found.json")["cases"]
     assert case["kernels"] == [] and case["milliseconds"]["nothing"] > 0
-    assert kernels.kind_of("nvjet_sm90_tst_256x128") == "products" and kernels.kind_of("triton_poi_x") == "others"
+    assert (
+        kernels.kind_of("nvjet_sm90_tst_256x128") == "products"
+        and kernels.kind_of("triton_poi_x") == "others"
+    )
 
 
 @pytest.mark.slow
@@ -57,8 +62,13 @@ def test_sampler(script, monkeypatch, tmp_path):
     monkeypatch.setattr(sampler, "compiled", lambda function: function)
     found = smoke(sampler, monkeypatch, tmp_path / "found.json")
     [case], [steps] = found["cases"], found["steps"]
-    assert steps["wall_tax"]["greedy"]["median"] == 0 and set(steps["wall_ms"]) == set(sampler.WHOLE)
-    assert case["same_as_eager"] == dict.fromkeys(sampler.VARIANTS, True) and case["wall_ms"]["argmax"]["median"] > 0
+    assert steps["wall_tax"]["greedy"]["median"] == 0 and set(steps["wall_ms"]) == set(
+        sampler.WHOLE
+    )
+    assert (
+        case["same_as_eager"] == dict.fromkeys(sampler.VARIANTS, True)
+        and case["wall_ms"]["argmax"]["median"] > 0
+    )
 
 
 @pytest.mark.slow
@@ -76,7 +86,9 @@ def test_ladder(script, monkeypatch, tmp_path):
     cases = smoke(script("ladder"), monkeypatch, tmp_path / "found.json")["cases"]
     assert [case["rung"] for case in cases] == [rung.name for rung in RUNGS]
     there = [case for case in cases if not case["obstacle"]]
-    assert {"compiled", "CUDA graphs", "fp8"}.isdisjoint(case["rung"] for case in there) and len(there) >= 5
+    assert {"compiled", "CUDA graphs", "fp8"}.isdisjoint(case["rung"] for case in there) and len(
+        there
+    ) >= 5
     assert "times" not in there[0] and all(case["times"]["cpu"]["median"] > 0 for case in there[1:])
     by_name = {case["rung"]: case for case in there}
     for case in there[1:]:
@@ -89,9 +101,14 @@ def test_ladder(script, monkeypatch, tmp_path):
 def test_ranks(script, monkeypatch, tmp_path):
     ranks = script("ranks")
     started, shape = ranks.started, replace(ranks.TINY, captured=False)
-    monkeypatch.setattr(ranks, "started", lambda parallel, size, names, _: ranks.rank(parallel, names[1:], shape, 2))
+    monkeypatch.setattr(
+        ranks, "started", lambda parallel, size, names, _: ranks.rank(parallel, names[1:], shape, 2)
+    )
     [case] = smoke(ranks, monkeypatch, tmp_path / "found.json", "--ranks", "1")["cases"]
-    assert set(case["monograph"]) == set(case["torch"]) == {"held", "peak", "sent"} and case["slower"]["cpu"]["low"] > 0
+    assert (
+        set(case["monograph"]) == set(case["torch"]) == {"held", "peak", "sent"}
+        and case["slower"]["cpu"]["low"] > 0
+    )
     assert len(started("fsdp", 2, ["muon", *ranks.LOOPS], True)["wall"]["values"]) == 2
 
 
@@ -102,26 +119,44 @@ def test_accumulation(script, monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_same_bits(script, monkeypatch, tmp_path):
-    same_bits, out, names = script("same_bits"), tmp_path / "found.json", ["streamed host", "ensemble own rows"]
+    same_bits, out, names = (
+        script("same_bits"),
+        tmp_path / "found.json",
+        ["streamed host", "ensemble own rows"],
+    )
     found = smoke(same_bits, monkeypatch, out, "--only", *names)
     assert [*found["cases"][0]] == names
     assert smoke(same_bits, monkeypatch, out, "--only", names[0], "--against", str(out))["cases"]
     monkeypatch.setattr(same_bits, "SCHEDULE", lambda index: 0.5)
     with pytest.raises(SystemExit, match="other bits than before in streamed host losses"):
-        smoke(same_bits, monkeypatch, tmp_path / "other.json", "--only", names[0], "--against", str(out))
+        smoke(
+            same_bits,
+            monkeypatch,
+            tmp_path / "other.json",
+            "--only",
+            names[0],
+            "--against",
+            str(out),
+        )
 
 
 @pytest.mark.slow
 def test_same_speed(script, monkeypatch, tmp_path):
-    found = smoke(script("same_speed"), monkeypatch, tmp_path / "found.json", str(BENCHMARKS.parent))
-    assert len(found["cases"]) == 2 * 2 + 2 and all(case["ratio"]["low"] > 0 for case in found["cases"])
+    found = smoke(
+        script("same_speed"), monkeypatch, tmp_path / "found.json", str(BENCHMARKS.parent)
+    )
+    assert len(found["cases"]) == 2 * 2 + 2 and all(
+        case["ratio"]["low"] > 0 for case in found["cases"]
+    )
 
 
 def test_mixture_peers(script, uncompiled, monkeypatch, tmp_path):
     [case] = smoke(script("mixture_peers"), monkeypatch, tmp_path / "found.json")["cases"]
     assert case["times_as_fast"].keys() == {"loop", "grouped_mm"}
     ours, theirs = (case["first_losses"][way] for way in ("monograph", "loop"))
-    assert ours == pytest.approx(theirs, rel=1e-4) and ours[1] < ours[0], "the second loss is that of an updated model"
+    assert ours == pytest.approx(theirs, rel=1e-4) and ours[1] < ours[0], (
+        "the second loss is that of an updated model"
+    )
 
 
 def test_recipe_compares_a_variant_with_the_default_run_of_the_same_seed(script):
@@ -145,7 +180,9 @@ def test_recipe(script, monkeypatch, tmp_path):
     ]
 
 
-def test_few_texts_trains_each_arm_by_a_command_and_scores_what_it_left(script, monkeypatch, tmp_path):
+def test_few_texts_trains_each_arm_by_a_command_and_scores_what_it_left(
+    script, monkeypatch, tmp_path
+):
     few, calls = script("few_texts"), []
 
     def called(arguments, home):
@@ -160,18 +197,31 @@ def test_few_texts_trains_each_arm_by_a_command_and_scores_what_it_left(script, 
 
     monkeypatch.setattr(few, "called", called)
     found = smoke(few, monkeypatch, tmp_path / "found.json")
-    assert [list(case["bits_per_byte"]) for case in found["cases"]] == [["."], ["."], ["best", "mixture", "distilled"]]
+    assert [list(case["bits_per_byte"]) for case in found["cases"]] == [
+        ["."],
+        ["."],
+        ["best", "mixture", "distilled"],
+    ]
     assert {case["updates"] for case in found["cases"]} == {7}
     trained = [call for call in calls if "--out" in call]
-    assert [call[0] for call in trained].count("train") == 2 and all("train.compile=none" in call for call in trained)
-    assert few.table(found["cases"]).splitlines()[-1].endswith("| 4 seeds, distilled | 0.0 | 7 | 2.000 |")
+    assert [call[0] for call in trained].count("train") == 2 and all(
+        "train.compile=none" in call for call in trained
+    )
+    assert (
+        few.table(found["cases"])
+        .splitlines()[-1]
+        .endswith("| 4 seeds, distilled | 0.0 | 7 | 2.000 |")
+    )
 
 
 @pytest.mark.slow
 def test_balance(script, monkeypatch, tmp_path):
     cases = smoke(script("balance"), monkeypatch, tmp_path / "found.json")["cases"]
     assert [case["factor"] for case in cases] == [0, 0.001, 0.01]
-    assert all(len(case["entropy"]) == 2 and 0 < min(case["entropy"]) <= max(case["entropy"]) <= 1 for case in cases)
+    assert all(
+        len(case["entropy"]) == 2 and 0 < min(case["entropy"]) <= max(case["entropy"]) <= 1
+        for case in cases
+    )
 
 
 @pytest.mark.slow
@@ -188,7 +238,9 @@ def test_siblings(script, uncompiled, monkeypatch, tmp_path):
     cases = smoke(script("siblings"), monkeypatch, tmp_path / "found.json")["cases"]
     assert [(case["width"], case["mode"]) for case in cases] == [(32, "eager"), (32, "captured")]
     for case in cases:
-        assert all(case[name]["fused_over_separate"]["cpu"]["median"] > 0 for name in ("forward", "update"))
+        assert all(
+            case[name]["fused_over_separate"]["cpu"]["median"] > 0 for name in ("forward", "update")
+        )
         assert not case["update"]["kept"], "two rounds decide nothing"
         assert min(case["update_peak_bytes"].values()) > 0
 
@@ -214,7 +266,9 @@ def test_families(script, monkeypatch, tmp_path):
 
 def test_families_notices_a_window_that_is_off_by_one(script, monkeypatch):
     families, exact = script("families"), llama.dense_mask
-    config = LlamaConfig.preset("nano", model_type="mistral", sliding_window=5, initializer_range=0.3)
+    config = LlamaConfig.preset(
+        "nano", model_type="mistral", sliding_window=5, initializer_range=0.3
+    )
     assert families.compared(config, 0)["logits_fp32"] < 1e-5
     monkeypatch.setattr(llama, "dense_mask", lambda segments, window: exact(segments, window + 1))
     off = families.compared(config, 0)
@@ -249,7 +303,9 @@ def test_steps_default_shapes_fit_their_windows(script):
         assert int(window["tokens"].max()) < shape.config.vocab_size
         assert window["segments"].unique().tolist() == [1, 2]
         borders = window["segments"].diff() == 1
-        assert bool((window["positions"][:, 1:][borders] == 0).all()) and bool((borders.sum(1) == 1).all())
+        assert bool((window["positions"][:, 1:][borders] == 0).all()) and bool(
+            (borders.sum(1) == 1).all()
+        )
 
 
 def test_start_in_this_process(script, uncompiled):
@@ -297,18 +353,24 @@ def test_a_model_drawn_on_the_device_is_the_model(script):
     model = script("systems").drawn_on(torch.device("cpu"), config)
     assert sum(p.numel() for p in model.parameters()) == config.parameter_count()
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert float(model.lm_head.weight.detach().std()) == pytest.approx(config.initializer_range, rel=0.05)
+    assert float(model.lm_head.weight.detach().std()) == pytest.approx(
+        config.initializer_range, rel=0.05
+    )
 
 
 @pytest.mark.slow
 def test_corpus(script, monkeypatch, tmp_path):
     module = script("corpus")
-    monkeypatch.setattr(module, "measured", lambda folder: module.prepare(folder))  # a process takes seconds to begin
+    # A process takes seconds to begin.
+    monkeypatch.setattr(module, "measured", lambda folder: module.prepare(folder))
     found = smoke(module, monkeypatch, tmp_path / "corpus.json")
     assert found["schema"] == "monograph-benchmark-corpus-1"
     assert [case["files"] for case in found["cases"]] == [4, 4]
     small, large = found["cases"]
-    assert 1.5 < large["text_bytes"] / small["text_bytes"] < 2.5 and large["peak_bytes"] >= small["peak_heap_bytes"] > 0
+    assert (
+        1.5 < large["text_bytes"] / small["text_bytes"] < 2.5
+        and large["peak_bytes"] >= small["peak_heap_bytes"] > 0
+    )
 
 
 def test_train_shapes_are_the_promised_ones(script):
@@ -336,7 +398,9 @@ def test_a_case_that_fails_says_why_and_loses_nothing_else(script, monkeypatch):
 def test_train_peers(script, monkeypatch, tmp_path, capsys):
     pytest.importorskip("transformers")
     monkeypatch.setitem(
-        script("contestants").SYSTEMS, "lightning", script("contestants").System(None, ("no_such_peer",))
+        script("contestants").SYSTEMS,
+        "lightning",
+        script("contestants").System(None, ("no_such_peer",)),
     )
     systems = ["--systems", "monograph", "plain loop", "trainer", "lightning", "--modes", "eager"]
     found = smoke(script("train_peers"), monkeypatch, tmp_path / "found.json", *systems)
@@ -344,8 +408,11 @@ def test_train_peers(script, monkeypatch, tmp_path, capsys):
     assert cases.pop("lightning")["error"] == "not measured: no_such_peer missing"
     assert "missing: no_such_peer. pip install" in capsys.readouterr().out
     assert len({case["parameters"] for case in cases.values()}) == 1
-    assert all(len(case["rounds"]) == 2 and case["step_peak_bytes"] > 0 for case in cases.values()), cases
-    # Trainer scales its own models' losses right; a mean of means over padded micro-batches is another gradient.
+    assert all(
+        len(case["rounds"]) == 2 and case["step_peak_bytes"] > 0 for case in cases.values()
+    ), cases
+    # Trainer scales its own models' losses right; a mean of means over padded micro-batches is
+    # another gradient.
     assert max(cases[name]["gradient_error"] for name in ("monograph", "trainer")) < 1e-6
     assert cases["plain loop"]["gradient_error"] > 0.01
 
@@ -374,8 +441,15 @@ def test_generate_peers(script, monkeypatch, tmp_path, capsys):
     assert cases.pop("llama.cpp")["error"] == "not measured: no_such_peer missing"
     assert "missing: no_such_peer. pip install" in capsys.readouterr().out
     for case in cases.values():
-        assert len(case["tokens_per_s"]["values"]) == 2 and min(case["tokens_per_s"]["values"]) > 0, case
-        assert case["same_text"] == 1.0 and case["repeats"] and len(case["texts"]) == 2 and all(case["texts"])
+        assert (
+            len(case["tokens_per_s"]["values"]) == 2 and min(case["tokens_per_s"]["values"]) > 0
+        ), case
+        assert (
+            case["same_text"] == 1.0
+            and case["repeats"]
+            and len(case["texts"]) == 2
+            and all(case["texts"])
+        )
 
 
 def test_generated_text_is_printable_ascii_and_comes_back(script):
@@ -393,17 +467,24 @@ def test_the_host_sampler_draws_what_transformers_chain_leaves(script):
     from transformers import generation
 
     draw, chain = script("generators").drawn, script("generators").CHAIN
-    warpers = (generation.TemperatureLogitsWarper, generation.TopKLogitsWarper, generation.TopPLogitsWarper)
+    warpers = (
+        generation.TemperatureLogitsWarper,
+        generation.TopKLogitsWarper,
+        generation.TopPLogitsWarper,
+    )
     logits_BV = 3 * torch.randn(20, 500, generator=torch.Generator().manual_seed(0))
     left_BV = logits_BV
     for warper, value in zip((*warpers, generation.MinPLogitsWarper), chain.values(), strict=True):
         left_BV = warper(value)(None, left_BV)
     random = np.random.default_rng(0)
     for logits_V, left_V in zip(logits_BV, left_BV, strict=True):
-        counts = np.bincount([draw(logits_V.numpy(), random) for _ in range(400)], minlength=500) / 400
+        counts = (
+            np.bincount([draw(logits_V.numpy(), random) for _ in range(400)], minlength=500) / 400
+        )
         odds = left_V.softmax(-1).numpy()
         assert not counts[odds == 0].any()
-        assert np.abs(counts - odds).max() < 5 * 0.5 / 400**0.5  # five standard deviations of a share
+        # Five standard deviations of a share.
+        assert np.abs(counts - odds).max() < 5 * 0.5 / 400**0.5
 
 
 def test_first_run(script, monkeypatch, tmp_path):
@@ -411,7 +492,14 @@ def test_first_run(script, monkeypatch, tmp_path):
     source.mkdir()
     for index in range(4):
         (source / f"{index}.txt").write_text(" ".join(str(n * n + index) for n in range(600)))
-    found = smoke(script("first_run"), monkeypatch, tmp_path / "run.json", f"data.source={source}", "--lr", "0.02")
+    found = smoke(
+        script("first_run"),
+        monkeypatch,
+        tmp_path / "run.json",
+        f"data.source={source}",
+        "--lr",
+        "0.02",
+    )
     assert found["schema"] == "monograph-benchmark-first-run-1"
     assert [case["updates"] for case in found["cases"]] == [2, 4]
     assert all(case["lr"] == 0.02 and case["final"] == case["curve"][-1] for case in found["cases"])
@@ -429,7 +517,9 @@ def test_first_run_takes_a_presets_defaults_from_the_plan(script):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented the batching rule")
+@pytest.mark.filterwarnings(
+    "ignore:There is a performance drop because we have not yet implemented the batching rule"
+)
 def test_ensemble_peers(script, monkeypatch, tmp_path):
     """Eagerly: `torch.func` by hand warns of its loops, and that is what is compared with."""
     peers = script("ensemble_peers")
@@ -484,7 +574,9 @@ def test_stream(script, uncompiled, monkeypatch, tmp_path, capsys):
     stream.main(Namespace(**options, out=tmp_path / "found.json"))
     found = json.loads((tmp_path / "found.json").read_text())
     [case] = found["cases"]
-    assert found["equal_bits"] and [len(case[name]["seen"]) for name in ("killed", "resumed", "resident")] == [2, 2, 4]
+    assert found["equal_bits"] and [
+        len(case[name]["seen"]) for name in ("killed", "resumed", "resident")
+    ] == [2, 2, 4]
 
 
 def test_stream_and_sweep_runs(script):

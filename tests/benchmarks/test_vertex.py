@@ -1,5 +1,7 @@
 # Run: pytest tests/benchmarks/test_vertex.py
-"""The vertex of a learning-rate sweep: exact on parabolas, inside what was tried, honest at the edges."""
+"""The vertex of a learning-rate sweep: exact on parabolas, inside what was tried, honest at the
+edges.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,18 @@ from hypothesis import strategies as st
 
 from monograph.errors import UsageError
 
-vertex = runpy.run_path(str(Path(__file__).resolve().parents[2] / "benchmarks" / "vertex.py"))["vertex"]
+vertex = runpy.run_path(str(Path(__file__).resolve().parents[2] / "benchmarks" / "vertex.py"))[
+    "vertex"
+]
 POWERS = [2.0**k for k in range(-9, -2)]
 
 
-@given(st.floats(-8, -4), st.floats(0.001, 10), st.floats(-3, 3), st.lists(st.floats(0.3, 3), min_size=9, max_size=9))
+@given(
+    st.floats(-8, -4),
+    st.floats(0.001, 10),
+    st.floats(-3, 3),
+    st.lists(st.floats(0.3, 3), min_size=9, max_size=9),
+)
 def test_exact_on_a_parabola_at_any_spacing(place, curvature, least, gaps):
     exponents = [-10 + sum(gaps[:k]) for k in range(10)]
     losses = [least + curvature * (x - place) ** 2 for x in exponents]
@@ -56,7 +65,13 @@ def test_at_an_edge_or_beside_a_diverged_run_it_is_the_best_rate_itself(bad):
 
 @pytest.mark.parametrize(
     ("lrs", "losses"),
-    [([1e-3], []), ([1e-3, 1e-3], [1, 2]), ([0.0, 1e-3], [1, 2]), ([1e-3, 2e-3], [math.nan, math.inf]), ([], [])],
+    [
+        ([1e-3], []),
+        ([1e-3, 1e-3], [1, 2]),
+        ([0.0, 1e-3], [1, 2]),
+        ([1e-3, 2e-3], [math.nan, math.inf]),
+        ([], []),
+    ],
 )
 def test_what_has_no_vertex_is_refused(lrs, losses):
     with pytest.raises(UsageError, match="vertex"):

@@ -26,7 +26,9 @@ FILES = ("MANIFEST.json", "model.safetensors", "optimizer.safetensors", "state.j
 def test_loaded_tensors_are_plain_memory_of_their_own(tmp_path: Path) -> None:
     folder = save(tmp_path, checkpoint(1))
     loaded = load(folder)
-    storages = [tensor.untyped_storage() for tensor in (*loaded.model.values(), *loaded.optimizer.values())]
+    storages = [
+        tensor.untyped_storage() for tensor in (*loaded.model.values(), *loaded.optimizer.values())
+    ]
     assert len({storage.data_ptr() for storage in storages}) == len(storages)
     for name in ("model.safetensors", "optimizer.safetensors"):
         with open(folder / name, "r+b") as file:  # in place: a mapping would show it
@@ -59,12 +61,16 @@ def test_any_change_of_any_byte_of_the_manifest_is_refused(ways: int, tmp_path: 
     for place in range(len(whole)):
         for other in ((whole[place] ^ 1, ord(" "), ord("0")) * 2)[place % 3 :][:ways]:
             if other != whole[place]:
-                (folder / "MANIFEST.json").write_bytes(whole[:place] + bytes([other]) + whole[place + 1 :])
+                (folder / "MANIFEST.json").write_bytes(
+                    whole[:place] + bytes([other]) + whole[place + 1 :]
+                )
                 with pytest.raises(CheckpointDamaged, match="MANIFEST.json"):
                     verify(folder)
 
 
-def test_the_error_names_the_file_and_both_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_the_file_and_both_digests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 512)
     folder = save(tmp_path, checkpoint(1))
     path = folder / "optimizer.safetensors"
@@ -78,23 +84,33 @@ def test_the_error_names_the_file_and_both_digests(tmp_path: Path, monkeypatch: 
         assert caught.value.file == path
         assert caught.value.expected == f"sha256 {expected[1]} in block 2 of {len(expected)}"
         assert caught.value.actual.startswith("sha256 ") and caught.value.actual[7:] not in expected
-        assert str(caught.value) == f"{path}: expected {caught.value.expected}, found {caught.value.actual}"
+        assert (
+            str(caught.value)
+            == f"{path}: expected {caught.value.expected}, found {caught.value.actual}"
+        )
 
 
 @pytest.mark.parametrize(
     ("old", "new", "found"),
-    [('"update": 1', '"update": 2', "found sha256"), (",\n", " ,\n", "found the same content spelled otherwise")],
+    [
+        ('"update": 1', '"update": 2', "found sha256"),
+        (",\n", " ,\n", "found the same content spelled otherwise"),
+    ],
 )
 def test_the_manifest_vouches_for_itself(old: str, new: str, found: str, tmp_path: Path) -> None:
     folder = save(tmp_path, checkpoint(1))
     text = (folder / "MANIFEST.json").read_text()
     (folder / "MANIFEST.json").write_text(text.replace(old, new, 1))
-    with pytest.raises(CheckpointDamaged, match=f"content of sha256 {json.loads(text)['root']}, {found}"):
+    with pytest.raises(
+        CheckpointDamaged, match=f"content of sha256 {json.loads(text)['root']}, {found}"
+    ):
         verify(folder)
 
 
 def forge(folder: Path, name: str, data: bytes, **changed: object) -> None:
-    """Replaces a file and writes a manifest that vouches for it, as somebody with bad intentions would."""
+    """Replaces a file and writes a manifest that vouches for it, as somebody with bad intentions
+    would.
+    """
     manifest = read_manifest(folder)
     (folder / name).write_bytes(data)
     entry = FileEntry(len(data), [hashlib.sha256(data).hexdigest()])
@@ -112,7 +128,11 @@ def forge(folder: Path, name: str, data: bytes, **changed: object) -> None:
         ("model.safetensors", b"1234567", {}),
         ("optimizer.safetensors", b"\xff" * 16, {}),
         ("state.json", b"{}", {"run": ["a"]}),
-        ("state.json", b"{}", {"files": dict.fromkeys(FILES[1:], FileEntry(10, cast(list[str], 7)))}),
+        (
+            "state.json",
+            b"{}",
+            {"files": dict.fromkeys(FILES[1:], FileEntry(10, cast(list[str], 7)))},
+        ),
         ("state.json", b"{}", {"files": dict.fromkeys(FILES[1:], FileEntry(-1, []))}),
     ],
 )
@@ -132,7 +152,9 @@ def test_a_state_that_nobody_writes_is_refused_by_its_size_alone(tmp_path: Path)
     manifest.files["state.json"] = FileEntry(2**25, [])
     (folder / "MANIFEST.json").write_bytes(manifest.encode())
     os.truncate(folder / "state.json", 2**25)
-    with pytest.raises(CheckpointDamaged, match="state.json: expected at most 16777216 bytes, found 33554432 bytes"):
+    with pytest.raises(
+        CheckpointDamaged, match="state.json: expected at most 16777216 bytes, found 33554432 bytes"
+    ):
         load_state(folder)
 
 
@@ -159,7 +181,9 @@ WAYS_TO_DAMAGE: dict[str, Callable[[Path], object]] = {
     "missing": lambda path: path.unlink(),
     "misnamed": lambda path: path.rename(path.with_name("other")),
     "extra": lambda path: path.with_name("extra").write_bytes(b""),
-    "another update's": lambda path: shutil.copy(path.parent.parent / "step-00000001" / path.name, path),
+    "another update's": lambda path: shutil.copy(
+        path.parent.parent / "step-00000001" / path.name, path
+    ),
     "link": replace_by_link,
     "pipe": replace_by_pipe,
     "folder": replace_by_folder,
@@ -168,7 +192,9 @@ WAYS_TO_DAMAGE: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("way", WAYS_TO_DAMAGE)
 @pytest.mark.parametrize("file", FILES)
-def test_damaged_missing_extra_and_swapped_files_are_refused(way: str, file: str, tmp_path: Path) -> None:
+def test_damaged_missing_extra_and_swapped_files_are_refused(
+    way: str, file: str, tmp_path: Path
+) -> None:
     two_saves(tmp_path)
     folder = tmp_path / "step-00000002"
     WAYS_TO_DAMAGE[way](folder / file)

@@ -21,7 +21,9 @@ COMMANDS = (
 
 
 class Calls(list[tuple[tuple[Any, ...], dict[str, Any]]]):
-    """Stands in for the commands: records what they are called with, and raises or returns what the test says."""
+    """Stands in for the commands: records what they are called with, and raises or returns what the
+    test says.
+    """
 
     outcome: BaseException | int = 0
 

@@ -53,7 +53,9 @@ def test_a_shell_completes_commands_and_options(
 def test_each_line_that_fish_gets_is_an_option(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """However long its help is and however narrow the terminal: fish would offer the rest of a help as a word."""
+    """However long its help is and however narrow the terminal: fish would offer the rest of a help
+    as a word.
+    """
     _, out, _ = asked("fish", f"monograph {command} --", monkeypatch, capsys)
     assert len(out.splitlines()) >= 4 and all(line.startswith("--") for line in out.splitlines())
 
@@ -80,8 +82,13 @@ def test_bash_completes_with_the_script_that_it_is_given(tmp_path: Path) -> None
         echo "${COMPREPLY[@]}"; complete -p monograph
     """
     environment = ENVIRONMENT | {"PATH": f"{tmp_path}:{ENVIRONMENT['PATH']}"}
-    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["train", "complete -o default -F _monograph_completion monograph"]
+    done = subprocess.run(
+        ["bash", "-c", script], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == [
+        "train",
+        "complete -o default -F _monograph_completion monograph",
+    ]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
@@ -96,7 +103,9 @@ def test_the_script_is_printed_or_installed_for_the_shell_that_asks(
     assert not list(tmp_path.iterdir())
     assert monograph_("--install-completion") == 0
     assert f"{shell} completion installed in {tmp_path}" in capsys.readouterr().out
-    assert script.strip() in [path.read_text().strip() for path in tmp_path.rglob("*monograph*") if path.is_file()]
+    assert script.strip() in [
+        path.read_text().strip() for path in tmp_path.rglob("*monograph*") if path.is_file()
+    ]
 
 
 @pytest.mark.parametrize("option", ["--show-completion", "--install-completion"])

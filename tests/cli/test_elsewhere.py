@@ -1,4 +1,6 @@
-"""Run: pytest tests/cli/test_elsewhere.py (commands and options that other programs have, and what does it here)."""
+"""Run: pytest tests/cli/test_elsewhere.py (commands and options that other programs have, and what
+does it here).
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,11 @@ def test_an_option_of_other_programs_is_answered_with_ours(
         option = f"-{name}" if len(name) == 1 else f"--{name.replace('_', '-')}"
         assert option not in own
         assert monograph_(command, "last", option, "7") == 2 and not calls
-        answer = f"say {said.format(7) if '{}' in said else f'{said} 7'}" if said.startswith("-") else said
+        answer = (
+            f"say {said.format(7) if '{}' in said else f'{said} 7'}"
+            if said.startswith("-")
+            else said
+        )
         assert capsys.readouterr().err == f"error: No such option: {option}; {answer}\n"
         assert not said.startswith("-") or said.split()[0] in own
 
@@ -77,7 +83,10 @@ def test_all_that_is_wrong_with_a_line_is_said_at_once(
         ("serve last --port abc", "--port abc: expected a whole number, 0 to 65535"),
         ("serve last --port 99999", "--port 99999: expected a number, 0 to 65535"),
         ("train --json=true", "Option '--json' does not take a value: write --json alone"),
-        ("data show --row", "Option '--row' requires an argument; --row N: the number of a packed row; "),
+        (
+            "data show --row",
+            "Option '--row' requires an argument; --row N: the number of a packed row; ",
+        ),
     ],
 )
 def test_an_options_value_is_answered_with_what_it_takes(
@@ -93,7 +102,10 @@ def test_an_options_value_is_answered_with_what_it_takes(
         ("train --lr 1e-4", "did you mean optim.lr=1e-4?"),
         ("train --lr=1e-4", "did you mean optim.lr=1e-4?"),
         ("train -lr 1e-4", "did you mean optim.lr=1e-4?"),
-        ("train --lr --json", "did you mean optim.lr? It takes a number above 0, or auto, as in optim.lr=0.0003"),
+        (
+            "train --lr --json",
+            "did you mean optim.lr? It takes a number above 0, or auto, as in optim.lr=0.0003",
+        ),
         ("train --learning_rate -1", "did you mean optim.lr? It takes a number above 0, or auto"),
         ("train --bf16", "say train.precision=bf16"),
         ("train --seed 3", "did you mean train.seed=3?"),
@@ -101,13 +113,22 @@ def test_an_options_value_is_answered_with_what_it_takes(
         ("train -o out", "did you mean --out?"),
         ("train --qqq", "its options are --out, "),
         ("generate last --seeed 3", "did you mean --seed?"),
-        ("generate last --bf16 text", "`monograph generate` takes no keys of a run; its options are --prompts, "),
-        ("serve last --seed 3", "`monograph serve` takes no keys of a run; its options are --host, "),
+        (
+            "generate last --bf16 text",
+            "`monograph generate` takes no keys of a run; its options are --prompts, ",
+        ),
+        (
+            "serve last --seed 3",
+            "`monograph serve` takes no keys of a run; its options are --host, ",
+        ),
         ("serve last port=9000", "say --port 9000"),
         ("serve last max_num_seqs=4", "say --rows 4"),
         ("serve last optim.lr=3", "`monograph serve` takes no keys of a run"),
         ("serve last a", "after `monograph serve` stands RUN|FOLDER; its options are --host, "),
-        ("export last", "--to DIR: the folder to write; hf://OWNER/NAME: push to the Hugging Face Hub, as in "),
+        (
+            "export last",
+            "--to DIR: the folder to write; hf://OWNER/NAME: push to the Hugging Face Hub, as in ",
+        ),
         ("serve", "RUN|FOLDER: a run, `last`, a checkpoint's folder, a Hugging Face folder, "),
         ("chat last text", "say monograph generate RUN PROMPT --chat"),
         ("evaluate last data.txt", "say --data data.txt"),
@@ -145,4 +166,6 @@ def test_what_is_named_instead_is_there(capsys: pytest.CaptureFixture[str]) -> N
         "--model_args",
         "--tasks",
     }  # of torchrun and lm-evaluation-harness
-    assert {*re.findall(r"(--[a-z][\w-]+)", answers)} - others <= {*re.findall(r"--[a-z][\w-]+", "\n".join(helps))}
+    assert {*re.findall(r"(--[a-z][\w-]+)", answers)} - others <= {
+        *re.findall(r"--[a-z][\w-]+", "\n".join(helps))
+    }

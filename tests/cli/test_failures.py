@@ -34,10 +34,14 @@ def test_a_run_that_was_stopped_says_so_and_not_that_it_failed(
 ) -> None:
     calls.outcome = errors.Stopped("saved at update 412; continue: monograph train --resume last")
     assert monograph_("train") == 75
-    assert capsys.readouterr().err == "saved at update 412; continue: monograph train --resume last\n"
+    assert (
+        capsys.readouterr().err == "saved at update 412; continue: monograph train --resume last\n"
+    )
 
 
-@pytest.mark.parametrize(("kind", "said"), [(errors.InputRefused, ""), (errors.PeerLost, "error: no\n")])
+@pytest.mark.parametrize(
+    ("kind", "said"), [(errors.InputRefused, ""), (errors.PeerLost, "error: no\n")]
+)
 def test_what_another_rank_says_is_silent_unless_that_one_is_gone(
     kind: type[errors.MonographError],
     said: str,
@@ -58,7 +62,9 @@ def test_a_commands_own_exit_code_is_kept(calls: Calls) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_it_though_nobody_reads_what_it_says(number: signal.Signals, code: int) -> None:
+def test_a_signal_ends_it_though_nobody_reads_what_it_says(
+    number: signal.Signals, code: int
+) -> None:
     """The work below takes no notice of errors of the system, of which a closed pipe is one."""
     program = f"""
 import signal
@@ -84,15 +90,24 @@ def test_interrupted_while_it_starts_or_ends_is_no_traceback() -> None:
         f"c._run = _run\ntry: c.main(['check'])\nfinally: {interrupt}"
     )
     for program in (starting, ending):
-        done = subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True)
-        assert (done.returncode, done.stdout) == (130, "") and done.stderr.splitlines() == ["error: interrupted"]
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True
+        )
+        assert (done.returncode, done.stdout) == (130, "") and done.stderr.splitlines() == [
+            "error: interrupted"
+        ]
 
 
 @pytest.mark.parametrize(
-    ("interrupt", "code", "said"), [(KeyboardInterrupt(), 130, "interrupted"), (Terminated(), 143, "terminated")]
+    ("interrupt", "code", "said"),
+    [(KeyboardInterrupt(), 130, "interrupted"), (Terminated(), 143, "terminated")],
 )
 def test_interrupted_is_130(
-    interrupt: KeyboardInterrupt, code: int, said: str, calls: Calls, capsys: pytest.CaptureFixture[str]
+    interrupt: KeyboardInterrupt,
+    code: int,
+    said: str,
+    calls: Calls,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     calls.outcome = interrupt
     assert monograph_("check") == code
@@ -111,15 +126,43 @@ TOO_SMALL = (
         (MemoryError(), 6, TOO_SMALL),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 6, TOO_SMALL),
         (RuntimeError("can't start new thread"), 6, TOO_SMALL),
-        (OSError(errno.ENOSPC, "No space left on device", "a/file"), 7, "cannot write a/file: No space left on device"),
-        (OSError(errno.ENOSPC, "No space left on device"), 7, "cannot write standard output: No space left on device"),
-        (OSError(errno.EROFS, "Read-only file system", "a/file"), 7, "cannot write a/file: Read-only file system"),
-        (OSError(errno.EIO, "Input/output error", "a/file"), 7, "cannot read or write a/file: Input/output error"),
-        (PermissionError(errno.EACCES, "Permission denied", "a/file"), 3, "no permission for a/file"),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "a/file"),
+            7,
+            "cannot write a/file: No space left on device",
+        ),
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            7,
+            "cannot write standard output: No space left on device",
+        ),
+        (
+            OSError(errno.EROFS, "Read-only file system", "a/file"),
+            7,
+            "cannot write a/file: Read-only file system",
+        ),
+        (
+            OSError(errno.EIO, "Input/output error", "a/file"),
+            7,
+            "cannot read or write a/file: Input/output error",
+        ),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "a/file"),
+            3,
+            "no permission for a/file",
+        ),
         (OSError(errno.EMFILE, "Too many open files", "a/file"), 3, "a/file: Too many open files"),
         (OSError(errno.ESTALE, "Stale file handle", "a/file"), 3, "a/file: Stale file handle"),
-        (OSError(errno.ENAMETOOLONG, "File name too long", "a/file"), 3, "a/file: File name too long"),
-        (errors.InputRefused("\x1b[31mred\x1b]0;owned\x07 \udcff é"), 3, r"\x1b[31mred\x1b]0;owned\x07 \udcff é"),
+        (
+            OSError(errno.ENAMETOOLONG, "File name too long", "a/file"),
+            3,
+            "a/file: File name too long",
+        ),
+        (
+            errors.InputRefused("\x1b[31mred\x1b]0;owned\x07 \udcff é"),
+            3,
+            r"\x1b[31mred\x1b]0;owned\x07 \udcff é",
+        ),
     ],
 )
 def test_what_the_machine_refuses_is_no_bug(
@@ -140,15 +183,24 @@ VERSION, UNKNOWN, NO_RUN = ("--version", 0), ("chek", 2), ("check nothing", 3)
         (">&-", UNKNOWN), ("2>&-", VERSION), ("2>/dev/full", VERSION), (">&- 2>&-", VERSION), (">&- 2>&-", NO_RUN),
     )),
 ])  # fmt: skip
-def test_closed_outputs_change_no_exit_code(closed: str, command: tuple[str, int], tmp_path: Path) -> None:
+def test_closed_outputs_change_no_exit_code(
+    closed: str, command: tuple[str, int], tmp_path: Path
+) -> None:
     arguments, code = command
     shell = f"{sys.executable} -m monograph {arguments} {closed}"
-    assert subprocess.run(shell, shell=True, env=ENVIRONMENT, cwd=tmp_path, check=False).returncode == code
+    assert (
+        subprocess.run(shell, shell=True, env=ENVIRONMENT, cwd=tmp_path, check=False).returncode
+        == code
+    )
 
 
 @pytest.mark.parametrize("debug", [False, True])
 def test_a_bug_is_one_line_and_a_file_with_the_traceback(
-    calls: Calls, debug: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    calls: Calls,
+    debug: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     if debug:
@@ -164,7 +216,11 @@ def test_a_bug_is_one_line_and_a_file_with_the_traceback(
 
 @pytest.mark.parametrize("folder", ["absent", "full"])
 def test_a_bug_is_one_line_even_where_no_file_can_be_written(
-    folder: str, calls: Calls, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    folder: str,
+    calls: Calls,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / folder))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -182,8 +238,11 @@ def test_a_bug_is_one_line_even_where_no_file_can_be_written(
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:
-    arguments = [sys.executable, "-m", "monograph", "--help"]  # others are in tests/commands/test_streams.py
-    with subprocess.Popen(arguments, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    # Others are in tests/commands/test_streams.py.
+    arguments = [sys.executable, "-m", "monograph", "--help"]
+    with subprocess.Popen(
+        arguments, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         assert process.stdout and process.stderr
         process.stdout.close()
         assert process.stderr.read() == b""
@@ -192,7 +251,11 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
 
 @pytest.mark.parametrize(("variable", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
 def test_red_only_on_a_terminal_that_takes_it(
-    variable: str, value: str, calls: Calls, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    variable: str,
+    value: str,
+    calls: Calls,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls.outcome = errors.InputRefused("no")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
@@ -205,28 +268,44 @@ def test_red_only_on_a_terminal_that_takes_it(
     assert capsys.readouterr().err == "error: no\n"
 
 
-def test_a_working_folder_that_is_gone(calls: Calls, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_working_folder_that_is_gone(
+    calls: Calls, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     (tmp_path / "gone").mkdir()
     os.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     for command in COMMANDS:
         assert monograph_(command) == 3
-        assert capsys.readouterr().err == "error: the working folder was deleted: change to one that is there\n"
+        assert (
+            capsys.readouterr().err
+            == "error: the working folder was deleted: change to one that is there\n"
+        )
     assert not calls
 
 
 def test_on_windows_one_line_says_what_it_needs() -> None:
     """All that is imported before that line does without what Windows' Python lacks."""
     lacking = "import sys; sys.modules |= dict.fromkeys(['fcntl', 'resource', 'termios'])"
-    program = f"{lacking}\nimport monograph.__main__ as m\nsys.platform = 'win32'\nm.main(['train'])"
-    done = subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True)
+    program = (
+        f"{lacking}\nimport monograph.__main__ as m\nsys.platform = 'win32'\nm.main(['train'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout) == (3, "")
-    assert done.stderr == "error: monograph needs Linux, whose locks and limits it uses: on Windows, run it in WSL\n"
+    assert (
+        done.stderr
+        == "error: monograph needs Linux, whose locks and limits it uses: on Windows, run it in WSL\n"
+    )
 
 
 @pytest.mark.parametrize("where", ["argument", "MONOGRAPH_HOME", "working folder"])
 def test_names_that_are_not_utf8_are_refused_before_any_library_sees_them(
-    where: str, calls: Calls, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    where: str,
+    calls: Calls,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     name = os.fsdecode(b"a\xff")
     if where == "MONOGRAPH_HOME":
@@ -243,7 +322,10 @@ def test_names_that_are_not_utf8_are_refused_before_any_library_sees_them(
 
 @pytest.mark.parametrize("error", [SystemExit(0), GeneratorExit(), BaseException("no")])
 def test_no_exception_ends_a_command_in_silence(
-    error: BaseException, calls: Calls, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    error: BaseException,
+    calls: Calls,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", os.getcwd())
     calls.outcome = error

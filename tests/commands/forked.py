@@ -1,8 +1,10 @@
-"""The real command line in forks of one process that has imported everything once: a command costs no import.
+"""The real command line in forks of one process that has imported everything once: a command costs
+no import.
 
 with CommandServer() as monograph:
     done = monograph.run(folder, "train", "--out", "run")       # done.code, done.out, done.err
-    command = monograph.start(folder, "train"); command.signal(signal.SIGKILL); done = command.wait()
+    command = monograph.start(folder, "train"); command.signal(signal.SIGKILL); done =
+    command.wait()
 """
 
 from __future__ import annotations
@@ -91,19 +93,28 @@ class CommandServer:
             "TORCH_CPP_LOG_LEVEL": "ERROR",  # as the command line says before torch is imported
         }
         self._server = subprocess.Popen(
-            [sys.executable, __file__], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, __file__],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         self._begun = itertools.count()
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._server.communicate()
         self._texts.cleanup()
 
     def ask(self, **what: object) -> int:
-        """Have a command begun, and get its process, or have one waited for, and get its status; or is it `over`?"""
+        """Have a command begun, and get its process, or have one waited for, and get its status; or
+        is it `over`?
+        """
         assert self._server.stdin and self._server.stdout
         print(json.dumps(what), file=self._server.stdin, flush=True)
         return int(self._server.stdout.readline())
@@ -118,14 +129,15 @@ class CommandServer:
         call: str = CLI,
         **limits: int,
     ) -> Command:
-        """Begin a command in `folder`, with the file `stdin` as its standard input; it may `call` another function.
+        """Begin a command in `folder`, with the file `stdin` as its standard input; it may `call`
+        another function.
 
-        Only with `figures=1` it draws figures, which take most of a small run's time, and writes long samples; with
-        `page=1` it writes a run's page alone, as a run does that has no time for more. Only with `memory=1` it measures
-        the memory of an update after a run.
-        `file_bytes` limits the size of its files, `reader=0` gives it a standard output that nobody reads any more,
-        `modes=1` lets file modes bind it even as root, and `terminal=1` a terminal for both streams, whose text comes
-        back as `out`.
+        Only with `figures=1` it draws figures, which take most of a small run's time, and writes
+        long samples; with `page=1` it writes a run's page alone, as a run does that has no time for
+        more. Only with `memory=1` it measures the memory of an update after a run.
+        `file_bytes` limits the size of its files, `reader=0` gives it a standard output that nobody
+        reads any more, `modes=1` lets file modes bind it even as root, and `terminal=1` a terminal
+        for both streams, whose text comes back as `out`.
         """
         texts = Path(self._texts.name, str(next(self._begun)))
         texts.mkdir()
@@ -149,7 +161,9 @@ class CommandServer:
         stdin: Path | None = None,
         **limits: int,
     ) -> Done:
-        return self.start(folder, *arguments, program=program, env=env, stdin=stdin, **limits).wait()
+        return self.start(
+            folder, *arguments, program=program, env=env, stdin=stdin, **limits
+        ).wait()
 
 
 def carry_out(case: dict[str, object]) -> None:
@@ -167,13 +181,17 @@ def carry_out(case: dict[str, object]) -> None:
     os.dup2(os.open(str(case["stdin"]), os.O_RDONLY), 0)
     sys.stdin = os.fdopen(0, closefd=False)  # what the server has read ahead is not this command's
     for descriptor, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(Path(str(case["texts"]), name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+        os.dup2(
+            os.open(Path(str(case["texts"]), name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC),
+            descriptor,
+        )
     if not case.get("reader", 1):
         reading, writing = os.pipe()
         os.dup2(writing, 1)
         os.close(reading)
     shown = on_a_terminal() if case.get("terminal") else None
-    # What the server's streams know of their files, such as that one can be sought in, is not so of these.
+    # What the server's streams know of their files, such as that one can be sought in, is not so of
+    # these.
     encoding = os.environ.get("PYTHONIOENCODING")
     sys.stdout, sys.stderr = (os.fdopen(each, "w", 1, encoding, closefd=False) for each in (1, 2))
     if not case.get("memory"):
@@ -185,7 +203,9 @@ def carry_out(case: dict[str, object]) -> None:
     if case.get("modes"):
         for_good.enter_context(binding_modes())
     if not case.get("figures"):
-        of_page = (lambda *given: write_run_page(*given, "")) if case.get("page") else lambda *_: None
+        of_page = (
+            (lambda *given: write_run_page(*given, "")) if case.get("page") else lambda *_: None
+        )
         monograph.session.reporting.write_report = of_page
         monograph.sweeps.progress.write_sweep_report = lambda *_: None
         monograph.session.reporting.SAMPLE_TOKENS = 4  # 48 would take longer than all updates
@@ -212,7 +232,9 @@ def carry_out(case: dict[str, object]) -> None:
 
 
 def on_a_terminal() -> threading.Thread:
-    """Both output streams become a terminal, whose text a thread writes to where standard output went."""
+    """Both output streams become a terminal, whose text a thread writes to where standard output
+    went.
+    """
     (reading, writing), text = os.openpty(), os.dup(1)
 
     def copy() -> None:

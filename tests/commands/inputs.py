@@ -41,10 +41,18 @@ def loss(model, batch):
     logits = model(batch["tokens"]).flatten(0, 1)
     return nn.functional.cross_entropy(logits, targets, reduction="sum"), (targets != -100).sum()
 """
-LONG = [*over(OWN, "train.updates=400", "train.save_every=200", "model.init=slow.py:build"), "--out", "run"]
+LONG = [
+    *over(OWN, "train.updates=400", "train.save_every=200", "model.init=slow.py:build"),
+    "--out",
+    "run",
+]
 # The same, but fast, and from its 14th call on its loss is no number.
-POISON = SLOW.replace("time.sleep(0.05)", "calls.append(1)").replace("def build", "calls = []\n\ndef build")
-POISON = POISON.replace('reduction="sum"), (', 'reduction="sum") * (1 if len(calls) < 14 else float("nan")), (')
+POISON = SLOW.replace("time.sleep(0.05)", "calls.append(1)").replace(
+    "def build", "calls = []\n\ndef build"
+)
+POISON = POISON.replace(
+    'reduction="sum"), (', 'reduction="sum") * (1 if len(calls) < 14 else float("nan")), ('
+)
 
 
 def with_texts(folder: Path) -> Path:

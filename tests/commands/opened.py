@@ -1,4 +1,6 @@
-"""The command line whose `train` and `sweep` open their job in full, and are stopped before the first update."""
+"""The command line whose `train` and `sweep` open their job in full, and are stopped before the
+first update.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Run: pytest tests/commands/test_bad_input.py (each wrong input: its exit code, one line, nothing left behind)."""
+"""Run: pytest tests/commands/test_bad_input.py (each wrong input: its exit code, one line, nothing
+left behind).
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,21 @@ MODULES = {
 }
 
 WIDER = ["model.hidden_size=32", "model.num_hidden_layers=1", "model.num_attention_heads=2"]
-FOREVER = [*(setting for setting in TINY if not setting.startswith("train.updates")), f"train.epochs={10**15}"]
+FOREVER = [
+    *(setting for setting in TINY if not setting.startswith("train.updates")),
+    f"train.epochs={10**15}",
+]
 # What was typed, the exit code, and a part of the line.
 CASES: list[tuple[list[str], int, str]] = [
     # text
     (["train", "nothere.txt"], 3, "nothere.txt: no such file or folder"),
     (["train", "empty.txt"], 3, "empty.txt: empty file"),
     (["train", "hollow"], 3, "hollow: no text in it"),
-    (["train", "blank.jsonl", *over(TINY[1:], "data.held_out=0")], 3, "blank.jsonl: no text in it: give a file with"),
+    (
+        ["train", "blank.jsonl", *over(TINY[1:], "data.held_out=0")],
+        3,
+        "blank.jsonl: no text in it: give a file with",
+    ),
     (["data", "show", "blank.jsonl"], 3, "blank.jsonl: no text in it: give a file with text"),
     (["train", *FOREVER], 2, "updates; give fewer, for at most 1e15"),
     (["train", "latin.txt"], 3, "latin.txt: byte 3 (line 1) is not UTF-8: 0xff"),
@@ -39,20 +48,72 @@ CASES: list[tuple[list[str], int, str]] = [
         3,
         "bad.jsonl:2: 'text' is a number, not a string; correct or remove it, or train",
     ),
-    (["train", "bad.jsonl", *TINY[1:], "data.text_key=body"], 3, "bad.jsonl:1: has no key 'body'; its keys are 'text'"),
-    (["train", "bad.jsonl@0", *TINY[1:]], 2, "bad.jsonl@0: a weight is how often an epoch sees the text, a number"),
-    (["train", *TINY, "data.weights=0"], 2, 'data.weights = "0": expected a list of numbers from 0.001 to 1000'),
-    (["train", *TINY, "data.weights=1,2"], 2, "data.weights has 2 numbers and data.source 1: give one for each"),
-    (["train", "bad.jsonl.gz", *TINY[1:]], 3, "bad.jsonl.gz: is not gzip; get the file again or leave it out"),
-    (["train", *TINY, "data.bad_records=keep"], 2, 'data.bad_records = "keep": expected refuse or skip'),
+    (
+        ["train", "bad.jsonl", *TINY[1:], "data.text_key=body"],
+        3,
+        "bad.jsonl:1: has no key 'body'; its keys are 'text'",
+    ),
+    (
+        ["train", "bad.jsonl@0", *TINY[1:]],
+        2,
+        "bad.jsonl@0: a weight is how often an epoch sees the text, a number",
+    ),
+    (
+        ["train", *TINY, "data.weights=0"],
+        2,
+        'data.weights = "0": expected a list of numbers from 0.001 to 1000',
+    ),
+    (
+        ["train", *TINY, "data.weights=1,2"],
+        2,
+        "data.weights has 2 numbers and data.source 1: give one for each",
+    ),
+    (
+        ["train", "bad.jsonl.gz", *TINY[1:]],
+        3,
+        "bad.jsonl.gz: is not gzip; get the file again or leave it out",
+    ),
+    (
+        ["train", *TINY, "data.bad_records=keep"],
+        2,
+        'data.bad_records = "keep": expected refuse or skip',
+    ),
     (["train", *TINY, "model.rope_theta=5"], 2, "there is no key model.rope_theta"),
     (["train", *over(TINY, "data.held_out=0.001")], 3, "held-out tokens, fewer than one row of 32"),
-    (["train", *over(TINY, "data.held_out=0.51"), "--print-config"], 2, 'data.held_out = "0.51": expected a number'),
-    (["train", *over(TINY, "data.held_out=-0.1"), "--print-config"], 2, "expected a number from 0 (none) to 0.5"),
+    (
+        ["train", *over(TINY, "data.held_out=0.51"), "--print-config"],
+        2,
+        'data.held_out = "0.51": expected a number',
+    ),
+    (
+        ["train", *over(TINY, "data.held_out=-0.1"), "--print-config"],
+        2,
+        "expected a number from 0 (none) to 0.5",
+    ),
     (["train", *over(TINY, "data.tokenizer=short.txt")], 3, "short.txt"),
-    (["train", *over(TINY, "data.tokenizer=bpe", "data.vocab_size=10")], 2, "data.vocab_size = 10: expected a whole"),
-    (["train", *TINY, "data.vocab_size=300"], 2, "data.vocab_size is of a tokenizer that is trained here"),
-    (["data", "show", "texts", "data.sequence_length=16", "data.tokenizer=bytes", "--row", "99999"], 2, "--row 99999"),
+    (
+        ["train", *over(TINY, "data.tokenizer=bpe", "data.vocab_size=10")],
+        2,
+        "data.vocab_size = 10: expected a whole",
+    ),
+    (
+        ["train", *TINY, "data.vocab_size=300"],
+        2,
+        "data.vocab_size is of a tokenizer that is trained here",
+    ),
+    (
+        [
+            "data",
+            "show",
+            "texts",
+            "data.sequence_length=16",
+            "data.tokenizer=bytes",
+            "--row",
+            "99999",
+        ],
+        2,
+        "--row 99999",
+    ),
     # settings
     (["train", "optim.lrr=3"], 2, "did you mean optim.lr=3?"),
     (["train", "optim.lr=abc"], 2, 'optim.lr = "abc": expected a number above 0'),
@@ -62,11 +123,23 @@ CASES: list[tuple[list[str], int, str]] = [
     (["train", "nul.toml"], 2, "model.init"),
     (["train", *TINY, "--from", ""], 2, "--from is empty"),
     (["train", *TINY, "--resume", ""], 2, "--resume is empty"),
-    (["train", *over(TINY, "train.tokens_per_update=8")], 2, "less than one row of data.sequence_length = 32"),
+    (
+        ["train", *over(TINY, "train.tokens_per_update=8")],
+        2,
+        "less than one row of data.sequence_length = 32",
+    ),
     # model
-    (["train", *over(TINY, "model.num_attention_heads=3")], 3, "is not a multiple of num_attention_heads = 3"),
+    (
+        ["train", *over(TINY, "model.num_attention_heads=3")],
+        3,
+        "is not a multiple of num_attention_heads = 3",
+    ),
     (["train", *TINY, "model.vocab_size=100"], 3, "smaller than the tokenizer's 259"),
-    (["train", *TINY, "model.max_position_embeddings=16"], 3, "longer than the model's max_position_embeddings = 16"),
+    (
+        ["train", *TINY, "model.max_position_embeddings=16"],
+        3,
+        "longer than the model's max_position_embeddings = 16",
+    ),
     (
         ["train", *over(TINY, "data.sequence_length=9999", "train.tokens_per_update=9999")],
         3,
@@ -74,11 +147,19 @@ CASES: list[tuple[list[str], int, str]] = [
     ),
     (["train", *OWN, "model.init=fails.py:build"], 3, "fails.py failed: ValueError: no"),
     (["train", *OWN, "model.init=fails.py:x"], 3, "fails.py has no function 'x'"),
-    (["train", *OWN, "model.init=fails.py:biuld"], 3, "has no function 'biuld'; did you mean build?"),
+    (
+        ["train", *OWN, "model.init=fails.py:biuld"],
+        3,
+        "has no function 'biuld'; did you mean build?",
+    ),
     (["train", *OWN, "model.init=three.py:build"], 3, "returned int, expected an nn.Module"),
     (["train", *OWN, "model.init=broken.py:build"], 3, "broken.py failed: SyntaxError"),
     (["train", *OWN, "model.init=nothere.py:build"], 3, "nothere.py cannot be read"),
-    (["train", *OWN, "model.init=nohead.py:build"], 3, "nohead.py has no loss(model, batch) -> (sum, count)"),
+    (
+        ["train", *OWN, "model.init=nohead.py:build"],
+        3,
+        "nohead.py has no loss(model, batch) -> (sum, count)",
+    ),
     (["train", *OWN, "model.init=full"], 3, "full: 'config.json' is not a file in this folder"),
     (["train", *OWN, "model.init=hungry.py:build"], 6, "one row does not fit"),
     # folders
@@ -88,7 +169,11 @@ CASES: list[tuple[list[str], int, str]] = [
     (["train", *TINY, "--out", "/proc/run"], 3, "cannot write /proc/run"),
     (["train", "--resume", "nothere"], 3, "nothere is not a run"),
     (["train", "--resume"], 3, "no run in runs/ yet"),
-    (["train", "--resume", "full", "--out", "other"], 2, "--resume goes on in the run's own folder"),
+    (
+        ["train", "--resume", "full", "--out", "other"],
+        2,
+        "--resume goes on in the run's own folder",
+    ),
     (["train", "--from", "nothere@3"], 3, "nothere is not a run"),
     # the other commands
     (["generate", "nothere", "a"], 3, "nothere: no such folder"),
@@ -99,9 +184,17 @@ CASES: list[tuple[list[str], int, str]] = [
     (["evaluate", "full", "--data", ""], 2, "--data is empty"),
     (["export", "nothere", "--to", "out"], 3, "nothere: no such folder"),
     (["export", "full", "--to", "out"], 3, "'config.json' is not a file"),
-    (["export", "full", "--to", "out", "--format", "onnx"], 2, "--format onnx: expected hf or gguf"),
+    (
+        ["export", "full", "--to", "out", "--format", "onnx"],
+        2,
+        "--format onnx: expected hf or gguf",
+    ),
     (["export", "full", "--to", "out", "--dtype", "f16"], 2, "--dtype f16 is for --format gguf"),
-    (["export", "full", "--to", "out", "--format", "gguf", "--dtype", "q4_0"], 2, "--dtype q4_0: expected one of f32"),
+    (
+        ["export", "full", "--to", "out", "--format", "gguf", "--dtype", "q4_0"],
+        2,
+        "--dtype q4_0: expected one of f32",
+    ),
     (["check", "nothere"], 3, "nothere is not a run"),
 ]
 
@@ -111,11 +204,24 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = with_texts(tmp_path_factory.mktemp("wrong"))
     for name in ("hollow", "full"):
         (folder / name).mkdir()
-    files = {"full/x": "1", "empty.txt": "", "short.txt": "hi there", "bad.toml": "[train\n", **MODULES}
-    files |= {"deep.toml": "x = " + "[" * 20_000, "nul.toml": '[model]\ninit = "a\\u0000b.py:build"\n'}
+    files = {
+        "full/x": "1",
+        "empty.txt": "",
+        "short.txt": "hi there",
+        "bad.toml": "[train\n",
+        **MODULES,
+    }
+    files |= {
+        "deep.toml": "x = " + "[" * 20_000,
+        "nul.toml": '[model]\ninit = "a\\u0000b.py:build"\n',
+    }
     for name in ("loop", "loop.toml"):
         (folder / name).symlink_to(name)
-    files |= {"blank.jsonl": "\n\n", "bad.jsonl": '{"text": "good"}\n{"text": 5}\n', "bad.jsonl.gz": "text"}
+    files |= {
+        "blank.jsonl": "\n\n",
+        "bad.jsonl": '{"text": "good"}\n{"text": 5}\n',
+        "bad.jsonl.gz": "text",
+    }
     for name, text in files.items():
         (folder / name).write_text(text)
     (folder / "latin.txt").write_bytes(b"abc\xff\xfe def\n" * 50)
@@ -123,11 +229,17 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def everything(folder: Path) -> set[str]:
-    return {str(path) for path in folder.rglob("*") if path.name != "__pycache__" and path.suffix != ".pyc"}
+    return {
+        str(path)
+        for path in folder.rglob("*")
+        if path.name != "__pycache__" and path.suffix != ".pyc"
+    }
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "part"), CASES, ids=lambda value: " ".join(value)[-40:] if isinstance(value, list) else ""
+    ("arguments", "code", "part"),
+    CASES,
+    ids=lambda value: " ".join(value)[-40:] if isinstance(value, list) else "",
 )
 def test_it_is_one_line_and_nothing_is_left(
     arguments: list[str], code: int, part: str, place: Path, server: CommandServer
@@ -148,12 +260,18 @@ def test_a_folder_that_may_not_be_written(server: CommandServer, here: Path) -> 
 
 # A second record by the name of its file, and what is said of it.
 RECORDS = {
-    "unknown": ('{"prompt": "b", "temprature": 1}', "there is no key temprature; did you mean temperature?"),
+    "unknown": (
+        '{"prompt": "b", "temprature": 1}',
+        "there is no key temprature; did you mean temperature?",
+    ),
     "chat-only": ('{"prompt": "b", "messages": []}', "there is no key messages; expected one of"),
     "shared": ('{"prompt": "b", "order": "hf"}', "there is no key order; expected one of"),
     "range": ('{"prompt": "b", "top_p": 2}', "top_p = 2: expected a number from 0 to 1"),
     "kind": ('{"prompt": "b", "top_k": "5"}', "top_k = '5': expected a whole number"),
-    "bias": ('{"prompt": "b", "logit_bias": {"9999": 1}}', "logit_bias has the id 9999: expected an id below"),
+    "bias": (
+        '{"prompt": "b", "logit_bias": {"9999": 1}}',
+        "logit_bias has the id 9999: expected an id below",
+    ),
     "bare": ('{"temperature": 1}', 'expected an object with "prompt", a text'),
 }
 
@@ -163,8 +281,12 @@ def test_what_a_run_refuses(server: CommandServer, here: Path) -> None:
     assert server.run(here, "train", *TINY, "--out", "run", figures=0).code == 0
     (here / "latin.txt").write_bytes(b"abc\xff")
     (here / "empty.jsonl").write_text('{"messages": []}\n')
-    (here / "both.jsonl").write_text('{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}\n')
-    (here / "silent.jsonl").write_text('{"prompt": "a"}\n{"messages": [{"role": "user", "content": null}]}\n')
+    (here / "both.jsonl").write_text(
+        '{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}\n'
+    )
+    (here / "silent.jsonl").write_text(
+        '{"prompt": "a"}\n{"messages": [{"role": "user", "content": null}]}\n'
+    )
     for name, (record, _) in RECORDS.items():
         (here / f"{name}.jsonl").write_text(f'{{"prompt": "a", "seed": 3}}\n{record}\n')
     files = {path: path.read_bytes() for path in (here / "run").rglob("*") if path.is_file()}
@@ -223,7 +345,12 @@ def test_what_a_run_refuses(server: CommandServer, here: Path) -> None:
     assert all(path.read_bytes() == content for path, content in files.items())
     for path in (here / "run" / "checkpoints").rglob("model.safetensors"):
         path.write_bytes(path.read_bytes()[:-1] + b"x")
-    for arguments in (["generate", "run"], ["evaluate", "run"], ["export", "run", "--to", "e"], ["check", "run"]):
+    for arguments in (
+        ["generate", "run"],
+        ["evaluate", "run"],
+        ["export", "run", "--to", "e"],
+        ["check", "run"],
+    ):
         done = server.run(here, *arguments)
         assert done.code == 4 and "sha256" in done.err, done.err
     assert not (here / "e").exists()
@@ -265,7 +392,9 @@ TRIAL, UPDATE, EVALUATION = "True", "self.calls >= 6", "not self.training"
         "SystemExit(0)",
     ],
 )
-def test_whatever_a_module_raises_is_a_line_that_names_it(error: str, server: CommandServer, here: Path) -> None:
+def test_whatever_a_module_raises_is_a_line_that_names_it(
+    error: str, server: CommandServer, here: Path
+) -> None:
     kind = error.partition("(")[0]
     for number, when in enumerate((TRIAL, UPDATE, EVALUATION)):
         source = RAISING.format(when=when, error=error)
@@ -273,24 +402,43 @@ def test_whatever_a_module_raises_is_a_line_that_names_it(error: str, server: Co
             source = re.sub(r"\bself\b", "s", source)
         (here / "own.py").write_text(source)
         run = here / f"run{number}"
-        done = server.run(here, "train", *OWN, "model.init=own.py:build", "--out", run.name, figures=0)
+        done = server.run(
+            here, "train", *OWN, "model.init=own.py:build", "--out", run.name, figures=0
+        )
         last = done.err.splitlines()[-1]
         assert done.code == 3 and "Traceback" not in done.err, done.err
-        assert last.startswith("error: ") and "Own" in last and kind in last and "own.py:13" in last, last
+        assert (
+            last.startswith("error: ") and "Own" in last and kind in last and "own.py:13" in last
+        ), last
         assert run.exists() == (when != TRIAL) and (when == TRIAL or sound(run) >= 0)
-    done = server.run(here, "sweep", *OWN, "model.init=own.py:build", "train.seed=0,1", "--out", "sweep", figures=0)
+    done = server.run(
+        here,
+        "sweep",
+        *OWN,
+        "model.init=own.py:build",
+        "train.seed=0,1",
+        "--out",
+        "sweep",
+        figures=0,
+    )
     assert done.code == 3 and "own.py:13" in done.err.splitlines()[-1], done.err
 
 
 def test_a_loss_that_raises_is_named_by_its_line(server: CommandServer, here: Path) -> None:
-    source = RAISING.format(when="False", error="None").replace("    targets =", "    raise SystemExit\n    targets =")
+    source = RAISING.format(when="False", error="None").replace(
+        "    targets =", "    raise SystemExit\n    targets ="
+    )
     (here / "own.py").write_text(source)
     done = server.run(here, "train", *OWN, "model.init=own.py:build", "--out", "run")
-    assert done.code == 3 and "error: loss failed" in done.err and "own.py:20): SystemExit" in done.err, done.err
+    assert (
+        done.code == 3 and "error: loss failed" in done.err and "own.py:20): SystemExit" in done.err
+    ), done.err
 
 
 @pytest.mark.parametrize("how", [pytest.param("moved", marks=pytest.mark.slow), "deleted"])
-def test_a_run_folder_that_goes_away_while_it_trains_is_one_line(how: str, server: CommandServer, here: Path) -> None:
+def test_a_run_folder_that_goes_away_while_it_trains_is_one_line(
+    how: str, server: CommandServer, here: Path
+) -> None:
     (here / "slow.py").write_text(SLOW)
     for arguments in (["train", *LONG], ["sweep", *LONG, "train.seed=0,1"]):
         command = server.start(here, *arguments, figures=0)

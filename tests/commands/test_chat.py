@@ -1,4 +1,6 @@
-"""Run: pytest tests/commands/test_chat.py (talking to a model: what a person may type, and what stops what)."""
+"""Run: pytest tests/commands/test_chat.py (talking to a model: what a person may type, and what
+stops what).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ class Echo:
         self.asked: list[tuple[list[Message], int]] = []
         self.end = "stop"
 
-    def __call__(self, messages: list[Message], sampling: Sampling) -> Iterator[tuple[str, str | None]]:
+    def __call__(
+        self, messages: list[Message], sampling: Sampling
+    ) -> Iterator[tuple[str, str | None]]:
         self.asked.append((messages, sampling.seed))
         for word in messages[-1]["content"].split():
             if word == "refuse":
@@ -53,7 +57,18 @@ def test_a_message_is_answered_with_the_chat_so_far() -> None:
 
 def test_commands_change_the_chat_and_are_not_sent(capsys: pytest.CaptureFixture[str]) -> None:
     chat, echo = begun(system="be brief")
-    for line in ("a", "/seed 7", "/reset", "b", "/system say it twice", "c", "/system", "/reset", "d", "/help"):
+    for line in (
+        "a",
+        "/seed 7",
+        "/reset",
+        "b",
+        "/system say it twice",
+        "c",
+        "/system",
+        "/reset",
+        "d",
+        "/help",
+    ):
         assert chat.take(line)
     assert [seed for _, seed in echo.asked] == [3, 7, 7, 7]
     assert [message["content"] for message in echo.asked[1][0]] == ["be brief", "b"]
@@ -65,7 +80,9 @@ def test_commands_change_the_chat_and_are_not_sent(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("line", ["/rest", "/x", "/seed", "/seed no", "/etc/passwd is what?"])
-def test_a_wrong_command_is_answered_and_not_sent(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_command_is_answered_and_not_sent(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     chat, echo = begun()
     assert chat.take(line) and not echo.asked
     assert "error: " in capsys.readouterr().err
@@ -80,7 +97,9 @@ def test_a_message_may_begin_with_a_slash_after_a_space() -> None:
     assert echo.asked[0][0][-1]["content"] == " /etc/passwd is what?"
 
 
-def test_a_message_that_cannot_be_answered_leaves_the_chat_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_message_that_cannot_be_answered_leaves_the_chat_as_it_was(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     chat, echo = begun()
     assert chat.take("one") and chat.take("refuse this") and chat.take("two")
     assert [message["content"] for message in echo.asked[-1][0]] == ["one", "one ", "two"]
@@ -110,7 +129,9 @@ def test_an_answer_that_was_cut_says_so(capsys: pytest.CaptureFixture[str]) -> N
     assert "--max-tokens" in capsys.readouterr().err
 
 
-def test_a_model_is_talked_to_through_a_pipe_and_on_a_terminal(server: CommandServer, here: Path) -> None:
+def test_a_model_is_talked_to_through_a_pipe_and_on_a_terminal(
+    server: CommandServer, here: Path
+) -> None:
     folder_that_chats(here, "chatml")
     (here / "lines").write_text("why 1\n/seed 2\n\nwhat 2\n")
     options = ("--max-tokens", "3", "--system", "the answer is what the user said")
@@ -118,7 +139,9 @@ def test_a_model_is_talked_to_through_a_pipe_and_on_a_terminal(server: CommandSe
     assert piped.code == 0 and len(piped.out.splitlines()) == 2 and "seed 2" in piped.err, piped.err
 
     ours, theirs = os.openpty()
-    command = server.start(here, "chat", "chatty", *options, stdin=Path(os.ttyname(theirs)), terminal=1)
+    command = server.start(
+        here, "chat", "chatty", *options, stdin=Path(os.ttyname(theirs)), terminal=1
+    )
     command.until(lambda: "type a message" in command.out)
     os.write(ours, b"why 1\n")
     command.until(lambda: command.out.count("> ") == 2)
@@ -131,8 +154,14 @@ def test_a_model_is_talked_to_through_a_pipe_and_on_a_terminal(server: CommandSe
     assert done.code == 0 and piped.out.splitlines()[0] in done.out
 
 
-def test_a_model_without_a_template_says_what_to_do_instead(server: CommandServer, here: Path) -> None:
+def test_a_model_without_a_template_says_what_to_do_instead(
+    server: CommandServer, here: Path
+) -> None:
     folder_that_chats(here, "chatml")
     (here / "chatty" / "chat_template.jinja").unlink()
     done = server.run(here, "chat", "chatty")
-    assert done.code == 3 and "`monograph generate chatty TEXT`" in done.err and len(done.err.splitlines()) == 1
+    assert (
+        done.code == 3
+        and "`monograph generate chatty TEXT`" in done.err
+        and len(done.err.splitlines()) == 1
+    )

@@ -1,4 +1,6 @@
-"""Run: pytest tests/commands/test_damaged.py (a damaged file of a run: found by check, one line from what reads it)."""
+"""Run: pytest tests/commands/test_damaged.py (a damaged file of a run: found by check, one line
+from what reads it).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,12 @@ def sound(tmp_path_factory: pytest.TempPathFactory, server: CommandServer) -> Pa
     """A folder with a run, and one that branched from it, that have come to their ends."""
     folder = with_texts(tmp_path_factory.mktemp("damaged"))
     assert server.run(folder, "train", *TINY, "--out", "runs/parent", figures=0).code == 0
-    assert server.run(folder, "train", "--from", "last", "train.updates=4", "--out", "runs/run", figures=0).code == 0
+    assert (
+        server.run(
+            folder, "train", "--from", "last", "train.updates=4", "--out", "runs/run", figures=0
+        ).code
+        == 0
+    )
     assert server.run(folder, "check", "runs/run").code == 0
     return folder
 
@@ -46,14 +53,24 @@ def garbage(content: bytes) -> bytes:
 
 def changed(content: bytes) -> bytes:
     """A setting, a token or a number is another one, and the syntax is right."""
-    for old, new in ((b"lr = 0.001", b"lr = 0.002"), ('"Ġ": '.encode(), '"Ǿ": '.encode()), (b'"update"', b'"Update"')):
+    for old, new in (
+        (b"lr = 0.001", b"lr = 0.002"),
+        ('"Ġ": '.encode(), '"Ǿ": '.encode()),
+        (b'"update"', b'"Update"'),
+    ):
         content = content.replace(old, new, 1)
     return content
 
 
 FILES: list[tuple[str, Callable[[bytes], bytes]]] = [
-    *((name, cut) for name in ("config.toml", "tokenizer.json", "metrics.jsonl", "from.json", "run.lock")),
-    *((name, garbage) for name in ("config.toml", "tokenizer.json", "metrics.jsonl", "from.json", "run.lock")),
+    *(
+        (name, cut)
+        for name in ("config.toml", "tokenizer.json", "metrics.jsonl", "from.json", "run.lock")
+    ),
+    *(
+        (name, garbage)
+        for name in ("config.toml", "tokenizer.json", "metrics.jsonl", "from.json", "run.lock")
+    ),
     *((name, changed) for name in ("config.toml", "tokenizer.json", "from.json")),
     ("run.lock", lambda _: b'{"serial": "x"}'),
     ("run.lock", lambda _: b"3"),
@@ -67,7 +84,8 @@ BY_DAY = [*FILES[:5], ("config.toml", changed)]
 
 
 @pytest.mark.parametrize(
-    ("name", "damage"), [pytest.param(*each, marks=() if each in BY_DAY else pytest.mark.slow) for each in FILES]
+    ("name", "damage"),
+    [pytest.param(*each, marks=() if each in BY_DAY else pytest.mark.slow) for each in FILES],
 )
 def test_check_names_the_file_and_every_command_is_one_line(
     name: str, damage: Callable[[bytes], bytes], run: Path, server: CommandServer
@@ -81,12 +99,21 @@ def test_check_names_the_file_and_every_command_is_one_line(
     assert done.code == 3 and done.err.count("\n") == 1 and name in done.err, done.err
     [(damaged, fault)] = [(each["name"], each["fault"]) for each in found if each["fault"]]
     assert damaged == name
-    if damage is changed and name == "config.toml":  # it can be read: only its digest says that it is another
-        assert re.search("expected (content of )?sha256 [0-9a-f]{64}, found [0-9a-f]{64}", fault), fault
+    # It can be read: only its digest says that it is another.
+    if damage is changed and name == "config.toml":
+        assert re.search("expected (content of )?sha256 [0-9a-f]{64}, found [0-9a-f]{64}", fault), (
+            fault
+        )
     assert f"{name:<16}damaged: " in done.out
-    for arguments in (["generate", "runs/run", "--max-tokens", "1"], ["evaluate", "runs/run"], ["train", "--resume"]):
+    for arguments in (
+        ["generate", "runs/run", "--max-tokens", "1"],
+        ["evaluate", "runs/run"],
+        ["train", "--resume"],
+    ):
         done = server.run(here, *arguments, figures=0)
-        assert done.code in (0, 2, 3) and "bug: " not in done.err and "Traceback" not in done.err, done.err
+        assert done.code in (0, 2, 3) and "bug: " not in done.err and "Traceback" not in done.err, (
+            done.err
+        )
 
 
 def test_rows_after_the_checkpoint_are_logged_again_and_those_before_it_are_kept(
@@ -108,7 +135,9 @@ def test_rows_after_the_checkpoint_are_logged_again_and_those_before_it_are_kept
     assert metrics.read_bytes() == damaged, "nothing is cut off before all that stays is verified"
 
 
-def test_where_a_run_branched_from_is_said_when_it_is_needed(run: Path, server: CommandServer) -> None:
+def test_where_a_run_branched_from_is_said_when_it_is_needed(
+    run: Path, server: CommandServer
+) -> None:
     shutil.rmtree(run / "checkpoints")
     (run / "metrics.jsonl").unlink()
     (run / "from.json").write_text("{")
@@ -116,7 +145,9 @@ def test_where_a_run_branched_from_is_said_when_it_is_needed(run: Path, server: 
     assert done.code == 3 and "from.json: damaged" in done.err.splitlines()[-1], done.err
 
 
-def test_a_run_with_a_damaged_lock_does_not_hide_the_others(run: Path, server: CommandServer) -> None:
+def test_a_run_with_a_damaged_lock_does_not_hide_the_others(
+    run: Path, server: CommandServer
+) -> None:
     here = run.parent.parent
     (here / "runs/parent/run.lock").write_text('{"serial": "x"}')
     (here / "runs/other/run.lock").mkdir(parents=True)
@@ -139,7 +170,9 @@ def test_a_damaged_tokenizer_can_be_put_back_as_is_said(run: Path, server: Comma
 
 
 def test_files_next_to_a_tokenizer_have_their_digests_too(run: Path, server: CommandServer) -> None:
-    """One that swaps the tokens at a document's borders is no part of the run; a template may be added."""
+    """One that swaps the tokens at a document's borders is no part of the run; a template may be
+    added.
+    """
     here = run.parent.parent
     (run / "chat_template.jinja").write_text("{{ messages[0].content }}")
     assert server.run(here, "check", "runs/run").code == 0
@@ -149,26 +182,39 @@ def test_files_next_to_a_tokenizer_have_their_digests_too(run: Path, server: Com
         ('{"eos_token": 5}', "tokenizer_config.json: "),
     ):
         (run / "tokenizer_config.json").write_text(content)
-        for command in (["check", "runs/run"], ["evaluate", "runs/run"], ["export", "runs/run", "--to", "out"]):
+        for command in (
+            ["check", "runs/run"],
+            ["evaluate", "runs/run"],
+            ["export", "runs/run", "--to", "out"],
+        ):
             done = server.run(here, *command)
             assert done.code == 3 and said in done.out + done.err, done.err
     assert not (here / "out").exists()
 
 
-def test_check_of_a_folder_without_a_model_calls_nothing_damaged(here: Path, server: CommandServer) -> None:
+def test_check_of_a_folder_without_a_model_calls_nothing_damaged(
+    here: Path, server: CommandServer
+) -> None:
     done = server.run(here, "check", "texts")
     assert done.code == 3 and not done.out, done.out
-    assert done.err == "error: texts: neither a run nor a model: expected a run's folder or a Hugging Face folder\n"
+    assert (
+        done.err
+        == "error: texts: neither a run nor a model: expected a run's folder or a Hugging Face folder\n"
+    )
 
 
-def test_check_of_a_model_s_folder_ends_with_one_object_whatever_is_damaged(run: Path, server: CommandServer) -> None:
+def test_check_of_a_model_s_folder_ends_with_one_object_whatever_is_damaged(
+    run: Path, server: CommandServer
+) -> None:
     here = run.parent.parent
     assert server.run(here, "export", "runs/run", "--to", "sent").code == 0
     assert server.run(here, "check", "sent", "--json").code == 0
     weights = here / "sent" / "model.safetensors"
     weights.write_bytes(cut(weights.read_bytes()))
     done = server.run(here, "check", "sent", "--json")
-    faults = {each["name"]: each["fault"] for each in json.loads(done.out.splitlines()[-1])["files"]}
+    faults = {
+        each["name"]: each["fault"] for each in json.loads(done.out.splitlines()[-1])["files"]
+    }
     assert done.code == 3 and done.err.count("\n") == 1 and "model.safetensors" in faults["weights"]
     assert faults["tokenizer.json"] is None
 
@@ -179,7 +225,11 @@ def test_no_checkpoint_is_sound(run: Path, server: CommandServer) -> None:
     done = server.run(run.parent.parent, "check", "runs/run", "--json")
     found = json.loads(done.out.splitlines()[-1])
     assert done.code == 4 and done.err.count("\n") == 1 and "no checkpoint is sound" in done.err
-    assert "{" not in done.err and all(each["fault"] for each in found["checkpoints"]) and found["checkpoints"]
+    assert (
+        "{" not in done.err
+        and all(each["fault"] for each in found["checkpoints"])
+        and found["checkpoints"]
+    )
     assert f"{newest(run).name:<16}damaged: " in done.out
 
 
@@ -202,9 +252,13 @@ def test_an_altered_state_that_was_sealed_again_is_refused_by_whatever_reads_it(
     """What else is refused of a state, and in which words: tests/run/test_recorded_state.py."""
     found = checkpointing.load(newest(run))
     checkpointing.save(run / "checkpoints", replace(found, state={**found.state, "length": 2**70}))
-    done = server.run(run.parent.parent, *(each.replace("RUN", "runs/run") for each in arguments), figures=0)
+    done = server.run(
+        run.parent.parent, *(each.replace("RUN", "runs/run") for each in arguments), figures=0
+    )
     said = done.out if arguments[0] == "check" else done.err.splitlines()[-1]
-    assert done.code == 3 and f"{newest(run).name}/state.json: length = {2**70}: it should be" in said, done
+    assert (
+        done.code == 3 and f"{newest(run).name}/state.json: length = {2**70}: it should be" in said
+    ), done
     assert not (run.parent.parent / "out").exists() and "Traceback" not in done.err
 
 
@@ -222,11 +276,15 @@ READ_CONFIG: dict[str, list[str]] = {
     "data build": ["data", "build", "RUN/config.toml"],
     "check": ["check", "RUN"],
 }
-DIGESTS = re.compile(r"config\.toml: not what the run was begun with: expected content of sha256 \w{64}, found \w{64}")
+DIGESTS = re.compile(
+    r"config\.toml: not what the run was begun with: expected content of sha256 \w{64}, found \w{64}"
+)
 
 
 def flips(config: Path, count: int) -> Iterator[str]:
-    """config.toml with one bit of its settings flipped, at places that are spread over it, and where that was."""
+    """config.toml with one bit of its settings flipped, at places that are spread over it, and
+    where that was.
+    """
     whole, draws = config.read_bytes(), random.Random(0)
     end, sound = whole.index(b"# mark "), load(config, {}, {}).fingerprint
     for number in range(count):
@@ -247,7 +305,9 @@ def refused_flips(name: str, count: int, run: Path, server: CommandServer) -> No
     """No command takes settings that are not the run's; prints a row of the table."""
     here, tried = run.parent.parent, 0
     for case in flips(run / "config.toml", count):
-        done = server.run(here, *(each.replace("RUN", "runs/run") for each in READ_CONFIG[name]), figures=0)
+        done = server.run(
+            here, *(each.replace("RUN", "runs/run") for each in READ_CONFIG[name]), figures=0
+        )
         said = done.out if name == "check" else done.err.splitlines()[-1]
         assert done.code == 3 and DIGESTS.search(said), (case, done.err)
         assert not (here / "out").exists() and "Traceback" not in done.err, (case, done.err)
@@ -256,12 +316,17 @@ def refused_flips(name: str, count: int, run: Path, server: CommandServer) -> No
     assert tried > count / 2
 
 
-# All of them read the settings in one place; by day one that reads a run, one that goes on with it and one of a file.
+# All of them read the settings in one place; by day one that reads a run, one that goes on with it
+# and one of a file.
 FLIPPED_BY_DAY = ("evaluate", "train --resume", "sweep CONFIG.toml")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=() if each in FLIPPED_BY_DAY else pytest.mark.slow) for each in READ_CONFIG]
+    "name",
+    [
+        pytest.param(each, marks=() if each in FLIPPED_BY_DAY else pytest.mark.slow)
+        for each in READ_CONFIG
+    ],
 )
 def test_a_flipped_bit_in_config_toml_is_refused_by_whatever_reads_it(
     name: str, run: Path, server: CommandServer

@@ -1,4 +1,6 @@
-"""Run: pytest tests/commands/test_exit_codes.py (every exit code of the contract, as a person's shell sees it)."""
+"""Run: pytest tests/commands/test_exit_codes.py (every exit code of the contract, as a person's
+shell sees it).
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ def done(server: CommandServer, here: Path) -> Done:
 
 
 def bug(server: CommandServer, here: Path) -> Done:
-    # In our own code, for what a module of the user's raises is not ours; divmod has no line that is the module's.
+    # In our own code, for what a module of the user's raises is not ours; divmod has no line that
+    # is the module's.
     breaking = "import functools\nfrom monograph.session import reporting\n"
     breaking += "reporting.Reporter.end = functools.partial(divmod, 1)\n"
     (here / "slow.py").write_text(breaking + SLOW.replace("0.05", "0"))
@@ -56,7 +59,9 @@ def diverged(server: CommandServer, here: Path) -> Done:
 
 
 def out_of_memory(server: CommandServer, here: Path) -> Done:
-    (here / "slow.py").write_text(SLOW.replace("time.sleep(0.05)", "raise torch.OutOfMemoryError('out of memory')"))
+    (here / "slow.py").write_text(
+        SLOW.replace("time.sleep(0.05)", "raise torch.OutOfMemoryError('out of memory')")
+    )
     return server.run(here, "train", *OWN_MODULE, figures=0)
 
 
@@ -106,7 +111,8 @@ CODES: dict[int, Callable[[CommandServer, Path], Done]] = {
     0: done, 1: bug, 2: usage, 3: refused, 4: no_checkpoint, 5: diverged, 6: out_of_memory, 7: disk_full, 8: in_use,
     75: stopped, 130: interrupted_twice, 141: reader_gone, 143: terminated,
 }  # fmt: skip
-SAID = {1: "bug: TypeError", 75: "saved at update"}  # the last line of others that fail begins with "error: "
+# The last line of others that fail begins with "error: ".
+SAID = {1: "bug: TypeError", 75: "saved at update"}
 
 
 def test_every_code_of_the_contract(server: CommandServer, tmp_path: Path) -> None:
@@ -117,7 +123,10 @@ def test_every_code_of_the_contract(server: CommandServer, tmp_path: Path) -> No
         ended = way(server, with_texts(tmp_path / str(code)))
         last = (ended.err.splitlines() or [""])[-1]
         assert ended.code == code and "Traceback" not in ended.err, (code, ended)
-        assert code in (0, 130, 141) or last.startswith(SAID.get(code, "error: ")), (code, ended.err)
+        assert code in (0, 130, 141) or last.startswith(SAID.get(code, "error: ")), (
+            code,
+            ended.err,
+        )
     assert sound(tmp_path / "5" / "own") > 0 and sound(tmp_path / "75" / "run") > 0
 
 
@@ -129,7 +138,9 @@ def test_a_shell_sees_the_same(tmp_path: Path) -> None:
     program = f"{shlex.quote(sys.executable)} -m monograph"
     script = f"{program} check nowhere; echo $?; {program} train no.key=1; echo $?; {program} --version >&2; echo $?"
     environment = os.environ | {"PYTHONPATH": str(Path(monograph.__file__).parents[1])}
-    shell = subprocess.run(["sh", "-c", script], cwd=here, env=environment, capture_output=True, text=True)
+    shell = subprocess.run(
+        ["sh", "-c", script], cwd=here, env=environment, capture_output=True, text=True
+    )
     assert shell.stdout.split() == ["3", "2", "0"], shell
     errors = [line for line in shell.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 2 and "nowhere is not a run" in errors[0] and PROGRAM not in shell.stderr

@@ -1,4 +1,6 @@
-"""Run: pytest tests/commands/test_follow.py (a run's metrics in a tracker: the file's numbers, each once)."""
+"""Run: pytest tests/commands/test_follow.py (a run's metrics in a tracker: the file's numbers, each
+once).
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,13 @@ CONFIG = '[optim]\nlr = 0.001\nbetas = [0.9, 0.95]\n\n[train]\ncompile = "none"\
 
 
 def update(number: int, loss: float, wall_s: float = 1.0) -> dict[str, Any]:
-    return {"update": number, "tokens": 32 * number, "train_loss": loss, "skipped": False, "wall_s": wall_s}
+    return {
+        "update": number,
+        "tokens": 32 * number,
+        "train_loss": loss,
+        "skipped": False,
+        "wall_s": wall_s,
+    }
 
 
 ROWS = [
@@ -80,7 +88,9 @@ def script(monkeypatch: pytest.MonkeyPatch, *events: Callable[[], object]) -> No
     monkeypatch.setattr(follow, "wait_until_free", wait)
 
 
-def test_a_run_that_has_ended_is_sent_as_it_is_and_not_touched(fake: Fake, tmp_path: Path, capsys: Any) -> None:
+def test_a_run_that_has_ended_is_sent_as_it_is_and_not_touched(
+    fake: Fake, tmp_path: Path, capsys: Any
+) -> None:
     run = begun(tmp_path / "one")
     run.log(*ROWS)
     before = {path.name: path.read_bytes() for path in run.folder.iterdir()}
@@ -113,7 +123,12 @@ def test_a_row_is_sent_once_and_only_when_it_is_whole(
     )
     assert monograph_("follow", str(run.folder), "--to", "wandb") == 0
     ((*_, points),) = fake.opened
-    assert [(number, numbers["train_loss"]) for number, numbers in points] == [(1, 3.5), (2, 3.25), (3, 3.0), (4, 2.5)]
+    assert [(number, numbers["train_loss"]) for number, numbers in points] == [
+        (1, 3.5),
+        (2, 3.25),
+        (3, 3.0),
+        (4, 2.5),
+    ]
 
 
 @pytest.mark.parametrize("more", [0, 1, 40], ids=["shorter", "as long", "longer"])
@@ -133,7 +148,9 @@ def test_after_a_rewind_the_tracker_has_the_file_s_rows_alone(
     first, second = fake.opened
     assert first[:3] == second[:3] and fake.closed == [0, 1]  # the same place in the tracker
     losses = [row["train_loss"] for row in run.rows()]
-    assert [numbers["train_loss"] for _, numbers in second[3]] == losses == [3.5, *more * [1.25], 1.0]
+    assert (
+        [numbers["train_loss"] for _, numbers in second[3]] == losses == [3.5, *more * [1.25], 1.0]
+    )
 
 
 def test_settings_that_change_once_the_length_is_known_are_sent_anew(
@@ -151,7 +168,9 @@ def test_settings_that_change_once_the_length_is_known_are_sent_anew(
     assert settings["train.updates"] == 9 and len(points) == 2
 
 
-def test_one_follows_until_the_run_is_let_go_of(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_follows_until_the_run_is_let_go_of(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(follow, "POLL_S", 0.01)
     run, held, sent = begun(tmp_path / "run"), threading.Event(), threading.Event()
 
@@ -162,7 +181,9 @@ def test_one_follows_until_the_run_is_let_go_of(fake: Fake, tmp_path: Path, monk
             assert sent.wait(60)
             run.log(update(2, 3.25))
 
-    monkeypatch.setattr(follow, "tracker_named", lambda name: lambda *shown: (sent.set(), fake(*shown))[1])
+    monkeypatch.setattr(
+        follow, "tracker_named", lambda name: lambda *shown: (sent.set(), fake(*shown))[1]
+    )
     thread = threading.Thread(target=train)
     thread.start()
     held.wait(60)
@@ -171,7 +192,9 @@ def test_one_follows_until_the_run_is_let_go_of(fake: Fake, tmp_path: Path, monk
     assert [number for number, _ in fake.opened[0][3]] == [1, 2]
 
 
-def test_each_member_of_a_sweep_and_what_learned_from_them_is_a_run(fake: Fake, tmp_path: Path) -> None:
+def test_each_member_of_a_sweep_and_what_learned_from_them_is_a_run(
+    fake: Fake, tmp_path: Path
+) -> None:
     sweep = begun(tmp_path / "sweep")
     (sweep.folder / "sweep.json").write_text("{}")
     for name in ("members/000", "members/001", "distilled"):
@@ -183,7 +206,9 @@ def test_each_member_of_a_sweep_and_what_learned_from_them_is_a_run(fake: Fake, 
     assert fake.opened[-1] == fake.opened[1]
 
 
-def test_a_second_call_is_refused_for_the_same_tracker_alone(fake: Fake, tmp_path: Path, capsys: Any) -> None:
+def test_a_second_call_is_refused_for_the_same_tracker_alone(
+    fake: Fake, tmp_path: Path, capsys: Any
+) -> None:
     run = begun(tmp_path / "run")
     run.log(update(1, 3.5))
     with follow._alone(run.folder, "wandb"):
@@ -198,10 +223,16 @@ FULL = RuntimeError("(sqlite3.OperationalError) database or disk is full")
 
 
 @pytest.mark.parametrize(
-    ("interrupt", "code"), [(KeyboardInterrupt, 130), (OSError(28, "full"), 7), (FULL, 7), (ValueError, 3)]
+    ("interrupt", "code"),
+    [(KeyboardInterrupt, 130), (OSError(28, "full"), 7), (FULL, 7), (ValueError, 3)],
 )
 def test_what_was_sent_is_kept_however_it_ends(
-    interrupt: Any, code: int, fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    interrupt: Any,
+    code: int,
+    fake: Fake,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
 ) -> None:
     def fail() -> None:
         raise interrupt
@@ -219,14 +250,30 @@ def test_what_was_sent_is_kept_however_it_ends(
         ({}, "neptune", 2, "--to neptune: expected one of tensorboard, wandb, trackio, mlflow"),
         ({}, "wandb", 2, "--to wandb needs its library: "),
         ({}, None, 3, "has no metrics yet"),
-        ({"metrics.jsonl": '{"update": 1}\n{"update": -1}\n'}, None, 3, "metrics.jsonl:2: not a row of metrics"),
+        (
+            {"metrics.jsonl": '{"update": 1}\n{"update": -1}\n'},
+            None,
+            3,
+            "metrics.jsonl:2: not a row of metrics",
+        ),
         ({"metrics.jsonl": '{"update": true}\n'}, None, 3, "metrics.jsonl:1: not a row of metrics"),
         ({"metrics.jsonl": "[" * 99_999 + "\n"}, None, 3, "metrics.jsonl:1: not a row of metrics"),
-        ({"metrics.jsonl": '{"update": 1}\n', "config.toml": "x = 1"}, None, 3, "config.toml: not the settings"),
+        (
+            {"metrics.jsonl": '{"update": 1}\n', "config.toml": "x = 1"},
+            None,
+            3,
+            "config.toml: not the settings",
+        ),
     ],
 )
 def test_what_cannot_be_followed_is_one_line(
-    files: dict[str, str], to: str | None, code: int, said: str, tmp_path: Path, monkeypatch: Any, capsys: Any
+    files: dict[str, str],
+    to: str | None,
+    code: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: Any,
+    capsys: Any,
 ) -> None:
     run = begun(tmp_path / "run")
     for name, text in files.items():
@@ -251,7 +298,9 @@ def test_numbers_that_no_tracker_takes_are_left_out() -> None:
 def test_following_needs_no_torch_and_no_tracker_but_its_own() -> None:
     heavy = {"torch", "numpy", "matplotlib", "tensorboard", "wandb", "trackio", "mlflow"}
     program = f"import sys, monograph.commands.follow; print({heavy!r} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True, check=True
+    )
     assert done.stdout == "set()\n"
 
 
@@ -303,10 +352,18 @@ def library(to: str) -> None:
 
 
 def call(folder: Path, *arguments: str, python: str = sys.executable) -> str:
-    environment = {name: value for name, value in ENVIRONMENT.items() if not name.startswith(("WANDB_", "MLFLOW_"))}
+    environment = {
+        name: value
+        for name, value in ENVIRONMENT.items()
+        if not name.startswith(("WANDB_", "MLFLOW_"))
+    }
     environment["WANDB_ERROR_REPORTING"] = "false"  # of wandb's reader
     done = subprocess.run(
-        [python, "-W", "ignore", *arguments], cwd=folder, env=environment, capture_output=True, text=True
+        [python, "-W", "ignore", *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -322,16 +379,22 @@ def test_the_tracker_s_own_reader_finds_each_number_once(to: str, tmp_path: Path
         run.log(*rows)
         said = call(tmp_path, "-m", "monograph", "follow", "run", "--to", to, "--out", "out")
         assert said.startswith("run: ") and said.count("\n") == 1  # and nothing of the library's
-    printed = call(tmp_path, "-c", READERS[to] + "\nimport json\nprint(json.dumps([rate, points]))").splitlines()[-1]
+    printed = call(
+        tmp_path, "-c", READERS[to] + "\nimport json\nprint(json.dumps([rate, points]))"
+    ).splitlines()[-1]
     rate, points = json.loads(printed)
     assert rate == 0.001
     expected = [*POINTS, (3, {"tokens": 96, "train_loss": 3.0, "skipped": 0, "wall_s": 1})]
-    sent = sorted([name, number, value] for number, numbers in expected for name, value in numbers.items())
+    sent = sorted(
+        [name, number, value] for number, numbers in expected for name, value in numbers.items()
+    )
     assert sorted(points) == sent
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
 
 
-def test_a_tensorboard_that_runs_forgets_what_it_has_read_of_an_earlier_call(tmp_path: Path) -> None:
+def test_a_tensorboard_that_runs_forgets_what_it_has_read_of_an_earlier_call(
+    tmp_path: Path,
+) -> None:
     library("tensorboard")
     begun(tmp_path / "run")
     program = """
@@ -369,18 +432,27 @@ def test_a_thread_of_the_library_that_falls_is_one_line_and_no_success(
         thread.start()
         thread.join()
 
-    monkeypatch.setattr(follow, "tracker_named", lambda name: lambda *opened: Tracker(lambda points: None, close, ""))
+    monkeypatch.setattr(
+        follow,
+        "tracker_named",
+        lambda name: lambda *opened: Tracker(lambda points: None, close, ""),
+    )
     run = begun(tmp_path / "run")
     run.log(update(1, 3.5))
     hook = threading.excepthook
     assert monograph_("follow", str(run.folder), "--to", "wandb") == 7
     printed = capsys.readouterr()
-    assert printed.err.startswith("error: wandb: its files cannot be written") and printed.err.count("\n") == 1
+    assert (
+        printed.err.startswith("error: wandb: its files cannot be written")
+        and printed.err.count("\n") == 1
+    )
     assert not printed.out and threading.excepthook is hook
 
 
 def test_a_disk_that_fills_up_under_tensorboard_is_one_line(tmp_path: Path) -> None:
-    """Whichever write is the first that does not fit: that of the first row, or the last one, or that at the end."""
+    """Whichever write is the first that does not fit: that of the first row, or the last one, or
+    that at the end.
+    """
     sizes = (10, 200, 500)
     library("tensorboard")
     begun(tmp_path / "run").log(*ROWS)
@@ -398,7 +470,11 @@ for most_bytes in {sizes}:
     print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
     )
     assert done.stdout.split() == ["7"] * len(sizes), done.stderr
     lines = done.stderr.splitlines()

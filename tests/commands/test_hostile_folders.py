@@ -1,4 +1,6 @@
-"""Run: pytest tests/commands/test_hostile_folders.py (model folders, damaged in every way: used, or one clear line)."""
+"""Run: pytest tests/commands/test_hostile_folders.py (model folders, damaged in every way: used, or
+one clear line).
+"""
 
 from __future__ import annotations
 
@@ -53,9 +55,17 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where a JSON value can be changed: keys and indices from its root; of long lists and tables the first few."""
+    """Where a JSON value can be changed: keys and indices from its root; of long lists and tables
+    the first few.
+    """
     yield path
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    inner = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, each in list(inner)[:40]:
         yield from places(each, (*path, key))
 
@@ -103,9 +113,14 @@ def damaged(folder: Path, draws: random.Random) -> str:
 
 
 def used(folder: Path, out: Path, text: Path, turn: int) -> int:
-    """What people do with a folder; how many of these worked. Refused is as good, by an error of ours in one line."""
+    """What people do with a folder; how many of these worked. Refused is as good, by an error of
+    ours in one line.
+    """
     worked = 0
-    actions = [lambda: load(folder), lambda: export.run(str(folder), to=out / "hf", format="hf", dtype=None)]
+    actions = [
+        lambda: load(folder),
+        lambda: export.run(str(folder), to=out / "hf", format="hf", dtype=None),
+    ]
     if turn % 4 == 0:
         actions.append(lambda: evaluate.run(str(folder), data=[str(text)], chat=False, json=False))
     if turn % 6 == 0 and "gguf" in FORMATS:
@@ -134,7 +149,9 @@ def test_each_is_used_or_refused_in_a_line(sound: Path, tmp_path: Path, seed: in
         except Exception as error:
             raise AssertionError(f"turn {turn}: {what}") from error
         assert time.process_time() - began < 60, what
-        assert not out.exists() or not [path for path in out.iterdir() if path.name.startswith(".")], what
+        assert not out.exists() or not [
+            path for path in out.iterdir() if path.name.startswith(".")
+        ], what
         worked, refused = worked + (done > 0), refused + (done == 0)
         shutil.rmtree(folder)
         shutil.rmtree(out, ignore_errors=True)
@@ -142,7 +159,9 @@ def test_each_is_used_or_refused_in_a_line(sound: Path, tmp_path: Path, seed: in
 
 
 def test_the_sound_folder_is_used(sound: Path, tmp_path: Path) -> None:
-    assert used(sound / "model", tmp_path / "out", sound / "text.txt", 0) == 2 + 1 + ("gguf" in FORMATS)
+    assert used(sound / "model", tmp_path / "out", sound / "text.txt", 0) == 2 + 1 + (
+        "gguf" in FORMATS
+    )
 
 
 def copied(sound: Path, folder: Path) -> Path:
@@ -157,7 +176,9 @@ def test_a_key_that_is_there_twice_is_refused(file: str, sound: Path, tmp_path: 
     if file == "model.safetensors.index.json":
         tensors = read_header(folder / "model.safetensors")
         (folder / "model.safetensors").rename(folder / "a.safetensors")
-        (folder / file).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "a.safetensors")}))
+        (folder / file).write_text(
+            json.dumps({"weight_map": dict.fromkeys(tensors, "a.safetensors")})
+        )
         load(folder)
     text = (folder / file).read_text()
     key = next(iter(json.loads(text)))
@@ -172,22 +193,37 @@ def test_a_key_that_is_there_twice_is_refused(file: str, sound: Path, tmp_path: 
     ids=str,
 )
 def test_weights_that_are_no_numbers_are_refused_by_name(
-    value: float, dtype: torch.dtype, sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    value: float,
+    dtype: torch.dtype,
+    sound: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder, bad = copied(sound, tmp_path / "model"), "model.layers.0.mlp.down_proj.weight"
-    weights = {name: tensor.to(dtype) for name, tensor in load_file(folder / "model.safetensors").items()}
+    weights = {
+        name: tensor.to(dtype) for name, tensor in load_file(folder / "model.safetensors").items()
+    }
     weights[bad][-1, -1] = value
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     said = f"{bad} holds NaN or infinity"
     for command in (
         lambda: evaluate.run(str(folder), data=[str(sound / "text.txt")], chat=False, json=True),
         lambda: compare.run(
-            [str(sound / "model"), str(folder)], data=[str(sound / "text.txt")], chat=False, json=True, report=None
+            [str(sound / "model"), str(folder)],
+            data=[str(sound / "text.txt")],
+            chat=False,
+            json=True,
+            report=None,
         ),
-        *(lambda kind=kind: export.run(str(folder), to=tmp_path / "out", format=kind, dtype=None) for kind in FORMATS),
+        *(
+            lambda kind=kind: export.run(str(folder), to=tmp_path / "out", format=kind, dtype=None)
+            for kind in FORMATS
+        ),
     ):
         with pytest.raises(InputRefused, match=said):
             command()
-        assert not capsys.readouterr().out and [path.name for path in tmp_path.iterdir()] == ["model"]
+        assert not capsys.readouterr().out and [path.name for path in tmp_path.iterdir()] == [
+            "model"
+        ]
     with pytest.raises(InputRefused, match=said):
         check.run(str(folder), json=False)

@@ -1,4 +1,6 @@
-"""Run: pytest tests/commands/test_hub.py (models of the Hugging Face Hub, pushed to and fetched from a stand-in)."""
+"""Run: pytest tests/commands/test_hub.py (models of the Hugging Face Hub, pushed to and fetched
+from a stand-in).
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,17 @@ from monograph.model.llama import Llama
 from monograph.run.repository import push
 from monograph.text.tokenizer import Tokenizer
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("huggingface_hub") is None, reason="not installed")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("huggingface_hub") is None, reason="not installed"
+)
 NAME, AT = "hf://owner/name", "owner/name"
 Run = Callable[..., Done]
 # What is in other repositories, too, and stays there: no file of a model that is read here.
-OTHERS = {"modeling_evil.py": b"raise SystemExit", "pytorch_model.bin": b"pickle", "README.md": b"words"}
+OTHERS = {
+    "modeling_evil.py": b"raise SystemExit",
+    "pytorch_model.bin": b"pickle",
+    "README.md": b"words",
+}
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +48,17 @@ def hub() -> Iterator[Hub]:
 def run(server: CommandServer, here: Path, hub: Hub) -> Run:
     """A command in a folder with a small model `out`, asking the stand-in, which is empty."""
     hub.models.clear(), hub.made.clear(), hub.asked.clear(), hub.gated.clear()
-    environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(here / "hf"), "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}
-    environment |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TMPDIR": str(here / "tmp"), "TRANSFORMERS_OFFLINE": "0"}
+    environment = {
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(here / "hf"),
+        "HF_TOKEN": TOKEN,
+        "HF_HUB_OFFLINE": "0",
+    }
+    environment |= {
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "TMPDIR": str(here / "tmp"),
+        "TRANSFORMERS_OFFLINE": "0",
+    }
     (here / "tmp").mkdir()
     write(here / "out", seed=1)
     return lambda *words, **env: server.run(here, *words, env={**environment, **env}, figures=0)
@@ -49,7 +66,11 @@ def run(server: CommandServer, here: Path, hub: Hub) -> Run:
 
 def write(folder: Path, seed: int, shard: int = 10**9) -> None:
     config = LlamaConfig(
-        vocab_size=259, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1
+        vocab_size=259,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=1,
     )
     save_model(Llama(config, seed=seed), folder, Tokenizer.bytes(), shard)
 
@@ -70,7 +91,9 @@ def test_a_pushed_model_comes_back_in_equal_bytes(run: Run, here: Path, hub: Hub
     printed = run("train", *OWN, f"model.init={NAME}", "--print-config")
     init = tomllib.loads(printed.out)["model"]["init"]
     assert Path(init).name == commit_of(1), "a run records which commit it began from"
-    assert files(Path(init)) == files(here / "here") and not [path for path in hub.asked if "evil" in path]
+    assert files(Path(init)) == files(here / "here") and not [
+        path for path in hub.asked if "evil" in path
+    ]
     (own, _), (pulled, tokenizer) = load(here / "out"), load(init)
     tokens = torch.tensor([tokenizer.encode("alpha beta")])
     assert torch.equal(own.logits(own(tokens)), pulled.logits(pulled(tokens)))
@@ -79,12 +102,17 @@ def test_a_pushed_model_comes_back_in_equal_bytes(run: Run, here: Path, hub: Hub
     offline = run("generate", NAME, "alpha", "--max-tokens", "3", "--json", HF_HUB_OFFLINE="1")
     local = run("generate", "out", "alpha", "--max-tokens", "3", "--json")
     assert offline.code == 0, offline.err
-    written = [json.loads(done.out.splitlines()[-1])["completions"][0]["token_ids"] for done in (offline, local)]
+    written = [
+        json.loads(done.out.splitlines()[-1])["completions"][0]["token_ids"]
+        for done in (offline, local)
+    ]
     assert written[0] == written[1]
 
 
 @pytest.mark.slow
-def test_a_run_begins_from_a_model_of_the_hub_and_goes_there(run: Run, here: Path, hub: Hub) -> None:
+def test_a_run_begins_from_a_model_of_the_hub_and_goes_there(
+    run: Run, here: Path, hub: Hub
+) -> None:
     hub.models[AT] = [files(here / "out")]
     for name, more in (("whole", []), ("lora", ["lora.rank=2"])):
         words = over(OWN, f"model.init={NAME}", "data.tokenizer=auto", "train.updates=2", *more)
@@ -101,9 +129,13 @@ def test_a_run_begins_from_a_model_of_the_hub_and_goes_there(run: Run, here: Pat
 def test_a_push_replaces_the_whole_model_and_nothing_else(
     run: Run, here: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model.safetensors that stayed would be read in place of the new shards, and nothing would say so."""
+    """A model.safetensors that stayed would be read in place of the new shards, and nothing would
+    say so.
+    """
     here_and_now = {"ENDPOINT": hub.url, "HF_HUB_OFFLINE": False, "HF_HUB_CACHE": str(here / "hf")}
-    here_and_now |= {"HUGGINGFACE_CO_URL_TEMPLATE": hub.url + "/{repo_id}/resolve/{revision}/{filename}"}
+    here_and_now |= {
+        "HUGGINGFACE_CO_URL_TEMPLATE": hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    }
     for constant, value in here_and_now.items():
         monkeypatch.setattr(f"huggingface_hub.constants.{constant}", value)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
@@ -112,9 +144,15 @@ def test_a_push_replaces_the_whole_model_and_nothing_else(
     hub.models[AT] = [{**files(here / "out"), **kept, "adapter_config.json": b"{}"}]
     assert push(here / "shards", NAME) == f"{hub.url}/{AT}" and not hub.made
     assert hub.models[AT][1:] == [files(here / "shards") | kept], "one commit"
-    assert {"model-00001-of-00004.safetensors", "model.safetensors.index.json"} <= hub.models[AT][1].keys()
+    assert {"model-00001-of-00004.safetensors", "model.safetensors.index.json"} <= hub.models[AT][
+        1
+    ].keys()
     first, second = (load(here / name)[0].state_dict() for name in ("out", "shards"))
-    for name, weights in ((f"{NAME}@{commit_of(0)}", first), (f"{NAME}@{commit_of(1)}", second), (NAME, second)):
+    for name, weights in (
+        (f"{NAME}@{commit_of(0)}", first),
+        (f"{NAME}@{commit_of(1)}", second),
+        (NAME, second),
+    ):
         pulled = load(name)[0].state_dict()
         assert all(torch.equal(pulled[each], weights[each]) for each in weights), name
 
@@ -123,7 +161,12 @@ def test_a_push_replaces_the_whole_model_and_nothing_else(
     ("typed", "env", "code", "said"),
     [
         ("hf://owner", {}, 2, "hf://owner: expected hf://OWNER/NAME, or hf://OWNER/NAME@REVISION"),
-        ("hf://owner/gone", {}, 3, "hf://owner/gone: there is no such model, or only others may see it"),
+        (
+            "hf://owner/gone",
+            {},
+            3,
+            "hf://owner/gone: there is no such model, or only others may see it",
+        ),
         ("hf://owner/name@v9", {}, 3, "hf://owner/name@v9: there is no such revision of it"),
         ("hf://owner/gated", {}, 3, "hf://owner/gated: is gated: accept its terms"),
         ("hf://owner/empty", {}, 3, "hf://owner/empty: has no config.json"),
@@ -153,7 +196,12 @@ def test_what_cannot_be_fetched_is_one_line(
     [
         (["hf://name"], {}, 2, "expected hf://OWNER/NAME"),
         ([NAME, "--format", "gguf"], {}, 2, "only hf is pushed"),
-        ([NAME], {"HF_TOKEN": ""}, 3, "there is no token: log in with `hf auth login`, or set HF_TOKEN"),
+        (
+            [NAME],
+            {"HF_TOKEN": ""},
+            3,
+            "there is no token: log in with `hf auth login`, or set HF_TOKEN",
+        ),
         ([NAME], {"HF_TOKEN": "hf_wrong"}, 3, "the Hub answers 401: "),
         ([NAME], {"HF_TOKEN": STRANGER}, 3, "the Hub answers 403: you must use a write token"),
         (["hf://owner/name@v9"], {}, 3, "there is no such revision"),
@@ -180,16 +228,21 @@ def test_what_cannot_be_pushed_is_one_line_and_leaves_nothing(
 def test_without_the_library_a_line_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(
-        UsageError, match=r"hf://owner/name: this needs huggingface_hub: .* install .*'huggingface_hub>="
+        UsageError,
+        match=r"hf://owner/name: this needs huggingface_hub: .* install .*'huggingface_hub>=",
     ):
         load(NAME)
 
 
 def test_a_plan_fetches_the_shape_alone(run: Run, here: Path, hub: Hub) -> None:
-    """Not the weights, of which a plan reads nothing; what it calls the model is the name that was typed."""
+    """Not the weights, of which a plan reads nothing; what it calls the model is the name that was
+    typed.
+    """
     hub.models[AT] = [files(here / "out") | OTHERS]
     done = run("plan", f"model.init={NAME}", "data.tokenizer=bytes", "--device", "4090")
     assert done.code == 0, done
     assert "owner/name, vocabulary 259" in done.out
-    fetched = {path.partition("?")[0].rpartition("/")[2] for path in hub.asked if "/resolve/" in path}
+    fetched = {
+        path.partition("?")[0].rpartition("/")[2] for path in hub.asked if "/resolve/" in path
+    }
     assert fetched == {"config.json"}

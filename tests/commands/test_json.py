@@ -1,4 +1,6 @@
-"""Run: pytest tests/commands/test_json.py (the last line of stdout with --json, of every command that has it)."""
+"""Run: pytest tests/commands/test_json.py (the last line of stdout with --json, of every command
+that has it).
+"""
 
 from __future__ import annotations
 
@@ -44,14 +46,24 @@ def place(tmp_path_factory: pytest.TempPathFactory, server: CommandServer) -> Pa
 
 def numbers(value: Any, name: str = "") -> dict[str, Any]:
     """Every value that is no list or table, by its name with those around it."""
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    inner = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else None
+    )
     if inner is None:
         return {name: value}
-    return {key: each for part, item in inner for key, each in numbers(item, f"{name}.{part}").items()}
+    return {
+        key: each for part, item in inner for key, each in numbers(item, f"{name}.{part}").items()
+    }
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_last_line_is_one_object_with_its_schema(command: str, place: Path, server: CommandServer) -> None:
+def test_the_last_line_is_one_object_with_its_schema(
+    command: str, place: Path, server: CommandServer
+) -> None:
     without_compiler = {"CXX": "no-such-compiler"}  # which `check` would try
     done = server.run(place, *command.split(), "--json", env=without_compiler, figures=0)
     assert done.code == 0, done.err
@@ -59,11 +71,16 @@ def test_the_last_line_is_one_object_with_its_schema(command: str, place: Path, 
     assert list(found) == COMMANDS[command].split()
     assert found["schema"] == f"monograph.{command.split()[0]}/1"
     for name, value in numbers(found).items():
-        if any(unit in name for unit in ("_bytes", "_per_s", "_s", "tokens", "loss", "update", "cores", "params")):
+        if any(
+            unit in name
+            for unit in ("_bytes", "_per_s", "_s", "tokens", "loss", "update", "cores", "params")
+        ):
             assert value is None or isinstance(value, int | float), name
 
 
-def test_a_damaged_checkpoint_is_an_entry_with_its_fault(place: Path, server: CommandServer) -> None:
+def test_a_damaged_checkpoint_is_an_entry_with_its_fault(
+    place: Path, server: CommandServer
+) -> None:
     weights = newest(place / "run") / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1] + b"x")
@@ -75,16 +92,28 @@ def test_a_damaged_checkpoint_is_an_entry_with_its_fault(place: Path, server: Co
 
 
 def test_each_record_is_written_by_its_own_options(place: Path, server: CommandServer) -> None:
-    """Records beside each other write what each writes alone from the command line; both log-probabilities are told."""
+    """Records beside each other write what each writes alone from the command line; both
+    log-probabilities are told.
+    """
     records = [
         {"prompt": "al\u2028pha", "temperature": 0, "logprobs": 2},
-        {"prompt": "alpha", "seed": 5, "top_p": 0.5, "dry_multiplier": 1, "dry_sequence_breakers": []},
+        {
+            "prompt": "alpha",
+            "seed": 5,
+            "top_p": 0.5,
+            "dry_multiplier": 1,
+            "dry_sequence_breakers": [],
+        },
         {"prompt": "be", "logit_bias": {"70": 50, "71": -math.inf}, "mirostat_tau": 2.5},
     ]
-    (place / "records.jsonl").write_text("".join(json.dumps(each, ensure_ascii=False) + "\r\n" for each in records))
+    (place / "records.jsonl").write_text(
+        "".join(json.dumps(each, ensure_ascii=False) + "\r\n" for each in records)
+    )
 
     def written(*arguments: str) -> list[dict[str, Any]]:
-        done = server.run(place, "generate", "run", *arguments, "--max-tokens", "6", "--json", figures=0)
+        done = server.run(
+            place, "generate", "run", *arguments, "--max-tokens", "6", "--json", figures=0
+        )
         assert done.code == 0, done.err
         return json.loads(done.out.splitlines()[-1])["completions"]
 
@@ -94,11 +123,15 @@ def test_each_record_is_written_by_its_own_options(place: Path, server: CommandS
     assert together[2]["token_ids"][0] == 70
     for record, completion in zip(records, together, strict=True):
         flags = [
-            f"--{key.replace('_', '-')}={record.pop(key)}" for key in ("temperature", "seed", "top_p") if key in record
+            f"--{key.replace('_', '-')}={record.pop(key)}"
+            for key in ("temperature", "seed", "top_p")
+            if key in record
         ]
         pairs = [f"{key}={json.dumps(value)}" for key, value in record.items() if key != "prompt"]
         [alone] = written(str(record["prompt"]), *flags, *(f"--sampler={pair}" for pair in pairs))
         assert alone["token_ids"] == completion["token_ids"] and alone.keys() == completion.keys()
     likely = together[0]["logprobs"][0]
-    assert likely["processed_drawn"] == 0 and len(likely["processed_likeliest"]) == 1 < len(likely["likeliest"])
+    assert likely["processed_drawn"] == 0 and len(likely["processed_likeliest"]) == 1 < len(
+        likely["likeliest"]
+    )
     assert likely["drawn"] == likely["likeliest"][0][1] < 0

@@ -1,4 +1,6 @@
-"""Run: pytest tests/commands/test_keys.py (what a person may ask about the keys of a configuration)."""
+"""Run: pytest tests/commands/test_keys.py (what a person may ask about the keys of a
+configuration).
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def test_every_name_of_another_program_finds_something() -> None:
 
 
 def test_a_word_that_is_none_is_answered_by_the_nearest() -> None:
-    with pytest.raises(UsageError, match=r"no key is called warmp_updates; did you mean optim\.warmup_updates\?"):
+    with pytest.raises(
+        UsageError, match=r"no key is called warmp_updates; did you mean optim\.warmup_updates\?"
+    ):
         keys_named("warmp_updates")
     with pytest.raises(UsageError, match="no key is called xyzzy; the sections are model, data"):
         keys_named("xyzzy")
@@ -60,23 +64,34 @@ def test_every_key_has_an_example_and_says_what_auto_stands_for(key: str) -> Non
 
 def test_the_rates_that_auto_stands_for_are_the_planners() -> None:
     rates = [FINETUNING_RATES["adapters"], FINETUNING_RATES["all"], MEASURED_RATES["muon"]["nano"]]
-    assert [float(word) for word in described("optim.lr").auto.split() if word[0].isdecimal()] == rates
+    assert [
+        float(word) for word in described("optim.lr").auto.split() if word[0].isdecimal()
+    ] == rates
 
 
 def test_one_key_is_explained_and_a_section_listed(capsys: pytest.CaptureFixture[str]) -> None:
     command("max_grad_norm", json=False)
     out = capsys.readouterr().out
-    assert out.startswith("optim.grad_clip\n") and "  default    1.0\n" in out and "max_grad_norm" in out
+    assert (
+        out.startswith("optim.grad_clip\n")
+        and "  default    1.0\n" in out
+        and "max_grad_norm" in out
+    )
     assert "optim.grad_clip=1.0\n" in out and "[optim]\n" in out
     command(None, json=False)
     out = capsys.readouterr().out
-    assert all(f"\n  {key}   (default: " in out for key in KEYS) and max(map(len, out.splitlines())) <= 100
+    assert (
+        all(f"\n  {key}   (default: " in out for key in KEYS)
+        and max(map(len, out.splitlines())) <= 100
+    )
     command("output_dir", json=False)
     assert capsys.readouterr().out == "output_dir: say --out FOLDER\n"
 
 
 @pytest.mark.parametrize("key", [key for key in KEYS if described(key).choices])
-def test_each_word_that_a_key_takes_is_explained(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_word_that_a_key_takes_is_explained(
+    key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     command(key, json=False)
     out = " ".join(capsys.readouterr().out.split())
     assert all(f" {word} {meaning} " in out for word, meaning in described(key).choices.items())
@@ -89,4 +104,8 @@ def test_a_program_gets_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     entries = json.loads(capsys.readouterr().out)["keys"]
     assert [entry["key"] for entry in entries] == list(KEYS)
     [rate] = [entry for entry in entries if entry["key"] == "optim.lr"]
-    assert {"learning_rate", "lr"} <= {*rate["elsewhere"]} and rate["default"] == "auto" and rate["example"] == 3e-4
+    assert (
+        {"learning_rate", "lr"} <= {*rate["elsewhere"]}
+        and rate["default"] == "auto"
+        and rate["example"] == 3e-4
+    )

@@ -1,6 +1,7 @@
 """Run: pytest tests/commands/test_ladder.py
 
-`monograph profile --ladder`: a row for each rung, with its numbers or with the reason why it has none.
+`monograph profile --ladder`: a row for each rung, with its numbers or with the reason why it has
+none.
 """
 
 from __future__ import annotations
@@ -31,7 +32,11 @@ def test_without_a_compiler_what_needs_none_is_measured(server: CommandServer, h
     done = server.run(here, *LADDER, "--out", "seen", "--json", env=NO_COMPILER)
     assert done.code == 0, done.err
     found = json.loads(done.out.splitlines()[-1])
-    assert found["schema"] == "monograph.ladder/2" and found["updates"] == 8 and found["tokens"] == 1024
+    assert (
+        found["schema"] == "monograph.ladder/2"
+        and found["updates"] == 8
+        and found["tokens"] == 1024
+    )
     rungs = {rung["rung"]: rung for rung in found["rungs"]}
     assert list(rungs) == [rung.name for rung in RUNGS]
     missing = {name: rung["obstacle"] for name, rung in rungs.items() if rung["obstacle"]}
@@ -40,17 +45,24 @@ def test_without_a_compiler_what_needs_none_is_measured(server: CommandServer, h
     assert "no-such-compiler" in missing["compiled"]
     there = [rung for rung in found["rungs"] if not rung["obstacle"]]
     for rung in there:
-        assert rung["tokens_per_s"] > 0 and rung["update_s_low"] <= rung["update_s"] <= rung["update_s_high"]
+        assert (
+            rung["tokens_per_s"] > 0
+            and rung["update_s_low"] <= rung["update_s"] <= rung["update_s_high"]
+        )
         assert rung["peak_memory_bytes"] > 4 * 4 * found["params"] and rung["compile_s"] == 0
     for one in there[1:]:
         other = rungs[one["over"]]
         assert one["times"] == pytest.approx(one["tokens_per_cpu_s"] / other["tokens_per_cpu_s"])
-        assert one["memory_times"] == pytest.approx(one["peak_memory_bytes"] / other["peak_memory_bytes"])
+        assert one["memory_times"] == pytest.approx(
+            one["peak_memory_bytes"] / other["peak_memory_bytes"]
+        )
     assert {one["over"] for one in there[-3:]} == {"packed"}
     assert rungs["accumulation"]["memory_times"] < 1 and rungs["8-bit state"]["memory_times"] < 1
     # The same text, seed and tokens: the same model, up to rounding.
     losses = [rung["eval_loss"] for rung in there]
-    assert rungs["fused loss and optimizer"]["eval_loss"] == pytest.approx(rungs["eager"]["eval_loss"], rel=1e-5)
+    assert rungs["fused loss and optimizer"]["eval_loss"] == pytest.approx(
+        rungs["eager"]["eval_loss"], rel=1e-5
+    )
     assert max(losses) - min(losses) < 0.01 and 4 < min(losses) < 6
     assert rungs["packed"]["micro_batch"] == 4 and rungs["accumulation"]["micro_batch"] == 1
     shown = [line for line in done.out.split("\n\n")[0].splitlines() if "not here" not in line]
@@ -60,7 +72,11 @@ def test_without_a_compiler_what_needs_none_is_measured(server: CommandServer, h
     assert "rung      13 of 13   streaming" in done.err and " left" in done.err
     # Nothing but what was found: no run, no checkpoint, no lock.
     assert {path.name for path in here.iterdir()} == {"texts", "seen"}
-    assert {path.name for path in (here / "seen").iterdir()} == {"ladder.svg", "ladder.json", "report.html"}
+    assert {path.name for path in (here / "seen").iterdir()} == {
+        "ladder.svg",
+        "ladder.json",
+        "report.html",
+    }
     assert json.loads((here / "seen" / "ladder.json").read_text()) == found
     picture = (here / "seen" / "ladder.svg").read_text()
     assert (
@@ -71,11 +87,15 @@ def test_without_a_compiler_what_needs_none_is_measured(server: CommandServer, h
 
 
 def test_a_busy_machine_changes_no_ratio() -> None:
-    """Another program takes two thirds of the clock's time on one rung, and none of the process's own."""
+    """Another program takes two thirds of the clock's time on one rung, and none of the process's
+    own.
+    """
     quick = Climbed((0.1,) * 8, (0.1,) * 8, 1e3, 4, 1, 1 << 20, 5.0, None, 0.0, ())
     disturbed = replace(quick, seconds=(0.3,) * 8)
     climbs = [Climb(RUNGS[0], "", quick), Climb(RUNGS[1], RUNGS[0].name, disturbed)]
-    assert [measured_rungs(climbs, timed)[1]["times"] for timed in ("cpu", "wall")] == pytest.approx([1.0, 1 / 3])
+    assert [
+        measured_rungs(climbs, timed)[1]["times"] for timed in ("cpu", "wall")
+    ] == pytest.approx([1.0, 1 / 3])
 
 
 def test_without_held_out_text_the_loss_is_the_trainings(
@@ -89,12 +109,18 @@ def test_without_held_out_text_the_loss_is_the_trainings(
     found = _ladder_object(ladder, _climbed(ladder, Progress()), here / "seen")
     _show_ladder(found, here / "seen")
     first, (out, error) = found["rungs"][0], capsys.readouterr()
-    assert first["eval_loss"] is None and 4 < first["train_loss"] < 7 and f"{first['train_loss']:.3f}" in out
+    assert (
+        first["eval_loss"] is None
+        and 4 < first["train_loss"] < 7
+        and f"{first['train_loss']:.3f}" in out
+    )
     assert "train.compile, train.precision: the rungs differ in this" in " ".join(error.split())
 
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupt_leaves_nothing(sent: signal.Signals, code: int, server: CommandServer, here: Path) -> None:
+def test_an_interrupt_leaves_nothing(
+    sent: signal.Signals, code: int, server: CommandServer, here: Path
+) -> None:
     command = server.start(here, *LADDER, env=NO_COMPILER)
     command.until(lambda: (here / "profiles").exists())
     time.sleep(0.1)
@@ -110,19 +136,27 @@ def test_an_interrupt_leaves_nothing(sent: signal.Signals, code: int, server: Co
         (["--out", "texts"], 3, "--out texts: holds something already"),
         (["train.memory=stream"], 2, "train.memory = stream"),
         (["-"], 2, "in the place of standard input"),
-        (["optim.name=muon", "optim.state=bf16", "optim.master_weights=false"], 2, "a ladder begins in fp32"),
+        (
+            ["optim.name=muon", "optim.state=bf16", "optim.master_weights=false"],
+            2,
+            "a ladder begins in fp32",
+        ),
     ],
 )
 def test_what_is_refused_is_one_line_and_leaves_nothing(
     server: CommandServer, here: Path, arguments: list[str], code: int, words: str
 ) -> None:
-    settings = over(LADDER, *(["train.precision=bf16"] if "optim.master_weights=false" in arguments else []))
+    settings = over(
+        LADDER, *(["train.precision=bf16"] if "optim.master_weights=false" in arguments else [])
+    )
     done = server.run(here, *settings, *arguments, env=NO_COMPILER)
     assert done.code == code and words in done.err.splitlines()[-1] and "Traceback" not in done.err
     assert {path.name for path in here.iterdir()} == {"texts"}
 
 
-def test_a_disk_that_fills_up_is_one_line_and_leaves_nothing(server: CommandServer, here: Path) -> None:
+def test_a_disk_that_fills_up_is_one_line_and_leaves_nothing(
+    server: CommandServer, here: Path
+) -> None:
     done = server.run(here, *LADDER, "--out", "seen", env=NO_COMPILER, file_bytes=5_000)
     assert done.code == 7 and "written" in done.err.splitlines()[-1]
     assert not (here / "seen").exists()

@@ -1,4 +1,6 @@
-"""Run: pytest tests/commands/test_mixture.py (SWEEP/mixture, as typed, and the model that learns from it)."""
+"""Run: pytest tests/commands/test_mixture.py (SWEEP/mixture, as typed, and the model that learns
+from it).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from commands.forked import CommandServer
 from commands.inputs import SLOW, TINY, newest, over, rows, sound, with_texts
 from monograph.config import load
 
-SHORT = over(TINY, "train.updates=40", "train.save_every=10", "optim.name=adamw", "optim.lr=1e-2", "train.seed=0,1")
+SHORT = over(
+    TINY,
+    "train.updates=40",
+    "train.save_every=10",
+    "optim.name=adamw",
+    "optim.lr=1e-2",
+    "train.seed=0,1",
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +52,9 @@ def last(text: str) -> Any:
 
 
 def test_members_are_scored_together(place: Path, server: CommandServer) -> None:
-    alone = [member["eval_bits_per_byte"] for member in last((place / "out").read_text())["members"]]
+    alone = [
+        member["eval_bits_per_byte"] for member in last((place / "out").read_text())["members"]
+    ]
     done = server.run(place, "evaluate", "s/mixture", "--json")
     assert done.code == 0 and "2 members together" in done.out, done.err
     together = last(done.out)["bits_per_byte"]
@@ -59,19 +70,29 @@ def test_members_are_scored_together(place: Path, server: CommandServer) -> None
     assert gap["paired_by"] == "document" and gap["standard_error"] > 0
 
 
-def test_members_that_did_not_finish_are_left_out(place: Path, server: CommandServer, tmp_path: Path) -> None:
+def test_members_that_did_not_finish_are_left_out(
+    place: Path, server: CommandServer, tmp_path: Path
+) -> None:
     shutil.copytree(place / "s", tmp_path / "s")
     shutil.copytree(place / "texts", tmp_path / "texts")
     shutil.rmtree(tmp_path / "s/members/000/checkpoints")
     member = last((place / "out").read_text())["members"][1]["eval_bits_per_byte"]
     done = server.run(tmp_path, "evaluate", "s/mixture", "--json")
-    assert last(done.out)["bits_per_byte"] == pytest.approx(member, rel=1e-6) and "1 member together" in done.out
+    assert (
+        last(done.out)["bits_per_byte"] == pytest.approx(member, rel=1e-6)
+        and "1 member together" in done.out
+    )
     shutil.rmtree(tmp_path / "s/members/001/checkpoints")
     done = server.run(tmp_path, "compare", "s/mixture", "s/mixture")
-    assert done.code == 3 and "s/mixture: no member has finished: `monograph sweep --out s` goes on" in done.err
+    assert (
+        done.code == 3
+        and "s/mixture: no member has finished: `monograph sweep --out s` goes on" in done.err
+    )
 
 
-def test_one_model_learns_from_the_members_and_is_an_ordinary_run(place: Path, server: CommandServer) -> None:
+def test_one_model_learns_from_the_members_and_is_an_ordinary_run(
+    place: Path, server: CommandServer
+) -> None:
     found = last((place / "out").read_text())["distilled"]
     assert found["run"] == "s/distilled" and found["eval_bits_per_byte"] > 0
     own, best = (load(place / run / "config.toml", {}, {}) for run in ("s/distilled", "s/best"))
@@ -87,14 +108,18 @@ def test_one_model_learns_from_the_members_and_is_an_ordinary_run(place: Path, s
     assert server.run(place, "export", "s/distilled", "--to", "hf").code == 0
     again = server.run(place, "train", "--resume", "s/distilled", figures=0)
     assert again.code == 0 and "has already finished, after 40 updates" in again.err
-    alone = server.run(place, "train", "--from", "s/distilled", "train.updates=3", "--out", "b", figures=0)
+    alone = server.run(
+        place, "train", "--from", "s/distilled", "train.updates=3", "--out", "b", figures=0
+    )
     assert alone.code == 0 and sound(place / "b") == 3, "without teachers"
     same = server.run(place, "sweep", "--out", "s", "--json", figures=0)
     assert same.code == 0 and last(same.out)["distilled"] == found and "data  " not in same.err
 
 
 @pytest.mark.slow
-def test_killed_and_gone_on_with_is_uninterrupted(place: Path, server: CommandServer, tmp_path: Path) -> None:
+def test_killed_and_gone_on_with_is_uninterrupted(
+    place: Path, server: CommandServer, tmp_path: Path
+) -> None:
     """Law 10, by the sweep's command and by the run's own."""
     shutil.copytree(place / "texts", tmp_path / "texts")
     shutil.copytree(place / "s", tmp_path / "s", ignore=shutil.ignore_patterns("distilled"))
@@ -110,11 +135,16 @@ def test_killed_and_gone_on_with_is_uninterrupted(place: Path, server: CommandSe
         assert newest(ours).name == "step-00000040"
         for name in ("model.safetensors", "optimizer.safetensors"):
             assert (newest(ours) / name).read_bytes() == (newest(whole) / name).read_bytes()
-        kept = [[(row["update"], row["train_loss"], row["grad_norm"]) for row in rows(run)] for run in (ours, whole)]
+        kept = [
+            [(row["update"], row["train_loss"], row["grad_norm"]) for row in rows(run)]
+            for run in (ours, whole)
+        ]
         assert kept[0] == kept[1] and len(kept[0]) == 40
 
 
-def test_a_teacher_that_is_gone_or_another_is_refused(unfinished: Path, server: CommandServer) -> None:
+def test_a_teacher_that_is_gone_or_another_is_refused(
+    unfinished: Path, server: CommandServer
+) -> None:
     record = unfinished / "s/distilled/teachers.json"
     teacher = unfinished / "s/members/001/checkpoints"
     written = record.read_text()
@@ -127,7 +157,10 @@ def test_a_teacher_that_is_gone_or_another_is_refused(unfinished: Path, server: 
     shutil.move(teacher, unfinished / "kept")
     way_out = "put it back, or go on without teachers in a new run, with --from s/distilled"
     said = refused()
-    assert "s/members/001/checkpoints/step-00000040, a teacher of s/distilled: " in said and said.endswith(way_out)
+    assert (
+        "s/members/001/checkpoints/step-00000040, a teacher of s/distilled: " in said
+        and said.endswith(way_out)
+    )
     shutil.copytree(unfinished / "s/members/000/checkpoints", teacher)
     assert refused().endswith(
         f"s/members/001/checkpoints/step-00000040, a teacher of s/distilled, has changed: {way_out}"
@@ -143,8 +176,13 @@ def test_a_teacher_that_is_gone_or_another_is_refused(unfinished: Path, server: 
     record.unlink()
     assert "s/distilled/teachers.json: not what the run was begun with" in refused()
     record.write_text(written)
-    streamed = server.run(unfinished, "train", "--resume", "s/distilled", "train.memory=stream", figures=0)
-    assert streamed.code == 2 and "members, on one device: leave out train.memory = stream" in streamed.err
+    streamed = server.run(
+        unfinished, "train", "--resume", "s/distilled", "train.memory=stream", figures=0
+    )
+    assert (
+        streamed.code == 2
+        and "members, on one device: leave out train.memory = stream" in streamed.err
+    )
     done = server.run(unfinished, "train", "--resume", "s/distilled", figures=0)
     assert done.code == 0 and sound(unfinished / "s/distilled") == 40, done.err
 
@@ -155,7 +193,9 @@ def test_a_teacher_that_is_gone_or_another_is_refused(unfinished: Path, server: 
      ["check", "s/mixture"], ["train", "texts", "model.init=s/mixture"]],
     ids=["generate", "export", "from", "check", "init"],
 )  # fmt: skip
-def test_what_takes_one_model_names_the_way_to_one(place: Path, server: CommandServer, typed: list[str]) -> None:
+def test_what_takes_one_model_names_the_way_to_one(
+    place: Path, server: CommandServer, typed: list[str]
+) -> None:
     done = server.run(place, *typed)
     way = "`monograph sweep --out s --distill` trains one model on them, s/distilled"
     assert done.code == 3 and done.err.splitlines()[-1].endswith(way), done.err
@@ -181,6 +221,10 @@ def test_what_cannot_teach_is_refused_before_it_is_trained(
 
 
 def test_questions_are_asked_of_one_model(place: Path, server: CommandServer) -> None:
-    (place / "quiz.jsonl").write_text('{"query": "alpha", "choices": ["beta", "gamma"], "gold": 1}\n')
+    (place / "quiz.jsonl").write_text(
+        '{"query": "alpha", "choices": ["beta", "gamma"], "gold": 1}\n'
+    )
     done = server.run(place, "evaluate", "s/mixture", "--data", "quiz.jsonl")
-    assert done.code == 3 and "a mixture does not say what follows a question: give a text" in done.err
+    assert (
+        done.code == 3 and "a mixture does not say what follows a question: give a text" in done.err
+    )

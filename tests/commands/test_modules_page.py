@@ -1,4 +1,6 @@
-"""Run: pytest -m slow tests/commands/test_modules_page.py (docs/modules.md: files and commands as they stand there)."""
+"""Run: pytest -m slow tests/commands/test_modules_page.py (docs/modules.md: files and commands as
+they stand there).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ import pytest
 from commands.forked import CommandServer
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "modules.md").read_text()
-FILES = {body.split("\n")[0].removeprefix("# "): body for body in re.findall(r"```python\n(.*?)```", PAGE, re.S)}
+FILES = {
+    body.split("\n")[0].removeprefix("# "): body
+    for body in re.findall(r"```python\n(.*?)```", PAGE, re.S)
+}
 COMMANDS = re.findall(r"^    monograph (.*)$", PAGE, re.M)
 
 
@@ -23,10 +28,17 @@ COMMANDS = re.findall(r"^    monograph (.*)$", PAGE, re.M)
 def test_a_module_of_the_page_learns(server: CommandServer, here: Path, command: str) -> None:
     for name, body in FILES.items():
         (here / name).write_text(body)
-    made = subprocess.run([sys.executable, "pictures.py"], cwd=here, capture_output=True, check=True)
+    made = subprocess.run(
+        [sys.executable, "pictures.py"], cwd=here, capture_output=True, check=True
+    )
     (here / "pictures.jsonl").write_bytes(made.stdout)
     words = shlex.split(command.replace("my_texts/", "texts"))
-    words += ["train.updates=100", "train.compile=none", "train.tokens_per_update=2048", "optim.lr=3e-3"]
+    words += [
+        "train.updates=100",
+        "train.compile=none",
+        "train.tokens_per_update=2048",
+        "optim.lr=3e-3",
+    ]
     done = server.run(here, *words, "data.held_out=0", "--out", "run", "--json")
     assert done.code == 0, done.err
     rows = map(json.loads, (here / "run" / "metrics.jsonl").read_text().splitlines())

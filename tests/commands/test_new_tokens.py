@@ -25,7 +25,9 @@ from monograph.run.models import load
 from monograph.text.chat import chat_ids
 from monograph.text.tokenizer import Tokenizer
 
-needs_gguf = pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="the package gguf is not installed")
+needs_gguf = pytest.mark.skipif(
+    importlib.util.find_spec("gguf") is None, reason="the package gguf is not installed"
+)
 NEW = ("<|im_start|>", "<|im_end|>")
 CHATS = [
     "chats.jsonl", "model.init=base", "data.tokenizer=chatty", "data.sequence_length=96", "data.held_out=0.2",
@@ -38,13 +40,22 @@ SAID = "2 new tokens: <|im_start|>, <|im_end|>; their rows begin as the mean"
 def with_tokens(tokenizer: Tokenizer, *tokens: str) -> Tokenizer:
     content = json.loads(tokenizer.to_json())
     for place, token in enumerate(tokens):
-        entry = {"id": tokenizer.vocab_size + place, "content": token, "special": True, "normalized": False}
+        entry = {
+            "id": tokenizer.vocab_size + place,
+            "content": token,
+            "special": True,
+            "normalized": False,
+        }
         content["added_tokens"].append(entry)
     return Tokenizer(content, "longer")
 
 
-def write_inputs(here: Path, rows: int | None = None, tied: bool = True, dtype: torch.dtype = torch.bfloat16) -> Llama:
-    """A base with plain texts' tokenizer, a folder with its tokenizer, two tokens more and a chat template, chats."""
+def write_inputs(
+    here: Path, rows: int | None = None, tied: bool = True, dtype: torch.dtype = torch.bfloat16
+) -> Llama:
+    """A base with plain texts' tokenizer, a folder with its tokenizer, two tokens more and a chat
+    template, chats.
+    """
     plain = Tokenizer.train_bpe(["the answer is what the user said, and why " * 9], 300)
     config = LlamaConfig(
         vocab_size=rows or plain.vocab_size, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
@@ -55,10 +66,16 @@ def write_inputs(here: Path, rows: int | None = None, tied: bool = True, dtype: 
     longer = with_tokens(plain, *NEW)
     (here / "chatty").mkdir()
     longer.save(here / "chatty" / "tokenizer.json")
-    tokens = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|bos|>", "eos_token": "<|im_end|>"}
+    tokens = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|bos|>",
+        "eos_token": "<|im_end|>",
+    }
     (here / "chatty" / "tokenizer_config.json").write_text(json.dumps(tokens))
     (here / "chatty" / "chat_template.jinja").write_text(TEMPLATES["chatml"])
-    write_chats(here / "chats.jsonl", [said(f"what {number}", "the answer") for number in range(20)])
+    write_chats(
+        here / "chats.jsonl", [said(f"what {number}", "the answer") for number in range(20)]
+    )
     return base
 
 
@@ -78,7 +95,9 @@ def mean_of(rows: Tensor) -> Tensor:
 
 
 def tables(model: Llama) -> list[Tensor]:
-    return [model.model.embed_tokens.weight] + [model.lm_head.weight] * (not model.config.tie_word_embeddings)
+    return [model.model.embed_tokens.weight] + [model.lm_head.weight] * (
+        not model.config.tie_word_embeddings
+    )
 
 
 def first(run: Path) -> dict[str, Tensor]:
@@ -87,7 +106,13 @@ def first(run: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("spare", "tied"),
-    [(9, True), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, False), (0, True), (0, False)))],
+    [
+        (9, True),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((1, False), (0, True), (0, False))
+        ),
+    ],
 )
 def test_all_weights_are_trained_with_a_row_for_each_token(
     here: Path, server: CommandServer, spare: int, tied: bool
@@ -98,12 +123,16 @@ def test_all_weights_are_trained_with_a_row_for_each_token(
     done = ok(server, here, "train", *over(CHATS, "train.keep=9"), "--out", "run", figures=0)
     assert SAID in shown(done)
     saved = first(here / "run")
-    for name, own in zip(("model.embed_tokens.weight", "lm_head.weight"), tables(base), strict=False):
+    for name, own in zip(
+        ("model.embed_tokens.weight", "lm_head.weight"), tables(base), strict=False
+    ):
         assert list(saved[name].shape) == [size, 32]
         assert torch.equal(saved[name][:known], own[:known].float()), "the old rows' bits"
         for row in saved[name][known : known + 2]:
             torch.testing.assert_close(row.double(), mean_of(own[:known]), rtol=1e-6, atol=1e-9)
-        assert torch.equal(saved[name][known + 2 :], own[known + 2 :].float()), "spare rows that nobody uses"
+        assert torch.equal(saved[name][known + 2 :], own[known + 2 :].float()), (
+            "spare rows that nobody uses"
+        )
     assert ("lm_head.weight" in saved) is not tied
     ok(server, here, "export", "run", "--to", "out")
     exported = load_model(here / "out")
@@ -118,9 +147,15 @@ def test_all_weights_are_trained_with_a_row_for_each_token(
     settings = [each for each in CHATS if not each.startswith("data.tokenizer")]
     again = ok(server, here, "train", *over(settings, "model.init=run"), "--out", "on", figures=0)
     assert "new token" not in again.err, "the run knows them"
-    with_tokens(Tokenizer.from_file(here / "chatty"), "<|more|>").save(here / "chatty" / "tokenizer.json")
-    refused = server.run(here, "train", "--from", "run", "data.tokenizer=chatty", "--out", "refused")
-    assert refused.code == 2 and "data.tokenizer has 1 token that run has no row for" in shown(refused), refused.err
+    with_tokens(Tokenizer.from_file(here / "chatty"), "<|more|>").save(
+        here / "chatty" / "tokenizer.json"
+    )
+    refused = server.run(
+        here, "train", "--from", "run", "data.tokenizer=chatty", "--out", "refused"
+    )
+    assert refused.code == 2 and "data.tokenizer has 1 token that run has no row for" in shown(
+        refused
+    ), refused.err
 
 
 @pytest.mark.parametrize("tied", [pytest.param(True, marks=pytest.mark.slow), False])
@@ -146,12 +181,16 @@ def test_adapters_train_the_new_rows(here: Path, server: CommandServer, tied: bo
     ok(server, here, "export", "run", "--to", "out")
     merged = load_model(here / "out")
     assert merged.config.vocab_size == known + 2 and merged.config.tie_word_embeddings is tied
-    for name, own, now in zip(("model.embed_tokens", "lm_head"), tables(base), tables(merged), strict=False):
+    for name, own, now in zip(
+        ("model.embed_tokens", "lm_head"), tables(base), tables(merged), strict=False
+    ):
         assert torch.equal(now[:known], own), "all other rows stay the base's bits"
         assert torch.equal(now[known:], saved[f"{name}.token_rows"].bfloat16()), "rounded once"
     again, tokenizer = load(here / "out/adapter")
     assert tokenizer.vocab_size == known + 2
-    assert all(torch.equal(p, q) for p, q in zip(merged.parameters(), again.parameters(), strict=True))
+    assert all(
+        torch.equal(p, q) for p, q in zip(merged.parameters(), again.parameters(), strict=True)
+    )
     ok(server, here, "generate", "out/adapter", "what is it", "--chat", "--max-tokens", "3")
     settings = [each for each in CHATS if not each.startswith(("data.tokenizer", "model."))]
     further = [*settings, "model.init=out/adapter", "train.keep=9"]
@@ -166,15 +205,28 @@ def test_adapters_train_the_new_rows(here: Path, server: CommandServer, tied: bo
 def test_a_resumed_run_is_the_uninterrupted_one(here: Path, server: CommandServer) -> None:
     write_inputs(here, tied=False)
     for settings, name in ((CHATS, "all"), (LORA, "lora")):
-        ok(server, here, "train", *over(settings, "train.save_every=2"), "--out", f"{name}-whole", figures=0)
+        ok(
+            server,
+            here,
+            "train",
+            *over(settings, "train.save_every=2"),
+            "--out",
+            f"{name}-whole",
+            figures=0,
+        )
         shutil.copytree(here / f"{name}-whole", here / f"{name}-cut")
         shutil.rmtree(newest(here / f"{name}-cut"))
         ok(server, here, "train", "--resume", f"{name}-cut", figures=0)
-        one, other = ((newest(here / f"{name}-{out}") / "model.safetensors").read_bytes() for out in ("whole", "cut"))
+        one, other = (
+            (newest(here / f"{name}-{out}") / "model.safetensors").read_bytes()
+            for out in ("whole", "cut")
+        )
         assert one == other
 
 
-def test_the_models_own_tokenizer_may_have_more_tokens_than_rows(here: Path, server: CommandServer) -> None:
+def test_the_models_own_tokenizer_may_have_more_tokens_than_rows(
+    here: Path, server: CommandServer
+) -> None:
     base = write_inputs(here)
     for file in (here / "chatty").glob("*"):
         file.rename(here / "base" / file.name)
@@ -191,13 +243,25 @@ def test_reserved_tokens_that_the_base_has_rows_for(here: Path, server: CommandS
     done = ok(server, here, "train", *settings, "--out", "run", figures=0)
     assert "2 tokens with rows of their own: <|pad|>, " in shown(done) and SAID in shown(done)
     plain = Tokenizer.from_file(here / "base")
-    ids = [plain.special["<|pad|>"], plain.id_of(" the"), base.config.vocab_size, base.config.vocab_size + 1]
-    assert load_file(newest(here / "run") / "model.safetensors")["model.embed_tokens.token_rows"].shape == (4, 32)
+    ids = [
+        plain.special["<|pad|>"],
+        plain.id_of(" the"),
+        base.config.vocab_size,
+        base.config.vocab_size + 1,
+    ]
+    assert load_file(newest(here / "run") / "model.safetensors")[
+        "model.embed_tokens.token_rows"
+    ].shape == (4, 32)
     ok(server, here, "export", "run", "--to", "out")
     config = json.loads((here / "out/adapter/adapter_config.json").read_text())
     assert config["trainable_token_indices"] == ids
     merged = load_model(here / "out").model.embed_tokens.weight
-    changed = (merged[: base.config.vocab_size] != base.model.embed_tokens.weight).any(1).nonzero().flatten()
+    changed = (
+        (merged[: base.config.vocab_size] != base.model.embed_tokens.weight)
+        .any(1)
+        .nonzero()
+        .flatten()
+    )
     assert changed.tolist() == ids[:2]
 
 
@@ -208,8 +272,8 @@ def test_a_plan_knows_the_rows(here: Path, server: CommandServer) -> None:
         for settings in (LORA, [each for each in LORA if not each.startswith("data.tokenizer")])
     ]
     longer, plain = (plan["chosen"]["peak_memory_bytes"] for plan in plans)
-    # Two rows of the table, as many trained (weight, gradient and two moments), and two logits of each token with their
-    # gradients.
+    # Two rows of the table, as many trained (weight, gradient and two moments), and two logits of
+    # each token with their gradients.
     assert longer - plain == 2 * 32 * (4 + 16) + 2 * 384 * (4 + 4)
     printed = ok(server, here, "plan", *LORA).out
     assert f"note     {SAID} and are trained with the adapters" in printed
@@ -221,12 +285,17 @@ def test_a_sweep_trains_the_rows_of_each_member(here: Path, server: CommandServe
     settings = over(LORA, "optim.lr=1e-3,3e-3")
     done = ok(server, here, "sweep", *settings, "--out", "sweep", figures=0)
     assert SAID in shown(done)
-    found = [load_file(path) for path in sorted((here / "sweep").rglob("step-00000004/model.safetensors"))]
+    found = [
+        load_file(path)
+        for path in sorted((here / "sweep").rglob("step-00000004/model.safetensors"))
+    ]
     assert len(found) == 2 and all(len(tensors) == 2 * 2 * len(LINEAR) + 1 for tensors in found)
     assert not torch.equal(*(tensors["model.embed_tokens.token_rows"] for tensors in found))
 
 
-def test_another_tokenizer_is_refused_by_the_first_id_that_differs(here: Path, server: CommandServer) -> None:
+def test_another_tokenizer_is_refused_by_the_first_id_that_differs(
+    here: Path, server: CommandServer
+) -> None:
     write_inputs(here)
     content = json.loads((here / "chatty" / "tokenizer.json").read_text())
     vocab = content["model"]["vocab"]
@@ -235,7 +304,9 @@ def test_another_tokenizer_is_refused_by_the_first_id_that_differs(here: Path, s
     (here / "chatty" / "tokenizer.json").write_text(json.dumps(content))
     for arguments in (["train", *CHATS, "--out", "run"], ["plan", *CHATS]):
         done = server.run(here, *arguments)
-        assert done.code == 3 and f"id 7 is {other!r}, and of the model {one!r}" in done.err, done.err
+        assert done.code == 3 and f"id 7 is {other!r}, and of the model {one!r}" in done.err, (
+            done.err
+        )
     assert not (here / "run").exists()
 
 
@@ -243,22 +314,42 @@ def test_what_cannot_be_compared_is_said_or_refused(here: Path, server: CommandS
     base = write_inputs(here)
     (here / "base" / "tokenizer.json").unlink()
     done = server.run(here, "train", *CHATS, "--out", "run")
-    assert done.code == 3 and "no tokenizer.json next to its weights says which tokens are new" in done.err, done.err
+    assert (
+        done.code == 3
+        and "no tokenizer.json next to its weights says which tokens are new" in done.err
+    ), done.err
     config = here / "base" / "config.json"
-    model = Llama(LlamaConfig.from_hf(json.loads(config.read_text()) | {"vocab_size": base.config.vocab_size + 2}))
+    model = Llama(
+        LlamaConfig.from_hf(
+            json.loads(config.read_text()) | {"vocab_size": base.config.vocab_size + 2}
+        )
+    )
     for path in (here / "base").glob("*"):
         path.unlink()
     save_model(model, here / "base")
     done = ok(server, here, "train", *CHATS, "train.keep=9", "--out", "run", figures=0)
-    assert "base has no tokenizer.json to compare data.tokenizer with: its ids are taken as they are" in shown(done)
-    assert torch.equal(first(here / "run")["model.embed_tokens.weight"], model.model.embed_tokens.weight)
+    assert (
+        "base has no tokenizer.json to compare data.tokenizer with: its ids are taken as they are"
+        in shown(done)
+    )
+    assert torch.equal(
+        first(here / "run")["model.embed_tokens.weight"], model.model.embed_tokens.weight
+    )
 
 
 @pytest.mark.parametrize(
     ("settings", "code", "words"),
     [
-        (over(LORA, 'lora.tokens=["<|im_start|>", "no token"]'), 2, "lora.tokens: 'no token' is no token of chatty"),
-        (over(CHATS, 'lora.tokens=["<|pad|>"]'), 2, "lora.tokens is of adapters, and none are trained"),
+        (
+            over(LORA, 'lora.tokens=["<|im_start|>", "no token"]'),
+            2,
+            "lora.tokens: 'no token' is no token of chatty",
+        ),
+        (
+            over(CHATS, 'lora.tokens=["<|pad|>"]'),
+            2,
+            "lora.tokens is of adapters, and none are trained",
+        ),
         (over(LORA, "lora.tokens=[]"), 2, "lora.tokens"),
     ],
 )
@@ -274,16 +365,24 @@ def test_tokens_that_are_none_are_refused_by_name(
 @needs_gguf
 @pytest.mark.slow
 @pytest.mark.parametrize("adapters", [False, True])
-def test_the_new_tokens_are_learnt_and_written(here: Path, server: CommandServer, adapters: bool) -> None:
-    """One answer learnt by heart, with a head of its own: ours, transformers and llama.cpp say it, and stop."""
+def test_the_new_tokens_are_learnt_and_written(
+    here: Path, server: CommandServer, adapters: bool
+) -> None:
+    """One answer learnt by heart, with a head of its own: ours, transformers and llama.cpp say it,
+    and stop.
+    """
     write_inputs(here, tied=False, dtype=torch.float32)
     question = said("what is it", "so thus")
     write_chats(here / "chats.jsonl", [question] * 2)
-    settings = over(LORA if adapters else CHATS, "data.held_out=0", "train.updates=80", "optim.lr=1e-2")
+    settings = over(
+        LORA if adapters else CHATS, "data.held_out=0", "train.updates=80", "optim.lr=1e-2"
+    )
     ok(server, here, "train", *settings, "--out", "run", figures=0)
     ok(server, here, "export", "run", "--to", "hf")
     ok(server, here, "export", "run", "--to", "gguf", "--format", "gguf", "--dtype", "f32")
-    ours = ok(server, here, "generate", "run", "what is it", "--chat", "--temperature", "0", "--json")
+    ours = ok(
+        server, here, "generate", "run", "what is it", "--chat", "--temperature", "0", "--json"
+    )
     [written] = json.loads(ours.out.splitlines()[-1])["completions"]
     assert (written["text"].strip(), written["finish_reason"]) == ("so thus", "stop")
     from transformers import AutoModelForCausalLM
@@ -291,7 +390,15 @@ def test_the_new_tokens_are_learnt_and_written(here: Path, server: CommandServer
     tokenizer = Tokenizer.from_file(here / "chatty")
     ids = chat_ids(tokenizer, question[:1], add_generation_prompt=True)
     theirs = AutoModelForCausalLM.from_pretrained(here / "hf")
-    answer = theirs.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=32)[0, len(ids) :].tolist()
-    assert answer[-1] == tokenizer.special["<|im_end|>"] and tokenizer.decode(answer).strip() == "so thus"
+    answer = theirs.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=32)[
+        0, len(ids) :
+    ].tolist()
+    assert (
+        answer[-1] == tokenizer.special["<|im_end|>"]
+        and tokenizer.decode(answer).strip() == "so thus"
+    )
     said_there = LlamaCpp(here / "gguf" / "model.gguf").answered(question[:1], 32)["choices"][0]
-    assert said_there["message"]["content"].strip() == "so thus" and said_there["finish_reason"] == "stop"
+    assert (
+        said_there["message"]["content"].strip() == "so thus"
+        and said_there["finish_reason"] == "stop"
+    )

@@ -1,4 +1,6 @@
-"""Run: pytest tests/commands/test_next.py [-m slow] (each command that a run names at its end works on that run)."""
+"""Run: pytest tests/commands/test_next.py [-m slow] (each command that a run names at its end works
+on that run).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,13 @@ RUNS = {
     "a module": ["train", *OWN, "model.init=own.py:build"],
     "conversations": ["train", *over(CHATS, "train.updates=4")],
     "pairs": ["train", "pairs.jsonl", "data.held_out=0.3", "train.tokens_per_update=128", *BASE],
-    "labels": ["train", "labelled.jsonl", "data.held_out=0.3", "train.tokens_per_update=128", *BASE],
+    "labels": [
+        "train",
+        "labelled.jsonl",
+        "data.held_out=0.3",
+        "train.tokens_per_update=128",
+        *BASE,
+    ],
     "rewards": ["train", *REWARDS, "data.held_out=0.5"],
     "adapters": ["train", *OWN, "model.init=base", "lora.rank=2"],
     "a sweep": ["sweep", *over(TINY, "optim.lr=1e-3,1e-2", "train.seed=0,1")],
@@ -35,7 +43,13 @@ RUNS = {
     "averaged": ["train", *TINY, "optim.ema=0.9"],
     "epochs": ["train", *[each for each in TINY if "updates=" not in each], "train.epochs=1"],
     "a folder of its own": ["train", *TINY, "--out", "mine"],
-    "pairs of adapters": ["train", "pairs.jsonl", "train.tokens_per_update=128", "lora.rank=2", *BASE],
+    "pairs of adapters": [
+        "train",
+        "pairs.jsonl",
+        "train.tokens_per_update=128",
+        "lora.rank=2",
+        *BASE,
+    ],
     "rewards of adapters": ["train", *REWARDS, "lora.rank=2"],
 }
 # What another kind stands for by day.
@@ -64,7 +78,8 @@ def following(done: Done) -> list[list[str]]:
 def follow(server: CommandServer, here: Path, done: Done, call: str) -> None:
     assert done.code == 0, done.err
     for arguments in following(done):
-        arguments = ["0.02" if argument in ("5", "30") else argument for argument in arguments]  # minutes
+        # Minutes.
+        arguments = ["0.02" if argument in ("5", "30") else argument for argument in arguments]
         again = server.start(here, *arguments, call=call, figures=0).wait()
         opened = again.code == Stopped.exit_code and again.err.endswith("opened\n")
         assert again.code == 0 or opened, (arguments, again.err)
@@ -77,7 +92,12 @@ def test_a_resumed_run_names_commands_that_open_it(server: CommandServer, here: 
     [run] = (here / "runs").iterdir()
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(line for line in lines if '"summary"' not in line))
-    follow(server, here, server.run(here, "train", "--resume", "last", figures=0), "commands.opened:main")
+    follow(
+        server,
+        here,
+        server.run(here, "train", "--resume", "last", figures=0),
+        "commands.opened:main",
+    )
 
 
 def marked(kinds: set[str]) -> list[object]:
@@ -85,11 +105,15 @@ def marked(kinds: set[str]) -> list[object]:
 
 
 @pytest.mark.parametrize("kind", marked(AT_NIGHT))
-def test_each_command_that_a_run_names_opens_that_run(kind: str, server: CommandServer, here: Path) -> None:
+def test_each_command_that_a_run_names_opens_that_run(
+    kind: str, server: CommandServer, here: Path
+) -> None:
     follow(server, here, server.run(here, *RUNS[kind], figures=0), "commands.opened:main")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", RUNS)
-def test_each_command_that_a_run_names_ends_well(kind: str, server: CommandServer, here: Path) -> None:
+def test_each_command_that_a_run_names_ends_well(
+    kind: str, server: CommandServer, here: Path
+) -> None:
     follow(server, here, server.run(here, *RUNS[kind], figures=0), "monograph.cli:main")

@@ -1,5 +1,7 @@
 # Run: pytest tests/commands/test_optimizers.py
-"""Optimizers through the command line: what is refused, a module with BatchNorm and a loss that is not over tokens."""
+"""Optimizers through the command line: what is refused, a module with BatchNorm and a loss that is
+not over tokens.
+"""
 
 from __future__ import annotations
 
@@ -47,29 +49,48 @@ def loss(model, batch):
 """
 
 
-def test_a_module_with_batch_statistics_and_a_loss_of_its_own(server: CommandServer, here: Path) -> None:
+def test_a_module_with_batch_statistics_and_a_loss_of_its_own(
+    server: CommandServer, here: Path
+) -> None:
     (here / "own.py").write_text(NORMED)
-    options = ["model.init=own.py:build", "optim.name=muon", "optim.ema=0.9", "train.micro_batch=2", "--json"]
+    options = [
+        "model.init=own.py:build",
+        "optim.name=muon",
+        "optim.ema=0.9",
+        "train.micro_batch=2",
+        "--json",
+    ]
     done = server.run(here, "train", *OWN, *options, "--out", "run", figures=0)
     assert done.code == 0, done.err
     assert "blocks.0.1 normalises over micro-batches of 2 rows, not over the update's 4" in done.err
     trained = json.loads(done.out)
     assert trained["eval_weights"] == "averaged" and trained["eval_bits_per_byte"] is None
     kept = checkpointing.newest(here / "run/checkpoints", print)
-    assert int(kept.model["blocks.0.1.num_batches_tracked"]) == 8 * 2, "once per micro-batch, the trial's not counted"
+    assert int(kept.model["blocks.0.1.num_batches_tracked"]) == 8 * 2, (
+        "once per micro-batch, the trial's not counted"
+    )
     assert "momentum_buffer.blocks.0.0.weight" in kept.optimizer
     again = server.run(here, "evaluate", "run", "--json")
     scored = json.loads(again.out.splitlines()[-1])
-    assert scored["loss"] == pytest.approx(trained["eval_loss"], rel=1e-6) and "averaged weights" in again.out
+    assert (
+        scored["loss"] == pytest.approx(trained["eval_loss"], rel=1e-6)
+        and "averaged weights" in again.out
+    )
     assert not torch.equal(kept.optimizer["ema.head.weight"], kept.model["head.weight"])
-    whole = server.run(here, "train", *OWN, *options[:3], "train.micro_batch=4", "--out", "whole", figures=0)
+    whole = server.run(
+        here, "train", *OWN, *options[:3], "train.micro_batch=4", "--out", "whole", figures=0
+    )
     assert whole.code == 0 and "normalises" not in whole.err
 
 
 def test_muon_without_a_block_is_refused_in_one_line(server: CommandServer, here: Path) -> None:
     (here / "own.py").write_text(FLAT)
-    done = server.run(here, "train", *OWN, "model.init=own.py:build", "optim.name=muon", "--out", "run", figures=0)
-    assert done.code == 2 and "muon finds no matrix inside a block" in done.err.splitlines()[-1], done.err
+    done = server.run(
+        here, "train", *OWN, "model.init=own.py:build", "optim.name=muon", "--out", "run", figures=0
+    )
+    assert done.code == 2 and "muon finds no matrix inside a block" in done.err.splitlines()[-1], (
+        done.err
+    )
     assert not (here / "run").exists()
 
 
@@ -82,4 +103,6 @@ def test_another_optimizer_cannot_take_up_a_run_s_state(server: CommandServer, h
              "optim.min_lr_ratio=1.5", "optim.state=4bit", "optim.master_weights=maybe")  # fmt: skip
     for line in wrong:
         done = server.run(here, "train", *TINY, line, "--out", "c")
-        assert done.code == 2 and line.split("=")[0] in done.err and done.err.count("\n") == 1, done.err
+        assert done.code == 2 and line.split("=")[0] in done.err and done.err.count("\n") == 1, (
+            done.err
+        )

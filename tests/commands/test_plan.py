@@ -1,5 +1,7 @@
 # Run: pytest tests/commands/test_plan.py
-"""`monograph plan`: one JSON object, a table, no GPU; cards and sizes that make no sense are refused in one line."""
+"""`monograph plan`: one JSON object, a table, no GPU; cards and sizes that make no sense are
+refused in one line.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,19 @@ def run(capsys, *arguments):
 
 
 def test_a_small_model_on_a_named_card(capsys):
-    code, out, _ = run(capsys, "model.preset=micro", "train.updates=100", "--device", "RTX 4090", "--json")
+    code, out, _ = run(
+        capsys, "model.preset=micro", "train.updates=100", "--device", "RTX 4090", "--json"
+    )
     found = json.loads(out.splitlines()[-1])
     assert code == 0 and found["schema"] == "monograph.plan/1"
-    assert {"memory", "micro_batch", "remat", "precision", "peak_memory_bytes", "tokens_per_s"} <= found[
-        "chosen"
-    ].keys()
+    assert {
+        "memory",
+        "micro_batch",
+        "remat",
+        "precision",
+        "peak_memory_bytes",
+        "tokens_per_s",
+    } <= found["chosen"].keys()
     assert found["chosen"] == found["candidates"][0] and found["device_verified"] is False
     assert found["chosen"]["wall_s"] == pytest.approx(100 * found["chosen"]["update_s"])
     assert "speed by datasheet" in out and "chosen" in out
@@ -52,7 +61,9 @@ def test_what_does_not_fit_is_said_and_is_no_failure(capsys):
     assert found["candidates"][0]["memory_by_origin"]["weights_bytes"] > 2**30
 
 
-def test_memory_that_earlier_runs_took_beyond_the_trace_is_in_the_plan_and_said(capsys, monkeypatch):
+def test_memory_that_earlier_runs_took_beyond_the_trace_is_in_the_plan_and_said(
+    capsys, monkeypatch
+):
     arguments = ("model.preset=1b", "model.num_hidden_layers=2", "data.sequence_length=512", "--device=4090",
                  "train.compile=none", "train.remat=none", "--json", "train.memory=device")  # fmt: skip
     needed = []
@@ -60,8 +71,16 @@ def test_memory_that_earlier_runs_took_beyond_the_trace_is_in_the_plan_and_said(
         monkeypatch.setattr(Calibration, "residual", lambda *_, more=more: more)
         _, out, _ = run(capsys, *arguments)
         best = json.loads(out.splitlines()[-1])["candidates"][0]
-        assert best["calibrated_bytes"] == more and ("(0.25 GiB calibrated by earlier runs)" in out) == bool(more)
-        needed.append((best["micro_batch"], best["peak_memory_bytes"], best["memory_by_origin"]["workspace_bytes"]))
+        assert best["calibrated_bytes"] == more and (
+            "(0.25 GiB calibrated by earlier runs)" in out
+        ) == bool(more)
+        needed.append(
+            (
+                best["micro_batch"],
+                best["peak_memory_bytes"],
+                best["memory_by_origin"]["workspace_bytes"],
+            )
+        )
     assert needed[1] == (needed[0][0], needed[0][1] + 2**28, needed[0][2] + 2**28)
 
 
@@ -78,10 +97,18 @@ def test_memory_that_earlier_runs_took_beyond_the_trace_is_in_the_plan_and_said(
         (("--device", "4090", "--device-memory", "300MiB"), "leaves nothing for tensors"),
         (("--device", "4090", "--device-memory", "25GiB"), "GeForce RTX 4090 has 24.0 GiB in all"),
         (("--device", "T4", "train.precision=bf16"), "no bf16 arithmetic"),
-        (("--device", "A100-80", "train.precision=fp8"), "no fp8 arithmetic (NVIDIA's have it from the L4"),
+        (
+            ("--device", "A100-80", "train.precision=fp8"),
+            "no fp8 arithmetic (NVIDIA's have it from the L4",
+        ),
         (("--device", "A100-80", "train.precision=fp8"), "; use bf16"),
         (
-            ("optim.name=muon", "optim.state=bf16", "optim.master_weights=false", "train.precision=fp32"),
+            (
+                "optim.name=muon",
+                "optim.state=bf16",
+                "optim.master_weights=false",
+                "train.precision=fp32",
+            ),
             "optim.master_weights = false keeps the weights in bf16, which train.precision = fp32 cannot use",
         ),
         (("model.init=a.py:build",), "a preset, sizes or a Hugging Face folder"),
@@ -108,7 +135,9 @@ def test_sizes():
 @pytest.mark.parametrize("precision", ["fp8", "fp16"])
 def test_this_machine_is_not_planned_for_what_it_will_not_train_in(capsys, precision):
     code, out, error = run(capsys, f"train.precision={precision}")
-    assert code == 2 and not out and f"train.precision = {precision}: " in error and "; use " in error
+    assert (
+        code == 2 and not out and f"train.precision = {precision}: " in error and "; use " in error
+    )
 
 
 STREAMED = (
@@ -133,10 +162,25 @@ def test_a_streamed_plan_says_what_lies_where_and_what_limits_it(capsys, host_of
     host_of(64 * 2**30)
     code, out, _ = run(capsys, *STREAMED, "--device-memory=8GiB")
     best = json.loads(out.splitlines()[-1])["chosen"]
-    assert code == 0 and best["memory"] == "stream" and best["update_s"] > 0 and best["tokens_per_s"] > 0
-    assert set(best["placement"]) == {"when", "where", "offload", "blocks_per_stage", "on_device_share", "on_disk"}
+    assert (
+        code == 0
+        and best["memory"] == "stream"
+        and best["update_s"] > 0
+        and best["tokens_per_s"] > 0
+    )
+    assert set(best["placement"]) == {
+        "when",
+        "where",
+        "offload",
+        "blocks_per_stage",
+        "on_device_share",
+        "on_disk",
+    }
     assert sum(best["bytes_by_tier"]["device"].values()) == best["peak_memory_bytes"] <= 8 * 2**30
-    assert best["bytes_by_tier"]["host"]["moments_bytes"] > 0 and f"limited by {best['bottleneck']}" in out
+    assert (
+        best["bytes_by_tier"]["host"]["moments_bytes"] > 0
+        and f"limited by {best['bottleneck']}" in out
+    )
     assert "\nhost     " in out and "\nstream   " in out and "streamed" in out
 
 
@@ -150,10 +194,17 @@ def test_a_host_that_is_too_small_is_said_and_is_no_failure(capsys, host_of):
 
 def test_the_host_of_another_machine(capsys):
     small, large = (
-        json.loads(run(capsys, *STREAMED, "--device-memory=8GiB", f"--host-memory={size}")[1].splitlines()[-1])
+        json.loads(
+            run(capsys, *STREAMED, "--device-memory=8GiB", f"--host-memory={size}")[1].splitlines()[
+                -1
+            ]
+        )
         for size in ("1GiB", "512GiB")
     )
-    assert small["chosen"] is None or sum(small["chosen"]["bytes_by_tier"]["host"].values()) <= 0.9 * 2**30
+    assert (
+        small["chosen"] is None
+        or sum(small["chosen"]["bytes_by_tier"]["host"].values()) <= 0.9 * 2**30
+    )
     assert large["chosen"] and large["chosen"]["bytes_by_tier"]["disk"] == {}
     code, _, error = run(capsys, *STREAMED, "--host-memory=many")
     assert code == 2 and "--host-memory many: expected a number with its unit" in error
@@ -169,11 +220,18 @@ def test_a_folder_needs_no_more_than_its_shape(capsys, tmp_path):
 
 
 def test_a_folder_that_training_would_refuse_is_not_planned(capsys, tmp_path):
-    save_model(Llama(LlamaConfig.preset("nano", vocab_size=259, max_position_embeddings=64)), tmp_path / "base")
+    save_model(
+        Llama(LlamaConfig.preset("nano", vocab_size=259, max_position_embeddings=64)),
+        tmp_path / "base",
+    )
     plan = (f"model.init={tmp_path / 'base'}", "data.tokenizer=bytes", "--device", "H200")
     assert run(capsys, *plan, "data.sequence_length=64")[0] == 0
     code, _, error = run(capsys, *plan, "data.sequence_length=65")
-    assert code == 3 and "data.sequence_length = 65 is longer than the model's max_position_embeddings = 64" in error
+    assert (
+        code == 3
+        and "data.sequence_length = 65 is longer than the model's max_position_embeddings = 64"
+        in error
+    )
     weights = tmp_path / "base" / "model.safetensors"
     os.truncate(weights, weights.stat().st_size - 1)
     code, _, error = run(capsys, *plan, "data.sequence_length=64")
@@ -190,13 +248,16 @@ def test_a_micro_batch_of_more_rows_than_an_update_has_is_said_to_be_cut(capsys)
 
 @pytest.mark.parametrize("device", [[], ["--device", "H100", "--host-memory", "4TiB"]])
 def test_what_nothing_here_can_hold_is_refused_before_it_is_made(capsys, monkeypatch, device):
-    """In one line that says which keys, how much that is and what there is; a plan for a larger machine is made."""
+    """In one line that says which keys, how much that is and what there is; a plan for a larger
+    machine is made.
+    """
     monkeypatch.setattr(plan, "streamed_or_resident", lambda *_: pytest.fail("it was traced"))
     shape = ["model.preset=nano", "model.num_hidden_layers=4096", "model.hidden_size=1048576"]
     code, _, err = run(capsys, *shape, *device)
     assert code == 6
     assert re.search(
-        r"model.num_hidden_layers = 4096.*: [0-9,.]+ T parameters, whose weights alone are [0-9.,]+ GiB", err
+        r"model.num_hidden_layers = 4096.*: [0-9,.]+ T parameters, whose weights alone are [0-9.,]+ GiB",
+        err,
     )
     assert ("H100" in err) == bool(device) and "make it smaller" in err
 
@@ -210,5 +271,7 @@ def test_a_plan_for_a_machine_that_is_larger_than_this_one_is_made(capsys):
 
 
 def test_an_update_of_many_rows_has_its_micro_batches_counted_at_once():
-    asked = Request(Work(LlamaConfig.preset("nano"), rows=1, length=1, optim=AdamW(), window_rows=2**32))
+    asked = Request(
+        Work(LlamaConfig.preset("nano"), rows=1, length=1, optim=AdamW(), window_rows=2**32)
+    )
     assert asked.micro_batches == [2**power for power in range(33)]

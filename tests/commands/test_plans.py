@@ -1,5 +1,7 @@
 # Run: pytest tests/commands/test_plans.py        (with -s it prints each plan)
-"""Plans that people ask for: each is one screen of plain words, and names what would fit where the request does not."""
+"""Plans that people ask for: each is one screen of plain words, and names what would fit where the
+request does not.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,22 @@ from monograph.predict.estimate import estimate_bytes
 LINES, COLUMNS = 25, 100
 
 
-COMMON = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, "hidden_act": "silu"}
+COMMON = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+}
 
 
 def shape(**values):
-    return {**COMMON, "rope_theta": 500000.0, "tie_word_embeddings": False, "max_position_embeddings": 8192, **values}
+    return {
+        **COMMON,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 8192,
+        **values,
+    }
 
 
 # The published shapes of models of these names.
@@ -51,7 +64,8 @@ MODELS = {
 
 @pytest.fixture
 def plan(capsys, monkeypatch, tmp_path):
-    """Run `monograph plan` with memory by the closed form, as traces take seconds each; return code, out and err.
+    """Run `monograph plan` with memory by the closed form, as traces take seconds each; return
+    code, out and err.
 
     It runs in a folder that has a folder for each of MODELS, with its config.json alone.
     """
@@ -104,11 +118,19 @@ REQUESTS = {
 
 
 # Traces of their models take seconds; the others say the same words by day.
-NIGHTLY = {"0.5B, T4", "8B adapters, 24 GB", "70B adapters", "8B streamed", "30B-A3B adapters", "3B adapters, 8 GB"}
+NIGHTLY = {
+    "0.5B, T4",
+    "8B adapters, 24 GB",
+    "70B adapters",
+    "8B streamed",
+    "30B-A3B adapters",
+    "3B adapters, 8 GB",
+}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=pytest.mark.slow if each in NIGHTLY else ()) for each in REQUESTS]
+    "name",
+    [pytest.param(each, marks=pytest.mark.slow if each in NIGHTLY else ()) for each in REQUESTS],
 )
 def test_a_plan_is_one_screen_of_plain_words(plan, name):
     arguments, words = REQUESTS[name]
@@ -126,7 +148,12 @@ def test_a_plan_here_is_of_what_train_does(plan, tmp_path):
     """So its rows and its vocabulary are those that a text of this size gets."""
     (tmp_path / "text.txt").write_text("a text to train on\n" * 100)
     code, out, _ = plan(str(tmp_path / "text.txt"), "model.preset=8b", "model.num_hidden_layers=1")
-    assert code == 0 and "8b, vocabulary 4,096" in out and "8 rows of 256 tokens" in out and "add to train" not in out
+    assert (
+        code == 0
+        and "8b, vocabulary 4,096" in out
+        and "8 rows of 256 tokens" in out
+        and "add to train" not in out
+    )
 
 
 def test_each_change_that_would_fit_can_be_typed(plan):
@@ -145,8 +172,12 @@ def test_each_change_that_would_fit_can_be_typed(plan):
 
 
 def test_weights_that_a_plan_stands_in_for_are_not_taken_for_a_new_model(plan):
-    """The rates, the rows and the precision are those of a model that exists; nothing is left on the disk."""
-    code, out, _ = plan("model.preset=1b", "model.num_hidden_layers=4", *ADAPTERS, "--device", "H100")
+    """The rates, the rows and the precision are those of a model that exists; nothing is left on
+    the disk.
+    """
+    code, out, _ = plan(
+        "model.preset=1b", "model.num_hidden_layers=4", *ADAPTERS, "--device", "H100"
+    )
     assert code == 0 and "16 rows of 1,024 tokens" in out and "add to train" in out
 
 

@@ -1,4 +1,6 @@
-"""Run: pytest tests/commands/test_preferences.py (`train` on pairs: what it shows, refuses and keeps)."""
+"""Run: pytest tests/commands/test_preferences.py (`train` on pairs: what it shows, refuses and
+keeps).
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ def monograph(server: CommandServer) -> CommandServer:
 
 
 @pytest.mark.parametrize(("typed", "code", "part"), CASES, ids=lambda value: None)
-def test_what_is_refused(typed: list[str], code: int, part: str, here: Path, monograph: CommandServer) -> None:
+def test_what_is_refused(
+    typed: list[str], code: int, part: str, here: Path, monograph: CommandServer
+) -> None:
     done = monograph.run(here, *typed, *(["--out", "refused"] if typed[0] == "train" else []))
     [line] = [each for each in done.err.splitlines() if each.startswith(("error", "bug"))]
     assert done.code == code and part in line, done.err
@@ -75,33 +79,59 @@ def test_what_is_refused(typed: list[str], code: int, part: str, here: Path, mon
 
 
 def test_what_a_run_leaves_and_what_follows_it(here: Path, monograph: CommandServer) -> None:
-    done = monograph.run(here, "train", *over(RUN, "train.updates=30"), "--out", "run", "--json", page=1)
+    done = monograph.run(
+        here, "train", *over(RUN, "train.updates=30"), "--out", "run", "--json", page=1
+    )
     assert done.code == 0, done.err
     summary = json.loads(done.out.splitlines()[-1])
     rows = [json.loads(line) for line in (here / "run" / "metrics.jsonl").read_text().splitlines()]
     compared, held = ([row for row in rows if key in row] for key in ("accuracy", "eval_accuracy"))
-    assert compared[0]["train_loss"] == held[0]["eval_loss"] == pytest.approx(math.log(2), rel=1e-15)
+    assert (
+        compared[0]["train_loss"] == held[0]["eval_loss"] == pytest.approx(math.log(2), rel=1e-15)
+    )
     assert compared[0]["accuracy"] == held[0]["eval_accuracy"] == 0.5 and compared[0]["margin"] == 0
     assert compared[-1]["margin"] > 1 and summary["accuracy"] == 1.0 and "eval_margin" in held[-1]
-    assert summary["tokens"] == compared[-1]["tokens"] == sum(row["answer_tokens"] for row in compared)
+    assert (
+        summary["tokens"] == compared[-1]["tokens"] == sum(row["answer_tokens"] for row in compared)
+    )
     page = (here / "run" / "report.html").read_text()
-    assert "The chosen answer scores higher in" in page and "<svg" in page and "nats per token" not in page
+    assert (
+        "The chosen answer scores higher in" in page
+        and "<svg" in page
+        and "nats per token" not in page
+    )
     assert "'run'" not in done.err and "prefers the chosen answer in" in done.err
 
     for command in (["evaluate", "run"], ["compare", "run", "run"]):
         refused = monograph.run(here, *command)
         assert refused.code == 2 and "learned from answers, not from text" in refused.err
 
-    # A run of texts from its weights is one, and none of pairs; another one of pairs begins at ln 2 again.
+    # A run of texts from its weights is one, and none of pairs; another one of pairs begins at ln 2
+    # again.
     assert (
         monograph.run(
-            here, "train", "texts", "--from", "run", "train.updates=2", "--out", "texts-after", figures=0
+            here,
+            "train",
+            "texts",
+            "--from",
+            "run",
+            "train.updates=2",
+            "--out",
+            "texts-after",
+            figures=0,
         ).code
         == 0
     )
     last = (here / "texts-after" / "metrics.jsonl").read_text()
     assert "accuracy" not in last and "eval_bits_per_byte" in last
-    typed = ["pairs.jsonl", "--from", "run", "prefer.loss=ipo", "prefer.beta=0.5", "train.updates=2"]
+    typed = [
+        "pairs.jsonl",
+        "--from",
+        "run",
+        "prefer.loss=ipo",
+        "prefer.beta=0.5",
+        "train.updates=2",
+    ]
     assert monograph.run(here, "train", *typed, "--out", "pairs-after", figures=0).code == 0
     assert first_row(here / "pairs-after")["eval_loss"] == 1.0  # (0 - 1 / (2 x 0.5))^2
     (here / "others.jsonl").write_text((here / "pairs.jsonl").read_text())
@@ -110,29 +140,57 @@ def test_what_a_run_leaves_and_what_follows_it(here: Path, monograph: CommandSer
     assert first_row(here / "same-loss")["eval_loss"] == 1.0, "the parent's loss"
 
 
-def test_answers_that_are_labelled_are_learned_from_as_such(here: Path, monograph: CommandServer) -> None:
-    typed = ["train", *over(RUN[1:], "data.source=labelled.jsonl", "train.updates=30"), "--out", "labelled"]
+def test_answers_that_are_labelled_are_learned_from_as_such(
+    here: Path, monograph: CommandServer
+) -> None:
+    typed = [
+        "train",
+        *over(RUN[1:], "data.source=labelled.jsonl", "train.updates=30"),
+        "--out",
+        "labelled",
+    ]
     done = monograph.run(here, *typed, "--json")
     assert done.code == 0 and "answers, rows" in done.err, done.err
     assert 'loss = "kto"' in (here / "labelled" / "config.toml").read_text()
-    rows = [json.loads(line) for line in (here / "labelled" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (here / "labelled" / "metrics.jsonl").read_text().splitlines()
+    ]
     compared, held = ([row for row in rows if key in row] for key in ("accuracy", "eval_accuracy"))
-    assert compared[0]["train_loss"] == held[0]["eval_loss"] == 0.5 and compared[0]["accuracy"] == 0.5
-    assert compared[-1]["accuracy"] > 0.9 and compared[-1]["margin"] > 0.5 and compared[-1]["chosen_gain"] > 0
+    assert (
+        compared[0]["train_loss"] == held[0]["eval_loss"] == 0.5 and compared[0]["accuracy"] == 0.5
+    )
+    assert (
+        compared[-1]["accuracy"] > 0.9
+        and compared[-1]["margin"] > 0.5
+        and compared[-1]["chosen_gain"] > 0
+    )
     assert sum(row["answer_tokens"] for row in compared) == compared[-1]["tokens"]
 
 
 @pytest.mark.slow
-def test_a_mixture_that_balances_its_experts_learns_from_pairs_without_it(here: Path, monograph: CommandServer) -> None:
+def test_a_mixture_that_balances_its_experts_learns_from_pairs_without_it(
+    here: Path, monograph: CommandServer
+) -> None:
     write_base(
-        here / "experts", model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, output_router_logits=True
+        here / "experts",
+        model_type="qwen3_moe",
+        num_experts=4,
+        num_experts_per_tok=2,
+        output_router_logits=True,
     )
-    done = monograph.run(here, "train", *over(RUN, "model.init=experts", "train.updates=2"), "--out", "unbalanced")
+    done = monograph.run(
+        here, "train", *over(RUN, "model.init=experts", "train.updates=2"), "--out", "unbalanced"
+    )
     assert done.code == 0 and "rewards and pairs train without it" in done.err, done.err
 
 
-def test_a_run_takes_its_parent_s_loss_only_for_records_of_the_same_kind(here: Path, monograph: CommandServer) -> None:
-    for source, parent, loss in (("labelled.jsonl", "run", "kto"), ("pairs.jsonl", "labelled", "dpo")):
+def test_a_run_takes_its_parent_s_loss_only_for_records_of_the_same_kind(
+    here: Path, monograph: CommandServer
+) -> None:
+    for source, parent, loss in (
+        ("labelled.jsonl", "run", "kto"),
+        ("pairs.jsonl", "labelled", "dpo"),
+    ):
         typed = ["train", source, "--from", parent, "train.updates=2", "--out", f"{loss}-after"]
         done = monograph.run(here, *typed, figures=0)
         assert done.code == 0, done.err
@@ -152,7 +210,9 @@ def test_pairs_after_rewards_and_texts_of_pairs(here: Path, monograph: CommandSe
     assert monograph.run(here, "train", *typed, "--out", "rewarded", figures=0).code == 0
     typed = ["pairs.jsonl", "--from", "rewarded", "train.updates=2", "--out", "after-rewards"]
     done = monograph.run(here, "train", *typed, figures=0)
-    assert done.code == 0 and "accuracy" in (here / "after-rewards" / "metrics.jsonl").read_text(), done.err
+    assert (
+        done.code == 0 and "accuracy" in (here / "after-rewards" / "metrics.jsonl").read_text()
+    ), done.err
     typed = [
         "train.updates=2",
         "pairs.jsonl",
@@ -167,12 +227,16 @@ def test_pairs_after_rewards_and_texts_of_pairs(here: Path, monograph: CommandSe
     assert "accuracy" not in (here / "of-pairs" / "metrics.jsonl").read_text()
 
 
-def test_a_lost_or_damaged_reference_is_refused_by_name(here: Path, monograph: CommandServer) -> None:
+def test_a_lost_or_damaged_reference_is_refused_by_name(
+    here: Path, monograph: CommandServer
+) -> None:
     assert monograph.run(here, "train", *RUN, "--out", "whole", figures=0).code == 0
     cut_back(str(here / "whole"), str(here / "stopped"), 3)
     file = here / "stopped" / "reference.safetensors"
     content, damaged = file.read_bytes(), "damaged, of another run"
-    assert "reference.safetensors sound" in " ".join(monograph.run(here, "check", "stopped").out.split())
+    assert "reference.safetensors sound" in " ".join(
+        monograph.run(here, "check", "stopped").out.split()
+    )
     changed = content[:-3] + bytes([content[-3] ^ 1]) + content[-2:]  # a number that stays finite
     for bad, said in ((content[:-3], damaged), (changed, damaged), (None, "missing")):
         file.write_bytes(bad) if bad else file.unlink()
@@ -186,7 +250,16 @@ def test_a_lost_or_damaged_reference_is_refused_by_name(here: Path, monograph: C
 
 def test_losses_without_a_reference_store_none(here: Path, monograph: CommandServer) -> None:
     done = monograph.run(
-        here, "train", *RUN, "prefer.loss=orpo", "prefer.beta=0.2", "lora.rank=2", "--out", "odds", "--json", figures=0
+        here,
+        "train",
+        *RUN,
+        "prefer.loss=orpo",
+        "prefer.beta=0.2",
+        "lora.rank=2",
+        "--out",
+        "odds",
+        "--json",
+        figures=0,
     )
     assert done.code == 0 and not (here / "odds" / "reference.safetensors").exists(), done.err
     rows = [json.loads(line) for line in (here / "odds" / "metrics.jsonl").read_text().splitlines()]

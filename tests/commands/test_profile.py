@@ -1,6 +1,7 @@
 """Run: pytest tests/commands/test_profile.py
 
-`monograph profile`: a table, a verdict, a picture and a trace; no run is made, nothing is written over.
+`monograph profile`: a table, a verdict, a picture and a trace; no run is made, nothing is written
+    over.
 """
 
 from __future__ import annotations
@@ -19,18 +20,30 @@ from monograph.profiling.intervals import PARTS
 from monograph.run.progress import Progress
 
 
-def test_where_the_time_goes_is_said_and_written_into_a_folder_of_its_own(server: CommandServer, here: Path) -> None:
-    done = server.run(here, "profile", *over(TINY, "train.micro_batch=2"), "data.packing=padded", "--json")
+def test_where_the_time_goes_is_said_and_written_into_a_folder_of_its_own(
+    server: CommandServer, here: Path
+) -> None:
+    done = server.run(
+        here, "profile", *over(TINY, "train.micro_batch=2"), "data.packing=padded", "--json"
+    )
     assert done.code == 0, done.err
     found = json.loads(done.out.splitlines()[-1])
-    assert found["schema"] == "monograph.profile/1" and found["micro_steps"] == 2 and found["compile"] == "none"
+    assert (
+        found["schema"] == "monograph.profile/1"
+        and found["micro_steps"] == 2
+        and found["compile"] == "none"
+    )
     assert list(found["parts"]) == list(PARTS)
     assert sum(part["share"] for part in found["parts"].values()) == pytest.approx(1.0)
-    assert sum(part["seconds"] for part in found["parts"].values()) == pytest.approx(found["update_s"])
+    assert sum(part["seconds"] for part in found["parts"].values()) == pytest.approx(
+        found["update_s"]
+    )
     assert 0 < found["floor_s"] < found["update_s"] and found["matmul_flops_per_s"] > 1e8
     assert found["gaps_s"]["launch"] > 0
     assert found["bound_by"] in {*PARTS, "padding", "nothing"}
-    assert all(change["predicted_gain"] > 1 and change["saved_s"] > 0 for change in found["changes"])
+    assert all(
+        change["predicted_gain"] > 1 and change["saved_s"] > 0 for change in found["changes"]
+    )
     for line in ("update ", "best ", "limit ", "change ", "written ", *PARTS):
         assert f"\n{line}" in f"\n{done.out}", line
     # Nothing but what was found: no run, no checkpoint, no lock.
@@ -38,9 +51,21 @@ def test_where_the_time_goes_is_said_and_written_into_a_folder_of_its_own(server
     [seen] = (here / "profiles").iterdir()
     assert {path.name for path in seen.iterdir()} == {"profile.svg", "report.html", "trace.json"}
     picture = (seen / "profile.svg").read_text()
-    assert xml.fromstring(picture).tag.endswith("svg") and "host gaps" in picture and "prefers-color-scheme" in picture
-    names = {event["name"] for event in json.loads((seen / "trace.json").read_text())["traceEvents"]}
-    assert {"monograph.step", "monograph.data", "monograph.update", "monograph.head", "aten::mm"} <= names
+    assert (
+        xml.fromstring(picture).tag.endswith("svg")
+        and "host gaps" in picture
+        and "prefers-color-scheme" in picture
+    )
+    names = {
+        event["name"] for event in json.loads((seen / "trace.json").read_text())["traceEvents"]
+    }
+    assert {
+        "monograph.step",
+        "monograph.data",
+        "monograph.update",
+        "monograph.head",
+        "aten::mm",
+    } <= names
 
 
 @pytest.mark.parametrize(
@@ -65,11 +90,16 @@ def test_a_run_in_the_place_of_text_is_told_from_it(server: CommandServer, here:
     (here / "run" / "checkpoints").mkdir(parents=True)
     (here / "run" / "config.toml").touch()
     done = server.run(here, "profile", "run")
-    assert done.code == 2 and "run is a run, not text: `monograph profile run/config.toml` takes its" in done.err
+    assert (
+        done.code == 2
+        and "run is a run, not text: `monograph profile run/config.toml` takes its" in done.err
+    )
     assert {path.name for path in here.iterdir()} == {"texts", "run"}
 
 
-def test_a_busy_machine_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_machine_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for load, said in ((0.0, ""), (1e3, "load 1000 on ")):
         monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
         warn_if_busy(Progress())
@@ -77,15 +107,22 @@ def test_a_busy_machine_is_said(capsys: pytest.CaptureFixture[str], monkeypatch:
 
 
 @pytest.mark.slow
-def test_a_disk_that_fills_up_is_one_line_and_leaves_nothing(server: CommandServer, here: Path) -> None:
+def test_a_disk_that_fills_up_is_one_line_and_leaves_nothing(
+    server: CommandServer, here: Path
+) -> None:
     done = server.run(here, "profile", *TINY, "--out", "seen", file_bytes=100_000)
-    assert done.code == 7 and "seen/trace.json: the trace could not be written whole" in done.err.splitlines()[-1]
+    assert (
+        done.code == 7
+        and "seen/trace.json: the trace could not be written whole" in done.err.splitlines()[-1]
+    )
     assert not (here / "seen").exists()
 
 
 @pytest.mark.slow
 def test_a_captured_step_is_told_apart(server: CommandServer, here: Path) -> None:
-    done = server.run(here, "profile", *over(TINY, "train.compile=whole"), "--out", "seen", "--json")
+    done = server.run(
+        here, "profile", *over(TINY, "train.compile=whole"), "--out", "seen", "--json"
+    )
     assert done.code == 0, done.err
     found = json.loads(done.out.splitlines()[-1])
     assert found["compile"] == "whole"

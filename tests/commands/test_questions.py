@@ -30,17 +30,23 @@ def quiz(here: Path) -> Path:
 def test_a_quiz_is_answered_beside_chance(server: CommandServer, quiz: Path) -> None:
     done = server.run(quiz, "evaluate", "model", "--data", "quiz.jsonl", "--json")
     line, last = done.out.splitlines()
-    assert done.code == 0 and done.err == "" and line.startswith("acc 0.") or line.startswith("acc 1."), done.err
+    assert (
+        done.code == 0 and done.err == "" and line.startswith("acc 0.") or line.startswith("acc 1.")
+    ), done.err
     assert line.endswith("guessing 0.4167; 2 questions of quiz.jsonl") and line.count(" ± ") == 3
     found = json.loads(last)
     assert found["questions"] == 2 and found["chance"] == pytest.approx((1 / 2 + 1 / 3) / 2)
     assert found["acc"] in (0, 0.5, 1) and found["bits_per_byte"] is found["tokens"] is None
-    text = json.loads(server.run(quiz, "evaluate", "model", "--data", "texts", "--json").out.splitlines()[-1])
+    text = json.loads(
+        server.run(quiz, "evaluate", "model", "--data", "texts", "--json").out.splitlines()[-1]
+    )
     assert text.keys() == found.keys() and text["acc"] is None and text["bits_per_byte"] > 0
 
 
 def test_what_cannot_be_answered_is_said_in_one_line(server: CommandServer, quiz: Path) -> None:
-    (quiz / "bad.jsonl").write_text(json.dumps(QUIZ[0]) + "\n" + json.dumps(QUIZ[0] | {"answer": 9}) + "\n")
+    (quiz / "bad.jsonl").write_text(
+        json.dumps(QUIZ[0]) + "\n" + json.dumps(QUIZ[0] | {"answer": 9}) + "\n"
+    )
     done = server.run(quiz, "evaluate", "model", "--data", "bad.jsonl")
     assert done.code == 3 and "bad.jsonl:2: 'answer' must be" in done.err.splitlines()[-1]
     done = server.run(quiz, "evaluate", "model", "--data", "quiz.jsonl", "--data", "texts")

@@ -1,4 +1,6 @@
-"""Run: pytest tests/commands/test_recipes.py (the recipes: each is a sound configuration, and its command runs)."""
+"""Run: pytest tests/commands/test_recipes.py (the recipes: each is a sound configuration, and its
+command runs).
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,18 @@ def inputs(here: Path) -> None:
     folder_that_chats(here, "chatml")
     (here / "chatty").rename(here / "FOLDER")
     (here / "texts").rename(here / "my_texts")
-    (here / "reward.py").write_text("def score(prompt, answer, record):\n    return float(len(answer) % 2)\n")
+    (here / "reward.py").write_text(
+        "def score(prompt, answer, record):\n    return float(len(answer) % 2)\n"
+    )
     for name, record in {
         "prompts": {"prompt": "why 7", "answer": "7"},
         "pairs": {"prompt": "why 7", "chosen": "why", "rejected": "so"},
     }.items():
         (here / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for _ in range(20)))
-    labelled = ({"prompt": f"why {number}", "completion": "why", "label": number % 2 == 0} for number in range(20))
+    labelled = (
+        {"prompt": f"why {number}", "completion": "why", "label": number % 2 == 0}
+        for number in range(20)
+    )
     (here / "labels.jsonl").write_text("".join(json.dumps(record) + "\n" for record in labelled))
 
 
@@ -59,11 +66,18 @@ def test_a_recipe_is_a_configuration_that_begins_with_what_it_is_for(recipe: Rec
     settings = load(recipe.path, {}, {})
     assert settings.pinned().keys() <= set(KEYS) and len(settings.pinned()) > 2
     program, name, option, named, *_ = recipe.command.split()
-    assert (program, option, named) == ("monograph", "--recipe", recipe.name) and name in ("train", "sweep")
+    assert (program, option, named) == ("monograph", "--recipe", recipe.name) and name in (
+        "train",
+        "sweep",
+    )
     assert recipe.meaning.endswith(".")
     for line in recipe.path.read_text().splitlines():
         assert len(line) <= 120 and "\t" not in line
-    assert "optim" not in tomllib.loads(recipe.path.read_text()) or settings.optim.lr != "auto" or named == "larger"
+    assert (
+        "optim" not in tomllib.loads(recipe.path.read_text())
+        or settings.optim.lr != "auto"
+        or named == "larger"
+    )
 
 
 def test_keys_change_a_recipe(server: CommandServer, here: Path) -> None:
@@ -82,7 +96,12 @@ def test_the_command_of_a_recipe_runs(recipe: Recipe, server: CommandServer, her
     words = shlex.split(recipe.command)[1:]
     tables = tomllib.loads(recipe.path.read_text())
     kinds = [
-        kind for kind, is_so in (("new", "preset" in tables.get("model", {})), ("rewards", "rl" in tables)) if is_so
+        kind
+        for kind, is_so in (
+            ("new", "preset" in tables.get("model", {})),
+            ("rewards", "rl" in tables),
+        )
+        if is_so
     ]
     more = [*TINY, *(setting for kind in kinds for setting in FOR[kind])]
     words = [word.replace("log:1e-3..2e-2:5", "1e-3,2e-3") for word in words]

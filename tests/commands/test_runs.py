@@ -1,4 +1,6 @@
-"""Run: pytest tests/commands/test_runs.py (the table of runs: what it says of each, and that no run breaks it)."""
+"""Run: pytest tests/commands/test_runs.py (the table of runs: what it says of each, and that no run
+breaks it).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from monograph.commands.runs import run as command
 from monograph.errors import InputRefused
 from monograph.run.listing import PIECE_BYTES, Listed, best_of, listed
 
-TEXTS = '[model]\npreset = "nano"\n[data]\nsource = "texts/"\nheld_out = 0.05\n[train]\nupdates = 8\n'
+TEXTS = (
+    '[model]\npreset = "nano"\n[data]\nsource = "texts/"\nheld_out = 0.05\n[train]\nupdates = 8\n'
+)
 REWARDS = '[model]\ninit = "base"\n[data]\nsource = ["a", "b"]\n[lora]\nrank = 4\n[rl]\nreward = "exact"\n'
 
 
@@ -50,9 +54,25 @@ def by_name(root: Path) -> dict[str, Listed]:
 
 
 def test_newest_first_with_kind_model_data_result_and_state(tmp_path: Path) -> None:
-    made(tmp_path, "old", 1, rows=[update(1), {"update": 2, "eval_bits_per_byte": 2.5}, ended(eval_bits_per_byte=2.0)])
-    made(tmp_path, "chats", 2, rows=[{"update": 0, "eval_loss": 4.0}, update(1), ended(eval_loss=1.5)])
-    made(tmp_path, "drawn", 3, REWARDS, rows=[update(1, reward=0.5), {"update": 1, "eval_reward": 0.75}, update(2)])
+    made(
+        tmp_path,
+        "old",
+        1,
+        rows=[update(1), {"update": 2, "eval_bits_per_byte": 2.5}, ended(eval_bits_per_byte=2.0)],
+    )
+    made(
+        tmp_path,
+        "chats",
+        2,
+        rows=[{"update": 0, "eval_loss": 4.0}, update(1), ended(eval_loss=1.5)],
+    )
+    made(
+        tmp_path,
+        "drawn",
+        3,
+        REWARDS,
+        rows=[update(1, reward=0.5), {"update": 1, "eval_reward": 0.75}, update(2)],
+    )
     judged = TEXTS + '[prefer]\nloss = "dpo"\n'
     made(tmp_path, "judged", 4, judged, rows=[ended(eval_accuracy=0.9, eval_loss=0.3)])
     (tmp_path / "no run").mkdir()
@@ -63,10 +83,14 @@ def test_newest_first_with_kind_model_data_result_and_state(tmp_path: Path) -> N
     assert [run.state for run in runs] == ["finished", "stopped", "finished", "finished"]
     assert (runs[1].model, runs[1].data, runs[1].update) == ("base, LoRA 4", "a and 1 more", 2)
     assert runs[1].resume == f"monograph train --resume {tmp_path / 'drawn'}" and not runs[3].resume
-    assert runs[3].size_bytes == sum(path.stat().st_size for path in (tmp_path / "old").rglob("*") if path.is_file())
+    assert runs[3].size_bytes == sum(
+        path.stat().st_size for path in (tmp_path / "old").rglob("*") if path.is_file()
+    )
 
 
-def test_a_run_that_is_locked_runs_and_one_without_a_checkpoint_cannot_go_on(tmp_path: Path) -> None:
+def test_a_run_that_is_locked_runs_and_one_without_a_checkpoint_cannot_go_on(
+    tmp_path: Path,
+) -> None:
     folder = made(tmp_path, "a", 1, rows=[update(1)])
     made(tmp_path, "b", 2, rows=[update(1)], saved=False)
     with (folder / "run.lock").open() as lock:
@@ -79,7 +103,13 @@ def test_a_run_that_is_locked_runs_and_one_without_a_checkpoint_cannot_go_on(tmp
 def test_the_best_is_marked_among_runs_that_can_be_compared(tmp_path: Path) -> None:
     made(tmp_path, "a", 1, rows=[ended(eval_bits_per_byte=2.0)])
     made(tmp_path, "b", 2, rows=[ended(eval_bits_per_byte=1.5)])
-    made(tmp_path, "other text", 3, TEXTS.replace("texts/", "more/"), rows=[ended(eval_bits_per_byte=1.0)])
+    made(
+        tmp_path,
+        "other text",
+        3,
+        TEXTS.replace("texts/", "more/"),
+        rows=[ended(eval_bits_per_byte=1.0)],
+    )
     made(tmp_path, "low", 4, REWARDS, rows=[ended(eval_reward=0.1)])
     made(tmp_path, "high", 5, REWARDS, rows=[ended(eval_reward=0.9)])
     assert {folder.name for folder in best_of(listed(tmp_path))} == {"b", "high"}
@@ -108,7 +138,8 @@ def test_a_damaged_run_is_a_line_and_the_others_are_listed(
     command(tmp_path, json=False)
     out = capsys.readouterr().out
     assert "2.000 bits/byte" in out and "broken" in out
-    assert out.count(f"damaged: {name}") == (name != "run.lock")  # without whose number it is only listed last
+    # Without whose number it is only listed last.
+    assert out.count(f"damaged: {name}") == (name != "run.lock")
 
 
 def test_numbers_of_the_wrong_kind_are_no_results(tmp_path: Path) -> None:
@@ -118,9 +149,13 @@ def test_numbers_of_the_wrong_kind_are_no_results(tmp_path: Path) -> None:
 
 def test_of_long_metrics_the_ends_are_read(tmp_path: Path) -> None:
     """With a cut line at both: a run writes while it is listed."""
-    folder = made(tmp_path, "a", 1, rows=[{"update": 0, "eval_loss": 4.0}, {"update": 1, "eval_loss": 3.5}])
+    folder = made(
+        tmp_path, "a", 1, rows=[{"update": 0, "eval_loss": 4.0}, {"update": 1, "eval_loss": 3.5}]
+    )
     with (folder / "metrics.jsonl").open("a") as file:
-        file.writelines(json.dumps(update(number)) + "\n" for number in range(2, 3 * PIECE_BYTES // 50))
+        file.writelines(
+            json.dumps(update(number)) + "\n" for number in range(2, 3 * PIECE_BYTES // 50)
+        )
         file.write(json.dumps({"update": 9, "eval_loss": 2.5}) + "\n" + '{"update": 10, "tr')
     run = by_name(tmp_path)["a"]
     assert (run.kind, run.value, run.update) == ("conversations", 2.5, 9)
@@ -135,11 +170,16 @@ def test_a_sweep_is_a_line_and_its_folder_lists_its_members(tmp_path: Path) -> N
     [sweep] = listed(tmp_path)
     assert (sweep.kind, sweep.state, sweep.value) == ("sweep of 2", "stopped", None)
     assert sweep.resume == f"monograph sweep --out {folder}"
-    record["result"] = {"members": [{"eval_bits_per_byte": 2.0}, {"eval_bits_per_byte": 1.5}], "best": {"member": 1}}
+    record["result"] = {
+        "members": [{"eval_bits_per_byte": 2.0}, {"eval_bits_per_byte": 1.5}],
+        "best": {"member": 1},
+    }
     (folder / "sweep.json").write_text(json.dumps(record))
     [sweep] = listed(tmp_path)
     assert (sweep.state, sweep.value) == ("finished", 1.5)
-    assert _result(sweep) == "1.500 bits/byte (best member)", "the sweep's own table has means over seeds"
+    assert _result(sweep) == "1.500 bits/byte (best member)", (
+        "the sweep's own table has means over seeds"
+    )
     assert [run.folder.name for run in listed(folder)] == ["001", "000"]
 
 

@@ -1,4 +1,6 @@
-"""Run: pytest tests/commands/test_stopped.py (a run that is stopped by a signal, a full disk or by diverging)."""
+"""Run: pytest tests/commands/test_stopped.py (a run that is stopped by a signal, a full disk or by
+diverging).
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,19 @@ from commands.forked import PROGRAM, CommandServer
 from commands.inputs import LONG, OWN, POISON, SLOW, TINY, newest, over, rows, sound
 from monograph import checkpointing
 
-# ---- stopped -------------------------------------------------------------------------------------------------------
+# ---- stopped -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGTERM, signal.SIGHUP))]
+    "number",
+    [
+        signal.SIGINT,
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGTERM, signal.SIGHUP)),
+    ],
 )
-def test_a_signal_saves_and_the_printed_command_goes_on(number: int, server: CommandServer, here: Path) -> None:
+def test_a_signal_saves_and_the_printed_command_goes_on(
+    number: int, server: CommandServer, here: Path
+) -> None:
     (here / "slow.py").write_text(SLOW)
     command = server.start(here, "train", *LONG)
     command.until(lambda: (here / "run/metrics.jsonl").exists())
@@ -47,8 +55,10 @@ def test_a_second_interrupt_leaves_at_once(server: CommandServer, here: Path) ->
     (here / "slow.py").write_text(SLOW.replace("0.05", "2"))
     command = server.start(here, "train", *LONG, figures=0)
     command.until(lambda: (here / "run/metrics.jsonl").exists())
-    time.sleep(0.5)  # into the second update: just after the first one the run would end at once by itself
-    for _ in range(12):  # signals that come too soon after one another are one, on a busy machine above all
+    # Into the second update: just after the first one the run would end at once by itself.
+    time.sleep(0.5)
+    # Signals that come too soon after one another are one, on a busy machine above all.
+    for _ in range(12):
         command.signal(signal.SIGINT)
         time.sleep(0.1)
     done = command.wait()
@@ -69,19 +79,28 @@ def test_usr1_saves_and_goes_on(server: CommandServer, here: Path) -> None:
 
 
 def test_interrupted_before_it_trains(server: CommandServer, here: Path) -> None:
-    (here / "slow.py").write_text(SLOW.replace("0.05", "0") + "\nimport os\nos.path.exists('go') or time.sleep(60)\n")
+    (here / "slow.py").write_text(
+        SLOW.replace("0.05", "0") + "\nimport os\nos.path.exists('go') or time.sleep(60)\n"
+    )
     command = server.start(here, "train", *over(LONG, "train.updates=2"), figures=0)
     command.until(lambda: (here / "run/config.toml").exists())
     command.signal(signal.SIGINT)
     done = command.wait()
     assert done.code == 130 and "Traceback" not in done.err
-    assert re.fullmatch(r"error: interrupted; continue: .*monograph train --resume run", done.err.splitlines()[-1])
+    assert re.fullmatch(
+        r"error: interrupted; continue: .*monograph train --resume run", done.err.splitlines()[-1]
+    )
     (here / "go").touch()
-    assert server.run(here, "train", "--resume", "run", "--json", figures=0).code == 0, "resumable from its start"
+    assert server.run(here, "train", "--resume", "run", "--json", figures=0).code == 0, (
+        "resumable from its start"
+    )
 
 
 def test_a_folder_in_use(
-    server: CommandServer, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    server: CommandServer,
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (here / "slow.py").write_text(SLOW)
     command = server.start(here, "train", *LONG, figures=0)
@@ -95,12 +114,16 @@ def test_a_folder_in_use(
     assert command.wait().code == 75
 
 
-# ---- short of something --------------------------------------------------------------------------------------------
+# ---- short of something --------------------------------------------------------------------------
 
 
 # As the first large file is written, or the first of all.
-@pytest.mark.parametrize("file_bytes", [20_000, *(pytest.param(each, marks=pytest.mark.slow) for each in (2000, 400))])
-def test_a_full_disk_keeps_the_last_checkpoint(file_bytes: int, server: CommandServer, here: Path) -> None:
+@pytest.mark.parametrize(
+    "file_bytes", [20_000, *(pytest.param(each, marks=pytest.mark.slow) for each in (2000, 400))]
+)
+def test_a_full_disk_keeps_the_last_checkpoint(
+    file_bytes: int, server: CommandServer, here: Path
+) -> None:
     """Files that may not grow: first the checkpoints, then metrics, then the settings do not fit."""
     small = over(TINY, "train.updates=12", "train.keep=2", "model.intermediate_size=8")
     limit = {"file_bytes": file_bytes}
@@ -114,20 +137,36 @@ def test_a_full_disk_keeps_the_last_checkpoint(file_bytes: int, server: CommandS
 
 
 def test_a_disk_that_fills_up_during_training(server: CommandServer, here: Path) -> None:
-    """The metrics grow until they may not; what was saved before stays, and a resume ends as if nothing had been."""
+    """The metrics grow until they may not; what was saved before stays, and a resume ends as if
+    nothing had been.
+    """
     (here / "own.py").write_text(SLOW.replace("0.05", "0"))
-    long = [*over(OWN, "train.updates=200", "train.save_every=50", "model.init=own.py:build"), "--out", "run"]
+    long = [
+        *over(OWN, "train.updates=200", "train.save_every=50", "model.init=own.py:build"),
+        "--out",
+        "run",
+    ]
     done = server.run(here, "train", *long, figures=0, file_bytes=40_000)
-    assert done.code == 7 and "cannot write run/metrics.jsonl" in done.err.splitlines()[-1], done.err
+    assert done.code == 7 and "cannot write run/metrics.jsonl" in done.err.splitlines()[-1], (
+        done.err
+    )
     assert 0 < sound(here / "run") < 200
-    assert server.run(here, "train", "--resume", "run", figures=0).code == 0 and sound(here / "run") == 200
+    assert (
+        server.run(here, "train", "--resume", "run", figures=0).code == 0
+        and sound(here / "run") == 200
+    )
     assert [row["update"] for row in rows(here / "run")] == list(range(1, 201))
 
 
 def test_diverged_by_a_poisoned_loss(server: CommandServer, here: Path) -> None:
     (here / "slow.py").write_text(POISON)
     done = server.run(
-        here, "train", *over(OWN, "train.updates=60", "model.init=slow.py:build"), "--out", "run", figures=0
+        here,
+        "train",
+        *over(OWN, "train.updates=60", "model.init=slow.py:build"),
+        "--out",
+        "run",
+        figures=0,
     )
     assert done.code == 5 and "20 updates in a row" in done.err.splitlines()[-1]
     skipped = [row["skipped"] for row in rows(here / "run")]
@@ -136,8 +175,12 @@ def test_diverged_by_a_poisoned_loss(server: CommandServer, here: Path) -> None:
 
 
 def test_diverged_by_an_absurd_learning_rate(server: CommandServer, here: Path) -> None:
-    arguments = over(TINY, "optim.lr=1e6", "optim.schedule=constant", "train.updates=200", "train.save_every=1")
+    arguments = over(
+        TINY, "optim.lr=1e6", "optim.schedule=constant", "train.updates=200", "train.save_every=1"
+    )
     done = server.run(here, "train", *arguments, "--out", "run", figures=0)
     assert done.code == 5 and "lower optim.lr" in done.err.splitlines()[-1], done.err
     for path in (here / "run/checkpoints").glob("step-*"):
-        assert all(bool(tensor.isfinite().all()) for tensor in checkpointing.load(path).model.values()), path.name
+        assert all(
+            bool(tensor.isfinite().all()) for tensor in checkpointing.load(path).model.values()
+        ), path.name

@@ -11,7 +11,9 @@ import pytest
 
 from commands.inputs import TINY, newest, over, with_texts
 
-DEEPER = over(TINY, "model.num_hidden_layers=3", "model.tie_word_embeddings=false", "train.micro_batch=2")
+DEEPER = over(
+    TINY, "model.num_hidden_layers=3", "model.tie_word_embeddings=false", "train.micro_batch=2"
+)
 
 
 @pytest.fixture(scope="module")
@@ -25,12 +27,16 @@ def monograph(server):
 
 
 def weights(run):
-    return [(newest(run) / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")]
+    return [
+        (newest(run) / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")
+    ]
 
 
 @pytest.fixture(scope="module")
 def trained(folder, monograph):
-    """What a command says that trains, and leaves in a folder that is named by its memory and precision."""
+    """What a command says that trains, and leaves in a folder that is named by its memory and
+    precision.
+    """
 
     @functools.cache
     def train(memory, precision):
@@ -49,7 +55,10 @@ def test_the_same_files_as_on_the_device(folder, trained, precision):
     assert weights(folder / f"stream-{precision}") == weights(folder / f"device-{precision}")
     same = ("train_loss", "eval_loss", "tokens", "params")
     assert [found["stream"][key] for key in same] == [found["device"][key] for key in same]
-    rows = [json.loads(line) for line in (folder / f"stream-{precision}" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (folder / f"stream-{precision}" / "metrics.jsonl").read_text().splitlines()
+    ]
     [memory] = [row["memory"] for row in rows if "memory" in row]
     assert (
         sum(memory["homes"].values()) >= 12 * found["stream"]["params"]
@@ -67,7 +76,10 @@ def test_killed_and_taken_up_in_the_other_way(folder, monograph):
         command.until(lambda at=at: (folder / "moved").exists() and _reached(folder / "moved", at))
         command.signal(signal.SIGKILL)
         command.wait()
-    assert monograph.run(folder, "train", "--resume", "moved", "train.memory=device", figures=0).code == 0
+    assert (
+        monograph.run(folder, "train", "--resume", "moved", "train.memory=device", figures=0).code
+        == 0
+    )
     assert weights(folder / "moved") == weights(folder / "never-killed")
 
 
@@ -91,7 +103,12 @@ def test_a_folder_is_finetuned(folder, monograph, trained):
         (["train.compile=whole"], "with it train.compile is blocks or none"),
         (["train.remat=offload"], "with it train.remat is none, full, pointwise or a number"),
         (
-            ["optim.name=adamw", "optim.state=bf16", "optim.master_weights=false", "train.precision=bf16"],
+            [
+                "optim.name=adamw",
+                "optim.state=bf16",
+                "optim.master_weights=false",
+                "train.precision=bf16",
+            ],
             "and train.memory = stream keeps them in full precision",
         ),
         (["model.init=own.py:build"], "has no begin"),
@@ -103,6 +120,10 @@ def test_what_does_not_go_with_it(folder, monograph, settings, words):
         "    model = nn.Sequential(nn.Embedding(vocab_size, 8), nn.Linear(8, vocab_size))\n"
         "    model.lm_head = model[1]\n    return model\n"
     )
-    base = [s for s in DEEPER if not s.startswith("model.")] if "model.init=own.py:build" in settings else DEEPER
+    base = (
+        [s for s in DEEPER if not s.startswith("model.")]
+        if "model.init=own.py:build" in settings
+        else DEEPER
+    )
     done = monograph.run(folder, "train", *over(base, *settings), "train.memory=stream")
     assert done.code == 2 and words in done.err and "Traceback" not in done.err

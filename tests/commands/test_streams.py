@@ -1,6 +1,7 @@
 """Run: pytest tests/commands/test_streams.py
 
-Standard output that nobody reads, terminals that take no escapes, texts that would command a terminal.
+Standard output that nobody reads, terminals that take no escapes, texts that would command a
+terminal.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def place(tmp_path_factory: pytest.TempPathFactory, server: CommandServer) -> Pa
 
 
 @pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
-def test_a_reader_that_went_away_is_no_error(arguments: list[str], place: Path, server: CommandServer) -> None:
+def test_a_reader_that_went_away_is_no_error(
+    arguments: list[str], place: Path, server: CommandServer
+) -> None:
     done = server.run(place, *arguments, env=NO_COMPILER, reader=0)
     assert done.code == 141 and "rror" not in done.err and "Traceback" not in done.err, done.err
 
@@ -63,13 +66,19 @@ COLOURED = {
 @pytest.mark.parametrize(
     ("environment", "coloured"),
     [
-        pytest.param({"NO_COLOR": "1", "TERM": "xterm"}, set(), id="no colour", marks=pytest.mark.slow),
+        pytest.param(
+            {"NO_COLOR": "1", "TERM": "xterm"}, set(), id="no colour", marks=pytest.mark.slow
+        ),
         pytest.param({"TERM": "dumb"}, set(), id="dumb", marks=pytest.mark.slow),
         pytest.param({"TERM": "xterm"}, COLOURED, id="colour"),
     ],
 )
 def test_a_terminal_gets_the_escapes_that_it_takes(
-    environment: dict[str, str], coloured: set[str], place: Path, server: CommandServer, tmp_path: Path
+    environment: dict[str, str],
+    coloured: set[str],
+    place: Path,
+    server: CommandServer,
+    tmp_path: Path,
 ) -> None:
     found = set()
     new = [["train", *TINY, "--out", str(tmp_path / "new")], ["generate", "nothere"]]
@@ -82,7 +91,8 @@ def test_a_terminal_gets_the_escapes_that_it_takes(
     assert found == coloured
 
 
-# A title, a colour that no part of our display has, the end of a paste, C1's start of both, what turns writing around.
+# A title, a colour that no part of our display has, the end of a paste, C1's start of both, what
+# turns writing around.
 HOSTILE = "\x1b]0;owned\x07\x1b[53mover\x9b53m\x9d0;owned\x9c\x1b[201~\u202eid\x85\b\x7f"
 # What rich sends: colours, the cursor up, a line cleared, the cursor hidden and shown.
 OURS = re.compile(r"\x1b\[(?!53m)[\d;]*m|\x1b\[\d*A|\x1b\[2K|\x1b\[\?25[hl]")
@@ -95,7 +105,9 @@ def hostile(tmp_path_factory: pytest.TempPathFactory, server: CommandServer) -> 
     texts = folder / f"texts{HOSTILE}"
     texts.mkdir()
     for number in range(10):
-        (texts / f"{number}{HOSTILE}.txt").write_text(f"{HOSTILE} {number}\n" * 12, encoding="utf-8")
+        (texts / f"{number}{HOSTILE}.txt").write_text(
+            f"{HOSTILE} {number}\n" * 12, encoding="utf-8"
+        )
     (folder / "bad.jsonl").write_text(json.dumps({HOSTILE: HOSTILE}) + "\n")
     (folder / "config.toml").write_text('model.preset = "\\u001B]0;owned\\u0007"\n')
     return folder

@@ -9,13 +9,23 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
-KINDS = ("txt.gz", "txt.zst", "parquet", "dictionary.parquet", "zstd.arrow", "dictionary.arrow", "view.arrow")
+KINDS = (
+    "txt.gz",
+    "txt.zst",
+    "parquet",
+    "dictionary.parquet",
+    "zstd.arrow",
+    "dictionary.arrow",
+    "view.arrow",
+)
 
 
 def shared(one: pa.Array, times: int) -> pa.Array:
     """An array of views whose rows all show the one text of another."""
     _, views, text = one.buffers()
-    return pa.Array.from_buffers(one.type, times, [None, pa.py_buffer(views.to_pybytes()[:16] * times), text])
+    return pa.Array.from_buffers(
+        one.type, times, [None, pa.py_buffer(views.to_pybytes()[:16] * times), text]
+    )
 
 
 def made(kind: str, mebibytes: int, folder: Path) -> Path:
@@ -29,14 +39,21 @@ def made(kind: str, mebibytes: int, folder: Path) -> Path:
         return path
     column, batches = pa.array([text]), mebibytes
     if kind.startswith("dictionary"):
-        column, batches = pa.DictionaryArray.from_arrays(pa.array([0] * mebibytes, pa.int32()), column), 1
+        column, batches = (
+            pa.DictionaryArray.from_arrays(pa.array([0] * mebibytes, pa.int32()), column),
+            1,
+        )
     if kind.startswith("view"):
         column, batches = shared(pa.array([text], pa.string_view()), mebibytes), 1
     table = pa.table({"text": column})
     if kind.endswith("parquet"):
-        written = pq.ParquetWriter(path, table.schema, compression="zstd", use_dictionary=kind.startswith("dictionary"))
+        written = pq.ParquetWriter(
+            path, table.schema, compression="zstd", use_dictionary=kind.startswith("dictionary")
+        )
     else:
-        written = pa.ipc.new_file(path, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd"))
+        written = pa.ipc.new_file(
+            path, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")
+        )
     with written as file:
         for _ in range(batches):
             file.write_table(table)

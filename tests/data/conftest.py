@@ -1,4 +1,6 @@
-"""Shared by the data tests (run them with `pytest tests/data`): small texts, and a cache of their own."""
+"""Shared by the data tests (run them with `pytest tests/data`): small texts, and a cache of their
+own.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ WORDS = "the a loop reads_line 3.14 ==  \n\n\n\t naïve 数据 🙂 don't (x) { 
 def random_text(length: int, seed: int) -> str:
     """About `length` characters of words, symbols, blanks and non-Latin letters."""
     choice = random.Random(seed)
-    return "".join(choice.choice(WORDS) + choice.choice([" ", " ", "\n", ""]) for _ in range(length // 4 + 1))
+    return "".join(
+        choice.choice(WORDS) + choice.choice([" ", " ", "\n", ""]) for _ in range(length // 4 + 1)
+    )
 
 
 def write_texts(folder: Path, documents: int = 30, longest: int = 3000) -> Path:
@@ -54,7 +58,11 @@ def small(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[...
 
     def build(**settings: object) -> Corpus:
         return corpus(
-            texts, **({"tokenizer": "bpe", "vocab_size": 400, "sequence_length": 32, "cache": cache} | settings)
+            texts,
+            **(
+                {"tokenizer": "bpe", "vocab_size": 400, "sequence_length": 32, "cache": cache}
+                | settings
+            ),
         )  # type: ignore[arg-type]
 
     return build
@@ -63,7 +71,9 @@ def small(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[...
 @pytest.fixture(scope="session")
 def trained(texts: Path) -> Tokenizer:
     """A byte-level BPE with 400 entries."""
-    return Tokenizer.train_bpe([path.read_text(encoding="utf-8") for path in sorted(texts.rglob("*.txt"))], 400)
+    return Tokenizer.train_bpe(
+        [path.read_text(encoding="utf-8") for path in sorted(texts.rglob("*.txt"))], 400
+    )
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""Damaged and odd records of every kind of source, each beside what an independent reader makes of the same bytes."""
+"""Damaged and odd records of every kind of source, each beside what an independent reader makes of
+the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ def read(path: Path, skip: bool) -> tuple[list[str], dict[str, int]]:
     """The texts that would be trained on, and what was passed over."""
     documents = Documents(find(path, path.parent).files, Reading("text", skip), 0.0)
     texts = ["".join(part for part, _ in document.parts) for document in documents]
-    skipped = {reason: count for reason, count in documents.survey.skipped.items() if reason != "empty text"}
+    skipped = {
+        reason: count
+        for reason, count in documents.survey.skipped.items()
+        if reason != "empty text"
+    }
     return texts, skipped
 
 
@@ -39,7 +45,8 @@ def check(kind: str, seed: int, folder: Path) -> Counter[str]:
     elif not whole_file:
         assert texts == expected and sum(skipped.values()) == bad, (kind, seed, skipped, bad)
     else:
-        assert texts == []  # refused although its reader takes it: it does not carry the marks of a whole file
+        # Refused although its reader takes it: it does not carry the marks of a whole file.
+        assert texts == []
     try:
         assert read(path, skip=False)[0] == expected and not skipped, (kind, seed)
         return Counter({"is good": 1})

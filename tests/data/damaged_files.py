@@ -1,4 +1,6 @@
-"""Files with damaged or odd lines of JSON, plain and compressed, each with what an independent reader makes of them."""
+"""Files with damaged or odd lines of JSON, plain and compressed, each with what an independent
+reader makes of them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,20 @@ import zstandard
 
 Texts = list[str] | None  # None: the file is refused
 
-WORDS = ["the", "naïve", "数据", "🙂", "a\tb", 'say "x"', "\\", "line\nline", "end.", "́", "\u2028", "<|eos|>"]
+WORDS = [
+    "the",
+    "naïve",
+    "数据",
+    "🙂",
+    "a\tb",
+    'say "x"',
+    "\\",
+    "line\nline",
+    "end.",
+    "́",
+    "\u2028",
+    "<|eos|>",
+]
 ODD = [
     "null", "true", "0", "-1e999", "1" * 5000, "[]", "{}", '""', '"\\ud800"', '"\\udc00x"', '"a\\u0000b"', "NaN",
     '"\\ud83d\\ude42"', '{"text": "deeper"}', '["text"]', "'single'", '"\t"', "01", "1.", '"open', '"\\x41"', "tru",
@@ -31,7 +46,11 @@ def good_text(draw: random.Random) -> str:
 
 def damaged_line(draw: random.Random) -> bytes:
     """A line that is no longer, or not quite, a good record; no line feed in it."""
-    record = {"id": draw.randrange(99), "text": good_text(draw), "meta": {"url": "http://x", "tags": [1, None, 2.5]}}
+    record = {
+        "id": draw.randrange(99),
+        "text": good_text(draw),
+        "meta": {"url": "http://x", "tags": [1, None, 2.5]},
+    }
     line = json.dumps(record, ensure_ascii=draw.random() < 0.5)
     data = bytearray(line.encode())
     place = draw.randrange(len(data))
@@ -76,7 +95,9 @@ def line_text(line: bytes) -> str | None:
     if not line.strip(b" \t\r\n\v\f"):
         return ""
     try:
-        found = json.loads(line.decode("utf-8"), parse_constant=refuse, object_pairs_hook=_pairs, parse_int=len)
+        found = json.loads(
+            line.decode("utf-8"), parse_constant=refuse, object_pairs_hook=_pairs, parse_int=len
+        )
         text = found["text"] if isinstance(found, dict) else None
         if not isinstance(text, str) or "\0" in text:
             return None
@@ -126,7 +147,11 @@ def gzip_case(draw: random.Random, folder: Path) -> tuple[Path, Texts, int]:
     """What Python's gzip reads, which verifies sizes and checksums."""
     texts = [good_text(draw) for _ in range(draw.randrange(1, 30))]
     half = len(texts) // 2
-    members = [_content(texts[:half]), _content(texts[half:])] if draw.random() < 0.3 else [_content(texts)]
+    members = (
+        [_content(texts[:half]), _content(texts[half:])]
+        if draw.random() < 0.3
+        else [_content(texts)]
+    )
     data = harmed(draw, b"".join(map(gzip.compress, members)))
     path = folder / "case.jsonl.gz"
     path.write_bytes(data)
@@ -139,7 +164,9 @@ def gzip_case(draw: random.Random, folder: Path) -> tuple[Path, Texts, int]:
 
 
 def zstd_case(draw: random.Random, folder: Path) -> tuple[Path, Texts, int]:
-    """Frames carry a checksum, so what is accepted has to be what was written: all of it, or whole frames less."""
+    """Frames carry a checksum, so what is accepted has to be what was written: all of it, or whole
+    frames less.
+    """
     texts = [good_text(draw) for _ in range(draw.randrange(1, 30))]
     half = len(texts) // 2 if draw.random() < 0.3 else 0
     packer = zstandard.ZstdCompressor(write_checksum=True, level=draw.choice([1, 3, 19]))
@@ -155,7 +182,9 @@ def zstd_case(draw: random.Random, folder: Path) -> tuple[Path, Texts, int]:
 
 
 def _frames(data: bytes) -> list[bytes]:
-    """Each frame on its own, by the library's one-shot interface; an error for a byte too few or too many."""
+    """Each frame on its own, by the library's one-shot interface; an error for a byte too few or
+    too many.
+    """
     found = []
     while data:
         size = _frame_size(data)

@@ -1,4 +1,6 @@
-"""Damaged and odd tables, parquet and arrow, each with what pyarrow makes of it when it reads it in one go."""
+"""Damaged and odd tables, parquet and arrow, each with what pyarrow makes of it when it reads it in
+one go.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,11 @@ def table_texts(read: Callable[[], pa.Table]) -> tuple[Texts, int]:
     return [text for text in texts if text], sum(text is None for text in texts)
 
 
-BINARY = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
+BINARY = {
+    pa.string(): pa.binary(),
+    pa.large_string(): pa.large_binary(),
+    pa.string_view(): pa.binary_view(),
+}
 
 
 def _bytes(chunk: pa.Array) -> list[bytes | None]:
@@ -77,12 +83,23 @@ def _decoded(row: bytes | None) -> str | None:
 
 def parquet_case(draw: random.Random, folder: Path) -> tuple[Path, Texts, int]:
     file = io.BytesIO()
-    options = {"compression": draw.choice(["snappy", "zstd", "none", "gzip"]), "use_dictionary": draw.random() < 0.5}
-    pq.write_table(table(draw), file, write_page_checksum=True, row_group_size=draw.choice([7, 1000]), **options)
+    options = {
+        "compression": draw.choice(["snappy", "zstd", "none", "gzip"]),
+        "use_dictionary": draw.random() < 0.5,
+    }
+    pq.write_table(
+        table(draw),
+        file,
+        write_page_checksum=True,
+        row_group_size=draw.choice([7, 1000]),
+        **options,
+    )
     data = harmed(draw, file.getvalue()) if draw.random() < 0.7 else file.getvalue()
     path = folder / "case.parquet"
     path.write_bytes(data)
-    texts = table_texts(lambda: pq.ParquetFile(io.BytesIO(data), page_checksum_verification=True).read(["text"]))
+    texts = table_texts(
+        lambda: pq.ParquetFile(io.BytesIO(data), page_checksum_verification=True).read(["text"])
+    )
     return path, *texts
 
 

@@ -19,16 +19,25 @@ from monograph.errors import UsageError
 
 def rows_of(batches, windows):
     """The first `windows` windows as one list of rows."""
-    return [row.tolist() for _, batch in zip(range(windows), batches, strict=False) for row in batch["tokens"]]
+    return [
+        row.tolist()
+        for _, batch in zip(range(windows), batches, strict=False)
+        for row in batch["tokens"]
+    ]
 
 
 def test_a_window_is_int64_tensors_of_all_rows_of_an_update(small):
-    for packing, keys in (("packed", "tokens targets segments positions"), ("padded", "tokens targets")):
+    for packing, keys in (
+        ("packed", "tokens targets segments positions"),
+        ("padded", "tokens targets"),
+    ):
         batches = small(packing=packing).batches(32 * 5 + 31)
         batch = next(batches)
         assert batches.rows_per_window == 5 and list(batch) == keys.split()
         for values in batch.values():
-            assert values.shape == (5, 32) and values.dtype == torch.int64 and values.is_contiguous()
+            assert (
+                values.shape == (5, 32) and values.dtype == torch.int64 and values.is_contiguous()
+            )
 
 
 def test_an_epoch_is_every_row_once_in_an_order_of_its_own(small):
@@ -51,7 +60,9 @@ def test_the_last_window_is_what_is_left(small):
     assert list(Batches(rows, 32, epochs=0)) == []
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+)
 @given(
     seed=st.integers(-5, 2**40),
     before=st.integers(0, 12),
@@ -64,7 +75,10 @@ def test_resumed_is_uninterrupted_whatever_the_window(small, seed, before, sizes
     first = Batches(rows, sizes[0], seed=seed, start=start)
     seen = rows_of(first, before)
     state = first.state()
-    assert state == {"seed": seed, "rows": start + len(seen)} and first.rows_consumed == start + len(seen)
+    assert state == {
+        "seed": seed,
+        "rows": start + len(seen),
+    } and first.rows_consumed == start + len(seen)
     resumed = Batches(rows, sizes[1], seed=state["seed"], start=state["rows"])
     seen += rows_of(resumed, 3)
     uninterrupted = Batches(rows, 32, seed=seed, start=start)
@@ -102,7 +116,9 @@ def test_an_error_in_the_background_comes_in_its_turn(small, monkeypatch):
 
 
 def worker_threads():
-    return {thread for thread in threading.enumerate() if thread.name.startswith("monograph-batches")}
+    return {
+        thread for thread in threading.enumerate() if thread.name.startswith("monograph-batches")
+    }
 
 
 def test_the_thread_ends_with_its_batches(small):
@@ -149,7 +165,9 @@ def test_in_order_is_every_row_once_in_one_shape(small):
 
 def test_impossible_settings_are_refused(small):
     corpus = small(held_out=0)
-    with pytest.raises(UsageError, match="tokens_per_update = 31: must be at least one row of sequence_length = 32"):
+    with pytest.raises(
+        UsageError, match="tokens_per_update = 31: must be at least one row of sequence_length = 32"
+    ):
         corpus.batches(31)
     with pytest.raises(UsageError, match="tokens_per_update = 1k"):
         corpus.batches("1k")

@@ -1,4 +1,6 @@
-"""Run: pytest tests/data/test_completions.py (prompts with completions, trained on without a chat template)."""
+"""Run: pytest tests/data/test_completions.py (prompts with completions, trained on without a chat
+template).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,12 @@ def written(folder: Path, records: list[Any]) -> Path:
 
 
 def opened(folder: Path, records: list[Any], **options: Any) -> Corpus:
-    options = {"tokenizer": "bytes", "sequence_length": 64, "held_out": 0.0, "cache": folder} | options
+    options = {
+        "tokenizer": "bytes",
+        "sequence_length": 64,
+        "held_out": 0.0,
+        "cache": folder,
+    } | options
     return corpus(written(folder, records), **options)
 
 
@@ -51,18 +58,30 @@ def test_a_new_tokenizer_is_trained_on_the_texts_and_not_on_their_json(tmp_path:
     records = [{"prompt": "alpha", "completion": "beta"}] * 50
     text = opened(tmp_path, records, tokenizer="bpe", vocab_size=300)
     learned = {piece.decode("utf-8", "replace") for piece in text.tokenizer.pieces}
-    assert {"alpha", "beta"} <= learned and not any("role" in piece or "content" in piece for piece in learned)
+    assert {"alpha", "beta"} <= learned and not any(
+        "role" in piece or "content" in piece for piece in learned
+    )
 
 
 def test_a_template_renders_the_same_records_as_chats(tmp_path: Path) -> None:
-    chats = opened(tmp_path, [{"prompt": "why", "completion": "so"}] * 3, tokenizer=speaking(tmp_path / "w", "chatml"))
+    chats = opened(
+        tmp_path,
+        [{"prompt": "why", "completion": "so"}] * 3,
+        tokenizer=speaking(tmp_path / "w", "chatml"),
+    )
     assert "<|im_start|>" in render_row(chats, 0, colour=False)
 
 
 def test_equal_texts_are_held_out_with_a_template_or_without(tmp_path: Path) -> None:
     records = [{"prompt": f"why {number}", "completion": "so"} for number in range(40)]
     plain = opened(tmp_path, records, held_out=0.2)
-    chats = opened(tmp_path, records, held_out=0.2, tokenizer=speaking(tmp_path / "w", "chatml"), sequence_length=96)
+    chats = opened(
+        tmp_path,
+        records,
+        held_out=0.2,
+        tokenizer=speaking(tmp_path / "w", "chatml"),
+        sequence_length=96,
+    )
     assert 0 < plain.held_out.conversations == chats.held_out.conversations
 
 
@@ -70,19 +89,30 @@ def test_equal_texts_are_held_out_with_a_template_or_without(tmp_path: Path) -> 
     ("record", "said"),
     [
         ({"prompt": [{"role": "user", "content": "q"}], "completion": "a"}, "is no text under"),
-        ({"prompt": "q", "completion": "a", "system": "be brief"}, "'system' needs a chat template"),
-        ({"prompt": "q", "completion": "a" * 70}, "prompt and completion take 72 tokens, more than"),
+        (
+            {"prompt": "q", "completion": "a", "system": "be brief"},
+            "'system' needs a chat template",
+        ),
+        (
+            {"prompt": "q", "completion": "a" * 70},
+            "prompt and completion take 72 tokens, more than",
+        ),
     ],
 )
-def test_a_record_that_is_no_such_text_is_bad(tmp_path: Path, record: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputRefused, match=re.escape(f"records.jsonl:121: {said}")):  # after those that are sampled
+def test_a_record_that_is_no_such_text_is_bad(
+    tmp_path: Path, record: dict[str, Any], said: str
+) -> None:
+    # After those that are sampled.
+    with pytest.raises(InputRefused, match=re.escape(f"records.jsonl:121: {said}")):
         opened(tmp_path, RECORDS * 3 + [record])
     kept = opened(tmp_path, RECORDS * 3 + [record], bad_records="skip")
     assert kept.stats.conversations == 120 and kept.skipped
 
 
 def test_chats_still_need_a_template(tmp_path: Path) -> None:
-    chats = [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}] * 3
+    chats = [
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+    ] * 3
     with pytest.raises(InputRefused, match="the model has no chat template"):
         opened(tmp_path, chats)
     with pytest.raises(UsageError, match="records of 'prompt' and 'completion', texts, need none"):

@@ -1,4 +1,6 @@
-"""Run: pytest tests/data/test_conversations.py (conversations in files: forms, faults, and the rows they become)."""
+"""Run: pytest tests/data/test_conversations.py (conversations in files: forms, faults, and the rows
+they become).
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,20 @@ def read(record: dict[str, Any]) -> Conversation:
 
 def test_every_form_is_the_same_conversation() -> None:
     expected = Conversation(SAID, None, 0)
-    assert read({"messages": SAID}) == expected and read({"messages": SAID, "id": 5, "tools": []}) == expected
+    assert (
+        read({"messages": SAID}) == expected
+        and read({"messages": SAID, "id": 5, "tools": []}) == expected
+    )
     shared = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
     assert read({"conversations": shared}) == read({"conversations": SAID}) == expected
     for prompt in ("q", SAID[:1]):
         for completion in ("a", SAID[1:]):
-            assert read({"prompt": prompt, "completion": completion}) == expected._replace(trained_from=1)
-    assert read({"messages": SAID, "tools": json.dumps(TOOLS)}) == read({"messages": SAID, "tools": TOOLS})
+            assert read({"prompt": prompt, "completion": completion}) == expected._replace(
+                trained_from=1
+            )
+    assert read({"messages": SAID, "tools": json.dumps(TOOLS)}) == read(
+        {"messages": SAID, "tools": TOOLS}
+    )
     assert read({"prompt": said("q", "a", "r"), "completion": "b"}).answers == [3]
     assert read({"messages": CHATS["two rounds of tools"]}).answers == [1, 3, 5, 7]
 
@@ -115,14 +124,18 @@ def opened(tmp_path: Path) -> Any:
     def build(name: str = "chatml", chats: Any = None, **options: Any) -> Corpus:
         path = write_chats(tmp_path / "chats.jsonl", many(40) if chats is None else chats)
         tokenizer = speaking(tmp_path / name, name)
-        return corpus(path, tokenizer=tokenizer, **({"sequence_length": 128, "held_out": 0.2} | options))
+        return corpus(
+            path, tokenizer=tokenizer, **({"sequence_length": 128, "held_out": 0.2} | options)
+        )
 
     return build
 
 
 def expected_rows(text: Corpus, chats: Any, **how: Any) -> list[tuple[list[int], list[int]]]:
     """(ids, targets) of every row, straight from the rule."""
-    answers = Answers(text.tokenizer, Answering(**({"every": True, "truncate": True, "longest": 128} | how)))
+    answers = Answers(
+        text.tokenizer, Answering(**({"every": True, "truncate": True, "longest": 128} | how))
+    )
     found = []
     for chat in chats:
         for row in answers.rows(Conversation(chat, None, 0)):
@@ -139,7 +152,9 @@ def pieces_of(rows: Rows) -> list[tuple[list[int], list[int]]]:
         row, column = rows.row(index), 0
         for piece in rows.pieces(index):
             place = slice(column, column + piece.length)
-            assert piece.begin == 0 and piece.tokens == piece.length + 1, "no row of a conversation is cut"
+            assert piece.begin == 0 and piece.tokens == piece.length + 1, (
+                "no row of a conversation is cut"
+            )
             found.append((row["tokens"][place].tolist(), row["targets"][place].tolist()))
             column += piece.length
     return found
@@ -153,7 +168,10 @@ def test_rows_have_the_answers_for_targets(opened: Any, packing: str, name: str)
     assert Counter(map(str, found)) == Counter(map(str, expected))
     assert (len(expected) == 40) == (name == "chatml")
     stats = text.stats
-    assert text.train.conversations + text.held_out.conversations == 40 and text.held_out.conversations > 2
+    assert (
+        text.train.conversations + text.held_out.conversations == 40
+        and text.held_out.conversations > 2
+    )
     for rows in (text.train, text.held_out):
         window = rows.window(np.arange(len(rows)))
         trained = window["targets"][window["targets"] != IGNORE]
@@ -161,14 +179,23 @@ def test_rows_have_the_answers_for_targets(opened: Any, packing: str, name: str)
         few = rows.window(rows.spread(2))
         assert rows.coverage(2) == ((few["targets"] != IGNORE).sum(), rows.bytes_of(few))
         assert rows.inputs == sum(len(ids) for ids, _ in pieces_of(rows))
-    assert stats.tokens == text.train.tokens and stats.trained_share == text.train.tokens / text.train.inputs
+    assert (
+        stats.tokens == text.train.tokens
+        and stats.trained_share == text.train.tokens / text.train.inputs
+    )
     assert (len(text.train) < text.train.documents) == (packing == "packed")
 
 
 def test_a_side_knows_its_conversations(opened: Any, tmp_path: Path) -> None:
     text = opened(held_out=0)
-    assert text.train.conversations == 40 and text.held_out.conversations == 0 and len(text.held_out) == 0
-    again = corpus(tmp_path / "chats.jsonl", tokenizer=text.tokenizer, sequence_length=128, held_out=0)
+    assert (
+        text.train.conversations == 40
+        and text.held_out.conversations == 0
+        and len(text.held_out) == 0
+    )
+    again = corpus(
+        tmp_path / "chats.jsonl", tokenizer=text.tokenizer, sequence_length=128, held_out=0
+    )
     assert again.fingerprint == text.fingerprint and again.folder == text.folder
     for name in ("b.jsonl", "c.jsonl"):
         write_chats(tmp_path / name, many(2)[-1:])
@@ -186,8 +213,14 @@ def test_what_decides_the_rows_decides_the_fingerprint(opened: Any, tmp_path: Pa
     ]
     (tmp_path / "chatml" / "generation_config.json").write_text("{}")
     config = json.loads((tmp_path / "chatml" / "tokenizer_config.json").read_text())
-    (tmp_path / "chatml" / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "<|im_end|>"}))
-    found.append(corpus(tmp_path / "chats.jsonl", tokenizer=tmp_path / "chatml", sequence_length=128).fingerprint)
+    (tmp_path / "chatml" / "tokenizer_config.json").write_text(
+        json.dumps(config | {"eos_token": "<|im_end|>"})
+    )
+    found.append(
+        corpus(
+            tmp_path / "chats.jsonl", tokenizer=tmp_path / "chatml", sequence_length=128
+        ).fingerprint
+    )
     assert len(set(found)) == len(found)
 
 
@@ -197,14 +230,22 @@ def test_what_counts_as_conversations(opened: Any, tmp_path: Path) -> None:
     records = [{"text": f"plain {number}", "messages": chat} for number, chat in enumerate(many(9))]
     both.write_text("".join(json.dumps(record) + "\n" for record in records))
     asked: dict[str, Any] = {"tokenizer": text.tokenizer, "held_out": 0, "sequence_length": 128}
-    with pytest.raises(InputRefused, match="both.jsonl:1: could be read in two ways: as one of texts by 'text' or as"):
+    with pytest.raises(
+        InputRefused,
+        match="both.jsonl:1: could be read in two ways: as one of texts by 'text' or as",
+    ):
         corpus(both, **asked)
     assert corpus(both, text_key="text", **asked).train.conversations == 0
     assert corpus(both, text_key="messages", **asked).train.conversations == 9
     (tmp_path / "plain.txt").write_text("text")
-    with pytest.raises(UsageError, match="chats.jsonl holds conversations and .*plain.txt holds texts; give one kind"):
+    with pytest.raises(
+        UsageError,
+        match="chats.jsonl holds conversations and .*plain.txt holds texts; give one kind",
+    ):
         corpus([tmp_path / "chats.jsonl", tmp_path / "plain.txt"], **asked)
-    with pytest.raises(UsageError, match="data.tokenizer = bpe: conversations need the tokenizer and"):
+    with pytest.raises(
+        UsageError, match="data.tokenizer = bpe: conversations need the tokenizer and"
+    ):
         corpus(tmp_path / "chats.jsonl", tokenizer="bpe", vocab_size=300)
     with pytest.raises(InputRefused, match="the model has no chat template"):
         corpus(tmp_path / "chats.jsonl", tokenizer="bytes")
@@ -244,7 +285,10 @@ def test_what_cannot_be_trained_on_is_named_or_skipped(
 
 
 def test_too_few_to_hold_any_out(opened: Any) -> None:
-    with pytest.raises(InputRefused, match="no conversation is held out; give more of them, or set data.held_out = 0"):
+    with pytest.raises(
+        InputRefused,
+        match="no conversation is held out; give more of them, or set data.held_out = 0",
+    ):
         opened(chats=many(1))
 
 
@@ -253,17 +297,22 @@ def test_turns_left_out_are_counted(opened: Any) -> None:
     assert any(note.startswith("turns were left out before") for note in text.notes)
     assert text.train.conversations == 1 and text.train.documents > 1
     with pytest.raises(
-        InputRefused, match=r"chats.jsonl:1: messages\[\d+\], an answer, with all .* data.too_long=truncate"
+        InputRefused,
+        match=r"chats.jsonl:1: messages\[\d+\], an answer, with all .* data.too_long=truncate",
     ):
-        opened(chats=[said(*["why so", "because"] * 6)], held_out=0, sequence_length=40, too_long="refuse")
+        opened(
+            chats=[said(*["why so", "because"] * 6)],
+            held_out=0,
+            sequence_length=40,
+            too_long="refuse",
+        )
 
 
 def test_a_row_shows_what_is_trained(opened: Any) -> None:
     text = opened(chats=[said("why\x1b", "so", "and", "thus")], held_out=0)
     begin, end = "<|im_start|>", "<|im_end|>"
-    plain = (
-        f"[{begin}user\nwhy\\x1b{end}\n{begin}assistant\n]so{end}[\n{begin}user\nand{end}\n{begin}assistant\n]thus{end}"
-    )
+    plain = f"[{begin}user\nwhy\\x1b{end}\n{begin}assistant\n]so{end}["
+    plain += f"\n{begin}user\nand{end}\n{begin}assistant\n]thus{end}"
     shown = render_row(text, 0, colour=False)
     assert plain in shown and f"128 positions, {text.train.tokens} trained, 1 piece" in shown
     assert f"\x1b[32mso{end}\x1b[0m" in render_row(text, 0, colour=True)
@@ -277,18 +326,29 @@ def test_damage_is_found_and_mended(opened: Any) -> None:
     damaged[130] ^= 1
     path.write_bytes(damaged)
     again = opened()
-    assert again.fingerprint == text.fingerprint and any("tokenised again" in note for note in again.notes)
+    assert again.fingerprint == text.fingerprint and any(
+        "tokenised again" in note for note in again.notes
+    )
     assert again.train.tokens == text.train.tokens
 
 
-@pytest.mark.parametrize(("kind", "form"), pairwise(["parquet", "arrow"], ["messages", "conversations", "prompt"]))
+@pytest.mark.parametrize(
+    ("kind", "form"), pairwise(["parquet", "arrow"], ["messages", "conversations", "prompt"])
+)
 def test_tables_have_the_same_rows(opened: Any, tmp_path: Path, kind: str, form: str) -> None:
-    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install -e '.[parquet]'")
+    pa = pytest.importorskip(
+        "pyarrow", reason="pyarrow is not installed: pip install -e '.[parquet]'"
+    )
     chats = [*many(12), CHATS["two rounds of tools"]] if form == "messages" else many(12)
-    records: list[dict[str, Any]] = [{"id": number, form: chat} for number, chat in enumerate(chats)]
+    records: list[dict[str, Any]] = [
+        {"id": number, form: chat} for number, chat in enumerate(chats)
+    ]
     if form == "conversations":
         names = {"user": "human", "assistant": "gpt"}
-        records = [{form: [{"from": names[m["role"]], "value": m["content"]} for m in chat]} for chat in chats]
+        records = [
+            {form: [{"from": names[m["role"]], "value": m["content"]} for m in chat]}
+            for chat in chats
+        ]
     if form == "prompt":
         records = [{"prompt": chat[:-1], "completion": chat[-1]["content"]} for chat in chats]
     (tmp_path / "c.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -298,27 +358,37 @@ def test_tables_have_the_same_rows(opened: Any, tmp_path: Path, kind: str, form:
 
         parquet.write_table(table, tmp_path / "c.parquet")
     else:
-        with pa.OSFile(str(tmp_path / "c.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        with (
+            pa.OSFile(str(tmp_path / "c.arrow"), "wb") as file,
+            pa.ipc.new_stream(file, table.schema) as writer,
+        ):
             writer.write_table(table)
     tokenizer = speaking(tmp_path / "chatml", "chatml")
     one, other = (
         corpus(tmp_path / name, tokenizer=tokenizer, sequence_length=512, held_out=0)
         for name in ("c.jsonl", f"c.{kind}")
     )
-    if form == "messages":  # a call that lacks an argument has null for it, as all calls of a table have all of them
+    # A call that lacks an argument has null for it, as all calls of a table have all of them.
+    if form == "messages":
         assert one.train.conversations == other.train.conversations == 13
     assert pieces_of(one.train) == pieces_of(other.train)
 
 
 def test_a_damaged_table_of_conversations_is_refused(tmp_path: Path) -> None:
-    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install -e '.[parquet]'")
+    pa = pytest.importorskip(
+        "pyarrow", reason="pyarrow is not installed: pip install -e '.[parquet]'"
+    )
     from pyarrow import parquet
 
     tokenizer = speaking(tmp_path / "chatml", "chatml")
     parquet.write_table(pa.Table.from_pylist([{"messages": [5]}]), tmp_path / "a.parquet")
-    with pytest.raises(InputRefused, match=r"a.parquet, row 1: messages\[0\] is a number, not an object"):
+    with pytest.raises(
+        InputRefused, match=r"a.parquet, row 1: messages\[0\] is a number, not an object"
+    ):
         corpus(tmp_path / "a.parquet", tokenizer=tokenizer)
-    parquet.write_table(pa.Table.from_pylist([{"messages": [{"role": b"user"}]}]), tmp_path / "a.parquet")
+    parquet.write_table(
+        pa.Table.from_pylist([{"messages": [{"role": b"user"}]}]), tmp_path / "a.parquet"
+    )
     with pytest.raises(InputRefused, match="a.parquet, row 1: is not JSON"):
         corpus(tmp_path / "a.parquet", tokenizer=tokenizer)
     parquet.write_table(pa.Table.from_pylist([{"messages": SAID}] * 99), tmp_path / "a.parquet")

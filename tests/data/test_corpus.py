@@ -27,7 +27,9 @@ def test_the_standard_library_from_nothing(tmp_path):
     built = corpus("stdlib", tokenizer="bpe", vocab_size=1024, cache=tmp_path, progress=progress)
     times_s = [begin_s, *(call[0] for call in calls), time.monotonic()]
     # A tenth of the whole on a free machine; this one may be busy.
-    assert max(after - before for before, after in itertools.pairwise(times_s)) < max(2, (times_s[-1] - begin_s) / 3)
+    assert max(after - before for before, after in itertools.pairwise(times_s)) < max(
+        2, (times_s[-1] - begin_s) / 3
+    )
     stages = [stage for stage, _ in itertools.groupby(stage for _, stage, _, _ in calls)]
     assert stages == ["sources", "tokenizer", "bytes tokenised", "verify"]
     assert all(done <= total for _, _, done, total in calls)
@@ -42,7 +44,9 @@ def test_the_standard_library_from_nothing(tmp_path):
     assert built.notes == () and built.name == "stdlib" and built.vocab_size == 1024
 
     again = corpus("stdlib", tokenizer="bpe", vocab_size=1024, cache=tmp_path)
-    assert least_s(lambda: corpus("stdlib", tokenizer="bpe", vocab_size=1024, cache=tmp_path), 1) < 1
+    assert (
+        least_s(lambda: corpus("stdlib", tokenizer="bpe", vocab_size=1024, cache=tmp_path), 1) < 1
+    )
     assert (again.fingerprint, again.stats) == (built.fingerprint, stats)
 
 
@@ -55,11 +59,20 @@ def test_the_fingerprint_follows_every_setting(texts, tmp_path):
         {"held_out": 0.2},
         {"source": [texts / "001.txt", texts / "sub"]},
     ]
-    defaults = {"source": texts, "tokenizer": "bpe", "vocab_size": 300, "sequence_length": 32, "cache": tmp_path}
+    defaults = {
+        "source": texts,
+        "tokenizer": "bpe",
+        "vocab_size": 300,
+        "sequence_length": 32,
+        "cache": tmp_path,
+    }
     prints = [corpus(**(defaults | variant)).fingerprint for variant in variants]
     assert len(set(prints)) == len(variants)
     assert corpus(**defaults).fingerprint == prints[0]
-    assert corpus(**(defaults | {"held_out": 0})).fingerprint == corpus(**(defaults | {"held_out": 0.0})).fingerprint
+    assert (
+        corpus(**(defaults | {"held_out": 0})).fingerprint
+        == corpus(**(defaults | {"held_out": 0.0})).fingerprint
+    )
 
 
 def test_a_tokenizer_file_and_a_tokenizer_are_taken(texts, trained, tmp_path):
@@ -90,7 +103,11 @@ def test_what_was_passed_over_is_said(texts, tmp_path):
     ("text", "settings", "message"),
     [
         ("tiny " * 30, {}, "a.txt: .* held-out tokens, fewer than one row of 256"),
-        ("word " * 300, {}, "a.txt: .* held-out tokens, fewer than one row of 256; .* or set data.held_out = 0"),
+        (
+            "word " * 300,
+            {},
+            "a.txt: .* held-out tokens, fewer than one row of 256; .* or set data.held_out = 0",
+        ),
     ],
 )
 def test_too_little_text_is_refused(tmp_path, text, settings, message):
@@ -113,7 +130,10 @@ def test_text_shorter_than_a_row_is_a_padded_row(tmp_path):
         ({"sequence_length": 0}, "data.sequence_length = 0"),
         ({"held_out": 0.9}, "data.held_out = 0.9"),
         ({"bad_records": "keep"}, "data.bad_records = 'keep': must be 'refuse' or 'skip'"),
-        ({"tokenizer": "bpe", "vocab_size": 9}, "data.vocab_size = 9: expected a whole number from 259"),
+        (
+            {"tokenizer": "bpe", "vocab_size": 9},
+            "data.vocab_size = 9: expected a whole number from 259",
+        ),
     ],
 )
 def test_a_wrong_setting_is_refused(texts, setting, message):

@@ -1,5 +1,7 @@
 # Run: pytest tests/data/test_damaged_records.py    (all 20,000, with their counts: -m slow -s)
-"""Damaged and odd records are refused by name, or passed over and counted; what is trained on is what they say."""
+"""Damaged and odd records are refused by name, or passed over and counted; what is trained on is
+what they say.
+"""
 
 from __future__ import annotations
 

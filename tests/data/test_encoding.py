@@ -45,7 +45,9 @@ def encoded(documents, tokenizer, folder):
     for name, side in sides.items():
         paths = [folder / f"{name}.{suffix}" for suffix in ("tokens", "starts", "records")]
         kinds = token_dtype(tokenizer.vocab_size), INDEX, INDEX
-        found[name] = [open_shard(path, kind, seal(path)) for path, kind in zip(paths, kinds, strict=True)]
+        found[name] = [
+            open_shard(path, kind, seal(path)) for path, kind in zip(paths, kinds, strict=True)
+        ]
         assert side.tokens.count == len(found[name][0]) and sum(side.counts) == len(found[name][2])
     assert meter.done == sum(side.bytes for side in sides.values()) == documents.text_bytes
     return found, sides
@@ -55,7 +57,11 @@ def test_a_document_is_bos_ids_eos(documents, texts, trained, tmp_path):
     found, sides = encoded(documents, trained, tmp_path / "a")
     paths = sorted(texts.rglob("*.txt"), key=lambda path: path.relative_to(texts).as_posix())
     tokens, starts, records = found["train"]
-    assert (starts[0], starts[-1], len(starts)) == (0, len(tokens), len(paths) + 1) and not records.any()
+    assert (starts[0], starts[-1], len(starts)) == (
+        0,
+        len(tokens),
+        len(paths) + 1,
+    ) and not records.any()
     for i, path in enumerate(paths):
         ids = trained.encode(path.read_text(encoding="utf-8"))
         assert tokens[starts[i] : starts[i + 1]].tolist() == [trained.bos_id, *ids, trained.eos_id]
@@ -89,7 +95,9 @@ def test_who_is_faster_does_not_show_in_the_bytes(texts, trained, tmp_path, monk
 
     monkeypatch.setattr(trained, "encode_batch", delayed)
     (tmp_path / "delayed").mkdir()
-    meter = Meter(lambda *arguments: told.append((threading.current_thread(), arguments[1])), "tokens", None)
+    meter = Meter(
+        lambda *arguments: told.append((threading.current_thread(), arguments[1])), "tokens", None
+    )
     encode_documents(documents, documents.files, trained, tmp_path / "delayed", meter)
     for path in sorted((tmp_path / "undisturbed").iterdir()):
         assert (tmp_path / "delayed" / path.name).read_bytes() == path.read_bytes()
@@ -104,7 +112,9 @@ def own_threads():
 
 
 @pytest.mark.parametrize("where", ["reading", "tokenizer", "progress"])
-def test_an_error_or_interrupt_anywhere_comes_out_and_leaves_no_thread(texts, trained, tmp_path, monkeypatch, where):
+def test_an_error_or_interrupt_anywhere_comes_out_and_leaves_no_thread(
+    texts, trained, tmp_path, monkeypatch, where
+):
     monkeypatch.setattr(encoding, "_BATCH_CHARS", 900)
     (tmp_path / "out").mkdir()
     error = {"progress": KeyboardInterrupt}.get(where, InputRefused)("as it was raised")
@@ -119,7 +129,9 @@ def test_an_error_or_interrupt_anywhere_comes_out_and_leaves_no_thread(texts, tr
     documents, meter = documents_of(texts, tmp_path, held_out=0.3), Meter(None, "tokens", None)
     if where == "tokenizer":
         encode_batch = trained.encode_batch
-        monkeypatch.setattr(trained, "encode_batch", lambda texts, inside: failing(encode_batch(texts, inside)))
+        monkeypatch.setattr(
+            trained, "encode_batch", lambda texts, inside: failing(encode_batch(texts, inside))
+        )
     elif where == "progress":
         monkeypatch.setattr(meter, "add", failing)
     source = map(failing, documents) if where == "reading" else documents
@@ -152,7 +164,9 @@ def test_an_interrupt_ends_the_training_before_anything_is_merged(documents, mon
 def test_both_parts_of_a_file_are_documents(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"0123456\n89")
     tokenizer = Tokenizer.bytes()
-    found, sides = encoded(documents_of(tmp_path / "a.txt", tmp_path, 0.4), tokenizer, tmp_path / "a")
+    found, sides = encoded(
+        documents_of(tmp_path / "a.txt", tmp_path, 0.4), tokenizer, tmp_path / "a"
+    )
     for side, expected in (("train", b"0123456\n"), ("held_out", b"89")):
         tokens = found[side][0].tolist()
         assert tokenizer.decode_bytes(tokens) == expected and sides[side].bytes == len(expected)
@@ -160,21 +174,32 @@ def test_both_parts_of_a_file_are_documents(tmp_path):
 
 
 @pytest.mark.parametrize("space_first", [True, False])
-def test_a_space_is_put_before_a_document_and_before_no_other_part(tmp_path, monkeypatch, space_first):
+def test_a_space_is_put_before_a_document_and_before_no_other_part(
+    tmp_path, monkeypatch, space_first
+):
     words = "word\nand word \u2460 word " * 60
     (tmp_path / "a.txt").write_text(words)
     (tmp_path / "b.txt").write_text(" begun" + words)
-    made = {"alphabet": pre_tokenizers.ByteLevel.alphabet(), "use_regex": True, "space_first": space_first}
+    made = {
+        "alphabet": pre_tokenizers.ByteLevel.alphabet(),
+        "use_regex": True,
+        "space_first": space_first,
+    }
     theirs = article.tokenizer([words], **made)
     tokenizer = Tokenizer(json.loads(theirs.to_str()), "x")
     monkeypatch.setattr(reading, "PART_CHARS", 100)
     folder = tmp_path / "out"
     folder.mkdir()
     documents = documents_of(f"{tmp_path}/*.txt", tmp_path)
-    sides, _ = encode_documents(documents, documents.files, tokenizer, folder, Meter(None, "tokens", None))
+    sides, _ = encode_documents(
+        documents, documents.files, tokenizer, folder, Meter(None, "tokens", None)
+    )
     kind = token_dtype(tokenizer.vocab_size)
     tokens = open_shard(folder / "train.tokens", kind, seal(folder / "train.tokens")).tolist()
-    wanted = [[0, *theirs.encode(each, add_special_tokens=False).ids, 1] for each in (words, " begun" + words)]
+    wanted = [
+        [0, *theirs.encode(each, add_special_tokens=False).ids, 1]
+        for each in (words, " begun" + words)
+    ]
     assert tokens == [*wanted[0], *wanted[1]]
     read = [" " * space_first + words, " begun" + words]
     assert sides["train"].bytes == len(unicodedata.normalize("NFKC", "".join(read)).encode())
@@ -191,16 +216,24 @@ def test_a_space_is_put_before_a_document_and_before_no_other_part(tmp_path, mon
 )
 @pytest.mark.parametrize("unknown", ["[UNK]", None])
 @pytest.mark.parametrize("held_out", [0.0, 0.3])
-def test_text_that_would_be_lost_is_refused_by_file_and_line(tmp_path, name, content, place, unknown, held_out):
-    (tmp_path / name).write_bytes(gzip.compress(content.encode()) if name.endswith("gz") else content.encode())
+def test_text_that_would_be_lost_is_refused_by_file_and_line(
+    tmp_path, name, content, place, unknown, held_out
+):
+    (tmp_path / name).write_bytes(
+        gzip.compress(content.encode()) if name.endswith("gz") else content.encode()
+    )
     learnt = "".join(
         dict.fromkeys(content.replace("\u00e9", "e").splitlines(keepends=True))
     )  # of 9,000 lines, each once
     tokenizer = Tokenizer(json.loads(article.tokenizer([learnt], unknown=unknown).to_str()), "x")
     documents = documents_of(tmp_path / name, tmp_path, held_out if name == "a.txt" else 0)
     (tmp_path / "out").mkdir()
-    with pytest.raises(InputRefused, match=rf"{re.escape(place)}: '\u00e9' in '.*caf\u00e9.*' would be"):
-        encode_documents(documents, documents.files, tokenizer, tmp_path / "out", Meter(None, "tokens", None))
+    with pytest.raises(
+        InputRefused, match=rf"{re.escape(place)}: '\u00e9' in '.*caf\u00e9.*' would be"
+    ):
+        encode_documents(
+            documents, documents.files, tokenizer, tmp_path / "out", Meter(None, "tokens", None)
+        )
 
 
 def test_large_vocabularies_need_four_bytes(monkeypatch, tmp_path):
@@ -223,14 +256,20 @@ def test_training_reads_the_documents_and_tells_what_fell_short(documents, train
 
 
 def test_a_large_corpus_is_sampled(documents, texts, tmp_path, monkeypatch):
-    lines = [json.dumps({"text": path.read_text(encoding="utf-8")}) for path in sorted(texts.rglob("*.txt"))]
+    lines = [
+        json.dumps({"text": path.read_text(encoding="utf-8")})
+        for path in sorted(texts.rglob("*.txt"))
+    ]
     (tmp_path / "many.jsonl").write_text("\n".join(lines[:20]))
     records = documents_of(tmp_path / "many.jsonl", tmp_path, held_out=0.2)
-    held = ["".join(part for part, _ in document.parts) for document in records if document.held_out]
+    held = [
+        "".join(part for part, _ in document.parts) for document in records if document.held_out
+    ]
     for source in (documents, records):
         assert list(source.sample(10**9))
         chosen = "".join(source.sample(source.train_bytes // 3))
-        # Records are taken or left whole, by their hash: 20 of them vary more than files, of which the last is cut.
+        # Records are taken or left whole, by their hash: 20 of them vary more than files, of which
+        # the last is cut.
         assert 0.1 * source.train_bytes < len(chosen.encode()) < 0.6 * source.train_bytes
     assert held and not any(reading in "".join(records.sample(10**9)) for reading in held)
     monkeypatch.setattr(encoding, "TOKENIZER_SAMPLE_BYTES", 5000)

@@ -1,4 +1,6 @@
-"""Run: pytest tests/data/test_loss_mask.py (which tokens of a conversation are trained on: a law for any template)."""
+"""Run: pytest tests/data/test_loss_mask.py (which tokens of a conversation are trained on: a law
+for any template).
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,15 @@ EVERY = Answering(every=True, truncate=True, longest=10_000)
 # What is refused, and by which words; all other pairs of a template and a chat have rows.
 REFUSED = {
     ("mistral-v1", "two rounds of tools"): "only user and assistant speak here",
-    ("mistral-v3", "a system's"): r"the prompt has '<\|bos\|>\[INST\]Be brief.* where the conversation has '<\|bos",
+    (
+        "mistral-v3",
+        "a system's",
+    ): r"the prompt has '<\|bos\|>\[INST\]Be brief.* where the conversation has '<\|bos",
     ("gemma", "a system's"): "system is not supported",
     ("gemma", "two rounds of tools"): "tools are not supported",
 } | {("glm", chat): "the model would never learn to stop" for chat in CHATS}
-# By day those whose prompt's end merges with what follows, whose history is rewritten, and whose turns lack an end.
+# By day those whose prompt's end merges with what follows, whose history is rewritten, and whose
+# turns lack an end.
 BY_DAY = ("llama-3", "qwen3", "mistral-v1")
 # Where an answer is written in another way once it is history.
 REWRITING = {"qwen3", "mistral-v3"}
@@ -74,7 +80,9 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reference(tagged: Any, said: Conversation) -> list[list[list[int]]]:
-    """Of the chat up to each answer, the ids of all stretches that transformers' mask of hand-placed tags marks."""
+    """Of the chat up to each answer, the ids of all stretches that transformers' mask of
+    hand-placed tags marks.
+    """
     found = []
     for answer in said.answers:
         ids = tagged.apply_chat_template(
@@ -88,7 +96,9 @@ def reference(tagged: Any, said: Conversation) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("name", nightly(TEMPLATES, BY_DAY))
-def test_what_is_trained_is_what_was_tagged_by_hand(tmp_path: Path, name: str, pinned: None) -> None:
+def test_what_is_trained_is_what_was_tagged_by_hand(
+    tmp_path: Path, name: str, pinned: None
+) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = speaking(tmp_path / "plain", name)
@@ -103,7 +113,8 @@ def test_what_is_trained_is_what_was_tagged_by_hand(tmp_path: Path, name: str, p
         rows, expected, answers = rows_of(tokenizer, said), reference(tagged, said), 0
         assert len(rows) == 1 or name in REWRITING
         for row in rows:
-            # The row ends with an answer: of the chat up to there, the last stretches are those that it trains.
+            # The row ends with an answer: of the chat up to there, the last stretches are those
+            # that it trains.
             answers += len(row.spans)
             assert trained(row) == expected[answers - 1][-len(row.spans) :]
         assert answers == len(said.answers), "every answer once"
@@ -125,7 +136,9 @@ def test_the_text_is_transformers(tmp_path: Path, name: str, pinned: None) -> No
         options: dict[str, Any] = {"tools": TOOLS} if "tools" in chat else {}
         for asks in (False, True):
             try:
-                expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks, **options)
+                expected = theirs.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=asks, **options
+                )
             except Exception as error:
                 with pytest.raises(InputRefused, match=str(error)):
                     ours.render(messages, asks, **options)
@@ -137,12 +150,16 @@ def test_the_text_is_transformers(tmp_path: Path, name: str, pinned: None) -> No
 
 
 def by_length(tokenizer: Tokenizer, said: Conversation) -> list[list[int]]:
-    """A: of the whole chat's ids, those from the length of the prompt's to the length of the answer's."""
+    """A: of the whole chat's ids, those from the length of the prompt's to the length of the
+    answer's.
+    """
     options = {"tools": said.tools} if said.tools else {}
     whole, found = chat_ids(tokenizer, said.messages, **options), []
     for answer in said.answers:
         begin = len(chat_ids(tokenizer, said.messages[:answer], True, **options))
-        found.append(whole[begin : len(chat_ids(tokenizer, said.messages[: answer + 1], **options))])
+        found.append(
+            whole[begin : len(chat_ids(tokenizer, said.messages[: answer + 1], **options))]
+        )
     return found
 
 
@@ -151,10 +168,19 @@ def by_marker(tokenizer: Tokenizer, said: Conversation, begins: str, ends: str) 
     options = {"tools": said.tools} if said.tools else {}
     assert tokenizer.config.template
     whole = tokenizer.encode_rendered(tokenizer.config.template.render(said.messages, **options))
-    head, tail, found, at = tokenizer.encode_rendered(begins), tokenizer.encode_rendered(ends), [], 0
-    while (first := next((n for n in range(at, len(whole)) if whole[n : n + len(head)] == head), None)) is not None:
+    head, tail, found, at = (
+        tokenizer.encode_rendered(begins),
+        tokenizer.encode_rendered(ends),
+        [],
+        0,
+    )
+    while (
+        first := next((n for n in range(at, len(whole)) if whole[n : n + len(head)] == head), None)
+    ) is not None:
         first += len(head)
-        at = next((n for n in range(first, len(whole)) if whole[n : n + len(tail)] == tail), len(whole))
+        at = next(
+            (n for n in range(first, len(whole)) if whole[n : n + len(tail)] == tail), len(whole)
+        )
         found.append(whole[first:at])
     return found
 
@@ -180,7 +206,9 @@ FAULTS: dict[str, tuple[str, Conversation, Callable[[Tokenizer, Conversation], l
 
 
 def merging(folder: Path, name: str) -> Tokenizer:
-    """As `speaking`, with a token of two line feeds, which is in a prompt's end and not where text follows it."""
+    """As `speaking`, with a token of two line feeds, which is in a prompt's end and not where text
+    follows it.
+    """
     tokenizer = speaking(folder, name)
     content = json.loads(tokenizer.to_json())
     vocab = content["model"]["vocab"]
@@ -197,12 +225,16 @@ def test_a_planted_fault_is_seen(tmp_path: Path, fault: str) -> None:
     merged = name.removesuffix("-merged")
     tokenizer = (merging if merged != name else speaking)(tmp_path, merged)
     right = [stretch for row in rows_of(tokenizer, said) for stretch in trained(row)]
-    assert len(right) == len(said.answers) and all(stretch[-1] in Answers(tokenizer, EVERY).stops for stretch in right)
+    assert len(right) == len(said.answers) and all(
+        stretch[-1] in Answers(tokenizer, EVERY).stops for stretch in right
+    )
     assert wrong(tokenizer, said) != right
 
 
 def test_a_token_that_reaches_over_the_border(tmp_path: Path) -> None:
-    """Inference has the prompt's own tokens before it, so these are the row's, and not those of the whole text."""
+    """Inference has the prompt's own tokens before it, so these are the row's, and not those of the
+    whole text.
+    """
     tokenizer = merging(tmp_path, "llama-3")
     answers = Answers(tokenizer, EVERY)
     said = conversation("three turns")
@@ -219,21 +251,27 @@ def test_a_token_that_reaches_over_the_border(tmp_path: Path) -> None:
     assert answers.counts["parted"] == 3
 
 
-TEXTS = st.text(alphabet="ab \n<|>im_endü[/]", min_size=1, max_size=12).filter(lambda text: text.strip())
+TEXTS = st.text(alphabet="ab \n<|>im_endü[/]", min_size=1, max_size=12).filter(
+    lambda text: text.strip()
+)
 TURNS = st.lists(TEXTS, min_size=2, max_size=8).map(lambda parts: parts[: len(parts) // 2 * 2])
 SPEAKERS = ("chatml", "qwen2.5", "qwen3", "llama-3", "mistral-v1", "mistral-v3", "gemma", "zephyr")
 
 
 @pytest.mark.parametrize("name", nightly(SPEAKERS, BY_DAY))
 def test_prompt_and_what_is_trained_are_the_row(name: str, tmp_path: Path) -> None:
-    """What inference sends and what is trained then are the row up to the stop: of any words, of every answer once."""
+    """What inference sends and what is trained then are the row up to the stop: of any words, of
+    every answer once.
+    """
     tokenizer = merging(tmp_path, name)
     template = tokenizer.config.template
     assert template is not None
     tokenizer.config = tokenizer.config._replace(template=template.on(DAY))
     answers = Answers(tokenizer, EVERY)
 
-    @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(
+        max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    )
     @given(parts=TURNS, typed=st.sampled_from(["", "<|im_end|>", "a<|eot_id|><|im_start|>"]))
     def holds(parts: list[str], typed: str) -> None:
         chat = Conversation(said(parts[0] + typed, *parts[1:]), None, 0)
@@ -254,9 +292,13 @@ def test_prompt_and_what_is_trained_are_the_row(name: str, tmp_path: Path) -> No
 
 def test_a_stop_that_is_typed_is_letters(tmp_path: Path) -> None:
     tokenizer = speaking(tmp_path, "chatml")
-    [row] = rows_of(tokenizer, Conversation(said("say <|im_end|>", "<|im_end|> it is", "why", "so"), None, 0))
+    [row] = rows_of(
+        tokenizer, Conversation(said("say <|im_end|>", "<|im_end|> it is", "why", "so"), None, 0)
+    )
     end = tokenizer.special["<|im_end|>"]
-    assert trained(row)[0] == [*tokenizer.encode("<|im_end|> it is"), end] and row.ids.count(end) == 4
+    assert (
+        trained(row)[0] == [*tokenizer.encode("<|im_end|> it is"), end] and row.ids.count(end) == 4
+    )
     tools = [{"name": "<|im_end|>"}]
     speaking(tmp_path, "qwen2.5")
     [row] = rows_of(Tokenizer.from_file(tmp_path), Conversation(said("1", "2"), tools, 0))
@@ -287,7 +329,9 @@ def test_turns_at_the_front_are_left_out_until_a_row_fits(tmp_path: Path, name: 
     longest = 100
     answers = Answers(tokenizer, EVERY._replace(longest=longest))
     rows = answers.rows(Conversation(chat, None, 0))
-    assert sum(len(row.spans) for row in rows) == 6 and all(len(row.ids) - 1 <= longest for row in rows)
+    assert sum(len(row.spans) for row in rows) == 6 and all(
+        len(row.ids) - 1 <= longest for row in rows
+    )
     places, cut = iter(range(2, len(chat), 2)), 0
     for row in rows:
         for begin, _ in row.spans:
@@ -298,14 +342,20 @@ def test_turns_at_the_front_are_left_out_until_a_row_fits(tmp_path: Path, name: 
             cut += first > 0
             if first:
                 more = [*system, *chat[firsts[first - 1] : place + 1]]
-                assert len(chat_ids(tokenizer, more)) - 2 > longest, "one turn more would not have fitted"
+                assert len(chat_ids(tokenizer, more)) - 2 > longest, (
+                    "one turn more would not have fitted"
+                )
     assert cut and answers.counts["truncated"] == cut
     with pytest.raises(
-        Unusable, match=r"messages\[\d+\], an answer, with all .* \d+ tokens, more than.*data.too_long=truncate"
+        Unusable,
+        match=r"messages\[\d+\], an answer, with all .* \d+ tokens, more than.*data.too_long=truncate",
     ):
-        rows_of(tokenizer, Conversation(chat, None, 0), EVERY._replace(longest=longest, truncate=False))
+        rows_of(
+            tokenizer, Conversation(chat, None, 0), EVERY._replace(longest=longest, truncate=False)
+        )
     with pytest.raises(
-        Unusable, match=r"messages\[2\], an answer, with the least .* takes \d+ tokens, more .* raise it$"
+        Unusable,
+        match=r"messages\[2\], an answer, with the least .* takes \d+ tokens, more .* raise it$",
     ):
         rows_of(tokenizer, Conversation(chat, None, 0), EVERY._replace(longest=9))
 
@@ -321,7 +371,9 @@ def test_a_greeting_before_the_first_question_is_left_out_as_any_turn_is(tmp_pat
 
 
 def test_a_call_stays_with_its_question(tmp_path: Path) -> None:
-    """What is left out ends where a user speaks: a tool's result never stands without what asked for it."""
+    """What is left out ends where a user speaks: a tool's result never stands without what asked
+    for it.
+    """
     tokenizer = speaking(tmp_path, "qwen2.5")
     chat = [*said("a" * 40, "b" * 40), *CHATS["two rounds of tools"]]
     rows = rows_of(tokenizer, Conversation(chat, None, 0), EVERY._replace(longest=295))
@@ -333,8 +385,16 @@ def test_a_call_stays_with_its_question(tmp_path: Path) -> None:
     ("source", "stops", "why"),
     [
         (TEMPLATES["chatml"], [], r"if '<\|im_end\|>' ends a turn, add its id \d+ there"),
-        ("{{ messages[-1].content }}<|im_end|>", None, "writes the chat before an answer in another way"),
-        ("{% for m in messages[1:] %}{{ m.content }}<|im_end|>{% endfor %}", None, "its first token has no input"),
+        (
+            "{{ messages[-1].content }}<|im_end|>",
+            None,
+            "writes the chat before an answer in another way",
+        ),
+        (
+            "{% for m in messages[1:] %}{{ m.content }}<|im_end|>{% endfor %}",
+            None,
+            "its first token has no input",
+        ),
         ("{{ raise_exception('no') }}", None, "no"),
         ("", None, "leaves the answer out: with it or without, it writes the same"),
         ("{{ 'x' * 10**10 }}", None, "MiB of memory"),
@@ -356,7 +416,11 @@ def test_without_a_template_there_is_no_answer() -> None:
 
 
 def test_the_templates_own_tags_are_compared(tmp_path: Path) -> None:
-    for name, chat in (("chatml", "three turns"), ("qwen3", "thoughts"), ("zephyr", "spaces outside")):
+    for name, chat in (
+        ("chatml", "three turns"),
+        ("qwen3", "thoughts"),
+        ("zephyr", "spaces outside"),
+    ):
         answers = Answers(speaking(tmp_path / name, name, tagged=True), EVERY)
         answers.rows(conversation(chat))
         assert answers.counts["untagged"] == 0 and answers.notes({}, "") == ()
@@ -365,18 +429,27 @@ def test_the_templates_own_tags_are_compared(tmp_path: Path) -> None:
     )
     answers = Answers(Tokenizer.from_file(tmp_path / "chatml"), EVERY)
     answers.rows(conversation("a system's"))
-    assert answers.counts["untagged"] == 2 and answers.untagged == "trained 'so<|im_end|>', tagged 'so'"
-    assert answers.notes({}, "")[0].startswith("the template's own generation tags differ in 2 of 2 answers; the first")
+    assert (
+        answers.counts["untagged"] == 2
+        and answers.untagged == "trained 'so<|im_end|>', tagged 'so'"
+    )
+    assert answers.notes({}, "")[0].startswith(
+        "the template's own generation tags differ in 2 of 2 answers; the first"
+    )
 
 
 def test_the_day_is_always_the_same(tmp_path: Path) -> None:
     answers = Answers(speaking(tmp_path, "llama-3"), EVERY)
     [row] = answers.rows(conversation("one turn"))
     assert "Today Date: 26 Jul 2024" in answers._shown(row.ids)
-    assert answers.notes({}, "") == (f"the chat template reads the date; in all of these conversations it is {DAY}",)
+    assert answers.notes({}, "") == (
+        f"the chat template reads the date; in all of these conversations it is {DAY}",
+    )
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(texts=st.lists(st.lists(st.sampled_from(["<|im_start|>", "<|im_end|>", "\n", " the", "answer", "ü", ":"])
                                .map(str), max_size=9).map("".join), min_size=1, max_size=5))  # fmt: skip
 def test_the_encoder_forgets_nothing(texts: list[str], tmp_path: Path) -> None:
@@ -395,7 +468,9 @@ def test_calls_are_written_with_their_own_numbers(tmp_path: Path) -> None:
 
 
 def test_the_same_words_again_are_another_answer(tmp_path: Path) -> None:
-    """A row that begins later in a chat of one repeated turn has the same ids, and its answer is still its own."""
+    """A row that begins later in a chat of one repeated turn has the same ids, and its answer is
+    still its own.
+    """
     tokenizer = speaking(tmp_path, "chatml")
     chat = said(*["why so", "because"] * 6)
     rows = rows_of(tokenizer, Conversation(chat, None, 0), EVERY._replace(longest=60))

@@ -1,4 +1,6 @@
-"""Run: pytest tests/data/test_messages.py (one reader of messages: whoever gets them, they are the same)."""
+"""Run: pytest tests/data/test_messages.py (one reader of messages: whoever gets them, they are the
+same).
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ CLEAN: Messages = [
 
 def nulls(chat: Messages) -> Messages:
     """As a table has it, whose rows all have all keys."""
-    keys = dict.fromkeys(("content", "name", "tool_calls", "tool_call_id", "reasoning_content", "weight"))
+    keys = dict.fromkeys(
+        ("content", "name", "tool_calls", "tool_call_id", "reasoning_content", "weight")
+    )
     filled: Messages = []
     for message in chat:
         calls = message.get("tool_calls")
@@ -60,10 +64,14 @@ def of_openai(chat: Messages) -> Messages:
     """As OpenAI's client writes an answer of its API."""
     nothing = {"refusal": None, "audio": None, "annotations": [], "function_call": None}
     usual = [
-        {**message, "content": message.get("content"), **nothing} if message["role"] == "assistant" else message
+        {**message, "content": message.get("content"), **nothing}
+        if message["role"] == "assistant"
+        else message
         for message in chat
     ]
-    return [{"tool_calls": [], **message} if message["role"] == "user" else message for message in usual]
+    return [
+        {"tool_calls": [], **message} if message["role"] == "user" else message for message in usual
+    ]
 
 
 def parted(chat: Messages) -> Messages:
@@ -72,7 +80,11 @@ def parted(chat: Messages) -> Messages:
     for message in chat:
         text = message.get("content")
         cut = [text[:2], text[2:]] if text else []
-        said = {"content": [{"type": "text", "text": part, "image_url": None} for part in cut]} if text else {}
+        said = (
+            {"content": [{"type": "text", "text": part, "image_url": None} for part in cut]}
+            if text
+            else {}
+        )
         parts.append({**message, **said})
     return parts
 
@@ -95,9 +107,16 @@ def completed(folder: Path, tokenizer: Tokenizer, chat: Messages) -> Any:
 
 
 def judged(folder: Path, tokenizer: Tokenizer, record: dict[str, Any], labelled: bool) -> Any:
-    usual = {"tokenizer": str(folder), "sequence_length": 4000, "held_out": 0.0, "bad_records": "refuse"}
+    usual = {
+        "tokenizer": str(folder),
+        "sequence_length": 4000,
+        "held_out": 0.0,
+        "bad_records": "refuse",
+    }
     other = (
-        {**record, "prompt": [{"role": "user", "content": "other"}]} if labelled else {"chosen": "a", "rejected": "b"}
+        {**record, "prompt": [{"role": "user", "content": "other"}]}
+        if labelled
+        else {"chosen": "a", "rejected": "b"}
     )
     (folder / "r.jsonl").write_text(json.dumps(record) + "\n" + json.dumps(other))
     rows = read_pairs({"source": str(folder / "r.jsonl"), **usual}, labelled=labelled).train
@@ -117,7 +136,9 @@ def labelled(folder: Path, tokenizer: Tokenizer, chat: Messages) -> Any:
 def rewarded(folder: Path, tokenizer: Tokenizer, chat: Messages) -> Any:
     (folder / "r.jsonl").write_text(json.dumps({"prompt": chat[:-1], "answer": "4"}))
     usual = {"tokenizer": str(folder), "text_key": "text", "held_out": 0.0, "bad_records": "refuse"}
-    prompts = read_prompts({"source": str(folder / "r.jsonl"), **usual}, room=4000, reward=reward_of("exact"))
+    prompts = read_prompts(
+        {"source": str(folder / "r.jsonl"), **usual}, room=4000, reward=reward_of("exact")
+    )
     return [(prompt.text, prompt.ids) for prompt in prompts.train]
 
 
@@ -129,7 +150,9 @@ def asked(folder: Path, tokenizer: Tokenizer, chat: Messages) -> Any:
 
 
 def served(folder: Path, tokenizer: Tokenizer, chat: Messages) -> Any:
-    given = [{key: value for key, value in message.items() if key != "weight"} for message in chat[:-1]]
+    given = [
+        {key: value for key, value in message.items() if key != "weight"} for message in chat[:-1]
+    ]
     messages = read(ChatRequest, {"model": "m", "messages": given}, rows=8).messages
     return chat_ids(tokenizer, messages, add_generation_prompt=True)
 
@@ -147,7 +170,9 @@ def showing(folder: Path) -> Tokenizer:
 
 
 @pytest.mark.parametrize(("reader", "form"), pairwise(list(READERS), list(FORMS)))
-def test_a_message_is_the_same_in_every_form_and_to_every_reader(tmp_path: Path, reader: str, form: str) -> None:
+def test_a_message_is_the_same_in_every_form_and_to_every_reader(
+    tmp_path: Path, reader: str, form: str
+) -> None:
     """A template that shows all that it gets has the same ids, so that null is never the word None."""
     tokenizer = showing(tmp_path)
     read = READERS[reader]
@@ -158,7 +183,8 @@ def test_a_message_is_the_same_in_every_form_and_to_every_reader(tmp_path: Path,
 @pytest.mark.parametrize(
     "name",
     nightly(
-        ["showing", "chatml", "qwen2.5", "qwen3", "llama-3", "mistral-v3", "zephyr"], {"showing", "qwen3", "mistral-v3"}
+        ["showing", "chatml", "qwen2.5", "qwen3", "llama-3", "mistral-v3", "zephyr"],
+        {"showing", "qwen3", "mistral-v3"},
     ),
 )
 def test_nulls_are_what_transformers_makes_of_them(tmp_path: Path, name: str) -> None:
@@ -168,9 +194,13 @@ def test_nulls_are_what_transformers_makes_of_them(tmp_path: Path, name: str) ->
     ours, theirs = tokenizer.config.template, AutoTokenizer.from_pretrained(tmp_path)
     assert ours is not None
     for chat in (nulls(CLEAN), nulls(CLEAN)[:2], of_openai(CLEAN)):
-        known = [{key: part for key, part in message.items() if key != "weight"} for message in chat]
+        known = [
+            {key: part for key, part in message.items() if key != "weight"} for message in chat
+        ]
         assert ours.render(known) == theirs.apply_chat_template(known, tokenize=False)
-        assert "None" not in ours.render(known) or name == "showing", "transformers shows the nulls inside a call"
+        assert "None" not in ours.render(known) or name == "showing", (
+            "transformers shows the nulls inside a call"
+        )
 
 
 def test_a_table_with_a_column_for_each_key_is_the_same(tmp_path: Path) -> None:
@@ -204,7 +234,12 @@ def weighed(*weights: Any, key: str = "weight") -> Messages:
 def test_an_answer_of_the_weight_0_is_context(tmp_path: Path) -> None:
     tokenizer = speaking(tmp_path, "chatml")
     [whole] = trained(tmp_path, tokenizer, said("q", "one", "r", "two", "s", "three"))
-    for weights, kept in (((0, 1, 1), (1, 2)), ((1, 0, 0), (0,)), ((None, 0, 1.0), (0, 2)), ((0.0, 0, None), (2,))):
+    for weights, kept in (
+        ((0, 1, 1), (1, 2)),
+        ((1, 0, 0), (0,)),
+        ((None, 0, 1.0), (0, 2)),
+        ((0.0, 0, None), (2,)),
+    ):
         [row] = trained(tmp_path, tokenizer, weighed(*weights))
         assert row.spans == tuple(whole.spans[number] for number in kept)
         assert row.ids == whole.ids[: row.spans[-1][1]], "the rest is context"
@@ -216,8 +251,13 @@ def test_an_answer_of_the_weight_0_is_context(tmp_path: Path) -> None:
     last = Answers(tokenizer, Answering(False, True, 10_000))
     [row] = last.rows(Conversation.of_text(str(conversation_text({"messages": weighed(1, 1, 0)}))))
     assert row.spans == whole.spans[1:2]
-    shared = [{"from": "human", "value": "q", "weight": 0}, {"from": "gpt", "value": "a", "weight": 1}]
-    assert rows_of(tokenizer, {"conversations": shared}) == trained(tmp_path, tokenizer, said("q", "a"))
+    shared = [
+        {"from": "human", "value": "q", "weight": 0},
+        {"from": "gpt", "value": "a", "weight": 1},
+    ]
+    assert rows_of(tokenizer, {"conversations": shared}) == trained(
+        tmp_path, tokenizer, said("q", "a")
+    )
 
 
 USER, ANSWER = said("q", "a")
@@ -226,13 +266,28 @@ BAD: list[tuple[Messages, str]] = [
     ([USER, {**ANSWER, "weight": "0"}], "messages[1].weight is a string: expected 0 or 1"),
     ([USER, {**ANSWER, "train": "no"}], "messages[1].train is a string: expected true or false"),
     ([USER, {**ANSWER, "train": True, "weight": 0}], "messages[1]: weight and train disagree"),
-    ([{**USER, "train": True}, ANSWER], "messages[0].train asks to train on a message of user, and only an"),
-    ([USER, {**ANSWER, "weight": 0}], "'messages' has no message of an assistant with another weight than 0"),
-    ([USER, {**ANSWER, "refusal": "I cannot."}], "messages[1].refusal is not read: write what is said as the content"),
-    ([USER, {**ANSWER, "function_call": {"name": "f"}}], 'messages[1].function_call is not read: give it as "tool_ca'),
+    (
+        [{**USER, "train": True}, ANSWER],
+        "messages[0].train asks to train on a message of user, and only an",
+    ),
+    (
+        [USER, {**ANSWER, "weight": 0}],
+        "'messages' has no message of an assistant with another weight than 0",
+    ),
+    (
+        [USER, {**ANSWER, "refusal": "I cannot."}],
+        "messages[1].refusal is not read: write what is said as the content",
+    ),
+    (
+        [USER, {**ANSWER, "function_call": {"name": "f"}}],
+        'messages[1].function_call is not read: give it as "tool_ca',
+    ),
     ([USER, {**ANSWER, "audio": {"id": "x"}}], "messages[1].audio is not read: only text is read"),
     ([USER, {**ANSWER, "name": 5}], "messages[1].name is a number, not a string"),
-    ([USER, {**ANSWER, "reasoning_content": ["x"]}], "messages[1].reasoning_content is an array, not a string"),
+    (
+        [USER, {**ANSWER, "reasoning_content": ["x"]}],
+        "messages[1].reasoning_content is an array, not a string",
+    ),
     (
         [{**USER, "content": [{"type": "image_url", "image_url": {}}]}, ANSWER],
         "content[0] is a part of the type 'image",
@@ -243,8 +298,14 @@ BAD: list[tuple[Messages, str]] = [
     ),
     ([{**USER, "content": []}, ANSWER], "messages[0].content is empty"),
     ([USER, {**ANSWER, "content": 5}], "'messages[1].content' is a number, not a string"),
-    ([USER, {"role": "assistant", "content": None, "tool_calls": []}], "messages[1] has no content"),
-    ([USER, {"role": "assistant", "tool_calls": [None]}], "messages[1].tool_calls: expected an array of objects"),
+    (
+        [USER, {"role": "assistant", "content": None, "tool_calls": []}],
+        "messages[1] has no content",
+    ),
+    (
+        [USER, {"role": "assistant", "tool_calls": [None]}],
+        "messages[1].tool_calls: expected an array of objects",
+    ),
 ]
 
 
@@ -263,7 +324,8 @@ def test_a_key_that_no_template_reads_is_refused_by_its_name(tmp_path: Path, rea
             READERS[reader](tmp_path, tokenizer, odd)
         return
     with pytest.raises(
-        (InputRefused, Unusable), match="message 0 has the key 'mood', which the chat template does not"
+        (InputRefused, Unusable),
+        match="message 0 has the key 'mood', which the chat template does not",
     ):
         READERS[reader](tmp_path, tokenizer, odd)
     reads = showing(tmp_path)
@@ -271,7 +333,9 @@ def test_a_key_that_no_template_reads_is_refused_by_its_name(tmp_path: Path, rea
     assert with_mood != without, "this template reads it"
 
 
-def test_calls_that_no_template_writes_are_refused_and_thoughts_are_named_in_a_note(tmp_path: Path) -> None:
+def test_calls_that_no_template_writes_are_refused_and_thoughts_are_named_in_a_note(
+    tmp_path: Path,
+) -> None:
     speaking(tmp_path, "chatml")
     (tmp_path / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
@@ -279,7 +343,8 @@ def test_calls_that_no_template_writes_are_refused_and_thoughts_are_named_in_a_n
     )
     tokenizer = Tokenizer.from_file(tmp_path)
     with pytest.raises(
-        Unusable, match="message 1 has tool_calls, which the chat template does not read: they would be"
+        Unusable,
+        match="message 1 has tool_calls, which the chat template does not read: they would be",
     ):
         trained(tmp_path, tokenizer, CLEAN)
     answers = Answers(tokenizer, Answering(True, True, 10_000))
@@ -290,15 +355,23 @@ def test_calls_that_no_template_writes_are_refused_and_thoughts_are_named_in_a_n
 
 
 def test_every_key_of_the_table_is_read() -> None:
-    values: dict[str, Any] = {"tool_calls": CLEAN[1]["tool_calls"], "weight": 0, "train": False, "training": False}
+    values: dict[str, Any] = {
+        "tool_calls": CLEAN[1]["tool_calls"],
+        "weight": 0,
+        "train": False,
+        "training": False,
+    }
     for key in MESSAGE_KEYS.keys() - {"role", "from", "value"}:
         message = message_of({"role": "assistant", "content": "a", key: values.get(key, "x")}, "m")
         assert message.get(key) == values.get(key, "x") or message["weight"] == 0
     assert read_messages([{"from": "human", "value": "a"}], "m") == said("a")
-    assert not METADATA & MESSAGE_KEYS.keys() and all(role in MESSAGE_KEYS["role"] for role in ROLES)
+    assert not METADATA & MESSAGE_KEYS.keys() and all(
+        role in MESSAGE_KEYS["role"] for role in ROLES
+    )
 
 
-# A family's way to write the arguments of a call: the template's part, and whether a text of JSON stays as it is.
+# A family's way to write the arguments of a call: the template's part, and whether a text of JSON
+# stays as it is.
 ARGUMENTS = {
     "tojson": ("{{ c.function.arguments | tojson }}", False),
     "whole": ("{{ c | tojson }}", False),
@@ -337,7 +410,9 @@ def test_arguments_as_a_text_of_json_are_written_once(tmp_path: Path, family: st
     assert answers.notes({}, "") == (
         ()
         if is_kept
-        else ("the chat template writes a call's arguments from an object: 1 texts of JSON became objects",)
+        else (
+            "the chat template writes a call's arguments from an object: 1 texts of JSON became objects",
+        )
     )
     not_json = [CLEAN[0], call()]
     not_json[1]["tool_calls"][0]["function"]["arguments"] = "{not JSON"
@@ -366,4 +441,6 @@ def test_every_template_of_these_tests_takes_its_arguments_in_one_form(tmp_path:
         template = speaking(tmp_path / name, name).config.template
         assert template is not None
         forms[name] = template.wants_objects
-    assert forms == {name: name not in ("mistral-v1", "gemma") for name in TEMPLATES}, "those two know no calls"
+    assert forms == {name: name not in ("mistral-v1", "gemma") for name in TEMPLATES}, (
+        "those two know no calls"
+    )

@@ -46,22 +46,35 @@ def test_every_row_is_seen_as_often_as_its_share_says(shares, seed, epochs):
         mine = (first <= order) & (order < end)
         assert (mine.reshape(epochs, visits).sum(axis=1) == each.visits).all()
         seen = np.bincount(order[mine] - first, minlength=each.rows)
-        # After any number of epochs the rows differ by one visit at most; after 1/w epochs of weight w all had one.
-        assert seen.min() >= epochs * each.visits // each.rows and seen.max() <= -(-epochs * each.visits // each.rows)
+        # After any number of epochs the rows differ by one visit at most; after 1/w epochs of
+        # weight w all had one.
+        assert seen.min() >= epochs * each.visits // each.rows and seen.max() <= -(
+            -epochs * each.visits // each.rows
+        )
     assert order.min() >= 0 and order.max() < borders[-1]
 
 
-@given(shares=SHARES, seed=SEEDS, start=st.integers(0, 10**9), counts=st.lists(st.integers(0, 40), max_size=5))
+@given(
+    shares=SHARES,
+    seed=SEEDS,
+    start=st.integers(0, 10**9),
+    counts=st.lists(st.integers(0, 40), max_size=5),
+)
 def test_shares_do_not_depend_on_how_they_are_asked_for(shares, seed, start, counts):
     whole = shares_at(start, sum(counts), shares, seed)
     starts = itertools.accumulate(counts, initial=start)
-    parts = [shares_at(place, count, shares, seed) for place, count in zip(starts, counts, strict=False)]
+    parts = [
+        shares_at(place, count, shares, seed) for place, count in zip(starts, counts, strict=False)
+    ]
     assert whole.tolist() == [row for part in parts for row in part]
 
 
 @given(rows=st.integers(1, 3000), seed=SEEDS, start=st.integers(0, 10**6))
 def test_without_weights_the_order_is_the_rows_own(rows, seed, start):
-    assert shares_at(start, 50, [share(rows, 1.0)], seed).tolist() == rows_at(start, 50, rows, seed).tolist()
+    assert (
+        shares_at(start, 50, [share(rows, 1.0)], seed).tolist()
+        == rows_at(start, 50, rows, seed).tolist()
+    )
 
 
 def test_half_of_the_rows_is_another_half_in_another_order():
@@ -92,7 +105,9 @@ def test_epochs_and_seeds_give_independent_uniform_orders():
         # 99.99th percentiles of chi-square with 9 and 89 degrees of freedom: 33.7 and 145.
         for position in range(rows):
             assert chi_square(np.bincount(sample[:, position], minlength=rows)) < 33.7
-        pairs = np.bincount(sample[:, 0] * rows + sample[:, 1], minlength=rows * rows).reshape(rows, rows)
+        pairs = np.bincount(sample[:, 0] * rows + sample[:, 1], minlength=rows * rows).reshape(
+            rows, rows
+        )
         assert chi_square(pairs[~np.eye(rows, dtype=bool)]) < 145
     # The row at one place says nothing about the row at the same place one epoch later.
     successive = np.bincount(orders[:-1, 3] * rows + orders[1:, 3], minlength=rows * rows)
@@ -112,10 +127,13 @@ def test_seeking_takes_no_time_at_a_billion_rows():
 
 
 def test_the_order_is_part_of_the_checkpoint_format():
-    # Integer arithmetic only, so these hold on every machine; a change breaks resuming from every existing checkpoint.
+    # Integer arithmetic only, so these hold on every machine; a change breaks resuming from every
+    # existing checkpoint.
     assert rows_at(5, 8, 7, seed=42).tolist() == GOLDEN
     assert rows_at(10**12, 2, 10**9, seed=-1).tolist() == GOLDEN_LARGE
-    assert shares_at(30, 8, [Share(7, 3), Share(4, 8), Share(5, 5)], seed=42).tolist() == GOLDEN_SHARES
+    assert (
+        shares_at(30, 8, [Share(7, 3), Share(4, 8), Share(5, 5)], seed=42).tolist() == GOLDEN_SHARES
+    )
 
 
 GOLDEN = [2, 6, 1, 3, 4, 2, 6, 5]

@@ -54,11 +54,17 @@ def test_every_token_but_the_first_is_a_target_once(packed, documents, length, b
     assert sum(plan.rows) == len(plan.offsets) - 1
     first, second = np.split(plan.starts, [plan.offsets[plan.rows[0]]])
     assert (first < starts[parts[0]]).all() and (second >= starts[parts[0]]).all()
-    inputs = [start + i for start, count in zip(plan.starts, plan.lengths, strict=True) for i in range(count)]
+    inputs = [
+        start + i
+        for start, count in zip(plan.starts, plan.lengths, strict=True)
+        for i in range(count)
+    ]
     last = set((starts[1:] - 1).tolist())
     assert sorted(inputs) == [token for token in range(sum(documents)) if token not in last]
     assert plan.offsets[0] == 0 and plan.offsets[-1] == len(plan.starts)
-    sizes = [int(plan.lengths[a:b].sum()) for a, b in zip(plan.offsets, plan.offsets[1:], strict=False)]
+    sizes = [
+        int(plan.lengths[a:b].sum()) for a, b in zip(plan.offsets, plan.offsets[1:], strict=False)
+    ]
     assert all(0 < size <= length for size in sizes)
     if not packed:
         assert (np.diff(plan.offsets) == 1).all()
@@ -66,7 +72,9 @@ def test_every_token_but_the_first_is_a_target_once(packed, documents, length, b
 
 
 def test_a_million_pieces_take_seconds_and_leave_no_room():
-    lengths = np.minimum(1024, np.random.default_rng(0).lognormal(5.5, 1, 1_000_000).astype(np.int64) + 1)
+    lengths = np.minimum(
+        1024, np.random.default_rng(0).lognormal(5.5, 1, 1_000_000).astype(np.int64) + 1
+    )
     rows = best_fit_decreasing(lengths, 1024)
     assert least_s(lambda: best_fit_decreasing(lengths, 1024), 3) < 3
     assert lengths.sum() / (1024 * (rows.max() + 1)) > 0.999

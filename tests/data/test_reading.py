@@ -14,9 +14,11 @@ from monograph.data.reading import cut_for_tokens, cut_position, parts_of, read_
 from monograph.errors import InputRefused
 from monograph.text.tokenizer_file import KNOWN_PATTERNS
 
-# Letters, digits, marks, symbols and white space of several kinds, weighted towards what patterns treat specially.
+# Letters, digits, marks, symbols and white space of several kinds, weighted towards what patterns
+# treat specially.
 TEXTS = st.text(
-    st.sampled_from("ab  \n\n\r\t1²½'s-./數é\u0301\u00a0\u3000🙂Ll") | st.characters(codec="utf-8"), max_size=60
+    st.sampled_from("ab  \n\n\r\t1²½'s-./數é\u0301\u00a0\u3000🙂Ll") | st.characters(codec="utf-8"),
+    max_size=60,
 )
 
 
@@ -25,7 +27,9 @@ def splitter(name: str) -> pre_tokenizers.PreTokenizer:
     if name == "gpt2":
         return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     split = pre_tokenizers.Split(Regex(KNOWN_PATTERNS[name]), behavior="isolated")
-    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    return pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
 
 
 def words(name: str, part: str) -> list[str]:
@@ -56,23 +60,35 @@ def test_the_parts_are_the_text(tmp_path_factory, whole, block, part, more):
         patch.setattr(reading, "PART_CHARS", part)
         patch.setattr(reading, "LONGEST_PART_CHARS", part + more)
         parts = list(read_text(path, 0, len(data)))
-        # Blocks do not show: a record, whose text comes whole, is cut where the same text in a file is.
+        # Blocks do not show: a record, whose text comes whole, is cut where the same text in a file
+        # is.
         assert [part for part, _ in parts] == list(parts_of(whole))
     assert "".join(part for part, _ in parts).encode() == data
     assert all(0 < len(part_text) <= part + more for part_text, _ in parts)
-    assert [done for _, done in parts] == sorted(done for _, done in parts) and (not parts or parts[-1][1] == len(data))
+    assert [done for _, done in parts] == sorted(done for _, done in parts) and (
+        not parts or parts[-1][1] == len(data)
+    )
 
 
 @pytest.mark.parametrize("block", [3, 1 << 20])
 @pytest.mark.parametrize(
     ("data", "byte", "line"),
-    [(b"ab\n\xff\n", 3, 2), (b"\n\n\nok \xe2\x82", 6, 4), (b"\xc3\x28", 0, 1), (b"x" * 50 + b"\xed\xa0\x80", 50, 1)],
+    [
+        (b"ab\n\xff\n", 3, 2),
+        (b"\n\n\nok \xe2\x82", 6, 4),
+        (b"\xc3\x28", 0, 1),
+        (b"x" * 50 + b"\xed\xa0\x80", 50, 1),
+    ],
 )
-def test_invalid_utf8_is_refused_by_file_byte_and_line(tmp_path, monkeypatch, data, byte, line, block):
+def test_invalid_utf8_is_refused_by_file_byte_and_line(
+    tmp_path, monkeypatch, data, byte, line, block
+):
     monkeypatch.setattr(reading, "BLOCK_BYTES", block)
     path = tmp_path / "bad.txt"
     path.write_bytes(data)
-    with pytest.raises(InputRefused, match=rf"bad\.txt: byte {byte} \(line {line}\) is not UTF-8: 0x"):
+    with pytest.raises(
+        InputRefused, match=rf"bad\.txt: byte {byte} \(line {line}\) is not UTF-8: 0x"
+    ):
         list(read_text(path, 0, len(data)))
 
 

@@ -1,5 +1,7 @@
 # Run: pytest tests/data/test_records.py
-"""Records become documents; a bad one is refused by its place or passed over and counted; memory stays bounded."""
+"""Records become documents; a bad one is refused by its place or passed over and counted; memory
+stays bounded.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,16 @@ def saved(folder, texts, files=2):
     names = [f"data-{i:05}-of-{files:05}.arrow" for i in range(files)]
     for i, name in enumerate(names):
         part = pa.table({"text": texts[i * len(texts) // files : (i + 1) * len(texts) // files]})
-        with pa.OSFile(str(folder / name), "wb") as file, pa.ipc.new_stream(file, part.schema) as writer:
+        with (
+            pa.OSFile(str(folder / name), "wb") as file,
+            pa.ipc.new_stream(file, part.schema) as writer,
+        ):
             writer.write_table(part, max_chunksize=30)
-    state = {"_data_files": [{"filename": name} for name in names], "_fingerprint": "0", "_split": None}
+    state = {
+        "_data_files": [{"filename": name} for name in names],
+        "_fingerprint": "0",
+        "_split": None,
+    }
     (folder / "state.json").write_text(json.dumps(state))
     (folder / "dataset_info.json").write_text("{}")
     return folder
@@ -47,12 +56,21 @@ def sources(tmp_path):
     folder = tmp_path / "sources"
     folder.mkdir()
     (folder / "a.jsonl").write_bytes(LINES)
-    (folder / "a.ndjson.gz").write_bytes(gzip.compress(LINES[:900]) + gzip.compress(LINES[900:]) + bytes(5))
-    (folder / "a.jsonl.zst").write_bytes(zstandard.compress(LINES[:900]) + zstandard.compress(LINES[900:]))
-    pq.write_table(pa.table({"id": range(200), "text": TEXTS}), folder / "a.parquet", row_group_size=64)
+    (folder / "a.ndjson.gz").write_bytes(
+        gzip.compress(LINES[:900]) + gzip.compress(LINES[900:]) + bytes(5)
+    )
+    (folder / "a.jsonl.zst").write_bytes(
+        zstandard.compress(LINES[:900]) + zstandard.compress(LINES[900:])
+    )
+    pq.write_table(
+        pa.table({"id": range(200), "text": TEXTS}), folder / "a.parquet", row_group_size=64
+    )
     saved(folder / "saved", TEXTS)
     whole = pa.table({"text": pa.array(TEXTS).dictionary_encode()})
-    with pa.OSFile(str(folder / "a.arrow"), "wb") as file, pa.ipc.new_file(file, whole.schema) as writer:
+    with (
+        pa.OSFile(str(folder / "a.arrow"), "wb") as file,
+        pa.ipc.new_file(file, whole.schema) as writer,
+    ):
         writer.write_table(whole)
     return folder
 
@@ -63,7 +81,9 @@ def read(path, skip=False, key="text"):
     return [(d.record, "".join(part for part, _ in d.parts)) for d in documents], documents.survey
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson.gz", "a.jsonl.zst", "a.parquet", "a.arrow", "saved"])
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.ndjson.gz", "a.jsonl.zst", "a.parquet", "a.arrow", "saved"]
+)
 def test_every_form_gives_the_same_documents(sources, name):
     found, survey = read(sources / name)
     assert [text for _, text in found] == TEXTS and survey.skipped == {}
@@ -74,7 +94,11 @@ def test_every_form_gives_the_same_documents(sources, name):
     assert texts == sorted(TEXTS) and built.stats.documents == 200
     assert 0.1 < built.stats.held_out_bytes / built.stats.bytes < 0.3
     pieces = {built.train.pieces(i)[0].document for i in range(len(built.train))}
-    files = ("data-00000-of-00002.arrow:", "data-00001-of-00002.arrow:") if name == "saved" else (f"{name}:",)
+    files = (
+        ("data-00000-of-00002.arrow:", "data-00001-of-00002.arrow:")
+        if name == "saved"
+        else (f"{name}:",)
+    )
     assert all(any(file in piece for file in files) for piece in pieces)
 
 
@@ -97,13 +121,21 @@ def test_the_split_follows_the_text_and_nothing_else(sources):
         (b"[" * 5000, "not JSON", "nested too deeply"),
         (b'{"text": NaN}', "not JSON", "NaN is no JSON value"),
         (b'["text"]', "not an object", "is an array, not an object"),
-        (b'{"body": "a", "title": ""}', "no text", "has no key 'text'; its keys are 'body', 'title'"),
+        (
+            b'{"body": "a", "title": ""}',
+            "no text",
+            "has no key 'text'; its keys are 'body', 'title'",
+        ),
         (
             b'{"prompt": "a"}',
             "no text",
             "a conversation needs 'completion' with 'prompt', and prompts to reward need rl.reward",
         ),
-        (b'{"chosen": "a", "rejected": "b"}', "no text", "such pairs are for `monograph train` with prefer.loss"),
+        (
+            b'{"chosen": "a", "rejected": "b"}',
+            "no text",
+            "such pairs are for `monograph train` with prefer.loss",
+        ),
         (b"{}", "no text", "its keys are none"),
         (b'{"text": 5}', "text is no string", "'text' is a number, not a string"),
         (b'{"text": null}', "text is no string", "'text' is null, not a string"),
@@ -120,11 +152,15 @@ def test_a_bad_line_is_refused_by_its_place_or_skipped(tmp_path, monkeypatch, li
         monkeypatch.setattr(records, "LONGEST_BYTES", 4096)
         monkeypatch.setattr(records, "_TOO_LONG", records.Fault("too long", "is longer than 0 MiB"))
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n \n' + line + b'\n{"text": ""}\n{"text": "two"}')
+    path.write_bytes(
+        b'\xef\xbb\xbf{"text": "one"}\r\n \n' + line + b'\n{"text": ""}\n{"text": "two"}'
+    )
     with pytest.raises(InputRefused) as refused:
         read(path)
     assert f"{path}:3: " in str(refused.value) and said in str(refused.value)
-    assert str(refused.value).endswith("; correct or remove it, or train with data.bad_records=skip")
+    assert str(refused.value).endswith(
+        "; correct or remove it, or train with data.bad_records=skip"
+    )
     found, survey = read(path, skip=True)
     assert found == [(1, "one"), (5, "two")] and survey.skipped == {reason: 1, "empty text": 1}
     (note,) = survey.notes
@@ -147,7 +183,9 @@ def test_of_many_keys_or_columns_six_are_named_and_the_others_counted(count, tmp
 
 def test_skipping_every_record_is_refused_with_the_first_reason(sources):
     (sources / "a.jsonl").write_text('{"txt": "a"}\n{"txt": "b"}\n')
-    with pytest.raises(InputRefused, match=r"no text in it: skipped of 2 records: 2 no text; .*a.jsonl:1: has no"):
+    with pytest.raises(
+        InputRefused, match=r"no text in it: skipped of 2 records: 2 no text; .*a.jsonl:1: has no"
+    ):
         corpus(sources / "a.jsonl", tokenizer="bytes", sequence_length=32, bad_records="skip")
 
 
@@ -162,9 +200,17 @@ def test_a_line_may_end_anywhere_in_a_block(tmp_path, monkeypatch):
 def test_skipped_records_are_in_the_stats_and_said_whenever_the_corpus_is_opened(sources):
     (sources / "a.jsonl").write_bytes(LINES + b'{"text": 1}\nnothing\nnothing\n')
     for _ in range(2):
-        built = corpus(sources / "a.jsonl", tokenizer="bytes", sequence_length=32, held_out=0.2, bad_records="skip")
+        built = corpus(
+            sources / "a.jsonl",
+            tokenizer="bytes",
+            sequence_length=32,
+            held_out=0.2,
+            bad_records="skip",
+        )
         assert built.stats.skipped == {"not JSON": 2, "text is no string": 1}
-        assert built.notes[0].startswith("skipped of 203 records: 2 not JSON, 1 text is no string; the first: ")
+        assert built.notes[0].startswith(
+            "skipped of 203 records: 2 not JSON, 1 text is no string; the first: "
+        )
     with pytest.raises(InputRefused, match=r"a.jsonl:201: 'text' is a number"):
         corpus(sources / "a.jsonl", tokenizer="bytes", sequence_length=32)
 
@@ -177,11 +223,19 @@ def test_skipped_records_are_in_the_stats_and_said_whenever_the_corpus_is_opened
         ("a.ndjson.gz", lambda data: b"no" + data, "is not gzip"),
         ("a.ndjson.gz", lambda data: data[:-20] + b"\1" + data[-19:], "is damaged"),
         ("a.jsonl.zst", lambda data: data[:-3], "is cut short: it ends inside a zstd frame"),
-        ("a.jsonl.zst", lambda data: data + b"more than it should have", "is damaged (zstd decompress"),
+        (
+            "a.jsonl.zst",
+            lambda data: data + b"more than it should have",
+            "is damaged (zstd decompress",
+        ),
         ("a.parquet", lambda data: data[:-8], "is damaged"),
         ("a.parquet", lambda data: data[:100], "is damaged"),
         ("a.arrow", lambda data: data[:-8], "is damaged"),
-        ("saved/data-00000-of-00002.arrow", lambda data: data[:-8], "does not end with Arrow's end-of-stream mark"),
+        (
+            "saved/data-00000-of-00002.arrow",
+            lambda data: data[:-8],
+            "does not end with Arrow's end-of-stream mark",
+        ),
         ("saved/data-00000-of-00002.arrow", lambda data: data[:9] + data[10:], "is damaged"),
     ],
 )
@@ -196,7 +250,9 @@ def test_a_damaged_file_is_refused_or_skipped_whole(sources, name, harm, said):
     assert found == [] and survey.skipped == {"damaged file": 1}
     # The other file of a corpus is whole, and stays.
     (sources / "other.jsonl").write_bytes(LINES)
-    documents = Documents(find([path, sources / "other.jsonl"], sources).files, Reading("text", True), 0.0)
+    documents = Documents(
+        find([path, sources / "other.jsonl"], sources).files, Reading("text", True), 0.0
+    )
     assert len(list(documents)) == 200
 
 
@@ -204,7 +260,10 @@ def test_a_damaged_file_is_refused_or_skipped_whole(sources, name, harm, said):
     ("column", "said"),
     [
         (pa.array([1, 2]), "column 'text' holds int64, not string, large_string or string_view"),
-        (pa.array([b"a", b"b"]), "column 'text' holds binary, not string, large_string or string_view"),
+        (
+            pa.array([b"a", b"b"]),
+            "column 'text' holds binary, not string, large_string or string_view",
+        ),
         (pa.array([["a"], ["b"]]), "column 'text' holds list<"),
         (pa.array(["a", None]), ", row 2: 'text' is null, not a string"),
         (pa.array(["a", "b\0"]), ", row 2: 'text' has a NUL character at 1"),
@@ -222,39 +281,58 @@ def test_a_bad_column_is_refused_by_name_and_row(tmp_path, column, said):
         with pytest.raises(InputRefused) as refused:
             read(tmp_path / name)
         assert f"{tmp_path / name}" in str(refused.value) and said in str(refused.value)
-        with pytest.raises(InputRefused, match=r"has no column 'body'; its columns are 'text'; name the one with"):
+        with pytest.raises(
+            InputRefused, match=r"has no column 'body'; its columns are 'text'; name the one with"
+        ):
             read(tmp_path / name, key="body")
 
 
 def as_polars_writes(batches, schema):
-    """A file of Arrow's format whose first message is not one of a stream, and whose dictionaries come last.
+    """A file of Arrow's format whose first message is not one of a stream, and whose dictionaries
+    come last.
 
-    Its footer alone says where what is, as in files of polars; pyarrow's own bytes, in another order.
+    Its footer alone says where what is, as in files of polars; pyarrow's own bytes, in another
+    order.
     """
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+    with pa.ipc.new_file(
+        sink, schema, options=pa.ipc.IpcWriteOptions(compression="zstd")
+    ) as writer:
         for batch in batches:
             writer.write_batch(batch)
     data = bytearray(sink.getvalue().to_pybytes())
     footer_begin = len(data) - 10 - int.from_bytes(data[-10:-6], "little")
-    places = [place for place in range(footer_begin, len(data) - 24, 4) if is_block(data, place, footer_begin)]
+    places = [
+        place
+        for place in range(footer_begin, len(data) - 24, 4)
+        if is_block(data, place, footer_begin)
+    ]
     blocks = [(place, *block_at(data, place)) for place in places]
     moved = bytearray(b"ARROW1\0\0" + bytes(data[16 : min(begin for _, begin, _ in blocks)]))
     moved += bytes(-len(moved) % 8)
-    for place, begin, size in sorted(blocks, key=lambda block: (is_dictionary(data, block[1]), block[1])):
+    for place, begin, size in sorted(
+        blocks, key=lambda block: (is_dictionary(data, block[1]), block[1])
+    ):
         data[place : place + 8] = len(moved).to_bytes(8, "little")
         moved += data[begin : begin + size]
     return bytes(moved + b"\xff\xff\xff\xff\0\0\0\0" + data[footer_begin:])
 
 
 def block_at(data, place):
-    number = [int.from_bytes(data[place + 8 * index : place + 8 * index + 8], "little") for index in range(3)]
+    number = [
+        int.from_bytes(data[place + 8 * index : place + 8 * index + 8], "little")
+        for index in range(3)
+    ]
     return number[0], (number[1] & 0xFFFFFFFF) + number[2]
 
 
 def is_block(data, place, footer_begin):
     begin, size = block_at(data, place)
-    return 8 <= begin < footer_begin and data[begin : begin + 4] == b"\xff" * 4 and 8 < size <= footer_begin - begin
+    return (
+        8 <= begin < footer_begin
+        and data[begin : begin + 4] == b"\xff" * 4
+        and 8 < size <= footer_begin - begin
+    )
 
 
 def is_dictionary(data, begin):
@@ -263,7 +341,10 @@ def is_dictionary(data, begin):
 
 def test_a_file_that_only_its_footer_explains_is_read(tmp_path):
     table = pa.table(
-        {"text": pa.array(TEXTS, pa.string_view()), "kind": pa.array(["a", "b"] * 100).dictionary_encode()}
+        {
+            "text": pa.array(TEXTS, pa.string_view()),
+            "kind": pa.array(["a", "b"] * 100).dictionary_encode(),
+        }
     )
     path = tmp_path / "a.arrow"
     path.write_bytes(as_polars_writes(table.to_batches(max_chunksize=64), table.schema))
@@ -272,25 +353,37 @@ def test_a_file_that_only_its_footer_explains_is_read(tmp_path):
         pa.ipc.open_stream(file)
     assert [text for _, text in read(path)[0]] == TEXTS
     objects = [row for _, row in tables.table_objects(path, ["text", "kind"])]
-    assert objects == [{"text": text, "kind": "ab"[number % 2]} for number, text in enumerate(TEXTS)]
+    assert objects == [
+        {"text": text, "kind": "ab"[number % 2]} for number, text in enumerate(TEXTS)
+    ]
 
 
-@pytest.mark.parametrize("kind", [pa.string_view(), pa.large_string(), pa.dictionary(pa.int8(), pa.string())])
+@pytest.mark.parametrize(
+    "kind", [pa.string_view(), pa.large_string(), pa.dictionary(pa.int8(), pa.string())]
+)
 @pytest.mark.parametrize("form", ["file", "stream", "parquet"])
 @pytest.mark.parametrize("compression", [None, "lz4", "zstd"])
 def test_texts_in_any_type_of_arrow_are_the_same_rows(tmp_path, kind, form, compression):
     table = pa.table(
-        {"text": pa.array(TEXTS[:40]).cast(kind) if pa.types.is_dictionary(kind) else pa.array(TEXTS[:40], kind)}
+        {
+            "text": pa.array(TEXTS[:40]).cast(kind)
+            if pa.types.is_dictionary(kind)
+            else pa.array(TEXTS[:40], kind)
+        }
     )
     path = tmp_path / ("a.parquet" if form == "parquet" else "a.arrow")
     if form == "parquet":
         pq.write_table(table, path, compression=compression or "none")
     else:
         options = pa.ipc.IpcWriteOptions(compression=compression)
-        with (pa.ipc.new_file if form == "file" else pa.ipc.new_stream)(path, table.schema, options=options) as writer:
+        with (pa.ipc.new_file if form == "file" else pa.ipc.new_stream)(
+            path, table.schema, options=options
+        ) as writer:
             writer.write_table(table, max_chunksize=9)
     assert [text for _, text in read(path)[0]] == TEXTS[:40]
-    assert [row for _, row in tables.table_objects(path, ["text"])] == [{"text": text} for text in TEXTS[:40]]
+    assert [row for _, row in tables.table_objects(path, ["text"])] == [
+        {"text": text} for text in TEXTS[:40]
+    ]
 
 
 @pytest.mark.parametrize(
@@ -298,7 +391,10 @@ def test_texts_in_any_type_of_arrow_are_the_same_rows(tmp_path, kind, form, comp
     [
         (lambda block, footer: (block[0] - 8, *block[1:]), "is damaged"),
         (lambda block, footer: (footer, *block[1:]), "lies over another or beyond the file"),
-        (lambda block, footer: (block[0], block[1], block[2] + 64), "lies over another or beyond the file"),
+        (
+            lambda block, footer: (block[0], block[1], block[2] + 64),
+            "lies over another or beyond the file",
+        ),
         (lambda block, footer: (block[0], block[1], block[2] - 8), "of another size than it has"),
         (lambda block, footer: (0, *block[1:]), "lies over another or beyond the file"),
     ],
@@ -311,14 +407,22 @@ def test_a_footer_that_points_elsewhere_is_refused(tmp_path, harm, said):
         writer.write_table(table, max_chunksize=100)
     data = bytearray(path.read_bytes())
     footer = len(data) - 10 - int.from_bytes(data[-10:-6], "little")
-    place = max(place for place in range(footer, len(data) - 24, 4) if is_block(data, place, footer))
-    block = [int.from_bytes(data[place + 8 * index : place + 8 * index + 8], "little") for index in range(3)]
+    place = max(
+        place for place in range(footer, len(data) - 24, 4) if is_block(data, place, footer)
+    )
+    block = [
+        int.from_bytes(data[place + 8 * index : place + 8 * index + 8], "little")
+        for index in range(3)
+    ]
     for index, number in enumerate(harm(block, footer)):
         data[place + 8 * index : place + 8 * index + 8] = (number % (1 << 64)).to_bytes(8, "little")
     path.write_bytes(data)
     with pytest.raises(InputRefused, match=said):
         read(path)
-    first = [int.from_bytes(data[place - 24 + 8 * index : place - 16 + 8 * index], "little") for index in range(3)]
+    first = [
+        int.from_bytes(data[place - 24 + 8 * index : place - 16 + 8 * index], "little")
+        for index in range(3)
+    ]
     for index, number in enumerate(first):
         data[place + 8 * index : place + 8 * index + 8] = number.to_bytes(8, "little")
     path.write_bytes(data)
@@ -345,12 +449,16 @@ def test_rows_that_show_one_text_are_counted_as_many(tmp_path, monkeypatch, nest
 def test_a_bomb_is_refused_whatever_it_is_packed_with(tmp_path, monkeypatch, kind):
     def everything(mebibytes):
         path = bombs.made(kind, mebibytes, tmp_path)
-        return list(reading.read_blocks(path) if kind.startswith("txt") else tables.table_rows(path, "text"))
+        return list(
+            reading.read_blocks(path) if kind.startswith("txt") else tables.table_rows(path, "text")
+        )
 
     assert len(everything(3)) == 3
     monkeypatch.setattr(reading, "LEAST_UNPACKED_BYTES", 1 << 20, raising=False)
     monkeypatch.setattr(reading, "MOST_UNPACKED", 2, raising=False)
-    with pytest.raises(InputRefused, match=r"compression bomb: [0-9,]+ bytes become .* unpack it and give that"):
+    with pytest.raises(
+        InputRefused, match=r"compression bomb: [0-9,]+ bytes become .* unpack it and give that"
+    ):
         everything(3)
 
 
@@ -367,7 +475,10 @@ def test_compressed_bombs_stay_in_bounded_memory(python, tmp_path):
     for name, unit in (("long", b"x"), ("empty", b"\n")):
         packer = zstandard.ZstdCompressor(level=1).compressobj()
         block = unit * ((1 << 20) // len(unit))
-        packed = b"".join(packer.compress(block) for _ in range(150 if name == "long" else 1)) + packer.flush()
+        packed = (
+            b"".join(packer.compress(block) for _ in range(150 if name == "long" else 1))
+            + packer.flush()
+        )
         (tmp_path / f"{name}.jsonl.zst").write_bytes(packed)
         if name == "long":
             (tmp_path / "long.jsonl.gz").write_bytes(gzip.compress(block * 150, compresslevel=1))
@@ -388,7 +499,9 @@ print(count, int(status["VmHWM"].split()[0]) // 1024)
 def test_a_missing_extra_is_one_line(sources, monkeypatch):
     for module, name in (("zstandard", "a.jsonl.zst"), ("pyarrow", "a.parquet")):
         monkeypatch.setitem(sys.modules, module, None)
-        with pytest.raises(InputRefused, match=rf"{name}: reading it needs {module}, .* install .*{module}"):
+        with pytest.raises(
+            InputRefused, match=rf"{name}: reading it needs {module}, .* install .*{module}"
+        ):
             read(sources / name)  # fmt: skip
 
 
@@ -399,7 +512,9 @@ def test_saved_datasets(sources, tmp_path):
     assert len(read(both)[0]) == 50
     saved(both / "test", TEXTS[50:])
     (both / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(InputRefused, match=r"both: a saved dataset with the splits train, test; give one of them"):
+    with pytest.raises(
+        InputRefused, match=r"both: a saved dataset with the splits train, test; give one of them"
+    ):
         read(both)
     mixed = tmp_path / "mixed"
     saved(mixed / "deeper", TEXTS)
@@ -422,9 +537,13 @@ def test_saved_datasets(sources, tmp_path):
             find(sources / "saved", tmp_path)
 
 
-def test_the_hub_is_asked_only_for_a_hub_id_and_its_faults_are_one_line(sources, tmp_path, monkeypatch):
+def test_the_hub_is_asked_only_for_a_hub_id_and_its_faults_are_one_line(
+    sources, tmp_path, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(InputRefused, match=r"hf://owner/name: reading it needs datasets, .* install 'datasets>="):
+    with pytest.raises(
+        InputRefused, match=r"hf://owner/name: reading it needs datasets, .* install 'datasets>="
+    ):
         find("hf://owner/name", tmp_path)
     asked = []
 
@@ -441,7 +560,10 @@ def test_the_hub_is_asked_only_for_a_hub_id_and_its_faults_are_one_line(sources,
     assert [(file.name, file.weight) for file in found.files] == [
         ("hf://owner/name/data-00000-of-00002.arrow", 2.0), ("hf://owner/name/data-00001-of-00002.arrow", 2.0)
     ]  # fmt: skip
-    with pytest.raises(InputRefused, match=r"hf://owner/gone: cannot be fetched: Couldn't reach the hub; or save it"):
+    with pytest.raises(
+        InputRefused,
+        match=r"hf://owner/gone: cannot be fetched: Couldn't reach the hub; or save it",
+    ):
         find("hf://owner/gone", tmp_path)
 
 
@@ -454,7 +576,11 @@ def test_a_key_twice_is_found_in_one_pass():
 
 @pytest.mark.parametrize(
     ("kind", "value"),
-    [(pa.date32(), 30_000_000), (pa.timestamp("s"), 400_000_000_000), (pa.timestamp("us"), -(10**17))],
+    [
+        (pa.date32(), 30_000_000),
+        (pa.timestamp("s"), 400_000_000_000),
+        (pa.timestamp("us"), -(10**17)),
+    ],
     ids=["a date", "a time", "before the year 1"],
 )
 @pytest.mark.parametrize("ending", ["parquet", "arrow"])

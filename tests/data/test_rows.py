@@ -23,7 +23,9 @@ def test_every_token_but_bos_is_a_target_once(small, packing, side, length):
     assert targets == expected and sum(targets.values()) == rows.tokens
     pieces = [piece for i in range(len(rows)) for piece in rows.pieces(i)]
     covered = Counter(
-        (piece.document, begin) for piece in pieces for begin in range(piece.begin, piece.begin + piece.length)
+        (piece.document, begin)
+        for piece in pieces
+        for begin in range(piece.begin, piece.begin + piece.length)
     )
     assert max(covered.values()) == 1 and len(covered) == rows.tokens
     assert rows.filled == pytest.approx(rows.tokens / (len(rows) * length))
@@ -43,10 +45,14 @@ def test_segments_and_positions_describe_the_pieces(small):
             assert row["positions"][place].tolist() == list(range(piece.length))
             assert (row["tokens"][place][1:] == row["targets"][place][:-1]).all()
             assert (row["tokens"][column] == tokenizer.bos_id) == (piece.begin == 0)
-            assert (row["targets"][place][-1] == tokenizer.eos_id) == (piece.begin + piece.length == piece.tokens - 1)
+            assert (row["targets"][place][-1] == tokenizer.eos_id) == (
+                piece.begin + piece.length == piece.tokens - 1
+            )
             column += piece.length
         assert (row["segments"][column:] == 0).all() and (row["positions"][column:] == 0).all()
-        assert (row["targets"][column:] == IGNORE).all() and (row["tokens"][column:] == tokenizer.pad_id).all()
+        assert (row["targets"][column:] == IGNORE).all() and (
+            row["tokens"][column:] == tokenizer.pad_id
+        ).all()
         assert not (row["tokens"][:column] == tokenizer.pad_id).any()
     assert several > 3
 
@@ -90,7 +96,10 @@ def test_the_text_comes_back(small, texts):
         assert rows.bytes == sum(map(len, side)) and rows.documents == len(side)
         # Each target's bytes once: bits per byte divides by what the targets stand for.
         window = rows.window(np.arange(len(rows)))
-        assert corpus.tokenizer.token_bytes[window["targets"][window["targets"] != IGNORE]].sum() == rows.bytes
+        assert (
+            corpus.tokenizer.token_bytes[window["targets"][window["targets"] != IGNORE]].sum()
+            == rows.bytes
+        )
 
 
 def test_nothing_held_out_is_no_rows(small):

@@ -51,7 +51,9 @@ def test_every_flipped_bit_and_every_cut_is_noticed(tmp_path, monkeypatch):
         with pytest.raises(InputRefused, match=str(path)):
             open_shard(path, token_dtype(300), sealed)
     path.write_bytes(whole)
-    assert (open_shard(path, token_dtype(300), sealed) == np.arange(200)).all() and seal(path) == sealed
+    assert (open_shard(path, token_dtype(300), sealed) == np.arange(200)).all() and seal(
+        path
+    ) == sealed
 
 
 def test_the_damaged_block_is_named(tmp_path):
@@ -65,7 +67,11 @@ def test_the_damaged_block_is_named(tmp_path):
 
 def test_another_shard_is_refused(tmp_path):
     with pytest.raises(InputRefused, match="not the file that manifest.json lists"):
-        open_shard(write(tmp_path / "a", np.arange(5)), token_dtype(300), seal(write(tmp_path / "d", np.arange(1, 6))))
+        open_shard(
+            write(tmp_path / "a", np.arange(5)),
+            token_dtype(300),
+            seal(write(tmp_path / "d", np.arange(1, 6))),
+        )
     with pytest.raises(InputRefused, match="cannot be read"):
         open_shard(tmp_path / "missing", token_dtype(300), "")
     assert seal(write(tmp_path / "b", np.arange(6))) != seal(write(tmp_path / "c", np.arange(7)))

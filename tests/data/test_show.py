@@ -13,7 +13,12 @@ from monograph.errors import UsageError
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shown")
-    for name, text in {"a": "first text", "b": "zweiter ü\x1b[31m", "c": "third " * 20, "d": "f" * 30}.items():
+    for name, text in {
+        "a": "first text",
+        "b": "zweiter ü\x1b[31m",
+        "c": "third " * 20,
+        "d": "f" * 30,
+    }.items():
         (folder / f"{name}.txt").write_text(text, encoding="utf-8")
     return corpus(folder, tokenizer="bytes", sequence_length=32, held_out=0, cache=folder / "cache")
 
@@ -35,7 +40,13 @@ def test_every_piece_is_named_and_every_token_shown(shown):
 
 def test_one_of_anything_is_singular(tmp_path):
     (tmp_path / "a.txt").write_text("first text")
-    one = corpus(tmp_path / "a.txt", tokenizer="bytes", sequence_length=1, held_out=0, cache=tmp_path / "cache")
+    one = corpus(
+        tmp_path / "a.txt",
+        tokenizer="bytes",
+        sequence_length=1,
+        held_out=0,
+        cache=tmp_path / "cache",
+    )
     assert ": 1 position, 1 trained, 1 piece, 100.0% filled" in render_row(one, 0, colour=False)
 
 
@@ -44,15 +55,21 @@ def test_colour_marks_what_is_trained(shown):
     assert "\x1b[2m<|bos|>\x1b[0m\x1b[32mfirst text<|eos|>\x1b[0m" in coloured
     plain = re.sub(r"\x1b\[\d+m", "", coloured)
     assert plain == re.sub(
-        r"\[(<\|bos\|>|.)\]", r"\1", "\n".join(render_row(shown, i, False) for i in range(len(shown.train)))
+        r"\[(<\|bos\|>|.)\]",
+        r"\1",
+        "\n".join(render_row(shown, i, False) for i in range(len(shown.train))),
     )
 
 
 def test_text_cannot_command_the_terminal(shown):
-    everything = "".join(render_row(shown, index, colour=False) for index in range(len(shown.train)))
+    everything = "".join(
+        render_row(shown, index, colour=False) for index in range(len(shown.train))
+    )
     assert "\x1b" not in everything and r"zweiter ü\x1b[31m" in everything
 
 
 def test_a_row_that_is_not_there(shown):
-    with pytest.raises(UsageError, match=f"row 99: the corpus has rows 0 to {len(shown.train) - 1}"):
+    with pytest.raises(
+        UsageError, match=f"row 99: the corpus has rows 0 to {len(shown.train) - 1}"
+    ):
         render_row(shown, 99, colour=False)

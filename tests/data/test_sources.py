@@ -52,7 +52,8 @@ def test_what_cannot_be_text_is_passed_over_and_counted(folder, tmp_path):
     (folder / "same.md").symlink_to(folder / "a.md")
     found = find(folder, tmp_path)
     assert names(found) == [
-        f"my texts/{name}" for name in ("a.md", "b.txt", "deep/c", "deep/er/ä d.txt", "hard link.md")
+        f"my texts/{name}"
+        for name in ("a.md", "b.txt", "deep/c", "deep/er/ä d.txt", "hard link.md")
     ]
     assert {os.path.basename(path): reason for path, reason in found.skipped} == {
         ".git": "hidden",
@@ -72,7 +73,9 @@ def test_links_in_a_circle_end(folder, tmp_path):
     (folder / "deep" / "er" / "loop").symlink_to(folder / "deep")
     (folder / "self").symlink_to(folder / "self")
     found = find(folder, tmp_path)
-    assert names(found) == before and found.skipped == ((str(folder / "self"), "not a regular file"),)
+    assert names(found) == before and found.skipped == (
+        (str(folder / "self"), "not a regular file"),
+    )
 
 
 def test_patterns_lists_and_files(folder, tmp_path):
@@ -102,7 +105,11 @@ def test_the_hash_follows_the_text_and_not_the_place(folder, tmp_path):
         (None, "*.nothing", r"\*.nothing: no file matches"),
         ("", "empty.txt", "empty.txt: empty file"),
         ("a\0b", "nul.txt", "nul.txt: has NUL bytes"),
-        ("ARROW1\0\0", "polars.feather", "polars.feather: an Arrow or a Parquet file: name it .arrow or .parquet"),
+        (
+            "ARROW1\0\0",
+            "polars.feather",
+            "polars.feather: an Arrow or a Parquet file: name it .arrow or .parquet",
+        ),
         ("PAR1\0", "table", "table: an Arrow or a Parquet file: name it .arrow or .parquet"),
         ("", "records.jsonl", "records.jsonl: empty file"),
         ("x", "backup.tar.gz", "backup.tar.gz: .tar files are not read"),
@@ -133,7 +140,10 @@ def test_a_folder_without_text_or_with_archives_is_refused(tmp_path):
 
 def test_an_unreadable_file_is_refused_by_name(folder, tmp_path):
     (folder / "b.txt").chmod(0)
-    with binding_modes(), pytest.raises(Unreadable, match="b.txt: cannot be read: Permission denied; check its perm"):
+    with (
+        binding_modes(),
+        pytest.raises(Unreadable, match="b.txt: cannot be read: Permission denied; check its perm"),
+    ):
         find(folder, tmp_path)
 
 
@@ -141,7 +151,10 @@ def test_standard_input(tmp_path, monkeypatch):
     stdin = io.TextIOWrapper(io.BytesIO("from a pipe ü".encode()))
     monkeypatch.setattr(sys, "stdin", stdin)
     found = find("-", tmp_path)
-    assert names(found) == ["stdin"] and found.files[0].path.read_text(encoding="utf-8") == "from a pipe ü"
+    assert (
+        names(found) == ["stdin"]
+        and found.files[0].path.read_text(encoding="utf-8") == "from a pipe ü"
+    )
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
     with pytest.raises(InputRefused, match="standard input: empty"):
         find("-", tmp_path)
@@ -154,23 +167,42 @@ def test_the_standard_library_is_its_modules_without_tests_and_tables(tmp_path):
     found = find("stdlib", tmp_path)
     assert {"os.py", "asyncio/base_events.py", "json/decoder.py"} <= set(names(found))
     assert 5e6 < found.bytes < 2e7 and all(name.endswith(".py") for name in names(found))
-    unwanted = {"test", "tests", "encodings", "pydoc_data", "idlelib", "turtledemo", "lib2to3", "site-packages"}
+    unwanted = {
+        "test",
+        "tests",
+        "encodings",
+        "pydoc_data",
+        "idlelib",
+        "turtledemo",
+        "lib2to3",
+        "site-packages",
+    }
     assert not any(unwanted & set(name.split("/")) for name in names(found))
     groups = {file.name: file.group for file in found.files}
-    assert groups["json/decoder.py"] == groups["json/__init__.py"] == "json" and groups["os.py"] == "os"
+    assert (
+        groups["json/decoder.py"] == groups["json/__init__.py"] == "json"
+        and groups["os.py"] == "os"
+    )
 
 
 def endless(monkeypatch, block, then=None):
     """A standard input that gives this block again and again; and what happens at the third."""
     blocks = itertools.chain([block] * 3, iter(then, None) if then else itertools.repeat(block))
-    stdin = SimpleNamespace(isatty=lambda: False, buffer=SimpleNamespace(read=lambda _: next(blocks)))
+    stdin = SimpleNamespace(
+        isatty=lambda: False, buffer=SimpleNamespace(read=lambda _: next(blocks))
+    )
     monkeypatch.setattr(sys, "stdin", stdin)
 
 
 def test_a_pipe_without_an_end_is_refused_at_a_bound_that_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "MOST_STDIN_BYTES", 1 << 16, raising=False)
-    endless(monkeypatch, b"again and again\n" * 4096, then=lambda: pytest.fail("read beyond the bound"))
-    with pytest.raises(InputRefused, match=r"standard input: has more than 6.1e-05 GiB .* write it to a file and give"):
+    endless(
+        monkeypatch, b"again and again\n" * 4096, then=lambda: pytest.fail("read beyond the bound")
+    )
+    with pytest.raises(
+        InputRefused,
+        match=r"standard input: has more than 6.1e-05 GiB .* write it to a file and give",
+    ):
         find("-", tmp_path)
     endless(monkeypatch, bytes(1 << 20), then=lambda: pytest.fail("what is no text was kept"))
     with pytest.raises(InputRefused, match="standard input: has NUL bytes"):
@@ -180,13 +212,19 @@ def test_a_pipe_without_an_end_is_refused_at_a_bound_that_is_said(tmp_path, monk
 
 def test_half_of_the_disk_is_the_most_that_a_pipe_may_fill(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 17))
-    endless(monkeypatch, b"again and again\n" * 4096, then=lambda: pytest.fail("read beyond the bound"))
+    endless(
+        monkeypatch, b"again and again\n" * 4096, then=lambda: pytest.fail("read beyond the bound")
+    )
     with pytest.raises(InputRefused, match="half of what is free in"):
         find("-", tmp_path)
 
 
-def test_what_a_killed_process_left_is_gone_after_the_next_and_a_living_ones_stays(tmp_path, monkeypatch):
-    """A child that is killed while it copies standard input; and beside it folders of others, which stay."""
+def test_what_a_killed_process_left_is_gone_after_the_next_and_a_living_ones_stays(
+    tmp_path, monkeypatch
+):
+    """A child that is killed while it copies standard input; and beside it folders of others, which
+    stay.
+    """
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     for name in ("", "monograph-of-a-friend", "other"):
         (tmp_path / "temporary" / name).mkdir()
@@ -197,10 +235,13 @@ def test_what_a_killed_process_left_is_gone_after_the_next_and_a_living_ones_sta
         corpus("-", tokenizer="bytes", cache=tmp_path / "cache")
     os.waitpid(child, 0)
     assert len(list((tmp_path / "temporary").iterdir())) == 3
-    (tmp_path / "temporary" / "monograph-of-a-friend").chmod(0)  # which is none of ours to look into
+    # Which is none of ours to look into.
+    (tmp_path / "temporary" / "monograph-of-a-friend").chmod(0)
     (tmp_path / "book.txt").write_text("some words, " * 2000)
     with binding_modes(), writing.temporary_folder() as living:
-        corpus(tmp_path / "book.txt", tokenizer="bytes", sequence_length=8, cache=tmp_path / "cache")
+        corpus(
+            tmp_path / "book.txt", tokenizer="bytes", sequence_length=8, cache=tmp_path / "cache"
+        )
         found = {path.name for path in (tmp_path / "temporary").iterdir()}
     assert found == {"monograph-of-a-friend", "other", living.name}
 
@@ -232,6 +273,10 @@ def test_records_in_other_forms_are_not_learned_as_text(folder, tmp_path, name, 
 
 
 def test_json_that_is_no_array_of_records_is_text(tmp_path):
-    for name, text in {"package.json": '{"a": [{"b": 1}]}', "numbers.json": "[1, 2]", "names.json": '["a"]'}.items():
+    for name, text in {
+        "package.json": '{"a": [{"b": 1}]}',
+        "numbers.json": "[1, 2]",
+        "names.json": '["a"]',
+    }.items():
         (tmp_path / name).write_text(text)
         assert names(find(tmp_path / name, tmp_path)) == [name]

@@ -1,4 +1,6 @@
-"""Run: pytest tests/data/test_spelled.py (texts that spell special tokens: the letters stay, and the user is told)."""
+"""Run: pytest tests/data/test_spelled.py (texts that spell special tokens: the letters stay, and
+the user is told).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ ASKED, ANSWER = "<|im_start|>user\nwhy<|im_end|>\n<|im_start|>assistant\n", "so<
 
 
 def of_texts(path: Path, folder: Path) -> tuple[str, ...]:
-    return corpus(path, tokenizer=str(folder), sequence_length=256, held_out=0, cache=folder / "cache").notes
+    return corpus(
+        path, tokenizer=str(folder), sequence_length=256, held_out=0, cache=folder / "cache"
+    ).notes
 
 
 def of_pairs(path: Path, folder: Path) -> tuple[str, ...]:
@@ -42,33 +46,53 @@ def reading(path: Path, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# What reads the records, a record of a chat that its template has rendered, and one without such letters.
+# What reads the records, a record of a chat that its template has rendered, and one without such
+# letters.
 READERS: list[tuple[Callable[[Path, Path], tuple[str, ...]], dict[str, Any], dict[str, Any]]] = [
     (of_texts, {"text": ASKED + ANSWER}, {"text": "why <|im_"}),
-    (of_pairs, {"prompt": ASKED, "chosen": ANSWER, "rejected": "no"}, {"chosen": "so", "rejected": "no"}),
+    (
+        of_pairs,
+        {"prompt": ASKED, "chosen": ANSWER, "rejected": "no"},
+        {"chosen": "so", "rejected": "no"},
+    ),
     (
         of_pairs,
         {"chosen": "no", "rejected": ANSWER},
         {"chosen": [*said("why", "so")], "rejected": [*said("why", "no")]},
     ),
-    (of_answers, {"prompt": "why", "completion": ANSWER, "label": True}, {"completion": "so", "label": True}),
+    (
+        of_answers,
+        {"prompt": "why", "completion": ANSWER, "label": True},
+        {"completion": "so", "label": True},
+    ),
     (of_prompts, {"prompt": ASKED}, {"prompt": said(ASKED)}),
 ]
 
 
 @pytest.mark.parametrize(("read", "spelling", "plain"), READERS)
 def test_a_rendered_chat_in_a_text_is_told_of(
-    read: Callable[[Path, Path], tuple[str, ...]], spelling: dict[str, Any], plain: dict[str, Any], tmp_path: Path
+    read: Callable[[Path, Path], tuple[str, ...]],
+    spelling: dict[str, Any],
+    plain: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
     speaking(tmp_path, "chatml")
     path = tmp_path / "records.jsonl"
     # Answers with labels need one to another prompt.
-    records = [plain, spelling, spelling | {"prompt": "other"}] if "label" in spelling else [plain, spelling, spelling]
+    records = (
+        [plain, spelling, spelling | {"prompt": "other"}]
+        if "label" in spelling
+        else [plain, spelling, spelling]
+    )
     path.write_text("\n".join(map(json.dumps, records)))
     [note] = read(path, tmp_path)
     assert note.startswith("2 texts spell special tokens, as '<|im_") and f"in {path}:2: " in note
     assert "these are letters; give chats as messages" in note
-    path.write_text(json.dumps(plain) + "\n" + json.dumps(plain | {"prompt": "other"} if "label" in plain else plain))
+    path.write_text(
+        json.dumps(plain)
+        + "\n"
+        + json.dumps(plain | {"prompt": "other"} if "label" in plain else plain)
+    )
     assert read(path, tmp_path) == ()
 
 
@@ -76,6 +100,8 @@ def test_a_long_text_counts_once_and_every_beginning_is_searched(tmp_path: Path)
     spelled = Spelled(speaking(tmp_path, "chatml"))
     for part in ("<|im_end|>", "[/TOOL_RESULTS]", "<|nothing|> [INST] </s>"):
         spelled.see("book.txt", [part])
-    assert spelled.notes()[0].startswith("a text spells special tokens, as '<|im_end|>' in book.txt: ")
+    assert spelled.notes()[0].startswith(
+        "a text spells special tokens, as '<|im_end|>' in book.txt: "
+    )
     spelled.see("other.txt", ["", "a[gMASK]b"])
     assert spelled.notes()[0].startswith("2 texts spell")

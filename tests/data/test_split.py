@@ -42,10 +42,15 @@ def test_groups_stay_whole_and_the_share_is_near(tmp_path_factory, specs, fracti
     done = split(files, NO_RECORDS, fraction)
     budget = int(fraction * sum(size for _, size in specs))
     held = held_bytes(files, done)
-    assert all(0 <= cut <= file.size for file, cut in zip(files, done.cuts, strict=True)) and any(done.cuts)
+    assert all(0 <= cut <= file.size for file, cut in zip(files, done.cuts, strict=True)) and any(
+        done.cuts
+    )
     if not done.notes:
         both = list(zip(files, done.cuts, strict=True))
-        train, out = ({file.group for file, cut in both if cut}, {file.group for file, cut in both if cut < file.size})
+        train, out = (
+            {file.group for file, cut in both if cut},
+            {file.group for file, cut in both if cut < file.size},
+        )
         assert not train & out
         assert budget / 2 <= held + 1 and held <= 1.5 * budget
     else:
@@ -54,17 +59,31 @@ def test_groups_stay_whole_and_the_share_is_near(tmp_path_factory, specs, fracti
 
 def test_the_choice_is_by_name_of_the_group_and_not_by_order():
     files = source_files([(i, 100) for i in range(100)])
-    held = {file.name for file, cut in zip(files, split(files, NO_RECORDS, 0.1).cuts, strict=True) if not cut}
+    held = {
+        file.name
+        for file, cut in zip(files, split(files, NO_RECORDS, 0.1).cuts, strict=True)
+        if not cut
+    }
     by_name = sorted((file.group, file.name) for file in files)
-    assert len(held) == 10 and held not in ({name for _, name in by_name[:10]}, {name for _, name in by_name[-10:]})
+    assert len(held) == 10 and held not in (
+        {name for _, name in by_name[:10]},
+        {name for _, name in by_name[-10:]},
+    )
     assert held not in ({str(i) for i in range(10)}, {str(i) for i in range(90, 100)})
     turned = files[::-1]
-    assert {f.name for f, cut in zip(turned, split(turned, NO_RECORDS, 0.1).cuts, strict=True) if not cut} == held
+    assert {
+        f.name
+        for f, cut in zip(turned, split(turned, NO_RECORDS, 0.1).cuts, strict=True)
+        if not cut
+    } == held
 
 
 def test_nothing_and_too_much():
     files = source_files([(0, 10), (1, 10)])
-    assert split(files, NO_RECORDS, 0).cuts == (10, 10) and not split(files, NO_RECORDS, 0).buckets.any()
+    assert (
+        split(files, NO_RECORDS, 0).cuts == (10, 10)
+        and not split(files, NO_RECORDS, 0).buckets.any()
+    )
     for fraction in (-0.1, 0.51, float("nan")):
         with pytest.raises(UsageError, match="data.held_out"):
             check_fraction(fraction)
@@ -80,7 +99,10 @@ def test_a_single_file_loses_its_end_at_a_line(tmp_path):
     assert "the last" in done.notes[0] and "book.txt" in done.notes[0]
 
 
-@given(st.dictionaries(st.integers(0, BUCKETS - 1), st.integers(1, 500), max_size=60), st.floats(0, 0.5))
+@given(
+    st.dictionaries(st.integers(0, BUCKETS - 1), st.integers(1, 500), max_size=60),
+    st.floats(0, 0.5),
+)
 def test_records_are_held_out_by_bucket_and_the_share_is_near(buckets, fraction):
     sizes = np.zeros(BUCKETS, dtype=np.int64)
     sizes[list(buckets)] = list(buckets.values())

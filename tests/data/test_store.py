@@ -1,4 +1,6 @@
-"""The cache of tokenised corpora: `pytest tests/data/test_store.py [-m slow]` (slow: every kind of fault)."""
+"""The cache of tokenised corpora: `pytest tests/data/test_store.py [-m slow]` (slow: every kind of
+fault).
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,21 @@ from monograph.text.tokenizer import Tokenizer
 
 def request_for(folder, tokenizer=None, held_out=0.1):
     found = find(folder, folder)
-    return CorpusRequest(found, held_out, tokenizer or Tokenizer.bytes(), Reading("text", skip_bad=False))
+    return CorpusRequest(
+        found, held_out, tokenizer or Tokenizer.bytes(), Reading("text", skip_bad=False)
+    )
 
 
 def contents(stored):
     return [
-        (side.files, side.first.tolist(), side.tokens.tolist(), side.starts.tolist(), side.records.tolist(), side.bytes)
+        (
+            side.files,
+            side.first.tolist(),
+            side.tokens.tolist(),
+            side.starts.tolist(),
+            side.records.tolist(),
+            side.bytes,
+        )
         for side in (stored.train, stored.held_out)
     ]
 
@@ -47,7 +58,11 @@ def test_the_second_time_nothing_is_tokenised(texts, tmp_path, monkeypatch):
     assert second.notes == () and first.folder == second.folder
     assert sorted(path.name for path in first.folder.iterdir()) == sorted(
         ["manifest.json", "tokenizer.json"]
-        + [f"{side}.{name}" for side in ("train", "held_out") for name in ("tokens", "starts", "records")]
+        + [
+            f"{side}.{name}"
+            for side in ("train", "held_out")
+            for name in ("tokens", "starts", "records")
+        ]
     )
 
 
@@ -90,23 +105,34 @@ def test_any_damaged_file_is_noticed_named_and_made_again(texts, quick_folder):
             assert path.name in note and note.endswith(": tokenised again") and "\n" not in note
 
 
-def test_tokens_that_cannot_be_read_are_neither_removed_nor_made_again(texts, quick_folder, monkeypatch):
+def test_tokens_that_cannot_be_read_are_neither_removed_nor_made_again(
+    texts, quick_folder, monkeypatch
+):
     def fails(path, *_, **__):
         raise OSError(errno.ESTALE, "Stale file handle", str(path))
 
     whole = open_or_build(request := request_for(texts, 300), quick_folder)
     before = {path.name: path.stat().st_mtime_ns for path in whole.folder.iterdir()}
     for function, module in (("open", reading), ("memmap", shards.np)):
-        with monkeypatch.context() as failing, pytest.raises(Unreadable, match="cannot be read: Stale file handle"):
+        with (
+            monkeypatch.context() as failing,
+            pytest.raises(Unreadable, match="cannot be read: Stale file handle"),
+        ):
             failing.setattr(module, function, fails, raising=False)
             open_or_build(request, quick_folder)
         assert {path.name: path.stat().st_mtime_ns for path in whole.folder.iterdir()} == before
 
 
 def test_a_file_of_another_corpus_is_noticed(texts, tmp_path):
-    one, other = open_or_build(request_for(texts), tmp_path), open_or_build(request_for(texts, held_out=0.2), tmp_path)
+    one, other = (
+        open_or_build(request_for(texts), tmp_path),
+        open_or_build(request_for(texts, held_out=0.2), tmp_path),
+    )
     shutil.copy(other.folder / "train.tokens", one.folder / "train.tokens")
-    assert "not the file that manifest.json lists" in open_or_build(request_for(texts), tmp_path).notes[0]
+    assert (
+        "not the file that manifest.json lists"
+        in open_or_build(request_for(texts), tmp_path).notes[0]
+    )
     shutil.copy(other.folder / "manifest.json", one.folder / "manifest.json")
     assert "another corpus's" in open_or_build(request_for(texts), tmp_path).notes[0]
 
@@ -126,7 +152,9 @@ def test_the_cache_is_where_it_was_chosen_to_be(request_, tmp_path, monkeypatch)
 def test_a_cache_that_cannot_be_written(request_, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     blocked = tmp_path / "file" / "below"
-    with pytest.raises(InputRefused, match=r"below.*: cannot be written \(Not a directory\); set `cache`"):
+    with pytest.raises(
+        InputRefused, match=r"below.*: cannot be written \(Not a directory\); set `cache`"
+    ):
         open_or_build(request_, blocked)
     monkeypatch.setenv("MONOGRAPH_HOME", str(blocked))
     with pytest.raises(InputRefused, match="cannot be written"):
@@ -181,7 +209,9 @@ def test_two_processes_build_once(request_, tmp_path, monkeypatch):
     results = []
     with open(stored.folder.with_suffix(".lock")) as other_process:
         fcntl.flock(other_process, fcntl.LOCK_EX)
-        waiting = threading.Thread(target=lambda: results.append(open_or_build(request_, tmp_path, progress)))
+        waiting = threading.Thread(
+            target=lambda: results.append(open_or_build(request_, tmp_path, progress))
+        )
         waiting.start()
         assert entered.wait(5)
         aside.rename(stored.folder)
@@ -189,7 +219,7 @@ def test_two_processes_build_once(request_, tmp_path, monkeypatch):
     assert contents(results[0]) == contents(stored)
 
 
-# ---- faults at every operation --------------------------------------------------------------------------------------
+# ---- faults at every operation -------------------------------------------------------------------
 
 
 QUICK = ("kill", "full-once")
@@ -223,9 +253,12 @@ def test_after_a_fault_at_any_operation_the_next_start_is_right(quick_folder, mo
             struck += 1
             if outcome.error is not None:
                 assert outcome.error[0] in ("DiskFull", "InputRefused", "Unreadable"), outcome
-            stored = open_or_build(request_for(outcome.folder / "texts", held_out=0.2), outcome.folder / "cache")
+            stored = open_or_build(
+                request_for(outcome.folder / "texts", held_out=0.2), outcome.folder / "cache"
+            )
             assert contents(stored) == expected
-            # Whatever was left half-made was never taken for the whole, so there was nothing to mend.
+            # Whatever was left half-made was never taken for the whole, so there was nothing to
+            # mend.
             assert stored.notes == ()
             assert not list((outcome.folder / "cache" / "corpora").glob("*.building"))
     print(f"{mode}: {struck} faults, none lost")

@@ -1,5 +1,7 @@
 # Run: pytest tests/data/test_weights.py
-"""Sources with weights: how they are written, how often an epoch sees their rows, and resuming among them."""
+"""Sources with weights: how they are written, how often an epoch sees their rows, and resuming
+among them.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def mixed(texts, tmp_path):
 
     def build(*weights, **settings):
         usual = {"tokenizer": "bytes", "sequence_length": 32, "cache": tmp_path / "cache"}
-        return corpus([texts, tmp_path / "records.jsonl"], weights=weights or None, **(usual | settings))
+        return corpus(
+            [texts, tmp_path / "records.jsonl"], weights=weights or None, **(usual | settings)
+        )
 
     return build
 
@@ -59,7 +63,9 @@ def test_a_file_of_the_whole_name_wins(tmp_path):
 
 @pytest.mark.parametrize("weight", ["0", "-1", "1001", "0.0001", "1e9"])
 def test_a_weight_out_of_range_is_refused(weight):
-    with pytest.raises(UsageError, match=f"a.txt@{weight}: a weight is how often .*from 0.001 to 1000"):
+    with pytest.raises(
+        UsageError, match=f"a.txt@{weight}: a weight is how often .*from 0.001 to 1000"
+    ):
         weighted(f"a.txt@{weight}")
 
 
@@ -69,7 +75,10 @@ def test_the_command_line_takes_weights(tmp_path, monkeypatch):
     (tmp_path / "b.jsonl").touch()
     named = ["books/@2", "b.jsonl@0.5", "stdlib@2", "hf://owner/name", "*.jsonl@3"]
     places = ["books/", "b.jsonl", "stdlib", "hf://owner/name", "*.jsonl"]
-    assert classify(named).overrides == {"data.source": places, "data.weights": [2.0, 0.5, 2.0, 1.0, 3.0]}
+    assert classify(named).overrides == {
+        "data.source": places,
+        "data.weights": [2.0, 0.5, 2.0, 1.0, 3.0],
+    }
     assert classify(["books/", "stdlib@1"]).overrides == {"data.source": ["books/", "stdlib"]}
     [fault] = classify(["c.jsonl@2"]).faults
     assert isinstance(fault, InputRefused)
@@ -77,13 +86,19 @@ def test_the_command_line_takes_weights(tmp_path, monkeypatch):
 
 
 def test_two_weights_for_one_file_are_refused(texts, tmp_path):
-    with pytest.raises(UsageError, match=r"001.txt has the weights 2 and 1; leave it out at one place"):
+    with pytest.raises(
+        UsageError, match=r"001.txt has the weights 2 and 1; leave it out at one place"
+    ):
         find([texts, texts / "001.txt"], tmp_path, weights=[2, 1])
-    assert {file.weight for file in find([texts, texts / "001.txt"], tmp_path, weights=[2, 2]).files} == {2.0}
+    assert {
+        file.weight for file in find([texts, texts / "001.txt"], tmp_path, weights=[2, 2]).files
+    } == {2.0}
 
 
 def test_there_are_as_many_weights_as_sources_and_each_is_in_range(texts, tmp_path):
-    with pytest.raises(UsageError, match="data.weights has 1 numbers and data.source 2: give one for each"):
+    with pytest.raises(
+        UsageError, match="data.weights has 1 numbers and data.source 2: give one for each"
+    ):
         find([texts, texts / "001.txt"], tmp_path, weights=[2])
     for weight in (0, -1, 1001, 1e-4, float("nan")):
         with pytest.raises(UsageError, match="data.weights: .* is not from 0.001 to 1000"):
@@ -97,13 +112,20 @@ def test_sources_of_different_weights_share_no_row(mixed, packing):
     kinds = [{".jsonl:" in piece.document for piece in rows.pieces(i)} for i in range(len(rows))]
     assert all(len(kind) == 1 for kind in kinds) and len(set(map(tuple, kinds))) == 2
     texts, records = (sum(kind == {each} for kind in kinds) for each in (False, True))
-    assert [(each.rows, each.visits) for each in rows.shares] == [(texts, round(texts / 2)), (records, 2 * records)]
+    assert [(each.rows, each.visits) for each in rows.shares] == [
+        (texts, round(texts / 2)),
+        (records, 2 * records),
+    ]
     assert rows.per_epoch == sum(each.visits for each in rows.shares) != len(rows)
     assert built.held_out.per_epoch == len(built.held_out)  # each row once, whatever the weights
 
 
 def drawn(batches, windows=None):
-    return [tuple(row.tolist()) for batch in itertools.islice(batches, windows) for row in batch["tokens"]]
+    return [
+        tuple(row.tolist())
+        for batch in itertools.islice(batches, windows)
+        for row in batch["tokens"]
+    ]
 
 
 def test_epochs_see_what_the_weights_say(mixed):

@@ -1,4 +1,6 @@
-"""Run: pytest tests/decode/test_cache.py (what a step reads of one: tests/laws/test_cached_over_blocks.py)."""
+"""Run: pytest tests/decode/test_cache.py (what a step reads of one:
+tests/laws/test_cached_over_blocks.py).
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,19 @@ from monograph.model.scaling import FULL, LINEAR
 CPU = torch.device("cpu")
 PLAIN = tiny_llama().config
 HYBRID = tiny_llama(
-    model_type="qwen3_5_text", layer_types=(LINEAR, FULL), linear_num_value_heads=4, linear_num_key_heads=2
+    model_type="qwen3_5_text",
+    layer_types=(LINEAR, FULL),
+    linear_num_value_heads=4,
+    linear_num_key_heads=2,
 ).config
 
 
 def cache_of(config: LlamaConfig, rows: int, slots: int, block: int = 8, seed: int = 0) -> KVCache:
     """A cache that is full of numbers."""
-    cache, generator = KVCache.allocate(config, rows, slots, torch.float32, CPU, block), torch.Generator()
+    cache, generator = (
+        KVCache.allocate(config, rows, slots, torch.float32, CPU, block),
+        torch.Generator(),
+    )
     generator.manual_seed(seed)
     for tensor in all_of(cache):
         tensor.copy_(torch.randint(1, 1000, tensor.shape, generator=generator))
@@ -47,10 +55,14 @@ def test_what_is_read_is_the_least_size_that_holds_the_slots(blocks: int) -> Non
 def test_memory_is_zero_and_that_of_so_many_rows(config: LlamaConfig) -> None:
     cache = KVCache.allocate(config, 3, 20, torch.bfloat16, CPU, 8)
     assert not any(tensor.any() for tensor in all_of(cache))
-    assert sum(tensor.nbytes for tensor in all_of(cache)) == 3 * KVCache.bytes_per_row(config, 20, torch.bfloat16, 8)
+    assert sum(tensor.nbytes for tensor in all_of(cache)) == 3 * KVCache.bytes_per_row(
+        config, 20, torch.bfloat16, 8
+    )
     layers = [config.is_linear(layer) for layer in range(config.num_hidden_layers)]
     heads = [0 if linear else config.num_key_value_heads for linear in layers]
-    assert [list(keys.shape) for keys in cache.keys] == [[3, 3, each, 8, config.head_dim] for each in heads]
+    assert [list(keys.shape) for keys in cache.keys] == [
+        [3, 3, each, 8, config.head_dim] for each in heads
+    ]
     assert [keys.shape for keys in cache.keys] == [values.shape for values in cache.values]
     assert [*cache.recurrences] == [layer for layer, linear in enumerate(layers) if linear]
     for recurrence in cache.recurrences.values():
@@ -66,7 +78,9 @@ def test_a_look_at_fewer_blocks_is_into_the_same_memory() -> None:
 
 
 @pytest.mark.parametrize("slots", [1, 8, 9, 16, 19, 24, 40])
-def test_rows_are_copied_with_the_block_that_they_fill_in_part_and_nothing_else_is_touched(slots: int) -> None:
+def test_rows_are_copied_with_the_block_that_they_fill_in_part_and_nothing_else_is_touched(
+    slots: int,
+) -> None:
     to, source = cache_of(HYBRID, 4, 40), cache_of(HYBRID, 3, 40, seed=1)
     before, only_keys = [tensor.clone() for tensor in all_of(to)], cache_of(HYBRID, 4, 40)
     to.copy_rows([2, 0], source, [0, 1], slots)
@@ -112,12 +126,22 @@ def reader_of(rows: int = 1, slots: int = 256, *, whole: bool = False, **sizes: 
 def test_a_prompt_that_is_held_is_not_read_again_for_its_owner() -> None:
     reader, prompt = reader_of(), tuple(range(1, 30))
     assert reader.begin([prompt], owner="a") and not reader.ready
-    assert [reader.go_on(1), reader.go_on(2), reader.ready, reader.go_on(), reader.ready] == [1, 2, False, 1, True]
-    assert not reader.begin([prompt], owner="a") and not reader.begin([(*prompt[:-1], 60)], owner="a")
+    assert [reader.go_on(1), reader.go_on(2), reader.ready, reader.go_on(), reader.ready] == [
+        1,
+        2,
+        False,
+        1,
+        True,
+    ]
+    assert not reader.begin([prompt], owner="a") and not reader.begin(
+        [(*prompt[:-1], 60)], owner="a"
+    )
     assert reader.ready, "the last token is read by the first step"
     assert reader.begin([prompt], owner="b") and not reader.ready
     reader.forget()
-    assert reader.begin([prompt], owner="b") and not any(tensor.any() for tensor in all_of(reader.cache))
+    assert reader.begin([prompt], owner="b") and not any(
+        tensor.any() for tensor in all_of(reader.cache)
+    )
 
 
 def test_prompts_are_read_with_those_that_follow_as_far_as_there_are_rows() -> None:
@@ -146,7 +170,10 @@ def test_the_recurrences_that_were_used_last_are_kept() -> None:
     def kept() -> list[Ids]:
         return [ids for _, ids in reader._borders]
 
-    prompts = [tuple(60 - token for token in range(17)), *((token,) * 18 for token in range(1, BORDERS // 2 + 1))]
+    prompts = [
+        tuple(60 - token for token in range(17)),
+        *((token,) * 18 for token in range(1, BORDERS // 2 + 1)),
+    ]
     known = list(itertools.chain.from_iterable((prompt[:8], prompt[:16]) for prompt in prompts))
     for prompt in prompts[:-1]:
         reader.begin([prompt])
@@ -166,4 +193,7 @@ def test_only_what_is_known_to_be_the_same_is_skipped() -> None:
     reader.begin([prompt])
     assert reader.skip(source, 1, 7) == 0 and reader._left == [0, 8, 16, 24, 32]
     assert reader.skip(source, 1, 21) == 16 and reader._left == [16, 24, 32]
-    assert torch.equal(reader.cache.keys[0][0, 0], source.keys[0][0, 1]) and not reader.cache.keys[0][1:].any()
+    assert (
+        torch.equal(reader.cache.keys[0][0, 0], source.keys[0][0, 1])
+        and not reader.cache.keys[0][1:].any()
+    )

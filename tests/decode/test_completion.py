@@ -41,16 +41,31 @@ def one(model: Llama, prompt: str | list[int] = "a", **options: Any) -> Completi
 
 def test_it_ends_at_max_tokens() -> None:
     done = one(writing("xyz"), max_tokens=5)
-    assert (done.text, str(done), done.finish_reason, len(done.token_ids)) == ("xyzxy", "xyzxy", "length", 5)
+    assert (done.text, str(done), done.finish_reason, len(done.token_ids)) == (
+        "xyzxy",
+        "xyzxy",
+        "length",
+        5,
+    )
 
 
 def test_it_ends_with_the_document() -> None:
     done = one(writing("xy", then=TOKENIZER.eos_id), max_tokens=20)
-    assert (done.text, done.finish_reason) == ("xy", "stop") and done.token_ids[-1] == TOKENIZER.eos_id
+    assert (done.text, done.finish_reason) == ("xy", "stop") and done.token_ids[
+        -1
+    ] == TOKENIZER.eos_id
 
 
 @pytest.mark.parametrize(
-    "stop", [["z"], ["yz", 5], ["q", "zx"], ["zz"], [TOKENIZER.encode("z")[0]], [np.int64(TOKENIZER.encode("z")[0])]]
+    "stop",
+    [
+        ["z"],
+        ["yz", 5],
+        ["q", "zx"],
+        ["zz"],
+        [TOKENIZER.encode("z")[0]],
+        [np.int64(TOKENIZER.encode("z")[0])],
+    ],
 )
 def test_it_ends_before_a_stop_string_and_at_a_stop_id(stop: list[str | int]) -> None:
     done = one(writing("xyz"), max_tokens=6, stop=stop)
@@ -66,7 +81,9 @@ def test_it_ends_with_the_context() -> None:
 @pytest.mark.parametrize("length", [9, 10, 40])
 def test_a_prompt_that_leaves_no_room_is_refused(length: int) -> None:
     model = writing("x", max_position_embeddings=10)
-    with pytest.raises(InputRefused, match=f"the prompt has {length + 1} tokens, but the model's context is 10"):
+    with pytest.raises(
+        InputRefused, match=f"the prompt has {length + 1} tokens, but the model's context is 10"
+    ):
         one(model, "a" * length)
     assert len(prompt_ids(model, TOKENIZER, "a" * 8)) == 9
     with pytest.raises(InputRefused, match="the prompt has no tokens"):
@@ -87,7 +104,9 @@ def test_any_number_of_tokens_and_of_texts_may_be_asked_for() -> None:
 def test_texts_that_the_memory_does_not_hold_are_refused() -> None:
     model = tiny_llama(vocab_size=259, max_position_embeddings=2**31 - 1)
     assert one(model, max_tokens=3).finish_reason == "length"
-    with pytest.raises(OutOfDeviceMemory, match="keys and values of 2,147,483,647 positions take .* GiB, more"):
+    with pytest.raises(
+        OutOfDeviceMemory, match="keys and values of 2,147,483,647 positions take .* GiB, more"
+    ):
         generate(model, TOKENIZER, ["a"], max_tokens=2**31 - 1)
 
 
@@ -105,7 +124,9 @@ def test_what_is_streamed_is_the_text_in_the_order_of_the_prompts() -> None:
         whole = list(generate(model, TOKENIZER, ["a", "bc", ""], sampling, **options))
         assert [piece.number for piece in pieces] == sorted(piece.number for piece in pieces)
         for number, completion in enumerate(whole):
-            assert "".join(piece.text for piece in pieces if piece.number == number) == completion.text
+            assert (
+                "".join(piece.text for piece in pieces if piece.number == number) == completion.text
+            )
         assert [piece.completion for piece in pieces if piece.completion] == whole
 
 
@@ -127,9 +148,23 @@ def test_a_constraint_and_stop_strings_together() -> None:
     model, ends = tiny_llama(vocab_size=259), [TOKENIZER.eos_id]
     for seed in range(6):
         form = constraint("regex", "[ab]{3,8}c", TOKENIZER.pieces, ends)
-        [done] = generate(model, TOKENIZER, ["x"], Sampling(3.0, seed=seed), max_tokens=20, constraint=form)
-        assert done.finish_reason == "stop" and done.text[-1] == "c" and set(done.text[:-1]) <= {"a", "b"}
-        [cut] = generate(model, TOKENIZER, ["x"], Sampling(3.0, seed=seed), max_tokens=20, constraint=form, stop=["ba"])
+        [done] = generate(
+            model, TOKENIZER, ["x"], Sampling(3.0, seed=seed), max_tokens=20, constraint=form
+        )
+        assert (
+            done.finish_reason == "stop"
+            and done.text[-1] == "c"
+            and set(done.text[:-1]) <= {"a", "b"}
+        )
+        [cut] = generate(
+            model,
+            TOKENIZER,
+            ["x"],
+            Sampling(3.0, seed=seed),
+            max_tokens=20,
+            constraint=form,
+            stop=["ba"],
+        )
         assert cut.text == done.text.partition("ba")[0]
 
 
@@ -139,13 +174,17 @@ def test_log_probabilities_are_those_of_the_raw_logits() -> None:
     [done, _] = generate(model, TOKENIZER, ["abc"], sampling, max_tokens=9, n=2)
     ids = [TOKENIZER.bos_id, *TOKENIZER.encode("abc")]
     with torch.no_grad():
-        logits_TV = model.logits(model(torch.tensor([[*ids, *done.token_ids]])))[0, len(ids) - 1 : -1]
+        logits_TV = model.logits(model(torch.tensor([[*ids, *done.token_ids]])))[
+            0, len(ids) - 1 : -1
+        ]
     values_TV = logits_TV.log_softmax(-1)
     assert done.logprobs is not None and len(done.logprobs) == len(done.token_ids)
     for token, values_V, found in zip(done.token_ids, values_TV, done.logprobs, strict=True):
         assert found.drawn == pytest.approx(float(values_V[token]), abs=1e-5)
         assert [index for index, _ in found.likeliest] == values_V.topk(4).indices.tolist()
-        assert [value for _, value in found.likeliest] == pytest.approx(values_V.topk(4).values.tolist(), abs=1e-5)
+        assert [value for _, value in found.likeliest] == pytest.approx(
+            values_V.topk(4).values.tolist(), abs=1e-5
+        )
     [plain, _] = generate(model, TOKENIZER, ["abc"], Sampling(1.5, top_k=30), max_tokens=9, n=2)
     assert plain.token_ids == done.token_ids and plain.logprobs is None
 
@@ -172,7 +211,12 @@ def test_what_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="sampling: 1 for 2 prompts"):
         generate(tiny_llama(vocab_size=259), TOKENIZER, ["a", "b"], [Sampling()])
     with pytest.raises(UsageError, match="order is hf and llama_cpp in one batch"):
-        generate(tiny_llama(vocab_size=259), TOKENIZER, ["a", "b"], [Sampling(), Sampling(order="llama_cpp")])
+        generate(
+            tiny_llama(vocab_size=259),
+            TOKENIZER,
+            ["a", "b"],
+            [Sampling(), Sampling(order="llama_cpp")],
+        )
     for text in ("ab", "\ud800"):
         breaking = Sampling(dry_multiplier=1, dry_sequence_breakers=[text])
         with pytest.raises(UsageError, match=re.escape(f"no token contains {text!r}; give a text")):

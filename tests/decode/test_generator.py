@@ -27,13 +27,17 @@ def generator(model: Llama | None = None, **options: Any) -> Generator:
     """Two rows of 24 slots."""
     chain = chain_of([GREEDY, Sampling(1.0)])
     return Generator(
-        model or tiny_llama(), chain, **({"rows": 2, "slots": 24, "vocabulary": VOCABULARY, "block": 4} | options)
+        model or tiny_llama(),
+        chain,
+        **({"rows": 2, "slots": 24, "vocabulary": VOCABULARY, "block": 4} | options),
     )
 
 
 def outcome(machine: Generator, *requests: Request) -> list[tuple[list[int], Finish | None]]:
     """Every request's ids and how it ended."""
-    found: dict[int, tuple[list[int], Finish | None]] = {machine.submit(each): ([], None) for each in requests}
+    found: dict[int, tuple[list[int], Finish | None]] = {
+        machine.submit(each): ([], None) for each in requests
+    }
     for event in machine.run():
         ids, finish = found[event.number]
         assert finish is None, "nothing comes after the end"
@@ -91,14 +95,24 @@ def test_four_bytes_leave_the_device_per_row_and_step() -> None:
 
 def test_a_prompt_is_read_once_for_all_its_continuations() -> None:
     machine, passes = generator(), []
-    machine.reader.model.register_forward_pre_hook(lambda _, arguments: passes.append(arguments[0].shape[1]))
-    outcome(machine, *[request(*range(20), sampling=Sampling(1.0, seed=seed), max_tokens=2) for seed in range(4)])
+    machine.reader.model.register_forward_pre_hook(
+        lambda _, arguments: passes.append(arguments[0].shape[1])
+    )
+    outcome(
+        machine,
+        *[
+            request(*range(20), sampling=Sampling(1.0, seed=seed), max_tokens=2)
+            for seed in range(4)
+        ],
+    )
     assert passes.count(machine.reader.chunk) == -(-19 // machine.reader.chunk)
 
 
 @pytest.mark.parametrize("prompt", [(3, 4, 5), (3,)])
 @pytest.mark.parametrize("ahead", [False, True])
-def test_numbers_that_are_not_finite_end_their_row_and_no_other(ahead: bool, prompt: tuple[int, ...]) -> None:
+def test_numbers_that_are_not_finite_end_their_row_and_no_other(
+    ahead: bool, prompt: tuple[int, ...]
+) -> None:
     model = tiny_llama()
     with torch.no_grad():
         model.model.embed_tokens.weight[17] = torch.nan
@@ -106,16 +120,23 @@ def test_numbers_that_are_not_finite_end_their_row_and_no_other(ahead: bool, pro
     machine.ahead = ahead
     sound, healthy = request(*prompt), outcome(generator(model, rows=1), request(*prompt))
     ill = outcome(machine, request(17), sound, request(2, 17, 4, 17), sound, request(3, 17), sound)
-    assert [finish for _, finish in ill[::2]] == ["not_finite"] * 3 and not any(ids for ids, _ in ill[::2])
+    assert [finish for _, finish in ill[::2]] == ["not_finite"] * 3 and not any(
+        ids for ids, _ in ill[::2]
+    )
     assert ill[1::2] == healthy * 3
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_row_that_was_long_and_rests_does_not_keep_its_neighbour_from_a_short_look(ahead: bool) -> None:
+def test_a_row_that_was_long_and_rests_does_not_keep_its_neighbour_from_a_short_look(
+    ahead: bool,
+) -> None:
     model = tiny_llama(max_position_embeddings=512)
     machine = generator(model, slots=300)
     machine.ahead = ahead
-    long, short = request(*range(20, 55), *range(50), *range(60), max_tokens=4), request(3, max_tokens=30)
+    long, short = (
+        request(*range(20, 55), *range(50), *range(60), max_tokens=4),
+        request(3, max_tokens=30),
+    )
     assert outcome(machine, long, short) == [
         *outcome(generator(model, slots=300), long),
         *outcome(generator(model, slots=300), short),
@@ -128,7 +149,11 @@ def test_where_the_fast_truncation_cannot_decide_the_exact_one_does(
 ) -> None:
     from monograph.decode import step
 
-    requests = [request(3, max_tokens=11), request(4, 5, max_tokens=14), request(6, max_tokens=7, stop_ids=(9,))]
+    requests = [
+        request(3, max_tokens=11),
+        request(4, 5, max_tokens=14),
+        request(6, max_tokens=7, stop_ids=(9,)),
+    ]
     expected, asked = outcome(generator(counting(tiny_llama())), *requests), []
     decide: Callable[..., Drawn] = step.sample
 
@@ -157,7 +182,9 @@ def test_what_does_not_fit_is_refused() -> None:
         machine.submit(request(1, stop=stop))
     with pytest.raises(UsageError, match="does not serve"):
         machine.submit(request(1, sampling=Sampling(1.0, top_p=0.5)))
-    assert outcome(machine, request(*range(23))) == [([outcome(generator(), request(*range(23)))[0][0][0]], "length")]
+    assert outcome(machine, request(*range(23))) == [
+        ([outcome(generator(), request(*range(23)))[0][0][0]], "length")
+    ]
 
 
 def keys_of(machine: Generator, row: int, slots: int) -> list[torch.Tensor]:
@@ -168,9 +195,12 @@ def keys_of(machine: Generator, row: int, slots: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "shape", [{}, {"model_type": "qwen3_5_text", "layer_types": ("linear_attention", "full_attention")}]
+    "shape",
+    [{}, {"model_type": "qwen3_5_text", "layer_types": ("linear_attention", "full_attention")}],
 )
-def test_chunks_that_two_prompts_have_in_common_are_read_once_in_the_same_bits(shape: dict[str, Any]) -> None:
+def test_chunks_that_two_prompts_have_in_common_are_read_once_in_the_same_bits(
+    shape: dict[str, Any],
+) -> None:
     def fresh() -> Generator:
         return generator(tiny_llama(max_position_embeddings=256, **shape), rows=3, slots=256)
 
@@ -181,14 +211,22 @@ def test_chunks_that_two_prompts_have_in_common_are_read_once_in_the_same_bits(s
     # The first row is free while others run, and writes where it stands.
     outcome(machine, request(*known[:150], max_tokens=2), request(7, max_tokens=30))
     before = machine.reused
-    assert outcome(machine, request(*prompt, owner="another"))[0][1] == "length" and machine.reused == before
+    assert (
+        outcome(machine, request(*prompt, owner="another"))[0][1] == "length"
+        and machine.reused == before
+    )
     outcome(machine, request(*prompt))
     assert machine.reused - before == 2 * machine.reader.chunk == 128
-    ours, expected = keys_of(machine, machine._free[-1], len(prompt) - 1), keys_of(alone, 0, len(prompt) - 1)
+    ours, expected = (
+        keys_of(machine, machine._free[-1], len(prompt) - 1),
+        keys_of(alone, 0, len(prompt) - 1),
+    )
     assert all(torch.equal(one, other) for one, other in zip(ours, expected, strict=True))
 
 
-def test_a_pass_over_a_prompt_that_was_interrupted_is_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_over_a_prompt_that_was_interrupted_is_begun_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Some layers' recurrences have taken the chunk by then, others have not."""
     shape = {"model_type": "qwen3_5_text", "layer_types": ("linear_attention",) * 2}
     model, prompt = tiny_llama(max_position_embeddings=256, **shape), [*range(3, 60)] * 3
@@ -206,12 +244,18 @@ def test_a_pass_over_a_prompt_that_was_interrupted_is_begun_again(monkeypatch: p
     hook.remove()
     machine.cancel(0)
     assert outcome(machine, request(*prompt)) == outcome(sound, request(*prompt))
-    assert all(torch.equal(*pair) for pair in zip(machine.cache.carried(), sound.cache.carried(), strict=True))
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(machine.cache.carried(), sound.cache.carried(), strict=True)
+    )
 
 
 def test_a_cancelled_request_frees_its_row_before_the_next_block() -> None:
     machine = generator(counting(tiny_llama()), rows=1)
-    first, second = machine.submit(request(7, max_tokens=20)), machine.submit(request(30, max_tokens=2))
+    first, second = (
+        machine.submit(request(7, max_tokens=20)),
+        machine.submit(request(30, max_tokens=2)),
+    )
     third = machine.submit(request(40))
     assert [event.number for event in machine.advance()] == [first]
     machine.cancel(first)
@@ -231,7 +275,8 @@ def test_a_long_prompt_is_read_between_the_blocks_of_others() -> None:
     model.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0].shape[1]))
     while machine._waiting:
         drawn += sum(len(event.token_ids) for event in machine.advance())
-    # A chunk and then two steps, until the seven chunks of the prompt are read and it has its first tokens; then four.
+    # A chunk and then two steps, until the seven chunks of the prompt are read and it has its first
+    # tokens; then four.
     machine.advance()
     assert seen == [64, 1, 1] * 7 + [1, 1, 1, 1] and drawn == 2 * 6 + 2 * 2
 
@@ -254,9 +299,15 @@ def test_an_automaton_in_the_middle_of_the_arena_is_in_nobodys_way() -> None:
 def test_a_request_whose_automaton_finds_no_room_holds_up_none_without_any() -> None:
     pieces = [bytes([97 + index % 26]) * (1 + index // 26) for index in range(VOCABULARY)]
     first, second = (stop_strings([text], pieces) for text in ("x" * 20, "y" * 20))
-    machine = generator(automata=Arena(VOCABULARY, torch.device("cpu"), states=len(first.next_SC) + 2))
+    machine = generator(
+        automata=Arena(VOCABULARY, torch.device("cpu"), states=len(first.next_SC) + 2)
+    )
     stops, started = [first, second, first, None], list[int]()
-    numbers = [machine.submit(request(index, stop=stop, max_tokens=9)) for index, stop in enumerate(stops, 1)]
+    numbers = [
+        machine.submit(request(index, stop=stop, max_tokens=9))
+        for index, stop in enumerate(stops, 1)
+    ]
     for event in machine.run():
         started += [event.number] * (event.number not in started)
-    assert started == [numbers[index] for index in (0, 3, 1, 2)]  # nobody keeps the room from the second
+    # Nobody keeps the room from the second.
+    assert started == [numbers[index] for index in (0, 3, 1, 2)]

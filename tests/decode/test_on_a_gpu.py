@@ -1,6 +1,7 @@
 """Run: pytest tests/decode/test_on_a_gpu.py (needs a CUDA device)
 
-Captured and replayed: the tokens of the eager step, and nothing but four bytes a row and step leave the device.
+Captured and replayed: the tokens of the eager step, and nothing but four bytes a row and step leave
+    the device.
 """
 
 from __future__ import annotations
@@ -34,11 +35,15 @@ STOP = stop_strings(["b", "zz"], TOKENIZER.pieces)
 def generator(**options: Any) -> Generator:
     model = tiny_llama(vocab_size=259, max_position_embeddings=1400).cuda()
     chain = chain_of([Sampling(**FULL)])
-    return Generator(model, chain, rows=3, slots=1400, vocabulary=259, automata=[PATTERN, STOP], **options)
+    return Generator(
+        model, chain, rows=3, slots=1400, vocabulary=259, automata=[PATTERN, STOP], **options
+    )
 
 
 def written(machine: Generator) -> list[list[int]]:
-    requests = [Request((5, 6, 7), Sampling(**FULL, seed=seed), 80, (1,), None, STOP) for seed in range(7)]
+    requests = [
+        Request((5, 6, 7), Sampling(**FULL, seed=seed), 80, (1,), None, STOP) for seed in range(7)
+    ]
     found: dict[int, list[int]] = {machine.submit(request): [] for request in requests}
     for event in machine.run():
         found[event.number] += event.token_ids
@@ -47,23 +52,36 @@ def written(machine: Generator) -> list[list[int]]:
 
 @pytest.mark.parametrize("block", [1, 5, 16])
 def test_replayed_blocks_write_what_single_steps_write(block: int) -> None:
-    assert written(generator(mode="compiled", block=block)) == written(generator(mode="compiled", block=2))
+    assert written(generator(mode="compiled", block=block)) == written(
+        generator(mode="compiled", block=2)
+    )
 
 
 def test_eager_steps_write_alike() -> None:
     ours, eager = written(generator(mode="compiled")), written(generator())
-    assert sum(a == b for a, b in zip(ours, eager, strict=True)) >= 6, "one near tie may part two modes"
+    assert sum(a == b for a, b in zip(ours, eager, strict=True)) >= 6, (
+        "one near tie may part two modes"
+    )
 
 
 def test_captured_steps_write_what_called_ones_write_with_nothing_left_to_capture() -> None:
-    """As an endpoint decodes: several chains, automata that come and go, prompts read between blocks."""
+    """As an endpoint decodes: several chains, automata that come and go, prompts read between
+    blocks.
+    """
     several = [chain_of([Sampling(1.0)]), chain_of([Sampling(1.0), Sampling(**FULL)])]
 
     def served(mode: Any) -> Generator:
         model = tiny_llama(vocab_size=259, max_position_embeddings=300).cuda()
         arena = Arena(259, torch.device("cuda"), automata=1)
         return Generator(
-            model, several, rows=3, slots=300, vocabulary=259, automata=arena, block=Pace(8, 2, 1), mode=mode
+            model,
+            several,
+            rows=3,
+            slots=300,
+            vocabulary=259,
+            automata=arena,
+            block=Pace(8, 2, 1),
+            mode=mode,
         )
 
     def all_kinds(machine: Generator) -> list[list[int]]:
@@ -71,7 +89,11 @@ def test_captured_steps_write_what_called_ones_write_with_nothing_left_to_captur
         for seed in range(9):
             sampling = Sampling(**FULL, seed=seed) if seed % 3 == 0 else Sampling(1.0, seed=seed)
             prompt = (5, 6, 7) * (60 if seed % 2 else 1)
-            found[machine.submit(Request(prompt, sampling, 30, (1,), None, STOP if seed % 4 == 0 else None))] = []
+            found[
+                machine.submit(
+                    Request(prompt, sampling, 30, (1,), None, STOP if seed % 4 == 0 else None)
+                )
+            ] = []
         while machine.busy:
             for event in machine.advance():
                 found[event.number] += event.token_ids
@@ -85,11 +107,17 @@ def test_captured_steps_write_what_called_ones_write_with_nothing_left_to_captur
 
 
 @pytest.mark.parametrize("shape", ["attention", "window and all"])
-def test_captured_steps_over_one_to_five_blocks_have_a_full_passs_log_probabilities(shape: str) -> None:
-    """Law 8 where each size of what is read is a graph of its own (tests/laws/test_cached_over_blocks.py)."""
+def test_captured_steps_over_one_to_five_blocks_have_a_full_passs_log_probabilities(
+    shape: str,
+) -> None:
+    """Law 8 where each size of what is read is a graph of its own
+    (tests/laws/test_cached_over_blocks.py).
+    """
     longest, sampling = 5 * LEAST_BLOCK, Sampling(1.0, logprobs=61)
     window = {"model_type": "qwen3", "sliding_window": 21, "layer_types": (SLIDING, FULL_ATTENTION)}
-    model = far_sighted(max_position_embeddings=longest, **(window if "window" in shape else {})).cuda()
+    model = far_sighted(
+        max_position_embeddings=longest, **(window if "window" in shape else {})
+    ).cuda()
     machine = Generator(
         model, chain_of([sampling]), rows=3, slots=Slots(longest, LEAST_BLOCK, longest=8), vocabulary=61,
         block=Pace(4, 2, 1), mode="captured",
@@ -97,11 +125,15 @@ def test_captured_steps_over_one_to_five_blocks_have_a_full_passs_log_probabilit
     text = tuple((7 * at + at // 5) % 61 for at in range(longest))
     assert min(seen_at(model, text, range(0, longest - 1, 6))) > 100 * BOUND
     begun = [(0, 1), (0, 79), (43, 5), (0, 17), (43, 20), (59, 1), (0, 33)]
-    asked = [Request((*text[:shared], *text[-own:]), sampling, 40, seed=own) for shared, own in begun]
+    asked = [
+        Request((*text[:shared], *text[-own:]), sampling, 40, seed=own) for shared, own in begun
+    ]
     alone = decoded(machine, asked[:1])
     for place, events in [*alone.items(), *decoded(machine, asked).items()]:
         assert largest_error(model, asked[place], events) < BOUND
-    assert machine.cache.sizes == [1, 2, 4, 5] and machine.replays.captured == 4 and machine.reused > 0
+    assert (
+        machine.cache.sizes == [1, 2, 4, 5] and machine.replays.captured == 4 and machine.reused > 0
+    )
 
 
 def test_a_thousand_steps_copy_four_bytes_a_row_and_step() -> None:
@@ -116,10 +148,16 @@ def test_a_thousand_steps_copy_four_bytes_a_row_and_step() -> None:
     replay, copies = machine.replays.run, list[Any]()
 
     def watched(times: int, *variant: Any) -> None:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True
+        ) as profile:
             replay(times, *variant)
             torch.cuda.synchronize()
-        copies.extend(event for event in profile.events() if "Memcpy" in event.name and "DtoD" not in event.name)
+        copies.extend(
+            event
+            for event in profile.events()
+            if "Memcpy" in event.name and "DtoD" not in event.name
+        )
 
     machine.replays.run = watched  # type: ignore[method-assign]
     before = machine.outbox.bytes_out

@@ -18,5 +18,7 @@ def test_halves_in_turn_four_bytes_a_row_and_step() -> None:
         sent.append((outbox.send(steps), steps))
         if block:  # the block before is read when the next one is under way
             half, before = sent[-2]
-            assert outbox.read(half, before)[0].tolist() == [[10 * (block - 1) + step, -1] for step in range(before)]
+            assert outbox.read(half, before)[0].tolist() == [
+                [10 * (block - 1) + step, -1] for step in range(before)
+            ]
     assert outbox.bytes_out == 4 * 2 * 6

@@ -46,22 +46,35 @@ def test_noise_depends_on_seed_position_and_id_and_on_nothing_else() -> None:
     noise_BV = gumbel_noise(torch.tensor(seeds), torch.tensor(positions), 1001)
     for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
         for token in (0, 1, 2, 3, 4, 998, 1000):
-            counter = [torch.tensor([word]) for word in (token // 4, position % 2**32, position // 2**32, 0)]
+            counter = [
+                torch.tensor([word])
+                for word in (token // 4, position % 2**32, position // 2**32, 0)
+            ]
             key = (torch.tensor([seed % 2**32]), torch.tensor([seed // 2**32]))
             word = philox((counter[0], counter[1], counter[2], counter[3]), key)[token % 4]
             assert gumbel(word)[0] == noise_BV[row, token]
-    assert torch.equal(gumbel_noise(torch.tensor(seeds[1:2]), torch.tensor(positions[1:2]), 77)[0], noise_BV[1, :77])
+    assert torch.equal(
+        gumbel_noise(torch.tensor(seeds[1:2]), torch.tensor(positions[1:2]), 77)[0],
+        noise_BV[1, :77],
+    )
     ids_BN = torch.tensor([[0, 1000, 5, 5, 2, 3]]).repeat(4, 1)
     own_BN = gumbel_noise_of(torch.tensor(seeds), torch.tensor(positions), ids_BN)
     assert torch.equal(own_BN, noise_BV.gather(-1, ids_BN)), "of some ids the same as of all"
-    others = [gumbel_noise(torch.tensor([s]), torch.tensor([p]), 1001) for s in (0, 2**32) for p in (0, 1)]
-    assert len(set(torch.cat(others).flatten().tolist())) > 3990, "another seed or position, other numbers"
+    others = [
+        gumbel_noise(torch.tensor([s]), torch.tensor([p]), 1001) for s in (0, 2**32) for p in (0, 1)
+    ]
+    assert len(set(torch.cat(others).flatten().tolist())) > 3990, (
+        "another seed or position, other numbers"
+    )
 
 
 def test_a_row_s_own_number_is_apart_from_its_noise() -> None:
     seed_B = torch.arange(100)
     own_B, noise_B = row_uniform(seed_B, seed_B), gumbel_noise(seed_B, seed_B, 1)[:, 0]
-    assert len(set(own_B.tolist())) == 100 and abs(float(torch.corrcoef(torch.stack([own_B, noise_B]))[0, 1])) < 0.4
+    assert (
+        len(set(own_B.tolist())) == 100
+        and abs(float(torch.corrcoef(torch.stack([own_B, noise_B]))[0, 1])) < 0.4
+    )
 
 
 def test_seeds_of_continuations_do_not_meet() -> None:
@@ -70,7 +83,9 @@ def test_seeds_of_continuations_do_not_meet() -> None:
 
 
 def checked(words: Tensor) -> tuple[float, float]:
-    """The least and the greatest noise of these words, all in (0, 1) and finite, falling as the word rises."""
+    """The least and the greatest noise of these words, all in (0, 1) and finite, falling as the
+    word rises.
+    """
     u, g = uniform(words), gumbel(words)
     assert ((u > 0) & (u < 1)).all() and g.isfinite().all()
     order = words.argsort()
@@ -103,9 +118,12 @@ def test_logarithms_and_weights_are_as_exact_as_the_library_s() -> None:
     u = u.clamp(max=1 - 2**-24)
     relative = log1p_negative(u).double() / torch.log1p(-u.double())
     library = torch.log1p(-u).double() / torch.log1p(-u.double())
-    assert error_within(relative.float(), library.float(), torch.ones_like(relative)), "relative, near 0 as elsewhere"
+    assert error_within(relative.float(), library.float(), torch.ones_like(relative)), (
+        "relative, near 0 as elsewhere"
+    )
     y = -20 * torch.rand(10_000, generator=generator)
-    # A weight is cut off to a multiple of 2^-43, which next to exp(-20) is 2^-14 of an fp32's last place.
+    # A weight is cut off to a multiple of 2^-43, which next to exp(-20) is 2^-14 of an fp32's last
+    # place.
     assert error_within((weight(y).double() / UNIT).float(), y.exp(), y.double().exp())
     assert weight(torch.tensor([0.0, -torch.inf, -1e30, -40.0])).tolist() == [UNIT, 0, 0, 0]
 
@@ -126,10 +144,21 @@ def test_the_greatest_sum_is_that_of_all_the_noise(vocabulary: int) -> None:
     forbidden_BV = torch.where(torch.rand(400, vocabulary) < 0.9, -torch.inf, even_BV)
     forbidden_BV[:, -1] = -20.0
     noise_BV = gumbel_noise(seed_B, position_B, vocabulary)
-    for scores_BV in (even_BV, 1e4 * even_BV, even_BV.round(), torch.zeros_like(even_BV), forbidden_BV):
-        assert torch.equal(greatest_sum(scores_BV, seed_B, position_B), (scores_BV + noise_BV).argmax(-1))
+    for scores_BV in (
+        even_BV,
+        1e4 * even_BV,
+        even_BV.round(),
+        torch.zeros_like(even_BV),
+        forbidden_BV,
+    ):
+        assert torch.equal(
+            greatest_sum(scores_BV, seed_B, position_B), (scores_BV + noise_BV).argmax(-1)
+        )
 
 
 def test_of_equal_values_the_lowest_id_is_the_greatest() -> None:
-    values_BN, ids_BN = torch.tensor([[1.0, 2.0, 2.0], [3.0, 0.0, 3.0]]), torch.tensor([[0, 9, 4], [7, 1, 8]])
+    values_BN, ids_BN = (
+        torch.tensor([[1.0, 2.0, 2.0], [3.0, 0.0, 3.0]]),
+        torch.tensor([[0, 9, 4], [7, 1, 8]]),
+    )
     assert greatest(values_BN, ids_BN).tolist() == [4, 7]

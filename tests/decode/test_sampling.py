@@ -28,7 +28,11 @@ WRONG = [
     ("seed", -1, "expected a whole number from 0"),
     ("seed", 2**63, "expected a whole number from 0"),
     ("penalty_scope", "prompt", "expected one of output, all"),
-    ("order", "vllm", "there is no stage 'vllm'; expected hf or llama_cpp, or with commas any of temperature, top_n_"),
+    (
+        "order",
+        "vllm",
+        "there is no stage 'vllm'; expected hf or llama_cpp, or with commas any of temperature, top_n_",
+    ),
     ("order", "top_k,temperature,top_k", "top_k is named twice"),
     ("order", "top_k,,temperature", "there is no stage ''"),
     ("order", "mirostat", "there is no stage 'mirostat'"),
@@ -46,11 +50,19 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value", "message"), WRONG, ids=[f"{name}={value}" for name, value, _ in WRONG])
-def test_a_value_out_of_range_is_refused_in_one_line(name: str, value: object, message: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "message"), WRONG, ids=[f"{name}={value}" for name, value, _ in WRONG]
+)
+def test_a_value_out_of_range_is_refused_in_one_line(
+    name: str, value: object, message: str
+) -> None:
     with pytest.raises(UsageError) as refused:
         Sampling(**{name: value})  # type: ignore[arg-type]
-    assert message in str(refused.value) and name in str(refused.value) and "\n" not in str(refused.value)
+    assert (
+        message in str(refused.value)
+        and name in str(refused.value)
+        and "\n" not in str(refused.value)
+    )
 
 
 def test_a_bias_for_an_id_that_is_not_there_is_refused() -> None:
@@ -61,10 +73,20 @@ def test_a_bias_for_an_id_that_is_not_there_is_refused() -> None:
 
 def test_a_chain_has_the_stages_that_are_needed_in_the_request_s_order() -> None:
     assert chain_of([Sampling()]).stages == ("temperature",)
-    assert chain_of([Sampling(0, top_k=5, seed=3)]).stages == (), "filters do not matter at temperature 0"
+    assert chain_of([Sampling(0, top_k=5, seed=3)]).stages == (), (
+        "filters do not matter at temperature 0"
+    )
     options = {"top_k": 40, "top_p": 0.9, "typical_p": 0.5, "presence_penalty": 1.0}
-    assert chain_of([Sampling(**options)]).stages == ("counted", "temperature", "top_k", "top_p", "typical")
-    llama_cpp = chain_of([Sampling(**options, order="llama_cpp"), Sampling(order="llama_cpp", temperature_range=0.1)])
+    assert chain_of([Sampling(**options)]).stages == (
+        "counted",
+        "temperature",
+        "top_k",
+        "top_p",
+        "typical",
+    )
+    llama_cpp = chain_of(
+        [Sampling(**options, order="llama_cpp"), Sampling(order="llama_cpp", temperature_range=0.1)]
+    )
     assert llama_cpp.stages == ("counted", "top_k", "typical", "top_p", "dynamic_temperature")
     assert chain_of([Sampling(xtc_probability=0.5, xtc_threshold=0.6)]).stages == ("temperature",)
     many = chain_of([Sampling(logit_bias={1: 1.0, 2: 1.0, 3: 1.0}, min_tokens=1)], stop_ids=1)
@@ -79,8 +101,16 @@ def test_a_chain_has_the_stages_that_are_needed_in_the_request_s_order() -> None
 
 
 def test_a_chain_serves_what_it_has_room_for() -> None:
-    chain = chain_of([Sampling(top_p=0.9, typical_p=0.9, temperature_range=0.1, logit_bias={1: 1.0, 2: 1.0})])
-    for served in (Sampling(), Sampling(0), Sampling(0, top_k=3), Sampling(logit_bias={5: 1.0}), Sampling(top_p=0.1)):
+    chain = chain_of(
+        [Sampling(top_p=0.9, typical_p=0.9, temperature_range=0.1, logit_bias={1: 1.0, 2: 1.0})]
+    )
+    for served in (
+        Sampling(),
+        Sampling(0),
+        Sampling(0, top_k=3),
+        Sampling(logit_bias={5: 1.0}),
+        Sampling(top_p=0.1),
+    ):
         assert chain.covers(chain_of([served]))
     wide = Sampling(logit_bias=dict.fromkeys(range(3), 1.0))
     swapped = Sampling(top_p=0.9, typical_p=0.9, order="llama_cpp")
@@ -88,10 +118,19 @@ def test_a_chain_serves_what_it_has_room_for() -> None:
         assert not chain.covers(chain_of([refused], 1))
     short = chain_of([Sampling(top_k=40), Sampling(0), Sampling(top_k=9, top_p=0.5)])
     assert short.few == 128 and chain_of([Sampling(top_k=1)]).few == 64
-    assert chain_of([Sampling(top_k=1), Sampling()]).few is chain_of([Sampling(top_k=500)]).few is None
-    for served in (Sampling(top_k=64), Sampling(0), Sampling(0, top_k=500), Sampling(top_k=1, top_p=0.9)):
+    assert (
+        chain_of([Sampling(top_k=1), Sampling()]).few is chain_of([Sampling(top_k=500)]).few is None
+    )
+    for served in (
+        Sampling(top_k=64),
+        Sampling(0),
+        Sampling(0, top_k=500),
+        Sampling(top_k=1, top_p=0.9),
+    ):
         assert short.covers(chain_of([served]))
-    assert not any(short.covers(chain_of([each])) for each in (Sampling(), Sampling(top_k=65))), "they may keep more"
+    assert not any(short.covers(chain_of([each])) for each in (Sampling(), Sampling(top_k=65))), (
+        "they may keep more"
+    )
     assert not chain_of([Sampling()]).covers(chain_of([Sampling(temperature_range=0.1)]))
     assert not Chain().covers(chain_of([Sampling()]))
 
@@ -107,8 +146,12 @@ def test_a_joint_chain_is_the_smallest_that_covers_all(few: bool) -> None:
     for _ in range(50):
         some = draws.sample(kinds, draws.randrange(1, len(kinds)))
         expected, found = chain_of(some, 1), joint([chain_of([each], 1) for each in some], whole)
-        assert found.stages == expected.stages and all(found.covers(chain_of([each], 1)) for each in some)
-        assert (found.few is None) == (expected.few is None) and (found.logprobs is None) == (expected.logprobs is None)
+        assert found.stages == expected.stages and all(
+            found.covers(chain_of([each], 1)) for each in some
+        )
+        assert (found.few is None) == (expected.few is None) and (found.logprobs is None) == (
+            expected.logprobs is None
+        )
 
 
 def test_a_row_is_written_and_nothing_else() -> None:
@@ -120,7 +163,9 @@ def test_a_row_is_written_and_nothing_else() -> None:
     for name, value in knobs.items():
         assert torch.equal(value[[0, 2]], before[name][[0, 2]]), name
     row = {name: value[1].tolist() for name, value in knobs.items()}
-    assert row["stop_ids"] == [8, 9] and row["bias_ids"] == [3] and row["bias_values"] == [-math.inf]
+    assert (
+        row["stop_ids"] == [8, 9] and row["bias_ids"] == [3] and row["bias_values"] == [-math.inf]
+    )
     assert (row["temperature"], row["top_k"], row["min_tokens"]) == (0.5, 7, 2)
     assert row["log_min_p"] == pytest.approx(math.log(0.5)) and before["log_min_p"][0] == -math.inf
     assert new_knobs(Chain(), 2, torch.device("cpu")) == {}

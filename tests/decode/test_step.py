@@ -19,11 +19,18 @@ def test_mirostat_moves_each_running_row_by_its_own_rate() -> None:
     state.limit_B.fill_(5)
     state.status_B.copy_(torch.tensor([Status.RUNNING, Status.RUNNING, Status.STOP]))
     state.mu_B.copy_(torch.tensor([6.0, 5.0, 4.0]))
-    knobs = {"mirostat_eta": torch.tensor([0.5, 0.125, 1.0]), "mirostat_tau": torch.tensor([3.0, 2.0, 1.0])}
+    knobs = {
+        "mirostat_eta": torch.tensor([0.5, 0.125, 1.0]),
+        "mirostat_tau": torch.tensor([3.0, 2.0, 1.0]),
+    }
     nothing: Any = None
     step = DecodeStep(nothing, state, nothing, chain, knobs, nothing, 16)
     chosen_B = torch.log(torch.tensor([0.5, 0.0625, 0.25]))  # surprises of 1, 4 and 2 bits
     empty = torch.zeros(3, 0)
-    drawn = Drawn(torch.tensor([3, 4, 5]), torch.full((3,), OK), LogProbabilities(chosen_B, empty.long(), empty))
+    drawn = Drawn(
+        torch.tensor([3, 4, 5]),
+        torch.full((3,), OK),
+        LogProbabilities(chosen_B, empty.long(), empty),
+    )
     step._advance(drawn, follows=False)
     torch.testing.assert_close(state.mu_B, torch.tensor([7.0, 4.75, 4.0]))

@@ -14,7 +14,11 @@ TOKENIZER = Tokenizer.bytes()
 
 def pieces(text: bytes, stop: list[str], sizes: list[int]) -> tuple[list[str], Transcript]:
     """What is said when the bytes come in runs of the given sizes."""
-    ids, transcript, said = [TOKENIZER.pieces.index(bytes([byte])) for byte in text], Transcript(TOKENIZER, stop), []
+    ids, transcript, said = (
+        [TOKENIZER.pieces.index(bytes([byte])) for byte in text],
+        Transcript(TOKENIZER, stop),
+        [],
+    )
     while ids:
         size = sizes.pop(0) if sizes else len(ids)
         said.append(transcript.add(ids[:size]))
@@ -32,7 +36,9 @@ def test_the_beginning_of_a_stop_string_is_held_back() -> None:
     assert said == ["a", "b", "", "\nc", "", "", "", ""] and transcript.text == "ab\nc"
 
 
-@pytest.mark.parametrize(("stop", "text"), [(["z"], "xy"), (["yz"], "x"), (["q", "zx"], "xy"), (["zz"], "xyzxyz")])
+@pytest.mark.parametrize(
+    ("stop", "text"), [(["z"], "xy"), (["yz"], "x"), (["q", "zx"], "xy"), (["zz"], "xyzxyz")]
+)
 def test_it_ends_before_the_first_stop_string(stop: list[str], text: str) -> None:
     assert pieces(b"xyzxyz", stop, [])[1].text == text
 
@@ -40,8 +46,14 @@ def test_it_ends_before_the_first_stop_string(stop: list[str], text: str) -> Non
 def test_any_bytes_in_any_runs_give_the_text_of_the_whole() -> None:
     generator = random.Random(0)
     for _ in range(500):
-        text = bytes(generator.choice(b"ab\xc3\xa9\xe2\x82\xac\xf0\x9d") for _ in range(generator.randrange(20)))
-        stop = ["".join(generator.choice("abé") for _ in range(generator.randrange(1, 4))) for _ in range(2)]
+        text = bytes(
+            generator.choice(b"ab\xc3\xa9\xe2\x82\xac\xf0\x9d")
+            for _ in range(generator.randrange(20))
+        )
+        stop = [
+            "".join(generator.choice("abé") for _ in range(generator.randrange(1, 4)))
+            for _ in range(2)
+        ]
         said, transcript = pieces(text, stop, [generator.randrange(1, 4) for _ in range(20)])
         cut = min((at for each in stop if (at := text.find(each.encode())) >= 0), default=len(text))
         assert "".join(said) == transcript.text == text[:cut].decode(errors="replace")

@@ -1,4 +1,6 @@
-"""What each rank of a test runs: a save that succeeds, and one that rank 1 cannot write its part of."""
+"""What each rank of a test runs: a save that succeeds, and one that rank 1 cannot write its part
+of.
+"""
 
 from __future__ import annotations
 

@@ -34,9 +34,15 @@ def environment() -> dict[str, str]:
 
 
 def started(
-    server: CommandServer, folder: Path, size: int, *arguments: object, call: str = CLI, **variables: str | list[str]
+    server: CommandServer,
+    folder: Path,
+    size: int,
+    *arguments: object,
+    call: str = CLI,
+    **variables: str | list[str],
 ) -> list[Command]:
-    """The ranks of a command, which are forks: without torchrun, whose own imports take seconds in each rank.
+    """The ranks of a command, which are forks: without torchrun, whose own imports take seconds in
+    each rank.
 
     A variable that is a list has a value for each rank.
     """
@@ -45,13 +51,24 @@ def started(
         shared["CUDA_VISIBLE_DEVICES"] = ""
     places = list[dict[str, str]]()
     for rank in range(size):
-        given = {name: value if isinstance(value, str) else value[rank] for name, value in variables.items()}
+        given = {
+            name: value if isinstance(value, str) else value[rank]
+            for name, value in variables.items()
+        }
         places.append(given | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-    return [server.start(folder, *map(str, arguments), env=each, call=call, figures=0) for each in places]
+    return [
+        server.start(folder, *map(str, arguments), env=each, call=call, figures=0)
+        for each in places
+    ]
 
 
 def ranks(
-    server: CommandServer, folder: Path, size: int, *arguments: object, call: str = CLI, **variables: str | list[str]
+    server: CommandServer,
+    folder: Path,
+    size: int,
+    *arguments: object,
+    call: str = CLI,
+    **variables: str | list[str],
 ) -> list[Done]:
     """How the ranks of a command ended: the first that fails ends all, as a launcher has it."""
     running = started(server, folder, size, *arguments, call=call, **variables)
@@ -79,7 +96,9 @@ class Torchrun:
         name: str = "torchrun",
         **variables: str,
     ):
-        """Start `monograph` with so many ranks in a folder; they meet those of other launchers as `meeting` says."""
+        """Start `monograph` with so many ranks in a folder; they meet those of other launchers as
+        `meeting` says.
+        """
         self.out, self.err = folder / f"{name}.out", folder / f"{name}.err"
         command = [
             sys.executable, "-m", "torch.distributed.run", *meeting, "--nproc-per-node", str(size),
@@ -87,13 +106,22 @@ class Torchrun:
         ]  # fmt: skip
         with self.out.open("w") as out, self.err.open("w") as err:
             self.process = subprocess.Popen(
-                command, cwd=folder, env=environment() | variables, stdout=out, stderr=err, start_new_session=True
+                command,
+                cwd=folder,
+                env=environment() | variables,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
             )
 
     def workers(self) -> list[int]:
         """Processes of the ranks that are there now."""
         try:
-            found = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+            found = (
+                Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+                .read_text()
+                .split()
+            )
         except OSError:
             return []
         return [int(pid) for pid in found if b"monograph" in _command_line(int(pid))]
@@ -106,14 +134,18 @@ class Torchrun:
             time.sleep(0.1)
 
     def wait(self) -> int:
-        """The exit code of torchrun; an AssertionError with every rank's stack if it does not end in time."""
+        """The exit code of torchrun; an AssertionError with every rank's stack if it does not end
+        in time.
+        """
         try:
             return self.process.wait(HANG_S)
         except subprocess.TimeoutExpired:
             for pid in self.workers():
                 os.kill(pid, signal.SIGABRT)
             time.sleep(1)
-            raise AssertionError(f"did not end in {HANG_S} s\n{self.err.read_text()[-8000:]}") from None
+            raise AssertionError(
+                f"did not end in {HANG_S} s\n{self.err.read_text()[-8000:]}"
+            ) from None
         finally:
             self.stop()
 
@@ -129,7 +161,8 @@ class Torchrun:
 
 
 def _is_running(pid: int) -> bool:
-    """Whether a process may still hold locks: it has no command line while it ends, but its files until all threads do.
+    """Whether a process may still hold locks: it has no command line while it ends, but its files
+    until all threads do.
 
     Its first thread may be a zombie before the others are, so each one is asked.
     """

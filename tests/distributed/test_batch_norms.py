@@ -1,4 +1,6 @@
-"""Run: pytest tests/distributed/test_batch_norms.py (torch's SyncBatchNorm, with the operators that CPUs lack)"""
+"""Run: pytest tests/distributed/test_batch_norms.py (torch's SyncBatchNorm, with the operators that
+CPUs lack)
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ loss.fill = {"x": 0, "y": 0}  # type: ignore[attr-defined]
 
 def normed() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 4, bias=False), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)).double()
+    return nn.Sequential(
+        nn.Linear(5, 4, bias=False), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)
+    ).double()
 
 
 def plan(parallel: str, rows: int, device: str) -> Any:
@@ -47,14 +51,23 @@ def plan(parallel: str, rows: int, device: str) -> Any:
 
 
 def on_a_cpu() -> torch.library.Library:
-    """The operators of SyncBatchNorm, which torch has for GPUs alone, by their equations; x is [rows, C]."""
+    """The operators of SyncBatchNorm, which torch has for GPUs alone, by their equations; x is
+    [rows, C].
+    """
     library = torch.library.Library("aten", "IMPL", "CPU")
 
     def stats(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return x.mean(0), (x.var(0, correction=0) + eps).rsqrt()
 
     def gathered(
-        x: Tensor, means: Tensor, scales: Tensor, mean: Tensor, var: Tensor, momentum: float, eps: float, n: Tensor
+        x: Tensor,
+        means: Tensor,
+        scales: Tensor,
+        mean: Tensor,
+        var: Tensor,
+        momentum: float,
+        eps: float,
+        n: Tensor,
     ) -> tuple[Tensor, Tensor]:
         share = (n / n.sum())[:, None]
         middle = (share * means).sum(0)
@@ -63,12 +76,21 @@ def on_a_cpu() -> torch.library.Library:
         var.lerp_(spread * n.sum() / (n.sum() - 1), momentum)
         return middle, (spread + eps).rsqrt()
 
-    def reduced(dy: Tensor, x: Tensor, mean: Tensor, scale: Tensor, *of_gradients: Any) -> tuple[Tensor, ...]:
+    def reduced(
+        dy: Tensor, x: Tensor, mean: Tensor, scale: Tensor, *of_gradients: Any
+    ) -> tuple[Tensor, ...]:
         centred = (dy * (x - mean)).sum(0)
         return dy.sum(0), centred, centred * scale, dy.sum(0)
 
     def back(
-        dy: Tensor, x: Tensor, mean: Tensor, scale: Tensor, w: Tensor, sums: Tensor, centred: Tensor, n: Tensor
+        dy: Tensor,
+        x: Tensor,
+        mean: Tensor,
+        scale: Tensor,
+        w: Tensor,
+        sums: Tensor,
+        centred: Tensor,
+        n: Tensor,
     ) -> Tensor:
         return (dy - sums / n.sum() - (x - mean) * scale.square() * centred / n.sum()) * scale * w
 
@@ -82,7 +104,9 @@ def on_a_cpu() -> torch.library.Library:
 
 def main() -> None:
     world, library = World(place()), on_a_cpu()
-    of_gpus = patch.object(DistributedDataParallel, "_passing_sync_batchnorm_handle", lambda *of: None)
+    of_gpus = patch.object(
+        DistributedDataParallel, "_passing_sync_batchnorm_handle", lambda *of: None
+    )
     with patch.object(torch._C, "_get_privateuse1_backend_name", lambda: "cpu"), of_gpus:
         one = setup.make_engine(plan("none", ROWS * world.size, "cpu")[0], torch.device("cpu"))
         built, device = plan("ddp", ROWS, "cuda")
@@ -95,7 +119,9 @@ def main() -> None:
         worst = []
         for index in range(4):
             generator = torch.Generator().manual_seed(index)
-            x = torch.randn(ROWS * world.size * 2 - 2 * (index % 2), 5, generator=generator, dtype=torch.float64)
+            x = torch.randn(
+                ROWS * world.size * 2 - 2 * (index % 2), 5, generator=generator, dtype=torch.float64
+            )
             window = {"x": x, "y": x.sum(-1)}
             for engine in (one, many):
                 engine.accumulate(window)
@@ -119,9 +145,15 @@ def run_out() -> None:
     raise torch.OutOfMemoryError("no room")
 
 
-def test_two_ranks_are_one_process_with_their_rows_together(server: CommandServer, tmp_path: Path) -> None:
-    """Law 13: losses, norms, weights and running statistics, with windows that are not shared out evenly."""
-    done = ranks(server, tmp_path, 2, tmp_path / "found.json", call="distributed.test_batch_norms:main")
+def test_two_ranks_are_one_process_with_their_rows_together(
+    server: CommandServer, tmp_path: Path
+) -> None:
+    """Law 13: losses, norms, weights and running statistics, with windows that are not shared out
+    evenly.
+    """
+    done = ranks(
+        server, tmp_path, 2, tmp_path / "found.json", call="distributed.test_batch_norms:main"
+    )
     assert not any(each.code for each in done), done
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["worst"] <= 1e-12 and found["retry_rows"] == 2, found
@@ -129,5 +161,8 @@ def test_two_ranks_are_one_process_with_their_rows_together(server: CommandServe
 
 def test_without_gpus_it_is_refused() -> None:
     two: Any = SimpleNamespace(alone=False, size=2, rank=1)
-    with pytest.raises(UsageError, match="^1 normalises over the rows of all ranks, and torch sums .* on GPUs alone"):
+    with pytest.raises(
+        UsageError,
+        match="^1 normalises over the rows of all ranks, and torch sums .* on GPUs alone",
+    ):
         setup.make_engine(plan("ddp", ROWS, "cpu")[0], torch.device("cpu"), two)

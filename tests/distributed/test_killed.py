@@ -44,9 +44,14 @@ CASES: dict[str, tuple[int, int, list[str], str]] = {
 
 def bits(run: Path) -> dict[str, Any]:
     """Weights, moments, and the log but for times."""
-    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in newest(run).glob("*.safetensors")}
+    files = {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in newest(run).glob("*.safetensors")
+    }
     logged = [*rows(run), *rows(run, "eval_loss"), *rows(run, "eval_reward")]
-    return files | {"log": [{key: value for key, value in row.items() if key not in TIMES} for row in logged]}
+    return files | {
+        "log": [{key: value for key, value in row.items() if key not in TIMES} for row in logged]
+    }
 
 
 class Launch:
@@ -56,12 +61,22 @@ class Launch:
         """Start it; a restart goes on."""
         meeting, variables = ["--standalone"], dict[str, str]()
         if machines > 1:  # as docs/distributed.md says it
-            meeting = [f"--nnodes={machines}", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+            meeting = [
+                f"--nnodes={machines}",
+                "--rdzv-backend=c10d",
+                f"--rdzv-endpoint=127.0.0.1:{free_port()}",
+            ]
             variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         self.size, self.launchers = size, list[Torchrun]()
         for number in range(machines):
-            options: dict[str, Any] = {"restarts": 9 * KILLS, "meeting": meeting, "name": f"machine-{number}"}
-            self.launchers.append(Torchrun(size // machines, folder, *arguments, **options, **variables))
+            options: dict[str, Any] = {
+                "restarts": 9 * KILLS,
+                "meeting": meeting,
+                "name": f"machine-{number}",
+            }
+            self.launchers.append(
+                Torchrun(size // machines, folder, *arguments, **options, **variables)
+            )
 
     def workers(self) -> list[int]:
         return [pid for each in self.launchers for pid in each.workers()]
@@ -83,7 +98,9 @@ class Launch:
 def test_killed_ranks_end_in_the_same_bits(case: str, tmp_path: Path) -> None:
     write_inputs(tmp_path)
     size, machines, settings, parallel = CASES[case]
-    arguments = over(settings, "train.updates=60", "train.save_every=1", f"train.parallel={parallel}")
+    arguments = over(
+        settings, "train.updates=60", "train.save_every=1", f"train.parallel={parallel}"
+    )
     Launch(size, machines, tmp_path, "train", *arguments, "--out", "whole").end()
     draws, moments = random.Random(case), list[float]()
     for number in itertools.count():
@@ -97,7 +114,9 @@ def test_killed_ranks_end_in_the_same_bits(case: str, tmp_path: Path) -> None:
 
 
 def kill(launch: Launch, kills: int, draws: random.Random) -> list[float]:
-    """Kill a rank in every attempt, some seconds after its beginning, until the run ends; after how many each."""
+    """Kill a rank in every attempt, some seconds after its beginning, until the run ends; after how
+    many each.
+    """
     moments, seen, began = list[float](), list[int](), time.monotonic()
     delay, end = draws.uniform(0.5, 9), began + HANG_S
     while len(moments) < kills and launch.runs() and time.monotonic() < end:

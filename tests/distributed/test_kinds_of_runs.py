@@ -1,4 +1,6 @@
-"""Run: pytest tests/distributed/test_kinds_of_runs.py (law 13: runs on answers, of adapters, streamed; slow: hsdp)"""
+"""Run: pytest tests/distributed/test_kinds_of_runs.py (law 13: runs on answers, of adapters,
+streamed; slow: hsdp)
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,11 @@ CASES = {
         "fsdp",
         "reward",
     ),
-    "rewards, hsdp": (over(REWARDED, "rl.kl=k3", "rl.kl_coef=0.1", "rl.updates=2"), "hsdp", "reward"),
+    "rewards, hsdp": (
+        over(REWARDED, "rl.kl=k3", "rl.kl_coef=0.1", "rl.updates=2"),
+        "hsdp",
+        "reward",
+    ),
     "an odd number of answers": (
         over(REWARDED, "rl.prompts=1", "train.updates=2", "rl.reward=counted.py:score"),
         "ddp",
@@ -44,17 +50,34 @@ CASES = {
     "pairs, fsdp": (over(COMPARED, "optim.name=adamw"), "fsdp", "accuracy"),
     "adapters on nf4": (over(LORA, "lora.base=nf4", "train.updates=3"), "fsdp", "loss"),
     "streaming": (over(TINY, "train.memory=stream", "model.num_hidden_layers=3"), "ddp", "loss"),
-    "judged answers": (over(COMPARED[1:], "data.source=labelled.jsonl", "train.updates=3"), "ddp", "accuracy"),
+    "judged answers": (
+        over(COMPARED[1:], "data.source=labelled.jsonl", "train.updates=3"),
+        "ddp",
+        "accuracy",
+    ),
 }
 
 
 # Ranks that draw, ranks that hold rows, and ranks with parts of an update stay by day.
-SLOW = {"rewards, hsdp", "rewards, fsdp", "rewards", "pairs, fsdp", "adapters on nf4", "streaming", "judged answers"}
+SLOW = {
+    "rewards, hsdp",
+    "rewards, fsdp",
+    "rewards",
+    "pairs, fsdp",
+    "adapters on nf4",
+    "streaming",
+    "judged answers",
+}
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow if c in SLOW else ()) for c in CASES])
-def test_ranks_make_the_run_that_one_makes(case: str, server: CommandServer, tmp_path: Path) -> None:
-    """Draws, rewards, references, figures: each number of the log but times, to the rounding of sums.
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.slow if c in SLOW else ()) for c in CASES]
+)
+def test_ranks_make_the_run_that_one_makes(
+    case: str, server: CommandServer, tmp_path: Path
+) -> None:
+    """Draws, rewards, references, figures: each number of the log but times, to the rounding of
+    sums.
 
     Under hsdp four ranks are two machines.
     """
@@ -76,26 +99,47 @@ def test_ranks_make_the_run_that_one_makes(case: str, server: CommandServer, tmp
         for one, other in zip(alone, shared, strict=True):
             assert one.keys() == other.keys()
             for name in one.keys() - TIMES:
-                assert one[name] is other[name] is None or one[name] == pytest.approx(other[name], 1e-5, 1e-6), name
+                assert one[name] is other[name] is None or one[name] == pytest.approx(
+                    other[name], 1e-5, 1e-6
+                ), name
     stored = [tmp_path / name / "reference.safetensors" for name in ("alone", "shared")]
-    alone, shared = (load_file(newest(tmp_path / name) / "model.safetensors") for name in ("alone", "shared"))
+    alone, shared = (
+        load_file(newest(tmp_path / name) / "model.safetensors") for name in ("alone", "shared")
+    )
     for name in alone:
         assert relative_error(shared[name].double(), alone[name].double()) < 1e-5, name
-    assert not stored[0].exists() or case.startswith("pairs") or stored[0].read_bytes() == stored[1].read_bytes()
+    assert (
+        not stored[0].exists()
+        or case.startswith("pairs")
+        or stored[0].read_bytes() == stored[1].read_bytes()
+    )
 
 
 @pytest.mark.slow
-def test_ranks_that_hold_rows_take_up_the_reference_of_one_process(server: CommandServer, tmp_path: Path) -> None:
-    """A run that one process began goes on under fsdp, and ends where the whole run of one process does."""
+def test_ranks_that_hold_rows_take_up_the_reference_of_one_process(
+    server: CommandServer, tmp_path: Path
+) -> None:
+    """A run that one process began goes on under fsdp, and ends where the whole run of one process
+    does.
+    """
     write_inputs(tmp_path)
     for name in ("alone", "begun"):
-        done = server.run(tmp_path, "train", *over(REWARDED, "rl.kl=k3", "rl.kl_coef=0.5"), "--out", name, figures=0)
+        done = server.run(
+            tmp_path,
+            "train",
+            *over(REWARDED, "rl.kl=k3", "rl.kl_coef=0.5"),
+            "--out",
+            name,
+            figures=0,
+        )
         assert done.code == 0, done.err
     shutil.rmtree(newest(tmp_path / "begun"))
     resumed = ranks(server, tmp_path, 2, "train", "--resume", "begun", "train.parallel=fsdp")
     assert not any(each.code for each in resumed), resumed
     for key in ("train_loss", "eval_reward"):
-        for one, other in zip(*(rows(tmp_path / name, key) for name in ("alone", "begun")), strict=True):
+        for one, other in zip(
+            *(rows(tmp_path / name, key) for name in ("alone", "begun")), strict=True
+        ):
             for name in one.keys() - TIMES:
                 assert one[name] == pytest.approx(other[name], 1e-5, 1e-6), name
 

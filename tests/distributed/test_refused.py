@@ -1,4 +1,6 @@
-"""Run: pytest tests/distributed/test_refused.py (what several ranks cannot do, said before any of it is done)."""
+"""Run: pytest tests/distributed/test_refused.py (what several ranks cannot do, said before any of
+it is done).
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class Scaled(nn.Module):
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "gradients would be summed in the weights' dtype": {"optim": AdamW(state="bf16", master_weights=False)},
+    "gradients would be summed in the weights' dtype": {
+        "optim": AdamW(state="bf16", master_weights=False)
+    },
     "halved is for precision bf16, not fp32": {"halved": True},
     "gain has no rows": {"model": Scaled()},
 }
@@ -56,10 +60,15 @@ def test_a_window_whose_loss_cannot_be_filled_up_must_be_shared_out_evenly() -> 
     window = ragged(8)
     seven = {name: tensor[:7] for name, tensor in window.items()}
     assert [len(part["tokens"]) for part in engine._micro_batches(window)] == [2, 2]
-    with pytest.raises(UsageError, match="a window of 7 rows .* multiple of 4 rows, or a `fill` to the loss"):
+    with pytest.raises(
+        UsageError, match="a window of 7 rows .* multiple of 4 rows, or a `fill` to the loss"
+    ):
         next(engine._micro_batches(seven))
     engine.micro_batch = 3
-    assert [len(part["tokens"]) for part in engine._micro_batches({name: seven[name][:6] for name in seven})] == [3]
+    assert [
+        len(part["tokens"])
+        for part in engine._micro_batches({name: seven[name][:6] for name in seven})
+    ] == [3]
     engine.micro_batch = 2
     engine.step.loss = token_loss
     assert [len(part["tokens"]) for part in engine._micro_batches(seven)] == [2, 2]
@@ -94,11 +103,16 @@ def test_memory_that_ran_out_names_the_rank_and_other_errors_stay() -> None:
     def fails(error: Exception) -> None:
         raise error
 
-    for rows, remedy in ((3, "let torchrun restart it .--max-restarts 3., or use a smaller"), (1, "use a smaller")):
+    for rows, remedy in (
+        (3, "let torchrun restart it .--max-restarts 3., or use a smaller"),
+        (1, "use a smaller"),
+    ):
         retries = BeginAgain(rows, TWO)
         said = f"^rank 1: out of memory at micro_batch = {rows}: no more; {remedy} train.micro_batch, model or"
         with pytest.raises(OutOfDeviceMemory, match=said) as raised:
-            retries.fitting(cast(Step, None), lambda: 4, lambda: fails(torch.OutOfMemoryError("no more\nof it")))
+            retries.fitting(
+                cast(Step, None), lambda: 4, lambda: fails(torch.OutOfMemoryError("no more\nof it"))
+            )
         assert raised.value.retry_rows == (2 if rows == 3 else 0)
     with pytest.raises(RuntimeError, match="^another$"):
         retries.fitting(cast(Step, None), lambda: 4, lambda: fails(RuntimeError("another")))
@@ -109,4 +123,6 @@ def test_rows_are_shared_out_as_torch_chunks_them() -> None:
         for size in (1, 2, 3, 4, 8):
             own = [torch.arange(rows)[rows_of(rank, size, rows)] for rank in range(size)]
             chunks = [part for part in torch.arange(rows).chunk(size) if len(part)] if rows else []
-            assert [part.tolist() for part in own if len(part)] == [part.tolist() for part in chunks]
+            assert [part.tolist() for part in own if len(part)] == [
+                part.tolist() for part in chunks
+            ]

@@ -1,4 +1,6 @@
-"""Run: pytest tests/distributed/test_train.py (the command line under torchrun, and what it refuses without)."""
+"""Run: pytest tests/distributed/test_train.py (the command line under torchrun, and what it refuses
+without).
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def test_two_ranks_make_the_run_that_one_makes(server: CommandServer, tmp_path: 
     with_texts(tmp_path)
     settings = over(TINY, "optim.name=adamw", "train.eval_every=2", "train.updates=4")
     assert server.run(tmp_path, "train", *settings, "--out", "alone", figures=0).code == 0
-    first, second = ranks(server, tmp_path, 2, "train", *settings, "train.parallel=fsdp", "--out", "shared", "--json")
+    first, second = ranks(
+        server, tmp_path, 2, "train", *settings, "train.parallel=fsdp", "--out", "shared", "--json"
+    )
     assert first.code == second.code == 0, first.err + second.err
     [line] = (first.out + second.out).splitlines()
     assert json.loads(line)["update"] == 4
@@ -36,17 +40,28 @@ def test_two_ranks_make_the_run_that_one_makes(server: CommandServer, tmp_path: 
     assert [row["update"] for row in shared] == [*range(1, 5)]
     for one, other in zip(alone, shared, strict=True):
         assert one["train_loss"] == pytest.approx(other["train_loss"], rel=1e-6)
-    for one, other in zip(*(rows(tmp_path / name, "eval_loss") for name in ("alone", "shared")), strict=True):
+    for one, other in zip(
+        *(rows(tmp_path / name, "eval_loss") for name in ("alone", "shared")), strict=True
+    ):
         assert one["eval_loss"] == pytest.approx(other["eval_loss"], rel=1e-6)
     assert len(rows(tmp_path / "shared", "sample")) == len(rows(tmp_path / "alone", "sample")) == 3
     for command in (["check"], ["evaluate"], ["generate"]):
-        done = server.run(tmp_path, *command, "shared", *(["alpha", "--max-tokens", "4"] * (command == ["generate"])))
+        done = server.run(
+            tmp_path,
+            *command,
+            "shared",
+            *(["alpha", "--max-tokens", "4"] * (command == ["generate"])),
+        )
         assert done.code == 0, done.err
     over_already = server.run(tmp_path, "train", "--resume", "shared")
-    assert over_already.code == 0 and "has already finished, after 4 updates" in over_already.err, over_already.err
+    assert over_already.code == 0 and "has already finished, after 4 updates" in over_already.err, (
+        over_already.err
+    )
 
 
-def test_stopped_ranks_save_and_the_run_goes_on_alone(server: CommandServer, tmp_path: Path) -> None:
+def test_stopped_ranks_save_and_the_run_goes_on_alone(
+    server: CommandServer, tmp_path: Path
+) -> None:
     """As below, without the launcher: both ranks get its signal."""
     with_texts(tmp_path)
     (tmp_path / "slow.py").write_text(SLOW)
@@ -64,7 +79,9 @@ def test_stopped_ranks_save_and_the_run_goes_on_alone(server: CommandServer, tmp
     alone.until(lambda: len(rows(tmp_path / "run")) > saved + 2)
     alone.signal(signal.SIGTERM)
     assert alone.wait().code == 75
-    assert [row["update"] for row in rows(tmp_path / "run")] == [*range(1, sound(tmp_path / "run") + 1)]
+    assert [row["update"] for row in rows(tmp_path / "run")] == [
+        *range(1, sound(tmp_path / "run") + 1)
+    ]
 
 
 @pytest.mark.slow
@@ -79,25 +96,38 @@ def test_a_stopped_run_is_saved_and_goes_on_alone(server: CommandServer, tmp_pat
     said = launch.err.read_text()
     assert time.monotonic() - began < 20, said  # torchrun kills after 30 s
     assert "forcefully" not in said
-    assert said.count("saved at update") == said.count("--nproc-per-node 2 --max-restarts 20 -m monograph train") == 1
+    assert (
+        said.count("saved at update")
+        == said.count("--nproc-per-node 2 --max-restarts 20 -m monograph train")
+        == 1
+    )
     assert json.loads((tmp_path / "run/exit.json").read_text())["exit_code"] == 75
     saved = sound(tmp_path / "run")
     assert 0 < saved == len(rows(tmp_path / "run")) < 400
     refused = server.run(tmp_path, "train", "--resume", "run")
-    assert refused.code == 2 and "train.parallel = ddp takes a process for each device: torchrun" in refused.err
+    assert (
+        refused.code == 2
+        and "train.parallel = ddp takes a process for each device: torchrun" in refused.err
+    )
     alone = server.start(tmp_path, "train", "--resume", "run", "train.parallel=none", figures=0)
     alone.until(lambda: len(rows(tmp_path / "run")) > saved + 2)
     alone.signal(signal.SIGTERM)
     assert alone.wait().code == 75
-    assert [row["update"] for row in rows(tmp_path / "run")] == [*range(1, sound(tmp_path / "run") + 1)]
+    assert [row["update"] for row in rows(tmp_path / "run")] == [
+        *range(1, sound(tmp_path / "run") + 1)
+    ]
 
 
-def test_an_error_that_a_restart_does_not_mend_is_said_once_and_kept(server: CommandServer, tmp_path: Path) -> None:
+def test_an_error_that_a_restart_does_not_mend_is_said_once_and_kept(
+    server: CommandServer, tmp_path: Path
+) -> None:
     """torchrun itself ends with 1 whatever the code was, and starts what failed again."""
     with_texts(tmp_path)
     (tmp_path / "own.py").write_text(POISON)
     settings = over(OWN, "train.updates=100", "model.init=own.py:build", "train.parallel=ddp")
-    for attempt, said in enumerate(("error: 20 updates in a row", "error: ended before with exit code 5: 20 updates")):
+    for attempt, said in enumerate(
+        ("error: 20 updates in a row", "error: ended before with exit code 5: 20 updates")
+    ):
         done = ranks(
             server, tmp_path, 2, "train", *settings, "--out", "run", TORCHELASTIC_RESTART_COUNT=str(attempt)
         )  # fmt: skip
@@ -117,12 +147,18 @@ def test_sharded_ranks_that_ran_out_of_memory_are_restarted_with_half_the_rows(
     settings = over(OWN, "model.init=own.py:build", "train.parallel=fsdp", "train.save_every=1")
     first = ranks(server, tmp_path, 2, "train", *settings, "--out", "run")
     assert 6 in [each.code for each in first]
-    assert "rank 1: out of memory at micro_batch = 2: no room; let torchrun restart it" in the_error_of(first)
+    assert (
+        "rank 1: out of memory at micro_batch = 2: no room; let torchrun restart it"
+        in the_error_of(first)
+    )
     saved = sound(tmp_path / "run")
     assert 0 < saved < 8
-    # The launcher of another machine has not counted this restart, for which its rank was not the reason.
+    # The launcher of another machine has not counted this restart, for which its rank was not the
+    # reason.
     counts = ["0", "1"]
-    again = ranks(server, tmp_path, 2, "train", *settings, "--out", "run", TORCHELASTIC_RESTART_COUNT=counts)
+    again = ranks(
+        server, tmp_path, 2, "train", *settings, "--out", "run", TORCHELASTIC_RESTART_COUNT=counts
+    )
     assert [each.code for each in again] == [0, 0], the_error_of(again)
     assert "ran out of memory: micro_batch is now 1, the update stays the same" in again[0].err
     assert [row["update"] for row in rows(tmp_path / "run")] == [*range(1, 9)]
@@ -130,7 +166,8 @@ def test_sharded_ranks_that_ran_out_of_memory_are_restarted_with_half_the_rows(
 
 def the_error_of(done: list[Done]) -> str:
     lines = [line for each in done for line in each.err.splitlines() if line.startswith("error:")]
-    # Where a busy machine takes long to end the others, one of them says after 30 s that it waits no more.
+    # Where a busy machine takes long to end the others, one of them says after 30 s that it waits
+    # no more.
     [said] = [line for line in lines if "another rank has ended" not in line]
     return said
 
@@ -176,13 +213,19 @@ def test_what_uses_one_device_says_so(command: str, server: CommandServer, tmp_p
 @pytest.mark.parametrize(
     "command", [["check"], ["generate", "text"], ["plan"], ["data", "show"], ["compare", "a", "b"]]
 )
-def test_what_one_process_does_is_refused_to_several(command: list[str], server: CommandServer, tmp_path: Path) -> None:
+def test_what_one_process_does_is_refused_to_several(
+    command: list[str], server: CommandServer, tmp_path: Path
+) -> None:
     done = server.run(tmp_path, *command, env=LAUNCHED | {"RANK": "0"})
     assert done.code == 2 and f"`monograph {command[0]}` is one" in done.err
 
 
-@pytest.mark.parametrize("command", [["check"], ["train", "train.parallell=ddp"], ["train", "--owt", "run"]])
-def test_who_has_nothing_to_say_waits_for_who_has(command: list[str], server: CommandServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "command", [["check"], ["train", "train.parallell=ddp"], ["train", "--owt", "run"]]
+)
+def test_who_has_nothing_to_say_waits_for_who_has(
+    command: list[str], server: CommandServer, tmp_path: Path
+) -> None:
     """A launcher ends all with the first that ends, which may be before rank 0 has said why."""
     silent = server.start(tmp_path, *command, env=LAUNCHED | {"RANK": "1"})
     time.sleep(2)
@@ -191,7 +234,9 @@ def test_who_has_nothing_to_say_waits_for_who_has(command: list[str], server: Co
     assert (done.signal, done.err) == (signal.SIGTERM, "")
 
 
-def test_a_rank_that_does_not_come_is_waited_for_aloud_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_does_not_come_is_waited_for_aloud_and_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(world, "COMING", timedelta(seconds=1))
     monkeypatch.setattr(world, "SAYING", timedelta(seconds=0.3))
     said = list[str]()
@@ -216,15 +261,24 @@ def test_who_this_is_comes_from_torchrun_or_slurm() -> None:
     assert place(slurm) is None  # four tasks may be four runs
     assert place(slurm, srun=True) == Place(5, 16, 1, 6, 0, True, "gpu03", 23456)
     assert place(slurm | torchrun, srun=True) == place(torchrun)
-    assert place({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, srun=True) is None and place({}) is None
+    assert (
+        place({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, srun=True) is None
+        and place({}) is None
+    )
     shared = torchrun | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}
     with pytest.raises(UsageError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
         place(shared)
     assert place(shared | {"LOCAL_WORLD_SIZE": "4"}) is not None
-    assert [first_host(nodes) for nodes in ("big1,gpu[1-2]", "gpu[007,009]", "one")] == ["big1", "gpu007", "one"]
+    assert [first_host(nodes) for nodes in ("big1,gpu[1-2]", "gpu[007,009]", "one")] == [
+        "big1",
+        "gpu007",
+        "one",
+    ]
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are looked at through /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/task").is_dir(), reason="threads are looked at through /proc"
+)
 def test_a_rank_does_not_end_while_a_thread_of_gloo_works() -> None:
     """Python would abort the process where that thread lets go of a tensor meanwhile."""
     began, over = threading.Event(), list[float]()
@@ -245,7 +299,9 @@ def test_a_rank_does_not_end_while_a_thread_of_gloo_works() -> None:
     thread.join()
 
 
-def test_a_rank_that_cannot_write_leaves_the_checkpoint_before(server: CommandServer, tmp_path: Path) -> None:
+def test_a_rank_that_cannot_write_leaves_the_checkpoint_before(
+    server: CommandServer, tmp_path: Path
+) -> None:
     first, second = ranks(server, tmp_path, 2, tmp_path, call="distributed.failing:main")
     assert first.code == second.code == 0, first.err + second.err
     assert second.out.splitlines()[-1] == (

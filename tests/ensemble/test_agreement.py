@@ -1,5 +1,7 @@
 # Run: pytest tests/ensemble/test_agreement.py
-"""Members that cannot share a graph are refused, with the path that differs; what may differ does not hinder."""
+"""Members that cannot share a graph are refused, with the path that differs; what may differ does
+not hinder.
+"""
 
 from __future__ import annotations
 
@@ -55,17 +57,29 @@ DIFFERENT = {
         put("inner.0", lambda: nn.Linear(8, 6)),
         r"inner\.0\.weight is \[5, 8\] float32 .*\[6, 8\]",
     ),
-    "no bias": (put("second", lambda: nn.Linear(8, 8, bias=False)), r"second\.bias is \[8\] .* and none in the other"),
+    "no bias": (
+        put("second", lambda: nn.Linear(8, 8, bias=False)),
+        r"second\.bias is \[8\] .* and none in the other",
+    ),
     "another dtype": (lambda m: m.first.double(), r"first\.weight is .*float32 .* float64"),
-    "a frozen weight": (lambda m: m.first.weight.requires_grad_(False), r"first\.weight is .* \[8, 8\] .*frozen"),
+    "a frozen weight": (
+        lambda m: m.first.weight.requires_grad_(False),
+        r"first\.weight is .* \[8, 8\] .*frozen",
+    ),
     "another mode": (lambda m: m.inner.eval(), r"inner\.training is True in one and False"),
     "a tie": (tie, r"first\.weight is not tied in one and tied to second\.weight"),
     "another number": (put("scale", 3.0), r"scale is 2\.0 in one and 3\.0 in the other"),
     "a deep attribute": (put("shape", lambda: {"sides": (1, 3)}), r"shape is another dict"),
     "a missing attribute": (lambda m: delattr(m, "scale"), r"scale is 2\.0 in one and absent"),
     "one more part": (put("third", nn.ReLU), r"third is absent in one and ReLU"),
-    "a buffer's shape": (lambda m: m.register_buffer("mean", torch.zeros(4)), r"mean is \[3\] .* \[4\]"),
-    "a tensor that is no buffer": (put("table", lambda: torch.ones(2)), r"table is absent in one and another Tensor"),
+    "a buffer's shape": (
+        lambda m: m.register_buffer("mean", torch.zeros(4)),
+        r"mean is \[3\] .* \[4\]",
+    ),
+    "a tensor that is no buffer": (
+        put("table", lambda: torch.ones(2)),
+        r"table is absent in one and another Tensor",
+    ),
     "a function": (put("act", lambda: lambda x: x + 1), r"act is absent"),
     "a hook": (lambda m: m.first.register_forward_hook(print), r"first\.hooks is 0 of its own"),
 }
@@ -89,7 +103,10 @@ def test_members_that_share_what_changes_are_refused():
     def of_both(part):
         return [Two(put("second", lambda: part)) for _ in range(2)]
 
-    for part, said in ((nn.Linear(8, 8), r"second\.weight"), (nn.BatchNorm1d(8, affine=False), "second")):
+    for part, said in (
+        (nn.Linear(8, 8), r"second\.weight"),
+        (nn.BatchNorm1d(8, affine=False), "second"),
+    ):
         with pytest.raises(InputRefused, match=f"members 0 and 1 share {said}: build one for each"):
             Stack(of_both(part))
     Stack(of_both(nn.Linear(8, 8).requires_grad_(False)))
@@ -98,7 +115,9 @@ def test_members_that_share_what_changes_are_refused():
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_members_that_differ_are_refused_with_the_path(name):
     change, said = DIFFERENT[name]
-    with pytest.raises(InputRefused, match=rf"members 0 and 2 cannot share a graph: .*{said}") as refusal:
+    with pytest.raises(
+        InputRefused, match=rf"members 0 and 2 cannot share a graph: .*{said}"
+    ) as refusal:
         Stack([Two(), Two(), Two(change)])
     assert "\n" not in str(refusal.value)
 
@@ -179,7 +198,12 @@ class Deciding(nn.Module):
         if self.how == "item":
             return scores * scores.sum().item()
         if self.how == "gradient":
-            return scores + torch.autograd.grad(self.head(x.detach().requires_grad_()).sum(), self.head.bias)[0]
+            return (
+                scores
+                + torch.autograd.grad(self.head(x.detach().requires_grad_()).sum(), self.head.bias)[
+                    0
+                ]
+            )
         if self.how == "batched gradient":
             return torch.func.grad(lambda x: self.head(x).square().sum())(x)
         return scores + torch.rand_like(scores) if self.how == "random" else scores
@@ -196,7 +220,9 @@ class Deciding(nn.Module):
 )
 def test_what_cannot_be_batched_is_refused_with_reason(how, said):
     ensemble = Ensemble([Deciding(how) for _ in range(2)], loss=of_classes)
-    with pytest.raises(InputRefused, match=rf"cannot be batched: in Deciding \(Deciding\): it .*{said}") as refusal:
+    with pytest.raises(
+        InputRefused, match=rf"cannot be batched: in Deciding \(Deciding\): it .*{said}"
+    ) as refusal:
         ensemble(torch.randn(3, 8))
     assert "\n" not in str(refusal.value)
 
@@ -224,7 +250,10 @@ def test_a_hook_of_a_gradient_is_refused_and_what_it_changes_is_not_lost(where):
     members = [Deciding(None) for _ in range(2)]
     for member in members:
         BACKWARD_HOOKS[where](member.head)
-    with pytest.raises(InputRefused, match=f"{where.strip()} a hook for its gradient, and no gradient is one member's"):
+    with pytest.raises(
+        InputRefused,
+        match=f"{where.strip()} a hook for its gradient, and no gradient is one member's",
+    ):
         Stack(members)
 
 
@@ -268,17 +297,25 @@ def test_what_an_ensemble_cannot_be_is_said(make, said):
 
 
 def test_a_knob_that_something_may_have_read_is_not_refused():
-    """What builds a member read it; or a schedule, the windows or a list of modules may have been made from it."""
+    """What builds a member read it; or a schedule, the windows or a list of modules may have been
+    made from it.
+    """
     knobs = grid(width=[1.0, 2.0])
     Ensemble(lambda of: (of.width, MLP())[1], knobs)
-    for options in ({"schedule": [constant(), constant()]}, {"optim": [AdamW(), AdamW()]}, {"each": True}):
+    for options in (
+        {"schedule": [constant(), constant()]},
+        {"optim": [AdamW(), AdamW()]},
+        {"each": True},
+    ):
         Ensemble(lambda of: MLP(), grid(width=[1.0, 2.0]), **options)
     assert [of["width"] for of in Ensemble(mlps(), grid(width=[1.0, 2.0])).knobs] == [1.0, 2.0]
 
 
 def test_stacking_takes_one_parameter_more_than_the_members():
     with LiveBytes() as live:
-        members = [nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))) for _ in range(4)]
+        members = [
+            nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))) for _ in range(4)
+        ]
         stack = Stack(members)
     stacked = 4 * 64 * 64 * 4
     assert live.peak_bytes <= (8 + 1.05) * stacked and live.kept_bytes <= 8.05 * stacked
@@ -288,22 +325,33 @@ def test_stacking_takes_one_parameter_more_than_the_members():
 def held_bytes(engine):
     """What an engine keeps for training, each storage once."""
     tensors = [*engine.model.buffers(), *engine.step.counters.values()]
-    tensors += [tensor for plane in engine.step.planes for tensor in (plane.param, plane.grad, *plane.state.values())]
+    tensors += [
+        tensor
+        for plane in engine.step.planes
+        for tensor in (plane.param, plane.grad, *plane.state.values())
+    ]
     tensors += list(engine.model.parameters())
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors
+    }
     return sum(storages.values())
 
 
 def test_training_keeps_what_the_members_keep_each_alone():
     build = zoo()["conv"].build
     alone = held_bytes(Resident(build(0), loss=of_classes))
-    assert held_bytes(Ensemble([build(seed) for seed in range(8)], loss=of_classes)) <= 8 * 1.05 * alone
+    assert (
+        held_bytes(Ensemble([build(seed) for seed in range(8)], loss=of_classes))
+        <= 8 * 1.05 * alone
+    )
 
 
 def test_members_are_live_views_and_their_states_are_ordinary():
     kind = zoo()["conv"]
     members = [kind.build(seed).train() for seed in range(3)]
-    before = [{name: tensor.clone() for name, tensor in member.state_dict().items()} for member in members]
+    before = [
+        {name: tensor.clone() for name, tensor in member.state_dict().items()} for member in members
+    ]
     engine = Ensemble(members, loss=kind.loss, optim=AdamW(lr=1e-2))
     list(train(engine, [kind.batch(0)]))
     for i, member in enumerate(engine.members):
@@ -315,7 +363,9 @@ def test_members_are_live_views_and_their_states_are_ordinary():
         assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in state.values())
     with torch.no_grad():
         members[1].head.bias.fill_(7.0)
-    assert bool((engine.model.head.bias[1] == 7).all()) and not bool((engine.model.head.bias[0] == 7).any())
+    assert bool((engine.model.head.bias[1] == 7).all()) and not bool(
+        (engine.model.head.bias[0] == 7).any()
+    )
 
 
 def test_outputs_are_reduced_over_members():

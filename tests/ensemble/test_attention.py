@@ -1,4 +1,6 @@
-"""Run: pytest tests/ensemble/test_attention.py (members' attention in one call is each member's own)"""
+"""Run: pytest tests/ensemble/test_attention.py (members' attention in one call is each member's
+own)
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,17 @@ def inputs(rows: tuple[int, ...], heads: int) -> list[torch.Tensor]:
 def test_attention_folds_members_into_rows(rows, shared, masked):
     """As in a loop over members: whatever is shared, and wherever the members' axis is."""
     given = inputs(rows, heads=2)
-    mask = {"not": None, "rows": torch.rand(5, 6) > 0.3, "own": torch.randn(MEMBERS, 4, 5, 6, dtype=torch.float64)}
-    given = [tensor[0] if number in shared else tensor for number, tensor in enumerate(given)] + [mask[masked]]
-    axes = [None if number in shared else 0 for number in range(3)] + [0 if masked == "own" else None]
+    mask = {
+        "not": None,
+        "rows": torch.rand(5, 6) > 0.3,
+        "own": torch.randn(MEMBERS, 4, 5, 6, dtype=torch.float64),
+    }
+    given = [tensor[0] if number in shared else tensor for number, tensor in enumerate(given)] + [
+        mask[masked]
+    ]
+    axes = [None if number in shared else 0 for number in range(3)] + [
+        0 if masked == "own" else None
+    ]
     given[1] = given[1] if axes[1] is None else given[1].movedim(0, -1)
     axes[1] = None if axes[1] is None else -1
 
@@ -34,7 +44,10 @@ def test_attention_folds_members_into_rows(rows, shared, masked):
 
     found = torch.vmap(attend, in_dims=tuple(axes))(*given)
     for member in range(MEMBERS):
-        own = [x if axis is None else x.select(axis, member) for x, axis in zip(given, axes, strict=True)]
+        own = [
+            x if axis is None else x.select(axis, member)
+            for x, axis in zip(given, axes, strict=True)
+        ]
         expected = nn.functional.scaled_dot_product_attention(*own, scale=0.3, enable_gqa=True)
         assert torch.allclose(found[member], expected, rtol=0, atol=1e-14, equal_nan=True)
 
@@ -46,8 +59,12 @@ def test_attention_drops_its_own_probabilities(masked, gqa):
     torch.manual_seed(0)
     query = torch.randn(2, 4, 5, 8, dtype=torch.float64)
     key, value = torch.randn(2, 2, 2 if gqa else 4, 5, 8, dtype=torch.float64)
-    mask = {"bool": torch.rand(5, 5) > 0.3, "numbers": torch.randn(5, 5, dtype=torch.float64)}.get(masked)
+    mask = {"bool": torch.rand(5, 5) > 0.3, "numbers": torch.randn(5, 5, dtype=torch.float64)}.get(
+        masked
+    )
     options = {"is_causal": masked == "causal", "scale": 0.3, "enable_gqa": gqa}
-    found = _probabilities(query, key, mask, **options) @ value.repeat_interleave(2 if gqa else 1, -3)
+    found = _probabilities(query, key, mask, **options) @ value.repeat_interleave(
+        2 if gqa else 1, -3
+    )
     expected = nn.functional.scaled_dot_product_attention(query, key, value, mask, 0.0, **options)
     assert torch.allclose(found, expected, rtol=0, atol=1e-14, equal_nan=True)

@@ -1,5 +1,7 @@
 # Run: pytest tests/ensemble/test_buffers.py
-"""Buffers that the forward pass sets, instead of writing in them: each member's own, as alone, or refused."""
+"""Buffers that the forward pass sets, instead of writing in them: each member's own, as alone, or
+refused.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class Averaging(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B, 3] to [B, 2]."""
         if self.training:
-            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0) * self.linear.weight.detach().norm()
+            self.mean = (
+                0.9 * self.mean + 0.1 * x.detach().mean(0) * self.linear.weight.detach().norm()
+            )
             self.seen = self.seen + 1
         out: Tensor = self.linear(x - self.mean) * self.scale
         return out
@@ -79,7 +83,9 @@ def built(kind: type[nn.Module]) -> list[nn.Module]:
 def windows(count: int) -> list[dict[str, Tensor]]:
     """The same ones each time."""
     generator = torch.Generator().manual_seed(1)
-    return [{"x": torch.randn(ROWS, 3, generator=generator, dtype=torch.float64)} for _ in range(count)]
+    return [
+        {"x": torch.randn(ROWS, 3, generator=generator, dtype=torch.float64)} for _ in range(count)
+    ]
 
 
 # By day laws/test_member_is_solo.py captures windows of several micro-batches.
@@ -121,7 +127,9 @@ def test_a_model_alone_begins_with_its_buffers_as_they_were(backend):
 
 def test_one_of_another_shape_is_refused_with_its_name():
     engine = Ensemble(built(Growing), loss=squares)
-    with pytest.raises(InputRefused, match=r"sets the buffer mean, \[3\] float64, to \[6\] float64"):
+    with pytest.raises(
+        InputRefused, match=r"sets the buffer mean, \[3\] float64, to \[6\] float64"
+    ):
         next(train(engine, windows(1)))
 
 

@@ -52,30 +52,44 @@ def test_the_rate_is_kept_and_the_rest_scaled(name, rate):
     count = out.numel() if name == "dropout" else shape[0] * shape[1]
     zeros = float((out == 0).double().mean())
     assert abs(zeros - rate) <= 4 * (rate * (1 - rate) / count) ** 0.5
-    assert rate == 1 or torch.allclose(out[out != 0], torch.tensor(1 / (1 - rate), dtype=torch.float64))
+    assert rate == 1 or torch.allclose(
+        out[out != 0], torch.tensor(1 / (1 - rate), dtype=torch.float64)
+    )
     if name != "dropout":
         flat = out.flatten(2)
         assert bool((flat == flat[..., :1]).all())
 
 
-@pytest.mark.parametrize(("name", "shape"), [("1d", (9, 7)), ("2d", (9, 7, 6)), ("3d", (9, 7, 6, 5))])
+@pytest.mark.parametrize(
+    ("name", "shape"), [("1d", (9, 7)), ("2d", (9, 7, 6)), ("3d", (9, 7, 6, 5))]
+)
 def test_one_dimension_fewer_is_read_as_torch_reads_it(name, shape):
     """In dropout2d as [N, C, L]; in the others as a batch of one."""
-    theirs, ours = getattr(nn.functional, f"dropout{name}"), Dropout(counter(1)).functions()[f"dropout{name}"]
+    theirs, ours = (
+        getattr(nn.functional, f"dropout{name}"),
+        Dropout(counter(1)).functions()[f"dropout{name}"],
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         kept = [(drop(torch.ones(shape)) != 0) for drop in (theirs, ours)]
     channels = 2 if name == "2d" else 1
     for mask in kept:
         flat = mask.flatten(channels)
-        assert bool((flat == flat[..., :1]).all()) and 0 < int(flat[..., 0].sum()) < flat[..., 0].numel()
+        assert (
+            bool((flat == flat[..., :1]).all())
+            and 0 < int(flat[..., 0].sum()) < flat[..., 0].numel()
+        )
         assert channels == 1 or not bool((mask == mask[:, :1]).all())
 
 
 class Dropping(nn.Module):
     def __init__(self, rate=0.5):
         super().__init__()
-        self.head, self.drop, self.again = nn.Linear(64, 5), nn.Dropout(rate), nn.Dropout(0.25, inplace=True)
+        self.head, self.drop, self.again = (
+            nn.Linear(64, 5),
+            nn.Dropout(rate),
+            nn.Dropout(0.25, inplace=True),
+        )
 
     def forward(self, x):
         return self.head(self.again(self.drop(x)))
@@ -97,7 +111,9 @@ def masks(ensemble, x):
 def test_each_member_drops_what_it_drops_alone_bit_by_bit():
     torch.manual_seed(0)
     x, rates = torch.ones(16, 64), [0.0, 0.1, 0.5, 0.9]
-    ensemble = Ensemble([Dropping(rate) for rate in rates], [{"seed": 5 + i} for i in range(4)], loss=of_classes)
+    ensemble = Ensemble(
+        [Dropping(rate) for rate in rates], [{"seed": 5 + i} for i in range(4)], loss=of_classes
+    )
     found = masks(ensemble, x)
     for i, rate in enumerate(rates):
         functions = Dropout(counter(5 + i)).functions()

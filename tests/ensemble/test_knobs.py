@@ -16,7 +16,10 @@ from monograph.errors import UsageError
 
 def test_knobs_are_read_by_name_and_never_change() -> None:
     knobs = Knobs(lr=1e-3, seed=2)
-    assert (knobs.lr, knobs.seed) == (1e-3, 2) and list(knobs.items()) == [("lr", 1e-3), ("seed", 2)]
+    assert (knobs.lr, knobs.seed) == (1e-3, 2) and list(knobs.items()) == [
+        ("lr", 1e-3),
+        ("seed", 2),
+    ]
     assert dict(knobs) == {"lr": 1e-3, "seed": 2}
     with pytest.raises(AttributeError, match="never change"):
         knobs.lr = 2
@@ -50,7 +53,11 @@ def test_what_nobody_read_is_known() -> None:
     knobs = Knobs(lr=1.0, width=2, depth=3)
     assert Knobs.unread(knobs) == ["lr", "width", "depth"]
     assert knobs.lr + knobs["depth"] == 4.0 and Knobs.unread(knobs) == ["width"]
-    assert knobs == Knobs(lr=1.0, width=2, depth=3) and Knobs.unread(copy.copy(knobs)) == ["lr", "width", "depth"]
+    assert knobs == Knobs(lr=1.0, width=2, depth=3) and Knobs.unread(copy.copy(knobs)) == [
+        "lr",
+        "width",
+        "depth",
+    ]
     assert dict(knobs)["width"] == 2 and Knobs.unread(knobs) == []
 
 
@@ -61,7 +68,9 @@ def test_a_log_range_has_its_ends_and_one_factor(first: float, last: float, coun
     values = log_range(first, last, count)
     assert (values[0], values[-1], len(values)) == (first, last, count)
     factor = (last / first) ** (1 / (count - 1))
-    assert all(math.isclose(b / a, factor, rel_tol=1e-9) for a, b in zip(values, values[1:], strict=False))
+    assert all(
+        math.isclose(b / a, factor, rel_tol=1e-9) for a, b in zip(values, values[1:], strict=False)
+    )
 
 
 @pytest.mark.parametrize(

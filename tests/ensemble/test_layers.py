@@ -1,6 +1,7 @@
 """Run: pytest tests/ensemble/test_layers.py
 
-Every layer of torch.nn, and what people wrap around layers, is in an ensemble what it is alone, or refused in words.
+Every layer of torch.nn, and what people wrap around layers, is in an ensemble what it is alone, or
+refused in words.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from monograph.resident import Resident
 from numerics import relative_error
 
 N, BOUND = 2, 1e-10
-OPTIM = AdamW(lr=1e-2, eps=1.0)  # or a gradient of 0, which is a rounding error, would be a step of 1e-2
+# Or a gradient of 0, which is a rounding error, would be a step of 1e-2.
+OPTIM = AdamW(lr=1e-2, eps=1.0)
 SEQUENCE = (ROWS, 7, 6)
 ABSTRACT = {"Container", "Module", "RNNBase", "RNNCellBase"}  # nothing to call
 LAZY = [name for name in layers() if name.startswith("Lazy")]
@@ -56,9 +58,17 @@ LOOPED = {
     "SoftMarginLoss": "soft_margin_loss",
     "TripletMarginLoss": "triplet_margin_loss",
 }
-ALONE = ["LSTM", "CTCLoss", "orthogonal, by exponential", "spectral norm", "batch norm of all batches"]
+ALONE = [
+    "LSTM",
+    "CTCLoss",
+    "orthogonal, by exponential",
+    "spectral norm",
+    "batch norm of all batches",
+]
 LOOPS = "ignore:layer .* is looped over the members"
-pytestmark = pytest.mark.filterwarnings("ignore:.*'batchmean' divides only by the batch size", LOOPS)
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*'batchmean' divides only by the batch size", LOOPS
+)
 
 
 class Symmetric(nn.Module):
@@ -105,21 +115,33 @@ def recurrent() -> dict[str, Case]:
             "one sequence": ({}, (7, 6)),
         }
         for name, (options, shape) in variants.items():
-            found[f"{kind.__name__}, {name}"] = Case(lambda kind=kind, options=options: kind(6, 5, **options), (shape,))
+            found[f"{kind.__name__}, {name}"] = Case(
+                lambda kind=kind, options=options: kind(6, 5, **options), (shape,)
+            )
     return found | {
         "RNN of relu": Case(lambda: nn.RNN(6, 5, nonlinearity="relu", **two), (SEQUENCE,)),
-        "LSTM, projected": Case(lambda: nn.LSTM(6, 5, proj_size=3, bidirectional=True, **two), (SEQUENCE,)),
-        "LSTM, projected, no bias": Case(lambda: nn.LSTM(6, 5, proj_size=3, bias=False, **two), (SEQUENCE,)),
+        "LSTM, projected": Case(
+            lambda: nn.LSTM(6, 5, proj_size=3, bidirectional=True, **two), (SEQUENCE,)
+        ),
+        "LSTM, projected, no bias": Case(
+            lambda: nn.LSTM(6, 5, proj_size=3, bias=False, **two), (SEQUENCE,)
+        ),
         "LSTM, given states": Case(
-            lambda: nn.LSTM(6, 5, batch_first=True), (SEQUENCE, (ROWS, 1, 5), (ROWS, 1, 5)), with_states
+            lambda: nn.LSTM(6, 5, batch_first=True),
+            (SEQUENCE, (ROWS, 1, 5), (ROWS, 1, 5)),
+            with_states,
         ),
         "LSTM, weight norm": Case(
-            lambda: parametrizations.weight_norm(nn.LSTM(6, 5, batch_first=True), "weight_hh_l0"), (SEQUENCE,)
+            lambda: parametrizations.weight_norm(nn.LSTM(6, 5, batch_first=True), "weight_hh_l0"),
+            (SEQUENCE,),
         ),
         "LSTM, orthogonal": Case(
-            lambda: parametrizations.orthogonal(nn.LSTM(6, 5, batch_first=True), "weight_hh_l0"), (SEQUENCE,)
+            lambda: parametrizations.orthogonal(nn.LSTM(6, 5, batch_first=True), "weight_hh_l0"),
+            (SEQUENCE,),
         ),
-        "LSTM of two steps": Case(lambda: nn.LSTM(6, 5, batch_first=True, bidirectional=True), ((ROWS, 2, 6),)),
+        "LSTM of two steps": Case(
+            lambda: nn.LSTM(6, 5, batch_first=True, bidirectional=True), ((ROWS, 2, 6),)
+        ),
         "LSTMCell, no bias": Case(lambda: nn.LSTMCell(6, 5, bias=False), (VECTOR,)),
         "RNNCell of relu": Case(lambda: nn.RNNCell(6, 5, nonlinearity="relu"), (VECTOR,)),
         "GRUCell of one row": Case(lambda: nn.GRUCell(6, 5), ((6,),)),
@@ -134,8 +156,12 @@ def wrapped() -> dict[str, Case]:
         "weight norm of columns": lambda: parametrizations.weight_norm(linear(), dim=1),
         "weight norm, older": older_weight_norm,
         "orthogonal": lambda: parametrizations.orthogonal(linear()),
-        "orthogonal, by exponential": lambda: parametrizations.orthogonal(linear(), orthogonal_map="matrix_exp"),
-        "orthogonal, rectangular": lambda: parametrizations.orthogonal(nn.Linear(6, 4), use_trivialization=False),
+        "orthogonal, by exponential": lambda: parametrizations.orthogonal(
+            linear(), orthogonal_map="matrix_exp"
+        ),
+        "orthogonal, rectangular": lambda: parametrizations.orthogonal(
+            nn.Linear(6, 4), use_trivialization=False
+        ),
         "spectral norm": lambda: parametrizations.spectral_norm(linear()),
         "spectral norm, older": lambda: spectral_norm(linear()),
         "parametrized by oneself": custom,
@@ -143,7 +169,9 @@ def wrapped() -> dict[str, Case]:
         "convolution, weight norm": lambda: convolved(parametrizations.weight_norm),
         "convolution, spectral norm": lambda: convolved(parametrizations.spectral_norm),
         "batch norm of all batches": lambda: nn.BatchNorm1d(6, momentum=None),
-        "batch norm of no statistics": lambda: nn.BatchNorm1d(6, momentum=None, track_running_stats=False),
+        "batch norm of no statistics": lambda: nn.BatchNorm1d(
+            6, momentum=None, track_running_stats=False
+        ),
         "averaged": lambda: torch.optim.swa_utils.AveragedModel(linear()),
     }
     images = {"batch norm of all images": lambda: nn.BatchNorm2d(4, momentum=None)}
@@ -160,18 +188,32 @@ def built(case: Case, seed: int) -> nn.Module:
         return Scaled(case).double()
 
 
-def trained(case: Case, members: list[nn.Module], updates: int = 2) -> tuple[Ensemble, list[Tensor]]:
+def trained(
+    case: Case, members: list[nn.Module], updates: int = 2
+) -> tuple[Ensemble, list[Tensor]]:
     windows = [stacked([drawn(case, 10 * i + step) for i in range(N)]) for step in range(updates)]
-    engine = Ensemble(members, [SimpleNamespace(seed=5 + i) for i in range(N)], loss=weighted, optim=OPTIM, each=True)
+    engine = Ensemble(
+        members,
+        [SimpleNamespace(seed=5 + i) for i in range(N)],
+        loss=weighted,
+        optim=OPTIM,
+        each=True,
+    )
     return engine, [update.loss for update in train(engine, windows)]
 
 
 def test_every_layer_of_torch_is_tried():
-    kinds = {name for name in dir(nn) if isinstance(kind := getattr(nn, name), type) and issubclass(kind, nn.Module)}
+    kinds = {
+        name
+        for name in dir(nn)
+        if isinstance(kind := getattr(nn, name), type) and issubclass(kind, nn.Module)
+    }
     assert kinds == layers().keys() | ABSTRACT
 
 
-@pytest.mark.parametrize("name", nightly((name for name in CASES if name not in REFUSED), [*CASES][::4] + ALONE))
+@pytest.mark.parametrize(
+    "name", nightly((name for name in CASES if name not in REFUSED), [*CASES][::4] + ALONE)
+)
 def test_a_layer_is_what_it_is_alone(name):
     """Its losses and weights as it trains, and then all that it says."""
     case = CASES[name]
@@ -184,7 +226,9 @@ def test_a_layer_is_what_it_is_alone(name):
     said = tree_leaves(engine(*drawn(case, 99).values()))
     for i in range(N):
         solo = Alone(built(case, i), weighted, 5 + i, optim=OPTIM)
-        for step, update in enumerate(train(solo.engine, [drawn(case, 10 * i + step) for step in range(2)])):
+        for step, update in enumerate(
+            train(solo.engine, [drawn(case, 10 * i + step) for step in range(2)])
+        ):
             assert abs(losses[step][i] - update.loss) <= BOUND * max(1, abs(update.loss))
         state = solo.engine.state().model
         assert engine.member_state(i).model.keys() == state.keys()
@@ -192,7 +236,9 @@ def test_a_layer_is_what_it_is_alone(name):
             assert torch.allclose(tensor, state[path], rtol=BOUND, atol=BOUND), path
         alone = tree_leaves(solo.engine.model.eval()(*drawn(case, 99).values()))
         for mine, theirs in zip(said, alone, strict=True):
-            assert not isinstance(theirs, Tensor) or torch.allclose(mine[i], theirs, rtol=BOUND, atol=BOUND)
+            assert not isinstance(theirs, Tensor) or torch.allclose(
+                mine[i], theirs, rtol=BOUND, atol=BOUND
+            )
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -220,14 +266,18 @@ def test_a_layer_does_not_feel_another_members(name):
 
 
 class Slow(nn.Module):
-    """A recurrent layer with dropout written out: one layer after another, and dropout between them."""
+    """A recurrent layer with dropout written out: one layer after another, and dropout between
+    them.
+    """
 
     def __init__(self, layer: nn.LSTM) -> None:
         super().__init__()
         self.rate = layer.dropout
         self.layers = nn.ModuleList(nn.LSTM(5, 5) for _ in range(layer.num_layers)).double()
         for number, one in enumerate(self.layers):
-            one.load_state_dict({name: getattr(layer, f"{name[:-1]}{number}") for name in one.state_dict()})
+            one.load_state_dict(
+                {name: getattr(layer, f"{name[:-1]}{number}") for name in one.state_dict()}
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         for number, layer in enumerate(self.layers):
@@ -244,7 +294,9 @@ def test_a_recurrent_layer_drops_between_its_layers_what_it_drops_alone():
     members = [Outputs(5, 5, 3, dropout=0.4).double() for _ in range(N)]
     alone = [Slow(member) for member in members]
     batch = {"x": torch.randn(ROWS, 7, 5, dtype=torch.float64)}
-    engine = Ensemble(members, [SimpleNamespace(seed=i) for i in range(N)], loss=weighted, optim=OPTIM)
+    engine = Ensemble(
+        members, [SimpleNamespace(seed=i) for i in range(N)], loss=weighted, optim=OPTIM
+    )
     losses = [update.loss for update in train(engine, [batch] * 3)]
     for i, model in enumerate(alone):
         solo = Alone(model, weighted, i, optim=OPTIM)
@@ -257,7 +309,11 @@ class Wrong(nn.Module):
 
     def __init__(self, how: str) -> None:
         super().__init__()
-        self.layer, self.lstm, self.gain = linear(), nn.LSTM(6, 6, batch_first=True), nn.Parameter(torch.ones(6))
+        self.layer, self.lstm, self.gain = (
+            linear(),
+            nn.LSTM(6, 6, batch_first=True),
+            nn.Parameter(torch.ones(6)),
+        )
         self.how = how
         if how == "list":
             self.gains = [self.gain]
@@ -268,7 +324,9 @@ class Wrong(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.how == "packed":
-            return self.lstm(sequences.pack_padded_sequence(x, torch.tensor([3, 2, 1]), batch_first=True))[0].data
+            return self.lstm(
+                sequences.pack_padded_sequence(x, torch.tensor([3, 2, 1]), batch_first=True)
+            )[0].data
         if self.how == "checkpoint":
             return checkpoint(self.layer, x, use_reentrant=False)
         return self.act(x) if self.how == "closure" else self.layer(x)
@@ -282,14 +340,35 @@ def normed(kind: type[nn.RNNBase]) -> nn.Module:
 @pytest.mark.parametrize(
     ("build", "said"),
     [
-        (lambda: Wrong("list"), r"the module\.gains reaches the member's own tensors past their names"),
-        (lambda: Wrong("closure"), r"the module\.act reaches the member's own tensors past their names"),
+        (
+            lambda: Wrong("list"),
+            r"the module\.gains reaches the member's own tensors past their names",
+        ),
+        (
+            lambda: Wrong("closure"),
+            r"the module\.act reaches the member's own tensors past their names",
+        ),
         (lambda: Wrong("hook"), r"layer\.hooks reaches the member's own tensors past their names"),
-        (lambda: Wrong("packed"), r"in lstm \(LSTM\): it is given a packed sequence, .*: give it the padded rows"),
-        (lambda: Wrong("checkpoint"), r"in Wrong \(Wrong\): it recomputes by .*remat=Remat\.Budget"),
-        (lambda: nn.Sequential(torch.jit.script(linear())), r"0 \(RecursiveScriptModule\) is TorchScript"),
-        (lambda: nn.Sequential(normed(nn.LSTM)), r"0 \(ParametrizedLSTM\) has a parametrization that writes its own"),
-        (lambda: nn.Sequential(normed(nn.GRU).eval()), r"0 \(ParametrizedGRU\) has a parametrization that writes"),
+        (
+            lambda: Wrong("packed"),
+            r"in lstm \(LSTM\): it is given a packed sequence, .*: give it the padded rows",
+        ),
+        (
+            lambda: Wrong("checkpoint"),
+            r"in Wrong \(Wrong\): it recomputes by .*remat=Remat\.Budget",
+        ),
+        (
+            lambda: nn.Sequential(torch.jit.script(linear())),
+            r"0 \(RecursiveScriptModule\) is TorchScript",
+        ),
+        (
+            lambda: nn.Sequential(normed(nn.LSTM)),
+            r"0 \(ParametrizedLSTM\) has a parametrization that writes its own",
+        ),
+        (
+            lambda: nn.Sequential(normed(nn.GRU).eval()),
+            r"0 \(ParametrizedGRU\) has a parametrization that writes",
+        ),
     ],
 )
 def test_what_goes_past_the_members_is_refused(build, said):
@@ -300,7 +379,9 @@ def test_what_goes_past_the_members_is_refused(build, said):
 
 
 def test_layers_that_no_path_leads_to_are_compared():
-    """Layers in a plain list are no parts of the module: one copy would have stood for all members'."""
+    """Layers in a plain list are no parts of the module: one copy would have stood for all
+    members'.
+    """
     members = [Wrong("none") for _ in range(N)]
     for member in members:
         member.hidden = [linear()]
@@ -312,10 +393,16 @@ def test_layers_that_no_path_leads_to_are_compared():
 
 def test_parametrized_members_that_differ_are_refused_with_the_path():
     members = [linear(), custom()]
-    with pytest.raises(InputRefused, match=r"weight is \[6, 6\] float32 on cpu in one and absent in the other"):
+    with pytest.raises(
+        InputRefused, match=r"weight is \[6, 6\] float32 on cpu in one and absent in the other"
+    ):
         Ensemble(members)
-    with pytest.raises(InputRefused, match=r"parametrizations\.weight\.0 is Symmetric in one and Identity"):
-        Ensemble([custom(), parametrize.register_parametrization(linear(), "weight", nn.Identity())])
+    with pytest.raises(
+        InputRefused, match=r"parametrizations\.weight\.0 is Symmetric in one and Identity"
+    ):
+        Ensemble(
+            [custom(), parametrize.register_parametrization(linear(), "weight", nn.Identity())]
+        )
 
 
 def test_a_members_own_mistake_is_said_as_it_is():
@@ -325,11 +412,17 @@ def test_a_members_own_mistake_is_said_as_it_is():
 
 
 class Mixed(nn.Module):
-    """A layer that is batched, one that torch loops, one that is not called; a number and no loss beside its scores."""
+    """A layer that is batched, one that torch loops, one that is not called; a number and no loss
+    beside its scores.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.lstm, self.pair, self.unused = nn.LSTM(6, 6, batch_first=True), nn.Bilinear(6, 6, 5), linear()
+        self.lstm, self.pair, self.unused = (
+            nn.LSTM(6, 6, batch_first=True),
+            nn.Bilinear(6, 6, 5),
+            linear(),
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, None, int]:
         hidden = self.lstm(x)[0]
@@ -370,7 +463,9 @@ def test_inference_is_compiled_to_what_it_was():
 
 @pytest.mark.slow
 def test_what_is_captured_trains_as_alone():
-    """A weight that is computed, a buffer that a parametrization writes, and steps in time, in one graph."""
+    """A weight that is computed, a buffer that a parametrization writes, and steps in time, in one
+    graph.
+    """
 
     def build() -> nn.Module:
         lstm = nn.LSTM(6, 5, batch_first=True, bidirectional=True)
@@ -386,4 +481,6 @@ def test_what_is_captured_trains_as_alone():
         for step, update in enumerate(train(solo, windows)):
             assert relative_error(losses[step][i], update.loss) < BOUND
         for path, tensor in solo.state().model.items():
-            assert torch.allclose(engine.member_state(i).model[path], tensor, rtol=BOUND, atol=BOUND), path
+            assert torch.allclose(
+                engine.member_state(i).model[path], tensor, rtol=BOUND, atol=BOUND
+            ), path

@@ -1,4 +1,6 @@
-"""Run: pytest tests/ensemble/test_member.py (one member of an ensemble as an engine, which a sweep's runs save)"""
+"""Run: pytest tests/ensemble/test_member.py (one member of an ensemble as an engine, which a
+sweep's runs save)
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,13 @@ def test_a_member_takes_its_own_state_and_leaves_the_others(ensemble: Ensemble) 
     one.load_state(states[0])
     for number, expected in enumerate([states[0], states[0], states[2]]):
         found = ensemble.member_state(number)
-        assert all(torch.equal(found.model[name], tensor) for name, tensor in expected.model.items())
-        assert all(torch.equal(found.optimizer[name], tensor) for name, tensor in expected.optimizer.items())
+        assert all(
+            torch.equal(found.model[name], tensor) for name, tensor in expected.model.items()
+        )
+        assert all(
+            torch.equal(found.optimizer[name], tensor)
+            for name, tensor in expected.optimizer.items()
+        )
         assert found.scalars == expected.scalars
 
 
@@ -50,7 +57,9 @@ def test_a_state_that_does_not_fit_changes_nothing(ensemble: Ensemble) -> None:
     ):
         with pytest.raises(InputRefused):
             one.load_state(state)
-    assert all(torch.equal(tensor, before.model[name]) for name, tensor in one.state().model.items())
+    assert all(
+        torch.equal(tensor, before.model[name]) for name, tensor in one.state().model.items()
+    )
 
 
 def test_a_member_is_scored_alone_and_trained_by_the_ensemble(ensemble: Ensemble) -> None:

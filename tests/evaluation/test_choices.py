@@ -23,7 +23,9 @@ FP32, BYTES = Precision("fp32"), Tokenizer.bytes()
 
 
 def model(**sizes: int) -> Llama:
-    return tiny_llama(torch.float64, vocab_size=259, max_position_embeddings=96, initializer_range=0.3, **sizes)
+    return tiny_llama(
+        torch.float64, vocab_size=259, max_position_embeddings=96, initializer_range=0.3, **sizes
+    )
 
 
 def questions(count: int = 60, seed: int = 0) -> list[Question]:
@@ -34,32 +36,47 @@ def questions(count: int = 60, seed: int = 0) -> list[Question]:
         return "".join(draws.choice(alphabet) for _ in range(draws.randint(1, most)))
 
     def choices() -> tuple[str, ...]:
-        return tuple(words(draws.choice(["abc", "éß", "語文"]), 9) for _ in range(draws.choice([2, 4])))
+        return tuple(
+            words(draws.choice(["abc", "éß", "語文"]), 9) for _ in range(draws.choice([2, 4]))
+        )
 
     made = [(words("abc ", 20).strip() + "?", choices()) for _ in range(count)]
-    return [Question(query, each, draws.randrange(len(each)), f"q:{i}") for i, (query, each) in enumerate(made)]
+    return [
+        Question(query, each, draws.randrange(len(each)), f"q:{i}")
+        for i, (query, each) in enumerate(made)
+    ]
 
 
 @torch.no_grad()
 def by_hand(net: Llama, asked: list[Question]) -> dict[str, list[float]]:
-    """lm-evaluation-harness's equations (its task type multiple_choice), one forward pass for each choice."""
+    """lm-evaluation-harness's equations (its task type multiple_choice), one forward pass for each
+    choice.
+    """
     right: dict[str, list[float]] = {"acc": [], "acc_norm": [], "acc_bytes": []}
     for query, choices, gold, _ in asked:
         context, logs = [BYTES.bos_id, *BYTES.encode(query)], []
         for choice in choices:
             ids = BYTES.encode(" " + choice)
             log_TV = net.logits(net(torch.tensor([context + ids])))[0].log_softmax(-1)
-            logs.append(sum(float(log_TV[len(context) + i - 1, token]) for i, token in enumerate(ids)))
+            logs.append(
+                sum(float(log_TV[len(context) + i - 1, token]) for i, token in enumerate(ids))
+            )
         right["acc"].append(float(np.argmax(logs) == gold))
-        right["acc_norm"].append(float(np.argmax(np.array(logs) / [len(c) for c in choices]) == gold))
-        right["acc_bytes"].append(float(np.argmax(np.array(logs) / [len(c.encode()) for c in choices]) == gold))
+        right["acc_norm"].append(
+            float(np.argmax(np.array(logs) / [len(c) for c in choices]) == gold)
+        )
+        right["acc_bytes"].append(
+            float(np.argmax(np.array(logs) / [len(c.encode()) for c in choices]) == gold)
+        )
     return right
 
 
 def test_answers_and_errors_are_those_of_the_equations() -> None:
     net, asked = model(), questions()
     expected, found = by_hand(net, asked), choose(net, BYTES, asked, FP32)[1]
-    assert len({tuple(answers) for answers in expected.values()}) == 3, "questions that tell the three apart"
+    assert len({tuple(answers) for answers in expected.values()}) == 3, (
+        "questions that tell the three apart"
+    )
     for name, answers in expected.items():
         assert getattr(found, name) == pytest.approx(np.mean(answers), rel=1e-12)
         deviation = np.std(answers, ddof=1) / math.sqrt(len(answers))
@@ -85,7 +102,9 @@ def test_long_questions_are_cut_and_counted_and_long_choices_refused() -> None:
     # 1 + 94 ids, then " b": 97 of which the last is only predicted.
     assert choose(model(), BYTES, [Question("a" * 94, ("b", "c"), 0, "q:3")], FP32)[1].cut == 0
     assert choose(model(), BYTES, [Question("a" * 95, ("b", "c"), 0, "q:3")], FP32)[1].cut == 1
-    with pytest.raises(InputRefused, match="q:4: a choice of 101 tokens, the model has 96 positions"):
+    with pytest.raises(
+        InputRefused, match="q:4: a choice of 101 tokens, the model has 96 positions"
+    ):
         choose(model(), BYTES, [Question("a", ("b", "c" * 100), 0, "q:4")], FP32)
     with pytest.raises(InputRefused, match="no questions"):
         choose(model(), BYTES, [], FP32)
@@ -93,9 +112,18 @@ def test_long_questions_are_cut_and_counted_and_long_choices_refused() -> None:
 
 @pytest.mark.parametrize(
     ("context", "continuation"),
-    [("abcd", " abcd"), ("abcd ", "abcd"), ("abcd \n", " ab"), ("ab", "cd"), ("", "abcd"), (" ", "abcd")],
+    [
+        ("abcd", " abcd"),
+        ("abcd ", "abcd"),
+        ("abcd \n", " ab"),
+        ("ab", "cd"),
+        ("", "abcd"),
+        (" ", "abcd"),
+    ],
 )
-def test_a_pair_is_its_text_after_the_beginning_of_a_document(context: str, continuation: str) -> None:
+def test_a_pair_is_its_text_after_the_beginning_of_a_document(
+    context: str, continuation: str
+) -> None:
     tokenizer = Tokenizer.train_bpe(["abcd abcd ab cd abcd"] * 9, 300)
     assert len(tokenizer.encode("abcd")) == 1, "so that ab, cd is joined"
     before, ids = encode_pair(tokenizer, context, continuation)
@@ -103,7 +131,9 @@ def test_a_pair_is_its_text_after_the_beginning_of_a_document(context: str, cont
     assert tokenizer.decode(before) == context.rstrip()
     assert tokenizer.decode([*before, *ids]) == context + continuation
     if context + continuation != "abcd" or not context:
-        assert [*before[1:], *ids] == tokenizer.encode(context + continuation), "as the text is encoded whole"
+        assert [*before[1:], *ids] == tokenizer.encode(context + continuation), (
+            "as the text is encoded whole"
+        )
 
 
 @torch.no_grad()
@@ -111,7 +141,9 @@ def test_a_chat_asks_by_the_template_what_inference_would_send(tmp_path: Path) -
     tokenizer = speaking(tmp_path, "chatml")
     net = tiny_llama(torch.float64, vocab_size=tokenizer.vocab_size, initializer_range=0.3)
     asked = [Question("why <|im_end|> so", ("so", "thus what", "why"), 1, "q:1")]
-    prompt = chat_ids(tokenizer, [{"role": "user", "content": asked[0].query}], add_generation_prompt=True)
+    prompt = chat_ids(
+        tokenizer, [{"role": "user", "content": asked[0].query}], add_generation_prompt=True
+    )
     logs = []
     for choice in asked[0].choices:
         ids = tokenizer.encode(choice)

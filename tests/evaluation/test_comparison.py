@@ -1,4 +1,6 @@
-"""Run: pytest tests/evaluation/test_comparison.py (scores by document, pairs by seed and by document)"""
+"""Run: pytest tests/evaluation/test_comparison.py (scores by document, pairs by seed and by
+document)
+"""
 
 from __future__ import annotations
 
@@ -41,10 +43,16 @@ def made(folder: Path, tokenizer: str, **how: object) -> Corpus:
 
 
 class Members:
-    """Models that give every target the same number of nats, each its own; member by member, known in advance."""
+    """Models that give every target the same number of nats, each its own; member by member, known
+    in advance.
+    """
 
     def __init__(self, nats: Sequence[float], knobs: Sequence[Knobs] = (), counts: int = 1):
-        self.nats_N, self.knobs, self.counts = torch.tensor(nats, dtype=torch.float64), tuple(knobs), counts
+        self.nats_N, self.knobs, self.counts = (
+            torch.tensor(nats, dtype=torch.float64),
+            tuple(knobs),
+            counts,
+        )
 
     def evaluate(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         count = (batch["targets"] != -100).sum() * self.counts
@@ -65,7 +73,7 @@ def held_bits(text: Corpus, nats: float) -> float:
     return nats / math.log(2) * text.held_out.tokens / text.held_out.bytes
 
 
-# ---- by document ----------------------------------------------------------------------------------------------------
+# ---- by document ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("packing", ["packed", "padded"])
@@ -80,7 +88,9 @@ def test_documents_add_up_to_the_whole(tmp_path: Path, packing: str) -> None:
 
 def test_a_documents_score_is_its_own(tmp_path: Path) -> None:
     """As if it were alone in its rows: scored packed and scored padded are the same (law 9)."""
-    packed, padded = (made(tmp_path, "bytes", packing=packing).held_out for packing in ("packed", "padded"))
+    packed, padded = (
+        made(tmp_path, "bytes", packing=packing).held_out for packing in ("packed", "padded")
+    )
     one, other = (by_document(resident(3), rows).bits_UN for rows in (packed, padded))
     np.testing.assert_allclose(one, other, rtol=1e-11)
 
@@ -91,13 +101,20 @@ def test_units_of_several_documents(text: Corpus, monkeypatch: pytest.MonkeyPatc
     units = by_document(resident(1), text.held_out)
     parts = np.array_split(np.arange(len(each.bytes_U)), 4)
     assert list(units.bytes_U) == [each.bytes_U[part].sum() for part in parts]
-    np.testing.assert_allclose(units.bits_UN, [each.bits_UN[part].sum(0) for part in parts], rtol=1e-12)
+    np.testing.assert_allclose(
+        units.bits_UN, [each.bits_UN[part].sum(0) for part in parts], rtol=1e-12
+    )
 
 
 def test_units_do_not_depend_on_the_tokenizer(tmp_path: Path) -> None:
-    one, other = made(tmp_path, "bytes").held_out, made(tmp_path, "bpe", vocab_size=300, sequence_length=8).held_out
+    one, other = (
+        made(tmp_path, "bytes").held_out,
+        made(tmp_path, "bpe", vocab_size=300, sequence_length=8).held_out,
+    )
     assert one.tokens > other.tokens
-    assert list(by_document(Members([1.0]), one).bytes_U) == list(by_document(Members([1.0]), other).bytes_U)
+    assert list(by_document(Members([1.0]), one).bytes_U) == list(
+        by_document(Members([1.0]), other).bytes_U
+    )
 
 
 def test_a_loss_that_counts_something_else_is_refused(text: Corpus) -> None:
@@ -108,7 +125,9 @@ def test_a_loss_that_counts_something_else_is_refused(text: Corpus) -> None:
 
 
 def test_the_error_of_a_difference_is_the_scatter_of_samples_of_documents() -> None:
-    """The ratio estimator's standard error against the spread of d over many draws of as many documents."""
+    """The ratio estimator's standard error against the spread of d over many draws of as many
+    documents.
+    """
     draws = np.random.default_rng(0)
 
     def sample() -> tuple[Scores, Scores]:
@@ -120,10 +139,12 @@ def test_the_error_of_a_difference_is_the_scatter_of_samples_of_documents() -> N
     found = [difference(*sample()) for _ in range(400)]
     spread = float(np.std([each.value for each in found], ddof=1))
     assert np.mean([each.value for each in found]) == pytest.approx(-0.1, abs=4 * spread / 20)
-    assert np.mean([each.standard_error for each in found]) == pytest.approx(spread, rel=4 / math.sqrt(2 * 400))
+    assert np.mean([each.standard_error for each in found]) == pytest.approx(
+        spread, rel=4 / math.sqrt(2 * 400)
+    )
 
 
-# ---- two engines ----------------------------------------------------------------------------------------------------
+# ---- two engines ---------------------------------------------------------------------------------
 
 
 def test_ensembles_are_paired_by_seed(text: Corpus) -> None:
@@ -133,7 +154,9 @@ def test_ensembles_are_paired_by_seed(text: Corpus) -> None:
     expected = mean([held_bits(text, nats) for nats in (2.9 - 3.0, 1.9 - 2.0, 2.4 - 2.5)])
     assert found.difference.value == pytest.approx(expected.value) and found.difference.n == 3
     assert found.difference.standard_error == pytest.approx(expected.standard_error, abs=1e-12)
-    assert found.paired_by == "seed" and found.verdict == "b is better" and "(3 seeds)" in str(found)
+    assert (
+        found.paired_by == "seed" and found.verdict == "b is better" and "(3 seeds)" in str(found)
+    )
     assert found.a == pytest.approx(held_bits(text, 2.5))
 
 
@@ -146,14 +169,21 @@ def test_single_models_are_paired_by_document(text: Corpus) -> None:
     assert found.paired_by == "document" and found.difference.n == text.held_out.documents
     assert found.parameters and "+0 % parameters" in str(found)
     same = compare(a, a, text.held_out)
-    assert same.difference[:2] == (0.0, 0.0) and same.verdict == "no difference that could not be chance"
+    assert (
+        same.difference[:2] == (0.0, 0.0)
+        and same.verdict == "no difference that could not be chance"
+    )
 
 
 def test_one_seed_in_common_is_paired_by_document(text: Corpus) -> None:
     a, b = Members([3.0, 2.0], grid(seed=[0, 1])), Members([9.0, 2.2], grid(seed=[5, 1]))
     found = compare(a, b, text.held_out)
-    assert found.paired_by == "document" and found.difference.value == pytest.approx(held_bits(text, 0.2))
-    assert compare(Alone([2.0]), Alone([2.2]), text.held_out).difference.value == pytest.approx(held_bits(text, 0.2))
+    assert found.paired_by == "document" and found.difference.value == pytest.approx(
+        held_bits(text, 0.2)
+    )
+    assert compare(Alone([2.0]), Alone([2.2]), text.held_out).difference.value == pytest.approx(
+        held_bits(text, 0.2)
+    )
 
 
 def test_members_that_differ_in_more_are_no_repetitions(text: Corpus) -> None:
@@ -162,14 +192,16 @@ def test_members_that_differ_in_more_are_no_repetitions(text: Corpus) -> None:
         compare(a, Alone([2.0]), text.held_out)
 
 
-# ---- one ensemble ---------------------------------------------------------------------------------------------------
+# ---- one ensemble --------------------------------------------------------------------------------
 
 
 def test_an_ensembles_settings(text: Corpus) -> None:
     engine = Members([3.0, 3.1, 2.0, 2.2], grid(lr=[1e-3, 1e-2], seed=[0, 1]))
     table = compare(engine, text.held_out, over="seed")
     assert table.best and table.best.member == 2 and table.best.setting.knobs == {"lr": 1e-2}
-    assert table.values == tuple(pytest.approx(held_bits(text, nats)) for nats in (3.0, 3.1, 2.0, 2.2))
+    assert table.values == tuple(
+        pytest.approx(held_bits(text, nats)) for nats in (3.0, 3.1, 2.0, 2.2)
+    )
     with pytest.raises(UsageError, match="is for an ensemble"):
         compare(Alone([2.0]), text.held_out)
 
@@ -189,11 +221,18 @@ def test_answers_are_paired_by_question_or_by_seed() -> None:
 
     found = compare_answers({0: answers(0, 0, 1, 0)}, {0: answers(1, 0, 1, 1)})
     assert (found.a, found.b, found.paired_by, found.difference.n) == (0.25, 0.75, "question", 4)
-    assert found.difference.value == 0.5 and found.difference.standard_error == pytest.approx(math.sqrt(1 / 12))
-    assert found.verdict == "no difference that could not be chance" and "acc (4 questions)" in str(found)
+    assert found.difference.value == 0.5 and found.difference.standard_error == pytest.approx(
+        math.sqrt(1 / 12)
+    )
+    assert found.verdict == "no difference that could not be chance" and "acc (4 questions)" in str(
+        found
+    )
     one = {seed: answers(0, seed % 2) for seed in range(4)}
     other = {seed: answers(1, seed % 2) for seed in (1, 2, 3)}
     found = compare_answers(one, other)
-    assert (found.paired_by, found.difference) == ("seed", mean([0.5, 0.5, 0.5])) and found.verdict == "b is better"
+    assert (found.paired_by, found.difference) == (
+        "seed",
+        mean([0.5, 0.5, 0.5]),
+    ) and found.verdict == "b is better"
     assert compare_answers(other, one).verdict == "a is better"
     assert replace(found, difference=mean([0.5])).verdict == "one seed cannot tell it from chance"

@@ -23,14 +23,20 @@ def pairs(count: int = 17, seed: int = 0) -> list[Continuation]:
     draws = random.Random(seed)
 
     def ids(most: int) -> list[int]:
-        return [draws.randrange(VOCABULARY) for _ in range(draws.choice([1, 2, draws.randint(1, most)]))]
+        return [
+            draws.randrange(VOCABULARY) for _ in range(draws.choice([1, 2, draws.randint(1, most)]))
+        ]
 
     return [Continuation(ids(30), ids(20)) for _ in range(count)]
 
 
 @torch.no_grad()
-def one_by_one(model: Llama, asked: list[Continuation], precision: Precision = FP32) -> torch.Tensor:
-    """The obvious way: the whole text through the model, all its log-probabilities, those of the continuation added."""
+def one_by_one(
+    model: Llama, asked: list[Continuation], precision: Precision = FP32
+) -> torch.Tensor:
+    """The obvious way: the whole text through the model, all its log-probabilities, those of the
+    continuation added.
+    """
     sums = []
     for context, ids in asked:
         with precision.context("cpu"):
@@ -40,7 +46,9 @@ def one_by_one(model: Llama, asked: list[Continuation], precision: Precision = F
     return torch.stack(sums)
 
 
-def log_probabilities(found: list[choices.Score], dtype: torch.dtype = torch.float64) -> torch.Tensor:
+def log_probabilities(
+    found: list[choices.Score], dtype: torch.dtype = torch.float64
+) -> torch.Tensor:
     return torch.tensor([each.log_probability for each in found], dtype=dtype)
 
 
@@ -62,14 +70,18 @@ def test_batches_and_padding_add_no_error(precision: str) -> None:
 def test_logits_come_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     model, asked = tiny_llama(torch.float64), pairs()
     most, logits = [], model.logits
-    monkeypatch.setattr(model, "logits", lambda hidden: (most.append(hidden.shape[0]), logits(hidden))[1])
+    monkeypatch.setattr(
+        model, "logits", lambda hidden: (most.append(hidden.shape[0]), logits(hidden))[1]
+    )
     whole = score(model, asked, FP32)
     assert max(most) == sum(len(each.ids) for each in asked)
     most.clear()
     monkeypatch.setattr(choices, "LOGITS", 5 * VOCABULARY)
     pieces = score(model, asked, FP32)
     assert max(most) <= 5
-    torch.testing.assert_close(log_probabilities(pieces), log_probabilities(whole), rtol=1e-12, atol=0.0)
+    torch.testing.assert_close(
+        log_probabilities(pieces), log_probabilities(whole), rtol=1e-12, atol=0.0
+    )
     assert [each.greedy for each in pieces] == [each.greedy for each in whole]
 
 
@@ -85,16 +97,23 @@ def test_a_continuation_is_greedy_if_each_of_its_ids_is_the_likeliest() -> None:
 def test_what_has_no_room_is_left_out_at_the_beginning() -> None:
     model = tiny_llama(torch.float64, max_position_embeddings=16)
     draws = random.Random(1)
-    context, ids = [draws.randrange(VOCABULARY) for _ in range(30)], [draws.randrange(VOCABULARY) for _ in range(5)]
+    context, ids = (
+        [draws.randrange(VOCABULARY) for _ in range(30)],
+        [draws.randrange(VOCABULARY) for _ in range(5)],
+    )
     cut = Continuation(context[-12:], ids)  # 16 inputs: the last id is only predicted
     assert score(model, [Continuation(context, ids)], FP32) == score(model, [cut], FP32)
-    assert score(model, [Continuation(context, ids)], FP32) != score(model, [Continuation(context[-11:], ids)], FP32)
+    assert score(model, [Continuation(context, ids)], FP32) != score(
+        model, [Continuation(context[-11:], ids)], FP32
+    )
 
 
 def test_a_continuation_without_room_is_refused() -> None:
     model = tiny_llama(max_position_embeddings=16)
     assert len(score(model, [Continuation([1], [2] * 16)], FP32)) == 1
-    with pytest.raises(InputRefused, match="a continuation of 17 tokens has no room in the model's 16 positions"):
+    with pytest.raises(
+        InputRefused, match="a continuation of 17 tokens has no room in the model's 16 positions"
+    ):
         score(model, [Continuation([1], [2] * 17)], FP32)
 
 

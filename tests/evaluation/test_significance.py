@@ -30,7 +30,11 @@ def test_a_mean_and_its_error() -> None:
     assert mean([2.0]) == (2.0, None, 1) and mean([2.0]).is_noise is None
     found = mean([1.0, 2.0, 3.0])
     assert found.value == 2 and found.standard_error == pytest.approx(1 / math.sqrt(3))
-    assert written(found) == "2.000 ± 0.577" and written(None) == "diverged" and written(mean([1.0])) == "1.000"
+    assert (
+        written(found) == "2.000 ± 0.577"
+        and written(None) == "diverged"
+        and written(mean([1.0])) == "1.000"
+    )
 
 
 def grid(rates: int, seeds: int) -> list[dict[str, float]]:
@@ -56,7 +60,11 @@ def test_settings_are_compared_with_the_best() -> None:
 def test_a_seeds_own_luck_cancels() -> None:
     """Seeds differ by 1, settings by .01: paired, that is as clear as day; unpaired it would drown."""
     luck = [0.0, 1.0, -1.0, 0.5, 0.3, -0.2]
-    values = [2 + 0.01 * s + each + 1e-4 * ((s * 7 + i) % 3) for s in range(4) for i, each in enumerate(luck)]
+    values = [
+        2 + 0.01 * s + each + 1e-4 * ((s * 7 + i) % 3)
+        for s in range(4)
+        for i, each in enumerate(luck)
+    ]
     table = tabulate(values, grid(4, 6))
     assert table.best and table.best.setting is table.settings[0]
     assert [s.tied for s in table.settings] == [None, False, False, False]
@@ -65,7 +73,8 @@ def test_a_seeds_own_luck_cancels() -> None:
 def test_what_is_far_from_the_best_lends_it_no_noise() -> None:
     calm = [2.00, 2.01, 2.10, 2.11, 2.20, 2.212]
     assert (
-        tabulate([*calm, 3, 9, 4, 8, 5, 7], grid(6, 2)).noise == tabulate([*calm, 3, 3, 4, 4, 5, 5], grid(6, 2)).noise
+        tabulate([*calm, 3, 9, 4, 8, 5, 7], grid(6, 2)).noise
+        == tabulate([*calm, 3, 3, 4, 4, 5, 5], grid(6, 2)).noise
     )
 
 
@@ -77,19 +86,28 @@ def test_one_seed_has_no_error_bar() -> None:
 
 def test_one_setting_has_nothing_beside_it() -> None:
     table = tabulate([2.0, 2.1], [{"seed": 0}, {"seed": 1}])
-    assert table.best and table.best.member == 0 and len(table.settings) == 1 and "nothing to compare" in table.how
+    assert (
+        table.best
+        and table.best.member == 0
+        and len(table.settings) == 1
+        and "nothing to compare" in table.how
+    )
 
 
 def test_one_setting_that_is_left_is_not_called_one_seed() -> None:
     table = tabulate([2.0, 2.1, None, math.nan], grid(2, 2))
-    assert table.best and table.how == "the others diverged: there is nothing to compare the best with"
+    assert (
+        table.best and table.how == "the others diverged: there is nothing to compare the best with"
+    )
     assert tabulate([None] * 4, grid(2, 2)).how == "all diverged"
 
 
 def test_a_member_that_diverged() -> None:
     values = [1.0, None, 2.0, 2.1, math.nan, math.inf]
     table = tabulate(values, grid(3, 2))
-    assert table.best and table.best.setting is table.settings[1], "the first has a lower mean, of one seed of two"
+    assert table.best and table.best.setting is table.settings[1], (
+        "the first has a lower mean, of one seed of two"
+    )
     assert table.settings[0].failed == (1,) and "1 of 2 diverged" in table.line(table.settings[0])
     assert table.settings[2].mean is None and "diverged" in table.line(table.settings[2])
     assert table.values == (1.0, None, 2.0, 2.1, None, None)
@@ -97,7 +115,9 @@ def test_a_member_that_diverged() -> None:
 
 
 def test_ties_are_rarely_missed() -> None:
-    """Settings that are equal but for noise: the best of two is told from the other in about 5 % of all tables."""
+    """Settings that are equal but for noise: the best of two is told from the other in about 5 % of
+    all tables.
+    """
     draws, untied, tables = random.Random(1), 0, 2000
     for _ in range(tables):
         table = tabulate([draws.gauss(0, 1) for _ in range(2 * 4)], grid(2, 4))

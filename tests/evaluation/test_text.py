@@ -21,8 +21,12 @@ from monograph.resident import Resident
 def text(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     folder, draws = tmp_path_factory.mktemp("texts"), random.Random(0)
     for number in range(12):
-        (folder / f"{number}.txt").write_text("".join(draws.choice("abcdé \n") for _ in range(draws.randint(9, 90))))
-    return corpus(folder, tokenizer="bytes", sequence_length=16, held_out=0.4, cache=folder / "cache")
+        (folder / f"{number}.txt").write_text(
+            "".join(draws.choice("abcdé \n") for _ in range(draws.randint(9, 90)))
+        )
+    return corpus(
+        folder, tokenizer="bytes", sequence_length=16, held_out=0.4, cache=folder / "cache"
+    )
 
 
 class Uniform:
@@ -46,7 +50,9 @@ def test_a_uniform_model_has_the_known_scores(text: Corpus) -> None:
 
 
 def test_bytes_are_those_of_the_text(text: Corpus) -> None:
-    assert evaluate(Uniform(), text.held_out).bytes == sum(len(document) for document in text.held_out.texts())
+    assert evaluate(Uniform(), text.held_out).bytes == sum(
+        len(document) for document in text.held_out.texts()
+    )
 
 
 @pytest.mark.parametrize("batch_rows", [1, 3, 64])
@@ -58,8 +64,13 @@ def test_how_many_rows_at_once_changes_nothing(text: Corpus, batch_rows: int) ->
 
 def test_it_is_the_mean_over_rows_one_by_one(text: Corpus) -> None:
     scored, rows = engine(), text.held_out
-    sums = [scored.evaluate({k: torch.from_numpy(v)[None] for k, v in rows.row(i).items()}) for i in range(len(rows))]
-    assert evaluate(scored, rows).loss == pytest.approx(float(sum(s[0] for s in sums)) / rows.tokens, rel=1e-12)
+    sums = [
+        scored.evaluate({k: torch.from_numpy(v)[None] for k, v in rows.row(i).items()})
+        for i in range(len(rows))
+    ]
+    assert evaluate(scored, rows).loss == pytest.approx(
+        float(sum(s[0] for s in sums)) / rows.tokens, rel=1e-12
+    )
 
 
 def test_a_limit_scores_that_many_rows(text: Corpus) -> None:
@@ -78,7 +89,9 @@ def test_dropout_is_off_and_comes_back_on(text: Corpus) -> None:
 
 def test_a_loss_of_another_kind_has_no_bits_per_byte(text: Corpus) -> None:
     class Sequences(TokenLoss):
-        def __call__(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        def __call__(
+            self, model: torch.nn.Module, batch: dict[str, torch.Tensor]
+        ) -> tuple[torch.Tensor, torch.Tensor]:
             return super().__call__(model, batch)[0], torch.tensor(len(batch["tokens"]))
 
     result = evaluate(Resident(tiny_llama(vocab_size=259), loss=Sequences()), text.held_out)
@@ -96,6 +109,12 @@ def test_a_hopeless_model_has_a_perplexity_all_the_same(text: Corpus) -> None:
 
 def test_nothing_held_out_is_said(text: Corpus, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("abc " * 40)
-    none = corpus(tmp_path / "a.txt", tokenizer="bytes", sequence_length=16, held_out=0, cache=tmp_path / "cache")
+    none = corpus(
+        tmp_path / "a.txt",
+        tokenizer="bytes",
+        sequence_length=16,
+        held_out=0,
+        cache=tmp_path / "cache",
+    )
     with pytest.raises(UsageError, match="nothing to evaluate on"):
         evaluate(Uniform(), none.held_out)

@@ -1,4 +1,6 @@
-"""Run: pytest tests/evaluation/test_yardsticks.py (the array code against a plain dictionary model)."""
+"""Run: pytest tests/evaluation/test_yardsticks.py (the array code against a plain dictionary
+model).
+"""
 
 from __future__ import annotations
 
@@ -12,17 +14,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from monograph.evaluation.yardsticks import kneser_ney_bits_per_byte, trigram_bits_per_byte, yardsticks
+from monograph.evaluation.yardsticks import (
+    kneser_ney_bits_per_byte,
+    trigram_bits_per_byte,
+    yardsticks,
+)
 
-# Few letters repeat contexts often; all bytes, 0 and 255 too, must pack without touching their neighbours
+# Few letters repeat contexts often; all bytes, 0 and 255 too, must pack without touching their
+# neighbours
 texts = st.one_of(
-    st.text("ab", max_size=60).map(str.encode), st.lists(st.sampled_from([0, 1, 254, 255]), max_size=40).map(bytes)
+    st.text("ab", max_size=60).map(str.encode),
+    st.lists(st.sampled_from([0, 1, 254, 255]), max_size=40).map(bytes),
 )
 PROSE = b"the cat sat on the mat; the dog sat on the log; the cat and the dog ran. " * 12
 
 
 class DictionaryModel:
-    """Interpolated modified Kneser-Ney, written from its definition: counts in dictionaries, one probability a call."""
+    """Interpolated modified Kneser-Ney, written from its definition: counts in dictionaries, one
+    probability a call.
+    """
 
     def __init__(self, train: bytes, order: int) -> None:
         self.order = min(order, len(train) - 1)
@@ -65,7 +75,9 @@ class DictionaryModel:
         return p
 
     def bits_per_byte(self, text: bytes) -> float:
-        return -sum(math.log2(self.probability(text[:i], byte)) for i, byte in enumerate(text)) / len(text)
+        return -sum(
+            math.log2(self.probability(text[:i], byte)) for i, byte in enumerate(text)
+        ) / len(text)
 
 
 @settings(max_examples=150)
@@ -76,12 +88,16 @@ def test_array_model_equals_dictionary_model(train: bytes, held_out: bytes, orde
 
 
 def test_array_model_equals_dictionary_model_on_prose() -> None:
-    """Here counts of 1, 2, 3 and 4 all occur, so the discounts are the estimates and not their substitute."""
+    """Here counts of 1, 2, 3 and 4 all occur, so the discounts are the estimates and not their
+    substitute.
+    """
     shuffled = random.Random(0).sample(PROSE.split(b" "), k=len(PROSE.split(b" ")))
     train, held_out = PROSE[:500] + b" ".join(shuffled), PROSE[300:600].upper() + PROSE[:200]
     for order in (0, 3, 6):
         expected = DictionaryModel(train, order).bits_per_byte(held_out)
-        assert kneser_ney_bits_per_byte(train, held_out, order) == pytest.approx(expected, rel=1e-12)
+        assert kneser_ney_bits_per_byte(train, held_out, order) == pytest.approx(
+            expected, rel=1e-12
+        )
 
 
 @pytest.mark.parametrize("context", [b"the ca", b"t", b"zzzzzz", b"\x00\xff"])
@@ -104,7 +120,11 @@ def test_trigram_equals_its_definition(train: bytes, held_out: bytes) -> None:
     bits = 0.0
     for i, byte in enumerate(held_out):
         context = held_out[i - 2 : i] if i >= 2 else None
-        bits += 8 if context is None else -math.log2((grams[context + bytes([byte])] + 1) / (pairs[context] + 256))
+        bits += (
+            8
+            if context is None
+            else -math.log2((grams[context + bytes([byte])] + 1) / (pairs[context] + 256))
+        )
     assert trigram_bits_per_byte(train, held_out) == pytest.approx(bits / len(held_out), rel=1e-12)
 
 

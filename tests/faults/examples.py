@@ -17,12 +17,20 @@ def checkpoint(update: int, seed: int = 0, tensors: int = 3) -> Checkpoint:
     model = {f"layer.{index}": flat[100 * index :][:100].view(10, 10) for index in range(tensors)}
     moments = torch.randn(2, 300, generator=random_numbers)
     optimizer = {"first": moments[0], "second": moments[:, ::3], "count": torch.tensor(update)}
-    return Checkpoint(update, model, optimizer, {"rows": 17 * update, "seed": seed, "loss": update / 3}, run="a run")
+    return Checkpoint(
+        update,
+        model,
+        optimizer,
+        {"rows": 17 * update, "seed": seed, "loss": update / 3},
+        run="a run",
+    )
 
 
 def same(one: Checkpoint, other: Checkpoint) -> bool:
     def equal(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
-        return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+        return mine.keys() == theirs.keys() and all(
+            torch.equal(mine[name], theirs[name]) for name in mine
+        )
 
     labels_agree = (one.update, one.state, one.run) == (other.update, other.state, other.run)
     return labels_agree and equal(one.model, other.model) and equal(one.optimizer, other.optimizer)

@@ -1,11 +1,13 @@
-"""For every I/O operation of a callable and every kind of fault: run it in a fork, strike there, yield what is left.
+"""For every I/O operation of a callable and every kind of fault: run it in a fork, strike there,
+yield what is left.
 
     with FaultServer() as faults:
         for outcome in faults.every_operation(scenario, prepared, scratch):
             ...check outcome.folder, then go on in it...
 
-A scenario is a module-level function of one folder; all that it writes below that folder is counted. It runs in a fork
-of a process which has imported the scenario's module once, so that a case costs milliseconds, not an import of torch.
+A scenario is a module-level function of one folder; all that it writes below that folder is
+counted. It runs in a fork of a process which has imported the scenario's module once, so that a
+case costs milliseconds, not an import of torch.
 """
 
 from __future__ import annotations
@@ -25,11 +27,13 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-# In the order of the shim's enum. `short`: a write moves half of its bytes and says so, which is not an error; `full`:
-# no space (ENOSPC) for this operation or from here on; `broken`: the device fails (EIO), an fsync's delayed write too.
+# In the order of the shim's enum. `short`: a write moves half of its bytes and says so, which is
+# not an error; `full`: no space (ENOSPC) for this operation or from here on; `broken`: the device
+# fails (EIO), an fsync's delayed write too.
 EVERY_FAULT = ("kill", "torn", "short", "full-once", "full", "broken-once", "broken")
-# Reads that fail: this one, or from here on, which is every read of the same file where the file's disk is the trouble
-# (EIO, ESTALE), and every read where it is the process (EMFILE, ENOMEM). Python calls again after EINTR until it works.
+# Reads that fail: this one, or from here on, which is every read of the same file where the file's
+# disk is the trouble (EIO, ESTALE), and every read where it is the process (EMFILE, ENOMEM). Python
+# calls again after EINTR until it works.
 ERRORS = ("EIO", "EMFILE", "ENOMEM", "ESTALE", "EINTR")
 EVERY_UNREAD = tuple(error + lasting for error in ERRORS for lasting in ("", " from here on"))[:-1]
 MODES = ("record", *EVERY_FAULT, "record-reads", *EVERY_UNREAD)
@@ -54,8 +58,10 @@ class Outcome:
     """What a scenario left behind.
 
     Attributes:
-        folder: the scenario's folder as the fault left it; removed when the next outcome is asked for.
-        mode, number, operation: where the fault struck (number counts from 1; 0 and None for a recording).
+        folder: the scenario's folder as the fault left it; removed when the next outcome is asked
+            for.
+        mode, number, operation: where the fault struck (number counts from 1; 0 and None for a
+            recording).
         error: name of the exception that left the scenario and its text, if one did.
         signal: the signal that ended it, 0 for none.
         journal: the operations it carried out (empty if killed).
@@ -92,7 +98,9 @@ def build_shim() -> Path:
         library.parent.mkdir(mode=0o700, exist_ok=True)
         unfinished = library.with_suffix(f".{os.getpid()}")
         flags = ["-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror"]
-        subprocess.run([_compiler(), *flags, "-o", unfinished, source, "-ldl", "-lpthread"], check=True)
+        subprocess.run(
+            [_compiler(), *flags, "-o", unfinished, source, "-ldl", "-lpthread"], check=True
+        )
         unfinished.rename(library)
     return library
 
@@ -126,7 +134,9 @@ class FaultServer:
     def __exit__(self, *_exception: object) -> None:
         self._process.communicate()
 
-    def run(self, scenario: Scenario, folder: Path, mode: str = "record", number: int = 0) -> Outcome:
+    def run(
+        self, scenario: Scenario, folder: Path, mode: str = "record", number: int = 0
+    ) -> Outcome:
         """Carry out the scenario once in the folder, with a fault at its operation `number`."""
         if "<locals>" in scenario.__qualname__ or "<lambda>" in scenario.__qualname__:
             raise TypeError(f"{scenario.__qualname__}: a scenario must be a module-level function")
@@ -139,18 +149,26 @@ class FaultServer:
         }
         answer = self._ask(case)
         if number and not answer["struck"]:
-            raise AssertionError(f"{mode} at operation {number} never struck: the scenario is not deterministic")
+            raise AssertionError(
+                f"{mode} at operation {number} never struck: the scenario is not deterministic"
+            )
         journal = [Operation(*line.split("\t")) for line in answer["journal"].splitlines()]
         error = tuple(answer["error"]) if answer["error"] else None
         return Outcome(folder, mode, number, None, error, answer["signal"], journal)
 
-    def record(self, scenario: Scenario, prepared: Path, scratch: Path, mode: str = "record") -> list[Operation]:
-        """The scenario's operations, or with "record-reads" its reads, when nothing goes wrong; it must not raise."""
+    def record(
+        self, scenario: Scenario, prepared: Path, scratch: Path, mode: str = "record"
+    ) -> list[Operation]:
+        """The scenario's operations, or with "record-reads" its reads, when nothing goes wrong; it
+        must not raise.
+        """
         folder = _fresh_copy(prepared, scratch)
         outcome = self.run(scenario, folder, mode)
         shutil.rmtree(folder)
         if outcome.error or outcome.signal:
-            raise AssertionError(f"the scenario fails without any fault: {outcome.error}, signal {outcome.signal}")
+            raise AssertionError(
+                f"the scenario fails without any fault: {outcome.error}, signal {outcome.signal}"
+            )
         return outcome.journal
 
     def every_operation(
@@ -162,20 +180,28 @@ class FaultServer:
         stride: int = 1,
         journal: list[Operation] | None = None,
     ) -> Iterator[Outcome]:
-        """Strike at each operation in each mode to which it can happen, each time on a fresh copy of `prepared`.
+        """Strike at each operation in each mode to which it can happen, each time on a fresh copy
+        of `prepared`.
 
-        `journal`: the operations, or reads, when nothing goes wrong, if these have been recorded before.
-        The modes are either all of EVERY_FAULT or all of EVERY_UNREAD. Where a case is dear each mode strikes every
-        `stride`-th operation to which it can happen, and the next mode those after them, so that each meets some mode.
+        `journal`: the operations, or reads, when nothing goes wrong, if these have been recorded
+        before. The modes are either all of EVERY_FAULT or all of EVERY_UNREAD. Where a case is dear
+        each mode strikes every `stride`-th operation to which it can happen, and the next mode
+        those after them, so that each meets some mode.
         """
         reads = modes[0] in EVERY_UNREAD
-        journal = journal or self.record(scenario, prepared, scratch, "record-reads" if reads else "record")
+        journal = journal or self.record(
+            scenario, prepared, scratch, "record-reads" if reads else "record"
+        )
         for place, mode in enumerate(modes):
-            struck = [(number, each) for number, each in enumerate(journal, 1) if applies(mode, each)]
+            struck = [
+                (number, each) for number, each in enumerate(journal, 1) if applies(mode, each)
+            ]
             for number, operation in struck[place % stride :: stride]:
                 folder = _fresh_copy(prepared, scratch)
                 outcome = self.run(scenario, folder, mode, number)
-                yield Outcome(folder, mode, number, operation, outcome.error, outcome.signal, outcome.journal)
+                yield Outcome(
+                    folder, mode, number, operation, outcome.error, outcome.signal, outcome.journal
+                )
                 shutil.rmtree(folder)
 
     def _ask(self, case: dict[str, Any]) -> dict[str, Any]:
@@ -183,7 +209,9 @@ class FaultServer:
         print(json.dumps(case), file=self._process.stdin, flush=True)
         line = self._process.stdout.readline()
         if not line:
-            raise AssertionError(f"the fault server ended with {self._process.wait()}; its stderr says why")
+            raise AssertionError(
+                f"the fault server ended with {self._process.wait()}; its stderr says why"
+            )
         return json.loads(line)
 
 

@@ -1,7 +1,8 @@
-"""Commands that read, as a person types them, in a folder that has runs and all that they are made of.
+"""Commands that read, as a person types them, in a folder that has runs and all that they are made
+of.
 
-The commands run in a FaultServer's forks. What one leaves behind, what it prints included, is compared with what it
-leaves when every read succeeds.
+The commands run in a FaultServer's forks. What one leaves behind, what it prints included, is
+compared with what it leaves when every read succeeds.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ UPDATES, STOPPED, KEPT = 6, 5, 3
 RUN = [*over(TINY, f"train.updates={UPDATES}", "train.save_every=1"), f"train.keep={KEPT}"]
 FROM_BASE = [*(each for each in RUN if not each.startswith("model.")), "model.init=base"]
 SWEEP = [*over(RUN, "train.updates=2"), "optim.lr=1e-3,2e-3"]
-TIMES = re.compile(r'"(\w*(tokens_per_s|_s|memory_bytes))": [-0-9.e+]+|[\d.]+ ?k? tok/s|[-+]\d+ % tokens/s')
+TIMES = re.compile(
+    r'"(\w*(tokens_per_s|_s|memory_bytes))": [-0-9.e+]+|[\d.]+ ?k? tok/s|[-+]\d+ % tokens/s'
+)
 
 
 class Ended(Exception):
@@ -53,12 +56,15 @@ class Ended(Exception):
 
 
 def carry_out(folder: Path, *arguments: str) -> None:
-    """A command in the folder, without figures; what it prints is kept beside the folder. Raises Ended."""
+    """A command in the folder, without figures; what it prints is kept beside the folder. Raises
+    Ended.
+    """
     os.environ |= {"MONOGRAPH_HOME": str(folder / "cache"), "NO_COLOR": "1"}
     reporting.write_report = progress.write_sweep_report = lambda *_: None  # type: ignore[assignment]
     reporting.SAMPLE_TOKENS = 4  # 48 would take longer than all updates
     os.chdir(folder)
-    sys.stdin = open(os.devnull)  # of what the server's has read ahead, no encoding can be set any more
+    # Of what the server's has read ahead, no encoding can be set any more.
+    sys.stdin = open(os.devnull)
     told, printed = io.StringIO(), io.StringIO()
     code: object = 0
     with redirect_stderr(told), redirect_stdout(printed):
@@ -76,19 +82,28 @@ def printed_in(folder: Path) -> Path:
 
 
 def prepare(folder: Path) -> None:
-    """A text, a base, an adapter beside it, a finished run and sweep, and the newest: a run stopped after update 5."""
+    """A text, a base, an adapter beside it, a finished run and sweep, and the newest: a run stopped
+    after update 5.
+    """
     (folder / "texts").mkdir()
     for number, words in enumerate(("alpha beta", "gamma delta", "epsilon zeta", "eta theta")):
         (folder / "texts" / f"{number}.txt").write_text(f"{words} " * 40)
     (folder / "records.jsonl").write_text('{"text": "alpha beta gamma delta"}\n' * 20)
-    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    shape = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+    }
     config = LlamaConfig(vocab_size=259, num_key_value_heads=1, max_position_embeddings=32, **shape)
     save_model(Llama(config), folder / "base", Tokenizer.bytes())
     carry_out(folder, "train", *FROM_BASE, "lora.rank=2", "--out", "adapted")
     carry_out(folder, "export", "adapted", "--to", "merged")
     (folder / "merged" / "adapter").rename(folder / "adapter")
     stored = folder / "adapter" / "adapter_config.json"
-    stored.write_text(json.dumps(json.loads(stored.read_text()) | {"base_model_name_or_path": "../base"}))
+    stored.write_text(
+        json.dumps(json.loads(stored.read_text()) | {"base_model_name_or_path": "../base"})
+    )
     shutil.rmtree(folder / "adapted")
     shutil.rmtree(folder / "merged")
     carry_out(folder, "train", *over(RUN, "train.updates=1"), "--out", "runs/older")
@@ -141,7 +156,9 @@ def compare(folder: Path) -> None:
 
 
 def show_data(folder: Path) -> None:
-    carry_out(folder, "data", "show", "tex*/*.txt", "data.tokenizer=base", "data.sequence_length=32")
+    carry_out(
+        folder, "data", "show", "tex*/*.txt", "data.tokenizer=base", "data.sequence_length=32"
+    )
 
 
 def resume(folder: Path) -> None:
@@ -174,7 +191,9 @@ COMMANDS: dict[str, Scenario] = {
 def results(folder: Path) -> list[Any]:
     """All that a command that came to its end leaves, times aside."""
     trained = [fingerprint(folder / run) for run, _ in RUNS.values() if is_whole(Run(folder / run))]
-    exported = {path.name: digest(path) for path in sorted(folder.glob("out/**/*")) if path.is_file()}
+    exported = {
+        path.name: digest(path) for path in sorted(folder.glob("out/**/*")) if path.is_file()
+    }
     return [printed_in(folder).read_text(), trained, exported]
 
 
@@ -183,11 +202,20 @@ def is_whole(run: Run) -> bool:
 
 
 def kept(folder: Path) -> dict[str, str]:
-    """Digests of all that a command which only reads may not change; a lock and the starts tell who came last."""
+    """Digests of all that a command which only reads may not change; a lock and the starts tell who
+    came last.
+    """
     places = ("texts", "base", "adapter", "runs", "records.jsonl")
-    files = [path for place in places for path in (folder / place, *(folder / place).rglob("*")) if path.is_file()]
+    files = [
+        path
+        for place in places
+        for path in (folder / place, *(folder / place).rglob("*"))
+        if path.is_file()
+    ]
     return {
-        str(path.relative_to(folder)): digest(path) for path in files if path.name not in ("run.lock", "starts.jsonl")
+        str(path.relative_to(folder)): digest(path)
+        for path in files
+        if path.name not in ("run.lock", "starts.jsonl")
     }
 
 

@@ -1,7 +1,9 @@
-"""Whatever else writes: each with what is there before, what is done, and what has to be there afterwards.
+"""Whatever else writes: each with what is there before, what is done, and what has to be there
+afterwards.
 
-A case's `look` says what a folder holds after a fault, "former" or "new", and fails where it is neither; `again` is
-what a person does next, which must come to the new and leave nothing else behind. `steps` run in a FaultServer's forks.
+A case's `look` says what a folder holds after a fault, "former" or "new", and fails where it is
+neither; `again` is what a person does next, which must come to the new and leave nothing else
+behind. `steps` run in a FaultServer's forks.
 """
 
 from __future__ import annotations
@@ -67,7 +69,9 @@ Rows = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Case:
-    """See the module. `modes`, `stride`: the faults of a short run of the tests, and of how many operations one."""
+    """See the module. `modes`, `stride`: the faults of a short run of the tests, and of how many
+    operations one.
+    """
 
     prepare: Callable[[Path], object]
     steps: Scenario
@@ -81,7 +85,7 @@ def quiet(line: str) -> None:
     """Warnings are looked at by the tests of what warns."""
 
 
-# ---- metrics -------------------------------------------------------------------------------------------------------
+# ---- metrics -------------------------------------------------------------------------------------
 
 LOGGED: Rows = [{"update": update, "train_loss": 1 / update} for update in range(1, 9)]
 BEFORE = 3
@@ -124,13 +128,15 @@ def log_again(folder: Path) -> None:
     assert look_at_metrics(folder) == "new"
 
 
-# ---- the beginning of a run ----------------------------------------------------------------------------------------
+# ---- the beginning of a run ----------------------------------------------------------------------
 
 SETTINGS = load(None, {"train.updates": 5}, {})
 
 
 def begin(folder: Path) -> None:
-    """What `train` writes before its first checkpoint, and what it removes where it fails before that."""
+    """What `train` writes before its first checkpoint, and what it removes where it fails before
+    that.
+    """
     run = Run.create(folder / "run")
     with run.lock(new=True):
         try:
@@ -148,7 +154,10 @@ def look_at_beginning(folder: Path) -> str:
         return "former"
     assert load(run.config, {}, {}).fingerprint == SETTINGS.fingerprint
     assert json.loads(run.parent_file.read_bytes())["update"] == 7
-    assert not run.tokenizer.exists() or Tokenizer.from_file(run.tokenizer).hash == Tokenizer.bytes().hash
+    assert (
+        not run.tokenizer.exists()
+        or Tokenizer.from_file(run.tokenizer).hash == Tokenizer.bytes().hash
+    )
     return "new" if run.tokenizer.exists() else "former"
 
 
@@ -160,11 +169,17 @@ def begin_again(folder: Path) -> None:
         write_tokenizer(run, Tokenizer.bytes())
     assert look_at_beginning(folder) == "new"
     assert sorted(path.name for path in run.folder.iterdir()) == sorted(
-        ["config.toml", "from.json", "run.lock", "tokenizer.json", *Tokenizer.bytes().config.files()]
+        [
+            "config.toml",
+            "from.json",
+            "run.lock",
+            "tokenizer.json",
+            *Tokenizer.bytes().config.files(),
+        ]
     )
 
 
-# ---- the beginning of a run that learns from a sweep's members -----------------------------------------------------
+# ---- the beginning of a run that learns from a sweep's members -----------------------------------
 
 
 def begin_student(folder: Path) -> None:
@@ -179,7 +194,9 @@ def look_at_student(folder: Path) -> str:
     if not run.begun:
         return "former"
     assert load(run.config, {}, {}).fingerprint == SETTINGS.fingerprint
-    assert json.loads((run.folder / TEACHERS).read_bytes())["teachers"] == [], "it would learn from the text alone"
+    assert json.loads((run.folder / TEACHERS).read_bytes())["teachers"] == [], (
+        "it would learn from the text alone"
+    )
     return "new"
 
 
@@ -187,10 +204,14 @@ def begin_student_again(folder: Path) -> None:
     if not Run(folder / "distilled").begun:
         begin_student(folder)
     assert look_at_student(folder) == "new"
-    assert {path.name for path in (folder / "distilled").iterdir()} == {"config.toml", "run.lock", TEACHERS}
+    assert {path.name for path in (folder / "distilled").iterdir()} == {
+        "config.toml",
+        "run.lock",
+        TEACHERS,
+    }
 
 
-# ---- going on ------------------------------------------------------------------------------------------------------
+# ---- going on ------------------------------------------------------------------------------------
 
 
 def begin_resume(folder: Path) -> None:
@@ -215,7 +236,9 @@ def look_at_resumed(folder: Path) -> str:
     assert run.rows()[:BEFORE] == LOGGED[:BEFORE] and serial(run.folder) == 1
     found = checkpointing.newest(run.checkpoints, quiet)
     assert found.update in (2, 3) and same(found, checkpoint(found.update))
-    assert found.update == 2 or run.rows() == LOGGED[: BEFORE + 1], "a checkpoint is newer than its metrics"
+    assert found.update == 2 or run.rows() == LOGGED[: BEFORE + 1], (
+        "a checkpoint is newer than its metrics"
+    )
     return "new" if found.update == 3 else "former"
 
 
@@ -226,7 +249,7 @@ def resume_again(folder: Path) -> None:
     assert look_at_resumed(folder) == "new"
 
 
-# ---- exports -------------------------------------------------------------------------------------------------------
+# ---- exports -------------------------------------------------------------------------------------
 
 
 def model_for_export() -> Llama:
@@ -263,7 +286,9 @@ def begin_adapted(folder: Path) -> None:
     sha256 = digest(base)
     put(base, SMALL)
     recipe = Recipe(str(folder / "model"), "auto", {}, 0, lora=options(SMALL), base_sha256=sha256)
-    state = recorded(recipe.entries(), base.config.to_hf(), 2) | {"tokenizer": Tokenizer.bytes().digest}
+    state = recorded(recipe.entries(), base.config.to_hf(), 2) | {
+        "tokenizer": Tokenizer.bytes().digest
+    }
     run = Run.create(folder / "run")
     checkpointing.save(run.checkpoints, Checkpoint(2, kept_state(base), {}, state))
     write_config(run, load(None, {"train.updates": 5}, {}))
@@ -312,7 +337,11 @@ def export_both_again(folder: Path, format: str) -> None:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 @cache
@@ -340,7 +369,7 @@ def export_again(folder: Path, format: str) -> None:
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
 
 
-# ---- follow --------------------------------------------------------------------------------------------------------
+# ---- follow --------------------------------------------------------------------------------------
 
 
 def begin_follow(folder: Path) -> None:
@@ -374,7 +403,7 @@ def follow_again(folder: Path) -> None:
     assert look_at_tensorboard(folder) == "new"
 
 
-# ---- sweeps --------------------------------------------------------------------------------------------------------
+# ---- sweeps --------------------------------------------------------------------------------------
 
 POINTS: list[dict[str, Any]] = [{"optim.lr": 1e-2}, {"optim.lr": 2e-2}]
 MEMBER: dict[str, Any] = {
@@ -390,7 +419,13 @@ def text(scratch: Path) -> Corpus:
         (scratch / "sweep").mkdir()
         with_texts(scratch / "sweep")
     folder = scratch / "sweep"
-    return corpus(folder / "texts", tokenizer="bytes", sequence_length=32, held_out=0.2, cache=folder / "cache")
+    return corpus(
+        folder / "texts",
+        tokenizer="bytes",
+        sequence_length=32,
+        held_out=0.2,
+        cache=folder / "cache",
+    )
 
 
 def batch_of(folder: Path) -> MemberBatch:
@@ -399,12 +434,18 @@ def batch_of(folder: Path) -> MemberBatch:
         member.plan = resolve(member.settings, describe())
     made = batches.of_length(batches.models_of(these, words, describe()), MEMBER["train.updates"])
     runs = [Run(folder / "sweep" / "members" / f"{member.index:03d}") for member in these]
-    return batches.batch_of(these, runs, made, words, batches.engine_of(made, False, torch.device("cpu")))
+    return batches.batch_of(
+        these, runs, made, words, batches.engine_of(made, False, torch.device("cpu"))
+    )
 
 
 def weights(batch: MemberBatch) -> dict[str, Tensor]:
     states = [session.engine.state().model for session in batch.sessions]
-    return {f"{index} {name}": each.clone() for index, state in enumerate(states) for name, each in state.items()}
+    return {
+        f"{index} {name}": each.clone()
+        for index, state in enumerate(states)
+        for name, each in state.items()
+    }
 
 
 def advance(batch: MemberBatch, updates: int) -> None:
@@ -434,7 +475,9 @@ def expected_of_sweep(scratch: Path) -> dict[int, dict[str, Tensor]]:
 
 
 def save_sweep(folder: Path) -> None:
-    """Two updates more of both members, a checkpoint of each, and what the sweep writes beside them."""
+    """Two updates more of both members, a checkpoint of each, and what the sweep writes beside
+    them.
+    """
     sweep = Sweep.open(folder / "sweep")
     with sweep.run.lock(), sweep.holding(members_of(sweep.settings, sweep.points)):
         batch = batch_of(folder)
@@ -468,12 +511,15 @@ def save_sweep_again(folder: Path) -> None:
     assert (folder / "sweep" / "best").resolve() == (folder / "sweep" / "members" / "001").resolve()
 
 
-# ---- a streamed model, with moments in files -----------------------------------------------------------------------
+# ---- a streamed model, with moments in files -----------------------------------------------------
 
 
 def engine_in(folder: Path) -> Streamed:
     (folder / "planes").mkdir(exist_ok=True)
-    return streamed({"num_hidden_layers": 1}, Placement(on_disk=frozenset({"exp_avg"}), folder=folder / "planes"))
+    return streamed(
+        {"num_hidden_layers": 1},
+        Placement(on_disk=frozenset({"exp_avg"}), folder=folder / "planes"),
+    )
 
 
 def stream(folder: Path, engine: Streamed, updates: int) -> None:
@@ -524,10 +570,12 @@ def save_stream_again(folder: Path) -> None:
         save_stream(folder)
     assert look_at_stream(folder) == "new"
     left = list((folder / "planes").iterdir())
-    assert len(left) <= 1 and not any(path.stat().st_size for path in left), "a plane that nobody can reach"
+    assert len(left) <= 1 and not any(path.stat().st_size for path in left), (
+        "a plane that nobody can reach"
+    )
 
 
-# ---- the whole of `monograph train` --------------------------------------------------------------------------------
+# ---- the whole of `monograph train` --------------------------------------------------------------
 
 RUN = SETTINGS_OF_RUN | {"train.updates": 3, "train.eval_every": 2, "train.keep": 2}
 
@@ -580,13 +628,19 @@ def resume_run(folder: Path) -> None:
         else:
             start("run", RUN)
     assert look_at_run(folder) == "new"
-    assert not [path for path in (folder / "run").rglob("*") if "partial" in path.name or ".tmp" in path.name]
+    assert not [
+        path
+        for path in (folder / "run").rglob("*")
+        if "partial" in path.name or ".tmp" in path.name
+    ]
 
 
 CASES: dict[str, Case] = {
     "metrics": Case(begin_metrics, append_metrics, look_at_metrics, log_again),
     "beginning": Case(lambda folder: None, begin, look_at_beginning, begin_again, stride=8),
-    "student": Case(lambda folder: None, begin_student, look_at_student, begin_student_again, stride=4),
+    "student": Case(
+        lambda folder: None, begin_student, look_at_student, begin_student_again, stride=4
+    ),
     "resume": Case(begin_resume, resume, look_at_resumed, resume_again, stride=19),
     **{
         f"export {format}": Case(
@@ -611,11 +665,17 @@ CASES: dict[str, Case] = {
         if format != "gguf" or importlib.util.find_spec("gguf")
     },
     **(
-        {"follow": Case(begin_follow, follow_in_tensorboard, look_at_tensorboard, follow_again, stride=2)}
+        {
+            "follow": Case(
+                begin_follow, follow_in_tensorboard, look_at_tensorboard, follow_again, stride=2
+            )
+        }
         if importlib.util.find_spec("tensorboard")
         else {}
     ),
     "sweep": Case(begin_sweep, save_sweep, look_at_sweep, save_sweep_again, ("kill",)),
-    "stream": Case(begin_stream, save_stream, look_at_stream, save_stream_again, ("kill", "torn"), stride=13),
+    "stream": Case(
+        begin_stream, save_stream, look_at_stream, save_stream_again, ("kill", "torn"), stride=13
+    ),
     "train": Case(begin_run, train_run, look_at_run, resume_run),
 }

@@ -1,6 +1,8 @@
-"""Runs inside the process that carries the shim: imports a scenario's module once, then forks for each case.
+"""Runs inside the process that carries the shim: imports a scenario's module once, then forks for
+each case.
 
-Reads one case per line of stdin (JSON: file, function, folder, mode, at), answers one JSON line on stdout.
+Reads one case per line of stdin (JSON: file, function, folder, mode, at), answers one JSON line on
+    stdout.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ def load(file: str, function: str) -> Callable[[Path], object]:
     return getattr(sys.modules[name], function)
 
 
-def carry_out(case: dict[str, Any], shim: ctypes.CDLL, scenario: Callable[[Path], object]) -> dict[str, Any]:
+def carry_out(
+    case: dict[str, Any], shim: ctypes.CDLL, scenario: Callable[[Path], object]
+) -> dict[str, Any]:
     signal.alarm(HANG_S)  # a hang ends the case with SIGALRM, which no test expects
     error, known = None, len(sys.modules)
     shim.faults_arm(case["folder"].encode(), case["mode"], case["at"])
@@ -40,8 +44,14 @@ def carry_out(case: dict[str, Any], shim: ctypes.CDLL, scenario: Callable[[Path]
         error = [type(raised).__name__, str(raised)]
     shim.faults_disarm()
     journal = shim.faults_journal().decode()
-    imported = [*islice(reversed(sys.modules), len(sys.modules) - known)][::-1]  # to look at all copies pages
-    return {"error": error, "struck": shim.faults_struck(), "journal": journal, "imported": imported}
+    # To look at all copies pages.
+    imported = [*islice(reversed(sys.modules), len(sys.modules) - known)][::-1]
+    return {
+        "error": error,
+        "struck": shim.faults_struck(),
+        "journal": journal,
+        "imported": imported,
+    }
 
 
 def in_a_fork(case: dict[str, Any], shim: ctypes.CDLL) -> dict[str, Any]:
@@ -57,7 +67,9 @@ def in_a_fork(case: dict[str, Any], shim: ctypes.CDLL) -> dict[str, Any]:
     with os.fdopen(reader) as report:
         text = report.read()
     _, status = os.waitpid(child, 0)
-    answer = json.loads(text) if text else {"error": None, "struck": 1, "journal": "", "imported": []}
+    answer = (
+        json.loads(text) if text else {"error": None, "struck": 1, "journal": "", "imported": []}
+    )
     for name in answer.pop("imported"):  # once here, and not again in each fork to come
         with suppress(Exception):
             importlib.import_module(name)

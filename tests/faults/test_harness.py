@@ -1,4 +1,6 @@
-"""Run: pytest tests/faults/test_harness.py (the fault harness itself; skipped where there is no C compiler)."""
+"""Run: pytest tests/faults/test_harness.py (the fault harness itself; skipped where there is no C
+compiler).
+"""
 
 from __future__ import annotations
 
@@ -99,10 +101,13 @@ def test_the_shim_sees_python_rust_and_c_writers(faults: FaultServer, tmp_path: 
     }.items():
         seen = {operation.name for operation in journal if Path(operation.path).name == file}
         assert needed <= seen, (file, seen)
-    rust = {operation.name for operation in journal if operation.path.startswith(".tmp")}  # its library's own temporary
+    # Its library's own temporary.
+    rust = {operation.name for operation in journal if operation.path.startswith(".tmp")}
     assert {"create", "write"} <= rust
     assert [operation.detail for operation in journal if operation.name == "sendfile"][0] == "5"
-    assert any(operation.name == "unlink" and operation.path.endswith("moved") for operation in journal)
+    assert any(
+        operation.name == "unlink" and operation.path.endswith("moved") for operation in journal
+    )
 
 
 def test_the_shim_sees_python_rust_and_c_readers(faults: FaultServer, tmp_path: Path) -> None:
@@ -178,7 +183,11 @@ def test_every_operation_of_a_scenario_is_struck(faults: FaultServer, tmp_path: 
     (tmp_path / "empty").mkdir()
     journal = faults.record(write_ten_bytes, tmp_path / "empty", tmp_path)
     cases = sum(applies(mode, operation) for mode in EVERY_FAULT for operation in journal)
-    assert cases == sum(1 for _ in faults.every_operation(write_ten_bytes, tmp_path / "empty", tmp_path)) == 19
+    assert (
+        cases
+        == sum(1 for _ in faults.every_operation(write_ten_bytes, tmp_path / "empty", tmp_path))
+        == 19
+    )
     with pytest.raises(AssertionError, match="never struck"):
         faults.run(write_ten_bytes, tmp_path / "empty", "kill", len(journal) + 1)
     with pytest.raises(AssertionError, match="by itself"):

@@ -25,7 +25,9 @@ def step_of(loss):
     return Step(nn.Linear(3, 1), loss=loss)
 
 
-@pytest.mark.parametrize("prepare", [lambda step: step, lambda step: capture(step, "eager")], ids=["eager", "captured"])
+@pytest.mark.parametrize(
+    "prepare", [lambda step: step, lambda step: capture(step, "eager")], ids=["eager", "captured"]
+)
 def test_a_loss_without_a_count_is_told_what_to_return(prepare):
     step = prepare(step_of(lambda model, batch: model(batch).mean()))
     with pytest.raises(UsageError, match=r"must return \(sum of the losses, number of targets\)"):
@@ -63,7 +65,9 @@ def test_what_is_compiled_anew_at_each_call_ends_in_one_line():
             return super().forward(x) * self.factor
 
     step = capture(Step(Cooling(3, 1), loss=lambda model, batch: (model(batch).sum(), 2)), "eager")
-    with pytest.raises(CaptureFailed, match="it was compiled too often: an attribute differs from call to call"):
+    with pytest.raises(
+        CaptureFailed, match="it was compiled too often: an attribute differs from call to call"
+    ):
         for _ in range(8):
             step([ROWS])
 
@@ -78,7 +82,9 @@ def test_a_capture_that_fails_leaves_the_hooks_of_saved_tensors_on():
             self.square.fill_diagonal_(0.2)
             return super().forward(x) * self.square[1]
 
-    engine = mono.Ensemble([Filling(), Filling()], loss=lambda model, batch: (model(batch["x"]).sum(), 2))
+    engine = mono.Ensemble(
+        [Filling(), Filling()], loss=lambda model, batch: (model(batch["x"]).sum(), 2)
+    )
     assert "mutation" in engine.capture({"x": ROWS}, "aot_eager")
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         torch.ones(2, requires_grad=True).square().sum().backward()
@@ -86,7 +92,9 @@ def test_a_capture_that_fails_leaves_the_hooks_of_saved_tensors_on():
 
 def test_an_error_of_the_module_itself_is_in_the_line():
     with pytest.raises((RuntimeError, CaptureFailed), match="reduction dim"):
-        capture(step_of(lambda model, batch: (model(batch).sum(), torch.tensor(2))), "eager")([torch.ones(2, 5)])
+        capture(step_of(lambda model, batch: (model(batch).sum(), torch.tensor(2))), "eager")(
+            [torch.ones(2, 5)]
+        )
 
 
 def scaled_gradient(factor):
@@ -105,7 +113,9 @@ def scaled_gradient(factor):
 
 
 @pytest.mark.slow
-def test_a_custom_function_is_cached_between_runs_and_never_mistaken_for_another(tmp_path, monkeypatch):
+def test_a_custom_function_is_cached_between_runs_and_never_mistaken_for_another(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     hits, gradients = [], []
     for factor in (2.0, 3.0, 2.0):
@@ -125,12 +135,17 @@ def test_a_process_may_capture_more_steps_than_dynamo_keeps_variants_of_one_func
     monkeypatch.setattr(compat, "allow_variants", lambda: None)
     for width in range(2, 6):
         model = nn.Sequential(nn.Sequential(nn.Linear(3, width), nn.Tanh()), nn.Linear(width, 1))
-        step, plain = (Step(each, loss=lambda m, batch: (m(batch).sum(), 2)) for each in (model, copy.deepcopy(model)))
+        step, plain = (
+            Step(each, loss=lambda m, batch: (m(batch).sum(), 2))
+            for each in (model, copy.deepcopy(model))
+        )
         assert capture(step, "eager", "blocks")([ROWS]).loss == plain([ROWS]).loss
 
 
 def test_a_backward_pass_that_does_not_compile_leaves_the_step_eager(monkeypatch):
-    """torch compiles it when it first runs, outside of the captured functions; a GPU may be too small for a kernel."""
+    """torch compiles it when it first runs, outside of the captured functions; a GPU may be too
+    small for a kernel.
+    """
 
     class NoTritonConfigsError(RuntimeError):
         pass

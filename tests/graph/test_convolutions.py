@@ -15,10 +15,15 @@ from daily import nightly
 from monograph.graph import convolutions
 from monograph.graph.capture import compiled
 
-# Shapes of the members' inputs (or of the one of all, which needs no gradient) and weights, the convolution's steps.
+# Shapes of the members' inputs (or of the one of all, which needs no gradient) and weights, the
+# convolution's steps.
 CASES = {
     "images": ((3, 2, 4, 6, 5), (3, 4, 4, 3, 3), {"padding": 1}),
-    "strides and dilation": ((2, 3, 4, 9, 9), (2, 6, 4, 3, 3), {"stride": 2, "dilation": 2, "padding": 2}),
+    "strides and dilation": (
+        (2, 3, 4, 9, 9),
+        (2, 6, 4, 3, 3),
+        {"stride": 2, "dilation": 2, "padding": 2},
+    ),
     "sequences": ((3, 2, 4, 11), (3, 4, 4, 3), {"padding": 1}),
     "one input": ((2, 4, 6, 5), (3, 4, 4, 3, 3), {"padding": 1}),
 }
@@ -39,7 +44,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def results(function: Callable[..., Tensor], given: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+def results(
+    function: Callable[..., Tensor], given: list[Tensor], dtype: torch.dtype
+) -> list[Tensor]:
     leaves = [each.to(dtype, copy=True) for each in given]
     for leaf in leaves:
         leaf.requires_grad_(leaf.ndim == leaves[1].ndim)
@@ -64,10 +71,17 @@ def test_values_and_gradients_are_those_of_groups(case: str, graphs: list[str]) 
         return vmap(of_one, in_dims=(None if shared else 0, 0))(input_NBC, weight_NOC)
 
     # A graph of the cache would not be rewritten.
-    with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
+    with (
+        torch._inductor.config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
         captured = results(compiled(step), given, torch.float32)
     eager, exact = results(step, given, torch.float32), results(step, given, torch.float64)
-    assert "group_convolution" in graphs[0] and "group_gradients" in graphs[0] and "aten.convolution" not in graphs[0]
+    assert (
+        "group_convolution" in graphs[0]
+        and "group_gradients" in graphs[0]
+        and "aten.convolution" not in graphs[0]
+    )
     assert len(captured) == (2 if shared else 3)
     for one, other, truth in zip(captured, eager, exact, strict=True):
         error, naive = ((each - truth).abs().max() for each in (one, other))

@@ -47,7 +47,9 @@ def test_kernels_share_as_many_files_as_threads_compile_and_compute_the_same(thr
 )
 def test_torchs_template_has_the_parts_that_a_file_of_several_kernels_is_made_of(entry):
     template = CppPythonBindingsCodeCache.suffix_template
-    template, changed = re.subn(r'\{\{\s*"\{entry_func\}".*?\}\},', lambda _: entry, template, count=1, flags=re.DOTALL)
+    template, changed = re.subn(
+        r'\{\{\s*"\{entry_func\}".*?\}\},', lambda _: entry, template, count=1, flags=re.DOTALL
+    )
     kind = ["const float*", "int64_t"]
     source = '#include <vector>\nextern "C"  void  kernel(const float* in_ptr0, const int64_t ks0)\n{\n}\n'
     made = cpp_kernels._file({"a": cpp_kernels._Source(kind, source), "b": cpp_kernels._Source(kind, source)},
@@ -55,7 +57,10 @@ def test_torchs_template_has_the_parts_that_a_file_of_several_kernels_is_made_of
     assert changed and made.count("#include <vector>") == 1
     assert made.startswith("#include <vector>\n#define kernel kernel_0")
     for number in (0, 1):
-        assert f"kernel_{number}(parse_arg<float*>(args, 0), parse_arg<int64_t>(args, 1)); Py_RETURN_NONE;" in made
+        assert (
+            f"kernel_{number}(parse_arg<float*>(args, 0), parse_arg<int64_t>(args, 1)); Py_RETURN_NONE;"
+            in made
+        )
         assert entry.format(entry_func=f"kernel_{number}") in made
     assert "PyInit_kernels" in made and "{entry" not in made
 

@@ -1,4 +1,6 @@
-"""Run: pytest tests/graph/test_damaged_cache.py (what a compiler leaves that was killed does not stop a run)."""
+"""Run: pytest tests/graph/test_damaged_cache.py (what a compiler leaves that was killed does not
+stop a run).
+"""
 
 from __future__ import annotations
 
@@ -52,10 +54,15 @@ print(config.cpp.simdlen)
 @pytest.mark.slow
 @pytest.mark.skipif(compiler_obstacle() is not None, reason=compiler_obstacle() or "")
 def test_code_for_wider_vectors_is_not_taken_for_narrower_ones(tmp_path: Path) -> None:
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = os.environ | {
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     for capability in ("avx512", "avx2"):
         environment |= {"ATEN_CPU_CAPABILITY": capability}
-        done = subprocess.run([sys.executable, "-c", OF_BF16], env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", OF_BF16], env=environment, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -72,10 +79,15 @@ def test_the_key_of_a_cache_has_the_width_of_vectors(monkeypatch: pytest.MonkeyP
 @pytest.mark.slow
 @pytest.mark.skipif(compiler_obstacle() is not None, reason=compiler_obstacle() or "")
 def test_libraries_that_were_cut_off_are_made_again(tmp_path: Path) -> None:
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = os.environ | {
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
 
     def trained() -> str:
-        done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr[-2000:]
         return done.stdout
 
@@ -88,7 +100,9 @@ def test_libraries_that_were_cut_off_are_made_again(tmp_path: Path) -> None:
     assert all(path.stat().st_size for path in libraries if path.exists())
 
 
-def test_only_what_stays_cut_off_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_stays_cut_off_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     (tmp_path / "ab").mkdir()
     # A header that says: one section of 64 bytes, whose table begins at byte 64.

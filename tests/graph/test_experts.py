@@ -18,7 +18,12 @@ from monograph.optim import AdamW, Muon, hidden_matrices
 from monograph.resident import Resident
 from numerics import relative_error
 
-MIXTURE = {"model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
 TARGETS = ("gate_proj", "up_proj", "down_proj", "q_proj")
 ENDS = torch.tensor([3, 3, 4, 9], dtype=torch.int32)
 
@@ -65,7 +70,9 @@ def test_experts_in_few_bits_are_those_of_their_dense_weight(kind, single, ends)
 def test_no_dense_weight_waits_for_the_backward_pass():
     layer, rows = stack(NF4Experts, torch.float32)
     kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor.numel()) or tensor, lambda t: t
+    ):
         layer(rows, ENDS)
     assert max(kept) < 4 * 24 * 32
 
@@ -77,7 +84,8 @@ def test_an_adapter_of_experts_is_each_experts_own(base):
     before = model(tokens)
     adapt(model, Lora(4, targets=TARGETS, base=base))
     assert (
-        len(adapters(model)) == 2 * 4 and adapters(model)["model.layers.0.mlp.experts.up_proj"].lora_A.weight.ndim == 3
+        len(adapters(model)) == 2 * 4
+        and adapters(model)["model.layers.0.mlp.experts.up_proj"].lora_A.weight.ndim == 3
     )
     if base == "auto":
         assert torch.equal(model(tokens), before)
@@ -89,7 +97,9 @@ def test_an_adapter_of_experts_is_each_experts_own(base):
         change = layer.scale * layer.lora_B.weight[expert] @ layer.lora_A.weight[expert]
         assert relative_error(merged(layer)[expert], weight[expert] + change) < 1e-6
     merge(plain)
-    assert not adapters(plain) and relative_error(plain(tokens), unmerged) < 1e-5 < relative_error(unmerged, before)
+    assert not adapters(plain) and relative_error(plain(tokens), unmerged) < 1e-5 < relative_error(
+        unmerged, before
+    )
     if base == "auto":
         assert list(plain.state_dict()) == list(tiny_llama(**MIXTURE).state_dict())
 
@@ -97,7 +107,12 @@ def test_an_adapter_of_experts_is_each_experts_own(base):
 def test_all_linear_layers_are_not_experts_as_in_peft_but_experts_are_quantised():
     model = tiny_llama(**MIXTURE)
     adapt(model, Lora(4, base="nf4"))
-    assert {name.rpartition(".")[2] for name in adapters(model)} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert {name.rpartition(".")[2] for name in adapters(model)} == {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+    }
     assert isinstance(model.model.layers[0].mlp.experts.up_proj, NF4Experts)
     assert not model.model.layers[0].mlp.gate.weight.requires_grad
 
@@ -105,7 +120,9 @@ def test_all_linear_layers_are_not_experts_as_in_peft_but_experts_are_quantised(
 def test_peft_has_no_form_of_them():
     model, lora = tiny_llama(**MIXTURE), Lora(4, targets=TARGETS)
     adapt(model, lora)
-    with pytest.raises(InputRefused, match=r"gate_proj has an adapter for each expert, for which PEFT has no form"):
+    with pytest.raises(
+        InputRefused, match=r"gate_proj has an adapter for each expert, for which PEFT has no form"
+    ):
         packed(model, lora, "base")
 
 
@@ -114,14 +131,17 @@ def test_muon_takes_the_adapters_of_experts(base):
     model = tiny_llama(**MIXTURE)
     adapt(model, Lora(4, targets=TARGETS, base=base))
     names = hidden_matrices(model)
-    assert names == [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert names == [
+        name for name, parameter in model.named_parameters() if parameter.requires_grad
+    ]
     engine = Resident(model, optim=Muon())
     engine.accumulate(ragged(3))
     assert float(engine.update().grad_norm) > 0
 
 
 @pytest.mark.parametrize(
-    "backend", ["eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aot_eager", "inductor"))]
+    "backend",
+    ["eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aot_eager", "inductor"))],
 )
 def test_adapters_next_to_experts_in_four_bits_train_captured_as_eagerly(backend):
     engines = []
@@ -135,7 +155,10 @@ def test_adapters_next_to_experts_in_four_bits_train_captured_as_eagerly(backend
         for engine in engines:
             engine.accumulate(ragged(6, seed=seed))
         eager, fast = (engine.update() for engine in engines)
-        assert relative_error(fast.loss, eager.loss) < 1e-5 and relative_error(fast.grad_norm, eager.grad_norm) < 1e-4
+        assert (
+            relative_error(fast.loss, eager.loss) < 1e-5
+            and relative_error(fast.grad_norm, eager.grad_norm) < 1e-4
+        )
 
 
 def test_members_of_an_ensemble_may_have_experts_in_few_bits():

@@ -1,5 +1,6 @@
 # Run: pytest tests/graph/test_fp8.py [-m slow]
-"""fp8 linear layers: their numbers and products against float64, what they leave alone, a short run beside bf16.
+"""fp8 linear layers: their numbers and products against float64, what they leave alone, a short run
+beside bf16.
 
 Shapes: M rows, K inputs, N outputs.
 """
@@ -23,12 +24,15 @@ from monograph.resident import Resident
 from monograph.step import Step
 from numerics import relative_error
 
-ULP = {FORWARD: (2.0**-3, 2.0**-9), BACKWARD: (2.0**-2, 2.0**-16)}  # relative, and the smallest number
+# Relative, and the smallest number.
+ULP = {FORWARD: (2.0**-3, 2.0**-9), BACKWARD: (2.0**-2, 2.0**-16)}
 
 
 def drawn(*shape, decades=0.0, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator) * 10.0 ** (-decades * torch.rand(*shape, generator=generator))
+    return torch.randn(*shape, generator=generator) * 10.0 ** (
+        -decades * torch.rand(*shape, generator=generator)
+    )
 
 
 @given(seed=st.integers(0, 10**6), decades=st.integers(0, 8), exponent=st.integers(-90, 90))
@@ -73,7 +77,11 @@ def test_products_are_those_of_the_rounded_operands_and_near_the_exact_ones(rows
     x_MK, w_NK, dy_MN = x_MK.bfloat16().requires_grad_(), w_NK.requires_grad_(), dy_MN.bfloat16()
     y_MN = linear(x_MK.view(rows, 1, 48), w_NK).view(rows, 32)
     y_MN.backward(dy_MN)
-    assert (y_MN.dtype, x_MK.grad.dtype, w_NK.grad.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
+    assert (y_MN.dtype, x_MK.grad.dtype, w_NK.grad.dtype) == (
+        torch.bfloat16,
+        torch.bfloat16,
+        torch.float32,
+    )
     x, w = x_MK.detach(), w_NK.detach()
     x8, w8, dy8 = ((q.double() * u.double()) for q, u in (quantised(x, FORWARD), quantised(w, FORWARD),
                                                           quantised(dy_MN, BACKWARD)))  # fmt: skip
@@ -84,29 +92,52 @@ def test_products_are_those_of_the_rounded_operands_and_near_the_exact_ones(rows
     ):
         exact, size = left @ right, left.abs() @ right.abs()
         rounded = 2.0**-8 if found.dtype == torch.bfloat16 else 0.0
-        assert ((found.double() - exact).abs() <= rounded * exact.abs() + left.shape[1] * 2.0**-23 * size).all()
+        assert (
+            (found.double() - exact).abs()
+            <= rounded * exact.abs() + left.shape[1] * 2.0**-23 * size
+        ).all()
         off_left, off_right = rounding(raw_left, kind), rounding(raw_right, FORWARD)
-        bound = off_left @ raw_right.double().abs() + raw_left.double().abs() @ off_right + off_left @ off_right
+        bound = (
+            off_left @ raw_right.double().abs()
+            + raw_left.double().abs() @ off_right
+            + off_left @ off_right
+        )
         error = (left @ right - raw_left.double() @ raw_right.double()).abs()
         assert (error <= bound * (1 + 1e-9)).all() and error.max() > 0.01 * bound.max()
 
 
 def engine_of(name, micro_batch=4, **sizes):
-    return Resident(tiny_llama(**sizes), optim=AdamW(lr=1e-2), precision=Precision(name), micro_batch=micro_batch)
+    return Resident(
+        tiny_llama(**sizes),
+        optim=AdamW(lr=1e-2),
+        precision=Precision(name),
+        micro_batch=micro_batch,
+    )
 
 
 def test_linear_layers_of_blocks_and_nothing_else():
     engine = engine_of("fp8")
-    kinds = {name: type(layer) for name, layer in engine.model.named_modules() if isinstance(layer, nn.Linear)}
+    kinds = {
+        name: type(layer)
+        for name, layer in engine.model.named_modules()
+        if isinstance(layer, nn.Linear)
+    }
     assert {name for name, kind in kinds.items() if kind is not Float8Linear} == {"lm_head"}
     assert list(engine.model.state_dict()) == list(tiny_llama().state_dict())
-    assert all(p.dtype == torch.float32 and p.grad.dtype == torch.float32 for p in engine.model.parameters())
-    assert torch.equal(engine.evaluate(ragged(4))[0], engine_of("bf16").evaluate(ragged(4))[0]), "scored in bf16"
+    assert all(
+        p.dtype == torch.float32 and p.grad.dtype == torch.float32
+        for p in engine.model.parameters()
+    )
+    assert torch.equal(engine.evaluate(ragged(4))[0], engine_of("bf16").evaluate(ragged(4))[0]), (
+        "scored in bf16"
+    )
 
 
 def test_sides_that_are_no_multiple_of_16_stay_in_bf16_and_are_named():
     engine = engine_of("fp8", intermediate_size=40)
-    assert len(engine.step.left_in_bf16) == 6 and all(".mlp." in name for name in engine.step.left_in_bf16)
+    assert len(engine.step.left_in_bf16) == 6 and all(
+        ".mlp." in name for name in engine.step.left_in_bf16
+    )
     engine.accumulate(ragged(4))
     assert float(engine.update().grad_norm) > 0
     odd = nn.Sequential(nn.Sequential(nn.Linear(16, 24, bias=False)))
@@ -139,11 +170,15 @@ def eight():
 @pytest.mark.parametrize("size", [1, 3])
 def test_any_split_is_as_close_as_the_large_batch(eight, size):
     batch, truth, error = eight
-    assert relative_error(gradient(engine_of("fp8", size, num_hidden_layers=1), batch), truth) <= 2 * error
+    assert (
+        relative_error(gradient(engine_of("fp8", size, num_hidden_layers=1), batch), truth)
+        <= 2 * error
+    )
 
 
 @pytest.mark.parametrize(
-    "backend", ["eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aot_eager", "inductor"))]
+    "backend",
+    ["eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aot_eager", "inductor"))],
 )
 def test_captured_is_as_close_as_eager(eight, backend):
     batch, truth, error = eight
@@ -154,10 +189,14 @@ def test_captured_is_as_close_as_eager(eight, backend):
 
 @pytest.mark.slow
 def test_a_short_run_ends_where_bf16_s_does():
-    """Memorising four rows for 30 updates: the last losses differ by less than seeds make them differ."""
+    """Memorising four rows for 30 updates: the last losses differ by less than seeds make them
+    differ.
+    """
     ends = {}
     for name, seed in (("fp8", 0), ("bf16", 0), ("bf16", 1), ("bf16", 2)):
-        step = Step(tiny_llama(seed=seed), optim=AdamW(lr=1e-2), clip=1.0, precision=Precision(name))
+        step = Step(
+            tiny_llama(seed=seed), optim=AdamW(lr=1e-2), clip=1.0, precision=Precision(name)
+        )
         losses = [float(step([ragged(4, seed=3)]).loss) for _ in range(30)]
         ends[name, seed] = sum(losses[-5:]) / 5
         print(name, seed, losses[0], ends[name, seed])

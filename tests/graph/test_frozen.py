@@ -1,5 +1,6 @@
 # Run: pytest tests/graph/test_frozen.py
-"""Frozen linear layers in 8 and 4 bits: their numbers, their products there and back, what is kept, one graph.
+"""Frozen linear layers in 8 and 4 bits: their numbers, their products there and back, what is kept,
+one graph.
 
 Shapes: M rows, N outputs, K inputs.
 """
@@ -21,12 +22,17 @@ from numerics import error_within, relative_error
 
 KINDS = (Int8Linear, NF4Linear)
 # Bytes of a number: codes and, of each block, row or group, the scale.
-BYTES = {Int8Linear: lambda n, k: n * k + 4 * n, NF4Linear: lambda n, k: n * k // 2 + n * k // 64 + n * k // 4096 + 4}
+BYTES = {
+    Int8Linear: lambda n, k: n * k + 4 * n,
+    NF4Linear: lambda n, k: n * k // 2 + n * k // 64 + n * k // 4096 + 4,
+}
 
 
 def drawn(*shape, decades=0, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator) * 10.0 ** (-decades * torch.rand(*shape, generator=generator))
+    return torch.randn(*shape, generator=generator) * 10.0 ** (
+        -decades * torch.rand(*shape, generator=generator)
+    )
 
 
 def frozen(kind, weight_NK, bias=None):
@@ -39,7 +45,12 @@ def frozen(kind, weight_NK, bias=None):
     return layer
 
 
-@given(seed=st.integers(0, 10**6), decades=st.integers(0, 6), n=st.integers(1, 40), k=st.integers(1, 90))
+@given(
+    seed=st.integers(0, 10**6),
+    decades=st.integers(0, 6),
+    n=st.integers(1, 40),
+    k=st.integers(1, 90),
+)
 @settings(max_examples=40)
 def test_int8_is_the_nearest_step_of_its_row(seed, decades, n, k):
     weight = drawn(n, k, decades=decades, seed=seed)
@@ -49,7 +60,12 @@ def test_int8_is_the_nearest_step_of_its_row(seed, decades, n, k):
     assert layer.codes.shape == weight.shape and "weight" not in layer.state_dict()
 
 
-@given(seed=st.integers(0, 10**6), decades=st.integers(0, 6), n=st.integers(1, 40), k=st.integers(1, 90))
+@given(
+    seed=st.integers(0, 10**6),
+    decades=st.integers(0, 6),
+    n=st.integers(1, 40),
+    k=st.integers(1, 90),
+)
 @settings(max_examples=40)
 def test_nf4_is_the_nearest_level_of_its_block(seed, decades, n, k):
     weight = drawn(n, k, decades=decades, seed=seed)
@@ -62,10 +78,12 @@ def test_nf4_is_the_nearest_level_of_its_block(seed, decades, n, k):
     chosen = distance.gather(1, codes.long()[:, None])[:, 0]
     assert (chosen <= distance.amin(1) + 1e-6).all()
     assert layer.dense().shape == weight.shape and layer(torch.eye(k)).T.equal(layer.dense() + 0)
-    # Scales are kept to half a step of their group, which is 1 / 128 of the largest distance from the mean.
+    # Scales are kept to half a step of their group, which is 1 / 128 of the largest distance from
+    # the mean.
     scale = layer.levels / layer.steps.repeat_interleave(256)[: len(layer.levels)] + layer.mean
     assert (
-        (scale - exact).abs() <= 1.001 / layer.steps.repeat_interleave(256)[: len(exact)] + 1e-6 * exact.max()
+        (scale - exact).abs()
+        <= 1.001 / layer.steps.repeat_interleave(256)[: len(exact)] + 1e-6 * exact.max()
     ).all()
 
 
@@ -73,14 +91,20 @@ def test_nf4_is_the_nearest_level_of_its_block(seed, decades, n, k):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("bias", [False, True])
 def test_products_are_those_of_the_dense_weight_there_and_back(kind, dtype, bias):
-    weight, x, dy = drawn(24, 40), drawn(2, 7, 40, seed=1).to(dtype), drawn(2, 7, 24, seed=2).to(dtype)
+    weight, x, dy = (
+        drawn(24, 40),
+        drawn(2, 7, 40, seed=1).to(dtype),
+        drawn(2, 7, 24, seed=2).to(dtype),
+    )
     layer = frozen(kind, weight, drawn(24, seed=3) if bias else None)
     dense = layer.dense()
     outcomes = []
     for wide in (False, True):
         kind_of = torch.float64 if wide else dtype
         xs = x.to(kind_of, copy=True).requires_grad_()
-        plain = nn.functional.linear(xs, dense.to(kind_of), layer.bias.to(kind_of) if bias else None)
+        plain = nn.functional.linear(
+            xs, dense.to(kind_of), layer.bias.to(kind_of) if bias else None
+        )
         plain.backward(dy.to(kind_of))
         outcomes.append((plain, xs.grad))
     mine = x.clone().requires_grad_()
@@ -127,7 +151,9 @@ def test_one_graph_gives_the_same(kind):
 
 @pytest.mark.slow
 def test_a_graph_keeps_nothing_dense_for_its_backward_pass():
-    layers = nn.Sequential(*(frozen(KINDS[seed % 2], drawn(512, 512, seed=seed)) for seed in range(4)))
+    layers = nn.Sequential(
+        *(frozen(KINDS[seed % 2], drawn(512, 512, seed=seed)) for seed in range(4))
+    )
     dense_bytes = 512 * 512 * 2
 
     def product(x):
@@ -154,7 +180,7 @@ def test_zeros_stay_zeros(kind):
     assert frozen(kind, weight).dense().isfinite().all()
 
 
-# ---- beside torchao --------------------------------------------------------------------------------------------------
+# ---- beside torchao ------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -176,9 +202,13 @@ def test_numbers_are_torchaos_bits(torchao, decades):
     assert torch.equal(ours.codes, theirs.qdata) and torch.equal(ours.scales, theirs.scale[:, 0])
     assert torch.equal(ours.dense(), theirs.dequantize())
     ours, theirs = frozen(NF4Linear, weight), nf4.from_tensor(weight, 64, 256)
-    assert torch.equal(ours.levels, theirs.quantized_scalers) and torch.equal(ours.steps, theirs.quantization_factor)
+    assert torch.equal(ours.levels, theirs.quantized_scalers) and torch.equal(
+        ours.steps, theirs.quantization_factor
+    )
     # In the middle between two levels either is the nearest.
-    codes, others = (torch.stack([each >> 4, each & 15]).int() for each in (ours.codes, theirs.quantized_data))
+    codes, others = (
+        torch.stack([each >> 4, each & 15]).int() for each in (ours.codes, theirs.quantized_data)
+    )
     assert ((codes - others).abs() <= 1).all() and (codes != others).float().mean() < 1e-4
     torch.testing.assert_close(ours.dense()[codes.T.reshape(256, 256) == others.T.reshape(256, 256)],
                                theirs.get_original_weight()[codes.T.reshape(256, 256) == others.T.reshape(256, 256)],
@@ -187,7 +217,9 @@ def test_numbers_are_torchaos_bits(torchao, decades):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_parameters_are_those_of_the_weight_it_stands_for(kind):
-    """A base in 4 bits is no smaller model: its packed codes and scales are no parameters that anybody counts."""
+    """A base in 4 bits is no smaller model: its packed codes and scales are no parameters that
+    anybody counts.
+    """
     layer, beside = frozen(kind, drawn(8, 66), drawn(8)), nn.Linear(3, 8)
     tied = nn.ModuleList([layer, beside, beside])
     assert parameter_count(tied) == 8 * 66 + 8 + 3 * 8 + 8

@@ -23,12 +23,19 @@ def drawn(sizes, seed=0, dtype=torch.float64):
     generator = torch.Generator().manual_seed(seed)
     shapes = ((sum(sizes), 5), (len(sizes), 3, 5), (sum(sizes), 3))
     rows, weight, grad = (torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes)
-    return rows.requires_grad_(), weight.requires_grad_(), grad, torch.tensor(sizes).cumsum(0, dtype=torch.int32)
+    return (
+        rows.requires_grad_(),
+        weight.requires_grad_(),
+        grad,
+        torch.tensor(sizes).cumsum(0, dtype=torch.int32),
+    )
 
 
 def row_by_row(rows, weight, ends):
     groups = (ends <= torch.arange(len(rows))[:, None]).sum(1)
-    return torch.stack([weight[group] @ row for row, group in zip(rows, groups.tolist(), strict=True)])
+    return torch.stack(
+        [weight[group] @ row for row, group in zip(rows, groups.tolist(), strict=True)]
+    )
 
 
 @settings(max_examples=20)
@@ -56,7 +63,8 @@ def test_one_graph_serves_however_rows_are_grouped():
         out = compiled(rows, weight, ends)
         assert torch.equal(out, grouped_linear(rows, weight, ends))
         found, expected = (
-            torch.autograd.grad(each, (rows, weight), grad) for each in (out, grouped_linear(rows, weight, ends))
+            torch.autograd.grad(each, (rows, weight), grad)
+            for each in (out, grouped_linear(rows, weight, ends))
         )
         assert all(map(torch.equal, found, expected))
 
@@ -68,14 +76,20 @@ def test_members_under_vmap_have_the_bits_that_they_have_alone(shared):
         torch.stack(tensors).detach().requires_grad_(number < 2)
         for number, tensors in enumerate(zip(*members, strict=True))
     ]
-    stacks = [stack[0].detach().requires_grad_() if number == shared else stack for number, stack in enumerate(stacks)]
+    stacks = [
+        stack[0].detach().requires_grad_() if number == shared else stack
+        for number, stack in enumerate(stacks)
+    ]
     rows, weight, grad, ends = stacks
     dims = tuple(None if number == shared else 0 for number in (0, 1, 3))
     out = torch.vmap(grouped_linear, in_dims=dims)(rows, weight, ends)
     found = torch.autograd.grad(out, (rows, weight), grad)
     sums = [torch.zeros_like(rows), torch.zeros_like(weight)]
     for number, (own_rows, own_weight, _, own_ends) in enumerate(members):
-        own = [members[0][0] if shared == 0 else own_rows, members[0][1] if shared == 1 else own_weight]
+        own = [
+            members[0][0] if shared == 0 else own_rows,
+            members[0][1] if shared == 1 else own_weight,
+        ]
         alone = grouped_linear(*own, own_ends)
         assert torch.equal(out[number], alone)
         for at, gradient in enumerate(torch.autograd.grad(alone, own, grad[number])):
@@ -97,15 +111,24 @@ def test_autocast_rounds_rows_and_matrices():
     with torch.autocast("cpu", torch.bfloat16):
         out = grouped_linear(rows, weight, ends)
     assert torch.equal(out, grouped_linear(rows.bfloat16(), weight.bfloat16(), ends))
-    assert [g.dtype for g in torch.autograd.grad(out, (rows, weight), grad.bfloat16())] == [torch.float32] * 2
+    assert [g.dtype for g in torch.autograd.grad(out, (rows, weight), grad.bfloat16())] == [
+        torch.float32
+    ] * 2
 
 
-@pytest.mark.skipif("avx512f" not in device.cpu_model()[1], reason="no AVX-512, for which the products are written")
+@pytest.mark.skipif(
+    "avx512f" not in device.cpu_model()[1], reason="no AVX-512, for which the products are written"
+)
 @pytest.mark.parametrize("threads", [1, 3])
-def test_our_own_products_are_as_exact_as_the_librarys_and_a_row_has_the_same_bits_in_any_group(threads, monkeypatch):
+def test_our_own_products_are_as_exact_as_the_librarys_and_a_row_has_the_same_bits_in_any_group(
+    threads, monkeypatch
+):
     generator = torch.Generator().manual_seed(0)
     ends = torch.tensor([1, 1, 402, 430], dtype=torch.int32)
-    rows, weight = torch.randn(430, 131, generator=generator), torch.randn(4, 45, 131, generator=generator)
+    rows, weight = (
+        torch.randn(430, 131, generator=generator),
+        torch.randn(4, 45, 131, generator=generator),
+    )
     grad = torch.randn(430, 45, generator=generator)
     before, found = torch.get_num_threads(), {}
     try:
@@ -118,7 +141,10 @@ def test_our_own_products_are_as_exact_as_the_librarys_and_a_row_has_the_same_bi
             )  # fmt: skip
     finally:
         torch.set_num_threads(before)
-    exact = row_by_row(rows.double(), weight.double(), ends), row_by_row(grad.double(), weight.double().mT, ends)
+    exact = (
+        row_by_row(rows.double(), weight.double(), ends),
+        row_by_row(grad.double(), weight.double().mT, ends),
+    )
     parts = [each.double().tensor_split(ends[:-1].long()) for each in (grad, rows)]
     outer = torch.stack([one.T @ other for one, other in zip(*parts, strict=True)])
     for mine, naive, true in zip(found[True], found[False], (*exact, outer), strict=True):
@@ -133,10 +159,15 @@ def test_torchs_grouped_products_are_called_as_a_gpu_calls_them():
     ends = torch.tensor(sizes).cumsum(0, dtype=torch.int32)
     generator = torch.Generator().manual_seed(0)
     rows, weight, grad = (
-        torch.randn(shape, generator=generator).bfloat16() for shape in ((9, 16), (4, 24, 16), (9, 24))
+        torch.randn(shape, generator=generator).bfloat16()
+        for shape in ((9, 16), (4, 24, 16), (9, 24))
     )
-    assert torch.equal(grouped._product_by_torch(rows, weight, ends), grouped.product(rows, weight, ends))
-    assert torch.equal(grouped._product_by_torch(grad, weight.mT, ends), grouped.product(grad, weight.mT, ends))
+    assert torch.equal(
+        grouped._product_by_torch(rows, weight, ends), grouped.product(rows, weight, ends)
+    )
+    assert torch.equal(
+        grouped._product_by_torch(grad, weight.mT, ends), grouped.product(grad, weight.mT, ends)
+    )
     assert torch.equal(grouped._outer_by_torch(grad, rows, ends), grouped._outer(grad, rows, ends))
 
 
@@ -150,7 +181,11 @@ def test_products_in_blocks_and_in_one_batch_are_those_of_a_loop(sizes, seed, mo
         patch.setattr(grouped_blocks, "LEAST_ROWS", 2)
         patch.setattr(grouped_batches, "LEAST", 2)
         for way in (grouped_blocks, grouped_batches):
-            for mine, its in zip((way.product(rows, weight, ends), way.outer(grad, rows, ends)), expected, strict=True):
+            for mine, its in zip(
+                (way.product(rows, weight, ends), way.outer(grad, rows, ends)),
+                expected,
+                strict=True,
+            ):
                 torch.testing.assert_close(mine, its, rtol=1e-12, atol=1e-12)
     grouped_batches._batch.cache_clear()
 
@@ -162,7 +197,10 @@ def test_a_row_in_16_bits_has_the_same_bits_in_one_batch_and_alone(monkeypatch):
         if not batched:
             monkeypatch.setattr(grouped, "_by_batches", lambda *_: False)
         narrow = [each.detach().bfloat16() for each in (rows, weight, grad)]
-        found[batched] = grouped.product(*narrow[:2], ends), grouped._outer(narrow[2], narrow[0], ends)
+        found[batched] = (
+            grouped.product(*narrow[:2], ends),
+            grouped._outer(narrow[2], narrow[0], ends),
+        )
     assert torch.equal(found[True][0], found[False][0])
     exact = grouped._outer(narrow[2].double(), narrow[0].double(), ends)
     assert error_within(found[True][1], found[False][1], exact)
@@ -171,8 +209,12 @@ def test_a_row_in_16_bits_has_the_same_bits_in_one_batch_and_alone(monkeypatch):
 def test_products_in_16_bits_have_no_new_shape_when_rows_move_between_groups(monkeypatch):
     shapes = set()
     batched, single = torch.Tensor.__matmul__, torch.mm
-    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: shapes.add((*a.shape, *b.shape)) or batched(a, b))
-    monkeypatch.setattr(torch, "mm", lambda a, b, **out: shapes.add((*a.shape, *b.shape)) or single(a, b, **out))
+    monkeypatch.setattr(
+        torch.Tensor, "__matmul__", lambda a, b: shapes.add((*a.shape, *b.shape)) or batched(a, b)
+    )
+    monkeypatch.setattr(
+        torch, "mm", lambda a, b, **out: shapes.add((*a.shape, *b.shape)) or single(a, b, **out)
+    )
     known = None
     for sizes in ([60, 40, 4], [36, 34, 34], [30, 41, 33], [52, 0, 52]):
         rows, weight, grad, ends = drawn(sizes, dtype=torch.bfloat16)
@@ -182,7 +224,9 @@ def test_products_in_16_bits_have_no_new_shape_when_rows_move_between_groups(mon
     assert shapes == known
 
 
-@pytest.mark.parametrize(("rows", "blocks"), [(8, 8), (4096, 4096 // 32 + 64), (2**16, 2**16 // 128 + 64)])
+@pytest.mark.parametrize(
+    ("rows", "blocks"), [(8, 8), (4096, 4096 // 32 + 64), (2**16, 2**16 // 128 + 64)]
+)
 def test_there_are_few_blocks_and_their_number_does_not_depend_on_the_groups(rows, blocks):
     for ends in (torch.full((64,), rows), torch.arange(1, 65) * rows // 64):
         made = grouped_blocks._blocks(ends, rows)
@@ -192,17 +236,27 @@ def test_there_are_few_blocks_and_their_number_does_not_depend_on_the_groups(row
 @pytest.mark.gpu
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float32])
 def test_on_a_gpu_a_mixture_waits_for_nothing_and_is_as_exact_as_its_dense_way(narrow):
-    sizes = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    sizes = {
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+    }
     made = tiny_llama(hidden_size=64, **sizes).model.layers[0].mlp
     hidden, found = torch.randn(2, 40, 64), {}
     for way, dtype in (("grouped", narrow), ("dense", narrow), ("dense", torch.float64)):
-        each, leaf = copy.deepcopy(made).to("cuda", dtype), hidden.to("cuda", dtype).requires_grad_()
+        each, leaf = (
+            copy.deepcopy(made).to("cuda", dtype),
+            hidden.to("cuda", dtype).requires_grad_(),
+        )
         each.way = way
         each(leaf).sum().backward()  # so that lazy initialisation is over
         torch.cuda.set_sync_debug_mode("error" if way == "grouped" else "default")
         try:
             out = each(leaf)
-            gradients = torch.autograd.grad(out, (leaf, *each.experts.parameters()), torch.ones_like(out))
+            gradients = torch.autograd.grad(
+                out, (leaf, *each.experts.parameters()), torch.ones_like(out)
+            )
         finally:
             torch.cuda.set_sync_debug_mode("default")
         found[way, dtype] = [tensor.cpu() for tensor in (out, *gradients)]

@@ -1,5 +1,7 @@
 # Run: pytest tests/graph/test_lora.py
-"""Adapters: which layers get one, what they are called, what they begin with, what is refused, and merging."""
+"""Adapters: which layers get one, what they are called, what they begin with, what is refused, and
+merging.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,16 @@ from batches import packed, ragged, tiny_llama
 from monograph.errors import UsageError
 from monograph.graph.fp8 import use
 from monograph.graph.inspect import blocks
-from monograph.graph.lora import Lora, LoraLinear, adapt, adapters, kept_state, merge, narrow, starts_still
+from monograph.graph.lora import (
+    Lora,
+    LoraLinear,
+    adapt,
+    adapters,
+    kept_state,
+    merge,
+    narrow,
+    starts_still,
+)
 from monograph.graph.precision import Precision
 from monograph.graph.siblings import fuse_siblings, unfuse_siblings
 from monograph.loss import token_loss
@@ -28,7 +39,11 @@ def test_names_of_the_base_stay_and_only_adapters_are_trained():
     assert len(found) == 7 * 2 and all(type(layer) is LoraLinear for layer in found.values())
     beside = {f"{name}.lora_{factor}.weight" for name in found for factor in "AB"}
     assert set(model.state_dict()) == set(plain.state_dict()) | beside
-    assert {name for name, p in model.named_parameters() if p.requires_grad} == beside == set(kept_state(model))
+    assert (
+        {name for name, p in model.named_parameters() if p.requires_grad}
+        == beside
+        == set(kept_state(model))
+    )
     assert set(kept_state(plain)) == set(plain.state_dict())
     assert list(blocks(model)) == list(blocks(plain))
 
@@ -47,23 +62,35 @@ def test_fresh_adapters_are_kaiming_uniform_and_zero_from_streams_of_their_own()
     reference = torch.empty(4000, 160)
     nn.init.kaiming_uniform_(reference, a=math.sqrt(5), generator=torch.Generator().manual_seed(0))
     assert reference.abs().max() <= bound + 1e-7 and 0.99 * bound < a.abs().max() <= bound
-    assert a.std() == pytest.approx(bound / math.sqrt(3), rel=0.02) and a.mean().abs() < 0.03 * bound
+    assert (
+        a.std() == pytest.approx(bound / math.sqrt(3), rel=0.02) and a.mean().abs() < 0.03 * bound
+    )
     assert all(not layer.lora_B.weight.any() for layer in found.values())
     assert torch.equal(torch.get_rng_state(), torch_state)
     one = adapt(other, SMALL)["model.layers.1.mlp.up_proj"].lora_A.weight
     same, fewer, later = tiny_llama(), tiny_llama(), tiny_llama()
     assert torch.equal(adapt(same, SMALL)["model.layers.1.mlp.up_proj"].lora_A.weight, one)
-    assert torch.equal(adapt(fewer, Lora(4, targets=("up_proj",)))["model.layers.1.mlp.up_proj"].lora_A.weight, one)
-    assert not torch.equal(adapt(later, SMALL, seed=1)["model.layers.1.mlp.up_proj"].lora_A.weight, one)
+    assert torch.equal(
+        adapt(fewer, Lora(4, targets=("up_proj",)))["model.layers.1.mlp.up_proj"].lora_A.weight, one
+    )
+    assert not torch.equal(
+        adapt(later, SMALL, seed=1)["model.layers.1.mlp.up_proj"].lora_A.weight, one
+    )
 
 
 @pytest.mark.parametrize(
     ("targets", "found"),
     [
-        (("q_proj", "v_proj"), {f"model.layers.{i}.self_attn.{name}" for i in (0, 1) for name in ("q_proj", "v_proj")}),
+        (
+            ("q_proj", "v_proj"),
+            {f"model.layers.{i}.self_attn.{name}" for i in (0, 1) for name in ("q_proj", "v_proj")},
+        ),
         (("layers.1.mlp.up_proj",), {"model.layers.1.mlp.up_proj"}),
         (("model.layers.0.mlp.up_proj",), {"model.layers.0.mlp.up_proj"}),
-        (r".*\.1\..*\.(o|down)_proj", {"model.layers.1.self_attn.o_proj", "model.layers.1.mlp.down_proj"}),
+        (
+            r".*\.1\..*\.(o|down)_proj",
+            {"model.layers.1.self_attn.o_proj", "model.layers.1.mlp.down_proj"},
+        ),
     ],
 )
 def test_targets_are_suffixes_or_a_whole_regular_expression(targets, found):
@@ -73,7 +100,10 @@ def test_targets_are_suffixes_or_a_whole_regular_expression(targets, found):
 @pytest.mark.parametrize(
     ("targets", "words"),
     [
-        (("q_proj", "qproj"), r"no linear layer is called 'qproj'; there are down_proj, gate_proj, k_proj"),
+        (
+            ("q_proj", "qproj"),
+            r"no linear layer is called 'qproj'; there are down_proj, gate_proj, k_proj",
+        ),
         (("proj",), "no linear layer is called 'proj'"),
         (("lm_head",), "lm_head is the head, whose weight the loss reads"),
         (("embed_tokens",), "model.embed_tokens is no plain linear layer but Embedding"),
@@ -86,7 +116,9 @@ def test_a_target_that_is_nothing_is_refused_with_what_there_is(targets, words):
     model = tiny_llama()
     with pytest.raises(UsageError, match=words):
         adapt(model, Lora(4, targets=targets))
-    assert not adapters(model) and all(p.requires_grad for p in model.parameters()), "nothing was changed"
+    assert not adapters(model) and all(p.requires_grad for p in model.parameters()), (
+        "nothing was changed"
+    )
 
 
 def test_what_cannot_have_an_adapter_is_refused():
@@ -113,7 +145,9 @@ def test_the_down_projections_of_siblings_are_one_product():
     model, plain = adapted_llama(), adapted_llama()
     fusion = fuse_siblings(model, ragged(2)["tokens"])
     assert {len(family) for family in fusion.families} == {2, 3} and len(fusion.families) == 4
-    torch.testing.assert_close(model(ragged(2)["tokens"]), plain(ragged(2)["tokens"]), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        model(ragged(2)["tokens"]), plain(ragged(2)["tokens"]), rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -122,12 +156,17 @@ def test_the_down_projections_of_siblings_are_one_product():
 def test_a_base_in_the_dtype_of_the_arithmetic_gives_the_same_bits(precision, family, tied):
     """It is rounded once and not at each call; norms, and whatever else is read in fp32, stay."""
     wide, narrow_one = (
-        adapted_llama(model_type=family, tie_word_embeddings=tied, precision=each) for each in ("fp32", precision)
+        adapted_llama(model_type=family, tie_word_embeddings=tied, precision=each)
+        for each in ("fp32", precision)
     )
     dtype = Precision(precision).dtype
     kinds = {name: p.dtype for name, p in narrow_one.named_parameters()}
-    assert {kind for name, kind in kinds.items() if "norm" in name or "lora" in name} == {torch.float32}
-    assert {kind for name, kind in kinds.items() if "norm" not in name and "lora" not in name} == {dtype}
+    assert {kind for name, kind in kinds.items() if "norm" in name or "lora" in name} == {
+        torch.float32
+    }
+    assert {kind for name, kind in kinds.items() if "norm" not in name and "lora" not in name} == {
+        dtype
+    }
     results = []
     for model in (wide, narrow_one):
         with torch.autocast("cpu", dtype):
@@ -148,7 +187,9 @@ def test_a_weight_that_is_read_elsewhere_is_not_rounded():
     module = Own()
     adapt(module, SMALL)
     narrow(module, torch.bfloat16)
-    assert module.embed.weight.dtype == torch.float32 and module.inner.weight.dtype == torch.bfloat16
+    assert (
+        module.embed.weight.dtype == torch.float32 and module.inner.weight.dtype == torch.bfloat16
+    )
 
 
 @pytest.mark.parametrize("base", ["auto", "int8", "nf4"])
@@ -157,7 +198,10 @@ def test_merged_is_a_plain_model_with_the_same_outputs(base):
     tokens = ragged(3)["tokens"]
     before = model(tokens)
     merge(model)
-    assert {type(m) for m in model.modules() if isinstance(m, nn.Linear)} <= {nn.Linear, type(model.lm_head)}
+    assert {type(m) for m in model.modules() if isinstance(m, nn.Linear)} <= {
+        nn.Linear,
+        type(model.lm_head),
+    }
     assert set(model.state_dict()) == set(tiny_llama(tie_word_embeddings=True).state_dict())
     assert model.lm_head.weight is model.model.embed_tokens.weight
     torch.testing.assert_close(model(tokens), before, rtol=2e-5, atol=2e-6)
@@ -172,14 +216,21 @@ def test_a_merged_weight_has_the_dtype_of_the_others(base, dtype, tmp_path):
     with pytest.raises(UsageError, match=r"weights in 8 or 4 bits: .*merge\(model\) first"):
         mono.save(model, tmp_path / "out")
     merge(model)
-    assert {p.dtype for p in model.parameters()} == {dtype} and model(ragged(2)["tokens"]).isfinite().all()
+    assert {p.dtype for p in model.parameters()} == {dtype} and model(
+        ragged(2)["tokens"]
+    ).isfinite().all()
 
 
 def test_experts_have_no_magnitudes():
     model = tiny_llama(model_type="olmoe", num_experts=2, num_experts_per_tok=1)
-    with pytest.raises(UsageError, match=r"lora.dora: model\..*experts.up_proj holds experts, which have no DoRA"):
+    with pytest.raises(
+        UsageError, match=r"lora.dora: model\..*experts.up_proj holds experts, which have no DoRA"
+    ):
         adapt(model, Lora(4, targets=("up_proj",), dora=True))
-    assert all(p.requires_grad for p in model.parameters()) and len(adapt(model, Lora(4, dora=True))) == 2 * 4
+    assert (
+        all(p.requires_grad for p in model.parameters())
+        and len(adapt(model, Lora(4, dora=True))) == 2 * 4
+    )
 
 
 def test_a_row_of_zeros_stays_one():
@@ -189,7 +240,9 @@ def test_a_row_of_zeros_stays_one():
     adapt(module, KINDS["dora"])
     output = module(torch.arange(9))
     output.square().sum().backward()
-    assert output.isfinite().all() and all(p.grad.isfinite().all() for p in module.parameters() if p.requires_grad)
+    assert output.isfinite().all() and all(
+        p.grad.isfinite().all() for p in module.parameters() if p.requires_grad
+    )
     merge(module)
     assert module(torch.arange(9)).isfinite().all()
 
@@ -217,12 +270,17 @@ def test_only_a_stands_still_at_first():
     loss, count = token_loss(model, ragged(4))
     (loss / count).backward()
     still = {name for name, p in model.named_parameters() if p.requires_grad and not p.grad.any()}
-    assert still == {name for name, p in model.named_parameters() if starts_still(name)} and len(still) == 14
+    assert (
+        still == {name for name, p in model.named_parameters() if starts_still(name)}
+        and len(still) == 14
+    )
     assert len(LINEAR) == 7
 
 
 def test_any_module():
-    module = nn.Sequential(nn.Embedding(9, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 9))
+    module = nn.Sequential(
+        nn.Embedding(9, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 9)
+    )
     plain = module(torch.arange(9))
     assert set(adapt(module, SMALL)) == {"1.0", "2"}
     assert torch.equal(module(torch.arange(9)), plain)

@@ -1,5 +1,7 @@
 # Run: pytest tests/graph/test_matmul.py
-"""Captured fp32 products by our own code and by oneDNN equal MKL's, and graphs ask for each where it is fastest."""
+"""Captured fp32 products by our own code and by oneDNN equal MKL's, and graphs ask for each where
+it is fastest.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,16 @@ from monograph.graph import matmul
 from monograph.graph.capture import compiled
 from numerics import error_within
 
-needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+needs_onednn = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN"
+)
 
 
 needs_avx512 = pytest.mark.skipif("avx512f" not in device.cpu_model()[1], reason="no AVX-512")
-WAYS = [pytest.param(matmul.onednn, marks=needs_onednn), pytest.param(matmul.native, marks=needs_avx512)]
+WAYS = [
+    pytest.param(matmul.onednn, marks=needs_onednn),
+    pytest.param(matmul.native, marks=needs_avx512),
+]
 
 
 def pair(rows, summed, columns, turned=(False, False)):
@@ -31,7 +38,9 @@ def pair(rows, summed, columns, turned=(False, False)):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("turned", [(False, False), (False, True), (True, False), (True, True)])
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (33, 17, 5), (512, 64, 192), (64, 512, 100), (15, 300, 1030)])
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 1), (33, 17, 5), (512, 64, 192), (64, 512, 100), (15, 300, 1030)]
+)
 def test_a_product_is_as_exact_as_the_reference(way, sizes, turned):
     left, right = pair(*sizes, turned)
     product = way(left, right)
@@ -54,7 +63,8 @@ def test_our_product_reads_any_strides_and_writes_nothing_else():
 
 @needs_avx512
 def test_our_product_is_the_same_bits_on_several_threads():
-    left, right = pair(161, 128, 160)  # more than 2^21 multiplications, and no rows that threads could share equally
+    # More than 2^21 multiplications, and no rows that threads could share equally.
+    left, right = pair(161, 128, 160)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -91,7 +101,10 @@ def test_captured_gradients_are_as_exact_as_eager_ones(name, monkeypatch):
         return (x @ w.T).square().sum()
 
     # A graph from a cache is not rewritten again.
-    with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
+    with (
+        torch._inductor.config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
         captured = gradients(compiled(loss))
     eager = gradients(loss)
     assert taken == [1, 2]  # forward, and the backward's two
@@ -116,7 +129,9 @@ def test_where_mkl_is_slow_each_size_goes_to_the_fastest(sizes, dtype, chosen, m
     monkeypatch.setattr(matmul, "mkl_is_slow", lambda: True)
     rows, summed, columns = sizes
     with FakeTensorMode():
-        traced = make_fx(torch.mm)(torch.ones(rows, summed, dtype=dtype), torch.ones(summed, columns, dtype=dtype))
+        traced = make_fx(torch.mm)(
+            torch.ones(rows, summed, dtype=dtype), torch.ones(summed, columns, dtype=dtype)
+        )
     matmul.rewrite(traced.graph)
     target = getattr(torch.ops.monograph, chosen).default if chosen else torch.ops.aten.mm.default
     assert len(traced.graph.find_nodes(op="call_function", target=target)) == 1
@@ -130,7 +145,9 @@ def test_mkl_is_slow_where_it_was_once_measured_so(slow, monkeypatch, tmp_path):
     monkeypatch.setattr(matmul, "SLOW", 0.0 if slow else float("inf"))
     assert matmul.mkl_is_slow.__wrapped__() == slow
     monkeypatch.setattr(matmul, "_onednn_is_faster", lambda: not slow)
-    assert matmul.mkl_is_slow.__wrapped__() == slow, "a second measurement could change the bits of a resumed run"
+    assert matmul.mkl_is_slow.__wrapped__() == slow, (
+        "a second measurement could change the bits of a resumed run"
+    )
     monkeypatch.setattr(matmul, "cpu_model", lambda: ("another CPU", {"avx512f"}))
     assert matmul.mkl_is_slow.__wrapped__() != slow
     monkeypatch.setattr(matmul, "cpu_model", lambda: ("another CPU", {"avx2"}))
@@ -148,7 +165,9 @@ def stacks(sizes, turned=(False, False), batch=5):
     rows, summed, columns = sizes
     torch.manual_seed(0)
     left = torch.randn(batch, summed, rows).mT if turned[0] else torch.randn(batch, rows, summed)
-    right = torch.randn(batch, columns, summed).mT if turned[1] else torch.randn(batch, summed, columns)
+    right = (
+        torch.randn(batch, columns, summed).mT if turned[1] else torch.randn(batch, summed, columns)
+    )
     return left, right
 
 
@@ -161,7 +180,9 @@ def test_batched_products_are_as_exact_as_the_reference(sizes, turned):
     assert product.is_contiguous()
     assert error_within(product, left @ right, left.double() @ right.double())
     shared = left[:1].expand_as(left)
-    assert error_within(matmul.native(shared, right), shared @ right, shared.double() @ right.double())
+    assert error_within(
+        matmul.native(shared, right), shared @ right, shared.double() @ right.double()
+    )
 
 
 @needs_avx512
@@ -175,7 +196,10 @@ def test_batched_products_are_the_same_bits_on_several_threads():
         assert torch.equal(matmul.native(left, right), alone)
     finally:
         torch.set_num_threads(threads)
-    assert all(torch.equal(matmul.native(*pair), each) for *pair, each in zip(left, right, alone, strict=True))
+    assert all(
+        torch.equal(matmul.native(*pair), each)
+        for *pair, each in zip(left, right, alone, strict=True)
+    )
 
 
 def test_a_batched_product_that_is_only_read_turned_round_is_computed_so():
@@ -190,7 +214,8 @@ def test_a_batched_product_that_is_only_read_turned_round_is_computed_so():
     for function, of_bmm in ((turned, True), (read_both_ways, False)):
         traced = make_fx(function)(left, right)
         matmul._turn(
-            traced.graph, traced.graph.find_nodes(op="call_function", target=torch.ops.aten.permute.default)[-1]
+            traced.graph,
+            traced.graph.find_nodes(op="call_function", target=torch.ops.aten.permute.default)[-1],
         )
         traced.recompile()
         output = traced.graph.output_node().args[0]

@@ -1,4 +1,6 @@
-"""Run: pytest tests/graph/test_mmap_weights.py (weights that lie in a mapped file until they are taken out of it)"""
+"""Run: pytest tests/graph/test_mmap_weights.py (weights that lie in a mapped file until they are
+taken out of it)
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from monograph.optim import AdamW, planes, trainable
 
 
 class Two(nn.Module):
-    """A trained and a frozen parameter, which their file has in the other order, and one of its own."""
+    """A trained and a frozen parameter, which their file has in the other order, and one of its
+    own.
+    """
 
     def __init__(self, path: Path, becomes: torch.dtype):
         super().__init__()
@@ -27,8 +31,12 @@ class Two(nn.Module):
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    tensors = {name: torch.randn(5, 3, generator=torch.Generator().manual_seed(ord(name))) for name in "ab"}
-    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, tmp_path / "x.safetensors")
+    tensors = {
+        name: torch.randn(5, 3, generator=torch.Generator().manual_seed(ord(name))) for name in "ab"
+    }
+    save_file(
+        {name: tensor.bfloat16() for name, tensor in tensors.items()}, tmp_path / "x.safetensors"
+    )
     return tmp_path / "x.safetensors"
 
 
@@ -38,17 +46,22 @@ def numbers(path: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("becomes", [torch.bfloat16, torch.float32, torch.float64])
-def test_settled_weights_are_the_files_in_memory_of_their_own(path: Path, becomes: torch.dtype) -> None:
+def test_settled_weights_are_the_files_in_memory_of_their_own(
+    path: Path, becomes: torch.dtype
+) -> None:
     module, expected = Two(path, becomes), numbers(path)
     assert all(
-        type(p) is MappedWeight and p.dtype == torch.bfloat16 and kept_dtype(p) == becomes for p in (module.a, module.b)
+        type(p) is MappedWeight and p.dtype == torch.bfloat16 and kept_dtype(p) == becomes
+        for p in (module.a, module.b)
     )
     assert materialize_(module) is module
     assert all(type(p) is nn.Parameter and kept_dtype(p) == p.dtype for p in module.parameters())
     assert not module.a.requires_grad and module.b.requires_grad
     path.write_bytes(b"\1" * path.stat().st_size)
     for name, tensor in expected.items():
-        assert getattr(module, name).dtype == becomes and torch.equal(getattr(module, name), tensor.to(becomes))
+        assert getattr(module, name).dtype == becomes and torch.equal(
+            getattr(module, name), tensor.to(becomes)
+        )
 
 
 def test_what_is_trained_may_be_left_to_its_plane(path: Path) -> None:
@@ -69,7 +82,9 @@ def test_what_is_trained_may_be_left_to_its_plane(path: Path) -> None:
         (torch.float32, torch.bfloat16, False), (torch.bfloat16, torch.float16, False),
     ],
 )  # fmt: skip
-def test_only_what_no_rounding_waits_for_is_a_window(stored: torch.dtype, becomes: torch.dtype, open: bool) -> None:
+def test_only_what_no_rounding_waits_for_is_a_window(
+    stored: torch.dtype, becomes: torch.dtype, open: bool
+) -> None:
     tensor = torch.linspace(-3, 3, 7, dtype=torch.float64).to(stored)
     found = mapped(tensor, becomes)
     assert isinstance(found, MappedWeight) == open and kept_dtype(found) == becomes

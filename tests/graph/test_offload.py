@@ -1,5 +1,7 @@
 # Run: pytest tests/graph/test_offload.py
-"""A block's input that waits on the host: the same bits, and on the device no longer than it is needed."""
+"""A block's input that waits on the host: the same bits, and on the device no longer than it is
+needed.
+"""
 
 from __future__ import annotations
 
@@ -97,11 +99,15 @@ def test_inputs_leave_the_device_and_each_is_called_one_block_early(monkeypatch)
     for _ in range(4):
         hidden = offloaded(block, lambda: (_nothing(), _nothing()), hidden)
     gc.collect()
-    assert [ref() is None for ref in alive] == [False, True, True, True], "only the first belongs to somebody else"
+    assert [ref() is None for ref in alive] == [False, True, True, True], (
+        "only the first belongs to somebody else"
+    )
     hidden.sum().backward()
     sent = [value for way, value in lane.seen if way == "out"]
     # Before block i is recomputed the inputs of blocks i and i - 1 have been called, and no other.
-    assert recomputed[4:] == [[("back", sent[j]) for j in range(3, max(i - 1, 0) - 1, -1)] for i in (3, 2, 1, 0)]
+    assert recomputed[4:] == [
+        [("back", sent[j]) for j in range(3, max(i - 1, 0) - 1, -1)] for i in (3, 2, 1, 0)
+    ]
     plain = torch.tensor([0.25, 0.5], requires_grad=True)
     hidden = plain
     for _ in range(4):

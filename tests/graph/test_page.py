@@ -10,7 +10,9 @@ from scripts import script
 
 def test_the_page_is_what_the_script_makes():
     made = script("docs/make_adapters.py")
-    assert made.PAGE.read_text() == made.page(made.PAGE.read_text()), "run: python docs/make_adapters.py"
+    assert made.PAGE.read_text() == made.page(made.PAGE.read_text()), (
+        "run: python docs/make_adapters.py"
+    )
 
 
 def test_fewer_bits_take_less_memory_and_what_was_planned_was_measured():
@@ -28,4 +30,6 @@ def test_fewer_bits_take_less_memory_and_what_was_planned_was_measured():
 
 def test_every_way_computed_the_same_loss():
     made = script("docs/make_adapters.py")
-    assert made.spread_of_losses(json.loads((made.RESULTS / "adapter_peers.json").read_text())) < 1e-4
+    assert (
+        made.spread_of_losses(json.loads((made.RESULTS / "adapter_peers.json").read_text())) < 1e-4
+    )

@@ -1,5 +1,7 @@
 # Run: pytest tests/graph/test_precision.py
-"""fp16 with a loss scale: its gradient, its decisions against a loop, what is skipped, resumed and refused."""
+"""fp16 with a loss scale: its gradient, its decisions against a loop, what is skipped, resumed and
+refused.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ def test_a_captured_backward_pass_has_eager_s_bits_where_a_module_leaves_autocas
     def gradient(backend):
         torch.manual_seed(0)
         loss = lambda model, batch: (model(batch["rows"]).sum(), torch.tensor(8))  # noqa: E731
-        engine = Resident(InFp32(8, 8, bias=False), loss=loss, precision=Precision("bf16"), micro_batch=4)
+        engine = Resident(
+            InFp32(8, 8, bias=False), loss=loss, precision=Precision("bf16"), micro_batch=4
+        )
         rows = {"rows": torch.randn(4, 8)}
         assert backend is None or engine.capture(rows, backend=backend) is None
         engine.accumulate(rows)
@@ -79,8 +83,12 @@ def test_a_captured_backward_pass_has_eager_s_bits_where_a_module_leaves_autocas
 
 
 def test_a_gradient_below_fp16_s_range_arrives():
-    for precision, arrives in ((Precision("fp16"), True), (Precision("fp16", loss_scale=1.0), False)):
-        step = Step(one_weight(), loss=tiny_gradient, precision=precision)  # fp16's smallest is 2^-24
+    for precision, arrives in (
+        (Precision("fp16"), True),
+        (Precision("fp16", loss_scale=1.0), False),
+    ):
+        # Fp16's smallest is 2^-24.
+        step = Step(one_weight(), loss=tiny_gradient, precision=precision)
         assert float(step([torch.tensor(2.0**-13)]).grad_norm) == (2.0**-27 if arrives else 0)
 
 
@@ -103,7 +111,9 @@ def test_the_scale_s_decisions_are_those_of_a_loop(events):
 
 @pytest.mark.parametrize(("place", "backend"), [(0, None), (1, None), (2, None), (1, "aot_eager")])
 def test_an_overflow_anywhere_in_a_window_is_one_decision(place, backend):
-    """One of three micro-batches overflows: nothing changes but the scale, once, and later updates are the same."""
+    """One of three micro-batches overflows: nothing changes but the scale, once, and later updates
+    are the same.
+    """
     batch = {"x": torch.ones(3, 1)}
     poisoned = {"x": batch["x"].clone().index_fill_(0, torch.tensor(place), 2.0**14)}
 
@@ -111,10 +121,12 @@ def test_an_overflow_anywhere_in_a_window_is_one_decision(place, backend):
         return (model.weight.half() * part["x"].half()).sum(), torch.tensor(3.0).long()
 
     clean, skipping = (
-        Resident(one_weight(), loss=loss, optim=AdamW(lr=0.1), precision=FP16, micro_batch=1) for _ in range(2)
+        Resident(one_weight(), loss=loss, optim=AdamW(lr=0.1), precision=FP16, micro_batch=1)
+        for _ in range(2)
     )
     if backend:
-        torch.compiler.reset()  # every test captures anew, and torch allows eight graphs of a function
+        # Every test captures anew, and torch allows eight graphs of a function.
+        torch.compiler.reset()
         assert skipping.capture(batch, backend) is None
     for window in (batch, poisoned, batch):
         skipping.accumulate(window)
@@ -141,7 +153,9 @@ def test_any_split_is_skipped_alike():
 
 
 def test_resumed_is_uninterrupted():
-    """In bits, across an overflow and a growth; the window's rows are what differs from update to update."""
+    """In bits, across an overflow and a growth; the window's rows are what differs from update to
+    update.
+    """
     windows = [ragged(4, seed=seed, length=8) for seed in range(9)]
     precision = dataclasses.replace(FP16, loss_scale=2.0**19)
     whole = Resident(tiny_llama(**TOY), precision=precision, micro_batch=2)
@@ -151,7 +165,9 @@ def test_resumed_is_uninterrupted():
             seen.append((number, copy.deepcopy(whole.state())))
         whole.accumulate(window)
         last = whole.update()
-    assert 0 < int(last.skipped) < 9 and int(whole.step.good) < int(whole.step.applied), "it must skip and grow"
+    assert 0 < int(last.skipped) < 9 and int(whole.step.good) < int(whole.step.applied), (
+        "it must skip and grow"
+    )
     for number, state in seen:
         resumed = Resident(tiny_llama(seed=1, **TOY), precision=precision, micro_batch=2)
         resumed.load_state(state)
@@ -165,19 +181,28 @@ def test_resumed_is_uninterrupted():
 
 
 def test_a_state_without_a_scale_is_refused():
-    with pytest.raises(InputRefused, match=r"lacks 'good': it was saved with another train.precision"):
+    with pytest.raises(
+        InputRefused, match=r"lacks 'good': it was saved with another train.precision"
+    ):
         Resident(one_weight(), precision=FP16).load_state(Resident(one_weight()).state())
 
 
-@pytest.mark.parametrize(("name", "word"), [("fp16", "30 times slower"), ("fp8", "no fp8 arithmetic")])
+@pytest.mark.parametrize(
+    ("name", "word"), [("fp16", "30 times slower"), ("fp8", "no fp8 arithmetic")]
+)
 def test_what_the_device_has_no_arithmetic_for_is_refused_by_name(name, word):
     cpu = dataclasses.replace(describe(torch.device("cpu")), has_bf16=True)
-    with pytest.raises(UsageError, match=rf"command line: train.precision = {name}: .*{word}.*; use bf16"):
+    with pytest.raises(
+        UsageError, match=rf"command line: train.precision = {name}: .*{word}.*; use bf16"
+    ):
         require_possible(load(None, {"train.precision": name}, {}), cpu)
     able = dataclasses.replace(cpu, type="cuda", has_fp8=True)
     require_possible(load(None, {"train.precision": name}, {}), able)
-    old = dataclasses.replace(able, has_bf16=False)  # such as a T4; on a CPU, bf16 is computed as well as anywhere
-    with pytest.raises(UsageError, match=r"train.precision = bf16: .*no bf16 arithmetic.*; use fp16 or fp32"):
+    # Such as a T4; on a CPU, bf16 is computed as well as anywhere.
+    old = dataclasses.replace(able, has_bf16=False)
+    with pytest.raises(
+        UsageError, match=r"train.precision = bf16: .*no bf16 arithmetic.*; use fp16 or fp32"
+    ):
         require_possible(load(None, {"train.precision": "bf16"}, {}), old)
     for fine in ("auto", "fp32", "bf16"):
         require_possible(load(None, {"train.precision": fine}, {}), cpu)

@@ -1,6 +1,7 @@
 # Run: pytest tests/graph/test_remat.py
-"""Which products are kept, and which blocks recompute: knapsacks against trying everything, recordings against closed
-forms."""
+"""Which products are kept, and which blocks recompute: knapsacks against trying everything,
+recordings against closed forms.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ items = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=6)
 
 
 def as_groups(items):
-    return [(Choice(0, flops, ()), Choice(size, 0, (index,))) for index, (size, flops) in enumerate(items)]
+    return [
+        (Choice(0, flops, ()), Choice(size, 0, (index,)))
+        for index, (size, flops) in enumerate(items)
+    ]
 
 
 @given(items, st.integers(0, 120))
@@ -36,7 +40,9 @@ def test_no_other_subset_is_better(items, limit):
     best = within(front(as_groups(items)), limit)
     assert best.flops == fewest
     assert best.stored_bytes == sum(items[index][0] for index in best.what) <= limit
-    assert best.flops == sum(flops for index, (_, flops) in enumerate(items) if index not in best.what)
+    assert best.flops == sum(
+        flops for index, (_, flops) in enumerate(items) if index not in best.what
+    )
 
 
 def test_a_long_front_is_thinned_and_still_adds_up():
@@ -96,43 +102,66 @@ def test_what_the_configuration_calls_them():
 
 
 def test_a_llama_s_products_are_the_closed_form():
-    """q, k, v, attention, o, gate and up: (3 + 2 n_kv / n_h + 2 d_ff / d) B T D numbers; down is not computed again."""
+    """q, k, v, attention, o, gate and up: (3 + 2 n_kv / n_h + 2 d_ff / d) B T D numbers; down is
+    not computed again.
+    """
     rows, model = 4, tiny_llama()
     recordings = recorded(model, lambda twin: token_loss(twin, ragged(rows)), captured=False)
     assert list(recordings) == ["model.layers.0", "model.layers.1"]
     tokens, (recording, other) = rows * LENGTH, recordings.values()
     assert recording == other
     unit, log_sums = 4 * tokens * 32, 4 * tokens * 4
-    assert sum(p.stored_bytes for p in recording.products) == (3 + 2 * 0.5 + 2 * 1.5) * unit + log_sums
-    assert sum(p.flops for p in recording.products if ".mm." in p.name[0]) == 2 * tokens * 32 * (3 * 32 + 2 * 48)
+    assert (
+        sum(p.stored_bytes for p in recording.products) == (3 + 2 * 0.5 + 2 * 1.5) * unit + log_sums
+    )
+    assert sum(p.flops for p in recording.products if ".mm." in p.name[0]) == 2 * tokens * 32 * (
+        3 * 32 + 2 * 48
+    )
     assert recording.stored_bytes > sum(p.stored_bytes for p in recording.products)
-    assert unit < recording.input_bytes < 1.1 * unit  # the hidden states; cosine and sine are shared
-    [compiled, _] = recorded(model, lambda twin: token_loss(twin, ragged(rows)), captured=True).values()
-    assert compiled.rest_flops == 0 < recording.rest_flops and compiled.products == recording.products
-    assert [c.stored_bytes for c in recording.curve()][:: len(recording.curve()) - 1] == [0, 7 * unit + log_sums]
+    # The hidden states; cosine and sine are shared.
+    assert unit < recording.input_bytes < 1.1 * unit
+    [compiled, _] = recorded(
+        model, lambda twin: token_loss(twin, ragged(rows)), captured=True
+    ).values()
+    assert (
+        compiled.rest_flops == 0 < recording.rest_flops and compiled.products == recording.products
+    )
+    assert [c.stored_bytes for c in recording.curve()][:: len(recording.curve()) - 1] == [
+        0,
+        7 * unit + log_sums,
+    ]
 
 
 @pytest.mark.slow
 def test_flex_attention_is_recorded_as_one_product(monkeypatch):
     """Packed rows take it in a graph on a GPU; called outside of a graph it would compile itself."""
-    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)  # it refuses a CPU
+    # It refuses a CPU.
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
     usual, flex = tiny_llama(hidden_size=64), tiny_llama(hidden_size=64)
     flex.use_attention("flex")
     recordings = [
         recorded(model, lambda twin: token_loss(twin, packed(4)), captured=True)["model.layers.0"]
         for model in (usual, flex)
     ]
-    names, others = ([product.name[0] for product in recording.products] for recording in recordings)
-    assert [name for name in others if name not in names] == ["flex_attention"] and len(names) == len(others)
+    names, others = (
+        [product.name[0] for product in recording.products] for recording in recordings
+    )
+    assert [name for name in others if name not in names] == ["flex_attention"] and len(
+        names
+    ) == len(others)
     flops, others = ([product.flops for product in recording.products] for recording in recordings)
     assert flops == others
     # The mask belongs to all blocks: it is an input, and no block keeps it.
     assert recordings[1].stored_bytes <= recordings[0].stored_bytes
 
 
-@pytest.mark.parametrize(("policy", "asked"), [(Remat.Pointwise(), 0), (Remat.Budget(0.5), 1), (Remat.Full(), 0)])
+@pytest.mark.parametrize(
+    ("policy", "asked"), [(Remat.Pointwise(), 0), (Remat.Budget(0.5), 1), (Remat.Full(), 0)]
+)
 def test_a_graph_of_a_block_is_traced_for_budgets_alone(policy, asked, monkeypatch):
-    """What `Pointwise` keeps does not depend on what a graph would keep; blocks that are alike are asked of once."""
+    """What `Pointwise` keeps does not depend on what a graph would keep; blocks that are alike are
+    asked of once.
+    """
     graphs, stored_by_graph = [], compat.stored_by_graph
 
     def spy(*arguments):

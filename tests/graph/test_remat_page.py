@@ -17,14 +17,18 @@ def made():
 
 def test_the_tables_of_the_page_are_the_result_s(made):
     found = made.result()
-    shown = [part.split(made.END)[0].strip() for part in made.PAGE.read_text().split(made.BEGIN)[1:]]
+    shown = [
+        part.split(made.END)[0].strip() for part in made.PAGE.read_text().split(made.BEGIN)[1:]
+    ]
     assert shown == [made.budgets(found), made.policies(found)], "run: python docs/make_remat.py"
 
 
 def test_the_picture_has_every_line_and_follows_the_reader_s_theme(made):
     picture = made.drawn(made.result())
     assert picture == made.PICTURE.read_text(encoding="utf-8"), "run: python docs/make_remat.py"
-    words = {element.text for element in xml.fromstring(picture).iter() if element.tag.endswith("}text")}
+    words = {
+        element.text for element in xml.fromstring(picture).iter() if element.tag.endswith("}text")
+    }
     assert {name for _, name, _, _ in made.LINES} <= words
     assert "prefers-color-scheme: dark" in picture and not any(colour in picture.split("</style>", 1)[1] for colour in (
         made.figures.INK, made.figures.ACCENT, made.figures.WARN,

@@ -15,7 +15,9 @@ from monograph.graph.replay import WARM_UP, CudaGraphs, Graph, NotReplayable, Re
 
 
 class Recorder:
-    """Stands for a device: work is launched in order; what is launched during a capture is recorded, not done."""
+    """Stands for a device: work is launched in order; what is launched during a capture is
+    recorded, not done.
+    """
 
     def __init__(self, obstacle: str | None = None) -> None:
         self.done: list[str] = []
@@ -93,7 +95,9 @@ class Card:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self)
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
         monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
-        monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: self.asked.append(f"watch {mode}"))
+        monkeypatch.setattr(
+            torch.cuda, "set_sync_debug_mode", lambda mode: self.asked.append(f"watch {mode}")
+        )
 
     def wait_stream(self, stream: object) -> None:
         self.asked.append("wait")
@@ -102,18 +106,26 @@ class Card:
 CARD = torch.device("cuda", 0)
 
 
-def test_a_warm_up_is_watched_and_only_waited_for_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How long launching and computing take decides nothing: the same run is replayed on every machine and day."""
+def test_a_warm_up_is_watched_and_only_waited_for_on_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """How long launching and computing take decides nothing: the same run is replayed on every
+    machine and day.
+    """
     card = Card(monkeypatch)
     assert CudaGraphs(CARD).warm_up(lambda: card.asked.append("launch")) is None
     assert card.asked == ["wait", "watch warn", "launch", "watch 0", "wait"]
 
 
-def test_where_the_host_waits_is_named_and_other_warnings_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_host_waits_is_named_and_other_warnings_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     Card(monkeypatch)
 
     def work() -> None:
-        warnings.warn("called a synchronizing CUDA operation (Triggered internally at ...)", stacklevel=1)
+        warnings.warn(
+            "called a synchronizing CUDA operation (Triggered internally at ...)", stacklevel=1
+        )
         warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
         warnings.warn("something else", stacklevel=1)
 
@@ -135,6 +147,11 @@ def test_work_that_fails_is_waited_for_all_the_same(monkeypatch: pytest.MonkeyPa
     assert card.asked[-2:] == ["watch 0", "wait"]
 
 
-def test_torch_s_random_numbers_of_the_host_are_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_s_random_numbers_of_the_host_are_an_obstacle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     Card(monkeypatch)
-    assert CudaGraphs(CARD).warm_up(lambda: torch.rand(1)) == "it draws random numbers on the host (torch)"
+    assert (
+        CudaGraphs(CARD).warm_up(lambda: torch.rand(1))
+        == "it draws random numbers on the host (torch)"
+    )

@@ -1,5 +1,7 @@
 # Run: pytest tests/graph/test_siblings.py
-"""What sibling fusion finds, what it leaves alone and says so, and that nothing that happens later makes it wrong."""
+"""What sibling fusion finds, what it leaves alone and says so, and that nothing that happens later
+makes it wrong.
+"""
 
 from __future__ import annotations
 
@@ -65,14 +67,16 @@ def test_the_line_that_is_reported():
     assert str(fuse_siblings(nn.Linear(4, 4), X)) == "no siblings fused"
 
 
-@pytest.mark.parametrize("example", [X, (X,), {"x": X}, "call"], ids=["tensor", "arguments", "keywords", "function"])
+@pytest.mark.parametrize(
+    "example", [X, (X,), {"x": X}, "call"], ids=["tensor", "arguments", "keywords", "function"]
+)
 def test_ways_to_give_an_example(example):
     model = Pair()
     fusion = fuse_siblings(model, (lambda: model(X)) if example == "call" else example)
     assert fusion.families == (("a", "b"),)
 
 
-# ---- what stays separate ---------------------------------------------------------------------------------------------
+# ---- what stays separate -------------------------------------------------------------------------
 
 
 class Own(nn.Linear):
@@ -119,7 +123,11 @@ def in_place(tensor):
         (frozen(Pair()), "b", "none of the others is like it"),
         (Pair(bias=False), "b", "none of the others is like it"),
         (Pair(after=in_place), "a", "its output is changed in place"),
-        (Pair(after=lambda y: y.view(-1).view(y.shape)), "a", "needs outputs of its own: view size"),
+        (
+            Pair(after=lambda y: y.view(-1).view(y.shape)),
+            "a",
+            "needs outputs of its own: view size",
+        ),
     ],
     ids=["hooks", "subclass", "tied", "parametrized", "frozen", "bias", "in place", "view"],
 )
@@ -129,7 +137,9 @@ def test_left_separate_and_said_so(model, name, reason):
     assert torch.equal(model(X), before)
     assert not fusion.families and reason in fusion.separate[name] and reason in str(fusion)
     assert not any(isinstance(layer, Sibling) for layer in model.modules())
-    assert all(p.untyped_storage().nbytes() == p.numel() * p.element_size() for p in model.parameters())
+    assert all(
+        p.untyped_storage().nbytes() == p.numel() * p.element_size() for p in model.parameters()
+    )
 
 
 def test_layers_of_different_dtypes_are_no_siblings():
@@ -149,7 +159,11 @@ def test_layers_that_read_different_tensors_are_no_siblings():
 def test_layers_that_are_called_in_changing_order():
     class Turns(Pair):
         def forward(self, x):
-            return self.a(x) + self.b(x) + self.b(2 * x + 1) if self.training else self.b(x) + self.a(x)
+            return (
+                self.a(x) + self.b(x) + self.b(2 * x + 1)
+                if self.training
+                else self.b(x) + self.a(x)
+            )
 
     class Same(Pair):
         def forward(self, x):
@@ -183,7 +197,7 @@ def test_the_example_leaves_no_trace():
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
-# ---- what happens later ----------------------------------------------------------------------------------------------
+# ---- what happens later --------------------------------------------------------------------------
 
 LATER = {
     "another tensor": lambda x: x + 1,
@@ -192,16 +206,21 @@ LATER = {
 }
 
 
-# Dynamo does not say how often a tensor was changed in place: that is seen where the example is watched, and eagerly.
+# Dynamo does not say how often a tensor was changed in place: that is seen where the example is
+# watched, and eagerly.
 @pytest.mark.parametrize(
-    ("between", "compile_"), [*itertools.product(LATER, [False]), ("another tensor", True), ("the same", True)]
+    ("between", "compile_"),
+    [*itertools.product(LATER, [False]), ("another tensor", True), ("the same", True)],
 )
 def test_a_decision_that_changes(between, compile_):
     model = Pair()
     fuse_siblings(model, X)
     model.between = LATER[between]
     truth = alone(model, X.clone())
-    assert relative_error((compiled(model, "aot_eager") if compile_ else model)(X.clone()), truth) < 1e-6
+    assert (
+        relative_error((compiled(model, "aot_eager") if compile_ else model)(X.clone()), truth)
+        < 1e-6
+    )
 
 
 @pytest.mark.parametrize("compile_", [False, True], ids=["eager", "captured"])
@@ -210,7 +229,10 @@ def test_a_gradient_or_a_dtype_that_only_one_has(compile_):
         grad, cast = True, False
 
         def forward(self, x):
-            with torch.set_grad_enabled(self.grad), torch.autocast("cpu", torch.bfloat16, enabled=self.cast):
+            with (
+                torch.set_grad_enabled(self.grad),
+                torch.autocast("cpu", torch.bfloat16, enabled=self.cast),
+            ):
                 first = self.a(x)
             return first.float() * self.b(x)
 
@@ -221,17 +243,25 @@ def test_a_gradient_or_a_dtype_that_only_one_has(compile_):
         twin = copy.deepcopy(model)
         unfuse_siblings(twin)
         for each in (model, twin):
-            (compiled(each, "aot_eager") if compile_ and each is model else each)(X).sum().backward()
+            (compiled(each, "aot_eager") if compile_ and each is model else each)(
+                X
+            ).sum().backward()
         assert (model.a.weight.grad is None) == (twin.a.weight.grad is None) == (not grad)
         for mine, its in zip(model.parameters(), twin.parameters(), strict=True):
             if its.grad is not None:
-                assert mine.grad.dtype == its.grad.dtype and relative_error(mine.grad, its.grad) < 1e-2 * cast + 1e-6
+                assert (
+                    mine.grad.dtype == its.grad.dtype
+                    and relative_error(mine.grad, its.grad) < 1e-2 * cast + 1e-6
+                )
 
 
 def test_a_layer_called_without_the_first_or_after_a_part_was_repeated():
     model = Pair()
     fuse_siblings(model, X)
-    assert relative_error(model.b(X), torch.nn.functional.linear(X, model.b.weight, model.b.bias)) < 1e-6
+    assert (
+        relative_error(model.b(X), torch.nn.functional.linear(X, model.b.weight, model.b.bias))
+        < 1e-6
+    )
     model.a(X)
     assert families(model)[0]._left
     assert relative_error(model(X), alone(model, X)) < 1e-6
@@ -259,7 +289,9 @@ def test_other_parameters_than_the_fused_ones(kind):
         assert relative_error(call(other, X), plain(X)) < 1e-6
     stacked = {name: torch.stack([p, other[name]]) for name, p in own.items()}
     both = torch.func.vmap(calling, (0, None))(stacked, X)
-    assert relative_error(both[1], plain(X)) < 1e-6 and relative_error(both[0], alone(model, X)) < 1e-6
+    assert (
+        relative_error(both[1], plain(X)) < 1e-6 and relative_error(both[0], alone(model, X)) < 1e-6
+    )
     assert relative_error(torch.func.vmap(model)(X[:, None])[:, 0], alone(model, X)) < 1e-6
     with torch.inference_mode():
         assert relative_error(model(X + 0), alone(model, X + 0)) < 1e-6
@@ -284,7 +316,7 @@ def test_memory_that_somebody_moves():
     assert relative_error(model(X), plain(X)) < 1e-6
 
 
-# ---- copies, dtypes, checkpoints -------------------------------------------------------------------------------------
+# ---- copies, dtypes, checkpoints -----------------------------------------------------------------
 
 
 def is_whole(model):
@@ -311,7 +343,9 @@ def test_a_copy_is_fused_and_independent(how):
     assert torch.equal(families(model)[0].weight[32:48], before)
 
 
-@pytest.mark.parametrize("to", [lambda m: m.double(), lambda m: m.bfloat16().float(), lambda m: m.to("meta")])
+@pytest.mark.parametrize(
+    "to", [lambda m: m.double(), lambda m: m.bfloat16().float(), lambda m: m.to("meta")]
+)
 def test_another_dtype_or_device(to):
     model = to(fused_llama())
     assert is_whole(model)
@@ -334,11 +368,15 @@ def test_checkpoints_both_ways():
     )
     back = tiny_llama(seed=2)
     back.load_state_dict(model.state_dict())
-    for (name, mine), its in zip(back.state_dict().items(), plain.state_dict().values(), strict=True):
+    for (name, mine), its in zip(
+        back.state_dict().items(), plain.state_dict().values(), strict=True
+    ):
         assert torch.equal(mine, its), name
     own = {name: value.clone() for name, value in tiny_llama(seed=3).state_dict().items()}
     model.load_state_dict(own, assign=True)
-    assert is_whole(model) and torch.equal(families(model)[0].weight[:32], own[f"{FIRST}.q_proj.weight"])
+    assert is_whole(model) and torch.equal(
+        families(model)[0].weight[:32], own[f"{FIRST}.q_proj.weight"]
+    )
     few = {name: value + 1 for name, value in own.items() if name == f"{FIRST}.k_proj.weight"}
     model.load_state_dict(few, strict=False, assign=True)
     assert relative_error(model(ragged(2)["tokens"]), alone(model, ragged(2)["tokens"])) < 1e-6
@@ -356,7 +394,11 @@ def test_an_export_is_the_same(tmp_path):
 def test_transformers_saves_and_loads_it(tmp_path):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
     )
     model = transformers.LlamaForCausalLM(config)
     state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -366,7 +408,7 @@ def test_transformers_saves_and_loads_it(tmp_path):
     assert all(torch.equal(value, state[name]) for name, value in back.state_dict().items())
 
 
-# ---- steps -----------------------------------------------------------------------------------------------------------
+# ---- steps ---------------------------------------------------------------------------------------
 
 
 def test_siblings_lie_side_by_side_in_planes():
@@ -375,7 +417,9 @@ def test_siblings_lie_side_by_side_in_planes():
     class Apart(nn.Module):
         def __init__(self):
             super().__init__()
-            self.branches = nn.ModuleList(nn.Sequential(nn.Linear(4, n), nn.Tanh(), nn.Linear(n, 2)) for n in (3, 5))
+            self.branches = nn.ModuleList(
+                nn.Sequential(nn.Linear(4, n), nn.Tanh(), nn.Linear(n, 2)) for n in (3, 5)
+            )
 
         def forward(self, x):
             return sum(branch(x) for branch in self.branches)
@@ -438,7 +482,9 @@ def test_siblings_in_different_blocks_part_where_blocks_are_repeated():
         if fused and remat is None:
             mono.capture(step, "aot_eager", "blocks")
             assert not families(model)
-    assert relative_error(gradients[1], gradients[0]) < 1e-6 and torch.equal(gradients[2], gradients[0])
+    assert relative_error(gradients[1], gradients[0]) < 1e-6 and torch.equal(
+        gradients[2], gradients[0]
+    )
 
 
 def test_fp8_is_refused():
@@ -448,7 +494,9 @@ def test_fp8_is_refused():
     unfuse_siblings(model)
     mono.Step(model, precision=Precision("fp8"))
     fusion = fuse_siblings(model, ragged(2)["tokens"])
-    assert not fusion.families and "not nn.Linear's" in fusion.separate["model.layers.0.mlp.up_proj"]
+    assert (
+        not fusion.families and "not nn.Linear's" in fusion.separate["model.layers.0.mlp.up_proj"]
+    )
 
 
 @pytest.mark.gpu

@@ -1,7 +1,9 @@
 # Run: pytest tests/graph/test_static_inputs.py
-"""Which batches and modules are captured, when captures are given back, and the line where a micro-step is only called.
+"""Which batches and modules are captured, when captures are given back, and the line where a
+micro-step is only called.
 
-On a CPU `Tape` stands for the device that captures; tests/laws/test_replayed_is_called.py has the law.
+On a CPU `Tape` stands for the device that captures; tests/laws/test_replayed_is_called.py has the
+law.
 """
 
 from __future__ import annotations
@@ -14,7 +16,16 @@ import pytest
 import torch
 
 from batches import captured_to_train, packed, ragged
-from laws.replaying import ROWS, Reads, assert_same_bits, check, engine, replaying, trained, windows_of
+from laws.replaying import (
+    ROWS,
+    Reads,
+    assert_same_bits,
+    check,
+    engine,
+    replaying,
+    trained,
+    windows_of,
+)
 from monograph.graph.capture import capture, release
 from monograph.graph.remat import Remat
 from monograph.graph.replay import MOST
@@ -29,7 +40,9 @@ def test_another_shape_is_another_graph_and_too_many_are_called():
     made = replaying(engine(), lines)
     assert_same_bits(trained(made, windows), expected)
     assert len(made.step.recorder.graphs) == made.step.micro_step.captured == MOST
-    assert lines == [f"micro-steps are launched one by one: batches have more than {MOST} shapes, the others"]
+    assert lines == [
+        f"micro-steps are launched one by one: batches have more than {MOST} shapes, the others"
+    ]
 
 
 def test_segments_or_not_is_another_graph():
@@ -202,7 +215,9 @@ def test_a_capture_that_fails_is_said_and_called():
     made = engine()
     replaying(made, lines).step.micro_step._replays._recorder = Fails()
     assert_same_bits(trained(made, windows_of(ragged)), expected)
-    assert lines == ["micro-steps are launched one by one: the capture failed: CUDA error: out of luck"]
+    assert lines == [
+        "micro-steps are launched one by one: the capture failed: CUDA error: out of luck"
+    ]
 
 
 def test_what_changes_on_the_host_now_and_then_is_captured_anew():

@@ -33,7 +33,9 @@ def test_a_fresh_model_starts_near_the_log_of_its_vocabulary():
 def test_an_error_names_the_innermost_module():
     model = tiny_llama()
     model.model.layers[1].mlp.down_proj = nn.Linear(5, 5)
-    with pytest.raises(InputRefused, match=r"model\.layers\.1\.mlp\.down_proj \(Linear\): RuntimeError"):
+    with pytest.raises(
+        InputRefused, match=r"model\.layers\.1\.mlp\.down_proj \(Linear\): RuntimeError"
+    ):
         of(model)
 
 
@@ -65,7 +67,9 @@ def test_an_error_of_ours_that_a_module_ran_into_is_told_as_it_is():
 
 
 def test_a_non_finite_output_names_the_first_module():
-    model = nn.Sequential(nn.Linear(3, 3), nn.LogSigmoid(), nn.Threshold(0.0, float("inf")), nn.Linear(3, 1))
+    model = nn.Sequential(
+        nn.Linear(3, 3), nn.LogSigmoid(), nn.Threshold(0.0, float("inf")), nn.Linear(3, 1)
+    )
     with pytest.raises(InputRefused, match=r"2 \(Threshold\) is the first module"):
         trial(model, lambda: (model(torch.ones(2, 3)).sum(), torch.tensor(2)))
 

@@ -1,7 +1,9 @@
-"""Kinds of hostile input: each a function that makes one from random draws, in a folder, and lets it be read.
+"""Kinds of hostile input: each a function that makes one from random draws, in a folder, and lets
+it be read.
 
-What is read is a sound file with something replaced, doubled or taken out, or made of parts that attack: sizes that no
-machine has, paths that lead elsewhere, programs where data belongs, nesting without end. Raises what reading raises.
+What is read is a sound file with something replaced, doubled or taken out, or made of parts that
+attack: sizes that no machine has, paths that lead elsewhere, programs where data belongs, nesting
+    without end. Raises what reading raises.
 """
 
 from __future__ import annotations
@@ -81,7 +83,13 @@ Kind = Callable[[random.Random, Path], None]
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Where a JSON value can be changed; of long lists and tables the first few."""
     yield path
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    inner = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, each in list(inner)[:40]:
         yield from places(each, (*path, key))
 
@@ -129,7 +137,7 @@ def replaced(path: Path, content: bytes, use: Callable[[], object]) -> None:
         path.write_bytes(sound)
 
 
-# ---- settings ------------------------------------------------------------------------------------------------------
+# ---- settings ------------------------------------------------------------------------------------
 
 
 def toml_value(value: Any) -> str:
@@ -143,10 +151,18 @@ def settings(draws: random.Random, folder: Path) -> None:
     keys = draws.sample(sorted(KEYS), draws.randrange(1, 5))
     usual = [None, "auto", 1, 2, 64, 0.1, True, "adamw", "text"]
     values = [draws.choice(INSTEAD[:27] if draws.random() < 0.3 else usual) for _ in keys]
-    lines = [f"{key} = {toml_value(value)}" for key, value in zip(keys, values, strict=True) if value is not None]
-    lines += draws.choice([[], [], [], [], ["[model"], ["x = 1"], ["[[data]]"], ["[model]", "a.b.c = 1"], ['"" = 1']])
+    lines = [
+        f"{key} = {toml_value(value)}"
+        for key, value in zip(keys, values, strict=True)
+        if value is not None
+    ]
+    lines += draws.choice(
+        [[], [], [], [], ["[model"], ["x = 1"], ["[[data]]"], ["[model]", "a.b.c = 1"], ['"" = 1']]
+    )
     text = "\n".join(lines).encode("utf-8", "surrogatepass")
-    (folder / "some.toml").write_bytes(damaged(text, draws) if text and draws.random() < 0.3 else text)
+    (folder / "some.toml").write_bytes(
+        damaged(text, draws) if text and draws.random() < 0.3 else text
+    )
     load(folder / "some.toml", {}, {})
 
 
@@ -163,12 +179,17 @@ def command_line(draws: random.Random, folder: Path) -> None:
         toml, overrides, faults = classify(texts)
         load(toml, overrides, {}, faults=faults)
     elif draws.random() < 0.5:
-        draws.choice([partial(memory_size, "--device-memory"), parent_named])(draws.choice(["8", "", "-1"]) + texts[0])
+        draws.choice([partial(memory_size, "--device-memory"), parent_named])(
+            draws.choice(["8", "", "-1"]) + texts[0]
+        )
     else:
-        sampling_of({"temperature": 1.0}, [f"{draws.choice(['seed', 'min_p', 'x', 'logit_bias'])}={texts[0]}"])
+        sampling_of(
+            {"temperature": 1.0},
+            [f"{draws.choice(['seed', 'min_p', 'x', 'logit_bias'])}={texts[0]}"],
+        )
 
 
-# ---- model folders -------------------------------------------------------------------------------------------------
+# ---- model folders -------------------------------------------------------------------------------
 
 
 @cache
@@ -184,7 +205,11 @@ def model(folder: Path) -> Path:
 
 def config(draws: random.Random, folder: Path) -> None:
     path = model(folder) / "config.json"
-    replaced(path, hostile_json(json.loads(path.read_bytes()), draws), lambda: materialize_(mapped_model(path.parent)))
+    replaced(
+        path,
+        hostile_json(json.loads(path.read_bytes()), draws),
+        lambda: materialize_(mapped_model(path.parent)),
+    )
 
 
 def read_tokenizer(folder: Path) -> None:
@@ -196,11 +221,27 @@ def tokenizer(draws: random.Random, folder: Path) -> None:
     path = model(folder) / "tokenizer.json"
     content = json.loads(path.read_bytes())
     steps = {
-        "normalizer": [{"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": "b" * 10**6}, {"type": "NFC"}],
-        "padding": [{"strategy": {"Fixed": 4 * 10**9}, "direction": "Right", "pad_id": 0, "pad_token": "x"}],
-        "truncation": [{"max_length": -1, "strategy": "LongestFirst", "stride": 9, "direction": "Right"}],
-        "pre_tokenizer": [{"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}],
-        "post_processor": [{"type": "TemplateProcessing", "single": [[]], "pair": [], "special_tokens": {}}],
+        "normalizer": [
+            {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": "b" * 10**6},
+            {"type": "NFC"},
+        ],
+        "padding": [
+            {"strategy": {"Fixed": 4 * 10**9}, "direction": "Right", "pad_id": 0, "pad_token": "x"}
+        ],
+        "truncation": [
+            {"max_length": -1, "strategy": "LongestFirst", "stride": 9, "direction": "Right"}
+        ],
+        "pre_tokenizer": [
+            {
+                "type": "Split",
+                "pattern": {"Regex": "(x+x+)+y"},
+                "behavior": "Isolated",
+                "invert": False,
+            }
+        ],
+        "post_processor": [
+            {"type": "TemplateProcessing", "single": [[]], "pair": [], "special_tokens": {}}
+        ],
     }
     for key in draws.sample(sorted(steps), draws.randrange(3)):
         content[key] = draws.choice([*steps[key], draws.choice(INSTEAD)])
@@ -209,7 +250,11 @@ def tokenizer(draws: random.Random, folder: Path) -> None:
 
 def companion(draws: random.Random, folder: Path) -> None:
     path = model(folder) / draws.choice(["tokenizer_config.json", "generation_config.json"])
-    replaced(path, hostile_json(json.loads(path.read_bytes()), draws), lambda: read_tokenizer(path.parent))
+    replaced(
+        path,
+        hostile_json(json.loads(path.read_bytes()), draws),
+        lambda: read_tokenizer(path.parent),
+    )
 
 
 def safetensors(draws: random.Random, folder: Path) -> None:
@@ -219,7 +264,9 @@ def safetensors(draws: random.Random, folder: Path) -> None:
     header = hostile_json(json.loads(data[8 : 8 + length]), draws)
     told = draws.choice([len(header)] * 6 + [0, 2**63, 2**64 - 1, length, 10**8])
     content = struct.pack("<Q", told) + header + data[8 + length :]
-    use = draws.choice([lambda: materialize_(mapped_model(path.parent)), lambda: mapped_model(path.parent)])
+    use = draws.choice(
+        [lambda: materialize_(mapped_model(path.parent)), lambda: mapped_model(path.parent)]
+    )
     replaced(path, damaged(data, draws) if draws.random() < 0.2 else content, use)
 
 
@@ -228,7 +275,17 @@ def index(draws: random.Random, folder: Path) -> None:
     content = json.loads(path.read_bytes())
     for name in draws.sample(sorted(content["weight_map"]), 2):
         content["weight_map"][name] = draws.choice(
-            ["../model/model.safetensors", "/etc/passwd", "/dev/zero", ".", "..", "config.json", "", "\0", "a/b"]
+            [
+                "../model/model.safetensors",
+                "/etc/passwd",
+                "/dev/zero",
+                ".",
+                "..",
+                "config.json",
+                "",
+                "\0",
+                "a/b",
+            ]
         )
     replaced(path, hostile_json(content, draws), lambda: materialize_(mapped_model(path.parent)))
 
@@ -271,7 +328,7 @@ def weight_file(draws: random.Random, folder: Path) -> None:
     torch_file.read(path, {})
 
 
-# ---- what is written here ------------------------------------------------------------------------------------------
+# ---- what is written here ------------------------------------------------------------------------
 
 
 @cache
@@ -294,24 +351,38 @@ def manifest(draws: random.Random, folder: Path) -> None:
 
 
 def shard(draws: random.Random, folder: Path) -> None:
-    """Items with checksums that are right, wrong, missing or too many, and a seal of them that is right."""
+    """Items with checksums that are right, wrong, missing or too many, and a seal of them that is
+    right.
+    """
     items, path = draws.randbytes(draws.choice([0, 1, 6, 12])), folder / "some.tokens"
     checksum = struct.pack("<I", zlib.crc32(items))
-    path.write_bytes(items + draws.choice([checksum, b"", draws.randbytes(draws.randrange(9)), 2 * checksum]))
+    path.write_bytes(
+        items + draws.choice([checksum, b"", draws.randbytes(draws.randrange(9)), 2 * checksum])
+    )
     shards.open_shard(path, draws.choice([shards.INDEX, shards.token_dtype(9)]), shards.seal(path))
 
 
 def run_files(draws: random.Random, folder: Path) -> None:
     run = Run(folder / "run")
     if not run.folder.exists():
-        run = Sweep.create(folder / "run", load(None, {"train.updates": 5}, {}), [{"optim.lr": 1e-3}], None).run
+        run = Sweep.create(
+            folder / "run", load(None, {"train.updates": 5}, {}), [{"optim.lr": 1e-3}], None
+        ).run
         write_config(run, load(None, {"train.updates": 5}, {}))
         run.log({"update": 1, "train_loss": 0.5}, {"update": 2, "eval_loss": 0.5})
         run.parent_file.write_text(json.dumps({"run": "elsewhere", "update": 3}))
         teacher = {"member": "members/000", "update": 5, "sha256": "0" * 64}
-        (run.folder / "teachers.json").write_text(json.dumps({"share": 0.5, "teachers": [teacher, teacher]}))
+        (run.folder / "teachers.json").write_text(
+            json.dumps({"share": 0.5, "teachers": [teacher, teacher]})
+        )
         (run.folder / "calibration.json").write_text(
-            json.dumps({"schema": "monograph.calibration/1", "seen": {"cpu": [1.0]}, "beyond": {"cpu": [[1, 2]]}})
+            json.dumps(
+                {
+                    "schema": "monograph.calibration/1",
+                    "seen": {"cpu": [1.0]},
+                    "beyond": {"cpu": [[1, 2]]},
+                }
+            )
         )
     names: dict[str, Callable[[], object]] = {
         "metrics.jsonl": run.rows, "run.lock": lambda: Run.located(run.folder),
@@ -323,19 +394,23 @@ def run_files(draws: random.Random, folder: Path) -> None:
     path = run.folder / draws.choice(sorted(names))
     data = path.read_bytes()
     if path.suffix in (".json", ".lock", ".jsonl") and draws.random() < 0.7:
-        first, newline, rest = data.partition(b"\n") if path.suffix == ".jsonl" else (data, b"", b"")
+        first, newline, rest = (
+            data.partition(b"\n") if path.suffix == ".jsonl" else (data, b"", b"")
+        )
         data = hostile_json(json.loads(first), draws) + newline + rest
     else:
         data = damaged(data, draws)
     replaced(path, data, names[path.name])
 
 
-# ---- texts ---------------------------------------------------------------------------------------------------------
+# ---- texts ---------------------------------------------------------------------------------------
 
 
 def records(draws: random.Random, folder: Path) -> None:
     path = folder / "records.jsonl"
-    lines = [damaged_line(draws) for _ in range(3)] + [as_json(draws.choice(INSTEAD)).encode("utf-8", "surrogatepass")]
+    lines = [damaged_line(draws) for _ in range(3)] + [
+        as_json(draws.choice(INSTEAD)).encode("utf-8", "surrogatepass")
+    ]
     path.write_bytes(b"\n".join(lines))
     documents = Documents(find(path, folder).files, Reading("text", draws.random() < 0.7), 0.0)
     for each in documents:
@@ -346,7 +421,11 @@ CHAT = {
     "messages": [
         {"role": "system", "content": "s"},
         {"role": "user", "content": [{"type": "text", "text": "q"}]},
-        {"role": "assistant", "content": "a", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+        {
+            "role": "assistant",
+            "content": "a",
+            "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}],
+        },
     ],
     "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
 }
@@ -372,7 +451,7 @@ def questions(draws: random.Random, folder: Path) -> None:
         list(prompts_of(path, draws.random() < 0.5, Sampling(), 300))
 
 
-# ---- what is no regular file, and what is larger than it looks -----------------------------------------------------
+# ---- what is no regular file, and what is larger than it looks -----------------------------------
 
 
 def given(path: Path) -> dict[str, Callable[[], object]]:
@@ -396,7 +475,13 @@ def within(folder: Path) -> list[tuple[Path, Callable[[], object]]]:
         Sweep.create(run.folder, load(None, {"train.updates": 5}, {}), [{"optim.lr": 1e-3}], None)
         run.log({"update": 1})
         run.parent_file.write_text("{}")
-    names = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
+    names = (
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+    )
     return [
         *((base / name, lambda: (materialize_(mapped_model(base)), read_tokenizer(base))) for name in names),
         *((path, lambda: mapped_model(folder / "sharded")) for path in sorted((folder / "sharded").glob("model*"))),
@@ -411,7 +496,9 @@ def within(folder: Path) -> list[tuple[Path, Callable[[], object]]]:
 
 def special(path: Path, draws: random.Random, folder: Path) -> None:
     """Put something at `path` that no reading may wait for."""
-    how = draws.choice(["fifo", "/dev/zero", "/dev/tty", "socket", "folder", "/proc/self/mem", "to a fifo"])
+    how = draws.choice(
+        ["fifo", "/dev/zero", "/dev/tty", "socket", "folder", "/proc/self/mem", "to a fifo"]
+    )
     if how == "folder":
         path.mkdir()
     elif how == "socket":
@@ -436,7 +523,8 @@ def not_a_file(draws: random.Random, folder: Path) -> None:
     aside = path.with_name("aside")
     with suppress(FileNotFoundError):
         path.rename(aside)
-    signal.alarm(5)  # to wait costs no time of the processor: what hangs is ended by the signal, and that is seen
+    # To wait costs no time of the processor: what hangs is ended by the signal, and that is seen.
+    signal.alarm(5)
     try:
         special(path, draws, folder)
         use()
@@ -454,7 +542,7 @@ def bomb(draws: random.Random, folder: Path) -> None:
         pass
 
 
-# ---- languages -----------------------------------------------------------------------------------------------------
+# ---- languages -----------------------------------------------------------------------------------
 
 SCHEMA = {
     "type": "object", "required": ["a"], "additionalProperties": False,
@@ -469,7 +557,9 @@ SCHEMA = {
 
 def wide(draws: random.Random) -> Any:
     """Of a thousand or more parts each of which has its price."""
-    part = draws.choice([{"type": kind} for kind in ("null", "integer", "number", "string")] + [{"const": "x" * 99}])
+    part = draws.choice(
+        [{"type": kind} for kind in ("null", "integer", "number", "string")] + [{"const": "x" * 99}]
+    )
     count = draws.choice([1000, 3000, 12_000])
     numbers = [list(range(start, start + count)) for start in (0, count)]
     return draws.choice([
@@ -483,7 +573,11 @@ def wide(draws: random.Random) -> Any:
 def schema(draws: random.Random, folder: Path) -> None:
     content = wide(draws) if draws.random() < 0.1 else mutated(SCHEMA, draws)
     if draws.random() < 0.2:
-        content = {"$ref": draws.choice(["#", "#/$defs/x", "http://x", "file:///etc/passwd", "#/properties/../a"])}
+        content = {
+            "$ref": draws.choice(
+                ["#", "#/$defs/x", "http://x", "file:///etc/passwd", "#/properties/../a"]
+            )
+        }
     compiled(document(parsed(as_json(content))), "the JSON schema")
 
 
@@ -498,7 +592,10 @@ def pattern(draws: random.Random, folder: Path) -> None:
         "\\p{L}",
         "(a*)*",
     ]
-    compiled(whole_pattern("".join(draws.choices(pieces, k=draws.randrange(1, 14))), "--regex"), "--regex")
+    compiled(
+        whole_pattern("".join(draws.choices(pieces, k=draws.randrange(1, 14))), "--regex"),
+        "--regex",
+    )
 
 
 TEMPLATES = [

@@ -4,8 +4,9 @@
         for trial in server.each("tokenizer.json", range(100), folder):
             ...trial.outcome
 
-A fork has a gibibyte of memory more than the process had, SECONDS of the processor for each input, and an audit hook
-that notes what no reading of a file may do: start a program, open a connection, write outside of its folder, unpickle.
+A fork has a gibibyte of memory more than the process had, SECONDS of the processor for each input,
+and an audit hook that notes what no reading of a file may do: start a program, open a connection,
+    write outside of its folder, unpickle.
 """
 
 from __future__ import annotations
@@ -48,14 +49,26 @@ class HostileServer:
 
     def __enter__(self) -> HostileServer:
         path = os.pathsep.join(filter(None, sys.path))
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": path,
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         self._process = subprocess.Popen(
-            [sys.executable, __file__], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, __file__],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._process.communicate()
 
@@ -77,7 +90,9 @@ def watched(folder: str, violations: list[str]) -> None:
     own = (folder, "/dev/null", "/dev/shm", "/proc/self")
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if event.startswith(FORBIDDEN) and not (event == "subprocess.Popen" and is_limited(arguments)):
+        if event.startswith(FORBIDDEN) and not (
+            event == "subprocess.Popen" and is_limited(arguments)
+        ):
             violations.append(f"{event} {arguments!r}"[:200])
         elif event == "open" and isinstance(arguments[0], str) and (arguments[2] or 0) & WRITING:
             if not os.path.abspath(arguments[0]).startswith(own):
@@ -87,10 +102,14 @@ def watched(folder: str, violations: list[str]) -> None:
 
 
 def is_limited(arguments: tuple[Any, ...]) -> bool:
-    """Whether that starts one of the two programs that reading may start, both of them under limits."""
+    """Whether that starts one of the two programs that reading may start, both of them under
+    limits.
+    """
     from monograph.text import sandbox, tokenizer_trial
 
-    return list(arguments[1])[:3] in [[sys.executable, "-P", each.__file__] for each in (sandbox, tokenizer_trial)]
+    return list(arguments[1])[:3] in [
+        [sys.executable, "-P", each.__file__] for each in (sandbox, tokenizer_trial)
+    ]
 
 
 def tried(kind: str, seed: int, folder: str) -> tuple[str, str]:
@@ -134,7 +153,8 @@ def serve() -> None:
     import hostile.inputs  # noqa: F401 - whatever a fork needs
     from monograph.run.trust import marked
 
-    marked("", {})  # makes this user's secret, which the first run that a fork prepares would do otherwise
+    # Makes this user's secret, which the first run that a fork prepares would do otherwise.
+    marked("", {})
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
@@ -158,7 +178,11 @@ def serve() -> None:
                     began, at = int(said), time.monotonic()
         _, status = os.waitpid(child, 0)
         if began is not None:
-            how = f"ended by signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"exit {status}"
+            how = (
+                f"ended by signal {os.WTERMSIG(status)}"
+                if os.WIFSIGNALED(status)
+                else f"exit {status}"
+            )
             print(json.dumps([began, how, "", time.monotonic() - at, []]), file=answers, flush=True)
         print(file=answers, flush=True)
 

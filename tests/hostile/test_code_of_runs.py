@@ -1,4 +1,6 @@
-"""Run: pytest tests/hostile/test_code_of_runs.py [-s] (programs and texts that a run from elsewhere names)."""
+"""Run: pytest tests/hostile/test_code_of_runs.py [-s] (programs and texts that a run from elsewhere
+names).
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,16 @@ from monograph.session.recorded import strange_text
 from monograph.sweeps.folder import Sweep
 
 CANARY = "canary"
-MODULE = SLOW.replace("time.sleep(0.05)", "") + f"\nimport pathlib\npathlib.Path({CANARY!r}).touch()\n"
+MODULE = (
+    SLOW.replace("time.sleep(0.05)", "") + f"\nimport pathlib\npathlib.Path({CANARY!r}).touch()\n"
+)
 
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory, server: CommandServer) -> Path:
-    """A folder with texts, a run of a Llama, one of a module of its own whose file is gone, and a sweep."""
+    """A folder with texts, a run of a Llama, one of a module of its own whose file is gone, and a
+    sweep.
+    """
     here = with_texts(tmp_path_factory.mktemp("trust"))
     (here / "own.py").write_text(MODULE)
     runs = {"llama": ["train", *TINY], "own": ["train", *OWN, "model.init=own.py:build"]}
@@ -49,12 +55,15 @@ def here(begun: Path, tmp_path: Path) -> Path:
 
 
 def forge(here: Path, run: Run, init: str, places: str) -> None:
-    """Let a run name a program in its config.toml, its state or both, with every digest as it must be."""
+    """Let a run name a program in its config.toml, its state or both, with every digest as it must
+    be.
+    """
     settings = load(run.config, {}, {})
     if "config" in places:
         model = type(settings.model)(init=init)
         text = settings.model_copy(update={"model": model}).to_toml()
-        mark = (here / "runs/own/config.toml").read_text().splitlines()[-1]  # a true one, of another run
+        # A true one, of another run.
+        mark = (here / "runs/own/config.toml").read_text().splitlines()[-1]
         run.config.write_text(f"{text}{mark}\n")
     for folder in sorted(run.checkpoints.glob("step-*"))[-1:]:
         found = checkpointing.load(folder)
@@ -63,7 +72,9 @@ def forge(here: Path, run: Run, init: str, places: str) -> None:
             digest = hashlib.sha256((here / init.partition(":")[0]).read_bytes()).hexdigest()
             record["recipe"] = record["recipe"] | {"init": init, "sha256": digest}
         checkpointing.save(run.checkpoints, replace(found, state=record), keep=9)
-    metrics = "".join(line for line in run.metrics.read_text().splitlines(keepends=True) if "summary" not in line)
+    metrics = "".join(
+        line for line in run.metrics.read_text().splitlines(keepends=True) if "summary" not in line
+    )
     run.metrics.write_text(metrics)  # so that there is something left to train
 
 
@@ -111,13 +122,22 @@ READING = {
     "export": ["export", "runs/forged", "--to", "out"],
     "check": ["check", "runs/forged"],
     "train model.init": ["train", *OWN, "model.init=runs/forged", "--out", "out"],
-    "train model.init, adapters": ["train", *OWN, "model.init=runs/forged", "lora.rank=2", "--out", "out"],
+    "train model.init, adapters": [
+        "train",
+        *OWN,
+        "model.init=runs/forged",
+        "lora.rank=2",
+        "--out",
+        "out",
+    ],
     "plan": ["plan", "runs/forged/config.toml"],
     "data show": ["data", "show", "runs/forged/config.toml"],
 }
 
 
-def tried(here: Path, server: CommandServer, command: list[str], named: str, places: str, *said: str) -> Done:
+def tried(
+    here: Path, server: CommandServer, command: list[str], named: str, places: str, *said: str
+) -> Done:
     """A command on a forged run that is new each time."""
     for path in ("runs/forged", "out", "elsewhere", CANARY):
         shutil.rmtree(here / path, ignore_errors=True)
@@ -147,17 +167,25 @@ def crossed(here: Path, server: CommandServer, name: str, ways: list[tuple[str, 
             assert done.code == 3 and "evil.py" in done.err.splitlines()[-1], case
         if name in RUNNING and places == "config and state":
             assert OPTION in done.err.splitlines()[-1], case
-    print(f"{name:<28} {len(ways):3} forged runs   {refused:3} refused, {OPTION} named   0 programs run")
+    print(
+        f"{name:<28} {len(ways):3} forged runs   {refused:3} refused, {OPTION} named   0 programs run"
+    )
 
 
 BY_DAY = [
-    *((name, "inside", "config and state") for name in [*RUNNING, *[*READING][:1]] if "," not in name),
+    *(
+        (name, "inside", "config and state")
+        for name in [*RUNNING, *[*READING][:1]]
+        if "," not in name
+    ),
     ("evaluate", "absolute", "state"),
     ("train --from", "link", "config"),
 ]
 
 
-@pytest.mark.parametrize(("name", "named", "places"), BY_DAY, ids=lambda each: each.replace(" ", "_"))
+@pytest.mark.parametrize(
+    ("name", "named", "places"), BY_DAY, ids=lambda each: each.replace(" ", "_")
+)
 def test_no_program_of_a_forged_run_is_run(
     name: str, named: str, places: str, here: Path, server: CommandServer
 ) -> None:
@@ -171,16 +199,22 @@ def test_every_way_to_name_it(name: str, here: Path, server: CommandServer) -> N
     crossed(here, server, name, [(named, places) for named in NAMED for places in PLACES])
 
 
-@pytest.mark.parametrize("name", ["evaluate", "compare", "train --from", "train --resume", "sweep", "profile"])
+@pytest.mark.parametrize(
+    "name", ["evaluate", "compare", "train --from", "train --resume", "sweep", "profile"]
+)
 def test_what_is_said_to_be_trusted_runs(name: str, here: Path, server: CommandServer) -> None:
     done = tried(here, server, RUNNING[name], "inside", "config and state", OPTION)
     assert (here / CANARY).exists(), done.err
 
 
 def test_the_program_that_was_read_is_the_one_that_runs(tmp_path: Path) -> None:
-    """Python would run what lies compiled next to a file, if that says that it need not be compared with the file."""
+    """Python would run what lies compiled next to a file, if that says that it need not be compared
+    with the file.
+    """
     file, canary = tmp_path / "mine.py", tmp_path / CANARY
-    file.write_text("import torch\n\ndef build(): return torch.nn.Linear(1, 1)\n\ndef loss(model, batch): ...\n")
+    file.write_text(
+        "import torch\n\ndef build(): return torch.nn.Linear(1, 1)\n\ndef loss(model, batch): ...\n"
+    )
     shadow = Path(importlib.util.cache_from_source(str(file)))
     shadow.parent.mkdir()
     evil = compile(f"open({str(canary)!r}, 'w')\n" + file.read_text(), str(file), "exec")
@@ -192,7 +226,9 @@ def test_the_program_that_was_read_is_the_one_that_runs(tmp_path: Path) -> None:
 
 
 def test_what_a_forged_sweep_names_is_not_run(here: Path, server: CommandServer) -> None:
-    """Its members' values of model.init are in sweep.json; a member that is trained once more has its own config."""
+    """Its members' values of model.init are in sweep.json; a member that is trained once more has
+    its own config.
+    """
     (here / "evil.py").write_text(MODULE)
     sweep = Sweep.open(here / "runs/sweep")
     member = sweep.member(0)
@@ -204,7 +240,9 @@ def test_what_a_forged_sweep_names_is_not_run(here: Path, server: CommandServer)
     for point in sweep.record["points"]:
         point["model.init"] = "evil.py:build"
     settings = load(sweep.run.config, {}, {})
-    sweep.run.config.write_text(settings.model_copy(update={"model": type(settings.model)()}).to_toml())
+    sweep.run.config.write_text(
+        settings.model_copy(update={"model": type(settings.model)()}).to_toml()
+    )
     sweep.record["settings"] = load(sweep.run.config, {}, {}).fingerprint
     sweep.write()
     shutil.rmtree(sweep.run.folder / "members")
@@ -218,9 +256,14 @@ def test_what_a_forged_sweep_names_is_not_run(here: Path, server: CommandServer)
 def test_an_adapter_whose_base_is_called_as_a_program_is(here: Path, server: CommandServer) -> None:
     """Its folder may hold `evil.py`, and a folder `evil.py:build` that is there to be named."""
     lora = ["train", *OWN, "model.init=runs/llama", "lora.rank=2", "--out", "out"]
-    assert server.run(here, *lora, figures=0).code == 0 and server.run(here, "export", "out", "--to", "hf").code == 0
+    assert (
+        server.run(here, *lora, figures=0).code == 0
+        and server.run(here, "export", "out", "--to", "hf").code == 0
+    )
     config = here / "hf/adapter/adapter_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": "evil.py:build"}))
+    config.write_text(
+        json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": "evil.py:build"})
+    )
     (config.parent / "evil.py").write_text(MODULE)
     (config.parent / "evil.py:build").mkdir()
     done = server.run(here, "train", *OWN, "model.init=hf/adapter", "--out", "further", figures=0)
@@ -228,13 +271,20 @@ def test_an_adapter_whose_base_is_called_as_a_program_is(here: Path, server: Com
 
 
 def test_what_this_user_trained_here_runs_unasked(here: Path, server: CommandServer) -> None:
-    """Also once it was moved; not once its program is another one, or where nobody knows who wrote it."""
+    """Also once it was moved; not once its program is another one, or where nobody knows who wrote
+    it.
+    """
     (here / "own.py").write_text(MODULE)
-    assert server.run(here, "train", *OWN, "model.init=own.py:build", "--out", "new", figures=0).code == 0
+    assert (
+        server.run(here, "train", *OWN, "model.init=own.py:build", "--out", "new", figures=0).code
+        == 0
+    )
     (here / "new").rename(here / "moved")
     evaluate = ["evaluate", "moved"]
     done = server.run(here, "evaluate", "runs/own", "--data", "texts")
-    assert done.code == 3 and OPTION in done.err, "its program was in another folder, beside other files"
+    assert done.code == 3 and OPTION in done.err, (
+        "its program was in another folder, beside other files"
+    )
     assert server.run(here, *evaluate, "--data", "texts").code == 0
     assert server.run(here, "train", "--from", "moved", *TRAIN, figures=0).code == 0
     assert server.run(here, "evaluate", "out").code == 0
@@ -281,10 +331,14 @@ def test_settings_that_are_gone_are_asked_for(here: Path, server: CommandServer)
     (here / "runs/llama/config.toml").unlink()
     for command in (["train", "--resume", "runs/llama"], ["train", "--from", "runs/llama", *TRAIN]):
         done = server.run(here, *command, figures=0)
-        assert done.code == 3 and "found nothing" in done.err and "put it back" in done.err, done.err
+        assert done.code == 3 and "found nothing" in done.err and "put it back" in done.err, (
+            done.err
+        )
 
 
-def test_a_link_to_damaged_settings_is_refused_as_they_are(here: Path, server: CommandServer) -> None:
+def test_a_link_to_damaged_settings_is_refused_as_they_are(
+    here: Path, server: CommandServer
+) -> None:
     config = here / "runs/llama/config.toml"
     config.write_text(re.sub("(?m)^lr = .*", "lr = 0.806", config.read_text()))
     (here / "link.toml").symlink_to(config)
@@ -295,24 +349,42 @@ def test_a_link_to_damaged_settings_is_refused_as_they_are(here: Path, server: C
 def test_training_goes_on_where_no_secret_can_be_kept(here: Path, server: CommandServer) -> None:
     (here / "own.py").write_text(MODULE)
     (here / "file").touch()
-    nowhere = {"MONOGRAPH_HOME": "", "XDG_CACHE_HOME": str(here), "XDG_STATE_HOME": str(here / "file")}
+    nowhere = {
+        "MONOGRAPH_HOME": "",
+        "XDG_CACHE_HOME": str(here),
+        "XDG_STATE_HOME": str(here / "file"),
+    }
     own = ["model.init=own.py:build", "--out"]
     assert server.run(here, "train", *OWN, *own, "out", env=nowhere, figures=0).code == 0
-    assert server.run(here, "sweep", *OWN, "optim.lr=1e-3,2e-3", *own, "swept", env=nowhere, figures=0).code == 0
+    assert (
+        server.run(
+            here, "sweep", *OWN, "optim.lr=1e-3,2e-3", *own, "swept", env=nowhere, figures=0
+        ).code
+        == 0
+    )
     done = server.run(here, "evaluate", "out", env=nowhere)
     assert done.code == 3 and OPTION in done.err
     assert server.run(here, "evaluate", "out", OPTION, env=nowhere).code == 0
 
 
-def test_text_outside_of_a_strangers_run_is_said_before_it_is_read(here: Path, server: CommandServer) -> None:
+def test_text_outside_of_a_strangers_run_is_said_before_it_is_read(
+    here: Path, server: CommandServer
+) -> None:
     assert "warning" not in server.run(here, "evaluate", "runs/llama").err
     config = here / "runs/llama/config.toml"
     config.write_text(config.read_text().rpartition("# mark ")[0])
     by_run = (["evaluate"], ["compare", "runs/llama"], ["train", *TRAIN, "--from"])
     by_file = (["train", "--out", "again"], ["data", "show"])
     for command in (*by_run, *by_file):
-        done = server.run(here, *command, "runs/llama/config.toml" if command in by_file else "runs/llama", figures=0)
-        assert done.code == 0 and "names text outside of it, which is read: texts" in done.err, done.err
+        done = server.run(
+            here,
+            *command,
+            "runs/llama/config.toml" if command in by_file else "runs/llama",
+            figures=0,
+        )
+        assert done.code == 0 and "names text outside of it, which is read: texts" in done.err, (
+            done.err
+        )
     # A link inside of the folder leads there, too, by the folder's name or by a pattern.
     (here / "runs/llama/inside").mkdir()
     (here / "runs/llama/inside/link").symlink_to(here / "texts")

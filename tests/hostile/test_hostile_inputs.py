@@ -1,4 +1,6 @@
-"""Run: pytest tests/hostile/test_hostile_inputs.py [-s] [-m slow] (each input is used, or refused in one line)."""
+"""Run: pytest tests/hostile/test_hostile_inputs.py [-s] [-m slow] (each input is used, or refused
+in one line).
+"""
 
 from __future__ import annotations
 
@@ -28,15 +30,21 @@ def tried(server: HostileServer, kind: str, count: int, folder: Path) -> Counter
         slowest = max(slowest, trial.seconds)
         if trial.outcome not in ("used", "refused") or trial.violations or trial.seconds > SECONDS:
             wrong.append(trial)
-    print(f"{kind:<20} {found.total():6,} inputs   {found['refused']:6,} refused   {slowest:5.2f} s the slowest")
+    print(
+        f"{kind:<20} {found.total():6,} inputs   {found['refused']:6,} refused   {slowest:5.2f} s the slowest"
+    )
     kinds = Counter((trial.outcome, trial.detail[-200:], *trial.violations) for trial in wrong)
-    assert not wrong, "\n\n".join(f"{number} times, seed {wrong[0].seed}: {each}" for each, number in kinds.items())
+    assert not wrong, "\n\n".join(
+        f"{number} times, seed {wrong[0].seed}: {each}" for each, number in kinds.items()
+    )
     assert not (folder / CANARY).exists()
     return found
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_used_or_refused_in_one_line(kind: str, server: HostileServer, tmp_path: Path) -> None:
+def test_it_is_used_or_refused_in_one_line(
+    kind: str, server: HostileServer, tmp_path: Path
+) -> None:
     found = tried(server, kind, min(12, 60 // DEAR.get(kind, 1)), tmp_path)
     assert found["refused"]
 

@@ -1,4 +1,6 @@
-"""Run: pytest tests/hostile/test_nobody_is_let_in.py (what the package's own code may not do, by its bytecode)."""
+"""Run: pytest tests/hostile/test_nobody_is_let_in.py (what the package's own code may not do, by
+its bytecode).
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,16 @@ ALLOWED = {
         "distributed/sharded.py", "evaluation/choices.py", "rl/rollouts.py",
         "serve/versions.py", "engine.py", "graph/siblings.py", "lm_eval/model.py",
     },
-    "zipfile": {"model/torch_file.py"},  # what an archive says of its entries is read, and none of them
+    # What an archive says of its entries is read, and none of them.
+    "zipfile": {"model/torch_file.py"},
 }  # fmt: skip
 RUNS_A_TEXT = {"rl/worker.py"}  # a reward's programs, in processes of their own
 STARTS_PROGRAMS = {"text/template.py", "text/tokenizer_trial.py", "rl/processes.py"}
-# This package's own: one compiles the constraints of requests, one a first graph for a new cache folder.
+# This package's own: one compiles the constraints of requests, one a first graph for a new cache
+# folder.
 STARTS_PROGRAMS |= {"serve/compiling.py", "storage/cache_dir.py"}
-RUNS_A_FILE = {"run/recipe.py"}  # of model.init = FILE.py:FUNCTION, which a person names as they name a program
+# Of model.init = FILE.py:FUNCTION, which a person names as they name a program.
+RUNS_A_FILE = {"run/recipe.py"}
 
 
 def names(code: CodeType) -> Iterator[str]:
@@ -54,17 +59,28 @@ def compiled(path: Path) -> set[str]:
 @pytest.fixture(scope="module")
 def nodes() -> dict[str, list[ast.AST]]:
     """All nodes of each file of the package: they are parsed and walked once."""
-    return {path.relative_to(PACKAGE).as_posix(): [*ast.walk(ast.parse(path.read_text()))] for path in SOURCES}
+    return {
+        path.relative_to(PACKAGE).as_posix(): [*ast.walk(ast.parse(path.read_text()))]
+        for path in SOURCES
+    }
 
 
-def test_nothing_unpickles_or_extracts_and_one_program_runs_a_text(nodes: dict[str, list[ast.AST]]) -> None:
-    found = {(each, path.relative_to(PACKAGE).as_posix()) for path in SOURCES for each in compiled(path) & NEVER}
+def test_nothing_unpickles_or_extracts_and_one_program_runs_a_text(
+    nodes: dict[str, list[ast.AST]],
+) -> None:
+    found = {
+        (each, path.relative_to(PACKAGE).as_posix())
+        for path in SOURCES
+        for each in compiled(path) & NEVER
+    }
     expected = {(name, file) for name, files in ALLOWED.items() for file in files}
     assert found == expected | {("exec", file) for file in RUNS_A_TEXT}
     for name, files in ALLOWED.items():  # and there it is a method, not the built-in function
         for file in files:
             calls = [node.func for node in nodes[file] if isinstance(node, ast.Call)]
-            assert not [each for each in calls if isinstance(each, ast.Name) and each.id == name], file
+            assert not [each for each in calls if isinstance(each, ast.Name) and each.id == name], (
+                file
+            )
 
 
 def test_weights_are_the_only_thing_that_torch_loads(nodes: dict[str, list[ast.AST]]) -> None:
@@ -72,7 +88,11 @@ def test_weights_are_the_only_thing_that_torch_loads(nodes: dict[str, list[ast.A
     calls = []
     for file, of_file in nodes.items():
         for node in of_file:
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.load", "np.load", "numpy.load"):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+                "torch.load",
+                "np.load",
+                "numpy.load",
+            ):
                 options = {each.arg: ast.unparse(each.value) for each in node.keywords}
                 calls.append((file, options.get("weights_only")))
     assert calls == [("model/torch_file.py", "True")]
@@ -80,7 +100,11 @@ def test_weights_are_the_only_thing_that_torch_loads(nodes: dict[str, list[ast.A
 
 def test_programs_are_started_in_five_places_and_files_run_in_one() -> None:
     by_file = {path.relative_to(PACKAGE).as_posix(): compiled(path) for path in SOURCES}
-    started = {file for file, found in by_file.items() if found & {"Popen", "check_output", "posix_spawn", "execv"}}
+    started = {
+        file
+        for file, found in by_file.items()
+        if found & {"Popen", "check_output", "posix_spawn", "execv"}
+    }
     started |= {file for file, found in by_file.items() if {"subprocess", "run"} <= found}
     assert started == STARTS_PROGRAMS
     assert {file for file, found in by_file.items() if "exec_module" in found} == RUNS_A_FILE
@@ -88,23 +112,36 @@ def test_programs_are_started_in_five_places_and_files_run_in_one() -> None:
 
 def imports(nodes: list[ast.AST], name: str, *modules: str) -> bool:
     found = (node for node in nodes if isinstance(node, ast.ImportFrom))
-    return any(node.module in modules and name in {each.name for each in node.names} for node in found)
+    return any(
+        node.module in modules and name in {each.name for each in node.names} for node in found
+    )
 
 
 def test_what_runs_a_file_knows_who_named_it(nodes: dict[str, list[ast.AST]]) -> None:
-    """A checkpoint vouches for no program, and settings of a run are read where they are held to that run's rules.
+    """A checkpoint vouches for no program, and settings of a run are read where they are held to
+    that run's rules.
 
-    All else that reads a TOML file reads one that a person named, and looks whether it is a run's, or writes it itself.
+    All else that reads a TOML file reads one that a person named, and looks whether it is a run's,
+    or writes it itself.
     """
-    runs = {file for file, found in nodes.items() if imports(found, "from_file", "monograph.run.recipe")}
+    runs = {
+        file for file, found in nodes.items() if imports(found, "from_file", "monograph.run.recipe")
+    }
     assert runs == {"run/models.py"}
     homes = "monograph.config", "monograph.config.sources"
     reads = {file for file, found in nodes.items() if imports(found, "load", *homes)}
-    assert reads == {"config/__init__.py", "session/recorded.py", "sweeps/spec.py", "sweeps/folder.py"}
+    assert reads == {
+        "config/__init__.py",
+        "session/recorded.py",
+        "sweeps/spec.py",
+        "sweeps/folder.py",
+    }
     for file in ("cli/typed.py", "sweeps/spec.py"):
         assert "settings_given" in compiled(PACKAGE / file)
     vouched = {"evil.py:build": "digest"}
-    recipe = Recipe.recorded({"init": "evil.py:build", "preset": "auto", "sizes": {}, "seed": 0, "vouched": vouched})
+    recipe = Recipe.recorded(
+        {"init": "evil.py:build", "preset": "auto", "sizes": {}, "seed": 0, "vouched": vouched}
+    )
     assert not recipe.vouched, "a checkpoint vouches for nothing"
 
 
@@ -112,17 +149,22 @@ def test_every_dependency_has_its_reason() -> None:
     root = PACKAGE.parents[1]
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    rows = re.findall(r"^\| ([\w-]+)(?: \(extra\))? \|.*\| ([\d.]+)", (root / "SECURITY.md").read_text(), re.M)
+    rows = re.findall(
+        r"^\| ([\w-]+)(?: \(extra\))? \|.*\| ([\d.]+)", (root / "SECURITY.md").read_text(), re.M
+    )
     wanted = [*project["dependencies"], *extras["parquet"], *extras["zstd"]]
     assert sorted(f"{name}>={floor}" for name, floor in rows) == sorted(wanted)
 
 
-@pytest.mark.parametrize("name", ["import pickle", "x = eval('1')", "from zipfile import ZipFile", "os.system('true')"])
+@pytest.mark.parametrize(
+    "name", ["import pickle", "x = eval('1')", "from zipfile import ZipFile", "os.system('true')"]
+)
 def test_the_check_sees_them(name: str) -> None:
     assert set(names(compile(name, "x", "exec"))) & NEVER
 
 
-# Where a file is opened for reading that no person names: parts of the system, and what this process wrote itself.
+# Where a file is opened for reading that no person names: parts of the system, and what this
+# process wrote itself.
 NO_INPUT = {
     "checkpointing/folder.py": "a checkpoint, with the same care and never through a link",
     "commands/generate.py": "a pipe of the shell's, <(command), up to a bound",
@@ -147,17 +189,29 @@ NO_INPUT = {
 
 def opens(call: ast.Call) -> bool:
     """Whether that opens a file for reading by its path, as far as a call shows it."""
-    name, mode = ast.unparse(call.func), [*call.args, *(each.value for each in call.keywords if each.arg == "mode")]
+    name, mode = (
+        ast.unparse(call.func),
+        [*call.args, *(each.value for each in call.keywords if each.arg == "mode")],
+    )
     if name == "os.open":
         return "O_RDONLY" in ast.unparse(call)
     if name == "open":
-        return not any(isinstance(each, ast.Constant) and str(each.value)[:1] in "wxa" for each in mode[1:])
+        return not any(
+            isinstance(each, ast.Constant) and str(each.value)[:1] in "wxa" for each in mode[1:]
+        )
     if name.endswith((".read_text", ".read_bytes")):
         return True
-    return name.endswith(".open") and any(isinstance(each, ast.Constant) and each.value in ("r", "rb") for each in mode)
+    return name.endswith(".open") and any(
+        isinstance(each, ast.Constant) and each.value in ("r", "rb") for each in mode
+    )
 
 
 def test_inputs_are_opened_in_one_place(nodes: dict[str, list[ast.AST]]) -> None:
     """`open_input` refuses a FIFO, which would be waited for, and a device, which may never end."""
-    calls = [(file, node) for file, found in nodes.items() for node in found if isinstance(node, ast.Call)]
+    calls = [
+        (file, node)
+        for file, found in nodes.items()
+        for node in found
+        if isinstance(node, ast.Call)
+    ]
     assert {file for file, call in calls if opens(call)} == NO_INPUT.keys()

@@ -1,6 +1,8 @@
-"""Run: pytest tests/hostile/test_places.py [-m slow -s] (anything in the place of anything in a folder of results).
+"""Run: pytest tests/hostile/test_places.py [-m slow -s] (anything in the place of anything in a
+folder of results).
 
-The product of the places in the folders of a run, a sweep and an export, of what may stand there, and of commands.
+The product of the places in the folders of a run, a sweep and an export, of what may stand there,
+and of commands.
 """
 
 from __future__ import annotations
@@ -58,7 +60,9 @@ def a_socket(path: Path) -> None:
     short = Path(f"/tmp/s{os.getpid()}")
     with socket.socket(socket.AF_UNIX) as made:
         made.bind(str(short))
-    shutil.move(short, path) if os.stat(short).st_dev != os.stat(path.parent).st_dev else short.rename(path)
+    shutil.move(short, path) if os.stat(short).st_dev != os.stat(
+        path.parent
+    ).st_dev else short.rename(path)
 
 
 def a_link_to_what_was_there(path: Path) -> None:
@@ -123,7 +127,15 @@ ON_A_RUN = {
     "data show": ["data", "show", "IT/config.toml"],
     "follow": ["follow", "IT", "--to", "tensorboard", "--out", "out"],
 }
-WORKING = ("generate", "generate last", "evaluate", "export", "train --from", "train model.init", "compare")
+WORKING = (
+    "generate",
+    "generate last",
+    "evaluate",
+    "export",
+    "train --from",
+    "train model.init",
+    "compare",
+)
 ON_A_SWEEP = {
     "sweep --out": ["sweep", "--out", "IT"],
     "sweep --verify": ["sweep", "--out", "IT", "--verify", "0"],
@@ -138,14 +150,29 @@ ON_AN_EXPORT = {
     "evaluate": ["evaluate", "IT", "--data", "texts"],
     "check": ["check", "IT"],
     "train model.init": ["train", *over(OWN, "train.updates=1"), "model.init=IT", "--out", "out"],
-    "train adapter": ["train", *over(OWN, "train.updates=1"), "model.init=IT/adapter", "--out", "out"],
+    "train adapter": [
+        "train",
+        *over(OWN, "train.updates=1"),
+        "model.init=IT/adapter",
+        "--out",
+        "out",
+    ],
     "export": ["export", "IT", "--to", "out"],
     "export there": ["export", "runs/b", "--to", "IT"],
 }
 CROSS = [
-    *(("runs/a", place, kind, name) for place, kind, name in itertools.product(OF_A_RUN, KINDS, ON_A_RUN)),
-    *(("swept", place, kind, name) for place, kind, name in itertools.product(OF_A_SWEEP, KINDS, ON_A_SWEEP)),
-    *(("hf", place, kind, name) for place, kind, name in itertools.product(OF_AN_EXPORT, KINDS, ON_AN_EXPORT)),
+    *(
+        ("runs/a", place, kind, name)
+        for place, kind, name in itertools.product(OF_A_RUN, KINDS, ON_A_RUN)
+    ),
+    *(
+        ("swept", place, kind, name)
+        for place, kind, name in itertools.product(OF_A_SWEEP, KINDS, ON_A_SWEEP)
+    ),
+    *(
+        ("hf", place, kind, name)
+        for place, kind, name in itertools.product(OF_AN_EXPORT, KINDS, ON_AN_EXPORT)
+    ),
 ]
 COMMANDS = {"runs/a": ON_A_RUN, "swept": ON_A_SWEEP, "hf": ON_AN_EXPORT}
 KNOWN = [
@@ -182,7 +209,13 @@ def named(run: Path, place: str) -> Path:
 
 
 def tried(
-    begun: Path, here: Path, server: CommandServer, whose: str, place: str, kind: Callable[[Path], None], name: str
+    begun: Path,
+    here: Path,
+    server: CommandServer,
+    whose: str,
+    place: str,
+    kind: Callable[[Path], None],
+    name: str,
 ) -> Done:
     """A command on a folder in which one thing was replaced."""
     shutil.copytree(begun, here, symlinks=True)
@@ -204,10 +237,14 @@ def require_one_line(case: str, done: Done) -> None:
         assert len(lines) == 1 and done.err.splitlines()[-1] == lines[0], f"{case}: {done.err}"
 
 
-def require_sound_ones_used(case: str, done: Done, whose: str, place: str, kind: object, name: str) -> None:
+def require_sound_ones_used(
+    case: str, done: Done, whose: str, place: str, kind: object, name: str
+) -> None:
     spares = place in BESIDE or place.startswith(STEP)
     if whose == "runs/a" and name in WORKING and spares and kind is not unreadable:
-        assert done.code == 0, f"{case}: there is a sound checkpoint, and it was not used: {done.err}"
+        assert done.code == 0, (
+            f"{case}: there is a sound checkpoint, and it was not used: {done.err}"
+        )
 
 
 def words(case: object) -> str:
@@ -216,7 +253,13 @@ def words(case: object) -> str:
 
 @pytest.mark.parametrize(("whose", "place", "kind", "name"), BY_DAY, ids=words)
 def test_whatever_stands_there_the_sound_is_used_or_one_line_said(
-    whose: str, place: str, kind: Callable[[Path], None], name: str, begun: Path, tmp_path: Path, server: CommandServer
+    whose: str,
+    place: str,
+    kind: Callable[[Path], None],
+    name: str,
+    begun: Path,
+    tmp_path: Path,
+    server: CommandServer,
 ) -> None:
     case = f"{kind.__name__} in the place of {whose}/{place}, {name}"
     done = tried(begun, tmp_path / "here", server, whose, place, kind, name)
@@ -251,12 +294,17 @@ def test_everything_in_every_place(
 def saved(run: Run, update: int) -> None:
     model = tiny_llama(vocab_size=259)
     state = recorded(Recipe(None, "auto", {}, 0).entries(), model.config.to_hf(), update)
-    state |= {"tokenizer": Tokenizer.bytes().digest, "settings": load(run.config, {}, {}).fingerprint}
+    state |= {
+        "tokenizer": Tokenizer.bytes().digest,
+        "settings": load(run.config, {}, {}).fingerprint,
+    }
     checkpointing.save(run.checkpoints, Checkpoint(update, unique_state(model), {}, state))
 
 
 @pytest.mark.parametrize("kind", [each for each in KINDS if each is not unreadable], ids=words)
-def test_an_endpoint_goes_on_to_later_checkpoints(kind: Callable[[Path], None], tmp_path: Path) -> None:
+def test_an_endpoint_goes_on_to_later_checkpoints(
+    kind: Callable[[Path], None], tmp_path: Path
+) -> None:
     run = Run.create(tmp_path / "run")
     run.config.write_text("[train]\nprecision = 'fp32'\nupdates = 9\n")
     Tokenizer.bytes().save(run.tokenizer)
@@ -272,7 +320,9 @@ def test_an_endpoint_goes_on_to_later_checkpoints(kind: Callable[[Path], None], 
 
 
 @pytest.mark.parametrize("kind", [each for each in KINDS if each is not unreadable], ids=words)
-def test_a_save_takes_the_place_of_what_is_no_checkpoint(kind: Callable[[Path], None], tmp_path: Path) -> None:
+def test_a_save_takes_the_place_of_what_is_no_checkpoint(
+    kind: Callable[[Path], None], tmp_path: Path
+) -> None:
     run = Run.create(tmp_path / "run")
     run.config.write_text("")
     saved(run, 1)
@@ -281,4 +331,7 @@ def test_a_save_takes_the_place_of_what_is_no_checkpoint(kind: Callable[[Path], 
     saved(run, 2)
     assert checkpointing.newest(run.checkpoints, pytest.fail).update == 2
     names = sorted(path.name for path in run.checkpoints.iterdir())
-    assert [name for name in names if not name.endswith(".aside")] == ["step-00000001", "step-00000002"]
+    assert [name for name in names if not name.endswith(".aside")] == [
+        "step-00000001",
+        "step-00000002",
+    ]

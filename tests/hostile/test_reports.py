@@ -1,6 +1,8 @@
-r"""Run: pytest tests/hostile/test_reports.py (what people reported of other programs, each by its smallest input).
+r"""Run: pytest tests/hostile/test_reports.py (what people reported of other programs, each by its
+smallest input).
 
-dev/log.md lists all reports that were tried. Here is what no other test has: a row is named after its report.
+dev/log.md lists all reports that were tried. Here is what no other test has: a row is named after
+its report.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ def written(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 # ── which tokens of a conversation are trained on ─────────────────────────────────────────────────
 
-# In the manner of Qwen 3: thoughts are taken out of the answer's text, and of earlier turns altogether.
+# In the manner of Qwen 3: thoughts are taken out of the answer's text, and of earlier turns
+# altogether.
 THINKING = (
     "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
     "{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n{% set said, thought = m.content, '' %}"
@@ -63,7 +66,9 @@ TRAINED: list[tuple[str, str, list[dict[str, Any]], list[str]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("report", "template", "chat", "trained"), TRAINED, ids=[row[0] for row in TRAINED])
+@pytest.mark.parametrize(
+    ("report", "template", "chat", "trained"), TRAINED, ids=[row[0] for row in TRAINED]
+)
 def test_what_is_trained_is_what_the_model_has_to_write(
     report: str, template: str, chat: list[dict[str, Any]], trained: list[str], tmp_path: Path
 ) -> None:
@@ -72,19 +77,23 @@ def test_what_is_trained_is_what_the_model_has_to_write(
     tokenizer = Tokenizer.from_file(tmp_path)
     text = conversation_text({"messages": chat})
     assert isinstance(text, str)
-    rows = Answers(tokenizer, Answering(every=True, truncate=True, longest=900)).rows(Conversation.of_text(text))
-    assert [written(tokenizer, row.ids[begin:end]) for row in rows for begin, end in row.spans] == trained
+    rows = Answers(tokenizer, Answering(every=True, truncate=True, longest=900)).rows(
+        Conversation.of_text(text)
+    )
+    assert [
+        written(tokenizer, row.ids[begin:end]) for row in rows for begin, end in row.spans
+    ] == trained
 
 
-IGNORING = (
-    "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% elif m.role == 'assistant' %}"
-)
-IGNORING += " {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+IGNORING = "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+IGNORING += "{% elif m.role == 'assistant' %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
 
 
 @pytest.mark.parametrize("role", ["system", "developer"])
 def test_a_system_s_text_that_the_template_leaves_out_is_refused(role: str, tmp_path: Path) -> None:
-    """llama.cpp#20079, Rapid-MLX#1765: templates that know nobody of that role left out what it said."""
+    """llama.cpp#20079, Rapid-MLX#1765: templates that know nobody of that role left out what it
+    said.
+    """
     speaking(tmp_path, "chatml")
     template = tmp_path / "chat_template.jinja"
     template.write_text(IGNORING)
@@ -95,7 +104,9 @@ def test_a_system_s_text_that_the_template_leaves_out_is_refused(role: str, tmp_
     assert chat_ids(Tokenizer.from_file(tmp_path), chat, True)
     if role == "system":
         template.write_text(IGNORING)
-        answers = Answers(Tokenizer.from_file(tmp_path), Answering(every=True, truncate=True, longest=900))
+        answers = Answers(
+            Tokenizer.from_file(tmp_path), Answering(every=True, truncate=True, longest=900)
+        )
         with pytest.raises(Unusable, match="leaves out what the system says"):
             answers.rows(Conversation([*chat, *said("", "so")[1:]], None, 0))
 
@@ -104,7 +115,8 @@ def test_a_system_s_text_that_the_template_leaves_out_is_refused(role: str, tmp_
 
 YES, NO = ([{"role": "assistant", "content": content}] for content in ("yes", "no"))
 PAIRS: list[Any] = [
-    # A default system text belongs to the prompt, and not to each answer too; an answer has one end.
+    # A default system text belongs to the prompt, and not to each answer too; an answer has one
+    # end.
     ("trl#1752, trl#4908", "qwen2.5", {"prompt": said("Is it?"), "chosen": YES, "rejected": NO},
      "<|im_start|>system\nYou help.<|im_end|>\n<|im_start|>user\nIs it?<|im_end|>\n<|im_start|>assistant\n",
      ["yes<|im_end|>", "no<|im_end|>"]),
@@ -119,19 +131,32 @@ PAIRS: list[Any] = [
 
 @pytest.mark.parametrize(("report", "template", "record", "begin", "answers"), PAIRS)
 def test_two_answers_follow_one_prompt_or_are_refused(
-    report: str, template: str, record: dict[str, Any], begin: str, answers: list[str] | None, tmp_path: Path
+    report: str,
+    template: str,
+    record: dict[str, Any],
+    begin: str,
+    answers: list[str] | None,
+    tmp_path: Path,
 ) -> None:
     tokenizer = speaking(tmp_path, template)
     (tmp_path / "pairs.jsonl").write_text(json.dumps(record))
-    reading = {"source": str(tmp_path / "pairs.jsonl"), "tokenizer": str(tmp_path), "sequence_length": 300}
+    reading = {
+        "source": str(tmp_path / "pairs.jsonl"),
+        "tokenizer": str(tmp_path),
+        "sequence_length": 300,
+    }
     reading |= {"held_out": 0.0, "bad_records": "refuse"}
     if answers is None:
         with pytest.raises(InputRefused, match=r"pairs\.jsonl:1: "):
             read_pairs(reading)
         return
-    for (_, inputs, targets), answer in zip(documents(read_pairs(reading).train), answers, strict=True):  # type: ignore[arg-type]
+    for (_, inputs, targets), answer in zip(
+        documents(read_pairs(reading).train), answers, strict=True
+    ):  # type: ignore[arg-type]
         assert written(tokenizer, targets) == answer
-        assert (written(tokenizer, inputs) + "<|im_end|><|eos|>").startswith(begin + answer.removesuffix("<|eos|>"))
+        assert (written(tokenizer, inputs) + "<|im_end|><|eos|>").startswith(
+            begin + answer.removesuffix("<|eos|>")
+        )
 
 
 @pytest.mark.parametrize(
@@ -141,10 +166,17 @@ def test_two_answers_follow_one_prompt_or_are_refused(
         ("transformers#33198", [{"role": "system", "content": "Be brief."}]),
     ],
 )
-def test_a_prompt_ends_where_an_answer_may_begin(report: str, prompt: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_a_prompt_ends_where_an_answer_may_begin(
+    report: str, prompt: list[dict[str, Any]], tmp_path: Path
+) -> None:
     speaking(tmp_path, "chatml")
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": prompt}))
-    reading = {"source": str(tmp_path / "p.jsonl"), "tokenizer": str(tmp_path), "held_out": 0.0, "text_key": "text"}
+    reading = {
+        "source": str(tmp_path / "p.jsonl"),
+        "tokenizer": str(tmp_path),
+        "held_out": 0.0,
+        "text_key": "text",
+    }
     with pytest.raises(InputRefused, match=r"p\.jsonl:1: .*an answer follows"):
         read_prompts(reading | {"bad_records": "refuse"}, room=90, reward=Reward())
 
@@ -153,28 +185,50 @@ def test_a_prompt_ends_where_an_answer_may_begin(report: str, prompt: list[dict[
 
 
 def test_arguments_of_other_tools_do_not_come_from_a_tables_type(tmp_path: Path) -> None:
-    """axolotl#2909, trl#5376: a table's type has the arguments of all tools, null where a call has none of them."""
+    """axolotl#2909, trl#5376: a table's type has the arguments of all tools, null where a call has
+    none of them.
+    """
     parquet = pytest.importorskip("pyarrow.parquet")
     pa = pytest.importorskip("pyarrow")
     speaking(tmp_path, "qwen2.5")
-    calls = [{"name": "move", "arguments": {"x": 0, "y": 1}}, {"name": "say", "arguments": {"text": "hi"}}]
-    turns = [{"role": "assistant", "tool_calls": [{"type": "function", "function": call}]} for call in calls]
+    calls = [
+        {"name": "move", "arguments": {"x": 0, "y": 1}},
+        {"name": "say", "arguments": {"text": "hi"}},
+    ]
+    turns = [
+        {"role": "assistant", "tool_calls": [{"type": "function", "function": call}]}
+        for call in calls
+    ]
     records = [{"messages": [*said("go"), turn], "tools": TOOLS} for turn in turns]
     parquet.write_table(pa.Table.from_pylist(records), tmp_path / "calls.parquet")
     (tmp_path / "calls.jsonl").write_text("\n".join(map(json.dumps, records)))
     read = [
-        corpus(tmp_path / name, tokenizer=str(tmp_path), sequence_length=500, held_out=0, cache=tmp_path / "cache")
+        corpus(
+            tmp_path / name,
+            tokenizer=str(tmp_path),
+            sequence_length=500,
+            held_out=0,
+            cache=tmp_path / "cache",
+        )
         for name in ("calls.parquet", "calls.jsonl")
     ]
-    table, lines = ([rows.train.row(index)["tokens"].tolist() for index in range(len(rows.train))] for rows in read)
+    table, lines = (
+        [rows.train.row(index)["tokens"].tolist() for index in range(len(rows.train))]
+        for rows in read
+    )
     assert table == lines and "null" not in read[0].tokenizer.decode(table[0])
 
 
 def test_a_map_is_an_object(tmp_path: Path) -> None:
-    """arrow#39010, datasets#5612: Spark's and DuckDB's dicts are maps, which pyarrow gives as lists of pairs."""
+    """arrow#39010, datasets#5612: Spark's and DuckDB's dicts are maps, which pyarrow gives as lists
+    of pairs.
+    """
     parquet = pytest.importorskip("pyarrow.parquet")
     pa = pytest.importorskip("pyarrow")
-    inner = pa.map_(pa.string(), pa.list_(pa.struct([("x", pa.int64()), ("y", pa.map_(pa.string(), pa.int64()))])))
+    inner = pa.map_(
+        pa.string(),
+        pa.list_(pa.struct([("x", pa.int64()), ("y", pa.map_(pa.string(), pa.int64()))])),
+    )
     maps: list[Any] = [
         [("a", [{"x": 1, "y": [("b", 2), ("c", None)]}, None]), ("d", None)],
         [],
@@ -184,21 +238,33 @@ def test_a_map_is_an_object(tmp_path: Path) -> None:
     for name, kind in (("plain", inner), ("listed", pa.large_list(inner))):
         values = maps if name == "plain" else [[value] for value in maps]
         parquet.write_table(pa.table({"of": pa.array(values, kind)}), tmp_path / f"{name}.parquet")
-    plain, listed = ([*table_objects(tmp_path / f"{name}.parquet", ["of"])] for name in ("plain", "listed"))
+    plain, listed = (
+        [*table_objects(tmp_path / f"{name}.parquet", ["of"])] for name in ("plain", "listed")
+    )
     objects = [{"a": [{"x": 1, "y": {"b": 2, "c": None}}, None], "d": None}, {}, None]
     assert [row for _, row in plain[:3]] == [{"of": objects[0]}, {"of": {}}, {}]
     assert [row for _, row in listed[:3]] == [{"of": [value]} for value in objects]
     for number, fault in (plain[3], listed[3]):
-        assert number == 4 and isinstance(fault, Fault) and fault.detail == "has the key 'a' twice in one map"
+        assert (
+            number == 4
+            and isinstance(fault, Fault)
+            and fault.detail == "has the key 'a' twice in one map"
+        )
 
 
 def test_a_line_ends_at_a_line_feed_alone(tmp_path: Path) -> None:
-    """datasets#8241 and its kind: a byte order mark, CRLF, and separators that Python's splitlines cuts at."""
+    """datasets#8241 and its kind: a byte order mark, CRLF, and separators that Python's splitlines
+    cuts at.
+    """
     chat = json.dumps({"messages": said("a\u2028b\u0085c\x0bd", "e")}, ensure_ascii=False)
     (tmp_path / "windows.jsonl").write_bytes(b"\xef\xbb\xbf" + f"{chat}\r\n{chat}\r\n\r\n".encode())
     speaking(tmp_path, "chatml")
     read = corpus(
-        tmp_path / "windows.jsonl", tokenizer=str(tmp_path), sequence_length=90, held_out=0, cache=tmp_path / "cache"
+        tmp_path / "windows.jsonl",
+        tokenizer=str(tmp_path),
+        sequence_length=90,
+        held_out=0,
+        cache=tmp_path / "cache",
     )
     assert read.stats.conversations == 2 and not read.stats.skipped
 
@@ -206,8 +272,18 @@ def test_a_line_ends_at_a_line_feed_alone(tmp_path: Path) -> None:
 # ── rewards ───────────────────────────────────────────────────────────────────────────────────────
 
 NUMBERS: list[Any] = [
-    ("Math-Verify#44", "840", r"therefore \boxed{840}.,but let me explain. **Final Answer** \boxed{840}", 1.0),
-    ("Math-Verify#44", "4", r"the sum is 2,552,004. So, \boxed{004} is it. **Final Answer** \boxed{004}", 1.0),
+    (
+        "Math-Verify#44",
+        "840",
+        r"therefore \boxed{840}.,but let me explain. **Final Answer** \boxed{840}",
+        1.0,
+    ),
+    (
+        "Math-Verify#44",
+        "4",
+        r"the sum is 2,552,004. So, \boxed{004} is it. **Final Answer** \boxed{004}",
+        1.0,
+    ),
     ("open-instruct#1530", "#### -3", "it is 3", 0.0),
     ("open-instruct#1530", "#### -1234.5", "so -1,234.5", 1.0),
     ("verl#7274", "42", "2+40=42\n#### 42\n" + " and this is consistent." * 20, 1.0),
@@ -215,7 +291,8 @@ NUMBERS: list[Any] = [
     ("helm#4337", "72", "The answer is 72, in total, so the farmer earns that much.", 1.0),
     ("ms-swift#10163", "0.1", "Reward: 1e-1", 1.0),
     ("CoursIA#12505", "1234", "The answer is $1,234.00", 1.0),
-    # What is not understood whole is refused as a right answer, or read right: a wrong answer gets nothing for it.
+    # What is not understood whole is refused as a right answer, or read right: a wrong answer gets
+    # nothing for it.
     *(
         ("reasoning-from-scratch#133", gold, wrong, None)
         for gold, wrong in [
@@ -237,7 +314,9 @@ NUMBERS: list[Any] = [
 
 
 @pytest.mark.parametrize(("report", "gold", "answer", "score"), NUMBERS)
-def test_the_number_of_an_answer_is_read_whole(report: str, gold: str, answer: str, score: float | None) -> None:
+def test_the_number_of_an_answer_is_read_whole(
+    report: str, gold: str, answer: str, score: float | None
+) -> None:
     reward = reward_of("number")
     record = {"prompt": "p", "answer": gold}
     try:
@@ -249,12 +328,18 @@ def test_the_number_of_an_answer_is_read_whole(report: str, gold: str, answer: s
 
 
 @pytest.mark.parametrize("objective", ["dapo", "grpo", "dr_grpo", "rloo"])
-def test_answers_that_are_cut_count_in_neither_sum_and_all_of_them_are_no_nan(objective: Any) -> None:
-    """trl#6369: the tokens of masked answers stayed in the denominator. trl#5662: nothing left was 0 / 0."""
+def test_answers_that_are_cut_count_in_neither_sum_and_all_of_them_are_no_nan(
+    objective: Any,
+) -> None:
+    """trl#6369: the tokens of masked answers stayed in the denominator. trl#5662: nothing left was
+    0 / 0.
+    """
     options = replace(OPTIONS, advantage=objective, masks_truncated=True, max_new_tokens=7)
     whole = [Rollout((1, 2), (3,) * length, (-1.0,) * length) for length in (2, 4)]
     cut = Rollout((1, 2), (3,) * 7, (-1.0,) * 7, is_cut=True)
-    assert weighted([*whole, cut, cut], [1.0, 0.0, 1.0, 0.0], options)[:2] == weighted(whole, [1.0, 0.0], options)
+    assert weighted([*whole, cut, cut], [1.0, 0.0, 1.0, 0.0], options)[:2] == weighted(
+        whole, [1.0, 0.0], options
+    )
     none = weighted([cut, cut], [1.0, 0.0], options)
     window = arranged([cut, cut], none, options)
     assert float(window["shares"].sum()) == 1.0 and not window["factors"].any()

@@ -1,7 +1,8 @@
-"""Run: pytest tests/hostile/test_strangers_files.py [-m slow -s] (what a stranger's folder names as code never runs).
+"""Run: pytest tests/hostile/test_strangers_files.py [-m slow -s] (what a stranger's folder names as
+code never runs).
 
-The product of carriers (where a folder names code), forgeries (what lies around, so that the name could be read as
-something else) and commands. The stranger's file would leave another file behind.
+The product of carriers (where a folder names code), forgeries (what lies around, so that the name
+could be read as something else) and commands. The stranger's file would leave another file behind.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ CODES = (0, 2, 3, 4)  # no bug, and no training that came to another end
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory, server: CommandServer) -> Path:
-    """A folder with texts, prompts, a run, a finished sweep with a student, and an export with adapters."""
+    """A folder with texts, prompts, a run, a finished sweep with a student, and an export with
+    adapters.
+    """
     here = with_texts(tmp_path_factory.mktemp("strangers"))
     (here / "prompts.jsonl").write_text('{"prompt": "alpha", "answer": "beta"}\n' * 20)
     for arguments in (
@@ -114,14 +117,16 @@ FORGERIES = [
 ]  # fmt: skip
 
 
-# Where a folder names the program. Each gets the name of the program for a function, and returns what to name in a
-# command: a run, or a folder of a model.
+# Where a folder names the program. Each gets the name of the program for a function, and returns
+# what to name in a command: a run, or a folder of a model.
 
 Name = Callable[[str], str]
 
 
 def forged(run: Run, values: dict[str, object]) -> None:
-    """Let a run's settings have other values, with every digest right, and the mark of the settings before."""
+    """Let a run's settings have other values, with every digest right, and the mark of the settings
+    before.
+    """
     mark = next(line for line in run.config.read_text().splitlines() if line.startswith("# mark"))
     settings = load(run.config, {}, {})
     if "model.init" in values:
@@ -140,7 +145,8 @@ def forged(run: Run, values: dict[str, object]) -> None:
             state["recipe"] = state["recipe"] | {"init": values["model.init"], "sha256": digest}
         checkpointing.save(run.checkpoints, replace(found, state=state), keep=9)
     rows = run.metrics.read_text().splitlines(keepends=True)
-    run.metrics.write_text("".join(row for row in rows if "summary" not in row))  # something is left to train
+    # Something is left to train.
+    run.metrics.write_text("".join(row for row in rows if "summary" not in row))
 
 
 def in_model_init(here: Path, name: Name) -> str:
@@ -165,7 +171,14 @@ def in_reward(here: Path, name: Name) -> str:
 
 def in_both(here: Path, name: Name) -> str:
     run = copied(here, "adapted", "runs/forged")
-    forged(run, {"model.init": name("build"), "rl.reward": name("score"), "data.source": str(here / "prompts.jsonl")})
+    forged(
+        run,
+        {
+            "model.init": name("build"),
+            "rl.reward": name("score"),
+            "data.source": str(here / "prompts.jsonl"),
+        },
+    )
     return str(run.folder)
 
 
@@ -211,7 +224,9 @@ def in_members_that_are_gone(here: Path, name: Name) -> str:
 
 
 def in_members_that_teach(here: Path, name: Name) -> str:
-    """The student would be made anew from the best one's settings, with the mark of whoever makes it."""
+    """The student would be made anew from the best one's settings, with the mark of whoever makes
+    it.
+    """
     folder = Path(swept(here, "rl.reward", name("score")))
     shutil.rmtree(folder / "distilled")
     return str(folder)
@@ -264,7 +279,10 @@ def tried(begun: Path, here: Path, server: CommandServer, carrier: Callable[[Pat
     there = here / "runs/elsewhere"
     there.mkdir()
     flag = here / FLAG
-    program = MODULE + f"\ndef score(prompt, completion, record):\n    return 1\n\nopen({str(flag)!r}, 'w')\n"
+    program = (
+        MODULE
+        + f"\ndef score(prompt, completion, record):\n    return 1\n\nopen({str(flag)!r}, 'w')\n"
+    )
     (there / "evil.py").write_text(program)
     named = carrier(here, lambda function: _renewed(there, program, forgery, function))
     arguments = [each.replace("IT", named) for each in COMMANDS[command]]
@@ -289,9 +307,12 @@ def require_refused_or_read(case: str, done: Done, flag: Path) -> None:
 
 
 CROSS = [*itertools.product(CARRIERS, FORGERIES, COMMANDS)]
-# What ran a stranger's program once, and a sample that is another one after every change of the lists.
+# What ran a stranger's program once, and a sample that is another one after every change of the
+# lists.
 KNOWN = [
-    *itertools.product([in_reward], [a_file_is_called_so, a_colon_in_the_folder], ["train --from", "train CONFIG"]),
+    *itertools.product(
+        [in_reward], [a_file_is_called_so, a_colon_in_the_folder], ["train --from", "train CONFIG"]
+    ),
     (in_reward, a_link_to_nothing_is_called_so, "train --resume"),
     (in_reward, plain, "evaluate"),
     (in_members_that_are_gone, plain, "sweep"),
@@ -328,7 +349,9 @@ def test_no_way_to_name_it_by_any_command(
         shutil.rmtree(tmp_path / "here")
         ends[int(done.code or 0)] += 1
         asked += OPTION in done.err
-    print(f"{names(carrier):<28} {sum(ends.values()):4} folders   {ends}   {asked} name {OPTION}   0 programs run")
+    print(
+        f"{names(carrier):<28} {sum(ends.values()):4} folders   {ends}   {asked} name {OPTION}   0 programs run"
+    )
 
 
 @pytest.mark.parametrize(
@@ -337,7 +360,11 @@ def test_no_way_to_name_it_by_any_command(
     ids=names,
 )
 def test_no_command_signs_a_program_that_nobody_vouched_for(
-    carrier: Callable[[Path, Name], str], command: str, begun: Path, tmp_path: Path, server: CommandServer
+    carrier: Callable[[Path, Name], str],
+    command: str,
+    begun: Path,
+    tmp_path: Path,
+    server: CommandServer,
 ) -> None:
     """Otherwise the next command would find the user's own mark, and run it."""
     done, flag = tried(begun, tmp_path / "here", server, carrier, plain, command)
@@ -348,7 +375,9 @@ def test_no_command_signs_a_program_that_nobody_vouched_for(
     assert configs and not signed, done.err
 
 
-def test_a_reward_of_one_s_own_runs_unasked(begun: Path, tmp_path: Path, server: CommandServer) -> None:
+def test_a_reward_of_one_s_own_runs_unasked(
+    begun: Path, tmp_path: Path, server: CommandServer
+) -> None:
     """Also in a folder with a colon, beside a file of its value's name, and in a branch."""
     here = tmp_path / "here"
     shutil.copytree(begun, here, symlinks=True)
@@ -357,7 +386,13 @@ def test_a_reward_of_one_s_own_runs_unasked(begun: Path, tmp_path: Path, server:
         f"open({FLAG!r}, 'a').write('x')\n\ndef score(prompt, completion, record):\n    return len(completion)\n"
     )
     (here / "a:b/own.py:score").write_text("")
-    small = ["data.sequence_length=32", "rl.prompts=2", "rl.group=2", "rl.max_new_tokens=4", "train.updates=2"]
+    small = [
+        "data.sequence_length=32",
+        "rl.prompts=2",
+        "rl.group=2",
+        "rl.max_new_tokens=4",
+        "train.updates=2",
+    ]
     small += ["train.compile=none", "train.precision=fp32"]
     own = ["train", "prompts.jsonl", "model.init=runs/true", "rl.reward=a:b/own.py:score", *small]
     for command in ([*own, "--out", "mine"], ["train", "--from", "mine", "train.updates=2", "--out", "again"],

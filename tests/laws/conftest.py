@@ -20,7 +20,9 @@ def faults() -> Iterator[FaultServer]:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of its own; no figures, short samples, and the machine not measured, which take most of the time."""
+    """A folder of its own; no figures, short samples, and the machine not measured, which take most
+    of the time.
+    """
     monkeypatch.setattr("monograph.session.reporting.write_report", lambda *_: None)
     monkeypatch.setattr("monograph.session.reporting.SAMPLE_TOKENS", 4)
     monkeypatch.setattr("monograph.commands.train.measure_memory", lambda session: None)

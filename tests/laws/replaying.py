@@ -42,7 +42,9 @@ def trained(made, windows, between=lambda engine, index: None):
         updates.append(made.update())
         between(made, index)
     # repr: NaN, the mean of no targets, is not equal to itself
-    return made.state(), [repr((float(u.loss), float(u.grad_norm), int(u.count), int(u.skipped))) for u in updates]
+    return made.state(), [
+        repr((float(u.loss), float(u.grad_norm), int(u.count), int(u.skipped))) for u in updates
+    ]
 
 
 def assert_same_bits(one, two):

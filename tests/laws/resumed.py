@@ -1,4 +1,6 @@
-"""Small runs whose every bit can be compared: their settings, their outcome, and what is left of one that was cut."""
+"""Small runs whose every bit can be compared: their settings, their outcome, and what is left of
+one that was cut.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,9 @@ OWN = SETTINGS | {
 for size in [key for key in SETTINGS if key.startswith("model.")]:
     del OWN[size]
 
-# A module to whose bits everything that a run's state holds matters: every kind of random number, a running mean, and
-# memory that is too small for a window that has a certain token, from which on the micro-batch is halved.
+# A module to whose bits everything that a run's state holds matters: every kind of random number, a
+# running mean, and memory that is too small for a window that has a certain token, from which on
+# the micro-batch is halved.
 OWN_MODULE = """
 import random
 import numpy as np
@@ -78,7 +81,8 @@ REWARDED = {key: value for key, value in LORA.items() if key != "train.tokens_pe
     "data.source": "prompts.jsonl", "rl.reward": "letters.py:score", "rl.prompts": 2, "rl.group": 3,
     "rl.max_new_tokens": 6, "rl.temperature": 0.9, "lora.dropout": 0.0,
 }  # fmt: skip
-MATCHED = REWARDED | {"rl.reward": "regex", "rl.reward_regex": "[^#]*[a-m][^#]*"}  # rewards that no program gives
+# Rewards that no program gives.
+MATCHED = REWARDED | {"rl.reward": "regex", "rl.reward_regex": "[^#]*[a-m][^#]*"}
 # Answers labelled good or bad, compared with the weights that a run begins from.
 PREFERRED = {key: value for key, value in LORA.items() if key != "lora.dropout"} | {
     "data.source": "labelled.jsonl", "train.tokens_per_update": 128,
@@ -99,21 +103,33 @@ def write_inputs(folder: Path) -> None:
     for number in range(14):
         text = " ".join(draws.choice(words) for _ in range(24))
         (folder / "texts" / f"{number}.txt").write_text(text)
-    records = [json.dumps({"text": " ".join(draws.choice(words) for _ in range(9))}) for _ in range(40)]
+    records = [
+        json.dumps({"text": " ".join(draws.choice(words) for _ in range(9))}) for _ in range(40)
+    ]
     (folder / "records.jsonl").write_text("\n".join([*records, '{"text": 5}']))
     prompts = [json.dumps({"prompt": word, "good": "aeiou"}) for word in words]
     (folder / "prompts.jsonl").write_text("\n".join(prompts))
-    pairs = [json.dumps({"prompt": word[:2], "chosen": word[2:], "rejected": word[::-1]}) for word in words * 4]
+    pairs = [
+        json.dumps({"prompt": word[:2], "chosen": word[2:], "rejected": word[::-1]})
+        for word in words * 4
+    ]
     (folder / "pairs.jsonl").write_text("\n".join(pairs))
     labelled = [
-        json.dumps({"prompt": word[:2], "completion": word[2:][:: 1 if good else -1], "label": good})
+        json.dumps(
+            {"prompt": word[:2], "completion": word[2:][:: 1 if good else -1], "label": good}
+        )
         for word in words * 4
         for good in (True, False)
     ]
     (folder / "labelled.jsonl").write_text("\n".join(labelled))
     (folder / "letters.py").write_text(LETTERS)
     (folder / "own.py").write_text(OWN_MODULE)
-    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    shape = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+    }
     config = LlamaConfig(vocab_size=259, num_key_value_heads=1, max_position_embeddings=32, **shape)
     save_model(Llama(config), folder / "base", Tokenizer.bytes())
 
@@ -133,7 +149,8 @@ def fingerprint(folder: Path) -> dict[str, Any]:
 
 def start(out: str, settings: dict[str, Any], **options: Any) -> None:
     given = load(None, settings, {})
-    own = given.vouching(digests(given.programs))  # as the command line does for the files that a user names
+    # As the command line does for the files that a user names.
+    own = given.vouching(digests(given.programs))
     train(own, out=Path(out), resume=None, from_=None, json=False, **options)
 
 
@@ -144,7 +161,9 @@ def resume(run: str) -> None:
 
 
 def cut_back(whole: str, to: str, update: int) -> None:
-    """What is left of a run that is killed right after it saved `update`; its metrics may be further."""
+    """What is left of a run that is killed right after it saved `update`; its metrics may be
+    further.
+    """
     shutil.copytree(whole, to)
     metrics = Path(to) / "metrics.jsonl"
     lines = metrics.read_text().splitlines(keepends=True)

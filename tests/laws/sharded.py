@@ -1,4 +1,5 @@
-"""What each rank of law 13's test runs: every case against one process, errors written by rank 0 as JSON.
+"""What each rank of law 13's test runs: every case against one process, errors written by rank 0 as
+JSON.
 
 By day fewer cases, such that each engine, dtype, way and kind of window is there.
 """
@@ -46,11 +47,14 @@ from numerics import relative_error
 ENGINES = {"ddp": Replicated, "fsdp": Sharded}
 ROWS = 2  # of a micro-batch
 SMALL_BLOCK = 10_000  # bytes: a file has many, most of them written by several ranks
-LAYERS = {"num_hidden_layers": 2}  # by day one: what FSDP2 and DDP do with a second, they do with what is around it
+# By day one: what FSDP2 and DDP do with a second, they do with what is around it.
+LAYERS = {"num_hidden_layers": 2}
 
 
 def windows(size: int) -> dict[str, int]:
-    """Rows of a window: so many micro-batches for W ranks, the last of the third cut short, the last for one rank."""
+    """Rows of a window: so many micro-batches for W ranks, the last of the third cut short, the
+    last for one rank.
+    """
     return {"W": ROWS * size, "2W": 2 * ROWS * size, "2W+1": ROWS * (2 * size + 1) - 1, "1": 1}
 
 
@@ -59,7 +63,9 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def in_state(world: World, tensor: Tensor, exact: Tensor) -> float:
-    """Return the error of a tensor of a state; of scales of 8-bit blocks, the sum of those of each rank's own."""
+    """Return the error of a tensor of a state; of scales of 8-bit blocks, the sum of those of each
+    rank's own.
+    """
     place: slice | None = getattr(tensor, "place", None)
     if place is None:
         return relative_error(whole(tensor).double(), exact.double())
@@ -83,7 +89,11 @@ def exact_gradient(dtype: torch.dtype, tied: bool, rows: int) -> Tensor:
 
 
 MODELS = [*itertools.product(ENGINES, (torch.float32, torch.float64), (False, True))]
-MODELS_BY_DAY = [("ddp", torch.float64, True), ("fsdp", torch.float64, False), ("fsdp", torch.float32, True)]
+MODELS_BY_DAY = [
+    ("ddp", torch.float64, True),
+    ("fsdp", torch.float64, False),
+    ("fsdp", torch.float32, True),
+]
 
 
 def gradients(world: World, by_day: bool) -> dict[str, Any]:
@@ -106,9 +116,13 @@ def gradients(world: World, by_day: bool) -> dict[str, Any]:
 
 
 def reduce_with(engine: Sharded, way: str) -> None:
-    """Let FSDP2 sum gradients over the ranks with each micro-batch, or with the last one of a window."""
+    """Let FSDP2 sum gradients over the ranks with each micro-batch, or with the last one of a
+    window.
+    """
     root = engine.shards.root
-    engine.shards.joining = lambda last: root.set_requires_gradient_sync(way == "each" or last) or nullcontext()
+    engine.shards.joining = lambda last: (
+        root.set_requires_gradient_sync(way == "each" or last) or nullcontext()
+    )
 
 
 def compared(found: Tensor, exact: Tensor) -> dict[str, float]:
@@ -148,7 +162,9 @@ def average(engine: Any) -> None:
 
 
 def trajectories(world: World, by_day: bool) -> dict[str, dict[str, float]]:
-    """Thirty clipped updates in fp64 and an evaluation: the largest relative error of each number and tensor."""
+    """Thirty clipped updates in fp64 and an evaluation: the largest relative error of each number
+    and tensor.
+    """
     found = {}
     windows = [ragged((3, 5, 8)[index % 3], seed=index) for index in range(6 if by_day else 30)]
     windows[4]["targets"].fill_(-100)  # nothing to learn: refused alike on all ranks
@@ -162,7 +178,10 @@ def trajectory(
 ) -> dict[str, dict[str, float]]:
     found = {}
     options: dict[str, Any] = {"clip": 0.5, "micro_batch": ROWS, "optim": optim}
-    one, numbers = Resident(model(torch.float64, True), **options), ("loss", "grad_norm", "count", "tokens")
+    one, numbers = (
+        Resident(model(torch.float64, True), **options),
+        ("loss", "grad_norm", "count", "tokens"),
+    )
     expected = [one_update(one, window) for window in windows]
     exact = {**one.state().model, **one.state().optimizer}
     for kind in kinds:
@@ -179,15 +198,20 @@ def trajectory(
             worst[name] = abs(a - b) / a
         state = {**many.state().model, **many.state().optimizer}
         assert state.keys() == exact.keys()
-        worst["state"] = max(relative_error(whole(tensor), exact[name]) for name, tensor in state.items())
+        worst["state"] = max(
+            relative_error(whole(tensor), exact[name]) for name, tensor in state.items()
+        )
         found[f"{kind} {type(optim).__name__}"] = worst
     return found
 
 
 def owners(world: World, by_day: bool) -> dict[str, float]:
-    """Of one update with Muon: the matrices that ranks iterate on, and how often each number leaves a rank."""
+    """Of one update with Muon: the matrices that ranks iterate on, and how often each number leaves
+    a rank.
+    """
     odd = model(torch.float64, False, num_hidden_layers=3)
-    optim = Muon(matrices=["*.q_proj.weight", "*.k_proj.weight", "*.down_proj.weight"])  # three of each shape
+    # Three of each shape.
+    optim = Muon(matrices=["*.q_proj.weight", "*.k_proj.weight", "*.down_proj.weight"])
     engine = Sharded(odd, world=world, micro_batch=ROWS, optim=optim)
     shapes = [plane.kind.matrix for plane in engine.step.planes if plane.kind.matrix is not None]
     iterated, left, exchange = [0] * world.size, [0], world.exchange
@@ -200,7 +224,10 @@ def owners(world: World, by_day: bool) -> dict[str, float]:
         left[0] += sum(sent) - sent[world.rank]
         return exchange(tensor, sent, received)
 
-    with patch.object(matrices, "newton_schulz", counted), patch.object(world, "exchange", counting):
+    with (
+        patch.object(matrices, "newton_schulz", counted),
+        patch.object(world, "exchange", counting),
+    ):
         one_update(engine, ragged(5, seed=0))
     *each, sent = world.sum(torch.tensor([*iterated, *left])).tolist()
     return {
@@ -238,7 +265,8 @@ EXPERTS = {
 }  # fmt: skip
 
 
-# By day: each precision, a state in 8 bits with matrices, experts, a narrow base, rows of documents, recomputation.
+# By day: each precision, a state in 8 bits with matrices, experts, a narrow base, rows of
+# documents, recomputation.
 BESIDE_BY_DAY = {
     "fp16": ["ddp"], "fp8": ["fsdp"], "budget": ["ddp"], "muon in 8 bits": ["fsdp"], "packed": ["ddp"],
     "adapters in nf4": ["fsdp"], "balanced experts": ["fsdp"],
@@ -246,7 +274,9 @@ BESIDE_BY_DAY = {
 
 
 def combinations(world: World, by_day: bool) -> dict[str, dict[str, float]]:
-    """Two clipped updates of each combination beside one process's: relative errors, and those of fp64 ones."""
+    """Two clipped updates of each combination beside one process's: relative errors, and those of
+    fp64 ones.
+    """
     found = {}
     for name, kinds in (BESIDE_BY_DAY if by_day else dict.fromkeys(BESIDE, [*ENGINES])).items():
         dtype, options = BESIDE[name]
@@ -255,16 +285,21 @@ def combinations(world: World, by_day: bool) -> dict[str, dict[str, float]]:
         expected = [(one_update(one, window), one.step.loss_factor.clone()) for window in windows]
         exact = {**one.state().model, **one.state().optimizer}
         for kind in kinds:
-            many = ENGINES[kind](beside(name, dtype), world=world, clip=0.5, micro_batch=ROWS, **options)
+            many = ENGINES[kind](
+                beside(name, dtype), world=world, clip=0.5, micro_batch=ROWS, **options
+            )
             worst = 0.0
             for window, (alone, factor) in zip(windows, expected, strict=True):
                 shared = one_update(many, window)
-                # Another factor would overflow fp16 elsewhere, and round what is subnormal otherwise.
+                # Another factor would overflow fp16 elsewhere, and round what is subnormal
+                # otherwise.
                 assert torch.equal(factor, many.step.loss_factor)
                 for a, b in ((alone.loss, shared.loss), (alone.grad_norm, shared.grad_norm)):
                     worst = max(worst, abs(float(a) - float(b)) / abs(float(a)))
             state = {**many.state().model, **many.state().optimizer}
-            assert state.keys() == exact.keys() and kept_results(many.model) == kept_results(one.model)
+            assert state.keys() == exact.keys() and kept_results(many.model) == kept_results(
+                one.model
+            )
             errors = {n: in_state(world, tensor, exact[n]) for n, tensor in state.items()}
             found[f"{kind} {name} {dtype}"] = {"numbers": worst, "state": max(errors.values())}
     return found
@@ -276,26 +311,40 @@ def kept_results(module: Any) -> list[str]:
 
 
 def halved_weights(world: World, by_day: bool) -> dict[str, float]:
-    """Of a gradient in bf16, of weights that are gathered in bf16: errors beside one process's, and who reads what.
+    """Of a gradient in bf16, of weights that are gathered in bf16: errors beside one process's, and
+    who reads what.
 
     Norms are ones at first, which bf16 holds.
     """
     options: dict[str, Any] = {"micro_batch": ROWS, "precision": Precision("bf16")}
     one = Resident(model(torch.float32, True, num_hidden_layers=2), **options)
-    many = Sharded(model(torch.float32, True, num_hidden_layers=2), world=world, halved=True, **options)
+    many = Sharded(
+        model(torch.float32, True, num_hidden_layers=2), world=world, halved=True, **options
+    )
     read = []
     for layer in (*many.model.model.layers, many.model.model.norm):
-        layer.register_forward_pre_hook(lambda layer, _: read.append(next(layer.parameters()).dtype.itemsize))
+        layer.register_forward_pre_hook(
+            lambda layer, _: read.append(next(layer.parameters()).dtype.itemsize)
+        )
     for engine in (one, many):
         engine.accumulate(ragged(windows(world.size)["2W+1"], seed=7))
-    ours, exact = ({n: whole(v) for p in each.step.planes for n, v in p.views(p.grad)} for each in (many, one))
+    ours, exact = (
+        {n: whole(v) for p in each.step.planes for n, v in p.views(p.grad)} for each in (many, one)
+    )
     errors = {name: relative_error(ours[name], exact[name]) for name in exact}
     matrices = max(error for name, error in errors.items() if exact[name].ndim == 2)
-    return {"matrices": matrices, "all": max(errors.values()), "blocks": max(read[:2]), "norm": read[2]}
+    return {
+        "matrices": matrices,
+        "all": max(errors.values()),
+        "blocks": max(read[:2]),
+        "norm": read[2],
+    }
 
 
 def streamed(world: World, by_day: bool) -> dict[str, dict[str, float]]:
-    """Three clipped updates and an evaluation of ranks that each stream, beside one process's: relative errors."""
+    """Three clipped updates and an evaluation of ranks that each stream, beside one process's:
+    relative errors.
+    """
     found = {}
     for name in ["tied, next forward"] if by_day else STREAMED:
         options = STREAMED[name]
@@ -308,7 +357,11 @@ def streamed(world: World, by_day: bool) -> dict[str, dict[str, float]]:
         for index in range(3):
             window = ragged(windows(world.size)["2W+1"], seed=index)
             alone, shared = one_update(one, window), one_update(many, window)
-            numbers += [(alone.loss, shared.loss), (alone.grad_norm, shared.grad_norm), (alone.count, shared.count)]
+            numbers += [
+                (alone.loss, shared.loss),
+                (alone.grad_norm, shared.grad_norm),
+                (alone.count, shared.count),
+            ]
         numbers += zip(one.evaluate(window), many.evaluate(window), strict=True)
         state, exact = (each.state().model | each.state().optimizer for each in (many, one))
         worst = max(abs(float(a) - float(b)) / abs(float(a)) for a, b in numbers)
@@ -342,7 +395,9 @@ def one_update(engine: Any, window: dict[str, Tensor]) -> Any:
 
 
 def by_machine(world: World, folder: Path) -> dict[str, Any]:
-    """Of two machines with two ranks each: updates beside one process's, and the checkpoint beside that of `fsdp`."""
+    """Of two machines with two ranks each: updates beside one process's, and the checkpoint beside
+    that of `fsdp`.
+    """
     machines = functools.partial(Sharded, by_machine=True)
     windows = [ragged((3, 5, 8)[index % 3], seed=index) for index in range(6)]
     windows[4]["targets"].fill_(-100)
@@ -353,18 +408,29 @@ def by_machine(world: World, folder: Path) -> dict[str, Any]:
         one_update(engine, ragged(7, seed=index))
     manifests = []
     for number, each in enumerate(
-        (engine, Sharded(model(torch.float32, False), world=world), machines(model(torch.float32, False), world=world))
+        (
+            engine,
+            Sharded(model(torch.float32, False), world=world),
+            machines(model(torch.float32, False), world=world),
+        )
     ):
         if number:
             last = checkpointing.newest(folder / str(number - 1), print)
             each.load_state(EngineState(last.model, last.optimizer, last.state["engine"]))
         state = each.state()
         save(
-            world, folder / str(number), Checkpoint(2, state.model, state.optimizer, {"engine": state.scalars}), keep=2
+            world,
+            folder / str(number),
+            Checkpoint(2, state.model, state.optimizer, {"engine": state.scalars}),
+            keep=2,
         )
         manifests.append((folder / str(number) / "step-00000002" / "MANIFEST.json").read_text())
     weight = engine.model.model.layers[0].mlp.down_proj.weight
-    return {"errors": found, "same": len({*manifests}) == 1, "share": weight.to_local().numel() / weight.numel()}
+    return {
+        "errors": found,
+        "same": len({*manifests}) == 1,
+        "share": weight.to_local().numel() / weight.numel(),
+    }
 
 
 SAVED = {
@@ -378,16 +444,23 @@ SAVED_BY_DAY = ("ddp", "ema"), ("fsdp", "8bit")
 
 
 def saved(world: World, folder: Path, by_day: bool) -> dict[str, str]:
-    """Three updates on these ranks, saved; or, where there is a checkpoint, that one loaded and saved once more."""
+    """Three updates on these ranks, saved; or, where there is a checkpoint, that one loaded and
+    saved once more.
+    """
     found = {}
     blocks.BLOCK_BYTES = SMALL_BLOCK
     for kind, form in SAVED_BY_DAY if by_day else itertools.product(ENGINES, SAVED):
         name, optim = f"{kind} {form}", SAVED[form]
-        engine = ENGINES[kind](model(torch.float32, False), world=world, micro_batch=ROWS, optim=optim)
+        engine = ENGINES[kind](
+            model(torch.float32, False), world=world, micro_batch=ROWS, optim=optim
+        )
         here = folder / f"{world.size} ranks" / name
-        before = [path for path in folder.glob(f"*/{name}") if path != here]  # which rank 0 may have begun by now
+        # Which rank 0 may have begun by now.
+        before = [path for path in folder.glob(f"*/{name}") if path != here]
         if before:
-            last = checkpointing.newest(max(before, key=lambda path: path.stat().st_mtime_ns), print)
+            last = checkpointing.newest(
+                max(before, key=lambda path: path.stat().st_mtime_ns), print
+            )
             engine.load_state(EngineState(last.model, last.optimizer, last.state["engine"]))
         else:
             for index in range(3):
@@ -403,10 +476,13 @@ def saved(world: World, folder: Path, by_day: bool) -> dict[str, str]:
 
 
 def restarted(world: World, by_day: bool) -> dict[str, list[bool]]:
-    """Of each of two updates: whether an engine that begins with it, as a restarted run's does, has the same bits."""
+    """Of each of two updates: whether an engine that begins with it, as a restarted run's does, has
+    the same bits.
+    """
     found = {}
     options: dict[str, Any] = {"optim": AdamW(lr=1e-2), "clip": 0.5, "micro_batch": ROWS}
-    for kind in ["ddp"] if by_day else ENGINES:  # FSDP2 has no buckets whose order changes after the first update
+    # FSDP2 has no buckets whose order changes after the first update.
+    for kind in ["ddp"] if by_day else ENGINES:
         throughout = ENGINES[kind](model(torch.float32, True), world=world, **options)
         found[kind] = []
         for index in range(2):
@@ -416,7 +492,10 @@ def restarted(world: World, by_day: bool) -> dict[str, list[bool]]:
             begun = ENGINES[kind](model(torch.float32, True), world=world, **options)
             begun.load_state(before)
             other = one_update(begun, window)
-            same = [torch.equal(getattr(usual, name), getattr(other, name)) for name in ("loss", "grad_norm")]
+            same = [
+                torch.equal(getattr(usual, name), getattr(other, name))
+                for name in ("loss", "grad_norm")
+            ]
             ours, theirs = snapshot(throughout), snapshot(begun)
             for a, b in ((ours.model, theirs.model), (ours.optimizer, theirs.optimizer)):
                 same += [torch.equal(a[name], b[name]) for name in a]
@@ -428,7 +507,9 @@ OUT_OF_MEMORY = ("trial", "first forward", "last forward", "last backward", "eva
 
 
 def halved(world: World, by_day: bool) -> dict[str, dict[str, Any]]:
-    """The last rank runs out of memory at more than one row, once in each place: how all ranks go on."""
+    """The last rank runs out of memory at more than one row, once in each place: how all ranks go
+    on.
+    """
     found, window = {}, ragged(4 * world.size - 1, seed=5)
     there = {name: tensor.to(default_device()) for name, tensor in window.items()}
     exact = large_batch_gradient(model(torch.float64, False), there)
@@ -453,9 +534,17 @@ def halved(world: World, by_day: bool) -> dict[str, dict[str, Any]]:
         error = relative_error(gradient(engine), exact)
         if scored:
             alone = Resident(model(torch.float64, False), micro_batch=ROWS).evaluate(window)
-            error = max(error, *(abs(float(a) / float(b) - 1) for a, b in zip(scored, alone, strict=True)))
+            error = max(
+                error, *(abs(float(a) / float(b) - 1) for a, b in zip(scored, alone, strict=True))
+            )
         alike = int(world.sum(torch.tensor(engine.micro_batch))) == world.size * engine.micro_batch
-        found[where] = {"error": error, "rows": engine.micro_batch, "lines": lines, "ended": ended, "alike": alike}
+        found[where] = {
+            "error": error,
+            "rows": engine.micro_batch,
+            "lines": lines,
+            "ended": ended,
+            "alike": alike,
+        }
         found[where] |= {"buckets": len(engine.replicas.buckets)}
     return found
 
@@ -474,7 +563,11 @@ def run_out(module: Any, where: str) -> None:
             seen[0] += 1
         if len(output) > 1 and where == "last backward" and seen[0] == 2:
             output.register_hook(fail)
-        elif len(output) > 1 and where != "last backward" and seen[0] == (2 if where == "last forward" else 1):
+        elif (
+            len(output) > 1
+            and where != "last backward"
+            and seen[0] == (2 if where == "last forward" else 1)
+        ):
             fail()
 
     module.model.layers[0].register_forward_hook(hook)
@@ -484,13 +577,16 @@ def snapshot(engine: Any) -> EngineState:
     """A copy of its state, of whole tensors."""
     state = engine.state()
     model, optimizer = (
-        {name: whole(tensor).clone() for name, tensor in tensors.items()} for tensors in (state.model, state.optimizer)
+        {name: whole(tensor).clone() for name, tensor in tensors.items()}
+        for tensors in (state.model, state.optimizer)
     )
     return EngineState(model, optimizer, dict(state.scalars))
 
 
 def captured(world: World, by_day: bool) -> dict[str, Any]:
-    """Compiled steps beside an eager one: recompiles, graph breaks, and the largest difference of loss and norm."""
+    """Compiled steps beside an eager one: recompiles, graph breaks, and the largest difference of
+    loss and norm.
+    """
     found = {}
     adamw, muon, narrow = AdamW(ema=0.9), Muon(ema=0.9), Muon(state="8bit")
     cases = (
@@ -502,7 +598,12 @@ def captured(world: World, by_day: bool) -> dict[str, Any]:
     for kind, scope, remat, optim in cases:
         one = Resident(model(torch.float64, True), micro_batch=ROWS, clip=0.5, optim=optim)
         many = ENGINES[kind](
-            model(torch.float64, True), world=world, micro_batch=ROWS, clip=0.5, optim=optim, remat=remat
+            model(torch.float64, True),
+            world=world,
+            micro_batch=ROWS,
+            clip=0.5,
+            optim=optim,
+            remat=remat,
         )
         many.trial(ragged(7))
         assert many.capture(ragged(7), scope=scope) is None
@@ -534,11 +635,17 @@ def assembled(world: World, by_day: bool) -> dict[str, float]:
         for index in range(3):
             one_update(one, ragged(7, seed=index)), one_update(many, ragged(7, seed=index))
         tokens = ragged(2)["tokens"]
-        with torch.no_grad(), one.step.averaged(), many.step.averaged(), many.step.assembled() as module:
+        with (
+            torch.no_grad(),
+            one.step.averaged(),
+            many.step.averaged(),
+            many.step.assembled() as module,
+        ):
             if world.leads:
                 found[kind] = relative_error(module(tokens), one.model(tokens))
                 assert (
-                    module.beside.tolist() == [0, 1, 2, 3] and module.lm_head.weight is module.model.embed_tokens.weight
+                    module.beside.tolist() == [0, 1, 2, 3]
+                    and module.lm_head.weight is module.model.embed_tokens.weight
                 )
     return found
 
@@ -554,28 +661,44 @@ GATHERED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def gathered(world: World, by_day: bool) -> dict[str, dict[str, Any]]:
-    """The whole copy that draws answers, before and after an update: whether it is the weights' and scores their bits.
+    """The whole copy that draws answers, before and after an update: whether it is the weights' and
+    scores their bits.
 
-    It stays in one place, takes the planned bytes, and what is gathered the second time is rounded before.
+    It stays in one place, takes the planned bytes, and what is gathered the second time is rounded
+    before.
     """
     found = {}
     for name in ["halved"] if by_day else GATHERED:
         stands, options = GATHERED[name]
-        engine = Sharded(beside(stands, torch.float32), world=world, micro_batch=ROWS, optim=AdamW(lr=0.1), **options)
+        engine = Sharded(
+            beside(stands, torch.float32),
+            world=world,
+            micro_batch=ROWS,
+            optim=AdamW(lr=0.1),
+            **options,
+        )
         step, memory, batch, same = engine.step, list[list[int]](), ragged(3), list[bool]()
         for _ in range(2):
             with patch.object(room, "whole_rows", side_effect=room.whole_rows) as called:
                 copied: Any = step.parameters.gathered()
             memory.append([parameter.data_ptr() for parameter in copied.parameters()])
             state = step.model.state_dict()
-            same += [torch.equal(p, whole(state[key]).to(p.dtype)) for key, p in copied.named_parameters()]
+            same += [
+                torch.equal(p, whole(state[key]).to(p.dtype))
+                for key, p in copied.named_parameters()
+            ]
             with torch.no_grad(), step.context():
-                [(trained, _)], (drawn, _) = step.parameters.score([batch]), step.loss(copied, batch)
+                [(trained, _)], (drawn, _) = (
+                    step.parameters.score([batch]),
+                    step.loss(copied, batch),
+                )
             same += [torch.equal(trained, drawn), not copied.training]
             one_update(engine, ragged(5))
         same += [memory[0] == memory[1], copied.lm_head.weight is copied.model.embed_tokens.weight]
         held = sum(parameter.nbytes for parameter in copied.parameters())
-        planned = copied_bytes(copied.config, None, step.precision.name, bool(options.get("halved")))
+        planned = copied_bytes(
+            copied.config, None, step.precision.name, bool(options.get("halved"))
+        )
         sent = [given[0].dtype for given, _ in called.call_args_list]
         found[name] = {"same": all(same), "planned": "adapters" in name or held == planned}
         found[name] |= {"in 16 bits": sent.count(torch.bfloat16), "in all": len(sent)}

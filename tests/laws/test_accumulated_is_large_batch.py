@@ -1,5 +1,7 @@
 # Run: pytest tests/laws/test_accumulated_is_large_batch.py
-"""Law 2: any split of an update's rows into micro-batches gives the large batch's gradient, token for token."""
+"""Law 2: any split of an update's rows into micro-batches gives the large batch's gradient, token
+for token.
+"""
 
 from __future__ import annotations
 
@@ -43,12 +45,16 @@ def accumulated(step, micro_batches):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(
-    ("size", "sizes"), [*((size, {}) for size in (1, 2, 4, 8, 16)), *((size, MIXTURE) for size in (1, 8))]
+    ("size", "sizes"),
+    [*((size, {}) for size in (1, 2, 4, 8, 16)), *((size, MIXTURE) for size in (1, 8))],
 )
 def test_equal_splits(dtype, size, sizes):
     batch, step = ragged(ROWS), Step(tiny_llama(dtype, **sizes))
     exact = large_batch_gradient(step.model, batch)
-    assert relative_error(accumulated(step, split(batch, range(size, ROWS, size))), exact) <= BOUND[dtype]
+    assert (
+        relative_error(accumulated(step, split(batch, range(size, ROWS, size))), exact)
+        <= BOUND[dtype]
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,11 +105,15 @@ def test_a_loss_that_cannot_count_gives_the_same_update():
     def loss(model, batch):
         hidden = model(batch["tokens"])
         logits = hidden @ model.lm_head.weight.T
-        total = nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), reduction="sum")
+        total = nn.functional.cross_entropy(
+            logits.flatten(0, 1), batch["targets"].flatten(), reduction="sum"
+        )
         return total, (batch["targets"] != -100).sum()
 
     batch = ragged(ROWS)
-    counted, uncounted = (Step(tiny_llama(torch.float64), clip=0.5, **kw) for kw in ({}, {"loss": loss}))
+    counted, uncounted = (
+        Step(tiny_llama(torch.float64), clip=0.5, **kw) for kw in ({}, {"loss": loss})
+    )
     for _ in range(3):
         updates = counted(split(batch, [3, 9])), uncounted(split(batch, [1, 2, 11]))
         one, other = (asdict(replace(update, marks=())) for update in updates)
@@ -112,7 +122,7 @@ def test_a_loss_that_cannot_count_gives_the_same_update():
         torch.testing.assert_close(tensor, uncounted.model.state_dict()[name], rtol=0, atol=1e-9)
 
 
-# ---- losses of one's own: float targets, counts of any kind, weights -------------------------------------------------
+# ---- losses of one's own: float targets, counts of any kind, weights -----------------------------
 
 
 def network():
@@ -123,7 +133,9 @@ def network():
 def measured(rows, seed=0):
     """Rows whose tensors have the names that a window of text has, and other kinds of numbers."""
     generator = torch.Generator().manual_seed(seed)
-    tokens, targets, weights = torch.randn(rows, 5, generator=generator, dtype=torch.float64).split([3, 1, 1], dim=1)
+    tokens, targets, weights = torch.randn(rows, 5, generator=generator, dtype=torch.float64).split(
+        [3, 1, 1], dim=1
+    )
     return {"tokens": tokens, "targets": targets.squeeze(1), "weights": weights.squeeze(1).square()}
 
 
@@ -148,11 +160,17 @@ class Counted:
 
 
 OWN = {
-    "float targets": lambda model, batch: (errors(model, batch).sum(), torch.tensor(len(batch["targets"]))),
+    "float targets": lambda model, batch: (
+        errors(model, batch).sum(),
+        torch.tensor(len(batch["targets"])),
+    ),
     "len": lambda model, batch: (errors(model, batch).sum(), len(batch["targets"])),
     "numpy": lambda model, batch: (errors(model, batch).sum(), np.int64(len(batch["targets"]))),
     "weights": weighted,
-    "weights in numpy": lambda model, batch: (weighted(model, batch)[0], batch["weights"].numpy().sum()),
+    "weights in numpy": lambda model, batch: (
+        weighted(model, batch)[0],
+        batch["weights"].numpy().sum(),
+    ),
     "weights, filled": Counted(),
 }
 
@@ -172,8 +190,12 @@ def large_batch(model, loss, window):
 
 @pytest.mark.parametrize("rows, micro_batch", [(7, 3), (5, 4), (8, None)])
 @pytest.mark.parametrize("loss", OWN)
-def test_a_loss_of_ones_own_gives_the_large_batch_whatever_its_tensors_are_called(loss, rows, micro_batch):
-    """sum(w l) / sum(w), and the mean over any targets, for a short last micro-batch, alone and as a member."""
+def test_a_loss_of_ones_own_gives_the_large_batch_whatever_its_tensors_are_called(
+    loss, rows, micro_batch
+):
+    """sum(w l) / sum(w), and the mean over any targets, for a short last micro-batch, alone and as
+    a member.
+    """
     window, exact = measured(rows), functools.partial(pytest.approx, rel=1e-12)
     mean, count, gradient = large_batch(network(), OWN[loss], window)
     options = {"loss": OWN[loss], "micro_batch": micro_batch}
@@ -185,7 +207,11 @@ def test_a_loss_of_ones_own_gives_the_large_batch_whatever_its_tensors_are_calle
     assert relative_error(flat_gradient(alone.model) / divisor, gradient) <= 1e-12
     together.accumulate(window)
     for done in (alone.update(), together.update()):
-        for found, expected in ((done.loss, mean), (done.count, count), (done.grad_norm, float(gradient.norm()))):
+        for found, expected in (
+            (done.loss, mean),
+            (done.count, count),
+            (done.grad_norm, float(gradient.norm())),
+        ):
             assert found.flatten().tolist() == [exact(expected)] * found.numel()
 
 
@@ -193,16 +219,30 @@ def test_tiny_weights_are_not_rounded_up_to_one_target():
     window = measured(6)
     window["weights"] *= 1e-6 / float(window["weights"].sum())
     engine = Resident(network(), loss=Counted(), micro_batch=4)
-    first = large_batch(network(), weighted, {name: tensor[:4] for name, tensor in window.items()})[0]
+    first = large_batch(network(), weighted, {name: tensor[:4] for name, tensor in window.items()})[
+        0
+    ]
     assert engine.trial(window).loss == pytest.approx(first, rel=1e-12)
     engine.accumulate(window)
-    assert relative_error(flat_gradient(engine.model), large_batch(network(), weighted, window)[2]) <= 1e-12
+    assert (
+        relative_error(flat_gradient(engine.model), large_batch(network(), weighted, window)[2])
+        <= 1e-12
+    )
     assert int(engine.update().skipped) == 0
 
 
 @pytest.mark.parametrize(
     "count",
-    [-1, -0.5, math.nan, math.inf, pytest.param(10**400, id="huge"), "three", True, np.float64("nan")]
+    [
+        -1,
+        -0.5,
+        math.nan,
+        math.inf,
+        pytest.param(10**400, id="huge"),
+        "three",
+        True,
+        np.float64("nan"),
+    ]
     + [torch.ones(2), torch.tensor(True)],
 )
 def test_a_count_that_is_none_is_refused(count):
@@ -227,18 +267,26 @@ def test_a_complex_sum_is_refused():
     ],
 )
 def test_a_count_that_depends_on_the_parameters_is_refused(kind, captured):
-    """The sum is divided by a number: the gradient of sum / count would be another one, and nobody would notice."""
+    """The sum is divided by a number: the gradient of sum / count would be another one, and nobody
+    would notice.
+    """
 
     def normalised(model, batch):
         weights = model(batch["tokens"]).squeeze(-1).sigmoid()
-        return (errors(model, batch) * weights).sum(), (weights.detach() if detached else weights).sum()
+        return (errors(model, batch) * weights).sum(), (
+            weights.detach() if detached else weights
+        ).sum()
 
     for detached in (True, False):
         engine = (Resident if kind == "resident" else one_member)(network(), loss=normalised)
         if captured:
             reason = engine.capture(measured(3), "eager")
             assert reason is None if detached else "its count requires a gradient" in reason
-        with contextlib.nullcontext() if detached else pytest.raises(UsageError, match="a gradient: .* detach it"):
+        with (
+            contextlib.nullcontext()
+            if detached
+            else pytest.raises(UsageError, match="a gradient: .* detach it")
+        ):
             engine.accumulate(measured(3))
             engine.update()
 
@@ -307,9 +355,13 @@ def test_a_fill_is_what_the_loss_says_and_its_promise_is_tried():
     class Elsewhere(Counted):
         fill = {"mask": 0}  # noqa: RUF012
 
-    with pytest.raises(InputRefused, match="the loss counts 4 targets in rows that have none, .*fill = None"):
+    with pytest.raises(
+        InputRefused, match="the loss counts 4 targets in rows that have none, .*fill = None"
+    ):
         Resident(network(), loss=Broken(), micro_batch=4).trial(measured(6))
-    with pytest.raises(UsageError, match="fill names 'mask', which is not in the window: it has tokens, "):
+    with pytest.raises(
+        UsageError, match="fill names 'mask', which is not in the window: it has tokens, "
+    ):
         Resident(network(), loss=Elsewhere(), micro_batch=4).accumulate(measured(6))
 
 
@@ -326,13 +378,17 @@ def test_a_loss_that_is_not_0_without_targets_is_refused_before_such_rows_are_ad
     """Its sum would depend on how many rows a short last micro-batch is filled up with."""
     engine = Resident(network(), loss=Regularised(), micro_batch=4)
     for _ in range(2):
-        with pytest.raises(InputRefused, match="the loss is 0.4 for rows that have no targets, .*fill = None"):
+        with pytest.raises(
+            InputRefused, match="the loss is 0.4 for rows that have no targets, .*fill = None"
+        ):
             getattr(engine, work)(measured(6))
     getattr(Resident(network(), loss=Regularised(), micro_batch=3), "accumulate")(measured(6))  # noqa: B009
 
 
 class Divided(Counted):
-    """The loss of rows without targets is 0, and its gradient NaN: torch.where gives the branch it drops 0 times it."""
+    """The loss of rows without targets is 0, and its gradient NaN: torch.where gives the branch it
+    drops 0 times it.
+    """
 
     def __call__(self, model, batch):
         loss_sum, count = super().__call__(model, batch)
@@ -341,7 +397,10 @@ class Divided(Counted):
 
 def test_a_gradient_that_is_not_finite_without_targets_is_refused_before_such_rows_are_added():
     engine = Resident(network(), loss=Divided(), micro_batch=4)
-    with pytest.raises(InputRefused, match="the loss has a gradient that is not finite for rows that have no targets"):
+    with pytest.raises(
+        InputRefused,
+        match="the loss has a gradient that is not finite for rows that have no targets",
+    ):
         engine.accumulate(measured(6))
 
 
@@ -350,24 +409,48 @@ def test_a_count_that_is_not_the_loss_s_own_is_refused_at_the_trial():
         def count(self, batch):
             return 2 * super().count(batch)
 
-    with pytest.raises(InputRefused, match=r"the loss's count\(batch\) is [\d.]+, but its call counts [\d.]+: "):
+    with pytest.raises(
+        InputRefused, match=r"the loss's count\(batch\) is [\d.]+, but its call counts [\d.]+: "
+    ):
         Resident(network(), loss=Twice(), micro_batch=4).trial(measured(8))
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.int64, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.bool, torch.int64, torch.float16, torch.float32]
+)
 def test_a_fill_is_a_number_that_its_tensor_can_hold(dtype):
-    """The same is taken from Python and from numpy; anything else would be cut off, or torch's error."""
+    """The same is taken from Python and from numpy; anything else would be cut off, or torch's
+    error.
+    """
 
     def given(value):
         return fill_of(SimpleNamespace(fill={"x": value}), window)["x"]
 
     window = {"x": torch.zeros(2, dtype=dtype)}
-    held = {torch.uint8: [0, 255], torch.bool: [0, True], torch.int64: [-100, 2**62], torch.float16: [0.1, -6e4]}
+    held = {
+        torch.uint8: [0, 255],
+        torch.bool: [0, True],
+        torch.int64: [-100, 2**62],
+        torch.float16: [0.1, -6e4],
+    }
     for value in held.get(dtype, [0.1, 1e38, np.float32(0.5), np.int64(-3)]):
         for number in (given(value), given(np.asarray(value)[()])):
             assert torch.full((), number, dtype=dtype) == torch.tensor(value, dtype=dtype)
-    left = {torch.uint8: [300, -1], torch.bool: [2], torch.int64: [2**63, 0.5], torch.float16: [1e5]}
-    for value in [*left.get(dtype, [1e39]), math.nan, math.inf, 10**400, "0", None, torch.zeros(())]:
+    left = {
+        torch.uint8: [300, -1],
+        torch.bool: [2],
+        torch.int64: [2**63, 0.5],
+        torch.float16: [1e5],
+    }
+    for value in [
+        *left.get(dtype, [1e39]),
+        math.nan,
+        math.inf,
+        10**400,
+        "0",
+        None,
+        torch.zeros(()),
+    ]:
         with pytest.raises(UsageError, match="the loss's fill .*(expected|holds)"):
             given(value)
 
@@ -378,12 +461,16 @@ def test_no_target_at_all_changes_nothing():
     batch = ragged(4)
     batch["targets"].fill_(-100)
     result = step([batch])
-    assert int(result.skipped) == 1 and all(torch.equal(v, before[k]) for k, v in step.model.state_dict().items())
+    assert int(result.skipped) == 1 and all(
+        torch.equal(v, before[k]) for k, v in step.model.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize("size, at_least", [(8, 0.05), (4, 0.05), (2, 0.1), (1, 0.2)])
 def test_mean_of_means_would_fail(size, at_least):
-    """The rule that most trainers use is off by tens of per cent on the same rows: the bound above can fail."""
+    """The rule that most trainers use is off by tens of per cent on the same rows: the bound above
+    can fail.
+    """
     batch, model = ragged(ROWS), tiny_llama(torch.float64)
     means = [large_batch_gradient(model, part) for part in split(batch, range(size, ROWS, size))]
     assert relative_error(torch.stack(means).mean(0), large_batch_gradient(model, batch)) > at_least

@@ -1,5 +1,6 @@
 # Run: pytest tests/laws/test_balance_is_its_equation.py
-"""Laws 1, 2, 3, 5 and 9 for the balance of experts: every engine adds the gradient of its equation, token for token.
+"""Laws 1, 2, 3, 5 and 9 for the balance of experts: every engine adds the gradient of its equation,
+token for token.
 
 Law 4 has it in the mixture of tests/streamed.py, law 13 in laws/sharded.py.
 """
@@ -36,7 +37,9 @@ MIXTURE = {"model_type": "qwen3_moe", "num_experts": EXPERTS, "num_experts_per_t
 
 def mixture(dtype: torch.dtype = torch.float64, seed: int = 0, **sizes: Any) -> Llama:
     """Its second of three layers is none."""
-    return tiny_llama(dtype, seed, **{"num_hidden_layers": 3, "mlp_only_layers": (1,), **MIXTURE, **ON} | sizes)
+    return tiny_llama(
+        dtype, seed, **{"num_hidden_layers": 3, "mlp_only_layers": (1,), **MIXTURE, **ON} | sizes
+    )
 
 
 def balance_loss(logits: Tensor, document: Tensor, trained: Tensor) -> Tensor:
@@ -49,19 +52,32 @@ def balance_loss(logits: Tensor, document: Tensor, trained: Tensor) -> Tensor:
     return total
 
 
-def slow_gradient(model: Llama, batch: dict[str, Tensor], of_layer: Callable[..., Tensor] = balance_loss) -> Tensor:
-    """Of mean cross-entropy + coefficient times the mean of the mixtures' balance, in one backward pass."""
+def slow_gradient(
+    model: Llama, batch: dict[str, Tensor], of_layer: Callable[..., Tensor] = balance_loss
+) -> Tensor:
+    """Of mean cross-entropy + coefficient times the mean of the mixtures' balance, in one backward
+    pass.
+    """
     logits: list[Tensor] = []
     routers = [module for module in model.modules() if isinstance(module, Router)]
-    hooks = [r.register_forward_hook(lambda r, inputs, _: logits.append(inputs[0] @ r.weight.T)) for r in routers]
-    hidden = model(batch["tokens"], segments=batch.get("segments"), positions=batch.get("positions"))
+    hooks = [
+        r.register_forward_hook(lambda r, inputs, _: logits.append(inputs[0] @ r.weight.T))
+        for r in routers
+    ]
+    hidden = model(
+        batch["tokens"], segments=batch.get("segments"), positions=batch.get("positions")
+    )
     for hook in hooks:
         hook.remove()
     segments = batch.get("segments", torch.zeros_like(batch["tokens"]))
     document = (segments + torch.arange(len(segments))[:, None] * (segments.max() + 1)).flatten()
     trained = batch["targets"].flatten() != -100
-    loss = cross_entropy((hidden @ model.lm_head.weight.T).flatten(0, 1), batch["targets"].flatten())
-    uneven = sum(of_layer(each, document, trained) for each in logits) / (trained.sum() * len(logits))
+    loss = cross_entropy(
+        (hidden @ model.lm_head.weight.T).flatten(0, 1), batch["targets"].flatten()
+    )
+    uneven = sum(of_layer(each, document, trained) for each in logits) / (
+        trained.sum() * len(logits)
+    )
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients = torch.autograd.grad(loss + COEFFICIENT * uneven, parameters)
     return torch.cat([gradient.flatten() for gradient in gradients])
@@ -75,14 +91,16 @@ def accumulated(engine: Any, batch: dict[str, Tensor]) -> Tensor:
 def test_of_one_document_it_is_the_loss_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-    monkeypatch.setattr(Tensor, "float", Tensor.double)  # theirs rounds probabilities; shares of 16 tokens are exact
+    # Theirs rounds probabilities; shares of 16 tokens are exact.
+    monkeypatch.setattr(Tensor, "float", Tensor.double)
 
     def theirs(logits: Tensor, document: Tensor, trained: Tensor) -> Tensor:
         loss = load_balancing_loss_func((logits,), EXPERTS, CHOICES)
         assert relative_error(balance_loss(logits, document, trained) / 16, loss) <= 1e-12
         return loss * 16
 
-    batch = {name: rows.clamp_min(1) for name, rows in ragged(1, length=16).items()}  # every position has a target
+    # Every position has a target.
+    batch = {name: rows.clamp_min(1) for name, rows in ragged(1, length=16).items()}
     one = {"num_hidden_layers": 1, "mlp_only_layers": ()}
     exact = slow_gradient(mixture(**one), batch, theirs)
     assert relative_error(accumulated(Resident(mixture(**one)), batch), exact) <= 1e-12
@@ -101,17 +119,23 @@ ENGINES: dict[str, Callable[[Llama], Any]] = {
 
 
 @pytest.mark.parametrize(("kind", "rows"), pairwise(list(ENGINES), [ragged, packed]))
-def test_every_engine_adds_its_gradient(kind: str, rows: Callable[[int], dict[str, Tensor]]) -> None:
+def test_every_engine_adds_its_gradient(
+    kind: str, rows: Callable[[int], dict[str, Tensor]]
+) -> None:
     batch, model = rows(ROWS), mixture()
     exact = slow_gradient(model, batch)
     engine = ENGINES[kind](model)
     engine.accumulate(batch)
     views = {name: view for plane in engine.step.planes for name, view in plane.views(plane.grad)}
-    mine = [views[name] if kind != "a member" else views[name][0] for name, _ in model.named_parameters()]
+    mine = [
+        views[name] if kind != "a member" else views[name][0]
+        for name, _ in model.named_parameters()
+    ]
     assert relative_error(torch.cat([view.flatten() for view in mine]), exact) <= 1e-12
 
 
-FEW = {"num_hidden_layers": 2, "mlp_only_layers": (0,)}  # a graph has the same lines for each layer more
+# A graph has the same lines for each layer more.
+FEW = {"num_hidden_layers": 2, "mlp_only_layers": (0,)}
 
 
 # By day with Dynamo's graphs as they are.
@@ -134,18 +158,26 @@ def test_a_captured_step_adds_it(scope: Any, remat: Any, backend: str) -> None:
 @pytest.mark.slow  # by day members are not captured, and a captured step is one by blocks
 @pytest.mark.parametrize("each", [False, True])
 def test_a_captured_update_of_members_adds_it(each: bool) -> None:
-    """Gradient and update are one graph; Dynamo would trace an autograd.Function's forward pass alone there."""
+    """Gradient and update are one graph; Dynamo would trace an autograd.Function's forward pass
+    alone there.
+    """
     batch, models = packed(ROWS), [mixture(seed=seed, **FEW) for seed in (0, 1)]
     exact = [float(slow_gradient(model, batch).norm()) for model in models]
     engine = Ensemble(models, each=each)
-    window = {name: rows.expand(2, *rows.shape).contiguous() for name, rows in batch.items()} if each else batch
+    window = (
+        {name: rows.expand(2, *rows.shape).contiguous() for name, rows in batch.items()}
+        if each
+        else batch
+    )
     captured_to_train(engine, window)
     engine.accumulate(window)
     assert engine.update().grad_norm.tolist() == pytest.approx(exact, rel=1e-12)
 
 
 def test_adapters_and_scaled_losses_have_it() -> None:
-    """Of frozen routers it reaches the adapters before them, and in fp16 it is scaled as the loss is."""
+    """Of frozen routers it reaches the adapters before them, and in fp16 it is scaled as the loss
+    is.
+    """
     batch, model = packed(ROWS), mixture(num_hidden_layers=2, mlp_only_layers=(0,))
     adapt(model, Lora(rank=4), seed=0)
     with torch.no_grad():
@@ -167,10 +199,14 @@ def test_packed_documents_have_the_gradient_that_they_have_in_rows_of_their_own(
     for name, empty in (("targets", -100), ("segments", 0), ("positions", 0)):
         together[name][:, 20:] = empty
     alone = {
-        name: nn.functional.pad(torch.cat([together[name][:, :10], together[name][:, 10:20]]), (0, 4), value=empty)
+        name: nn.functional.pad(
+            torch.cat([together[name][:, :10], together[name][:, 10:20]]), (0, 4), value=empty
+        )
         for name, empty in (("tokens", 0), ("targets", -100))
     }
-    gradients = [accumulated(Resident(mixture(), micro_batch=3), batch) for batch in (together, alone)]
+    gradients = [
+        accumulated(Resident(mixture(), micro_batch=3), batch) for batch in (together, alone)
+    ]
     assert relative_error(*gradients) <= 1e-12
 
 
@@ -178,7 +214,9 @@ def test_values_and_reported_losses_are_the_cross_entropy_alone() -> None:
     batch, model = packed(ROWS), mixture()
     positions = {name: batch[name] for name in ("segments", "positions")}
     shares = torch.rand(batch["tokens"].shape)
-    assert torch.equal(model(batch["tokens"], **positions), model(batch["tokens"], **positions, shares=shares))
+    assert torch.equal(
+        model(batch["tokens"], **positions), model(batch["tokens"], **positions, shares=shares)
+    )
     with torch.no_grad():
         total, count = token_loss(model, batch)
     engine = Resident(model)
@@ -188,9 +226,16 @@ def test_values_and_reported_losses_are_the_cross_entropy_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "off", [{"output_router_logits": False}, {"router_aux_loss_coef": 0.0}, {"mlp_only_layers": (0, 1, 2)}]
+    "off",
+    [
+        {"output_router_logits": False},
+        {"router_aux_loss_coef": 0.0},
+        {"mlp_only_layers": (0, 1, 2)},
+    ],
 )
-def test_without_it_nothing_is_computed(off: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_it_nothing_is_computed(
+    off: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(experts, "balance_of", lambda *_: pytest.fail("computed"))
     monkeypatch.setattr("monograph.graph.experts.balanced", lambda *_: pytest.fail("computed"))
     step = Step(mixture(**off))
@@ -210,6 +255,11 @@ class Within(nn.Module):
 
 
 def test_where_tokens_have_no_known_share_it_is_refused_by_name() -> None:
-    for model, options in ((mixture(), {"loss": lambda model, batch: token_loss(model, batch)}), (Within(), {})):
-        with pytest.raises(UsageError, match=r"output_router_logits = true adds .* set it to false"):
+    for model, options in (
+        (mixture(), {"loss": lambda model, batch: token_loss(model, batch)}),
+        (Within(), {}),
+    ):
+        with pytest.raises(
+            UsageError, match=r"output_router_logits = true adds .* set it to false"
+        ):
             Resident(model, **options).accumulate(packed(2))

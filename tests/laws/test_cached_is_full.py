@@ -1,4 +1,6 @@
-"""Run: pytest tests/laws/test_cached_is_full.py (law 8: with a cache, each step's logits are the full pass's)."""
+"""Run: pytest tests/laws/test_cached_is_full.py (law 8: with a cache, each step's logits are the
+full pass's).
+"""
 
 from __future__ import annotations
 
@@ -63,11 +65,14 @@ def some_tokens() -> Tensor:
 
 @torch.no_grad()
 def stepwise(model: Llama, tokens_BT: Tensor, firsts: list[int], slots: int) -> list[Tensor]:
-    """Each row's logits from position firsts[row] - 1 on: prompts read in chunks of 4, then one token of all at a time.
+    """Each row's logits from position firsts[row] - 1 on: prompts read in chunks of 4, then one
+    token of all at a time.
 
     Rows that are at their end go on reading their last token, as rows that have ended do.
     """
-    cache = KVCache.allocate(model.config, ROWS, slots, model.lm_head.weight.dtype, torch.device("cpu"))
+    cache = KVCache.allocate(
+        model.config, ROWS, slots, model.lm_head.weight.dtype, torch.device("cpu")
+    )
     reader = Reader(model, Slots(slots), 4, lambda function: function)
     for row, first in enumerate(firsts):
         prompt = [tuple(tokens_BT[row, :first].tolist())]
@@ -90,7 +95,9 @@ def stepwise(model: Llama, tokens_BT: Tensor, firsts: list[int], slots: int) -> 
 ALL_BY_DAY = {"smollm3"}
 BEGINNINGS = ([1, 1, 1], LENGTH), ([5, 1, 9], LENGTH), ([13, 8, 4], 300)
 EVERY_STEP = [
-    pytest.param(shape, *begun, marks=() if place % 3 == at or shape in ALL_BY_DAY else pytest.mark.slow)
+    pytest.param(
+        shape, *begun, marks=() if place % 3 == at or shape in ALL_BY_DAY else pytest.mark.slow
+    )
     for place, shape in enumerate(SHAPES)
     for at, begun in enumerate(BEGINNINGS)
 ]
@@ -98,15 +105,24 @@ EVERY_STEP = [
 
 @pytest.mark.parametrize(("shape", "firsts", "slots"), EVERY_STEP)
 def test_every_step(shape: str, firsts: list[int], slots: int) -> None:
-    model, exact = (tiny_llama(dtype, **SHAPES[shape]).eval() for dtype in (torch.float32, torch.float64))
+    model, exact = (
+        tiny_llama(dtype, **SHAPES[shape]).eval() for dtype in (torch.float32, torch.float64)
+    )
     tokens_BT = some_tokens()
     with torch.no_grad():
         full, truth = (
-            torch.cat([row[first - 1 :] for row, first in zip(m.logits(m(tokens_BT)), firsts, strict=True)])
+            torch.cat(
+                [
+                    row[first - 1 :]
+                    for row, first in zip(m.logits(m(tokens_BT)), firsts, strict=True)
+                ]
+            )
             for m in (model, exact)
         )
     assert error_within(torch.cat(stepwise(model, tokens_BT, firsts, slots)), full, truth)
-    torch.testing.assert_close(torch.cat(stepwise(exact, tokens_BT, firsts, slots)), truth, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        torch.cat(stepwise(exact, tokens_BT, firsts, slots)), truth, rtol=1e-12, atol=1e-12
+    )
 
 
 def test_what_lies_in_later_slots_is_not_seen() -> None:
@@ -127,11 +143,16 @@ GREEDY_BY_DAY = {("", "qwen3_5"), ("ab", "smollm3"), ("x" * 40, "mistral")}
     ("prompt", "shape"),
     [
         pytest.param(*each, marks=() if each in GREEDY_BY_DAY else pytest.mark.slow)
-        for each in itertools.product(["", "ab", "x" * 40], ["grouped", "mistral", "smollm3", "qwen3_5"])
+        for each in itertools.product(
+            ["", "ab", "x" * 40], ["grouped", "mistral", "smollm3", "qwen3_5"]
+        )
     ],
 )
 def test_greedy_text_is_that_of_full_passes(prompt: str, shape: str) -> None:
-    model, tokenizer = tiny_llama(torch.float64, vocab_size=259, **SHAPES[shape]).eval(), Tokenizer.bytes()
+    model, tokenizer = (
+        tiny_llama(torch.float64, vocab_size=259, **SHAPES[shape]).eval(),
+        Tokenizer.bytes(),
+    )
     [written] = generate(model, tokenizer, [prompt], Sampling(0), max_tokens=100)
     ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
     begun = len(ids)
@@ -148,17 +169,23 @@ AT_NIGHT = "grouped", "scaled", "qwen2", "qwen3", "olmo2", "phi3", "smollm3", "g
     "family",
     [
         "qwen3_5",
-        # By day tests/model/test_families.py compares these with transformers, and every step with a full pass.
+        # By day tests/model/test_families.py compares these with transformers, and every step with
+        # a full pass.
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", *AT_NIGHT)),
     ],
 )  # fmt: skip
 def test_greedy_text_is_that_of_transformers(tmp_path: Path, family: str) -> None:
     transformers = pytest.importorskip("transformers")
-    model, tokenizer = tiny_llama(torch.float64, vocab_size=259, **SHAPES[family]), Tokenizer.bytes()
+    model, tokenizer = (
+        tiny_llama(torch.float64, vocab_size=259, **SHAPES[family]),
+        Tokenizer.bytes(),
+    )
     save_model(model, tmp_path, tokenizer)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
     for prompt in ("a", "some words", "x" * 20):
         ids = torch.tensor([[tokenizer.bos_id, *tokenizer.encode(prompt)]])
-        found = theirs.generate(ids, do_sample=False, max_new_tokens=40, pad_token_id=tokenizer.pad_id)
+        found = theirs.generate(
+            ids, do_sample=False, max_new_tokens=40, pad_token_id=tokenizer.pad_id
+        )
         [written] = generate(model, tokenizer, [prompt], Sampling(0), max_tokens=40)
         assert written.token_ids == found[0, ids.shape[1] :].tolist()

@@ -1,7 +1,9 @@
-"""Run: pytest tests/laws/test_cached_over_blocks.py (law 8 for texts of one to five blocks; through Inductor: -m slow).
+"""Run: pytest tests/laws/test_cached_over_blocks.py (law 8 for texts of one to five blocks; through
+Inductor: -m slow).
 
-At each step the log-probabilities of all ids, reported in fp32, are within 1e-5 of those of a full pass in fp64, for
-models in which every token that a layer sees matters: what a step does not read of its cache, or reads wrongly, shows.
+At each step the log-probabilities of all ids, reported in fp32, are within 1e-5 of those of a full
+pass in fp64, for models in which every token that a layer sees matters: what a step does not read
+of its cache, or reads wrongly, shows.
 """
 
 from __future__ import annotations
@@ -53,8 +55,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-# The others by night: what they add is in the layers, which other tests see by day. Of both every second layer reads
-# all that the cache holds, and the others a window or a state.
+# The others by night: what they add is in the layers, which other tests see by day. Of both every
+# second layer reads all that the cache holds, and the others a window or a state.
 BY_DAY = "window and all", "hybrid"
 OFTEN = [pytest.param(shape, marks=() if shape in BY_DAY else pytest.mark.slow) for shape in SHAPES]
 
@@ -70,7 +72,9 @@ def model_of(shape: str, blocks: int = BLOCKS, block: int = SMALL, layers: int =
 
 
 def machine_of(model: Llama, form: Slots = FORM, rows: int = 3, **options: Any) -> Generator:
-    return Generator(model, chain_of([EVERY]), rows=rows, slots=form, vocabulary=VOCABULARY, **options)
+    return Generator(
+        model, chain_of([EVERY]), rows=rows, slots=form, vocabulary=VOCABULARY, **options
+    )
 
 
 def tokens(count: int, seed: int) -> tuple[int, ...]:
@@ -79,13 +83,20 @@ def tokens(count: int, seed: int) -> tuple[int, ...]:
 
 
 def requests(lengths: Sequence[int], most: int = SLOTS) -> list[Request]:
-    """Prompts of these lengths, each of which is continued by so many tokens, or to the end of the cache."""
-    return [Request(tokens(length, seed), EVERY, most, seed=seed) for seed, length in enumerate(lengths)]
+    """Prompts of these lengths, each of which is continued by so many tokens, or to the end of the
+    cache.
+    """
+    return [
+        Request(tokens(length, seed), EVERY, most, seed=seed) for seed, length in enumerate(lengths)
+    ]
 
 
 def assert_law(machine: Generator, asked: Sequence[Request]) -> None:
     model = machine.reader.model
-    errors = {place: largest_error(model, asked[place], events) for place, events in decoded(machine, asked).items()}
+    errors = {
+        place: largest_error(model, asked[place], events)
+        for place, events in decoded(machine, asked).items()
+    }
     assert max(errors.values()) < BOUND, errors
 
 
@@ -102,7 +113,9 @@ def sizes_of(cache: KVCache, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("shape", OFTEN)
-def test_every_token_that_a_layer_may_see_moves_the_last_one_by_far_more_than_the_bound(shape: str) -> None:
+def test_every_token_that_a_layer_may_see_moves_the_last_one_by_far_more_than_the_bound(
+    shape: str,
+) -> None:
     """Otherwise the other tests could not fail."""
     model, text = model_of(shape), tokens(SLOTS, 0)
     moved = seen_at(model, text, range(SLOTS - 1))
@@ -114,20 +127,26 @@ def test_every_token_that_a_layer_may_see_moves_the_last_one_by_far_more_than_th
 
 
 @pytest.mark.parametrize("shape", OFTEN)
-def test_a_text_that_grows_through_all_blocks_alone(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = machine_of(model_of(shape), block=5)  # so that steps between two reads cross the borders
+def test_a_text_that_grows_through_all_blocks_alone(
+    shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # So that steps between two reads cross the borders.
+    machine = machine_of(model_of(shape), block=5)
     sizes = sizes_of(machine.cache, monkeypatch)
     assert_law(machine, requests([1]))
     assert sorted(set(sizes)) == machine.cache.sizes == LADDER
 
 
-# On both sides of the borders of chunks and blocks; a prompt's last token is read by its first step.
+# On both sides of the borders of chunks and blocks; a prompt's last token is read by its first
+# step.
 LENGTHS = [79, 66, 65, 47, 34, 33, 18, 17, 16, 9, 8, 1, 31, 63, 78]
 
 
 @pytest.mark.parametrize("shape", OFTEN)
 def test_a_prompt_of_each_length_alone(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after another in a row, where each finds what longer ones have left; steps begun at once cross borders."""
+    """One after another in a row, where each finds what longer ones have left; steps begun at once
+    cross borders.
+    """
     machine = machine_of(model_of(shape), rows=1, block=3)
     sizes = sizes_of(machine.reader.cache, monkeypatch)
     for request in requests(LENGTHS, most=4):
@@ -151,7 +170,9 @@ def in_turn(*axes: Sequence[Any]) -> list[Any]:
     return [pytest.param(*each, marks=() if each in by_day else pytest.mark.slow) for each in every]
 
 
-@pytest.mark.parametrize(("shape", "form"), in_turn(["attention", "window and all", "hybrid", "sinks"], list(FORMS)))
+@pytest.mark.parametrize(
+    ("shape", "form"), in_turn(["attention", "window and all", "hybrid", "sinks"], list(FORMS))
+)
 def test_prompts_in_a_crowd(shape: str, form: str) -> None:
     """Short ones beside long ones, in blocks of steps that end where they will."""
     machine = machine_of(model_of(shape), FORMS[form], block=5)
@@ -159,14 +180,20 @@ def test_prompts_in_a_crowd(shape: str, form: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "ahead", "chunk"), in_turn(["hybrid", "window and all"], [False, True], [CHUNK, SMALL])
+    ("shape", "ahead", "chunk"),
+    in_turn(["hybrid", "window and all"], [False, True], [CHUNK, SMALL]),
 )
-def test_prompts_that_begin_alike_read_between_the_blocks_of_others(shape: str, ahead: bool, chunk: int) -> None:
-    """A row's first chunks are copied, which end inside a block, from a row that has gone on and beside others."""
+def test_prompts_that_begin_alike_read_between_the_blocks_of_others(
+    shape: str, ahead: bool, chunk: int
+) -> None:
+    """A row's first chunks are copied, which end inside a block, from a row that has gone on and
+    beside others.
+    """
     machine = machine_of(model_of(shape), FORM._replace(longest=chunk), block=Pace(4, 2, 1))
     machine.ahead = ahead
     shared = tokens(60, 99)
-    # Others come between, so that what is in common is no longer where the reader reads; 47 is one below a border.
+    # Others come between, so that what is in common is no longer where the reader reads; 47 is one
+    # below a border.
     begun = [(43, 7), (0, 61), (26, 3), (59, 2), (0, 66), (47, 9), (60, 9), (0, 44), (51, 14)]
     asked = [
         Request((*shared[:common], *tokens(own, seed)), EVERY, 6 + seed, seed=seed)
@@ -179,20 +206,31 @@ def test_prompts_that_begin_alike_read_between_the_blocks_of_others(shape: str, 
 
 def test_blocks_of_the_usual_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `generate` and the endpoint have them, over five of them."""
-    machine = machine_of(model_of("attention", block=BLOCK), Slots(BLOCKS * BLOCK), block=Pace(8, 2, 2))
+    machine = machine_of(
+        model_of("attention", block=BLOCK), Slots(BLOCKS * BLOCK), block=Pace(8, 2, 2)
+    )
     assert machine.reader.chunk == BLOCK // 2
     sizes = [sizes_of(cache, monkeypatch) for cache in (machine.cache, machine.reader.cache)]
-    assert min(seen_at(machine.reader.model, tokens(BLOCKS * BLOCK, 0), range(0, 639, 71))) > 100 * BOUND
+    assert (
+        min(seen_at(machine.reader.model, tokens(BLOCKS * BLOCK, 0), range(0, 639, 71)))
+        > 100 * BOUND
+    )
     for length in (120, 250, 377, 508, 636):
         assert_law(machine, requests([length], most=12))
     assert [sorted(set(each)) for each in sizes] == [LADDER] * 2
     assert_law(machine, requests([3, 630, 127, 300], most=9))
 
 
-def compiled_by(backend: Backend, shape: str, monkeypatch: pytest.MonkeyPatch, **sizes: int) -> Generator:
-    monkeypatch.setattr("monograph.decode.generator.compile_function", functools.partial(compiled, backend=backend))
+def compiled_by(
+    backend: Backend, shape: str, monkeypatch: pytest.MonkeyPatch, **sizes: int
+) -> Generator:
+    monkeypatch.setattr(
+        "monograph.decode.generator.compile_function", functools.partial(compiled, backend=backend)
+    )
     model = model_of(shape, **sizes)
-    return machine_of(model, FORM._replace(most=model.config.max_position_embeddings), mode="compiled")
+    return machine_of(
+        model, FORM._replace(most=model.config.max_position_embeddings), mode="compiled"
+    )
 
 
 @pytest.mark.slow

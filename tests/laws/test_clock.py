@@ -1,4 +1,6 @@
-"""Run: pytest tests/laws/test_clock.py (a clock that jumps by a year, back or ahead, changes nothing)."""
+"""Run: pytest tests/laws/test_clock.py (a clock that jumps by a year, back or ahead, changes
+nothing).
+"""
 
 from __future__ import annotations
 

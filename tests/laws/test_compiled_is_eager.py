@@ -23,7 +23,8 @@ from monograph.step import Clip
 from numerics import error_within, relative_error
 
 NIGHTLY = [pytest.param(backend, marks=pytest.mark.slow) for backend in ("aot_eager", "inductor")]
-BACKENDS = ["eager", *NIGHTLY]  # Dynamo's graphs as they are; by day `compiled_step` goes through all of a compiler
+# Dynamo's graphs as they are; by day `compiled_step` goes through all of a compiler.
+BACKENDS = ["eager", *NIGHTLY]
 
 
 BY_DAY = (Remat.Full(), "aot_eager")
@@ -84,13 +85,21 @@ class Taught(nn.Linear):
 @pytest.mark.parametrize(
     ("remat", "scope", "backend"),
     [
-        pytest.param(remat, scope, backend, marks=() if (remat, backend) == BY_DAY else pytest.mark.slow)
-        for remat, scope in [(Remat.Off(), "whole"), (Remat.Full(), "whole"), (Remat.Pointwise(), "blocks")]
+        pytest.param(
+            remat, scope, backend, marks=() if (remat, backend) == BY_DAY else pytest.mark.slow
+        )
+        for remat, scope in [
+            (Remat.Off(), "whole"),
+            (Remat.Full(), "whole"),
+            (Remat.Pointwise(), "blocks"),
+        ]
         for backend in ("aot_eager", "inductor")
     ],
 )
 def test_what_depends_on_a_written_buffer_is_computed_once(remat, scope, backend):
-    """A second time, in the backward pass, it would be computed from what the forward pass has written."""
+    """A second time, in the backward pass, it would be computed from what the forward pass has
+    written.
+    """
     torch.manual_seed(0)
     windows, outcomes = [{"x": 1 + torch.randn(8, 6)} for _ in range(2)], []
     model = nn.Sequential(Centred(), Taught())
@@ -113,31 +122,42 @@ def test_a_float64_buffer_without_a_dimension_is_not_captured():
     model = nn.Linear(6, 3)
     model.register_buffer("scale", torch.ones((), dtype=torch.float64))
     engine = Resident(model, loss=squares)
-    assert "the buffer scale is float64 and has no dimension" in engine.capture({"x": torch.randn(2, 6)})
+    assert "the buffer scale is float64 and has no dimension" in engine.capture(
+        {"x": torch.randn(2, 6)}
+    )
 
 
 def double(engine):
     """The float64 oracle: an eager engine with the same weights."""
     model = copy.deepcopy(engine.model).double()
-    return Resident(model, optim=engine.step.optim, schedule=engine.step.schedule, clip=engine.step.clip)
+    return Resident(
+        model, optim=engine.step.optim, schedule=engine.step.schedule, clip=engine.step.clip
+    )
 
 
 @pytest.fixture(scope="module")
 def compiled_step():
-    """A Llama of one layer whose whole step went through Inductor, warmed on packed rows in micro-batches of 4.
+    """A Llama of one layer whose whole step went through Inductor, warmed on packed rows in
+    micro-batches of 4.
 
-    Compiling costs more than all that these tests do with it, so those of other laws that need it are here. That
-    evaluation is captured, too, test_warming_changes_nothing_and_captures_evaluation shows without generated code.
+    Compiling costs more than all that these tests do with it, so those of other laws that need it
+    are here. That evaluation is captured, too, test_warming_changes_nothing_and_captures_evaluation
+    shows without generated code.
     """
     model = tiny_llama(num_hidden_layers=1)
-    engine = Resident(model, optim=AdamW(lr=1e-2), schedule=warmup_cosine(2, 50), clip=0.5, micro_batch=4)
+    engine = Resident(
+        model, optim=AdamW(lr=1e-2), schedule=warmup_cosine(2, 50), clip=0.5, micro_batch=4
+    )
     captured_to_train(engine, packed(16), "inductor")
     return engine
 
 
 def test_loss_gradient_and_update(compiled_step):
     eager = Resident(
-        copy.deepcopy(compiled_step.model), optim=AdamW(lr=1e-2), schedule=compiled_step.step.schedule, clip=0.5
+        copy.deepcopy(compiled_step.model),
+        optim=AdamW(lr=1e-2),
+        schedule=compiled_step.step.schedule,
+        clip=0.5,
     )
     exact = double(eager)
     engines = compiled_step, eager, exact
@@ -147,9 +167,11 @@ def test_loss_gradient_and_update(compiled_step):
         engine.accumulate(batch)
     truth = flat_gradient(exact.model)
     assert error_within(flat_gradient(compiled_step.model), flat_gradient(eager.model), truth)
-    # One gradient for all three: AdamW's first step is the gradient's sign, which turns rounding noise near zero into
-    # whole steps.
-    for mine, theirs, true in zip(compiled_step.step.planes, eager.step.planes, exact.step.planes, strict=True):
+    # One gradient for all three: AdamW's first step is the gradient's sign, which turns rounding
+    # noise near zero into whole steps.
+    for mine, theirs, true in zip(
+        compiled_step.step.planes, eager.step.planes, exact.step.planes, strict=True
+    ):
         mine.grad.copy_(theirs.grad)
         true.grad.copy_(theirs.grad)
     updates = [engine.update() for engine in engines]
@@ -166,15 +188,23 @@ def test_loss_gradient_and_update(compiled_step):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_update_of_muon_and_adamw_with_groups_and_an_average(backend):
-    """Several updates with given gradients, two of them not finite; only the update is compiled here."""
-    optim = Muon(lr=1e-2, ema=0.9, groups=[Group("*norm*", lr=2.0), Group("*.down_proj.*", lr=0.5, weight_decay=0.3)])
+    """Several updates with given gradients, two of them not finite; only the update is compiled
+    here.
+    """
+    optim = Muon(
+        lr=1e-2,
+        ema=0.9,
+        groups=[Group("*norm*", lr=2.0), Group("*.down_proj.*", lr=0.5, weight_decay=0.3)],
+    )
     eager = Resident(tiny_llama(), optim=optim, clip=0.5)
     fast, exact = Resident(tiny_llama(), optim=optim, clip=0.5), double(eager)
     fast.step.apply.now = in_graph(fast.step.apply.now, backend)
     graphs = compat.captured_graphs()
     for seed in range(4):
         generator = torch.Generator().manual_seed(seed)
-        for mine, theirs, true in zip(*(engine.step.planes for engine in (fast, eager, exact)), strict=True):
+        for mine, theirs, true in zip(
+            *(engine.step.planes for engine in (fast, eager, exact)), strict=True
+        ):
             mine.grad.normal_(generator=generator)
             if seed >= 2:
                 mine.grad[0] = float("nan")
@@ -184,10 +214,15 @@ def test_the_update_of_muon_and_adamw_with_groups_and_an_average(backend):
             engine.step.count.fill_(1)
             assert int(engine.update().skipped) == max(0, seed - 1)
     assert compat.captured_graphs() == graphs + 1
-    for mine, theirs, true in zip(*(engine.step.planes for engine in (fast, eager, exact)), strict=True):
+    for mine, theirs, true in zip(
+        *(engine.step.planes for engine in (fast, eager, exact)), strict=True
+    ):
         assert error_within(mine.param, theirs.param, true.param), mine.kind
         for buffer in mine.state:
-            assert error_within(mine.state[buffer], theirs.state[buffer], true.state[buffer]), (buffer, mine.kind)
+            assert error_within(mine.state[buffer], theirs.state[buffer], true.state[buffer]), (
+                buffer,
+                mine.kind,
+            )
 
 
 def test_no_graph_break_and_no_recompile(compiled_step):
@@ -253,15 +288,21 @@ def test_state_dict_names_are_the_module_s_own(compiled_step):
     ],
 )
 def test_mixtures_of_experts_are_captured_once(scope, remat, backend):
-    """However tokens are shared out among experts; float64, so that rounding chooses no other expert."""
+    """However tokens are shared out among experts; float64, so that rounding chooses no other
+    expert.
+    """
     mixed = {"model_type": "qwen3_moe", "mlp_only_layers": (0,)}
     if scope == "whole":  # to compile less; with biases and sinks
         if torch.__version__.startswith("2.11."):
-            pytest.skip("torch 2.11's graphs take a log-sum-exp in fp64, which sinks read, for one in fp32")
+            pytest.skip(
+                "torch 2.11's graphs take a log-sum-exp in fp64, which sinks read, for one in fp32"
+            )
         mixed = {"model_type": "gpt_oss", "num_hidden_layers": 1}
     balance = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
     sizes = {"num_experts": 5, "num_experts_per_tok": 2, **balance, **mixed}
-    fast, eager = (Resident(tiny_llama(torch.float64, **sizes), optim=AdamW(), remat=remat) for _ in range(2))
+    fast, eager = (
+        Resident(tiny_llama(torch.float64, **sizes), optim=AdamW(), remat=remat) for _ in range(2)
+    )
     captured_to_train(fast, packed(4), backend, scope)
     graphs, breaks = compat.captured_graphs(), compat.graph_breaks()
     for seed in range(3):
@@ -279,9 +320,11 @@ def test_bf16_is_as_close_as_eager_bf16(backend):
     exact.accumulate(batch)
     truth = flat_gradient(exact.model)
     eager, compiled = (
-        Resident(tiny_llama(num_hidden_layers=1), precision=Precision("bf16"), micro_batch=8) for _ in range(2)
+        Resident(tiny_llama(num_hidden_layers=1), precision=Precision("bf16"), micro_batch=8)
+        for _ in range(2)
     )
-    # The gradient alone, which is where bf16 computes: planes, optimizer and counters are fp32 as above
+    # The gradient alone, which is where bf16 computes: planes, optimizer and counters are fp32 as
+    # above
     compiled.step.forward.now = in_graph(compiled.step.forward.now, backend)
     for engine in (eager, compiled):
         engine.accumulate(batch)
@@ -307,6 +350,8 @@ def test_what_cannot_be_captured_trains_eagerly_and_says_why():
     engine = Resident(Breaks(), loss=loss)
     window = {"x": torch.randn(3, 4)}
     why = engine.capture(window)
-    assert why and "data-dependent" in why and "test_compiled_is_eager.py" in why and "\n" not in why
+    assert (
+        why and "data-dependent" in why and "test_compiled_is_eager.py" in why and "\n" not in why
+    )
     engine.accumulate(window)
     assert float(engine.update().grad_norm) > 0

@@ -1,7 +1,8 @@
 # Run: pytest tests/laws/test_cross.py    (all combinations: -m slow)
 """Laws 1, 2, 3, 9 and 10 where precision, recomputation, compile scope and accumulation meet.
 
-By day every choice of what runs eagerly is there once; at night pairs meet, and then every combination, of two layers.
+By day every choice of what runs eagerly is there once; at night pairs meet, and then every
+combination, of two layers.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from monograph.optim import AdamW
 from monograph.resident import Resident
 
 CROSS = cross(("fp32", "bf16", "fp16", "fp8"))
-# By day all that is eager: test_compiled_is_eager.py compiles one graph of the whole, test_scopes.py some by blocks.
+# By day all that is eager: test_compiled_is_eager.py compiles one graph of the whole,
+# test_scopes.py some by blocks.
 BY_DAY = by_day([each for each in pairwise(CROSS) if each[2] == "none"])
 
 

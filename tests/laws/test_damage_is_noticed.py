@@ -1,4 +1,6 @@
-"""Run: pytest tests/laws/test_damage_is_noticed.py [-s] [-m slow] (damaged files of every kind that is written)."""
+"""Run: pytest tests/laws/test_damage_is_noticed.py [-s] [-m slow] (damaged files of every kind that
+is written).
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ DIGESTS = re.compile(r"expected .*, found ")
 
 @dataclass(frozen=True)
 class Kind:
-    """Files of one kind, and what becomes of one that is damaged; `look` fails where damage went unnoticed."""
+    """Files of one kind, and what becomes of one that is damaged; `look` fails where damage went
+    unnoticed.
+    """
 
     files: list[Path]
     look: Callable[[Path], str]
@@ -54,7 +58,9 @@ def checkpoints(folder: Path) -> Kind:
     def look(path: Path) -> str:
         warnings: list[str] = []
         found = checkpointing.newest(folder, warnings.append)
-        assert same(found, checkpoint(1)) and len(warnings) == 1 and path.name in warnings[0], warnings
+        assert same(found, checkpoint(1)) and len(warnings) == 1 and path.name in warnings[0], (
+            warnings
+        )
         assert DIGESTS.search(warnings[0])
         try:
             checkpointing.newest(folder, pytest.fail, at=2)
@@ -66,9 +72,13 @@ def checkpoints(folder: Path) -> Kind:
 
 
 def runs(folder: Path) -> Kind:
-    """What `monograph check` says of a run's own files; it looks at their content, so another spelling is no damage."""
+    """What `monograph check` says of a run's own files; it looks at their content, so another
+    spelling is no damage.
+    """
     run = Run(folder / "whole")
-    whole = {path: path.read_bytes() for path in (run.config, run.tokenizer, run.metrics, run.lock_file)}
+    whole = {
+        path: path.read_bytes() for path in (run.config, run.tokenizer, run.metrics, run.lock_file)
+    }
     _, state = checkpointing.load_state(max(run.checkpoints.iterdir()))
     sound = Tokenizer.from_file(run.tokenizer)
 
@@ -85,7 +95,11 @@ def runs(folder: Path) -> Kind:
             return "after the checkpoint, where a resume writes anew"
         else:
             kept = json.loads(data)["serial"] == json.loads(whole[path])["serial"]
-            return "another holder of the lock is named" if kept else "another place among the runs, as `last` sees it"
+            return (
+                "another holder of the lock is named"
+                if kept
+                else "another place among the runs, as `last` sees it"
+            )
         return "another spelling of the same"
 
     def look(path: Path) -> str:
@@ -122,8 +136,13 @@ def tokens(folder: Path) -> Kind:
 
 
 def sweeps(folder: Path) -> Kind:
-    sweep = Sweep.create(folder / "sweep", load(None, {"train.updates": 5}, {}), [{"optim.lr": 1e-3}], None)
-    sweep.record["result"] = {"best": {"member": 0, "knobs": {"optim.lr": 1e-3}}, "members": [{"eval_loss": 1.25}]}
+    sweep = Sweep.create(
+        folder / "sweep", load(None, {"train.updates": 5}, {}), [{"optim.lr": 1e-3}], None
+    )
+    sweep.record["result"] = {
+        "best": {"member": 0, "knobs": {"optim.lr": 1e-3}},
+        "members": [{"eval_loss": 1.25}],
+    }
     sweep.write()
     whole = Sweep.open(folder / "sweep").record
 
@@ -139,7 +158,11 @@ def sweeps(folder: Path) -> Kind:
 
 def calibrations(folder: Path) -> Kind:
     path = folder / "calibration.json"
-    path.write_text(json.dumps({"schema": "monograph.calibration/1", "seen": {"cpu, fp32": [1.5]}, "beyond": {}}))
+    path.write_text(
+        json.dumps(
+            {"schema": "monograph.calibration/1", "seen": {"cpu, fp32": [1.5]}, "beyond": {}}
+        )
+    )
 
     def look(path: Path) -> str:
         Calibration(path)  # times only, which the next run measures again
@@ -159,7 +182,12 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kind]:
         start("whole", SETTINGS | {"train.updates": 3, "train.keep": 2})
     finally:
         os.chdir(before)
-    made = {"checkpoint": checkpoints, "tokenised text": tokens, "sweep.json": sweeps, "calibration": calibrations}
+    made = {
+        "checkpoint": checkpoints,
+        "tokenised text": tokens,
+        "sweep.json": sweeps,
+        "calibration": calibrations,
+    }
     found = {"run": runs(folder / "run")}
     for name, make in made.items():
         (folder / name).mkdir()

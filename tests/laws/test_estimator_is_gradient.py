@@ -1,4 +1,6 @@
-"""Run: pytest tests/laws/test_estimator_is_gradient.py (law 17: estimator = gradient of expected reward; law 2)."""
+"""Run: pytest tests/laws/test_estimator_is_gradient.py (law 17: estimator = gradient of expected
+reward; law 2).
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,12 @@ FORM = replace(OPTIONS, max_new_tokens=LONGEST, length=8, exact=False)
 
 
 def answers() -> list[tuple[int, ...]]:
-    """All answers of at most three tokens of a vocabulary of three, one of which ends an answer: fifteen."""
-    every = itertools.chain.from_iterable(itertools.product(range(3), repeat=size) for size in range(1, LONGEST + 1))
+    """All answers of at most three tokens of a vocabulary of three, one of which ends an answer:
+    fifteen.
+    """
+    every = itertools.chain.from_iterable(
+        itertools.product(range(3), repeat=size) for size in range(1, LONGEST + 1)
+    )
     return [one for one in every if END not in one[:-1] and (one[-1] == END or len(one) == LONGEST)]
 
 
@@ -47,7 +53,9 @@ def log_probability(net: Llama, answer: Sequence[int]) -> Tensor:
     ids = [*PROMPT, *answer]
     log_TV = (net(torch.tensor([ids[:-1]]))[0] @ net.lm_head.weight.T).log_softmax(-1)
     places = range(len(PROMPT) - 1, len(ids) - 1)
-    return sum((log_TV[place, ids[place + 1]] for place in places), torch.zeros((), dtype=torch.float64))
+    return sum(
+        (log_TV[place, ids[place + 1]] for place in places), torch.zeros((), dtype=torch.float64)
+    )
 
 
 def token_logs(net: Llama, answer: Sequence[int]) -> list[float]:
@@ -68,7 +76,9 @@ def gradient_of(net: Llama, of: Callable[[], Tensor]) -> Tensor:
     return flat_gradient(net)
 
 
-def expected_gradients(net: Llama, of: dict[tuple[int, ...], float]) -> tuple[Tensor, dict[tuple[int, ...], Tensor]]:
+def expected_gradients(
+    net: Llama, of: dict[tuple[int, ...], float]
+) -> tuple[Tensor, dict[tuple[int, ...], Tensor]]:
     """The gradient of E[r], and that of each answer's log-probability."""
     each = {answer: gradient_of(net, lambda a=answer: log_probability(net, a)) for answer in of}  # type: ignore[misc]
     shares = {answer: float(log_probability(net, answer).detach().exp()) for answer in of}
@@ -77,12 +87,17 @@ def expected_gradients(net: Llama, of: dict[tuple[int, ...], float]) -> tuple[Te
 
 
 def mean_gradient(net: Llama, of: dict[tuple[int, ...], float], advantage: str) -> Tensor:
-    """The mean over all groups of two answers, each weighted by its probability, of the gradient that a run takes."""
+    """The mean over all groups of two answers, each weighted by its probability, of the gradient
+    that a run takes.
+    """
     loss, mean = PolicyLoss(1.0, ratio_of(advantage, 1)), torch.zeros(())
     shares = {answer: float(log_probability(net, answer).detach().exp()) for answer in of}
-    for group in itertools.combinations_with_replacement(of, 2):  # each pair once, for both of its orders
+    # Each pair once, for both of its orders.
+    for group in itertools.combinations_with_replacement(of, 2):
         orders = 1 if group[0] == group[1] else 2
-        weighed = ADVANTAGES[advantage].weights([of[a] for a in group], [len(a) for a in group], LONGEST)
+        weighed = ADVANTAGES[advantage].weights(
+            [of[a] for a in group], [len(a) for a in group], LONGEST
+        )
         batch = arranged([Rollout(PROMPT, a, token_logs(net, a)) for a in group], weighed, FORM)
 
         def scaled(batch=batch) -> Tensor:  # type: ignore[no-untyped-def]
@@ -99,7 +114,10 @@ FACTORS = {"reinforce": 1.0, "rloo": 1.0, "dr_grpo": (2 - 1) / (2 * LONGEST)}
 # By day one that is the gradient of the expected reward, and one that is not.
 @pytest.mark.parametrize(
     "advantage",
-    [pytest.param(each, marks=() if each in ("dr_grpo", "grpo") else pytest.mark.slow) for each in ADVANTAGES],
+    [
+        pytest.param(each, marks=() if each in ("dr_grpo", "grpo") else pytest.mark.slow)
+        for each in ADVANTAGES
+    ],
 )
 def test_the_mean_gradient_over_all_groups_is_that_of_the_expected_reward(advantage: str) -> None:
     net, of = model(), rewards()
@@ -123,8 +141,12 @@ def test_the_mean_gradient_over_all_groups_is_that_of_the_expected_reward(advant
 
 
 @pytest.mark.parametrize("advantage", ["rloo", "dr_grpo"])
-def test_answers_that_are_left_out_leave_the_gradient_of_the_reward_of_those_that_end(advantage: str) -> None:
-    """All groups of three: as many times grad E[r | the answer ends] as answers of a group end, and 0 for one alone."""
+def test_answers_that_are_left_out_leave_the_gradient_of_the_reward_of_those_that_end(
+    advantage: str,
+) -> None:
+    """All groups of three: as many times grad E[r | the answer ends] as answers of a group end, and
+    0 for one alone.
+    """
     net, of = model(), rewards()
     ends = {answer for answer in of if answer[-1] == END}
     shares = {answer: float(log_probability(net, answer).detach().exp()) for answer in of}
@@ -132,13 +154,21 @@ def test_answers_that_are_left_out_leave_the_gradient_of_the_reward_of_those_tha
 
     def among_those_that_end() -> Tensor:
         logs = {answer: log_probability(net, answer) for answer in ends}
-        return sum(log.exp() * of[answer] for answer, log in logs.items()) / sum(log.exp() for log in logs.values())
+        return sum(log.exp() * of[answer] for answer, log in logs.items()) / sum(
+            log.exp() for log in logs.values()
+        )
 
-    exact, options = gradient_of(net, among_those_that_end), replace(FORM, advantage=advantage, masks_truncated=True)
+    exact, options = (
+        gradient_of(net, among_those_that_end),
+        replace(FORM, advantage=advantage, masks_truncated=True),
+    )
     mean, expected = torch.zeros_like(exact), torch.zeros_like(exact)
     for group in itertools.product(of, repeat=3):
         made = [Rollout(PROMPT, answer, (), is_cut=answer not in ends) for answer in group]
-        weighed, share = weighted(made, [of[answer] for answer in group], options), math.prod(shares[a] for a in group)
+        weighed, share = (
+            weighted(made, [of[answer] for answer in group], options),
+            math.prod(shares[a] for a in group),
+        )
         kept = sum(not one.is_cut for one in made)
         assert [weight.share for weight in weighed] == [
             0 if one.is_cut else {"rloo": 1, "dr_grpo": LONGEST}[advantage] for one in made
@@ -146,7 +176,9 @@ def test_answers_that_are_left_out_leave_the_gradient_of_the_reward_of_those_tha
         for answer, weight in zip(group, weighed, strict=True):
             assert isinstance(weight.factor, float)
             mean += share * weight.factor * each[answer]
-        expected += share * ({"rloo": kept, "dr_grpo": kept - 1}[advantage] if kept > 1 else 0) * exact
+        expected += (
+            share * ({"rloo": kept, "dr_grpo": kept - 1}[advantage] if kept > 1 else 0) * exact
+        )
     assert (mean - expected).norm() / expected.norm() < 1e-12
 
 
@@ -158,7 +190,9 @@ def formed(pattern: str) -> AnswerForm:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_answers_of_a_form_follow_the_gradient_of_the_expected_reward_among_them(temperature: float) -> None:
+def test_answers_of_a_form_follow_the_gradient_of_the_expected_reward_among_them(
+    temperature: float,
+) -> None:
     """All groups of two answers that match a[ab]|ba?, drawn from the softmax over allowed tokens."""
     net, form = model(), formed("a[ab]|ba?")
     every = [(1, 1), (1, 2), (2, 0), (2, 1)]
@@ -175,7 +209,10 @@ def test_answers_of_a_form_follow_the_gradient_of_the_expected_reward_among_them
     shares = {answer: float(masked_logs(answer).sum().detach().exp()) for answer in every}
     assert math.isclose(sum(shares.values()), 1, rel_tol=1e-12)
     exact = gradient_of(net, lambda: sum(masked_logs(a).sum().exp() * of[a] for a in every))  # type: ignore[return-value,arg-type]
-    made = {a: Rollout(PROMPT, a, masked_logs(a).detach().tolist(), states=form.states(a)) for a in every}
+    made = {
+        a: Rollout(PROMPT, a, masked_logs(a).detach().tolist(), states=form.states(a))
+        for a in every
+    }
 
     def mean(loss: PolicyLoss) -> Tensor:
         total = torch.zeros_like(exact)
@@ -192,7 +229,9 @@ def test_answers_of_a_form_follow_the_gradient_of_the_expected_reward_among_them
 
     loss = PolicyLoss(temperature, form=form)
     assert (mean(loss) + exact).norm() / exact.norm() < 1e-12
-    assert loss.taken()["drawn_minus_scored_max"] < 1e-12, "the ratio is over the tokens that could be drawn"
+    assert loss.taken()["drawn_minus_scored_max"] < 1e-12, (
+        "the ratio is over the tokens that could be drawn"
+    )
     assert (mean(PolicyLoss(temperature)) + exact).norm() / exact.norm() > 1e-3, "without the form"
 
 
@@ -201,7 +240,11 @@ def test_answers_of_a_form_follow_the_gradient_of_the_expected_reward_among_them
     [
         (FormName("regex", "(x|[a-f]{2})=[0-9]+"), "=", r"(x|[a-f]{2})=[0-9]*"),
         # Its lengths are counted, so that its states are more than those of the automaton.
-        (FormName("json_schema", '{"type": "string", "pattern": "^[a-f]*$", "maxLength": 3}'), '"', '"[a-f]{0,3}"?'),
+        (
+            FormName("json_schema", '{"type": "string", "pattern": "^[a-f]*$", "maxLength": 3}'),
+            '"',
+            '"[a-f]{0,3}"?',
+        ),
     ],
 )
 def test_answers_of_a_form_are_drawn_and_scored_as_such_and_forced_tokens_teach_nothing(
@@ -209,7 +252,10 @@ def test_answers_of_a_form_are_drawn_and_scored_as_such_and_forced_tokens_teach_
 ) -> None:
     options = replace(OPTIONS, exact=False)
     form = AnswerForm(
-        name, prompts("2+2=", "a", "the longest of them", "7"), {Tokenizer.bytes().eos_id}, torch.device("cpu")
+        name,
+        prompts("2+2=", "a", "the longest of them", "7"),
+        {Tokenizer.bytes().eos_id},
+        torch.device("cpu"),
     )
     rollouts = windows(options, loss=PolicyLoss(form=form))
     engine = rollouts.drawer.engine
@@ -218,9 +264,13 @@ def test_answers_of_a_form_are_drawn_and_scored_as_such_and_forced_tokens_teach_
     assert engine.step.loss.taken()["drawn_minus_scored_max"] < 1e-5  # type: ignore[attr-defined]
     drawn = (window["targets"] != -100) & (window["states"] > 0)
     first = drawn & ~torch.roll(drawn, 1, dims=1)
-    forced = drawn & (window["targets"] == Tokenizer.bytes().encode(only)[0]) & ((only == "=") | first)
+    forced = (
+        drawn & (window["targets"] == Tokenizer.bytes().encode(only)[0]) & ((only == "=") | first)
+    )
     assert (
-        bool(forced.any()) and bool((window["drawn"][forced] == 0).all()) and bool((window["drawn"][drawn] < 0).any())
+        bool(forced.any())
+        and bool((window["drawn"][forced] == 0).all())
+        and bool((window["drawn"][drawn] < 0).any())
     )
     for completion in rollouts.drawer.draw(rollouts.drawer.prompts.train, [1, 2, 3, 4]):
         assert re.fullmatch(written, completion.text), completion.text
@@ -229,7 +279,10 @@ def test_answers_of_a_form_are_drawn_and_scored_as_such_and_forced_tokens_teach_
 def test_an_answer_that_is_cut_is_worth_less_by_what_that_costs() -> None:
     made = [Rollout(PROMPT, (1,) * size, (), is_cut=size == LONGEST) for size in (1, LONGEST, 2)]
     lowered = ADVANTAGES["grpo"].weights([1.0, 0.5, 0.0], [1, LONGEST, 2], LONGEST)
-    assert weighted(made, [1.0, 1.0, 0.0], replace(FORM, advantage="grpo", truncation_penalty=0.5)) == lowered
+    assert (
+        weighted(made, [1.0, 1.0, 0.0], replace(FORM, advantage="grpo", truncation_penalty=0.5))
+        == lowered
+    )
 
 
 def test_an_update_of_answers_that_are_all_left_out_changes_nothing_by_itself() -> None:
@@ -246,14 +299,18 @@ def ragged_answers(count: int, seed: int = 0) -> tuple[list[Rollout], list[Weigh
     draws = random.Random(seed)
     made = [
         Rollout([draws.randrange(61) for _ in range(draws.randint(1, 9))], ids, [0.0] * len(ids))
-        for ids in ([draws.randrange(61) for _ in range(draws.randint(1, 14))] for _ in range(count))
+        for ids in (
+            [draws.randrange(61) for _ in range(draws.randint(1, 14))] for _ in range(count)
+        )
     ]
     scores = [draws.choice([0.0, 0.0, 1.0]) for _ in made]
     weighed: list[Weight] = []
     for first in range(0, count, 4):
         lengths = [len(one.token_ids) for one in made[first : first + 4]]
         weighed += ADVANTAGES["dapo"].weights(scores[first : first + 4], lengths, 14)
-    assert any(weight.factor == 0 for weight in weighed) and any(weight.factor for weight in weighed)
+    assert any(weight.factor == 0 for weight in weighed) and any(
+        weight.factor for weight in weighed
+    )
     return made, weighed
 
 
@@ -272,14 +329,18 @@ def test_a_window_groups_answers_by_their_prompts() -> None:
     """Rewards less their mean add up to 0 over the answers to one prompt, and over no other four."""
     window = next(windows(replace(OPTIONS, group=4)))
     sums: dict[tuple[int, ...], list[float]] = {}
-    for tokens, targets, factors in zip(window["tokens"], window["targets"], window["factors"], strict=True):
+    for tokens, targets, factors in zip(
+        window["tokens"], window["targets"], window["factors"], strict=True
+    ):
         begin = int((targets != -100).nonzero()[0])
         sums.setdefault(tuple(tokens[: begin + 1].tolist()), []).append(float(factors[begin]))
     assert len(sums) == 3
     assert all(len(each) == 4 and abs(sum(each)) < 1e-12 for each in sums.values())
 
 
-def orders(made: list[Rollout], weighed: list[Weight]) -> Iterator[tuple[list[Rollout], list[Weight]]]:
+def orders(
+    made: list[Rollout], weighed: list[Weight]
+) -> Iterator[tuple[list[Rollout], list[Weight]]]:
     yield made, weighed
     places = random.Random(1).sample(range(len(made)), len(made))
     yield [made[place] for place in places], [weighed[place] for place in places]
@@ -287,7 +348,9 @@ def orders(made: list[Rollout], weighed: list[Weight]) -> Iterator[tuple[list[Ro
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("micro_batch", [1, 3, None])
-def test_ragged_answers_accumulated_in_any_order_and_rows_are_one_batch(packed: bool, micro_batch: int | None) -> None:
+def test_ragged_answers_accumulated_in_any_order_and_rows_are_one_batch(
+    packed: bool, micro_batch: int | None
+) -> None:
     made, weighed = ragged_answers(16)
     net = tiny_llama(torch.float64)
     exact = gradient_of(net, lambda: reference(net, made, weighed))
@@ -302,7 +365,9 @@ def test_a_group_of_equal_rewards_weighs_exactly_nothing() -> None:
     for advantage in ADVANTAGES:
         for reward in (0.1, 1 / 3, 1e300):
             if advantage != "reinforce":
-                assert {w.factor for w in ADVANTAGES[advantage].weights([reward] * 7, [5] * 7, 9)} == {0.0}
+                assert {
+                    w.factor for w in ADVANTAGES[advantage].weights([reward] * 7, [5] * 7, 9)
+                } == {0.0}
 
 
 def test_no_answer_that_teaches_still_is_a_window() -> None:
@@ -318,8 +383,12 @@ FAULTS: dict[str, Callable[[Sequence[float], Sequence[int], int], list[Weight]]]
     "the mean of means": lambda r, n, longest: [
         Weight(2 * value / length, 1) for value, length in zip(centred(r), n, strict=True)
     ],
-    "a baseline that holds the answer itself": lambda r, n, longest: [Weight(v, 1) for v in centred(r)],
-    "the other answer's advantage": lambda r, n, longest: [Weight(2 * v, 1) for v in centred(r)[::-1]],
+    "a baseline that holds the answer itself": lambda r, n, longest: [
+        Weight(v, 1) for v in centred(r)
+    ],
+    "the other answer's advantage": lambda r, n, longest: [
+        Weight(2 * v, 1) for v in centred(r)[::-1]
+    ],
     "its own length as the share": lambda r, n, longest: [
         Weight(2 * v, length) for v, length in zip(centred(r), n, strict=True)
     ],
@@ -341,11 +410,15 @@ def shifted(window: dict[str, Tensor]) -> None:
 
 def prompt_trained(window: dict[str, Tensor]) -> None:
     window["targets"][:, :-1] = window["tokens"][:, 1:]
-    window["factors"].copy_(window["factors"].amax(dim=-1, keepdim=True).expand_as(window["factors"]))
+    window["factors"].copy_(
+        window["factors"].amax(dim=-1, keepdim=True).expand_as(window["factors"])
+    )
 
 
 @pytest.mark.parametrize("fault", [first_token_left_out, dead_left_out, shifted, prompt_trained])
-def test_a_wrong_window_is_noticed(fault: Callable[[dict[str, Tensor]], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_window_is_noticed(
+    fault: Callable[[dict[str, Tensor]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def faulty(*arguments: Any) -> dict[str, Tensor]:
         window = room.arranged(*arguments)
         fault(window)
@@ -367,7 +440,9 @@ def test_groups_over_the_wrong_axis_are_noticed(monkeypatch: pytest.MonkeyPatch)
         return rewards
 
     monkeypatch.setattr(Drawer, "score", scored)
-    monkeypatch.setattr(room, "weighted", lambda *group: [Weight(given.pop(0), 7) for _ in range(4)])
+    monkeypatch.setattr(
+        room, "weighted", lambda *group: [Weight(given.pop(0), 7) for _ in range(4)]
+    )
     with pytest.raises(AssertionError):
         test_a_window_groups_answers_by_their_prompts()
 
@@ -385,7 +460,9 @@ def test_an_update_that_may_draw_again_has_groups_that_teach_until_it_has_enough
         return float("a" in text)
 
     once = windows(replace(OPTIONS, prompts=4), reward=rare)
-    assert min(int((next(once)["factors"] != 0).any(-1).sum()) for _ in range(3)) < 16, "some groups teach nothing"
+    assert min(int((next(once)["factors"] != 0).any(-1).sum()) for _ in range(3)) < 16, (
+        "some groups teach nothing"
+    )
     again, found = windows(replace(OPTIONS, prompts=4, draws=9), reward=rare), 0
     for _ in range(2):
         before, window = again.rows_consumed, next(again)

@@ -1,5 +1,7 @@
 # Run: pytest tests/laws/test_exported_is_original.py
-"""Law 11: what is exported computes, tokenises, renders and stops as the original: in transformers, in llama.cpp."""
+"""Law 11: what is exported computes, tokenises, renders and stops as the original: in transformers,
+in llama.cpp.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,15 @@ from monograph.model.config import LlamaConfig
 from monograph.model.gguf import BLOCK, FILE, save_gguf
 from monograph.model.hub import load_model, save_model
 from monograph.model.llama import Llama
-from monograph.model.scaling import FULL, LINEAR, SLIDING, LinearScaling, Llama3Scaling, LongScaling, YarnScaling
+from monograph.model.scaling import (
+    FULL,
+    LINEAR,
+    SLIDING,
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    YarnScaling,
+)
 from monograph.text.chat import chat_ids, stop_ids
 from monograph.text.tokenizer import BOS, EOS, PAD, Tokenizer
 from monograph.text.tokenizer_file import KNOWN_PATTERNS
@@ -100,8 +110,12 @@ PROMPT = "the user said that the answer is"
 
 
 def model_of(family: str, tokenizer: Tokenizer, seed: int = 0) -> Llama:
-    """With random biases and norms, and seven rows more than there are tokens, as published models have."""
-    config = LlamaConfig(model_type=family, vocab_size=tokenizer.vocab_size + 7, **{**SIZES, **SHAPES[family]})
+    """With random biases and norms, and seven rows more than there are tokens, as published models
+    have.
+    """
+    config = LlamaConfig(
+        model_type=family, vocab_size=tokenizer.vocab_size + 7, **{**SIZES, **SHAPES[family]}
+    )
     model, generator = Llama(config, seed), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -120,7 +134,10 @@ def read_back(path: Path) -> dict[str, torch.Tensor]:
     import gguf
 
     tensors = gguf.GGUFReader(path).tensors
-    return {t.name: torch.tensor(read_values(t)).reshape([int(n) for n in reversed(t.shape)]) for t in tensors}
+    return {
+        t.name: torch.tensor(read_values(t)).reshape([int(n) for n in reversed(t.shape)])
+        for t in tensors
+    }
 
 
 def read_values(tensor):
@@ -141,20 +158,25 @@ def in_blocks(values: torch.Tensor) -> torch.Tensor:
 
 
 @needs_gguf
-# By day rounded numbers are those of every third family, as the names of tensors are the same for both.
+# By day rounded numbers are those of every third family, as the names of tensors are the same for
+# both.
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
         *((family, "f32") for family in SHAPES),
-        *(pytest.param(each, "q8_0", marks=pytest.mark.slow if at % 6 else ()) for at, each in enumerate(SHAPES)),
+        *(
+            pytest.param(each, "q8_0", marks=pytest.mark.slow if at % 6 else ())
+            for at, each in enumerate(SHAPES)
+        ),
     ],
 )
 def test_llama_cpp_goes_on_alike(tmp_path: Path, family: str, dtype: str) -> None:
     """Greedily, wherever the best two of the original are further apart than both may be off.
 
-    The original is asked after llama.cpp's own tokens, so one near tie does not end the comparison. Each logit may be
-    off by twice the naive path's own error (numerics.py): the naive path is this model in fp32, and for q8_0 with the
-    file's weights and what goes into each matrix rounded to Q8_0.
+    The original is asked after llama.cpp's own tokens, so one near tie does not end the comparison.
+    Each logit may be off by twice the naive path's own error (numerics.py): the naive path is this
+    model in fp32, and for q8_0 with the file's weights and what goes into each matrix rounded to
+    Q8_0.
     """
     tokenizer = speaking(tmp_path / "words", "chatml")
     model = model_of(family, tokenizer)
@@ -166,27 +188,36 @@ def test_llama_cpp_goes_on_alike(tmp_path: Path, family: str, dtype: str) -> Non
     if dtype == "q8_0":
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if parameter.ndim > 1 and not any(part in name for part in ("mlp.gate.", "conv1d", ".bias")):
+                if parameter.ndim > 1 and not any(
+                    part in name for part in ("mlp.gate.", "conv1d", ".bias")
+                ):
                     parameter.copy_(in_blocks(parameter))
     exact = logits_of(model.double(), prompt + drawn)[len(prompt) - 1 : -1]
     naive = model.float()
     if dtype == "q8_0":
         for module in naive.modules():
             if isinstance(module, torch.nn.Linear | ExpertLinear):
-                module.register_forward_pre_hook(lambda module, values: (in_blocks(values[0]), *values[1:]))
+                module.register_forward_pre_hook(
+                    lambda module, values: (in_blocks(values[0]), *values[1:])
+                )
         head = naive.lm_head.weight
         naive.logits = lambda hidden: in_blocks(hidden) @ head.T
     error = (logits_of(naive, prompt + drawn)[len(prompt) - 1 : -1] - exact).abs().amax(-1)
     best = exact.topk(2, dim=-1)
     clear = (best.values[:, 0] - best.values[:, 1]) > 4 * error
-    assert clear.sum() >= (20 if dtype == "f32" else 6) or answer["stop_type"] == "eos", (best.values, error)
+    assert clear.sum() >= (20 if dtype == "f32" else 6) or answer["stop_type"] == "eos", (
+        best.values,
+        error,
+    )
     assert torch.equal(torch.tensor(drawn)[clear], best.indices[:, 0][clear])
 
 
 @needs_gguf
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16", "q8_0"])
 def test_the_files_weights_are_the_models(tmp_path: Path, dtype: str) -> None:
-    """Bits where the dtype holds them, else its rounding; of q8_0 half a step and the rounding of the step."""
+    """Bits where the dtype holds them, else its rounding; of q8_0 half a step and the rounding of
+    the step.
+    """
     tokenizer = Tokenizer.bytes()
     model = model_of("qwen3", tokenizer)
     save_gguf(model, tmp_path / "out", tokenizer, dtype, lambda line: None)
@@ -205,15 +236,24 @@ def test_the_files_weights_are_the_models(tmp_path: Path, dtype: str) -> None:
         if weight.ndim == 1 or dtype == "f32":
             assert torch.equal(weight, read)
         elif dtype != "q8_0":
-            assert torch.equal(weight.to({"f16": torch.float16, "bf16": torch.bfloat16}[dtype]).float(), read)
+            assert torch.equal(
+                weight.to({"f16": torch.float16, "bf16": torch.bfloat16}[dtype]).float(), read
+            )
         else:
-            blocks, error = weight.reshape(-1, BLOCK).double(), (weight - read).reshape(-1, BLOCK).abs().double()
+            blocks, error = (
+                weight.reshape(-1, BLOCK).double(),
+                (weight - read).reshape(-1, BLOCK).abs().double(),
+            )
             step = blocks.abs().amax(1, keepdim=True) / 127
-            assert bool((error <= step / 2 + 127 * step * 2**-11 + 1e-12).all()) and bool(error.any())
+            assert bool((error <= step / 2 + 127 * step * 2**-11 + 1e-12).all()) and bool(
+                error.any()
+            )
 
 
 def splitting(pattern: str | None, whole_words: bool) -> Tokenizer:
-    """A tokenizer with that split pattern, trained on the probes so that its merges cross all kinds of text."""
+    """A tokenizer with that split pattern, trained on the probes so that its merges cross all kinds
+    of text.
+    """
     engine = Engine(models.BPE(ignore_merges=whole_words))
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
     split = [] if pattern is None else [pre_tokenizers.Split(Regex(pattern), "isolated")]
@@ -221,7 +261,10 @@ def splitting(pattern: str | None, whole_words: bool) -> Tokenizer:
     engine.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=900, special_tokens=[BOS, EOS, PAD], initial_alphabet=alphabet, show_progress=False
+        vocab_size=900,
+        special_tokens=[BOS, EOS, PAD],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     engine.train_from_iterator(probes(3000, seed=1), trainer)
     return Tokenizer(json.loads(engine.to_str()), "x")
@@ -261,18 +304,25 @@ def test_llama_cpp_tokenises_sentence_pieces_alike(tmp_path: Path, shape: str, c
     assert client.tokenize(texts, separator=tokenizer.eos_id) == tokenizer.encode_batch(texts)
     begin = "<s>" if shape == "tinyllama" else "<bos>"
     rendered = [f"{begin}user\nthe{begin} cat {begin}\n"]
-    assert client.tokenize(rendered, tokenizer.eos_id, special=True) == [tokenizer.encode_rendered(rendered[0])]
+    assert client.tokenize(rendered, tokenizer.eos_id, special=True) == [
+        tokenizer.encode_rendered(rendered[0])
+    ]
 
 
 @needs_gguf
 def test_bytes_and_added_tokens_are_tokenised_alike(tmp_path: Path) -> None:
-    for name, tokenizer in (("bytes", Tokenizer.bytes()), ("added", speaking(tmp_path / "words", "chatml"))):
+    for name, tokenizer in (
+        ("bytes", Tokenizer.bytes()),
+        ("added", speaking(tmp_path / "words", "chatml")),
+    ):
         save_gguf(tiny(tokenizer), tmp_path / name, tokenizer, "f16", lambda line: None)
         texts = [*probes(200), "a<think>b</think>", "<|im_start|>"]
         client = LlamaCpp(tmp_path / name / FILE)
         assert client.tokenize(texts, separator=tokenizer.eos_id) == tokenizer.encode_batch(texts)
     rendered = ["<|im_start|>user\nthe <|eot|><|im_end|>\n<think>"]
-    assert client.tokenize(rendered, 1, special=True) == [tokenizer.encode_rendered(text) for text in rendered]
+    assert client.tokenize(rendered, 1, special=True) == [
+        tokenizer.encode_rendered(text) for text in rendered
+    ]
 
 
 def tiny(tokenizer: Tokenizer, answer: int | None = None) -> Llama:
@@ -287,7 +337,8 @@ def tiny(tokenizer: Tokenizer, answer: int | None = None) -> Llama:
     )
     model = Llama(config).requires_grad_(False)
     if answer is not None:
-        # Every embedding points one way, layers add nothing, and one row of the head points that way, too.
+        # Every embedding points one way, layers add nothing, and one row of the head points that
+        # way, too.
         for name, parameter in model.named_parameters():
             parameter.fill_(1.0 if "norm" in name or "embed" in name else 0.0)
         model.lm_head.weight[answer] = 1.0
@@ -296,7 +347,11 @@ def tiny(tokenizer: Tokenizer, answer: int | None = None) -> Llama:
 
 @needs_gguf
 @pytest.mark.parametrize(
-    "name", ["thinking", *(pytest.param(name, marks=pytest.mark.slow) for name in ("chatml", "headers", "plain"))]
+    "name",
+    [
+        "thinking",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("chatml", "headers", "plain")),
+    ],
 )
 def test_a_rendered_chat_is_the_same_and_stops_at_the_same_place(tmp_path: Path, name: str) -> None:
     tokenizer = speaking(tmp_path / "words", name, stops=[1])
@@ -310,7 +365,10 @@ def test_a_rendered_chat_is_the_same_and_stops_at_the_same_place(tmp_path: Path,
         assert rendered == ids[ids[0] == tokenizer.bos_id :]
         answer = client.answered(chat, 8)
         assert answer["usage"]["prompt_tokens"] == len(ids)
-        assert answer["choices"][0]["finish_reason"] == "stop" and answer["usage"]["completion_tokens"] == 1
+        assert (
+            answer["choices"][0]["finish_reason"] == "stop"
+            and answer["usage"]["completion_tokens"] == 1
+        )
 
 
 @needs_gguf
@@ -331,7 +389,9 @@ def test_a_token_that_is_no_stop_does_not_stop(tmp_path: Path) -> None:
         [
             family
             for family, shape in SHAPES.items()
-            if family != "phi3" and "num_experts" not in shape and LINEAR not in shape.get("layer_types", ())
+            if family != "phi3"
+            and "num_experts" not in shape
+            and LINEAR not in shape.get("layer_types", ())
         ],
         ["llama", "qwen3", "gemma3_text", "smollm3", "olmo3"],
     ),
@@ -352,10 +412,13 @@ def test_llama_cpp_adds_adapters_to_the_base(tmp_path: Path, family: str) -> Non
     assert len(read) == 14 * model.config.num_hidden_layers
     assert torch.equal(read["blk.1.ffn_down.weight.lora_a"], layer.lora_A.weight)
     assert torch.equal(read["blk.1.ffn_down.weight.lora_b"], layer.lora_B.weight)
-    assert fields["adapter.lora.alpha"].contents() == 16.0, "divided by the rank it is alpha / sqrt(rank)"
+    assert fields["adapter.lora.alpha"].contents() == 16.0, (
+        "divided by the rank it is alpha / sqrt(rank)"
+    )
     prompt = [tokenizer.bos_id, *tokenizer.encode(PROMPT)]
     plain, drawn = (
-        LlamaCpp(tmp_path / "base" / FILE, adapter=each).greedy(prompt, 16)["tokens"] for each in (None, path)
+        LlamaCpp(tmp_path / "base" / FILE, adapter=each).greedy(prompt, 16)["tokens"]
+        for each in (None, path)
     )
     assert plain != drawn
     merge(model)
@@ -374,23 +437,33 @@ def test_adapters_without_a_form_in_a_gguf_file_are_refused_by_name(tmp_path: Pa
         ),
     ):
         model = adapted_llama(lora, **sizes)
-        with pytest.raises(InputRefused, match=f"^a GGUF file of adapters has no form for .*{words}"):
+        with pytest.raises(
+            InputRefused, match=f"^a GGUF file of adapters has no form for .*{words}"
+        ):
             save_gguf_adapter(packed(model, lora, "base"), model.config, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 # By day tests/model/test_families.py compares the others with transformers, in one direction.
 @pytest.mark.parametrize(
-    "family", [pytest.param(each, marks=pytest.mark.slow if at % 6 else ()) for at, each in enumerate(SHAPES)]
+    "family",
+    [
+        pytest.param(each, marks=pytest.mark.slow if at % 6 else ())
+        for at, each in enumerate(SHAPES)
+    ],
 )
 def test_transformers_computes_alike_in_both_directions(tmp_path: Path, family: str) -> None:
-    """A folder of ours there, what it saves of it here: no key missing or left over, the same chats, equal logits."""
+    """A folder of ours there, what it saves of it here: no key missing or left over, the same
+    chats, equal logits.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = speaking(tmp_path / "words", "chatml", stops=[1, 2])
     model = model_of(family, tokenizer)
     save_model(model, tmp_path / "ours", tokenizer)
-    theirs, report = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    theirs, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", output_loading_info=True
+    )
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     words = AutoTokenizer.from_pretrained(tmp_path / "ours")
     chat = words.apply_chat_template(CHATS[1], add_generation_prompt=True, return_dict=False)
@@ -399,9 +472,13 @@ def test_transformers_computes_alike_in_both_directions(tmp_path: Path, family: 
     theirs.save_pretrained(tmp_path / "theirs")
     words.save_pretrained(tmp_path / "theirs")
     back, again = load_model(tmp_path / "theirs"), Tokenizer.from_file(tmp_path / "theirs")
-    assert chat_ids(again, CHATS[1], add_generation_prompt=True) == chat and stop_ids(again) == stop_ids(tokenizer)
+    assert chat_ids(again, CHATS[1], add_generation_prompt=True) == chat and stop_ids(
+        again
+    ) == stop_ids(tokenizer)
     with torch.no_grad():
         expected = theirs(torch.tensor([chat])).logits[0]
     for mine in (model, back):
         assert relative_error(logits_of(mine, chat), expected) < 1e-5
-    assert back.config == replace(model.config, bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
+    assert back.config == replace(
+        model.config, bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id
+    )

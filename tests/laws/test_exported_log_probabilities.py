@@ -1,13 +1,15 @@
 # Run: pytest tests/laws/test_exported_log_probabilities.py
-"""Law 11 in numbers: the log-probabilities of a GGUF file in llama.cpp are the model's, at every position of a text.
+"""Law 11 in numbers: the log-probabilities of a GGUF file in llama.cpp are the model's, at every
+position of a text.
 
-Equal greedy texts do not say that. A pair of channels that is not rotated, or an epsilon that is another one, moves
-log-probabilities by 1e-4 to 1e-1, and the best token mostly stays the best one.
+Equal greedy texts do not say that. A pair of channels that is not rotated, or an epsilon that is
+another one, moves log-probabilities by 1e-4 to 1e-1, and the best token mostly stays the best one.
 
-The bound is derived as elsewhere (numerics.py): twice the error of the naive path in fp32, measured against float64.
-The naive path here is the model with the two roundings that llama.cpp is known for (ggml/src/ggml-cpu/ops.cpp): it gets
-the angle of each rotary pair from that of the pair before by a product in fp32, and reads GELU from a table of fp16
-numbers. With them its error is that of llama.cpp, within 1 to 1.8 times, for each family.
+The bound is derived as elsewhere (numerics.py): twice the error of the naive path in fp32, measured
+against float64. The naive path here is the model with the two roundings that llama.cpp is known for
+(ggml/src/ggml-cpu/ops.cpp): it gets the angle of each rotary pair from that of the pair before by a
+product in fp32, and reads GELU from a table of fp16 numbers. With them its error is that of
+llama.cpp, within 1 to 1.8 times, for each family.
 """
 
 from __future__ import annotations
@@ -35,15 +37,25 @@ from monograph.model.families import FAMILIES
 from monograph.model.gguf import DTYPES, FILE, save_gguf
 from monograph.model.llama import Llama
 from monograph.model.rope import inverse_frequencies
-from monograph.model.scaling import FULL, LINEAR, SLIDING, LinearScaling, Llama3Scaling, LongScaling, YarnScaling
+from monograph.model.scaling import (
+    FULL,
+    LINEAR,
+    SLIDING,
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    YarnScaling,
+)
 from monograph.text.tokenizer import Tokenizer
 from numerics import error_within
 
 TOKENIZER = Tokenizer.bytes()
-WHOLE = sorted(set(TOKENIZER.encode("".join(map(chr, range(32, 127))))))  # tokens that are whole characters
+# Tokens that are whole characters.
+WHOLE = sorted(set(TOKENIZER.encode("".join(map(chr, range(32, 127))))))
 VOCABULARY = TOKENIZER.vocab_size + 7  # rows more than there are tokens, as published models have
 BEGINNING = 10  # tokens of a text that are given
-NEAR_TIE = 2e-5  # a router's logits of two experts that are closer than that may change places in fp32
+# A router's logits of two experts that are closer than that may change places in fp32.
+NEAR_TIE = 2e-5
 SMALL = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -58,9 +70,10 @@ _DELTA_NET = {
     "linear_num_value_heads": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
 }  # fmt: skip
 _MIXTURE = {"num_experts": 16, "norm_topk_prob": True, "moe_intermediate_size": 32}
-# Each family with the head size, share of rotated channels, base, scaling, epsilon and heads for a key-value head of a
-# published model, which the comment names; with one layer of each kind, or as many as llama.cpp's pattern of layers
-# has. Windows are shorter than most published ones, so that texts reach beyond them.
+# Each family with the head size, share of rotated channels, base, scaling, epsilon and heads for a
+# key-value head of a published model, which the comment names; with one layer of each kind, or as
+# many as llama.cpp's pattern of layers has. Windows are shorter than most published ones, so that
+# texts reach beyond them.
 REAL: dict[str, dict[str, Any]] = {
     "llama": {  # Llama 3.1 8B
         "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 128, "rope_theta": 5e5, "rms_norm_eps": 1e-5,
@@ -107,7 +120,8 @@ REAL: dict[str, dict[str, Any]] = {
         "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.0078125,
         "logits_scaling": 16.0,
     },
-    "qwen3_5_text": {"num_attention_heads": 4, "tie_word_embeddings": True, **_DELTA_NET},  # Qwen 3.5 0.8B
+    # Qwen 3.5 0.8B.
+    "qwen3_5_text": {"num_attention_heads": 4, "tie_word_embeddings": True, **_DELTA_NET},
     "qwen3_next": {  # Qwen 3 Next 80B-A3B
         "num_attention_heads": 8, "num_experts_per_tok": 10, "shared_expert_intermediate_size": 32,
         **_DELTA_NET, **_MIXTURE,
@@ -124,7 +138,8 @@ REAL: dict[str, dict[str, Any]] = {
         "hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128, "rope_theta": 1e4,
         "rms_norm_eps": 1e-5, "num_experts": 16, "num_experts_per_tok": 8,
     },
-    "gpt_oss": {  # gpt-oss 20B, but with truncate = true, as llama.cpp computes it (which an export warns of)
+    # Gpt-oss 20B, but with truncate = true, as llama.cpp computes it (which an export warns of).
+    "gpt_oss": {
         "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 64, "rope_theta": 150_000.0,
         "rms_norm_eps": 1e-5, "num_hidden_layers": 2, "layer_types": (SLIDING, FULL), "sliding_window": 128,
         "attention_bias": True, "num_experts": 16, "num_experts_per_tok": 4,
@@ -155,7 +170,9 @@ def log_probabilities(model: Llama, ids: list[int]) -> torch.Tensor:
     return model.logits(model(torch.tensor([ids])))[0].log_softmax(-1)
 
 
-def chained(positions_BT: torch.Tensor, config: LlamaConfig, dtype: torch.dtype, local: bool = False):
+def chained(
+    positions_BT: torch.Tensor, config: LlamaConfig, dtype: torch.dtype, local: bool = False
+):
     """`cos_sin` of angles that have the rounding of a chain of products in fp32, one for each pair."""
     base, scaling = config.rope(local)
     positions_T, pairs = positions_BT[0], config.rotary_dim // 2
@@ -164,7 +181,9 @@ def chained(positions_BT: torch.Tensor, config: LlamaConfig, dtype: torch.dtype,
     for _ in range(pairs - 1):
         chain.append(chain[-1] * step)
     exact_F = base ** (-torch.arange(pairs).double() / pairs)
-    rounding_TF = torch.where(positions_T[:, None] > 0, torch.stack(chain, -1) / (positions_T[:, None] * exact_F), 1.0)
+    rounding_TF = torch.where(
+        positions_T[:, None] > 0, torch.stack(chain, -1) / (positions_T[:, None] * exact_F), 1.0
+    )
     frequencies_F = inverse_frequencies(config, torch.float64, positions_T.device, local)
     angles_11TF = (positions_T[:, None] * frequencies_F * rounding_TF).float()[None, None]
     factor = scaling.attention_factor if isinstance(scaling, YarnScaling | LongScaling) else 1.0
@@ -175,7 +194,9 @@ def from_a_table(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return F.gelu(gate.half().float(), approximate="tanh").half().float() * up
 
 
-def naive_log_probabilities(model: Llama, ids: list[int], monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+def naive_log_probabilities(
+    model: Llama, ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> torch.Tensor:
     """In fp32, with llama.cpp's two roundings."""
     model = copy.deepcopy(model)
     if model.config.family.activation[1].startswith("gelu"):
@@ -199,7 +220,9 @@ def up_to_a_near_tie(model: Llama, ids: list[int]) -> int:
             best = F.linear(inputs[0], router.weight, router.bias).topk(router.count + 1).values
             near_T.logical_or_(best[:, -2] - best[:, -1] < NEAR_TIE)
 
-    hooks = [part.register_forward_hook(note) for part in model.modules() if isinstance(part, Router)]
+    hooks = [
+        part.register_forward_hook(note) for part in model.modules() if isinstance(part, Router)
+    ]
     log_probabilities(model, ids)
     for hook in hooks:
         hook.remove()
@@ -207,8 +230,16 @@ def up_to_a_near_tie(model: Llama, ids: list[int]) -> int:
     return int(places[0]) if len(places) else len(ids)
 
 
-def compare(model: Llama, folder: Path, length: int, prompts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare every position of a text that llama.cpp draws, and what it says after prompts that are parts of it."""
+def compare(
+    model: Llama,
+    folder: Path,
+    length: int,
+    prompts: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Compare every position of a text that llama.cpp draws, and what it says after prompts that
+    are parts of it.
+    """
     save_gguf(model, folder, TOKENIZER, "f32", lambda line: None)
     client = LlamaCpp(folder / FILE, context=512)
     prompt = beginning(seed=0)
@@ -241,24 +272,34 @@ def test_log_probabilities_are_the_models(
     tmp_path: Path, family: str, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = model_of(LlamaConfig(model_type=family, **{**SMALL, **REAL[family]}))
-    prompts = (1, BEGINNING, 100) if length == 100 else (1, 2, BEGINNING, 50, 63, 64, 65, 100, 129, 200, 300, 400)
+    prompts = (
+        (1, BEGINNING, 100)
+        if length == 100
+        else (1, 2, BEGINNING, 50, 63, 64, 65, 100, 129, 200, 300, 400)
+    )
     compare(model, tmp_path / "out", length, prompts, monkeypatch)
 
 
 @needs_gguf
 @pytest.mark.parametrize("pairs", [30, 31, 32])
-@pytest.mark.parametrize("family", ["qwen3_5_text", pytest.param("qwen3_5_moe_text", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family", ["qwen3_5_text", pytest.param("qwen3_5_moe_text", marks=pytest.mark.slow)]
+)
 def test_every_pair_of_channels_is_rotated(
     tmp_path: Path, family: str, pairs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the number of pairs is modulo 3; with a small base, so that also the last pair turns within a text."""
+    """Whatever the number of pairs is modulo 3; with a small base, so that also the last pair turns
+    within a text.
+    """
     small_base = {"rope_theta": 100.0, "partial_rotary_factor": 2 * pairs / 256}
     config = LlamaConfig(model_type=family, **{**SMALL, **REAL[family], **small_base})
     compare(model_of(config), tmp_path / "out", 110, (100, 110), monkeypatch)
 
 
 def likely(family: str, draw: random.Random) -> dict[str, Any]:
-    """Sizes of a model; each key has now and then a value that llama.cpp does not compute. Some are of no model."""
+    """Sizes of a model; each key has now and then a value that llama.cpp does not compute. Some are
+    of no model.
+    """
     its = FAMILIES[family]
 
     def mostly(usual: Any, *others: Any) -> Any:
@@ -282,11 +323,17 @@ def likely(family: str, draw: random.Random) -> dict[str, Any]:
     every, local = its.full_every, LINEAR if its.others == LINEAR else SLIDING
     if every:
         every = mostly(every, 1, 2, 3)
-        layers = sizes["num_hidden_layers"] = draw.choice([every, every, every + 1, mostly(every, 1, 2)])
-        sizes["layer_types"] = tuple(local if (layer + 1) % every else FULL for layer in range(layers))
+        layers = sizes["num_hidden_layers"] = draw.choice(
+            [every, every, every + 1, mostly(every, 1, 2)]
+        )
+        sizes["layer_types"] = tuple(
+            local if (layer + 1) % every else FULL for layer in range(layers)
+        )
     if "no_rope_layers" in its.keys:
         layers = sizes["num_hidden_layers"] = draw.choice([1, 3, 4, 5])
-        sizes["no_rope_layers"] = tuple(int((layer + 1) % mostly(4, 2, 3) != 0) for layer in range(layers))
+        sizes["no_rope_layers"] = tuple(
+            int((layer + 1) % mostly(4, 2, 3) != 0) for layer in range(layers)
+        )
     scaling = draw.choice(["", "", "", "linear", "linear", "yarn", "yarn", "llama3", "odd yarn"])
     if "longrope" in its.scalings:
         pairs = int(head_dim * 0.5) // 2
@@ -328,7 +375,9 @@ def likely(family: str, draw: random.Random) -> dict[str, Any]:
     }
     if its.others == LINEAR:
         own["partial_rotary_factor"] = draw.choice([1.0, 0.5, 0.25])
-    return sizes | {key: value for key, value in own.items() if key in its.keys and key not in sizes}
+    return sizes | {
+        key: value for key, value in own.items() if key in its.keys and key not in sizes
+    }
 
 
 def any_config(family: str, draw: random.Random, of_file: bool) -> LlamaConfig | None:
@@ -351,8 +400,12 @@ EACH = 40  # configurations of each family
 @needs_gguf
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_any_file_that_is_written_is_loaded(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or its export is refused in a line that names the key; and what is loaded says what the model says."""
+def test_any_file_that_is_written_is_loaded(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or its export is refused in a line that names the key; and what is loaded says what the model
+    says.
+    """
     outcomes = Counter[str]()
     with closing(Apart()) as client:
         for seed in range(EACH):
@@ -365,25 +418,37 @@ def test_any_file_that_is_written_is_loaded(tmp_path: Path, family: str, monkeyp
             try:
                 save_gguf(model, folder, TOKENIZER, dtype, lambda line: None)
             except InputRefused as refused:
-                assert "\n" not in str(refused) and any(key in str(refused) for key in KEYS), refused
+                assert "\n" not in str(refused) and any(key in str(refused) for key in KEYS), (
+                    refused
+                )
                 outcomes["refused"] += 1
                 continue
             prompt = beginning(seed)
             count = min(config.max_position_embeddings, 60) - BEGINNING
             drawn, rows = client.drawn(
-                folder / FILE, CONTEXT, prompt=prompt, count=count, among=WHOLE, vocabulary=config.vocab_size
+                folder / FILE,
+                CONTEXT,
+                prompt=prompt,
+                count=count,
+                among=WHOLE,
+                vocabulary=config.vocab_size,
             )
             theirs = torch.tensor(rows)
             assert torch.allclose(theirs.exp().sum(-1), torch.ones(count), atol=1e-3)
             outcomes["loaded"] += 1
             # Of these an export says that numbers differ.
             warned = not getattr(config.rope_scaling, "truncate", True)
-            warned |= isinstance(config.rope_scaling, LongScaling) and config.rope_scaling.longest < CONTEXT
+            warned |= (
+                isinstance(config.rope_scaling, LongScaling)
+                and config.rope_scaling.longest < CONTEXT
+            )
             if dtype == "f32" and not warned:
                 ids = prompt + drawn
                 exact = log_probabilities(model.double(), ids)
                 sure = slice(BEGINNING - 1, min(up_to_a_near_tie(model, ids), len(ids) - 1))
                 naive = naive_log_probabilities(model.float(), ids, monkeypatch)
-                assert error_within(theirs[: sure.stop - sure.start], naive[sure], exact[sure]), config
+                assert error_within(theirs[: sure.stop - sure.start], naive[sure], exact[sure]), (
+                    config
+                )
                 outcomes["compared"] += 1
     assert outcomes["loaded"] >= 4 and outcomes["compared"] >= 2, outcomes

@@ -1,5 +1,7 @@
 # Run: pytest tests/laws/test_fused_siblings.py    (transformers' models through every scope, and Inductor: -m slow)
-"""Law 6: fused siblings equal separate ones, in outputs and gradients, for our models, others' and one's own."""
+"""Law 6: fused siblings equal separate ones, in outputs and gradients, for our models, others' and
+one's own.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,20 @@ from numerics import error_within, relative_error
 
 
 class Branches(nn.Module):
-    """Three branches of one tensor, a gate without a bias beside them, and two layers in every block."""
+    """Three branches of one tensor, a gate without a bias beside them, and two layers in every
+    block.
+    """
 
     def __init__(self):
         super().__init__()
         self.branches = nn.ModuleList(
-            nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 6)) for width in (4, 7, 5)
+            nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 6))
+            for width in (4, 7, 5)
         )
         self.gate = nn.Linear(6, 3, bias=False)
-        self.layers = nn.ModuleList(nn.ModuleDict({"a": nn.Linear(6, 9), "b": nn.Linear(6, 2)}) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"a": nn.Linear(6, 9), "b": nn.Linear(6, 2)}) for _ in range(2)
+        )
         self.unused = nn.Linear(6, 6)
 
     def forward(self, x):
@@ -38,7 +45,9 @@ class Branches(nn.Module):
         y = torch.stack([branch(x) for branch in self.branches], -1) @ gates.unsqueeze(-1)
         y = y.squeeze(-1)
         for layer in self.layers:
-            y = torch.sin(layer["a"](y)).sum(-1, keepdim=True) * y + layer["b"](y).prod(-1, keepdim=True)
+            y = torch.sin(layer["a"](y)).sum(-1, keepdim=True) * y + layer["b"](y).prod(
+                -1, keepdim=True
+            )
         return y
 
 
@@ -82,7 +91,9 @@ def given(example, dtype):
 
 
 def both(model, example, function=None):
-    """Output, and gradient of its weighted sum, of a module as it is called or as `function` calls it."""
+    """Output, and gradient of its weighted sum, of a module as it is called or as `function` calls
+    it.
+    """
     output = (function or model)(given(example, next(model.parameters()).dtype))
     output = getattr(output, "logits", output)
     weights = torch.linspace(-1, 1, output.numel(), dtype=torch.float64).view(output.shape)
@@ -97,7 +108,9 @@ def test_outputs_and_gradients(name):
     exact, separate, fused, fused_exact = build().double(), build(), build(), build().double()
     for module in (fused, fused_exact):
         fusion = fuse_siblings(module, given(example, next(module.parameters()).dtype))
-        assert [len(names) for names in fusion.families] == sizes and set(fusion.separate) <= {"gate"}
+        assert [len(names) for names in fusion.families] == sizes and set(fusion.separate) <= {
+            "gate"
+        }
     truth, naive, ours = both(exact, example), both(separate, example), both(fused, example)
     for true, mine in zip(truth, both(fused_exact, example), strict=True):
         assert relative_error(mine, true) <= 1e-12
@@ -107,7 +120,9 @@ def test_outputs_and_gradients(name):
 
 @pytest.mark.parametrize("name", ["own", "biased", "Llama, sdpa"])
 def test_one_product_for_each_family(name):
-    """The law is not held by computing each layer alone: as many products as families and other layers."""
+    """The law is not held by computing each layer alone: as many products as families and other
+    layers.
+    """
     build, example, sizes = MODELS[name]
     module = build()
     counts = []
@@ -120,14 +135,17 @@ def test_one_product_for_each_family(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["own", *(pytest.param(name, marks=pytest.mark.slow) for name in ("biased", "Qwen2, sdpa"))]
+    "name",
+    ["own", *(pytest.param(name, marks=pytest.mark.slow) for name in ("biased", "Qwen2, sdpa"))],
 )
 def test_captured(name):
     build, example, _ = MODELS[name]
     exact, module = build().double(), build().double()
     fuse_siblings(module, given(example, torch.float64))
     breaks = compat.graph_breaks()
-    for mine, true in zip(both(module, example, compiled(module, "aot_eager")), both(exact, example), strict=True):
+    for mine, true in zip(
+        both(module, example, compiled(module, "aot_eager")), both(exact, example), strict=True
+    ):
         assert relative_error(mine, true) <= 1e-12
     assert compat.graph_breaks() == breaks
 
@@ -142,7 +160,7 @@ def test_through_inductor():
         assert error_within(*quantity)
 
 
-# ---- the step --------------------------------------------------------------------------------------------------------
+# ---- the step ------------------------------------------------------------------------------------
 
 
 def engine(dtype=torch.float64, fused=True, **options):
@@ -155,7 +173,11 @@ def engine(dtype=torch.float64, fused=True, **options):
 POLICIES = [Remat.Off(), Remat.Full(), Remat.Pointwise(), Remat.Budget(0.3)]
 
 
-SCOPES = ["none", pytest.param("whole", marks=pytest.mark.slow), pytest.param("blocks", marks=pytest.mark.slow)]
+SCOPES = [
+    "none",
+    pytest.param("whole", marks=pytest.mark.slow),
+    pytest.param("blocks", marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("scope", SCOPES)  # `test_captured` has graphs by day
@@ -194,14 +216,18 @@ def test_bf16():
 
 @pytest.mark.parametrize("optim", [AdamW(lr=1e-2), Muon(lr=1e-2, ema=0.9)], ids=["adamw", "muon"])
 def test_weights_of_several_updates(optim):
-    """Whole families in AdamW's plane; Muon has one for each shape, where query, key and value have the same."""
+    """Whole families in AdamW's plane; Muon has one for each shape, where query, key and value have
+    the same.
+    """
     separate, fused = engine(fused=False, optim=optim), engine(optim=optim)
     assert [len(family.layers) for family in families(fused.model)] == [3, 2] * 2
     for seed in range(4):
         for each in (separate, fused):
             each.accumulate(packed(6, seed))
             each.update()
-    for (name, mine), its in zip(fused.state().model.items(), separate.state().model.values(), strict=True):
+    for (name, mine), its in zip(
+        fused.state().model.items(), separate.state().model.values(), strict=True
+    ):
         assert relative_error(mine, its) <= 1e-10, name
     for name, mine in fused.state().optimizer.items():
         assert relative_error(mine, separate.state().optimizer[name]) <= 1e-9, name
@@ -209,13 +235,19 @@ def test_weights_of_several_updates(optim):
 
 @pytest.mark.parametrize(
     "optim",
-    [AdamW(lr=1e-2, state="bf16"), AdamW(lr=1e-2, state="8bit"), AdamW(lr=1e-2, state="bf16", master_weights=False)],
+    [
+        AdamW(lr=1e-2, state="bf16"),
+        AdamW(lr=1e-2, state="8bit"),
+        AdamW(lr=1e-2, state="bf16", master_weights=False),
+    ],
     ids=["bf16", "8bit", "no masters"],
 )
 def test_narrow_optimizer_state(optim):
     """The gradient with planes of every kind, in which blocks of 256 may tear siblings apart."""
     precision = None if optim.master_weights else Precision("bf16")
-    separate, fused = (engine(torch.float32, fused, optim=optim, precision=precision) for fused in (False, True))
+    separate, fused = (
+        engine(torch.float32, fused, optim=optim, precision=precision) for fused in (False, True)
+    )
     exact = Resident(copy.deepcopy(separate.model).double(), clip=0.5)
     for each in (exact, separate, fused):
         each.accumulate(packed(6))
@@ -237,7 +269,9 @@ def test_unfused_is_the_module_that_it_was():
         fuse_siblings(module, given(example, torch.float32))
         unfuse_siblings(module)
         assert [type(part) for part in module.modules()] == kinds and not families(module)
-        for (key, mine), its in zip(module.state_dict().items(), original.state_dict().values(), strict=True):
+        for (key, mine), its in zip(
+            module.state_dict().items(), original.state_dict().values(), strict=True
+        ):
             assert torch.equal(mine, its), key
             assert mine.untyped_storage().nbytes() == mine.numel() * mine.element_size(), key
         for mine, its in zip(both(module, example), both(original, example), strict=True):
@@ -250,5 +284,7 @@ def test_a_wrong_product_is_noticed(monkeypatch):
     module = build().double()
     fuse_siblings(module, example)
     products = FusedLinears.products
-    monkeypatch.setattr(FusedLinears, "products", lambda self, x: [p.flip(-1) for p in products(self, x)])
+    monkeypatch.setattr(
+        FusedLinears, "products", lambda self, x: [p.flip(-1) for p in products(self, x)]
+    )
     assert relative_error(both(module, example)[1], both(build().double(), example)[1]) > 1e-3

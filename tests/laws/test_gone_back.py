@@ -1,4 +1,6 @@
-"""Run: pytest tests/laws/test_gone_back.py (a run that is not finite any more passes those rows over, or ends)."""
+"""Run: pytest tests/laws/test_gone_back.py (a run that is not finite any more passes those rows
+over, or ends).
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,13 @@ from monograph.session.rewind import BETWEEN, MOST, in_a_row
 pytestmark = pytest.mark.usefixtures("here")
 
 UPDATES, SAVED_EVERY, BAD_FROM, ROWS = 60, 7, 25, 8
-SETTINGS = OWN | {"train.updates": UPDATES, "train.save_every": SAVED_EVERY, "train.micro_batch": ROWS}
-# Its bits hang on random numbers and a running mean; what is not finite, on how often it was called.
+SETTINGS = OWN | {
+    "train.updates": UPDATES,
+    "train.save_every": SAVED_EVERY,
+    "train.micro_batch": ROWS,
+}
+# Its bits hang on random numbers and a running mean; what is not finite, on how often it was
+# called.
 PROBED = """
 import os
 
@@ -41,7 +48,9 @@ FOR_GOOD = (BAD_FROM, 10**9)
 
 
 def write_module(calls: tuple[int, int], weight: bool = False) -> None:
-    """The module whose loss is not finite in calls begin + 1 to end; there a weight may become infinite, too."""
+    """The module whose loss is not finite in calls begin + 1 to end; there a weight may become
+    infinite, too.
+    """
     probe = PROBED.format(begin=calls[0], end=calls[1], weight=weight)
     Path("own.py").write_text(OWN_MODULE[: OWN_MODULE.index("def loss")] + probe)
 
@@ -51,17 +60,24 @@ def gone_back(folder: str) -> list[dict[str, Any]]:
 
 
 def passing_over(folder: str, update: int, rows: list[int]) -> None:
-    """What is left of a run that was killed after `update`, but for the rows that it will pass over."""
+    """What is left of a run that was killed after `update`, but for the rows that it will pass
+    over.
+    """
     cut_back(folder, "other", update)
     saved = checkpointing.newest(Path("other/checkpoints"), print)
     state = {**saved.state, "data": {**saved.state["data"], "skip": [rows]}}
     shutil.rmtree("other/checkpoints")
-    checkpointing.save(Path("other/checkpoints"), Checkpoint(update, saved.model, saved.optimizer, state, run="whole"))
+    checkpointing.save(
+        Path("other/checkpoints"),
+        Checkpoint(update, saved.model, saved.optimizer, state, run="whole"),
+    )
 
 
 @pytest.mark.parametrize("place", [pytest.param("loss", marks=pytest.mark.slow), "weight"])
 def test_gone_back_is_never_having_seen_them(place: str) -> None:
-    write_module((BAD_FROM, BAD_FROM + (PATIENCE if place == "loss" else 1)), weight=place == "weight")
+    write_module(
+        (BAD_FROM, BAD_FROM + (PATIENCE if place == "loss" else 1)), weight=place == "weight"
+    )
     start("run", SETTINGS)
     [row] = gone_back("run")
     sound = BAD_FROM // SAVED_EVERY * SAVED_EVERY
@@ -69,7 +85,9 @@ def test_gone_back_is_never_having_seen_them(place: str) -> None:
     assert (row["update"], row["rewound_from"]) == (sound, end)
     assert row["passed_over_rows"] == [sound * ROWS, end * ROWS]
     found = fingerprint(Path("run"))
-    assert [each["update"] for each in found["rows"] if "train_loss" in each] == list(range(1, UPDATES + 1))
+    assert [each["update"] for each in found["rows"] if "train_loss" in each] == list(
+        range(1, UPDATES + 1)
+    )
     assert not any(each.get("skipped") for each in found["rows"])
 
     Path("mended").touch()
@@ -99,7 +117,11 @@ def test_what_is_never_finite_again_is_an_end_that_says_where(weight: bool) -> N
     write_module(FOR_GOOD, weight)
     sound = BAD_FROM // SAVED_EVERY * SAVED_EVERY
     last = sound + PATIENCE
-    where = "parameter head.weight holds non-finite values" if weight else "every module's output is finite; look at"
+    where = (
+        "parameter head.weight holds non-finite values"
+        if weight
+        else "every module's output is finite; look at"
+    )
     said = f"{PATIENCE} updates in a row, up to {last}, skipped as not finite, rows passed over {MOST} times before: "
     with pytest.raises(Diverged, match=f"{said}the loss is nan: {where}"):
         start("run", SETTINGS)
@@ -109,12 +131,16 @@ def test_what_is_never_finite_again_is_an_end_that_says_where(weight: bool) -> N
 
 
 def test_what_it_goes_back_to_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
-    """Updates that are skipped are not saved: their checkpoints would take the place of the one before them."""
+    """Updates that are skipped are not saved: their checkpoints would take the place of the one
+    before them.
+    """
     write_module((BAD_FROM, BAD_FROM + PATIENCE))
     start("run", SETTINGS | {"train.save_every": 3, "train.keep": 2})
     [row] = gone_back("run")
     assert row["update"] == BAD_FROM // 3 * 3
-    said = f"updates 26 to 45 were skipped: back to update {row['update']}, skipping 168 rows of data"
+    said = (
+        f"updates 26 to 45 were skipped: back to update {row['update']}, skipping 168 rows of data"
+    )
     assert said in " ".join(capsys.readouterr().err.split())
 
 
@@ -128,11 +154,16 @@ def test_what_is_in_a_row() -> None:
 
 def test_a_run_that_is_too_short_to_go_back_ends_with_a_reason() -> None:
     write_module((3, 10**9))
-    with pytest.raises(Diverged, match="7 updates in a row, up to 10, skipped as not finite: the loss is nan: every"):
+    with pytest.raises(
+        Diverged,
+        match="7 updates in a row, up to 10, skipped as not finite: the loss is nan: every",
+    ):
         start("run", SETTINGS | {"train.updates": 10})
 
 
 def test_one_bad_update_at_the_very_end_is_no_end() -> None:
     write_module((9, 10))
     start("run", SETTINGS | {"train.updates": 10})
-    assert [row["skipped"] for row in Run(Path("run")).rows() if "skipped" in row] == [False] * 9 + [True]
+    assert [row["skipped"] for row in Run(Path("run")).rows() if "skipped" in row] == [
+        False
+    ] * 9 + [True]

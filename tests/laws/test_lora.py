@@ -1,7 +1,9 @@
 # Run: pytest tests/laws/test_lora.py    (all combinations: -m slow)
-"""Adapters: the base's bits, PEFT's bits, merged as good as unmerged, and laws 1, 2, 3, 9 and 10 with them.
+"""Adapters: the base's bits, PEFT's bits, merged as good as unmerged, and laws 1, 2, 3, 9 and 10
+with them.
 
-Those with magnitudes (DoRA) have PEFT's numbers, as PEFT computes the norms from the product of its matrices.
+Those with magnitudes (DoRA) have PEFT's numbers, as PEFT computes the norms from the product of its
+matrices.
 
 By day every eager choice meets; at night every combination, of two layers.
 """
@@ -57,14 +59,22 @@ def test_fresh_adapters_change_no_bit_of_the_base(name, kind):
     model, plain, batch = tiny_llama(dtype), tiny_llama(dtype), packed(4)
     adapt(model, KINDS[kind], dtype=of_adapters)
     assert {layer.lora_A.weight.dtype for layer in adapters(model).values()} == {
-        {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "bf16 base": torch.float32}[name]
+        {
+            "fp32": torch.float32,
+            "fp64": torch.float64,
+            "bf16": torch.bfloat16,
+            "bf16 base": torch.float32,
+        }[name]
     }
     assert torch.equal(token_loss(model, batch)[0], token_loss(plain, batch)[0])
     for precision in ("bf16", "fp16") if name == "fp32" else ():
         with torch.autocast("cpu", Precision(precision).dtype):
             assert torch.equal(token_loss(model, batch)[0], token_loss(plain, batch)[0])
     merge(model)
-    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), plain.parameters(), strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -76,7 +86,9 @@ def test_fresh_magnitudes_change_no_bit_of_a_rounded_base(base):
         assert torch.equal(token_loss(models[0], packed(4))[0], token_loss(models[1], packed(4))[0])
     for layer in adapters(models[1]).values():
         kept = row_norms(layer.weight if base == "auto" else layer.dense())
-        assert torch.equal(layer.lora_norms, kept) and torch.equal(layer.lora_magnitude_vector, kept)
+        assert torch.equal(layer.lora_norms, kept) and torch.equal(
+            layer.lora_magnitude_vector, kept
+        )
 
 
 def in_peft(model, theirs, of_adapters, lora=SMALL):
@@ -94,7 +106,9 @@ def in_peft(model, theirs, of_adapters, lora=SMALL):
             weight.data = getattr(layer, factor).weight.detach().clone()
             assert of_adapters is None or weight.dtype == of_adapters
         if lora.dora:
-            twin.lora_magnitude_vector["default"].weight.data = layer.lora_magnitude_vector.detach().clone()
+            twin.lora_magnitude_vector[
+                "default"
+            ].weight.data = layer.lora_magnitude_vector.detach().clone()
     return theirs
 
 
@@ -109,7 +123,9 @@ def biased(module):
 def trained_of(module):
     """Its trained parameters by our names."""
     named = {n.replace(".default", ""): p for n, p in module.named_parameters() if p.requires_grad}
-    return {name.replace("_vector.weight", "_vector"): parameter for name, parameter in named.items()}
+    return {
+        name.replace("_vector.weight", "_vector"): parameter for name, parameter in named.items()
+    }
 
 
 NEAR_PEFT = {"fp32": 1e-5, "fp64": 1e-12, "bf16": 0.03, "bf16 base": 0.03}
@@ -120,7 +136,10 @@ NEAR_PEFT = {"fp32": 1e-5, "fp64": 1e-12, "bf16": 0.03, "bf16 base": 0.03}
 @pytest.mark.parametrize("name", WIDTHS)
 def test_loss_and_gradients_are_pefts_bits(name, dropout, kind):
     (dtype, of_adapters), lora = WIDTHS[name], replace(KINDS[kind], dropout=dropout)
-    model, plain = (biased(tiny_llama(dtype, model_type="qwen2" if kind == "dora" else "llama")) for _ in range(2))
+    model, plain = (
+        biased(tiny_llama(dtype, model_type="qwen2" if kind == "dora" else "llama"))
+        for _ in range(2)
+    )
     adapt(model, lora, dtype=of_adapters)
     trained(model)
     theirs, results = in_peft(model, plain, of_adapters, lora), []
@@ -128,10 +147,15 @@ def test_loss_and_gradients_are_pefts_bits(name, dropout, kind):
         torch.manual_seed(0)
         loss, count = token_loss(each, ragged(4))
         (loss / count).backward()
-        results.append({"loss": (loss / count).detach()[None]} | {n: p.grad for n, p in trained_of(each).items()})
+        results.append(
+            {"loss": (loss / count).detach()[None]}
+            | {n: p.grad for n, p in trained_of(each).items()}
+        )
     assert results[0].keys() == results[1].keys()
     if kind == "dora" and "bf16" in name:  # both round, at different places
-        results = [{"all": torch.cat([each[key].flatten() for key in sorted(each)])} for each in results]
+        results = [
+            {"all": torch.cat([each[key].flatten() for key in sorted(each)])} for each in results
+        ]
     for key, found in results[0].items():
         if kind == "dora":
             assert relative_error(found, results[1][key]) <= NEAR_PEFT[name], key
@@ -140,7 +164,8 @@ def test_loss_and_gradients_are_pefts_bits(name, dropout, kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "factor"), [("lora", 16.0), pytest.param("dora", 1.0, marks=pytest.mark.slow), ("dora", 4.0)]
+    ("kind", "factor"),
+    [("lora", 16.0), pytest.param("dora", 1.0, marks=pytest.mark.slow), ("dora", 4.0)],
 )
 def test_updates_are_pefts(kind, factor):
     """LoRA+ and DoRA, in float64, each window in three micro-batches; vectors are not decayed here."""
@@ -152,7 +177,12 @@ def test_updates_are_pefts(kind, factor):
     start = {name: p.detach().clone() for name, p in trained_of(model).items()}
     ours = Resident(model, optim=optim, micro_batch=2)
     their_optim = importlib.import_module("peft.optimizers").create_loraplus_optimizer(
-        theirs, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=factor, betas=(0.9, 0.95), loraplus_weight_decay=decay
+        theirs,
+        torch.optim.AdamW,
+        lr=1e-3,
+        loraplus_lr_ratio=factor,
+        betas=(0.9, 0.95),
+        loraplus_weight_decay=decay,
     )
     for seed in range(5):
         ours.accumulate(ragged(6, seed))
@@ -183,21 +213,30 @@ def test_transformers_llama_is_a_module_like_any_other():
         logits = each(input_ids=ragged(2)["tokens"]).logits
         logits.square().sum().backward()
         results.append([logits, *(p.grad for p in each.parameters() if p.requires_grad)])
-    assert len(results[0]) == 29 and all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    assert len(results[0]) == 29 and all(
+        torch.equal(one, other) for one, other in zip(*results, strict=True)
+    )
 
 
 # By day each kind and dtype.
 @pytest.mark.parametrize(
     ("dtype", "kind", "spread"),
     [
-        pytest.param(dtype, kind, spread, marks=() if spread == 0.05 and place % 2 == at else pytest.mark.slow)
+        pytest.param(
+            dtype,
+            kind,
+            spread,
+            marks=() if spread == 0.05 and place % 2 == at else pytest.mark.slow,
+        )
         for place, dtype in enumerate([torch.bfloat16, torch.float32, torch.float64])
         for at, kind in enumerate(["dora", "lora"])
         for spread in (0.02, 0.05, 0.2)
     ],
 )
 def test_merged_is_as_near_to_the_truth_as_unmerged(dtype, kind, spread):
-    """Both against float64 of the same numbers, base and adapters; averaged over seeds, as it is a matter of luck."""
+    """Both against float64 of the same numbers, base and adapters; averaged over seeds, as it is a
+    matter of luck.
+    """
     tokens, squares = ragged(8)["tokens"], {"merged": 0.0, "unmerged": 0.0}
     for seed in range(8):
         model = tiny_llama(dtype, seed=seed, hidden_size=64)
@@ -213,7 +252,7 @@ def test_merged_is_as_near_to_the_truth_as_unmerged(dtype, kind, spread):
     assert squares["merged"] ** 0.5 <= 1.25 * squares["unmerged"] ** 0.5 + 1e-14
 
 
-# ---- with laws 1, 2, 3, 9 and 10 -----------------------------------------------------------------------------------
+# ---- with laws 1, 2, 3, 9 and 10 -----------------------------------------------------------------
 
 CROSS = cross(PRECISIONS, BASES, ("lora", "dora"))
 
@@ -273,7 +312,9 @@ OPTIMIZERS = {
 def test_every_optimizer_resumes_and_leaves_the_base_alone(name, base):
     kind = "dora" if base == "nf4" else "lora"
     ones = [engine("bf16", Remat.Off(), 4, base, kind, OPTIMIZERS[name]) for _ in range(2)]
-    frozen = {n: p.detach().clone() for n, p in ones[0].model.named_parameters() if not p.requires_grad}
+    frozen = {
+        n: p.detach().clone() for n, p in ones[0].model.named_parameters() if not p.requires_grad
+    }
     for seed in range(2):
         ones[0].accumulate(packed(ROWS, seed))
         ones[0].update()
@@ -281,11 +322,18 @@ def test_every_optimizer_resumes_and_leaves_the_base_alone(name, base):
     for each in ones:
         each.accumulate(packed(ROWS, 2))
         assert float(each.update().grad_norm) > 0
-    assert all(torch.equal(a, b) for a, b in zip(*(each.state().model.values() for each in ones), strict=True))
-    assert all(torch.equal(p, frozen[n]) for n, p in ones[0].model.named_parameters() if n in frozen)
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(*(each.state().model.values() for each in ones), strict=True)
+    )
+    assert all(
+        torch.equal(p, frozen[n]) for n, p in ones[0].model.named_parameters() if n in frozen
+    )
 
 
-@pytest.mark.parametrize(("split", "dtype"), daily.pairwise([1, 2, 3, 6], [torch.float32, torch.float64]))
+@pytest.mark.parametrize(
+    ("split", "dtype"), daily.pairwise([1, 2, 3, 6], [torch.float32, torch.float64])
+)
 def test_accumulated_is_large_batch(split, dtype):
     """Law 2 by its own bound: any split, ragged rows."""
     batch, found = ragged(ROWS), []
@@ -296,10 +344,13 @@ def test_accumulated_is_large_batch(split, dtype):
 
 
 @pytest.mark.parametrize(
-    ("base", "kind"), [("auto", "lora"), pytest.param("int8", "lora", marks=pytest.mark.slow), ("nf4", "dora")]
+    ("base", "kind"),
+    [("auto", "lora"), pytest.param("int8", "lora", marks=pytest.mark.slow), ("nf4", "dora")],
 )
 def test_a_member_of_an_ensemble_is_alone(base, kind):
-    assert members_are_alone(lambda: adapted_llama(replace(KINDS[kind], base=base))) == (42 if kind == "dora" else 28)
+    assert members_are_alone(lambda: adapted_llama(replace(KINDS[kind], base=base))) == (
+        42 if kind == "dora" else 28
+    )
 
 
 @pytest.mark.slow

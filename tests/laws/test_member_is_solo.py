@@ -26,14 +26,23 @@ ZOO = zoo()
 N, UPDATES, BOUND = 3, 3, 1e-10
 KNOBS = [
     SimpleNamespace(
-        seed=10 + i, lr=1e-3 * 2**i, weight_decay=0.1 * i, betas=(0.9 - 0.1 * i, 0.95), eps=10.0 ** (-8 + i)
+        seed=10 + i,
+        lr=1e-3 * 2**i,
+        weight_decay=0.1 * i,
+        betas=(0.9 - 0.1 * i, 0.95),
+        eps=10.0 ** (-8 + i),
     )
     for i in range(N)
 ]
-STEPS_IN_TIME = pytest.mark.slow(reason="compiles every step in time; tests/ensemble/test_layers.py has two")
+STEPS_IN_TIME = pytest.mark.slow(
+    reason="compiles every step in time; tests/ensemble/test_layers.py has two"
+)
 COMPILED = (
     "mlp",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama, padded", "our llama", "conv", "t5")),
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("llama, padded", "our llama", "conv", "t5")
+    ),
     pytest.param("lstm", marks=STEPS_IN_TIME),
 )
 
@@ -46,7 +55,14 @@ def compared(kind, each: bool, backend: str | None, micro_batch: int = ROWS // 2
     alone = [kind.build(of.seed).train() for of in KNOBS]
     schedule = warmup_cosine(2, 5)
     engine = Ensemble(
-        members, KNOBS, loss=kind.loss, optim=AdamW, schedule=schedule, clip=clip, micro_batch=micro_batch, each=each
+        members,
+        KNOBS,
+        loss=kind.loss,
+        optim=AdamW,
+        schedule=schedule,
+        clip=clip,
+        micro_batch=micro_batch,
+        each=each,
     )
     if backend:
         captured_to_train(engine, windows[0], backend)
@@ -56,7 +72,13 @@ def compared(kind, each: bool, backend: str | None, micro_batch: int = ROWS // 2
     for i, (of, model) in enumerate(zip(KNOBS, alone, strict=True)):
         options = {name: value for name, value in vars(of).items() if name != "seed"}
         solo = Alone(
-            model, kind.loss, of.seed, optim=AdamW(**options), schedule=schedule, clip=clip, micro_batch=micro_batch
+            model,
+            kind.loss,
+            of.seed,
+            optim=AdamW(**options),
+            schedule=schedule,
+            clip=clip,
+            micro_batch=micro_batch,
         )
         for step, update in enumerate(train(solo.engine, [batches[i] for batches in own])):
             assert relative_error(seen[step].loss[i], update.loss) < BOUND
@@ -66,11 +88,14 @@ def compared(kind, each: bool, backend: str | None, micro_batch: int = ROWS // 2
         assert state.model.keys() == expected.model.keys() and state.scalars == expected.scalars
         for mine, theirs in ((state.model, expected.model), (state.optimizer, expected.optimizer)):
             for name, tensor in mine.items():
-                assert (tensor - theirs[name]).abs().max() <= BOUND * max(1.0, float(theirs[name].abs().max())), name
+                assert (tensor - theirs[name]).abs().max() <= BOUND * max(
+                    1.0, float(theirs[name].abs().max())
+                ), name
 
 
-# By day rows that all members share are trained on by one kind for each kind of first layer, which alone sees them as
-# they are: from there on numbers are each member's own, as with rows of their own.
+# By day rows that all members share are trained on by one kind for each kind of first layer, which
+# alone sees them as they are: from there on numbers are each member's own, as with rows of their
+# own.
 SHARED = {"our llama", "mlp", "conv", "lstm", "vit"}
 # And rows of their own by one of the kinds that are made of the same layers.
 OWN_AT_NIGHT = {"our llama", "our gemma", "llama", "gpt2", "qwen2", "bert", "t5"}
@@ -79,8 +104,14 @@ OWN_AT_NIGHT = {"our llama", "our gemma", "llama", "gpt2", "qwen2", "bert", "t5"
 @pytest.mark.parametrize(
     ("name", "each"),
     [
-        *(pytest.param(name, True, marks=pytest.mark.slow if name in OWN_AT_NIGHT else ()) for name in ZOO),
-        *(pytest.param(name, False, marks=() if name in SHARED else pytest.mark.slow) for name in ZOO),
+        *(
+            pytest.param(name, True, marks=pytest.mark.slow if name in OWN_AT_NIGHT else ())
+            for name in ZOO
+        ),
+        *(
+            pytest.param(name, False, marks=() if name in SHARED else pytest.mark.slow)
+            for name in ZOO
+        ),
     ],
 )
 def test_it_trains_as_alone(name, each):
@@ -92,7 +123,9 @@ def test_it_trains_as_alone_captured(name):
     compared(ZOO[name], True, "aot_eager")
 
 
-@pytest.mark.slow(reason="by day nobody_feels below and tests/ensemble capture windows of one micro-batch")
+@pytest.mark.slow(
+    reason="by day nobody_feels below and tests/ensemble capture windows of one micro-batch"
+)
 @pytest.mark.parametrize("name", ["our llama", "conv", "bert, padded"])
 def test_it_trains_as_alone_with_the_update_in_the_same_graph(name):
     compared(ZOO[name], False, "aot_eager", micro_batch=ROWS)
@@ -104,7 +137,9 @@ def test_it_says_what_it_says_alone(name, each):
     kind = ZOO[name]
     members = [kind.build(seed).eval() for seed in range(N)]
     batches = [kind.batch(i * each) for i in range(N)]
-    inputs = [{k: v for k, v in batch.items() if k not in ("labels", "targets")} for batch in batches]
+    inputs = [
+        {k: v for k, v in batch.items() if k not in ("labels", "targets")} for batch in batches
+    ]
     if "inputs" in inputs[0] or "tokens" in inputs[0]:
         inputs = [{"": next(iter(of.values()))} for of in inputs]
     call = lambda model, of: model(of[""]) if "" in of else model(**of)  # noqa: E731
@@ -121,7 +156,9 @@ def test_it_says_what_it_says_alone(name, each):
             [v if isinstance(v, Tensor) else v[0] for v in expected],
         )
     )
-    assert all(relative_error(mine, theirs) < BOUND for mine, theirs in zip(out, expected, strict=True))
+    assert all(
+        relative_error(mine, theirs) < BOUND for mine, theirs in zip(out, expected, strict=True)
+    )
 
 
 def muon_and_groups(i):
@@ -129,7 +166,16 @@ def muon_and_groups(i):
 
 
 @pytest.mark.parametrize(
-    "sizes", [{}, {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}]
+    "sizes",
+    [
+        {},
+        {
+            "model_type": "olmoe",
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "output_router_logits": True,
+        },
+    ],
 )
 def test_muon_averages_and_schedules_of_their_own(sizes):
     models = [tiny_llama(torch.float64, seed, **sizes) for seed in range(N)]
@@ -159,7 +205,9 @@ def single(kind):
         return model
 
     def batch(seed: int):
-        return {name: t.float() if t.is_floating_point() else t for name, t in kind.batch(seed).items()}
+        return {
+            name: t.float() if t.is_floating_point() else t for name, t in kind.batch(seed).items()
+        }
 
     return kind._replace(build=build, batch=batch)
 
@@ -180,7 +228,10 @@ def test_losses_in_fp32_are_as_near_as_compiled_is_to_eager(name):
     members = losses(Ensemble([kind.build(seed) for seed in range(N)], **options), "inductor")
     eager = [losses(Resident(kind.build(seed), **options)) for seed in range(N)]
     compiled = losses(Resident(kind.build(0), **options), "inductor")
-    noise = max(float((compiled - eager[0]).abs().max()), float(eager[0].max()) * torch.finfo(torch.float32).eps)
+    noise = max(
+        float((compiled - eager[0]).abs().max()),
+        float(eager[0].max()) * torch.finfo(torch.float32).eps,
+    )
     worst = max(float((members[:, i] - eager[i]).abs().max()) for i in range(N))
     print(f"{name}: members are within {worst / noise:.2f} x {noise:.2g}")
     assert worst <= 4 * noise
@@ -192,7 +243,12 @@ def test_nobody_feels_what_another_does(backend):
     kind = ZOO["conv"]
     windows = [kind.batch(step) for step in range(UPDATES)]
     eager, captured = (
-        Ensemble([kind.build(seed).train() for seed in range(5)], loss=kind.loss, optim=AdamW(lr=1e-2), clip=0.5)
+        Ensemble(
+            [kind.build(seed).train() for seed in range(5)],
+            loss=kind.loss,
+            optim=AdamW(lr=1e-2),
+            clip=0.5,
+        )
         for _ in range(2)
     )
     start = copied(eager.state())
@@ -215,11 +271,17 @@ def test_nobody_feels_what_another_does(backend):
         (losses, sound), (others, harmed) = trained(engine, False), trained(engine, True)
         for i in (0, 2):
             assert torch.equal(losses[:, i], others[:, i])
-            for mine, theirs in ((sound[i].model, harmed[i].model), (sound[i].optimizer, harmed[i].optimizer)):
+            for mine, theirs in (
+                (sound[i].model, harmed[i].model),
+                (sound[i].optimizer, harmed[i].optimizer),
+            ):
                 assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
         assert engine.step.applied.tolist() == [UPDATES, 0, UPDATES, 0, 0]
         fresh = kind.build(4)
-        assert all(torch.equal(p, q) for p, q in zip(engine.members[4].parameters(), fresh.parameters(), strict=True))
+        assert all(
+            torch.equal(p, q)
+            for p, q in zip(engine.members[4].parameters(), fresh.parameters(), strict=True)
+        )
         undisturbed.append([losses, *(state.model for state in sound)])
     (losses, *models), (others, *their) = undisturbed[0], undisturbed[-1]
     assert relative_error(others, losses) < BOUND

@@ -1,5 +1,7 @@
 # Run: pytest tests/laws/test_members_are_one_program.py
-"""Law 5 beyond fp32: members in fewer bits and with recomputation are what they are alone, in no more operators."""
+"""Law 5 beyond fp32: members in fewer bits and with recomputation are what they are alone, in no
+more operators.
+"""
 
 from __future__ import annotations
 
@@ -47,12 +49,18 @@ class Operators(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    "name", nightly(["mlp", "conv", "our llama", "llama, padded", "lstm", "t5", "vit"], ["conv", "our llama", "lstm"])
+    "name",
+    nightly(
+        ["mlp", "conv", "our llama", "llama, padded", "lstm", "t5", "vit"],
+        ["conv", "our llama", "lstm"],
+    ),
 )
 def test_more_members_are_no_more_operators(name):
     kind, counts = ZOO[name], []
     for size in (2, 7):
-        engine = Ensemble([kind.build(seed).train() for seed in range(size)], loss=kind.loss, clip=1.0)
+        engine = Ensemble(
+            [kind.build(seed).train() for seed in range(size)], loss=kind.loss, clip=1.0
+        )
         list(train(engine, [kind.batch(0)]))
         with Operators() as operators:
             list(train(engine, [kind.batch(1)]))
@@ -67,7 +75,8 @@ def test_what_is_recomputed_is_what_was_stored():
     for share in (1.0, 0.5):
         models = [tiny_llama(torch.float64, seed, num_hidden_layers=1) for seed in range(N)]
         engine = Ensemble(models, clip=1.0, remat=Remat.Budget(share), micro_batch=16)
-        capture(engine.step, "aot_eager")  # by the engine's own method evaluation would be captured, too
+        # By the engine's own method evaluation would be captured, too.
+        capture(engine.step, "aot_eager")
         list(train(engine, windows[:1]))
         with LiveBytes() as live:
             seen = [(update.loss, update.grad_norm) for update in train(engine, windows)]
@@ -78,19 +87,30 @@ def test_what_is_recomputed_is_what_was_stored():
 
 
 def test_bf16_is_as_exact_as_alone():
-    """Losses and norms of all members within twice the error that the same models alone have in bf16, against fp64."""
+    """Losses and norms of all members within twice the error that the same models alone have in
+    bf16, against fp64.
+    """
     windows = [ragged(8, seed) for seed in range(4)]
 
     def trained(precision, dtype, make):
         engine = make([tiny_llama(dtype, seed) for seed in range(N)], precision)
-        return torch.stack([torch.stack([update.loss, update.grad_norm]) for update in train(engine, windows)])
+        return torch.stack(
+            [torch.stack([update.loss, update.grad_norm]) for update in train(engine, windows)]
+        )
 
     def alone(models, precision):
         return [Resident(model, optim=AdamW(lr=1e-2), precision=precision) for model in models]
 
-    members = trained(Precision("bf16"), torch.float32, lambda m, p: Ensemble(m, optim=AdamW(lr=1e-2), precision=p))
+    members = trained(
+        Precision("bf16"),
+        torch.float32,
+        lambda m, p: Ensemble(m, optim=AdamW(lr=1e-2), precision=p),
+    )
     naive, exact = (
-        torch.stack([trained(Precision(name), dtype, lambda m, p, i=i: alone(m, p)[i]) for i in range(N)], -1)
+        torch.stack(
+            [trained(Precision(name), dtype, lambda m, p, i=i: alone(m, p)[i]) for i in range(N)],
+            -1,
+        )
         for name, dtype in (("bf16", torch.float32), ("fp32", torch.float64))
     )
     assert error_within(members, naive, exact)

@@ -1,4 +1,6 @@
-"""Run: pytest tests/laws/test_mixture_is_its_equation.py (laws 1 and 2 for averaged probabilities, and what learns)."""
+"""Run: pytest tests/laws/test_mixture_is_its_equation.py (laws 1 and 2 for averaged probabilities,
+and what learns).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ SHARE = 0.3  # not a half, so that the two terms cannot be taken for one another
 
 
 def models(count: int, dtype: torch.dtype = torch.float64, **sizes: int) -> list[Llama]:
-    """Models that are sure of different tokens: new ones would all find everything about equally likely."""
+    """Models that are sure of different tokens: new ones would all find everything about equally
+    likely.
+    """
     made = [tiny_llama(dtype, seed=10 + seed, **sizes) for seed in range(count)]
     for model in made:
         model.lm_head.weight.data.mul_(20)
@@ -34,7 +38,9 @@ def models(count: int, dtype: torch.dtype = torch.float64, **sizes: int) -> list
 
 
 def logits(model: Llama, batch: Batch) -> Tensor:
-    hidden = model(batch["tokens"], segments=batch.get("segments"), positions=batch.get("positions"))
+    hidden = model(
+        batch["tokens"], segments=batch.get("segments"), positions=batch.get("positions")
+    )
     return (hidden @ model.lm_head.weight.T).flatten(0, -2)
 
 
@@ -45,7 +51,10 @@ def averaged(members: Sequence[Llama], batch: Batch) -> Tensor:
 
 
 def together(members: Sequence[Llama]) -> EvaluatedModel:
-    subjects = [EvaluatedModel(each, token_loss, Tokenizer.bytes(), Precision("fp32"), READING) for each in members]
+    subjects = [
+        EvaluatedModel(each, token_loss, Tokenizer.bytes(), Precision("fp32"), READING)
+        for each in members
+    ]
     return mixed(subjects, "sweep/mixture")
 
 
@@ -59,7 +68,9 @@ def test_the_score_is_that_of_the_averaged_probabilities(rows):
     assert count == kept.sum() and total.dtype == torch.float64
     assert float(total) == pytest.approx(float(expected), rel=1e-12)
     alone = [float(token_loss(member, batch)[0].detach()) for member in members]
-    assert min(alone) < 0.999 * sum(alone) / 3 and float(total) < sum(alone) / 3, "members that differ help each other"
+    assert min(alone) < 0.999 * sum(alone) / 3 and float(total) < sum(alone) / 3, (
+        "members that differ help each other"
+    )
 
 
 def test_members_that_are_equal_are_one():
@@ -75,25 +86,37 @@ def test_models_of_other_kinds_have_nothing_to_average():
 
 
 def naive(student: Llama, teachers: Sequence[Llama], batch: Batch) -> tuple[float, Tensor]:
-    """The mean of the loss over the targets, as its equation says it, and the gradient that autograd finds."""
-    targets, log_q, m = batch["targets"].flatten(), logits(student, batch).log_softmax(-1), averaged(teachers, batch)
+    """The mean of the loss over the targets, as its equation says it, and the gradient that
+    autograd finds.
+    """
+    targets, log_q, m = (
+        batch["targets"].flatten(),
+        logits(student, batch).log_softmax(-1),
+        averaged(teachers, batch),
+    )
     kept = targets != -100
     own = -log_q[kept, targets[kept]]
     apart = (m[kept] * (m[kept].log() - log_q[kept])).sum(-1)
     mean = (SHARE * own + (1 - SHARE) * apart).mean()
     parameters = [each for each in student.parameters() if each.requires_grad]
-    return float(mean.detach()), torch.cat([each.flatten() for each in torch.autograd.grad(mean, parameters)])
+    return float(mean.detach()), torch.cat(
+        [each.flatten() for each in torch.autograd.grad(mean, parameters)]
+    )
 
 
 def learning(dtype: torch.dtype, micro_batch: int, remat: object = None, **sizes: int) -> Resident:
     student, teachers = tiny_llama(dtype, **sizes), models(3, dtype, **sizes)
-    return Resident(student, loss=MixtureLoss(teachers, SHARE), micro_batch=micro_batch, remat=remat)  # type: ignore[arg-type]
+    return Resident(
+        student, loss=MixtureLoss(teachers, SHARE), micro_batch=micro_batch, remat=remat
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("rows", [ragged, packed])
 @pytest.mark.parametrize(("micro_batch", "chunks"), [(7, 1), (3, 1), (2, 5)])
 def test_the_gradient_is_that_of_the_equation(rows, micro_batch, chunks, monkeypatch):
-    """Ragged rows, ignored targets, a last micro-batch that is filled up, chunks that do not fit the rows."""
+    """Ragged rows, ignored targets, a last micro-batch that is filled up, chunks that do not fit
+    the rows.
+    """
     monkeypatch.setattr(mixture, "chunk_count", lambda *_: chunks)
     batch, engine = rows(7), learning(torch.float64, micro_batch)
     loss, exact = naive(tiny_llama(torch.float64), models(3), batch)
@@ -103,21 +126,33 @@ def test_the_gradient_is_that_of_the_equation(rows, micro_batch, chunks, monkeyp
 
 
 def test_without_teachers_of_its_own_mind_it_is_the_cross_entropy():
-    """The targets alone at share 1; a student that is its own teacher learns from the targets alone."""
+    """The targets alone at share 1; a student that is its own teacher learns from the targets
+    alone.
+    """
     batch, plain = ragged(4), Resident(tiny_llama(torch.float64))
     plain.accumulate(batch)
-    for loss, factor in ((MixtureLoss(models(2), 1.0), 1.0), (MixtureLoss([tiny_llama(torch.float64)], 0.25), 0.25)):
+    for loss, factor in (
+        (MixtureLoss(models(2), 1.0), 1.0),
+        (MixtureLoss([tiny_llama(torch.float64)], 0.25), 0.25),
+    ):
         engine = Resident(tiny_llama(torch.float64), loss=loss)
         engine.accumulate(batch)
-        assert relative_error(flat_gradient(engine.model), factor * flat_gradient(plain.model)) <= 1e-12
+        assert (
+            relative_error(flat_gradient(engine.model), factor * flat_gradient(plain.model))
+            <= 1e-12
+        )
 
 
 def test_teachers_stay_as_they_are_and_scores_are_everybodys():
     batch, engine = packed(6), learning(torch.float32, 3)
     teachers = engine.step.loss.teachers
-    before = [{name: each.clone() for name, each in teacher.state_dict().items()} for teacher in teachers]
+    before = [
+        {name: each.clone() for name, each in teacher.state_dict().items()} for teacher in teachers
+    ]
     plain = Resident(tiny_llama(), micro_batch=3)
-    assert torch.equal(engine.evaluate(batch)[0], plain.evaluate(batch)[0]), "the same bits as TokenLoss's"
+    assert torch.equal(engine.evaluate(batch)[0], plain.evaluate(batch)[0]), (
+        "the same bits as TokenLoss's"
+    )
     engine.accumulate(batch)
     engine.update()
     for teacher, kept in zip(teachers, before, strict=True):
@@ -137,9 +172,12 @@ def test_teachers_stay_as_they_are_and_scores_are_everybodys():
     ids=["Dynamo's blocks", "blocks", "whole", "full", "budget"],
 )
 def test_captured_is_eager(scope, remat, backend, monkeypatch):
-    """Full graphs: `capture` refuses a break. The head with all its teachers is one graph, in chunks."""
+    """Full graphs: `capture` refuses a break. The head with all its teachers is one graph, in
+    chunks.
+    """
     monkeypatch.setattr(mixture, "chunk_count", lambda *_: 2)
-    layers = {"num_hidden_layers": 1 if scope == "whole" else 2}  # one graph has the same lines for each layer more
+    # One graph has the same lines for each layer more.
+    layers = {"num_hidden_layers": 1 if scope == "whole" else 2}
     batch, eager = packed(6), learning(torch.float32, 3, **layers)
     captured = learning(torch.float32, 3, remat, **layers)
     captured_to_train(captured, batch, backend, scope)

@@ -1,4 +1,6 @@
-"""Run: pytest tests/laws/test_nothing_half_done.py [-m slow] (faults at every operation of all else that writes)."""
+"""Run: pytest tests/laws/test_nothing_half_done.py [-m slow] (faults at every operation of all else
+that writes).
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,17 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
 ]
 REFUSALS = {"DiskFull", "InputRefused", "NoValidCheckpoint", "RunInUse", "Unreadable", "UsageError"}
-ONLY_AT_NIGHT = {"train", "sweep"}  # which take long each time, and are made of what the others write, and saves
-NEVER_CUT = {"sweep", "stream", "train", "follow"}  # the first three are made of saves, the last one is made anew
+# Which take long each time, and are made of what the others write, and saves.
+ONLY_AT_NIGHT = {"train", "sweep"}
+# The first three are made of saves, the last one is made anew.
+NEVER_CUT = {"sweep", "stream", "train", "follow"}
 LIKE_OTHERS = {
     "export gguf",
     "export of adapters, hf",
     "export adapter",
 }  # by day one format of a model, one of adapters
-SAID = ("OSError: [Errno 5]", "OSError: [Errno 28]")  # which the command line says in one line, with exit code 7
+# Which the command line says in one line, with exit code 7.
+SAID = ("OSError: [Errno 5]", "OSError: [Errno 28]")
 
 
 def named(cases: Set[str]) -> list[Any]:
@@ -58,8 +63,12 @@ def struck_everywhere(
     case.prepare(scratch / "prepared")
     for outcome in faults.every_operation(case.steps, scratch / "prepared", scratch, modes, stride):
         where = f"{outcome.mode} at {outcome.number}, {outcome.operation}: {outcome.error}"
-        assert outcome.killed == (outcome.mode in ("kill", "torn")) and (outcome.killed or not outcome.signal), where
-        refused = outcome.error is None or outcome.error[0] in REFUSALS - ({"NoValidCheckpoint"} if reads else set())
+        assert outcome.killed == (outcome.mode in ("kill", "torn")) and (
+            outcome.killed or not outcome.signal
+        ), where
+        refused = outcome.error is None or outcome.error[0] in REFUSALS - (
+            {"NoValidCheckpoint"} if reads else set()
+        )
         assert refused or (": ".join(outcome.error or ()).startswith(SAID) and not reads), where
         try:
             verdict = case.look(outcome.folder)
@@ -73,16 +82,20 @@ def struck_everywhere(
 
 
 @pytest.mark.parametrize("name", named(CASES.keys() - ONLY_AT_NIGHT))
-def test_a_fault_at_any_operation_leaves_the_former_or_the_new(name: str, faults: FaultServer, tmp_path: Path) -> None:
+def test_a_fault_at_any_operation_leaves_the_former_or_the_new(
+    name: str, faults: FaultServer, tmp_path: Path
+) -> None:
     found = struck_everywhere(CASES[name], faults, tmp_path, CASES[name].modes, CASES[name].stride)
     print(f"{name}: {found.total()} faults, {dict(found)}, none lost")
     assert found["former"] and found.total() >= len(CASES[name].modes)
 
 
 @pytest.mark.parametrize(
-    ("modes", "stride"), [(("EIO", "EMFILE from here on"), 9), pytest.param(EVERY_UNREAD, 1, marks=pytest.mark.slow)]
+    ("modes", "stride"),
+    [(("EIO", "EMFILE from here on"), 9), pytest.param(EVERY_UNREAD, 1, marks=pytest.mark.slow)],
 )
-@pytest.mark.parametrize("name", ["metrics", "beginning", "resume"])  # others: test_unread_is_unknown
+# Others: test_unread_is_unknown.
+@pytest.mark.parametrize("name", ["metrics", "beginning", "resume"])
 def test_a_read_that_fails_is_a_refusal_and_nothing_is_lost(
     name: str, modes: Sequence[str], stride: int, faults: FaultServer, tmp_path: Path
 ) -> None:
@@ -91,7 +104,9 @@ def test_a_read_that_fails_is_a_refusal_and_nothing_is_lost(
     assert found["former"] and found["new"]
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "every"])
+@pytest.mark.parametrize(
+    "every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "every"]
+)
 @pytest.mark.parametrize("name", named(CASES.keys() - NEVER_CUT))
 def test_a_power_cut_at_any_moment_leaves_the_former_or_the_new(
     name: str, every: bool, faults: FaultServer, tmp_path: Path
@@ -99,10 +114,13 @@ def test_a_power_cut_at_any_moment_leaves_the_former_or_the_new(
     case, found, at = CASES[name], Counter[str](), set[int]()
     (tmp_path / "prepared").mkdir()
     case.prepare(tmp_path / "prepared")
-    for outcome in power_cuts(faults, case.steps, tmp_path / "prepared", tmp_path, 1 if every else case.stride):
+    for outcome in power_cuts(
+        faults, case.steps, tmp_path / "prepared", tmp_path, 1 if every else case.stride
+    ):
         try:
             found[case.look(outcome.folder)] += 1
-            if outcome.number % 6 == 0 and outcome.number not in at:  # `look` has seen it whole; this takes its time
+            # `look` has seen it whole; this takes its time.
+            if outcome.number % 6 == 0 and outcome.number not in at:
                 case.again(outcome.folder)
         except Exception as error:
             raise AssertionError(f"before operation {outcome.number}") from error
@@ -115,5 +133,7 @@ def test_a_power_cut_at_any_moment_leaves_the_former_or_the_new(
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("name", CASES)
 def test_every_fault_at_every_operation(name: str, faults: FaultServer, tmp_path: Path) -> None:
-    found = struck_everywhere(CASES[name], faults, tmp_path, EVERY_FAULT, 12 if name == "train" else 1)
+    found = struck_everywhere(
+        CASES[name], faults, tmp_path, EVERY_FAULT, 12 if name == "train" else 1
+    )
     print(f"{name}: {found.total()} faults, {dict(found)}, none lost")

@@ -1,4 +1,6 @@
-"""Run: pytest tests/laws/test_nothing_lost.py [-m slow] (a save that is killed, torn, failed or cut off from power)."""
+"""Run: pytest tests/laws/test_nothing_lost.py [-m slow] (a save that is killed, torn, failed or cut
+off from power).
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ needs_shim = pytest.mark.skipif(unavailable() is not None, reason=unavailable() 
 SMALL_BLOCK = 1024  # so that the small files of these tests have several blocks and writes
 
 
-# ---- scenarios: (what is there before, what the save adds) ----------------------------------------------------------
+# ---- scenarios: (what is there before, what the save adds) ---------------------------------------
 
 
 def save_one(folder: Path, which: Checkpoint) -> None:
@@ -86,13 +88,16 @@ SCENARIOS: dict[str, tuple[Scenario, Callable[[Path], None], Checkpoint | None, 
 @pytest.fixture(autouse=True)
 def as_in_the_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "BLOCK_BYTES", SMALL_BLOCK)
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # here only time: nobody pulls this machine's plug
+    # Here only time: nobody pulls this machine's plug.
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
-# ---- the law -------------------------------------------------------------------------------------------------------
+# ---- the law -------------------------------------------------------------------------------------
 
 
-def judge(outcome: Outcome, previous: Checkpoint | None, new: Checkpoint, damaged_before: bool = False) -> str:
+def judge(
+    outcome: Outcome, previous: Checkpoint | None, new: Checkpoint, damaged_before: bool = False
+) -> str:
     """What is loaded after the fault: "previous" or "new"; anything else fails."""
     checkpoints = outcome.folder / "checkpoints"
     where = f"{outcome.mode} at {outcome.number}, {outcome.operation}: {outcome.error}"
@@ -108,11 +113,14 @@ def judge(outcome: Outcome, previous: Checkpoint | None, new: Checkpoint, damage
         verdict = "previous"
     else:
         verdict = "new" if same(found, new) else "previous"
-        assert verdict == "new" or (previous is not None and same(found, previous) and not returned), where
+        assert verdict == "new" or (
+            previous is not None and same(found, previous) and not returned
+        ), where
     if outcome.mode == "broken-once" and outcome.operation and outcome.operation.name == "fsync":
         assert outcome.error, where
     assert not warnings or damaged_before, (where, warnings)
-    for folder in checkpoints.glob("step-*"):  # nothing half-written or half-removed bears a checkpoint's name
+    # Nothing half-written or half-removed bears a checkpoint's name.
+    for folder in checkpoints.glob("step-*"):
         if not damaged_before:
             verify(folder)
     if outcome.mode == "full" and outcome.error:
@@ -133,7 +141,9 @@ def goes_on(outcome: Outcome, previous: Checkpoint | None) -> None:
 
 
 @needs_shim
-@pytest.mark.parametrize(("stride", "least"), [(17, 6), pytest.param(1, 90, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("stride", "least"), [(17, 6), pytest.param(1, 90, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_fault_at_any_operation_leaves_the_previous_or_the_new_checkpoint(
     name: str, stride: int, least: int, faults: FaultServer, tmp_path: Path
@@ -152,7 +162,9 @@ def test_a_fault_at_any_operation_leaves_the_previous_or_the_new_checkpoint(
 @needs_shim
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize(("scenario", "tensors", "least"), [(larger_save, 60, 300), (huge_save, 2000, 5000)])
+@pytest.mark.parametrize(
+    ("scenario", "tensors", "least"), [(larger_save, 60, 300), (huge_save, 2000, 5000)]
+)
 def test_a_fault_at_any_operation_of_a_larger_save(
     scenario: Scenario, tensors: int, least: int, faults: FaultServer, tmp_path: Path
 ) -> None:
@@ -170,7 +182,10 @@ def test_a_fault_at_any_operation_of_a_larger_save(
 @needs_shim
 @pytest.mark.parametrize(
     ("modes", "stride", "least"),
-    [(("EIO", "EMFILE from here on"), 9, 10), pytest.param(EVERY_UNREAD, 1, 80, marks=pytest.mark.slow)],
+    [
+        (("EIO", "EMFILE from here on"), 9, 10),
+        pytest.param(EVERY_UNREAD, 1, 80, marks=pytest.mark.slow),
+    ],
 )
 def test_a_save_whose_reads_fail_removes_no_sound_checkpoint(
     modes: Sequence[str], stride: int, least: int, faults: FaultServer, tmp_path: Path
@@ -180,18 +195,26 @@ def test_a_save_whose_reads_fail_removes_no_sound_checkpoint(
     save(tmp_path / "prepared" / "checkpoints", checkpoint(3))
     count = 0
     prepared = tmp_path / "prepared"
-    for outcome in faults.every_operation(later_save_of_the_fourth, prepared, tmp_path, modes, stride):
+    for outcome in faults.every_operation(
+        later_save_of_the_fourth, prepared, tmp_path, modes, stride
+    ):
         where = f"{outcome.mode} at {outcome.number}, {outcome.operation}: {outcome.error}"
-        assert not outcome.signal and (outcome.error is None or outcome.error[0] in ("DiskFull", "Unreadable")), where
-        sound = [path for path in (outcome.folder / "checkpoints").glob("step-*") if verify(path) is None]
-        assert {int(path.name[5:]) for path in sound} >= ({2, 3} if outcome.error else {3, 4}), where
+        assert not outcome.signal and (
+            outcome.error is None or outcome.error[0] in ("DiskFull", "Unreadable")
+        ), where
+        sound = [
+            path for path in (outcome.folder / "checkpoints").glob("step-*") if verify(path) is None
+        ]
+        assert {int(path.name[5:]) for path in sound} >= ({2, 3} if outcome.error else {3, 4}), (
+            where
+        )
         goes_on(outcome, None)
         count += 1
     print(f"{count} reads that failed in a save, no sound checkpoint removed")
     assert count > least
 
 
-# ---- power cuts ----------------------------------------------------------------------------------------------------
+# ---- power cuts ----------------------------------------------------------------------------------
 
 
 @needs_shim
@@ -207,11 +230,15 @@ def test_a_power_cut_at_any_moment_leaves_the_previous_or_the_new_checkpoint(
     verdicts = [judge(outcome, previous, new) for outcome in cuts]
     print(f"{name}: {len(verdicts)} power cuts, {dict(Counter(verdicts))}, none lost")
     assert set(verdicts) == {"previous", "new"}
-    assert verdicts == sorted(verdicts, reverse=True), "the new checkpoint was there, and then was not any more"
+    assert verdicts == sorted(verdicts, reverse=True), (
+        "the new checkpoint was there, and then was not any more"
+    )
 
 
 @needs_shim
-def test_the_power_cut_test_notices_a_save_without_fsync(faults: FaultServer, tmp_path: Path) -> None:
+def test_the_power_cut_test_notices_a_save_without_fsync(
+    faults: FaultServer, tmp_path: Path
+) -> None:
     (tmp_path / "prepared").mkdir()
     two_saves(tmp_path / "prepared" / "checkpoints")
     with pytest.raises(AssertionError):
@@ -219,7 +246,7 @@ def test_the_power_cut_test_notices_a_save_without_fsync(faults: FaultServer, tm
             judge(outcome, checkpoint(2), checkpoint(3))
 
 
-# ---- the order of the operations -----------------------------------------------------------------------------------
+# ---- the order of the operations -----------------------------------------------------------------
 
 
 def require_durable_order(journal: list[Operation], update: int) -> None:
@@ -229,7 +256,11 @@ def require_durable_order(journal: list[Operation], update: int) -> None:
 
     def at(name: str, path: str, detail: str | None = None) -> list[int]:
         wanted = (name, path) if detail is None else (name, path, detail)
-        return [n for n, each in enumerate(journal) if (each.name, each.path, each.detail)[: len(wanted)] == wanted]
+        return [
+            n
+            for n, each in enumerate(journal)
+            if (each.name, each.path, each.detail)[: len(wanted)] == wanted
+        ]
 
     [published] = at("rename", temporary, final)
     [folder_synced] = at("fsync", temporary)
@@ -251,7 +282,9 @@ def require_durable_order(journal: list[Operation], update: int) -> None:
 
 
 @needs_shim
-def test_each_step_is_durable_before_the_next_relies_on_it(faults: FaultServer, tmp_path: Path) -> None:
+def test_each_step_is_durable_before_the_next_relies_on_it(
+    faults: FaultServer, tmp_path: Path
+) -> None:
     (tmp_path / "prepared").mkdir()
     two_saves(tmp_path / "prepared" / "checkpoints")
     journal = faults.record(later_save_with_pruning, tmp_path / "prepared", tmp_path)
@@ -260,7 +293,11 @@ def test_each_step_is_durable_before_the_next_relies_on_it(faults: FaultServer, 
     assert len(syncs) == 7
     for dropped in syncs[1:]:  # the check itself notices every missing fsync, and pruning too early
         with pytest.raises((AssertionError, ValueError, StopIteration)):
-            require_durable_order([operation for operation in journal if operation is not dropped], update=3)
+            require_durable_order(
+                [operation for operation in journal if operation is not dropped], update=3
+            )
     prune = [operation for operation in journal if operation.name == "unlink"]
     with pytest.raises(AssertionError):
-        require_durable_order(prune + [operation for operation in journal if operation not in prune], update=3)
+        require_durable_order(
+            prune + [operation for operation in journal if operation not in prune], update=3
+        )

@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from batches import flat_gradient, tiny_llama
-from laws.test_estimator_is_gradient import FORM, LONGEST, PROMPT, answers, gradient_of, log_probability, model, rewards
+from laws.test_estimator_is_gradient import (
+    FORM,
+    LONGEST,
+    PROMPT,
+    answers,
+    gradient_of,
+    log_probability,
+    model,
+    rewards,
+)
 from monograph.model.llama import Llama
 from monograph.resident import Resident
 from monograph.rl import loss as room
@@ -33,7 +42,10 @@ def drawn(count: int = 9) -> tuple[list[Rollout], list[Weight]]:
         ids = [draws.randrange(61) for _ in range(draws.randint(1, 14))]
         logs = [log + draws.gauss(0, 0.2) for log in logs_of(net, prompt, ids).tolist()]
         made.append(Rollout(prompt, ids, logs, [log + draws.gauss(0, 0.5) for log in logs]))
-    weighed = [Weight(draws.choice([-1.0, 0.0, 0.7]) / len(one.token_ids), 1, 0.3 / len(one.token_ids)) for one in made]
+    weighed = [
+        Weight(draws.choice([-1.0, 0.0, 0.7]) / len(one.token_ids), 1, 0.3 / len(one.token_ids))
+        for one in made
+    ]
     return made, weighed
 
 
@@ -60,19 +72,26 @@ def slow(net: Llama, ratio: Ratio, kl: Kl | None) -> Tensor:
                 total = total - (clipped if clipped < rho * weight.factor else rho * weight.factor)
             far = log - rollout.reference[place]
             if kl:
-                total = total + weight.penalty * (far**2 / 2 if kl.estimator == "k2" else (-far).exp() - 1 + far)
+                total = total + weight.penalty * (
+                    far**2 / 2 if kl.estimator == "k2" else (-far).exp() - 1 + far
+                )
     return total / shares
 
 
 def apart(ratio: Ratio, kl: Kl | None, packed: bool, micro_batch: int | None) -> float:
     made, weighed = drawn()
     if kl is None:
-        made, weighed = [one._replace(reference=()) for one in made], [one._replace(penalty=0.0) for one in weighed]
+        made, weighed = (
+            [one._replace(reference=()) for one in made],
+            [one._replace(penalty=0.0) for one in weighed],
+        )
     net = tiny_llama(torch.float64)
     exact = gradient_of(net, lambda: slow(net, ratio, kl))
     loss = PolicyLoss(1.0, ratio, kl)
     engine = Resident(tiny_llama(torch.float64), loss=loss, micro_batch=micro_batch)
-    engine.accumulate(arranged(made, weighed, replace(OPTIONS, length=24, exact=False, packed=packed)))
+    engine.accumulate(
+        arranged(made, weighed, replace(OPTIONS, length=24, exact=False, packed=packed))
+    )
     assert 0 < loss.taken()["clipped"] < 1
     return float((flat_gradient(engine.model) - exact).norm() / exact.norm())
 
@@ -94,20 +113,30 @@ def test_the_gradient_is_that_of_one_token_after_the_other(
     assert apart(ratio, kl, packed, micro_batch) < 1e-12
 
 
-def _unclipped(self: PolicyLoss, log_N: Tensor, rho_N: Tensor, factors_N: Tensor) -> tuple[Tensor, Tensor]:
+def _unclipped(
+    self: PolicyLoss, log_N: Tensor, rho_N: Tensor, factors_N: Tensor
+) -> tuple[Tensor, Tensor]:
     return rho_N * factors_N, rho_N > 1.2
 
 
-def _both_sides(self: PolicyLoss, log_N: Tensor, rho_N: Tensor, factors_N: Tensor) -> tuple[Tensor, Tensor]:
+def _both_sides(
+    self: PolicyLoss, log_N: Tensor, rho_N: Tensor, factors_N: Tensor
+) -> tuple[Tensor, Tensor]:
     """Clipped without the minimum: nothing pulls a token back that has gone too far the wrong way."""
     return rho_N.clamp(1 - self.ratio.low, 1 + self.ratio.high) * factors_N, rho_N > 1.2
 
 
-def _of_rows(self: PolicyLoss, values_N: Tensor, kept_N: Tensor, batch: dict[str, Tensor]) -> Tensor:
+def _of_rows(
+    self: PolicyLoss, values_N: Tensor, kept_N: Tensor, batch: dict[str, Tensor]
+) -> Tensor:
     """The mean over a row, not over an answer."""
     rows = batch["targets"].shape
     kept = kept_N.view(rows)
-    return (values_N.view(rows).sum(-1, keepdim=True) / kept.sum(-1, keepdim=True)).expand(rows).flatten()
+    return (
+        (values_N.view(rows).sum(-1, keepdim=True) / kept.sum(-1, keepdim=True))
+        .expand(rows)
+        .flatten()
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,7 +161,9 @@ def test_a_planted_fault_is_caught(
 
 @pytest.mark.parametrize("advantage", ADVANTAGES)
 def test_the_first_update_of_a_draw_is_on_policy(advantage: str) -> None:
-    """The ratio is 1 to the bit, nothing is clipped, and the gradient is that of the weighted log-probabilities."""
+    """The ratio is 1 to the bit, nothing is clipped, and the gradient is that of the weighted
+    log-probabilities.
+    """
     options = replace(OPTIONS, advantage=advantage, updates=2)
     rollouts = windows(options, loss=PolicyLoss(1.0, ratio_of(advantage, 2)))
     plain = windows(replace(options, updates=1), loss=PolicyLoss(1.0))
@@ -142,7 +173,11 @@ def test_the_first_update_of_a_draw_is_on_policy(advantage: str) -> None:
         engine.accumulate(next(each))
         gradients.append(flat_gradient(engine.model))
         figures = engine.step.loss.taken()  # type: ignore[attr-defined]
-        assert (figures["ratio"], figures["clipped"], figures["drawn_minus_scored_max"]) == (1.0, 0.0, 0.0)
+        assert (figures["ratio"], figures["clipped"], figures["drawn_minus_scored_max"]) == (
+            1.0,
+            0.0,
+            0.0,
+        )
     assert (gradients[0] - gradients[1]).norm() <= 1e-6 * gradients[1].norm()
     rollouts.drawer.engine.update()
     again = next(rollouts)
@@ -170,7 +205,10 @@ def test_k1_in_the_reward_follows_the_gradient_of_the_divergence_of_answers() ->
             total = total + log.exp() * (of[a] - strength * (log - sum(reference[a])))
         return total
 
-    exact, options = gradient_of(net, objective), replace(FORM, advantage="rloo", kl=Kl("k1", strength))
+    exact, options = (
+        gradient_of(net, objective),
+        replace(FORM, advantage="rloo", kl=Kl("k1", strength)),
+    )
     mean, loss = torch.zeros(()), PolicyLoss()
     for one in answers():
         for other in answers():
@@ -186,7 +224,9 @@ def test_k1_in_the_reward_follows_the_gradient_of_the_divergence_of_answers() ->
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3", "entropy"])
-def test_k2_k3_and_entropy_follow_the_gradients_of_what_they_estimate_of_next_tokens(estimator: str) -> None:
+def test_k2_k3_and_entropy_follow_the_gradients_of_what_they_estimate_of_next_tokens(
+    estimator: str,
+) -> None:
     """At each place that answers come to: KL(pi || ref) for k2, KL(ref || pi) for k3, minus the entropy for entropy."""
     net, near = model(), model()
     with torch.no_grad():
@@ -204,14 +244,19 @@ def test_k2_k3_and_entropy_follow_the_gradients_of_what_they_estimate_of_next_to
             share = math.exp(float(logs_of(net, PROMPT, begin).detach().sum())) if begin else 1.0
             own, other = distribution(net, begin), distribution(near, begin).detach()
             forth, back = own.exp() * (own - other), other.exp() * (other - own)
-            total = total + share * {"k2": forth, "k3": back, "entropy": own.exp() * own}[estimator].sum()
+            total = (
+                total
+                + share * {"k2": forth, "k3": back, "entropy": own.exp() * own}[estimator].sum()
+            )
         return total
 
     exact, mean = gradient_of(net, divergence), torch.zeros(())
     loss = PolicyLoss(kl=Kl(estimator, 1.0))  # type: ignore[arg-type]
     for a in answers():
         logs = logs_of(net, PROMPT, a).tolist()
-        reference = [0.0] * len(logs) if estimator == "entropy" else logs_of(near, PROMPT, a).tolist()
+        reference = (
+            [0.0] * len(logs) if estimator == "entropy" else logs_of(near, PROMPT, a).tolist()
+        )
         batch = arranged([Rollout(PROMPT, a, logs, reference)], [Weight(0.0, 1, 1.0)], FORM)
         mean = mean + math.exp(sum(logs)) * gradient_of(net, lambda b=batch: loss(net, b)[0])  # type: ignore[misc]
     assert (mean - exact).norm() / exact.norm() < 1e-12 and LONGEST == 3
@@ -244,16 +289,22 @@ def test_the_limits_of_each_objective_are_those_of_its_paper() -> None:
     expected |= {"gspo": Ratio("sequence", 3e-4, 4e-4)}
     for advantage in ADVANTAGES:
         assert ratio_of(advantage, 2) == expected.get(advantage, clip)
-        assert ratio_of(advantage, 1) == (expected["cispo"] if advantage == "cispo" else Ratio("none"))
+        assert ratio_of(advantage, 1) == (
+            expected["cispo"] if advantage == "cispo" else Ratio("none")
+        )
 
 
 @pytest.mark.parametrize("advantage", ["dr_grpo", "dapo", "grpo", "gspo"])
 def test_a_kl_term_weighs_tokens_as_the_objective_does(advantage: str) -> None:
     made, _ = drawn(4)
-    weighed = weighted(made, [1.0, 1.0, 1.0, 1.0], replace(FORM, advantage=advantage, kl=Kl("k3", 0.3)))
+    weighed = weighted(
+        made, [1.0, 1.0, 1.0, 1.0], replace(FORM, advantage=advantage, kl=Kl("k3", 0.3))
+    )
     lengths = [len(one.token_ids) for one in made]
     by_length = advantage in ("grpo", "gspo")
-    assert [each.penalty for each in weighed] == [0.3 / length if by_length else 0.3 for length in lengths]
+    assert [each.penalty for each in weighed] == [
+        0.3 / length if by_length else 0.3 for length in lengths
+    ]
     assert all(each.factor == 0 and each.counts for each in weighed), "a dead group has its KL term"
 
 
@@ -265,7 +316,9 @@ def test_positions_without_a_target_give_no_gradient_however_unlikely_they_are(k
     window = arranged(made, weighed, replace(OPTIONS, length=24, exact=False, packed=True))
     with torch.no_grad():
         log_N = loss.log_probabilities(engine.model, window)
-    window["reference"] = log_N.view(window["reference"].shape).double() * (window["targets"] != -100)
+    window["reference"] = log_N.view(window["reference"].shape).double() * (
+        window["targets"] != -100
+    )
     assert float(log_N.min()) < -89, "its exponential has no number in fp32"
     engine.accumulate(window)
     assert bool(flat_gradient(engine.model).isfinite().all())
@@ -276,7 +329,9 @@ def test_a_teacher_s_advantages_are_its_log_probabilities_less_the_student_s() -
     drawer, teacher = rollouts.drawer, tiny_llama(vocab_size=259)
     drawer.reward.teacher = teacher
     window = next(rollouts)
-    [tokens, targets, factors, drawn_at] = (window[key] for key in ("tokens", "targets", "factors", "drawn"))
+    [tokens, targets, factors, drawn_at] = (
+        window[key] for key in ("tokens", "targets", "factors", "drawn")
+    )
     for row in range(len(tokens)):
         at = targets[row] != -100
         begin = int(at.nonzero()[0])
@@ -307,7 +362,11 @@ def test_an_even_choice_is_no_reference_that_has_to_be_kept() -> None:
     kl = Kl("entropy", 0.1)
     rollouts = windows(replace(OPTIONS, kl=kl), loss=PolicyLoss(1.0, kl=kl))
     window = next(rollouts)
-    assert rollouts.drawer.reference is None and not window["reference"].any() and (window["penalties"] > 0).any()
+    assert (
+        rollouts.drawer.reference is None
+        and not window["reference"].any()
+        and (window["penalties"] > 0).any()
+    )
 
 
 def test_groups_of_equal_rewards_are_dead_whatever_a_kl_term_adds() -> None:

@@ -1,4 +1,6 @@
-"""Run: pytest tests/laws/test_one_bad_number.py (one number that is not finite, anywhere, costs exactly one update)."""
+"""Run: pytest tests/laws/test_one_bad_number.py (one number that is not finite, anywhere, costs
+exactly one update).
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class Probe(nn.Module):
 
 
 def probe_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    errors = (model(batch["data"], batch["activation"]) - batch["wanted"]).square() * batch["counted"]
+    errors = (model(batch["data"], batch["activation"]) - batch["wanted"]).square() * batch[
+        "counted"
+    ]
     return spoiled(errors.sum(), batch), batch["counted"].sum()
 
 
@@ -60,13 +64,18 @@ def window(index: int, bad: tuple[str, int, float] | None = None) -> dict[str, T
     """The rows of an update, one of which carries `bad`: place, row, number."""
     draws = torch.Generator().manual_seed(index)
     batch = {name: torch.zeros(ROWS) for name in ("activation", "gradient", "loss")}
-    batch |= {"data": torch.randn(ROWS, WIDTH, generator=draws), "wanted": torch.randn(ROWS, generator=draws)}
+    batch |= {
+        "data": torch.randn(ROWS, WIDTH, generator=draws),
+        "wanted": torch.randn(ROWS, generator=draws),
+    }
     batch["counted"] = torch.ones(ROWS, dtype=torch.bool)
     return with_bad(batch, bad)
 
 
 def texts(index: int, bad: tuple[str, int, float] | None = None) -> dict[str, Tensor]:
-    return with_bad(ragged(ROWS, seed=index) | {name: torch.zeros(ROWS) for name in ("gradient", "loss")}, bad)
+    return with_bad(
+        ragged(ROWS, seed=index) | {name: torch.zeros(ROWS) for name in ("gradient", "loss")}, bad
+    )
 
 
 def with_bad(batch: dict[str, Tensor], bad: tuple[str, int, float] | None) -> dict[str, Tensor]:
@@ -76,14 +85,22 @@ def with_bad(batch: dict[str, Tensor], bad: tuple[str, int, float] | None) -> di
     return batch
 
 
-OPTIONS: dict[str, Any] = {"schedule": warmup_cosine(2, 20), "clip": 1.0, "micro_batch": MICRO_BATCH}
+OPTIONS: dict[str, Any] = {
+    "schedule": warmup_cosine(2, 20),
+    "clip": 1.0,
+    "micro_batch": MICRO_BATCH,
+}
 
 
 def engine(kind: str, backend: str = "eager") -> Resident:
     if kind in ("streamed", "llama"):
         made = {"loss": llama_loss, "optim": Muon(lr=1e-2, ema=0.9), **OPTIONS}
         model = tiny_llama()
-        return Streamed(model, placement=Placement(), **made) if kind == "streamed" else Resident(model, **made)
+        return (
+            Streamed(model, placement=Placement(), **made)
+            if kind == "streamed"
+            else Resident(model, **made)
+        )
     made = Resident(Probe(), loss=probe_loss, optim=AdamW(lr=1e-2, ema=0.9), **OPTIONS)
     if kind == "captured":
         captured_to_train(made, window(99), backend)
@@ -92,14 +109,22 @@ def engine(kind: str, backend: str = "eager") -> Resident:
 
 def tensors(of: Resident) -> dict[str, Tensor]:
     state = of.state()
-    return {name: tensor.clone() for part in (state.model, state.optimizer) for name, tensor in part.items()}
+    return {
+        name: tensor.clone()
+        for part in (state.model, state.optimizer)
+        for name, tensor in part.items()
+    }
 
 
 def equal(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
-    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    return mine.keys() == theirs.keys() and all(
+        torch.equal(mine[name], theirs[name]) for name in mine
+    )
 
 
-def never_had(reference: Resident, start: EngineState, windows: list[dict[str, Tensor]], bad_update: int) -> Any:
+def never_had(
+    reference: Resident, start: EngineState, windows: list[dict[str, Tensor]], bad_update: int
+) -> Any:
     """The slow way: the bad update is not made, only counted."""
     reference.load_state(start)
     for index, rows in enumerate(windows):
@@ -117,7 +142,10 @@ def never_had(reference: Resident, start: EngineState, windows: list[dict[str, T
         ("eager", 5),
         ("captured", 7),
         ("streamed", 11),
-        *(pytest.param(kind, 1, marks=pytest.mark.slow) for kind in ("eager", "captured", "llama", "streamed")),
+        *(
+            pytest.param(kind, 1, marks=pytest.mark.slow)
+            for kind in ("eager", "captured", "llama", "streamed")
+        ),
     ],
 )
 def test_it_costs_exactly_one_update(kind: str, stride: int) -> None:
@@ -150,7 +178,10 @@ def test_it_costs_an_ensemble_one_update_of_one_member(place: str) -> None:
     def together(bad: tuple[str, int, float] | None) -> Ensemble:
         members = Ensemble([Probe(seed) for seed in range(3)], **options)
         for index in range(UPDATES):
-            own = [window(10 * member + index, bad if (member, index) == (1, 2) else None) for member in range(3)]
+            own = [
+                window(10 * member + index, bad if (member, index) == (1, 2) else None)
+                for member in range(3)
+            ]
             members.accumulate({name: torch.stack([each[name] for each in own]) for name in own[0]})
             done = members.update()
         assert done.skipped.tolist() == [0, int(bad is not None), 0]
@@ -158,12 +189,16 @@ def test_it_costs_an_ensemble_one_update_of_one_member(place: str) -> None:
 
     sound, spoilt = together(None), together((place, 5, math.nan))
     for member, alike in enumerate([True, False, True]):
-        pairs = zip(sound.members[member].parameters(), spoilt.members[member].parameters(), strict=True)
+        pairs = zip(
+            sound.members[member].parameters(), spoilt.members[member].parameters(), strict=True
+        )
         assert all(torch.equal(mine, other) for mine, other in pairs) is alike
-        assert all(bool(parameter.isfinite().all()) for parameter in spoilt.members[member].parameters())
+        assert all(
+            bool(parameter.isfinite().all()) for parameter in spoilt.members[member].parameters()
+        )
 
 
-# ---- the rate, and a gradient whose square overflows ----------------------------------------------------------------
+# ---- the rate, and a gradient whose square overflows ---------------------------------------------
 
 HUGE = 1e60  # finite, as a schedule's factor is, and beyond fp32
 
@@ -183,7 +218,8 @@ def scheduled(kind: str, factor: float, at: int = 1) -> Resident:
 
 
 @pytest.mark.parametrize(
-    "kind", ["eager", pytest.param("captured", marks=pytest.mark.slow), "ensemble", "streamed", "backward"]
+    "kind",
+    ["eager", pytest.param("captured", marks=pytest.mark.slow), "ensemble", "streamed", "backward"],
 )
 def test_a_rate_that_overflows_costs_exactly_one_update(kind: str) -> None:
     rows = texts if kind in ("streamed", "backward") else window
@@ -207,7 +243,9 @@ STEEP = {
 }
 
 
-@pytest.mark.parametrize("make", [AdamW, functools.partial(Muon, matrices=["*first.weight"])], ids=["adamw", "muon"])
+@pytest.mark.parametrize(
+    "make", [AdamW, functools.partial(Muon, matrices=["*first.weight"])], ids=["adamw", "muon"]
+)
 @pytest.mark.parametrize("how", STEEP)
 def test_what_multiplies_the_rate_overflows_no_weight(how: str, make: Any) -> None:
     steep = make(**STEEP[how])
@@ -226,18 +264,26 @@ def test_what_multiplies_the_rate_overflows_no_weight(how: str, make: Any) -> No
 
 @pytest.mark.parametrize("factor", [math.nan, math.inf, -1.0, None, True])
 @pytest.mark.parametrize("kind", ["eager", "ensemble", "streamed"])
-def test_a_schedule_that_returns_no_rate_is_refused_before_it_does_anything(kind: str, factor: Any) -> None:
+def test_a_schedule_that_returns_no_rate_is_refused_before_it_does_anything(
+    kind: str, factor: Any
+) -> None:
     trained, rows = scheduled(kind, factor, at=0), texts if kind == "streamed" else window
     before = {name: tensor.clone() for name, tensor in trained.model.named_parameters()}
     trained.accumulate(rows(0))
-    with pytest.raises(UsageError, match=rf"the schedule returned {factor} for update 0: expected a factor"):
+    with pytest.raises(
+        UsageError, match=rf"the schedule returned {factor} for update 0: expected a factor"
+    ):
         trained.update()
-    assert all(torch.equal(tensor, before[name]) for name, tensor in trained.model.named_parameters())
+    assert all(
+        torch.equal(tensor, before[name]) for name, tensor in trained.model.named_parameters()
+    )
 
 
 @pytest.mark.parametrize("optim", [AdamW(lr=1e-2), AdamW(lr=1e-2, betas=(0.0, 0.99))])
 def test_a_gradient_whose_square_overflows_leaves_no_moment_that_is_infinite(optim: AdamW) -> None:
-    """Its norm is finite, and an infinite second moment would hold the weight still for good, in silence."""
+    """Its norm is finite, and an infinite second moment would hold the weight still for good, in
+    silence.
+    """
 
     def steep(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
         return (model(batch["x"]) * batch["slope"]).sum(), 1

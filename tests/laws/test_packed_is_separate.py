@@ -1,5 +1,7 @@
 # Run: pytest tests/laws/test_packed_is_separate.py
-"""Law 9: documents packed in one row get the hidden states, and pass back the gradients, that they get alone."""
+"""Law 9: documents packed in one row get the hidden states, and pass back the gradients, that they
+get alone.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ CONFIG = LlamaConfig(
     head_dim=16,
     initializer_range=0.3,  # far from linear, so that attention matters
 )
-# Windows shorter than most documents, longer than some, and longer than every row; layers that differ.
+# Windows shorter than most documents, longer than some, and longer than every row; layers that
+# differ.
 FAMILIES = {
     "llama": CONFIG,
     "mistral": replace(CONFIG, model_type="mistral", sliding_window=5),
@@ -71,29 +74,41 @@ def _documents(lengths, seed=0):
 
 
 def _pack(documents, row=ROW):
-    """Documents in order, a new row where one does not fit, and a last row that is padding altogether."""
+    """Documents in order, a new row where one does not fit, and a last row that is padding
+    altogether.
+    """
     rows, row_of = [[]], []
     for document in documents:
         if sum(map(len, rows[-1])) + len(document) > row:
             rows.append([])
         row_of.append((len(rows) - 1, sum(map(len, rows[-1]))))
         rows[-1].append(document)
-    tokens, segments, positions = (torch.zeros(len(rows) + 1, row, dtype=torch.int64) for _ in range(3))
+    tokens, segments, positions = (
+        torch.zeros(len(rows) + 1, row, dtype=torch.int64) for _ in range(3)
+    )
     for document, (index, start) in zip(documents, row_of, strict=True):
         piece = slice(start, start + len(document))
         tokens[index, piece] = document
         segments[index, piece] = segments[index].max() + 1
         positions[index, piece] = torch.arange(len(document))
-    pieces = [(index, slice(s, s + len(d))) for d, (index, s) in zip(documents, row_of, strict=True)]
+    pieces = [
+        (index, slice(s, s + len(d))) for d, (index, s) in zip(documents, row_of, strict=True)
+    ]
     return tokens, segments, positions, pieces
 
 
 def _results(model, forward, documents):
-    """All documents' hidden states in one tensor, and the gradients of a fixed random function of them."""
+    """All documents' hidden states in one tensor, and the gradients of a fixed random function of
+    them.
+    """
     hidden = torch.cat(forward(model, documents))
-    readout = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    readout = torch.randn(
+        hidden.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     loss = (hidden * readout.to(hidden.dtype)).sum()
-    gradients = torch.autograd.grad(loss, [p for name, p in model.named_parameters() if name != "lm_head.weight"])
+    gradients = torch.autograd.grad(
+        loss, [p for name, p in model.named_parameters() if name != "lm_head.weight"]
+    )
     return [hidden.detach(), *gradients]
 
 
@@ -122,7 +137,8 @@ def _without_rotation(model, documents):
 LENGTHS = [5, 17, 1, 20, 31, 9, 2]
 
 
-# By day a Llama has every way to compute attention, and families that differ most the one that a run would choose.
+# By day a Llama has every way to compute attention, and families that differ most the one that a
+# run would choose.
 BY_DAY = ("llama", "mistral", "gpt_oss", "qwen3_next")
 
 
@@ -130,7 +146,11 @@ BY_DAY = ("llama", "mistral", "gpt_oss", "qwen3_next")
     ("impl", "family"),
     [
         pytest.param(
-            impl, family, marks=() if family == "llama" or (impl == "auto" and family in BY_DAY) else pytest.mark.slow
+            impl,
+            family,
+            marks=()
+            if family == "llama" or (impl == "auto" and family in BY_DAY)
+            else pytest.mark.slow,
         )
         for impl in ("reference", "sdpa", "blocks", "auto")
         for family in FAMILIES
@@ -142,8 +162,14 @@ def test_packed_is_separate_in_float64(impl, family, lengths, seed):
     documents, model = _documents(lengths, seed), Llama(FAMILIES[family], seed, impl).double()
     packed, alone = (_results(model, forward, documents) for forward in (_packed, _alone))
     assert relative_error(packed[0], alone[0]) < 1e-12
-    # All gradients as one vector: those of queries and keys vanish when every document is one token long.
-    assert relative_error(*(torch.cat([g.flatten() for g in result[1:]]) for result in (packed, alone))) < 1e-12
+    # All gradients as one vector: those of queries and keys vanish when every document is one token
+    # long.
+    assert (
+        relative_error(
+            *(torch.cat([g.flatten() for g in result[1:]]) for result in (packed, alone))
+        )
+        < 1e-12
+    )
 
 
 def _with_small_chunks(monkeypatch):
@@ -166,7 +192,9 @@ def test_the_law_notices_what_a_layer_carries_over_a_border(monkeypatch, leak):
         monkeypatch.setattr(delta_net, "starts", lambda segments: None)
     else:
         whole = delta_net.Taps.forward
-        monkeypatch.setattr(delta_net.Taps, "forward", lambda self, channels, segments: whole(self, channels, None))
+        monkeypatch.setattr(
+            delta_net.Taps, "forward", lambda self, channels, segments: whole(self, channels, None)
+        )
     packed = _results(model, _packed, documents)
     assert min(relative_error(*pair) for pair in zip(packed, alone, strict=True)) > 1e-3
 
@@ -174,7 +202,10 @@ def test_the_law_notices_what_a_layer_carries_over_a_border(monkeypatch, leak):
 @pytest.mark.filterwarnings(FLEX_UNFUSED)
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(each, marks=() if each in ("llama", "gpt_oss") else pytest.mark.slow) for each in FAMILIES],
+    [
+        pytest.param(each, marks=() if each in ("llama", "gpt_oss") else pytest.mark.slow)
+        for each in FAMILIES
+    ],
 )
 def test_packed_is_separate_with_flex_attention_forward(family):
     documents, model = _documents(LENGTHS), Llama(FAMILIES[family]).double()
@@ -188,7 +219,9 @@ def test_packed_is_separate_with_flex_attention_forward(family):
 @pytest.mark.parametrize(
     ("impl", "dtype", "family"),
     [
-        pytest.param(impl, dtype, family, marks=() if (one + two + three) % 2 == 0 else pytest.mark.slow)
+        pytest.param(
+            impl, dtype, family, marks=() if (one + two + three) % 2 == 0 else pytest.mark.slow
+        )
         for one, impl in enumerate(["reference", "sdpa", "blocks"])
         for two, dtype in enumerate([torch.float32, torch.bfloat16])
         for three, family in enumerate(["llama", "mistral", "qwen3"])
@@ -203,13 +236,17 @@ def test_packed_is_as_exact_as_separate_in_low_precision(impl, dtype, family):
 
 
 def test_in_a_long_row_positions_must_restart():
-    """Rotary scores depend on differences of positions only, so dropping positions costs nothing but exactness.
+    """Rotary scores depend on differences of positions only, so dropping positions costs nothing
+    but exactness.
 
-    That loss is what shows whether they arrive: a late angle carries the rounding of a large number.
+    That loss is what shows whether they arrive: a late angle carries the rounding of a large
+        number.
     """
     documents, model = _documents([23] * 44), Llama(CONFIG)
     alone = _results(model, _alone, documents)
-    kept, dropped = (_results(model, forward, documents) for forward in (_long_row, _long_row_without_positions))
+    kept, dropped = (
+        _results(model, forward, documents) for forward in (_long_row, _long_row_without_positions)
+    )
     exact = _results(model.double(), _alone, documents)
     for with_positions, without, naive, truth in zip(kept, dropped, alone, exact, strict=True):
         assert error_within(with_positions, naive, truth)
@@ -237,7 +274,10 @@ def _without_window(model, documents):
 def test_the_law_notices_a_lost_window(impl):
     documents = _documents(LENGTHS)
     models = [Llama(FAMILIES["mistral"], attention=impl).double() for _ in range(2)]
-    packed, alone = _results(models[0], _without_window, documents), _results(models[1], _alone, documents)
+    packed, alone = (
+        _results(models[0], _without_window, documents),
+        _results(models[1], _alone, documents),
+    )
     assert min(relative_error(*pair) for pair in zip(packed, alone, strict=True)) > 1e-3
 
 
@@ -245,7 +285,9 @@ def test_the_law_notices_a_lost_window(impl):
 @pytest.mark.parametrize("impl", ["reference", "sdpa", "blocks"])
 def test_the_law_notices_a_lost_mask_or_lost_rotation(impl, broken):
     documents, model = _documents(LENGTHS), Llama(CONFIG, attention=impl).double()
-    for packed, alone in zip(_results(model, broken, documents), _results(model, _alone, documents), strict=True):
+    for packed, alone in zip(
+        _results(model, broken, documents), _results(model, _alone, documents), strict=True
+    ):
         assert relative_error(packed, alone) > 1e-3
 
 
@@ -270,12 +312,19 @@ def test_rows_of_padding_alone_stay_finite(impl):
 def _separate_gradients(model, batch, pieces):
     """The slow, obviously correct path: every document alone, one dense loss."""
     targets = torch.cat([batch["targets"][piece] for piece in pieces])
-    logits = torch.cat([model(batch["tokens"][piece][None])[0] for piece in pieces]) @ model.lm_head.weight.T
-    return torch.autograd.grad(nn.functional.cross_entropy(logits, targets), list(model.parameters()))
+    logits = (
+        torch.cat([model(batch["tokens"][piece][None])[0] for piece in pieces])
+        @ model.lm_head.weight.T
+    )
+    return torch.autograd.grad(
+        nn.functional.cross_entropy(logits, targets), list(model.parameters())
+    )
 
 
 def holds_in_a_graph(engine):
-    """The law for a captured engine, with its loss and backward pass: test_compiled_is_eager.py has one."""
+    """The law for a captured engine, with its loss and backward pass: test_compiled_is_eager.py has
+    one.
+    """
     tokens, segments, positions, pieces = _pack(_documents([5, 17, 1, 20, 24, 9, 2]), row=24)
     targets = torch.where(segments > 0, (3 * tokens + positions) % CONFIG.vocab_size, -100)
     batch = {"tokens": tokens, "targets": targets, "segments": segments, "positions": positions}
@@ -283,7 +332,9 @@ def holds_in_a_graph(engine):
     engine.accumulate(batch)
     ours = [parameter.grad for parameter in engine.model.parameters()]
     model = copy.deepcopy(engine.model)
-    alone, exact = (_separate_gradients(each, batch, pieces) for each in (model, copy.deepcopy(model).double()))
+    alone, exact = (
+        _separate_gradients(each, batch, pieces) for each in (model, copy.deepcopy(model).double())
+    )
     for each in zip(ours, alone, exact, strict=True):
         assert error_within(*each)
 
@@ -300,8 +351,11 @@ def test_packed_is_separate_on_a_gpu(impl, compiled, family):
     if compiled:
         torch.compiler.reset()
         model.compile(fullgraph=True, dynamic=False)
-    k = 4 if compiled else 2  # a kernel has an order of sums of its own, as in ops/test_attention_kernels.py
-    for ours, naive, truth in zip(_results(model, _packed_on_gpu, documents), alone, exact, strict=True):
+    # A kernel has an order of sums of its own, as in ops/test_attention_kernels.py.
+    k = 4 if compiled else 2
+    for ours, naive, truth in zip(
+        _results(model, _packed_on_gpu, documents), alone, exact, strict=True
+    ):
         assert error_within(ours, naive, truth, k=k)
 
 
@@ -315,23 +369,34 @@ def test_blocks_that_are_graphs_have_flex_attention_on_a_gpu(family):
     window = {"tokens": tokens, "targets": tokens, "segments": segments, "positions": positions}
     engine = Resident(model, optim=AdamW())
     assert engine.capture(window, scope="blocks") is None
-    masks = [mask for _, mask in model.attention_inputs(tokens.cuda(), segments.cuda(), positions.cuda())]
+    masks = [
+        mask for _, mask in model.attention_inputs(tokens.cuda(), segments.cuda(), positions.cuda())
+    ]
     assert all(isinstance(mask, BlockMask) for mask in masks)
-    for ours, naive, truth in zip(_results(model, _packed_on_gpu, documents), alone, exact, strict=True):
+    for ours, naive, truth in zip(
+        _results(model, _packed_on_gpu, documents), alone, exact, strict=True
+    ):
         assert error_within(ours, naive, truth, k=4)  # see above
     release(engine.step)
-    assert isinstance(model.attention_inputs(tokens.cuda(), segments.cuda(), positions.cuda())[0][1], torch.Tensor)
+    assert isinstance(
+        model.attention_inputs(tokens.cuda(), segments.cuda(), positions.cuda())[0][1], torch.Tensor
+    )
 
 
 @pytest.mark.gpu
 def test_packed_is_separate_without_gradients_on_a_gpu():
-    """Of rows of several blocks, each has its own blocks: no backward pass fixes the layout of their lists."""
+    """Of rows of several blocks, each has its own blocks: no backward pass fixes the layout of
+    their lists.
+    """
     documents, model = _documents([300, 40, 120, 200, 130, 50]), Llama(CONFIG).cuda()
     tokens, segments, positions, pieces = _pack(documents, row=384)
     forward = compiled(lambda *inputs: model(inputs[0], segments=inputs[1], positions=inputs[2]))
     with torch.no_grad():
         hidden = forward(tokens.cuda(), segments.cuda(), positions.cuda()).cpu()
-        ours, alone = torch.cat([hidden[piece] for piece in pieces]), torch.cat(_alone_on_gpu(model, documents))
+        ours, alone = (
+            torch.cat([hidden[piece] for piece in pieces]),
+            torch.cat(_alone_on_gpu(model, documents)),
+        )
         exact = torch.cat(_alone(Llama(CONFIG).double(), documents))
     assert error_within(ours, alone, exact, k=4)  # see above
 

@@ -1,5 +1,6 @@
 # Run: pytest tests/laws/test_planned_is_measured.py
-"""Law 12: the peak memory that is predicted without running a step is the one that the CPU's allocator then sees.
+"""Law 12: the peak memory that is predicted without running a step is the one that the CPU's
+allocator then sees.
 
 The instrument is `LiveBytes`; benchmarks/plan.py does the same for random configurations.
 """
@@ -115,8 +116,9 @@ EAGER = {
 }  # fmt: skip
 
 
-# By day a mixture in every second layer stands for mixtures, bf16, Muon and kinds of layers that take turns, a step of
-# few tokens for more layers than the trace, and adapters with rows of tokens for the other ways to have adapters.
+# By day a mixture in every second layer stands for mixtures, bf16, Muon and kinds of layers that
+# take turns, a step of few tokens for more layers than the trace, and adapters with rows of tokens
+# for the other ways to have adapters.
 BY_DAY = {
     "a mixture in every second layer, bf16, muon", "adapters and rows of tokens, a large vocabulary",
     "a step of few tokens, so the update",
@@ -138,7 +140,9 @@ def test_an_eager_step_of_rewarded_answers(judged, monkeypatch):
         model.use_attention("cached")
     window = packed(96) if judged == "rows" else ragged(96)
     length = window["tokens"].shape[1]
-    window |= {name: torch.ones(96, length, dtype=torch.float64) for name in ("factors", "shares", "drawn")}
+    window |= {
+        name: torch.ones(96, length, dtype=torch.float64) for name in ("factors", "shares", "drawn")
+    }
     engine = Resident(model, loss=PolicyLoss(), optim=AdamW(), clip=1.0, micro_batch=48)
     engine.accumulate(window)
     engine.update()
@@ -155,16 +159,31 @@ def test_an_eager_step_of_rewarded_answers(judged, monkeypatch):
         judged=judged,
     )
     assert footprint(work).peak_bytes == pytest.approx(measured_bytes, rel=WORST)
-    assert footprint(replace(work, judged="")).peak_bytes < 0.9 * measured_bytes, "the loss of texts takes less"
+    assert footprint(replace(work, judged="")).peak_bytes < 0.9 * measured_bytes, (
+        "the loss of texts takes less"
+    )
 
 
 CAPTURED = {
-    "one graph": Work(shape(vocab_size=2000, num_hidden_layers=1), rows=8, length=48, optim=AdamW(), packed=False),
+    "one graph": Work(
+        shape(vocab_size=2000, num_hidden_layers=1), rows=8, length=48, optim=AdamW(), packed=False
+    ),
     "a graph per block, recomputed in part": Work(
-        shape(num_hidden_layers=6), rows=8, length=48, optim=AdamW(), compile="blocks", remat=0.5, packed=False
+        shape(num_hidden_layers=6),
+        rows=8,
+        length=48,
+        optim=AdamW(),
+        compile="blocks",
+        remat=0.5,
+        packed=False,
     ),
     "one graph, bf16, gradients of a tied embedding that are larger than all that is stored": Work(
-        shape(vocab_size=4000, num_hidden_layers=2), rows=3, length=32, optim=AdamW(), precision="bf16", packed=False
+        shape(vocab_size=4000, num_hidden_layers=2),
+        rows=3,
+        length=32,
+        optim=AdamW(),
+        precision="bf16",
+        packed=False,
     ),
     "bf16, a loss in four chunks": Work(
         shape(vocab_size=8000, num_hidden_layers=1),
@@ -213,10 +232,16 @@ ALL = EAGER | CAPTURED
 
 
 def holds_in_a_graph(engine):
-    """The law for a captured engine, most of whose bytes are activations: test_compiled_is_eager.py has one."""
+    """The law for a captured engine, most of whose bytes are activations: test_compiled_is_eager.py
+    has one.
+    """
     window = packed(16)
     work = Work(
-        engine.model.config, rows=engine.micro_batch, length=window["tokens"].shape[1], optim=AdamW(), window_rows=16
+        engine.model.config,
+        rows=engine.micro_batch,
+        length=window["tokens"].shape[1],
+        optim=AdamW(),
+        window_rows=16,
     )
     engine.accumulate(window)
     engine.update()
@@ -226,7 +251,9 @@ def holds_in_a_graph(engine):
     assert 4 * 4 * work.config.parameter_count() < peak_bytes / 2
 
 
-@pytest.mark.slow(reason="each compiles for half a minute or more; by day test_compiled_is_eager.py has a graph")
+@pytest.mark.slow(
+    reason="each compiles for half a minute or more; by day test_compiled_is_eager.py has a graph"
+)
 @pytest.mark.parametrize("name", CAPTURED)
 def test_a_captured_step(name, measured):
     predicted = footprint(CAPTURED[name]).peak_bytes
@@ -237,7 +264,14 @@ def test_a_captured_step(name, measured):
 def on_a_gpu(layers, optim, precision, **more):
     config = shape(num_hidden_layers=layers, head_dim=16, max_position_embeddings=256)
     return Work(
-        config, rows=8, length=256, optim=optim, precision=precision, compile="none", device_type="cuda", **more
+        config,
+        rows=8,
+        length=256,
+        optim=optim,
+        precision=precision,
+        compile="none",
+        device_type="cuda",
+        **more,
     )
 
 
@@ -253,10 +287,14 @@ ON_A_GPU = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ON_A_GPU)
 def test_a_step_on_a_gpu(name, measured):
-    assert footprint(ON_A_GPU[name]).peak_bytes == pytest.approx(measured(ON_A_GPU[name]), rel=WORST)
+    assert footprint(ON_A_GPU[name]).peak_bytes == pytest.approx(
+        measured(ON_A_GPU[name]), rel=WORST
+    )
 
 
-@pytest.mark.slow(reason="traces five steps; by day the adapters of test_an_eager_step are beside frozen weights")
+@pytest.mark.slow(
+    reason="traces five steps; by day the adapters of test_an_eager_step are beside frozen weights"
+)
 def test_frozen_weights_have_neither_gradient_nor_moments():
     """2 bytes a number of the base in bf16, and 16 a number of the adapters: 4 of each of 4 kinds."""
     plain, whole_numbers, four_bits = (
@@ -265,12 +303,18 @@ def test_frozen_weights_have_neither_gradient_nor_moments():
     )
     work = replace(plain, precision="bf16")
     found, adapters = footprint(work).by_origin, trained_adapters(work)
-    assert adapters == 3 * 8 * (4 * 2 * 64 + 3 * (64 + 160) - 2 * 32)  # keys and values are half as wide
+    # Keys and values are half as wide.
+    assert adapters == 3 * 8 * (4 * 2 * 64 + 3 * (64 + 160) - 2 * 32)
     assert found["gradients"] == pytest.approx(4 * adapters, rel=0.01)
     assert found["moments"] == pytest.approx(8 * adapters, rel=0.01)
     norms = 2 * (2 * 3 + 1) * 64  # which stay in fp32: 2 bytes more each
-    assert found["weights"] == pytest.approx(2 * work.config.parameter_count() + norms + 4 * adapters, rel=0.01)
-    blocks, outputs = 3 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160), 3 * (3 * 64 + 2 * 32 + 2 * 160)
+    assert found["weights"] == pytest.approx(
+        2 * work.config.parameter_count() + norms + 4 * adapters, rel=0.01
+    )
+    blocks, outputs = (
+        3 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160),
+        3 * (3 * 64 + 2 * 32 + 2 * 160),
+    )
     for narrow, dense, number, kept in (
         (whole_numbers, work, 2, blocks + 4 * outputs),
         (four_bits, plain, 4, blocks * (0.5 + 1 / 64 + 4 / 16384)),
@@ -281,7 +325,11 @@ def test_frozen_weights_have_neither_gradient_nor_moments():
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in BY_DAY else pytest.mark.slow) for name, work in ALL.items() if work.lora],
+    [
+        pytest.param(name, marks=() if name in BY_DAY else pytest.mark.slow)
+        for name, work in ALL.items()
+        if work.lora
+    ],
 )
 def test_the_search_is_near_the_trace(name):
     """It ranks; the one that it chooses is traced where that may matter (`planner.defaults.DOUBT`)."""
@@ -291,8 +339,14 @@ def test_the_search_is_near_the_trace(name):
 def test_the_parts_are_what_they_are_called():
     work = EAGER["more layers than the trace"]
     found, parameters = footprint(work), work.config.parameter_count()
-    static = {name: found.by_origin[name] / (4 * parameters) for name in ("weights", "gradients", "moments")}
+    static = {
+        name: found.by_origin[name] / (4 * parameters)
+        for name in ("weights", "gradients", "moments")
+    }
     assert static == pytest.approx({"weights": 1, "gradients": 1, "moments": 2}, rel=0.01)
     # Deeper by one block, so many bytes more of activations, whatever the depth.
-    deeper = [footprint(replace(work, config=shape(num_hidden_layers=n))).by_origin["activations"] for n in (7, 8)]
+    deeper = [
+        footprint(replace(work, config=shape(num_hidden_layers=n))).by_origin["activations"]
+        for n in (7, 8)
+    ]
     assert deeper[1] - deeper[0] == deeper[0] - found.by_origin["activations"] > 0

@@ -1,4 +1,6 @@
-"""Run: pytest tests/laws/test_preference_is_its_equation.py (laws 2, 9 and 18 for pairs of answers)."""
+"""Run: pytest tests/laws/test_preference_is_its_equation.py (laws 2, 9 and 18 for pairs of
+answers).
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def loss_of(name: str, rows: PairRows) -> PreferenceLoss:
 
 
 def window(rows: PairRows) -> Batch:
-    return {key: torch.from_numpy(value) for key, value in rows.window(np.arange(len(rows))).items()}
+    return {
+        key: torch.from_numpy(value) for key, value in rows.window(np.arange(len(rows))).items()
+    }
 
 
 def log_probability(model: Llama, row: Row) -> tuple[Tensor, int]:
@@ -77,10 +81,17 @@ def log_probability(model: Llama, row: Row) -> tuple[Tensor, int]:
 
 
 def textbook(
-    name: str, chosen: Tensor, rejected: Tensor, references: Sequence[float], tokens: tuple[int, int]
+    name: str,
+    chosen: Tensor,
+    rejected: Tensor,
+    references: Sequence[float],
+    tokens: tuple[int, int],
 ) -> Tensor:
     beta = PARAMETERS[name]["beta"]
-    gains, means = (chosen - references[0], rejected - references[1]), (chosen / tokens[0], rejected / tokens[1])
+    gains, means = (
+        (chosen - references[0], rejected - references[1]),
+        (chosen / tokens[0], rejected / tokens[1]),
+    )
     if name == "dpo":
         return -logsigmoid(beta * (gains[0] - gains[1]))
     if name == "robust":
@@ -119,17 +130,25 @@ REFERENCES = -30 * torch.rand(15, dtype=torch.float64, generator=torch.Generator
 def slow(name: str) -> tuple[float, Tensor]:
     """The mean loss over the pairs, each answer alone, and its gradient."""
     labelled = name.startswith("kto")
-    model, made, references = tiny_llama(torch.float64, vocab_size=VOCABULARY), pairs(labelled=labelled), REFERENCES
+    model, made, references = (
+        tiny_llama(torch.float64, vocab_size=VOCABULARY),
+        pairs(labelled=labelled),
+        REFERENCES,
+    )
     losses, gains = [], []
     for number, pair in enumerate(made):
-        (chosen, long), (rejected, short) = (log_probability(model, row) for row in (pair.chosen, pair.rejected))
+        (chosen, long), (rejected, short) = (
+            log_probability(model, row) for row in (pair.chosen, pair.rejected)
+        )
         own = references[1 + 2 * number : 3 + 2 * number].tolist()
         gains.append((chosen - own[0], rejected - own[1]))
         if not labelled:
             losses.append(textbook(name, chosen, rejected, own, (long, short)))
     if labelled:
         losses = kto(gains, [pair.label for pair in made], **PARAMETERS[name])
-        assert sum(other.item() for _, other in gains) > 0 and len({pair.label for pair in made}) == 2
+        assert (
+            sum(other.item() for _, other in gains) > 0 and len({pair.label for pair in made}) == 2
+        )
     mean = torch.stack(losses).mean()
     mean.backward()
     return float(mean.detach()), flat_gradient(model)
@@ -139,7 +158,9 @@ def fast(name: str, micro_batch: int | None) -> tuple[float, Tensor]:
     rows = rows_of(pairs(labelled=name.startswith("kto")))
     loss = loss_of(name, rows)
     loss.reference[1:] = REFERENCES[1:]
-    engine = Resident(tiny_llama(torch.float64, vocab_size=VOCABULARY), loss=loss, micro_batch=micro_batch)
+    engine = Resident(
+        tiny_llama(torch.float64, vocab_size=VOCABULARY), loss=loss, micro_batch=micro_batch
+    )
     engine.accumulate(window(rows))
     return float(engine.step.loss_sum / engine.step.count), flat_gradient(engine.model)
 
@@ -151,7 +172,9 @@ def apart(name: str, micro_batch: int | None = 1) -> float:
 
 @pytest.mark.parametrize("micro_batch", [1, 2, None])
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_the_gradient_of_packed_pairs_is_that_of_each_answer_alone(name: str, micro_batch: int | None) -> None:
+def test_the_gradient_of_packed_pairs_is_that_of_each_answer_alone(
+    name: str, micro_batch: int | None
+) -> None:
     assert apart(name, micro_batch) <= 1e-12
 
 
@@ -188,7 +211,9 @@ class _OneMore(PairRows):
 
     def _targets(self, index_N: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
         after_N = np.minimum(index_N + 1, len(self._side.tokens) - 1)
-        return np.where(super()._targets(after_N) >= 0, self._side.tokens[index_N], super()._targets(index_N))
+        return np.where(
+            super()._targets(after_N) >= 0, self._side.tokens[index_N], super()._targets(index_N)
+        )
 
 
 def _without_end(pairs: room.Answers) -> tuple[Tensor, Tensor]:
@@ -233,7 +258,11 @@ def compared(precision: str, adapters: bool, captured: str = "") -> tuple[Reside
     if adapters:
         adapt(model, Lora(rank=3, dropout=0.3, base="nf4", dora=True), seed=1)
     engine = Resident(
-        model, loss=loss_of("dpo", rows), optim=AdamW(lr=1e-2), precision=Precision(precision), micro_batch=2
+        model,
+        loss=loss_of("dpo", rows),
+        optim=AdamW(lr=1e-2),
+        precision=Precision(precision),
+        micro_batch=2,
     )
     if captured:
         assert engine.capture(window(rows), backend=captured) is None
@@ -261,7 +290,8 @@ def test_the_first_loss_is_ln_2_to_the_bit(precision: str, adapters: bool) -> No
 def test_the_reference_of_adapters_is_the_base_in_the_same_bits() -> None:
     adapted, _ = compared("fp32", adapters=True)
     base = tiny_llama(vocab_size=VOCABULARY)
-    adapt(base, Lora(rank=3, base="nf4"), seed=2)  # other adapters, without magnitudes, which say nothing yet
+    # Other adapters, without magnitudes, which say nothing yet.
+    adapt(base, Lora(rank=3, base="nf4"), seed=2)
     rows = rows_of(pairs())
     other = Resident(base, loss=loss_of("dpo", rows), micro_batch=2)
     other.step.loss.recording.fill_(True)  # type: ignore[attr-defined]

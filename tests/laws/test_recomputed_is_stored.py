@@ -1,5 +1,7 @@
 # Run: pytest tests/laws/test_recomputed_is_stored.py
-"""Law 3: whatever is recomputed, loss, gradients and buffers are those of a step that stores everything."""
+"""Law 3: whatever is recomputed, loss, gradients and buffers are those of a step that stores
+everything.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,12 @@ FAMILIES = {
 
 def engine(policy, precision="fp32", **sizes):
     return Resident(
-        tiny_llama(**sizes), optim=AdamW(lr=1e-2), clip=0.5, precision=Precision(precision), remat=policy, micro_batch=3
+        tiny_llama(**sizes),
+        optim=AdamW(lr=1e-2),
+        clip=0.5,
+        precision=Precision(precision),
+        remat=policy,
+        micro_batch=3,
     )
 
 
@@ -81,11 +88,13 @@ def test_bits_of_losses_gradients_and_weights(family, precision, rows):
         assert all(torch.equal(mine, its) for mine, its in zip(again, stored, strict=True)), policy
 
 
-# ---- modules of one's own --------------------------------------------------------------------------------------------
+# ---- modules of one's own ------------------------------------------------------------------------
 
 
 class Powered(nn.Module):
-    """A linear layer divided by an estimate of its norm that every forward pass improves, and first reads."""
+    """A linear layer divided by an estimate of its norm that every forward pass improves, and first
+    reads.
+    """
 
     def __init__(self, size):
         super().__init__()
@@ -112,7 +121,9 @@ class Counted(nn.Module):
 
 
 class Careless(nn.Module):
-    """Dropout, running statistics, states of its own, an activation in place, and blocks that are used twice."""
+    """Dropout, running statistics, states of its own, an activation in place, and blocks that are
+    used twice.
+    """
 
     def __init__(self):
         super().__init__()
@@ -138,7 +149,9 @@ class Careless(nn.Module):
 
 
 def classified(model, batch):
-    return nn.functional.cross_entropy(model(batch["x"]), batch["y"], reduction="sum"), torch.tensor(len(batch["y"]))
+    return nn.functional.cross_entropy(
+        model(batch["x"]), batch["y"], reduction="sum"
+    ), torch.tensor(len(batch["y"]))
 
 
 def careless(policy):
@@ -174,7 +187,9 @@ def test_weights_of_bf16_alone_are_those_of_stored_activations(policy):
     outcomes = []
     for each in (Remat.Off(), policy):
         optim = AdamW(lr=1e-2, state="bf16", master_weights=False)
-        step = Step(tiny_llama(), loss=token_loss, optim=optim, precision=Precision("bf16"), remat=each)
+        step = Step(
+            tiny_llama(), loss=token_loss, optim=optim, precision=Precision("bf16"), remat=each
+        )
         accumulate(step, [packed(2), packed(2, seed=1)])
         outcomes.append([update(step).grad_norm, *step.model.state_dict().values()])
     assert all(torch.equal(mine, its) for mine, its in zip(*outcomes, strict=True))
@@ -191,13 +206,19 @@ def test_weights_of_bf16_alone_are_those_of_stored_activations(policy):
     ],
 )
 def test_a_captured_block_drops_the_same_when_it_is_recomputed(policy, backend, scope):
-    """The loss is linear in the weight, so it is the weight's product with its gradient if both dropped the same."""
-    block = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Dropout(0.5), nn.Dropout(0.5), nn.Sequential())
+    """The loss is linear in the weight, so it is the weight's product with its gradient if both
+    dropped the same.
+    """
+    block = nn.Sequential(
+        nn.Linear(6, 6, bias=False), nn.Dropout(0.5), nn.Dropout(0.5), nn.Sequential()
+    )
     model = nn.Sequential(block).double()
     step = Step(model, loss=lambda model, batch: (model(batch["x"]).sum(), 7), remat=policy)
     capture(step, backend, scope)
     accumulate(step, [vectors(0)])
-    torch.testing.assert_close((block[0].weight * block[0].weight.grad).sum(), step.loss_sum, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        (block[0].weight * block[0].weight.grad).sum(), step.loss_sum, rtol=1e-9, atol=1e-9
+    )
 
 
 def test_names_copies_and_taking_it_back():
@@ -207,10 +228,13 @@ def test_names_copies_and_taking_it_back():
     twin = copy.deepcopy(model)
     assert list(model.state_dict()) == list(twin.state_dict()) == names
     with torch.no_grad():
-        twin.model.layers[0].mlp.down_proj.weight.zero_()  # a copy's block runs the copy's weights, not the first's
+        # A copy's block runs the copy's weights, not the first's.
+        twin.model.layers[0].mlp.down_proj.weight.zero_()
     tokens = ragged(2)["tokens"]
     plain = tiny_llama()
-    assert torch.equal(model(tokens), plain(tokens)) and not torch.equal(twin(tokens), plain(tokens))
+    assert torch.equal(model(tokens), plain(tokens)) and not torch.equal(
+        twin(tokens), plain(tokens)
+    )
     recompute.follow(model, Remat.Off())
     assert [block.forward for block in blocks(model).values()] == forwards
 
@@ -245,7 +269,7 @@ def test_a_budget_says_so_where_it_cannot_be_known():
         accumulate(step, [vectors(0)])
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 
 def kept_bytes(policy, precision="fp32"):
@@ -261,7 +285,9 @@ def kept_bytes(policy, precision="fp32"):
 
 
 def test_memory_falls_as_it_is_told_to():
-    off, full, pointwise = (kept_bytes(policy) for policy in (Remat.Off(), Remat.Full(), Remat.Pointwise()))
+    off, full, pointwise = (
+        kept_bytes(policy) for policy in (Remat.Off(), Remat.Full(), Remat.Pointwise())
+    )
     assert full < 0.2 * off
     assert full < pointwise < 0.6 * off
     shares = [0.15, 0.35]
@@ -274,10 +300,11 @@ def test_memory_falls_as_it_is_told_to():
     assert abs(kept_bytes(mixed) - (off + full) / 2) < 0.05 * off
 
 
-# ---- captured --------------------------------------------------------------------------------------------------------
+# ---- captured ------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow  # by day test_scopes.py captures every policy by blocks, and test_cross.py one in one graph
+# By day test_scopes.py captures every policy by blocks, and test_cross.py one in one graph.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy",
     [
@@ -300,7 +327,8 @@ def test_captured_within_the_bound_of_law_1(policy):
     assert compat.captured_graphs() == graphs + 1 and compat.graph_breaks() == 0
 
 
-@pytest.mark.slow  # by day test_scopes.py counts the graphs of blocks that are alike, and of those that are not
+# By day test_scopes.py counts the graphs of blocks that are alike, and of those that are not.
+@pytest.mark.slow
 def test_blocks_share_a_graph_only_if_they_keep_the_same():
     graphs = []
     for shares in ((0.2, 0.2), (0.2, 0.6)):
@@ -313,7 +341,9 @@ def test_blocks_share_a_graph_only_if_they_keep_the_same():
     assert graphs == [2, 3]  # one of them is the loss's
 
 
-@pytest.mark.slow  # by day test_compiled_is_eager.py, where a block that writes what it reads is recomputed in a graph
+# By day test_compiled_is_eager.py, where a block that writes what it reads is recomputed in a
+# graph.
+@pytest.mark.slow
 def test_captured_buffers_change_once():
     """Dropout is left out: a compiler draws other numbers, so there is nothing to compare with."""
     finals = []

@@ -1,5 +1,6 @@
 # Run: pytest tests/laws/test_replayed_is_called.py
-"""Law 1 where a micro-step is captured once and replayed: to the bit what calling it for every micro-batch gives.
+"""Law 1 where a micro-step is captured once and replayed: to the bit what calling it for every
+micro-batch gives.
 
 On a CPU `Tape` stands for the device that captures; what runs on one is in test_replayed_on_a_gpu.
 """
@@ -9,7 +10,17 @@ from __future__ import annotations
 import pytest
 
 from batches import captured_to_train, copied, packed, ragged
-from laws.replaying import ROWS, Moving, assert_same_bits, check, cross_entropy, engine, replaying, trained, windows_of
+from laws.replaying import (
+    ROWS,
+    Moving,
+    assert_same_bits,
+    check,
+    cross_entropy,
+    engine,
+    replaying,
+    trained,
+    windows_of,
+)
 from laws.resumed import SETTINGS, cut_back, fingerprint, resume, start
 from monograph.graph.capture import give_back
 from monograph.graph.remat import Remat
@@ -18,7 +29,8 @@ from monograph.step import Step
 from tape import Tape
 
 
-# By day every second precision is packed and the others are ragged, and each policy has one of the two.
+# By day every second precision is packed and the others are ragged, and each policy has one of the
+# two.
 @pytest.mark.parametrize(
     ("precision", "micro_batch", "batch"),
     [
@@ -28,7 +40,10 @@ from tape import Tape
     ],
 )
 def test_accumulated(precision, micro_batch, batch):
-    check(lambda: engine(precision=precision, micro_batch=micro_batch), windows_of(batch, 3 if micro_batch == 2 else 6))
+    check(
+        lambda: engine(precision=precision, micro_batch=micro_batch),
+        windows_of(batch, 3 if micro_batch == 2 else 6),
+    )
 
 
 @pytest.mark.parametrize(
@@ -127,7 +142,9 @@ def test_a_state_that_is_loaded_where_a_graph_is():
 
 @pytest.mark.parametrize("moved", ["loss_factor", "loss_sum", "tokens", "grad"])
 def test_what_is_put_elsewhere_is_not_seen(moved):
-    """The tape reads and writes where the capture did, as a graph does: each of these would give other bits."""
+    """The tape reads and writes where the capture did, as a graph does: each of these would give
+    other bits.
+    """
     windows = windows_of(ragged, 4)
     expected = trained(engine(), windows)
     made = replaying(engine())
@@ -138,7 +155,8 @@ def test_what_is_put_elsewhere_is_not_seen(moved):
         step = made.step
         if moved == "tokens":
             step.micro_step._inputs = {
-                key: (batch, [leaf.clone() for leaf in own]) for key, (batch, own) in step.micro_step._inputs.items()
+                key: (batch, [leaf.clone() for leaf in own])
+                for key, (batch, own) in step.micro_step._inputs.items()
             }
         elif moved == "grad":
             for plane in step.planes:
@@ -154,7 +172,8 @@ def test_what_is_put_elsewhere_is_not_seen(moved):
 
 
 def test_runs_called_replayed_and_taken_up_again(here, monkeypatch, capfd):
-    """Law 10 too: a run that is cut and taken up captures anew, and has the bits of one that never replayed.
+    """Law 10 too: a run that is cut and taken up captures anew, and has the bits of one that never
+    replayed.
 
     Nothing is compiled, as test_compiled shows that graphs replayed are graphs called.
     """
@@ -178,4 +197,6 @@ def test_runs_called_replayed_and_taken_up_again(here, monkeypatch, capfd):
     resume("cut")
     called, replayed, resumed = (fingerprint(here / name) for name in ("called", "replayed", "cut"))
     assert called == replayed == resumed
-    assert [tape.called for tape in tapes] == [WARM_UP] * 2 and tapes[0].replays > tapes[1].replays > 0
+    assert [tape.called for tape in tapes] == [WARM_UP] * 2 and tapes[0].replays > tapes[
+        1
+    ].replays > 0

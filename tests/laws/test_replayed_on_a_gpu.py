@@ -1,5 +1,7 @@
 # Run: pytest tests/laws/test_replayed_on_a_gpu.py (needs a CUDA device)
-"""Law 1 on a GPU: a micro-step that is captured as a CUDA graph gives the bits of one that is called."""
+"""Law 1 on a GPU: a micro-step that is captured as a CUDA graph gives the bits of one that is
+called.
+"""
 
 from __future__ import annotations
 
@@ -64,12 +66,20 @@ def test_the_whole_step(precision, batch):
 
 @pytest.mark.parametrize(("micro_batch", "backend"), [(2, "inductor"), (6, "aot_eager")])
 def test_block_by_block(micro_batch, backend):
-    compare(lambda recorder: engine(recorder, precision="bf16", micro_batch=micro_batch), packed, backend, "blocks")
+    compare(
+        lambda recorder: engine(recorder, precision="bf16", micro_batch=micro_batch),
+        packed,
+        backend,
+        "blocks",
+    )
 
 
 @pytest.mark.parametrize("policy", [Remat.Full(), Remat.Budget(0.3)])
 def test_recomputed_inside_the_graph(policy):
-    compare(lambda recorder: engine(recorder, with_flex_attention(), precision="bf16", policy=policy), packed)
+    compare(
+        lambda recorder: engine(recorder, with_flex_attention(), precision="bf16", policy=policy),
+        packed,
+    )
 
 
 def test_fp16_and_its_scale():
@@ -83,7 +93,9 @@ def test_fp16_and_its_scale():
 
 def test_dropout_and_running_means():
     """Random numbers of a replay are those of a call: torch counts them on, replay by replay."""
-    made = compare(lambda recorder: engine(recorder, Moving(), loss=cross_entropy), ragged, "aot_eager")
+    made = compare(
+        lambda recorder: engine(recorder, Moving(), loss=cross_entropy), ragged, "aot_eager"
+    )
     assert int(made.model.norm.num_batches_tracked) == 12
 
 
@@ -91,8 +103,14 @@ def test_one_launch_a_micro_batch_and_no_wait(monkeypatch):
     made = Resident(tiny_llama().to(CARD), micro_batch=2)
     window = {name: tensor.to(CARD) for name, tensor in packed(6).items()}
     assert made.capture(window) is None
-    addresses, launched, replay = [plane.grad.data_ptr() for plane in made.step.planes], [], torch.cuda.CUDAGraph.replay
-    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (launched.append(graph), replay(graph)))
+    addresses, launched, replay = (
+        [plane.grad.data_ptr() for plane in made.step.planes],
+        [],
+        torch.cuda.CUDAGraph.replay,
+    )
+    monkeypatch.setattr(
+        torch.cuda.CUDAGraph, "replay", lambda graph: (launched.append(graph), replay(graph))
+    )
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -164,9 +182,13 @@ def test_a_capture_that_fails_leaves_the_device_as_it_was(error):
 def test_the_pool_is_part_of_the_peak_and_is_given_back():
     gc.collect()
     torch.cuda.empty_cache()
-    others = peak_memory_bytes(CARD) - torch.cuda.max_memory_allocated(CARD)  # what earlier tests' graphs hold
-    made = engine(CudaGraphs(CARD), tiny_llama(hidden_size=256, intermediate_size=512), micro_batch=32)
-    assert made.capture(ragged(32), "aot_eager") is None  # by it flex attention would copy a number to the card
+    # What earlier tests' graphs hold.
+    others = peak_memory_bytes(CARD) - torch.cuda.max_memory_allocated(CARD)
+    made = engine(
+        CudaGraphs(CARD), tiny_llama(hidden_size=256, intermediate_size=512), micro_batch=32
+    )
+    # By it flex attention would copy a number to the card.
+    assert made.capture(ragged(32), "aot_eager") is None
     reset_peak_memory(CARD)
     made.accumulate(ragged(32))
     held, peak = torch.cuda.memory_reserved(CARD), peak_memory_bytes(CARD)

@@ -1,7 +1,7 @@
 """Run: pytest tests/laws/test_sample_is_reference.py    (100,000 rows, a million draws, tails: -m slow)
 
-Law 7: the sampler in the graph draws what a float64 reference says, from the support that transformers' processors
-leave.
+Law 7: the sampler in the graph draws what a float64 reference says, from the support that
+transformers' processors leave.
 """
 
 from __future__ import annotations
@@ -58,14 +58,24 @@ STAGES: dict[str, dict[str, Any]] = {
         "xtc_probability": 1.0,
     },
 }
-ALL = {"top_a": 0.2, "epsilon_cutoff": 0.004, "eta_cutoff": 0.01, "mirostat_tau": 4.0, "min_keep": 2, **STAGES["all"]}
+ALL = {
+    "top_a": 0.2,
+    "epsilon_cutoff": 0.004,
+    "eta_cutoff": 0.01,
+    "mirostat_tau": 4.0,
+    "min_keep": 2,
+    **STAGES["all"],
+}
 CHOICES = [
     pytest.param(Sampling(**options, order=order), id=f"{name}, {order}")
     for name, options in STAGES.items()
     for order in ("hf", "llama_cpp")
 ] + [
     pytest.param(
-        Sampling(**ALL, order=",".join(random.Random(seed).sample(ORDERS["hf"], len(ORDERS["hf"])))), id=f"order {seed}"
+        Sampling(
+            **ALL, order=",".join(random.Random(seed).sample(ORDERS["hf"], len(ORDERS["hf"])))
+        ),
+        id=f"order {seed}",
     )
     for seed in range(8)
 ]
@@ -75,8 +85,18 @@ CHOICES = [
 
 
 def nudged(options: Sampling, by: float) -> Sampling:
-    """The same options, every threshold that is on moved a little: where this changes the support, rounding may."""
-    names = ("top_p", "min_p", "typical_p", "xtc_threshold", "top_a", "epsilon_cutoff", "eta_cutoff")
+    """The same options, every threshold that is on moved a little: where this changes the support,
+    rounding may.
+    """
+    names = (
+        "top_p",
+        "min_p",
+        "typical_p",
+        "xtc_threshold",
+        "top_a",
+        "epsilon_cutoff",
+        "eta_cutoff",
+    )
     values = {name: getattr(options, name) for name in names}
     moved = {name: value * by for name, value in values.items() if 0 < value < 1}
     return replace(options, **moved, mirostat_tau=options.mirostat_tau * by)
@@ -86,7 +106,9 @@ def nudged(options: Sampling, by: float) -> Sampling:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(*each.values, id=each.id, marks=pytest.mark.slow if (place + place // 2) % 2 else ())
+        pytest.param(
+            *each.values, id=each.id, marks=pytest.mark.slow if (place + place // 2) % 2 else ()
+        )
         for place, each in enumerate(CHOICES)
     ],
 )
@@ -96,7 +118,10 @@ def test_support_and_probabilities(options: Sampling) -> None:
     uniform_B = row_uniform(torch.tensor([options.seed]), torch.tensor([7]))
     for logits_V, ours_V in zip(logits_BV, ours_BV, strict=True):
         exact_V = probabilities(logits_V.double(), options, float(uniform_B))
-        moved = [probabilities(logits_V.double(), nudged(options, by), float(uniform_B)) for by in (1 - 1e-6, 1 + 1e-6)]
+        moved = [
+            probabilities(logits_V.double(), nudged(options, by), float(uniform_B))
+            for by in (1 - 1e-6, 1 + 1e-6)
+        ]
         if any(not torch.equal(each > 0, exact_V > 0) for each in moved):
             continue
         compared += 1
@@ -112,7 +137,10 @@ def test_support_and_probabilities(options: Sampling) -> None:
     ("options", "vocabulary"),
     [
         pytest.param(
-            *each.values, vocabulary, id=f"{each.id}-{vocabulary}", marks=() if place % 3 == at else pytest.mark.slow
+            *each.values,
+            vocabulary,
+            id=f"{each.id}-{vocabulary}",
+            marks=() if place % 3 == at else pytest.mark.slow,
         )
         for place, each in enumerate(CHOICES)
         for at, vocabulary in enumerate([3, 40, 700])
@@ -123,10 +151,14 @@ def test_the_ways_to_truncate_give_the_same_bits(options: Sampling, vocabulary: 
     logits_BV = some_logits(2, 6, vocabulary)
     logits_BV[0] = logits_BV[0].round()  # ties
     logits_BV[1, 2:] = -torch.inf
-    (window_BV, held_B), *others = (left(logits_BV, options, truncation) for truncation in TRUNCATIONS)
+    (window_BV, held_B), *others = (
+        left(logits_BV, options, truncation) for truncation in TRUNCATIONS
+    )
     for exact_BV, sure_B in others:
         assert sure_B.all() and torch.equal(window_BV[held_B], exact_BV[held_B])
-    assert (held_B[1:].all() or options.order not in ORDERS) and (window_BV.amax(-1) > -torch.inf).all()
+    assert (held_B[1:].all() or options.order not in ORDERS) and (
+        window_BV.amax(-1) > -torch.inf
+    ).all()
 
 
 @pytest.mark.parametrize("order", ["hf", "llama_cpp"])
@@ -135,10 +167,17 @@ def test_the_ways_to_truncate_give_the_same_bits(options: Sampling, vocabulary: 
 def test_how_many_are_kept_does_not_depend_on_how_large_the_largest_is(
     greatest: float, truncation: str, order: str
 ) -> None:
-    """Beside a large logit the distances of neighbours to it round to one number; how many rank above does not."""
+    """Beside a large logit the distances of neighbours to it round to one number; how many rank
+    above does not.
+    """
     logits_BV = torch.linspace(1.0, 1.0 + 2**-12, 600).expand(4, -1).clone()
     logits_BV[:, 7] = greatest
-    kinds = {"top_k": 50}, {"top_k": 200}, {"min_p": 1.0, "min_keep": 30}, {"top_p": 0.0, "min_keep": 70}
+    kinds = (
+        {"top_k": 50},
+        {"top_k": 200},
+        {"min_p": 1.0, "min_keep": 30},
+        {"top_p": 0.0, "min_keep": 70},
+    )
     for kind, count in zip(kinds, (50, 200, 30, 70), strict=True):
         options = Sampling(1.3, order=order, **kind)  # type: ignore[arg-type]
         kept_BV = left(logits_BV, options, truncation)[0] > -torch.inf
@@ -196,7 +235,9 @@ def theirs(logits_BV: Tensor, ids_BT: Tensor, options: Sampling) -> Tensor:
 
 
 def close_calls(logits_BV: Tensor, ids_BT: Tensor, options: Sampling) -> Tensor:
-    """Rows whose support, by the same processors in float64, hangs on 4 ulp of a threshold or of a logit."""
+    """Rows whose support, by the same processors in float64, hangs on 4 ulp of a threshold or of a
+    logit.
+    """
     ulp, exact_BV = 4 * 2.0**-23, theirs(logits_BV.double(), ids_BT, options)
     close_B = torch.zeros(len(logits_BV), dtype=torch.bool)
     noise_BV = torch.randn(logits_BV.shape, generator=torch.Generator().manual_seed(9))
@@ -210,7 +251,8 @@ def close_calls(logits_BV: Tensor, ids_BT: Tensor, options: Sampling) -> Tensor:
 def unexplained(settings: int, rows: int) -> tuple[int, int]:
     """Rows whose support differs from transformers' without a reason; and how many are close calls.
 
-    Reasons are a close call, and rounding of transformers' own: that its support in float64 is ours.
+    Reasons are a close call, and rounding of transformers' own: that its support in float64 is
+    ours.
     """
     choice, wrong, close = random.Random(0), 0, 0
     for index in range(settings):
@@ -227,11 +269,18 @@ def unexplained(settings: int, rows: int) -> tuple[int, int]:
 
 
 def kept_after_edits(logits_BV: Tensor, rows: Rows, chain: Chain) -> Tensor:
-    """What the chain keeps: by the window, and by the search where a row says that the window did not hold it all."""
+    """What the chain keeps: by the window, and by the search where a row says that the window did
+    not hold it all.
+    """
     edited_BV = edited(logits_BV, rows, None, chain)
-    quick, exact = (narrowed(edited_BV, rows, chain, truncation) for truncation in ("window", "search"))
+    quick, exact = (
+        narrowed(edited_BV, rows, chain, truncation) for truncation in ("window", "search")
+    )
     assert exact.held_B1.all()
-    return torch.where(quick.held_B1, scattered(quick, edited_BV), scattered(exact, edited_BV)) > -torch.inf
+    return (
+        torch.where(quick.held_B1, scattered(quick, edited_BV), scattered(exact, edited_BV))
+        > -torch.inf
+    )
 
 
 def test_the_support_is_transformers() -> None:
@@ -269,7 +318,11 @@ def p_value(options: Sampling, count: int, over: str, reference: Sampling | None
     return chi_square_p(counts, expected)
 
 
-DRAWN = [Sampling(1.0), Sampling(0.7, top_k=6, top_p=0.95, min_p=0.02), Sampling(1.3, typical_p=0.9, order="llama_cpp")]
+DRAWN = [
+    Sampling(1.0),
+    Sampling(0.7, top_k=6, top_p=0.95, min_p=0.02),
+    Sampling(1.3, typical_p=0.9, order="llama_cpp"),
+]
 
 
 @pytest.mark.parametrize("over", ["seeds", pytest.param("positions", marks=pytest.mark.slow)])
@@ -303,11 +356,14 @@ def tail(probability: float, count: int) -> tuple[int, float]:
 
 
 @pytest.mark.parametrize(
-    ("probability", "count"), [(1e-3, 100_000), pytest.param(1e-5, 20_000_000, marks=pytest.mark.slow)]
+    ("probability", "count"),
+    [(1e-3, 100_000), pytest.param(1e-5, 20_000_000, marks=pytest.mark.slow)],
 )
 def test_rare_tokens_are_as_rare_as_they_should_be(probability: float, count: int) -> None:
     drawn, expected = tail(probability, count)
-    assert abs(drawn - expected) <= 4.9 * math.sqrt(expected), "4.9 standard deviations: 1e-6 of all seeds"
+    assert abs(drawn - expected) <= 4.9 * math.sqrt(expected), (
+        "4.9 standard deviations: 1e-6 of all seeds"
+    )
 
 
 def test_draws_are_independent_of_their_neighbours() -> None:

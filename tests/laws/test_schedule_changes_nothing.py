@@ -1,7 +1,8 @@
 """Run: pytest tests/laws/test_schedule_changes_nothing.py (law 7; through Inductor: -m slow).
 
-Whatever row a request gets, whoever is beside it, whenever it comes, however many steps a block has, whether the host
-reads behind, whose prompt began with the same tokens and who was cancelled: the same tokens, bit for bit within a mode.
+Whatever row a request gets, whoever is beside it, whenever it comes, however many steps a block
+has, whether the host reads behind, whose prompt began with the same tokens and who was cancelled:
+the same tokens, bit for bit within a mode.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ TOKENIZER = Tokenizer.bytes()
 END = TOKENIZER.eos_id
 SCHEMA = {
     "type": "object",
-    "properties": {"a": {"type": "string", "maxLength": 9}, "b": {"type": "integer", "minimum": 0, "maximum": 999}},
+    "properties": {
+        "a": {"type": "string", "maxLength": 9},
+        "b": {"type": "integer", "minimum": 0, "maximum": 999},
+    },
     "required": ["a", "b"],
 }
 FORM = constraint("json_schema", SCHEMA, TOKENIZER.pieces, [END])
@@ -39,13 +43,30 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 1.0},
     {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
-    {"temperature": 0.9, "repetition_penalty": 1.4, "frequency_penalty": 0.3, "presence_penalty": 0.1},
+    {
+        "temperature": 0.9,
+        "repetition_penalty": 1.4,
+        "frequency_penalty": 0.3,
+        "presence_penalty": 0.1,
+    },
     {"temperature": 0.9, "typical_p": 0.9, "penalty_scope": "all", "presence_penalty": 0.4},
     {"temperature": 2.0, "top_p": 0.99, "xtc_probability": 0.5},
     {"temperature": 1.0, "logit_bias": {70: 4.0, 71: -torch.inf}, "min_tokens": 6},
     {"temperature": 1.0, "top_n_sigma": 1.5, "temperature_range": 0.3},
-    {"temperature": 1.1, "repetition_penalty": 1.4, "frequency_penalty": 0.3, "penalty_last_n": 4, "eta_cutoff": 0.001},
-    {"temperature": 1.0, "dry_multiplier": 2.0, "dry_allowed_length": 1, "mirostat_tau": 4.0, "min_keep": 2},
+    {
+        "temperature": 1.1,
+        "repetition_penalty": 1.4,
+        "frequency_penalty": 0.3,
+        "penalty_last_n": 4,
+        "eta_cutoff": 0.001,
+    },
+    {
+        "temperature": 1.0,
+        "dry_multiplier": 2.0,
+        "dry_allowed_length": 1,
+        "mirostat_tau": 4.0,
+        "min_keep": 2,
+    },
 ]
 FEW = KINDS[:4]  # whose stages are few enough to be traced in every run of the tests
 
@@ -60,13 +81,18 @@ HYBRID = {"model_type": "qwen3_5_text", "layer_types": ("linear_attention", "ful
 
 
 def some_requests(count: int, kinds: list[dict[str, Any]] = KINDS) -> list[Request]:
-    """Requests with every kind of sampling, prompts on both sides of a chunk's border, some with automata."""
+    """Requests with every kind of sampling, prompts on both sides of a chunk's border, some with
+    automata.
+    """
     choice = random.Random(1)
     lengths, shared = [1, 2, 5, 63, 64, 65, 66, 100], tuple(range(30, 100))
     return [
         Request(
             (shared if index % 3 == 0 else ())
-            + tuple(choice.randrange(3, 259) for _ in range(choice.choice(lengths[: 3 if index % 3 == 0 else None]))),
+            + tuple(
+                choice.randrange(3, 259)
+                for _ in range(choice.choice(lengths[: 3 if index % 3 == 0 else None]))
+            ),
             Sampling(**kinds[index % len(kinds)], seed=choice.randrange(2**62)),
             choice.choice([1, 3, 12, 25]),
             (END, 40),
@@ -77,14 +103,22 @@ def some_requests(count: int, kinds: list[dict[str, Any]] = KINDS) -> list[Reque
     ]
 
 
-def machine(rows: int, kinds: list[dict[str, Any]] = KINDS, layers: int = 2, **options: Any) -> Generator:
+def machine(
+    rows: int, kinds: list[dict[str, Any]] = KINDS, layers: int = 2, **options: Any
+) -> Generator:
     """A generator for all of them."""
     shape = options.pop("shape", {})
-    model = tiny_llama(vocab_size=259, max_position_embeddings=256, num_hidden_layers=layers, **shape)
+    model = tiny_llama(
+        vocab_size=259, max_position_embeddings=256, num_hidden_layers=layers, **shape
+    )
     several = [chain_of([Sampling(0.5)]), chain(FEW[:3]), chain(kinds)]
     if options.get("mode"):  # to compile one takes seconds
         several = several[-1:]
-    arguments: dict[str, Any] = {"automata": Arena(259, torch.device("cpu"), automata=2), "block": 16, **options}
+    arguments: dict[str, Any] = {
+        "automata": Arena(259, torch.device("cpu"), automata=2),
+        "block": 16,
+        **options,
+    }
     return Generator(model, several, rows=rows, slots=128, vocabulary=259, **arguments)
 
 
@@ -106,9 +140,17 @@ def run(
     assert not found and len(generator._free) == generator.rows
 
 
-def schedules(generator: Generator, count: int, seed: int, kinds: list[dict[str, Any]] = KINDS) -> None:
-    """Random orders, mates, block sizes and readers; every request's outcome is the one it had first."""
-    requests, choice, known = some_requests(24 if count > 12 else 12, kinds), random.Random(seed), {}
+def schedules(
+    generator: Generator, count: int, seed: int, kinds: list[dict[str, Any]] = KINDS
+) -> None:
+    """Random orders, mates, block sizes and readers; every request's outcome is the one it had
+    first.
+    """
+    requests, choice, known = (
+        some_requests(24 if count > 12 else 12, kinds),
+        random.Random(seed),
+        {},
+    )
     for request in requests:  # alone, with nothing that was read before
         generator.forget()
         known |= {id(request): (tokens, finish) for _, tokens, finish in run(generator, [request])}
@@ -145,7 +187,9 @@ def test_eager(shape: dict[str, Any], count: int) -> None:
     ],
     ids=["filters, as a graph", "few stages, traced", "few stages", "all stages"],
 )
-def test_compiled(backend: Backend, count: int, kinds: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled(
+    backend: Backend, count: int, kinds: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     wrap = functools.partial(compiled, backend=backend)
     monkeypatch.setattr("monograph.decode.generator.compile_function", wrap)
     generator = machine(4, kinds, layers=1 if count <= 8 else 2, mode="compiled")
@@ -153,11 +197,17 @@ def test_compiled(backend: Backend, count: int, kinds: list[dict[str, Any]], mon
     assert generator.replays.variants <= 4
 
 
-@pytest.mark.slow(reason="nothing is promised; by day test_eager has blocks of rows that come and go")
+@pytest.mark.slow(
+    reason="nothing is promised; by day test_eager has blocks of rows that come and go"
+)
 def test_the_number_of_rows_changes_no_text_here() -> None:
-    """Not promised, since products of another shape may round otherwise; kept to notice when it stops to be so."""
+    """Not promised, since products of another shape may round otherwise; kept to notice when it
+    stops to be so.
+    """
     requests = some_requests(12)
-    outcomes = [{id(r): (tokens, end) for r, tokens, end in run(machine(rows), requests)} for rows in (2, 5)]
+    outcomes = [
+        {id(r): (tokens, end) for r, tokens, end in run(machine(rows), requests)} for rows in (2, 5)
+    ]
     assert outcomes[0] == outcomes[1]
 
 
@@ -167,11 +217,18 @@ class Transfers(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Every operator that runs."""
         name = func.name()
-        assert name not in ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero"), name
+        assert name not in (
+            "aten::_local_scalar_dense",
+            "aten::equal",
+            "aten::nonzero",
+            "aten::is_nonzero",
+        ), name
         assert name not in ("aten::_to_copy", "aten::copy_") or all(
             tensor.device.type == "cpu" for tensor in args if isinstance(tensor, torch.Tensor)
         )
-        assert name not in ("aten::lift_fresh", "aten::_pin_memory"), "a tensor was made from a value of the host"
+        assert name not in ("aten::lift_fresh", "aten::_pin_memory"), (
+            "a tensor was made from a value of the host"
+        )
         return func(*args, **(kwargs or {}))
 
 
@@ -181,7 +238,13 @@ def test_the_steps_of_a_block_read_nothing_and_send_four_bytes_a_row(steps: int)
     long_digits = constraint("regex", f"[0-9a]{{{steps},{steps + 100}}}", TOKENIZER.pieces, [END])
     stop = stop_strings(["b", "zz"], TOKENIZER.pieces)
     generator = Generator(
-        model, chain(KINDS), rows=3, slots=steps + 100, vocabulary=259, automata=[long_digits, stop], block=steps
+        model,
+        chain(KINDS),
+        rows=3,
+        slots=steps + 100,
+        vocabulary=259,
+        automata=[long_digits, stop],
+        block=steps,
     )
     for kind in KINDS[2:5]:
         generator.submit(Request((5, 6), Sampling(**kind), steps, (END,), long_digits, stop))

@@ -1,5 +1,7 @@
 # Run: pytest tests/laws/test_scopes.py    (through Inductor, every policy and precision: -m slow)
-"""Law 1 where one graph holds a block: the step equals the eager one, and blocks that are alike share the graph."""
+"""Law 1 where one graph holds a block: the step equals the eager one, and blocks that are alike
+share the graph.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,14 @@ LAYERS = 3
 
 def engine(policy=None, precision="fp32", dtype=torch.float32, **sizes):
     model = tiny_llama(dtype, num_hidden_layers=LAYERS, **sizes)
-    return Resident(model, optim=AdamW(lr=1e-2), clip=0.5, precision=Precision(precision), remat=policy, micro_batch=3)
+    return Resident(
+        model,
+        optim=AdamW(lr=1e-2),
+        clip=0.5,
+        precision=Precision(precision),
+        remat=policy,
+        micro_batch=3,
+    )
 
 
 def compare(policy, precision, backend):
@@ -56,14 +65,19 @@ def compare(policy, precision, backend):
     assert compat.captured_graphs() == graphs and compat.graph_breaks() == 0
 
 
-# By day the two policies that keep most and least; test_recomputed_is_stored.py captures the others by blocks.
+# By day the two policies that keep most and least; test_recomputed_is_stored.py captures the others
+# by blocks.
 @pytest.mark.parametrize(
     "policy",
-    [pytest.param(each, marks=() if each == Remat.Full() else pytest.mark.slow) for each in POLICIES],
+    [
+        pytest.param(each, marks=() if each == Remat.Full() else pytest.mark.slow)
+        for each in POLICIES
+    ],
     ids=lambda policy: type(policy).__name__,
 )
 def test_gradients_of_every_policy(policy):
-    # AOT autograd partitions what a budget keeps; the other policies keep the same under any backend.
+    # AOT autograd partitions what a budget keeps; the other policies keep the same under any
+    # backend.
     compare(policy, "fp32", "aot_eager" if isinstance(policy, Remat.Budget) else "eager")
 
 
@@ -97,7 +111,11 @@ def test_checkpoints_and_the_loss_that_was_given_stay_as_they_were():
     twin = copy.deepcopy(step.model)
     step([ragged(3)])
     release(step)
-    assert step.loss is token_loss and step.scope == "none" and "forward" not in vars(step.model.model.layers[0])
+    assert (
+        step.loss is token_loss
+        and step.scope == "none"
+        and "forward" not in vars(step.model.model.layers[0])
+    )
     assert list(twin.state_dict()) == names
 
 
@@ -116,7 +134,8 @@ def test_blocks_of_an_own_module():
             super().__init__()
             torch.manual_seed(0)
             self.layers = nn.ModuleList(
-                nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4) if i % 2 else nn.Tanh()) for i in range(4)
+                nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4) if i % 2 else nn.Tanh())
+                for i in range(4)
             )
 
         def forward(self, x):
@@ -133,5 +152,7 @@ def test_blocks_of_an_own_module():
     for each in (captured, eager):
         each.accumulate(window)
         each.update()
-    for (name, one), two in zip(captured.model.state_dict().items(), eager.model.state_dict().values(), strict=True):
+    for (name, one), two in zip(
+        captured.model.state_dict().items(), eager.model.state_dict().values(), strict=True
+    ):
         assert torch.equal(one, two), name

@@ -1,4 +1,6 @@
-"""Run: pytest tests/laws/test_scored_is_drawn.py (laws 16, 7, 19: answers come from the weights in training)."""
+"""Run: pytest tests/laws/test_scored_is_drawn.py (laws 16, 7, 19: answers come from the weights in
+training).
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,18 @@ BATCHED = replace(OPTIONS, packed=True, exact=False)
 
 
 def products_have_rows_of_their_own(dtype: torch.dtype) -> bool:
-    """Whether this machine's products give a row the same bits for every number of rows that four divides.
+    """Whether this machine's products give a row the same bits for every number of rows that four
+    divides.
 
     It is so on every processor that was measured (dev/log.md), but no library promises it.
     """
     for inner, outer in ((32, 32), (32, 16), (32, 48), (48, 32), (32, 259)):
         left, right = torch.randn(300, inner).to(dtype), torch.randn(outer, inner).to(dtype)
         whole = F.linear(left, right)
-        if any(not torch.equal(F.linear(left[:rows], right), whole[:rows]) for rows in (*range(4, 36, 4), 132)):
+        if any(
+            not torch.equal(F.linear(left[:rows], right), whole[:rows])
+            for rows in (*range(4, 36, 4), 132)
+        ):
             return False
     return True
 
@@ -44,7 +50,9 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_an_answer_is_scored_in_the_bits_in_which_it_was_drawn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_is_scored_in_the_bits_in_which_it_was_drawn(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     precision, shape = SHAPES[name]
     if "loop" in name:  # over experts, as on processors for which there are no products of our own
         monkeypatch.setattr(grouped, "_by_own_code", lambda rows: False)
@@ -58,7 +66,9 @@ def test_an_answer_is_scored_in_the_bits_in_which_it_was_drawn(name: str, monkey
         found = max(found, largest)
         assert number > 10
         assert bool(engine.update().skipped == 0)
-    own_rows = products_have_rows_of_their_own(torch.float32 if precision == "fp32" else torch.bfloat16)
+    own_rows = products_have_rows_of_their_own(
+        torch.float32 if precision == "fp32" else torch.bfloat16
+    )
     assert found == 0 if own_rows else found < (1e-5 if precision == "fp32" else 0.2)
 
 
@@ -75,9 +85,15 @@ class Counted(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-@pytest.mark.parametrize(("texts", "most"), [(("a",), 1), (("a",), 3), (("ab", "a", "cd"), 4), (("ab", "abcd"), 6)])
-def test_products_have_rows_filled_up_whatever_the_lengths(texts: tuple[str, ...], most: int) -> None:
-    """Law 16 on every processor: with 5 to 7 or 9 to 11 rows MKL rounds otherwise on some alone (dev/log.md)."""
+@pytest.mark.parametrize(
+    ("texts", "most"), [(("a",), 1), (("a",), 3), (("ab", "a", "cd"), 4), (("ab", "abcd"), 6)]
+)
+def test_products_have_rows_filled_up_whatever_the_lengths(
+    texts: tuple[str, ...], most: int
+) -> None:
+    """Law 16 on every processor: with 5 to 7 or 9 to 11 rows MKL rounds otherwise on some alone
+    (dev/log.md).
+    """
     options = replace(OPTIONS, prompts=len(texts), max_new_tokens=most)
     rollouts = Rollouts(drawer(options, micro_batch=1, texts=texts))
     counted = Counted()
@@ -93,7 +109,9 @@ def test_products_have_rows_filled_up_whatever_the_lengths(texts: tuple[str, ...
 
 
 class Captured(NamedTuple):
-    """Rollouts, the window on which their step was captured, and how its answers were drawn before that."""
+    """Rollouts, the window on which their step was captured, and how its answers were drawn before
+    that.
+    """
 
     rollouts: Rollouts
     window: dict[str, torch.Tensor]
@@ -122,7 +140,9 @@ def scored_within_1e_5(rollouts: Rollouts, window: dict[str, torch.Tensor]) -> N
     assert 0 < largest < 1e-5
 
 
-@pytest.mark.parametrize("options", [BATCHED, replace(OPTIONS, exact=False)], ids=["packed", "padded"])
+@pytest.mark.parametrize(
+    "options", [BATCHED, replace(OPTIONS, exact=False)], ids=["packed", "padded"]
+)
 def test_packed_or_padded_it_is_scored_within_1e_5(options: Any) -> None:
     rollouts = windows(options, micro_batch=2)
     scored_within_1e_5(rollouts, next(rollouts))
@@ -141,10 +161,14 @@ def test_the_temperature_is_that_of_the_draws() -> None:
 def drawn(rollouts: Rollouts) -> list[Any]:
     """The ids and log-probabilities of one answer to each prompt."""
     prompts = rollouts.drawer.prompts.train
-    return [(one.token_ids, one.logprobs) for one in rollouts.drawer.draw(prompts, range(len(prompts)))]
+    return [
+        (one.token_ids, one.logprobs) for one in rollouts.drawer.draw(prompts, range(len(prompts)))
+    ]
 
 
-def test_an_answer_does_not_depend_on_what_is_drawn_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_does_not_depend_on_what_is_drawn_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     together = drawn(windows())
     monkeypatch.setattr(room, "MOST_ROWS", 4)
     rollouts = windows(replace(OPTIONS, prompts=1, group=2))
@@ -173,7 +197,9 @@ def test_after_an_update_nothing_of_the_old_weights_is_read() -> None:
     assert after == drawn(same_weights(rollouts))
 
 
-@pytest.mark.parametrize("fault", ["none", "the prompt read last is kept", "answers come from a copy of the weights"])
+@pytest.mark.parametrize(
+    "fault", ["none", "the prompt read last is kept", "answers come from a copy of the weights"]
+)
 def test_an_answer_from_old_weights_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rollouts = windows()
     drawing, last = rollouts.drawer, rollouts.drawer.prompts.train[-1:]
@@ -191,7 +217,9 @@ def test_an_answer_from_old_weights_is_noticed(fault: str, monkeypatch: pytest.M
     assert (later == same_weights(rollouts).drawer.draw(last, [3])[0].logprobs) == (fault == "none")
 
 
-def test_drawing_leaves_the_modes_of_training_and_compiles_if_the_step_is_captured(captured: Captured) -> None:
+def test_drawing_leaves_the_modes_of_training_and_compiles_if_the_step_is_captured(
+    captured: Captured,
+) -> None:
     assert captured.in_training and not captured.compiled
     drawing = captured.rollouts.drawer
     drawing.updates = lambda: 10**6

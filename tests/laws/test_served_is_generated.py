@@ -1,6 +1,8 @@
-"""Run: pytest tests/laws/test_served_is_generated.py (law 20; who may ask: tests/serve/test_guard.py).
+"""Run: pytest tests/laws/test_served_is_generated.py (law 20; who may ask:
+tests/serve/test_guard.py).
 
-What the endpoint sends is what `generate` writes: for each prompt, options and seed, alone or in a crowd.
+What the endpoint sends is what `generate` writes: for each prompt, options and seed, alone or in a
+    crowd.
 """
 
 from __future__ import annotations
@@ -33,7 +35,11 @@ from monograph.text.chat import chat_ids, stop_ids
 from monograph.text.tokenizer import Tokenizer
 from served import ROWS, Served, small
 
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}}, "required": ["a"]}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["a"],
+}
 CALM = {"temperature": 0.8, "max_tokens": 24}
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0},
@@ -58,13 +64,18 @@ def served() -> Iterator[Served]:
 
 def prompts(seed: int) -> str:
     draw = random.Random(seed)
-    shared = "every third prompt begins with the same letters, of which there are more than a prompt's chunk has; " * 2
+    shared = (
+        "every third prompt begins with the same letters, of which there are more than a prompt's chunk has; "
+        * 2
+    )
     return (shared[:140] if seed % 3 == 0 else "") + "".join(
         draw.choice("abc de") for _ in range(draw.choice([1, 9, 70]))
     )
 
 
-def written(served: Served, prompt: Any, options: dict[str, Any], n: int = 1, ends: Any = None) -> list[str]:
+def written(
+    served: Served, prompt: Any, options: dict[str, Any], n: int = 1, ends: Any = None
+) -> list[str]:
     """What `generate` writes in as many rows as the server has."""
     rest, tokenizer = dict(options), served.tokenizer
     stop, most, limit = rest.pop("stop", []), rest.pop("max_tokens", 16), None
@@ -75,7 +86,9 @@ def written(served: Served, prompt: Any, options: dict[str, Any], n: int = 1, en
     for kind, value in given.items():
         limit = constraint(kind, value, tokenizer.pieces, ends) if value else limit
     if "logit_bias" in rest:
-        rest["logit_bias"] = {int(k): -torch.inf if v == -100 else v for k, v in rest["logit_bias"].items()}
+        rest["logit_bias"] = {
+            int(k): -torch.inf if v == -100 else v for k, v in rest["logit_bias"].items()
+        }
     stop = [stop] if isinstance(stop, str) else stop
     found = generate(
         served.model, tokenizer, [prompt] * ROWS, Sampling(**rest), max_tokens=most, stop=[*stop, *ends], n=n,
@@ -115,7 +128,10 @@ def test_texts_of_one_to_five_blocks_in_a_crowd_are_those_of_generate_and_of_ful
     draw = random.Random(0)
     shared = "".join(draw.choices("abcdefgh ", k=350))
     alike = [1, 100, 126, 127, 128, 250, 262, 350, 380, 505, 514, 610]
-    asked = [shared[: length // 2] + "".join(draw.choices("abcdefgh ", k=length - length // 2)) for length in alike]
+    asked = [
+        shared[: length // 2] + "".join(draw.choices("abcdefgh ", k=length - length // 2))
+        for length in alike
+    ]
     options = {"temperature": 1.0, "logprobs": 2}
     samplings = [Sampling(**options, seed=seed) for seed in range(len(asked))]
     expected = list(generate(model, tokenizer, asked, samplings, max_tokens=20))
@@ -135,8 +151,13 @@ def test_texts_of_one_to_five_blocks_in_a_crowd_are_those_of_generate_and_of_ful
     with Served(model, tokenizer) as served, ThreadPoolExecutor(8) as pool:
         for choice, written in zip(pool.map(answer, range(len(asked))), expected, strict=True):
             assert choice["text"] == written.text and written.logprobs is not None
-            kept = [each.drawn for each in written.logprobs][: len(choice["logprobs"]["token_logprobs"])]
-            assert choice["logprobs"]["token_logprobs"] == kept and len(kept) >= len(written.token_ids) - 1
+            kept = [each.drawn for each in written.logprobs][
+                : len(choice["logprobs"]["token_logprobs"])
+            ]
+            assert (
+                choice["logprobs"]["token_logprobs"] == kept
+                and len(kept) >= len(written.token_ids) - 1
+            )
         assert served.service.owner.stock.reused > BLOCK
 
 
@@ -156,29 +177,44 @@ def test_pieces_of_a_stream_make_the_whole(served: Served, kind: int, chat: bool
     body |= {"logprobs": True, "top_logprobs": 2} if chat else {"logprobs": 2}
     whole = served.post(path, body).body
     *chunks, last = served.events(path, body | {"stream_options": {"include_usage": True}})
-    assert last["choices"] == [] and last["usage"] == whole["usage"] and not any(each["usage"] for each in chunks)
+    assert (
+        last["choices"] == []
+        and last["usage"] == whole["usage"]
+        and not any(each["usage"] for each in chunks)
+    )
     assert len({each["id"] for each in chunks}) == 1
     for choice in whole["choices"]:
         deltas = [c for each in chunks for c in each["choices"] if c["index"] == choice["index"]]
         assert [each["finish_reason"] for each in deltas][-1] == choice["finish_reason"]
         if chat:
             assert deltas[0]["delta"] == {"role": "assistant", "content": ""}
-            assert "".join(each["delta"].get("content", "") for each in deltas) == choice["message"]["content"]
+            assert (
+                "".join(each["delta"].get("content", "") for each in deltas)
+                == choice["message"]["content"]
+            )
             entries = [entry for each in deltas for entry in each["logprobs"]["content"]]
             assert entries == choice["logprobs"]["content"]
             said = b"".join(bytes(entry["bytes"]) for entry in entries)
-            assert said.decode(errors="replace") == choice["message"]["content"]  # no token of a stop string
+            # No token of a stop string.
+            assert said.decode(errors="replace") == choice["message"]["content"]
         else:
             assert "".join(each["text"] for each in deltas) == choice["text"]
             for key, values in choice["logprobs"].items():
                 assert sum((each["logprobs"][key] for each in deltas), []) == values
-            for token, at in zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True):
-                assert token.startswith("bytes:") or choice["text"][at:].startswith(token[: len(choice["text"]) - at])
+            for token, at in zip(
+                choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True
+            ):
+                assert token.startswith("bytes:") or choice["text"][at:].startswith(
+                    token[: len(choice["text"]) - at]
+                )
 
 
 def test_a_chat_is_generated_by_its_template(tmp_path: Path) -> None:
     tokenizer = speaking(tmp_path, "chatml")
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why? <|im_end|>"}]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Why? <|im_end|>"},
+    ]
     with Served(small(tokenizer), tokenizer) as served:
         ids = chat_ids(tokenizer, messages, add_generation_prompt=True)
         expected = written(served, ids, CALM | {"seed": 4}, ends=stop_ids(tokenizer))
@@ -189,7 +225,12 @@ def test_a_chat_is_generated_by_its_template(tmp_path: Path) -> None:
         asked = [[{"role": "user", "content": f"{number} " * number}] for number in range(20)]
         body = {"logprobs": True, "seed": 4, "max_tokens": 1}
         with ThreadPoolExecutor(20) as pool:
-            answers = list(pool.map(lambda each: served.post("/v1/chat/completions", body | {"messages": each}), asked))
+            answers = list(
+                pool.map(
+                    lambda each: served.post("/v1/chat/completions", body | {"messages": each}),
+                    asked,
+                )
+            )
         tokens = [len(chat_ids(tokenizer, each, add_generation_prompt=True)) for each in asked]
     assert [answer.body["usage"]["prompt_tokens"] for answer in answers] == tokens
 
@@ -197,16 +238,31 @@ def test_a_chat_is_generated_by_its_template(tmp_path: Path) -> None:
 def test_an_echo_is_scored_as_evaluate_scores() -> None:
     """In fp64, where passes of other shapes differ by less than any mistake."""
     tokenizer, context, ids = Tokenizer.bytes(), [5, 6, 7], [70, 80, 90, 100]
-    body = {"prompt": [context + ids], "max_tokens": 1, "logprobs": 1, "echo": True, "temperature": 0, "seed": 1234}
+    body = {
+        "prompt": [context + ids],
+        "max_tokens": 1,
+        "logprobs": 1,
+        "echo": True,
+        "temperature": 0,
+        "seed": 1234,
+    }
     with Served(small(tokenizer).double(), tokenizer) as served:
         choice = served.post("/v1/completions", body).body["choices"][0]["logprobs"]
         alone = served.post("/v1/completions", body | {"max_tokens": 0}).body
         [text] = served.texts([context + ids], max_tokens=1, temperature=0)
-        [expected] = score(served.model, [Continuation(context, ids), Continuation([9], [8])], Precision("fp32"))[:1]
-    assert len(choice["tokens"]) == 8 and choice["token_logprobs"][0] is choice["top_logprobs"][0] is None
+        [expected] = score(
+            served.model, [Continuation(context, ids), Continuation([9], [8])], Precision("fp32")
+        )[:1]
+    assert (
+        len(choice["tokens"]) == 8
+        and choice["token_logprobs"][0] is choice["top_logprobs"][0] is None
+    )
     found = choice["token_logprobs"][len(context) : -1]
     assert sum(found) == pytest.approx(expected.log_probability, rel=1e-12)
-    greedy = [value == max(top.values()) for value, top in zip(found, choice["top_logprobs"][3:-1], strict=True)]
+    greedy = [
+        value == max(top.values())
+        for value, top in zip(found, choice["top_logprobs"][3:-1], strict=True)
+    ]
     assert all(greedy) == expected.greedy
     # What follows is scored by the decode step.
     assert choice["tokens"][-1].startswith("bytes:") or choice["tokens"][-1] == text
@@ -221,9 +277,8 @@ def sent(served: Served, body: dict[str, Any], path: str = "/v1/completions") ->
     """A socket on which a request was sent, and nothing was read."""
     connection = socket.create_connection(("127.0.0.1", served.port), timeout=HANG_S)
     content = json.dumps({"model": "last", **body}).encode()
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
-    )
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(content)}"
     connection.sendall(f"{head}\r\n\r\n".encode() + content)
     return connection
 
@@ -241,7 +296,10 @@ LONG = {"prompt": "abc", "max_tokens": 200, "temperature": 1.0, "seed": 1}
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_closed_socket_frees_its_row_within_two_blocks(served: Served, stream: bool) -> None:
     until(served.idle)
-    stock, generator = served.service.owner, next(iter(served.service.owner._lanes.values())).generator
+    stock, generator = (
+        served.service.owner,
+        next(iter(served.service.owner._lanes.values())).generator,
+    )
     blocks: list[int] = []
     cancel = generator.cancel
     pause, step = threading.Event(), generator.advance

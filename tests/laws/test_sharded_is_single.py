@@ -53,7 +53,9 @@ def found(
 
 
 def test_gradients_are_those_of_one_process(found: dict[str, Any]) -> None:
-    """Ragged rows, windows that are not shared out evenly, tied and untied, summed once and with every part."""
+    """Ragged rows, windows that are not shared out evenly, tied and untied, summed once and with
+    every part.
+    """
     assert len(found["gradients"]) == ((1 + 2 + 2) * 2 if found["when"] else (1 + 2) * 2 * 2 * 4)
     for case, result in found["gradients"].items():
         bound = BOUND[case.split()[1]]
@@ -67,12 +69,16 @@ def test_the_wrong_ways_fail(found: dict[str, Any]) -> None:
 
 
 def test_thirty_updates_are_those_of_one_process(found: dict[str, Any]) -> None:
-    """Losses, norms, counts, evaluations, weights, moments and averages; a window without a target is refused alike."""
+    """Losses, norms, counts, evaluations, weights, moments and averages; a window without a target
+    is refused alike.
+    """
     for case, errors in found["trajectories"].items():
         assert max(errors.values()) <= 1e-12, (case, errors)
 
 
-def test_each_matrix_is_orthogonalised_once_in_the_world_by_ranks_with_equal_shares(found: dict[str, Any]) -> None:
+def test_each_matrix_is_orthogonalised_once_in_the_world_by_ranks_with_equal_shares(
+    found: dict[str, Any],
+) -> None:
     owned = found["owners"]
     assert owned["iterated"] == owned["matrices"] > 0 and owned["most"] - owned["least"] <= 1
     assert owned["sent"] < 2, "to the owner and back, but for the owner's own rows"
@@ -83,7 +89,9 @@ def test_the_assembled_model_is_that_of_one_process(found: dict[str, Any]) -> No
 
 
 def test_the_copy_that_draws_answers_has_the_bits_that_are_trained(found: dict[str, Any]) -> None:
-    """Matrices of blocks are gathered in 16 bits in bf16, all weights of blocks if halved, and frozen ones once."""
+    """Matrices of blocks are gathered in 16 bits in bf16, all weights of blocks if halved, and
+    frozen ones once.
+    """
     for case, of in found["gathered"].items():
         assert of["same"] and of["planned"], (case, of)
     sent = {case: (of["in 16 bits"], of["in all"]) for case, of in found["gathered"].items()}
@@ -100,7 +108,9 @@ def test_the_copy_that_draws_answers_has_the_bits_that_are_trained(found: dict[s
 
 
 def test_what_stands_beside_it_is_that_of_one_process(found: dict[str, Any]) -> None:
-    """Precisions, recomputation, optimizers, packed rows, adapters, streams: each cell of docs/support.md."""
+    """Precisions, recomputation, optimizers, packed rows, adapters, streams: each cell of
+    docs/support.md.
+    """
     for case, errors in (found["combinations"] | found["streamed"]).items():
         assert max(errors.values()) <= BOUND[case.split()[-1]], (case, errors)
     halved = found["halved_weights"]
@@ -109,8 +119,12 @@ def test_what_stands_beside_it_is_that_of_one_process(found: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("when", WHEN)
-def test_replicated_ranks_halve_the_micro_batch_together(when: str, server: CommandServer, tmp_path: Path) -> None:
-    """One runs out of memory before or in the middle of the sums; the gradient is that of one process afterwards."""
+def test_replicated_ranks_halve_the_micro_batch_together(
+    when: str, server: CommandServer, tmp_path: Path
+) -> None:
+    """One runs out of memory before or in the middle of the sums; the gradient is that of one
+    process afterwards.
+    """
     for where, found in run(server, f"halved{when}", 2, tmp_path)["halved"].items():
         assert found["alike"] and found["rows"] == 1 and found["buckets"] > 3, (where, found)
         if where == "one row":
@@ -118,14 +132,17 @@ def test_replicated_ranks_halve_the_micro_batch_together(when: str, server: Comm
             assert len(found["lines"]) == 2, found
         else:
             assert found["error"] <= 1e-12 and not found["ended"], (where, found)
-            assert found["lines"] == ["out of memory at 2 rows: micro_batch is now 1, the update stays the same"], where
+            assert found["lines"] == [
+                "out of memory at 2 rows: micro_batch is now 1, the update stays the same"
+            ], where
 
 
 @pytest.mark.parametrize("when", WHEN)
 def test_checkpoints_are_the_same_bytes_for_any_number_of_ranks(
     when: str, server: CommandServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Trained and saved by four ranks, loaded and saved by one, by two, and by the engine of one process.
+    """Trained and saved by four ranks, loaded and saved by one, by two, and by the engine of one
+    process.
 
     The manifests vouch for each byte.
     """
@@ -154,7 +171,9 @@ def test_rows_that_each_machine_shares_out_are_those_of_one_process(
 
 
 @pytest.mark.parametrize("when", WHEN)
-def test_ranks_that_begin_anew_go_on_in_the_same_bits(when: str, server: CommandServer, tmp_path: Path) -> None:
+def test_ranks_that_begin_anew_go_on_in_the_same_bits(
+    when: str, server: CommandServer, tmp_path: Path
+) -> None:
     """On four ranks: two numbers have one order of adding, whatever an engine did before."""
     found = run(server, f"restarted{when}", 4, tmp_path)["restarted"]
     assert found == dict.fromkeys(["ddp"] if when else sharded.ENGINES, [True] * 2)

@@ -1,4 +1,6 @@
-"""Run: pytest tests/laws/test_small_disk.py (a real disk of 2 MB that fills up, and one that may only be read)."""
+"""Run: pytest tests/laws/test_small_disk.py (a real disk of 2 MB that fills up, and one that may
+only be read).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from clocks import HANG_S
 
 IN_A_NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"]
 
-# Runs where `disk` is the whole of a disk; the mount is seen by this process and its children alone.
+# Runs where `disk` is the whole of a disk; the mount is seen by this process and its children
+# alone.
 SCRIPT = """
 import shutil, subprocess, sys
 from pathlib import Path
@@ -88,7 +91,9 @@ def unavailable() -> bool:
 @pytest.mark.slow(
     reason="imports all in a process of its own; by day test_nothing_lost.py has calls that find the disk full"
 )
-@pytest.mark.skipif(unavailable(), reason="no namespace of our own to mount a disk in (unshare --user --mount)")
+@pytest.mark.skipif(
+    unavailable(), reason="no namespace of our own to mount a disk in (unshare --user --mount)"
+)
 def test_a_disk_that_fills_up_and_one_that_is_read_only(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

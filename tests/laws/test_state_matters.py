@@ -1,4 +1,6 @@
-"""Run: pytest tests/laws/test_state_matters.py (law 10: nothing that a checkpoint holds can be dropped or changed)."""
+"""Run: pytest tests/laws/test_state_matters.py (law 10: nothing that a checkpoint holds can be
+dropped or changed).
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def outcome(run: str, expected: dict[str, Any]) -> str:
     return "same" if fingerprint(Path(run)) == expected else "different"
 
 
-def with_changed(name: str, change: Callable[[checkpointing.Checkpoint], checkpointing.Checkpoint]) -> str:
+def with_changed(
+    name: str, change: Callable[[checkpointing.Checkpoint], checkpointing.Checkpoint]
+) -> str:
     cut_back("whole", name, 13)
     folder = Path(name) / "checkpoints"
     checkpointing.save(folder, change(checkpointing.load(folder / "step-00000013")), keep=99)
@@ -58,7 +62,9 @@ def test_no_item_of_the_state_can_be_dropped() -> None:
     assert len(names) > 28
     for number, path in enumerate(names):
 
-        def drop(checkpoint: checkpointing.Checkpoint, path: tuple[str, ...] = path) -> checkpointing.Checkpoint:
+        def drop(
+            checkpoint: checkpointing.Checkpoint, path: tuple[str, ...] = path
+        ) -> checkpointing.Checkpoint:
             state = json.loads(json.dumps(checkpoint.state))
             place = state
             for key in path[:-1]:
@@ -66,7 +72,8 @@ def test_no_item_of_the_state_can_be_dropped() -> None:
             del place[path[-1]]
             return replace(checkpoint, state=state)
 
-        older = path in {("metrics_sha256",), ("tokenizer_files",), ("sampling",)}  # checkpoints lack them
+        # Checkpoints lack them.
+        older = path in {("metrics_sha256",), ("tokenizer_files",), ("sampling",)}
         allowed = "same" if older else "refused"
         assert outcome(with_changed(f"dropped-{number}", drop), expected) == allowed, path
 
@@ -107,22 +114,31 @@ def test_every_item_of_the_state_matters(stride: int, capsys: pytest.CaptureFixt
     assert outcome(with_changed("unchanged", lambda checkpoint: checkpoint), expected) == "same"
     for name, (change, allowed) in CHANGES.items():
 
-        def changed(checkpoint: checkpointing.Checkpoint, change: Change = change) -> checkpointing.Checkpoint:
+        def changed(
+            checkpoint: checkpointing.Checkpoint, change: Change = change
+        ) -> checkpointing.Checkpoint:
             state = json.loads(json.dumps(checkpoint.state))
             change(state)
             return replace(checkpoint, state=state)
 
         assert outcome(with_changed(name, changed), expected) in allowed, name
     assert "not bit for bit: the checkpoint was written by torch 1.0" in capsys.readouterr().err
-    kinds = {name.partition(".")[0] for name in checkpointing.load(Path("whole/checkpoints/step-00000013")).optimizer}
+    kinds = {
+        name.partition(".")[0]
+        for name in checkpointing.load(Path("whole/checkpoints/step-00000013")).optimizer
+    }
     assert kinds == {"exp_avg", "exp_avg_sq", "momentum_buffer", "ema"}
     for kind in ("model", "optimizer"):
         tensors = dict(getattr(checkpointing.load(Path("whole/checkpoints/step-00000013")), kind))
         for name, tensor in list(tensors.items())[::stride]:
             without = {key: value for key, value in tensors.items() if key != name}
             zeroed = without | {name: torch.zeros_like(tensor)}
-            dropped = with_changed(f"{name}-dropped", lambda c, k=kind, w=without: replace(c, **{k: w}))
+            dropped = with_changed(
+                f"{name}-dropped", lambda c, k=kind, w=without: replace(c, **{k: w})
+            )
             assert outcome(dropped, expected) == "refused", name
             if bool(tensor.any()):
-                changed_ = with_changed(f"{name}-zeroed", lambda c, k=kind, z=zeroed: replace(c, **{k: z}))
+                changed_ = with_changed(
+                    f"{name}-zeroed", lambda c, k=kind, z=zeroed: replace(c, **{k: z})
+                )
                 assert outcome(changed_, expected) == "different", name

@@ -1,5 +1,7 @@
 # Run: pytest tests/laws/test_streamed_state.py
-"""Law 4 beside the plain run, in every bit: evaluation, trials, failing windows, states and files for other engines."""
+"""Law 4 beside the plain run, in every bit: evaluation, trials, failing windows, states and files
+for other engines.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def test_several_windows_an_update(place):
 
 @pytest.mark.parametrize("place", ["on the host", "next forward"])
 def test_a_loaded_state_is_what_the_next_window_reads(place):
-    """A window without an update leaves its weights on the device, where the next one would find them."""
+    """A window without an update leaves its weights on the device, where the next one would find
+    them.
+    """
     other = streamed(placement=PLACEMENTS[place])
     trained(other, windows(2))
     engine = streamed(placement=PLACEMENTS[place])
@@ -65,7 +69,9 @@ def scored(engine, between):
             found.append(engine.evaluate(packed(5, seed=77)))
         engine.update()
         found.append(engine.evaluate(packed(5, seed=77)))
-    return {f"score {number}": score for number, (score, _) in enumerate(found)} | flat(engine.state())
+    return {f"score {number}": score for number, (score, _) in enumerate(found)} | flat(
+        engine.state()
+    )
 
 
 EMA = {"averaged": 0.5, "plain": None}
@@ -81,7 +87,11 @@ EMA = {"averaged": 0.5, "plain": None}
     ),  # fmt: skip
 )
 def test_evaluated(place, ema):
-    changes = {"optim": AdamW(lr=1e-2, ema=EMA[ema]), "precision": "bf16", **unclipped(EVERY[place])}
+    changes = {
+        "optim": AdamW(lr=1e-2, ema=EMA[ema]),
+        "precision": "bf16",
+        **unclipped(EVERY[place]),
+    }
     between = EVERY[place].when != "backward"  # which has updated already
     mine = scored(streamed(placement=EVERY[place], **changes), between)
     assert not other_bits(mine, of_twin(scored, between, **changes))
@@ -95,7 +105,9 @@ def test_a_trial_changes_nothing(place):
     assert seen[0] == resident().trial(windows(1)[0])
     left = trained(engine, windows(2))
     engine.trial(windows(1)[0])
-    assert not other_bits(left | trained(engine, windows(1, first=2)), twin(None, windows(3), **changes))
+    assert not other_bits(
+        left | trained(engine, windows(1, first=2)), twin(None, windows(3), **changes)
+    )
 
 
 @pytest.mark.parametrize("place", nightly(PLACEMENTS, ["updated on both"]))
@@ -109,11 +121,17 @@ def with_updates_of_nothing(engine):
     seen = [engine.update()]
     left = trained(engine, windows(1))
     seen += [engine.update(), engine.update()]
-    left |= {f"{n} {name}": getattr(seen[n], name) for n in range(3) for name in ("count", "grad_norm", "skipped")}
+    left |= {
+        f"{n} {name}": getattr(seen[n], name)
+        for n in range(3)
+        for name in ("count", "grad_norm", "skipped")
+    }
     return left | trained(engine, windows(1, first=2))
 
 
-@pytest.mark.parametrize("place", nightly(["on the host", "next forward", "updated on both"], ["updated on both"]))
+@pytest.mark.parametrize(
+    "place", nightly(["on the host", "next forward", "updated on both"], ["updated on both"])
+)
 def test_an_update_right_after_another_leaves_the_first_its_learning_rate(place):
     """It waits for a forward pass that does not come, while the schedule goes on."""
     results = []
@@ -152,13 +170,18 @@ def then_with_fewer_rows(engine):
 @pytest.mark.parametrize("call", [pytest.param(1, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize(
     ("place", "name"),
-    [pytest.param(*each, marks=() if each in REPEATED_BY_DAY else pytest.mark.slow) for each in REPEATED],
+    [
+        pytest.param(*each, marks=() if each in REPEATED_BY_DAY else pytest.mark.slow)
+        for each in REPEATED
+    ],
 )
 def test_a_pass_that_runs_out_of_memory_is_repeated_with_fewer_rows(place, name, call, monkeypatch):
     """The stages whose update waited for it, and was made, are not updated again."""
     engine = streamed(placement=EVERY[place], **unclipped(EVERY[place]))
     trained(engine, windows(1))
-    out_of_memory_at(monkeypatch, engine.walk.passes, name, min(call, 2 if name == "loss" else call))
+    out_of_memory_at(
+        monkeypatch, engine.walk.passes, name, min(call, 2 if name == "loss" else call)
+    )
     left = trained(engine, windows(2, first=1))
     assert engine.micro_batch == 2
     assert not other_bits(left, of_twin(then_with_fewer_rows, **unclipped(EVERY[place])))
@@ -189,7 +212,12 @@ def test_a_pass_that_runs_out_of_memory_between_updates_ends_the_run(name, monke
 
 def no_longer_readable(engine, words):
     """Nor can it be saved: some of its weights are of one update and some of another."""
-    for read in (engine.state, lambda: engine.model, engine.update, lambda: engine.accumulate(windows(1)[0])):
+    for read in (
+        engine.state,
+        lambda: engine.model,
+        engine.update,
+        lambda: engine.accumulate(windows(1)[0]),
+    ):
         with pytest.raises(OutOfDeviceMemory, match=words):
             read()
 
@@ -206,8 +234,15 @@ DAYS = MUON, "next forward", "bf16"
 @pytest.mark.parametrize(
     ("optim", "place", "precision"),
     [
-        pytest.param(optim, place, precision, marks=() if (optim, place, precision) == DAYS else pytest.mark.slow)
-        for optim, place, precision in itertools.product([PLAIN, MUON], ["next forward", "everywhere"], PRECISIONS)
+        pytest.param(
+            optim,
+            place,
+            precision,
+            marks=() if (optim, place, precision) == DAYS else pytest.mark.slow,
+        )
+        for optim, place, precision in itertools.product(
+            [PLAIN, MUON], ["next forward", "everywhere"], PRECISIONS
+        )
     ],
 )
 def test_streamed_then_resident_then_streamed(place, precision, optim, tmp_path):
@@ -239,7 +274,7 @@ def test_streamed_then_resident_then_streamed(place, precision, optim, tmp_path)
     assert not other_bits(by_state, whole) and not other_bits(by_file, whole)
 
 
-# ---- what cannot be run in stages ------------------------------------------------------------------------------------
+# ---- what cannot be run in stages ----------------------------------------------------------------
 
 
 class Noisy(nn.Module):
@@ -277,7 +312,9 @@ def test_what_a_second_pass_would_compute_otherwise_is_refused(how, words, where
         block.mlp.up_proj = Noisy(block.mlp.up_proj, how)
     else:
         table = model.model.embed_tokens
-        table.noisy = Noisy(nn.Linear(model.config.hidden_size, 1, bias=False).requires_grad_(False), how)
+        table.noisy = Noisy(
+            nn.Linear(model.config.hidden_size, 1, bias=False).requires_grad_(False), how
+        )
         table.register_forward_hook(lambda module, inputs, out: (module.noisy(out), out)[1])
     for work in (engine.trial, engine.accumulate):
         with pytest.raises(UsageError, match=f"a second time for its gradient, and it {words}"):
@@ -293,13 +330,19 @@ def test_what_draws_a_gpu_s_random_numbers_is_refused_there():
         engine.accumulate(windows(1)[0])
 
 
-@pytest.mark.parametrize(("calls", "words"), [(0, "did not call its model"), (2, "calls its model 2 times")])
+@pytest.mark.parametrize(
+    ("calls", "words"), [(0, "did not call its model"), (2, "calls its model 2 times")]
+)
 def test_a_loss_that_does_not_call_its_model_once_is_refused(calls, words):
     plain = TokenLoss()
 
     def loss(model, batch):
         scored = [plain(model, batch) for _ in range(calls)]
-        return (scored[0][0], scored[0][1]) if scored else (torch.zeros((), requires_grad=True), torch.ones(()))
+        return (
+            (scored[0][0], scored[0][1])
+            if scored
+            else (torch.zeros((), requires_grad=True), torch.ones(()))
+        )
 
     with pytest.raises(UsageError, match=words):
         streamed(loss=loss).accumulate(windows(1)[0])
@@ -322,7 +365,10 @@ def test_a_placement_that_means_nothing_is_refused(field, value):
 
 def test_places_that_are_not_there_are_refused(tmp_path):
     with pytest.raises(UsageError, match="names stage 8, and the stages are 0 to 7"):
-        Streamed(tiny_llama(num_hidden_layers=6), placement=Placement(on_device=frozenset({(8, "weights")})))
+        Streamed(
+            tiny_llama(num_hidden_layers=6),
+            placement=Placement(on_device=frozenset({(8, "weights")})),
+        )
     with pytest.raises(UsageError, match="expected a monograph.Placement"):
         Streamed(tiny_llama(), placement="sweep")
     if not torch.cuda.is_available():

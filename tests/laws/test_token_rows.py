@@ -1,5 +1,7 @@
 # Run: pytest tests/laws/test_token_rows.py
-"""Trained rows of tokens: the base's bits, as near to the truth as PEFT, and laws 1, 2, 3, 5, 9 and 10 with them."""
+"""Trained rows of tokens: the base's bits, as near to the truth as PEFT, and laws 1, 2, 3, 5, 9 and
+10 with them.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,10 @@ def test_fresh_rows_change_no_bit_of_the_base(dtype, tied):
         for layer in adapters(narrow).values():
             layer.lora_B.weight.data.zero_()
         for name, table in tables(narrow).items():
-            assert table.weight.dtype == Precision(precision).dtype and table.token_rows.dtype == torch.float32
+            assert (
+                table.weight.dtype == Precision(precision).dtype
+                and table.token_rows.dtype == torch.float32
+            )
             table.token_rows.data.copy_(plain.get_submodule(name).weight[list(TOKENS)])
         with torch.autocast("cpu", Precision(precision).dtype):
             assert torch.equal(token_loss(narrow, batch)[0], token_loss(plain, batch)[0])
@@ -68,7 +73,9 @@ def test_fresh_rows_change_no_bit_of_the_base(dtype, tied):
 def in_peft(model, tied, seed=0):
     """PEFT's adapters and rows on a copy of the base, with the numbers of ours."""
     padding = model.config.pad_token_id
-    theirs = tiny_llama(model.model.embed_tokens.weight.dtype, seed, tie_word_embeddings=tied, pad_token_id=padding)
+    theirs = tiny_llama(
+        model.model.embed_tokens.weight.dtype, seed, tie_word_embeddings=tied, pad_token_id=padding
+    )
     theirs.get_input_embeddings = lambda: theirs.model.embed_tokens
     theirs._tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
     library, ids = peft(), list(TOKENS)
@@ -94,23 +101,28 @@ def loss_and_gradients(model):
     found = {"loss": loss.detach()}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            ours = name.replace(".default", "").replace("token_adapter.trainable_tokens_delta", "token_rows")
+            ours = name.replace(".default", "").replace(
+                "token_adapter.trainable_tokens_delta", "token_rows"
+            )
             found[ours] = parameter.grad
     return found
 
 
 @pytest.mark.parametrize(("dtype", "tied"), EACH)
 def test_loss_and_gradients_are_pefts(dtype, tied):
-    """While the rows are the base's PEFT's bits but for the rows' own gradient, which it adds up over all of the table.
+    """While the rows are the base's PEFT's bits but for the rows' own gradient, which it adds up
+    over all of the table.
 
-    Trained rows give the logits x W + x (rows - W) here and x rows there: two sums are not one, bit for bit. Both are
-    then measured against float64, over eight bases, as it is a matter of luck.
+    Trained rows give the logits x W + x (rows - W) here and x rows there: two sums are not one, bit
+    for bit. Both are then measured against float64, over eight bases, as it is a matter of luck.
     """
     model = tiny_llama(dtype, tie_word_embeddings=tied)
     adapt(model, WITH_ROWS)
     ours, theirs = loss_and_gradients(model), loss_and_gradients(in_peft(model, tied))
     assert ours.keys() == theirs.keys() and len(ours) == 1 + 28 + (1 if tied else 2)
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours if not name.endswith("token_rows"))
+    assert all(
+        torch.equal(ours[name], theirs[name]) for name in ours if not name.endswith("token_rows")
+    )
     assert all(ours[name].any(1).all() for name in ours if name.endswith("token_rows"))
     squares = {(name, who): 0.0 for name in ours for who in ("ours", "theirs")}
     for seed in range(8):
@@ -125,7 +137,9 @@ def test_loss_and_gradients_are_pefts(dtype, tied):
     for name in ours:
         error, naive = (squares[name, who] ** 0.5 for who in ("ours", "theirs"))
         # Of float64 there is no truth that is nearer.
-        assert error <= (1e-12 if dtype == torch.float64 else 1.5 * (naive + torch.finfo(dtype).eps / 2)), name
+        assert error <= (
+            1e-12 if dtype == torch.float64 else 1.5 * (naive + torch.finfo(dtype).eps / 2)
+        ), name
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -156,7 +170,9 @@ def test_transformers_llama_is_a_module_like_any_other():
     merged = copy.deepcopy(model)
     merge(merged)
     assert merged.lm_head.weight is merged.model.embed_tokens.weight and not tables(merged)
-    torch.testing.assert_close(merged(input_ids=tokens).logits, model(input_ids=tokens).logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        merged(input_ids=tokens).logits, model(input_ids=tokens).logits, rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(("dtype", "tied"), EACH)
@@ -175,7 +191,7 @@ def test_merged_is_as_near_to_the_truth_as_unmerged(dtype, tied):
     assert squares["merged"] ** 0.5 <= 1.25 * squares["unmerged"] ** 0.5 + 1e-14
 
 
-# ---- with laws 1, 2, 3, 5, 9 and 10 --------------------------------------------------------------------------------
+# ---- with laws 1, 2, 3, 5, 9 and 10 --------------------------------------------------------------
 
 CROSS = [
     # precision, policy, scope, rows of a micro-batch, base, tied
@@ -205,16 +221,20 @@ def engine(precision, policy, split, base, tied, **sizes):
 def exact_gradient(base, tied, **sizes):
     """By tables with the rows in them."""
     model = adapted_llama(lora(base), tie_word_embeddings=tied, **sizes).double()
-    return separate_gradient(model, replaced(model.lm_head.weight, rows_of(model.lm_head)), packed(ROWS))
+    return separate_gradient(
+        model, replaced(model.lm_head.weight, rows_of(model.lm_head)), packed(ROWS)
+    )
 
 
-# By blocks at night: by day test_lora.py has adapters there, and in one graph the rows are looked up as they are there.
+# By blocks at night: by day test_lora.py has adapters there, and in one graph the rows are looked
+# up as they are there.
 DAY = [each for each in CROSS if each[2] != "blocks"]
 NIGHT = [pytest.param(*each, marks=pytest.mark.slow) for each in CROSS if each[2] == "blocks"]
 
 
 @pytest.mark.parametrize(
-    ("precision", "policy", "scope", "split", "base", "tied"), by_day(sorted(DAY, key=stored_first)) + NIGHT
+    ("precision", "policy", "scope", "split", "base", "tied"),
+    by_day(sorted(DAY, key=stored_first)) + NIGHT,
 )
 def test_laws_together(precision, policy, scope, split, base, tied):
     sizes = {"num_hidden_layers": LAYERS}
@@ -222,7 +242,9 @@ def test_laws_together(precision, policy, scope, split, base, tied):
     def made(policy, split):
         return engine(precision, policy, split, base, tied, **sizes)
 
-    found = check(made, exact_gradient(base, tied, **sizes), policy, scope, split, backend_by_day(policy))
+    found = check(
+        made, exact_gradient(base, tied, **sizes), policy, scope, split, backend_by_day(policy)
+    )
     assert sum(name.endswith("token_rows") for name in found.state().model) == (1 if tied else 2)
 
 
@@ -251,8 +273,13 @@ def test_every_optimizer_resumes_and_leaves_the_tables_alone(optim):
     for each in ones:
         each.accumulate(packed(ROWS, 2))
         assert float(each.update().grad_norm) > 0
-    assert all(torch.equal(a, b) for a, b in zip(*(each.state().model.values() for each in ones), strict=True))
-    assert torch.equal(embedding.weight, table) and not torch.equal(embedding.token_rows.float(), began)
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(*(each.state().model.values() for each in ones), strict=True)
+    )
+    assert torch.equal(embedding.weight, table) and not torch.equal(
+        embedding.token_rows.float(), began
+    )
 
 
 @pytest.mark.slow
@@ -277,7 +304,9 @@ def test_a_step_makes_nothing_as_large_as_the_table():
     """Neither a gradient nor a copy of [V, D]: what rows add to the peak is far less."""
     vocabulary, peaks = 40_000, []
     for tokens in ((), TOKENS):
-        model = adapted_llama(replace(SMALL, tokens=tokens), vocab_size=vocabulary, tie_word_embeddings=True)
+        model = adapted_llama(
+            replace(SMALL, tokens=tokens), vocab_size=vocabulary, tie_word_embeddings=True
+        )
         each = Resident(model, optim=AdamW(lr=1e-2))
         batch = ragged(1)
         each.accumulate(batch)

@@ -1,10 +1,11 @@
 # Run: pytest tests/laws/test_transferred_is_tuned.py [-m slow]
-"""Law 14: with width transfer the base does not change, the rule is that of the theory, activations and their updates
-keep their size at every width, and the best learning rate stays where it is.
+"""Law 14: with width transfer the base does not change, the rule is that of the theory, activations
+and their updates keep their size at every width, and the best learning rate stays where it is.
 
-The first two are algebra and hold in bits or in float64. The third is the coordinate check of Yang et al. 2022, "Tensor
-Programs V" (arXiv 2203.03466), appendix D: slopes of log RMS in log width. It sees rates and initial weights, and is
-blind to decay and eps, which the second holds. The fourth is nightly.
+The first two are algebra and hold in bits or in float64. The third is the coordinate check of Yang
+et al. 2022, "Tensor Programs V" (arXiv 2203.03466), appendix D: slopes of log RMS in log width. It
+sees rates and initial weights, and is blind to decay and eps, which the second holds. The fourth is
+nightly.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def trajectory(model: Llama, optim: Optimizer, loss: Any = reference.dense_loss)
     return [float(step([ragged(4)]).loss) for _ in range(UPDATES)]
 
 
-# ---- (a) at the base nothing changes --------------------------------------------------------------------------------
+# ---- (a) at the base nothing changes -------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("rule", "family"), PAIRS)
@@ -81,7 +82,9 @@ def test_at_the_base_nothing_changes(rule: str, family: str) -> None:
     config, optim = shape(2, **FAMILIES[family]), OPTIMIZERS[rule]
     transfer, plain, model = WidthTransfer(config, config), Llama(config), Llama(config)
     transfer.initialise_(model)
-    assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+    assert all(
+        torch.equal(p, q) for p, q in zip(plain.parameters(), model.parameters(), strict=True)
+    )
     assert transfer.optimizer(optim).kinds(model) == optim.kinds(model)
     states = []
     for each, chosen in ((plain, optim), (model, transfer.optimizer(optim))):
@@ -92,14 +95,19 @@ def test_at_the_base_nothing_changes(rule: str, family: str) -> None:
         states.append(copied(engine.state()))
     for kind in ("model", "optimizer"):
         one, other = (getattr(state, kind) for state in states)
-        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+        assert one.keys() == other.keys() and all(
+            torch.equal(one[name], other[name]) for name in one
+        )
 
 
-# ---- (b) the rule is that of the theory -----------------------------------------------------------------------------
+# ---- (b) the rule is that of the theory ----------------------------------------------------------
 
 
 def folded(
-    times: int, family: str, rule: str, change: Callable[[Optimizer], Optimizer] = lambda optim: optim
+    times: int,
+    family: str,
+    rule: str,
+    change: Callable[[Optimizer], Optimizer] = lambda optim: optim,
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and last weights of the model as it is trained."""
     config = shape(times, **FAMILIES[family])
@@ -118,7 +126,10 @@ def multiplied(times: int, family: str, rule: str) -> tuple[list[float], dict[st
     optim = reference.optimizer(OPTIMIZERS[rule], theta, times)
     losses = trajectory(theta, optim, reference.loss_with_multipliers(theta, times, muon))
     tied = config.tie_word_embeddings
-    return losses, {n: reference.multiplier(n, times, tied, muon) * p.detach() for n, p in theta.named_parameters()}
+    return losses, {
+        n: reference.multiplier(n, times, tied, muon) * p.detach()
+        for n, p in theta.named_parameters()
+    }
 
 
 @pytest.mark.parametrize(("rule", "family"), PAIRS)
@@ -136,22 +147,38 @@ def test_other_widths_fold_within_rounding(rule: str, family: str) -> None:
     # Newton-Schulz amplifies rounding by up to 3.4445^5 = 490 an update (tests/test_muon.py).
     bound = 1e-12 * (490 if rule == "muon" else 1)
     assert max(abs(one - other) for one, other in zip(losses, expected, strict=True)) <= bound
-    assert max(relative_error(weight, scaled[name]) for name, weight in weights.items()) <= 10 * bound
+    assert (
+        max(relative_error(weight, scaled[name]) for name, weight in weights.items()) <= 10 * bound
+    )
 
 
 def unscaled(optim: Optimizer, pattern: str, column: str, base: Optimizer) -> Optimizer:
     """The rule with one of its entries left as in the base."""
     value = base.weight_decay if column == "weight_decay" else 1.0
-    groups = [replace(group, **{column: value}) if group.pattern == pattern else group for group in optim.groups]
+    groups = [
+        replace(group, **{column: value}) if group.pattern == pattern else group
+        for group in optim.groups
+    ]
     assert groups != [*optim.groups]
     return replace(optim, groups=groups)
 
 
-Q, GATE, DOWN = (f"model.layers.*.{name}.weight" for name in ("self_attn.q_proj", "mlp.gate_proj", "mlp.down_proj"))
+Q, GATE, DOWN = (
+    f"model.layers.*.{name}.weight"
+    for name in ("self_attn.q_proj", "mlp.gate_proj", "mlp.down_proj")
+)
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 ENTRIES = [
-    *[("adamw", "untied", tensor, column) for tensor in (Q, GATE, DOWN) for column in ("lr", "weight_decay", "eps")],
-    *[("muon", "untied", tensor, column) for tensor in (Q, GATE, DOWN) for column in ("lr", "weight_decay")],
+    *[
+        ("adamw", "untied", tensor, column)
+        for tensor in (Q, GATE, DOWN)
+        for column in ("lr", "weight_decay", "eps")
+    ],
+    *[
+        ("muon", "untied", tensor, column)
+        for tensor in (Q, GATE, DOWN)
+        for column in ("lr", "weight_decay")
+    ],
     *[("adamw", "untied", HEAD, column) for column in ("lr", "weight_decay")],
     *[("adamw", family, EMBEDDING, "eps") for family in ("untied", "tied")],
     ("adamw", "untied", NORM, "eps"),
@@ -165,27 +192,36 @@ ENTRIES = [
 # By day every third entry.
 @pytest.mark.parametrize(
     ("rule", "family", "pattern", "column"),
-    [pytest.param(*entry, marks=() if place % 3 == 0 else pytest.mark.slow) for place, entry in enumerate(ENTRIES)],
+    [
+        pytest.param(*entry, marks=() if place % 3 == 0 else pytest.mark.slow)
+        for place, entry in enumerate(ENTRIES)
+    ],
 )
 def test_every_entry_of_the_table_counts(rule: str, family: str, pattern: str, column: str) -> None:
-    losses, _ = folded(4, family, rule, lambda optim: unscaled(optim, pattern, column, OPTIMIZERS[rule]))
+    losses, _ = folded(
+        4, family, rule, lambda optim: unscaled(optim, pattern, column, OPTIMIZERS[rule])
+    )
     expected, _ = multiplied(4, family, rule)
     assert max(abs(one - other) for one, other in zip(losses, expected, strict=True)) > 1e-6
 
 
-# ---- (c) the coordinate check ---------------------------------------------------------------------------------------
+# ---- (c) the coordinate check --------------------------------------------------------------------
 
 LADDER = (32, 128)
 SEEDS, FEW_SEEDS, CHECKED = 2, 1, (1, 8)
-# Half of what a missing factor adds: of m, of its root in Muon's rate, of its root in initial weights. Below zero it is
-# 0.5 for all: the few directions of a batch overlap by chance, the more the narrower the model.
+# Half of what a missing factor adds: of m, of its root in Muon's rate, of its root in initial
+# weights. Below zero it is 0.5 for all: the few directions of a batch overlap by chance, the more
+# the narrower the model.
 ALLOWED, ALLOWED_BELOW, ALLOWED_AT_FIRST = {"adamw": 0.5, "muon": 0.25}, 0.5, 0.25
 BLOCKS = "model.layers.0", "model.layers.1"
 HEADS = [
     ("adamw", False), ("muon", True),
     *(pytest.param(*each, marks=pytest.mark.slow) for each in [("adamw", True), ("muon", False)]),
 ]  # fmt: skip
-RATES: dict[str, Optimizer] = {"adamw": AdamW(lr=2**-6, weight_decay=0.0), "muon": Muon(lr=2**-5, weight_decay=0.0)}
+RATES: dict[str, Optimizer] = {
+    "adamw": AdamW(lr=2**-6, weight_decay=0.0),
+    "muon": Muon(lr=2**-5, weight_decay=0.0),
+}
 
 
 def rung(width: int, tied: bool) -> LlamaConfig:
@@ -204,15 +240,20 @@ def rung(width: int, tied: bool) -> LlamaConfig:
 
 
 def rows(seed: int) -> dict[str, Tensor]:
-    """Eight tokens that come round and round: equal tokens pull a weight the same way, so that updates add up."""
+    """Eight tokens that come round and round: equal tokens pull a weight the same way, so that
+    updates add up.
+    """
     kinds = torch.randperm(128, generator=torch.Generator().manual_seed(seed))[:8]
     tokens = kinds[(torch.arange(65) + torch.tensor([[0], [3]])) % 8]
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
 @torch.no_grad()
-def activations(model: Llama, tokens: Tensor, before: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Every module's output, blocks' included, by the module's name; and what each matrix's change since `before` adds.
+def activations(
+    model: Llama, tokens: Tensor, before: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Every module's output, blocks' included, by the module's name; and what each matrix's change
+    since `before` adds.
 
     The second is (W - W_before) x, which a sum over all that changed may hide.
     """
@@ -236,7 +277,9 @@ def rms(values: Tensor) -> float:
     return float(values.double().square().mean().sqrt())
 
 
-def sizes(width: int, tied: bool, seed: int, rule: str, transferred: Any) -> dict[tuple[int, str], float]:
+def sizes(
+    width: int, tied: bool, seed: int, rule: str, transferred: Any
+) -> dict[tuple[int, str], float]:
     """RMS of the activations at the start, as update 0, and of their change after some updates."""
     config = rung(width, tied)
     model, batch = Llama(config, seed), rows(seed)
@@ -264,30 +307,41 @@ def without_transfer(model: Llama, transfer: WidthTransfer, optim: Optimizer) ->
     return optim
 
 
-def slopes(rule: str, tied: bool, transferred: Any, seeds: int = SEEDS) -> dict[tuple[int, str], float]:
+def slopes(
+    rule: str, tied: bool, transferred: Any, seeds: int = SEEDS
+) -> dict[tuple[int, str], float]:
     """Of log2 RMS in log2 width, over the ladder, the mean of seeds."""
     x = torch.tensor([math.log2(width) for width in LADDER], dtype=torch.float64)
     x -= x.mean()
-    measured = [[sizes(width, tied, seed, rule, transferred) for seed in range(seeds)] for width in LADDER]
+    measured = [
+        [sizes(width, tied, seed, rule, transferred) for seed in range(seeds)] for width in LADDER
+    ]
     found = {}
     for key in measured[0][0]:
-        y = torch.tensor([sum(math.log2(each[key]) for each in those) / seeds for those in measured], dtype=x.dtype)
+        y = torch.tensor(
+            [sum(math.log2(each[key]) for each in those) / seeds for those in measured],
+            dtype=x.dtype,
+        )
         found[key] = float(x @ y / (x @ x))
     return found
 
 
-def outside(found: dict[tuple[int, str], float], rule: str, tied: bool) -> dict[tuple[int, str], float]:
+def outside(
+    found: dict[tuple[int, str], float], rule: str, tied: bool
+) -> dict[tuple[int, str], float]:
     """Slopes that are not what they should be."""
     odd = {}
     for (update, name), slope in found.items():
         lowest = highest = 0.0
-        # The tied head's share of 1/m is the final gain's. With it the logits of random weights fall as m^-1/2; what is
-        # learned does not, and outgrows them.
+        # The tied head's share of 1/m is the final gain's. With it the logits of random weights
+        # fall as m^-1/2; what is learned does not, and outgrows them.
         if tied and name in ("model.norm", "scale_last"):
             lowest = highest = -1.0
         elif tied and name == "lm_head":
             lowest, highest = -0.5, (0.0 if update else -0.5)
-        below, above = (ALLOWED_BELOW, ALLOWED[rule]) if update else (ALLOWED_AT_FIRST, ALLOWED_AT_FIRST)
+        below, above = (
+            (ALLOWED_BELOW, ALLOWED[rule]) if update else (ALLOWED_AT_FIRST, ALLOWED_AT_FIRST)
+        )
         if not lowest - below <= slope <= highest + above:
             odd[update, name] = slope
     return odd
@@ -300,7 +354,9 @@ def test_activations_and_their_updates_keep_their_size(rule: str, tied: bool) ->
 
 @pytest.mark.parametrize(("rule", "tied"), HEADS, ids=str)
 def test_without_transfer_they_do_not(rule: str, tied: bool) -> None:
-    """The check has power: at one rate for all widths the residual stream moves by more the wider, and ever more."""
+    """The check has power: at one rate for all widths the residual stream moves by more the wider,
+    and ever more.
+    """
     found = slopes(rule, tied, without_transfer, FEW_SEEDS)
     odd = outside(found, rule, tied)
     assert (0, "model.embed_tokens") in odd and (1, f"{BLOCKS[0]}.self_attn.q_proj") in odd
@@ -320,29 +376,42 @@ MUTANTS = [
 
 @pytest.mark.parametrize(("rule", "pattern", "power"), MUTANTS)
 def test_it_sees_a_wrong_rate(rule: str, pattern: str, power: float) -> None:
-    """Too high by that power of m: as in the base, where the table says 1/m or m^-1/2; or too low by 1/m."""
+    """Too high by that power of m: as in the base, where the table says 1/m or m^-1/2; or too low
+    by 1/m.
+    """
 
     def mutated(model: Llama, transfer: WidthTransfer, optim: Optimizer) -> Optimizer:
         right, factor = with_transfer(model, transfer, optim), transfer.width_ratio**power
-        groups = [replace(group, lr=group.lr * factor) if group.pattern == pattern else group for group in right.groups]
+        groups = [
+            replace(group, lr=group.lr * factor) if group.pattern == pattern else group
+            for group in right.groups
+        ]
         return replace(right, groups=groups)
 
     assert outside(slopes(rule, False, mutated, FEW_SEEDS), rule, False)
 
 
-# ---- (d) the best rate stays where it is ----------------------------------------------------------------------------
+# ---- (d) the best rate stays where it is ---------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_best_rate_stays_within_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At four times the width, judged by the vertex; without transfer it moves by one step for each doubling."""
+    """At four times the width, judged by the vertex; without transfer it moves by one step for each
+    doubling.
+    """
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     sweep = script("benchmarks/transfer.py")
-    text = mono.corpus(sweep.source(), tokenizer="bytes", sequence_length=sweep.LENGTH, held_out=0.1)
+    text = mono.corpus(
+        sweep.source(), tokenizer="bytes", sequence_length=sweep.LENGTH, held_out=0.1
+    )
     grid = (tuple(2.0**k for k in range(-9, -3)), sweep.SEEDS, sweep.UPDATES)
     way = sweep.Way("adamw", tied=False, transfer=True)
     narrow, carried = (sweep.measured(way, width, 32, text, grid) for width in (32, 128))
     plain = sweep.measured(replace(way, transfer=False), 128, 32, text, grid)
     assert narrow["bracketed"] and carried["bracketed"]
-    assert abs(carried["vertex_log2"] - narrow["vertex_log2"]) <= 1 < narrow["vertex_log2"] - plain["vertex_log2"]
+    assert (
+        abs(carried["vertex_log2"] - narrow["vertex_log2"])
+        <= 1
+        < narrow["vertex_log2"] - plain["vertex_log2"]
+    )

@@ -1,4 +1,6 @@
-"""Run: pytest tests/laws/test_unread_is_unknown.py [-m slow] (every command with reads that fail; nothing is lost)."""
+"""Run: pytest tests/laws/test_unread_is_unknown.py [-m slow] (every command with reads that fail;
+nothing is lost).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ REFUSED, NOT_WRITTEN, DONE = "refused", "not written", "done all the same"
 FOUND = {3: REFUSED, 7: NOT_WRITTEN, 0: DONE}
 BY_DAY = ("EIO", "EMFILE from here on")
 COMMANDS_BY_DAY = {"check", "generate from adapter"}  # a resume: test_nothing_half_done
-# At night, of how many reads one is struck in each of nine modes: with 9 every read once, with 3 by three errors.
+# At night, of how many reads one is struck in each of nine modes: with 9 every read once, with 3 by
+# three errors.
 STRIDES = {"check": 3, "generate": 3, "export": 3, "export gguf": 3, "evaluate": 3, "train": 18}
 
 
@@ -32,7 +35,9 @@ def prepared(faults: FaultServer, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 class Judge:
-    """Looks at what a command leaves whose reads failed; `expected` is what it leaves when they do not."""
+    """Looks at what a command leaves whose reads failed; `expected` is what it leaves when they do
+    not.
+    """
 
     def __init__(self, name: str, faults: FaultServer, prepared: Path, scratch: Path) -> None:
         self.name, self.faults, self.before = name, faults, kept(prepared)
@@ -52,7 +57,9 @@ class Judge:
             assert re.fullmatch(r"error: [^\n]+", said), said
             unread = {each.path for each in outcome.journal[outcome.number - 1 :]}
             assert any(names(said, path, outcome.folder) for path in unread), said
-            assert code == 3 or (code == 7 and re.search("cannot (write|save|be (written|synced))", said)), said
+            assert code == 3 or (
+                code == 7 and re.search("cannot (write|save|be (written|synced))", said)
+            ), said
         self._nothing_is_lost(outcome.folder, done=code == 0)
         return FOUND[code]
 
@@ -66,7 +73,9 @@ class Judge:
         return int(code), told.strip().splitlines()[-1]
 
     def _as_expected(self, folder: Path) -> None:
-        assert results(folder) == self.expected, "what could not be read was taken for something else"
+        assert results(folder) == self.expected, (
+            "what could not be read was taken for something else"
+        )
         printed_in(folder).unlink()
 
     def _nothing_is_lost(self, folder: Path, done: bool) -> None:
@@ -76,34 +85,50 @@ class Judge:
             assert kept(folder) == self.before
             return
         updates = sound_updates(newest)
-        assert updates[:KEPT] == list(range(updates[0], updates[0] - KEPT, -1)), "a sound checkpoint was removed"
+        assert updates[:KEPT] == list(range(updates[0], updates[0] - KEPT, -1)), (
+            "a sound checkpoint was removed"
+        )
         if not done:  # a person goes on with what has begun, or types the same again
             run, resume = RUNS[self.name]
-            again = self.faults.run(resume if Run(folder / run).begun else COMMANDS[self.name], folder)
+            again = self.faults.run(
+                resume if Run(folder / run).begun else COMMANDS[self.name], folder
+            )
             assert again.error is None, again.error
             self._as_expected(folder)
 
 
 def names(line: str, path: str, root: Path) -> bool:
-    """Whether a line names a file, or the folder that it is in; of an unfinished one what it is to become."""
+    """Whether a line names a file, or the folder that it is in; of an unfinished one what it is to
+    become.
+    """
     file = root / path
     parts = (f" {path or '.'}:", file.name, file.parent.name)
     return any(part.removeprefix(".").removesuffix(".partial") in line for part in parts)
 
 
-def struck(judge: Judge, prepared: Path, scratch: Path, modes: Sequence[str], stride: int) -> dict[str, Counter[str]]:
+def struck(
+    judge: Judge, prepared: Path, scratch: Path, modes: Sequence[str], stride: int
+) -> dict[str, Counter[str]]:
     """What was found after each read that failed, by mode."""
     found: dict[str, Counter[str]] = {mode: Counter() for mode in modes}
-    for outcome in judge.faults.every_operation(COMMANDS[judge.name], prepared, scratch, modes, stride, judge.reads):
+    for outcome in judge.faults.every_operation(
+        COMMANDS[judge.name], prepared, scratch, modes, stride, judge.reads
+    ):
         try:
             found[outcome.mode][judge.found(outcome)] += 1
         except Exception as error:
-            raise AssertionError(f"{outcome.mode} at {outcome.number}, {outcome.operation}: {outcome.error}") from error
+            raise AssertionError(
+                f"{outcome.mode} at {outcome.number}, {outcome.operation}: {outcome.error}"
+            ) from error
     return found
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in COMMANDS_BY_DAY else pytest.mark.slow) for name in COMMANDS]
+    "name",
+    [
+        pytest.param(name, marks=() if name in COMMANDS_BY_DAY else pytest.mark.slow)
+        for name in COMMANDS
+    ],
 )
 def test_a_read_that_fails_is_a_line_and_nothing_is_lost(
     name: str, faults: FaultServer, prepared: Path, tmp_path: Path
@@ -116,15 +141,24 @@ def test_a_read_that_fails_is_a_line_and_nothing_is_lost(
 @pytest.mark.slow
 @pytest.mark.timeout(14400)
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_read_of_a_command(name: str, faults: FaultServer, prepared: Path, tmp_path: Path) -> None:
+def test_every_read_of_a_command(
+    name: str, faults: FaultServer, prepared: Path, tmp_path: Path
+) -> None:
     """Prints what came of each error; docs/reliability.md has the sum."""
     judge, stride = Judge(name, faults, prepared, tmp_path), STRIDES.get(name, 9)
-    print(row(name, len(judge.reads), stride, struck(judge, prepared, tmp_path, EVERY_UNREAD, stride)))
+    print(
+        row(name, len(judge.reads), stride, struck(judge, prepared, tmp_path, EVERY_UNREAD, stride))
+    )
 
 
 def row(name: str, reads: int, stride: int, found: dict[str, Counter[str]]) -> str:
-    """Of each error: how many ended in a line and code 3 or 7, and after how many the command did all the same."""
-    of_errors = [sum((found[mode] for mode in found if mode.split()[0] == error), Counter()) for error in ERRORS]
+    """Of each error: how many ended in a line and code 3 or 7, and after how many the command did
+    all the same.
+    """
+    of_errors = [
+        sum((found[mode] for mode in found if mode.split()[0] == error), Counter())
+        for error in ERRORS
+    ]
     cells = [f"{each[REFUSED] + each[NOT_WRITTEN]} + {each[DONE]}" for each in of_errors]
     injected = sum(each.total() for each in of_errors)
     return f"| `{name}` | {reads} | {stride} | {injected:,} | {' | '.join(cells)} | 0 |"

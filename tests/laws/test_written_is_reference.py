@@ -1,7 +1,7 @@
 """Run: pytest tests/laws/test_written_is_reference.py    (compiled by Inductor: -m slow)
 
-Law 7 where rows remember: at every step of a running generator a row's penalties, repetitions, mirostat's number and
-log-probabilities are what the float64 reference says of the row's own text.
+Law 7 where rows remember: at every step of a running generator a row's penalties, repetitions,
+mirostat's number and log-probabilities are what the float64 reference says of the row's own text.
 """
 
 from __future__ import annotations
@@ -30,10 +30,29 @@ DRY: dict[str, Any] = {"dry_multiplier": 0.7, "dry_base": 1.4, "dry_allowed_leng
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "greedy": {"temperature": 0.0, "repetition_penalty": 1.3},
-    "all text": {"repetition_penalty": 1.4, "frequency_penalty": 0.2, "presence_penalty": 0.3, "top_k": 7},
-    "last 3 of the output": {"repetition_penalty": 1.4, "frequency_penalty": 0.9, "penalty_last_n": 3},
-    "last 6": {"frequency_penalty": -0.4, "presence_penalty": 0.3, "penalty_last_n": 6, "penalty_scope": "all"},
-    "last 40": {"repetition_penalty": 0.7, "penalty_last_n": 40, "penalty_scope": "all", "presence_penalty": 1.0},
+    "all text": {
+        "repetition_penalty": 1.4,
+        "frequency_penalty": 0.2,
+        "presence_penalty": 0.3,
+        "top_k": 7,
+    },
+    "last 3 of the output": {
+        "repetition_penalty": 1.4,
+        "frequency_penalty": 0.9,
+        "penalty_last_n": 3,
+    },
+    "last 6": {
+        "frequency_penalty": -0.4,
+        "presence_penalty": 0.3,
+        "penalty_last_n": 6,
+        "penalty_scope": "all",
+    },
+    "last 40": {
+        "repetition_penalty": 0.7,
+        "penalty_last_n": 40,
+        "penalty_scope": "all",
+        "presence_penalty": 1.0,
+    },
     "none": {"repetition_penalty": 3.0, "frequency_penalty": 2.0, "penalty_last_n": 0},
     "dry": DRY,
     "dry, last 9": DRY | {"dry_penalty_last_n": 9, "dry_allowed_length": 0, "dry_multiplier": 0.3},
@@ -55,7 +74,9 @@ class Watched:
         self.seen: dict[tuple[int, int], tuple[Tensor, Tensor, float]] = {}
         self.sample = step.sample
 
-    def __call__(self, logits_BV: Tensor, rows: Rows, allowed_BV: Tensor | None, chain: Any, truncation: Any) -> Drawn:
+    def __call__(
+        self, logits_BV: Tensor, rows: Rows, allowed_BV: Tensor | None, chain: Any, truncation: Any
+    ) -> Drawn:
         edited_BV = edited(logits_BV.float(), rows, allowed_BV, chain)
         mu_B = torch.zeros(len(logits_BV)) if rows.mu_B is None else rows.mu_B.clone()
         for row, key in enumerate(zip(rows.seed_B.tolist(), rows.position_B.tolist(), strict=True)):
@@ -91,9 +112,12 @@ def written(block: int, every: bool) -> list[tuple[Request, list[int], list[LogP
 
 
 @pytest.mark.parametrize(
-    ("block", "every"), [(7, False), *(pytest.param(block, True, marks=pytest.mark.slow) for block in (1, 7))]
+    ("block", "every"),
+    [(7, False), *(pytest.param(block, True, marks=pytest.mark.slow) for block in (1, 7))],
 )
-def test_every_step_is_the_reference_s(block: int, every: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_step_is_the_reference_s(
+    block: int, every: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     watched = Watched()
     monkeypatch.setattr(step, "sample", watched)
     penalised = 0
@@ -103,12 +127,19 @@ def test_every_step_is_the_reference_s(block: int, every: bool, monkeypatch: pyt
         for index, (token, report) in enumerate(zip(output, reports, strict=True)):
             raw_V, ours_V, our_mu = watched.seen[options.seed, len(request.prompt_ids) + index]
             told = (options, request.prompt_ids, output[:index], BREAKERS)
-            exact_V, naive_V = reference.edited(raw_V.double(), *told), reference.edited(raw_V, *told)
+            exact_V, naive_V = (
+                reference.edited(raw_V.double(), *told),
+                reference.edited(raw_V, *told),
+            )
             assert error_within(ours_V, naive_V, exact_V, k=4)
             penalised += bool((exact_V != raw_V.double()).any())
             if options.mirostat_tau:
                 assert our_mu == pytest.approx(mu, abs=1e-4)
-            uniform = float(row_uniform(torch.tensor([options.seed]), torch.tensor([len(request.prompt_ids) + index])))
+            uniform = float(
+                row_uniform(
+                    torch.tensor([options.seed]), torch.tensor([len(request.prompt_ids) + index])
+                )
+            )
             p_V = reference.probabilities(ours_V.double(), options, uniform, our_mu)
             assert_reported(report, raw_V.double().log_softmax(0), p_V.log(), token)
             mu -= options.mirostat_eta * (-math.log2(float(p_V[token])) - options.mirostat_tau)
@@ -116,18 +147,26 @@ def test_every_step_is_the_reference_s(block: int, every: bool, monkeypatch: pyt
 
 
 def assert_reported(report: LogProbability, raw_V: Tensor, processed_V: Tensor, token: int) -> None:
-    """A token's two log-probabilities and the likeliest ones' are these; what could not be drawn is not reported."""
+    """A token's two log-probabilities and the likeliest ones' are these; what could not be drawn is
+    not reported.
+    """
     assert report.drawn == pytest.approx(float(raw_V[token]), abs=1e-5)
     assert report.processed_drawn == pytest.approx(float(processed_V[token]), abs=1e-5)
     for pairs, expected_V in ((report.likeliest, raw_V), (report.processed_likeliest, processed_V)):
         best = expected_V[expected_V > -torch.inf].sort(descending=True).values[:5]
         assert [value for _, value in pairs] == pytest.approx(best.tolist(), abs=1e-5)
-        assert [float(expected_V[index]) for index, _ in pairs] == pytest.approx(best.tolist(), abs=1e-5)
+        assert [float(expected_V[index]) for index, _ in pairs] == pytest.approx(
+            best.tolist(), abs=1e-5
+        )
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_text_does_not_depend_on_what_its_mates_remember(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each prompt alone, in a chain of its own stages, and beside all others, by `generate` with one sampling each."""
+def test_a_text_does_not_depend_on_what_its_mates_remember(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each prompt alone, in a chain of its own stages, and beside all others, by `generate` with
+    one sampling each.
+    """
     model, tokenizer = tiny_llama(vocab_size=259), Tokenizer.bytes()
     monkeypatch.setattr("monograph.decode.completion.MOST_ROWS", {"cpu": 3})
     if compiled:
@@ -138,7 +177,11 @@ def test_a_text_does_not_depend_on_what_its_mates_remember(compiled: bool, monke
     some = range(0, len(prompts), 6 if compiled else 2)
     monkeypatch.setattr("monograph.decode.completion.WORTH_COMPILING", {"cpu": 10**9})
     alone = {
-        index: str(next(iter(generate(model, tokenizer, [prompts[index]], samplings[index], max_tokens=16))))
+        index: str(
+            next(
+                iter(generate(model, tokenizer, [prompts[index]], samplings[index], max_tokens=16))
+            )
+        )
         for index in some
     }
     assert alone == {index: together[index] for index in some}

@@ -1,4 +1,5 @@
-"""What every combination of precision, recomputation, compile scope and accumulation must do, of any model.
+"""What every combination of precision, recomputation, compile scope and accumulation must do, of
+any model.
 
 Laws 1, 2, 3, 9 and 10 in one check, and law 5 of two members.
 """
@@ -44,7 +45,9 @@ def pairs(each: Sequence[Any]) -> set[Any]:
 
 
 def pairwise(every: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """A part of a cross that has every pair of choices: each time the combination with the most new ones."""
+    """A part of a cross that has every pair of choices: each time the combination with the most new
+    ones.
+    """
     seen, chosen = set(), []
     while new := max(every, key=lambda each: len(pairs(each) - seen)):
         if not pairs(new) - seen:
@@ -55,13 +58,16 @@ def pairwise(every: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 
 
 def by_day(chosen: Sequence[tuple[Any, ...]], *compiled: int) -> list[Any]:
-    """The combinations as parameters of a test; slow are those whose every choice one before them has.
+    """The combinations as parameters of a test; slow are those whose every choice one before them
+    has.
 
-    Eager ones come first, as they cost little. Compiled ones with a budget come last, as each layer is traced for
-    itself there. `compiled`: places whose every choice is compiled once, too.
+    Eager ones come first, as they cost little. Compiled ones with a budget come last, as each layer
+    is traced for itself there. `compiled`: places whose every choice is compiled once, too.
     """
     seen, parameters = set[Any](), []
-    for each in sorted(chosen, key=lambda each: (each[2] != "none") * (1 + isinstance(each[1], Remat.Budget))):
+    for each in sorted(
+        chosen, key=lambda each: (each[2] != "none") * (1 + isinstance(each[1], Remat.Budget))
+    ):
         has = {*enumerate(each), *((place, each[place], each[2] != "none") for place in compiled)}
         parameters.append(pytest.param(*each, marks=pytest.mark.slow if has <= seen else ()))
         seen |= has
@@ -77,7 +83,9 @@ def gradient(engine: Resident, batch: Any) -> Tensor:
 
 
 def separate_gradient(model: Llama, head: Tensor, batch: Any) -> Tensor:
-    """The slow, obviously correct path: float64, every document a row of its own, one dense loss, one backward pass."""
+    """The slow, obviously correct path: float64, every document a row of its own, one dense loss,
+    one backward pass.
+    """
     losses, count = [], 0
     for row in range(ROWS):
         for part in (slice(0, 10), slice(10, None)):
@@ -90,31 +98,46 @@ def separate_gradient(model: Llama, head: Tensor, batch: Any) -> Tensor:
 
 
 def stored_first(each: Sequence[Any]) -> bool:
-    """A key that sorts first what recomputes nothing, whose graph of a whole step is traced at a third of the cost."""
+    """A key that sorts first what recomputes nothing, whose graph of a whole step is traced at a
+    third of the cost.
+    """
     return each[1] != Remat.Off()
 
 
 def backend_by_day(policy: Any) -> str:
-    """Dynamo's graphs as they are; AOT autograd, which all go through by night, chooses only what a budget keeps."""
+    """Dynamo's graphs as they are; AOT autograd, which all go through by night, chooses only what a
+    budget keeps.
+    """
     return "aot_eager" if isinstance(policy, Remat.Budget) else "eager"
 
 
 def check(
-    made: Callable[..., Resident], exact: Tensor, policy: Any, scope: str, split: int, backend: str = "aot_eager"
+    made: Callable[..., Resident],
+    exact: Tensor,
+    policy: Any,
+    scope: str,
+    split: int,
+    backend: str = "aot_eager",
 ) -> Resident:
-    """Compare the engines `made(policy, split)` with the exact gradient and with one another; the one that trained."""
+    """Compare the engines `made(policy, split)` with the exact gradient and with one another; the
+    one that trained.
+    """
     batch = packed(ROWS)
     naive = relative_error(gradient(made(Remat.Off(), ROWS), batch), exact)
     mine = made(policy, split)
-    frozen = {name: p.detach().clone() for name, p in mine.model.named_parameters() if not p.requires_grad}
+    frozen = {
+        name: p.detach().clone() for name, p in mine.model.named_parameters() if not p.requires_grad
+    }
     if scope != "none":
         captured_to_train(mine, batch, backend, scope)
-    # Laws 1, 2 and 9. fp8 rounds by the largest number of a micro-batch: another split, other roundings as large.
+    # Laws 1, 2 and 9. fp8 rounds by the largest number of a micro-batch: another split, other
+    # roundings as large.
     assert relative_error(gradient(mine, batch), exact) <= 2 * naive + 1e-6 and naive < 0.3
     if scope == "none":  # law 3: bits
         assert torch.equal(gradient(mine, batch), gradient(made(Remat.Off(), split), batch))
-    # Law 10: taken up after two updates, bits of the third. A captured engine goes back itself, as another would be
-    # compiled to the same graphs; that capturing leaves a loaded state alone is a test of law 1.
+    # Law 10: taken up after two updates, bits of the third. A captured engine goes back itself, as
+    # another would be compiled to the same graphs; that capturing leaves a loaded state alone is a
+    # test of law 1.
     for seed in range(2):
         mine.accumulate(packed(ROWS, seed))
         mine.update()
@@ -125,15 +148,21 @@ def check(
         resumed.accumulate(packed(ROWS, 2))
         resumed.update()
         ends.append(copied(resumed.state()).model)
-    assert all(torch.equal(one, two) for one, two in zip(*(end.values() for end in ends), strict=True))
+    assert all(
+        torch.equal(one, two) for one, two in zip(*(end.values() for end in ends), strict=True)
+    )
     assert set(kept.model) == {name for name, p in mine.model.named_parameters() if p.requires_grad}
     assert not any(torch.equal(kept.model[name], now) for name, now in mine.state().model.items())
-    assert all(torch.equal(p, frozen[name]) for name, p in mine.model.named_parameters() if name in frozen)
+    assert all(
+        torch.equal(p, frozen[name]) for name, p in mine.model.named_parameters() if name in frozen
+    )
     return mine
 
 
 def members_are_alone(made: Callable[[], Llama]) -> int:
-    """Law 5, in fp64: two members of one base, after two updates; gives how many tensors are trained."""
+    """Law 5, in fp64: two members of one base, after two updates; gives how many tensors are
+    trained.
+    """
 
     def members() -> list[Llama]:
         found = [made().double() for _ in range(2)]

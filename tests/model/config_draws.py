@@ -1,7 +1,9 @@
 # Run what uses it: pytest tests/model/test_config_keys.py
-"""Random config.json files that say something of every key that transformers reads, whether or not it changes a number.
+"""Random config.json files that say something of every key that transformers reads, whether or not
+it changes a number.
 
-Most values are ones that people have, some are ones that nobody computes here; a draw may therefore be refused.
+Most values are ones that people have, some are ones that nobody computes here; a draw may therefore
+be refused.
 """
 
 from __future__ import annotations
@@ -37,11 +39,16 @@ IDLE = {
 
 
 def keys_that_count(draw, vocabulary: int, family: str = "") -> dict[str, list]:
-    """Keys that change a number of some family, with values that are computed here and values that are not."""
+    """Keys that change a number of some family, with values that are computed here and values that
+    are not.
+    """
     layers = draw.choice([1, 2, 3])
     tables = [_rope(draw), _rope(draw)]
     if family in ("olmo3", "gemma3_text"):
-        tables = [{FULL: _rope(draw)}, {FULL: _rope(draw), SLIDING: {"rope_type": "default", "rope_theta": 1e3}}]
+        tables = [
+            {FULL: _rope(draw)},
+            {FULL: _rope(draw), SLIDING: {"rope_type": "default", "rope_theta": 1e3}},
+        ]
     if family == "phi3":
         tables = [_long_rope(draw), _long_rope(draw)]
     kinds = [draw.choice([FULL, LINEAR if family in HYBRID else SLIDING]) for _ in range(layers)]
@@ -107,7 +114,9 @@ def keys_that_count(draw, vocabulary: int, family: str = "") -> dict[str, list]:
 
 
 def _rope(draw) -> dict:
-    kind = draw.choice(["default", "default", "linear", "linear", "llama3", "llama3", "yarn", "dynamic"])
+    kind = draw.choice(
+        ["default", "default", "linear", "linear", "llama3", "llama3", "yarn", "dynamic"]
+    )
     table = {
         "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
         "rope_theta": draw.choice([1e2, 1e4]), "partial_rotary_factor": draw.choice([1.0, 1.0, 0.5]),
@@ -125,10 +134,18 @@ def _rope(draw) -> dict:
 
 def _long_rope(draw) -> dict:
     pairs = draw.choice([4, 4, 4, 2])
-    table = {f"{name}_factor": [draw.choice([1.0, 1.5, 2, 4.0]) for _ in range(pairs)] for name in ("short", "long")}
+    table = {
+        f"{name}_factor": [draw.choice([1.0, 1.5, 2, 4.0]) for _ in range(pairs)]
+        for name in ("short", "long")
+    }
     others = {"attention_factor": draw.choice([None, 1.2]), "factor": draw.choice([None, 4.0])}
     table |= {key: value for key, value in others.items() if draw.random() < 0.3}
-    return {draw.choice(["rope_type", "type"]): draw.choice(["longrope", "longrope", "su", "yarn", "linear"]), **table}
+    return {
+        draw.choice(["rope_type", "type"]): draw.choice(
+            ["longrope", "longrope", "su", "yarn", "linear"]
+        ),
+        **table,
+    }
 
 
 def drawn(family: str, draw) -> dict:
@@ -136,8 +153,17 @@ def drawn(family: str, draw) -> dict:
     vocabulary = draw.choice([30, 37])
     values = {"model_type": family, "vocab_size": vocabulary, "hidden_size": 32}
     counting = keys_that_count(draw, vocabulary, family)
-    counted = [f"linear_{name}" for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")]
-    always = {*counted, "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads"}
+    counted = [
+        f"linear_{name}"
+        for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    ]
+    always = {
+        *counted,
+        "num_hidden_layers",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+    }
     if family in ("smollm3", "phi3"):  # their defaults are above these vocabularies
         always.add("pad_token_id")
     if family in (
@@ -147,10 +173,17 @@ def drawn(family: str, draw) -> dict:
         "olmoe",
         "gpt_oss",
     ):  # their defaults are large, and choose 8 experts
-        always |= {"num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"}
-    if family == "granite":  # with its default, 1, scores are so large that fp32 is off by 1e-5 in both
+        always |= {
+            "num_experts",
+            "num_experts_per_tok",
+            "moe_intermediate_size",
+            "shared_expert_intermediate_size",
+        }
+    # With its default, 1, scores are so large that fp32 is off by 1e-5 in both.
+    if family == "granite":
         always.add("attention_multiplier")
-    # A file that says one thing which nothing here computes is refused, and tells nothing of its other keys.
+    # A file that says one thing which nothing here computes is refused, and tells nothing of its
+    # other keys.
     odd = draw.random() < 0.3
     for key, choices in {**IDLE, **counting}.items():
         if key in always or draw.random() < 1 / 3:

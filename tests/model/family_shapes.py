@@ -8,22 +8,41 @@ import torch.nn.functional as F
 from monograph.graph.experts import Router
 from monograph.graph.lora import Plain
 from monograph.model.layouts import FusedRule, JoinedRule
-from monograph.model.scaling import FULL, LINEAR, SLIDING, LinearScaling, Llama3Scaling, LongScaling, YarnScaling
+from monograph.model.scaling import (
+    FULL,
+    LINEAR,
+    SLIDING,
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    YarnScaling,
+)
 
 
 def in_files(named, config):
     """Tensors by the decoder's names as transformers has them in memory."""
-    plain = (Plain(name, tensor.detach().to("meta"), tensor.detach) for name, tensor in named.items())
-    tensors = FusedRule(config.family.fused_experts == "columns").written(JoinedRule(config).written(plain))
+    plain = (
+        Plain(name, tensor.detach().to("meta"), tensor.detach) for name, tensor in named.items()
+    )
+    tensors = FusedRule(config.family.fused_experts == "columns").written(
+        JoinedRule(config).written(plain)
+    )
     return {tensor.name: tensor.read() for tensor in tensors}
 
 
 def margin(model, *inputs):
-    """The smallest distance of an expert's probability that was just enough to one that was not, over all tokens."""
+    """The smallest distance of an expert's probability that was just enough to one that was not,
+    over all tokens.
+    """
     found = [torch.tensor(1.0)]
 
     def note(router, inputs, chosen):
-        shares = F.linear(inputs[0], router.weight, router.bias).softmax(-1).sort(-1, descending=True).values
+        shares = (
+            F.linear(inputs[0], router.weight, router.bias)
+            .softmax(-1)
+            .sort(-1, descending=True)
+            .values
+        )
         if router.count < shares.shape[1]:
             found.append((shares[:, router.count - 1] - shares[:, router.count]).min())
 
@@ -35,7 +54,12 @@ def margin(model, *inputs):
     return min(gap.item() for gap in found)
 
 
-SCALINGS = [None, LinearScaling(2.5), Llama3Scaling(4.0, 1.0, 4.0, 16), YarnScaling(4.0, 1.3, 16, 4.0, 0.5)]
+SCALINGS = [
+    None,
+    LinearScaling(2.5),
+    Llama3Scaling(4.0, 1.0, 4.0, 16),
+    YarnScaling(4.0, 1.3, 16, 4.0, 0.5),
+]
 SMALL = {
     "vocab_size": 64,
     "hidden_size": 32,

@@ -28,7 +28,9 @@ from monograph.model.adapter import (
 from monograph.model.hub import save_model
 
 # transformers' own, when PEFT asks it.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)
 
 
 @pytest.fixture
@@ -51,22 +53,35 @@ def logits(model, tokens):
 
 
 def test_peft_loads_what_is_written_here(folder, tmp_path):
-    library, transformers = peft(), pytest.importorskip("transformers", reason="transformers is not installed")
+    library, transformers = (
+        peft(),
+        pytest.importorskip("transformers", reason="transformers is not installed"),
+    )
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     theirs = library.PeftModel.from_pretrained(base, folder)
     ours = adapted_llama()
-    found = {n.replace(".default", "").removeprefix("base_model.model."): p for n, p in theirs.named_parameters()}
+    found = {
+        n.replace(".default", "").removeprefix("base_model.model."): p
+        for n, p in theirs.named_parameters()
+    }
     assert all(torch.equal(found[name], tensor) for name, tensor in adapter_state(ours).items())
     assert sum(".lora_" in name for name in found) == 28
     tokens, hidden = ragged(3)["tokens"], ours(ragged(3)["tokens"])
-    torch.testing.assert_close(theirs(input_ids=tokens).logits, hidden @ ours.lm_head.weight.T, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        theirs(input_ids=tokens).logits, hidden @ ours.lm_head.weight.T, rtol=1e-4, atol=1e-5
+    )
     plain = tiny_llama()
-    assert not torch.allclose(theirs(input_ids=tokens).logits, plain(tokens) @ plain.lm_head.weight.T, atol=1e-3)
+    assert not torch.allclose(
+        theirs(input_ids=tokens).logits, plain(tokens) @ plain.lm_head.weight.T, atol=1e-3
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_peft_writes_is_loaded_here(tmp_path, kind):
-    library, transformers = peft(), pytest.importorskip("transformers", reason="transformers is not installed")
+    library, transformers = (
+        peft(),
+        pytest.importorskip("transformers", reason="transformers is not installed"),
+    )
     save_model(tiny_llama(), tmp_path / "base")
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     config = library.LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"], use_rslora=kind == "rslora",
@@ -83,7 +98,10 @@ def test_what_peft_writes_is_loaded_here(tmp_path, kind):
     model = tiny_llama()
     put(model, stored.lora, start=stored)
     model.eval()
-    found = {n.replace(".default", "").removeprefix("base_model.model."): p for n, p in theirs.named_parameters()}
+    found = {
+        n.replace(".default", "").removeprefix("base_model.model."): p
+        for n, p in theirs.named_parameters()
+    }
     found |= {name.replace("_vector.weight", "_vector"): p for name, p in found.items()}
     assert all(torch.equal(found[name], tensor) for name, tensor in adapter_state(model).items())
     tokens = ragged(3)["tokens"]
@@ -91,7 +109,9 @@ def test_what_peft_writes_is_loaded_here(tmp_path, kind):
     torch.testing.assert_close(theirs(input_ids=tokens).logits, ours, rtol=1e-4, atol=1e-5)
     # And back again, the same bytes of tensors.
     save_adapter(packed(model, stored.lora, stored.base), tmp_path / "again")
-    one, two = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("theirs", "again"))
+    one, two = (
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("theirs", "again")
+    )
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
     assert read_adapter(tmp_path / "again").lora == stored.lora
 
@@ -110,7 +130,9 @@ def test_a_round_trip_is_bits(folder, tmp_path):
     assert (folder / "adapter_model.safetensors").stat().st_mode == mode
 
 
-@pytest.mark.parametrize("targets", [("up_proj",), r".*layers\.1.*_proj", ("layers.0.mlp.up_proj",)])
+@pytest.mark.parametrize(
+    "targets", [("up_proj",), r".*layers\.1.*_proj", ("layers.0.mlp.up_proj",)]
+)
 def test_targets_mean_the_same_when_they_are_read(tmp_path, targets):
     lora = Lora(4, 6.0, targets)
     save_adapter(packed(adapted_llama(lora), lora, ""), tmp_path / "adapter")
@@ -126,7 +148,10 @@ REFUSED = {
     "whole modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save = .* is set"),
     "a key of tomorrow": ({"use_wonder": 3}, "use_wonder = 3 is set"),
     "biases": ({"bias": "all"}, "bias = 'all' is not read"),
-    "a base that was changed": ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa' is not read"),
+    "a base that was changed": (
+        {"init_lora_weights": "pissa"},
+        "init_lora_weights = 'pissa' is not read",
+    ),
     "no rank": ({"r": 0}, "r = 0: expected a whole number"),
     "a rank that is none": ({"r": True}, "r = True: expected a whole number"),
     "no alpha": ({"lora_alpha": None}, "lora_alpha = None"),
@@ -164,8 +189,16 @@ def test_keys_that_are_not_set_are_nothing(folder):
 @pytest.mark.parametrize(
     ("base", "values", "words"),
     [
-        ({"num_hidden_layers": 1}, {}, "14 unexpected tensors for this base, the first is 'model.layers.1"),
-        ({"num_hidden_layers": 3}, {}, "14 missing tensors for this base, the first is 'model.layers.2"),
+        (
+            {"num_hidden_layers": 1},
+            {},
+            "14 unexpected tensors for this base, the first is 'model.layers.1",
+        ),
+        (
+            {"num_hidden_layers": 3},
+            {},
+            "14 missing tensors for this base, the first is 'model.layers.2",
+        ),
         ({"hidden_size": 64}, {}, r"is \[.*\], not \[.*\] as by r and base"),
         ({}, {"r": 8}, r"is \[.*\], not \[.*\] as by r and base"),
         ({}, {"target_modules": ["q_proj", "nothing"]}, "no linear layer is called 'nothing'"),
@@ -187,8 +220,12 @@ def test_another_base_of_the_same_shape_is_told_by_its_configuration(folder):
 
 
 def test_an_id_and_a_list_of_it_are_the_same_base():
-    assert config_digest(tiny_llama(eos_token_id=0).config) == config_digest(tiny_llama(eos_token_id=(0,)).config)
-    assert config_digest(tiny_llama(eos_token_id=0).config) != config_digest(tiny_llama(eos_token_id=(0, 1)).config)
+    assert config_digest(tiny_llama(eos_token_id=0).config) == config_digest(
+        tiny_llama(eos_token_id=(0,)).config
+    )
+    assert config_digest(tiny_llama(eos_token_id=0).config) != config_digest(
+        tiny_llama(eos_token_id=(0, 1)).config
+    )
 
 
 def test_damage_is_refused_in_a_line(folder):
@@ -206,11 +243,16 @@ def test_damage_is_refused_in_a_line(folder):
     with pytest.raises(InputRefused, match="expected a JSON object"):
         read_adapter(folder)
     changed_base = stored._replace(base="meta-llama/Llama-3")
-    with pytest.raises(InputRefused, match="'meta-llama/Llama-3' is no folder here, and nothing is fetched"):
+    with pytest.raises(
+        InputRefused, match="'meta-llama/Llama-3' is no folder here, and nothing is fetched"
+    ):
         resolved_base(changed_base)
 
 
 def test_an_adapter_on_a_part_of_a_joined_layer_is_refused_by_name():
     module = adapted_llama(model_type="phi3")
-    with pytest.raises(InputRefused, match=r"_proj has an adapter, and PEFT has one layer for it and others in a phi3"):
+    with pytest.raises(
+        InputRefused,
+        match=r"_proj has an adapter, and PEFT has one layer for it and others in a phi3",
+    ):
         packed(module, SMALL, "base")

@@ -1,5 +1,7 @@
 # Run: pytest tests/model/test_adapter_vocabulary.py
-"""Rows of tokens in adapter folders: PEFT loads what is written, what it writes is read, bits; the rest by name."""
+"""Rows of tokens in adapter folders: PEFT loads what is written, what it writes is read, bits; the
+rest by name.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,13 @@ def theirs_in(tmp_path, tied):
 
 def named(module):
     """PEFT's parameters by our names."""
-    found = {n.replace(".default", "").removeprefix("base_model.model."): p for n, p in module.named_parameters()}
-    return {n.replace("token_adapter.trainable_tokens_delta", "token_rows"): p for n, p in found.items()}
+    found = {
+        n.replace(".default", "").removeprefix("base_model.model."): p
+        for n, p in module.named_parameters()
+    }
+    return {
+        n.replace("token_adapter.trainable_tokens_delta", "token_rows"): p for n, p in found.items()
+    }
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -48,13 +55,17 @@ def test_peft_loads_what_is_written_here(tmp_path, tied):
     save_adapter(packed(ours, WITH_ROWS, str(tmp_path / "base")), tmp_path / "adapter")
     config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     ids = list(TOKENS)
-    assert config["trainable_token_indices"] == (ids if tied else {"embed_tokens": ids, "lm_head": ids})
+    assert config["trainable_token_indices"] == (
+        ids if tied else {"embed_tokens": ids, "lm_head": ids}
+    )
     theirs = library.PeftModel.from_pretrained(base, tmp_path / "adapter")
     found = named(theirs)
     assert all(torch.equal(found[name], tensor) for name, tensor in adapter_state(ours).items())
     assert sum(name.endswith("token_rows") for name in adapter_state(ours)) == (1 if tied else 2)
     tokens = torch.tensor([[*TOKENS, 5, *TOKENS]])
-    torch.testing.assert_close(theirs(input_ids=tokens).logits, ours.logits(ours(tokens)), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        theirs(input_ids=tokens).logits, ours.logits(ours(tokens)), rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -70,7 +81,9 @@ def test_peft_loads_rows_of_new_tokens_onto_a_resized_base(tmp_path, tied):
     base.resize_token_embeddings(63)
     theirs = library.PeftModel.from_pretrained(base, tmp_path / "adapter")
     tokens = torch.tensor([[61, 5, 62, 61]])
-    torch.testing.assert_close(theirs(input_ids=tokens).logits, ours.logits(ours(tokens)), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        theirs(input_ids=tokens).logits, ours.logits(ours(tokens)), rtol=1e-4, atol=1e-5
+    )
     # What PEFT saves then has the whole table in it; what of it is the base's is compared with it.
     theirs.save_pretrained(tmp_path / "again")
     again = tiny_llama(tie_word_embeddings=tied)
@@ -84,11 +97,15 @@ def test_peft_loads_rows_of_new_tokens_onto_a_resized_base(tmp_path, tied):
     assert all(torch.equal(state[name], tensor) for name, tensor in adapter_state(again).items())
     other = tiny_llama(seed=1, tie_word_embeddings=tied)
     extend(other, 61, 63)
-    with pytest.raises(InputRefused, match="is a whole table, whose row 0 is not the base's: merge it with PEFT"):
+    with pytest.raises(
+        InputRefused, match="is a whole table, whose row 0 is not the base's: merge it with PEFT"
+    ):
         put(other, stored.lora, start=stored)
     longer = tiny_llama(tie_word_embeddings=tied)
     extend(longer, 61, 64)
-    with pytest.raises(InputRefused, match=r"is a table of \[63, 32\], and the base's is \[64, 32\]"):
+    with pytest.raises(
+        InputRefused, match=r"is a table of \[63, 32\], and the base's is \[64, 32\]"
+    ):
         put(longer, stored.lora, start=stored)
 
 
@@ -98,9 +115,15 @@ def test_what_peft_writes_is_loaded_here(tmp_path, tied, layers):
     if tied and layers == "lm_head":
         pytest.skip("PEFT then trains a head that the next loading ties again")
     library, base, ids = peft(), theirs_in(tmp_path, tied), [17, 3, 60]
-    indices = {"list": ids, "both": {"embed_tokens": ids, "lm_head": ids}}.get(layers, {layers: ids})
+    indices = {"list": ids, "both": {"embed_tokens": ids, "lm_head": ids}}.get(
+        layers, {layers: ids}
+    )
     config = library.LoraConfig(
-        r=4, lora_alpha=6, target_modules=["q_proj"], task_type="CAUSAL_LM", trainable_token_indices=indices
+        r=4,
+        lora_alpha=6,
+        target_modules=["q_proj"],
+        task_type="CAUSAL_LM",
+        trainable_token_indices=indices,
     )
     theirs = library.get_peft_model(base, config).eval()
     for name, parameter in theirs.named_parameters():
@@ -118,7 +141,9 @@ def test_what_peft_writes_is_loaded_here(tmp_path, tied, layers):
         assert torch.equal(table.token_rows, table.weight[[17, 3, 60]])
     assert len(left) == (not tied and layers != "both")
     tokens = torch.tensor([[3, 17, 60, 5]])
-    torch.testing.assert_close(theirs(input_ids=tokens).logits, model.logits(model(tokens)), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        theirs(input_ids=tokens).logits, model.logits(model(tokens)), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_a_round_trip_is_bits(tmp_path):
@@ -133,14 +158,22 @@ def test_a_round_trip_is_bits(tmp_path):
         pairs = zip(adapter_state(model).items(), adapter_state(original).items(), strict=True)
         assert all(one[0] == two[0] and torch.equal(one[1], two[1]) for one, two in pairs)
         save_adapter(packed(model, stored.lora, "base"), tmp_path / f"{tied} again")
-        files = [load_file(tmp_path / name / "adapter_model.safetensors") for name in (str(tied), f"{tied} again")]
-        assert all(torch.equal(files[0][name], files[1][name]) for name in files[0]) and len(files[0]) == len(files[1])
+        files = [
+            load_file(tmp_path / name / "adapter_model.safetensors")
+            for name in (str(tied), f"{tied} again")
+        ]
+        assert all(torch.equal(files[0][name], files[1][name]) for name in files[0]) and len(
+            files[0]
+        ) == len(files[1])
 
 
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ({"embed_tokens": [1], "lm_head": [2]}, "lists other tokens for one layer than for another"),
+        (
+            {"embed_tokens": [1], "lm_head": [2]},
+            "lists other tokens for one layer than for another",
+        ),
         ("all", "= all: expected ids of tokens"),
         ([1, 1], "each once"),
         ([-1], "expected ids"),
@@ -174,7 +207,10 @@ def test_rows_that_do_not_fit_are_refused(tmp_path):
 
 def test_a_module_whose_tables_cannot_be_told_is_refused():
     for module, words in (
-        (nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9)), "a head .* has none that can be told"),
+        (
+            nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9)),
+            "a head .* has none that can be told",
+        ),
         (nn.Sequential(nn.Linear(4, 4)), "an embedding .* has none that can be told"),
         (
             nn.Sequential(nn.Embedding(9, 4), nn.Embedding(9, 4), nn.Linear(4, 4)),

@@ -1,5 +1,7 @@
 # Run: pytest tests/model/test_config.py
-"""Sizes: the presets are what their table says, odd values are refused by name, config.json goes both ways."""
+"""Sizes: the presets are what their table says, odd values are refused by name, config.json goes
+both ways.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ HF = {"model_type": "llama", **SMALL}
 
 
 def _table():
-    rows = re.findall(r"^\s*\| ([\w-]+) \| ([\d,]+) \| (.*) \|$", LlamaConfig.preset.__doc__, re.MULTILINE)
+    rows = re.findall(
+        r"^\s*\| ([\w-]+) \| ([\d,]+) \| (.*) \|$", LlamaConfig.preset.__doc__, re.MULTILINE
+    )
     return {name: (int(count.replace(",", "")), rest) for name, count, rest in rows}
 
 
@@ -55,13 +59,23 @@ def test_a_preset_takes_overrides_and_refuses_unknown_ones():
 
 
 def test_a_preset_of_a_family_has_its_windows_and_its_layers_that_do_not_rotate():
-    assert LlamaConfig.preset("nano", family="olmo3", num_hidden_layers=5).layer_types == (SLIDING,) * 3 + (
+    assert LlamaConfig.preset("nano", family="olmo3", num_hidden_layers=5).layer_types == (
+        SLIDING,
+    ) * 3 + (
         FULL,
         SLIDING,
     )
-    assert LlamaConfig.preset("nano", family="smollm3", num_hidden_layers=5).no_rope_layers == (1, 1, 1, 0, 1)
+    assert LlamaConfig.preset("nano", family="smollm3", num_hidden_layers=5).no_rope_layers == (
+        1,
+        1,
+        1,
+        0,
+        1,
+    )
     assert LlamaConfig.preset("1b", family="gemma3_text").rope(local=True) == (1e4, None)
-    assert LlamaConfig.preset("nano", family="qwen3") == LlamaConfig.preset("nano", model_type="qwen3")
+    assert LlamaConfig.preset("nano", family="qwen3") == LlamaConfig.preset(
+        "nano", model_type="qwen3"
+    )
     with pytest.raises(InputRefused, match="model_type = 'gpt2' is not supported"):
         LlamaConfig.preset("nano", family="gpt2")
 
@@ -74,8 +88,14 @@ def test_sizes_that_are_left_out_are_derived():
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"num_key_value_heads": 3}, r"num_attention_heads = 4 is not a multiple of num_key_value_heads = 3"),
-        ({"num_attention_heads": 5}, r"hidden_size = 32 is not a multiple of num_attention_heads = 5"),
+        (
+            {"num_key_value_heads": 3},
+            r"num_attention_heads = 4 is not a multiple of num_key_value_heads = 3",
+        ),
+        (
+            {"num_attention_heads": 5},
+            r"hidden_size = 32 is not a multiple of num_attention_heads = 5",
+        ),
         ({"hidden_size": 12}, r"head_dim = 3 is odd.*hidden_size = 12 and num_attention_heads = 4"),
         ({"head_dim": 7}, r"head_dim = 7 is odd"),
         ({"vocab_size": "64"}, r"vocab_size = '64': expected a whole number of at least 1"),
@@ -91,7 +111,10 @@ def test_sizes_that_are_left_out_are_derived():
         ({"tie_word_embeddings": 1}, r"tie_word_embeddings = 1: expected true or false"),
         ({"bos_token_id": -1}, r"bos_token_id = -1"),
         ({"eos_token_id": (2, "3")}, r"eos_token_id = '3'"),
-        ({"pad_token_id": 64}, r"pad_token_id = 64: expected null or a token id below vocab_size = 64"),
+        (
+            {"pad_token_id": 64},
+            r"pad_token_id = 64: expected null or a token id below vocab_size = 64",
+        ),
         ({"pad_token_id": -65}, r"pad_token_id = -65"),
         ({"pad_token_id": "0"}, r"pad_token_id = '0'"),
         ({"attention_dropout": -0.1}, r"attention_dropout = -0.1: expected a positive number"),
@@ -102,7 +125,9 @@ def test_a_wrong_value_is_refused_by_name(values, said):
         LlamaConfig(**{**SMALL, **values})
 
 
-@pytest.mark.parametrize("values", [{"factor": 0.5}, {"low_freq_factor": 4.0}, {"original_max_position_embeddings": 0}])
+@pytest.mark.parametrize(
+    "values", [{"factor": 0.5}, {"low_freq_factor": 4.0}, {"original_max_position_embeddings": 0}]
+)
 def test_a_wrong_scaling_is_refused_by_name(values):
     with pytest.raises(InputRefused, match=rf"rope_scaling.*{next(iter(values))}"):
         Llama3Scaling(**values)
@@ -115,18 +140,38 @@ def test_config_json_goes_both_ways(name):
 
 
 def test_both_spellings_of_rope_in_config_json_are_read():
-    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    scaling = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
     four = {**HF, "rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **scaling}}
     older = {**HF, "rope_theta": 5e5, "rope_scaling": {"type": "llama3", **scaling}}
     five = {**HF, "rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **scaling}}
     left_open = {"rms_norm_eps": 1e-6, "bos_token_id": 1, "eos_token_id": 2}
-    expected = LlamaConfig(**SMALL, **left_open, rope_theta=5e5, rope_scaling=Llama3Scaling(**scaling))
-    assert LlamaConfig.from_hf(four) == LlamaConfig.from_hf(older) == LlamaConfig.from_hf(five) == expected
+    expected = LlamaConfig(
+        **SMALL, **left_open, rope_theta=5e5, rope_scaling=Llama3Scaling(**scaling)
+    )
+    assert (
+        LlamaConfig.from_hf(four)
+        == LlamaConfig.from_hf(older)
+        == LlamaConfig.from_hf(five)
+        == expected
+    )
     linear = {**HF, "rope_scaling": {"type": "linear", "factor": 2.0}}
     assert LlamaConfig.from_hf(linear).rope_scaling == LinearScaling(2.0)
-    both = LlamaConfig.from_hf(linear | {"rope_parameters": {"rope_theta": 7.0, "rope_type": "default"}})
-    assert (both.rope_scaling, both.rope_theta) == (LinearScaling(2.0), 10_000.0)  # as transformers reads it
-    assert LlamaConfig.from_hf({**HF, "rope_parameters": {"rope_theta": 7.0, "rope_type": "default"}}).rope_theta == 7.0
+    both = LlamaConfig.from_hf(
+        linear | {"rope_parameters": {"rope_theta": 7.0, "rope_type": "default"}}
+    )
+    # As transformers reads it.
+    assert (both.rope_scaling, both.rope_theta) == (LinearScaling(2.0), 10_000.0)
+    assert (
+        LlamaConfig.from_hf(
+            {**HF, "rope_parameters": {"rope_theta": 7.0, "rope_type": "default"}}
+        ).rope_theta
+        == 7.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -141,13 +186,25 @@ def test_both_spellings_of_rope_in_config_json_are_read():
         ({"max_position_embeddings": None}, r"max_position_embeddings = null"),
         ({"attention_dropout": None}, r"attention_dropout = null"),
         ({"is_causal": False}, r"is_causal = False is not supported: only True is"),
-        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor = 0.5 is not supported: only 1 is"),
-        ({"per_layer_config": {"0": {"head_dim": 4}}}, r"per_layer_config = .* is not supported: only None is"),
+        (
+            {"partial_rotary_factor": 0.5},
+            r"partial_rotary_factor = 0.5 is not supported: only 1 is",
+        ),
+        (
+            {"per_layer_config": {"0": {"head_dim": 4}}},
+            r"per_layer_config = .* is not supported: only None is",
+        ),
         ({"quantization_config": {"bits": 4}}, r"quantization_config: quantised weights are not"),
-        ({"transformers_weights": "other.safetensors"}, r"transformers_weights = .* is not supported"),
+        (
+            {"transformers_weights": "other.safetensors"},
+            r"transformers_weights = .* is not supported",
+        ),
         ({"rope_parameters": "llama3"}, r"rope_parameters = 'llama3': expected a table"),
         (
-            {"rope_scaling": {"type": "longrope", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
+            {
+                "rope_scaling": {"type": "longrope", "factor": 2.0},
+                "rope_parameters": {"rope_type": "default"},
+            },
             r"rope_type = 'longrope' is not supported",
         ),
         ({"hidden_act": "gelu"}, r"hidden_act = 'gelu' is not supported"),
@@ -155,16 +212,40 @@ def test_both_spellings_of_rope_in_config_json_are_read():
         ({"vocab_size": None}, r"the key vocab_size is missing"),
         ({"num_key_value_heads": 0}, r"num_key_value_heads = 0"),
         ({"hidden_size": [32]}, r"hidden_size = \[32\]"),
-        ({"max_position_embeddings": 10**13}, r"max_position_embeddings = 10000000000000: expected at most 2147483647"),
+        (
+            {"max_position_embeddings": 10**13},
+            r"max_position_embeddings = 10000000000000: expected at most 2147483647",
+        ),
         ({"eos_token_id": 2**31}, r"eos_token_id = 2147483648: expected a token id, at most"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, r"rope_type = 'longrope' is not supported"),
-        ({"rope_scaling": {"rope_type": ["linear"], "factor": 2.0}}, r"rope_type = \['linear'\] is not supported"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, r"the key low_freq_factor .* is missing"),
-        ({"rope_scaling": {"type": "linear"}}, r"the key factor of the linear rope scaling is missing"),
-        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, r"rope_scaling.factor = 0.5: expected at least 1"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, r"full_attention: one rotary .* not supported"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
+            r"rope_type = 'longrope' is not supported",
+        ),
+        (
+            {"rope_scaling": {"rope_type": ["linear"], "factor": 2.0}},
+            r"rope_type = \['linear'\] is not supported",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
+            r"the key low_freq_factor .* is missing",
+        ),
+        (
+            {"rope_scaling": {"type": "linear"}},
+            r"the key factor of the linear rope scaling is missing",
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 0.5}},
+            r"rope_scaling.factor = 0.5: expected at least 1",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+            r"full_attention: one rotary .* not supported",
+        ),
         ({"rope_scaling": "llama3"}, r"rope_scaling = 'llama3': expected a table"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, r"partial_rotary_factor = 0.5 is not supported"),
+        (
+            {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            r"partial_rotary_factor = 0.5 is not supported",
+        ),
         ({"rope_theta": "many"}, r"rope_theta = 'many'"),
     ],
 )

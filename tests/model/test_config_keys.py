@@ -1,5 +1,7 @@
 # Run: pytest tests/model/test_config_keys.py
-"""Every key of a config.json that transformers reads means here what it means there, or is refused by its name."""
+"""Every key of a config.json that transformers reads means here what it means there, or is refused
+by its name.
+"""
 
 from __future__ import annotations
 
@@ -33,17 +35,35 @@ def test_the_draws_have_every_key_that_transformers_reads():
     from transformers import CONFIG_MAPPING, PreTrainedConfig, cache_utils, masking_utils
     from transformers.modeling_rope_utils import RotaryEmbeddingConfigMixin
 
-    read = {field.name for family in FAMILIES for field in dataclasses.fields(CONFIG_MAPPING[family])}
-    for taking in (PreTrainedConfig.__post_init__, RotaryEmbeddingConfigMixin.convert_rope_params_to_dict):
+    read = {
+        field.name for family in FAMILIES for field in dataclasses.fields(CONFIG_MAPPING[family])
+    }
+    for taking in (
+        PreTrainedConfig.__post_init__,
+        RotaryEmbeddingConfigMixin.convert_rope_params_to_dict,
+    ):
         read |= {*re.findall(r"\bkwargs\.(?:pop|get)\(\"(\w+)\"", inspect.getsource(taking))}
-    homes = [CONFIG_MAPPING[family].__module__.replace("configuration_", "modeling_") for family in FAMILIES]
+    homes = [
+        CONFIG_MAPPING[family].__module__.replace("configuration_", "modeling_")
+        for family in FAMILIES
+    ]
     decoders = [importlib.import_module(home) for home in homes]
     for module in (masking_utils, cache_utils, *decoders):
         source = inspect.getsource(module)
         read |= {*re.findall(r"getattr\((?:self\.|\w*_)?config, \"(\w+)\"", source)}
-        read |= {*re.findall(r"\bself\.config\.([a-z]\w+)\b(?!\()", source)} if module in decoders else set()
+        read |= (
+            {*re.findall(r"\bself\.config\.([a-z]\w+)\b(?!\()", source)}
+            if module in decoders
+            else set()
+        )
     draw = random.Random(0)
-    drawn = {*config_draws.IDLE, *config_draws.keys_that_count(draw, 30), "model_type", "vocab_size", "hidden_size"}
+    drawn = {
+        *config_draws.IDLE,
+        *config_draws.keys_that_count(draw, 30),
+        "model_type",
+        "vocab_size",
+        "hidden_size",
+    }
     # Of a Gemma 3 or a Qwen 3.5 that sees, in the same file.
     of_images = {f"{each}_token_id" for each in ("image", "video", "vision_start")}
     of_images |= {"text_config", "vision_config", "spatial_merge_size"}
@@ -73,10 +93,15 @@ def _compared(seeds, folder: Path) -> Counter[str]:
             config = read_config(folder)
         except InputRefused as error:
             fault = str(error).partition("config.json: ")[2]
-            assert any(re.search(rf"\b{key}\b", fault) for key in _named(values)), (seed, values, fault)
+            assert any(re.search(rf"\b{key}\b", fault) for key in _named(values)), (
+                seed,
+                values,
+                fault,
+            )
             counts["refused here"] += 1
             continue
-        if config.max_position_embeddings < config_draws.LENGTH:  # with longrope, of which long texts are refused
+        # With longrope, of which long texts are refused.
+        if config.max_position_embeddings < config_draws.LENGTH:
             counts["refused here"] += 1
             continue
         theirs = _theirs(folder)
@@ -92,7 +117,9 @@ def _compared(seeds, folder: Path) -> Counter[str]:
 
 
 def _named(values: dict) -> set[str]:
-    """What a refusal may name: a key of the file or of its rotary tables, or one that a table lacks."""
+    """What a refusal may name: a key of the file or of its rotary tables, or one that a table
+    lacks.
+    """
     inner = [_named(each) for each in values.values() if isinstance(each, dict)]
     return {*values, "rope_type", "factor"}.union(*inner)
 
@@ -105,19 +132,26 @@ def _theirs(folder):
         config = AutoConfig.from_pretrained(folder)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         model.config.return_dict = True  # their own forward pass needs it
-        model(torch.zeros(1, 2, dtype=torch.int64), use_cache=False)  # some files make a model that cannot be called
+        # Some files make a model that cannot be called.
+        model(torch.zeros(1, 2, dtype=torch.int64), use_cache=False)
         return model
     except Exception:
         return None
 
 
 def _assert_equal(config: LlamaConfig, theirs, drawn) -> None:
-    # Where a state is corrected again and again, fp32's own error (of both, compared with float64) is larger.
+    # Where a state is corrected again and again, fp32's own error (of both, compared with float64)
+    # is larger.
     spread, bound = (0.1, 5 * BOUND) if config.family.others == LINEAR else (0.3, BOUND)
     spread = 0.1 if config.family.sinks else spread  # as in benchmarks/families.py
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randperm(2 * config_draws.LENGTH, generator=generator).view(2, -1) % config.vocab_size
-    models = (Llama(dataclasses.replace(config, initializer_range=spread), seed) for seed in itertools.count())
+    tokens = (
+        torch.randperm(2 * config_draws.LENGTH, generator=generator).view(2, -1) % config.vocab_size
+    )
+    models = (
+        Llama(dataclasses.replace(config, initializer_range=spread), seed)
+        for seed in itertools.count()
+    )
     model = next(model for model in models if margin(model, tokens) > 1e-5)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -133,7 +167,8 @@ def _assert_equal(config: LlamaConfig, theirs, drawn) -> None:
     found = in_files(dict(zip(named, gradients, strict=True)), config)
     assert found.keys() == others.keys(), drawn
     expected = torch.autograd.grad((logits * weights).sum(), [others[name] for name in found])
-    # Where a query sees one key only, the gradients of scores are zero, computed with fp32's eps of the whole gradient.
+    # Where a query sees one key only, the gradients of scores are zero, computed with fp32's eps of
+    # the whole gradient.
     scale = torch.cat([gradient.flatten() for gradient in expected]).norm()
     for (name, mine), wanted in zip(found.items(), expected, strict=True):
         assert (mine - wanted).norm() < bound * max(wanted.norm(), 1e-2 * scale), (name, drawn)

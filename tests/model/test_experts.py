@@ -24,8 +24,12 @@ def mixture(config, seed=0, dtype=torch.float64):
     generator, made = torch.Generator().manual_seed(seed), Mixture(config).to(dtype)
     with torch.no_grad():
         for parameter in made.parameters():
-            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-    return made, torch.randn(2, 9, config.hidden_size, generator=generator, dtype=torch.float64).to(dtype)
+            parameter.copy_(
+                0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            )
+    return made, torch.randn(2, 9, config.hidden_size, generator=generator, dtype=torch.float64).to(
+        dtype
+    )
 
 
 def outputs(made, hidden, way):
@@ -45,7 +49,8 @@ def test_grouped_is_dense(count, normalised, seed):
         # With one expert of weight 1 the router has no gradient but rounding.
         least = 1e-2 * max(its.norm() for its in dense)
         assert all(
-            (mine - its).norm() <= bound * max(its.norm(), least) for mine, its in zip(grouped, dense, strict=True)
+            (mine - its).norm() <= bound * max(its.norm(), least)
+            for mine, its in zip(grouped, dense, strict=True)
         )
 
 
@@ -69,6 +74,9 @@ def test_an_expert_that_no_token_chose_has_a_gradient_of_zeros_in_a_step_that_ch
 def test_a_captured_model_is_one_graph_without_a_break():
     import torch._dynamo as dynamo
 
-    model, tokens = tiny_llama(**{"model_type": "olmoe", "num_experts": 5, "num_experts_per_tok": 2}), torch.arange(24)
+    model, tokens = (
+        tiny_llama(**{"model_type": "olmoe", "num_experts": 5, "num_experts_per_tok": 2}),
+        torch.arange(24),
+    )
     explained = dynamo.explain(model)(tokens[None])
     assert explained.graph_count == 1 and explained.graph_break_count == 0

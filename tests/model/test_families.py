@@ -1,5 +1,7 @@
 # Run: pytest tests/model/test_families.py
-"""Every family against a plain float64 decoder and against transformers, through folders, and counted."""
+"""Every family against a plain float64 decoder and against transformers, through folders, and
+counted.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +42,22 @@ MULTIPLIERS = {
 def configs(draw, family, least=2):
     keys, layers = FAMILIES[family].keys, draw(st.integers(1, 3))
     key_value, group = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 4]))
-    windowed, linear = "sliding_window" in keys and draw(st.booleans()), "linear_num_key_heads" in keys
-    kinds = st.lists(st.sampled_from([FULL, LINEAR if linear else SLIDING]), min_size=layers, max_size=layers)
-    sizes = {"linear_conv_kernel_dim": draw(st.integers(1, 5)), "linear_key_head_dim": draw(st.sampled_from([4, 7]))}
+    windowed, linear = (
+        "sliding_window" in keys and draw(st.booleans()),
+        "linear_num_key_heads" in keys,
+    )
+    kinds = st.lists(
+        st.sampled_from([FULL, LINEAR if linear else SLIDING]), min_size=layers, max_size=layers
+    )
+    sizes = {
+        "linear_conv_kernel_dim": draw(st.integers(1, 5)),
+        "linear_key_head_dim": draw(st.sampled_from([4, 7])),
+    }
     sizes |= {"linear_num_key_heads": key_value, "linear_num_value_heads": key_value * group}
-    experts, longs = draw(st.integers(1, 6)) if "num_experts" in keys else 0, LONG in FAMILIES[family].scalings
+    experts, longs = (
+        draw(st.integers(1, 6)) if "num_experts" in keys else 0,
+        LONG in FAMILIES[family].scalings,
+    )
     whole = longs or FAMILIES[family].whole_heads
     mixed = {
         "num_experts": st.just(experts), "num_experts_per_tok": st.integers(1, max(experts, 1)),
@@ -70,26 +83,47 @@ def configs(draw, family, least=2):
         sliding_window=draw(st.sampled_from([1, 2, 5, 39, 40, 100])) if windowed else None,
         layer_types=tuple(draw(kinds)) if linear or (windowed and "layer_types" in keys) else (),
         **sizes if linear else {},
-        no_rope_layers=tuple(draw(st.tuples(*[st.sampled_from([0, 1])] * layers))) if "no_rope_layers" in keys else (),
-        **{name: draw(st.sampled_from(values)) for name, values in MULTIPLIERS.items() if name in keys},
+        no_rope_layers=tuple(draw(st.tuples(*[st.sampled_from([0, 1])] * layers)))
+        if "no_rope_layers" in keys
+        else (),
+        **{
+            name: draw(st.sampled_from(values))
+            for name, values in MULTIPLIERS.items()
+            if name in keys
+        },
         **{name: draw(values) for name, values in mixed.items() if name in keys},
-        query_pre_attn_scalar=draw(st.sampled_from([0, 5])) if "query_pre_attn_scalar" in keys else 0,
+        query_pre_attn_scalar=draw(st.sampled_from([0, 5]))
+        if "query_pre_attn_scalar" in keys
+        else 0,
         partial_rotary_factor=draw(st.sampled_from([1.0, 0.5 if longs else 0.67]))
         if "partial_rotary_factor" in keys
         else 1.0,
-        rope_local_theta=draw(st.sampled_from([1e2, 5e5])) if windowed and "rope_local_theta" in keys else None,
+        rope_local_theta=draw(st.sampled_from([1e2, 5e5]))
+        if windowed and "rope_local_theta" in keys
+        else None,
         initializer_range=0.1 if linear else 0.3,  # as in benchmarks/families.py
         attention_dropout=draw(st.sampled_from([0.0, 0.1])),
         pad_token_id=draw(st.sampled_from([None, 0, 2, -1])),
     )
     if not longs or draw(st.booleans()):
         return config
-    factors = tuple(draw(st.lists(st.floats(1, 4), min_size=config.rotary_dim // 2, max_size=config.rotary_dim // 2)))
-    return replace(config, rope_scaling=LongScaling(factors, factors, draw(st.sampled_from([1.0, 1.2])), 2048, 4096))
+    factors = tuple(
+        draw(
+            st.lists(
+                st.floats(1, 4), min_size=config.rotary_dim // 2, max_size=config.rotary_dim // 2
+            )
+        )
+    )
+    return replace(
+        config,
+        rope_scaling=LongScaling(factors, factors, draw(st.sampled_from([1.0, 1.2])), 2048, 4096),
+    )
 
 
 def _model(config, seed=0):
-    """With random biases and norm weights, where a fresh model has zeros and ones that would hide a fault."""
+    """With random biases and norm weights, where a fresh model has zeros and ones that would hide a
+    fault.
+    """
     model, generator = Llama(config, seed), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -99,16 +133,23 @@ def _model(config, seed=0):
 
 
 def _tokens(config, length, seed=0):
-    return torch.randint(config.vocab_size, (2, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        config.vocab_size, (2, length), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def _gradients(logits, parameters):
-    weights = torch.linspace(-1, 1, logits.numel(), dtype=torch.float64).reshape(logits.shape).to(logits.dtype)
+    weights = (
+        torch.linspace(-1, 1, logits.numel(), dtype=torch.float64)
+        .reshape(logits.shape)
+        .to(logits.dtype)
+    )
     return torch.autograd.grad((logits * weights).sum(), parameters)
 
 
 def _assert_near(named, expected, bound):
-    # Where a query sees one key only, the gradients of scores are zero, rounded by the eps of the whole gradient.
+    # Where a query sees one key only, the gradients of scores are zero, rounded by the eps of the
+    # whole gradient.
     scale = torch.cat([gradient.flatten() for gradient in expected]).norm()
     for (name, ours), theirs in zip(named.items(), expected, strict=True):
         assert (ours - theirs).norm() < bound * max(theirs.norm(), 1e-2 * scale), name
@@ -139,7 +180,9 @@ def _equals_the_plain_decoder(config, seed):
     assert relative_error(ours, plain) < 1e-12
     logits, plain_logits = model.logits(ours), reference.logits(weights, config, plain)
     assert relative_error(logits, plain_logits) < 1e-12
-    gradients, plain_gradients = (_gradients(x, list(weights.values())) for x in (logits, plain_logits))
+    gradients, plain_gradients = (
+        _gradients(x, list(weights.values())) for x in (logits, plain_logits)
+    )
     _assert_near(dict(zip(weights, gradients, strict=True)), plain_gradients, 1e-11)
 
 
@@ -164,7 +207,9 @@ def _equals_transformers(family, data, seed):
     # With fewer channels a norm leaves so little of them that fp32 itself is worse than the bound.
     config = data.draw(configs(family, least=12))
     model = _model(config, seed)
-    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config.to_hf()), experts_implementation="eager")
+    theirs = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**config.to_hf()), experts_implementation="eager"
+    )
     assert type(theirs).__name__ == FAMILIES[family].architecture
     theirs.eval().load_state_dict(in_files(model.state_dict(), config))
     tokens = _tokens(config, 40, seed)
@@ -176,7 +221,8 @@ def _equals_transformers(family, data, seed):
     mine = _in_files(model, ours, config)
     model.double()
     exact = _in_files(model, model.logits(model(tokens)), config)
-    # Where a query sees one key only, the gradients of scores are zero, rounded by the eps of the whole gradient.
+    # Where a query sees one key only, the gradients of scores are zero, rounded by the eps of the
+    # whole gradient.
     least = 1e-2 * torch.cat([gradient.flatten() for gradient in exact.values()]).norm()
     for name, true in exact.items():
         size, naive = max(true.norm(), least), (expected[name] - true).norm()
@@ -193,8 +239,14 @@ def _in_files(model, logits, config):
 @pytest.mark.parametrize(
     ("family", "shard"),
     [
-        *(pytest.param(family, "20KB", marks=() if family in DAY else pytest.mark.slow) for family in FAMILIES),
-        *(pytest.param(family, "1GB", marks=() if family == "llama" else pytest.mark.slow) for family in FAMILIES),
+        *(
+            pytest.param(family, "20KB", marks=() if family in DAY else pytest.mark.slow)
+            for family in FAMILIES
+        ),
+        *(
+            pytest.param(family, "1GB", marks=() if family == "llama" else pytest.mark.slow)
+            for family in FAMILIES
+        ),
     ],
 )
 def test_a_folder_goes_out_and_comes_back_as_its_family(tmp_path, family, shard):
@@ -203,14 +255,19 @@ def test_a_folder_goes_out_and_comes_back_as_its_family(tmp_path, family, shard)
     config = LlamaConfig(model_type=family, **SMALL | MIXED[family])
     model, tokens = _model(config), _tokens(config, 20)
     save_model(model, tmp_path / "ours", max_shard_bytes=20_000 if shard == "20KB" else 10**9)
-    theirs, report = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    theirs, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", output_loading_info=True
+    )
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert type(theirs).__name__ == FAMILIES[family].architecture
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size=shard)
     assert (tmp_path / "theirs" / "model.safetensors.index.json").exists() == (shard == "20KB")
     back = load_model(tmp_path / "theirs")
     assert back.config == config
-    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), back.parameters(), strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(model.parameters(), back.parameters(), strict=True)
+    )
     with torch.no_grad():
         assert relative_error(back.logits(back(tokens)), theirs(tokens).logits) < 1e-5
 
@@ -227,7 +284,9 @@ def test_parameters_are_counted_and_shaped_as_the_configuration_says(family):
         assert all(parameter.is_meta for parameter in model.parameters())
         built = {key: tuple(parameter.shape) for key, parameter in model.named_parameters()}
         assert built == shapes(config)
-        assert sum(parameter.numel() for parameter in model.parameters()) == config.parameter_count()
+        assert (
+            sum(parameter.numel() for parameter in model.parameters()) == config.parameter_count()
+        )
         assert not list(model.buffers())
 
 
@@ -250,8 +309,12 @@ def test_the_keys_that_say_how_large_a_parameter_is_are_found_by_changing_them(f
 
 
 def test_sizes_of_which_no_tensor_can_be_made_are_refused():
-    with pytest.raises(InputRefused, match=r"a llama of these sizes has a tensor of more bytes than 2\^63"):
-        LlamaConfig(**SMALL | {"intermediate_size": 2**31 - 1, "hidden_size": 2**31 - 8}).parameter_count()
+    with pytest.raises(
+        InputRefused, match=r"a llama of these sizes has a tensor of more bytes than 2\^63"
+    ):
+        LlamaConfig(
+            **SMALL | {"intermediate_size": 2**31 - 1, "hidden_size": 2**31 - 8}
+        ).parameter_count()
 
 
 def test_fresh_biases_are_zero_and_norms_of_heads_one():

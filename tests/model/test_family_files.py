@@ -1,5 +1,7 @@
 # Run: pytest tests/model/test_family_files.py
-"""What a config.json says of a family, as transformers reads it; and what does not fit is refused by name."""
+"""What a config.json says of a family, as transformers reads it; and what does not fit is refused
+by name.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ from monograph.model.layer_kinds import MOST_LAYERS
 from monograph.model.llama import Llama
 from monograph.model.scaling import FULL, SLIDING
 
-HF = {key: SMALL[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")}
+HF = {
+    key: SMALL[key]
+    for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
+}
 
 
 def _read(**values):
@@ -42,18 +47,40 @@ def _windows(config):
     [
         ({"model_type": "mistral"}, [4096] * 4),
         ({"model_type": "mistral", "sliding_window": None}, [None] * 4),
-        ({"model_type": "llama", "sliding_window": 7}, [None] * 4),  # transformers does not read it either
+        # Transformers does not read it either.
+        ({"model_type": "llama", "sliding_window": 7}, [None] * 4),
         ({"model_type": "qwen2", "sliding_window": 7}, [None] * 4),
         ({"model_type": "qwen2", "sliding_window": 7, "use_sliding_window": True}, [None] * 4),
         (
-            {"model_type": "qwen2", "sliding_window": 7, "use_sliding_window": True, "max_window_layers": 3},
+            {
+                "model_type": "qwen2",
+                "sliding_window": 7,
+                "use_sliding_window": True,
+                "max_window_layers": 3,
+            },
             [None] * 3 + [7],
         ),
-        ({"model_type": "qwen3", "sliding_window": 7, "use_sliding_window": True, "max_window_layers": 0}, [7] * 4),
-        ({"model_type": "olmo3", "sliding_window": 7}, [7, 7, 7, None]),
-        ({"model_type": "gemma3_text", "sliding_window": 7, "sliding_window_pattern": 2}, [7, None, 7, None]),
         (
-            {"model_type": "smollm3", "sliding_window": 7, "use_sliding_window": True, "pad_token_id": 0},
+            {
+                "model_type": "qwen3",
+                "sliding_window": 7,
+                "use_sliding_window": True,
+                "max_window_layers": 0,
+            },
+            [7] * 4,
+        ),
+        ({"model_type": "olmo3", "sliding_window": 7}, [7, 7, 7, None]),
+        (
+            {"model_type": "gemma3_text", "sliding_window": 7, "sliding_window_pattern": 2},
+            [7, None, 7, None],
+        ),
+        (
+            {
+                "model_type": "smollm3",
+                "sliding_window": 7,
+                "use_sliding_window": True,
+                "pad_token_id": 0,
+            },
             [None, None, None, 7],
         ),
         (
@@ -92,7 +119,9 @@ def test_what_the_file_leaves_open_is_what_transformers_takes(family):
     assert ours.attention_multiplier == getattr(theirs, "attention_multiplier", None)
     rope = theirs.rope_parameters
     assert ours.rope_theta == rope.get("full_attention", rope)["rope_theta"]
-    assert (ours.rope_local_theta or ours.rope_theta) == rope.get("sliding_attention", rope)["rope_theta"]
+    assert (ours.rope_local_theta or ours.rope_theta) == rope.get("sliding_attention", rope)[
+        "rope_theta"
+    ]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -113,11 +142,23 @@ def test_config_json_goes_both_ways(family):
         ),
         ({"model_type": "gpt2"}, r"model_type = 'gpt2' is not supported: only llama, mistral"),
         ({"model_type": ["llama"]}, r"model_type = \['llama'\] is not supported"),
-        ({"model_type": "mistral", "sliding_window": 0}, r"sliding_window = 0: expected a whole number of at least 1"),
+        (
+            {"model_type": "mistral", "sliding_window": 0},
+            r"sliding_window = 0: expected a whole number of at least 1",
+        ),
         ({"model_type": "mistral", "sliding_window": "4k"}, r"sliding_window = '4k'"),
-        ({"model_type": "mistral", "layer_types": [SLIDING] * 4}, r"layer_types is not supported with .* 'mistral'"),
-        ({"model_type": "qwen3", "layer_types": SLIDING}, r"layer_types = 'sliding_attention': expected a list"),
-        ({"model_type": "qwen3", "layer_types": [FULL] * 3}, r"layer_types has 3 entries, but num_hidden_layers = 4"),
+        (
+            {"model_type": "mistral", "layer_types": [SLIDING] * 4},
+            r"layer_types is not supported with .* 'mistral'",
+        ),
+        (
+            {"model_type": "qwen3", "layer_types": SLIDING},
+            r"layer_types = 'sliding_attention': expected a list",
+        ),
+        (
+            {"model_type": "qwen3", "layer_types": [FULL] * 3},
+            r"layer_types has 3 entries, but num_hidden_layers = 4",
+        ),
         (
             {"model_type": "qwen3", "layer_types": [FULL, "chunked_attention"] * 2},
             r"layer_types has 'chunked_attention'",
@@ -126,10 +167,19 @@ def test_config_json_goes_both_ways(family):
             {"model_type": "qwen3", "layer_types": [SLIDING] * 4},
             r"layer_types has 'sliding_attention', but no sliding_w",
         ),
-        ({"model_type": "qwen3", "attention_bias": "yes"}, r"attention_bias = 'yes': expected true or false"),
+        (
+            {"model_type": "qwen3", "attention_bias": "yes"},
+            r"attention_bias = 'yes': expected true or false",
+        ),
         ({"model_type": "qwen3", "head_dim": 7}, r"head_dim = 7 is odd"),
-        ({"model_type": "qwen2", "use_sliding_window": "false"}, r"use_sliding_window = 'false': expected true or"),
-        ({"model_type": "qwen3", "use_sliding_window": None}, r"use_sliding_window = None: expected true or false"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": "false"},
+            r"use_sliding_window = 'false': expected true or",
+        ),
+        (
+            {"model_type": "qwen3", "use_sliding_window": None},
+            r"use_sliding_window = None: expected true or false",
+        ),
         (
             {"model_type": "qwen2", "use_sliding_window": True, "num_hidden_layers": 10**9},
             rf"num_hidden_layers = 1000000000: expected at most {MOST_LAYERS}",
@@ -156,9 +206,18 @@ def test_a_wrong_config_json_is_refused_by_name_and_at_once(values, said):
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"model_type": "llama", "sliding_window": 5}, r"sliding_window is not supported with model_type = 'llama'"),
-        ({"model_type": "mistral", "attention_bias": True}, r"attention_bias is not supported .* 'mistral'"),
-        ({"model_type": "mistral", "sliding_window": 5, "layer_types": (FULL,) * 3}, r"layer_types is not supported"),
+        (
+            {"model_type": "llama", "sliding_window": 5},
+            r"sliding_window is not supported with model_type = 'llama'",
+        ),
+        (
+            {"model_type": "mistral", "attention_bias": True},
+            r"attention_bias is not supported .* 'mistral'",
+        ),
+        (
+            {"model_type": "mistral", "sliding_window": 5, "layer_types": (FULL,) * 3},
+            r"layer_types is not supported",
+        ),
     ],
 )
 def test_a_key_that_the_family_would_lose_is_refused(values, said):
@@ -173,18 +232,35 @@ def test_a_key_that_the_family_would_lose_is_refused(values, said):
             {"vocab_size": 65},
             r"lm_head.weight has shape \[64, 32\], expected \[65, 32\] by config.json \(vocab_size,",
         ),
-        ({"head_dim": 8}, r"k_norm.weight has shape \[6\], expected \[8\] by config.json \(head_dim\)"),
+        (
+            {"head_dim": 8},
+            r"k_norm.weight has shape \[6\], expected \[8\] by config.json \(head_dim\)",
+        ),
         (
             {"num_key_value_heads": 4},
             r"expected \[24, 32\] by config.json \(num_key_value_heads \* head_dim, hidden_size\)",
         ),
-        ({"attention_bias": True}, r"12 missing in the weights of a qwen3, the first is .*k_proj.bias'"),
-        ({"model_type": "qwen2"}, r"9 missing in the weights of a qwen2, the first is .*k_proj.bias'"),
-        ({"model_type": "llama"}, r"6 unexpected in the weights of a llama, the first is .*k_norm.weight'"),
-        ({"num_hidden_layers": 10**8}, r"num_hidden_layers = 100000000 in config.json, the weights have 3 layers"),
+        (
+            {"attention_bias": True},
+            r"12 missing in the weights of a qwen3, the first is .*k_proj.bias'",
+        ),
+        (
+            {"model_type": "qwen2"},
+            r"9 missing in the weights of a qwen2, the first is .*k_proj.bias'",
+        ),
+        (
+            {"model_type": "llama"},
+            r"6 unexpected in the weights of a llama, the first is .*k_norm.weight'",
+        ),
+        (
+            {"num_hidden_layers": 10**8},
+            r"num_hidden_layers = 100000000 in config.json, the weights have 3 layers",
+        ),
     ],
 )
-def test_weights_that_are_not_the_configurations_are_refused_before_anything_is_built(tmp_path, change, said):
+def test_weights_that_are_not_the_configurations_are_refused_before_anything_is_built(
+    tmp_path, change, said
+):
     save_model(Llama(LlamaConfig(model_type="qwen3", **SMALL)), tmp_path / "model")
     path = tmp_path / "model" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"layer_types": None} | change))
@@ -211,20 +287,42 @@ FIFTH = "model.layers.0.mlp.experts.4.up_proj.weight"
             dict,
             r"5 tensors such as .*experts.0.down_proj.weight', the last of expert 4, but num_e.* 4",
         ),
-        ({"num_experts": 10**9}, dict, r"there are 5 tensors such as .* but num_experts = 1000000000"),
-        ({}, lambda t: _without(FIFTH, t), r"there are 4 tensors such as .*0.up_proj.weight', the last of expert 3"),
-        ({}, lambda t: t | {FIFTH: t[FIFTH][1:].clone()}, rf"{FIFTH} has shape \[19, 32\] and .* \[20, 32\] and F32"),
-        ({}, lambda t: t | {FIFTH: t[FIFTH].bfloat16()}, rf"{FIFTH} has shape \[20, 32\] and dtype BF16, but"),
+        (
+            {"num_experts": 10**9},
+            dict,
+            r"there are 5 tensors such as .* but num_experts = 1000000000",
+        ),
+        (
+            {},
+            lambda t: _without(FIFTH, t),
+            r"there are 4 tensors such as .*0.up_proj.weight', the last of expert 3",
+        ),
+        (
+            {},
+            lambda t: t | {FIFTH: t[FIFTH][1:].clone()},
+            rf"{FIFTH} has shape \[19, 32\] and .* \[20, 32\] and F32",
+        ),
+        (
+            {},
+            lambda t: t | {FIFTH: t[FIFTH].bfloat16()},
+            rf"{FIFTH} has shape \[20, 32\] and dtype BF16, but",
+        ),
         (
             {"moe_intermediate_size": 12},
             dict,
             r"down_proj.weight has shape \[5, 32, 20\], expected \[5, 32, 12\] by",
         ),
-        ({"mlp_only_layers": [0, 1]}, dict, r"3 missing in the weights of a qwen3_moe, the first is .*mlp.down_proj"),
+        (
+            {"mlp_only_layers": [0, 1]},
+            dict,
+            r"3 missing in the weights of a qwen3_moe, the first is .*mlp.down_proj",
+        ),
     ],
 )
 def test_experts_that_are_not_the_configurations_are_refused_by_name(tmp_path, change, spoil, said):
-    save_model(Llama(LlamaConfig(model_type="qwen3_moe", **SMALL | MIXED["qwen3_moe"])), tmp_path / "model")
+    save_model(
+        Llama(LlamaConfig(model_type="qwen3_moe", **SMALL | MIXED["qwen3_moe"])), tmp_path / "model"
+    )
     tensors = load_file(tmp_path / "model" / "model.safetensors")
     save_file(spoil(tensors), tmp_path / "model" / "model.safetensors")
     path = tmp_path / "model" / "config.json"
@@ -236,15 +334,24 @@ def test_experts_that_are_not_the_configurations_are_refused_by_name(tmp_path, c
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"num_experts_per_tok": 9}, r"num_experts_per_tok = 9: expected at most the number of experts, 8"),
+        (
+            {"num_experts_per_tok": 9},
+            r"num_experts_per_tok = 9: expected at most the number of experts, 8",
+        ),
         ({"num_local_experts": None}, r"num_local_experts = None: expected a whole number"),
         ({"mlp_only_layers": "all"}, r"mlp_only_layers = 'all': expected a list"),
         ({"decoder_sparse_step": 0}, r"decoder_sparse_step = 0: expected a whole number"),
         ({"norm_topk_prob": 1}, r"norm_topk_prob = 1: expected true or false"),
-        ({"router_aux_loss_coef": 1e200}, r"router_aux_loss_coef = 1e\+200: expected a number from 0 to 1e\+06"),
+        (
+            {"router_aux_loss_coef": 1e200},
+            r"router_aux_loss_coef = 1e\+200: expected a number from 0 to 1e\+06",
+        ),
         ({"output_router_logits": "yes"}, r"output_router_logits = 'yes': expected true or false"),
         ({"router_aux_loss_coef": -1}, r"router_aux_loss_coef = -1: expected a positive number"),
-        ({"model_type": "olmoe", "head_dim": 16}, r"head_dim = 16: expected hidden_size / num_attention_heads"),
+        (
+            {"model_type": "olmoe", "head_dim": 16},
+            r"head_dim = 16: expected hidden_size / num_attention_heads",
+        ),
         ({"model_type": "olmoe", "clip_qkv": 0}, r"clip_qkv = 0: expected a positive number"),
     ],
 )
@@ -255,17 +362,25 @@ def test_a_wrong_key_of_a_mixture_is_refused_by_name(values, said):
 
 def test_new_mixtures_are_balanced_and_loaded_ones_as_their_files_say():
     new = LlamaConfig.preset("nano", family="olmoe")
-    assert LlamaConfig.from_hf(new.to_hf()) == new and (new.output_router_logits, new.router_aux_loss_coef) == (
+    assert LlamaConfig.from_hf(new.to_hf()) == new and (
+        new.output_router_logits,
+        new.router_aux_loss_coef,
+    ) == (
         True,
         0.01,
     )
     assert not LlamaConfig.preset("nano").output_router_logits
     kept = [_read(model_type=its, num_experts=8) for its in ("olmoe", "qwen3_moe")]
-    assert [(each.output_router_logits, each.router_aux_loss_coef) for each in kept] == [(False, 0.01), (False, 0.001)]
+    assert [(each.output_router_logits, each.router_aux_loss_coef) for each in kept] == [
+        (False, 0.01),
+        (False, 0.001),
+    ]
 
 
 def test_every_second_layer_may_be_a_mixture():
-    config = _read(model_type="qwen3_moe", num_experts=8, decoder_sparse_step=2, mlp_only_layers=[3, 7])
+    config = _read(
+        model_type="qwen3_moe", num_experts=8, decoder_sparse_step=2, mlp_only_layers=[3, 7]
+    )
     assert [config.is_mixture(layer) for layer in range(4)] == [False, True, False, False]
     assert config.shortened(2).mlp_only_layers == (0,)
 
@@ -278,11 +393,19 @@ def _packed(folder, spoil=dict):
     for name in [name for name in tensors if name.endswith("_proj") and "experts" in name]:
         experts, inputs, rows = tensors.pop(name).shape
         shape = experts, rows, inputs // 32
-        tensors[f"{name}_blocks"] = torch.randint(256, (*shape, 16), generator=draw, dtype=torch.uint8)
-        tensors[f"{name}_scales"] = torch.randint(115, 128, shape, generator=draw, dtype=torch.uint8)
+        tensors[f"{name}_blocks"] = torch.randint(
+            256, (*shape, 16), generator=draw, dtype=torch.uint8
+        )
+        tensors[f"{name}_scales"] = torch.randint(
+            115, 128, shape, generator=draw, dtype=torch.uint8
+        )
     save_file(spoil(tensors), folder / "model.safetensors", metadata={"format": "pt"})
     path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}))
+    path.write_text(
+        json.dumps(
+            json.loads(path.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+        )
+    )
     return folder
 
 
@@ -291,12 +414,18 @@ def test_experts_in_mxfp4_are_the_numbers_that_transformers_reads(tmp_path):
 
     folder = _packed(tmp_path / "model")
     plain = Mxfp4Config(dequantize=True)
-    theirs = AutoModelForCausalLM.from_pretrained(folder, quantization_config=plain, dtype=torch.bfloat16).state_dict()
+    theirs = AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=plain, dtype=torch.bfloat16
+    ).state_dict()
     for ours in (load_model(folder), materialize_(mapped_model(folder, torch.float32))):
         mine = in_files(ours.state_dict(), ours.config)
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(tensor.bfloat16(), theirs[name]) for name, tensor in mine.items())
-    up = [weight for name, weight in mapped_model(folder).named_parameters() if name.endswith("up_proj.weight")]
+    up = [
+        weight
+        for name, weight in mapped_model(folder).named_parameters()
+        if name.endswith("up_proj.weight")
+    ]
     assert len(up) == 3 and all(isinstance(weight, MappedPieces) for weight in up)
 
 
@@ -304,7 +433,9 @@ def _changed(part, change):
     """Change the tensors with a part of a name; leave those out that become None."""
 
     def spoil(tensors):
-        changed = {name: change(tensor) if part in name else tensor for name, tensor in tensors.items()}
+        changed = {
+            name: change(tensor) if part in name else tensor for name, tensor in tensors.items()
+        }
         return {name: tensor.contiguous() for name, tensor in changed.items() if tensor is not None}
 
     return spoil
@@ -318,7 +449,11 @@ def _changed(part, change):
             lambda _: None,
             r"_scales is missing, expected \[experts, rows, bl",
         ),
-        ("2.mlp.experts.down_proj_blocks", torch.Tensor.int, r"down_proj_blocks is stored as I32, expected U8"),
+        (
+            "2.mlp.experts.down_proj_blocks",
+            torch.Tensor.int,
+            r"down_proj_blocks is stored as I32, expected U8",
+        ),
         (
             "0.mlp.experts.gate_up_proj_scales",
             lambda t: t[:, 1:],
@@ -336,19 +471,27 @@ def test_damaged_mxfp4_is_refused_by_name(tmp_path, part, change, said):
         mapped_model(_packed(tmp_path / "model", _changed(part, change)))
 
 
-@pytest.mark.parametrize("more", ["mlp.experts.down_proj", "mlp.experts.down_proj.weight", "mlp.gate.weight"])
+@pytest.mark.parametrize(
+    "more", ["mlp.experts.down_proj", "mlp.experts.down_proj.weight", "mlp.gate.weight"]
+)
 def test_a_tensor_that_is_there_in_two_forms_is_refused(tmp_path, more):
     more = f"model.layers.1.{more}"
     with pytest.raises(
-        InputRefused, match=rf"{more}\b.* are one tensor of the model|are one.*{more}| and {more} are one"
+        InputRefused,
+        match=rf"{more}\b.* are one tensor of the model|are one.*{more}| and {more} are one",
     ):
-        mapped_model(_packed(tmp_path / "model", lambda tensors: tensors | {more: torch.zeros(5, 32, 64)}))
+        mapped_model(
+            _packed(tmp_path / "model", lambda tensors: tensors | {more: torch.zeros(5, 32, 64)})
+        )
 
 
 def test_factors_of_longrope_that_give_no_number_are_refused():
     long = {"type": "longrope", "long_factor": [1.0] * 4}
     values = {**HF, "model_type": "phi3", "num_hidden_layers": 1, "rope_scaling": long}
-    for number, said in ((1e-308, "expected at least 0.001"), (float("nan"), "expected a positive number")):
+    for number, said in (
+        (1e-308, "expected at least 0.001"),
+        (float("nan"), "expected a positive number"),
+    ):
         values["rope_scaling"]["short_factor"] = [1.0, 2.0, number, 4.0]
         with pytest.raises(InputRefused, match=rf"rope_scaling.short_factor = .*: {said}"):
             LlamaConfig.from_hf(values)

@@ -1,5 +1,7 @@
 # Run: pytest tests/model/test_files.py
-"""Files of a model folder: damaged ones are refused by name and at once, new ones are whole or absent."""
+"""Files of a model folder: damaged ones are refused by name and at once, new ones are whole or
+absent.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from monograph.model.hub import load_model, save_model
 from monograph.model.llama import Llama
 from monograph.storage import tensor_layout
 
-CONFIG = LlamaConfig.preset("nano", vocab_size=64, hidden_size=32, intermediate_size=48, head_dim=16)
+CONFIG = LlamaConfig.preset(
+    "nano", vocab_size=64, hidden_size=32, intermediate_size=48, head_dim=16
+)
 SHARD_BYTES = 20_000
 
 
@@ -43,7 +47,12 @@ def test_files_have_the_modes_that_the_umask_gives(tmp_path):
     ("failure", "error"),
     [
         (OSError(errno.ENOSPC, "No space left on device"), DiskFull),
-        (files.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"), DiskFull),
+        (
+            files.SafetensorError(
+                "Error while serializing: I/O error: No space left on device (os error 28)"
+            ),
+            DiskFull,
+        ),
         (OSError(errno.EROFS, "Read-only file system"), InputRefused),
         (KeyboardInterrupt(), KeyboardInterrupt),
     ],
@@ -87,7 +96,10 @@ def _config(folder, **changes):
 
 def _weights(folder, drop=(), **changes):
     state = {**load_file(folder / "model.safetensors"), **changes}
-    save_file({name: tensor for name, tensor in state.items() if name not in drop}, folder / "model.safetensors")
+    save_file(
+        {name: tensor for name, tensor in state.items() if name not in drop},
+        folder / "model.safetensors",
+    )
 
 
 def _index(folder, **weight_map):
@@ -104,12 +116,30 @@ def _link(folder):
 
 DAMAGES = {
     "no config": (lambda f: (f / "config.json").unlink(), r"'config.json' is not a file"),
-    "config not JSON": (lambda f: (f / "config.json").write_text("{"), r"config.json: cannot be read as JSON"),
-    "config not UTF-8": (lambda f: (f / "config.json").write_bytes(b'{"a": "\xff"}'), r"config.json: cannot be read"),
-    "config too deep": (lambda f: (f / "config.json").write_text('{"a":' * 10**5), r"config.json: cannot be read"),
-    "config a list": (lambda f: (f / "config.json").write_text("[]"), r"config.json: expected a JSON object"),
-    "another family": (lambda f: _config(f, model_type="gpt2"), r"config.json: model_type = 'gpt2'"),
-    "heads": (lambda f: _config(f, num_key_value_heads=3), r"config.json: num_attention_heads = 2 .* = 3"),
+    "config not JSON": (
+        lambda f: (f / "config.json").write_text("{"),
+        r"config.json: cannot be read as JSON",
+    ),
+    "config not UTF-8": (
+        lambda f: (f / "config.json").write_bytes(b'{"a": "\xff"}'),
+        r"config.json: cannot be read",
+    ),
+    "config too deep": (
+        lambda f: (f / "config.json").write_text('{"a":' * 10**5),
+        r"config.json: cannot be read",
+    ),
+    "config a list": (
+        lambda f: (f / "config.json").write_text("[]"),
+        r"config.json: expected a JSON object",
+    ),
+    "another family": (
+        lambda f: _config(f, model_type="gpt2"),
+        r"config.json: model_type = 'gpt2'",
+    ),
+    "heads": (
+        lambda f: _config(f, num_key_value_heads=3),
+        r"config.json: num_attention_heads = 2 .* = 3",
+    ),
     "a hundred million layers": (
         lambda f: _config(f, num_hidden_layers=10**8),
         r"num_hidden_layers = 100000000 in config.json, the weights have 2 layers",
@@ -122,14 +152,25 @@ DAMAGES = {
         lambda f: _config(f, vocab_size=10**18),
         r"config.json: vocab_size = 1000000000000000000: expected at most 2147483647",
     ),
-    "untied by mistake": (lambda f: _config(f, tie_word_embeddings=False), r"1 missing .* 'lm_head.weight'"),
+    "untied by mistake": (
+        lambda f: _config(f, tie_word_embeddings=False),
+        r"1 missing .* 'lm_head.weight'",
+    ),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), r"neither model.safetensors nor"),
     "weights cut": (
-        lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-1]),
+        lambda f: (f / "model.safetensors").write_bytes(
+            (f / "model.safetensors").read_bytes()[:-1]
+        ),
         r"model.safetensors: damaged",
     ),
-    "weights empty": (lambda f: (f / "model.safetensors").write_bytes(b""), r"model.safetensors: damaged"),
-    "weights a pickle": (lambda f: torch.save({}, f / "model.safetensors"), r"model.safetensors: damaged"),
+    "weights empty": (
+        lambda f: (f / "model.safetensors").write_bytes(b""),
+        r"model.safetensors: damaged",
+    ),
+    "weights a pickle": (
+        lambda f: torch.save({}, f / "model.safetensors"),
+        r"model.safetensors: damaged",
+    ),
     "weights a folder": (
         lambda f: ((f / "model.safetensors").unlink(), (f / "model.safetensors").mkdir()),
         r"'model.safetensors' is not a file",
@@ -139,7 +180,10 @@ DAMAGES = {
         r"'model.safetensors' is not a file",
     ),
     "weights linked out": (_link, r"model.safetensors: is a link out of its folder"),
-    "one tensor missing": (lambda f: _weights(f, ["model.norm.weight"]), r"1 missing .* 'model.norm.weight'"),
+    "one tensor missing": (
+        lambda f: _weights(f, ["model.norm.weight"]),
+        r"1 missing .* 'model.norm.weight'",
+    ),
     "one tensor too many": (lambda f: _weights(f, bias=torch.ones(1)), r"1 unexpected .* 'bias'"),
     "one shape wrong": (
         lambda f: _weights(f, **{"model.norm.weight": torch.ones(31)}),
@@ -158,7 +202,10 @@ DAMAGES = {
     "index to nothing": (lambda f: _index(f, x=""), r"'' is not a file"),
     "index to a null": (lambda f: _index(f, x="a\0b"), r"is not a file"),
     "index to no name": (lambda f: _index(f, x=7), r"index.json: expected a table weight_map"),
-    "index to the wrong file": (lambda f: _index(f, x="a.safetensors"), r"says that 'x' is in a.safetensors"),
+    "index to the wrong file": (
+        lambda f: _index(f, x="a.safetensors"),
+        r"says that 'x' is in a.safetensors",
+    ),
     "index without a map": (
         lambda f: (_index(f), (f / "model.safetensors.index.json").write_text("{}")),
         r"index.json: expected a table weight_map",
@@ -194,7 +241,9 @@ def test_a_header_of_too_many_tensors_is_not_read(saved, monkeypatch):
     """The library takes long for each; and what is written here stays below the bound."""
     monkeypatch.setattr(tensor_layout, "MOST_HEADER_BYTES", 1000, raising=False)
     monkeypatch.setattr(files, "safe_open", lambda *_, **__: pytest.fail("the library was asked"))
-    with pytest.raises(InputRefused, match="model.safetensors: damaged, or no safetensors file: a header of"):
+    with pytest.raises(
+        InputRefused, match="model.safetensors: damaged, or no safetensors file: a header of"
+    ):
         files.read_headers(saved)
     with pytest.raises(InputRefused, match="30 tensors: more than a file of weights may list"):
         tensor_layout.encode({f"tensor {index}": torch.zeros(0) for index in range(30)})

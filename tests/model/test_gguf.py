@@ -1,5 +1,7 @@
 # Run: pytest tests/model/test_gguf.py
-"""GGUF files: what is refused, what is warned of, and that a failed write leaves nothing. Law 11 holds the content."""
+"""GGUF files: what is refused, what is warned of, and that a failed write leaves nothing. Law 11
+holds the content.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ from monograph.text.tokenizer import Tokenizer
 from monograph.text.tokenizer_file import KNOWN_PATTERNS
 from reference import article, pieces
 
-gguf = pytest.importorskip("gguf", reason="the package gguf is not installed: pip install -e '.[gguf]'")
+gguf = pytest.importorskip(
+    "gguf", reason="the package gguf is not installed: pip install -e '.[gguf]'"
+)
 
 SMALL = LlamaConfig(
     vocab_size=259,
@@ -47,9 +51,19 @@ def refuse(line: str) -> None:
 
 
 def test_the_keys_are_the_models(tmp_path: Path) -> None:
-    config = replace(SMALL, model_type="qwen3", head_dim=16, num_key_value_heads=1, rope_theta=5e5, rms_norm_eps=1e-6)
+    config = replace(
+        SMALL,
+        model_type="qwen3",
+        head_dim=16,
+        num_key_value_heads=1,
+        rope_theta=5e5,
+        rms_norm_eps=1e-6,
+    )
     save_gguf(Llama(config).bfloat16(), tmp_path / "out", Tokenizer.bytes(), None, refuse)
-    fields = {name: field.contents() for name, field in gguf.GGUFReader(tmp_path / "out" / FILE).fields.items()}
+    fields = {
+        name: field.contents()
+        for name, field in gguf.GGUFReader(tmp_path / "out" / FILE).fields.items()
+    }
     wanted = {
         "general.architecture": "qwen3",
         "general.file_type": gguf.LlamaFileType.MOSTLY_BF16,
@@ -78,14 +92,22 @@ def test_the_keys_are_the_models(tmp_path: Path) -> None:
 
 
 def test_rotary_pairs_become_neighbours() -> None:
-    """Rotating halves and then reordering is reordering and then rotating neighbours, as llama.cpp does."""
+    """Rotating halves and then reordering is reordering and then rotating neighbours, as llama.cpp
+    does.
+    """
     generator = torch.Generator().manual_seed(0)
     heads_BHTD = torch.randn(1, 3, 5, 8, generator=generator, dtype=torch.float64)
-    config = replace(SMALL, hidden_size=24, head_dim=8, num_attention_heads=3, num_key_value_heads=3)
+    config = replace(
+        SMALL, hidden_size=24, head_dim=8, num_attention_heads=3, num_key_value_heads=3
+    )
     turn = cos_sin(torch.arange(5)[None], config, torch.float64)
 
     def reordered(x_BHTD: torch.Tensor) -> torch.Tensor:
-        return neighbouring(x_BHTD.transpose(2, 3).reshape(24, 5), 8).reshape(1, 3, 8, 5).transpose(2, 3)
+        return (
+            neighbouring(x_BHTD.transpose(2, 3).reshape(24, 5), 8)
+            .reshape(1, 3, 8, 5)
+            .transpose(2, 3)
+        )
 
     x_BHTD = reordered(heads_BHTD)
     first, second = x_BHTD[..., 0::2], x_BHTD[..., 1::2]
@@ -109,19 +131,31 @@ _MIXTURE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 
             "f32",
             "'llama3' is not computed by llama.cpp for a q",
         ),
-        ({"model_type": "qwen3", "attention_bias": True}, "f32", "attention_bias = true is not computed"),
+        (
+            {"model_type": "qwen3", "attention_bias": True},
+            "f32",
+            "attention_bias = true is not computed",
+        ),
         (
             {"model_type": "gemma3_text", "sliding_window": 4096, "rope_local_theta": 50.0},
             "f32",
             "layer_types and rope_local_theta: llama.cpp computes a window and a base of 10000 in all .* but each 6th",
         ),
-        ({"model_type": "olmo3", "sliding_window": 8, "layer_types": (FULL, SLIDING)}, "f32", "but each 4th; export"),
+        (
+            {"model_type": "olmo3", "sliding_window": 8, "layer_types": (FULL, SLIDING)},
+            "f32",
+            "but each 4th; export",
+        ),
         (
             {"model_type": "smollm3", "no_rope_layers": (0, 1)},
             "f32",
             "no_rope_layers: llama.cpp rotates all layers",
         ),
-        ({"model_type": "gemma3_text", "query_pre_attn_scalar": 5}, "f32", "query_pre_attn_scalar = 5 is not head_dim"),
+        (
+            {"model_type": "gemma3_text", "query_pre_attn_scalar": 5},
+            "f32",
+            "query_pre_attn_scalar = 5 is not head_dim",
+        ),
         ({"rope_scaling": YarnScaling(4.0, 1.3, 16)}, "f32", "'yarn' with attention_factor = 1.3"),
         (
             {"model_type": "qwen3_5_text", "linear_key_head_dim": 6, "linear_value_head_dim": 8},
@@ -156,9 +190,21 @@ _MIXTURE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 
             "f32",
             "rms_norm_eps = 1e-05: llama.cpp adds it to the lengths of a delta net's keys, too",
         ),
-        (_MIXTURE, "f32", "norm_topk_prob = False: llama.cpp computes qwen3_moe with True; export it with --format hf"),
-        (_MIXTURE | {"norm_topk_prob": True, "mlp_only_layers": (1,)}, "f32", r"mlp_only_layers = \(1,\): llama.cpp"),
-        (_MIXTURE | {"norm_topk_prob": True, "moe_intermediate_size": 24}, "q8_0", "moe_intermediate_size = 24 is not"),
+        (
+            _MIXTURE,
+            "f32",
+            "norm_topk_prob = False: llama.cpp computes qwen3_moe with True; export it with --format hf",
+        ),
+        (
+            _MIXTURE | {"norm_topk_prob": True, "mlp_only_layers": (1,)},
+            "f32",
+            r"mlp_only_layers = \(1,\): llama.cpp",
+        ),
+        (
+            _MIXTURE | {"norm_topk_prob": True, "moe_intermediate_size": 24},
+            "q8_0",
+            "moe_intermediate_size = 24 is not",
+        ),
         (
             _MIXTURE | {"model_type": "olmoe", "num_key_value_heads": 1},
             "f32",
@@ -171,27 +217,45 @@ _MIXTURE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 
         ),
         ({"intermediate_size": 100}, "q8_0", "intermediate_size = 100 is not a multiple of 32"),
         (
-            {"model_type": "qwen3_next", "num_experts": 2, "num_experts_per_tok": 1, "norm_topk_prob": True}
-            | {"shared_expert_intermediate_size": 48, "layer_types": (LINEAR, FULL), "rms_norm_eps": 1e-6},
+            {
+                "model_type": "qwen3_next",
+                "num_experts": 2,
+                "num_experts_per_tok": 1,
+                "norm_topk_prob": True,
+            }
+            | {
+                "shared_expert_intermediate_size": 48,
+                "layer_types": (LINEAR, FULL),
+                "rms_norm_eps": 1e-6,
+            },
             "q4_k_m",
             "shared_expert_intermediate_size = 48 is not a multiple of 32, a block of q4_k_m: use --dtype f16",
         ),
     ],
 )
-def test_what_llama_cpp_does_not_compute_is_refused(tmp_path: Path, changes: dict, dtype: str, why: str) -> None:
+def test_what_llama_cpp_does_not_compute_is_refused(
+    tmp_path: Path, changes: dict, dtype: str, why: str
+) -> None:
     with pytest.raises(InputRefused, match=why):
-        save_gguf(Llama(replace(SMALL, **changes)), tmp_path / "out", Tokenizer.bytes(), dtype, refuse)
+        save_gguf(
+            Llama(replace(SMALL, **changes)), tmp_path / "out", Tokenizer.bytes(), dtype, refuse
+        )
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    ("dtype", "weight", "kind"), [("f16", 1e5, "f16"), ("q8_0", 1e7, "q8_0"), ("q4_k_m", 1e5, "q5_0")]
+    ("dtype", "weight", "kind"),
+    [("f16", 1e5, "f16"), ("q8_0", 1e7, "q8_0"), ("q4_k_m", 1e5, "q5_0")],
 )
-def test_a_weight_that_does_not_fit_is_refused(tmp_path: Path, dtype: str, weight: float, kind: str) -> None:
+def test_a_weight_that_does_not_fit_is_refused(
+    tmp_path: Path, dtype: str, weight: float, kind: str
+) -> None:
     model = Llama(SMALL)
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 4] = weight
-    with pytest.raises(InputRefused, match=f"blk.1.ffn_up.weight: a weight of .* does not fit {kind}"):
+    with pytest.raises(
+        InputRefused, match=f"blk.1.ffn_up.weight: a weight of .* does not fit {kind}"
+    ):
         save_gguf(model, tmp_path / "out", Tokenizer.bytes(), dtype, refuse)
     assert not list(tmp_path.iterdir())
 
@@ -211,17 +275,27 @@ def test_only_split_patterns_that_are_known_to_be_right_have_a_name() -> None:
                 assert "not known to be one of llama.cpp's" in str(error)
     names = {("qwen2", False): "qwen2", ("qwen3.5", False): "qwen35"}
     assert named == {**names, ("llama3", True): "llama-bpe", ("llama3", False): "smaug-bpe"}
-    for part in ({**last, "use_regex": True}, {"type": "Sequence", "pretokenizers": [{**last, "use_regex": True}]}):
+    for part in (
+        {**last, "use_regex": True},
+        {"type": "Sequence", "pretokenizers": [{**last, "use_regex": True}]},
+    ):
         assert pre_tokenizer({"pre_tokenizer": part, "model": {"ignore_merges": False}}) == "gpt-2"
-    digits = {"type": "Sequence", "pretokenizers": [{"type": "Digits"}, {**last, "use_regex": True}]}
+    digits = {
+        "type": "Sequence",
+        "pretokenizers": [{"type": "Digits"}, {**last, "use_regex": True}],
+    }
     with pytest.raises(InputRefused, match="Digits, ByteLevel"):
         pre_tokenizer({"pre_tokenizer": digits, "model": {"ignore_merges": False}})
 
 
-def test_stop_tokens_beyond_three_are_refused_and_those_with_a_known_name_need_no_place(tmp_path: Path) -> None:
+def test_stop_tokens_beyond_three_are_refused_and_those_with_a_known_name_need_no_place(
+    tmp_path: Path,
+) -> None:
     tokenizer = speaking(tmp_path / "a", "headers", stops=[1, 5, 6])
     model = Llama(replace(SMALL, vocab_size=tokenizer.vocab_size))
-    with pytest.raises(InputRefused, match=r"4 tokens end a text \(.*<\|eot\|>\), and a GGUF file can name three"):
+    with pytest.raises(
+        InputRefused, match=r"4 tokens end a text \(.*<\|eot\|>\), and a GGUF file can name three"
+    ):
         save_gguf(model, tmp_path / "out", tokenizer, None, refuse)
     known = tokenizer.special["<|im_end|>"]
     tokenizer = speaking(tmp_path / "b", "headers", stops=[1, 5, known])
@@ -232,7 +306,9 @@ def test_stop_tokens_beyond_three_are_refused_and_those_with_a_known_name_need_n
 
 
 def test_the_end_of_a_base_that_was_given_another_tokenizer_stays_one(tmp_path: Path) -> None:
-    """As in the Hugging Face folder's generation_config.json, and not warned of as none of this model's."""
+    """As in the Hugging Face folder's generation_config.json, and not warned of as none of this
+    model's.
+    """
     tokenizer = speaking(tmp_path / "a", "headers", stops=[])
     known = tokenizer.special["<|im_end|>"]
     model = Llama(replace(SMALL, vocab_size=tokenizer.vocab_size, eos_token_id=known))
@@ -248,10 +324,22 @@ def test_the_end_of_a_base_that_was_given_another_tokenizer_stays_one(tmp_path: 
         ({"alphabet": []}, "has no tokens for '!'"),
     ],
 )
-def test_a_tokenizer_that_changes_text_as_llama_cpp_does_not_is_refused(tmp_path: Path, changed, said) -> None:
-    plain = {"space_first": False, "form": "NFC", "use_regex": True, "alphabet": pre_tokenizers.ByteLevel.alphabet()}
-    for made, expected in ((plain | changed, pytest.raises(InputRefused, match=said)), (plain, nullcontext())):
-        tokenizer = Tokenizer(json.loads(article.tokenizer(["the cat"] * 9, 300, **made).to_str()), "x")
+def test_a_tokenizer_that_changes_text_as_llama_cpp_does_not_is_refused(
+    tmp_path: Path, changed, said
+) -> None:
+    plain = {
+        "space_first": False,
+        "form": "NFC",
+        "use_regex": True,
+        "alphabet": pre_tokenizers.ByteLevel.alphabet(),
+    }
+    for made, expected in (
+        (plain | changed, pytest.raises(InputRefused, match=said)),
+        (plain, nullcontext()),
+    ):
+        tokenizer = Tokenizer(
+            json.loads(article.tokenizer(["the cat"] * 9, 300, **made).to_str()), "x"
+        )
         model = Llama(replace(SMALL, vocab_size=tokenizer.vocab_size))
         with expected:
             save_gguf(model, tmp_path / "out", tokenizer, None, lambda line: None)
@@ -268,14 +356,20 @@ def test_a_tokenizer_that_changes_text_as_llama_cpp_does_not_is_refused(tmp_path
         ("tinyllama", lambda merges: [*merges, merges[0]], "do not follow one another"),
     ],
 )
-def test_sentence_pieces_that_llama_cpp_would_read_otherwise_are_refused(tmp_path: Path, shape, merges, said) -> None:
+def test_sentence_pieces_that_llama_cpp_would_read_otherwise_are_refused(
+    tmp_path: Path, shape, merges, said
+) -> None:
     content = json.loads(pieces.engine(shape).to_str())
     if merges:
         content["model"]["merges"] = merges(content["model"]["merges"])
     tokenizer = Tokenizer(content, "x")
     with pytest.raises(InputRefused, match=said):
         save_gguf(
-            Llama(replace(SMALL, vocab_size=tokenizer.vocab_size)), tmp_path / "out", tokenizer, None, lambda line: None
+            Llama(replace(SMALL, vocab_size=tokenizer.vocab_size)),
+            tmp_path / "out",
+            tokenizer,
+            None,
+            lambda line: None,
         )
     assert not (tmp_path / "out").exists()
 
@@ -283,14 +377,19 @@ def test_sentence_pieces_that_llama_cpp_would_read_otherwise_are_refused(tmp_pat
 def test_what_llama_cpp_will_do_otherwise_is_said(tmp_path: Path) -> None:
     lines: list[str] = []
     tokenizer = speaking(tmp_path / "a", "json")
-    (tmp_path / "a" / "chat_template.jinja").write_text("{{ messages[0].content }}\nAnswer: {{ messages[-1].content }}")
+    (tmp_path / "a" / "chat_template.jinja").write_text(
+        "{{ messages[0].content }}\nAnswer: {{ messages[-1].content }}"
+    )
     tokenizer = Tokenizer.from_file(tmp_path / "a")
     model = Llama(replace(SMALL, vocab_size=tokenizer.vocab_size))
     save_gguf(model, tmp_path / "out", tokenizer, None, lines.append)
     said = "\n".join(lines)
     assert "the chat template does not begin with <|bos|>" in said
     assert "ends an answer with no special token" in said
-    assert "llama.cpp stops at <|im_end|>, which does not end a text of this model" in said and len(lines) == 3
+    assert (
+        "llama.cpp stops at <|im_end|>, which does not end a text of this model" in said
+        and len(lines) == 3
+    )
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
@@ -299,7 +398,9 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     for most in (100, 20_000, 200_000):
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
         try:
-            with pytest.raises(DiskFull, match="no space left to write the model; nothing was kept"):
+            with pytest.raises(
+                DiskFull, match="no space left to write the model; nothing was kept"
+            ):
                 save_gguf(Llama(SMALL), tmp_path / "out", Tokenizer.bytes(), None, refuse)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -356,11 +457,15 @@ def test_a_read_only_place_is_no_full_disk(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_gpt_oss_has_a_window_and_longrope_is_warned_of(tmp_path: Path) -> None:
-    whole = replace(SMALL, model_type="gpt_oss", attention_bias=True, num_experts=2, num_experts_per_tok=1)
+    whole = replace(
+        SMALL, model_type="gpt_oss", attention_bias=True, num_experts=2, num_experts_per_tok=1
+    )
     save_gguf(Llama(whole), tmp_path / "whole", Tokenizer.bytes(), None, refuse)
     fields = gguf.GGUFReader(tmp_path / "whole" / FILE).fields
     assert fields["gpt-oss.attention.sliding_window"].contents() == 64
     said = list[str]()
-    stretched = replace(SMALL, model_type="phi3", rope_scaling=LongScaling((1.0,) * 16, (2.0,) * 16, 1.1, 64, 128))
+    stretched = replace(
+        SMALL, model_type="phi3", rope_scaling=LongScaling((1.0,) * 16, (2.0,) * 16, 1.1, 64, 128)
+    )
     save_gguf(Llama(stretched), tmp_path / "long", Tokenizer.bytes(), None, said.append)
     assert "with a context above 64 llama.cpp takes long_factor" in said[0]

@@ -23,7 +23,9 @@ from numerics import relative_error
 from reference import article
 
 TIED = LlamaConfig.preset("nano", vocab_size=64, hidden_size=32, intermediate_size=48, head_dim=16)
-UNTIED = replace(TIED, tie_word_embeddings=False, rope_scaling=Llama3Scaling(4.0, 1.0, 4.0, 16), rope_theta=5e5)
+UNTIED = replace(
+    TIED, tie_word_embeddings=False, rope_scaling=Llama3Scaling(4.0, 1.0, 4.0, 16), rope_theta=5e5
+)
 SHARD_BYTES = 20_000
 
 
@@ -38,7 +40,9 @@ class _Tokenizer:
         from tokenizers.models import WordLevel
         from tokenizers.pre_tokenizers import Whitespace
 
-        tokenizer = Tokenizer(WordLevel({"<s>": 0, "</s>": 1, "a": 2, "b": 3, "?": 4}, unk_token="?"))
+        tokenizer = Tokenizer(
+            WordLevel({"<s>": 0, "</s>": 1, "a": 2, "b": 3, "?": 4}, unk_token="?")
+        )
         tokenizer.pre_tokenizer = Whitespace()
         tokenizer.add_special_tokens(["<s>", "</s>"])
         tokenizer.save(str(path))
@@ -97,7 +101,9 @@ def test_transformers_loads_what_is_saved(tmp_path, config, max_shard_bytes, dty
 
     model = Llama(replace(config, eos_token_id=(1, 5))).to(dtype)
     save_model(model, tmp_path / "model", max_shard_bytes=max_shard_bytes)
-    theirs, report = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True, dtype="auto")
+    theirs, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", output_loading_info=True, dtype="auto"
+    )
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert theirs.dtype == dtype
     assert theirs.generation_config.eos_token_id == [1, 5]
@@ -130,7 +136,9 @@ def test_torchs_distributed_checkpoints_read_what_is_saved(tmp_path):
     model = Llama(UNTIED, seed=3)
     save_model(model, tmp_path / "model", max_shard_bytes=SHARD_BYTES)
     back = {name: torch.empty_like(tensor) for name, tensor in model.state_dict().items()}
-    checkpoint.load(back, storage_reader=checkpoint.HuggingFaceStorageReader(str(tmp_path / "model")))
+    checkpoint.load(
+        back, storage_reader=checkpoint.HuggingFaceStorageReader(str(tmp_path / "model"))
+    )
     assert all(torch.equal(back[name], tensor) for name, tensor in model.state_dict().items())
 
 
@@ -142,8 +150,13 @@ def test_the_tokenizer_travels_with_the_model(tmp_path):
     theirs = AutoTokenizer.from_pretrained(tmp_path / "model")
     assert (theirs.bos_token_id, theirs.eos_token_id, theirs.eos_token) == (0, 1, "</s>")
     assert theirs("a b", add_special_tokens=False)["input_ids"] == [2, 3]
-    assert (read_config(tmp_path / "model").bos_token_id, read_config(tmp_path / "model").eos_token_id) == (0, 1)
-    assert json.loads((tmp_path / "model" / "generation_config.json").read_text())["eos_token_id"] == 1
+    assert (
+        read_config(tmp_path / "model").bos_token_id,
+        read_config(tmp_path / "model").eos_token_id,
+    ) == (0, 1)
+    assert (
+        json.loads((tmp_path / "model" / "generation_config.json").read_text())["eos_token_id"] == 1
+    )
 
 
 def test_a_tokenizer_from_elsewhere_reads_the_same_after_it_was_exported(tmp_path):
@@ -159,7 +172,10 @@ def test_a_tokenizer_from_elsewhere_reads_the_same_after_it_was_exported(tmp_pat
         assert back.decode(wanted.ids, skip_special_tokens=True) == theirs.decode(wanted.ids)
     again = OurTokenizer.from_file(tmp_path / "model")
     assert again.hash == ours.hash and again.encode("the cat") == ours.encode("the cat")
-    assert json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())["add_prefix_space"] is True
+    assert (
+        json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())["add_prefix_space"]
+        is True
+    )
 
 
 def test_without_a_tokenizer_there_is_none(saved):
@@ -172,20 +188,28 @@ def test_a_tied_head_that_is_stored_too_is_accepted_if_it_is_the_embedding(saved
     save_file({**state, "lm_head.weight": embedding.clone()}, saved / "model.safetensors")
     assert load_model(saved).lm_head.weight.shape == embedding.shape
     save_file({**state, "lm_head.weight": embedding + 1}, saved / "model.safetensors")
-    with pytest.raises(InputRefused, match=r"lm_head.weight differs from model.embed_tokens.weight"):
+    with pytest.raises(
+        InputRefused, match=r"lm_head.weight differs from model.embed_tokens.weight"
+    ):
         load_model(saved)
 
 
 def test_stored_rotary_frequencies_are_left_aside(saved):
     state = load_file(saved / "model.safetensors")
-    save_file({**state, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}, saved / "model.safetensors")
+    save_file(
+        {**state, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)},
+        saved / "model.safetensors",
+    )
     assert _equal(load_model(saved), Llama(TIED))
 
 
 def test_weights_are_loaded_in_the_dtype_that_is_asked_for(saved):
     assert load_model(saved, dtype=torch.float64).lm_head.weight.dtype == torch.float64
     state = load_file(saved / "model.safetensors")
-    save_file({**state, "model.norm.weight": state["model.norm.weight"].bfloat16()}, saved / "model.safetensors")
+    save_file(
+        {**state, "model.norm.weight": state["model.norm.weight"].bfloat16()},
+        saved / "model.safetensors",
+    )
     with pytest.raises(InputRefused, match="stored as BF16 and F32; say which dtype"):
         load_model(saved)
     assert load_model(saved, dtype=torch.float32).model.norm.weight.dtype == torch.float32
@@ -201,9 +225,13 @@ def test_loaded_weights_do_not_follow_the_file(saved):
 def test_a_joined_tensor_of_other_rows_than_its_parts_is_refused_by_name(tmp_path):
     save_model(tiny_llama(model_type="phi3"), tmp_path / "phi3")
     stored = load_file(tmp_path / "phi3" / "model.safetensors")
-    stored["model.layers.1.mlp.gate_up_proj.weight"] = stored["model.layers.1.mlp.gate_up_proj.weight"][1:].clone()
+    stored["model.layers.1.mlp.gate_up_proj.weight"] = stored[
+        "model.layers.1.mlp.gate_up_proj.weight"
+    ][1:].clone()
     save_file(stored, tmp_path / "phi3" / "model.safetensors")
-    with pytest.raises(InputRefused, match=r"mlp\.gate_up_proj\.weight has shape .*, expected (\d+) \+ \1 rows"):
+    with pytest.raises(
+        InputRefused, match=r"mlp\.gate_up_proj\.weight has shape .*, expected (\d+) \+ \1 rows"
+    ):
         load_model(tmp_path / "phi3")
 
 
@@ -212,7 +240,9 @@ def test_a_joined_tensor_that_the_family_has_not_is_refused_by_name(tmp_path):
     stored = load_file(tmp_path / "phi3" / "model.safetensors")
     stored["model.layers.1.self_attn.qkv_proj.bias"] = torch.zeros(8)
     save_file(stored, tmp_path / "phi3" / "model.safetensors")
-    with pytest.raises(InputRefused, match=r"1 unexpected in the weights of a phi3, .*1.self_attn.qkv_proj.bias"):
+    with pytest.raises(
+        InputRefused, match=r"1 unexpected in the weights of a phi3, .*1.self_attn.qkv_proj.bias"
+    ):
         load_model(tmp_path / "phi3")
 
 

@@ -1,5 +1,7 @@
 # Run: pytest tests/model/test_llama.py
-"""The decoder against a plain float64 one and against transformers; compiled, vmapped, cached; its first weights."""
+"""The decoder against a plain float64 one and against transformers; compiled, vmapped, cached; its
+first weights.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,20 @@ SMALL = LlamaConfig(
     initializer_range=0.3,
     tie_word_embeddings=True,
 )
-WINDOWED = replace(SMALL, model_type="qwen3", sliding_window=3, layer_types=("sliding_attention", "full_attention"))
+WINDOWED = replace(
+    SMALL, model_type="qwen3", sliding_window=3, layer_types=("sliding_attention", "full_attention")
+)
 # What Dynamo itself does to an input that is no leaf.
-DYNAMO_GRAD = "ignore:The .grad attribute of a Tensor that is not a leaf Tensor is being accessed:UserWarning"
+DYNAMO_GRAD = (
+    "ignore:The .grad attribute of a Tensor that is not a leaf Tensor is being accessed:UserWarning"
+)
 VMAP_LOOP = "ignore:There is a performance drop because we have not yet implemented the batching rule:UserWarning"
 
 
 def _tokens(config, rows=2, length=12, seed=0):
-    return torch.randint(config.vocab_size, (rows, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        config.vocab_size, (rows, length), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def test_first_weights_have_the_spread_that_the_docstring_states():
@@ -43,7 +51,9 @@ def test_first_weights_have_the_spread_that_the_docstring_states():
         if parameter.ndim == 1:
             assert (parameter == 1).all()
             continue
-        spread = 0.02 / math.sqrt(16) if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+        spread = (
+            0.02 / math.sqrt(16) if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+        )
         # Four standard errors of a standard deviation of n normal draws.
         assert abs(parameter.std().item() / spread - 1) < 4 / math.sqrt(2 * parameter.numel()), name
 
@@ -59,7 +69,9 @@ def test_first_weights_follow_from_seed_and_name_alone():
         assert torch.equal(weight, same.state_dict()[name])
         assert weight.ndim == 1 or not torch.equal(weight, other.state_dict()[name])
     assert torch.equal(model.state_dict()[key], deeper.state_dict()[key])
-    assert not torch.equal(model.state_dict()[key], model.state_dict()["model.layers.0.self_attn.q_proj.weight"])
+    assert not torch.equal(
+        model.state_dict()[key], model.state_dict()["model.layers.0.self_attn.q_proj.weight"]
+    )
 
 
 def test_a_tied_head_is_the_embedding():
@@ -73,7 +85,9 @@ def test_a_tied_head_is_the_embedding():
 def test_a_sequence_longer_than_the_positions_is_refused():
     model = Llama(replace(SMALL, max_position_embeddings=8))
     model(_tokens(SMALL, length=8))
-    with pytest.raises(InputRefused, match="9 tokens is longer than the model's max_position_embeddings = 8"):
+    with pytest.raises(
+        InputRefused, match="9 tokens is longer than the model's max_position_embeddings = 8"
+    ):
         model(_tokens(SMALL, length=9))
 
 
@@ -83,7 +97,10 @@ def test_token_by_token_with_a_cache_equals_the_whole(impl):
     model, tokens = Llama(SMALL, attention=impl).double(), _tokens(SMALL)
     cache = _cache()
     first = model(tokens[:, :5], positions=torch.arange(5).expand(2, -1), cache=cache)
-    rest = [model(tokens[:, t : t + 1], positions=torch.full((2, 1), t), cache=cache) for t in range(5, 12)]
+    rest = [
+        model(tokens[:, t : t + 1], positions=torch.full((2, 1), t), cache=cache)
+        for t in range(5, 12)
+    ]
     assert relative_error(torch.cat([first, *rest], dim=1), model(tokens)) < 1e-12
 
 
@@ -145,20 +162,29 @@ def test_members_under_vmap_equal_each_model_alone(impl, compiled):
         alone = member(tokens, segments=segments)
         own = member.model.layers[0].self_attn.k_proj.weight
         assert relative_error(out[index], alone) < 1e-12
-        assert relative_error(gradient[index], torch.autograd.grad(alone.square().sum(), own)[0]) < 1e-12
+        assert (
+            relative_error(gradient[index], torch.autograd.grad(alone.square().sum(), own)[0])
+            < 1e-12
+        )
 
 
 @pytest.mark.filterwarnings(DYNAMO_GRAD)
-@pytest.mark.parametrize("config", [pytest.param(SMALL, marks=pytest.mark.slow), WINDOWED], ids=["llama", "windows"])
+@pytest.mark.parametrize(
+    "config", [pytest.param(SMALL, marks=pytest.mark.slow), WINDOWED], ids=["llama", "windows"]
+)
 def test_one_graph_serves_every_batch_and_one_every_block(config):
     model, tokens = Llama(config), _tokens(SMALL)
     torch.compiler.reset()
     whole, block = CompileCounter(), CompileCounter()
     compiled = torch.compile(model, backend=whole, fullgraph=True, dynamic=False)
     for seed in range(3):
-        segments = torch.randint(3, (2, 12), generator=torch.Generator().manual_seed(seed)).sort(dim=1)[0]
+        segments = torch.randint(3, (2, 12), generator=torch.Generator().manual_seed(seed)).sort(
+            dim=1
+        )[0]
         out = compiled(_tokens(SMALL, seed=seed), segments=segments, positions=segments)
-        torch.testing.assert_close(out, model(_tokens(SMALL, seed=seed), segments=segments, positions=segments))
+        torch.testing.assert_close(
+            out, model(_tokens(SMALL, seed=seed), segments=segments, positions=segments)
+        )
     assert whole.frame_count == 1
     torch.compiler.reset()
     for layer in model.model.layers:

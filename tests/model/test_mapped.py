@@ -1,7 +1,8 @@
 """Run: pytest tests/model/test_mapped.py    (every form of every stored dtype: -m slow)
 
-Law: a folder's weights that are taken out of the mapped files one by one are, to the bit, those of a folder that was
-read whole first, in whatever form a run keeps them; and what is exported tensor by tensor is what was exported at once.
+Law: a folder's weights that are taken out of the mapped files one by one are, to the bit, those of
+a folder that was read whole first, in whatever form a run keeps them; and what is exported tensor
+by tensor is what was exported at once.
 """
 
 from __future__ import annotations
@@ -36,39 +37,71 @@ from monograph.stream import Placement, Streamed
 from monograph.text.tokenizer import Tokenizer
 
 SHARD_BYTES = 20_000
-STORED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64, "mixed": None}
+STORED = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+    "mixed": None,
+}
 
 
 def read_whole(folder: Path, dtype: torch.dtype | None) -> Llama:
     """The slow reference: all tensors of all files in memory, then cast."""
-    state = {n: t.clone() for path in sorted(folder.glob("*.safetensors")) for n, t in load_file(path).items()}
+    state = {
+        n: t.clone()
+        for path in sorted(folder.glob("*.safetensors"))
+        for n, t in load_file(path).items()
+    }
     config = read_config(folder)
     for name in [name for name in state if ".experts.0." in name]:
-        names = [name.replace(".experts.0.", f".experts.{number}.") for number in range(config.num_experts)]
-        state[name.replace(".experts.0.", ".experts.")] = torch.stack([state.pop(each) for each in names])
+        names = [
+            name.replace(".experts.0.", f".experts.{number}.")
+            for number in range(config.num_experts)
+        ]
+        state[name.replace(".experts.0.", ".experts.")] = torch.stack(
+            [state.pop(each) for each in names]
+        )
     return assembled(config, {n: t.to(dtype or t.dtype) for n, t in state.items()}, folder)
 
 
 def thinned(*choices: Iterable[Any]) -> list[Any]:
-    """The product of the choices, by day every third case: of three choices any two values of two of them meet."""
+    """The product of the choices, by day every third case: of three choices any two values of two
+    of them meet.
+    """
     product = itertools.product(*map(enumerate, choices))
     return [
-        pytest.param(*(value for _, value in case), marks=[pytest.mark.slow] * (sum(at for at, _ in case) % 3 > 0))
+        pytest.param(
+            *(value for _, value in case),
+            marks=[pytest.mark.slow] * (sum(at for at, _ in case) % 3 > 0),
+        )
         for case in product
     ]
 
 
-MIXTURE = {"model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+}
 
 
 def write(folder: Path, stored: str, tied: bool = False, **sizes: Any) -> Path:
-    """A base in shards; of "mixed" the vectors in fp32 and every other matrix in fp16, the rest in bf16."""
+    """A base in shards; of "mixed" the vectors in fp32 and every other matrix in fp16, the rest in
+    bf16.
+    """
     model = tiny_llama(tie_word_embeddings=tied, vocab_size=259, intermediate_size=64, **sizes)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
+            parameter.add_(
+                0.3
+                * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+            )
             if stored == "mixed" and parameter.ndim == 2:
-                parameter.data = parameter.data.to(torch.float16 if name.endswith("up_proj.weight") else torch.bfloat16)
+                parameter.data = parameter.data.to(
+                    torch.float16 if name.endswith("up_proj.weight") else torch.bfloat16
+                )
     save_model(model.to(STORED[stored] or None), folder, Tokenizer.bytes(), SHARD_BYTES)
     assert len(list(folder.glob("*.safetensors"))) > 2
     return folder
@@ -77,12 +110,14 @@ def write(folder: Path, stored: str, tied: bool = False, **sizes: Any) -> Path:
 def same(one: nn.Module, other: nn.Module) -> bool:
     mine, theirs = one.state_dict(), other.state_dict()
     return mine.keys() == theirs.keys() and all(
-        tensor.dtype == theirs[name].dtype and torch.equal(tensor, theirs[name]) for name, tensor in mine.items()
+        tensor.dtype == theirs[name].dtype and torch.equal(tensor, theirs[name])
+        for name, tensor in mine.items()
     )
 
 
 @pytest.mark.parametrize(
-    ("stored", "dtype", "tied"), thinned(STORED, [None, torch.float32, torch.bfloat16], [False, True])
+    ("stored", "dtype", "tied"),
+    thinned(STORED, [None, torch.float32, torch.bfloat16], [False, True]),
 )
 def test_settled(tmp_path: Path, stored: str, dtype: torch.dtype | None, tied: bool) -> None:
     if stored == "mixed" and dtype is None:
@@ -96,9 +131,12 @@ def test_settled(tmp_path: Path, stored: str, dtype: torch.dtype | None, tied: b
 
 
 @pytest.mark.parametrize(
-    ("stored", "base", "precision"), thinned(STORED, ["auto", "int8", "nf4"], ["fp32", "bf16", "fp16"])
+    ("stored", "base", "precision"),
+    thinned(STORED, ["auto", "int8", "nf4"], ["fp32", "bf16", "fp16"]),
 )
-def test_a_frozen_base_in_every_form(tmp_path: Path, stored: str, base: str, precision: str) -> None:
+def test_a_frozen_base_in_every_form(
+    tmp_path: Path, stored: str, base: str, precision: str
+) -> None:
     folder, lora = write(tmp_path / "base", stored), Lora(4, base=base)
     found, _ = build(Recipe(str(folder), "auto", {}, 0))
     expected = read_whole(folder, torch.float32)
@@ -148,7 +186,9 @@ def test_masters_in_stages(tmp_path: Path, stored: str, placement: Placement) ->
     mine, theirs = one.state(), other.state()
     for kind in ("model", "optimizer"):
         first, second = getattr(mine, kind), getattr(theirs, kind)
-        assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in second)
+        assert first.keys() == second.keys() and all(
+            torch.equal(first[key], second[key]) for key in second
+        )
     assert all(t.dtype == torch.float32 for t in mine.model.values())
     assert not any(isinstance(p, MappedWeight) for p in found.parameters())
 
@@ -186,7 +226,9 @@ def adapter_of(folder: Path, base: Path) -> Path:
 
 
 def merged_at_once(folder: Path, base: Path) -> Llama:
-    """The slow reference: the whole model in memory, then merged, in the dtype of the base or in fp32."""
+    """The slow reference: the whole model in memory, then merged, in the dtype of the base or in
+    fp32.
+    """
     mixed = len({each.dtype for each in read_headers(base).values()}) > 1
     model, stored = read_whole(base, torch.float32 if mixed else None), read_adapter(folder)
     put(model, stored.lora, start=stored)
@@ -204,37 +246,58 @@ def test_merged_and_exported(tmp_path: Path, stored: str, tied: bool) -> None:
         save_model(each, tmp_path / name, tokenizer, SHARD_BYTES)
     assert exported(tmp_path / "one by one") == exported(tmp_path / "at once")
     assert same(load(adapter)[0], expected) and same(load_model(tmp_path / "one by one"), expected)
-    assert not same(expected, read_whole(base, expected.lm_head.weight.dtype)), "the adapters change something"
+    assert not same(expected, read_whole(base, expected.lm_head.weight.dtype)), (
+        "the adapters change something"
+    )
 
 
-@pytest.mark.parametrize(("stored", "dtype"), thinned(["bf16", "fp32", "mixed"], [None, "f32", "q8_0"]))
+@pytest.mark.parametrize(
+    ("stored", "dtype"), thinned(["bf16", "fp32", "mixed"], [None, "f32", "q8_0"])
+)
 def test_merged_for_llama_cpp(tmp_path: Path, stored: str, dtype: str | None) -> None:
-    pytest.importorskip("gguf", reason="the package gguf is not installed: pip install -e '.[gguf]'")
+    pytest.importorskip(
+        "gguf", reason="the package gguf is not installed: pip install -e '.[gguf]'"
+    )
     base = write(tmp_path / "base", stored)
     adapter = adapter_of(tmp_path / "adapter", base)
-    for name, model in (("at once", merged_at_once(adapter, base)), ("one by one", load_to_export(adapter)[0])):
+    for name, model in (
+        ("at once", merged_at_once(adapter, base)),
+        ("one by one", load_to_export(adapter)[0]),
+    ):
         save_gguf(model, tmp_path / name, Tokenizer.bytes(), dtype, lambda line: None)
     assert exported(tmp_path / "one by one") == exported(tmp_path / "at once")
 
 
-@pytest.mark.parametrize(("stored", "dtype"), thinned(["fp32", "bf16", "fp64"], [None, torch.float32, torch.bfloat16]))
-def test_experts_of_all_shards_become_one_tensor(tmp_path: Path, stored: str, dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize(
+    ("stored", "dtype"), thinned(["fp32", "bf16", "fp64"], [None, torch.float32, torch.bfloat16])
+)
+def test_experts_of_all_shards_become_one_tensor(
+    tmp_path: Path, stored: str, dtype: torch.dtype | None
+) -> None:
     folder = write(tmp_path / "base", stored, **MIXTURE)
     found, expected = mapped_model(folder, dtype), read_whole(folder, dtype)
-    rounded = torch.promote_types(STORED[stored], dtype or STORED[stored]) != (dtype or STORED[stored])
+    rounded = torch.promote_types(STORED[stored], dtype or STORED[stored]) != (
+        dtype or STORED[stored]
+    )
     assert sum(isinstance(p, MappedPieces) for p in found.parameters()) == (0 if rounded else 6)
     assert digest(found) == digest(expected)
     for name, each in (("at once", expected), ("one by one", found)):
         save_model(each, tmp_path / name, None, SHARD_BYTES)
     assert exported(tmp_path / "one by one") == exported(tmp_path / "at once")
-    assert same(materialize_(found), expected) and not any(isinstance(p, MappedWeight) for p in found.parameters())
+    assert same(materialize_(found), expected) and not any(
+        isinstance(p, MappedWeight) for p in found.parameters()
+    )
 
 
-@pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - {"no masters"}))  # which is for a resident engine alone
+# Which is for a resident engine alone.
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - {"no masters"}))
 def test_experts_in_planes_and_stages(tmp_path: Path, name: str) -> None:
     folder = write(tmp_path / "base", "bf16", **MIXTURE)
     masters = [build(Recipe(str(folder), "auto", {}, 0))[0] for _ in range(2)]
-    whole, options = read_whole(folder, torch.float32), {"optim": OPTIMIZERS[name], "precision": Precision("bf16")}
+    whole, options = (
+        read_whole(folder, torch.float32),
+        {"optim": OPTIMIZERS[name], "precision": Precision("bf16")},
+    )
     resident = Resident(materialize_(masters[0], trained=False), **options)
     streamed = Streamed(masters[1], placement=Placement(), **options)
     states = [engine.state().model for engine in (resident, streamed, Resident(whole, **options))]

@@ -15,7 +15,11 @@ from monograph import compat
 from monograph.model import llama
 from monograph.model.llama import BLOCK, attention_mask, block_mask, dense_mask
 
-WINDOWS = st.none() | st.sampled_from([1, 2, 127, 128, 129, 130, 255, 256, 257, 384]) | st.integers(1, 900)
+WINDOWS = (
+    st.none()
+    | st.sampled_from([1, 2, 127, 128, 129, 130, 255, 256, 257, 384])
+    | st.integers(1, 900)
+)
 LENGTHS = st.lists(st.integers(1, 200), min_size=1, max_size=6)
 
 
@@ -33,7 +37,9 @@ def test_dense_is_the_rule(window):
         for t in range(7):
             for s in range(7):
                 near = t - s < (window or 7)
-                assert mask[row, 0, t, s] == (s <= t and segments[row, s] == segments[row, t] and near)
+                assert mask[row, 0, t, s] == (
+                    s <= t and segments[row, s] == segments[row, t] and near
+                )
 
 
 def test_no_query_is_left_without_a_key():
@@ -50,7 +56,8 @@ def test_blocks_say_what_dense_says(lengths, padding, window):
     cells = torch.arange(length)
     rule = mask.mask_mod(torch.arange(2)[:, None, None], 0, cells[:, None], cells[None, :])
     assert torch.equal(rule, dense[:, 0])
-    # Positions beyond the row's end, in its last block, are padding to the block and nothing to the kernel.
+    # Positions beyond the row's end, in its last block, are padding to the block and nothing to the
+    # kernel.
     needed, full = (_cells(count, index, length) for count, index in _parts(mask))
     assert not (dense & ~(needed | full)).any()
     assert not (full & ~dense).any()
@@ -72,7 +79,9 @@ def test_no_block_is_computed_in_vain_within_a_window(blocks, window):
 
 def test_what_lies_beyond_a_row_needs_no_block():
     mask = block_mask(torch.tensor([[1] * BLOCK + [2] * 60]))
-    assert mask.kv_num_blocks.tolist() == [[[1, 1]]] and mask.full_kv_num_blocks.tolist() == [[[0, 0]]]
+    assert mask.kv_num_blocks.tolist() == [[[1, 1]]] and mask.full_kv_num_blocks.tolist() == [
+        [[0, 0]]
+    ]
 
 
 def _assert_blocks_are_those_of_flex(segments, window):
@@ -81,8 +90,13 @@ def _assert_blocks_are_those_of_flex(segments, window):
     def rule(b, h, q, k):
         return (q >= k) & (segments[b, q] == segments[b, k]) & (q - k < (window or length))
 
-    ours, theirs = block_mask(segments, window), create_block_mask(rule, 2, None, length, length, device="cpu")
-    for (count, index), (their_count, their_index) in zip(_parts(ours), _parts(theirs), strict=True):
+    ours, theirs = (
+        block_mask(segments, window),
+        create_block_mask(rule, 2, None, length, length, device="cpu"),
+    )
+    for (count, index), (their_count, their_index) in zip(
+        _parts(ours), _parts(theirs), strict=True
+    ):
         assert torch.equal(_cells(count, index, length), _cells(their_count, their_index, length))
 
 
@@ -109,7 +123,9 @@ def test_without_segments_there_is_no_mask():
 
 @pytest.mark.parametrize(("width", "form"), [(32, "dense"), (64, "blocks")])
 def test_a_gpu_has_flex_attention_for_heads_of_16_and_more(width, form, monkeypatch):
-    """A step whose heads are smaller would stay eager, as torch refuses to compile flex attention for them."""
+    """A step whose heads are smaller would stay eager, as torch refuses to compile flex attention
+    for them.
+    """
     monkeypatch.setattr(llama, "dense_mask", lambda *_: "dense")
     monkeypatch.setattr(llama, "block_mask", lambda *_: "blocks")
     model = tiny_llama(hidden_size=width)

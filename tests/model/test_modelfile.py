@@ -1,5 +1,7 @@
 # Run: pytest tests/model/test_modelfile.py
-"""Ollama's Modelfile: a TEMPLATE only where it equals the chat template, and why not where it does not."""
+"""Ollama's Modelfile: a TEMPLATE only where it equals the chat template, and why not where it does
+not.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ LOOP = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end
 
 
 def evaluate(go: str, chat: Chat) -> str:
-    """Evaluate a Go template of the few forms written here: range .Messages, if eq .Role, .Content, else, end.
+    """Evaluate a Go template of the few forms written here: range .Messages, if eq .Role, .Content,
+    else, end.
 
     Raises:
         ValueError: the template uses another form.
@@ -27,7 +30,11 @@ def evaluate(go: str, chat: Chat) -> str:
     parts = re.split(r"\{\{ ?(.*?) ?\}\}", go)
     body, rest = parts[1:].index("range .Messages"), len(parts) - 1 - parts[::-1].index("end")
     loop = parts[body + 2 : rest]
-    return parts[0] + "".join(_evaluated(loop, message) for message in chat) + "".join(parts[rest + 1 :])
+    return (
+        parts[0]
+        + "".join(_evaluated(loop, message) for message in chat)
+        + "".join(parts[rest + 1 :])
+    )
 
 
 def _evaluated(parts: Sequence[str], message: dict[str, str]) -> str:
@@ -58,8 +65,15 @@ def written(folder: Path, source: str | None, name: str = "chatml") -> str:
 
 def test_chatml_word_for_word(tmp_path: Path) -> None:
     turn = "<|im_start|>{role}\n{{{{ .Content }}}}<|im_end|>\n"
-    cases = [f'if eq .Role "{role}" }}}}{turn.format(role=role)}{{{{' for role in ("system", "user", "assistant")]
-    template = "{{ range .Messages }}{{ " + " else ".join(cases) + " end }}{{ end }}<|im_start|>assistant\n"
+    cases = [
+        f'if eq .Role "{role}" }}}}{turn.format(role=role)}{{{{'
+        for role in ("system", "user", "assistant")
+    ]
+    template = (
+        "{{ range .Messages }}{{ "
+        + " else ".join(cases)
+        + " end }}{{ end }}<|im_start|>assistant\n"
+    )
     stops = 'PARAMETER stop "<|eos|>"\nPARAMETER stop "<|im_end|>"\n'
     assert written(tmp_path, None) == f'FROM ./model.gguf\nTEMPLATE """{template}"""\n{stops}'
 
@@ -92,7 +106,9 @@ def test_what_is_written_renders_like_the_chat_template(tmp_path: Path, name: st
         ("{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + LOOP, "no system"),
     ],
 )  # fmt: skip
-def test_a_template_that_go_does_not_say_is_left_out_with_the_reason(tmp_path: Path, source: str, reason: str) -> None:
+def test_a_template_that_go_does_not_say_is_left_out_with_the_reason(
+    tmp_path: Path, source: str, reason: str
+) -> None:
     text = written(tmp_path, source)
     assert "TEMPLATE " not in text and re.search(f"\n# No TEMPLATE: .*({reason})", text), text
     assert 'PARAMETER stop "<|eos|>"' in text and "im_start" not in text
@@ -100,10 +116,15 @@ def test_a_template_that_go_does_not_say_is_left_out_with_the_reason(tmp_path: P
 
 def test_without_a_chat_template_there_is_none() -> None:
     text = modelfile("model.gguf", Tokenizer.bytes(), (1,))
-    assert text == 'FROM ./model.gguf\n# No TEMPLATE: the model has no chat template.\nPARAMETER stop "<|eos|>"\n'
+    assert (
+        text
+        == 'FROM ./model.gguf\n# No TEMPLATE: the model has no chat template.\nPARAMETER stop "<|eos|>"\n'
+    )
 
 
-def test_what_was_probed_wrongly_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_probed_wrongly_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right = room._probed
     monkeypatch.setattr(room, "_probed", lambda *arguments: (right(*arguments)[0], " "))
     assert "does more than put text around each message" in written(tmp_path, None)
@@ -111,4 +132,6 @@ def test_what_was_probed_wrongly_is_found_out(tmp_path: Path, monkeypatch: pytes
 
 def test_the_evaluator_knows_only_what_is_written_here() -> None:
     with pytest.raises(ValueError, match="the form 'len .Content' is not known"):
-        evaluate("{{ range .Messages }}{{ len .Content }}{{ end }}", [{"role": "user", "content": "x"}])
+        evaluate(
+            "{{ range .Messages }}{{ len .Content }}{{ end }}", [{"role": "user", "content": "x"}]
+        )

@@ -1,5 +1,7 @@
 # Run: pytest tests/model/test_rope.py
-"""Rotary positions: the frequencies of the papers, a rotation that keeps lengths and sees differences only."""
+"""Rotary positions: the frequencies of the papers, a rotation that keeps lengths and sees
+differences only.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ from numerics import relative_error
 from reference.llama import _frequency
 
 PLAIN = LlamaConfig.preset("nano")
-SCALED = replace(PLAIN, head_dim=64, rope_theta=5e5, rope_scaling=Llama3Scaling(original_max_position_embeddings=512))
+SCALED = replace(
+    PLAIN,
+    head_dim=64,
+    rope_theta=5e5,
+    rope_scaling=Llama3Scaling(original_max_position_embeddings=512),
+)
 LINEAR = replace(PLAIN, rope_scaling=LinearScaling(3.0))
 CPU = torch.device("cpu")
 
@@ -23,8 +30,12 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("config", [PLAIN, SCALED, LINEAR, LlamaConfig.preset("1b")])
 def test_frequencies_are_those_of_the_oracle(config):
     rope = config.head_dim, config.rope_theta, config.rope_scaling
-    expected = torch.tensor([_frequency(pair, *rope) for pair in range(config.head_dim // 2)], dtype=torch.float64)
-    torch.testing.assert_close(inverse_frequencies(config, torch.float64, CPU), expected, rtol=1e-14, atol=0)
+    expected = torch.tensor(
+        [_frequency(pair, *rope) for pair in range(config.head_dim // 2)], dtype=torch.float64
+    )
+    torch.testing.assert_close(
+        inverse_frequencies(config, torch.float64, CPU), expected, rtol=1e-14, atol=0
+    )
 
 
 @pytest.mark.parametrize("config", [PLAIN, SCALED, LINEAR, LlamaConfig.preset("1b")])
@@ -57,7 +68,9 @@ def test_rotation_keeps_lengths_and_position_zero():
 
 
 def test_bf16_heads_are_turned_in_fp32_and_rounded_once():
-    heads = torch.randn(1, 2, 2000, PLAIN.head_dim, generator=torch.Generator().manual_seed(0)).bfloat16()
+    heads = torch.randn(
+        1, 2, 2000, PLAIN.head_dim, generator=torch.Generator().manual_seed(0)
+    ).bfloat16()
     positions = torch.arange(2000)[None]
     exact = rotate(heads.double(), cos_sin(positions, PLAIN, torch.float64))
     turned = rotate(heads, cos_sin(positions, PLAIN, torch.float32))

@@ -17,7 +17,9 @@ from monograph.model.hub import load_model, save_model
 from monograph.model.llama import Llama
 from monograph.text.tokenizer import Tokenizer
 
-needs_gguf = pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="the package gguf is not installed")
+needs_gguf = pytest.mark.skipif(
+    importlib.util.find_spec("gguf") is None, reason="the package gguf is not installed"
+)
 TOKENIZER = Tokenizer.bytes()
 SMALL = LlamaConfig(
     vocab_size=TOKENIZER.vocab_size,
@@ -34,7 +36,9 @@ DEFAULTS = {
 
 
 def folder_with(folder: Path, **values: object) -> Path:
-    """A folder of a model, with these values in its generation_config.json beside those that were there."""
+    """A folder of a model, with these values in its generation_config.json beside those that were
+    there.
+    """
     save_model(Llama(SMALL), folder, TOKENIZER)
     path = folder / "generation_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
@@ -44,7 +48,9 @@ def folder_with(folder: Path, **values: object) -> Path:
 def test_an_exported_folder_has_them(tmp_path: Path) -> None:
     from transformers import GenerationConfig
 
-    base = folder_with(tmp_path / "base", **DEFAULTS, temperature_of_others=3.0, max_new_tokens=None)
+    base = folder_with(
+        tmp_path / "base", **DEFAULTS, temperature_of_others=3.0, max_new_tokens=None
+    )
     save_model(load_model(base), tmp_path / "out", TOKENIZER)
     written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert written == DEFAULTS | {"bos_token_id": 0, "eos_token_id": 1}
@@ -76,7 +82,14 @@ def test_llama_cpp_draws_by_them(tmp_path: Path) -> None:
     }
     assert {key: used[key] for key in shown} == pytest.approx(shown)
     lines = (tmp_path / "out" / "Modelfile").read_text().splitlines()
-    for line in ("temperature 0.6", "top_k 20", "top_p 0.95", "min_p 0.01", "repeat_penalty 1.05", "repeat_last_n -1"):
+    for line in (
+        "temperature 0.6",
+        "top_k 20",
+        "top_p 0.95",
+        "min_p 0.01",
+        "repeat_penalty 1.05",
+        "repeat_last_n -1",
+    ):
         assert f"PARAMETER {line}" in lines
 
 

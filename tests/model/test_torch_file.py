@@ -1,5 +1,7 @@
 # Run: pytest tests/model/test_torch_file.py
-"""A checkpoint of torch.save: its model computes here what it computed there, or it is refused by name."""
+"""A checkpoint of torch.save: its model computes here what it computed there, or it is refused by
+name.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,22 @@ def _saved(path, content):
 
 
 def _without(state, *parts):
-    return {name: tensor for name, tensor in state.items() if not any(part in name for part in parts)}
+    return {
+        name: tensor for name, tensor in state.items() if not any(part in name for part in parts)
+    }
 
 
 WRAPPINGS = {
     "alone": lambda state: state,
-    "beside the optimizer": lambda state: {"model": state, "optimizer": {"state": {}, "lr": 1e-3}, "epoch": 3},
+    "beside the optimizer": lambda state: {
+        "model": state,
+        "optimizer": {"state": {}, "lr": 1e-3},
+        "epoch": 3,
+    },
     "compiled": lambda state: {f"_orig_mod.{name}": tensor for name, tensor in state.items()},
-    "parallel": lambda state: {"model_state_dict": {f"module._orig_mod.{name}": t for name, t in state.items()}},
+    "parallel": lambda state: {
+        "model_state_dict": {f"module._orig_mod.{name}": t for name, t in state.items()}
+    },
 }
 
 
@@ -73,7 +83,9 @@ def test_it_goes_on_to_transformers(tmp_path):
     theirs = Pretraining()
     config, tensors = torch_file.read(_saved(tmp_path / "model.pth", theirs.state_dict()), {})
     save(assembled(config, tensors, tmp_path), tmp_path / "out")
-    exported, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    exported, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     tokens = torch.arange(40)[None]
     with torch.no_grad():
@@ -91,21 +103,29 @@ def test_loaded_weights_do_not_follow_the_file(tmp_path):
 
 def test_without_tables_heads_and_positions_come_from_the_keys_or_the_preset(tmp_path):
     path = _saved(tmp_path / "model.pth", _without(_state(), "rotary_emb"))
-    config, _ = torch_file.read(path, {"num_attention_heads": 6, "max_position_embeddings": 100, "rope_theta": 5e5})
+    config, _ = torch_file.read(
+        path, {"num_attention_heads": 6, "max_position_embeddings": 100, "rope_theta": 5e5}
+    )
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (6, 2, 8)
     assert (config.max_position_embeddings, config.rope_theta) == (100, 5e5)
-    # The article's own shape; all tensors are views of the same zeros, which the file then holds once.
+    # The article's own shape; all tensors are views of the same zeros, which the file then holds
+    # once.
     with torch.device("meta"):
         empty = Pretraining(50_000, 1, 768, 3072, 12, 12, 3).state_dict()
     zeros = torch.zeros(50_000 * 768, dtype=torch.float16)
-    state = {name: zeros[: t.numel()].view(t.shape) for name, t in _without(empty, "rotary_emb").items()}
+    state = {
+        name: zeros[: t.numel()].view(t.shape) for name, t in _without(empty, "rotary_emb").items()
+    }
     assert torch_file.read(_saved(path, state), {})[0] == LlamaConfig.preset("llama-179m")
 
 
 def test_the_rotary_base_is_read_off_the_tables(tmp_path):
     state = Pretraining().state_dict()
     angles = torch.arange(40)[:, None] * 5e5 ** (-torch.arange(0, 8, 2) / 8)
-    state |= {f"base_model.rotary_emb.{name}": torch.cat([getattr(angles, name)()] * 2, -1) for name in ("cos", "sin")}
+    state |= {
+        f"base_model.rotary_emb.{name}": torch.cat([getattr(angles, name)()] * 2, -1)
+        for name in ("cos", "sin")
+    }
     config, _ = torch_file.read(_saved(tmp_path / "model.pth", state), {})
     assert config.rope_theta == 5e5
 
@@ -133,7 +153,11 @@ def _bomb(path):
 
 
 BAD = {
-    "a bomb": (lambda p, s: _bomb(p), {}, r"'archive/data.pkl' is compressed or larger than the file"),
+    "a bomb": (
+        lambda p, s: _bomb(p),
+        {},
+        r"'archive/data.pkl' is compressed or larger than the file",
+    ),
     "empty": (lambda p, s: p.write_bytes(b""), {}, r"not weights that torch.save wrote"),
     "text": (lambda p, s: p.write_text("weights"), {}, r"not weights that torch.save wrote"),
     "cut": (
@@ -142,18 +166,42 @@ BAD = {
         r"not weights that torch.save wrote",
     ),
     "code": (lambda p, s: _saved(p, {"model": _Harm()}), {}, r"not weights that torch.save wrote"),
-    "a module": (lambda p, s: _saved(p, Pretraining()), {}, r"not weights .* save model.state_dict\(\) alone"),
+    "a module": (
+        lambda p, s: _saved(p, Pretraining()),
+        {},
+        r"not weights .* save model.state_dict\(\) alone",
+    ),
     "a tensor": (lambda p, s: _saved(p, torch.ones(3)), {}, r"holds no state dict"),
-    "an optimizer": (lambda p, s: _saved(p, {"state": {}, "lr": 1.0}), {}, r"state is no plain tensor"),
-    "another model": (lambda p, s: _saved(p, {"weight": torch.ones(2, 2)}), {}, r"no matrix model.embed_tokens.weight"),
-    "huge": (lambda p, s: _saved(p, _huge(s)), {}, r"lm_head.weight is no plain tensor that the file holds in full"),
-    "the base model": (lambda p, s: _saved(p, _without(s, "lm_head")), {}, r"there is no lm_head.weight"),
+    "an optimizer": (
+        lambda p, s: _saved(p, {"state": {}, "lr": 1.0}),
+        {},
+        r"state is no plain tensor",
+    ),
+    "another model": (
+        lambda p, s: _saved(p, {"weight": torch.ones(2, 2)}),
+        {},
+        r"no matrix model.embed_tokens.weight",
+    ),
+    "huge": (
+        lambda p, s: _saved(p, _huge(s)),
+        {},
+        r"lm_head.weight is no plain tensor that the file holds in full",
+    ),
+    "the base model": (
+        lambda p, s: _saved(p, _without(s, "lm_head")),
+        {},
+        r"there is no lm_head.weight",
+    ),
     "no heads": (
         lambda p, s: _saved(p, _without(s, "rotary")),
         {},
         r"do not show how many heads .* model.num_attention_h",
     ),
-    "wrong heads": (lambda p, s: _saved(p, s), {"num_attention_heads": 3}, r"num_attention_heads = 3, but .* have 6"),
+    "wrong heads": (
+        lambda p, s: _saved(p, s),
+        {"num_attention_heads": 3},
+        r"num_attention_heads = 3, but .* have 6",
+    ),
     "wrong width": (
         lambda p, s: _saved(p, s),
         {"hidden_size": 64},
@@ -179,8 +227,16 @@ BAD = {
         {},
         r"no matrix .*cos",
     ),
-    "a layer missing": (lambda p, s: _saved(p, _without(s, "layers.1.mlp")), {}, r"3 missing in the weights"),
-    "a bias": (lambda p, s: _saved(p, s | {"lm_head.bias": torch.ones(70)}), {}, r"1 unexpected .* 'lm_head.bias'"),
+    "a layer missing": (
+        lambda p, s: _saved(p, _without(s, "layers.1.mlp")),
+        {},
+        r"3 missing in the weights",
+    ),
+    "a bias": (
+        lambda p, s: _saved(p, s | {"lm_head.bias": torch.ones(70)}),
+        {},
+        r"1 unexpected .* 'lm_head.bias'",
+    ),
     "a wrong shape": (
         lambda p, s: _saved(p, s | {"base_model.layers.1.mlp.up_proj.weight": torch.ones(81, 48)}),
         {},
@@ -214,7 +270,9 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
         torch_file.read(tmp_path / "nothing.pth", {})
 
 
-def test_without_a_tokenizer_beside_it_the_model_is_loaded_and_what_writes_text_is_refused(tmp_path):
+def test_without_a_tokenizer_beside_it_the_model_is_loaded_and_what_writes_text_is_refused(
+    tmp_path,
+):
     path = _saved(tmp_path / "model.pth", _state())
     assert load(path)[1] is None
     said = r"model.pth: there is no tokenizer.json: copy the model's own there"

@@ -16,12 +16,19 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("known", "tokens"), [(61, 64), (50, 52), (50, 64), (61, 62)])
-def test_new_rows_are_the_mean_and_old_ones_keep_their_bits(known, tokens, tied, dtype, monkeypatch):
+def test_new_rows_are_the_mean_and_old_ones_keep_their_bits(
+    known, tokens, tied, dtype, monkeypatch
+):
     monkeypatch.setattr(vocabulary, "ROWS_AT_ONCE", 7)
     model, plain = (tiny_llama(dtype, tie_word_embeddings=tied) for _ in range(2))
     extend(model, known, tokens)
     rows = max(61, tokens)
-    assert model.config.vocab_size == rows == model.model.embed_tokens.num_embeddings == model.lm_head.out_features
+    assert (
+        model.config.vocab_size
+        == rows
+        == model.model.embed_tokens.num_embeddings
+        == model.lm_head.out_features
+    )
     assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
     for layer, own in (
         (model.model.embed_tokens, plain.model.embed_tokens.weight),
@@ -29,7 +36,9 @@ def test_new_rows_are_the_mean_and_old_ones_keep_their_bits(known, tokens, tied,
     ):
         assert layer.weight.shape == (rows, 32) and layer.weight.requires_grad
         assert torch.equal(layer.weight[:known], own[:known])
-        assert torch.equal(layer.weight[tokens:], own[tokens:]), "spare rows that are still nobody's"
+        assert torch.equal(layer.weight[tokens:], own[tokens:]), (
+            "spare rows that are still nobody's"
+        )
         mean = own[:known].double().mean(0)
         wide = torch.promote_types(dtype, torch.float32)
         torch.testing.assert_close(layer.weight[known:tokens].double(), mean.to(wide).to(dtype).double().expand(

@@ -1,5 +1,7 @@
 # Run: pytest tests/model/test_wrapped.py
-"""The text model in the folder of a model that sees: its logits, its own export, and what is refused."""
+"""The text model in the folder of a model that sees: its logits, its own export, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,12 @@ SEEING = {
     "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4,
     "num_position_embeddings": 16,
 }  # fmt: skip
-SIGLIP = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIGLIP = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 MODELS = {
     "qwen3_5": (HYBRID, SEEING, ["model.visual."]),
     "qwen3_5_moe": (HYBRID | EXPERTS, SEEING, ["model.visual."]),
@@ -71,8 +78,12 @@ def test_its_text_model_is_loaded_and_exported_alone(tmp_path, kind):
 
 @pytest.mark.parametrize("text", [None, "words", {"model_type": "qwen3"}])
 def test_a_folder_without_its_text_model_is_refused(tmp_path, text):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text}))
-    with pytest.raises(InputRefused, match=r"text_config = .*: expected a table with model_type = 'qwen3_5_text'"):
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "qwen3_5", "text_config": text})
+    )
+    with pytest.raises(
+        InputRefused, match=r"text_config = .*: expected a table with model_type = 'qwen3_5_text'"
+    ):
         read_config(tmp_path)
 
 
@@ -85,12 +96,22 @@ def test_a_folder_without_its_text_model_is_refused(tmp_path, text):
             "quantization_config: quantised weights are not supported",
         ),
         ({"tie_word_embeddings": None}, {}, "tie_word_embeddings = null: expected true or false"),
-        ({}, {"linear_key_head_dim": 0}, "text_config: linear_key_head_dim = 0: expected a whole number of at least 1"),
-        ({}, {"layer_types": []}, "text_config: layer_types has 0 entries, but num_hidden_layers = 2"),
+        (
+            {},
+            {"linear_key_head_dim": 0},
+            "text_config: linear_key_head_dim = 0: expected a whole number of at least 1",
+        ),
+        (
+            {},
+            {"layer_types": []},
+            "text_config: layer_types has 0 entries, but num_hidden_layers = 2",
+        ),
     ],
 )
 def test_what_the_two_halves_of_its_file_say_is_checked(tmp_path, outer, inner, why):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": HYBRID | inner} | outer))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "qwen3_5", "text_config": HYBRID | inner} | outer)
+    )
     with pytest.raises(InputRefused, match=why):
         read_config(tmp_path)
 

@@ -18,7 +18,10 @@ VMAP_LOOP = "ignore:There is a performance drop because we have not yet implemen
 def _heads(dtype, length=LENGTH, grad=False, device="cpu"):
     generator = torch.Generator().manual_seed(0)
     shapes = [(BATCH, heads, length, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    made = [torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype) for shape in shapes]
+    made = [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
+        for shape in shapes
+    ]
     return [x.requires_grad_(grad) for x in made]
 
 
@@ -32,7 +35,9 @@ def _segments(length=LENGTH, device="cpu"):
 def _run(impl, dtype, mask, backward=True, device="cpu", call=attention):
     inputs = _heads(dtype, grad=backward, device=device)
     out = call(*inputs, mask, impl)
-    weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64, device=device).reshape(out.shape)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64, device=device).reshape(
+        out.shape
+    )
     return [out, *(torch.autograd.grad((out * weights).sum(), inputs) if backward else ())]
 
 
@@ -43,7 +48,9 @@ def test_the_reference_is_the_equation():
         for t in range(7):
             keys = key[0, head // 2, : t + 1]
             shares = torch.softmax(keys @ query[0, head, t] / SIZE**0.5, dim=0)
-            torch.testing.assert_close(out[0, head, t], shares @ value[0, head // 2, : t + 1], rtol=1e-13, atol=1e-13)
+            torch.testing.assert_close(
+                out[0, head, t], shares @ value[0, head // 2, : t + 1], rtol=1e-13, atol=1e-13
+            )
 
 
 SINKS = torch.tensor([-2.0, 0.3, 1.5, 4.0], dtype=torch.float64)
@@ -53,7 +60,9 @@ def _with_sinks(impl, dtype, mask, device="cpu", call=attention):
     """The result and the gradients of heads and sinks."""
     inputs = [*_heads(dtype, grad=True, device=device), SINKS.to(device, dtype).requires_grad_()]
     out = call(*inputs[:3], mask, impl, sink_H=inputs[3])
-    weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64, device=device).reshape(out.shape)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64, device=device).reshape(
+        out.shape
+    )
     return [out, *torch.autograd.grad((out * weights).sum(), inputs)]
 
 
@@ -64,7 +73,9 @@ def test_the_reference_with_sinks_is_the_equation():
         for t in range(7):
             scores = key[0, head // 2, : t + 1] @ query[0, head, t] / SIZE**0.5
             shares = scores.exp() / (scores.exp().sum() + SINKS[head].exp())
-            torch.testing.assert_close(out[0, head, t], shares @ value[0, head // 2, : t + 1], rtol=1e-13, atol=1e-13)
+            torch.testing.assert_close(
+                out[0, head, t], shares @ value[0, head // 2, : t + 1], rtol=1e-13, atol=1e-13
+            )
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -78,14 +89,21 @@ def test_sinks_take_their_share_in_every_implementation(impl, dtype, masked):
         torch.testing.assert_close(ours, exact, rtol=1e-12, atol=1e-12)
         return
     for a, b, c in zip(ours, _with_sinks("reference", dtype, mask), exact, strict=True):
-        # Kernels round the probabilities of bf16 heads, and torch's the sinks, too, times a power of two.
+        # Kernels round the probabilities of bf16 heads, and torch's the sinks, too, times a power
+        # of two.
         assert error_within(a, b, c, k=4)
 
 
 def _textbook(query, key, value, mask, impl):
-    """Attention as eager models of transformers write it: products in the heads' dtype, the softmax in fp32."""
+    """Attention as eager models of transformers write it: products in the heads' dtype, the softmax
+    in fp32.
+    """
     key, value = (heads.repeat_interleave(HEADS // KV_HEADS, dim=1) for heads in (key, value))
-    scores = (query @ key.transpose(-1, -2) * SIZE**-0.5).float().masked_fill(~mask, torch.finfo(torch.float32).min)
+    scores = (
+        (query @ key.transpose(-1, -2) * SIZE**-0.5)
+        .float()
+        .masked_fill(~mask, torch.finfo(torch.float32).min)
+    )
     return scores.softmax(-1).to(query.dtype) @ value
 
 
@@ -101,7 +119,11 @@ def _textbook(query, key, value, mask, impl):
 )
 def test_blocks_are_as_exact_as_the_textbook(dtype, backend):
     mask = dense_mask(_segments())
-    call = torch.compile(attention, fullgraph=True, dynamic=False, backend=backend) if backend else attention
+    call = (
+        torch.compile(attention, fullgraph=True, dynamic=False, backend=backend)
+        if backend
+        else attention
+    )
     ours, naive = _run("blocks", dtype, mask, call=call), _run("", dtype, mask, call=_textbook)
     for a, b, c in zip(ours, naive, _run("reference", torch.float64, mask), strict=True):
         assert error_within(a, b, c)
@@ -113,7 +135,9 @@ def test_a_captured_graph_takes_blocks_for_bf16_on_a_cpu(monkeypatch):
     ran = {dtype: _run("auto", dtype, mask)[0] for dtype in (torch.float32, torch.bfloat16)}
     assert torch.equal(ran[torch.bfloat16], _run("blocks", torch.bfloat16, mask)[0])
     assert torch.equal(ran[torch.float32], _run("sdpa", torch.float32, mask)[0])
-    assert not torch.equal(ran[torch.bfloat16], _run("sdpa", torch.bfloat16, mask)[0]), "another order of sums"
+    assert not torch.equal(ran[torch.bfloat16], _run("sdpa", torch.bfloat16, mask)[0]), (
+        "another order of sums"
+    )
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -123,7 +147,8 @@ def test_sdpa_is_as_exact_as_the_reference(dtype, masked):
     exact = _run("reference", torch.float64, mask)
     ours, naive = _run("sdpa", dtype, mask), _run("reference", dtype, mask)
     for a, b, c in zip(ours, naive, exact, strict=True):
-        # In bf16 the kernel rounds the probabilities, which the reference keeps in fp32: then one rounding is the unit.
+        # In bf16 the kernel rounds the probabilities, which the reference keeps in fp32: then one
+        # rounding is the unit.
         assert error_within(a, b, c, k=4)
 
 
@@ -133,14 +158,18 @@ def test_the_cache_s_arithmetic_is_as_exact_as_the_reference(dtype):
     segments = _segments().where(_segments() > 0, 3)
     for mask in (None, dense_mask(segments), dense_mask(torch.ones_like(segments), 40)):
         exact = _run("reference", torch.float64, mask)
-        for a, b, c in zip(_run("cached", dtype, mask), _run("reference", dtype, mask), exact, strict=True):
+        for a, b, c in zip(
+            _run("cached", dtype, mask), _run("reference", dtype, mask), exact, strict=True
+        ):
             assert error_within(a, b, c, k=4)
 
 
 @pytest.mark.parametrize("impl", ["reference", "sdpa", "blocks", "cached"])
 def test_no_mask_is_the_causal_mask(impl):
     causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
-    for a, b in zip(_run(impl, torch.float64, None), _run(impl, torch.float64, causal), strict=True):
+    for a, b in zip(
+        _run(impl, torch.float64, None), _run(impl, torch.float64, causal), strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
@@ -164,10 +193,14 @@ def test_flex_forward_on_a_cpu(sinks):
     segments = _segments()
 
     def run(impl, dtype, mask):
-        return attention(*_heads(dtype), mask, impl, sink_H=None if sinks is None else sinks.to(dtype))
+        return attention(
+            *_heads(dtype), mask, impl, sink_H=None if sinks is None else sinks.to(dtype)
+        )
 
     ours = run("flex", torch.float32, block_mask(segments))
-    naive, exact = (run("reference", dtype, dense_mask(segments)) for dtype in (torch.float32, torch.float64))
+    naive, exact = (
+        run("reference", dtype, dense_mask(segments)) for dtype in (torch.float32, torch.float64)
+    )
     assert error_within(ours, naive, exact)
 
 
@@ -199,7 +232,9 @@ def test_on_a_gpu_documents_are_as_exact_as_the_reference(dtype, impl, run):
     segments = _segments(device="cuda")
     dense = dense_mask(segments)
     fused = torch.compile(attention, fullgraph=True, dynamic=False) if impl == "flex" else attention
-    ours = run(impl, dtype, block_mask(segments) if impl == "flex" else dense, device="cuda", call=fused)
+    ours = run(
+        impl, dtype, block_mask(segments) if impl == "flex" else dense, device="cuda", call=fused
+    )
     exact, naive = (run("reference", kind, dense, device="cuda") for kind in (torch.float64, dtype))
     for a, b, c in zip(ours, naive, exact, strict=True):
         assert error_within(a, b, c, k=4)
@@ -207,17 +242,24 @@ def test_on_a_gpu_documents_are_as_exact_as_the_reference(dtype, impl, run):
 
 @pytest.mark.gpu
 def test_on_a_gpu_few_queries_without_gradients_take_no_kernel_for_decoding(length=127):
-    """As in evaluation of short rows: for grouped heads torch would find none, and it may read queries wrongly."""
+    """As in evaluation of short rows: for grouped heads torch would find none, and it may read
+    queries wrongly.
+    """
     segments = _segments(length, device="cuda")
-    hidden = torch.randn(BATCH, length, 8 * SIZE, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    hidden = torch.randn(
+        BATCH, length, 8 * SIZE, device="cuda", generator=torch.Generator("cuda").manual_seed(0)
+    )
 
     def attended(hidden, mask, impl):
         heads = (hidden * 2).unflatten(-1, (8, SIZE)).transpose(1, 2)
         return attention(heads[:, :4], heads[:, 4:6], heads[:, 6:], mask, impl)
 
     with torch.no_grad():
-        fused = torch.compile(attended, fullgraph=True, dynamic=False)(hidden, block_mask(segments), "flex")
+        fused = torch.compile(attended, fullgraph=True, dynamic=False)(
+            hidden, block_mask(segments), "flex"
+        )
         exact, naive = (
-            attended(hidden.to(kind), dense_mask(segments), "reference") for kind in (torch.float64, torch.float32)
+            attended(hidden.to(kind), dense_mask(segments), "reference")
+            for kind in (torch.float64, torch.float32)
         )
     assert error_within(fused, naive, exact, k=4)

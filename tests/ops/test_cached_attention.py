@@ -11,15 +11,21 @@ from numerics import error_within
 
 
 def inputs(groups: int, queries: int, blocks: int, rows: int = 3) -> tuple[Tensor, ...]:
-    """Query, keys, values and the positions of the queries: consecutive, each row's beginning elsewhere."""
+    """Query, keys, values and the positions of the queries: consecutive, each row's beginning
+    elsewhere.
+    """
     generator = torch.Generator().manual_seed(groups + queries + blocks)
     query = torch.randn(rows, 2 * groups, queries, 16, generator=generator, dtype=torch.float64)
-    keys, values = torch.randn(2, blocks, rows, 2, BLOCK, 16, generator=generator, dtype=torch.float64)
+    keys, values = torch.randn(
+        2, blocks, rows, 2, BLOCK, 16, generator=generator, dtype=torch.float64
+    )
     starts = torch.randint(blocks * BLOCK - queries, (rows, 1), generator=generator)
     return query, keys, values, starts + torch.arange(queries)
 
 
-def dense(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int | None, impl: str) -> Tensor:
+def dense(
+    query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int | None, impl: str
+) -> Tensor:
     """The same by the plain attention and a mask over all slots."""
     distances = positions[:, None, :, None] - torch.arange(keys.shape[0] * BLOCK)
     seen = (distances >= 0) & (distances < (window or 10**9))
@@ -28,12 +34,19 @@ def dense(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window
 
 
 @pytest.mark.parametrize("window", [None, 1, 100])
-@pytest.mark.parametrize(("groups", "queries", "blocks"), [(1, 1, 1), (3, 1, 4), (1, 5, 3), (2, 64, 2), (4, 1, 7)])
+@pytest.mark.parametrize(
+    ("groups", "queries", "blocks"), [(1, 1, 1), (3, 1, 4), (1, 5, 3), (2, 64, 2), (4, 1, 7)]
+)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_it_is_attention(groups: int, queries: int, blocks: int, window: int | None, dtype: torch.dtype) -> None:
+def test_it_is_attention(
+    groups: int, queries: int, blocks: int, window: int | None, dtype: torch.dtype
+) -> None:
     query, keys, values, positions = inputs(groups, queries, blocks)
     low = [tensor.to(dtype) for tensor in (query, keys, values)]
-    ours, naive = cached_attention(*low, positions, window), dense(*low, positions, window, "reference")
+    ours, naive = (
+        cached_attention(*low, positions, window),
+        dense(*low, positions, window, "reference"),
+    )
     exact = dense(query, keys, values, positions, window, "reference")
     if dtype == torch.float64:
         torch.testing.assert_close(ours, exact, rtol=1e-13, atol=1e-13)
@@ -54,7 +67,9 @@ def test_a_sink_takes_its_share_of_blocks_too() -> None:
 def test_on_a_gpu_products_of_bf16_are_summed_in_fp32() -> None:
     query, keys, values, positions = inputs(2, 5, 3)
     low = [tensor.to(torch.bfloat16) for tensor in (query, keys, values)]
-    naive, exact = (dense(*each, positions, None, "reference") for each in (low, (query, keys, values)))
+    naive, exact = (
+        dense(*each, positions, None, "reference") for each in (low, (query, keys, values))
+    )
     ours = cached_attention(*(tensor.cuda() for tensor in low), positions.cuda()).cpu()
     assert error_within(ours, naive, exact)
 
@@ -68,11 +83,17 @@ COMPILED = [
 @pytest.mark.parametrize("compiled", COMPILED)
 @pytest.mark.parametrize("seen", [1, 3])
 @pytest.mark.parametrize(("groups", "queries"), [(1, 1), (2, 1), (2, 16)])
-def test_blocks_that_nobody_sees_change_no_bit(groups: int, queries: int, seen: int, compiled: bool) -> None:
+def test_blocks_that_nobody_sees_change_no_bit(
+    groups: int, queries: int, seen: int, compiled: bool
+) -> None:
     query, keys, values, positions = (each.float() for each in inputs(groups, queries, 9))
     positions = positions.long() % (seen * BLOCK - queries)
     torch.compiler.reset()  # every shape is a graph, and torch allows eight
-    attend = torch.compile(cached_attention, fullgraph=True, dynamic=False) if compiled else cached_attention
+    attend = (
+        torch.compile(cached_attention, fullgraph=True, dynamic=False)
+        if compiled
+        else cached_attention
+    )
     looked_at = [n for n in ((1, 2, 4, 8) if compiled else (1, 2, 3, 5, 8, 9)) if n >= seen]
     found = [attend(query, keys[:n], values[:n], positions) for n in looked_at]
     assert all(torch.equal(found[0], other) for other in found[1:])

@@ -1,6 +1,7 @@
 # Run: pytest tests/ops/test_cross_entropy.py
-"""Chunked linear cross-entropy against dense logits in float64: eager, captured, under vmap, in bf16, and how much
-memory it holds."""
+"""Chunked linear cross-entropy against dense logits in float64: eager, captured, under vmap, in
+bf16, and how much memory it holds.
+"""
 
 from __future__ import annotations
 
@@ -53,13 +54,17 @@ def test_float64_is_exact_and_the_count_is_right():
     torch.testing.assert_close(loss, -logp[kept, targets[kept]].sum(), rtol=1e-14, atol=0)
     assert int(count) == int(kept.sum())
     with torch.no_grad():
-        torch.testing.assert_close(linear_cross_entropy(hidden, weight, targets, chunks=4)[0], loss, rtol=1e-14, atol=0)
+        torch.testing.assert_close(
+            linear_cross_entropy(hidden, weight, targets, chunks=4)[0], loss, rtol=1e-14, atol=0
+        )
 
 
 def test_gradcheck():
     hidden, weight, targets = inputs(torch.float64)
     few = [tensor.detach()[:count].requires_grad_() for tensor, count in ((hidden, 6), (weight, 9))]
-    assert torch.autograd.gradcheck(lambda h, w: linear_cross_entropy(h, w, targets[:6].clamp(max=8), chunks=3)[0], few)
+    assert torch.autograd.gradcheck(
+        lambda h, w: linear_cross_entropy(h, w, targets[:6].clamp(max=8), chunks=3)[0], few
+    )
 
 
 def test_nothing_to_predict():
@@ -71,7 +76,9 @@ def test_nothing_to_predict():
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_captured(backend):
     args = inputs()
-    captured = torch.compile(lambda h, w, t: linear_cross_entropy(h, w, t, chunks=3), fullgraph=True, backend=backend)
+    captured = torch.compile(
+        lambda h, w, t: linear_cross_entropy(h, w, t, chunks=3), fullgraph=True, backend=backend
+    )
     ours, naive = run(captured, *args), run(linear_cross_entropy, *args, impl="reference")
     exact = run(linear_cross_entropy, *as_double(args), impl="reference")
     for mine, theirs, truth in zip(ours, naive, exact, strict=True):
@@ -116,7 +123,8 @@ def test_autocast_computes_in_bf16_and_returns_fp32_gradients():
 
 def test_chunk_count_is_bounded():
     assert chunk_count(10, 50, "cpu") == 1
-    assert chunk_count(1280, 2**13, "cpu") == 3 and chunk_count(1280, 2**13, "cuda") == 1  # 40 MiB, by 16 or 512
+    # 40 MiB, by 16 or 512.
+    assert chunk_count(1280, 2**13, "cpu") == 3 and chunk_count(1280, 2**13, "cuda") == 1
     assert chunk_count(4096, 128_256, "cpu") == MAX_CHUNKS
     assert chunk_count(3, 10**9, "cpu") == 3
     assert chunk_count(0, 50, "cpu") == 1  # no rows at all still make a sum of 0
@@ -129,7 +137,10 @@ def test_an_unknown_impl_is_named():
 
 def test_holds_an_eighth_of_the_dense_logits():
     tokens, vocabulary = 256, 20_000
-    hidden, weight = torch.randn(tokens, 8, requires_grad=True), torch.randn(vocabulary, 8, requires_grad=True)
+    hidden, weight = (
+        torch.randn(tokens, 8, requires_grad=True),
+        torch.randn(vocabulary, 8, requires_grad=True),
+    )
     targets = torch.randint(vocabulary, (tokens,))
     peaks = []
     for options in ({"impl": "reference"}, {"chunks": MAX_CHUNKS}):
@@ -142,7 +153,10 @@ def test_holds_an_eighth_of_the_dense_logits():
 
 @pytest.mark.slow
 def test_captured_in_bf16_holds_about_what_eager_holds():
-    hidden, weight = torch.randn(256, 128, dtype=torch.bfloat16, requires_grad=True), torch.randn(8192, 128)
+    hidden, weight = (
+        torch.randn(256, 128, dtype=torch.bfloat16, requires_grad=True),
+        torch.randn(8192, 128),
+    )
     args = (hidden, weight.requires_grad_(), torch.randint(8192, (256,)))
     loss = lambda h, w, t: linear_cross_entropy(h, w, t, chunks=MAX_CHUNKS)  # noqa: E731
     peaks = []
@@ -157,10 +171,14 @@ def test_captured_in_bf16_holds_about_what_eager_holds():
 @pytest.mark.slow
 def test_captured_under_vmap():
     hidden, weight, targets = inputs(torch.float64)
-    hidden, weight, targets = (torch.stack([t.detach(), t.detach().flip(0)]) for t in (hidden, weight, targets))
+    hidden, weight, targets = (
+        torch.stack([t.detach(), t.detach().flip(0)]) for t in (hidden, weight, targets)
+    )
     members = torch.vmap(lambda h, w, t: linear_cross_entropy(h, w, t, chunks=4))
     args = (hidden.requires_grad_(), weight.requires_grad_(), targets)
-    captured = torch.compile(lambda h, w, t: members(h, w, t)[0].sum(), fullgraph=True, backend="aot_eager")
+    captured = torch.compile(
+        lambda h, w, t: members(h, w, t)[0].sum(), fullgraph=True, backend="aot_eager"
+    )
     ours = torch.autograd.grad(captured(*args), args[:2])
     theirs = torch.autograd.grad(members(*args)[0].sum(), args[:2])
     for mine, theirs_ in zip(ours, theirs, strict=True):

@@ -1,5 +1,7 @@
 # Run: pytest tests/ops/test_delta_rule.py
-"""The gated delta rule in chunks is the recurrence, token for token: outputs, last state and all gradients."""
+"""The gated delta rule in chunks is the recurrence, token for token: outputs, last state and all
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from numerics import error_within, relative_error
 
 
 def drawn(rows, length, seed, dtype=torch.float64, repeated=False, heads=3, size=5, width=7):
-    """Queries, keys, values, decays, shares, a state; with `repeated` all keys are equal and all is written."""
+    """Queries, keys, values, decays, shares, a state; with `repeated` all keys are equal and all is
+    written.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -25,7 +29,13 @@ def drawn(rows, length, seed, dtype=torch.float64, repeated=False, heads=3, size
     decay, beta = -normal(rows, heads, length).exp() * 0.3, normal(rows, heads, length).sigmoid()
     if repeated:
         keys, decay, beta = keys[:, :, :1].expand_as(keys), decay * 0, beta * 0 + 1
-    values = normal(rows, heads, length, size), keys, normal(rows, heads, length, width), decay, beta
+    values = (
+        normal(rows, heads, length, size),
+        keys,
+        normal(rows, heads, length, width),
+        decay,
+        beta,
+    )
     return [tensor.to(dtype).contiguous() for tensor in (*values, normal(rows, heads, size, width))]
 
 
@@ -41,14 +51,19 @@ def begun(rows, length, seed):
     return torch.rand(rows, length, generator=torch.Generator().manual_seed(seed)) < 0.15
 
 
-CHUNKS = st.sampled_from([1, delta_rule.CHUNK - 1, delta_rule.CHUNK, delta_rule.CHUNK + 1, 3 * delta_rule.CHUNK])
+CHUNKS = st.sampled_from(
+    [1, delta_rule.CHUNK - 1, delta_rule.CHUNK, delta_rule.CHUNK + 1, 3 * delta_rule.CHUNK]
+)
 
 
 @settings(max_examples=20)
 @given(length=st.one_of(CHUNKS, st.integers(1, 150)), packed=st.booleans(), seed=st.integers(0, 99))
 def test_chunks_are_the_recurrence(length, packed, seed):
     inputs, starts = drawn(2, length, seed), begun(2, length, seed) if packed else None
-    pairs = zip(*(results(rule, inputs, starts) for rule in (delta_rule.chunked, delta_rule.recurrent)), strict=True)
+    pairs = zip(
+        *(results(rule, inputs, starts) for rule in (delta_rule.chunked, delta_rule.recurrent)),
+        strict=True,
+    )
     for ours, plain in pairs:
         torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
 
@@ -57,7 +72,9 @@ def test_chunks_are_the_recurrence(length, packed, seed):
 def test_chunks_are_as_exact_as_the_recurrence_in_fp32(repeated):
     exact = results(delta_rule.recurrent, drawn(2, 200, 0, repeated=repeated), None)
     inputs = drawn(2, 200, 0, torch.float32, repeated)
-    naive, ours = (results(rule, inputs, None) for rule in (delta_rule.recurrent, delta_rule.chunked))
+    naive, ours = (
+        results(rule, inputs, None) for rule in (delta_rule.recurrent, delta_rule.chunked)
+    )
     for each in zip(ours, naive, exact, strict=True):
         assert error_within(*each, k=4)
 
@@ -67,7 +84,10 @@ def test_chunks_are_as_exact_as_the_recurrence_in_fp32(repeated):
 def test_one_graph_holds_it(backend):
     inputs, starts = drawn(2, 150, 1), begun(2, 150, 1)
     pairs = zip(
-        *(results(rule, inputs, starts) for rule in (compiled(delta_rule.chunked, backend), delta_rule.chunked)),
+        *(
+            results(rule, inputs, starts)
+            for rule in (compiled(delta_rule.chunked, backend), delta_rule.chunked)
+        ),
         strict=True,
     )
     assert all(relative_error(*pair) < 1e-12 for pair in pairs)
@@ -79,7 +99,9 @@ def test_members_of_an_ensemble_are_rows():
     stacked = [torch.stack(each) for each in zip(*members, strict=True)]
 
     inputs = [tensor.requires_grad_() for tensor in stacked]
-    out, last = torch.vmap(lambda *inputs: delta_rule.chunked(*inputs[:-1], starts, inputs[-1]))(*inputs)
+    out, last = torch.vmap(lambda *inputs: delta_rule.chunked(*inputs[:-1], starts, inputs[-1]))(
+        *inputs
+    )
     found = torch.autograd.grad(out.cos().sum() + last.sin().sum(), inputs)
     for member, inputs in enumerate(members):
         for ours, alone in zip(found, results(delta_rule.chunked, inputs, starts)[2:], strict=True):

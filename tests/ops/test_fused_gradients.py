@@ -45,13 +45,17 @@ def engine(
     with pytest.MonkeyPatch.context() as patched:
         for module in (monograph.step.on_device, monograph.stream.parameters):
             patched.setattr(module, "fuses", lambda *_: fused)
-        return kind(tiny_llama(dtype, **sizes), precision=Precision(precision), remat=remat, micro_batch=2)
+        return kind(
+            tiny_llama(dtype, **sizes), precision=Precision(precision), remat=remat, micro_batch=2
+        )
 
 
 def gradient(made: Resident, window: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The gradient of a window, by parameter."""
     made.accumulate(window)
-    return {name: view.clone() for plane in made.step.planes for name, view in plane.views(plane.grad)}
+    return {
+        name: view.clone() for plane in made.step.planes for name, view in plane.views(plane.grad)
+    }
 
 
 def crossed(*axes: Sequence[Any], day: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -100,19 +104,31 @@ def test_biases_are_part_of_the_product():
 
 
 def test_weights_are_rounded_again_in_each_window():
-    made, separate, exact = engine(True, "bf16"), engine(precision="bf16"), engine(dtype=torch.float64)
+    made, separate, exact = (
+        engine(True, "bf16"),
+        engine(precision="bf16"),
+        engine(dtype=torch.float64),
+    )
     for seed in range(3):
         for each in (separate, exact):
             for plane, ours in zip(each.step.planes, made.step.planes, strict=True):
-                for (_, target), (_, source) in zip(plane.views(plane.param), ours.views(ours.param), strict=True):
+                for (_, target), (_, source) in zip(
+                    plane.views(plane.param), ours.views(ours.param), strict=True
+                ):
                     target.copy_(source)
         window = ragged(4, seed)
         ours, theirs, expected = (gradient(each, window) for each in (made, separate, exact))
         for name in ours:
-            # Where products are not rounded before they are added, gradients are more exact, but the CPU rounds them.
-            assert error_within(ours[name].bfloat16(), theirs[name].bfloat16(), expected[name]), (seed, name)
+            # Where products are not rounded before they are added, gradients are more exact, but
+            # the CPU rounds them.
+            assert error_within(ours[name].bfloat16(), theirs[name].bfloat16(), expected[name]), (
+                seed,
+                name,
+            )
         rounded = [plane for plane in made.step.planes if plane.rounded is not None]
-        assert rounded and all(torch.equal(plane.rounded, plane.param.bfloat16()) for plane in rounded)
+        assert rounded and all(
+            torch.equal(plane.rounded, plane.param.bfloat16()) for plane in rounded
+        )
         made.update()
         separate.step.discard()
         exact.step.discard()
@@ -122,12 +138,14 @@ def test_weights_are_rounded_again_in_each_window():
     ("scope", "precision", "tied"),
     crossed(
         ("none", "blocks"), ("bf16", "fp16"), (False, True),
-        day=[("none", "fp16", True), ("none", "bf16", False)],  # by day stream/test_cuda.py captures what is streamed
+        # By day stream/test_cuda.py captures what is streamed.
+        day=[("none", "fp16", True), ("none", "bf16", False)],
     ),
 )  # fmt: skip
 def test_fused_is_streamed_in_bits(scope, precision, tied):
     """Law 4 as it stands on a GPU; its own test is of a CPU's steps, which are not fused."""
-    rows = 2 if tied else 5  # two stages add to a tied gradient, in another order if there are several micro-batches
+    # Two stages add to a tied gradient, in another order if there are several micro-batches.
+    rows = 2 if tied else 5
     left = []
     for kind in (Resident, Streamed):
         made = engine(True, precision, kind=kind, tie_word_embeddings=tied)
@@ -207,7 +225,9 @@ def test_who_is_fused_on_a_gpu():
     class OwnLlama(Llama):
         pass
 
-    def fuses(model: Any = None, precision: str = "bf16", loss: Any = token_loss, on_cuda: bool = True) -> bool:
+    def fuses(
+        model: Any = None, precision: str = "bf16", loss: Any = token_loss, on_cuda: bool = True
+    ) -> bool:
         made = Resident(model or tiny_llama(), loss=loss, precision=Precision(precision))
         return monograph.step.on_device.fuses(made.step, on_cuda)
 
@@ -240,12 +260,17 @@ def test_gradients_of_vectors_are_added_at_once_to_where_they_were():
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("batch", [(), (3,)])
-def test_a_product_is_added_to_what_is_there(batch: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+def test_a_product_is_added_to_what_is_there(
+    batch: tuple[int, ...], dtype: torch.dtype, device: str
+) -> None:
     draws = torch.Generator().manual_seed(0)
-    total, left, right = (torch.randn(*batch, *size, generator=draws) for size in ((6, 5), (40, 6), (40, 5)))
+    total, left, right = (
+        torch.randn(*batch, *size, generator=draws) for size in ((6, 5), (40, 6), (40, 5))
+    )
     left, right = left.to(dtype), right.to(dtype)
     exact = total.double() + left.double().mT @ right.double()
     total, left, right = (tensor.to(device) for tensor in (total, left, right))
     add_product_(total, left, right)
-    rounded = dtype == torch.bfloat16 and device == "cpu"  # which has no product of bf16 with an fp32 result
+    # Which has no product of bf16 with an fp32 result.
+    rounded = dtype == torch.bfloat16 and device == "cpu"
     torch.testing.assert_close(total.cpu().double(), exact, rtol=0, atol=0.05 if rounded else 1e-5)

@@ -35,7 +35,9 @@ def gradients(values: Tensor, *of: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("chunks", [None, 1, 3, N])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_values_and_gradients_are_those_of_the_equation(chunks: int | None, temperature: float) -> None:
+def test_values_and_gradients_are_those_of_the_equation(
+    chunks: int | None, temperature: float
+) -> None:
     hidden, weight, tokens = inputs()
     ours = token_log_probabilities(hidden, weight, tokens, temperature, chunks=chunks)
     exact = reference(hidden, weight, tokens, temperature)
@@ -43,7 +45,9 @@ def test_values_and_gradients_are_those_of_the_equation(chunks: int | None, temp
     wanted = gradients(exact, hidden, weight)
     assert (gradients(ours, hidden, weight) - wanted).norm() < 1e-12 * wanted.norm()
     with torch.no_grad():
-        assert torch.equal(token_log_probabilities(hidden, weight, tokens, temperature, chunks=chunks), ours)
+        assert torch.equal(
+            token_log_probabilities(hidden, weight, tokens, temperature, chunks=chunks), ours
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -73,8 +77,15 @@ def test_trained_rows_of_a_frozen_weight_get_the_gradient() -> None:
 def test_the_logits_of_all_tokens_are_never_in_memory() -> None:
     tokens, vocabulary = 256, 4096
     hidden = torch.randn(tokens, D, requires_grad=True)
-    weight, ids = torch.randn(vocabulary, D, requires_grad=True), torch.randint(vocabulary, (tokens,))
+    weight, ids = (
+        torch.randn(vocabulary, D, requires_grad=True),
+        torch.randint(vocabulary, (tokens,)),
+    )
     with LiveBytes() as live:
         token_log_probabilities(hidden, weight, ids, chunks=8).sum().backward()
     # A chunk's logits, their softmax and gradient, and two gradients of the weight.
-    assert live.peak_bytes < 5 * tokens // 8 * vocabulary * 4 + 3 * weight.nbytes < 5 * tokens * vocabulary
+    assert (
+        live.peak_bytes
+        < 5 * tokens // 8 * vocabulary * 4 + 3 * weight.nbytes
+        < 5 * tokens * vocabulary
+    )

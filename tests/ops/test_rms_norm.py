@@ -20,7 +20,9 @@ def _inputs(dtype, size=48):
 
 def test_float64_stays_float64_to_the_last_digit():
     hidden, weight = _inputs(torch.float64)
-    by_hand = torch.stack([row / (row.dot(row) / len(row) + 1e-5).sqrt() * weight for row in hidden.flatten(0, 1)])
+    by_hand = torch.stack(
+        [row / (row.dot(row) / len(row) + 1e-5).sqrt() * weight for row in hidden.flatten(0, 1)]
+    )
     out = rms_norm(hidden, weight, 1e-5)
     assert out.dtype == torch.float64
     torch.testing.assert_close(out.flatten(0, 1), by_hand, rtol=1e-14, atol=1e-14)
@@ -30,7 +32,9 @@ def test_float64_stays_float64_to_the_last_digit():
 def test_as_exact_as_torch_in_low_precision(dtype):
     hidden, weight = _inputs(dtype)
     exact = rms_norm(hidden.double(), weight.double(), 1e-5)
-    assert error_within(rms_norm(hidden, weight, 1e-5), F.rms_norm(hidden, (48,), weight, 1e-5), exact)
+    assert error_within(
+        rms_norm(hidden, weight, 1e-5), F.rms_norm(hidden, (48,), weight, 1e-5), exact
+    )
 
 
 def test_bf16_is_normalised_in_fp32_and_rounded_once():

@@ -13,7 +13,9 @@ from numerics import relative_error
 @pytest.mark.parametrize("spread", [0.0, 0.01, 1.0])
 def test_the_norms_of_a_sum(dtype, bound, spread):
     generator = torch.Generator().manual_seed(0)
-    W, A, B = (torch.randn(shape, generator=generator).to(dtype) for shape in ((48, 32), (4, 32), (48, 4)))
+    W, A, B = (
+        torch.randn(shape, generator=generator).to(dtype) for shape in ((48, 32), (4, 32), (48, 4))
+    )
     B *= spread
     found, expected = sum_row_norms(row_norms(W), A @ W.mT, A, B), row_norms(W + B @ A)
     assert found.dtype == dtype and relative_error(found, expected) <= bound

@@ -1,5 +1,7 @@
 # Run: pytest tests/ops/test_token_rows.py
-"""Trained rows of a frozen table: lookups, products and the loss beside a copy of the table with the rows in it."""
+"""Trained rows of a frozen table: lookups, products and the loss beside a copy of the table with
+the rows in it.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,20 @@ from monograph.profiling.memory import LiveBytes
 from numerics import error_within
 
 N, D, V, INDEX = 37, 16, 101, (3, 50, 100)
-CAPTURES = [None, *(pytest.param(name, marks=pytest.mark.slow) for name in ("aot_eager", "inductor"))]
+CAPTURES = [
+    None,
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("aot_eager", "inductor")),
+]
 CAPTURES_OF_THE_LOSS = [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 
 
 def rows_of(weight: Tensor, spread: float) -> Rows:
     """Rows that are the table's own, and `spread` away from them."""
     index = torch.tensor(INDEX)
-    noise = torch.randn(len(INDEX), D, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * spread
+    noise = (
+        torch.randn(len(INDEX), D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        * spread
+    )
     wide = torch.promote_types(weight.dtype, torch.float32)
     values = (weight[index].double() + noise).to(wide).requires_grad_()
     slots = torch.full((V,), -1).index_copy(0, index, torch.arange(len(INDEX)))
@@ -55,13 +63,18 @@ def run(function, hidden, weight, targets, rows, **options):
 @pytest.mark.parametrize("capture", CAPTURES_OF_THE_LOSS)
 @pytest.mark.parametrize(
     ("dtype", "chunks"),
-    [(torch.bfloat16, 4), *(pytest.param(torch.float32, chunks, marks=pytest.mark.slow) for chunks in (1, 4))],
+    [
+        (torch.bfloat16, 4),
+        *(pytest.param(torch.float32, chunks, marks=pytest.mark.slow) for chunks in (1, 4)),
+    ],
     ids=str,
 )
 def test_the_loss_is_within_the_dense_path_s_own_error(dtype, chunks, capture):
     args = inputs(dtype)
     torch.compiler.reset()
-    function = loss_of if capture is None else torch.compile(loss_of, fullgraph=True, backend=capture)
+    function = (
+        loss_of if capture is None else torch.compile(loss_of, fullgraph=True, backend=capture)
+    )
     ours, naive = run(function, *args, chunks=chunks), run(loss_of, *args, impl="reference")
     exact = run(loss_of, *as_double(*args), impl="reference")
     for mine, theirs, truth in zip(ours, naive, exact, strict=True):
@@ -92,7 +105,11 @@ def test_rows_that_are_the_tables_own_leave_every_bit(dtype):
 
 @pytest.mark.parametrize("capture", CAPTURES)
 @pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, *(pytest.param(each, marks=pytest.mark.slow) for each in (torch.float32, torch.float64))]
+    "dtype",
+    [
+        torch.bfloat16,
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (torch.float32, torch.float64)),
+    ],
 )
 def test_a_lookup_is_one_in_the_table_with_the_rows_in_it(dtype, capture):
     torch.compiler.reset()
@@ -104,27 +121,42 @@ def test_a_lookup_is_one_in_the_table_with_the_rows_in_it(dtype, capture):
         return found, *torch.autograd.grad((found * cotangent).sum(), rows.values_KD)
 
     ours = gradient(
-        embedding if capture is None else torch.compile(embedding, backend=capture), cotangent, weight, rows
+        embedding if capture is None else torch.compile(embedding, backend=capture),
+        cotangent,
+        weight,
+        rows,
     )
     in_copy = lambda tokens, weight, rows: F.embedding(tokens, replaced(weight, rows))  # noqa: E731
     naive = gradient(in_copy, cotangent, weight, rows)
-    exact = gradient(embedding, cotangent.double(), *as_double(rows.values_KD, weight, targets, rows)[1::2])
+    exact = gradient(
+        embedding, cotangent.double(), *as_double(rows.values_KD, weight, targets, rows)[1::2]
+    )
     assert torch.equal(ours[0], naive[0]) and error_within(ours[1], naive[1], exact[1])
 
 
 def test_a_product_is_one_with_the_table_with_the_rows_in_it():
     hidden, weight, _, rows = as_double(*inputs())
-    torch.testing.assert_close(linear(hidden, weight, rows), hidden @ replaced(weight, rows).T, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(
+        linear(hidden, weight, rows), hidden @ replaced(weight, rows).T, rtol=1e-13, atol=1e-13
+    )
 
 
 def test_members_of_a_batch_have_rows_of_their_own():
-    """Under vmap, as an ensemble calls it, with gradients taken outside and inside of the transform."""
+    """Under vmap, as an ensemble calls it, with gradients taken outside and inside of the
+    transform.
+    """
     hidden, weight, targets, rows = as_double(*inputs())
     values = torch.stack([rows.values_KD.detach(), 2 * rows.values_KD.detach()]).requires_grad_()
 
     def loss(values_KD):
         embedded = embedding(targets.clamp_min(0), weight, rows._replace(values_KD=values_KD))
-        return loss_of(hidden.detach() + embedded, weight, targets, rows._replace(values_KD=values_KD), chunks=2)[0]
+        return loss_of(
+            hidden.detach() + embedded,
+            weight,
+            targets,
+            rows._replace(values_KD=values_KD),
+            chunks=2,
+        )[0]
 
     together = torch.vmap(loss)(values)
     (grads,) = torch.autograd.grad(together.sum(), values)

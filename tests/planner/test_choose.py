@@ -1,5 +1,7 @@
 # Run: pytest tests/planner/test_choose.py
-"""The fastest combination that fits is chosen, the update stays what it is, and every loser says why."""
+"""The fastest combination that fits is chosen, the update stays what it is, and every loser says
+why.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,28 @@ from monograph.predict.roofline import update_time
 H200 = named("H200")
 BOTH = ("whole", "blocks")
 LLAMA_3_8B = Request(
-    Work(LlamaConfig.preset("8b"), rows=128, length=4096, optim=AdamW(), window_rows=128), precisions=("bf16",)
+    Work(LlamaConfig.preset("8b"), rows=128, length=4096, optim=AdamW(), window_rows=128),
+    precisions=("bf16",),
 )
 
 
 def test_a_way_keeps_every_fact_of_the_training_that_it_does_not_choose():
-    facts = {"packed": False, "clip": 0.5, "lora": Lora(4), "judged": "rows", "optim": AdamW(lr=2.0)}
+    facts = {
+        "packed": False,
+        "clip": 0.5,
+        "lora": Lora(4),
+        "judged": "rows",
+        "optim": AdamW(lr=2.0),
+    }
     asked = LLAMA_3_8B.having(**facts)
     work = asked.work(("fp16", "blocks", 0.5), 2, H200)
-    chosen = {"rows": 2, "precision": "fp16", "compile": "blocks", "remat": 0.5, "device_type": "cuda"}
+    chosen = {
+        "rows": 2,
+        "precision": "fp16",
+        "compile": "blocks",
+        "remat": 0.5,
+        "device_type": "cuda",
+    }
     assert vars(work) == vars(asked.training) | chosen
     shorter = asked.of_tokens(asked.tokens_per_update, 1024)
     assert (shorter.training.length, shorter.rows, shorter.tokens_per_update) == (1024, 512, 2**19)
@@ -43,7 +58,9 @@ def test_a_way_keeps_every_fact_of_the_training_that_it_does_not_choose():
 
 def tiny(**more):
     return Request(
-        Work(tiny_llama().config, rows=12, length=32, optim=AdamW(), window_rows=12), precisions=("bf16",), **more
+        Work(tiny_llama().config, rows=12, length=32, optim=AdamW(), window_rows=12),
+        precisions=("bf16",),
+        **more,
     )
 
 
@@ -80,18 +97,25 @@ def test_what_fits_twice_over_is_not_traced_and_takes_the_update_whole(traced):
     calls = traced(1.0)
     found = plan(tiny(), H200, H200.peak_flops)
     assert not calls and found.chosen is found.candidates[0]
-    assert found.chosen.work.rows == 12 and found.chosen.work.remat == "none" and not found.chosen.why
+    assert (
+        found.chosen.work.rows == 12 and found.chosen.work.remat == "none" and not found.chosen.why
+    )
     assert all(each.why for each in found.candidates[1:])
 
 
 def test_micro_batches_divide_the_update(traced):
     traced(1.0)
-    sizes = {plan(LLAMA_3_8B, with_memory(H200, gib * 2**30), H200.peak_flops).nearest.work.rows for gib in (150, 400)}
+    sizes = {
+        plan(LLAMA_3_8B, with_memory(H200, gib * 2**30), H200.peak_flops).nearest.work.rows
+        for gib in (150, 400)
+    }
     assert all(128 % size == 0 for size in sizes) and len(sizes) == 2
 
 
 def test_the_trace_has_the_last_word(traced):
-    """Where it finds more than the closed form did, the plan takes something smaller, and traces that too."""
+    """Where it finds more than the closed form did, the plan takes something smaller, and traces
+    that too.
+    """
     roomy = with_memory(H200, 200 * 2**30)
     calls = traced(1.0)
     first = plan(LLAMA_3_8B, roomy, H200.peak_flops).chosen
@@ -103,14 +127,22 @@ def test_the_trace_has_the_last_word(traced):
 
 
 def test_every_optimizer_s_memory_is_known():
-    names, states = (get_args(OptimSection.model_fields[key].annotation) for key in ("name", "state"))
+    names, states = (
+        get_args(OptimSection.model_fields[key].annotation) for key in ("name", "state")
+    )
     assert {*names} - {"auto"} == OPTIMIZERS.keys() and {*states} == FORMATS.keys()
 
 
 @pytest.mark.parametrize("factor", nightly([1.15, 1.3, 1.6, 2.5], {1.3}))
 def test_what_a_trace_found_too_large_is_never_chosen(traced, factor):
-    """However often the closed form was wrong: what is chosen beside a full card has been traced, and fits."""
-    asked = replace(LLAMA_3_8B, scopes=("whole", "blocks", "none"), remats=("none", "pointwise", 0.5, 0.25, "full"))
+    """However often the closed form was wrong: what is chosen beside a full card has been traced,
+    and fits.
+    """
+    asked = replace(
+        LLAMA_3_8B,
+        scopes=("whole", "blocks", "none"),
+        remats=("none", "pointwise", 0.5, 0.25, "full"),
+    )
     for gib in (150, 180, 220):
         calls = traced(factor)
         found = plan(asked, with_memory(H200, gib * 2**30), H200.peak_flops)
@@ -138,7 +170,9 @@ def off_by(monkeypatch, factors, most=None):
     def footprint(work):
         calls.append(work)
         assert most is None or len(calls) <= most
-        return Footprint("forward", {"weights": int(factors.get(work.remat, 1.0) * computed_once(work))})
+        return Footprint(
+            "forward", {"weights": int(factors.get(work.remat, 1.0) * computed_once(work))}
+        )
 
     monkeypatch.setattr(defaults, "traced_bytes", lambda work: footprint(work).by_origin)
     return calls
@@ -149,15 +183,20 @@ def test_if_nothing_fits_what_is_nearest_by_the_trace_is_found_among_all(monkeyp
     card, asked = named("H100"), replace(LLAMA_3_8B, remats=EVERY)
     calls = off_by(monkeypatch, {"offload": 1.04})
     found = plan(asked, card, card.peak_flops)
-    assert calls[0].remat == "offload" and found.chosen is None and found.nearest.work.remat == "full"
-    assert found.nearest.by_origin and found.nearest.peak_memory_bytes == estimate_bytes(found.nearest.work)
+    assert (
+        calls[0].remat == "offload" and found.chosen is None and found.nearest.work.remat == "full"
+    )
+    assert found.nearest.by_origin and found.nearest.peak_memory_bytes == estimate_bytes(
+        found.nearest.work
+    )
     offload = next(each for each in found.candidates if each.work.remat == "offload")
     assert offload.by_origin and offload.peak_memory_bytes > found.nearest.peak_memory_bytes
 
 
 def test_a_candidate_that_is_nearer_by_less_than_a_hundredth_is_not_traced_for_it(monkeypatch):
     card, asked = named("H100"), replace(LLAMA_3_8B, remats=EVERY)
-    calls = off_by(monkeypatch, {"offload": 1.008})  # full needs 0.7 % more than offload in closed form
+    # Full needs 0.7 % more than offload in closed form.
+    calls = off_by(monkeypatch, {"offload": 1.008})
     assert plan(asked, card, card.peak_flops).nearest.work.remat == "offload" and len(calls) == 1
 
 
@@ -179,7 +218,11 @@ def test_what_the_closed_form_takes_for_too_large_may_fit(monkeypatch):
     card, asked = with_memory(H200, 125 * 2**30), replace(LLAMA_3_8B, remats=EVERY)
     off_by(monkeypatch, dict.fromkeys(EVERY, 0.9))
     found = plan(asked, card, card.peak_flops)
-    assert found.chosen and found.chosen.by_origin and found.chosen.peak_memory_bytes <= found.budget_bytes
+    assert (
+        found.chosen
+        and found.chosen.by_origin
+        and found.chosen.peak_memory_bytes <= found.budget_bytes
+    )
 
 
 def test_a_pinned_micro_batch_stays(traced):
@@ -204,7 +247,8 @@ def test_recomputing_costs_a_forward_pass_and_larger_micro_batches_cost_nothing(
         window_rows=128,
     )
     plain, again, wide = (
-        update_time(each, H200, 989e12) for each in (work, replace(work, remat="full"), replace(work, rows=4))
+        update_time(each, H200, 989e12)
+        for each in (work, replace(work, remat="full"), replace(work, rows=4))
     )
     assert plain.total_s < again.total_s < 1.4 * plain.total_s
     assert again.products_s / plain.products_s == pytest.approx(8 / 6, rel=0.03)
@@ -213,14 +257,26 @@ def test_recomputing_costs_a_forward_pass_and_larger_micro_batches_cost_nothing(
 
 def test_a_base_in_fewer_bits_costs_the_traffic_of_making_it_dense():
     config = LlamaConfig.preset("8b", num_hidden_layers=3)
-    work = Work(config, rows=2, length=2048, optim=AdamW(), precision="bf16", window_rows=4, device_type="cuda")
+    work = Work(
+        config,
+        rows=2,
+        length=2048,
+        optim=AdamW(),
+        precision="bf16",
+        window_rows=4,
+        device_type="cuda",
+    )
     auto, int8, nf4 = (
-        update_time(replace(work, lora=Lora(16, base=base)), H200, 989e12) for base in ("auto", "int8", "nf4")
+        update_time(replace(work, lora=Lora(16, base=base)), H200, 989e12)
+        for base in ("auto", "int8", "nf4")
     )
     numbers = 3 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336)
-    # Two micro-batches, there and back: so many bytes read and 2 written a number, at 89.6 % of 4.8 TB/s.
+    # Two micro-batches, there and back: so many bytes read and 2 written a number, at 89.6 % of 4.8
+    # TB/s.
     for each, held in ((int8, 1.0), (nf4, 0.516)):
-        assert each.traffic_s - auto.traffic_s == pytest.approx(4 * numbers * (held + 2) / (0.896 * 4.8e12), rel=1e-3)
+        assert each.traffic_s - auto.traffic_s == pytest.approx(
+            4 * numbers * (held + 2) / (0.896 * 4.8e12), rel=1e-3
+        )
         assert each._replace(traffic_s=auto.traffic_s) == auto
 
 
@@ -257,6 +313,9 @@ def test_what_crosses_between_graphs_is_no_candidate_inside_one(traced):
 
 def test_the_whole_step_recomputes_only_where_a_graph_per_block_is_no_choice():
     every = ("none", "pointwise", 0.5, "full", "offload")
-    free, pinned = (plan(tiny(scopes=scopes, remats=every), H200, H200.peak_flops) for scopes in (BOTH, ("whole",)))
+    free, pinned = (
+        plan(tiny(scopes=scopes, remats=every), H200, H200.peak_flops)
+        for scopes in (BOTH, ("whole",))
+    )
     assert {each.work.remat for each in free.candidates if each.work.compile == "whole"} == {"none"}
     assert {each.work.remat for each in pinned.candidates} == {"none", "pointwise", 0.5, "full"}

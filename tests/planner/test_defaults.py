@@ -25,19 +25,30 @@ from monograph.planner.defaults import (
 def test_the_default_run_is_never_too_short_to_beat_gzip(minutes, seconds_per_update):
     seconds = default_seconds(minutes, seconds_per_update)
     updates = updates_for(UPDATES_SHARE * seconds, seconds_per_update, 10**9)
-    assert (updates + 1) * DEFAULT.tokens_per_update >= DEFAULT.tokens > 2 * DEFAULT.tokens_to_beat_gzip
+    assert (
+        (updates + 1) * DEFAULT.tokens_per_update
+        >= DEFAULT.tokens
+        > 2 * DEFAULT.tokens_to_beat_gzip
+    )
     assert seconds >= 60 * minutes
 
 
 def test_a_fast_machine_takes_the_minutes_and_a_slow_one_says_how_long():
     assert default_seconds(3.0, 0.09) == pytest.approx(180)
-    assert default_seconds(3.0, 1.0) == pytest.approx(DEFAULT.tokens / DEFAULT.tokens_per_update / UPDATES_SHARE)
+    assert default_seconds(3.0, 1.0) == pytest.approx(
+        DEFAULT.tokens / DEFAULT.tokens_per_update / UPDATES_SHARE
+    )
 
 
 def test_every_preset_has_a_learning_rate_and_the_default_is_one_of_them():
     assert all(LlamaConfig.preset(name).parameter_count() > 0 for name in LEARNING_RATES)
     for preset, rate in LEARNING_RATES.items():
-        assert known_learning_rate(preset, "adamw") == rate <= known_learning_rate(preset, "muon") <= 3 * rate
+        assert (
+            known_learning_rate(preset, "adamw")
+            == rate
+            <= known_learning_rate(preset, "muon")
+            <= 3 * rate
+        )
     assert DEFAULT.preset in LEARNING_RATES
     assert LlamaConfig.preset(DEFAULT.preset).vocab_size == DEFAULT.vocabulary
 

@@ -1,5 +1,7 @@
 # Run: pytest tests/planner/test_streaming.py
-"""Plans of streamed training: bytes are those of the engine's own buffers, refusals say what is short and what fits."""
+"""Plans of streamed training: bytes are those of the engine's own buffers, refusals say what is
+short and what fits.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,15 @@ SMALL = 11 * GIB // 8  # what slots, staging buffers and passes need, and some m
 LINK = Link(25e9, 25e9, 1e9)
 
 
-def way_of(optim=None, precision="bf16", when="next forward", offload=False, per_stage=1, config=SHAPE, where="device"):
+def way_of(
+    optim=None,
+    precision="bf16",
+    when="next forward",
+    offload=False,
+    per_stage=1,
+    config=SHAPE,
+    where="device",
+):
     optim = optim or AdamW()
     work = Work(
         config,
@@ -52,7 +62,9 @@ def way_of(optim=None, precision="bf16", when="next forward", offload=False, per
         window_rows=16,
         device_type="cuda",
     )
-    return StreamWay(work, stages_of(config, optim, precision, per_stage), per_stage, when, offload, where)
+    return StreamWay(
+        work, stages_of(config, optim, precision, per_stage), per_stage, when, offload, where
+    )
 
 
 def engine(way, resident):
@@ -60,7 +72,9 @@ def engine(way, resident):
     with META:
         model = Llama(way.work.config)
     placement = replace(way.placement(resident), device=META)
-    return Streamed(model, optim=way.work.optim, precision=Precision(way.work.precision), placement=placement)
+    return Streamed(
+        model, optim=way.work.optim, precision=Precision(way.work.precision), placement=placement
+    )
 
 
 def asked_refused(asked=ASKED, **limits):
@@ -82,7 +96,9 @@ def asked_refused(asked=ASKED, **limits):
         way_of(AdamW(ema=0.9), where="host", when="backward", per_stage=2),
         way_of(config=replace(SHAPE, tie_word_embeddings=True, attention_bias=True), offload=True),
     ],
-    ids=lambda way: f"{way.work.optim.state}-{way.work.precision}-{way.when}-{way.where}-{way.blocks_per_stage}",
+    ids=lambda way: (
+        f"{way.work.optim.state}-{way.work.precision}-{way.when}-{way.where}-{way.blocks_per_stage}"
+    ),
 )
 def test_bytes_are_those_of_the_engine_s_own_buffers(way):
     for count in (0, 7, 19, 10**6):
@@ -96,11 +112,18 @@ def test_bytes_are_those_of_the_engine_s_own_buffers(way):
         if way.at_once and way.where == "host":
             exact[Home.HOST] += in_turn(held)
         device = found["device"]
-        assert sum(device[name] for name in ("weights", "gradients", "moments")) == exact[Home.DEVICE]
-        assert sum(size for name, size in found["host"].items() if name != "boundaries") == exact[Home.HOST]
+        assert (
+            sum(device[name] for name in ("weights", "gradients", "moments")) == exact[Home.DEVICE]
+        )
+        assert (
+            sum(size for name, size in found["host"].items() if name != "boundaries")
+            == exact[Home.HOST]
+        )
         assert device["slots"] == held.walk.slots.device_bytes
         assert device["slots"] + device["staging buffers"] == held.walk.device_bytes
-        boundaries = device_bytes(held.store, held.placement, way.work.input_bytes, way.work.micro_batches).boundaries
+        boundaries = device_bytes(
+            held.store, held.placement, way.work.input_bytes, way.work.micro_batches
+        ).boundaries
         assert device["boundaries"] == boundaries
 
 
@@ -121,14 +144,26 @@ def test_as_much_as_fits_stays_on_the_device_and_leaves_the_host():
         tiers, kept = way.tiers(resident), sum(map(len, resident))
         assert sum(tiers["device"].values()) <= limit and kept > before
         before = kept
-    assert not tiers["host"] and not tiers["device"]["slots"] and not tiers["device"]["staging buffers"]
+    assert (
+        not tiers["host"]
+        and not tiers["device"]["slots"]
+        and not tiers["device"]["staging buffers"]
+    )
 
 
 def test_a_piece_of_an_update_is_no_larger_than_the_plane_that_it_is_cut_from():
-    tiny = LlamaConfig(vocab_size=259, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4)
+    tiny = LlamaConfig(
+        vocab_size=259,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+    )
     for scope in ("blocks", "none"):
         work = replace(way_of(config=tiny).work, compile=scope)
-        assert sum(replace(way_of(config=tiny), work=work).passing.values()) < 4 * MOST, "the gradient of a whole piece"
+        assert sum(replace(way_of(config=tiny), work=work).passing.values()) < 4 * MOST, (
+            "the gradient of a whole piece"
+        )
 
 
 def test_weights_stay_first_and_evenly_through_the_depth():
@@ -155,7 +190,10 @@ def test_the_best_fits_and_the_others_say_why_they_are_not():
 def test_moments_lie_in_files_only_if_nothing_fits_otherwise():
     small = Limits(SMALL, GIB, 4 * GIB, LINK)
     best = streamed(ASKED, H200, small, H200.peak_flops)[0]
-    assert best.placement.on_disk == {"exp_avg", "exp_avg_sq"} and 0 < best.total("disk") <= small.disk_bytes
+    assert (
+        best.placement.on_disk == {"exp_avg", "exp_avg_sq"}
+        and 0 < best.total("disk") <= small.disk_bytes
+    )
     assert best.disk_moved_bytes == 2 * best.total("disk")
     assert best.update_s >= best.disk_moved_bytes / LINK.disk and best.bottleneck == "disk"
 
@@ -163,8 +201,12 @@ def test_moments_lie_in_files_only_if_nothing_fits_otherwise():
 def test_a_stage_that_does_not_fit_is_refused_with_its_parts():
     words = asked_refused(device_bytes=GIB // 8, host_bytes=64 * GIB)
     assert "nothing fits 0.12 GiB of NVIDIA H200" in words and "slots" in words
-    assert "use a smaller model, or a device with more memory: its stages alone are too large" in words
-    long = asked_refused(ASKED.of_tokens(32 * 16 * 512, 16 * 512), device_bytes=GIB, host_bytes=64 * GIB)
+    assert (
+        "use a smaller model, or a device with more memory: its stages alone are too large" in words
+    )
+    long = asked_refused(
+        ASKED.of_tokens(32 * 16 * 512, 16 * 512), device_bytes=GIB, host_bytes=64 * GIB
+    )
     assert "use a smaller train.tokens_per_update, data.sequence_length or model" in long
 
 
@@ -177,7 +219,9 @@ def test_a_host_that_is_too_small_is_refused_with_what_would_fit():
 
 def test_what_was_said_to_fit_fits():
     limits = Limits(SMALL, GIB, link=LINK)
-    state = "8bit" if "8bit would fit" in asked_refused(device_bytes=SMALL, host_bytes=GIB) else "bf16"
+    state = (
+        "8bit" if "8bit would fit" in asked_refused(device_bytes=SMALL, host_bytes=GIB) else "bf16"
+    )
     other = ASKED.having(optim=AdamW(state=state))
     assert streamed(other, H200, limits, H200.peak_flops)
 
@@ -205,7 +249,8 @@ TIMES = [
 
 
 @pytest.mark.parametrize(
-    ("time", "host"), pairwise(TIMES, [(rate, stages) for rate in (1e11, 1e9, 1e14) for stages in (0, 3)])
+    ("time", "host"),
+    pairwise(TIMES, [(rate, stages) for rate in (1e11, 1e9, 1e14) for stages in (0, 3)]),
 )
 def test_with_an_infinite_link_closed_form_and_clock_agree(time, host):
     (when, where), (host_bytes_per_s, whole_stages) = time, host
@@ -217,7 +262,9 @@ def test_with_an_infinite_link_closed_form_and_clock_agree(time, host):
     assert found.update_s == pytest.approx(closed_form(way, resident, times, link), rel=1e-9)
 
 
-@pytest.mark.parametrize(("when", "rate"), pairwise(["next forward", "backward"], [1e10, 1e11, 1e12]))
+@pytest.mark.parametrize(
+    ("when", "rate"), pairwise(["next forward", "backward"], [1e10, 1e11, 1e12])
+)
 def test_the_clock_is_never_faster_than_the_closed_form(when, rate):
     for each in (LINK, Link(rate, rate / 2)):
         way = replace(way_of(when=when, where="host", offload=True), files_first=False)
@@ -229,13 +276,17 @@ def test_the_clock_is_never_faster_than_the_closed_form(when, rate):
 
 
 def test_the_host_updates_where_its_memory_is_fast_beside_the_link():
-    """And not with an optimizer whose update is more than reading and writing, nor where it is the device itself."""
+    """And not with an optimizer whose update is more than reading and writing, nor where it is the
+    device itself.
+    """
     chosen = {}
     for rate in (1e9, 1e13):
         limits = Limits(SMALL, 8 * GIB, link=Link(5e9, 5e9), host_bytes_per_s=rate)
         best = streamed(ASKED, H200, limits, H200.peak_flops)[0]
         chosen[rate] = best.placement.where
-        assert best.total("device") <= limits.device_bytes and best.total("host") <= limits.host_bytes
+        assert (
+            best.total("device") <= limits.device_bytes and best.total("host") <= limits.host_bytes
+        )
     assert chosen == {1e9: "device", 1e13: "host"}
     assert {way.where for way in ways(ASKED, H200)} == {"device", "host"}
     for optim in (AdamW(state="8bit"), Muon()):
@@ -246,9 +297,16 @@ def test_a_stage_that_is_updated_at_home_stays_there_as_a_whole_or_on_the_device
     way = way_of(where="host")
     for limit in (SMALL, 2 * GIB, 5 * GIB // 2):
         resident = way.filled(limit)
-        assert all(not names or len(way.on_host(index, resident)) == 0 for index, names in enumerate(resident))
+        assert all(
+            not names or len(way.on_host(index, resident)) == 0
+            for index, names in enumerate(resident)
+        )
         assert not way.device(resident)["staging buffers"]
-        assert {len(names) for names in resident} <= {0, len(way.stages.names), len(way.stages.names) - 1}
+        assert {len(names) for names in resident} <= {
+            0,
+            len(way.stages.names),
+            len(way.stages.names) - 1,
+        }
 
 
 def test_the_passes_sum_to_the_update_with_its_blocks_recomputed():
@@ -267,7 +325,9 @@ def test_the_passes_sum_to_the_update_with_its_blocks_recomputed():
     whole, each = update_time(work, H200, peak), pass_times(replace(work, remat="none"), H200, peak)
     passes = 4 * (32 * (each.forward_s + each.again_s) + each.loss_s)
     assert passes == pytest.approx(whole.products_s + whole.attention_s + whole.traffic_s, rel=1e-6)
-    assert each.number_s * LlamaConfig.preset("8b").parameter_count() == pytest.approx(whole.update_s)
+    assert each.number_s * LlamaConfig.preset("8b").parameter_count() == pytest.approx(
+        whole.update_s
+    )
 
 
 def test_it_is_streamed_only_where_nothing_fits_or_it_is_asked_for():
@@ -279,6 +339,10 @@ def test_it_is_streamed_only_where_nothing_fits_or_it_is_asked_for():
     pinned = streamed_or_resident(ASKED, H200, peaks, memory="stream", limits=limits)
     assert pinned.chosen.placement and pinned.chosen is pinned.candidates[0]
     none = streamed_or_resident(
-        ASKED, H200, peaks, memory="stream", limits=replace(limits, host_bytes=1, device_bytes=SMALL)
+        ASKED,
+        H200,
+        peaks,
+        memory="stream",
+        limits=replace(limits, host_bytes=1, device_bytes=SMALL),
     )
     assert none.chosen is None and "the host needs" in none.refusal

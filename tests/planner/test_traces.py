@@ -24,7 +24,9 @@ def traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Work]:
 
     def trace(work: Work) -> Footprint:
         found.append(work)
-        return Footprint("forward", {name: 10 * len(found) + place for place, name in enumerate(ORIGINS)})
+        return Footprint(
+            "forward", {name: 10 * len(found) + place for place, name in enumerate(ORIGINS)}
+        )
 
     monkeypatch.setattr(traces, "footprint", trace)
     monkeypatch.setenv("MONOGRAPH_HOME", str(tmp_path / "home"))
@@ -34,12 +36,18 @@ def traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Work]:
 def test_a_step_is_traced_once(traced: list[Work], monkeypatch: pytest.MonkeyPatch) -> None:
     first = traced_bytes(WORK)
     assert traced_bytes(WORK) == first and list(first) == list(ORIGINS) and len(traced) == 1
-    assert traced_bytes(replace(WORK, rows=3)) != first and traced_bytes(WORK) == first and len(traced) == 2
+    assert (
+        traced_bytes(replace(WORK, rows=3)) != first
+        and traced_bytes(WORK) == first
+        and len(traced) == 2
+    )
     monkeypatch.setattr(traces, "_code", lambda: "another version")
     assert traced_bytes(WORK) != first
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"a": 1}', '{"a": {"weights": 1}}', "\x00", '{"a": ' * 100_000])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"a": 1}', '{"a": {"weights": 1}}', "\x00", '{"a": ' * 100_000]
+)
 def test_a_damaged_file_is_written_anew(content: str, traced: list[Work], tmp_path: Path) -> None:
     traced_bytes(WORK)
     [kept] = (tmp_path / "home").iterdir()
@@ -52,7 +60,9 @@ def test_a_trace_with_another_number_is_made_anew(traced: list[Work], tmp_path: 
     traced_bytes(replace(WORK, rows=3))
     [kept] = (tmp_path / "home").iterdir()
     kept.write_text(kept.read_text().replace(f"[{first},", f"[{first + 1},"))
-    assert traced_bytes(WORK)["weights"] == 30 and traced_bytes(replace(WORK, rows=3))["weights"] == 20
+    assert (
+        traced_bytes(WORK)["weights"] == 30 and traced_bytes(replace(WORK, rows=3))["weights"] == 20
+    )
 
 
 def test_old_traces_go(traced: list[Work], monkeypatch: pytest.MonkeyPatch) -> None:

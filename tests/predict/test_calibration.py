@@ -1,5 +1,7 @@
 # Run: pytest tests/predict/test_calibration.py
-"""What updates took is kept by device and precision, and makes every predicted time longer alike; nothing else."""
+"""What updates took is kept by device and precision, and makes every predicted time longer alike;
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,14 @@ def test_the_median_of_the_newest_counts_by_device_and_precision(tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "{", '{"schema": "monograph.calibration/1", "seen": {"a": ["x"]}}', "\0", "9" * (1 << 25)],
+    [
+        "",
+        "[]",
+        "{",
+        '{"schema": "monograph.calibration/1", "seen": {"a": ["x"]}}',
+        "\0",
+        "9" * (1 << 25),
+    ],
     ids=len,
 )
 def test_a_damaged_file_is_none_and_is_replaced(tmp_path, text):
@@ -67,12 +76,17 @@ def test_what_cannot_be_written_is_forgotten(tmp_path):
     assert noted(tmp_path / "file" / "calibration.json", 2.0).slowness(CARD, "bf16") is None
     (taken := tmp_path / "calibration.json").mkdir()
     assert noted(taken, 2.0).slowness(CARD, "bf16") is None
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["calibration.json", "file"], "nothing half-written"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["calibration.json", "file"], (
+        "nothing half-written"
+    )
 
 
 def test_a_plan_is_slower_by_the_ratio_and_otherwise_the_same(tmp_path):
     asked = Request(STEP, precisions=("bf16",))
-    plain, slow = (plan(asked, CARD, CARD.peak_flops, known) for known in (None, noted(tmp_path / "c.json", 2.0)))
+    plain, slow = (
+        plan(asked, CARD, CARD.peak_flops, known)
+        for known in (None, noted(tmp_path / "c.json", 2.0))
+    )
     assert (plain.calibrated, slow.calibrated) == (False, True)
     assert [each.work for each in slow.candidates] == [each.work for each in plain.candidates]
     for before, after in zip(plain.candidates, slow.candidates, strict=True):
@@ -89,7 +103,9 @@ def test_what_no_datasheet_says_is_measured_in_the_dtype_that_it_is_computed_in(
         return {torch.bfloat16: 1e9}[dtype] * float(two.mm(two)[0, 0])
 
     monkeypatch.setattr(roofline, "measured_matmul_flops", measured)
-    monkeypatch.setattr(roofline, "_measured_flops", functools.cache(roofline._measured_flops.__wrapped__))
+    monkeypatch.setattr(
+        roofline, "_measured_flops", functools.cache(roofline._measured_flops.__wrapped__)
+    )
     for _ in range(2):
         found = peak_flops(replace(CARD, peak_flops={"bf16": 1e12}), ("bf16", "fp16", "fp8"))
         assert found["fp16"] == found["bf16"] == 1e12 and found["fp8"] == 2e9
@@ -97,7 +113,12 @@ def test_what_no_datasheet_says_is_measured_in_the_dtype_that_it_is_computed_in(
 
 
 MIB = 2**20
-TRACED = {"weights": 500 * MIB, "gradients": 500 * MIB, "activations": 90 * MIB, "workspace": 10 * MIB}
+TRACED = {
+    "weights": 500 * MIB,
+    "gradients": 500 * MIB,
+    "activations": 90 * MIB,
+    "workspace": 10 * MIB,
+}
 
 
 def grown(factor):
@@ -113,7 +134,11 @@ def remembered(file, *residuals, traced=TRACED, work=WORK, device=CARD):
 def test_what_the_allocator_took_beyond_a_trace_counts_for_steps_like_it(tmp_path):
     found = remembered(tmp_path / "c.json", 30 * MIB, 32 * MIB, 90 * MIB)
     assert found.residual(CARD, WORK, TRACED) == 32 * MIB
-    assert found.residual(CARD, WORK, grown(1.9)) == found.residual(CARD, WORK, grown(0.51)) == 32 * MIB
+    assert (
+        found.residual(CARD, WORK, grown(1.9))
+        == found.residual(CARD, WORK, grown(0.51))
+        == 32 * MIB
+    )
     assert found.residual(CARD, WORK, grown(2.1)) == found.residual(CARD, WORK, grown(0.49)) == 0
     # What the weights weigh is known to the byte, and tells nothing.
     assert found.residual(CARD, WORK, TRACED | {"weights": 9000 * MIB}) == 32 * MIB
@@ -147,23 +172,36 @@ def test_times_and_memory_are_kept_side_by_side_and_the_newest_count(tmp_path):
 
 def test_a_file_of_before_there_was_memory_in_it_is_read(tmp_path):
     noted(file := tmp_path / "c.json", 2.0)
-    file.write_text(json.dumps({name: part for name, part in json.loads(file.read_text()).items() if name != "beyond"}))
+    file.write_text(
+        json.dumps(
+            {name: part for name, part in json.loads(file.read_text()).items() if name != "beyond"}
+        )
+    )
     assert Calibration(file).slowness(CARD, "bf16") == pytest.approx(2.0)
 
 
-@pytest.mark.parametrize("beyond", ["[]", '{"a": 1}', '{"a": [[1]]}', '{"a": [[1, "x"]]}', '{"a": [[Infinity, 1]]}'])
+@pytest.mark.parametrize(
+    "beyond", ["[]", '{"a": 1}', '{"a": [[1]]}', '{"a": [[1, "x"]]}', '{"a": [[Infinity, 1]]}']
+)
 def test_damaged_memory_is_none(tmp_path, beyond):
     file = tmp_path / "c.json"
     noted(file, 2.0)
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"beyond": "HERE"}).replace('"HERE"', beyond))
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"beyond": "HERE"}).replace('"HERE"', beyond)
+    )
     assert Calibration(file).residual(CARD, WORK, TRACED) == 0
     assert remembered(file, MIB).residual(CARD, WORK, TRACED) == MIB
 
 
 def test_after_one_run_the_plan_of_the_same_step_is_what_was_measured(tmp_path, monkeypatch):
-    """And stays it, however often it is measured again: what is kept is beyond the trace, not beyond the plan."""
+    """And stays it, however often it is measured again: what is kept is beyond the trace, not
+    beyond the plan.
+    """
     monkeypatch.setattr(defaults, "traced_bytes", lambda work: dict(TRACED))
-    tight, file = replace(CARD, free_memory_bytes=1300 * MIB + defaults.CONTEXT_BYTES), tmp_path / "c.json"
+    tight, file = (
+        replace(CARD, free_memory_bytes=1300 * MIB + defaults.CONTEXT_BYTES),
+        tmp_path / "c.json",
+    )
     monkeypatch.setattr(defaults, "DOUBT", 1e9)
     asked = Request(STEP, precisions=("bf16",), scopes=("blocks",), remats=("none",))
     for measured in (1131 * MIB, 1131 * MIB, 1131 * MIB):
@@ -178,15 +216,21 @@ def test_what_earlier_runs_took_beyond_the_trace_can_make_a_plan_smaller(tmp_pat
     """A step that fits by its trace and has not fitted on the device is not chosen again."""
 
     def footprint(work):
-        return Footprint("backward", {"weights": 1000 * MIB, "activations": 10 * work.rows * MIB, "workspace": 0})
+        return Footprint(
+            "backward", {"weights": 1000 * MIB, "activations": 10 * work.rows * MIB, "workspace": 0}
+        )
 
     monkeypatch.setattr(defaults, "traced_bytes", lambda work: footprint(work).by_origin)
     monkeypatch.setattr(defaults, "DOUBT", 1e9)
-    card = replace(CARD, free_memory_bytes=int(1645 * MIB / defaults.FILLED) + defaults.CONTEXT_BYTES)
+    card = replace(
+        CARD, free_memory_bytes=int(1645 * MIB / defaults.FILLED) + defaults.CONTEXT_BYTES
+    )
     asked = Request(STEP, precisions=("bf16",), scopes=("blocks",), remats=("none",))
     before = plan(asked, card, card.peak_flops).chosen
     assert before.work.rows == 64
-    known = remembered(tmp_path / "c.json", 20 * MIB, traced=before.traced, work=before.work, device=card)
+    known = remembered(
+        tmp_path / "c.json", 20 * MIB, traced=before.traced, work=before.work, device=card
+    )
     after = plan(asked, card, card.peak_flops, known)
     assert after.chosen is None or after.chosen.work.rows < 64
     assert after.chosen.peak_memory_bytes <= after.budget_bytes

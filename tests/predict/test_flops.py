@@ -23,7 +23,8 @@ def config(**sizes: Any) -> LlamaConfig:
         "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 16,  # heads · head_dim differs from hidden_size, so that one cannot stand in for the other
+        # Heads · head_dim differs from hidden_size, so that one cannot stand in for the other.
+        "head_dim": 16,
     }
     return LlamaConfig(**{**base, **sizes})
 
@@ -48,7 +49,8 @@ def test_of_a_mixture_the_experts_of_a_token_count() -> None:
 
 
 def test_count_is_what_torch_counts_for_the_same_products() -> None:
-    """Forward and backward of every product of one row, run on tensors without data; attention is counted in full.
+    """Forward and backward of every product of one row, run on tensors without data; attention is
+    counted in full.
 
     torch counts scores and mixing over all T x T positions, twice the causal half of the formula.
     """
@@ -63,7 +65,10 @@ def test_count_is_what_torch_counts_for_the_same_products() -> None:
         for _ in range(shape.num_hidden_layers):
             x = torch.empty(T, d, device="meta", requires_grad=True)
             q = (x @ weight(d, query)).view(T, 4, 16).transpose(0, 1)
-            k, v = ((x @ weight(d, key_value)).view(T, 2, 16).transpose(0, 1).repeat_interleave(2, 0) for _ in range(2))
+            k, v = (
+                (x @ weight(d, key_value)).view(T, 2, 16).transpose(0, 1).repeat_interleave(2, 0)
+                for _ in range(2)
+            )
             mixed = (q @ k.transpose(1, 2)) @ v
             gated = (x @ weight(d, hidden)) * (x @ weight(d, hidden))
             total = total + (mixed.transpose(0, 1).reshape(T, query) @ weight(query, d)).sum()
@@ -75,16 +80,22 @@ def test_count_is_what_torch_counts_for_the_same_products() -> None:
 
 
 def test_an_8b_model_at_8192_tokens_costs_what_is_published() -> None:
-    """Llama 3 8B: 7.505e9 matrix parameters, 32 layers of width 4096: 6 · 7.505 + 6 · 32 · 4096 · 8192 / 1e9 = 51.5."""
+    """Llama 3 8B: 7.505e9 matrix parameters, 32 layers of width 4096: 6 · 7.505 + 6 · 32 · 4096 ·
+    8192 / 1e9 = 51.5.
+    """
     assert round(flops_per_token(LlamaConfig.preset("8b"), 8192) / 1e9, 1) == 51.5
 
 
 @pytest.mark.parametrize("window", [1, 7, 63, 64, 100])
 def test_a_window_costs_what_its_positions_are(window: int) -> None:
-    """Per layer and pair of positions 12 d_attn, as in causal attention, whose half of T x T the formula counts."""
+    """Per layer and pair of positions 12 d_attn, as in causal attention, whose half of T x T the
+    formula counts.
+    """
     T, width = 64, 4 * 16
     sliding = config(
-        model_type="qwen3", sliding_window=window, layer_types=("sliding_attention",) + ("full_attention",) * 2
+        model_type="qwen3",
+        sliding_window=window,
+        layer_types=("sliding_attention",) + ("full_attention",) * 2,
     )
     pairs = sum(min(t + 1, window) for t in range(T))
     full = T * (T + 1) // 2

@@ -1,5 +1,7 @@
 # Run: pytest tests/predict/test_lifetimes.py
-"""Orders and lifetimes of made-up kernels: what is read early, written over, and needed to the end of a loop."""
+"""Orders and lifetimes of made-up kernels: what is read early, written over, and needed to the end
+of a loop.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from monograph.predict.lifetimes import PlannedKernel, scheduled
 
 
 def kernel(name, reads, size_bytes=100, fused=True):
-    return PlannedKernel(name, torch.empty(size_bytes), size_bytes, size_bytes, frozenset(reads), fused)
+    return PlannedKernel(
+        name, torch.empty(size_bytes), size_bytes, size_bytes, frozenset(reads), fused
+    )
 
 
 def names(kernels):
@@ -19,11 +23,20 @@ def names(kernels):
 
 
 def test_what_frees_more_than_it_takes_is_computed_at_once():
-    written = [kernel("logits", [], fused=False), kernel("other", [], fused=False), kernel("sum", ["logits"], 1)]
+    written = [
+        kernel("logits", [], fused=False),
+        kernel("other", [], fused=False),
+        kernel("sum", ["logits"], 1),
+    ]
     assert names(scheduled(written, {"sum", "other"}, {})) == ["logits", "sum", "other"]
     # It frees nothing while another kernel reads the same later.
     written.append(kernel("late", ["logits"], 200))
-    assert names(scheduled(written, {"sum", "other", "late"}, {})) == ["logits", "other", "sum", "late"]
+    assert names(scheduled(written, {"sum", "other", "late"}, {})) == [
+        "logits",
+        "other",
+        "sum",
+        "late",
+    ]
 
 
 def test_a_result_is_written_over_what_it_is_the_last_to_read():
@@ -53,7 +66,9 @@ def test_a_loop_keeps_what_it_reads_to_its_end():
 
 
 def gated(needed):
-    """A gated layer's backward pass: two results of one loop, the second of which reads a product of `needed`."""
+    """A gated layer's backward pass: two results of one loop, the second of which reads a product
+    of `needed`.
+    """
     return [
         kernel("gate", [], fused=False),
         kernel("first", ["gate"]),
@@ -80,7 +95,10 @@ def test_of_a_callers_own_tensor_two_loops_may_read_different_parts():
 
 def test_loops_are_not_joined_where_memory_would_not_be_used_again():
     """Each alone reads a large buffer, of which the second could be where the first was."""
-    for size_bytes, order in ((100, ["a", "b", "first", "second"]), (5000, ["a", "first", "b", "second"])):
+    for size_bytes, order in (
+        (100, ["a", "b", "first", "second"]),
+        (5000, ["a", "first", "b", "second"]),
+    ):
         written = [
             kernel("shared", [], 100, fused=False),
             kernel("a", [], size_bytes, fused=False),
@@ -120,11 +138,15 @@ def test_what_nobody_reads_is_gone_at_once():
 
 
 def test_what_was_changed_in_place_is_not_written_over():
-    """As the embedding's gradient, rows of which are added up at their places, is not by its sum with a tied head's."""
+    """As the embedding's gradient, rows of which are added up at their places, is not by its sum
+    with a tied head's.
+    """
     written = [kernel("zeros", []), kernel("added", ["zeros"]), kernel("sum", ["added"])]
     for changes, over in (("zeros", None), (None, "added")):
         written[1].changes = changes
-        found = scheduled([replace(each, over=None, last_reads=[]) for each in written], {"sum"}, {})
+        found = scheduled(
+            [replace(each, over=None, last_reads=[]) for each in written], {"sum"}, {}
+        )
         assert found[1].over == "zeros" and found[2].over == over
         assert found[2].last_reads == (["added"] if over is None else [])
 
@@ -132,9 +154,17 @@ def test_what_was_changed_in_place_is_not_written_over():
 def test_a_product_that_is_added_in_place_waits_for_and_is_waited_for():
     written = [
         kernel("total", [], fused=False),
-        PlannedKernel("inside", torch.empty(60), 60, 60, frozenset(["total"]), fused=False, hidden=True),
         PlannedKernel(
-            "added", torch.empty(100), 100, 100, frozenset(["total", "inside"]), fused=False, changes="total"
+            "inside", torch.empty(60), 60, 60, frozenset(["total"]), fused=False, hidden=True
+        ),
+        PlannedKernel(
+            "added",
+            torch.empty(100),
+            100,
+            100,
+            frozenset(["total", "inside"]),
+            fused=False,
+            changes="total",
         ),
         kernel("scaled", ["added"]),
     ]

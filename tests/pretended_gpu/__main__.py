@@ -1,10 +1,11 @@
 """Run a program on a pretended card whose kernels compute.
 
-    python tests/pretended_gpu/environment.py run 90 python -m pretended_gpu -m monograph train texts/ train.updates=4
-    PRETENDED_NUMBERS=0 python tests/pretended_gpu/environment.py run 90 python -m pretended_gpu benchmarks/plan.py
+    python tests/pretended_gpu/environment.py run 90 python -m pretended_gpu -m monograph train
+    texts/ train.updates=4 PRETENDED_NUMBERS=0 python tests/pretended_gpu/environment.py run 90
+    python -m pretended_gpu benchmarks/plan.py
 
-With PRETENDED_NUMBERS=0 nothing is computed, but everything is allocated: models of any size, as long as nothing
-depends on a number.
+With PRETENDED_NUMBERS=0 nothing is computed, but everything is allocated: models of any size, as
+long as nothing depends on a number.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import pretended_gpu.numbers
 
 if __name__ == "__main__":
     assert pretended_gpu.numbers
-    np.seterr(all="ignore")  # the interpreter computes with numpy: logarithms of 0, and numbers that masks take away
+    # The interpreter computes with numpy: logarithms of 0, and numbers that masks take away.
+    np.seterr(all="ignore")
     sys.argv = sys.argv[1:]
     if sys.argv[0] == "-m":
         sys.argv = sys.argv[1:]

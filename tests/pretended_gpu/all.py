@@ -1,10 +1,11 @@
-"""`make gpu-less`: everything that runs on a pretended card, as a table; with --quick what holds three minutes.
+"""`make gpu-less`: everything that runs on a pretended card, as a table; with --quick what holds
+three minutes.
 
     python tests/pretended_gpu/all.py [--quick | --nightly] [--out FILE] [PYTEST ARGUMENT ...]
 
-With arguments for pytest only these tests run, on sm_90. --quick runs nothing, and says so, where the environment was
-not made (environment.py), as it downloads 5 GB. --nightly also compiles every way to train and decode for every card,
-which takes more than an hour.
+With arguments for pytest only these tests run, on sm_90. --quick runs nothing, and says so, where
+the environment was not made (environment.py), as it downloads 5 GB. --nightly also compiles every
+way to train and decode for every card, which takes more than an hour.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ import reached
 
 HERE = "tests/pretended_gpu"
 DRIVER = [
-    f"{HERE}/test_{name}.py" for name in ("driver", "capture", "cards", "hook", "launches", "waits", "environment")
+    f"{HERE}/test_{name}.py"
+    for name in ("driver", "capture", "cards", "hook", "launches", "waits", "environment")
 ]
 NUMBERS = [
     f"{HERE}/test_{name}.py"
@@ -59,10 +61,19 @@ QUICK = [
         "order",
         "90",
         True,
-        [f"{HERE}/test_order.py", "-k", "missing_wait or event or memory or (backward and offloaded and fp32)"],
+        [
+            f"{HERE}/test_order.py",
+            "-k",
+            "missing_wait or event or memory or (backward and offloaded and fp32)",
+        ],
     ),
     Part("launches", "90", False, [f"{HERE}/test_counts.py"]),
-    Part("gpu tests", "90", True, ["-m", "gpu", "tests/laws/test_accumulated_is_large_batch.py", "tests/graph"]),
+    Part(
+        "gpu tests",
+        "90",
+        True,
+        ["-m", "gpu", "tests/laws/test_accumulated_is_large_batch.py", "tests/graph"],
+    ),
 ]
 ALL = [
     *(Part("gpu tests", sm, True, ["-m", "gpu", "tests"]) for sm in ("90", "89", "80")),
@@ -74,7 +85,9 @@ ALL = [
     Part("driver", "90", False, DRIVER),
     Part("numbers", "90", True, NUMBERS),
 ]
-NIGHTLY = [Part("machine code", sm, False, [f"{HERE}/test_machine_code.py"]) for sm in environment.CARDS]
+NIGHTLY = [
+    Part("machine code", sm, False, [f"{HERE}/test_machine_code.py"]) for sm in environment.CARDS
+]
 
 
 def run(part: Part, more: list[str], covered: Path | None = None) -> dict[str, object]:
@@ -84,32 +97,56 @@ def run(part: Part, more: list[str], covered: Path | None = None) -> dict[str, o
     """
     left_out = [argument for test in CANNOT for argument in ("--deselect", test)]
     plugin = ["-p", "pretended_gpu.plugin"] if part.numbers else []
-    python = ["python", *(["-m", "coverage", "run", f"--rcfile={covered}/settings"] if covered else [])]
+    python = [
+        "python",
+        *(["-m", "coverage", "run", f"--rcfile={covered}/settings"] if covered else []),
+    ]
     command = [sys.executable, f"{HERE}/environment.py", "run", part.sm, *python, "-m", "pytest", "-q", "-p",
                "no:cacheprovider", *plugin, *left_out, *part.tests, *more]  # fmt: skip
     began, last = time.monotonic(), ""
     settings = os.environ | {"OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, cwd=environment.ROOT, env=settings, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=environment.ROOT, env=settings, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout
         for line in process.stdout:
             print(f"{part.name}, sm_{part.sm}: {line}", end="", flush=True)
             last = line.strip() or last
-    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|error|skipped)", last)}
+    counts = {
+        word: int(number)
+        for number, word in re.findall(r"(\d+) (passed|failed|error|skipped)", last)
+    }
     seconds = round(time.monotonic() - began, 1)
-    return {"part": part.name, "sm": part.sm, "code": process.returncode, **counts, "wall_s": seconds}
+    return {
+        "part": part.name,
+        "sm": part.sm,
+        "code": process.returncode,
+        **counts,
+        "wall_s": seconds,
+    }
 
 
 def main() -> int:
     """Run the parts, print the table, and return 1 if anything failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--nightly", action="store_true")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the table as JSON")
     asked, more = parser.parse_known_args()
     if asked.quick and not environment.python().exists():
-        print("gpu-less: not run, as torch's CUDA build is not installed here (make gpu-less installs it, 5 GB)")
+        print(
+            "gpu-less: not run, as torch's CUDA build is not installed here (make gpu-less installs it, 5 GB)"
+        )
         return 0
-    parts = [Part("asked", "90", True, [])] if more else QUICK if asked.quick else ALL + NIGHTLY * asked.nightly
+    parts = (
+        [Part("asked", "90", True, [])]
+        if more
+        else QUICK
+        if asked.quick
+        else ALL + NIGHTLY * asked.nightly
+    )
     with tempfile.TemporaryDirectory() as folder:
         covered = None if asked.quick or more else Path(folder)
         if covered:
@@ -117,7 +154,12 @@ def main() -> int:
         # As many at once as there are cores, the longest first.
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             rows = list(
-                pool.map(lambda part: run(part, more, covered if part.numbers and part.sm == "90" else None), parts)
+                pool.map(
+                    lambda part: run(
+                        part, more, covered if part.numbers and part.sm == "90" else None
+                    ),
+                    parts,
+                )
             )
         lines = of_lines(covered) if covered else None
     print(f"\n{'part':12} {'card':7} {'passed':>7} {'failed':>7} {'skipped':>8} {'seconds':>8}")

@@ -1,4 +1,5 @@
-"""Numbers of attention's CUDA kernels (flash, memory-efficient, cuDNN): the equations in fp64, rounded once.
+"""Numbers of attention's CUDA kernels (flash, memory-efficient, cuDNN): the equations in fp64,
+rounded once.
 
     out = softmax(q k^T s + bias) v          lse = log sum exp(q k^T s + bias)
 
@@ -17,12 +18,18 @@ from pretended_gpu import order
 from pretended_gpu.memory import on_host
 
 
-def _weights(query: Tensor, key: Tensor, bias: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Return the weights [B, H, T, S] and the log-sum-exp [B, H, T] in fp64; rows that see nothing have weights 0."""
+def _weights(
+    query: Tensor, key: Tensor, bias: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return the weights [B, H, T, S] and the log-sum-exp [B, H, T] in fp64; rows that see nothing
+    have weights 0.
+    """
     wide = key.double().repeat_interleave(query.shape[1] // key.shape[1], 1)
     scores = query.double() @ wide.transpose(-1, -2) * scale
     if bias is not None:
-        scores = scores + (torch.where(bias, 0.0, -math.inf) if bias.dtype == torch.bool else bias.double())
+        scores = scores + (
+            torch.where(bias, 0.0, -math.inf) if bias.dtype == torch.bool else bias.double()
+        )
     if causal:
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
         scores = scores.masked_fill(~seen, -math.inf)
@@ -40,7 +47,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     out = _empty(query, value.shape[-1], rows_outside)
     length = query.shape[2]
-    room = -(-length // 32) * 32 if rows_outside else length  # the memory-efficient kernel writes whole blocks of 32
+    # The memory-efficient kernel writes whole blocks of 32.
+    room = -(-length // 32) * 32 if rows_outside else length
     lse = torch.empty((*query.shape[:2], room), dtype=torch.float32, device=query.device)
     q, k, v, b, o, sums = map(on_host, (query, key, value, bias, out, lse))
     factor = query.shape[-1] ** -0.5 if scale is None else scale
@@ -79,9 +87,14 @@ def _backward(
 def _empty(like: Tensor, channels: int, rows_outside: bool) -> Tensor:
     """Return memory for a result, [B, H, T, channels], laid out as the kernel does."""
     rows, heads, length, _ = like.shape
-    if rows_outside:  # the memory-efficient kernel's results are [B, T, H, D], whatever the query's strides
+    # The memory-efficient kernel's results are [B, T, H, D], whatever the query's strides.
+    if rows_outside:
         return like.new_empty(rows, length, heads, channels).transpose(1, 2)
-    return torch.empty_like(like) if channels == like.shape[-1] else like.new_empty(rows, heads, length, channels)
+    return (
+        torch.empty_like(like)
+        if channels == like.shape[-1]
+        else like.new_empty(rows, heads, length, channels)
+    )
 
 
 def _no_random(query: Tensor) -> Tensor:
@@ -93,7 +106,17 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, caus
            *, scale: float | None = None) -> Any:  # fmt: skip
     out, lse = _forward(query, key, value, None, causal, scale, rows_outside=False)
     seed = torch.empty(2, dtype=torch.uint64, device=query.device)
-    return out, lse, None, None, query.shape[2], key.shape[2], seed, _no_random(query), query.new_empty(0)
+    return (
+        out,
+        lse,
+        None,
+        None,
+        query.shape[2],
+        key.shape[2],
+        seed,
+        _no_random(query),
+        query.new_empty(0),
+    )
 
 
 def _flash_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *rest: Any,

@@ -1,4 +1,6 @@
-"""Control the pretended driver (driver/card.h) from Python: its log, counters, memory, and a hook for asynchrony."""
+"""Control the pretended driver (driver/card.h) from Python: its log, counters, memory, and a hook
+for asynchrony.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,13 @@ if PRELOADED:
 
 
 def holds(first: int, end: int) -> bool:
-    """Return whether one piece of memory that a card reaches has all bytes from an address to the last before `end`."""
+    """Return whether one piece of memory that a card reaches has all bytes from an address to the
+    last before `end`.
+    """
     base, size = ctypes.c_uint64(), ctypes.c_size_t()
-    if driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(first)):
+    if driver.cuMemGetAddressRange_v2(
+        ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(first)
+    ):
         return False
     return end <= base.value + size.value
 
@@ -150,7 +156,9 @@ def _record(line: str) -> Any:
     name, *fields = line.split("\t")
     kind = _KINDS[name]
     values = dict(field.split("=", 1) for field in fields)
-    return kind(**{field: _READ[type_](values[field]) for field, type_ in get_type_hints(kind).items()})
+    return kind(
+        **{field: _READ[type_](values[field]) for field, type_ in get_type_hints(kind).items()}
+    )
 
 
 def _records(text: bytes) -> list[Any]:
@@ -252,10 +260,11 @@ _HOOK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_v
 
 @contextmanager
 def hooked(told: Callable[[Moment, int, int], object]) -> Iterator[None]:
-    """In the block call `told(moment, stream, event)` before each moment; what is true means "not ready" to a query.
+    """In the block call `told(moment, stream, event)` before each moment; what is true means "not
+    ready" to a query.
 
-    It is called on the thread whose call it is, without the driver's lock, so it may call CUDA. The first exception of
-    it is raised at the end of the block, as it cannot pass through the driver.
+    It is called on the thread whose call it is, without the driver's lock, so it may call CUDA. The
+    first exception of it is raised at the end of the block, as it cannot pass through the driver.
     """
     raised: list[BaseException] = []
 

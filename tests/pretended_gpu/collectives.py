@@ -1,11 +1,13 @@
-"""Collectives of the pretended card, in place of NCCL's: gloo exchanges the numbers, on the same memory.
+"""Collectives of the pretended card, in place of NCCL's: gloo exchanges the numbers, on the same
+memory.
 
     stream of collectives      waits for the current stream, then exchanges what it was given, in the order of the calls
     `wait` of a collective     makes the current stream wait for it, and not the host
 
-That is NCCL's way, which takes no memory from torch's allocator either. The group is torch's own `cpu:gloo,cuda:nccl`,
-whose NCCL is made but never called. In `order.deferred` the host waits for each collective: a real card goes on while
-its host waits for another rank, and a pretended one does not, so that both ranks would wait for ever.
+That is NCCL's way, which takes no memory from torch's allocator either. The group is torch's own
+`cpu:gloo,cuda:nccl`, whose NCCL is made but never called. In `order.deferred` the host waits for
+each collective: a real card goes on while its host waits for another rank, and a pretended one does
+    not, so that both ranks would wait for ever.
 """
 
 from __future__ import annotations
@@ -52,11 +54,14 @@ def _collective(name: str, result: Any, *arguments: Any) -> Any:
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
         card.launch("nccl", name, side.cuda_stream)
-        order.launch(functools.partial(_exchange, operator, tree_map(on_host, [result, *arguments])))
+        order.launch(
+            functools.partial(_exchange, operator, tree_map(on_host, [result, *arguments]))
+        )
         if order.is_deferred():
             order.wait()
         future: Future[Any] = Future(devices=[device])
-        future.set_result(result)  # recorded in this stream, so that who waits for it makes his own wait
+        # Recorded in this stream, so that who waits for it makes his own wait.
+        future.set_result(result)
     work = _create_work_from_future(future).boxed()
     return work if len(operator._schema.returns) == 1 else (result, work)
 

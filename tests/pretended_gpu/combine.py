@@ -1,7 +1,9 @@
-"""Triton's reductions and scans with any function that combines two blocks, for all programs and rows at once.
+"""Triton's reductions and scans with any function that combines two blocks, for all programs and
+rows at once.
 
-A reduction combines one half of a block with the other until one number is left, as the threads of a card do. A scan
-combines each number with the one 1, 2, 4, ... before it (Hillis and Steele 1986, "Data parallel algorithms").
+A reduction combines one half of a block with the other until one number is left, as the threads of
+a card do. A scan combines each number with the one 1, 2, 4, ... before it (Hillis and Steele 1986,
+"Data parallel algorithms").
 """
 
 from __future__ import annotations
@@ -17,14 +19,19 @@ from pretended_gpu.programs import Numbers
 Tensors = tuple[tl.tensor, ...]
 
 
-def reduce(input: Any, axis: Any, combine_fn: Callable[..., Any], keep_dims: Any = False, **ignored: Any) -> Any:  # noqa: A002
+def reduce(
+    input: Any, axis: Any, combine_fn: Callable[..., Any], keep_dims: Any = False, **ignored: Any
+) -> Any:  # noqa: A002
     """Return what `tl.reduce` returns."""
     if isinstance(input, tl.tensor):
         return reduce((input,), axis, combine_fn, keep_dims)[0]
     axis, keep_dims = tl.core._unwrap_if_constexpr(axis), tl.core._unwrap_if_constexpr(keep_dims)
     values, rank = tuple(input), len(input[0].shape)
     if axis is None:
-        values, along = tuple(_tensor(v, v.handle.data.reshape(len(v.handle.data), -1)) for v in values), 1
+        values, along = (
+            tuple(_tensor(v, v.handle.data.reshape(len(v.handle.data), -1)) for v in values),
+            1,
+        )
     else:
         along = axis % rank + 1
     while (size := values[0].handle.data.shape[along]) > 1:
@@ -37,17 +44,23 @@ def reduce(input: Any, axis: Any, combine_fn: Callable[..., Any], keep_dims: Any
     return tuple(_tensor(v, np.squeeze(v.handle.data, along)) for v in values)
 
 
-def scan(input: Any, axis: Any, combine_fn: Callable[..., Any], reverse: Any = False, **ignored: Any) -> Any:  # noqa: A002
+def scan(
+    input: Any, axis: Any, combine_fn: Callable[..., Any], reverse: Any = False, **ignored: Any
+) -> Any:  # noqa: A002
     """Return what `tl.associative_scan` returns."""
     if isinstance(input, tl.tensor):
         return scan((input,), axis, combine_fn, reverse)[0]
     along = tl.core._unwrap_if_constexpr(axis) % len(input[0].shape) + 1
-    turned = (lambda x: np.flip(x, along)) if tl.core._unwrap_if_constexpr(reverse) else (lambda x: x)
+    turned = (
+        (lambda x: np.flip(x, along)) if tl.core._unwrap_if_constexpr(reverse) else (lambda x: x)
+    )
     values = tuple(_tensor(value, turned(value.handle.data)) for value in input)
     size, distance = values[0].handle.data.shape[along], 1
     place = np.arange(size).reshape([-1] + [1] * (values[0].handle.data.ndim - along - 1))
     while distance < size:
-        before = tuple(_tensor(value, np.roll(value.handle.data, distance, along)) for value in values)
+        before = tuple(
+            _tensor(value, np.roll(value.handle.data, distance, along)) for value in values
+        )
         new = _combined(combine_fn, before, values)
         values = tuple(
             _tensor(value, np.where(place >= distance, more.handle.data, value.handle.data))
@@ -68,4 +81,6 @@ def _part(value: tl.tensor, axis: int, part: slice) -> tl.tensor:
 
 def _tensor(like: tl.tensor, data: Any) -> tl.tensor:
     shape = list(data.shape[1:])
-    return tl.tensor(Numbers(data, like.dtype), tl.block_type(like.dtype, shape) if shape else like.dtype)
+    return tl.tensor(
+        Numbers(data, like.dtype), tl.block_type(like.dtype, shape) if shape else like.dtype
+    )

@@ -9,8 +9,9 @@ import pytest
 
 from pretended_gpu import card
 
-# Where the driver is not preloaded, only the making of the environment is tested; without the plugin, only the driver,
-# the counts of launches and the machine code, of which an interpreter has none.
+# Where the driver is not preloaded, only the making of the environment is tested; without the
+# plugin, only the driver, the counts of launches and the machine code, of which an interpreter has
+# none.
 OF_DRIVER = ["driver", "capture", "cards", "hook", "launches", "counts", "waits", "machine_code"]
 OF_NUMBERS = [
     "operators",

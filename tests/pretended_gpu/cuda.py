@@ -22,7 +22,9 @@ class Dim3(ctypes.Structure):
 
 
 def call(name: str, *arguments: Any) -> int:
-    """Return the error of a call. Integers are passed as 64 bits; a callee that wants fewer takes the lower."""
+    """Return the error of a call. Integers are passed as 64 bits; a callee that wants fewer takes
+    the lower.
+    """
     passed = [ctypes.c_void_p(each) if isinstance(each, int) else each for each in arguments]
     error: int = getattr(card.driver, name)(*passed)
     return error
@@ -62,13 +64,17 @@ def work(on: int) -> None:
     card.launch("test", "work", on)
 
 
-def launch(grid: tuple[int, int, int] = (1, 1, 1), block: tuple[int, int, int] = (1, 1, 1), shared: int = 0) -> int:
+def launch(
+    grid: tuple[int, int, int] = (1, 1, 1), block: tuple[int, int, int] = (1, 1, 1), shared: int = 0
+) -> int:
     """Return the error of a launch on the default stream of a kernel that has not registered."""
     return call("cudaLaunchKernel", 8, Dim3(*grid), Dim3(*block), 0, shared, 0)
 
 
 def refused(rule: str, error: int, name: str, *arguments: Any) -> None:
-    """Make a call that breaks one rule: it returns this error, and there is one fault more, which says so."""
+    """Make a call that breaks one rule: it returns this error, and there is one fault more, which
+    says so.
+    """
     before = len(card.faults())
     assert call(name, *arguments) == error
     assert [(fault.rule, fault.error) for fault in card.faults()[before:]] == [(rule, error)]
@@ -98,7 +104,9 @@ OWN_SHARED = 2048  # bytes, in the PTX above
 
 
 def cubin(folder: Path) -> bytes:
-    """Return a kernel `probe` of two pointers and a number between them, compiled by Triton's assembler."""
+    """Return a kernel `probe` of two pointers and a number between them, compiled by Triton's
+    assembler.
+    """
     import triton
 
     assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"

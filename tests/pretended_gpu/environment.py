@@ -1,12 +1,15 @@
-"""Make an environment with torch's CUDA build and the pretended driver, and run commands on a pretended card.
+"""Make an environment with torch's CUDA build and the pretended driver, and run commands on a
+pretended card.
 
     python tests/pretended_gpu/environment.py make                    once: about 5 GB, several minutes
     python tests/pretended_gpu/environment.py run 90 python -m pytest tests/pretended_gpu
-                                                                      SM: 75, 80, 86, 89, 90, 100 or 120
+                                                                      SM: 75, 80, 86, 89, 90, 100 or
+                                                                          120
 
-It is in `.pretended-gpu` of the checkout, or where PRETENDED_GPU says. What is run sees the checkout's `src` and
-`tests`, and keeps compiled kernels apart by card. PRETENDED_CARDS=2 pretends two of them; driver/device.c has the other
-settings. Standard library only, since it runs before anything is installed.
+It is in `.pretended-gpu` of the checkout, or where PRETENDED_GPU says. What is run sees the
+checkout's `src` and `tests`, and keeps compiled kernels apart by card. PRETENDED_CARDS=2 pretends
+two of them; driver/device.c has the other settings. Standard library only, since it runs before
+anything is installed.
 """
 
 from __future__ import annotations
@@ -22,7 +25,16 @@ ROOT = Path(__file__).resolve().parents[2]
 DRIVER = Path(__file__).resolve().parent / "driver"
 CARDS = ("75", "80", "86", "89", "90", "100", "120")
 LIBRARY = "libcuda.so.1"
-COMPILE = ("gcc", "-shared", "-fPIC", "-O1", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter")
+COMPILE = (
+    "gcc",
+    "-shared",
+    "-fPIC",
+    "-O1",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wextra",
+    "-Wno-unused-parameter",
+)
 
 
 class Stopped(Exception):
@@ -44,7 +56,9 @@ def digest(*paths: Path) -> str:
 
 
 def compiled() -> Path:
-    """Return the folder of the driver that these sources make, so that one in use is never overwritten."""
+    """Return the folder of the driver that these sources make, so that one in use is never
+    overwritten.
+    """
     return home() / "driver" / digest(*sorted(DRIVER.glob("*.[ch]")), Path(__file__))
 
 
@@ -60,7 +74,9 @@ def say(text: str) -> None:
 
 def make() -> None:
     if not shutil.which(COMPILE[0]):
-        raise Stopped("gcc is missing: the driver is compiled on this machine (Debian and Ubuntu: apt install gcc)")
+        raise Stopped(
+            "gcc is missing: the driver is compiled on this machine (Debian and Ubuntu: apt install gcc)"
+        )
     path, text = stamp()
     if not path.exists() or path.read_text() != text:
         install()
@@ -71,32 +87,50 @@ def make() -> None:
 
 def install() -> None:
     """Install torch's CUDA build, and the project with what its tests need."""
-    say(f"downloads about 5 GB (torch's CUDA build and what the tests need) to {home()}; two minutes on a fast line")
+    say(
+        f"downloads about 5 GB (torch's CUDA build and what the tests need) to {home()}; two minutes on a fast line"
+    )
     if not python().exists():
         subprocess.run([sys.executable, "-m", "venv", home() / "venv"], check=True)
     pins = (ROOT / "constraints.txt").read_text().splitlines()
     version = next(pin for pin in pins if pin.startswith("torch==")).removeprefix("torch==")
-    # Three equals signs ask for exactly this build; with two, an index may give a local one such as 2.13.0+cpu.
+    # Three equals signs ask for exactly this build; with two, an index may give a local one such as
+    # 2.13.0+cpu.
     pip(f"torch==={version}", "setuptools")
     includes()  # a CPU build has none, and the rest need not be fetched then
     others = home() / "constraints.txt"
     others.write_text("\n".join(pin for pin in pins if not pin.startswith("torch==")))
-    pip("--no-build-isolation", "--constraint", str(others), "--editable", f"{ROOT}[dev]", "coverage>=7.10")
+    pip(
+        "--no-build-isolation",
+        "--constraint",
+        str(others),
+        "--editable",
+        f"{ROOT}[dev]",
+        "coverage>=7.10",
+    )
 
 
 def pip(*arguments: str) -> None:
     done = subprocess.run([python(), "-m", "pip", "install", "--quiet", *arguments], cwd=ROOT)
     if done.returncode:
-        raise Stopped(f"pip could not install {arguments[0]}: see above; the same command goes on from here")
+        raise Stopped(
+            f"pip could not install {arguments[0]}: see above; the same command goes on from here"
+        )
 
 
 def includes() -> list[Path]:
     """Return the folders of NVIDIA's headers, which come with torch's CUDA build."""
     program = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
-    site = Path(subprocess.run([python(), "-c", program], check=True, capture_output=True, text=True).stdout.strip())
+    site = Path(
+        subprocess.run(
+            [python(), "-c", program], check=True, capture_output=True, text=True
+        ).stdout.strip()
+    )
     folders = [site / "nvidia/cu13/include", site / "triton/backends/nvidia/include"]
     if not all((folder / "cuda.h").exists() for folder in folders):
-        raise Stopped("torch came without CUDA's headers: this package index has its CPU build only")
+        raise Stopped(
+            "torch came without CUDA's headers: this package index has its CPU build only"
+        )
     return folders
 
 
@@ -112,7 +146,18 @@ def build_driver() -> None:
     unfinished = folder / f"{LIBRARY}.{os.getpid()}"
     paths = [f"-I{path}" for path in includes()]
     sources = sorted(DRIVER.glob("*.c"))
-    done = subprocess.run([*COMPILE, f"-Wl,-soname,{LIBRARY}", *paths, *sources, "-ldl", "-lpthread", "-o", unfinished])
+    done = subprocess.run(
+        [
+            *COMPILE,
+            f"-Wl,-soname,{LIBRARY}",
+            *paths,
+            *sources,
+            "-ldl",
+            "-lpthread",
+            "-o",
+            unfinished,
+        ]
+    )
     if done.returncode:
         raise Stopped("the driver cannot be compiled: see above")
     unfinished.rename(folder / LIBRARY)
@@ -129,11 +174,18 @@ def environment(sm: str) -> dict[str, str]:
     defaults = {
         "TORCHINDUCTOR_CACHE_DIR": cache,
         "TRITON_CACHE_DIR": f"{cache}/triton",
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # a pool of compilers would preload the driver, too, and wait for it
+        # A pool of compilers would preload the driver, too, and wait for it.
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "MONOGRAPH_HOME": str(home() / "monograph"),
     }
-    paths = {"PATH": str(python().parent), "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}"}
-    paths = {name: os.pathsep.join(filter(None, [path, os.environ.get(name)])) for name, path in paths.items()}
+    paths = {
+        "PATH": str(python().parent),
+        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}",
+    }
+    paths = {
+        name: os.pathsep.join(filter(None, [path, os.environ.get(name)]))
+        for name, path in paths.items()
+    }
     driver = str(compiled())
     return {
         **defaults,

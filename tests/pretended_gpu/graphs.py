@@ -1,4 +1,5 @@
-"""Capture and replay of CUDA graphs with numbers: a replay does the work that was captured, in the order of its calls.
+"""Capture and replay of CUDA graphs with numbers: a replay does the work that was captured, in the
+order of its calls.
 
 A capture computes nothing, as on a real card. Its rules are those of the driver.
 """

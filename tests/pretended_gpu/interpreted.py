@@ -1,12 +1,16 @@
-"""Numbers of Triton's kernels on the pretended card: they run interpreted, many programs of a grid at once.
+"""Numbers of Triton's kernels on the pretended card: they run interpreted, many programs of a grid
+at once.
 
-Kernels must have been made with TRITON_INTERPRET=1. Addresses and numbers are taken at the launch; the kernel is
-computed when `launch` runs the work that it was given, perhaps later, perhaps several times.
+Kernels must have been made with TRITON_INTERPRET=1. Addresses and numbers are taken at the launch;
+the kernel is computed when `launch` runs the work that it was given, perhaps later, perhaps several
+times.
 
-The numbers are those of a card within rounding: functions are rounded once, sums are added in halves, products in
-float32 (never tf32). What raises instead, by name: block pointers, tensor descriptors (TMA), `tl.dot_scaled`,
-rounding towards 0, assembly other than Inductor's own. Of what a card leaves undefined, numbers that a mask takes away
-are 0, and programs of one launch run in the order of their numbers. One that waits for a later one waits for ever.
+The numbers are those of a card within rounding: functions are rounded once, sums are added in
+    halves, products in
+float32 (never tf32). What raises instead, by name: block pointers, tensor descriptors (TMA),
+`tl.dot_scaled`, rounding towards 0, assembly other than Inductor's own. Of what a card leaves
+undefined, numbers that a mask takes away are 0, and programs of one launch run in the order of
+their numbers. One that waits for a later one waits for ever.
 """
 
 from __future__ import annotations
@@ -42,7 +46,9 @@ _launch: Callable[[Work], object] | None = None
 
 
 class Semantic(TritonSemantic):  # type: ignore[misc]
-    """Triton's rules, with what its interpreter leaves to Python, which knows only one program's truth."""
+    """Triton's rules, with what its interpreter leaves to Python, which knows only one program's
+    truth.
+    """
 
     def negated(self, value: Any) -> Any:
         """Return `not value`."""
@@ -57,9 +63,13 @@ class Semantic(TritonSemantic):  # type: ignore[misc]
         return self.or_(value, self.to_tensor(other())) if _is_block(value) else value or other()
 
     def range(self, start: Any, stop: Any = None, step: Any = 1, **hints: Any) -> Iterator[Any]:
-        """Return a loop's indices, tensors where programs have different ones; those of one length go on together."""
+        """Return a loop's indices, tensors where programs have different ones; those of one length
+        go on together.
+        """
         start, stop = (0, start) if stop is None else (start, stop)
-        bounds = [self.to_tensor(bound).handle for bound in (start, stop, 1 if step is None else step)]
+        bounds = [
+            self.to_tensor(bound).handle for bound in (start, stop, 1 if step is None else step)
+        ]
         first, last, each = (bound.data.astype(np.int64) for bound in bounds)
         turns = int(Numbers(np.maximum(0, -((first - last) // each)), tl.int64).one())
         dtype = max((bound.dtype for bound in bounds[:2]), key=lambda dtype: dtype.int_bitwidth)
@@ -82,14 +92,20 @@ class Rewriter(interpreter.ASTTransformer):  # type: ignore[misc]
         name = "both" if isinstance(node.op, ast.And) else "either"
         result = node.values[-1]
         for value in reversed(node.values[:-1]):
-            nothing = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
+            nothing = ast.arguments(
+                posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[]
+            )
             result = _call(name, value, ast.Lambda(args=nothing, body=result))
         return result
 
     def visit_For(self, node: ast.For) -> ast.AST:  # noqa: N802
         """Rewrite a loop over `range`."""
         self.generic_visit(node)
-        if isinstance(node.iter, ast.Call) and isinstance(node.iter.func, ast.Name) and node.iter.func.id == "range":
+        if (
+            isinstance(node.iter, ast.Call)
+            and isinstance(node.iter.func, ast.Name)
+            and node.iter.func.id == "range"
+        ):
             node.iter.func = _method("range")
         return node
 
@@ -100,10 +116,16 @@ class Rewriter(interpreter.ASTTransformer):  # type: ignore[misc]
 
 
 def install(launch: Callable[[Work], object]) -> None:
-    """Let Triton's kernels run interpreted; `launch` is given each launch's work, and does it now or later."""
+    """Let Triton's kernels run interpreted; `launch` is given each launch's work, and does it now
+    or later.
+    """
     global _launch
-    if os.environ.get("TRITON_INTERPRET") != "1" or not isinstance(tl.sum, interpreter.InterpretedFunction):
-        raise RuntimeError("kernels are not interpreted: set TRITON_INTERPRET=1 before Triton is imported")
+    if os.environ.get("TRITON_INTERPRET") != "1" or not isinstance(
+        tl.sum, interpreter.InterpretedFunction
+    ):
+        raise RuntimeError(
+            "kernels are not interpreted: set TRITON_INTERPRET=1 before Triton is imported"
+        )
     if _launch is None:
         _patch()
     _launch = launch
@@ -112,7 +134,10 @@ def install(launch: Callable[[Work], object]) -> None:
 def _patch() -> None:
     """Patch the language once, for as long as the process lives."""
     interpreter.TensorHandle, interpreter._get_np_dtype = Numbers, narrow.array_dtype
-    interpreter.interpreter_builder, interpreter.interpreter_semantic = _programs, Semantic(_programs)
+    interpreter.interpreter_builder, interpreter.interpreter_semantic = (
+        _programs,
+        Semantic(_programs),
+    )
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     for language in (tl, tl.core):
         language.reduce, language.associative_scan = combine.reduce, combine.scan
@@ -125,15 +150,20 @@ def _patch() -> None:
             setattr(libdevice, name, _in_kernels(function))
     interpreter.FunctionRewriter.ast_transformer = Rewriter()
     interpreter.InterpretedFunction.run = _run
-    interpreter.InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)
+    interpreter.InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(
+        *args, **kwargs
+    )
 
 
 def _in_kernels(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: function(*args, **(kwargs | {"_semantic": interpreter.interpreter_semantic}))
+    return lambda *args, **kwargs: function(
+        *args, **(kwargs | {"_semantic": interpreter.interpreter_semantic})
+    )
 
 
 def _truth(value: tl.tensor) -> bool:
-    return True if _is_block(value) else bool(value.handle.one())  # Triton asks of a block whether there is one
+    # Triton asks of a block whether there is one.
+    return True if _is_block(value) else bool(value.handle.one())
 
 
 def _is_block(value: Any) -> bool:
@@ -145,7 +175,9 @@ def _call(name: str, *args: ast.AST) -> ast.AST:
 
 
 def _method(name: str) -> ast.expr:
-    return ast.Attribute(value=ast.Name(id="interpreter_semantic", ctx=ast.Load()), attr=name, ctx=ast.Load())
+    return ast.Attribute(
+        value=ast.Name(id="interpreter_semantic", ctx=ast.Load()), attr=name, ctx=ast.Load()
+    )
 
 
 def _run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -153,9 +185,13 @@ def _run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
     if warmup:
         return
     function = self.rewrite()
-    given = inspect.getcallargs(self.fn, *args, **{name: kwargs[name] for name in kwargs if name in self.arg_names})
+    given = inspect.getcallargs(
+        self.fn, *args, **{name: kwargs[name] for name in kwargs if name in self.arg_names}
+    )
     constants = {name for name, kind in self.fn.__annotations__.items() if "constexpr" in str(kind)}
-    arguments = {name: value if name in constants else _argument(value) for name, value in given.items()}
+    arguments = {
+        name: value if name in constants else _argument(value) for name, value in given.items()
+    }
     shape = tuple(grid(arguments) if callable(grid) else grid)
     shape += (1,) * (3 - len(shape))
     kernel = self.fn, tuple((name, str(given[name])) for name in sorted(constants))
@@ -181,7 +217,9 @@ def _argument(value: Any) -> Any:
     raise NotImplementedError(f"an argument of {type(value)} has no numbers on the pretended card")
 
 
-def _compute(function: Callable[..., Any], arguments: dict[str, Any], grid: tuple[int, ...], kernel: Any) -> None:
+def _compute(
+    function: Callable[..., Any], arguments: dict[str, Any], grid: tuple[int, ...], kernel: Any
+) -> None:
     programs = np.arange(np.prod(grid))
     each = _together.get(kernel, len(programs))
     waiting = [programs[first : first + each] for first in range(0, len(programs), each)][::-1]

@@ -1,8 +1,10 @@
-"""CUDA's mathematical functions, by torch's on a CPU: computed in double precision and rounded once.
+"""CUDA's mathematical functions, by torch's on a CPU: computed in double precision and rounded
+once.
 
 Bessel's functions are the C library's, as torch's have seven digits even in double precision.
 
-A name is that of a function in Triton's `libdevice` or, for functions of the language itself, the builder's.
+A name is that of a function in Triton's `libdevice` or, for functions of the language itself, the
+builder's.
 """
 
 from __future__ import annotations
@@ -17,11 +19,14 @@ from torch import Tensor
 
 from pretended_gpu.narrow import Array, rounded
 
-SPLIT = 2.0**27 + 1  # halves the 53 digits of a double (Veltkamp; Dekker 1971, "A floating-point technique", p. 234)
+# Halves the 53 digits of a double (Veltkamp; Dekker 1971, "A floating-point technique", p. 234).
+SPLIT = 2.0**27 + 1
 
 
 def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """Return a b + c, where the product's error and the sum's are added at the end (Dekker 1971; Knuth's two-sum)."""
+    """Return a b + c, where the product's error and the sum's are added at the end (Dekker 1971;
+    Knuth's two-sum).
+    """
     product = a * b
     total = product + c
     high_a, high_b = (SPLIT * x - (SPLIT * x - x) for x in (a, b))
@@ -33,13 +38,17 @@ def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def _ilogb(x: Tensor) -> Tensor:
-    return torch.where(x == 0, -(2.0**31), torch.frexp(x).exponent.double() - 1).where(x.isfinite(), 2.0**31 - 1)
+    return torch.where(x == 0, -(2.0**31), torch.frexp(x).exponent.double() - 1).where(
+        x.isfinite(), 2.0**31 - 1
+    )
 
 
 def _of_the_c_library(name: str) -> Callable[[Tensor], Tensor]:
     function = getattr(ctypes.CDLL("libm.so.6"), name)
     function.argtypes, function.restype = [ctypes.c_double], ctypes.c_double
-    return lambda x: torch.tensor(list(map(function, x.flatten().tolist())), dtype=torch.float64).view(x.shape)
+    return lambda x: torch.tensor(
+        list(map(function, x.flatten().tolist())), dtype=torch.float64
+    ).view(x.shape)
 
 
 SAME_NAME = """
@@ -63,7 +72,8 @@ DOUBLE: dict[str, Callable[..., Tensor]] = {name: getattr(torch, name) for name 
     "llrint": torch.round,
     "nearbyint": torch.round,
 }
-ASSEMBLY = {"fma.rn.f32 $0, $1, $2, $3;": "fma", "rcp.approx.ftz.f32 $0, $1;": "reciprocal"}  # all that Inductor writes
+# All that Inductor writes.
+ASSEMBLY = {"fma.rn.f32 $0, $1, $2, $3;": "fma", "rcp.approx.ftz.f32 $0, $1;": "reciprocal"}
 
 
 def compute(name: str, arguments: list[Array], dtype: tl.dtype) -> Array:
@@ -75,7 +85,9 @@ def compute(name: str, arguments: list[Array], dtype: tl.dtype) -> Array:
 
 
 def name_of(symbol: str) -> str:
-    """Return the name for a symbol of libdevice: that of `__nv_erff` is `erf`, that of `__nv_isinfd` is `isinf`."""
+    """Return the name for a symbol of libdevice: that of `__nv_erff` is `erf`, that of
+    `__nv_isinfd` is `isinf`.
+    """
     full = symbol.removeprefix("__nv_")
     for name in (full, full[:-1]):
         if name in DOUBLE or name == "nextafter":

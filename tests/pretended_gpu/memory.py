@@ -14,5 +14,9 @@ def on_host(value: Any) -> Any:
     storage = value.untyped_storage()
     if storage.nbytes() == 0 or storage.data_ptr() == 0:
         return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)
-    memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), torch.device("cpu"), storage.nbytes())
-    return torch.empty(0, dtype=value.dtype).set_(memory, value.storage_offset(), value.size(), value.stride())
+    memory = torch._C._construct_storage_from_data_pointer(
+        storage.data_ptr(), torch.device("cpu"), storage.nbytes()
+    )
+    return torch.empty(0, dtype=value.dtype).set_(
+        memory, value.storage_offset(), value.size(), value.stride()
+    )

@@ -1,6 +1,8 @@
-"""Numbers of Triton's types as numpy arrays: floats that numpy lacks are float32 arrays of values that the type has.
+"""Numbers of Triton's types as numpy arrays: floats that numpy lacks are float32 arrays of values
+that the type has.
 
-So float16, bfloat16 and the two fp8 types are computed in float32 and rounded after each operation, as a card does.
+So float16, bfloat16 and the two fp8 types are computed in float32 and rounded after each operation,
+as a card does.
 """
 
 from __future__ import annotations
@@ -14,9 +16,16 @@ import triton.language as tl
 Array = np.ndarray[Any, Any]
 
 # By name, as types are made anew all the time.
-NARROW = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
+NARROW = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp8e4nv": torch.float8_e4m3fn,
+    "fp8e5": torch.float8_e5m2,
+}
 _NUMPY = {"int1": np.dtype(bool), "fp32": np.dtype(np.float32), "fp64": np.dtype(np.float64)} | {
-    f"{sign}int{bits}": np.dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)
+    f"{sign}int{bits}": np.dtype(f"{sign}int{bits}")
+    for sign in ("", "u")
+    for bits in (8, 16, 32, 64)
 }
 _BITS = {1: torch.uint8, 2: torch.int16}
 
@@ -32,7 +41,11 @@ def array_dtype(dtype: tl.dtype) -> np.dtype[Any]:
 def memory_dtype(dtype: tl.dtype) -> np.dtype[Any]:
     """Return the dtype in which memory has them."""
     narrow = NARROW.get(dtype.scalar.name)
-    return array_dtype(dtype) if narrow is None else np.dtype(np.uint8 if narrow.itemsize == 1 else np.int16)
+    return (
+        array_dtype(dtype)
+        if narrow is None
+        else np.dtype(np.uint8 if narrow.itemsize == 1 else np.int16)
+    )
 
 
 def to_memory(data: Array, dtype: tl.dtype) -> Array:
@@ -52,7 +65,8 @@ def from_memory(bits: Array, dtype: tl.dtype) -> Array:
 def rounded(data: Array, dtype: tl.dtype) -> Array:
     """Return any numbers as numbers of the type, rounded to the nearest, ties to even.
 
-    Those too large for fp8 become its largest, as in PTX (`cvt.rn.satfinite`, the only conversion to fp8 that it has).
+    Those too large for fp8 become its largest, as in PTX (`cvt.rn.satfinite`, the only conversion
+    to fp8 that it has).
     """
     narrow = NARROW.get(dtype.scalar.name)
     if narrow is None:

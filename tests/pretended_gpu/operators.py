@@ -1,8 +1,9 @@
 """Numbers of ATen's CUDA operators: the CPU's kernels compute them on the same memory.
 
-An operator has two halves, as on a real card. When it is called, the shapes, strides and dtypes of its results are
-computed on the meta device, and memory is taken from torch's own CUDA allocator. When the card does its work
-(`order.launch`), the CPU's kernel computes the numbers, at once, later, or at each replay of a captured graph.
+An operator has two halves, as on a real card. When it is called, the shapes, strides and dtypes of
+its results are computed on the meta device, and memory is taken from torch's own CUDA allocator.
+When the card does its work (`order.launch`), the CPU's kernel computes the numbers, at once, later,
+or at each replay of a captured graph.
 
 Without numbers: operators that have neither a CPU kernel nor a decomposition; these raise by name.
 """
@@ -26,14 +27,20 @@ from pretended_gpu.memory import on_host
 
 aten = torch.ops.aten
 Operator = Any  # torch._ops.OpOverload
-# These launch no kernel: they make tensors, views and storages, or read one number through the driver.
+# These launch no kernel: they make tensors, views and storages, or read one number through the
+# driver.
 NATIVE = {
     "empty.memory_format", "empty_strided", "as_strided", "as_strided_", "view", "view.dtype", "view_as_real",
     "view_as_complex", "_reshape_alias", "alias", "unfold", "set_", "set_.source_Storage", "set_.source_Tensor",
     "set_.source_Storage_storage_offset", "resize_", "_local_scalar_dense", "record_stream", "is_pinned", "pin_memory",
     "_pin_memory", "_fused_sdp_choice", "_efficientzerotensor", "is_set_to", "_nested_tensor_from_mask",
 }  # fmt: skip
-CPU_KEYS = "CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd", "CompositeExplicitAutogradNonFunctional"
+CPU_KEYS = (
+    "CPU",
+    "CompositeExplicitAutograd",
+    "CompositeImplicitAutograd",
+    "CompositeExplicitAutogradNonFunctional",
+)
 called: Counter[str] = Counter()
 _library = torch.library.Library("aten", "IMPL")
 
@@ -56,7 +63,9 @@ def _cuda_operators() -> Iterator[Operator]:
     for qualified in torch._C._dispatch_get_all_op_names():
         namespace, _, name = qualified.partition("::")
         base, _, overload = name.partition(".")
-        on_card = namespace == "aten" and torch._C._dispatch_has_kernel_for_dispatch_key(qualified, "CUDA")
+        on_card = namespace == "aten" and torch._C._dispatch_has_kernel_for_dispatch_key(
+            qualified, "CUDA"
+        )
         if on_card and name not in NATIVE:
             operator = getattr(getattr(aten, base, None), overload or "default", None)
             if operator is not None and not operator.is_view:
@@ -64,29 +73,48 @@ def _cuda_operators() -> Iterator[Operator]:
 
 
 class Kernel:
-    """What an operator does on the card: memory for its results at the call, numbers when the card gets to it."""
+    """What an operator does on the card: memory for its results at the call, numbers when the card
+    gets to it.
+    """
 
     def __init__(self, operator: Operator, name: str) -> None:
         self.operator, self.name = operator, name
         schema, tags = operator._schema, set(operator.tags)
-        self.written = [(i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write]
-        self.of_tensors = [index for index, argument in enumerate(schema.arguments) if str(argument.type) == "Tensor"]
-        self.kernel, self.packet = _cpu_kernel(operator, name), getattr(aten, name.partition(".")[0])
+        self.written = [
+            (i, a.name)
+            for i, a in enumerate(schema.arguments)
+            if a.alias_info and a.alias_info.is_write
+        ]
+        self.of_tensors = [
+            index
+            for index, argument in enumerate(schema.arguments)
+            if str(argument.type) == "Tensor"
+        ]
+        self.kernel, self.packet = (
+            _cpu_kernel(operator, name),
+            getattr(aten, name.partition(".")[0]),
+        )
         self.random = torch.Tag.nondeterministic_seeded in tags
         self.reads = bool({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & tags)
         self.by_index = name.startswith(("index.", "index_put"))
-        self.fresh = any(not result.alias_info for result in schema.returns)  # as of norms that write statistics
+        # As of norms that write statistics.
+        self.fresh = any(not result.alias_info for result in schema.returns)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         called[self.name] += 1
         if self.kernel is None:
-            raise NotImplementedError(f"aten::{self.name} has no numbers on a pretended card: no kernel of a CPU")
+            raise NotImplementedError(
+                f"aten::{self.name} has no numbers on a pretended card: no kernel of a CPU"
+            )
         self._require_one_device(args, kwargs)
         waits = _has_mask(args[1]) if self.by_index else self.reads
         if waits:
             order.wait()  # the host reads numbers to know the result's shape
-        # A number that became a tensor on its way here comes as a number again; another overload takes it.
-        numeric = any(isinstance(args[index], int | float) for index in self.of_tensors if index < len(args))
+        # A number that became a tensor on its way here comes as a number again; another overload
+        # takes it.
+        numeric = any(
+            isinstance(args[index], int | float) for index in self.of_tensors if index < len(args)
+        )
         compute, of_shapes = (self.packet, self.packet) if numeric else (self.kernel, self.operator)
         targets = [_argument(*which, args, kwargs) for which in self.written]
         if any(isinstance(target, Tensor) and target.numel() == 0 for target in targets):
@@ -117,7 +145,9 @@ class Kernel:
             return
         for tensor in _tensors((args, kwargs)):
             if tensor.device.type == "cpu" and tensor.ndim:
-                raise RuntimeError(f"Expected all tensors on one device: aten::{self.name} got one of the host")
+                raise RuntimeError(
+                    f"Expected all tensors on one device: aten::{self.name} got one of the host"
+                )
 
     def _make_room(self, targets: list[Any], of_shapes: Any, args: Any, kwargs: Any) -> None:
         """Make results as large as the operator will, which was given empty ones."""
@@ -136,7 +166,8 @@ class Kernel:
 
 def _write(numbers: Callable[[], Any], results: list[Tensor]) -> None:
     for result, number in zip(results, _tensors(numbers()), strict=True):
-        if number.numel():  # norms that are evaluated give statistics on one device only, which nobody reads
+        # Norms that are evaluated give statistics on one device only, which nobody reads.
+        if number.numel():
             result.copy_(number)
 
 
@@ -145,7 +176,9 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _has_mask(indices: Any) -> bool:
-    return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices)
+    return any(
+        isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices
+    )
 
 
 def _argument(index: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -155,7 +188,13 @@ def _argument(index: int, name: str, args: tuple[Any, ...], kwargs: dict[str, An
 def _as_argument(value: Any) -> Any:
     if isinstance(value, Tensor):
         # A number that lies on the host is a kernel's argument: its value at the launch counts.
-        return on_host(value) if value.device.type == "cuda" else value.clone() if value.ndim == 0 else value
+        return (
+            on_host(value)
+            if value.device.type == "cuda"
+            else value.clone()
+            if value.ndim == 0
+            else value
+        )
     if isinstance(value, torch.device) and value.type == "cuda":
         return torch.device("cpu")
     return None if isinstance(value, torch.Generator) else value
@@ -186,7 +225,9 @@ def _on_card(number: Any) -> Any:
 def _cpu_kernel(operator: Operator, name: str) -> Callable[..., Any] | None:
     if name in WIDE_RESULT:
         return WIDE_RESULT[name]
-    if any(torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key) for key in CPU_KEYS):
+    if any(
+        torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key) for key in CPU_KEYS
+    ):
         return operator  # type: ignore[no-any-return]
     if operator in decomposition_table:
         return decomposition_table[operator]
@@ -194,8 +235,12 @@ def _cpu_kernel(operator: Operator, name: str) -> Callable[..., Any] | None:
     return None
 
 
-def _product(*factors: Tensor, out_dtype: torch.dtype, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
-    """Return a product of two matrices, plus a third if there are three, rounded once to `out_dtype`."""
+def _product(
+    *factors: Tensor, out_dtype: torch.dtype, beta: float = 1.0, alpha: float = 1.0
+) -> Tensor:
+    """Return a product of two matrices, plus a third if there are three, rounded once to
+    `out_dtype`.
+    """
     *added, left, right = (factor.double() for factor in factors)
     result = alpha * (left @ right)
     return (result + beta * added[0] if added else result).to(out_dtype)
@@ -215,9 +260,11 @@ WIDE_RESULT = {
 
 
 class Draws:
-    """Where one operator's random numbers are: the card's seed, and an offset that each operator advances by 4.
+    """Where one operator's random numbers are: the card's seed, and an offset that each operator
+    advances by 4.
 
-    For a captured operator both are those of the replay, and the offset is relative to its beginning.
+    For a captured operator both are those of the replay, and the offset is relative to its
+    beginning.
     """
 
     replay = 0, 0  # seed and offset where the replay that runs now began
@@ -247,7 +294,9 @@ def drawn(count: int) -> tuple[int, int]:
 
 @contextmanager
 def seeded(draws: Draws | None) -> Iterator[None]:
-    """In the block the CPU's default generator draws what is the operator's, and nothing of its own is used up."""
+    """In the block the CPU's default generator draws what is the operator's, and nothing of its own
+    is used up.
+    """
     if draws is None:
         yield
         return
@@ -263,7 +312,9 @@ def seeded(draws: Draws | None) -> Iterator[None]:
 
 
 def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """Copy between devices or on one; a copy from or to pageable memory of the host makes the host wait."""
+    """Copy between devices or on one; a copy from or to pageable memory of the host makes the host
+    wait.
+    """
     called["copy_"] += 1
     into, numbers = on_host(target), on_host(source)
     pageable = any(end.device.type == "cpu" and not end.is_pinned() for end in (target, source))

@@ -1,8 +1,10 @@
-"""When a pretended card does its work: at once, or only when something waits for it, in a random order.
+"""When a pretended card does its work: at once, or only when something waits for it, in a random
+order.
 
-A piece of work is a function. Kernels and copies are given to the current stream by `launch`. In a capture they become
-nodes of the graph, and run when the graph is replayed. driver/order.c counts what streams were given and have done, and
-knows the events: it says which stream's next piece may be done.
+A piece of work is a function. Kernels and copies are given to the current stream by `launch`. In a
+capture they become nodes of the graph, and run when the graph is replayed. driver/order.c counts
+what streams were given and have done, and knows the events: it says which stream's next piece may
+    be done.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ _queues: dict[int, deque[Work]] = {}
 _random: random.Random | None = None  # None: everything is done at once
 _DEFAULT_STREAM = 1  # one of its names; 0 would be all streams
 _favourite = (
-    0  # the stream whose work is mostly done first, for some time: what lies far behind is reached before others
+    # The stream whose work is mostly done first, for some time: what lies far behind is reached
+    # before others.
+    0
 )
 
 
@@ -37,7 +41,8 @@ def launch(work: Work) -> None:
     """Give a piece of work to the current stream."""
     if captured and torch.cuda.is_current_stream_capturing():
         captured[-1].append(work)
-        card.launch("pretended", "work", torch.cuda.current_stream().cuda_stream)  # a node of the graph
+        # A node of the graph.
+        card.launch("pretended", "work", torch.cuda.current_stream().cuda_stream)
         return
     if not COMPUTES:
         return
@@ -53,7 +58,11 @@ def launch(work: Work) -> None:
 
 
 def _ready() -> list[int]:
-    return [stream for stream, left in _queues.items() if left and driver.card_ready(ctypes.c_void_p(stream))]
+    return [
+        stream
+        for stream, left in _queues.items()
+        if left and driver.card_ready(ctypes.c_void_p(stream))
+    ]
 
 
 def _some() -> bool:
@@ -65,7 +74,9 @@ def _some() -> bool:
         return False
     if _random.random() < 1 / 300:
         _favourite = _random.choice(ready)
-    stream = _favourite if _favourite in ready and _random.random() < 0.95 else _random.choice(ready)
+    stream = (
+        _favourite if _favourite in ready and _random.random() < 0.95 else _random.choice(ready)
+    )
     work = _queues[stream].popleft()
     work()
     driver.card_did(ctypes.c_void_p(stream))
@@ -73,9 +84,15 @@ def _some() -> bool:
 
 
 def until(stream: int | None, number: int) -> None:
-    """Do work of random streams until `number` pieces of a stream are done, or all of all streams if it is None."""
+    """Do work of random streams until `number` pieces of a stream are done, or all of all streams
+    if it is None.
+    """
     with _lock:
-        while any(_queues.values()) if stream is None else driver.card_done_by(ctypes.c_void_p(stream)) < number:
+        while (
+            any(_queues.values())
+            if stream is None
+            else driver.card_done_by(ctypes.c_void_p(stream)) < number
+        ):
             assert _some(), "every stream waits for another one"
 
 
@@ -93,8 +110,8 @@ def wait() -> None:
 def deferred(seed: int) -> Iterator[None]:
     """In the block nothing is done before something waits for it, or by chance.
 
-    A seed gives one order of all that may be done in any order. What a missing wait lets happen too early or too late
-    shows as wrong numbers for some seeds.
+    A seed gives one order of all that may be done in any order. What a missing wait lets happen too
+    early or too late shows as wrong numbers for some seeds.
     """
     global _random, _favourite
     function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint64)(until)

@@ -1,10 +1,12 @@
-"""Plant faults that only a GPU shows into a copy of the project, one at a time: its tests on a pretended card see them.
+"""Plant faults that only a GPU shows into a copy of the project, one at a time: its tests on a
+pretended card see them.
 
-    python tests/pretended_gpu/environment.py run 90 python -m pretended_gpu.planted [--only TEXT] [--out FILE]
+    python tests/pretended_gpu/environment.py run 90 python -m pretended_gpu.planted [--only TEXT]
+    [--out FILE]
 
-A fault is one edit of one line: a wait is left out, memory is not page-locked, the host reads in a capture, a graph is
-stale, a tensor is on the other device. It counts as caught if its test fails, or does not end. What is missed is
-printed, for a person to judge.
+A fault is one edit of one line: a wait is left out, memory is not page-locked, the host reads in a
+capture, a graph is stale, a tensor is on the other device. It counts as caught if its test fails,
+or does not end. What is missed is printed, for a person to judge.
 """
 
 from __future__ import annotations
@@ -50,9 +52,13 @@ ROPE = "tests/ops/test_fused_gradients.py -k forms_for_a_gpu"
 WARM_UP = f"{ORDER} -k warm_up"
 WAITS = "tests/pretended_gpu/test_waits.py"
 REPLAYED = "tests/laws/test_replayed_on_a_gpu.py -m gpu"
-STREAMED = "tests/stream/test_cuda.py -m gpu -k 'resident_on_it and bf16 and stages and not backward'"
+STREAMED = (
+    "tests/stream/test_cuda.py -m gpu -k 'resident_on_it and bf16 and stages and not backward'"
+)
 PRODUCTS = "tests/ops/test_fused_gradients.py -m gpu"
-PACKED = "tests/laws/test_packed_is_separate.py -m gpu -k 'on_a_gpu and auto and (llama or mistral)'"
+PACKED = (
+    "tests/laws/test_packed_is_separate.py -m gpu -k 'on_a_gpu and auto and (llama or mistral)'"
+)
 KERNELS = "tests/ops/test_attention_kernels.py tests/ops/test_attention.py -m gpu"
 COUNTS = "tests/pretended_gpu/test_counts.py"
 PARTS = "tests/predict/test_footprint.py -k one_product"
@@ -189,8 +195,11 @@ class Copy:
 
 
 def _code(folder: Path, tests: list[str], limit_s: float) -> int:
-    """Run pytest in a child, which has torch already, on the copy; return its exit code, or 124 if it does not end."""
-    of_driver = any(name in tests[0] for name in ("waits", "counts"))  # what is copied and launched, not computed
+    """Run pytest in a child, which has torch already, on the copy; return its exit code, or 124 if
+    it does not end.
+    """
+    # What is copied and launched, not computed.
+    of_driver = any(name in tests[0] for name in ("waits", "counts"))
     arguments = [] if of_driver else ["-p", "pretended_gpu.plugin"]
     child = os.fork()
     if child == 0:
@@ -219,11 +228,17 @@ def _code(folder: Path, tests: list[str], limit_s: float) -> int:
 
 def main() -> int:
     """Try the faults; print a line for each and the score; return 1 if fewer than 95 % are caught."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="TEXT", help="faults whose file or edit has this text")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="faults whose file or edit has this text"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
     asked = parser.parse_args()
-    chosen = [fault for fault in FAULTS if asked.only in f"{fault.file} {fault.before} {fault.after}"]
+    chosen = [
+        fault for fault in FAULTS if asked.only in f"{fault.file} {fault.before} {fault.after}"
+    ]
     rows = list[dict[str, object]]()
     with tempfile.TemporaryDirectory() as folder:
         copy = Copy(Path(folder))
@@ -234,10 +249,17 @@ def main() -> int:
                 sys.exit(f"without a fault these fail: {fault.tests}")
             sound[fault.tests] = True
             caught = copy.caught(fault, fault.tests, LIMIT_S)
-            rows.append({**fault._asdict(), "caught": caught, "wall_s": round(time.monotonic() - began, 1)})
-            print(f"{'caught' if caught else 'MISSED'} {fault.file}: {fault.before!r} -> {fault.after!r}", flush=True)
+            rows.append(
+                {**fault._asdict(), "caught": caught, "wall_s": round(time.monotonic() - began, 1)}
+            )
+            print(
+                f"{'caught' if caught else 'MISSED'} {fault.file}: {fault.before!r} -> {fault.after!r}",
+                flush=True,
+            )
             if asked.out:
-                asked.out.write_text(json.dumps({"schema": "monograph-planted-1", "faults": rows}, indent=1) + "\n")
+                asked.out.write_text(
+                    json.dumps({"schema": "monograph-planted-1", "faults": rows}, indent=1) + "\n"
+                )
     score = sum(bool(row["caught"]) for row in rows)
     print(f"{score} of {len(rows)} faults caught")
     return int(score < 0.95 * len(rows))

@@ -10,5 +10,7 @@ assert pretended_gpu.numbers
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let numpy warn, which the interpreter computes with, of logarithms of 0 and of numbers that masks take away."""
+    """Let numpy warn, which the interpreter computes with, of logarithms of 0 and of numbers that
+    masks take away.
+    """
     config.addinivalue_line("filterwarnings", "ignore")

@@ -1,9 +1,10 @@
 """Triton's interpreter with one more axis: many programs of a grid are computed at once.
 
-The interpreter runs a kernel in Python once for each program, on numpy arrays of its blocks. Here an array is
-[programs, *block], and a scalar [programs]; where all programs have the same numbers, the first axis has length 1. So
-a kernel runs once for many programs, as long as they go the same way. Where they do not (a branch on the program's
-number, a loop whose length was loaded), `Apart` says which may go on together.
+The interpreter runs a kernel in Python once for each program, on numpy arrays of its blocks. Here
+an array is [programs, *block], and a scalar [programs]; where all programs have the same numbers,
+the first axis has length 1. So a kernel runs once for many programs, as long as they go the same
+way. Where they do not (a branch on the program's number, a loop whose length was loaded), `Apart`
+says which may go on together.
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ from triton._C.libtriton import ir
 from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions
 
 from pretended_gpu import card, libdevice
-from pretended_gpu.narrow import NARROW, Array, array_dtype, from_memory, memory_dtype, rounded, to_memory
+from pretended_gpu.narrow import (
+    NARROW,
+    Array,
+    array_dtype,
+    from_memory,
+    memory_dtype,
+    rounded,
+    to_memory,
+)
 
 ELEMENTS = 1 << 18  # of one array: more leave the cache, fewer are a longer Python loop
 
@@ -39,7 +48,9 @@ _ATOMIC: dict[Any, Callable[[Array, Array], Array]] = {
 
 
 class Apart(Exception):  # noqa: N818 - no error
-    """Programs cannot go on together; those with the same key can. If they are too many, it says how many are not."""
+    """Programs cannot go on together; those with the same key can. If they are too many, it says
+    how many are not.
+    """
 
     def __init__(self, keys: Array, most: int | None = None) -> None:
         super().__init__()
@@ -70,7 +81,9 @@ class Numbers:
 
 
 class Memory:
-    """Numbers at addresses, as indices of one array that is the memory from the first address to the last."""
+    """Numbers at addresses, as indices of one array that is the memory from the first address to
+    the last.
+    """
 
     def __init__(self, addresses: Array, dtype: tl.dtype) -> None:
         self.dtype, kept = dtype, memory_dtype(dtype)
@@ -80,7 +93,8 @@ class Memory:
         first, last = int(addresses.min()), int(addresses.max())
         self.at = (addresses - first) // kept.itemsize
         if card.PRELOADED and not card.holds(first, last + kept.itemsize):
-            # A card stops here if these pages are nobody's, and else computes with what is not the kernel's.
+            # A card stops here if these pages are nobody's, and else computes with what is not the
+            # kernel's.
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         shape = ((last - first) // kept.itemsize + 1,)
         memory = {"data": (first, False), "shape": shape, "typestr": kept.str, "version": 3}
@@ -100,7 +114,9 @@ class Programs(InterpreterBuilder):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
-        self.options = dataclasses.replace(InterpreterOptions(), sanitize_overflow=False, debug=True)
+        self.options = dataclasses.replace(
+            InterpreterOptions(), sanitize_overflow=False, debug=True
+        )
         self.count = 1
         self._written: list[tuple[Array, Array, Array]] = []
 
@@ -133,7 +149,9 @@ class Programs(InterpreterBuilder):  # type: ignore[misc]
         memory = Memory(pointer.data, pointer.get_element_ty())
         return Numbers(memory.read(memory.at), memory.dtype)
 
-    def create_masked_load(self, pointer: Numbers, mask: Numbers, other: Numbers | None, *hints: object) -> Numbers:
+    def create_masked_load(
+        self, pointer: Numbers, mask: Numbers, other: Numbers | None, *hints: object
+    ) -> Numbers:
         if mask.data.all():
             return self.create_load(pointer)
         dtype = pointer.get_element_ty()
@@ -146,7 +164,9 @@ class Programs(InterpreterBuilder):  # type: ignore[misc]
     def create_store(self, pointer: Numbers, value: Numbers, *hints: object) -> None:
         self._store(*np.broadcast_arrays(pointer.data, value.data), pointer.get_element_ty())
 
-    def create_masked_store(self, pointer: Numbers, value: Numbers, mask: Numbers, *hints: object) -> None:
+    def create_masked_store(
+        self, pointer: Numbers, value: Numbers, mask: Numbers, *hints: object
+    ) -> None:
         addresses, numbers, selected = np.broadcast_arrays(pointer.data, value.data, mask.data)
         self._store(addresses[selected], numbers[selected], pointer.get_element_ty())
 
@@ -171,7 +191,9 @@ class Programs(InterpreterBuilder):  # type: ignore[misc]
 
         return self._atomic(pointer, np.ones(1, bool), new, value, expected)
 
-    def _atomic(self, pointer: Numbers, mask: Array, new: Callable[..., Array], *values: Numbers) -> Numbers:
+    def _atomic(
+        self, pointer: Numbers, mask: Array, new: Callable[..., Array], *values: Numbers
+    ) -> Numbers:
         """Replace numbers one program after the other; return what each found."""
         shape = (self.count, *pointer.data.shape[1:])
         addresses, selected, *arrays = (
@@ -189,24 +211,31 @@ class Programs(InterpreterBuilder):  # type: ignore[misc]
         by_turn = np.argsort(turn, kind="stable")
         for these in np.split(order[by_turn], np.flatnonzero(np.diff(turn[by_turn])) + 1):
             found[these] = memory.read(memory.at[these])
-            memory.write(memory.at[these], new(found[these], *(operand[these] for operand in operands)))
+            memory.write(
+                memory.at[these], new(found[these], *(operand[these] for operand in operands))
+            )
         result = np.zeros(shape, found.dtype)
         result[selected] = found
         return Numbers(result, dtype)
 
     # ── arithmetic ──────────────────────────────────────────────────────────────────────────────
 
-    def binary_op(self, left: Numbers, right: Numbers, op: Callable[[Array, Array], Array]) -> Numbers:
+    def binary_op(
+        self, left: Numbers, right: Numbers, op: Callable[[Array, Array], Array]
+    ) -> Numbers:
         return _typed(op(left.data, right.data), left.dtype)
 
     def unary_op(self, value: Numbers, op: Callable[[Array], Array]) -> Numbers:
         return _typed(op(value.data), value.dtype)
 
-    def ternary_op(self, a: Numbers, b: Numbers, c: Numbers, op: Callable[[Array, Array, Array], Array]) -> Numbers:
+    def ternary_op(
+        self, a: Numbers, b: Numbers, c: Numbers, op: Callable[[Array, Array, Array], Array]
+    ) -> Numbers:
         return _typed(op(a.data, b.data, c.data), c.dtype)
 
     def create_idiv(self, left: Numbers, right: Numbers) -> Numbers:
-        # The quotient is rounded towards 0. numpy's is rounded down, and fast for a constant divisor.
+        # The quotient is rounded towards 0. numpy's is rounded down, and fast for a constant
+        # divisor.
         a, b = left.data, right.data
         if a.dtype.kind == "i" and (a.min() < 0 or b.min() < 0):
             a = a - np.fmod(a, b)
@@ -223,7 +252,9 @@ class Programs(InterpreterBuilder):  # type: ignore[misc]
     def create_fabs(self, value: Numbers) -> Numbers:
         return Numbers(np.abs(value.data), value.dtype)
 
-    def create_clampf(self, value: Numbers, low: Numbers, high: Numbers, propagate_nan: Any) -> Numbers:
+    def create_clampf(
+        self, value: Numbers, low: Numbers, high: Numbers, propagate_nan: Any
+    ) -> Numbers:
         if propagate_nan == tl.PropagateNan.ALL:
             return Numbers(np.minimum(np.maximum(value.data, low.data), high.data), value.dtype)
         return Numbers(np.fmin(np.fmax(value.data, low.data), high.data), value.dtype)
@@ -234,25 +265,45 @@ class Programs(InterpreterBuilder):  # type: ignore[misc]
     def create_maxnumf(self, left: Numbers, right: Numbers) -> Numbers:
         return Numbers(np.fmax(left.data, right.data), left.dtype)
 
-    def create_dot(self, a: Numbers, b: Numbers, added: Numbers, precision: object, imprecise: object) -> Numbers:
+    def create_dot(
+        self, a: Numbers, b: Numbers, added: Numbers, precision: object, imprecise: object
+    ) -> Numbers:
         return _typed(np.matmul(a.data, b.data, dtype=added.data.dtype) + added.data, added.dtype)
 
     # ── mathematical functions ──────────────────────────────────────────────────────────────────
 
     def create_extern_elementwise(
-        self, library: str, path: str, symbol: str, arguments: list[Numbers], result: tl.dtype, pure: bool
+        self,
+        library: str,
+        path: str,
+        symbol: str,
+        arguments: list[Numbers],
+        result: tl.dtype,
+        pure: bool,
     ) -> Numbers:
         dtype = result.scalar
         name = libdevice.name_of(symbol)
-        return Numbers(libdevice.compute(name, [argument.data for argument in arguments], dtype), dtype)
+        return Numbers(
+            libdevice.compute(name, [argument.data for argument in arguments], dtype), dtype
+        )
 
     def create_inline_asm(
-        self, assembly: str, constraints: str, values: list[Numbers], types: list[tl.dtype], pure: bool, pack: int
+        self,
+        assembly: str,
+        constraints: str,
+        values: list[Numbers],
+        types: list[tl.dtype],
+        pure: bool,
+        pack: int,
     ) -> Any:
         if assembly not in libdevice.ASSEMBLY:
-            raise NotImplementedError(f"the assembly {assembly!r} has no numbers on the pretended card")
+            raise NotImplementedError(
+                f"the assembly {assembly!r} has no numbers on the pretended card"
+            )
         name = libdevice.ASSEMBLY[assembly]
-        return _Results([Numbers(libdevice.compute(name, [value.data for value in values], types[0]), types[0])])
+        return _Results(
+            [Numbers(libdevice.compute(name, [value.data for value in values], types[0]), types[0])]
+        )
 
     # ── casts ───────────────────────────────────────────────────────────────────────────────────
 
@@ -265,7 +316,9 @@ class Programs(InterpreterBuilder):  # type: ignore[misc]
         return self.cast_impl(value, to)
 
     def create_bitcast(self, value: Numbers, to: tl.dtype) -> Numbers:
-        return Numbers(from_memory(to_memory(value.data, value.dtype).view(memory_dtype(to)), to), to)
+        return Numbers(
+            from_memory(to_memory(value.data, value.dtype).view(memory_dtype(to)), to), to
+        )
 
     def get_bf16(self, value: float) -> Numbers:
         """Return a constant; Triton's interpreter has all but this."""
@@ -280,7 +333,9 @@ class Programs(InterpreterBuilder):  # type: ignore[misc]
         return Numbers(np.arange(start, stop, dtype=np.int32)[None], tl.int32)
 
     def create_splat(self, type_: tl.block_type, value: Numbers) -> Numbers:
-        return self.create_broadcast(self.create_reshape(value, (1,) * len(type_.shape), False), type_.shape)
+        return self.create_broadcast(
+            self.create_reshape(value, (1,) * len(type_.shape), False), type_.shape
+        )
 
     def create_unsplat(self, value: Numbers) -> Numbers:
         return self.create_reshape(value, (), False)
@@ -291,7 +346,9 @@ class Programs(InterpreterBuilder):  # type: ignore[misc]
             raise Apart(np.arange(self.count) // together, together)
         return Numbers(np.broadcast_to(value.data, (len(value.data), *shape)), value.dtype)
 
-    def create_reshape(self, value: Numbers, shape: tuple[int, ...], allow_reorder: bool) -> Numbers:
+    def create_reshape(
+        self, value: Numbers, shape: tuple[int, ...], allow_reorder: bool
+    ) -> Numbers:
         return Numbers(value.data.reshape(len(value.data), *shape), value.dtype)
 
     def create_expand_dims(self, value: Numbers, axis: int) -> Numbers:
@@ -307,11 +364,15 @@ class Programs(InterpreterBuilder):  # type: ignore[misc]
         return Numbers(np.stack(np.broadcast_arrays(left.data, right.data), -1), left.dtype)
 
     def create_gather(self, source: Numbers, indices: Numbers, axis: int) -> Numbers:
-        return Numbers(np.take_along_axis(*self._same_programs(source, indices), axis + 1), source.dtype)
+        return Numbers(
+            np.take_along_axis(*self._same_programs(source, indices), axis + 1), source.dtype
+        )
 
     def create_histogram(self, value: Numbers, bins: int, mask: Numbers | None) -> Numbers:
         hits = value.data[..., None] == np.arange(bins)
-        return Numbers((hits if mask is None else hits & mask.data[..., None]).sum(1, dtype=np.int32), tl.int32)
+        return Numbers(
+            (hits if mask is None else hits & mask.data[..., None]).sum(1, dtype=np.int32), tl.int32
+        )
 
     def _same_programs(self, *values: Numbers) -> list[Array]:
         programs = max(len(value.data) for value in values)
@@ -344,7 +405,12 @@ def _typed(data: Array, dtype: tl.dtype) -> Numbers:
     """Return numbers of a type, computed in one as wide or wider; truths are truths."""
     if data.dtype == bool:
         return Numbers(data, tl.int1)
-    return Numbers(rounded(data, dtype) if dtype.name in NARROW else data.astype(array_dtype(dtype), copy=False), dtype)
+    return Numbers(
+        rounded(data, dtype)
+        if dtype.name in NARROW
+        else data.astype(array_dtype(dtype), copy=False),
+        dtype,
+    )
 
 
 def _function(name: str) -> Callable[[Programs, Numbers], Numbers]:

@@ -26,7 +26,8 @@ assert numbers  # kernels compute
 
 def law() -> None:
     """Run a program of law 13's test."""
-    # Hooks ask ranks for gradients, so products add none; those of the process beside them must not, either.
+    # Hooks ask ranks for gradients, so products add none; those of the process beside them must
+    # not, either.
     on_device.fuses = lambda step, on_cuda: False
     with on_its_own_card():
         sharded.main()
@@ -39,7 +40,9 @@ def command() -> int | None:
 
 
 def collective() -> None:
-    """Check each collective's numbers, that none makes the host wait or takes memory, and that it waits itself."""
+    """Check each collective's numbers, that none makes the host wait or takes memory, and that it
+    waits itself.
+    """
     world, device = World(place()), default_device()
     before = torch.full((2,), 1.0 + world.rank, device=device)
     whole, own = torch.empty(4, device=device), torch.empty(1, device=device)
@@ -75,7 +78,9 @@ def in_any_order() -> None:
 
 def _two_updates(kind: str, world: World) -> dict[str, Tensor]:
     model, optim = sharded.model(torch.float32, False), AdamW(lr=1e-2)
-    engine = sharded.ENGINES[kind](model, world=world, micro_batch=sharded.ROWS, clip=0.5, optim=optim)
+    engine = sharded.ENGINES[kind](
+        model, world=world, micro_batch=sharded.ROWS, clip=0.5, optim=optim
+    )
     for seed in range(2):
         sharded.one_update(engine, ragged(7, seed=seed))
     return sharded.snapshot(engine).model
@@ -86,21 +91,32 @@ def memory() -> None:
     world, device = World(place()), default_device()
     sizes: dict[str, Any] = {"vocab_size": 3000, "hidden_size": 64, "intermediate_size": 160}
     work = Work(
-        tiny_llama(**sizes).config, rows=2, length=16, optim=AdamW(), compile="none", packed=False, device_type="cuda"
+        tiny_llama(**sizes).config,
+        rows=2,
+        length=16,
+        optim=AdamW(),
+        compile="none",
+        packed=False,
+        device_type="cuda",
     )
     parameters, window = work.config.parameter_count(), ragged(4, length=work.length)
     held, peak = {}, {}
     for kind in sharded.ENGINES:
         gc.collect()
         before = torch.cuda.memory_allocated()
-        engine = sharded.ENGINES[kind](tiny_llama(**sizes).to(device), world=world, micro_batch=2, clip=1.0)
+        engine = sharded.ENGINES[kind](
+            tiny_llama(**sizes).to(device), world=world, micro_batch=2, clip=1.0
+        )
         for _ in range(2):
             torch.cuda.reset_peak_memory_stats()
             sharded.one_update(engine, window)
         held[kind] = torch.cuda.memory_allocated() - before
         peak[kind] = torch.cuda.max_memory_allocated() - before
         del engine
-    assert held == {"ddp": pytest.approx(20 * parameters, rel=0.05), "fsdp": pytest.approx(8 * parameters, rel=0.05)}
+    assert held == {
+        "ddp": pytest.approx(20 * parameters, rel=0.05),
+        "fsdp": pytest.approx(8 * parameters, rel=0.05),
+    }
     assert peak["ddp"] == pytest.approx(footprint(work).peak_bytes + 4 * parameters, rel=0.05), peak
     world.leave()
 
@@ -111,7 +127,9 @@ def on_its_own_card() -> Iterator[None]:
     before = allocations()
     yield
     new = [after - count for after, count in zip(allocations(), before, strict=True)]
-    assert [number for number, count in enumerate(new) if count] == [torch.cuda.current_device()], new
+    assert [number for number, count in enumerate(new) if count] == [torch.cuda.current_device()], (
+        new
+    )
 
 
 def allocations() -> list[int]:

@@ -4,8 +4,8 @@
     PYTHONPATH=tests python -m pretended_gpu.reached FOLDER     those that coverage's files in the folder do not have
 
 A line is a GPU's if it is under a condition that asks for one (`x.is_cuda`, `type == "cuda"`,
-`torch.cuda.is_available()`), behind a return of everything else, or in a function or class that is named after CUDA.
-What asks for the device of a plan (`device_type`) is not: a CPU plans for GPUs.
+`torch.cuda.is_available()`), behind a return of everything else, or in a function or class that is
+named after CUDA. What asks for the device of a plan (`device_type`) is not: a CPU plans for GPUs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "monograph"
-# Lines that no test on a pretended sm_90 executes, by their file and the beginning of their text, with the reason.
+# Lines that no test on a pretended sm_90 executes, by their file and the beginning of their text,
+# with the reason.
 CANNOT = {
     "device.py: raise UsageError(": "a card older than torch's build: tests/test_device.py has one by name",
     'graph/precision.py: return "this GPU has no bf16': "a card without bf16: so has tests/graph/test_precision.py",
@@ -37,10 +38,14 @@ def asks(test: ast.expr) -> int:
         return int(both and 1 in each and -1 not in each) - int(not both and -1 in each)
     match test:
         case (
-            ast.Attribute(attr="is_cuda") | ast.Name("cuda" | "on_cuda") | ast.Call(ast.Attribute(attr="is_available"))
+            ast.Attribute(attr="is_cuda")
+            | ast.Name("cuda" | "on_cuda")
+            | ast.Call(ast.Attribute(attr="is_available"))
         ):
             return 1
-        case ast.Compare(ast.Attribute(attr="type"), [operator], [ast.Constant("cuda" | "cpu" as kind)]):
+        case ast.Compare(
+            ast.Attribute(attr="type"), [operator], [ast.Constant("cuda" | "cpu" as kind)]
+        ):
             return 1 if (kind == "cuda") == isinstance(operator, ast.Eq) else -1
     return 0
 
@@ -48,13 +53,18 @@ def asks(test: ast.expr) -> int:
 def of_a_gpu(body: Sequence[ast.stmt], inside: bool = False) -> Iterator[ast.stmt]:
     """Yield the statements of a block that only a GPU executes, those of inner blocks included."""
     for statement in body:
-        named = isinstance(statement, ast.FunctionDef | ast.ClassDef) and "cuda" in statement.name.lower()
+        named = (
+            isinstance(statement, ast.FunctionDef | ast.ClassDef)
+            and "cuda" in statement.name.lower()
+        )
         within = inside or named
         if inside and not is_docstring(statement):
             yield statement
         sign = asks(statement.test) if isinstance(statement, ast.If) else 0
         for name in ("body", "orelse", "finalbody"):
-            yield from of_a_gpu(getattr(statement, name, []), within or sign == {"body": 1, "orelse": -1}.get(name))
+            yield from of_a_gpu(
+                getattr(statement, name, []), within or sign == {"body": 1, "orelse": -1}.get(name)
+            )
         for each in (*getattr(statement, "handlers", []), *getattr(statement, "cases", [])):
             yield from of_a_gpu(each.body, within)
         if isinstance(statement, ast.If) and not statement.orelse and asks(statement.test) == -1:
@@ -71,7 +81,9 @@ def lines(root: Path = PACKAGE) -> dict[Path, dict[int, str]]:
     for path in sorted(root.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         every = text.splitlines()
-        mine = {each.lineno: every[each.lineno - 1].strip() for each in of_a_gpu(ast.parse(text).body)}
+        mine = {
+            each.lineno: every[each.lineno - 1].strip() for each in of_a_gpu(ast.parse(text).body)
+        }
         if mine:
             found[path] = mine
     return found
@@ -101,7 +113,9 @@ def executed(folder: Path) -> dict[Path, set[int]]:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the lines that were not reached, and how many were; return 1 if one of them has no reason."""
+    """Print the lines that were not reached, and how many were; return 1 if one of them has no
+    reason.
+    """
     mine, reached, silent = lines(), executed(Path(arguments[0])) if arguments else {}, 0
     missed = [
         (f"{path.relative_to(PACKAGE)}:{number}", text)
@@ -115,7 +129,9 @@ def main(arguments: list[str]) -> int:
         silent += not reason
         print(f"{place}: {text}" + (f"   # {reason}" if reason else ""))
     total = sum(map(len, mine.values()))
-    print(f"{total - len(missed)} of {total} lines that only a GPU reaches were reached, {silent} are not explained")
+    print(
+        f"{total - len(missed)} of {total} lines that only a GPU reaches were reached, {silent} are not explained"
+    )
     return int(bool(arguments) and silent > 0)
 
 

@@ -1,4 +1,5 @@
-"""Run: pytest tests/pretended_gpu/test_capture.py (each rule of capture in the pretended driver, kept and broken).
+"""Run: pytest tests/pretended_gpu/test_capture.py (each rule of capture in the pretended driver,
+kept and broken).
 
 In the environment that `python tests/pretended_gpu/environment.py make` makes, under its `run`.
 """
@@ -34,7 +35,17 @@ from pretended_gpu.cuda import (
     work,
 )
 
-UNSUPPORTED, INVALIDATED, MERGE, UNMATCHED, UNJOINED, ISOLATION, IMPLICIT, CAPTURED, WRONG_THREAD = range(900, 909)
+(
+    UNSUPPORTED,
+    INVALIDATED,
+    MERGE,
+    UNMATCHED,
+    UNJOINED,
+    ISOLATION,
+    IMPLICIT,
+    CAPTURED,
+    WRONG_THREAD,
+) = range(900, 909)
 
 
 class Graph:
@@ -128,7 +139,9 @@ def test_calls_that_may_be_unsafe(tmp_path: Path) -> None:
 @pytest.mark.parametrize("own_mode", [GLOBAL, THREAD_LOCAL, RELAXED])
 @pytest.mark.parametrize("own_thread", [True, False])
 def test_whom_a_capture_forbids_them(mode: int, own_mode: int, own_thread: bool) -> None:
-    """As in the comment on cudaThreadExchangeStreamCaptureMode: `mode` is the capture's, `own_mode` the caller's."""
+    """As in the comment on cudaThreadExchangeStreamCaptureMode: `mode` is the capture's, `own_mode`
+    the caller's.
+    """
 
     def asks() -> int:
         value = ctypes.c_int(own_mode)
@@ -163,11 +176,20 @@ def test_a_captured_stream_takes_work_and_others_work_beside_it() -> None:
         work(0)  # the default stream, for which a stream that is not blocking is nothing
     assert graph.error == 0 and graph.nodes == 4 and status(origin) == 0
     assert [each.place for each in log.of(Launch)] == ["captured", "beside", "beside"]
-    assert [(each.what, each.nodes, each.result) for each in log.of(Capture)] == [("begin", 0, "ok"), ("end", 4, "ok")]
-    replayed, beside = made("cudaGraphInstantiateWithFlags", graph.handle, 0), card.counts().graph_launches
+    assert [(each.what, each.nodes, each.result) for each in log.of(Capture)] == [
+        ("begin", 0, "ok"),
+        ("end", 4, "ok"),
+    ]
+    replayed, beside = (
+        made("cudaGraphInstantiateWithFlags", graph.handle, 0),
+        card.counts().graph_launches,
+    )
     with card.logged() as log:
         assert call("cudaGraphLaunch", replayed, other) == 0
-    assert log.records == [GraphLaunch(4, other, 0, "-")] and card.counts().graph_launches == beside + 1
+    assert (
+        log.records == [GraphLaunch(4, other, 0, "-")]
+        and card.counts().graph_launches == beside + 1
+    )
 
 
 def test_what_a_captured_stream_cannot_do() -> None:
@@ -175,7 +197,9 @@ def test_what_a_captured_stream_cannot_do() -> None:
     with captured(stream()) as graph:
         pass
     pageable = ctypes.create_string_buffer(8)
-    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)(lambda *_: None)
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)(
+        lambda *_: None
+    )
     for name, arguments in {
         "cudaStreamSynchronize": (origin,),
         "cudaStreamQuery": (origin,),
@@ -194,7 +218,16 @@ def test_an_invalid_capture_is_of_no_use_until_it_is_ended() -> None:
     with captured(origin) as graph:
         fence = recorded(origin)
         assert call("cudaDeviceSynchronize") == UNSUPPORTED
-        refused("in an invalid capture", INVALIDATED, "cudaMemcpyAsync", target, source, 8, TO_DEVICE, origin)
+        refused(
+            "in an invalid capture",
+            INVALIDATED,
+            "cudaMemcpyAsync",
+            target,
+            source,
+            8,
+            TO_DEVICE,
+            origin,
+        )
         refused("in an invalid capture", INVALIDATED, "cudaEventRecord", event(), origin)
         refused("in an invalid capture", INVALIDATED, "cudaStreamWaitEvent", other, fence, 0)
         work(other)
@@ -270,7 +303,9 @@ def test_a_fork_that_is_not_joined(joined: str) -> None:
             wait(third, recorded(second))
         before = len(card.faults())
         assert graph.end(origin) == UNJOINED
-    assert [(fault.rule, fault.error) for fault in card.faults()[before:]] == [("unjoined", UNJOINED)]
+    assert [(fault.rule, fault.error) for fault in card.faults()[before:]] == [
+        ("unjoined", UNJOINED)
+    ]
     assert [each.result for each in log.of(Capture)] == ["ok", "unjoined"] and status(second) == 0
 
 
@@ -309,9 +344,13 @@ def test_where_a_capture_begins_and_ends() -> None:
     assert graph.error == INVALIDATED
     with captured(origin) as graph:
         wait(second, recorded(origin))
-        refused(IN_CAPTURE, UNMATCHED, "cudaStreamEndCapture", second, ctypes.byref(ctypes.c_void_p()))
+        refused(
+            IN_CAPTURE, UNMATCHED, "cudaStreamEndCapture", second, ctypes.byref(ctypes.c_void_p())
+        )
     assert graph.error == INVALIDATED
-    assert call("cudaGraphInstantiateWithFlags", ctypes.byref(ctypes.c_void_p()), graph.handle, 0) == 1
+    assert (
+        call("cudaGraphInstantiateWithFlags", ctypes.byref(ctypes.c_void_p()), graph.handle, 0) == 1
+    )
 
 
 @pytest.mark.parametrize("mode", [GLOBAL, THREAD_LOCAL, RELAXED])
@@ -329,7 +368,10 @@ def test_which_thread_ends_a_capture(mode: int) -> None:
 def test_two_captures_have_two_numbers() -> None:
     def number(of: int) -> int:
         found, own = ctypes.c_int(), ctypes.c_uint64()
-        assert call("cudaStreamGetCaptureInfo", of, ctypes.byref(found), ctypes.byref(own), 0, 0, 0, 0) == 0
+        assert (
+            call("cudaStreamGetCaptureInfo", of, ctypes.byref(found), ctypes.byref(own), 0, 0, 0, 0)
+            == 0
+        )
         return own.value
 
     one, other = stream(), stream()
@@ -357,15 +399,22 @@ def test_torch_captures_and_replays() -> None:
         graph.replay()
     launches = [each for each in log.of(Launch) if each.place == "captured"]
     (begin, end), (replay,) = log.of(Capture), log.of(GraphLaunch)
-    assert len(launches) == 2 and launches[1].stream == side.cuda_stream != launches[0].stream == begin.stream
+    assert (
+        len(launches) == 2
+        and launches[1].stream == side.cuda_stream != launches[0].stream == begin.stream
+    )
     assert end.result == "ok" and end.nodes == replay.nodes >= 2
 
 
 def test_torch_says_what_is_wrong_with_a_capture() -> None:
     import torch
 
-    with pytest.raises(torch.AcceleratorError, match="operation failed due to a previous error during capture"):
+    with pytest.raises(
+        torch.AcceleratorError, match="operation failed due to a previous error during capture"
+    ):
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            with pytest.raises(torch.AcceleratorError, match="operation not permitted when stream is capturing"):
+            with pytest.raises(
+                torch.AcceleratorError, match="operation not permitted when stream is capturing"
+            ):
                 torch.cuda.synchronize()
     assert not torch.cuda.is_current_stream_capturing()

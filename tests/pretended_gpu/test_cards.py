@@ -1,7 +1,8 @@
-"""Run: pytest tests/pretended_gpu/test_cards.py (several pretended cards: memory, streams, events and peers of each).
+"""Run: pytest tests/pretended_gpu/test_cards.py (several pretended cards: memory, streams, events
+and peers of each).
 
-In the environment that `python tests/pretended_gpu/environment.py make` makes, under its `run`; it starts a
-process with two cards for itself.
+In the environment that `python tests/pretended_gpu/environment.py make` makes, under its `run`; it
+starts a process with two cards for itself.
 """
 
 from __future__ import annotations
@@ -19,7 +20,19 @@ import pytest
 
 from pretended_gpu import card
 from pretended_gpu.card import Allocation, Copy, Launch, Moment
-from pretended_gpu.cuda import Dim3, call, cubin, event, made, memory, pinned, recorded, refused, stream, work
+from pretended_gpu.cuda import (
+    Dim3,
+    call,
+    cubin,
+    event,
+    made,
+    memory,
+    pinned,
+    recorded,
+    refused,
+    stream,
+    work,
+)
 
 TWO = os.environ.get("PRETENDED_CARDS") == "2"
 needs_two = pytest.mark.skipif(not (card.PRELOADED and TWO), reason="test_on_two_cards runs it")
@@ -75,7 +88,9 @@ def test_a_card_has_a_context_when_it_is_used() -> None:
         "cuda.cudaSetDevice(1)\n"
         "print(*before, used(0), used(1))\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    )
     assert done.stdout.split() == ["0", "0", "0", "1"]
 
 
@@ -94,7 +109,11 @@ def test_contexts_are_cards() -> None:
 @needs_two
 def test_each_card_has_its_own_memory() -> None:
     class Attributes(ctypes.Structure):
-        _fields_ = [("type", ctypes.c_int), ("device", ctypes.c_int), ("addresses", ctypes.c_void_p * 10)]
+        _fields_ = [
+            ("type", ctypes.c_int),
+            ("device", ctypes.c_int),
+            ("addresses", ctypes.c_void_p * 10),
+        ]
 
     found, before = Attributes(), [card.counts(number) for number in (0, 1)]
     with on(1), card.logged() as log:
@@ -105,8 +124,13 @@ def test_each_card_has_its_own_memory() -> None:
     assert free.value == total.value - (512 << 20) - card.counts(1).bytes
     assert [card.counts(n).bytes - before[n].bytes for n in (0, 1)] == [0, 8192]
     assert [card.counts(n).mallocs - before[n].mallocs for n in (0, 1)] == [0, 1]
-    assert address in [block.at for block in card.blocks(1)] and address not in [block.at for block in card.blocks(0)]
-    assert call("cudaPointerGetAttributes", ctypes.byref(found), address) == 0 and (found.type, found.device) == (2, 1)
+    assert address in [block.at for block in card.blocks(1)] and address not in [
+        block.at for block in card.blocks(0)
+    ]
+    assert call("cudaPointerGetAttributes", ctypes.byref(found), address) == 0 and (
+        found.type,
+        found.device,
+    ) == (2, 1)
     assert call("cudaFree", address) == 0 and card.counts(1).bytes == before[1].bytes
     with on(1):
         rest = memory(free.value)  # as much as if nothing had been allocated on the other card
@@ -120,7 +144,9 @@ def test_a_launch_on_a_stream_of_another_card_is_refused() -> None:
         theirs = stream()
         work(theirs)
     with card.logged() as log:
-        refused("wrong card", 400, "cudaLaunchKernel", 8, Dim3(1, 1, 1), Dim3(1, 1, 1), 0, 0, theirs)
+        refused(
+            "wrong card", 400, "cudaLaunchKernel", 8, Dim3(1, 1, 1), Dim3(1, 1, 1), 0, 0, theirs
+        )
         with on(1):
             work(theirs)
             work(0)
@@ -134,14 +160,28 @@ def test_events_and_streams_of_two_cards() -> None:
         their_fence = recorded(theirs)
     refused("wrong card", 400, "cudaEventRecord", their_event, stream())
     # Everything else may be mixed.
-    assert call("cudaEventRecord", their_event, theirs) == call("cudaEventSynchronize", their_fence) == 0
-    assert call("cudaStreamWaitEvent", stream(), their_fence, 0) == call("cudaStreamSynchronize", theirs) == 0
+    assert (
+        call("cudaEventRecord", their_event, theirs)
+        == call("cudaEventSynchronize", their_fence)
+        == 0
+    )
+    assert (
+        call("cudaStreamWaitEvent", stream(), their_fence, 0)
+        == call("cudaStreamSynchronize", theirs)
+        == 0
+    )
     timed = [event(0)]
     with on(1):
         timed.append(event(0))
         assert call("cudaEventRecord", timed[1], 0) == 0
     assert call("cudaEventRecord", timed[0], 0) == 0
-    refused("no time between the events", 400, "cudaEventElapsedTime", ctypes.byref(ctypes.c_float()), *timed)
+    refused(
+        "no time between the events",
+        400,
+        "cudaEventElapsedTime",
+        ctypes.byref(ctypes.c_float()),
+        *timed,
+    )
 
 
 @needs_two
@@ -152,7 +192,9 @@ def test_the_default_stream_waits_for_its_own_cards_streams() -> None:
         work(theirs)
     work(ours)
     joins = []
-    with card.hooked(lambda moment, *streams: joins.append(streams) if moment == Moment.STREAM_JOINS else None):
+    with card.hooked(
+        lambda moment, *streams: joins.append(streams) if moment == Moment.STREAM_JOINS else None
+    ):
         work(0)
         with on(1):
             work(0)
@@ -205,7 +247,23 @@ def test_a_kernel_reaches_its_peers_memory_when_that_is_enabled(tmp_path: Path) 
     launch = ("cuLaunchKernel", function, 1, 1, 1, 1, 1, 1, 0, 0, parameters, 0)
     call("cudaDeviceDisablePeerAccess", 1)  # torch has enabled it where it has copied before
     assert call("cudaDeviceDisablePeerAccess", 1) == 705
-    gemm = ("cublasSgemm_v2", made("cublasCreate_v2"), 0, 0, 1, 1, 1, 0, slots[0].value, 1, theirs, 1, 0, 0, 1)
+    gemm = (
+        "cublasSgemm_v2",
+        made("cublasCreate_v2"),
+        0,
+        0,
+        1,
+        1,
+        1,
+        0,
+        slots[0].value,
+        1,
+        theirs,
+        1,
+        0,
+        0,
+        1,
+    )
     refused_launch(launch, 700)
     refused_launch(gemm, 13)
     refused("wrong card", 1, "cudaMemsetAsync", theirs, 0, 8, 0)
@@ -213,7 +271,10 @@ def test_a_kernel_reaches_its_peers_memory_when_that_is_enabled(tmp_path: Path) 
         assert call("cudaDeviceEnablePeerAccess", 0, 0) == 0  # the other way round is not enough
     refused_launch(launch, 700)
     assert call("cudaDeviceEnablePeerAccess", 0, 0) == 101
-    assert call("cudaDeviceEnablePeerAccess", 1, 0) == 0 and call("cudaDeviceEnablePeerAccess", 1, 0) == 704
+    assert (
+        call("cudaDeviceEnablePeerAccess", 1, 0) == 0
+        and call("cudaDeviceEnablePeerAccess", 1, 0) == 704
+    )
     assert call(*launch) == call("cudaMemsetAsync", theirs, 0, 8, 0) == 0
 
 

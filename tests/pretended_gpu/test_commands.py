@@ -1,7 +1,8 @@
 """Run: make gpu-less ARGS=tests/pretended_gpu/test_commands.py
 
-Every command on a pretended card whose kernels compute: how it ends, what it writes to the terminal, and that its
-numbers are those of a CPU, or those of another way to compute them where a law says so.
+Every command on a pretended card whose kernels compute: how it ends, what it writes to the
+terminal, and that its numbers are those of a CPU, or those of another way to compute them where a
+law says so.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ MODULE = "pretended_gpu.test_commands"
 
 
 def on_the_card() -> None:
-    import pretended_gpu.numbers  # not in the server: torch refuses a card that was used before a fork
+    # Not in the server: torch refuses a card that was used before a fork.
+    import pretended_gpu.numbers
     from monograph.cli import main
     from pretended_gpu import order
 
@@ -56,7 +58,9 @@ def on_the_card() -> None:
 
 
 def signalled() -> None:
-    """On the card, with a signal to itself in the call whose number is AT, of those that capture steps of decoding."""
+    """On the card, with a signal to itself in the call whose number is AT, of those that capture
+    steps of decoding.
+    """
     import pretended_gpu.numbers
     from monograph.decode.step import Steps
 
@@ -99,7 +103,9 @@ def loss(model, batch):
 # ── running commands ────────────────────────────────────────────────────────────────────────────
 
 # What Python and torch write to the terminal, and Monograph does not.
-FOREIGN = re.compile(r"Traceback|Warning|site-packages|^\[[A-Z]\d{4} |^[EIW]\d{4} |\bbug:", re.MULTILINE)
+FOREIGN = re.compile(
+    r"Traceback|Warning|site-packages|^\[[A-Z]\d{4} |^[EIW]\d{4} |\bbug:", re.MULTILINE
+)
 
 
 class Commands:
@@ -110,10 +116,14 @@ class Commands:
 
     def start(self, *arguments: str, on: str = "card", order: str = "") -> Command:
         env = {"MONOGRAPH_HOME": str(self.folder / "home")} | ({"ORDER": order} if order else {})
-        return self.server.start(self.folder, *arguments, env=env, call=f"{MODULE}:on_the_{on}", figures=0)
+        return self.server.start(
+            self.folder, *arguments, env=env, call=f"{MODULE}:on_the_{on}", figures=0
+        )
 
     def __call__(self, *arguments: str, on: str = "card", code: int = 0, order: str = "") -> Done:
-        """Run a command and check how it ends, and that nothing on the terminal is torch's or Python's."""
+        """Run a command and check how it ends, and that nothing on the terminal is torch's or
+        Python's.
+        """
         done = self.start(*arguments, on=on, order=order).wait()
         assert done.code == code, done.err
         assert not FOREIGN.search(done.out + done.err), done.out + done.err
@@ -160,7 +170,9 @@ def small(folder: Path) -> Iterator[Commands]:
 
 def weights(run: Path) -> list[bytes]:
     """Return what the newest checkpoint holds, byte by byte."""
-    return [(newest(run) / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")]
+    return [
+        (newest(run) / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")
+    ]
 
 
 def losses(run: Path) -> list[float]:
@@ -177,13 +189,21 @@ def run(monograph: Commands) -> Any:
 
 
 def test_a_run_says_what_it_took(monograph: Commands, run: Any) -> None:
-    assert run["device"] == torch.cuda.get_device_name() and run["dtype"] == "bf16" and run["mfu"] > 0
+    assert (
+        run["device"] == torch.cuda.get_device_name() and run["dtype"] == "bf16" and run["mfu"] > 0
+    )
     [memory] = [row["memory"] for row in Run(monograph.folder / "run").rows() if "memory" in row]
-    assert memory["measured"]["weights"] >= 4 * run["params"] and memory["measured"]["moments"] >= 4 * run["params"]
-    assert sum(memory["measured"].values()) <= run["peak_memory_bytes"] < torch.cuda.mem_get_info()[1]
+    assert (
+        memory["measured"]["weights"] >= 4 * run["params"]
+        and memory["measured"]["moments"] >= 4 * run["params"]
+    )
+    assert (
+        sum(memory["measured"].values()) <= run["peak_memory_bytes"] < torch.cuda.mem_get_info()[1]
+    )
 
 
-# Sums of a few hundred products in another order; law 2 has the same bound in fp32. Of bf16: a rounding of a number.
+# Sums of a few hundred products in another order; law 2 has the same bound in fp32. Of bf16: a
+# rounding of a number.
 BOUND = {"fp32": 1e-6, "bf16": 2**-8}
 
 
@@ -201,36 +221,59 @@ def test_a_run_on_the_card_is_that_on_the_cpu(monograph: Commands, settings: lis
     usual = over(OWN[2:] if "model.init" in str(settings) else TINY, "train.precision=fp32")
     found = {}
     for on in ("card", "cpu"):
-        summary = monograph.found("train", *over(usual, *settings), "--out", f"{on} {settings[-1]}", on=on)
+        summary = monograph.found(
+            "train", *over(usual, *settings), "--out", f"{on} {settings[-1]}", on=on
+        )
         found[on] = [*losses(monograph.folder / summary["run"]), summary["eval_loss"]]
     assert len(found["card"]) == 5
-    assert found["card"] == pytest.approx(found["cpu"], rel=BOUND["bf16" if "bf16" in settings[0] else "fp32"])
+    assert found["card"] == pytest.approx(
+        found["cpu"], rel=BOUND["bf16" if "bf16" in settings[0] else "fp32"]
+    )
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp8"])
 def test_what_a_cpu_has_not(monograph: Commands, run: Any, precision: str) -> None:
     """Losses are those in bf16, up to a rounding of a number to e4m3."""
     monograph.trained(precision, f"train.precision={precision}")
-    assert losses(monograph.folder / precision) == pytest.approx(losses(monograph.folder / "run")[:4], rel=2**-4)
+    assert losses(monograph.folder / precision) == pytest.approx(
+        losses(monograph.folder / "run")[:4], rel=2**-4
+    )
 
 
 @pytest.mark.parametrize(
-    "setting", ["train.remat=full", "train.remat=0.5", "train.remat=offload", "train.memory=stream", "order"]
+    "setting",
+    ["train.remat=full", "train.remat=0.5", "train.remat=offload", "train.memory=stream", "order"],
 )
 def test_ways_to_compute_the_same(monograph: Commands, run: Any, setting: str) -> None:
-    """Laws 3 and 4: bits. So it is whenever the card gets to its work, as long as it keeps to all waits."""
+    """Laws 3 and 4: bits. So it is whenever the card gets to its work, as long as it keeps to all
+    waits.
+    """
     same = [] if setting == "order" else [setting]
-    monograph.trained(setting, "train.updates=8", "train.precision=bf16", *same, order="" if same else "1")
+    monograph.trained(
+        setting, "train.updates=8", "train.precision=bf16", *same, order="" if same else "1"
+    )
     assert weights(monograph.folder / setting) == weights(monograph.folder / "run")
 
 
 def test_a_captured_run_computes_what_an_eager_one_does(monograph: Commands) -> None:
     """Law 1, with Inductor's kernels interpreted and micro-steps replayed."""
-    sizes = ["model.hidden_size=32", "model.num_attention_heads=2", "train.tokens_per_update=64", "train.updates=3"]
+    sizes = [
+        "model.hidden_size=32",
+        "model.num_attention_heads=2",
+        "train.tokens_per_update=64",
+        "train.updates=3",
+    ]
     runs = {}
     for name, scope in (("captured", "whole"), ("called", "none")):
-        runs[name] = monograph.trained(name, *sizes, "train.precision=fp32", f"train.compile={scope}")
-    assert runs["captured"]["graph_breaks"] == runs["captured"]["recompiles"] == 0 < runs["captured"]["compile_s"]
+        runs[name] = monograph.trained(
+            name, *sizes, "train.precision=fp32", f"train.compile={scope}"
+        )
+    assert (
+        runs["captured"]["graph_breaks"]
+        == runs["captured"]["recompiles"]
+        == 0
+        < runs["captured"]["compile_s"]
+    )
     captured, called = (losses(monograph.folder / name) for name in runs)
     assert captured == pytest.approx(called, rel=BOUND["fp32"])
 
@@ -275,14 +318,20 @@ def test_what_is_written_keeps_to_its_grammar(monograph: Commands, run: Any) -> 
     for text in texts(monograph.found(*said, "--json-schema", "schema.json")):
         value = json.loads(text)
         assert value["a"] in (True, False) and value["b"] in ("x", "yy") and len(value) == 2
-    assert all(re.fullmatch("[ab]{3}c", text) for text in texts(monograph.found(*said, "--regex", "[ab]{3}c")))
+    assert all(
+        re.fullmatch("[ab]{3}c", text)
+        for text in texts(monograph.found(*said, "--regex", "[ab]{3}c"))
+    )
     assert set(texts(monograph.found(*said, "--choice", "yes", "--choice", "no"))) <= {"yes", "no"}
 
 
 def test_chats_and_questions(monograph: Commands) -> None:
     asked = ["generate", "chatty", "--chat", "why 7", "--max-tokens", "8", "--temperature", "0"]
     quiz = ["evaluate", "base", "--data", "quiz.jsonl"]
-    for command, keys in ((asked, ["completions"]), (quiz, ["acc", "acc_norm", "acc_bytes", "questions"])):
+    for command, keys in (
+        (asked, ["completions"]),
+        (quiz, ["acc", "acc_norm", "acc_bytes", "questions"]),
+    ):
         ours, theirs = (monograph.found(*command, on=on) for on in ("card", "cpu"))
         assert [ours[key] for key in keys] == [theirs[key] for key in keys]
 
@@ -310,7 +359,9 @@ def test_runs_are_evaluated_compared_exported_and_checked(monograph: Commands, r
 
 def test_members_of_a_sweep_are_runs_of_their_own(monograph: Commands) -> None:
     """Law 5, as `--verify` tests it."""
-    settings = over(TINY, "train.precision=fp32", "optim.lr=1e-3,1e-2", "train.seed=0,1", "optim.name=adamw")
+    settings = over(
+        TINY, "train.precision=fp32", "optim.lr=1e-3,1e-2", "train.seed=0,1", "optim.name=adamw"
+    )
     found = monograph.found("sweep", *settings, "--out", "sweep")
     assert len(found["members"]) == 4 and found["best"]["knobs"] == {"optim.lr": 1e-2}
     assert monograph.found("sweep", "--verify", "2", "--out", "sweep")["verify"]["equal"]
@@ -318,8 +369,12 @@ def test_members_of_a_sweep_are_runs_of_their_own(monograph: Commands) -> None:
 
 def test_the_plan_and_the_profile_are_of_the_card(monograph: Commands) -> None:
     planned = monograph.found("plan", *TINY)
-    assert planned["device"] == torch.cuda.get_device_name() and planned["chosen"]["micro_batch"] == 4
-    assert "does not fit" in monograph("plan", *OWN, "model.preset=8b", "--device-memory", "2GiB").out
+    assert (
+        planned["device"] == torch.cuda.get_device_name() and planned["chosen"]["micro_batch"] == 4
+    )
+    assert (
+        "does not fit" in monograph("plan", *OWN, "model.preset=8b", "--device-memory", "2GiB").out
+    )
     profiled = monograph.found("profile", *TINY, "--out", "profile")
     assert profiled["device"] == planned["device"] and profiled["copy_bytes_per_s"] > 1e12
 
@@ -329,18 +384,31 @@ def test_the_plan_and_the_profile_are_of_the_card(monograph: Commands) -> None:
 
 def test_what_is_too_large_for_the_card_is_refused_in_a_line(small: Commands) -> None:
     for memory in ("auto", "stream"):
-        done = small("train", *OWN, "model.preset=124m", f"train.memory={memory}", "--out", "large", code=6)
+        done = small(
+            "train", *OWN, "model.preset=124m", f"train.memory={memory}", "--out", "large", code=6
+        )
         assert done.err.splitlines()[-1].startswith("error: nothing fits 0.0")
     assert not (small.folder / "large").exists()
 
 
-def test_a_run_that_outgrows_the_card_takes_smaller_micro_batches(monograph: Commands, small: Commands) -> None:
+def test_a_run_that_outgrows_the_card_takes_smaller_micro_batches(
+    monograph: Commands, small: Commands
+) -> None:
     """Law 2: the update stays the same."""
-    wide = ["model.init=wide.py:build", "train.tokens_per_update=16384", "train.updates=2", "train.precision=bf16"]
+    wide = [
+        "model.init=wide.py:build",
+        "train.tokens_per_update=16384",
+        "train.updates=2",
+        "train.precision=bf16",
+    ]
     done = small("train", *over(OWN, *wide), "--out", "outgrown")
-    assert "out of memory at 512 rows: micro_batch is now 256, the update stays the same" in done.err
+    assert (
+        "out of memory at 512 rows: micro_batch is now 256, the update stays the same" in done.err
+    )
     monograph("train", *over(OWN, *wide), "--out", "in its place")
-    assert losses(small.folder / "outgrown") == pytest.approx(losses(small.folder / "in its place"), rel=BOUND["bf16"])
+    assert losses(small.folder / "outgrown") == pytest.approx(
+        losses(small.folder / "in its place"), rel=BOUND["bf16"]
+    )
 
 
 def test_what_is_streamed_has_the_bits_of_what_is_not(monograph: Commands, small: Commands) -> None:
@@ -369,11 +437,23 @@ def test_torch_s_own_line_about_memory_is_not_shown() -> None:
 
 
 @pytest.mark.parametrize(("number", "at"), [(signal.SIGTERM, 5), (signal.SIGINT, 0)])
-def test_a_signal_while_serve_captures_its_steps_ends_it(folder: Path, number: int, at: int) -> None:
-    """In a process of its own, which Python ends: it would abort with 134 beside a thread that is inside of CUDA."""
-    env = os.environ | {"AT": str(at), "NUMBER": str(int(number)), "MONOGRAPH_HOME": str(folder / "home")}
+def test_a_signal_while_serve_captures_its_steps_ends_it(
+    folder: Path, number: int, at: int
+) -> None:
+    """In a process of its own, which Python ends: it would abort with 134 beside a thread that is
+    inside of CUDA.
+    """
+    env = os.environ | {
+        "AT": str(at),
+        "NUMBER": str(int(number)),
+        "MONOGRAPH_HOME": str(folder / "home"),
+    }
     program = f"from {MODULE} import signalled; signalled()"
     asked = [sys.executable, "-c", program, "serve", "base", "--port", "0", "--rows", "2"]
-    done = subprocess.run(asked, cwd=folder, env=env, capture_output=True, text=True, timeout=HANG_S, check=False)
+    done = subprocess.run(
+        asked, cwd=folder, env=env, capture_output=True, text=True, timeout=HANG_S, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[1:] == ["serve     ended; 0 requests answered, 0 tokens written"]
+    assert done.stdout.splitlines()[1:] == [
+        "serve     ended; 0 requests answered, 0 tokens written"
+    ]

@@ -1,7 +1,7 @@
 """Run: make gpu-less ARGS=tests/pretended_gpu/test_counts.py
 
-What a small model's micro-step and update launch, and the bytes that their kernels move, do not grow unseen. In a
-process of its own, since counting changes how Inductor writes kernels.
+What a small model's micro-step and update launch, and the bytes that their kernels move, do not
+grow unseen. In a process of its own, since counting changes how Inductor writes kernels.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def test_a_step_launches_no_more_and_moves_no_more_bytes_than_was_written_down(c
         f"{part}: {name} {found[name]:,.0f}, {kept['counts'][part][name]:,.0f} in {KEPT.name}"
         for part, found in counted.items()
         for name in ("launches", "triton_bytes", "again_bytes", "waits", "waiting_copies")
-        if found[name] > kept["counts"][part][name] * 1.005  # the kept bytes are on a line through two other depths
+        # The kept bytes are on a line through two other depths.
+        if found[name] > kept["counts"][part][name] * 1.005
     ]
     assert not grown
 

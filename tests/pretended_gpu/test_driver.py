@@ -1,4 +1,5 @@
-"""Run: pytest tests/pretended_gpu/test_driver.py (memory, copies, events and counters of the pretended driver).
+"""Run: pytest tests/pretended_gpu/test_driver.py (memory, copies, events and counters of the
+pretended driver).
 
 In the environment that `python tests/pretended_gpu/environment.py make` makes, under its `run`.
 """
@@ -15,7 +16,17 @@ from pathlib import Path
 import pytest
 
 from pretended_gpu import card
-from pretended_gpu.card import Allocation, Copy, Grid, HostFunction, Launch, Memset, Record, StreamWait, Wait
+from pretended_gpu.card import (
+    Allocation,
+    Copy,
+    Grid,
+    HostFunction,
+    Launch,
+    Memset,
+    Record,
+    StreamWait,
+    Wait,
+)
 from pretended_gpu.cuda import (
     TO_DEVICE,
     Dim3,
@@ -38,7 +49,9 @@ def declared(pattern: str) -> list[str]:
 
 
 def test_python_mirrors_the_header() -> None:
-    moments = [name for name in declared(r"^    ([A-Z_]+)(?: = 1)?,") if name in card.Moment.__members__]
+    moments = [
+        name for name in declared(r"^    ([A-Z_]+)(?: = 1)?,") if name in card.Moment.__members__
+    ]
     assert moments == [moment.name for moment in card.Moment] and [*card.Moment] == [*range(1, 11)]
     counted = [name for name, _ in card.Counts._fields_]
     assert declared(r"^    uint64_t (\w+);.*$")[: len(counted)] == counted
@@ -60,17 +73,29 @@ print(name.value.decode(), size.value, *found, value.value, sep=", ")
     [
         ({}, f"NVIDIA H200, {int(140.4 * GIB)}, 9, 0, 132, {227 << 10}, 2048, 1"),
         ({"SM": "75"}, f"Tesla T4, {16 * GIB}, 7, 5, 40, {64 << 10}, 1024, 1"),
-        ({"SM": "120", "CARDS": "3"}, f"NVIDIA GeForce RTX 5090, {32 * GIB}, 12, 0, 170, {99 << 10}, 1536, 3"),
-        ({"NAME": "it", "GIB": "1.5", "SMS": "7"}, f"it, {3 * GIB // 2}, 9, 0, 7, {227 << 10}, 2048, 1"),
+        (
+            {"SM": "120", "CARDS": "3"},
+            f"NVIDIA GeForce RTX 5090, {32 * GIB}, 12, 0, 170, {99 << 10}, 1536, 3",
+        ),
+        (
+            {"NAME": "it", "GIB": "1.5", "SMS": "7"},
+            f"it, {3 * GIB // 2}, 9, 0, 7, {227 << 10}, 2048, 1",
+        ),
         ({"SM": "91"}, "the pretended driver: PRETENDED_SM is none of 75 80 86 89 90 100 120"),
         ({"CARDS": "17"}, "the pretended driver: PRETENDED_CARDS is not between 1 and 16"),
     ],
 )
 def test_which_card_is_pretended(settings: dict[str, str], says: str) -> None:
-    others = {name: value for name, value in os.environ.items() if not name.startswith("PRETENDED_")}
+    others = {
+        name: value for name, value in os.environ.items() if not name.startswith("PRETENDED_")
+    }
     own = {f"PRETENDED_{name}": value for name, value in settings.items()}
-    done = subprocess.run([sys.executable, "-c", SAYS], env=others | own, capture_output=True, text=True)
-    assert (done.stdout + done.stderr).strip() == says and (done.returncode == 2) == ("driver" in says)
+    done = subprocess.run(
+        [sys.executable, "-c", SAYS], env=others | own, capture_output=True, text=True
+    )
+    assert (done.stdout + done.stderr).strip() == says and (done.returncode == 2) == (
+        "driver" in says
+    )
 
 
 # ---- memory
@@ -81,15 +106,24 @@ def test_memory_is_zero_and_counted_and_given_back() -> None:
     address = memory(3 * 4096)
     assert card.Block(address, 3 * 4096) in card.blocks()
     assert ctypes.string_at(address, 3 * 4096) == bytes(3 * 4096)
-    assert card.counts().bytes == before.bytes + 3 * 4096 and card.counts().peak_bytes >= before.bytes + 3 * 4096
+    assert (
+        card.counts().bytes == before.bytes + 3 * 4096
+        and card.counts().peak_bytes >= before.bytes + 3 * 4096
+    )
     assert call("cudaFree", address) == 0
-    assert card.counts().bytes == before.bytes and card.counts().peak_bytes >= before.bytes + 3 * 4096
+    assert (
+        card.counts().bytes == before.bytes and card.counts().peak_bytes >= before.bytes + 3 * 4096
+    )
     assert address not in [block.at for block in card.blocks()]
 
 
 def test_an_address_is_known_from_its_first_byte_to_its_last() -> None:
     class Attributes(ctypes.Structure):
-        _fields_ = [("type", ctypes.c_int), ("device", ctypes.c_int), ("addresses", ctypes.c_void_p * 10)]
+        _fields_ = [
+            ("type", ctypes.c_int),
+            ("device", ctypes.c_int),
+            ("addresses", ctypes.c_void_p * 10),
+        ]
 
     def kind(address: int) -> int:
         found = Attributes()
@@ -98,9 +132,16 @@ def test_an_address_is_known_from_its_first_byte_to_its_last() -> None:
 
     device, host = memory(), pinned()
     own = ctypes.create_string_buffer(8)
-    assert [kind(device), kind(device + 4095), kind(host + 7), kind(ctypes.addressof(own))] == [2, 2, 1, 0]
+    assert [kind(device), kind(device + 4095), kind(host + 7), kind(ctypes.addressof(own))] == [
+        2,
+        2,
+        1,
+        0,
+    ]
     base, size = ctypes.c_void_p(), ctypes.c_size_t()
-    assert call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), device + 4095) == 0
+    assert (
+        call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), device + 4095) == 0
+    )
     assert (base.value, size.value) == (device, 4096)
     assert call("cudaFree", device) == call("cudaFreeHost", host) == 0
     assert kind(device) == kind(host) == 0
@@ -193,7 +234,10 @@ def test_for_which_copies_the_host_waits(source: str, target: str, asked: str, w
     assert ctypes.string_at(end, 4096) == b"\7" * 4000 + bytes(96)
     assert log.records == [Copy(f"{source}->{target}", 4000, waits, 0, 0, "-")]
     after = card.counts()
-    assert (after.copies - before.copies, after.waiting_copies - before.waiting_copies) == (1, waits)
+    assert (after.copies - before.copies, after.waiting_copies - before.waiting_copies) == (
+        1,
+        waits,
+    )
 
 
 def test_a_copy_of_rows() -> None:
@@ -231,7 +275,9 @@ def test_what_was_destroyed_is_not_used() -> None:
         refused("destroyed stream", 400, name, gone)
     refused("destroyed stream", 400, "cudaMemcpyAsync", memory(), pinned(), 8, TO_DEVICE, gone)
     refused("destroyed stream", 400, "cudaStreamBeginCapture", gone, 0)
-    refused("destroyed stream", 400, "cudaLaunchKernel", 8, Dim3(1, 1, 1), Dim3(1, 1, 1), 0, 0, gone)
+    refused(
+        "destroyed stream", 400, "cudaLaunchKernel", 8, Dim3(1, 1, 1), Dim3(1, 1, 1), 0, 0, gone
+    )
     for name in ("cudaEventSynchronize", "cudaEventQuery", "cudaEventDestroy"):
         refused("destroyed event", 400, name, over)
     refused("destroyed event", 400, "cudaEventRecord", over, other)
@@ -246,7 +292,14 @@ def test_the_time_between_events() -> None:
     assert call("cudaEventElapsedTime", ctypes.byref(ms), begin, end) == 400  # not recorded
     assert call("cudaEventRecord", begin, 0) == call("cudaEventRecord", end, 0) == 0
     assert call("cudaEventElapsedTime", ctypes.byref(ms), begin, end) == 0 and ms.value >= 5
-    refused("no time between the events", 400, "cudaEventElapsedTime", ctypes.byref(ms), begin, recorded(0))
+    refused(
+        "no time between the events",
+        400,
+        "cudaEventElapsedTime",
+        ctypes.byref(ms),
+        begin,
+        recorded(0),
+    )
     card.driver.cudaGetLastError()
     pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
     for each in pair:
@@ -261,7 +314,9 @@ def test_what_happens_is_logged_and_counted() -> None:
     function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda data: called.append(data))
     with card.logged() as log:
         work(one)
-        assert call("cudaEventRecord", fence, one) == call("cudaStreamWaitEvent", other, fence, 0) == 0
+        assert (
+            call("cudaEventRecord", fence, one) == call("cudaStreamWaitEvent", other, fence, 0) == 0
+        )
         assert call("cudaEventSynchronize", fence) == call("cudaStreamSynchronize", other) == 0
         assert call("cudaDeviceSynchronize") == call("cudaLaunchHostFunc", one, function, 5) == 0
     assert log.records == [
@@ -275,7 +330,9 @@ def test_what_happens_is_logged_and_counted() -> None:
     ]
     assert called == [5]
     after = card.counts()
-    changed = {name: getattr(after, name) - getattr(before, name) for name, _ in card.Counts._fields_}
+    changed = {
+        name: getattr(after, name) - getattr(before, name) for name, _ in card.Counts._fields_
+    }
     assert {name: by for name, by in changed.items() if by} == {
         "launches": 1, "event_waits": 1, "stream_waits": 1, "device_waits": 1,
     }  # fmt: skip
@@ -296,5 +353,9 @@ def test_torchs_products_launches_and_waits() -> None:
     names = [(each.library, each.stream) for each in log.of(Launch)]
     assert names == [("blas", side.cuda_stream), ("torch", side.cuda_stream)]
     assert "m3_n3_k4" in log.of(Launch)[0].name and "elementwise" in log.of(Launch)[1].name
-    assert [(each.kind, each.bytes, each.waits) for each in log.of(Copy)] == [("device->pageable", 48, True)]
-    assert [each.what for each in log.of(Wait)] == ["stream"] and card.counts().products == before.products + 1
+    assert [(each.kind, each.bytes, each.waits) for each in log.of(Copy)] == [
+        ("device->pageable", 48, True)
+    ]
+    assert [each.what for each in log.of(Wait)] == [
+        "stream"
+    ] and card.counts().products == before.products + 1

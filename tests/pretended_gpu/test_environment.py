@@ -1,6 +1,8 @@
-"""Run: pytest tests/pretended_gpu/test_environment.py (what the making of the environment says and does).
+"""Run: pytest tests/pretended_gpu/test_environment.py (what the making of the environment says and
+does).
 
-Nothing is downloaded or compiled: an interpreter and a compiler that only write down what they are asked stand in.
+Nothing is downloaded or compiled: an interpreter and a compiler that only write down what they are
+    asked stand in.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ def program(path: Path, text: str, folder: Path) -> None:
 
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
-    """Return what was asked of pip and gcc since the last time, in a home with stand-ins and CUDA's headers."""
+    """Return what was asked of pip and gcc since the last time, in a home with stand-ins and CUDA's
+    headers.
+    """
     program(tmp_path / "venv" / "bin" / "python", PYTHON, tmp_path)
     program(tmp_path / "tools" / "gcc", GCC, tmp_path)
     for folder in ("nvidia/cu13/include", "triton/backends/nvidia/include"):
@@ -50,13 +54,18 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[
 
 
 def test_it_says_what_it_downloads_and_is_made_once(
-    asked: Callable[[], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    asked: Callable[[], list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     environment.make()
     assert "downloads about 5 GB" in capsys.readouterr().err.splitlines()[0]
     torch, project, driver = asked()
     assert "torch===2." in torch and "--editable" in project and "[dev] coverage" in project
-    assert f"-I{tmp_path}/site/nvidia/cu13/include" in driver and str(environment.compiled()) in driver
+    assert (
+        f"-I{tmp_path}/site/nvidia/cu13/include" in driver and str(environment.compiled()) in driver
+    )
     pins = (tmp_path / "constraints.txt").read_text()
     assert "torch==" not in pins and "numpy==" in pins
     environment.make()
@@ -81,9 +90,13 @@ def test_without_a_compiler_nothing_is_downloaded(
     assert asked() == []
 
 
-def test_where_torch_is_a_cpu_build_the_rest_is_not_downloaded(asked: Callable[[], list[str]], tmp_path: Path) -> None:
+def test_where_torch_is_a_cpu_build_the_rest_is_not_downloaded(
+    asked: Callable[[], list[str]], tmp_path: Path
+) -> None:
     (tmp_path / "site/nvidia/cu13/include/cuda.h").unlink()
-    with pytest.raises(environment.Stopped, match="^torch came without CUDA's headers: .* CPU build only$"):
+    with pytest.raises(
+        environment.Stopped, match="^torch came without CUDA's headers: .* CPU build only$"
+    ):
         environment.make()
     assert len(asked()) == 1
 
@@ -96,10 +109,14 @@ def test_a_command_runs_on_a_card_that_is_pretended(
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
     settings = environment.environment("89")
-    assert [line.split()[0] for line in asked()] == ["gcc"]  # the driver is compiled where it is not there
+    # The driver is compiled where it is not there.
+    assert [line.split()[0] for line in asked()] == ["gcc"]
     assert settings["PRETENDED_SM"] == "89" and settings["PRETENDED_CARDS"] == "2"
     assert settings["PYTHONPATH"].endswith(f"/src:{environment.ROOT}/tests:own")
-    assert settings["LD_PRELOAD"] == f"{environment.compiled()}/libcuda.so.1" and Path(settings["LD_PRELOAD"]).exists()
+    assert (
+        settings["LD_PRELOAD"] == f"{environment.compiled()}/libcuda.so.1"
+        and Path(settings["LD_PRELOAD"]).exists()
+    )
     assert settings["TORCHINDUCTOR_CACHE_DIR"] == f"{tmp_path}/cache/sm89"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
     assert environment.environment("90")["TRITON_CACHE_DIR"] == "mine/triton" and asked() == []

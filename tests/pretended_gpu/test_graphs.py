@@ -1,4 +1,6 @@
-"""Run: make gpu-less ARGS=tests/pretended_gpu/test_graphs.py (a capture computes nothing, a replay all of it)"""
+"""Run: make gpu-less ARGS=tests/pretended_gpu/test_graphs.py (a capture computes nothing, a replay
+all of it)
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,13 @@ def test_replays_draw_what_calls_would_draw() -> None:
         lambda x: torch.cuda.synchronize(),
         lambda x: (x > 0).nonzero(),
     ],
-    ids=["a number read", "a copy to the host", "a copy from pageable memory", "a wait", "a shape of numbers"],
+    ids=[
+        "a number read",
+        "a copy to the host",
+        "a copy from pageable memory",
+        "a wait",
+        "a shape of numbers",
+    ],
 )
 def test_what_a_capture_may_not_do_ends_it(illegal) -> None:
     numbers = torch.ones(4, device=CARD)

@@ -1,4 +1,5 @@
-"""Run: pytest tests/pretended_gpu/test_hook.py (what the pretended driver tells a hook, each before its effect).
+"""Run: pytest tests/pretended_gpu/test_hook.py (what the pretended driver tells a hook, each before
+its effect).
 
 In the environment that `python tests/pretended_gpu/environment.py make` makes, under its `run`.
 """
@@ -157,7 +158,9 @@ def test_what_is_forbidden_is_not_told() -> None:
 
 def joins(do: Callable[[], object]) -> list[tuple[int, int]]:
     """Return which stream has waited for which."""
-    return [(waiting, other) for moment, waiting, other in told(do) if moment == Moment.STREAM_JOINS]
+    return [
+        (waiting, other) for moment, waiting, other in told(do) if moment == Moment.STREAM_JOINS
+    ]
 
 
 def test_the_default_stream_and_blocking_streams_wait_for_each_other() -> None:
@@ -216,7 +219,9 @@ def test_a_threads_own_default_stream_is_blocking() -> None:
     handles = []
 
     def use() -> None:
-        handles.extend(on for moment, on, _ in told(lambda: call("cudaEventRecord", event(), 2)) if moment == 1)
+        handles.extend(
+            on for moment, on, _ in told(lambda: call("cudaEventRecord", event(), 2)) if moment == 1
+        )
         work(2)
 
     use()

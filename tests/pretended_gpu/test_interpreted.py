@@ -23,7 +23,9 @@ def increased(x, by, BLOCK: tl.constexpr):
 
 
 def test_a_launch_says_what_runs_later_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its numbers and addresses are those of the launch, the memory's are those of the moment at which it runs."""
+    """Its numbers and addresses are those of the launch, the memory's are those of the moment at
+    which it runs.
+    """
     works: list[Any] = []
     monkeypatch.setattr(interpreted, "_launch", works.append)
     interpreted.runs.clear()
@@ -70,21 +72,45 @@ def tokens(*shape: int, below: int) -> Tensor:
 
 
 FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
-    "pointwise": (lambda x, y: F.silu(x) * y + x.tanh() / (1 + y * y), (normal(40, 70), normal(40, 70, seed=1))),
-    "functions": (lambda x: x.sin() + x.exp() + x.abs().log1p() + x.atan() + x.erf() + x.sigmoid(), (normal(3, 333),)),
+    "pointwise": (
+        lambda x, y: F.silu(x) * y + x.tanh() / (1 + y * y),
+        (normal(40, 70), normal(40, 70, seed=1)),
+    ),
+    "functions": (
+        lambda x: x.sin() + x.exp() + x.abs().log1p() + x.atan() + x.erf() + x.sigmoid(),
+        (normal(3, 333),),
+    ),
     "transposed": (lambda x, y: x.T.contiguous() + y, (normal(33, 70), normal(70, 33, seed=1))),
-    "long sums": (lambda x: (x.square().sum(-1), x.mean(0), x.amax(-1), x.var(-1)), (normal(5, 5000),)),
-    "short sums": (lambda x: (x.square().sum(-1), x.amin(-1), x.std(-1), x.logsumexp(-1)), (normal(70, 60),)),
+    "long sums": (
+        lambda x: (x.square().sum(-1), x.mean(0), x.amax(-1), x.var(-1)),
+        (normal(5, 5000),),
+    ),
+    "short sums": (
+        lambda x: (x.square().sum(-1), x.amin(-1), x.std(-1), x.logsumexp(-1)),
+        (normal(70, 60),),
+    ),
     "all": (lambda x: (x.sum(), x.max(), x.norm(), (x > 5).any(), x.argmax()), (normal(300, 500),)),
     "softmax": (lambda x: torch.softmax(2 * x, -1), (normal(50, 200),)),
     "long softmax": (lambda x: torch.log_softmax(x, -1), (normal(3, 6000),)),
-    "layer norm": (lambda x, w, b: F.layer_norm(x, (90,), w, b), (normal(40, 90), normal(90), normal(90, seed=1))),
+    "layer norm": (
+        lambda x, w, b: F.layer_norm(x, (90,), w, b),
+        (normal(40, 90), normal(90), normal(90, seed=1)),
+    ),
     "rms norm": (lambda x, w: F.rms_norm(x, (90,), w), (normal(40, 90), normal(90, seed=1))),
-    "cross-entropy": (lambda x, t: F.cross_entropy(x, t, ignore_index=3), (normal(60, 101), tokens(60, below=101))),
+    "cross-entropy": (
+        lambda x, t: F.cross_entropy(x, t, ignore_index=3),
+        (normal(60, 101), tokens(60, below=101)),
+    ),
     "embedding": (lambda w, t: F.embedding(t, w) * 3, (normal(11, 24), tokens(4, 30, below=11))),
-    "scattered": (lambda x, t: x.new_zeros(7, 20).index_add(0, t, x), (normal(100, 20), tokens(100, below=7))),
+    "scattered": (
+        lambda x, t: x.new_zeros(7, 20).index_add(0, t, x),
+        (normal(100, 20), tokens(100, below=7)),
+    ),
     "sorted": (lambda x: x.sort(dim=-1, stable=True).values * 2, (normal(9, 60),)),
-    "an update": (lambda p, m, v: torch.addcdiv(p, m, v.abs().sqrt() + 1, value=-0.1), tuple(map(normal, (99,) * 3))),
+    "an update": (
+        lambda p, m, v: torch.addcdiv(p, m, v.abs().sqrt() + 1, value=-0.1),
+        tuple(map(normal, (99,) * 3)),
+    ),
 }
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 
@@ -92,7 +118,12 @@ DTYPES = torch.float32, torch.bfloat16, torch.float16
 @pytest.mark.parametrize(
     ("name", "dtype"),
     # A card's atomic additions are rounded each time, those of the CPU's kernels once.
-    [(name, dtype) for name in FUNCTIONS for dtype in DTYPES if name != "scattered" or dtype == torch.float32],
+    [
+        (name, dtype)
+        for name in FUNCTIONS
+        for dtype in DTYPES
+        if name != "scattered" or dtype == torch.float32
+    ],
     ids=str,
 )
 def test_compiled_functions_are_as_exact_as_eager_ones(name: str, dtype: torch.dtype) -> None:
@@ -101,16 +132,20 @@ def test_compiled_functions_are_as_exact_as_eager_ones(name: str, dtype: torch.d
     inputs = [x.to(dtype) if x.is_floating_point() else x for x in arguments]
     exact = with_gradients(function, [x.double() if x.is_floating_point() else x for x in inputs])
     eager = with_gradients(function, inputs)
-    compiled = with_gradients(torch.compile(function, fullgraph=True, dynamic=False), [x.cuda() for x in inputs])
+    compiled = with_gradients(
+        torch.compile(function, fullgraph=True, dynamic=False), [x.cuda() for x in inputs]
+    )
     for wanted, usual, got in zip(exact, eager, compiled, strict=True):
         assert got.dtype == usual.dtype and got.shape == usual.shape
         assert as_exact(got, usual, wanted) if usual.is_floating_point() else got.equal(usual)
 
 
 def as_exact(got: Tensor, usual: Tensor, wanted: Tensor) -> bool:
-    """Whether an error is at most twice that of torch's CPU kernels in the same dtype, which round in another order.
+    """Whether an error is at most twice that of torch's CPU kernels in the same dtype, which round
+    in another order.
 
-    It is that of all numbers together. The error of a single one can be 0 by chance, so that one unit is added.
+    It is that of all numbers together. The error of a single one can be 0 by chance, so that one
+    unit is added.
     """
     unit = wanted.abs().item() * torch.finfo(got.dtype).eps if got.numel() == 1 else 0.0
     return bool((got.double() - wanted).norm() <= 2 * (usual.double() - wanted).norm() + unit)
@@ -134,7 +169,16 @@ def test_a_compiled_running_sum() -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8], ids=str
+    "dtype",
+    [
+        torch.bfloat16,
+        torch.float16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.int8,
+        torch.uint8,
+    ],
+    ids=str,
 )
 def test_compiled_casts_have_the_bits_of_eager_ones(dtype: torch.dtype) -> None:
     x = 20 * normal(1000).abs() * (1 if dtype == torch.uint8 else normal(1000, seed=1).sign())
@@ -144,7 +188,9 @@ def test_compiled_casts_have_the_bits_of_eager_ones(dtype: torch.dtype) -> None:
 
 
 def test_a_compiled_dropout_drops_the_same_again() -> None:
-    """The gradient is 0 where the value is. Half are kept within 5 deviations; another seed keeps others."""
+    """The gradient is 0 where the value is. Half are kept within 5 deviations; another seed keeps
+    others.
+    """
     function, kept = torch.compile(lambda x: F.dropout(x, 0.5)), []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
@@ -162,7 +208,8 @@ def test_a_compiled_dropout_drops_the_same_again() -> None:
 def test_flex_attention_of_packed_rows(dtype: torch.dtype, length: int) -> None:
     """Forward and backward, with more heads of queries than of keys.
 
-    Short rows take the kernel that is meant for decoding; long ones have blocks that are left out, and full ones.
+    Short rows take the kernel that is meant for decoding; long ones have blocks that are left out,
+    and full ones.
     """
     segments = (torch.arange(length) >= length // 3).long()
     q, k, v = (normal(2, heads, length, 16, seed=heads).to(dtype) for heads in (4, 2, 2))
@@ -172,13 +219,17 @@ def test_flex_attention_of_packed_rows(dtype: torch.dtype, length: int) -> None:
 
     def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         at = torch.arange(length)
-        return F.scaled_dot_product_attention(q, k, v, seen(at, at, at[:, None], at), enable_gqa=True)
+        return F.scaled_dot_product_attention(
+            q, k, v, seen(at, at, at[:, None], at), enable_gqa=True
+        )
 
     exact = with_gradients(eager, [q.double(), k.double(), v.double()])
     usual = with_gradients(eager, [q, k, v])
     segments = segments.cuda()
     mask = create_block_mask(seen, None, None, length, length, device="cuda")
-    flex = torch.compile(lambda q, k, v: flex_attention(q, k, v, block_mask=mask, enable_gqa=True), dynamic=False)
+    flex = torch.compile(
+        lambda q, k, v: flex_attention(q, k, v, block_mask=mask, enable_gqa=True), dynamic=False
+    )
     interpreted.runs.clear()
     compiled = with_gradients(flex, [q.cuda(), k.cuda(), v.cuda()])
     assert sum("flex_attention" in name for name in interpreted.runs) >= 2

@@ -1,4 +1,5 @@
-"""Run: pytest tests/pretended_gpu/test_launches.py (what a launch may ask for, and what cubins say of their kernels).
+"""Run: pytest tests/pretended_gpu/test_launches.py (what a launch may ask for, and what cubins say
+of their kernels).
 
 In the environment that `python tests/pretended_gpu/environment.py make` makes, under its `run`.
 """
@@ -51,7 +52,8 @@ def test_what_a_launch_may_ask_for(
 
 def test_a_kernel_of_a_library_has_its_name_and_may_ask_for_more_shared_memory() -> None:
     most = ctypes.c_int()
-    assert call("cudaDeviceGetAttribute", ctypes.byref(most), 97, 0) == 0  # a block's, if the kernel asks
+    # A block's, if the kernel asks.
+    assert call("cudaDeviceGetAttribute", ctypes.byref(most), 97, 0) == 0
     kernel, name = 0x1234, ctypes.create_string_buffer(b"big")
     call("__cudaRegisterFunction", 0, kernel, 0, name, 0, 0, 0, 0, 0, 0)
     arguments = (kernel, Dim3(1, 1, 1), Dim3(1, 1, 1), 0, most.value, 0)
@@ -71,7 +73,10 @@ def probe(tmp_path: Path) -> bytes:
 def attributes(function: int) -> list[int]:
     """Return registers, bytes of shared memory, most threads."""
     value = ctypes.c_int()
-    return [call("cuFuncGetAttribute", ctypes.byref(value), each, function) or value.value for each in (4, 1, 0)]
+    return [
+        call("cuFuncGetAttribute", ctypes.byref(value), each, function) or value.value
+        for each in (4, 1, 0)
+    ]
 
 
 def driver_launch(function: int, threads: int, shared: int = 0) -> tuple[object, ...]:

@@ -20,10 +20,11 @@ mpmath.mp.prec = 80
 
 
 class Function(NamedTuple):
-    """A function's exact values, where they are asked for, and its error in fp64 in units of the last place.
+    """A function's exact values, where they are asked for, and its error in fp64 in units of the
+    last place.
 
-    Few have an error of more than one unit. Then it is CUDA's own bound (CUDA C++ Programming Guide, "Mathematical
-    Functions").
+    Few have an error of more than one unit. Then it is CUDA's own bound (CUDA C++ Programming
+    Guide, "Mathematical Functions").
     """
 
     exact: Any
@@ -117,7 +118,11 @@ def test_functions_are_exact_to_one_unit(name: str, dtype: torch.dtype) -> None:
     """Those in fp32 are rounded once from double precision. The exact values have 80 bits."""
     function, generator = FUNCTIONS[name], torch.Generator().manual_seed(0)
     numbers = [
-        (function.low + (function.high - function.low) * torch.rand(NUMBERS, generator=generator, dtype=torch.float64))
+        (
+            function.low
+            + (function.high - function.low)
+            * torch.rand(NUMBERS, generator=generator, dtype=torch.float64)
+        )
         for _ in range(function.arguments)
     ]
     inputs = [number.to(dtype) for number in numbers]
@@ -127,7 +132,9 @@ def test_functions_are_exact_to_one_unit(name: str, dtype: torch.dtype) -> None:
     if name == "nextafter":
         assert result.equal(torch.nextafter(*inputs))
         return
-    exact = [function.exact(*numbers) for numbers in zip(*(x.tolist() for x in inputs), strict=True)]
+    exact = [
+        function.exact(*numbers) for numbers in zip(*(x.tolist() for x in inputs), strict=True)
+    ]
     for got, wanted in zip(result.tolist(), exact, strict=True):
         unit = 2.0 ** (math.frexp(float(wanted))[1] - 1) * torch.finfo(dtype).eps
         units = function.units if dtype == torch.float64 else 1
@@ -136,7 +143,12 @@ def test_functions_are_exact_to_one_unit(name: str, dtype: torch.dtype) -> None:
 
 def kind(name: str, dtype: torch.dtype) -> torch.dtype:
     """The dtype of a function's values."""
-    whole = {"llrint": torch.int64, "ilogb": torch.int32, "isinf": torch.int32, "isnan": torch.int32}
+    whole = {
+        "llrint": torch.int64,
+        "ilogb": torch.int32,
+        "isinf": torch.int32,
+        "isnan": torch.int32,
+    }
     return (whole | {"signbit": torch.int32}).get(name, dtype)
 
 

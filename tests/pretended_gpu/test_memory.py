@@ -11,10 +11,21 @@ from pretended_gpu.memory import on_host
 def test_what_the_host_writes_the_card_has() -> None:
     """Also where a view begins late, goes backwards through its dimensions, or repeats a number."""
     tensor = torch.arange(24.0, device="cuda").view(4, 6)
-    for view in (tensor, tensor[1:, 2:], tensor.T, tensor[2, :1].expand(3, 5), tensor[3, 5], tensor.view(torch.int32)):
+    for view in (
+        tensor,
+        tensor[1:, 2:],
+        tensor.T,
+        tensor[2, :1].expand(3, 5),
+        tensor[3, 5],
+        tensor.view(torch.int32),
+    ):
         host = on_host(view)
         assert host.device.type == "cpu" and host.dtype == view.dtype
-        assert (host.shape, host.stride(), host.data_ptr()) == (view.shape, view.stride(), view.data_ptr())
+        assert (host.shape, host.stride(), host.data_ptr()) == (
+            view.shape,
+            view.stride(),
+            view.data_ptr(),
+        )
     on_host(tensor[1:, 2:])[0, 0] = -1
     assert tensor.cpu()[1, 2] == -1 and tensor.sum().cpu() == sum(range(24)) - 9
 

@@ -18,11 +18,22 @@ def multiplied(a, b, result, N: tl.constexpr):
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32, torch.int8]
+    "dtype",
+    [
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.float32,
+        torch.int8,
+    ],
 )
 def test_products_of_blocks_are_exact_before_they_are_rounded(dtype: torch.dtype) -> None:
     """Small whole numbers have exact products in every type; each program has its own."""
-    a, b = (torch.randint(-3, 4, (3, 16, 16), generator=torch.Generator().manual_seed(s)) for s in (0, 1))
+    a, b = (
+        torch.randint(-3, 4, (3, 16, 16), generator=torch.Generator().manual_seed(s))
+        for s in (0, 1)
+    )
     wide = torch.int32 if dtype == torch.int8 else torch.float32
     result = torch.zeros(3, 16, 16, dtype=wide, device="cuda")
     multiplied[(3,)](a.to(dtype).cuda(), b.to(dtype).cuda(), result, 16)
@@ -60,9 +71,13 @@ def bits(tensor: Tensor) -> Tensor:
     return torch.where(tensor.isnan(), -1, tensor.view(whole).long())
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+)
 def test_casts_have_the_bits_of_torch(dtype: torch.dtype) -> None:
-    """There and back, all numbers of a type; and into it numbers of all sizes, also halfway between two."""
+    """There and back, all numbers of a type; and into it numbers of all sizes, also halfway between
+    two.
+    """
     count = 2 ** (8 * dtype.itemsize)
     every = torch.arange(count).to({1: torch.uint8, 2: torch.int16}[dtype.itemsize]).view(dtype)
     back = torch.zeros_like(every).cuda()
@@ -73,7 +88,9 @@ def test_casts_have_the_bits_of_torch(dtype: torch.dtype) -> None:
 
     numbers = every.float()[finite].sort().values
     halfway = (numbers[1:].double() + numbers[:-1].double()).div(2).float()
-    random = torch.randn(4096, generator=torch.Generator().manual_seed(0)) * torch.logspace(-9, 2, 4096)
+    random = torch.randn(4096, generator=torch.Generator().manual_seed(0)) * torch.logspace(
+        -9, 2, 4096
+    )
     wide = torch.cat([halfway, random])[: (len(halfway) + 4096) // 256 * 256]
     narrow = torch.zeros(len(wide), dtype=dtype, device="cuda")
     cast[(len(wide) // 256,)](wide.cuda(), narrow, 256, False)
@@ -91,4 +108,7 @@ def test_too_large_numbers_in_fp8_are_the_largest() -> None:
         narrow = torch.zeros(4, dtype=dtype, device="cuda")
         cast[(1,)](wide.cuda(), narrow, 4, False)
         top = torch.finfo(dtype).max
-        assert narrow.cpu().float()[:3].tolist() == [top, -top, top] and narrow.cpu().float()[3].isnan()
+        assert (
+            narrow.cpu().float()[:3].tolist() == [top, -top, top]
+            and narrow.cpu().float()[3].isnan()
+        )

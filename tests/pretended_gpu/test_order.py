@@ -1,7 +1,9 @@
-"""Run: make gpu-less ARGS=tests/pretended_gpu/test_order.py (nothing relies on a card that does things at once)
+"""Run: make gpu-less ARGS=tests/pretended_gpu/test_order.py (nothing relies on a card that does
+things at once)
 
-Kernels and copies are done when something waits for them, in random orders, by torch's own streams, events and
-allocator. A wait that is missing shows as wrong numbers; each wait that is there is left out once, to see that it does.
+Kernels and copies are done when something waits for them, in random orders, by torch's own streams,
+events and allocator. A wait that is missing shows as wrong numbers; each wait that is there is left
+out once, to see that it does.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ LAYERS = {"num_hidden_layers": 2}
 
 @pytest.fixture(autouse=True)
 def _one_order_of_sums() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)  # also fills memory that nobody has written with NaN
+    # Also fills memory that nobody has written with NaN.
+    torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -71,7 +74,10 @@ def test_a_missing_wait_shows_for_some_seeds_and_each_kind_of_wait_is_enough() -
         by_an_idle_stream,
     ]
     assert all(doubled(wait, seed) == [4.0] * 8 for wait in waits for seed in range(SEEDS))
-    assert {tuple(doubled(lambda side: None, seed)) for seed in range(3 * SEEDS)} == {(2.0,) * 8, (4.0,) * 8}
+    assert {tuple(doubled(lambda side: None, seed)) for seed in range(3 * SEEDS)} == {
+        (2.0,) * 8,
+        (4.0,) * 8,
+    }
 
 
 def test_an_event_says_whether_it_has_happened() -> None:
@@ -87,7 +93,9 @@ def test_an_event_says_whether_it_has_happened() -> None:
 
 
 def test_memory_that_another_stream_still_reads_is_written_over() -> None:
-    """As on a card: the allocator gives freed memory to the next tensor, unless `record_stream` says who reads it."""
+    """As on a card: the allocator gives freed memory to the next tensor, unless `record_stream`
+    says who reads it.
+    """
 
     def read(seed: int, *, recorded: bool) -> float:
         with order.deferred(seed):
@@ -109,8 +117,12 @@ def test_memory_that_another_stream_still_reads_is_written_over() -> None:
 # ── Monograph ───────────────────────────────────────────────────────────────────────────────────
 
 
-def left_by(place: str, precision: str, seed: int | None, ignored: int = 0) -> tuple[dict[str, Tensor], int]:
-    """What a run leaves, on the host, and how many waits had something to wait for; without a seed, a resident one."""
+def left_by(
+    place: str, precision: str, seed: int | None, ignored: int = 0
+) -> tuple[dict[str, Tensor], int]:
+    """What a run leaves, on the host, and how many waits had something to wait for; without a seed,
+    a resident one.
+    """
     placement = EVERY[place]
     changes = arguments(precision) | ({"clip": None} if placement.when == "backward" else {})
     if seed is None:
@@ -118,11 +130,18 @@ def left_by(place: str, precision: str, seed: int | None, ignored: int = 0) -> t
         return {name: tensor.cpu() for name, tensor in left.items()}, 0
     there = frozenset(which for which in placement.on_device if which[0] <= 3)
     with order.deferred(seed):
-        engine = Streamed(tiny_llama(**LAYERS), placement=replace(placement, device=CARD, on_device=there), **changes)
+        engine = Streamed(
+            tiny_llama(**LAYERS),
+            placement=replace(placement, device=CARD, on_device=there),
+            **changes,
+        )
         driver.card_ignore_wait(order.number(ignored))
         try:
-            # At once, as a checkpoint does: nobody but the engine waits for what is on its way to the host.
-            left = {name: tensor.cpu().clone() for name, tensor in trained(engine, windows(2)).items()}
+            # At once, as a checkpoint does: nobody but the engine waits for what is on its way to
+            # the host.
+            left = {
+                name: tensor.cpu().clone() for name, tensor in trained(engine, windows(2)).items()
+            }
         finally:
             waits = driver.card_waits()
             driver.card_ignore_wait(order.number(0))
@@ -139,13 +158,18 @@ def test_streamed_is_resident_whenever_the_card_does_its_work(place: str, precis
         assert not other_bits(left, expected) and waits >= 10
 
 
-@pytest.mark.parametrize("place", ["next forward, offloaded", "backward, offloaded", "updated on the host"])
+@pytest.mark.parametrize(
+    "place", ["next forward, offloaded", "backward, offloaded", "updated on the host"]
+)
 def test_no_wait_of_streaming_is_superfluous(place: str) -> None:
-    """A sample of the waits of a run, each left out in turn: the run's result is wrong for one of the first seeds."""
+    """A sample of the waits of a run, each left out in turn: the run's result is wrong for one of
+    the first seeds.
+    """
     expected, _ = left_by(place, "fp32", None)
     _, waits = left_by(place, "fp32", 0)
     early = range(1, waits // 2 + 1)  # what a run ends with protects nothing more
-    chosen = random.Random(place).sample(early, min(8, len(early)))  # a host thread's waits depend on its speed
+    # A host thread's waits depend on its speed.
+    chosen = random.Random(place).sample(early, min(8, len(early)))
 
     def shows(ignored: int) -> bool:
         for seed in range(3 * SEEDS):
@@ -156,14 +180,17 @@ def test_no_wait_of_streaming_is_superfluous(place: str) -> None:
                 return True
         return False
 
-    # One may be over by chance in all of these orders: its work is among the first that may be done.
+    # One may be over by chance in all of these orders: its work is among the first that may be
+    # done.
     missed = [number for number in chosen if not shows(number)]
     assert len(missed) <= 1, missed
 
 
 def resident(seed: int | None, **changes: Any) -> dict[str, Tensor]:
     def run() -> dict[str, Tensor]:
-        left = trained(Resident(tiny_llama(num_hidden_layers=4).to(CARD), **arguments(**changes)), pinned(2))
+        left = trained(
+            Resident(tiny_llama(num_hidden_layers=4).to(CARD), **arguments(**changes)), pinned(2)
+        )
         return {name: tensor.cpu() for name, tensor in left.items()}
 
     if seed is None:
@@ -185,14 +212,22 @@ def test_a_resident_run_does_not_depend_on_when_copies_are_made(policy: Any) -> 
 
 
 def replayed(seed: int, without: str | None = None) -> list[float]:
-    """Numbers that are changed in turn by calls, which become replays of a graph, and by the stream of the caller."""
+    """Numbers that are changed in turn by calls, which become replays of a graph, and by the stream
+    of the caller.
+    """
     with order.deferred(seed), pytest.MonkeyPatch.context() as patch:
         numbers = torch.zeros(4, device=CARD)
         replays = Replays(lambda: numbers.mul_(2), recorder := CudaGraphs(CARD))
         waits = torch.cuda.Stream.wait_stream
         if without:
-            kept = (lambda waiting: waiting == recorder._stream) if without == "after" else (lambda waiting: False)
-            patch.setattr(torch.cuda.Stream, "wait_stream", lambda one, other: kept(one) and waits(one, other))
+            kept = (
+                (lambda waiting: waiting == recorder._stream)
+                if without == "after"
+                else (lambda waiting: False)
+            )
+            patch.setattr(
+                torch.cuda.Stream, "wait_stream", lambda one, other: kept(one) and waits(one, other)
+            )
         for _ in range(4):
             numbers += 1
             replays.run(1)
@@ -211,8 +246,12 @@ def test_a_warm_up_waits_and_is_waited_for() -> None:
 def sampled(seed: int | None) -> dict[int, list[int]]:
     """The tokens of three requests in two rows, four steps a block."""
     model = tiny_llama(num_hidden_layers=1).to(CARD)
-    machine = Generator(model, chain_of([Sampling()]), rows=2, slots=32, vocabulary=model.config.vocab_size, block=4)
-    found = {machine.submit(Request((5, 6, 7), Sampling(seed=seed), 9)): list[int]() for seed in range(3)}
+    machine = Generator(
+        model, chain_of([Sampling()]), rows=2, slots=32, vocabulary=model.config.vocab_size, block=4
+    )
+    found = {
+        machine.submit(Request((5, 6, 7), Sampling(seed=seed), 9)): list[int]() for seed in range(3)
+    }
     with nullcontext() if seed is None else order.deferred(seed):
         for event in machine.run():
             found[event.number] += event.token_ids
@@ -221,7 +260,9 @@ def sampled(seed: int | None) -> dict[int, list[int]]:
 
 def test_sampled_tokens_do_not_depend_on_when_lines_are_copied() -> None:
     expected = sampled(None)
-    assert len({tuple(tokens) for tokens in expected.values()}) == 3 and all(map(len, expected.values()))
+    assert len({tuple(tokens) for tokens in expected.values()}) == 3 and all(
+        map(len, expected.values())
+    )
     assert all(sampled(seed) == expected for seed in range(2))
 
 
@@ -229,8 +270,15 @@ def sent(seed: int, without: str | None = None) -> list[list[int]]:
     """Lines that the device writes, as the host reads each block while the next one runs."""
     found, steps = list[list[int]](), 4
     with order.deferred(seed), pytest.MonkeyPatch.context() as patch:
-        ring, line = torch.zeros(2 * steps, 2, dtype=torch.int32, device=CARD), torch.zeros(1, dtype=int, device=CARD)
-        value, outbox, before = torch.zeros(1, 2, dtype=torch.int32, device=CARD), Outbox([ring]), None
+        ring, line = (
+            torch.zeros(2 * steps, 2, dtype=torch.int32, device=CARD),
+            torch.zeros(1, dtype=int, device=CARD),
+        )
+        value, outbox, before = (
+            torch.zeros(1, 2, dtype=torch.int32, device=CARD),
+            Outbox([ring]),
+            None,
+        )
         if without:
             owner = torch.cuda.Event if without == "synchronize" else torch.cuda.Stream
             patch.setattr(owner, without, lambda *_: None)

@@ -1,4 +1,6 @@
-"""Run: pytest tests/pretended_gpu/test_planted.py (faults can be planted; lines that only a GPU reaches are found)"""
+"""Run: pytest tests/pretended_gpu/test_planted.py (faults can be planted; lines that only a GPU
+reaches are found)
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ import pytest
 from pretended_gpu import planted, reached
 
 
-@pytest.mark.parametrize("fault", planted.FAULTS, ids=lambda fault: f"{fault.file} {fault.before[:40]}")
+@pytest.mark.parametrize(
+    "fault", planted.FAULTS, ids=lambda fault: f"{fault.file} {fault.before[:40]}"
+)
 def test_a_fault_can_be_planted(fault: planted.Fault) -> None:
     """Where the code has moved on, so must the fault."""
     code = (planted.ROOT / planted.SRC / fault.file).read_text(encoding="utf-8")
@@ -46,6 +50,15 @@ def two(device, gone):
 
 def test_the_lines_that_only_a_gpu_reaches_are_found_by_their_conditions() -> None:
     found = {ast.unparse(each) for each in reached.of_a_gpu(ast.parse(CODE).body)}
-    names = ("first()", "second()", "third()", "fourth()", "fifth()", "return sixth()", "seventh()", "eighth()")
+    names = (
+        "first()",
+        "second()",
+        "third()",
+        "fourth()",
+        "fifth()",
+        "return sixth()",
+        "seventh()",
+        "eighth()",
+    )
     assert [name in found for name in names] == [True, False, True, True, True, False, True, True]
     assert sum(map(len, reached.lines().values())) > 50

@@ -28,12 +28,15 @@ def counted(lengths, sums, BLOCK: tl.constexpr):
 
 
 def test_programs_that_part_do_nothing_twice() -> None:
-    """What was written before they parted is put back, or the first addition would be made at each parting."""
+    """What was written before they parted is put back, or the first addition would be made at each
+    parting.
+    """
     lengths = torch.tensor([3, 0, -2, 3, 1, -2, 7], dtype=torch.int32)
     sums = torch.arange(7, dtype=torch.int32).cuda()
     counted[(7,)](lengths.cuda(), sums, 4)
     wanted = [
-        at + 1 + (1000 if length < 0 else 0) + sum(range(at, at + length)) for at, length in enumerate(lengths.tolist())
+        at + 1 + (1000 if length < 0 else 0) + sum(range(at, at + length))
+        for at, length in enumerate(lengths.tolist())
     ]
     assert sums.tolist() == wanted
 
@@ -43,9 +46,15 @@ def test_loops_of_one_length_run_together(monkeypatch: pytest.MonkeyPatch) -> No
     begun: list[int] = []
     begin = programs.Programs.begin
     monkeypatch.setattr(
-        programs.Programs, "begin", lambda self, these, grid: (begun.append(len(these)), begin(self, these, grid))
+        programs.Programs,
+        "begin",
+        lambda self, these, grid: (begun.append(len(these)), begin(self, these, grid)),
     )
-    counted[(64,)](torch.full((64,), 5, dtype=torch.int32, device="cuda"), torch.zeros(64, dtype=torch.int32).cuda(), 4)
+    counted[(64,)](
+        torch.full((64,), 5, dtype=torch.int32, device="cuda"),
+        torch.zeros(64, dtype=torch.int32).cuda(),
+        4,
+    )
     assert begun == [64]
 
 
@@ -55,7 +64,9 @@ def test_a_grid_that_is_too_large_for_one_array_is_divided(monkeypatch: pytest.M
     begun: list[int] = []
     begin = programs.Programs.begin
     monkeypatch.setattr(
-        programs.Programs, "begin", lambda self, these, grid: (begun.append(len(these)), begin(self, these, grid))
+        programs.Programs,
+        "begin",
+        lambda self, these, grid: (begun.append(len(these)), begin(self, these, grid)),
     )
     for _ in range(2):
         x = torch.zeros(5 * 8, device="cuda")
@@ -79,7 +90,9 @@ def placed(result):
 def test_programs_know_their_place_in_the_grid() -> None:
     result = torch.zeros(2, 3, 4, dtype=torch.int32, device="cuda")
     placed[(2, 3, 4)](result)
-    assert result.tolist() == [[[100 * x + 10 * y + z for z in range(4)] for y in range(3)] for x in range(2)]
+    assert result.tolist() == [
+        [[100 * x + 10 * y + z for z in range(4)] for y in range(3)] for x in range(2)
+    ]
 
 
 @triton.jit
@@ -146,9 +159,14 @@ def drawn(counter, found, BLOCK: tl.constexpr, OP: tl.constexpr):
         ("atomic_xor", 0, [0, 0, 1, 3, 0, 4, 1, 7], 0),
     ],
 )
-def test_one_address_has_its_operations_in_order(op: str, start: int, found: list[int], left: int) -> None:
+def test_one_address_has_its_operations_in_order(
+    op: str, start: int, found: list[int], left: int
+) -> None:
     """Each finds what the one before it left."""
-    counter, each = torch.tensor([start], dtype=torch.int32).cuda(), torch.zeros(8, dtype=torch.int32).cuda()
+    counter, each = (
+        torch.tensor([start], dtype=torch.int32).cuda(),
+        torch.zeros(8, dtype=torch.int32).cuda(),
+    )
     drawn[(4,)](counter, each, 2, getattr(tl, op))
     assert each.tolist() == found and counter.item() == left
 
@@ -160,7 +178,10 @@ def swapped(counter, found, expected):
 
 
 def test_a_number_is_swapped_if_it_is_the_expected_one() -> None:
-    counter, found = torch.tensor([5], dtype=torch.int32).cuda(), torch.zeros(4, dtype=torch.int32).cuda()
+    counter, found = (
+        torch.tensor([5], dtype=torch.int32).cuda(),
+        torch.zeros(4, dtype=torch.int32).cuda(),
+    )
     swapped[(4,)](counter, found, 5)
     assert found.tolist() == [5, 0, 0, 0] and counter.item() == 0
 
@@ -227,7 +248,9 @@ def combined(a, b, c, d):
 def composed(slopes, offsets, result, BLOCK: tl.constexpr, REVERSE: tl.constexpr):
     row = tl.arange(0, 2)[:, None] * BLOCK
     at = row + tl.arange(0, BLOCK)[None, :] + tl.program_id(0) * 2 * BLOCK
-    slope, offset = tl.associative_scan((tl.load(slopes + at), tl.load(offsets + at)), 1, combined, reverse=REVERSE)
+    slope, offset = tl.associative_scan(
+        (tl.load(slopes + at), tl.load(offsets + at)), 1, combined, reverse=REVERSE
+    )
     tl.store(result + at, offset + slope)
 
 
@@ -247,20 +270,27 @@ def test_scans_keep_the_order(reverse: bool) -> None:
 
 @triton.jit
 def reduced(x, result, AXIS: tl.constexpr, KEEP: tl.constexpr):
-    block = tl.load(x + tl.arange(0, 4)[:, None] * 8 + tl.arange(0, 8)[None, :] + tl.program_id(0) * 32)
+    block = tl.load(
+        x + tl.arange(0, 4)[:, None] * 8 + tl.arange(0, 8)[None, :] + tl.program_id(0) * 32
+    )
     sums = tl.sum(block, AXIS, keep_dims=KEEP)
     tl.static_assert(not KEEP or len(sums.shape) == 2)
     largest, where = tl.max(block, 1, return_indices=True)
     tl.store(result + tl.program_id(0) * 16 + tl.arange(0, 4), largest * 100 + where)
     tl.store(
-        result + tl.program_id(0) * 16 + 4 + tl.arange(0, 4), tl.sum(tl.ravel(sums + tl.zeros([4, 8], tl.int32)), 0)
+        result + tl.program_id(0) * 16 + 4 + tl.arange(0, 4),
+        tl.sum(tl.ravel(sums + tl.zeros([4, 8], tl.int32)), 0),
     )
 
 
-@pytest.mark.parametrize(("axis", "keep", "copies"), [(None, False, 32), (None, True, 32), (0, True, 4), (1, True, 8)])
+@pytest.mark.parametrize(
+    ("axis", "keep", "copies"), [(None, False, 32), (None, True, 32), (0, True, 4), (1, True, 8)]
+)
 def test_reductions_of_each_program(axis: int | None, keep: bool, copies: int) -> None:
     """The largest number's place is the first, as the ties say."""
-    x = torch.randint(0, 5, (3, 4, 8), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    x = torch.randint(
+        0, 5, (3, 4, 8), generator=torch.Generator().manual_seed(0), dtype=torch.int32
+    )
     result = torch.zeros(3, 16, dtype=torch.int32, device="cuda")
     reduced[(3,)](x.cuda(), result, axis, keep)
     first = x.max(2, keepdim=True).values.eq(x).int().argmax(2)
@@ -315,7 +345,10 @@ def limited(x, y, result, N: tl.constexpr):
 def test_a_comparison_takes_the_number_or_keeps_what_is_none() -> None:
     """As it is told; a masked load takes what is there otherwise."""
     nan = float("nan")
-    x, y = torch.tensor([1.0, nan, 5.0, nan, -7.0, 0.5, 2.0, -0.0]), torch.tensor([nan, 2.0, 3.0, nan, 1, 2, 3, 4])
+    x, y = (
+        torch.tensor([1.0, nan, 5.0, nan, -7.0, 0.5, 2.0, -0.0]),
+        torch.tensor([nan, 2.0, 3.0, nan, 1, 2, 3, 4]),
+    )
     result = torch.zeros(8, 8, device="cuda")
     limited[(1,)](x.cuda(), y.cuda(), result, 8)
     even = torch.arange(8) % 2 == 0
@@ -327,7 +360,12 @@ def test_a_comparison_takes_the_number_or_keeps_what_is_none() -> None:
 @triton.jit
 def philox(result, seed, c0, c1, c2, c3, BLOCK: tl.constexpr):
     zero = tl.zeros([BLOCK], tl.uint32)
-    counter = zero + c0.to(tl.uint32), zero + c1.to(tl.uint32), zero + c2.to(tl.uint32), zero + c3.to(tl.uint32)
+    counter = (
+        zero + c0.to(tl.uint32),
+        zero + c1.to(tl.uint32),
+        zero + c2.to(tl.uint32),
+        zero + c3.to(tl.uint32),
+    )
     numbers = tl.philox(seed, *counter)
     for i in tl.static_range(4):
         tl.store(result + i, tl.max(numbers[i].to(tl.int64), 0))
@@ -345,7 +383,9 @@ def philox(result, seed, c0, c1, c2, c3, BLOCK: tl.constexpr):
         ),
     ],
 )
-def test_random_numbers_are_those_of_philox(counter: tuple[int, ...], key: int, wanted: tuple[int, ...]) -> None:
+def test_random_numbers_are_those_of_philox(
+    counter: tuple[int, ...], key: int, wanted: tuple[int, ...]
+) -> None:
     """Known answers of its authors (Salmon et al. 2011, Random123's kat_vectors)."""
     result = torch.zeros(4, dtype=torch.int64, device="cuda")
     philox[(1,)](result, key, *counter, 4)

@@ -1,7 +1,8 @@
 """Run: make gpu-less ARGS=tests/pretended_gpu/test_waits.py (the host waits for no copy)
 
-A copy from or to memory that is not page-locked is made while the host waits, so nothing would overlap with it: what is
-streamed, offloaded or sampled would be right, and slow. Only what lies in files is copied like that.
+A copy from or to memory that is not page-locked is made while the host waits, so nothing would
+overlap with it: what is streamed, offloaded or sampled would be right, and slow. Only what lies in
+    files is copied like that.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def updated(engine: Engine) -> Callable[[], object]:
     return update
 
 
-@pytest.mark.parametrize("place", ["next forward, offloaded", "backward", "some stages on the device"])
+@pytest.mark.parametrize(
+    "place", ["next forward, offloaded", "backward", "some stages on the device"]
+)
 def test_a_streamed_update_waits_for_no_copy(place: str) -> None:
     placement = replace(EVERY[place], device=CARD)
     changes: dict[str, Any] = {"clip": None} if placement.when == "backward" else {}

@@ -1,6 +1,7 @@
 """Run: pytest tests/profiling/test_bottleneck.py
 
-Where time went and what binds a run: made-up runs that are each bound by exactly one thing, and shares that add up.
+Where time went and what binds a run: made-up runs that are each bound by exactly one thing, and
+    shares that add up.
 """
 
 from __future__ import annotations
@@ -22,7 +23,15 @@ from monograph.profiling.bottleneck import (
     floor_s,
     verdict,
 )
-from monograph.profiling.intervals import PARTS, Kernel, Span, Timeline, spent, undisturbed, unwatched
+from monograph.profiling.intervals import (
+    PARTS,
+    Kernel,
+    Span,
+    Timeline,
+    spent,
+    undisturbed,
+    unwatched,
+)
 from monograph.profiling.profiler import Profile
 from monograph.report.profile_report import said
 
@@ -31,15 +40,28 @@ MS = 1e-3
 
 
 class Tape:
-    """A run that is made up: kernels one after another, each launched long before unless said otherwise."""
+    """A run that is made up: kernels one after another, each launched long before unless said
+    otherwise.
+    """
 
     def __init__(self) -> None:
         self.now, self.kernels, self.spans = 0.0, [], []
 
-    def kernel(self, part: str, ms: float, *, compute: float = 0.0, memory: float = 0.0, launched: float | None = None):
+    def kernel(
+        self,
+        part: str,
+        ms: float,
+        *,
+        compute: float = 0.0,
+        memory: float = 0.0,
+        launched: float | None = None,
+    ):
         """A kernel whose floors are these shares of its time."""
         seconds = ms * MS
-        flops, moved = compute * seconds * MACHINE.matmul_flops, memory * seconds * MACHINE.copy_bytes_per_s
+        flops, moved = (
+            compute * seconds * MACHINE.matmul_flops,
+            memory * seconds * MACHINE.copy_bytes_per_s,
+        )
         begun = 0.0 if launched is None else launched
         self.kernels.append(Kernel(part, self.now, self.now + seconds, flops, moved, begun))
         self.now += seconds
@@ -53,7 +75,9 @@ class Tape:
 
     def at_the_roof(self):
         """A little of each part, all at its floor."""
-        self.kernel("matmul", 8, compute=1.0).kernel("attention", 1, compute=1.0).kernel("loss head", 1, compute=1.0)
+        self.kernel("matmul", 8, compute=1.0).kernel("attention", 1, compute=1.0).kernel(
+            "loss head", 1, compute=1.0
+        )
         return self.kernel("elementwise", 1, memory=1.0).kernel("optimizer", 1, memory=1.0)
 
     def judged(self, **situation) -> Verdict:
@@ -153,7 +177,11 @@ def test_one_graph_is_not_promised_to_save_the_optimizers_products() -> None:
         tape = Tape().at_the_roof().kernel("optimizer", 100 - products_ms, memory=0.5)
         if products_ms:
             tape.kernel("optimizer", products_ms, compute=0.6)
-        [change] = [each for each in tape.judged(captured=False).changes if each.what == "train.compile=whole"]
+        [change] = [
+            each
+            for each in tape.judged(captured=False).changes
+            if each.what == "train.compile=whole"
+        ]
         return change.saved_s
 
     assert saved(80) == pytest.approx(saved(0) * 21 / 101, rel=0.03)
@@ -166,7 +194,9 @@ def test_what_cannot_be_counted_is_said_and_not_taken_for_well_done() -> None:
     tape.now += 42 * MS
     judged = tape.judged()
     assert judged.binds == "host gaps" and judged.unknown_s == pytest.approx(42 * MS)
-    found = Profile(judged.spent.total_s, judged.spent.total_s, 1, 1, MACHINE, judged, Path("trace.json"))
+    found = Profile(
+        judged.spent.total_s, judged.spent.total_s, 1, 1, MACHINE, judged, Path("trace.json")
+    )
     assert said(found) == (
         "host gaps: 6% of the time could be won back at most; no key changes that; "
         "60% of it is work that cannot be counted, and is not judged"
@@ -178,7 +208,9 @@ def test_a_run_that_one_thing_binds(run, situation, binds, change) -> None:
     run(tape := Tape())
     found = tape.judged(**situation)
     assert found.binds == binds, found.recoverable
-    assert (change is None) == (found.change is None) and (change is None or change in found.change.what), found.change
+    assert (change is None) == (found.change is None) and (
+        change is None or change in found.change.what
+    ), found.change
     assert sum(found.spent.share(part) for part in PARTS) == pytest.approx(1.0, abs=1e-9)
     assert found.floor_s <= found.spent.total_s * (1 + 1e-9)
 
@@ -191,7 +223,8 @@ def test_products_that_compute_binds_gain_by_another_precision() -> None:
     slower = tape.judged(bf16={"matmul": 0.25, "elementwise": 2.0})
     assert slower.change and slower.gain(slower.change) == pytest.approx(48 / (48 - 30 + 8))
     muon = Tape().kernel("optimizer", 30, compute=1.0).kernel("optimizer", 10, memory=1.0)
-    found = muon.judged(bf16={"matmul": 0.5, "optimizer": 1.7})  # its products gain, all else of it does not
+    # Its products gain, all else of it does not.
+    found = muon.judged(bf16={"matmul": 0.5, "optimizer": 1.7})
     assert found.change and found.gain(found.change) == pytest.approx(40 / (40 - 15 + 7))
     latent = Tape().kernel("matmul", 40, compute=0.1).judged(bf16={"matmul": 0.25})
     assert latent.change is None  # neither floor is what such a product waits for
@@ -204,7 +237,9 @@ def test_amdahl() -> None:
 
 
 def test_a_change_of_the_training_comes_after_all_that_keep_it() -> None:
-    tape = Tape().kernel("optimizer", 60, memory=0.2).kernel("matmul", 30, compute=1.0).gap(10, "data")
+    tape = (
+        Tape().kernel("optimizer", 60, memory=0.2).kernel("matmul", 30, compute=1.0).gap(10, "data")
+    )
     found = tape.judged()
     assert found.binds == "optimizer"
     assert [each.same_training for each in found.changes] == [True, False]
@@ -231,7 +266,9 @@ def test_each_gap_has_one_cause() -> None:
     ]
     spans = [Span("data", 6.0, 7.0)]
     found = spent(Timeline(0.0, 9.0, kernels, spans))
-    assert found.gaps == pytest.approx({"kernel gap": 1e-6, "launch": 2.0, "other": 1.0, "data": 1.0})
+    assert found.gaps == pytest.approx(
+        {"kernel gap": 1e-6, "launch": 2.0, "other": 1.0, "data": 1.0}
+    )
 
 
 def test_what_a_kernel_is_bound_by() -> None:
@@ -251,19 +288,27 @@ def test_the_profilers_own_time_is_taken_from_where_it_was_spent() -> None:
     assert (found.parts["matmul"], found.parts["host gaps"]) == pytest.approx((5.0, 2.0))
     assert found.gaps == pytest.approx({"launch": 2.0})
     assert undisturbed(watched, {"host gaps": 9}, 1.0, 3.0).parts["matmul"] == pytest.approx(3.0)
-    assert undisturbed(watched, {"host gaps": 9, "matmul": 9}, 1.0, 30.0).total_s == pytest.approx(30.0)
+    assert undisturbed(watched, {"host gaps": 9, "matmul": 9}, 1.0, 30.0).total_s == pytest.approx(
+        30.0
+    )
 
 
 def test_what_watching_does_to_the_optimizer_is_not_taken_for_the_others() -> None:
-    """An eager update's memory that is given back and fetched again, as the profiler's own is beside it."""
+    """An eager update's memory that is given back and fetched again, as the profiler's own is
+    beside it.
+    """
     kernels = [Kernel("matmul", 0.0, 4.0), Kernel("optimizer", 5.0, 9.0), Kernel("matmul", 10.0, 14.0),
                Kernel("optimizer", 15.0, 19.0)]  # fmt: skip
     watched = Timeline(0.0, 20.0, kernels, updates=[(4.5, 9.5), (14.5, 19.5)])
     found = unwatched(watched, 0.0, whole_s=7.5, optimizer_s=2.5, overlaps=False)
-    assert found.parts["matmul"] == pytest.approx(4.0) and found.parts["optimizer"] == pytest.approx(2.0)
+    assert found.parts["matmul"] == pytest.approx(4.0) and found.parts[
+        "optimizer"
+    ] == pytest.approx(2.0)
     assert found.total_s == pytest.approx(7.5)
     overlapping = unwatched(watched, 0.0, whole_s=7.5, optimizer_s=2.5, overlaps=True)
-    assert overlapping.parts["matmul"] == pytest.approx(3.0) and overlapping.total_s == pytest.approx(7.5)
+    assert overlapping.parts["matmul"] == pytest.approx(
+        3.0
+    ) and overlapping.total_s == pytest.approx(7.5)
 
 
 times = st.floats(-2.0, 12.0, allow_nan=False)
@@ -272,16 +317,28 @@ kernels = st.builds(
     st.sampled_from(["matmul", "attention", "elementwise", "optimizer", "loss head", "transfers", "other"]),
     times, times, st.none() | times,
 )  # fmt: skip
-spans = st.builds(lambda kind, a, b: Span(kind, min(a, b), max(a, b)), st.sampled_from(["data", "sync"]), times, times)
+spans = st.builds(
+    lambda kind, a, b: Span(kind, min(a, b), max(a, b)),
+    st.sampled_from(["data", "sync"]),
+    times,
+    times,
+)
 
 
 @given(st.lists(kernels, max_size=12), st.lists(spans, max_size=4))
 def test_shares_are_never_negative_and_add_to_one(drawn: list[Kernel], said: list[Span]) -> None:
     found = spent(Timeline(0.0, 10.0, drawn, said))
     shares = [found.share(part) for part in PARTS]
-    assert min(shares) >= 0 and sum(shares) == pytest.approx(1.0) and found.total_s == pytest.approx(10.0)
+    assert (
+        min(shares) >= 0
+        and sum(shares) == pytest.approx(1.0)
+        and found.total_s == pytest.approx(10.0)
+    )
     idle = {"data wait", "host gaps"} | ({"other"} if found.gaps.get("other") else set())
-    assert sum(found.gaps.values()) <= sum(found.parts[part] for part in (*idle, "transfers", "other")) + 1e-9
+    assert (
+        sum(found.gaps.values())
+        <= sum(found.parts[part] for part in (*idle, "transfers", "other")) + 1e-9
+    )
     cut = Timeline(0.0, 10.0, drawn, said, updates=[(1.0, 3.0), (3.0, 6.5)])
     pieces = spent(cut, cut.updates) + spent(cut, cut.rest)
     assert {part: pieces.parts[part] for part in COMPUTED[:-1]} == pytest.approx(

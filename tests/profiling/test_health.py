@@ -17,16 +17,26 @@ from monograph.profiling.health import PROBE_BYTES, compiled_obstacle, disk, lim
 def test_a_disk_is_written_and_left_as_it_was(tmp_path: Path) -> None:
     found = disk(tmp_path / "not" / "there" / "yet")
     assert found.folder == str(tmp_path) and found.obstacle is None and not list(tmp_path.iterdir())
-    assert found.free_bytes > PROBE_BYTES and found.written_bytes_per_s and found.written_bytes_per_s > 0
+    assert (
+        found.free_bytes > PROBE_BYTES
+        and found.written_bytes_per_s
+        and found.written_bytes_per_s > 0
+    )
 
 
-def test_a_disk_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_cannot_be_written_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(**_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(tempfile, "TemporaryFile", full)
     found = disk(tmp_path)
-    assert found.obstacle == "No space left on device" and found.written_bytes_per_s is None and found.free_bytes
+    assert (
+        found.obstacle == "No space left on device"
+        and found.written_bytes_per_s is None
+        and found.free_bytes
+    )
 
 
 def wrong(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,9 +52,14 @@ def broken(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.mark.parametrize(
     ("compiler", "words"),
-    [(wrong, "gradient is off by"), (broken, "a compiled function fails: RuntimeError: g++: cannot execute")],
+    [
+        (wrong, "gradient is off by"),
+        (broken, "a compiled function fails: RuntimeError: g++: cannot execute"),
+    ],
 )
-def test_a_compiler_that_does_not_work_is_said(monkeypatch: pytest.MonkeyPatch, compiler: Any, words: str) -> None:
+def test_a_compiler_that_does_not_work_is_said(
+    monkeypatch: pytest.MonkeyPatch, compiler: Any, words: str
+) -> None:
     monkeypatch.setattr(torch, "compile", compiler)
     found = compiled_obstacle(torch.device("cpu"))
     assert found is not None and words in found and "\n" not in found

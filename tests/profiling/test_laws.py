@@ -50,11 +50,16 @@ def test_a_broken_law_is_an_error_and_the_others_are_compared_all_the_same(monke
     assert monograph_("check", "--laws", "--json") == 1
     out, error = capsys.readouterr()
     told = json.loads(out.splitlines()[-1], parse_constant=pytest.fail)
-    assert told["schema"] == "monograph.check/1" and all(law["seconds"] >= 0 for law in told["laws"])
+    assert told["schema"] == "monograph.check/1" and all(
+        law["seconds"] >= 0 for law in told["laws"]
+    )
     assert [(law["number"], law["holds"], law["error"]) for law in told["laws"]] == [
         (1, False, None), (2, False, None), (3, False, None), (10, True, 0)
     ]  # fmt: skip
-    assert "RuntimeError: CUDA error: an illegal memory access\n" in out and "law 1 (a), 2 (b), 3 (s);" in error
+    assert (
+        "RuntimeError: CUDA error: an illegal memory access\n" in out
+        and "law 1 (a), 2 (b), 3 (s);" in error
+    )
     assert monograph_("check", "--laws", "a_run") == 2
 
 
@@ -63,13 +68,17 @@ def test_the_table_names_a_law_before_it_is_compared_and_ctrl_c_ends_it(monkeypa
         assert "  10  resumed = uninterrupted" in capsys.readouterr().out
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "laws", lambda device: [Law(10, "resumed = uninterrupted, fp32", interrupted)])
+    monkeypatch.setattr(
+        module, "laws", lambda device: [Law(10, "resumed = uninterrupted, fp32", interrupted)]
+    )
     assert monograph_("check", "--laws") == 130
 
 
 def small_laws():
     """The laws that take no compiler, by name."""
-    return {law.name: law for law in laws(CPU) if not law.name.startswith(("compiled", "generated"))}
+    return {
+        law.name: law for law in laws(CPU) if not law.name.startswith(("compiled", "generated"))
+    }
 
 
 def test_each_law_has_its_number():
@@ -82,12 +91,16 @@ def test_each_law_has_its_number():
 def seen_by_others(monkeypatch):
     """Documents that see each other."""
     rows, alone = module._windows()
-    monkeypatch.setattr(module, "_windows", lambda: ({**rows, "segments": rows["segments"].clamp(max=1)}, alone))
+    monkeypatch.setattr(
+        module, "_windows", lambda: ({**rows, "segments": rows["segments"].clamp(max=1)}, alone)
+    )
 
 
 def without_update(monkeypatch):
     """A resident engine that does not learn."""
-    monkeypatch.setattr(module.Resident, "update", lambda engine: SimpleNamespace(index=engine.index))
+    monkeypatch.setattr(
+        module.Resident, "update", lambda engine: SimpleNamespace(index=engine.index)
+    )
 
 
 def kept(monkeypatch):
@@ -99,7 +112,9 @@ def forgotten(monkeypatch):
     """Moments that a checkpoint's state is loaded without."""
     whole = Resident.load_state
     monkeypatch.setattr(
-        Resident, "load_state", lambda engine, state: whole(engine, replace(state, optimizer=zeros(state.optimizer)))
+        Resident,
+        "load_state",
+        lambda engine, state: whole(engine, replace(state, optimizer=zeros(state.optimizer))),
     )
 
 
@@ -109,7 +124,9 @@ def zeros(tensors):
 
 def cut_elsewhere(monkeypatch):
     """A filter that keeps all."""
-    monkeypatch.setitem(FILTERS, "min_p", replace(FILTERS["min_p"], apply=lambda candidates, knobs: candidates))
+    monkeypatch.setitem(
+        FILTERS, "min_p", replace(FILTERS["min_p"], apply=lambda candidates, knobs: candidates)
+    )
 
 
 FAULTS = {
@@ -136,7 +153,9 @@ def test_a_fault_breaks_its_law(monkeypatch, name):
 
 @pytest.mark.gpu
 def test_replayed_updates_are_compared_with_called_ones_on_a_gpu():
-    found = next(law for law in laws(torch.device("cuda", 0)) if law.name == "replayed = called, fp32").compare()
+    found = next(
+        law for law in laws(torch.device("cuda", 0)) if law.name == "replayed = called, fp32"
+    ).compare()
     assert found.holds, found.said
 
 

@@ -55,8 +55,12 @@ def test_memory_from_before_does_not_count_even_when_freed_inside() -> None:
     assert live.kept_bytes == 0
 
 
-def test_a_block_from_before_does_not_count_at_an_address_that_torch_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An earlier profile saw another block there, whose size torch then says of the one that is freed."""
+def test_a_block_from_before_does_not_count_at_an_address_that_torch_knows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An earlier profile saw another block there, whose size torch then says of the one that is
+    freed.
+    """
     monkeypatch.setattr(LiveBytes, "_allocations", lambda live: [(7, -8 * MB), (9, MB), (9, -MB)])
     with LiveBytes() as live:
         pass
@@ -64,7 +68,9 @@ def test_a_block_from_before_does_not_count_at_an_address_that_torch_knows(monke
 
 
 def test_what_an_operator_allocates_inside_itself_counts() -> None:
-    """A median returns one number, but selects it in a copy of its input that no tensor outside refers to."""
+    """A median returns one number, but selects it in a copy of its input that no tensor outside
+    refers to.
+    """
     x = torch.randn(512, 512)
     with LiveBytes() as live:
         x.median()

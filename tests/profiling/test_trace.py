@@ -33,7 +33,9 @@ class Made:
     def __init__(self) -> None:
         self.events: list[dict[str, object]] = []
 
-    def event(self, name: str, begin: float, end: float, cat: str = "cpu_op", tid: int = 1, **args: object):
+    def event(
+        self, name: str, begin: float, end: float, cat: str = "cpu_op", tid: int = 1, **args: object
+    ):
         self.events.append({"ph": "X", "cat": cat, "name": name, "ts": begin, "dur": end - begin, "tid": tid,
                             "args": args})  # fmt: skip
         return self
@@ -43,7 +45,9 @@ class Made:
 
     def read(self, vocabulary: int | None = 97, heads_are_batched: bool = True):
         found = trace.read({"traceEvents": self.events}, has_kernel, vocabulary, heads_are_batched)
-        return found, {part: 1e6 * seconds for part, seconds in spent(found).parts.items() if seconds > 1e-12}
+        return found, {
+            part: 1e6 * seconds for part, seconds in spent(found).parts.items() if seconds > 1e-12
+        }
 
 
 def shaped(*shapes: list[int], kind: str = "float") -> dict[str, object]:
@@ -55,18 +59,31 @@ def product(*shapes: list[int]) -> dict[str, object]:
 
 
 def test_a_step_on_a_cpu() -> None:
-    made = Made().span(trace.STEP, 1000, 1100).span(trace.DATA, 1000, 1010).span(trace.UPDATE, 1080, 1100)
-    made.event("aten::linear", 1010, 1022).event("aten::mm", 1012, 1020, **product([8, 16], [16, 32]))
+    made = (
+        Made()
+        .span(trace.STEP, 1000, 1100)
+        .span(trace.DATA, 1000, 1010)
+        .span(trace.UPDATE, 1080, 1100)
+    )
+    made.event("aten::linear", 1010, 1022).event(
+        "aten::mm", 1012, 1020, **product([8, 16], [16, 32])
+    )
     made.event("aten::resolve_conj", 1013, 1014)  # inside of a product: not a gap
     made.event("aten::mm", 1022, 1027, **product([8, 16], [16, 97]))
     made.event("aten::scaled_dot_product_attention", 1030, 1044)
-    made.event("aten::_scaled_dot_product_flash_attention_for_cpu", 1031, 1043, **shaped(*[[1, 2, 8, 8]] * 3))
+    made.event(
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        1031,
+        1043,
+        **shaped(*[[1, 2, 8, 8]] * 3),
+    )
     made.event("aten::bmm", 1045, 1050, **product([2, 8, 8], [2, 8, 8]))
     made.event("cpp_fused_mul_3", 1050, 1060).event("aten::view", 1060, 1065)
     made.event("aten::_local_scalar_dense", 1065, 1070).event("my::own", 1070, 1075)
     made.event("aten::mul", 1085, 1095, **shaped([64], [64]))
     timeline, parts = made.read()
-    # Between operators, in views and in what only calls others, the host is at work; and so it is in what is not known.
+    # Between operators, in views and in what only calls others, the host is at work; and so it is
+    # in what is not known.
     assert parts == pytest.approx(
         {"data wait": 10, "matmul": 8, "loss head": 5, "attention": 17, "elementwise": 10, "optimizer": 10,
          "host gaps": 40}
@@ -75,8 +92,12 @@ def test_a_step_on_a_cpu() -> None:
     first = next(kernel for kernel in timeline.kernels if kernel.part == "matmul")
     assert first.flops == 2 * 8 * 16 * 32 and first.moved_bytes == 4 * (8 * 16 + 16 * 32 + 8 * 32)
     noted, of_updates = timeline.events, timeline.update_events
-    assert noted["matmul"] == 1 and sum(noted.values()) + sum(of_updates.values()) == len(made.events)
-    assert [1e6 * edge for edge in timeline.updates[0]] == pytest.approx([80, 100]) and sum(of_updates.values()) == 1
+    assert noted["matmul"] == 1 and sum(noted.values()) + sum(of_updates.values()) == len(
+        made.events
+    )
+    assert [1e6 * edge for edge in timeline.updates[0]] == pytest.approx([80, 100]) and sum(
+        of_updates.values()
+    ) == 1
     _, parts = made.read(vocabulary=None, heads_are_batched=False)
     assert parts["matmul"] == pytest.approx(18) and parts["attention"] == pytest.approx(12)
 
@@ -85,16 +106,24 @@ def test_operators_of_our_own() -> None:
     made = Made().span(trace.STEP, 0, 100)
     made.event("monograph::small_matmul", 0, 10, **product([8, 16], [16, 32]))
     made.event("monograph::batched_matmul", 10, 15, **product([2, 8, 8], [2, 8, 8]))
-    made.event("monograph::add_product_", 20, 40, **shaped([97, 16], [8, 97], [8, 16]))  # some rows at a time
-    made.event("aten::mm", 22, 30, **product([40, 8], [8, 16])).event("aten::add_", 30, 38, **shaped([40, 16]))
+    # Some rows at a time.
+    made.event("monograph::add_product_", 20, 40, **shaped([97, 16], [8, 97], [8, 16]))
+    made.event("aten::mm", 22, 30, **product([40, 8], [8, 16])).event(
+        "aten::add_", 30, 38, **shaped([40, 16])
+    )
     made.event("monograph::grouped_linear", 40, 50, **shaped([6, 8], [3, 16, 8], [3]))
     timeline, parts = made.read()
     assert timeline.kernels[-1].flops == 2 * 6 * 8 * 16
     assert parts == pytest.approx({"matmul": 20, "attention": 5, "loss head": 16, "host gaps": 59})
-    assert [kernel.flops for kernel in timeline.kernels if kernel.part == "loss head"] == [2 * 40 * 8 * 16, 0]
+    assert [kernel.flops for kernel in timeline.kernels if kernel.part == "loss head"] == [
+        2 * 40 * 8 * 16,
+        0,
+    ]
 
 
-@pytest.mark.skipif("avx512f" not in device.cpu_model()[1], reason="no AVX-512, for which the product is written")
+@pytest.mark.skipif(
+    "avx512f" not in device.cpu_model()[1], reason="no AVX-512, for which the product is written"
+)
 def test_products_that_graphs_call_past_the_dispatcher_are_seen() -> None:
     lower_to_call(torch.ops.monograph.small_matmul.default, matmul.native_out)
     left, right, out = torch.randn(64, 48), torch.randn(48, 64), torch.empty(64, 64)
@@ -123,7 +152,9 @@ def test_a_step_on_a_gpu() -> None:
     made.event("aten::mm", 5, 12, **product([8, 16], [16, 32]))
     made.event("cudaLaunchKernel", 8, 10, "cuda_runtime", correlation=1)
     made.event("cudaMemcpyAsync", 14, 16, "cuda_runtime", correlation=2)
-    made.event("aten::mul", 155, 160, **shaped([4])).event("cudaLaunchKernel", 156, 158, "cuda_runtime", correlation=3)
+    made.event("aten::mul", 155, 160, **shaped([4])).event(
+        "cudaLaunchKernel", 156, 158, "cuda_runtime", correlation=3
+    )
     made.event("cudaDeviceSynchronize", 160, 198, "cuda_runtime", correlation=4)
     made.event("sm90_gemm", 20, 60, "kernel", 7, correlation=1)
     made.event("Memcpy HtoD (Pinned -> Device)", 50, 90, "gpu_memcpy", 8, correlation=2)
@@ -136,12 +167,17 @@ def test_a_step_on_a_gpu() -> None:
     )  # fmt: skip
     gaps = {cause: 1e6 * seconds for cause, seconds in spent(timeline).gaps.items()}
     assert gaps == pytest.approx({"launch": 92, "sync": 23, "transfer": 30})
-    assert [kernel.flops for kernel in timeline.kernels if kernel.part == "matmul"] == [2 * 8 * 16 * 32]
+    assert [kernel.flops for kernel in timeline.kernels if kernel.part == "matmul"] == [
+        2 * 8 * 16 * 32
+    ]
 
 
 def test_generated_code_moves_its_arguments_once() -> None:
     """What it writes is among them; what a template multiplies is nowhere said."""
-    event = {"name": "triton_poi_fused_mul_0", "args": shaped([4, 8], [8], [4, 8]) | {"Input type": ["float"] * 3}}
+    event = {
+        "name": "triton_poi_fused_mul_0",
+        "args": shaped([4, 8], [8], [4, 8]) | {"Input type": ["float"] * 3},
+    }
     assert trace.work(event) == (0.0, 4 * (32 + 8 + 32))
     assert trace.work(event | {"name": "cpp_fused_mul_0"}) == (0.0, 4 * (32 + 8 + 32))
     assert trace.work(event | {"name": "triton_tem_fused_mm_0"}) == (None, None)
@@ -188,11 +224,16 @@ def test_a_real_step_eagerly(tmp_path) -> None:
     products = [kernel for kernel in timeline.kernels if kernel.part == "matmul"]
     assert len(products) == 3 * 7 * 2 * UPDATES
     per_token = sum(kernel.flops or 0.0 for kernel in products) / (UPDATES * tokens.numel())
-    blocks = sum(p.numel() for name, p in engine.model.named_parameters() if "layers" in name and p.ndim == 2)
+    blocks = sum(
+        p.numel() for name, p in engine.model.named_parameters() if "layers" in name and p.ndim == 2
+    )
     assert per_token == 6 * blocks
-    # Adding a head of V rows: logits, and two products of the backward pass, which is in the forward pass here.
+    # Adding a head of V rows: logits, and two products of the backward pass, which is in the
+    # forward pass here.
     head = [kernel for kernel in timeline.kernels if kernel.part == "loss head"]
-    assert sum(kernel.flops or 0.0 for kernel in head) / (UPDATES * tokens.numel()) == pytest.approx(6 * 97 * 16)
+    assert sum(kernel.flops or 0.0 for kernel in head) / (
+        UPDATES * tokens.numel()
+    ) == pytest.approx(6 * 97 * 16)
 
 
 @pytest.mark.slow
@@ -213,17 +254,23 @@ def test_a_real_step_captured(tmp_path) -> None:
     timeline = trace.read(json.loads((tmp_path / "trace.json").read_text()), has_kernel, None, True)
     seen = [kernel for kernel in timeline.kernels if kernel.name.startswith("cpp_fused_")]
     assert {kernel.part for kernel in seen} == {"elementwise", "optimizer"}
-    assert all(kernel.moved_bytes for kernel in seen) and found.unknown_s < 0.05 * found.spent.total_s
+    assert (
+        all(kernel.moved_bytes for kernel in seen) and found.unknown_s < 0.05 * found.spent.total_s
+    )
     assert generated() == kernels and kernels  # as they were
 
 
 def test_a_trace_is_read_whatever_its_folder_is_called(tmp_path) -> None:
     folder = tmp_path / 'a "b" \\ é\n'
     folder.mkdir()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as watched:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
+    ) as watched:
         torch.zeros(2).neg()
     found = _exported(watched, folder / "trace.json")
-    assert found == json.loads((folder / "trace.json").read_text()) and found["traceName"] == str(folder / "trace.json")
+    assert found == json.loads((folder / "trace.json").read_text()) and found["traceName"] == str(
+        folder / "trace.json"
+    )
 
 
 def test_a_folder_that_is_not_there_is_told_before_anything_is_trained(tmp_path) -> None:

@@ -1,9 +1,11 @@
 # Run what uses it: pytest tests/model/test_torch_file.py tests/text/test_tokenizer.py
-"""The model of A. Tam's "Pretraining a Llama Model on Your Local GPU", for its state dict and as an oracle.
+"""The model of A. Tam's "Pretraining a Llama Model on Your Local GPU", for its state dict and as an
+oracle.
 
 Its tokenizer, too, which learns its alphabet from the text and has no token for any other byte.
 
-The names of its modules and the tables that it keeps as buffers are the article's; the rest is as plain as can be.
+The names of its modules and the tables that it keeps as buffers are the article's; the rest is as
+plain as can be.
 """
 
 from __future__ import annotations
@@ -14,14 +16,25 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from torch import nn
 
 
-def tokenizer(texts, vocabulary=500, form="NFKC", alphabet=(), use_regex=False, space_first=True, unknown="[UNK]"):
+def tokenizer(
+    texts,
+    vocabulary=500,
+    form="NFKC",
+    alphabet=(),
+    use_regex=False,
+    space_first=True,
+    unknown="[UNK]",
+):
     made = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token=unknown))
     made.normalizer = getattr(normalizers, form)()
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=space_first, use_regex=use_regex)
     made.decoder = decoders.ByteLevel()
     special = ["[BOT]", "[EOT]", "[PAD]", *([unknown] if unknown else [])]
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=special, initial_alphabet=list(alphabet), show_progress=False
+        vocab_size=vocabulary,
+        special_tokens=special,
+        initial_alphabet=list(alphabet),
+        show_progress=False,
     )
     made.train_from_iterator(texts, trainer)
     return made
@@ -51,11 +64,16 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(width, width, bias=False)
 
     def forward(self, x, rotary):
-        q, k, v = (p(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            p(x).unflatten(-1, (-1, self.size)).transpose(1, 2)
+            for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
         k, v = (y.repeat_interleave(q.shape[1] // y.shape[1], dim=1) for y in (k, v))
         scores = rotary(q) @ rotary(k).transpose(-1, -2) / self.size**0.5
         later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
-        return self.o_proj((scores.masked_fill(later, -torch.inf).softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return self.o_proj(
+            (scores.masked_fill(later, -torch.inf).softmax(-1) @ v).transpose(1, 2).flatten(2)
+        )
 
 
 class Mlp(nn.Module):

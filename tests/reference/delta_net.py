@@ -1,5 +1,7 @@
 # Run what uses it: pytest tests/model/test_families.py
-"""A gated delta net in float64, token by token and head by head: slow, plain, and sharing no line with the package."""
+"""A gated delta net in float64, token by token and head by head: slow, plain, and sharing no line
+with the package.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,14 @@ import torch
 
 
 def mixed(own, config, xs, documents):
-    """What a layer without attention adds for each position; `own` holds its tensors by their names in the layer."""
-    own = {name.removeprefix("linear_attn."): value for name, value in own.items() if name.startswith("linear_attn.")}
+    """What a layer without attention adds for each position; `own` holds its tensors by their names
+    in the layer.
+    """
+    own = {
+        name.removeprefix("linear_attn."): value
+        for name, value in own.items()
+        if name.startswith("linear_attn.")
+    }
     size, wide = config.linear_key_head_dim, config.linear_value_head_dim
     keys, values = config.linear_num_key_heads, config.linear_num_value_heads
     if "in_proj_qkvz.weight" in own:
@@ -22,7 +30,9 @@ def mixed(own, config, xs, documents):
         seen = range(max(begun, t - taps.shape[1] + 1), t + 1)
         channels = _silu(sum(inputs[s] * taps[:, taps.shape[1] - 1 - t + s] for s in seen))
         query, key, value = channels.split([keys * size, keys * size, values * wide])
-        rates = torch.log1p(torch.exp(own["in_proj_a.weight"] @ x + own["dt_bias"])) * torch.exp(own["A_log"])
+        rates = torch.log1p(torch.exp(own["in_proj_a.weight"] @ x + own["dt_bias"])) * torch.exp(
+            own["A_log"]
+        )
         writes = 1 / (1 + torch.exp(-(own["in_proj_b.weight"] @ x)))
         gates = _silu(own["in_proj_z.weight"] @ x).split(wide)
         heads = []
@@ -31,9 +41,16 @@ def mixed(own, config, xs, documents):
             q, k = (each.split(size)[of_key] for each in (query, key))
             q, k = (each / (each.dot(each) + 1e-6).sqrt() for each in (q, k))
             state = torch.exp(-rates[head]) * states[head]
-            states[head] = state + torch.outer(k, writes[head] * (value.split(wide)[head] - state.T @ k))
+            states[head] = state + torch.outer(
+                k, writes[head] * (value.split(wide)[head] - state.T @ k)
+            )
             read = states[head].T @ q / size**0.5
-            heads.append(read / (read.dot(read) / wide + config.rms_norm_eps).sqrt() * own["norm.weight"] * gates[head])
+            heads.append(
+                read
+                / (read.dot(read) / wide + config.rms_norm_eps).sqrt()
+                * own["norm.weight"]
+                * gates[head]
+            )
         out.append(own["out_proj.weight"] @ torch.cat(heads))
     return out
 
@@ -47,7 +64,9 @@ def _parted(own, keys, values, size, wide):
     numbers = [head.split(group) for head in own["in_proj_ba.weight"].split(2 * group)]
     pairs = [torch.cat(part) for part in zip(*numbers, strict=True)]
     names = ("in_proj_z.weight", "in_proj_b.weight", "in_proj_a.weight")
-    return {"in_proj_qkv.weight": torch.cat(parts[:3])} | dict(zip(names, (parts[3], *pairs), strict=True))
+    return {"in_proj_qkv.weight": torch.cat(parts[:3])} | dict(
+        zip(names, (parts[3], *pairs), strict=True)
+    )
 
 
 def _silu(x):

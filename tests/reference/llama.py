@@ -1,9 +1,11 @@
 # Run what uses it: pytest tests/model/test_llama.py tests/laws/test_packed_is_separate.py
-"""The decoder in float64, token by token and head by head: slow, plain, and sharing no line with the package.
+"""The decoder in float64, token by token and head by head: slow, plain, and sharing no line with
+the package.
 
-`weights` holds float64 tensors by their Hugging Face names; whatever requires a gradient gets one, and what a family
-has beyond a Llama (biases, norms of heads) is used where its weights are there. `config` is any object with Hugging
-Face's field names; without layer_types its sliding_window is every layer's.
+`weights` holds float64 tensors by their Hugging Face names; whatever requires a gradient gets one,
+and what a family has beyond a Llama (biases, norms of heads) is used where its weights are there.
+`config` is any object with Hugging Face's field names; without layer_types its sliding_window is
+every layer's.
 """
 
 from __future__ import annotations
@@ -36,8 +38,15 @@ def logits(weights, config, hidden):
 def _row(weights, config, ids, documents, places):
     embedding = weights["model.embed_tokens.weight"]
     # Looking up the row of the padding gives it no gradient.
-    stream = [embedding[token].detach() if token == config.pad_token_id else embedding[token] for token in ids]
-    scaled = torch.tensor(math.sqrt(config.hidden_size)).item() if config.model_type == "gemma3_text" else 1
+    stream = [
+        embedding[token].detach() if token == config.pad_token_id else embedding[token]
+        for token in ids
+    ]
+    scaled = (
+        torch.tensor(math.sqrt(config.hidden_size)).item()
+        if config.model_type == "gemma3_text"
+        else 1
+    )
     stream = [config.embedding_multiplier * scaled * x for x in stream]
     for layer in range(config.num_hidden_layers):
         own = {
@@ -56,7 +65,9 @@ def _row(weights, config, ids, documents, places):
         if kinds[layer] == "linear_attention":
             attended = delta_net.mixed(own, config, normed, documents)
         else:
-            attended = _attention(own, config, normed, documents, turning, window or len(ids), *rope)
+            attended = _attention(
+                own, config, normed, documents, turning, window or len(ids), *rope
+            )
         part = config.residual_multiplier
         stream = [x + part * after(y) for x, y in zip(stream, attended, strict=True)]
         stream = [x + part * after_mlp(_mlp(own, before_mlp(x), config)) for x in stream]
@@ -64,7 +75,9 @@ def _row(weights, config, ids, documents, places):
 
 
 def _places(own, config):
-    """The four norms of a layer, in the order of the computation; OLMo's are after the branches, others' before."""
+    """The four norms of a layer, in the order of the computation; OLMo's are after the branches,
+    others' before.
+    """
 
     def norm(name):
         return lambda x: _norm(x, own[f"{name}.weight"], config)
@@ -74,7 +87,8 @@ def _places(own, config):
 
     if config.model_type == "gemma3_text":
         return [
-            norm(f"{place}_layernorm") for place in ("input", "post_attention", "pre_feedforward", "post_feedforward")
+            norm(f"{place}_layernorm")
+            for place in ("input", "post_attention", "pre_feedforward", "post_feedforward")
         ]
     if config.model_type in ("olmo2", "olmo3"):
         return same, norm("post_attention_layernorm"), same, norm("post_feedforward_layernorm")
@@ -89,21 +103,32 @@ def _norm(x, weight, config):
 def _mlp(own, x, config):
     if "mlp.gate.weight" in own:
         return _mixture(own, x, config)
-    return _gated(x, own["mlp.gate_proj.weight"], own["mlp.up_proj.weight"], own["mlp.down_proj.weight"], config)
+    return _gated(
+        x,
+        own["mlp.gate_proj.weight"],
+        own["mlp.up_proj.weight"],
+        own["mlp.down_proj.weight"],
+        config,
+    )
 
 
 def _mixture(own, x, config):
     scores = own["mlp.gate.weight"] @ x + own.get("mlp.gate.bias", 0)
     shares = torch.exp(scores - scores.max())
     shares = shares / shares.sum()
-    chosen = sorted(range(len(shares)), key=lambda expert: -shares[expert])[: config.num_experts_per_tok]
+    chosen = sorted(range(len(shares)), key=lambda expert: -shares[expert])[
+        : config.num_experts_per_tok
+    ]
     whole = sum(shares[expert] for expert in chosen) if config.norm_topk_prob else 1
     names = [f"mlp.experts.{name}_proj" for name in ("gate", "up", "down")]
 
     def gated(expert):
         matrices = [own[f"{name}.weight"][expert] for name in names]
         return _gated(
-            x, *matrices, config, [own[f"{name}.bias"][expert] if f"{name}.bias" in own else 0 for name in names]
+            x,
+            *matrices,
+            config,
+            [own[f"{name}.bias"][expert] if f"{name}.bias" in own else 0 for name in names],
         )
 
     mixed = sum(shares[expert] / whole * gated(expert) for expert in chosen)
@@ -119,14 +144,20 @@ def _gated(x, gate_matrix, up_matrix, down_matrix, config, biases=(0, 0, 0)):
     if config.model_type == "gpt_oss":
         gate, up = gate.clamp(max=7), up.clamp(-7, 7)
         return down_matrix @ (gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)) + biases[2]
-    turns = 2 * math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3) if config.model_type == "gemma3_text" else gate
+    turns = (
+        2 * math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+        if config.model_type == "gemma3_text"
+        else gate
+    )
     return down_matrix @ (gate / (1 + torch.exp(-turns)) * up)
 
 
 def _attention(own, config, xs, documents, places, window, theta, scaling):
     size, group = config.head_dim, config.num_attention_heads // config.num_key_value_heads
     turned_size = int(size * config.partial_rotary_factor)
-    frequencies = [_frequency(pair, turned_size, theta, scaling) for pair in range(turned_size // 2)]
+    frequencies = [
+        _frequency(pair, turned_size, theta, scaling) for pair in range(turned_size // 2)
+    ]
     sharper = getattr(scaling, "attention_factor", 1)
     factor = config.attention_multiplier or 1 / math.sqrt(config.query_pre_attn_scalar or size)
 
@@ -144,14 +175,19 @@ def _attention(own, config, xs, documents, places, window, theta, scaling):
         if not turned or places is None:
             return vectors
         return [
-            [torch.cat([sharper * _turn(v[:turned_size], p, frequencies), v[turned_size:]]) for v in vs]
+            [
+                torch.cat([sharper * _turn(v[:turned_size], p, frequencies), v[turned_size:]])
+                for v in vs
+            ]
             for vs, p in zip(vectors, places, strict=True)
         ]
 
     gates = None
     if config.model_type in GATED:  # each head's gate is below it in the projection
         pairs = own["self_attn.q_proj.weight"].unflatten(0, (-1, 2, size))
-        biases = own.get("self_attn.q_proj.bias", torch.zeros(pairs.shape[:3].numel())).unflatten(0, (-1, 2, size))
+        biases = own.get("self_attn.q_proj.bias", torch.zeros(pairs.shape[:3].numel())).unflatten(
+            0, (-1, 2, size)
+        )
         weight, bias = pairs[:, 1].flatten(0, 1), biases[:, 1].flatten()
         gates = [1 / (1 + torch.exp(-(weight @ x + bias))) for x in xs]
         own = own | {
@@ -168,20 +204,31 @@ def _attention(own, config, xs, documents, places, window, theta, scaling):
         visible = [s for s in range(t + 1) if documents[s] == documents[t] and t - s < window]
         mixed = []
         for head in range(config.num_attention_heads):
-            scores = torch.stack([factor * queries[t][head].dot(keys[s][head // group]) for s in visible])
+            scores = torch.stack(
+                [factor * queries[t][head].dot(keys[s][head // group]) for s in visible]
+            )
             shares = torch.exp(scores - scores.max())
             shares = shares / (shares.sum() + sink(head, scores.max()))
-            mixed.append(sum(share * values[s][head // group] for share, s in zip(shares, visible, strict=True)))
+            mixed.append(
+                sum(
+                    share * values[s][head // group]
+                    for share, s in zip(shares, visible, strict=True)
+                )
+            )
         whole = torch.cat(mixed) if gates is None else torch.cat(mixed) * gates[t]
         out.append(own["self_attn.o_proj.weight"] @ whole + own.get("self_attn.o_proj.bias", 0))
     return out
 
 
 def _turn(vector, position, frequencies):
-    """Rotation as multiplication by exp(i angle) of the complex number whose parts are the halves of the head."""
+    """Rotation as multiplication by exp(i angle) of the complex number whose parts are the halves
+    of the head.
+    """
     half = len(vector) // 2
     angles = torch.tensor([position * f for f in frequencies], dtype=torch.float64)
-    turned = torch.complex(vector[:half], vector[half:]) * torch.polar(torch.ones_like(angles), angles)
+    turned = torch.complex(vector[:half], vector[half:]) * torch.polar(
+        torch.ones_like(angles), angles
+    )
     return torch.cat([turned.real, turned.imag])
 
 
@@ -190,7 +237,8 @@ def _frequency(pair, size, theta, scaling):
     if scaling is None:
         return frequency
     if hasattr(scaling, "short_factor"):
-        return frequency / torch.tensor(scaling.short_factor[pair]).item()  # rounded to fp32, as elsewhere
+        # Rounded to fp32, as elsewhere.
+        return frequency / torch.tensor(scaling.short_factor[pair]).item()
     if hasattr(scaling, "beta_fast"):
         return _yarn(frequency, pair, size, theta, scaling)
     if not hasattr(scaling, "low_freq_factor"):
@@ -199,7 +247,8 @@ def _frequency(pair, size, theta, scaling):
 
 
 def _llama3(frequency, scaling):
-    turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)  # in the context of pre-training
+    # In the context of pre-training.
+    turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)
     if turns > scaling.high_freq_factor:
         return frequency
     if turns < scaling.low_freq_factor:
@@ -209,15 +258,23 @@ def _llama3(frequency, scaling):
 
 
 def _yarn(frequency, pair, size, theta, scaling):
-    """Pairs before the one that turns beta_fast times in the context are kept, those after beta_slow's stretched."""
+    """Pairs before the one that turns beta_fast times in the context are kept, those after
+    beta_slow's stretched.
+    """
 
     def turning(times):
-        return size * math.log(scaling.original_max_position_embeddings / (times * 2 * math.pi)) / (2 * math.log(theta))
+        return (
+            size
+            * math.log(scaling.original_max_position_embeddings / (times * 2 * math.pi))
+            / (2 * math.log(theta))
+        )
 
     first, last = turning(scaling.beta_fast), turning(scaling.beta_slow)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, size - 1)
     # The share is rounded to fp32, as elsewhere.
-    share = torch.tensor((pair - first) / (last - first if last > first else 0.001)).clamp(0, 1).item()
+    share = (
+        torch.tensor((pair - first) / (last - first if last > first else 0.001)).clamp(0, 1).item()
+    )
     return share * frequency / scaling.factor + (1 - share) * frequency

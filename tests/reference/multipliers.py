@@ -1,8 +1,9 @@
-"""Width transfer in the form in which the theory states it: one learning rate, and multipliers in the forward pass.
+"""Width transfer in the form in which the theory states it: one learning rate, and multipliers in
+the forward pass.
 
-A weight of the wide model is W = A theta (Tensor Programs V, arXiv 2203.03466, definition 4.1): theta is what the
-optimizer sees, A is a constant of its tensor. Written down by hand from that paper's table 8 and its lemma on
-(A, B, C), and without anything from `monograph.transfer`.
+A weight of the wide model is W = A theta (Tensor Programs V, arXiv 2203.03466, definition 4.1):
+theta is what the optimizer sees, A is a constant of its tensor. Written down by hand from that
+paper's table 8 and its lemma on (A, B, C), and without anything from `monograph.transfer`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ Loss = Callable[[nn.Module, Mapping[str, Tensor]], tuple[Tensor, Tensor]]
 
 
 def multiplier(name: str, m: float, tied: bool, muon: bool) -> float:
-    """A: 1/m in front of all that sums over the width and is updated by Adam, m^-1/2 by Muon at Adam's size; else 1."""
+    """A: 1/m in front of all that sums over the width and is updated by Adam, m^-1/2 by Muon at
+    Adam's size; else 1.
+    """
     if name.endswith(MATRICES):
         return m**-0.5 if muon else 1 / m
     return 1 / m if name == ("model.norm.weight" if tied else "lm_head.weight") else 1.0
@@ -36,7 +39,9 @@ def spread(name: str, m: float, muon: bool) -> float:
 
 
 def eps(name: str, m: float) -> float:
-    """In proportion to theta's gradient: that of W falls as 1/m, but for the head's, and A comes on top of it."""
+    """In proportion to theta's gradient: that of W falls as 1/m, but for the head's, and A comes on
+    top of it.
+    """
     return m**-2 if name.endswith(MATRICES) else 1 / m
 
 
@@ -54,7 +59,9 @@ def loss_with_multipliers(model: Llama, m: float, muon: bool) -> Loss:
 
     def loss(module: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         named = dict(module.named_parameters())
-        weights = {name: multiplier(name, m, tied, muon) * parameter for name, parameter in named.items()}
+        weights = {
+            name: multiplier(name, m, tied, muon) * parameter for name, parameter in named.items()
+        }
         if tied:
             weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
         hidden = functional_call(module, weights, (batch["tokens"],), tie_weights=False)
@@ -70,10 +77,14 @@ def dense_loss(module: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, 
 
 def cross_entropy(logits: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     targets = batch["targets"].flatten()
-    losses = nn.functional.cross_entropy(logits.flatten(0, -2), targets, reduction="sum", ignore_index=-100)
+    losses = nn.functional.cross_entropy(
+        logits.flatten(0, -2), targets, reduction="sum", ignore_index=-100
+    )
     return losses, (targets != -100).sum()
 
 
 def optimizer(optim: AdamW | Muon, model: Llama, m: float) -> AdamW | Muon:
     """The base's, with one rate and one decay for all tensors; eps alone knows the width."""
-    return replace(optim, groups=[Group(name, eps=eps(name, m)) for name, _ in model.named_parameters()])
+    return replace(
+        optim, groups=[Group(name, eps=eps(name, m)) for name, _ in model.named_parameters()]
+    )

@@ -1,4 +1,6 @@
-"""Optimizers in float64 from their equations alone: no flat buffers, no batching, no shared code with the package."""
+"""Optimizers in float64 from their equations alone: no flat buffers, no batching, no shared code
+with the package.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ A, B, C = 3.4445, -4.7750, 2.0315
 
 
 def orthogonalised(matrix: Tensor) -> Tensor:
-    """Newton-Schulz as it acts on singular values: U f(S) V^T, f five times s -> a s + b s^3 + c s^5."""
+    """Newton-Schulz as it acts on singular values: U f(S) V^T, f five times s -> a s + b s^3 + c
+    s^5.
+    """
     u, s, vt = torch.linalg.svd(matrix.double(), full_matrices=False)
     s = s / max(float(s.square().sum().sqrt()), 1e-7)
     for _ in range(5):
@@ -20,7 +24,9 @@ def orthogonalised(matrix: Tensor) -> Tensor:
 
 
 def jordan(matrix: Tensor) -> Tensor:
-    """The iteration as Keller Jordan wrote it down, one matrix at a time, in the matrix's own dtype."""
+    """The iteration as Keller Jordan wrote it down, one matrix at a time, in the matrix's own
+    dtype.
+    """
     x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / (x.norm() + 1e-7)
     for _ in range(5):
@@ -32,8 +38,16 @@ def jordan(matrix: Tensor) -> Tensor:
 class AdamW:
     """One tensor under AdamW, in its own dtype."""
 
-    def __init__(self, param: Tensor, lr: float, betas: tuple[float, float], eps: float, weight_decay: float):
-        self.param, self.lr, self.betas, self.eps, self.decay = param.clone(), lr, betas, eps, weight_decay
+    def __init__(
+        self, param: Tensor, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+    ):
+        self.param, self.lr, self.betas, self.eps, self.decay = (
+            param.clone(),
+            lr,
+            betas,
+            eps,
+            weight_decay,
+        )
         self.m = self.v = torch.zeros_like(param)
         self.t = 0
 
@@ -42,11 +56,15 @@ class AdamW:
         b1, b2 = self.betas
         self.m, self.v = b1 * self.m + (1 - b1) * grad, b2 * self.v + (1 - b2) * grad**2
         m, v = self.m / (1 - b1**self.t), self.v / (1 - b2**self.t)
-        self.param = self.param - self.lr * self.decay * self.param - self.lr * m / (v.sqrt() + self.eps)
+        self.param = (
+            self.param - self.lr * self.decay * self.param - self.lr * m / (v.sqrt() + self.eps)
+        )
 
 
 class Muon:
-    """One matrix under Muon, in its own dtype; in float64 the iteration is done on the singular values."""
+    """One matrix under Muon, in its own dtype; in float64 the iteration is done on the singular
+    values.
+    """
 
     def __init__(self, param: Tensor, lr: float, momentum: float, weight_decay: float):
         self.param, self.lr, self.mu, self.decay = param.clone(), lr, momentum, weight_decay
@@ -67,7 +85,9 @@ def moving_average(history: list[Tensor], decay: float) -> Tensor:
 
 
 def steps(values: Tensor, signed: bool) -> Tensor:
-    """Where values lie on the scale of 8-bit codes, before rounding, block by block of 256, in float64."""
+    """Where values lie on the scale of 8-bit codes, before rounding, block by block of 256, in
+    float64.
+    """
     found = []
     for block in values.double().split(256):
         largest = float(block.abs().max())

@@ -1,4 +1,5 @@
-"""The sampler by its definitions, brute force, in the dtype that it is given: no sort, no threshold, one row.
+"""The sampler by its definitions, brute force, in the dtype that it is given: no sort, no
+threshold, one row.
 
 Facts from the papers and programs that docs/generate.md names.
 """
@@ -16,7 +17,9 @@ from monograph.decode.knobs import chain_of
 from monograph.decode.sampling import Sampling
 
 
-def probabilities(logits_V: Tensor, options: Sampling, uniform: float = 1.0, mu: float | None = None) -> Tensor:
+def probabilities(
+    logits_V: Tensor, options: Sampling, uniform: float = 1.0, mu: float | None = None
+) -> Tensor:
     """What a row is drawn from after temperature and truncations, [V].
 
     `uniform` decides whether XTC acts; `mu` is mirostat's number, by default its first.
@@ -37,7 +40,9 @@ def _temperature(x: Tensor, options: Sampling) -> float:
     if spread == 0 or left < 2:
         return options.temperature
     low, high = max(0.0, options.temperature - spread), options.temperature + spread
-    return low + (high - low) * (float(_entropy(x)) / math.log(left)) ** options.temperature_exponent
+    return (
+        low + (high - low) * (float(_entropy(x)) / math.log(left)) ** options.temperature_exponent
+    )
 
 
 def _entropy(x: Tensor) -> Tensor:
@@ -51,7 +56,9 @@ def _surprise(x: Tensor) -> Tensor:
 
 
 def _keeps_enough(stage: str, x: Tensor, options: Sampling, mu: float) -> Tensor:
-    """What the stage keeps, at least min_keep of the tokens; XTC does nothing where it would leave fewer."""
+    """What the stage keeps, at least min_keep of the tokens; XTC does nothing where it would leave
+    fewer.
+    """
     kept, left = _keeps(stage, x, options, mu), x > -torch.inf
     least = min(options.min_keep, int(left.sum()))
     if (kept & left).sum() >= (options.min_keep if stage == "xtc" else least):
@@ -80,18 +87,26 @@ def _keeps(stage: str, x: Tensor, options: Sampling, mu: float) -> Tensor:
         "top_p": lambda: (mass_above(x) < options.top_p) | (x == x.max()),
         "min_p": lambda: p >= options.min_p * p.max(),
         "typical": lambda: mass_above(-_surprise(x)) < options.typical_p,
-        "top_n_sigma": lambda: x >= x.max() - options.top_n_sigma * x[x > -torch.inf].std(correction=0),
+        "top_n_sigma": lambda: (
+            x >= x.max() - options.top_n_sigma * x[x > -torch.inf].std(correction=0)
+        ),
         "xtc": xtc,
         "top_a": lambda: at_least(options.top_a * float(p.max()) ** 2),
         "epsilon": lambda: at_least(options.epsilon_cutoff),
-        "eta": lambda: at_least(min(options.eta_cutoff, math.sqrt(options.eta_cutoff) * math.exp(-float(_entropy(x))))),
+        "eta": lambda: at_least(
+            min(options.eta_cutoff, math.sqrt(options.eta_cutoff) * math.exp(-float(_entropy(x))))
+        ),
         "mirostat": lambda: at_least(2.0**-mu),
     }
     return keeping[stage]()
 
 
 def edited(
-    logits_V: Tensor, options: Sampling, prompt: Sequence[int], output: Sequence[int], breakers: Collection[int] = ()
+    logits_V: Tensor,
+    options: Sampling,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    breakers: Collection[int] = (),
 ) -> Tensor:
     """Logits after bias, penalties and DRY, [V]."""
     x, text = logits_V.clone(), [*prompt, *output]
@@ -99,7 +114,11 @@ def edited(
         x[token] += bias
     first = max(0, len(text) - options.penalty_last_n) if options.penalty_last_n >= 0 else 0
     for token in set(text[first:]):
-        x[token] = x[token] / options.repetition_penalty if x[token] > 0 else x[token] * options.repetition_penalty
+        x[token] = (
+            x[token] / options.repetition_penalty
+            if x[token] > 0
+            else x[token] * options.repetition_penalty
+        )
     counted = text[first:] if options.penalty_scope == "all" else text[max(first, len(prompt)) :]
     for token in set(counted):
         x[token] -= counted.count(token) * options.frequency_penalty + options.presence_penalty
@@ -115,7 +134,9 @@ def _last(text: list[int], n: int) -> list[int]:
 
 
 def repetitions(text: list[int], breakers: Collection[int]) -> dict[int, int]:
-    """By the token that would go on with it: the longest end of the text that stands before an earlier such token."""
+    """By the token that would go on with it: the longest end of the text that stands before an
+    earlier such token.
+    """
     found: dict[int, int] = {}
     for place in range(1, len(text)):
         length = 0

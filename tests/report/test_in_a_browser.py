@@ -1,8 +1,9 @@
 """Run: pytest tests/report/test_in_a_browser.py
 
-The pages of all reports in a real headless Chromium: no word on the console, nothing fetched, both themes, readable at
-the width of a desk and of a phone, and the keyboard alone. It is that of Qt's WebEngine; skipped, with the reason,
-where that cannot be loaded. Pictures are in the tests' temporary folder, or in $MONOGRAPH_SCREENSHOTS.
+The pages of all reports in a real headless Chromium: no word on the console, nothing fetched, both
+themes, readable at the width of a desk and of a phone, and the keyboard alone. It is that of Qt's
+WebEngine; skipped, with the reason, where that cannot be loaded. Pictures are in the tests'
+temporary folder, or in $MONOGRAPH_SCREENSHOTS.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import pictures
 from reports import CHARTED, KINDS
 from visitor import Visitor
 
-pytest.importorskip("PyQt6.QtWebEngineCore", reason="Qt's WebEngine is not here", exc_type=ImportError)
+pytest.importorskip(
+    "PyQt6.QtWebEngineCore", reason="Qt's WebEngine is not here", exc_type=ImportError
+)
 
 Look = Callable[[str], dict[str, Any]]
 SCHEMES = ("light", pytest.param("dark", marks=pytest.mark.slow))
@@ -57,7 +60,9 @@ def test_a_page_is_quiet_whole_and_in_its_theme(seen: Look, kind: str, scheme: s
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_text_can_be_read_at_both_widths(seen: Look, kind: str, scheme: str) -> None:
-    """No text below 10 px, too pale, cut or on another one, on the page and in its charts; no page is too wide."""
+    """No text below 10 px, too pale, cut or on another one, on the page and in its charts; no page
+    is too wide.
+    """
     for width, look in seen(scheme)[kind]["looked_at"].items():
         assert pictures.wrong(look) == {}, width
         assert look["texts"] > 60 and (look["charts"] > 0) == (kind in CHARTED)
@@ -73,7 +78,7 @@ def test_a_table_is_sorted_by_keyboard_alone(seen: Look, kind: str) -> None:
     assert keys["steps"][2][1] == keys["given"]
 
 
-# ---- what the reader of a chart can do ------------------------------------------------------------------------------
+# ---- what the reader of a chart can do -----------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +133,9 @@ def test_a_chart_is_read_zoomed_and_reset_by_keyboard_alone(run: Visitor) -> Non
 
 
 def test_the_reader_chooses_the_axis_the_scale_and_the_smoothing(run: Visitor) -> None:
-    choices = run.read("[...document.querySelector('select').options].map((option) => option.textContent)")
+    choices = run.read(
+        "[...document.querySelector('select').options].map((option) => option.textContent)"
+    )
     assert choices == ["tokens", "updates", "time"]
     for axis, words in (("update", "at update 710"), ("time", "after 7:34")):
         run.read(f"(() => {{ const e = document.querySelector('select'); e.value = '{axis}';"
@@ -139,9 +146,16 @@ def test_the_reader_chooses_the_axis_the_scale_and_the_smoothing(run: Visitor) -
              "e.dispatchEvent(new Event('input')); return 1 })()")  # fmt: skip
     assert run.wait(f"{READ} !== {rough!r} && {READ}")
     run.click(f"[...{LOSS}.querySelectorAll('.tools button')].at(-1)")
-    assert run.read(f"[...{LOSS}.querySelectorAll('.tools button')].at(-1).getAttribute('aria-pressed')") == "true"
+    assert (
+        run.read(
+            f"[...{LOSS}.querySelectorAll('.tools button')].at(-1).getAttribute('aria-pressed')"
+        )
+        == "true"
+    )
     run.read("location.reload() || 1")
-    assert run.wait(f"{READ}.startsWith('after 7:34') && {READ}"), "a page that loads itself again keeps the choices"
+    assert run.wait(f"{READ}.startsWith('after 7:34') && {READ}"), (
+        "a page that loads itself again keeps the choices"
+    )
     assert run.said() == []
 
 

@@ -1,4 +1,6 @@
-"""Run: pytest tests/report/test_in_progress.py (the page of what is in progress is written now and then)"""
+"""Run: pytest tests/report/test_in_progress.py (the page of what is in progress is written now and
+then)
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def test_the_page_is_written_again_after_a_while_and_takes_a_hundredth_of_the_ti
     assert written[:3] == [115.0, 131.0, 147.0] and written[3:] == [163.0, 264.0, 365.0]
 
 
-@pytest.mark.parametrize("error", [DiskFull("full"), OSError(5, "gone"), InputRefused("a row is damaged")])
+@pytest.mark.parametrize(
+    "error", [DiskFull("full"), OSError(5, "gone"), InputRefused("a row is damaged")]
+)
 def test_what_is_in_progress_goes_on_without_its_page(error: Exception) -> None:
     def write(state: str) -> None:
         raise error

@@ -1,8 +1,8 @@
 """Run: pytest tests/report/test_page.py
 
-The pages of all reports, as far as can be told without a browser: their markup, the data of their charts, their
-colours, and the script that sorts, run by Node on a stand-in for the document. tests/report/test_in_a_browser.py does
-the rest where one is.
+The pages of all reports, as far as can be told without a browser: their markup, the data of their
+charts, their colours, and the script that sorts, run by Node on a stand-in for the document.
+tests/report/test_in_a_browser.py does the rest where one is.
 """
 
 from __future__ import annotations
@@ -46,7 +46,12 @@ class Page(HTMLParser):
         assert not self.open
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        element = {"tag": tag, "text": "", "inside": [each["tag"] for each in self.open], **dict(attrs)}
+        element = {
+            "tag": tag,
+            "text": "",
+            "inside": [each["tag"] for each in self.open],
+            **dict(attrs),
+        }
         self.elements.append(element)
         if tag not in VOID:
             self.open.append(element)
@@ -72,14 +77,21 @@ def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Page(KINDS[request.param](tmp_path_factory.mktemp(request.param)))
 
 
-# ---- markup ---------------------------------------------------------------------------------------------------------
+# ---- markup --------------------------------------------------------------------------------------
 
 
 def test_a_page_needs_nothing_but_itself(page: Page) -> None:
     names = ("src", "href", "xlink:href", "data", "srcset", "action")
-    assert all(each[name].startswith("#") for each in page.elements for name in names if name in each)
+    assert all(
+        each[name].startswith("#") for each in page.elements for name in names if name in each
+    )
     style = page.all("style")[0]["text"]
-    assert "url(" not in style and "@import" not in style and not page.all("link") and not page.all("img")
+    assert (
+        "url(" not in style
+        and "@import" not in style
+        and not page.all("link")
+        and not page.all("img")
+    )
 
 
 def test_ids_are_ones_own(page: Page) -> None:
@@ -94,18 +106,26 @@ def test_it_has_one_headline_and_says_its_language_and_themes(page: Page) -> Non
 
 
 def test_headings_leave_out_no_level_and_every_head_of_a_table_has_a_name(page: Page) -> None:
-    """A screen reader's list of headings is the page's outline, and a cell is read with the names of its heads."""
+    """A screen reader's list of headings is the page's outline, and a cell is read with the names
+    of its heads.
+    """
     levels = [int(each["tag"][1]) for each in page.elements if re.fullmatch(r"h[1-6]", each["tag"])]
     assert levels[0] == 1 and max(b - a for a, b in itertools.pairwise(levels)) <= 1
     assert all(each["text"].strip() for each in page.all("th"))
 
 
 def test_a_still_picture_stands_where_a_chart_is_drawn(page: Page) -> None:
-    """For readers without JavaScript; its lines are in the page's colours, and its values are in words beside it."""
+    """For readers without JavaScript; its lines are in the page's colours, and its values are in
+    words beside it.
+    """
     stills = page.all("svg")
     assert all(each["role"] == "img" and ": " in each["aria-label"] for each in stills)
     for still in re.findall(r"<svg .*?</svg>", page.source, re.DOTALL):
-        assert xml.fromstring(still).tag.endswith("svg") and "<polyline" in still and "<text" not in still
+        assert (
+            xml.fromstring(still).tag.endswith("svg")
+            and "<polyline" in still
+            and "<text" not in still
+        )
         assert not re.search(r"#[0-9a-f]{6}", still)
     readouts = [each["text"] for each in page.all("p") if each.get("class") == "readout"]
     assert len(readouts) == len(stills) and all(readouts)
@@ -118,15 +138,22 @@ def script(page: Page, part: str) -> str:
 
 
 def test_what_others_wrote_is_no_markup(page: Page) -> None:
-    assert not [each for each in page.all("script") if "alert(1)" in each["text"]] and "\x1b" not in page.source
+    assert (
+        not [each for each in page.all("script") if "alert(1)" in each["text"]]
+        and "\x1b" not in page.source
+    )
 
 
 def test_whatever_can_be_pressed_can_be_reached_by_keyboard(page: Page) -> None:
     assert not [each for each in page.elements if any(name.startswith("on") for name in each)]
     assert all(each.get("tabindex", "0") == "0" for each in page.elements)
     sorting = script(page, "table.sortable")
-    assert re.findall(r"querySelector\(\"(\w+)\"\)\.addEventListener\(\"(\w+)\"", sorting) == [("button", "click")]
-    assert sorting.count("addEventListener") == 1 and ":focus-visible" in page.all("style")[0]["text"]
+    assert re.findall(r"querySelector\(\"(\w+)\"\)\.addEventListener\(\"(\w+)\"", sorting) == [
+        ("button", "click")
+    ]
+    assert (
+        sorting.count("addEventListener") == 1 and ":focus-visible" in page.all("style")[0]["text"]
+    )
     scrolling = [each for each in page.elements if each.get("class") == "scroll"]
     assert scrolling and all(each["tabindex"] == "0" and each["aria-label"] for each in scrolling)
 
@@ -138,17 +165,24 @@ def test_each_column_has_a_button_and_each_row_all_columns(page: Page) -> None:
         made = Page(markup)
         heads = made.all("th")
         assert all(each["aria-sort"] == "none" and each["scope"] == "col" for each in heads)
-        assert len(made.all("button")) == len(heads) and all(each["type"] == "button" for each in made.all("button"))
+        assert len(made.all("button")) == len(heads) and all(
+            each["type"] == "button" for each in made.all("button")
+        )
         rows = re.findall(r"<tr>(.*?)</tr>", markup)[1:]
         assert rows and all(row.count("<td") == len(heads) for row in rows)
 
 
-# ---- charts ---------------------------------------------------------------------------------------------------------
+# ---- charts --------------------------------------------------------------------------------------
 
 
 def test_the_library_of_the_charts_is_the_released_one() -> None:
-    """uPlot 1.6.32, as its repository has it under that tag; its licence is in the package and in each page."""
-    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in map(UPLOT.joinpath, SHA256)}
+    """uPlot 1.6.32, as its repository has it under that tag; its licence is in the package and in
+    each page.
+    """
+    digests = {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in map(UPLOT.joinpath, SHA256)
+    }
     assert digests == SHA256
     assert "(v1.6.32)" in UPLOT.joinpath("uPlot.iife.min.js").read_text("utf-8")[:100]
 
@@ -161,14 +195,18 @@ SHA256 = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_library_comes_with_its_licence_and_only_where_it_draws(kind: str, tmp_path: Path) -> None:
+def test_the_library_comes_with_its_licence_and_only_where_it_draws(
+    kind: str, tmp_path: Path
+) -> None:
     source = KINDS[kind](tmp_path)
     assert ("var uPlot=" in source) == ("The MIT License" in source) == (kind in CHARTED)
     assert len(source) < (200_000 if kind in CHARTED else 30_000)
 
 
 def test_a_name_in_the_data_cannot_end_its_script(tmp_path: Path) -> None:
-    table = columns([{"update": 1, "tokens": 5, "x": 1.0}, {"update": 2, "tokens": 9, "x": 2.0}], ["x"])
+    table = columns(
+        [{"update": 1, "tokens": 5, "x": 1.0}, {"update": 2, "tokens": 9, "x": 2.0}], ["x"]
+    )
     chart = Chart("x", HOSTILE, [Line("x", HOSTILE)], (0, 1), levels={HOSTILE: 0.5}, note=HOSTILE)
     source = page_of(kind="a", title="b", headline="c", standing="", figures=[], sections=[],
                      drawings=Drawings([table], [chart]))  # fmt: skip
@@ -176,7 +214,9 @@ def test_a_name_in_the_data_cannot_end_its_script(tmp_path: Path) -> None:
     [data] = [each["text"] for each in page.all("script") if each.get("id") == "data"]
     assert json.loads(data)["charts"][0]["title"] == HOSTILE
     assert not [each for each in page.all("script") if each["text"].startswith("alert")]
-    assert figure(chart, [table]).count("<script") == 0 and payload([table], [chart]).count("<") == 0
+    assert (
+        figure(chart, [table]).count("<script") == 0 and payload([table], [chart]).count("<") == 0
+    )
 
 
 def test_a_long_run_is_thinned_but_keeps_what_happened() -> None:
@@ -184,7 +224,10 @@ def test_a_long_run_is_thinned_but_keeps_what_happened() -> None:
         {"update": n, "tokens": 10 * n, "x": float(n), "wall_s": n / 2} for n in range(1, 9001)
     ]
     rows[4567]["skipped"] = True
-    rows += [{"update": 7001, "tokens": 70_010, "eval_loss": 3.0}, {"update": 7001, "share": 0.5, "sample": "text"}]
+    rows += [
+        {"update": 7001, "tokens": 70_010, "eval_loss": 3.0},
+        {"update": 7001, "share": 0.5, "sample": "text"},
+    ]
     table = columns(rows, ["x", "eval_loss", "missing"])
     assert set(table) == {"tokens", "update", "time", "x", "eval_loss"}
     assert len(table["update"]) <= 1203 and {4568, 7001, 9000} <= set(table["update"])
@@ -193,7 +236,9 @@ def test_a_long_run_is_thinned_but_keeps_what_happened() -> None:
 
 
 def test_values_that_are_not_finite_are_left_out() -> None:
-    rows = [{"update": n, "tokens": n, "x": x} for n, x in enumerate([2.0, None, math.nan, math.inf, 5])]
+    rows = [
+        {"update": n, "tokens": n, "x": x} for n, x in enumerate([2.0, None, math.nan, math.inf, 5])
+    ]
     assert columns(rows, ["x"])["x"] == [2.0, None, None, None, 5]
 
 
@@ -217,14 +262,18 @@ def test_a_table_or_section_of_nothing_is_nothing() -> None:
     assert table("a", ["b"], []) == "" and section("a", "", "") == ""
 
 
-# ---- colours --------------------------------------------------------------------------------------------------------
+# ---- colours -------------------------------------------------------------------------------------
 
 
 def luminance(colour: str) -> float:
     """Of "#rgb" or "#rrggbb" (WCAG 2.2, relative luminance)."""
     digits = colour.removeprefix("#")
-    parts = [int(digit * 2, 16) for digit in digits] if len(digits) == 3 else [*bytes.fromhex(digits)]
-    linear = [p / 255 / 12.92 if p / 255 <= 0.04045 else ((p / 255 + 0.055) / 1.055) ** 2.4 for p in parts]
+    parts = (
+        [int(digit * 2, 16) for digit in digits] if len(digits) == 3 else [*bytes.fromhex(digits)]
+    )
+    linear = [
+        p / 255 / 12.92 if p / 255 <= 0.04045 else ((p / 255 + 0.055) / 1.055) ** 2.4 for p in parts
+    ]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
@@ -235,16 +284,23 @@ def contrast(one: str, other: str) -> float:
 
 def test_text_can_be_read_in_both_themes(page: Page) -> None:
     style = page.all("style")[0]["text"]
-    light, dark = (dict(re.findall(r"--(\w+): (#\w+)", part)) for part in style.split("prefers-color-scheme: dark")[:2])
+    light, dark = (
+        dict(re.findall(r"--(\w+): (#\w+)", part))
+        for part in style.split("prefers-color-scheme: dark")[:2]
+    )
     dark = dict(re.findall(r"--(\w+): (#\w+)", style.split("prefers-color-scheme: dark")[1]))
-    assert light.keys() == dark.keys() and luminance(light["paper"]) > 0.9 and luminance(dark["paper"]) < 0.1
+    assert (
+        light.keys() == dark.keys()
+        and luminance(light["paper"]) > 0.9
+        and luminance(dark["paper"]) < 0.1
+    )
     for theme in (light, dark):
         for colour in ("ink", "muted", "accent", "warn", "second", "third", "fourth"):
             for ground in ("paper", "wash"):
                 assert contrast(theme[colour], theme[ground]) >= 4.5, (colour, ground)
 
 
-# ---- sorting --------------------------------------------------------------------------------------------------------
+# ---- sorting -------------------------------------------------------------------------------------
 
 DOCUMENT = """
 const { heads, rows, script, presses } = JSON.parse(require("fs").readFileSync(0, "utf8"));
@@ -279,7 +335,9 @@ def pressed(markup: str, script: str, presses: list[int]) -> list[tuple[list[int
         for row in re.findall(r"<tr>(?:<td.*?)</tr>", markup)
     ]
     given = {"heads": Page(markup).all("th"), "rows": rows, "script": script, "presses": presses}
-    done = subprocess.run([NODE or "", "-e", DOCUMENT], input=json.dumps(given), capture_output=True, text=True)
+    done = subprocess.run(
+        [NODE or "", "-e", DOCUMENT], input=json.dumps(given), capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return [(order, says) for order, says in json.loads(done.stdout)]
 
@@ -293,7 +351,8 @@ def test_a_column_sorts_up_down_and_back(page: Page) -> None:
     found = pressed(markup, script(page, "table.sortable"), [0, 0, 0, 1, 0])
     up, down = [2, 0, 4, 3, 1], [3, 0, 4, 2, 1]  # equal ones as they were, what is not known last
     assert [order for order, _ in found[:3]] == [up, down, [0, 1, 2, 3, 4]]
-    assert found[3][0] == [4, 1, 3, 2, 0] or found[3][0] == [4, 1, 2, 3, 0]  # by the language's own rules
+    # By the language's own rules.
+    assert found[3][0] == [4, 1, 3, 2, 0] or found[3][0] == [4, 1, 2, 3, 0]
     assert found[4][0] == up
     assert [says for _, says in found] == [
         ["ascending", "none"], ["descending", "none"], ["none", "none"], ["none", "ascending"], ["ascending", "none"],

@@ -27,7 +27,12 @@ def test_counts(value: float, text: str) -> None:
 
 
 def test_one_thing_is_singular() -> None:
-    assert [quantities.counted(n, "file") for n in (0, 1, 2, 1024)] == ["0 files", "1 file", "2 files", "1,024 files"]
+    assert [quantities.counted(n, "file") for n in (0, 1, 2, 1024)] == [
+        "0 files",
+        "1 file",
+        "2 files",
+        "1,024 files",
+    ]
 
 
 def test_a_unit_follows_the_prefix() -> None:
@@ -65,7 +70,8 @@ def test_clock_times(seconds: float, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "text"), [(12, "12 bytes"), (90_500, "90.5 kB"), (999_960, "1000.0 kB"), (10_100_000, "10.1 MB")]
+    ("size", "text"),
+    [(12, "12 bytes"), (90_500, "90.5 kB"), (999_960, "1000.0 kB"), (10_100_000, "10.1 MB")],
 )
 def test_file_sizes(size: int, text: str) -> None:
     assert quantities.megabytes(size) == text

@@ -1,4 +1,6 @@
-"""Run: pytest tests/report/test_run_report.py (the page is read by a parser, the figures by an image library)."""
+"""Run: pytest tests/report/test_run_report.py (the page is read by a parser, the figures by an
+image library).
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def metrics(updates: int = 100) -> list[dict[str, Any]]:
             }
         )
         if update % 20 == 0:
-            rows.append({"update": update, "tokens": 2000 * update, "eval_bits_per_byte": 1.7 + 20 / update})
+            rows.append(
+                {"update": update, "tokens": 2000 * update, "eval_bits_per_byte": 1.7 + 20 / update}
+            )
     return rows
 
 
@@ -112,10 +116,21 @@ def test_a_card_s_numbers_and_moments_at_which_it_became_slower_are_shown(tmp_pa
     slower = {"tokens_per_s": 9000.0, "before": 15_000.0, "why": "the GPU is slowed by <heat>"}
     gauges = {"gpu_utilization_percent": 93, "gpu_memory_bytes": 3e9, "gpu_power_w": 312.5, "gpu_temperature_c": 71,
               "gpu_clock_hz": 1.98e9}  # fmt: skip
-    rows = [{"update": n, "tokens": 2000 * n, "tokens_per_s": 15_000, **(gauges if n % 2 else {})} for n in range(4)]
-    write_report(tmp_path, SUMMARY, [*rows, {"update": 3, "tokens": 6000, "slower": slower}], About({}, []))
+    rows = [
+        {"update": n, "tokens": 2000 * n, "tokens_per_s": 15_000, **(gauges if n % 2 else {})}
+        for n in range(4)
+    ]
+    write_report(
+        tmp_path, SUMMARY, [*rows, {"update": 3, "tokens": 6000, "slower": slower}], About({}, [])
+    )
     page = (tmp_path / "report.html").read_text()
-    figures = ("utilisation, %", "power, W", "temperature, °C", "clock, Hz", "memory of all programs, bytes")
+    figures = (
+        "utilisation, %",
+        "power, W",
+        "temperature, °C",
+        "clock, Hz",
+        "memory of all programs, bytes",
+    )
     assert all(f"GPU {name}" in page for name in figures)
     assert "Slowdowns" in page and "slowed by &lt;heat&gt;" in page
     write_report(tmp_path, SUMMARY, rows[:1], About({}, []))
@@ -125,7 +140,10 @@ def test_a_card_s_numbers_and_moments_at_which_it_became_slower_are_shown(tmp_pa
 
 def test_every_figure_is_a_file_and_part_of_the_sheet(folder: Path) -> None:
     names = {path.name for path in (folder / "figures").iterdir()}
-    assert names == {f"{name}.png" for name in ("sheet", "held_out", "loss", "learning_rate", "gradient_norm", "speed")}
+    assert names == {
+        f"{name}.png"
+        for name in ("sheet", "held_out", "loss", "learning_rate", "gradient_norm", "speed")
+    }
     for name in names:
         picture = np.asarray(Image.open(folder / "figures" / name).convert("L"))
         assert 0.5 < (picture > 250).mean() < 0.99  # mostly paper, and not only
@@ -140,7 +158,10 @@ def test_text_of_a_model_or_file_cannot_become_markup(page: Page) -> None:
 def test_result_is_set_among_the_yardsticks(page: Page) -> None:
     assert page.text["h1"] == ["1.76 bits per byte on held-out text"]
     standing = "".join(page.text["p"])
-    assert "Below trigram (2.82), gzip -9 (1.97) and order 6 (1.87); not yet below xz -9 (1.66)" in standing
+    assert (
+        "Below trigram (2.82), gzip -9 (1.97) and order 6 (1.87); not yet below xz -9 (1.66)"
+        in standing
+    )
 
 
 @pytest.mark.parametrize("bits", [[8.1, 5.98], [8.1], [8.1, 1.2], [2.0, 9.0], [8.1, 3.0, 1.7]])
@@ -166,7 +187,9 @@ def test_quantities_have_their_units_and_absent_ones_no_place(page: Page) -> Non
 
 
 @pytest.mark.parametrize("key", ["train_loss", "grad_norm", "tokens_per_s"])
-@pytest.mark.parametrize("ends", [[9, 7, 6, 5, 4.5, 4.17], [2, 900, 850, 880, 700, 406], [406], [1, 2, 3, 4, 5, 6]])
+@pytest.mark.parametrize(
+    "ends", [[9, 7, 6, 5, 4.5, 4.17], [2, 900, 850, 880, 700, 406], [406], [1, 2, 3, 4, 5, 6]]
+)
 def test_no_label_lies_on_a_line_or_another_label(key: str, ends: list[float]) -> None:
     import matplotlib
     from matplotlib.figure import Figure
@@ -227,7 +250,9 @@ def test_equal_runs_give_equal_files(folder: Path, tmp_path: Path) -> None:
     ],
     ids=["none", "one evaluation of nothing seen", "one update", "one skipped update"],
 )
-def test_a_run_that_hardly_began_has_a_report_too(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+def test_a_run_that_hardly_began_has_a_report_too(
+    tmp_path: Path, rows: list[dict[str, Any]]
+) -> None:
     write_report(tmp_path, {}, rows, About({}, []))
     assert Page((tmp_path / "report.html").read_text()).stack == []
 
@@ -253,7 +278,9 @@ def test_a_persons_own_style_is_neither_used_nor_changed() -> None:
     import matplotlib
 
     plain = figures.draw(metrics(), YARDSTICKS, "title", "subtitle")
-    with matplotlib.rc_context({"lines.marker": "o", "axes.titlelocation": "right", "font.size": 40}):
+    with matplotlib.rc_context(
+        {"lines.marker": "o", "axes.titlelocation": "right", "font.size": 40}
+    ):
         before = dict(matplotlib.rcParams)
         assert figures.draw(metrics(), YARDSTICKS, "title", "subtitle") == plain
         assert dict(matplotlib.rcParams) == before
@@ -268,8 +295,15 @@ def test_values_that_are_not_finite_are_left_out() -> None:
 
 def test_memory_is_drawn_where_it_was_measured(tmp_path: Path) -> None:
     planned = {"weights": 2**30, "gradients": 2**30, "activations": 3 * 2**30}
-    measured = {"weights": 2**30, "gradients": 2**30, "activations, loss head, workspace": 4 * 2**30}
-    for found, drawn in (({"planned": planned}, False), ({"planned": planned, "measured": measured}, True)):
+    measured = {
+        "weights": 2**30,
+        "gradients": 2**30,
+        "activations, loss head, workspace": 4 * 2**30,
+    }
+    for found, drawn in (
+        ({"planned": planned}, False),
+        ({"planned": planned, "measured": measured}, True),
+    ):
         rows = [*metrics(10), {"update": 2, "memory": found}]
         _, pictures = figures.draw(rows, {}, "", "")
         assert (pictures[-1].name == "memory") == drawn and len(pictures) == 4 + drawn
@@ -297,7 +331,9 @@ def data_of(page: str) -> Any:
 def test_the_first_chart_is_wide_and_shows_what_is_held_out(kind: str, tmp_path: Path) -> None:
     update, scores, names = CHARTS[kind]
     rows = [{"update": n, "tokens": 9 * n, "wall_s": n} | update for n in range(1, 30)]
-    charts = data_of(run_page(tmp_path, {}, [*rows, {"update": 29, "tokens": 261} | scores], About()))["charts"]
+    charts = data_of(
+        run_page(tmp_path, {}, [*rows, {"update": 29, "tokens": 261} | scores], About())
+    )["charts"]
     assert [chart["name"] for chart in charts] == names
     assert [chart["is_wide"] for chart in charts] == [True, *[False] * (len(names) - 1)]
     labels = [line["label"] for line in charts[0]["lines"]]
@@ -318,11 +354,17 @@ def test_where_the_learning_rate_kinks_is_said(tmp_path: Path) -> None:
 def test_a_run_in_progress_says_so_and_loads_itself_again(tmp_path: Path) -> None:
     for state, again in (("in progress", True), ("stopped", False), ("", False)):
         page = run_page(tmp_path, {}, metrics(3), About(), state)
-        assert (f"Training run, {state} ·" in page) == bool(state) and ("location.reload" in page) == again
+        assert (f"Training run, {state} ·" in page) == bool(state) and (
+            "location.reload" in page
+        ) == again
 
 
 @pytest.mark.parametrize("bits", [math.nan, math.inf, -math.inf, 0.0, None])
 def test_any_score_and_any_count_is_said_in_words(bits: float | None, tmp_path: Path) -> None:
-    summary = SUMMARY | {"eval_bits_per_byte": bits, "passed_over": {"empty": 2, "not JSON": 1_000}, "notes": {}}
+    summary = SUMMARY | {
+        "eval_bits_per_byte": bits,
+        "passed_over": {"empty": 2, "not JSON": 1_000},
+        "notes": {},
+    }
     text = run_page(tmp_path, summary, metrics(20), About(YARDSTICKS, SAMPLES))
     assert ">2 empty, 1,000 not JSON<" in text and ">none<" in text

@@ -1,4 +1,6 @@
-"""Run: pytest tests/rl/test_numbers.py (a number is read whole, however it is written, or not at all)."""
+"""Run: pytest tests/rl/test_numbers.py (a number is read whole, however it is written, or not at
+all).
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,16 @@ NOT_UNDERSTOOD = [
     "5 and a half", "2 dozen", "5 thirds", "none", "", "-", r"\boxed{", r"\boxed{9", r"\boxed{}", r"\boxed{x}",
 ]  # fmt: skip
 
-TWO = ["5 6", "5 or 6", r"\boxed{5\text{ or }6}", "so 6 and 7: 42", "5-6", "x > 5", r"x \le 5", "5!"]
+TWO = [
+    "5 6",
+    "5 or 6",
+    r"\boxed{5\text{ or }6}",
+    "so 6 and 7: 42",
+    "5-6",
+    "x > 5",
+    r"x \le 5",
+    "5!",
+]
 
 
 @pytest.mark.parametrize("text", READ)
@@ -63,7 +74,10 @@ def test_no_part_of_what_is_not_understood_is_taken_for_a_number(text: str) -> N
 
 def test_an_answer_wanted_that_is_not_understood_whole_is_refused_by_file_and_line() -> None:
     for text in (*NOT_UNDERSTOOD, *TWO):
-        with pytest.raises(InputRefused, match=r"^p.jsonl:3: rl.reward needs one number .* under 'answer', which is "):
+        with pytest.raises(
+            InputRefused,
+            match=r"^p.jsonl:3: rl.reward needs one number .* under 'answer', which is ",
+        ):
             reward_of("number").require({"answer": text}, "p.jsonl:3")
 
 
@@ -90,18 +104,39 @@ def test_right_answers_are_worth_1_and_their_last_digits_0() -> None:
 
 
 def rendered(draws: random.Random, number: Fraction, places: int) -> str:
-    """A number with so many places after the point, as one of many people or programs would write it."""
+    """A number with so many places after the point, as one of many people or programs would write
+    it.
+    """
     digits = f"{abs(number) * 10**places}".rjust(places + 1, "0")
     whole, rest = digits[: len(digits) - places], digits[len(digits) - places :]
-    between = draws.choice(["", ",", "{,}", r",\!", r"\,", r"\;", r"\:", r"\ ", THIN, NO_BREAK, NARROW, "_", "'", "，"])
+    between = draws.choice(
+        ["", ",", "{,}", r",\!", r"\,", r"\;", r"\:", r"\ ", THIN, NO_BREAK, NARROW, "_", "'", "，"]
+    )
     first = len(whole) % 3 or 3
-    text = between.join([whole[:first], *(whole[at : at + 3] for at in range(first, len(whole), 3))])
+    text = between.join(
+        [whole[:first], *(whole[at : at + 3] for at in range(first, len(whole), 3))]
+    )
     text += draws.choice([".", "．"]) + rest if places else ""
     if draws.random() < 0.2:
         text = "".join(chr(ord(each) + 0xFEE0) if each.isdecimal() else each for each in text)
-    text = draws.choice(["-", "\u2212", "\u2013", "－"]) * (number < 0) + draws.choice(["", "", "$", r"\$"]) + text
-    text += draws.choice(["", "", "%", r"\%", r"\text{ cm}", r"\text{ cm}^2", " apples", r"^{\circ}"])
-    around = ["{}", "${}$", r"\boxed{{{}}}", r"\( {} \)", "#### {}", "**{}**", "x = {}", r"$\boxed{{{}}}$."]
+    text = (
+        draws.choice(["-", "\u2212", "\u2013", "－"]) * (number < 0)
+        + draws.choice(["", "", "$", r"\$"])
+        + text
+    )
+    text += draws.choice(
+        ["", "", "%", r"\%", r"\text{ cm}", r"\text{ cm}^2", " apples", r"^{\circ}"]
+    )
+    around = [
+        "{}",
+        "${}$",
+        r"\boxed{{{}}}",
+        r"\( {} \)",
+        "#### {}",
+        "**{}**",
+        "x = {}",
+        r"$\boxed{{{}}}$.",
+    ]
     return draws.choice(around).format(text)
 
 
@@ -109,7 +144,9 @@ def test_every_rendering_of_a_number_is_read_as_that_number() -> None:
     draws = random.Random(5)
     for _ in range(4000):
         places = draws.choice([0, 0, 0, 1, 2, 5])
-        number = Fraction(draws.randint(-(10 ** draws.randint(1, 12)), 10 ** draws.randint(1, 12)), 10**places)
+        number = Fraction(
+            draws.randint(-(10 ** draws.randint(1, 12)), 10 ** draws.randint(1, 12)), 10**places
+        )
         text = rendered(draws, number, places)
         assert whole_number(text) == number, text
         assert last_number(f"First 12 of 345. Then: {text}") == number, text
@@ -117,7 +154,24 @@ def test_every_rendering_of_a_number_is_read_as_that_number() -> None:
 
 @pytest.mark.parametrize(
     "part",
-    ["9", "1,", "1 ", "1 1/", "a1", "- ", "{", "\\", r"\frac{", r"\boxed{", r"\a[", "^{2}", " ", "$ ", "=", r"\text{"],
+    [
+        "9",
+        "1,",
+        "1 ",
+        "1 1/",
+        "a1",
+        "- ",
+        "{",
+        "\\",
+        r"\frac{",
+        r"\boxed{",
+        r"\a[",
+        "^{2}",
+        " ",
+        "$ ",
+        "=",
+        r"\text{",
+    ],
 )
 def test_a_text_made_to_be_slow_is_read(part: str) -> None:
     # Backtracking over so many would take minutes.

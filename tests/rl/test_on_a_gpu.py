@@ -1,4 +1,6 @@
-"""Run: pytest tests/rl/test_on_a_gpu.py (on a card, or on a pretended one: make gpu-less ARGS=tests/rl)."""
+"""Run: pytest tests/rl/test_on_a_gpu.py (on a card, or on a pretended one: make gpu-less
+ARGS=tests/rl).
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,16 @@ pytestmark = pytest.mark.gpu
 def test_ratios_a_kl_term_and_a_form_are_captured(advantage: str, pattern: str) -> None:
     """Two updates of one draw, and then a new one, with a reference that the model came from."""
     kl = Kl("k2", 0.1)
-    options = replace(OPTIONS, exact=False, packed=True, length=64, prompts=2, updates=2, kl=kl, advantage=advantage)
+    options = replace(
+        OPTIONS,
+        exact=False,
+        packed=True,
+        length=64,
+        prompts=2,
+        updates=2,
+        kl=kl,
+        advantage=advantage,
+    )
     asked = prompts("2+2=", "a", "the longest of them", "7")
     ends, cuda = {asked.tokenizer.eos_id}, torch.device("cuda")
     form = AnswerForm(FormName("regex", pattern), asked, ends, cuda) if pattern else None
@@ -49,8 +60,13 @@ def test_ratios_a_kl_term_and_a_form_are_captured(advantage: str, pattern: str) 
 @pytest.mark.parametrize(("name", "precision"), [("dpo", "fp32"), ("kto", "bf16")])
 def test_answers_are_compared_in_a_captured_step(name: str, precision: str) -> None:
     rows = pairs.rows_of(pairs.pairs(6, labelled=name == "kto"))
-    model, loss = tiny_llama(vocab_size=pairs.VOCABULARY).to("cuda"), pairs.loss_of(name, rows).to("cuda")
-    engine = Resident(model, loss=loss, optim=AdamW(lr=1e-2), precision=Precision(precision), micro_batch=2)
+    model, loss = (
+        tiny_llama(vocab_size=pairs.VOCABULARY).to("cuda"),
+        pairs.loss_of(name, rows).to("cuda"),
+    )
+    engine = Resident(
+        model, loss=loss, optim=AdamW(lr=1e-2), precision=Precision(precision), micro_batch=2
+    )
     window = pairs.window(rows)
     assert engine.capture(window) is None
     loss.recording.fill_(True)
@@ -66,7 +82,9 @@ def test_answers_are_compared_in_a_captured_step(name: str, precision: str) -> N
     assert losses[2] < losses[1] < losses[0]
 
 
-@pytest.mark.parametrize(("precision", "captured"), [("fp32", False), ("bf16", False), ("bf16", True)])
+@pytest.mark.parametrize(
+    ("precision", "captured"), [("fp32", False), ("bf16", False), ("bf16", True)]
+)
 def test_answers_are_drawn_from_what_was_learned(precision: str, captured: bool) -> None:
     """Two updates; each draw reads the weights of the update before, as its log-probabilities show."""
     options = replace(OPTIONS, exact=False, packed=True, length=64, prompts=2)
@@ -81,4 +99,5 @@ def test_answers_are_drawn_from_what_was_learned(precision: str, captured: bool)
         largest, number = apart(rollouts)
         assert number > 10 and largest < (1e-4 if precision == "fp32" else 0.5)
         assert int(engine.update().skipped) == 0
-    assert [generator.compiled for _, generator in [rollouts.drawer._made]] == [captured]  # the one that has drawn
+    # The one that has drawn.
+    assert [generator.compiled for _, generator in [rollouts.drawer._made]] == [captured]

@@ -22,7 +22,9 @@ def write(path: Path, *records: Any) -> Path:
 
 def read(source: Path | str, reward: Reward | None = None, room: int = 30, **more: Any) -> Prompts:
     usual = {"tokenizer": "bytes", "held_out": 0.0, "text_key": "text", "bad_records": "refuse"}
-    return read_prompts({"source": str(source), **usual, **more}, room=room, reward=reward or Reward())
+    return read_prompts(
+        {"source": str(source), **usual, **more}, room=room, reward=reward or Reward()
+    )
 
 
 def test_a_text_is_continued_as_it_is_and_keeps_its_record(tmp_path: Path) -> None:
@@ -46,17 +48,25 @@ def test_messages_are_rendered_up_to_the_answer(tmp_path: Path) -> None:
 
 
 def test_the_same_prompt_is_on_one_side_and_the_share_is_held_out(tmp_path: Path) -> None:
-    source = write(tmp_path / "p.jsonl", *({"prompt": f"{number % 200}", "n": number} for number in range(400)))
+    source = write(
+        tmp_path / "p.jsonl", *({"prompt": f"{number % 200}", "n": number} for number in range(400))
+    )
     prompts = read(source, held_out=0.2)
     held, trained = {p.text for p in prompts.held_out}, {p.text for p in prompts.train}
     assert not held & trained and 20 <= len(held) <= 60
-    assert read(source, held_out=0.2).fingerprint == prompts.fingerprint != read(source, held_out=0.1).fingerprint
+    assert (
+        read(source, held_out=0.2).fingerprint
+        == prompts.fingerprint
+        != read(source, held_out=0.1).fingerprint
+    )
 
 
 def test_tables_and_other_keys_are_read(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pa.table({"question": ["a", "b"], "answer": ["1", "2"]}), tmp_path / "p.parquet")
+    parquet.write_table(
+        pa.table({"question": ["a", "b"], "answer": ["1", "2"]}), tmp_path / "p.parquet"
+    )
     prompts = read(tmp_path / "p.parquet", text_key="question")
     assert [(p.text, p.record["answer"]) for p in prompts.train] == [("a", "1"), ("b", "2")]
 
@@ -68,7 +78,10 @@ def test_bad_records_are_refused_or_counted(tmp_path: Path) -> None:
     )  # fmt: skip
     prompts = read(source, bad_records="skip")
     assert len(prompts.train) == 1 and sum(prompts.skipped.values()) == 6
-    with pytest.raises(InputRefused, match=r"p.jsonl:2: has no key 'prompt'; its keys are 'text'; or set data.bad_rec"):
+    with pytest.raises(
+        InputRefused,
+        match=r"p.jsonl:2: has no key 'prompt'; its keys are 'text'; or set data.bad_rec",
+    ):
         read(source)
 
 
@@ -86,10 +99,19 @@ def test_what_cannot_hold_prompts_is_refused(tmp_path: Path) -> None:
 
 
 def test_records_without_what_the_reward_reads_are_bad_records(tmp_path: Path) -> None:
-    source = write(tmp_path / "p.jsonl", {"prompt": "x", "answer": "1"}, {"prompt": "y"}, {"prompt": "z", "answer": []})
+    source = write(
+        tmp_path / "p.jsonl",
+        {"prompt": "x", "answer": "1"},
+        {"prompt": "y"},
+        {"prompt": "z", "answer": []},
+    )
     prompts = read(source, reward_of("exact"), bad_records="skip")
-    assert [prompt.text for prompt in prompts.train] == ["x"] and prompts.skipped == {"no answer": 2}
-    with pytest.raises(InputRefused, match=r"p.jsonl:2: rl.reward needs a text or a list of texts under 'answer'"):
+    assert [prompt.text for prompt in prompts.train] == ["x"] and prompts.skipped == {
+        "no answer": 2
+    }
+    with pytest.raises(
+        InputRefused, match=r"p.jsonl:2: rl.reward needs a text or a list of texts under 'answer'"
+    ):
         read(source, reward_of("exact"))
 
 
@@ -99,7 +121,9 @@ def test_the_date_that_a_template_reads_is_the_same_on_every_day(tmp_path: Path)
     source = write(tmp_path / "p.jsonl", {"prompt": said("why")})
     asked = read(source, tokenizer=str(tmp_path), room=200)
     assert "Today Date: 26 Jul 2024" in tokenizer.decode(asked.train[0].ids)
-    assert asked.notes == ("the chat template reads the date; in all of these prompts it is 2024-07-26",)
+    assert asked.notes == (
+        "the chat template reads the date; in all of these prompts it is 2024-07-26",
+    )
     own = prompts_of([{"prompt": said("why")}], tokenizer, Reward(), room=200)
     assert own.train[0].ids == asked.train[0].ids
     assert tokenizer.config.template is not None and tokenizer.config.template.day is None, (

@@ -26,7 +26,10 @@ RECORDS = [{"prompt": text} for text in ("a", "bc", "def", "g")]
 
 
 def low(prompt: str, answer: str, record: Mapping[str, Any]) -> dict[str, float]:
-    return {"low": np.float32(sum(letter < "`" for letter in answer) / 4), "short": -len(answer) / 8}
+    return {
+        "low": np.float32(sum(letter < "`" for letter in answer) / 4),
+        "short": -len(answer) / 8,
+    }
 
 
 def learner(loss: torch.nn.Module, rate: float = 0.02) -> Resident:
@@ -37,9 +40,13 @@ def learner(loss: torch.nn.Module, rate: float = 0.02) -> Resident:
 def test_answers_to_rewards_get_better_and_say_so_by_part(captured: bool) -> None:
     engine = learner(monograph.policy_loss("rloo", entropy_coef=0.001))
     if captured:
-        first = next(monograph.rollouts(engine, BYTES, RECORDS, low, group=8, prompts=4, max_new_tokens=4))
+        first = next(
+            monograph.rollouts(engine, BYTES, RECORDS, low, group=8, prompts=4, max_new_tokens=4)
+        )
         assert engine.capture(first, backend="aot_eager") is None
-    answers = monograph.rollouts(engine, BYTES, RECORDS, low, group=8, prompts=4, max_new_tokens=4, seed=3)
+    answers = monograph.rollouts(
+        engine, BYTES, RECORDS, low, group=8, prompts=4, max_new_tokens=4, seed=3
+    )
     rewards = []
     for _ in monograph.train(engine, answers, updates=12):
         rewards.append(answers.numbers["reward"])
@@ -54,7 +61,9 @@ def test_answers_to_rewards_get_better_and_say_so_by_part(captured: bool) -> Non
 def test_a_draw_is_a_function_of_weights_and_seed() -> None:
     def window(seed: int, some: Sequence[Mapping[str, Any]] = RECORDS) -> torch.Tensor:
         engine = learner(monograph.policy_loss())
-        return next(monograph.rollouts(engine, BYTES, some, low, prompts=2, max_new_tokens=4, seed=seed))["targets"]
+        return next(
+            monograph.rollouts(engine, BYTES, some, low, prompts=2, max_new_tokens=4, seed=seed)
+        )["targets"]
 
     assert torch.equal(window(1), window(1)) and not torch.equal(window(1), window(2))
 
@@ -66,11 +75,15 @@ def test_a_student_learns_from_how_much_likelier_its_teacher_finds_each_token() 
         engine = learner(monograph.policy_loss("dapo"))
         records = [{**record, "teacher_prompt": told} if told else record for record in RECORDS]
         teacher = monograph.distill(tiny_llama(vocab_size=BYTES.vocab_size, seed=7))
-        window = next(monograph.rollouts(engine, BYTES, records, teacher, prompts=4, max_new_tokens=4))
+        window = next(
+            monograph.rollouts(engine, BYTES, records, teacher, prompts=4, max_new_tokens=4)
+        )
         assert float(window["shares"].sum()) == int((window["targets"] != -100).sum())
         found.append(window)
     for one, other in itertools.combinations(found, 2):
-        assert torch.equal(one["targets"], other["targets"]) and not torch.equal(one["factors"], other["factors"])
+        assert torch.equal(one["targets"], other["targets"]) and not torch.equal(
+            one["factors"], other["factors"]
+        )
 
 
 class Batched(monograph.Reward):
@@ -89,7 +102,11 @@ def test_a_reward_of_one_s_own_and_a_named_one_score_answers() -> None:
         assert 0 <= answers.numbers["reward"] <= 1 and 0 < answers.numbers["cut"] < 1
         assert not isinstance(reward, Batched) or answers.numbers["reward"] == 0.5
         # Those that are cut are left out: the last target of each row ends its answer.
-        last = [int(targets[targets != -100][-1]) for targets in window["targets"] if bool((targets != -100).any())]
+        last = [
+            int(targets[targets != -100][-1])
+            for targets in window["targets"]
+            if bool((targets != -100).any())
+        ]
         assert set(last) <= {BYTES.eos_id}
 
 
@@ -116,17 +133,29 @@ def write(path: Path, labelled: bool) -> Path:
 )
 def test_pairs_are_learned_from(name: str, beta: float, captured: bool, tmp_path: Path) -> None:
     labelled = name == "kto"
-    read = monograph.pairs(write(tmp_path / "p.jsonl", labelled), BYTES, labelled=labelled, sequence_length=64)
+    read = monograph.pairs(
+        write(tmp_path / "p.jsonl", labelled), BYTES, labelled=labelled, sequence_length=64
+    )
     loss = monograph.preference_loss(read, name, beta=beta)
     engine = learner(loss, rate=0.01)
     if captured:  # rehearsed updates leave no reference behind, and the first one takes it
-        assert engine.capture(next(iter(read.batches(256, seed=1))), backend="aot_eager", scope="blocks") is None
+        assert (
+            engine.capture(
+                next(iter(read.batches(256, seed=1))), backend="aot_eager", scope="blocks"
+            )
+            is None
+        )
     figures = []
     for update in monograph.train(engine, read.batches(256, seed=1), updates=16):
         figures.append(loss.taken() | {"loss": float(update.loss)})
     if name != "orpo":
-        assert figures[0]["accuracy"] == 0.5 and figures[0]["loss"] == pytest.approx(0.5 if labelled else math.log(2))
-    assert sum(each["accuracy"] for each in figures[-4:]) > 3.2 and figures[-1]["margin"] > figures[0]["margin"]
+        assert figures[0]["accuracy"] == 0.5 and figures[0]["loss"] == pytest.approx(
+            0.5 if labelled else math.log(2)
+        )
+    assert (
+        sum(each["accuracy"] for each in figures[-4:]) > 3.2
+        and figures[-1]["margin"] > figures[0]["margin"]
+    )
 
 
 def test_a_resumed_loss_needs_its_reference(tmp_path: Path) -> None:
@@ -163,23 +192,45 @@ def refused(**more: Any) -> None:
         ({"loss": monograph.token_loss}, UsageError, r"loss=monograph.policy_loss\("),
         ({"records": []}, InputRefused, "there are no records"),
         ({"records": [{"text": "a"}]}, InputRefused, "record 1: has no key 'prompt'"),
-        ({"records": [{"prompt": "a" * 61}]}, InputRefused, "record 1: the prompt has 62 tokens, more than 60"),
+        (
+            {"records": [{"prompt": "a" * 61}]},
+            InputRefused,
+            "record 1: the prompt has 62 tokens, more than 60",
+        ),
         ({"reward": "exact"}, InputRefused, "record 1: rl.reward needs a text or a list of texts"),
-        ({"truncation_penalty": math.nan}, UsageError, "truncation_penalty = nan: expected a number from 0"),
+        (
+            {"truncation_penalty": math.nan},
+            UsageError,
+            "truncation_penalty = nan: expected a number from 0",
+        ),
         ({"truncation_penalty": "mask"}, UsageError, "truncation_penalty = 'mask'"),
         ({"truncated": "drop"}, UsageError, "truncated = 'drop': expected 'keep' or 'mask'"),
-        ({"truncated": "mask", "truncation_penalty": 0.5}, UsageError, "answers that truncated = 'mask' leaves out"),
+        (
+            {"truncated": "mask", "truncation_penalty": 0.5},
+            UsageError,
+            "answers that truncated = 'mask' leaves out",
+        ),
         ({"reward": "regex"}, UsageError, "rl.reward = regex: give rl.reward_regex, too"),
         ({"reward": lambda *_: torch.ones(2)}, InputRefused, "returned tensor"),
-        ({"reward": monograph.distill(tiny_llama()), "max_new_tokens": 4}, UsageError, "has another vocabulary"),
+        (
+            {"reward": monograph.distill(tiny_llama()), "max_new_tokens": 4},
+            UsageError,
+            "has another vocabulary",
+        ),
         ({"reward": "teacher"}, UsageError, r"monograph.distill\(teacher\)"),
         ({"reward": "exat"}, UsageError, "did you mean exact"),
-        ({"reward": lambda *_: math.nan}, InputRefused, "record 1: <lambda> returned nan: correct it"),
+        (
+            {"reward": lambda *_: math.nan},
+            InputRefused,
+            "record 1: <lambda> returned nan: correct it",
+        ),
         ({"reward": lambda *_: "1"}, InputRefused, "returned '1'"),
         ({"reward": lambda *_: object()}, InputRefused, "returned <object"),
     ],
 )
-def test_a_bad_argument_is_refused_in_one_line(given: dict[str, Any], kind: type[Exception], words: str) -> None:
+def test_a_bad_argument_is_refused_in_one_line(
+    given: dict[str, Any], kind: type[Exception], words: str
+) -> None:
     with pytest.raises(kind, match=words):
         refused(**given)
 
@@ -189,9 +240,15 @@ def test_a_bad_argument_is_refused_in_one_line(given: dict[str, Any], kind: type
     [
         (lambda: monograph.policy_loss("ppo"), "advantage = 'ppo': expected one of dr_grpo"),  # type: ignore[arg-type]
         (lambda: monograph.policy_loss(temperature=0.0), "temperature = 0.0"),
-        (lambda: monograph.policy_loss(kl="k2"), "kl = k2: say how strong it is, such as kl_coef = 0.05"),
+        (
+            lambda: monograph.policy_loss(kl="k2"),
+            "kl = k2: say how strong it is, such as kl_coef = 0.05",
+        ),
         (lambda: monograph.policy_loss(kl="k4", kl_coef=0.1), "kl = 'k4': expected k1, k2 or k3"),
-        (lambda: monograph.policy_loss(kl_coef=0.1), "kl_coef is the strength of kl: say k1, k2 or k3"),
+        (
+            lambda: monograph.policy_loss(kl_coef=0.1),
+            "kl_coef is the strength of kl: say k1, k2 or k3",
+        ),
         (
             lambda: monograph.policy_loss(kl="k2", kl_coef=0.1, entropy_coef=0.1),
             "entropy_coef does not go with kl = k2",
@@ -209,7 +266,9 @@ def test_a_loss_that_is_not_is_refused(call: Any, words: str) -> None:
 
 def test_a_loss_and_answers_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
     read = {
-        labelled: monograph.pairs(write(tmp_path / f"{labelled}.jsonl", labelled), BYTES, labelled=labelled)
+        labelled: monograph.pairs(
+            write(tmp_path / f"{labelled}.jsonl", labelled), BYTES, labelled=labelled
+        )
         for labelled in (False, True)
     }
     for labelled, loss, words in (

@@ -33,9 +33,12 @@ def confined() -> bool | None:
 
 # What the system allows is asked of another program than the one under test.
 APART = "unshare --user --map-root-user --mount --net --pid --fork mount --rbind /tmp /tmp"
-PROGRAMS = pytest.mark.skipif(not LINUX or confined() is None, reason="this system limits no programs")
+PROGRAMS = pytest.mark.skipif(
+    not LINUX or confined() is None, reason="this system limits no programs"
+)
 NAMESPACES = pytest.mark.skipif(
-    not shutil.which("unshare") or subprocess.run(APART.split(), stderr=subprocess.DEVNULL).returncode != 0,
+    not shutil.which("unshare")
+    or subprocess.run(APART.split(), stderr=subprocess.DEVNULL).returncode != 0,
     reason="this system allows no namespaces",
 )
 
@@ -99,7 +102,9 @@ def soon(true: Callable[[], bool], within_s: float = 10.0) -> bool:
         ("1e999999999", "1e999999998", 0),
     ],
 )
-def test_the_last_number_is_compared_whole_ones_exactly(completion: str, answer: Any, worth: float) -> None:
+def test_the_last_number_is_compared_whole_ones_exactly(
+    completion: str, answer: Any, worth: float
+) -> None:
     assert score("number", completion, answer=answer) == worth
 
 
@@ -110,7 +115,9 @@ def test_exact_is_one_of_the_accepted_texts_up_to_spaces_around_it() -> None:
 
 
 def test_patterns_and_schemas_match_the_whole_completion(tmp_path: Path) -> None:
-    (tmp_path / "s.json").write_text('{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}')
+    (tmp_path / "s.json").write_text(
+        '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
+    )
     pattern = reward_of("regex", regex="[0-9]+:[ab]")
     schema = reward_of("json-schema", schema=str(tmp_path / "s.json"))
     for reward, right, wrong in (pattern, "12:a", "12:ab"), (schema, '{"a":1}', '{"a":"1"}'):
@@ -154,7 +161,9 @@ def test_a_record_without_what_the_reward_needs_is_refused_before_any_training(
         ("json-schema", UsageError, "rl.reward = json-schema: give rl.reward_schema, too"),
     ],
 )
-def test_a_name_that_is_no_reward_is_refused_in_one_line(name: str, error: type[Exception], words: str) -> None:
+def test_a_name_that_is_no_reward_is_refused_in_one_line(
+    name: str, error: type[Exception], words: str
+) -> None:
     with pytest.raises(error, match=words) as refused:
         reward_of(name)
     assert "\n" not in str(refused.value)
@@ -181,25 +190,42 @@ def python() -> Iterator[Reward]:
 
 def test_the_score_is_the_share_of_tests_that_the_last_fenced_block_passes(python: Reward) -> None:
     code = "def f(x):\n    return x + 1\n"
-    tests = ["assert f(1) == 2", "assert f(1) == 3", "import math\nassert math.isclose(f(0.5), 1.5)"]
+    tests = [
+        "assert f(1) == 2",
+        "assert f(1) == 3",
+        "import math\nassert math.isclose(f(0.5), 1.5)",
+    ]
     assert score(python, code, tests=tests) == pytest.approx(2 / 3)
-    assert score(python, f"No:\n```\nx\n```\nBut:\n```python\n{code}```\nDone.", tests="assert f(1) == 2") == 1
+    assert (
+        score(
+            python, f"No:\n```\nx\n```\nBut:\n```python\n{code}```\nDone.", tests="assert f(1) == 2"
+        )
+        == 1
+    )
     assert score(python, f"```python\n{code}", tests="assert f(1) == 2") == 1
     assert score(python, "f(", tests="assert True") == 0
     # A reward of many answers keeps their order.
-    answers = [Answer("", f"def f(): return {each}", {"tests": "assert f() == 2"}, PLACE) for each in range(5)]
+    answers = [
+        Answer("", f"def f(): return {each}", {"tests": "assert f() == 2"}, PLACE)
+        for each in range(5)
+    ]
     assert python.score(answers) == [0, 0, 1, 0, 0]
 
 
 def test_plain_data_of_every_kind_comes_back_as_it_was(python: Reward) -> None:
     code = "def same(x, *, key=None): return x"
-    values = (
-        "[None, True, 10**30, 0.1, float('inf'), 'é\\ud800', [1, [2]], (1, ()), {1: {'a': (2,)}, (1,): []}, {1, 2}]"
-    )
+    values = "[None, True, 10**30, 0.1, float('inf'), 'é\\ud800', [1, [2]], (1, ())"
+    values += ", {1: {'a': (2,)}, (1,): []}, {1, 2}]"
     tests = [f"for x in {values}:\n    assert same(x, key=[x]) == x and type(same(x)) is type(x)"]
     # The names of the tests' own variables are not those of the machinery.
-    tests += ["name = path = source = 1\nassert same(name, key=path) == source", "assert [same(x) for x in [1]] == [1]"]
-    tests += ["def check(candidate):\n    assert candidate(1) == 1\ncheck(same)", "assert same(7**9000) == 7**9000"]
+    tests += [
+        "name = path = source = 1\nassert same(name, key=path) == source",
+        "assert [same(x) for x in [1]] == [1]",
+    ]
+    tests += [
+        "def check(candidate):\n    assert candidate(1) == 1\ncheck(same)",
+        "assert same(7**9000) == 7**9000",
+    ]
     assert score(python, code, tests=tests) == 1
 
 
@@ -209,8 +235,14 @@ def test_an_exception_arrives_as_the_builtin_one_of_its_name(python: Reward) -> 
         "def f(x): raise {1: ValueError('no'), 2: Odd('odd'), 3: UnicodeError('u')}[x]\n"
         "def g(): raise SystemExit(0)\n"
     )
-    caught = "try:\n    {}\nexcept {} as error:\n    assert str(error) == {!r}\nelse:\n    assert False"
-    cases = [("f(1)", "ValueError", "no"), ("f(2)", "RuntimeError", "odd"), ("f(3)", "UnicodeError", "u")]
+    caught = (
+        "try:\n    {}\nexcept {} as error:\n    assert str(error) == {!r}\nelse:\n    assert False"
+    )
+    cases = [
+        ("f(1)", "ValueError", "no"),
+        ("f(2)", "RuntimeError", "odd"),
+        ("f(3)", "UnicodeError", "u"),
+    ]
     cases += [("g()", "RuntimeError", "0"), ("h()", "NameError", "name 'h' is not defined")]
     assert score(python, code, tests=[caught.format(*case) for case in cases]) == 1
 
@@ -255,7 +287,8 @@ def test_a_hostile_solution_gets_nothing(python: Reward, kind: str) -> None:
     assert score(python, HOSTILE[kind], tests=tests) == 0
 
 
-# What holds memory, or reaches somebody, that no limit of a process counts. Each returns whether it got it.
+# What holds memory, or reaches somebody, that no limit of a process counts. Each returns whether it
+# got it.
 CALLS = """
 import ctypes, socket
 libc = ctypes.CDLL(None, use_errno=True)
@@ -277,7 +310,9 @@ HELD = {
 }
 COLUMN = 1 if os.uname().machine == "aarch64" else 0
 for name, numbers in worker.FORBIDDEN.items():
-    HELD = {kind: code.replace(f"NUMBER_{name},", f"{numbers[COLUMN]},") for kind, code in HELD.items()}
+    HELD = {
+        kind: code.replace(f"NUMBER_{name},", f"{numbers[COLUMN]},") for kind, code in HELD.items()
+    }
 HELD = {kind: CALLS + code for kind, code in HELD.items()}
 
 
@@ -298,13 +333,18 @@ def test_memory_that_is_not_of_the_process_is_within_its_limit(python: Reward) -
 
 @pytest.mark.parametrize(
     ("machine", "header"),
-    [("x86_64", "/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), ("aarch64", "/usr/include/asm-generic/unistd.h")],
+    [
+        ("x86_64", "/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),
+        ("aarch64", "/usr/include/asm-generic/unistd.h"),
+    ],
 )
 def test_the_numbers_of_forbidden_calls_are_the_kernel_s(machine: str, header: str) -> None:
     if not Path(header).is_file():
         pytest.skip("the kernel's headers are not installed")
     defined = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", Path(header).read_text()))
-    found = {name: numbers[worker.MACHINES[machine].column] for name, numbers in worker.FORBIDDEN.items()}
+    found = {
+        name: numbers[worker.MACHINES[machine].column] for name, numbers in worker.FORBIDDEN.items()
+    }
     assert {name: str(number) for name, number in found.items() if number is not None} == {
         name: defined[name] for name in found if name in defined
     }
@@ -312,14 +352,25 @@ def test_the_numbers_of_forbidden_calls_are_the_kernel_s(machine: str, header: s
 
 @pytest.mark.parametrize("machine", worker.MACHINES)
 def test_every_forbidden_call_has_the_number_of_the_kernel_s_table(machine: str) -> None:
-    lines = [line.split() for line in (Path(__file__).parent / "system_calls.txt").read_text().splitlines()]
-    known = {name: int(number) for of, name, number in (line for line in lines if line[0] != "#") if of == machine}
-    found = {name: numbers[worker.MACHINES[machine].column] for name, numbers in worker.FORBIDDEN.items()}
+    lines = [
+        line.split()
+        for line in (Path(__file__).parent / "system_calls.txt").read_text().splitlines()
+    ]
+    known = {
+        name: int(number)
+        for of, name, number in (line for line in lines if line[0] != "#")
+        if of == machine
+    }
+    found = {
+        name: numbers[worker.MACHINES[machine].column] for name, numbers in worker.FORBIDDEN.items()
+    }
     assert {name: number for name, number in found.items() if number is not None} == known
 
 
 def test_an_unknown_machine_runs_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    other = changed(monkeypatch, tmp_path, "MACHINES.get(os.uname().machine)", "MACHINES.get('other')")
+    other = changed(
+        monkeypatch, tmp_path, "MACHINES.get(os.uname().machine)", "MACHINES.get('other')"
+    )
     with pytest.raises(InputRefused, match="no program can run"):
         other.require({"tests": "assert f(1)"}, PLACE)
 
@@ -334,7 +385,9 @@ ENDS = [
 ]
 
 
-@pytest.mark.parametrize("raised", [*ENDS, "type('Own', (BaseException,), {})", "type('Own', (StopIteration,), {})"])
+@pytest.mark.parametrize(
+    "raised", [*ENDS, "type('Own', (BaseException,), {})", "type('Own', (StopIteration,), {})"]
+)
 def test_what_ends_an_iterator_does_not_end_a_test_early(python: Reward, raised: str) -> None:
     code = f"import asyncio\ndef f(x):\n    if x:\n        raise {raised}\n    return True\n"
     tests = [
@@ -398,7 +451,14 @@ def kills():
 
 def test_a_solution_does_not_find_its_tests(python: Reward) -> None:
     # The mark goes to the solution in pieces, so that the question does not hold it.
-    assert score(python, SEARCHES, tests=["secret = 'tell' 'tale'\nassert finds(list('telltale')) is False"]) == 1
+    assert (
+        score(
+            python,
+            SEARCHES,
+            tests=["secret = 'tell' 'tale'\nassert finds(list('telltale')) is False"],
+        )
+        == 1
+    )
     assert score(python, SEARCHES, tests=["assert finds(list('finds')) is True"]) == 1
 
 
@@ -406,17 +466,32 @@ def test_a_solution_does_not_find_its_tests(python: Reward) -> None:
 def test_a_solution_sees_no_file_no_process_and_no_network(python: Reward) -> None:
     import socket
 
-    assert score(python, SEARCHES, tests="assert looks()[0] == 2 and looks()[1:3] == [False, False]") == 1
+    assert (
+        score(python, SEARCHES, tests="assert looks()[0] == 2 and looks()[1:3] == [False, False]")
+        == 1
+    )
     assert score(python, SEARCHES, tests="assert set(looks()[4]) <= {'LC_CTYPE'}") == 1
     with socket.create_server(("127.0.0.1", 0)) as server:
         code = SEARCHES.replace("PORT", str(server.getsockname()[1]))
         refused = "try:\n    connects()\nexcept {}:\n    pass\nelse:\n    assert False"
         assert score(python, code, tests=refused.format("(OSError, ConnectionError)")) == 1
-    assert score(python, SEARCHES, tests=refused.replace("connects", "makes").format("OSError")) == 1
-    assert score(python, SEARCHES, tests=refused.replace("connects", "escapes").format("PermissionError")) == 1
+    assert (
+        score(python, SEARCHES, tests=refused.replace("connects", "makes").format("OSError")) == 1
+    )
+    assert (
+        score(
+            python, SEARCHES, tests=refused.replace("connects", "escapes").format("PermissionError")
+        )
+        == 1
+    )
     # Nothing but its own processes can be killed, and these are not the tests'.
     assert (
-        score(python, SEARCHES, tests=["try:\n    kills()\nexcept ProcessLookupError:\n    pass", "assert True"]) == 1
+        score(
+            python,
+            SEARCHES,
+            tests=["try:\n    kills()\nexcept ProcessLookupError:\n    pass", "assert True"],
+        )
+        == 1
     )
 
 
@@ -437,9 +512,8 @@ FLEES = "import os, time\ndef f():\n    if os.fork() == 0:\n        os.setsid()\
 def test_children_that_leave_the_process_group_end_with_their_namespace(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    limits = (
-        "    for limit, most in LIMITS.items():\n        resource.setrlimit(limit, (most, most))\n    _forbid(libc)\n"
-    )
+    limits = "    for limit, most in LIMITS.items():\n"
+    limits += "        resource.setrlimit(limit, (most, most))\n    _forbid(libc)\n"
     with_children = changed(monkeypatch, tmp_path, limits, "")
     assert score(with_children, FLEES, tests="assert f() == 2") == 1
     with_children.close()
@@ -455,7 +529,9 @@ def test_processor_time_has_a_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 @PROGRAMS
-def test_time_has_a_limit_and_nothing_survives_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_time_has_a_limit_and_nothing_survives_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     reward = changed(monkeypatch, tmp_path, "import ast\n", "import ast\n\n")
     monkeypatch.setattr(processes, "SECONDS", 1.0)
     sleeps = "import os, signal, time\ndef f():\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n    time.sleep(600)"
@@ -488,7 +564,9 @@ def test_without_namespaces_nothing_runs_unless_told_and_then_within_limits(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     os.chmod(tmp_path.parents[0], 0o755)
-    bare = changed(monkeypatch, tmp_path, "    apart = _NEW_NETWORK", "    return\n    apart = _NEW_NETWORK")
+    bare = changed(
+        monkeypatch, tmp_path, "    apart = _NEW_NETWORK", "    return\n    apart = _NEW_NETWORK"
+    )
     if confined() is None:
         bare.close()
         pytest.skip("root becomes nobody, who cannot read this Python")
@@ -503,8 +581,12 @@ def test_without_namespaces_nothing_runs_unless_told_and_then_within_limits(
     bare.close()
 
 
-def test_where_no_program_runs_python_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    broken = changed(monkeypatch, tmp_path, "    channels = [", "    raise SystemExit\n    channels = [")
+def test_where_no_program_runs_python_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    broken = changed(
+        monkeypatch, tmp_path, "    channels = [", "    raise SystemExit\n    channels = ["
+    )
     with pytest.raises(InputRefused, match="no program can run"):
         broken.require({"tests": "assert f(1)"}, PLACE)
 
@@ -522,7 +604,8 @@ def test_ctrl_c_leaves_no_process_behind(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
         def interrupt() -> None:
             soon(lambda: len(commands_with(str(tmp_path))) >= 2)
-            # To the thread that waits: the system may give a process's signal to another one, which wakes nobody.
+            # To the thread that waits: the system may give a process's signal to another one, which
+            # wakes nobody.
             signal.pthread_kill(waiting, signal.SIGINT)
 
         threading.Thread(target=interrupt).start()
@@ -540,9 +623,12 @@ def test_ctrl_c_leaves_no_process_behind(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 @PROGRAMS
-def test_the_trainer_s_death_leaves_no_process_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_trainer_s_death_leaves_no_process_behind(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     reward = changed(monkeypatch, tmp_path, "import ast\n", "import ast\n\n")
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # nobody could remove what a dead trainer left there
+    # Nobody could remove what a dead trainer left there.
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     if (trainer := os.fork()) == 0:
         reward.score([SLEEPS])
         os._exit(0)
@@ -610,10 +696,14 @@ def test_a_function_that_fails_is_refused_in_one_line_and_leaves_no_process(
     monkeypatch.setattr(processes, "ANSWER_SECONDS", 1.0)
     (tmp_path / "worker.py").write_text(Path(worker.__file__).read_text())
     monkeypatch.setattr(worker, "__file__", str(tmp_path / "worker.py"))
-    reward = own(tmp_path, f"def score(prompt, completion, record):\n    if prompt: {body}\n    return 1\n")
+    reward = own(
+        tmp_path, f"def score(prompt, completion, record):\n    if prompt: {body}\n    return 1\n"
+    )
     if "\n" in body:
         reward = own(tmp_path, f"def score(prompt, completion, record):\n    {body}\n")
-    with pytest.raises(InputRefused, match=f"^{PLACE}: .*mine.py:score {FAULTS[body]}.*: correct it") as refused:
+    with pytest.raises(
+        InputRefused, match=f"^{PLACE}: .*mine.py:score {FAULTS[body]}.*: correct it"
+    ) as refused:
         score(reward, "")
     assert "\n" not in str(refused.value)
     assert soon(lambda: not commands_with(str(tmp_path)))
@@ -623,9 +713,12 @@ def test_a_function_that_fails_is_refused_in_one_line_and_leaves_no_process(
 
 
 @pytest.mark.parametrize(
-    ("source", "fault"), [("x = ", "SyntaxError"), ("1 / 0", "ZeroDivisionError"), ("score = 1", "no function 'score'")]
+    ("source", "fault"),
+    [("x = ", "SyntaxError"), ("1 / 0", "ZeroDivisionError"), ("score = 1", "no function 'score'")],
 )
-def test_a_file_that_fails_is_refused_before_any_training(source: str, fault: str, tmp_path: Path) -> None:
+def test_a_file_that_fails_is_refused_before_any_training(
+    source: str, fault: str, tmp_path: Path
+) -> None:
     with pytest.raises(InputRefused, match=f"rl.reward: .*{fault}"):
         own(tmp_path, source).require({}, PLACE)
     with pytest.raises(InputRefused, match=r"nothing\.py cannot be read"):

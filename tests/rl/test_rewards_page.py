@@ -1,4 +1,6 @@
-"""Run: pytest tests/rl/test_rewards_page.py (what the pages of rewards and preferences show is what was measured)."""
+"""Run: pytest tests/rl/test_rewards_page.py (what the pages of rewards and preferences show is what
+was measured).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,11 @@ from scripts import script
 def test_tables_and_picture_are_the_results_s() -> None:
     made = script("docs/make_rewards.py")
     for page, tables in made.TABLES.items():
-        shown = [part.split(made.END)[0].strip() for part in page.read_text(encoding="utf-8").split(made.BEGIN)[1:]]
+        shown = [
+            part.split(made.END)[0].strip()
+            for part in page.read_text(encoding="utf-8").split(made.BEGIN)[1:]
+        ]
         assert shown == [table() for table in tables], "run: python docs/make_rewards.py"
-    assert made.drawn() == made.PICTURE.read_text(encoding="utf-8"), "run: python docs/make_rewards.py"
+    assert made.drawn() == made.PICTURE.read_text(encoding="utf-8"), (
+        "run: python docs/make_rewards.py"
+    )

@@ -1,4 +1,6 @@
-"""Run: pytest tests/rl/test_sums_of_rewards.py (how a sum was rounded neither fails an answer nor teaches)."""
+"""Run: pytest tests/rl/test_sums_of_rewards.py (how a sum was rounded neither fails an answer nor
+teaches).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ SUMS = [0.7 + 0.2 + 0.1, 0.1 + 0.2 + 0.7, 1.0]  # 1 - 2^-53, 1 - 2^-53 and 1
 
 def test_parts_that_add_up_to_1_pass_in_any_order() -> None:
     rewards = [
-        Called(lambda prompt, answer, record, parts=parts: dict(parts)).score([Answer("", "", {}, "p.jsonl:1")])[0]
+        Called(lambda prompt, answer, record, parts=parts: dict(parts)).score(
+            [Answer("", "", {}, "p.jsonl:1")]
+        )[0]
         for parts in itertools.permutations(PARTS.items())
     ]
     assert set(rewards) == {1.0}
@@ -35,8 +39,15 @@ def test_a_sum_that_rounding_left_below_1_is_right_and_a_group_of_such_sums_is_d
 def test_differences_of_rounding_weigh_exactly_nothing_and_real_ones_do(advantage: str) -> None:
     for scale in (1.0, 1e6):
         sums = [scale * each for each in SUMS]
-        assert all(weight.factor == 0 for weight in ADVANTAGES[advantage].weights(sums, [2, 3, 4], 5))
+        assert all(
+            weight.factor == 0 for weight in ADVANTAGES[advantage].weights(sums, [2, 3, 4], 5)
+        )
         real = [scale, scale * (1 - 1e-9), scale]
-        assert all(weight.factor != 0 for weight in ADVANTAGES[advantage].weights(real, [2, 3, 4], 5))
+        assert all(
+            weight.factor != 0 for weight in ADVANTAGES[advantage].weights(real, [2, 3, 4], 5)
+        )
         # A deviation that is next to nothing does not make what it divides large.
-        assert all(abs(weight.factor) < 1e-4 * scale for weight in ADVANTAGES[advantage].weights(real, [2, 3, 4], 5))
+        assert all(
+            abs(weight.factor) < 1e-4 * scale
+            for weight in ADVANTAGES[advantage].weights(real, [2, 3, 4], 5)
+        )

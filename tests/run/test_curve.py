@@ -18,17 +18,32 @@ COLUMNS = WIDTH - SCALE_WIDTH - YARDSTICK_WIDTH
 
 def drawn(*arguments: Any, **options: Any) -> list[str]:
     """Return the rows of `curve_pieces` as text."""
-    return ["".join(text for _, text in row).rstrip() for row in curve_pieces(*arguments, **options)]
+    return [
+        "".join(text for _, text in row).rstrip() for row in curve_pieces(*arguments, **options)
+    ]
 
 
 def dots_of(rows: list[str]) -> set[tuple[int, int]]:
     """Lit dots (column, row) of the plot part of Braille rows, read back from the characters."""
-    offsets = {0: (0, 0), 1: (0, 1), 2: (0, 2), 3: (1, 0), 4: (1, 1), 5: (1, 2), 6: (0, 3), 7: (1, 3)}
+    offsets = {
+        0: (0, 0),
+        1: (0, 1),
+        2: (0, 2),
+        3: (1, 0),
+        4: (1, 1),
+        5: (1, 2),
+        6: (0, 3),
+        7: (1, 3),
+    }
     lit = set()
     for row, text in enumerate(rows[:-1]):
         for column, character in enumerate(text[SCALE_WIDTH : SCALE_WIDTH + COLUMNS]):
             bits = ord(character) - 0x2800 if character != " " else 0
-            lit |= {(2 * column + across, 4 * row + down) for bit, (across, down) in offsets.items() if bits >> bit & 1}
+            lit |= {
+                (2 * column + across, 4 * row + down)
+                for bit, (across, down) in offsets.items()
+                if bits >> bit & 1
+            }
     return lit
 
 
@@ -38,7 +53,9 @@ def dots_of(rows: list[str]) -> set[tuple[int, int]]:
     st.sampled_from([BRAILLE, ASCII]),
     st.integers(4, 12),
 )
-def test_any_curve_fits_its_frame(ys: list[float], yardsticks: dict[str, float], cells: Cells, height: int) -> None:
+def test_any_curve_fits_its_frame(
+    ys: list[float], yardsticks: dict[str, float], cells: Cells, height: int
+) -> None:
     rows = drawn([1e5 * i for i in range(len(ys))], ys, WIDTH, height, yardsticks, cells=cells)
     assert len(rows) == height + 1
     assert all(len(row) <= WIDTH for row in rows)
@@ -53,7 +70,9 @@ def test_a_straight_line_is_drawn_from_corner_to_corner() -> None:
     lit = dots_of(rows)
     assert {column for column, _ in lit} == set(range(2 * COLUMNS))  # no gap
     by_column = sorted(lit)
-    assert all(later[1] >= earlier[1] for earlier, later in zip(by_column, by_column[1:], strict=False))
+    assert all(
+        later[1] >= earlier[1] for earlier, later in zip(by_column, by_column[1:], strict=False)
+    )
     assert by_column[0][1] <= 2  # margins of 4 % of the height
     assert by_column[-1][1] >= 4 * HEIGHT - 3
 
@@ -76,7 +95,9 @@ def test_a_steep_start_is_cut_at_the_upper_edge() -> None:
     st.dictionaries(st.sampled_from(list(YARDSTICKS)), st.floats(0.5, 9)),
 )
 def test_where_the_run_stands_is_never_cut(ys: list[float], yardsticks: dict[str, float]) -> None:
-    """However far it is from the yardsticks; what is cut lies on row 0, and the margin keeps all else off it."""
+    """However far it is from the yardsticks; what is cut lies on row 0, and the margin keeps all
+    else off it.
+    """
     ys = [*ys, ys[-1]]
     lit = dots_of(drawn([float(i) for i in range(len(ys))], ys, WIDTH, 12, yardsticks))
     assert min(row for column, row in lit if column == 2 * COLUMNS - 1) > 0
@@ -84,7 +105,11 @@ def test_where_the_run_stands_is_never_cut(ys: list[float], yardsticks: dict[str
 
 def test_scale_labels_stand_where_their_values_are() -> None:
     rows = drawn([0, 1], [3.0, 3.0], WIDTH, HEIGHT, {"low": 1.0, "high": 3.0})
-    labelled = {row[:SCALE_WIDTH].strip(): index for index, row in enumerate(rows) if row[:SCALE_WIDTH].strip()}
+    labelled = {
+        row[:SCALE_WIDTH].strip(): index
+        for index, row in enumerate(rows)
+        if row[:SCALE_WIDTH].strip()
+    }
     assert labelled["3.0"] < labelled["2.0"] < labelled["1.0"]
     assert min(row for _, row in dots_of(rows)) // 4 == labelled["3.0"]
 
@@ -106,5 +131,8 @@ def test_the_curve_hides_the_levels_it_crosses() -> None:
 def test_the_x_axis_names_its_unit_and_end() -> None:
     labels = drawn([0, 3e6], [3, 2], WIDTH, HEIGHT, {})[-1]
     assert labels.split("  ")[-1].strip() == "3 M tokens"
-    assert [labels.index(text) + len(text) - SCALE_WIDTH for text in ("750 k", "1.5 M")] == [COLUMNS // 4, COLUMNS // 2]
+    assert [labels.index(text) + len(text) - SCALE_WIDTH for text in ("750 k", "1.5 M")] == [
+        COLUMNS // 4,
+        COLUMNS // 2,
+    ]
     assert drawn([0, 3e6], [3, 2], 40, HEIGHT, {})[-1].split("  ")[-1].strip() == "3 M tokens"

@@ -85,12 +85,16 @@ def test_a_run_is_named_after_the_minute_and_made_once(tmp_path: Path) -> None:
     names = [run.folder.name for run in runs]
     assert re.fullmatch(r"\d{4}-\d\d-\d\d-\d{4}", names[0])
     assert len(set(names)) == 3
-    assert names[2].endswith("-3") or names[2][:15] != names[0]  # the minute may have changed in between
+    # The minute may have changed in between.
+    assert names[2].endswith("-3") or names[2][:15] != names[0]
 
 
 def test_runs_created_at_once_get_a_folder_each(tmp_path: Path) -> None:
     made: list[Path] = []
-    threads = [threading.Thread(target=lambda: made.append(Run.create(root=tmp_path).folder)) for _ in range(16)]
+    threads = [
+        threading.Thread(target=lambda: made.append(Run.create(root=tmp_path).folder))
+        for _ in range(16)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -98,7 +102,9 @@ def test_runs_created_at_once_get_a_folder_each(tmp_path: Path) -> None:
     assert len(set(made)) == 16
 
 
-def test_last_is_the_newest_even_if_the_clock_went_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_is_the_newest_even_if_the_clock_went_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     first, second = begun("runs/2099-01-01-0000"), begun("runs/2001-01-01-0000")
     os.utime(first.folder)
@@ -126,7 +132,10 @@ def test_years_of_five_digits_and_names_with_digits_that_are_no_numbers(
     for name in ("2026-01-01-0000", "run 1²3", "١٢", "9" * 200):
         begun(tmp_path / name)
     newest = begun(root=tmp_path)
-    assert newest.folder.name.startswith("11476-") and Run.open("last", root=tmp_path).folder == newest.folder
+    assert (
+        newest.folder.name.startswith("11476-")
+        and Run.open("last", root=tmp_path).folder == newest.folder
+    )
     for run in tmp_path.iterdir():
         os.utime(run / "run.lock", (3e11, 3e11))
     assert Run.open("last", root=tmp_path).folder == newest.folder
@@ -153,7 +162,9 @@ def test_a_folder_that_is_no_run_is_refused_and_runs_are_suggested(tmp_path: Pat
         Run.open(tmp_path, root=tmp_path / "runs")
 
 
-def test_the_name_of_a_run_alone_is_answered_with_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_name_of_a_run_alone_is_answered_with_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For a run to go on with, for a model to use, and for one to begin from."""
     monkeypatch.chdir(tmp_path)
     lock = Path("runs/mine/run.lock")
@@ -191,7 +202,9 @@ def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
         Run.create(tmp_path / "thesis.tex" / "run")
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(self: Path, *arguments: object, **options: object) -> None:
         raise PermissionError(13, "Permission denied", str(self))
 
@@ -210,7 +223,10 @@ def test_a_read_only_folder_is_refused(tmp_path: Path) -> None:
 def test_a_run_in_use_is_refused_by_process_and_host(tmp_path: Path) -> None:
     run = Run.create(tmp_path / "a")
     with running(HOLD, str(run.folder)) as holder:
-        with pytest.raises(RunInUse, match=f"process {holder.pid} on {os.uname().nodename}"), run.lock():
+        with (
+            pytest.raises(RunInUse, match=f"process {holder.pid} on {os.uname().nodename}"),
+            run.lock(),
+        ):
             pass
         with pytest.raises(RunInUse, match=f"process {holder.pid}"):
             Run.create(tmp_path / "a")
@@ -248,7 +264,11 @@ with Run.open(sys.argv[1]).lock():
 def test_a_lock_can_be_taken_again_and_is_not_shared_within_a_process(tmp_path: Path) -> None:
     run = Run.create(tmp_path / "a")
     for _ in range(2):
-        with run.lock(), pytest.raises(RunInUse, match=str(os.getpid())), Run.open(run.folder).lock():
+        with (
+            run.lock(),
+            pytest.raises(RunInUse, match=str(os.getpid())),
+            Run.open(run.folder).lock(),
+        ):
             pass
 
 
@@ -267,7 +287,10 @@ def test_a_lock_that_cannot_be_read_is_not_written_over(
         "last": lambda: Run.open("last", tmp_path),  # would be another run
     }
     for use in uses.values():
-        with monkeypatch.context() as failing, pytest.raises(Unreadable, match=r"run\.lock: cannot be read: "):
+        with (
+            monkeypatch.context() as failing,
+            pytest.raises(Unreadable, match=r"run\.lock: cannot be read: "),
+        ):
             failing.setattr("builtins.open", fails)
             use()
     assert [run.lock_file.read_bytes() for run in runs] == before
@@ -299,7 +322,9 @@ LEFT_BY_A_KILL += [["teachers.partial"], ["teachers.json", "config.partial"]]
 
 @pytest.mark.parametrize("left", LEFT_BY_A_KILL, ids=str)
 @pytest.mark.parametrize("record", ["", '{"serial": 1}', '{"serial": 1, "pid": 7, "host": "gone"}'])
-def test_a_run_that_was_killed_before_it_began_is_no_run(left: list[str], record: str, tmp_path: Path) -> None:
+def test_a_run_that_was_killed_before_it_began_is_no_run(
+    left: list[str], record: str, tmp_path: Path
+) -> None:
     real, killed = begun(tmp_path / "a"), Run.create(tmp_path / "b")
     killed.lock_file.write_text(record)
     for name in left:
@@ -313,9 +338,17 @@ def test_a_run_that_was_killed_before_it_began_is_no_run(left: list[str], record
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("thesis.tex", "all"), ("metrics.jsonl", "{}"), ("config.toml", ""), ("from.json.old", ""), ("run.lock", "mine")],
+    [
+        ("thesis.tex", "all"),
+        ("metrics.jsonl", "{}"),
+        ("config.toml", ""),
+        ("from.json.old", ""),
+        ("run.lock", "mine"),
+    ],
 )
-def test_a_folder_that_holds_anything_else_is_not_touched(name: str, text: str, tmp_path: Path) -> None:
+def test_a_folder_that_holds_anything_else_is_not_touched(
+    name: str, text: str, tmp_path: Path
+) -> None:
     killed = Run.create(tmp_path / "a")
     (killed.folder / "from.json").write_text("{}")
     (killed.folder / name).write_text(text)
@@ -332,7 +365,9 @@ def test_files_of_those_names_are_someone_elses_without_a_lock(tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == ["from.json"]
 
 
-def test_the_next_run_removes_what_a_killed_one_had_copied_of_standard_input(tmp_path: Path) -> None:
+def test_the_next_run_removes_what_a_killed_one_had_copied_of_standard_input(
+    tmp_path: Path,
+) -> None:
     """But not what a living process copies, nor what a run that has begun reads."""
     for run in [Run.create(tmp_path / name) for name in ("killed", "living", "begun")]:
         (run.folder / "stdin").write_text("a pipe's text")
@@ -348,13 +383,17 @@ def test_last_passes_over_a_run_that_has_saved_nothing_and_says_so(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     older, newer = begun("runs/a"), begun("runs/b")
-    assert Run.open("last").folder == newer.folder, "where none has saved anything, it is the newest"
+    assert Run.open("last").folder == newer.folder, (
+        "where none has saved anything, it is the newest"
+    )
     (older.checkpoints / "step-00000003").mkdir(parents=True)
     assert not capsys.readouterr().err
     for _ in range(2):  # a command asks several times, and says it once
         assert Run.open("last").folder == older.folder
     assert capsys.readouterr().err == "note: using runs/a, as runs/b has no checkpoint yet\n"
-    assert Run.open("last", saved=False).folder == newer.folder, "it can be resumed, checked and followed"
+    assert Run.open("last", saved=False).folder == newer.folder, (
+        "it can be resumed, checked and followed"
+    )
     assert (older.handle, newer.handle) == ("runs/a", "last")
     begun("runs/c")
     assert Run.open("last").folder == older.folder

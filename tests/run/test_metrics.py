@@ -31,7 +31,9 @@ def test_rows_come_back_and_the_file_is_json_whatever_the_numbers(tmp_path: Path
 
 
 def test_a_resumed_run_has_every_row_once(tmp_path: Path) -> None:
-    """Rows after the checkpoint's offset, whole or cut, go; those before stay as they were, byte for byte."""
+    """Rows after the checkpoint's offset, whole or cut, go; those before stay as they were, byte
+    for byte.
+    """
     run = Run.create(tmp_path / "a")
     for update in range(1, 4):
         run.log({"update": update})

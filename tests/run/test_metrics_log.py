@@ -23,7 +23,13 @@ def update(index: int, skipped: int = 0, loss: float = 2.5) -> Update:
     """What the step reports; `skipped` counts from the start."""
     number = torch.tensor
     return Update(
-        index, number(loss).double(), number(7), 0.1, number(1.5).double(), number(7 * index), number(skipped)
+        index,
+        number(loss).double(),
+        number(7),
+        0.1,
+        number(1.5).double(),
+        number(7 * index),
+        number(skipped),
     )
 
 
@@ -68,7 +74,9 @@ def test_many_skipped_updates_in_a_row_are_no_accident_and_single_ones_are(run: 
 
 @pytest.mark.parametrize("stopped_at", [0, 5, 11, PATIENCE + 9])
 def test_a_resumed_journal_counts_on(run: Run, stopped_at: int) -> None:
-    """One skipped update at the start, then, after ten, every one: the same end with or without an interruption."""
+    """One skipped update at the start, then, after ten, every one: the same end with or without an
+    interruption.
+    """
     journal, index = MetricsLog(run, every=1), 0
     while not journal.is_lost:
         if index == stopped_at:
@@ -80,14 +88,16 @@ def test_a_resumed_journal_counts_on(run: Run, stopped_at: int) -> None:
     assert [row["skipped"] for row in run.rows()] == [True] + [False] * 9 + [True] * PATIENCE
 
 
-# ---- many at once ---------------------------------------------------------------------------------------------------
+# ---- many at once --------------------------------------------------------------------------------
 
 
 def together(index: int, skipped: tuple[int, ...], loss: tuple[float, ...]) -> Update:
     """What an engine of several members reports: tensors [N], and a learning rate of each."""
     loss_N, counts_N = torch.tensor(loss, dtype=torch.float64), torch.full((len(loss),), 7)
     rates: Any = tuple(0.1 * (i + 1) for i in range(len(loss)))
-    return Update(index, loss_N, counts_N, rates, loss_N + 1, counts_N * index, torch.tensor(skipped))
+    return Update(
+        index, loss_N, counts_N, rates, loss_N + 1, counts_N * index, torch.tensor(skipped)
+    )
 
 
 @pytest.fixture
@@ -105,7 +115,9 @@ def test_each_member_has_rows_of_its_own(runs: list[Run], tmp_path: Path) -> Non
     for index, run in enumerate(runs):
         alone = MetricsLog(Run.create(tmp_path / f"alone-{index}"), every=1)
         for number in range(3):
-            alone.add(update_of(together(number, (0, number, 0), (1.0, 2.0, 3.0)), index), {"wall_s": 1.0})
+            alone.add(
+                update_of(together(number, (0, number, 0), (1.0, 2.0, 3.0)), index), {"wall_s": 1.0}
+            )
         assert run.rows() == alone.run.rows(), "the rows that it would have written alone"
     assert [row["skipped"] for row in runs[1].rows()] == [False, True, True]
 
@@ -126,7 +138,9 @@ def test_a_member_that_diverged_is_told_once_and_written_no_more(runs: list[Run]
     journals.add(together(5 + PATIENCE, (0, 1 + PATIENCE, 0), (1.0, 2.0, 3.0)), {})
     assert [run.rows()[-1]["update"] for run in runs] == [6 + PATIENCE, 5 + PATIENCE, 6 + PATIENCE]
     assert runs[1].rows()[-1] == {"update": 5 + PATIENCE, "diverged": 5}
-    assert MetricsLogs(runs, every=1).ended == {1: 5} and MetricsLogs(runs, every=1).diverged() == []
+    assert (
+        MetricsLogs(runs, every=1).ended == {1: 5} and MetricsLogs(runs, every=1).diverged() == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -138,7 +152,9 @@ def test_a_member_that_diverged_is_told_once_and_written_no_more(runs: list[Run]
         (float("nan"), 0, False),  # a window without a target
     ],
 )
-def test_at_the_end_of_a_run_there_is_no_more_to_wait_for(runs: list[Run], loss: float, skips: int, lost: bool) -> None:
+def test_at_the_end_of_a_run_there_is_no_more_to_wait_for(
+    runs: list[Run], loss: float, skips: int, lost: bool
+) -> None:
     journals = MetricsLogs(runs[:2], every=1)
     for index in range(12):
         last_ones = max(0, index + 1 - (12 - skips))

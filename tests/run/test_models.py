@@ -71,7 +71,11 @@ def saved_run(folder: Path, recipe: Recipe, model: torch.nn.Module) -> Run:
 def test_a_preset_with_sizes_over_it() -> None:
     model, loss = build(Recipe(None, "nano", {"vocab_size": 300, "num_hidden_layers": 3}, 0))
     assert isinstance(model, Llama) and loss is token_loss
-    assert (model.config.vocab_size, model.config.num_hidden_layers, model.config.hidden_size) == (300, 3, 64)
+    assert (model.config.vocab_size, model.config.num_hidden_layers, model.config.hidden_size) == (
+        300,
+        3,
+        64,
+    )
 
 
 def test_a_shape_by_its_sizes_alone() -> None:
@@ -101,8 +105,12 @@ def test_a_file_brings_its_loss_and_its_dataclasses(file: Path) -> None:
     assert "own" not in sys.modules, "its name stays free for others"
 
 
-def test_a_file_may_return_a_compiled_module_and_its_loss_knows_rows_without_targets(file: Path) -> None:
-    text = MODULE.replace("return nn.Embedding(vocab_size, Sizes().width)", "return torch.compile(nn.Embedding(9, 4))")
+def test_a_file_may_return_a_compiled_module_and_its_loss_knows_rows_without_targets(
+    file: Path,
+) -> None:
+    text = MODULE.replace(
+        "return nn.Embedding(vocab_size, Sizes().width)", "return torch.compile(nn.Embedding(9, 4))"
+    )
     file.write_text(text)
     model, loss = built(Recipe(f"{file}:build", "auto", {"vocab_size": 9}, 0))
     assert list(model.state_dict()) == ["weight"] and loss.fill == token_loss.fill
@@ -117,7 +125,9 @@ def test_two_files_of_one_name(tmp_path: Path) -> None:
         (tmp_path / folder / "own.py").write_text(
             f"from torch import nn\nloss = print\ndef build():\n    return nn.{made}\n"
         )
-        kinds.append(type(built(Recipe(f"{tmp_path / folder}/own.py:build", "auto", {}, 0))[0]).__name__)
+        kinds.append(
+            type(built(Recipe(f"{tmp_path / folder}/own.py:build", "auto", {}, 0))[0]).__name__
+        )
     assert kinds == ["Linear", "Identity"]
 
 
@@ -133,7 +143,9 @@ def test_a_file_finds_its_neighbours(tmp_path: Path) -> None:
 def test_a_recipe_knows_its_file_by_its_bytes(file: Path) -> None:
     recipe = Recipe(f"{file}:build", "auto", {}, 0)
     first = recipe.checked()
-    assert first == recipe.checked() and Recipe.recorded(first._asdict()).entries() == first.entries()
+    assert (
+        first == recipe.checked() and Recipe.recorded(first._asdict()).entries() == first.entries()
+    )
     file.write_text(MODULE + "\n")
     assert recipe.checked() != first
 
@@ -151,7 +163,9 @@ def test_a_run_of_an_own_module(file: Path, tmp_path: Path) -> None:
     run = saved_run(tmp_path / "run", recipe, model)
     found = load_trained(run, print, named=[str(recipe.init)])
     assert torch.equal(found.model.weight, model.weight) and found.loss.__name__ == "loss"
-    with pytest.raises(InputRefused, match=r"holds a module of its own \(.*own\.py:build\), not a Llama"):
+    with pytest.raises(
+        InputRefused, match=r"holds a module of its own \(.*own\.py:build\), not a Llama"
+    ):
         load(run.folder)
     file.write_text(MODULE + "\n")
     with pytest.raises(InputRefused, match="not the file that"):
@@ -165,7 +179,10 @@ def test_a_run_of_a_llama_and_its_export(tmp_path: Path) -> None:
     save(mine, tmp_path / "hf", tokenizer)
     theirs, _ = load(tmp_path / "hf")
     for other in (mine, theirs, load_trained(run, print).model):
-        assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in model.state_dict().items())
+        assert all(
+            torch.equal(tensor, other.state_dict()[name])
+            for name, tensor in model.state_dict().items()
+        )
     assert tokenizer_of(tmp_path / "hf") == tmp_path / "hf/tokenizer.json"
     with pytest.raises(UsageError, match="--format onnx: expected hf or gguf"):
         save(mine, tmp_path / "b", tokenizer, format="onnx")
@@ -189,7 +206,9 @@ def test_tied_weights_are_stored_once_and_loaded_into_both(tmp_path: Path) -> No
     assert bool((model.lm_head.weight == 1).all())
 
 
-@pytest.mark.parametrize(("change", "said"), [("drop", "missing"), ("add", "unknown"), ("reshape", r"is \[3\], not")])
+@pytest.mark.parametrize(
+    ("change", "said"), [("drop", "missing"), ("add", "unknown"), ("reshape", r"is \[3\], not")]
+)
 def test_weights_that_do_not_fit_are_refused_by_name(change: str, said: str) -> None:
     model = tiny_llama()
     tensors = dict(unique_state(model))
@@ -197,7 +216,9 @@ def test_weights_that_do_not_fit_are_refused_by_name(change: str, said: str) -> 
         del tensors["model.norm.weight"]
     else:
         tensors["model.norm.weight" if change == "reshape" else "model.norm.bias"] = torch.zeros(3)
-    with pytest.raises(InputRefused, match=rf"model\.norm\.\w+ {'is ' if change != 'reshape' else ''}{said}"):
+    with pytest.raises(
+        InputRefused, match=rf"model\.norm\.\w+ {'is ' if change != 'reshape' else ''}{said}"
+    ):
         load_weights(model, tensors)
 
 
@@ -205,14 +226,19 @@ def test_weights_that_do_not_fit_are_refused_by_name(change: str, said: str) -> 
     ("text", "said"),
     [
         ("def build():\n    raise SystemExit(0)\n", "failed: SystemExit: 0"),
-        ("from torch import nn\ndef build():\n    return nn.Linear(1, 1)\n", "no loss.model, batch."),
+        (
+            "from torch import nn\ndef build():\n    return nn.Linear(1, 1)\n",
+            "no loss.model, batch.",
+        ),
         (
             "from torch import nn\ndef build():\n    return nn.Linear(1, 1, device='meta')\n",
             "weight is on the meta device",
         ),
     ],
 )
-def test_a_file_that_builds_nothing_to_train_is_refused(tmp_path: Path, text: str, said: str) -> None:
+def test_a_file_that_builds_nothing_to_train_is_refused(
+    tmp_path: Path, text: str, said: str
+) -> None:
     (tmp_path / "own.py").write_text(text)
     with pytest.raises(InputRefused, match=said):
         built(Recipe(f"{tmp_path}/own.py:build", "auto", {}, 0))

@@ -1,4 +1,6 @@
-"""Run: pytest tests/run/test_progress.py (plain text, another encoding, and a real pseudo-terminal)."""
+"""Run: pytest tests/run/test_progress.py (plain text, another encoding, and a real
+pseudo-terminal).
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,23 @@ COLOUR = re.compile(r"\x1b\[[\d;]*m")
 def speak(progress: Progress, pause_s: float = 0.0) -> None:
     """A whole run in a moment."""
     progress.header("monograph 0.1   2 cores, 24 GiB, no GPU")
-    progress.line("data", "Python's standard library, 612 files, 10.1 MB  (held out: whole packages, 31 files, 0.5 MB)")
+    progress.line(
+        "data",
+        "Python's standard library, 612 files, 10.1 MB  (held out: whole packages, 31 files, 0.5 MB)",
+    )
     with progress.stage("tokens", "byte-level BPE, 2,048 entries") as stage:
         stage.report("files", 100, 612)
         time.sleep(pause_s)
         stage.result = "2.9 bytes/token"
     with TrainingBlock(progress.screen, updates=40, tokens=80_000, yardsticks=YARDSTICKS) as block:
         for index in range(1, 41):
-            block.update(index, loss=5.0 - index / 20, tokens_per_s=15_800, memory_bytes=2**28, skipped=index // 40)
+            block.update(
+                index,
+                loss=5.0 - index / 20,
+                tokens_per_s=15_800,
+                memory_bytes=2**28,
+                skipped=index // 40,
+            )
             if index % 10 == 0:
                 block.held_out(index, 2_000 * index, 4.0 - index / 20)
                 block.sample(index / 40, 'def f():\n\treturn "\x1b[31mü\x07"' + 100 * "字")
@@ -40,11 +51,18 @@ def speak(progress: Progress, pause_s: float = 0.0) -> None:
 
 
 @contextmanager
-def terminal(monkeypatch: pytest.MonkeyPatch, **environment: str) -> Iterator[tuple[io.TextIOWrapper, list[str]]]:
+def terminal(
+    monkeypatch: pytest.MonkeyPatch, **environment: str
+) -> Iterator[tuple[io.TextIOWrapper, list[str]]]:
     """A pseudo-terminal's writing end and, once the block has ended, what arrived at the other."""
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in {"TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40", **environment}.items():
+    for name, value in {
+        "TERM": "xterm-256color",
+        "COLUMNS": "120",
+        "LINES": "40",
+        **environment,
+    }.items():
         monkeypatch.setenv(name, value)
     reading, writing = pty.openpty()
     arrived: list[str] = []
@@ -83,7 +101,9 @@ def test_labels_stand_in_a_column_of_their_own() -> None:
     start = next(i for i, line in enumerate(lines) if line.startswith("data"))
     assert re.fullmatch(r"data {6}\S.*", lines[start])
     assert re.fullmatch(r" {10}\S.*", lines[start + 1])  # what did not fit goes on below
-    assert re.fullmatch(r"tokens    byte-level BPE, 2,048 entries \.+ \d\.\d s   2\.9 bytes/token", lines[start + 2])
+    assert re.fullmatch(
+        r"tokens    byte-level BPE, 2,048 entries \.+ \d\.\d s   2\.9 bytes/token", lines[start + 2]
+    )
     assert lines[-2:] == ["done      3 min 06 s", "          held out 2.00 bits/byte"]
 
 
@@ -118,7 +138,9 @@ def test_a_long_stage_speaks_now_and_then_but_not_more(monkeypatch: pytest.Monke
     assert lines[-1].startswith("compile   whole step ....")
 
 
-def test_a_log_has_a_line_where_something_changed_at_growing_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_has_a_line_where_something_changed_at_growing_intervals(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = 0.0
     speakers: list[Callable[[], None]] = []
 
@@ -139,14 +161,18 @@ def test_a_log_has_a_line_where_something_changed_at_growing_intervals(monkeypat
             speakers[-1]()
     *spoken, end = stream.getvalue().splitlines()
     updates = [int(re.findall(r"update (\d+)", line)[0]) for line in spoken]
-    assert updates == [10, 30, 70, 130, 190, 200], "10 s, twice as long each time up to a minute, and no line twice"
+    assert updates == [10, 30, 70, 130, 190, 200], (
+        "10 s, twice as long each time up to a minute, and no line twice"
+    )
     assert end.startswith("start     training eagerly while the step compiles ...")
 
 
 @pytest.mark.parametrize(
     ("raised", "said"), [(ZeroDivisionError, "failed after"), (KeyboardInterrupt, "stopped after")]
 )
-def test_a_stage_that_fails_says_so_and_passes_the_error_on(raised: type[BaseException], said: str) -> None:
+def test_a_stage_that_fails_says_so_and_passes_the_error_on(
+    raised: type[BaseException], said: str
+) -> None:
     stream = io.StringIO()
     with pytest.raises(raised), Progress(stream).stage("trial", "one eager step"):
         raise raised
@@ -199,7 +225,8 @@ def test_a_terminal_is_redrawn_in_place_and_left_as_it_was(monkeypatch: pytest.M
     with terminal(monkeypatch) as (stream, arrived):
         speak(Progress(stream), pause_s=0.2)
     text = arrived[0]
-    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 2  # the cursor hides and comes back
+    # The cursor hides and comes back.
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 2
     assert "\x1b[1A" in text
     assert COLOUR.search(text)
     last = COLOUR.sub("", text).rpartition("\x1b[2K")[2]
@@ -220,7 +247,9 @@ def test_a_terminal_shows_that_a_stage_is_alive(monkeypatch: pytest.MonkeyPatch)
     assert "whole step   0.0 s" in drawn and "whole step   1.0 s" in drawn
 
 
-def test_plain_lines_of_the_terminals_width_where_no_escapes_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_lines_of_the_terminals_width_where_no_escapes_are_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with terminal(monkeypatch, COLUMNS="60", TERM="dumb") as (stream, arrived):
         speak(Progress(stream), pause_s=0.1)
     assert "\x1b" not in arrived[0]
@@ -248,7 +277,9 @@ def test_what_is_redrawn_never_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(screen.cell_len(line) for line in drawn.splitlines()) <= 60
 
 
-def test_other_text_on_standard_error_appears_above_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_text_on_standard_error_appears_above_the_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with terminal(monkeypatch) as (stream, arrived):
         monkeypatch.setattr(sys, "stderr", stream)
         with Progress().stage("compile", "whole step"):
@@ -276,7 +307,10 @@ def test_a_long_text_is_wrapped_before_its_time() -> None:
     lines = stream.getvalue().splitlines()
     assert len(lines) > 3
     assert all(len(line) <= 100 for line in lines)
-    assert sum(line.count("path") for line in lines) == 12 and sum(line.count("words") for line in lines) == 12
+    assert (
+        sum(line.count("path") for line in lines) == 12
+        and sum(line.count("words") for line in lines) == 12
+    )
 
 
 class Tty(io.StringIO):
@@ -290,7 +324,9 @@ WIDTHS = (*range(1, 25), *range(25, 61, 5))
 SOME = (1, 2, 3, 4, 6, 9, 13, 18, 24, 45)
 
 
-@pytest.mark.parametrize("widths", [SOME, pytest.param(WIDTHS, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize(
+    "widths", [SOME, pytest.param(WIDTHS, marks=pytest.mark.slow)], ids=["some", "all"]
+)
 @pytest.mark.parametrize("term", ["xterm", "dumb"])
 def test_a_terminal_of_any_size_is_drawn_on(
     term: str, widths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
@@ -308,7 +344,9 @@ def test_a_terminal_of_any_size_is_drawn_on(
             progress.line("data", "many words " * 9, "")
             with progress.stage("tokens", "many words " * 9) as stage:
                 stage.result = "result " * 20
-            with TrainingBlock(progress.screen, 40, 80_000, YARDSTICKS if width % 2 else {}) as block:
+            with TrainingBlock(
+                progress.screen, 40, 80_000, YARDSTICKS if width % 2 else {}
+            ) as block:
                 block.update(7, loss=1.0, tokens_per_s=1.0, memory_bytes=1)
                 block.held_out(1, 1_000, 3.0)
                 block.held_out(35, 70_000, 2.0)

@@ -1,4 +1,6 @@
-"""Run: pytest tests/run/test_recorded_state.py (a state that was altered and sealed again is refused by its entry)."""
+"""Run: pytest tests/run/test_recorded_state.py (a state that was altered and sealed again is
+refused by its entry).
+"""
 
 from __future__ import annotations
 
@@ -46,14 +48,25 @@ def whole() -> dict[str, Any]:
     state = recorded(Recipe(None, "nano", SIZES, 7).entries(), SHAPE.to_hf(), UPDATE)
     state["engine"] |= {"loss_scale": 1024.0, "good": 3, "recent": [[2.5, 0.0], [0.5, 0.0]]}
     state["data"]["skip"] = [[2, 4]]
-    return state | {"cooled": [2, 9], "metrics_sha256": "0" * 64, "attention": "flash", "tokenizer_files": {}}
+    return state | {
+        "cooled": [2, 9],
+        "metrics_sha256": "0" * 64,
+        "attention": "flash",
+        "tokenizer_files": {},
+    }
 
 
 def entries(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Every entry with its path, of a long list the first two."""
     if path:
         yield path, value
-    inner = value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
+    inner = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value[:2])
+        if isinstance(value, list)
+        else ()
+    )
     for key, item in inner:
         if not (path == () and key in ELSEWHERE):
             yield from entries(item, (*path, key))
@@ -82,7 +95,11 @@ def test_every_entry_of_another_type_or_range_is_refused_by_name() -> None:
                 require(altered(path, wrong), UPDATE, RUN)
             said = str(refused.value)
             first = name.split(".")[0]
-            assert said.startswith(f"run/checkpoints/step-00000003/state.json: {first}"), (name, wrong, said)
+            assert said.startswith(f"run/checkpoints/step-00000003/state.json: {first}"), (
+                name,
+                wrong,
+                said,
+            )
             assert len(said) < 400 and "\n" not in said, said
 
 
@@ -91,7 +108,9 @@ def test_a_missing_entry_is_named() -> None:
     for name in whole().keys() - optional:
         state = whole()
         del state[name]
-        with pytest.raises(InputRefused, match=rf"state\.json: {name} is missing; put the file back"):
+        with pytest.raises(
+            InputRefused, match=rf"state\.json: {name} is missing; put the file back"
+        ):
             require(state, UPDATE, RUN)
     require({name: value for name, value in whole().items() if name not in optional}, UPDATE, RUN)
 
@@ -101,18 +120,34 @@ def test_a_missing_entry_is_named() -> None:
     [
         (("engine", "index"), 4, r"engine\.index = 4: expected 3, as in MANIFEST\.json"),
         (("data", "seed"), 8, r"data\.seed = 8: expected 7, as in its recipe"),
-        (("length",), MOST + 1, r"length = 1000000000000001: it should be less than or equal to 1000000000000000"),
+        (
+            ("length",),
+            MOST + 1,
+            r"length = 1000000000000001: it should be less than or equal to 1000000000000000",
+        ),
         (
             ("model_config", "num_hidden_layers"),
             True,
             "model_config: num_hidden_layers = True: expected a whole",
         ),
-        (("model_config", "rms_norm_eps"), 2**70, "model_config: rms_norm_eps = 1180591620717411303424: expected"),
+        (
+            ("model_config", "rms_norm_eps"),
+            2**70,
+            "model_config: rms_norm_eps = 1180591620717411303424: expected",
+        ),
         (("recipe", "seed"), -1, r"recipe\.seed = -1: it should be greater than or equal to 0"),
         (("random", "python", 1), [2**70] * 625, "random: not the state of random generators"),
         (("random", "torch"), "00", "random: not the state of random generators"),
-        (("random", "numpy", 2), 625, r"random\.numpy\.2 = 625: it should be less than or equal to 624"),
-        (("random", "numpy", 2), -1, r"random\.numpy\.2 = -1: it should be greater than or equal to 0"),
+        (
+            ("random", "numpy", 2),
+            625,
+            r"random\.numpy\.2 = 625: it should be less than or equal to 624",
+        ),
+        (
+            ("random", "numpy", 2),
+            -1,
+            r"random\.numpy\.2 = -1: it should be greater than or equal to 0",
+        ),
         (("random", "numpy", 0), "PCG64", r"random\.numpy\.0 = \"PCG64\": it should be 'MT19937'"),
         (("random", "numpy", 1), [0] * 623, r"random\.numpy\.1 = "),
         (("length",), 0, "length = 0: it should be greater than or equal to 1"),
@@ -134,7 +169,10 @@ LORA = {"rank": 2, "alpha": 4.0, "targets": ["q_proj"], "dropout": 0.0, "base": 
     [
         {"lora": 5},
         {"lora": LORA},
-        *({"init": "base", "lora": change} for change in ({"rank": -1}, {**LORA, "rank": -1}, {**LORA, "targets": 5})),
+        *(
+            {"init": "base", "lora": change}
+            for change in ({"rank": -1}, {**LORA, "rank": -1}, {**LORA, "targets": 5})
+        ),
         {"init": "base", "lora": {**LORA, "tokens": ["a"]}},
         {"init": "base", "lora": {**LORA, "dora": 1}},
         {"init": "base", "lora": {**LORA, "targets": [5]}},
@@ -157,5 +195,7 @@ def test_it_is_required_of_what_is_read(tmp_path: Path) -> None:
     checkpointing.save(run.checkpoints, Checkpoint(UPDATE, {}, {}, whole()))
     assert newest(run, print).state == json.loads(json.dumps(whole()))
     checkpointing.save(run.checkpoints, Checkpoint(UPDATE, {}, {}, altered(("length",), None)))
-    with pytest.raises(InputRefused, match=r"length = null: it should be a valid integer; .* move step-00000003"):
+    with pytest.raises(
+        InputRefused, match=r"length = null: it should be a valid integer; .* move step-00000003"
+    ):
         newest(run, print)

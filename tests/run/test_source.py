@@ -40,10 +40,14 @@ def test_a_folder_is_read_once(here: Path) -> None:
 
 def test_an_adapter_is_known_by_its_name_and_its_weights_by_its_base(here: Path) -> None:
     (here / "base").mkdir()
-    (here / "base/config.json").write_text(json.dumps(LlamaConfig.preset("nano", vocab_size=64).to_hf()))
+    (here / "base/config.json").write_text(
+        json.dumps(LlamaConfig.preset("nano", vocab_size=64).to_hf())
+    )
     (here / "adapter").mkdir()
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
-    (here / "adapter/adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "base"}))
+    (here / "adapter/adapter_config.json").write_text(
+        json.dumps({**config, "base_model_name_or_path": "base"})
+    )
     source = ModelSource.open("adapter")
     assert source.adapter and source.adapter.lora.rank == 4
     assert (source.kept, source.base) == ("adapter", str(here / "base"))

@@ -28,11 +28,15 @@ def started(run: Run, monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
 
 
 def git(*words: str) -> None:
-    owner = {f"GIT_{who}_{what}": "a@b" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    owner = {
+        f"GIT_{who}_{what}": "a@b" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")
+    }
     subprocess.run(["git", *words], check=True, capture_output=True, env=os.environ | owner)
 
 
-def test_each_start_is_kept_with_the_command_as_one_would_type_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_start_is_kept_with_the_command_as_one_would_type_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     started(run, monkeypatch, "train", "my texts/", "--minutes", "3")
     started(run, monkeypatch, "train", "--resume", "last")
     shown = told(run)
@@ -40,7 +44,9 @@ def test_each_start_is_kept_with_the_command_as_one_would_type_it(run: Run, monk
         ("command", "monograph train 'my texts/' --minutes 3"),
         ("continued by", "monograph train --resume last"),
     ]
-    assert f"monograph {__version__}" in dict(shown)["versions"] and "git commit of your folder" not in dict(shown)
+    assert f"monograph {__version__}" in dict(shown)[
+        "versions"
+    ] and "git commit of your folder" not in dict(shown)
 
 
 def commit_in(folder: Path) -> str:
@@ -48,12 +54,18 @@ def commit_in(folder: Path) -> str:
     (folder / "own.py").write_text("a = 1\n")
     git("-C", str(folder), "add", "own.py")
     git("-C", str(folder), "commit", "-q", "-m", "a")
-    done = subprocess.run(["git", "-C", str(folder), "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        ["git", "-C", str(folder), "rev-parse", "HEAD"], check=True, capture_output=True, text=True
+    )
     return done.stdout[:12]
 
 
-@pytest.mark.parametrize("way", ["a branch", "a folder inside", "packed", "no branch", "another working tree"])
-def test_the_commit_of_the_working_folder_is_kept(way: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "way", ["a branch", "a folder inside", "packed", "no branch", "another working tree"]
+)
+def test_the_commit_of_the_working_folder_is_kept(
+    way: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here = run.folder.parent
     commit = commit_in(here)
     match way:
@@ -70,8 +82,12 @@ def test_the_commit_of_the_working_folder_is_kept(way: str, run: Run, monkeypatc
     assert dict(told(run))["git commit of your folder"] == commit
 
 
-@pytest.mark.parametrize("head", ["ref: ../../../etc/passwd", "ref: refs/heads/none", "", "x" * 40, "\xff"])
-def test_a_damaged_repository_is_no_commit(head: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "head", ["ref: ../../../etc/passwd", "ref: refs/heads/none", "", "x" * 40, "\xff"]
+)
+def test_a_damaged_repository_is_no_commit(
+    head: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (run.folder.parent / ".git").mkdir()
     (run.folder.parent / ".git/HEAD").write_text(head)
     started(run, monkeypatch, "train")
@@ -88,9 +104,12 @@ def test_a_repository_s_own_programs_are_not_run(run: Run, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    "content", [b"\xff\n", b"[1]\n", b'{"command": 3}\n', b'{"command": "a", "versions": 3}\n', b"{" * 9000]
+    "content",
+    [b"\xff\n", b"[1]\n", b'{"command": 3}\n', b'{"command": "a", "versions": 3}\n', b"{" * 9000],
 )
-def test_a_damaged_record_stops_nothing(content: bytes, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_record_stops_nothing(
+    content: bytes, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run.starts.write_bytes(content)
     told(run)
     started(run, monkeypatch, "train")
@@ -98,7 +117,9 @@ def test_a_damaged_record_stops_nothing(content: bytes, run: Run, monkeypatch: p
 
 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
-def test_something_else_in_its_place_stops_nothing(make: object, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_something_else_in_its_place_stops_nothing(
+    make: object, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make(run.starts)  # type: ignore[operator]
     started(run, monkeypatch, "train")
     told(run)

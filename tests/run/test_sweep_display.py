@@ -29,7 +29,12 @@ def test_elsewhere_there_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch)
         while "50 %" not in stream.getvalue():
             pass
     text = stream.getvalue()
-    assert "50 %   12 k tok/s" in text and "left" in text and "SIGINT: saving" in text and "\x1b" not in text
+    assert (
+        "50 %   12 k tok/s" in text
+        and "left" in text
+        and "SIGINT: saving" in text
+        and "\x1b" not in text
+    )
 
 
 def test_on_a_terminal_the_table_is_redrawn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +46,9 @@ def test_on_a_terminal_the_table_is_redrawn(monkeypatch: pytest.MonkeyPatch) -> 
     block.retell()
     block.update(30, "12 k tok/s")
     bar, *rows = (line.plain for line in block._region())
-    assert "30 %   12 k tok/s" in bar and "━" in bar and rows == ["  lr   bits/byte", "  1e-3   2.500"]
+    assert (
+        "30 %   12 k tok/s" in bar and "━" in bar and rows == ["  lr   bits/byte", "  1e-3   2.500"]
+    )
 
 
 def test_a_long_table_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,12 +48,20 @@ def test_the_secret_is_for_its_owner_alone(home: Path) -> None:
         lambda: Path("config.toml").write_text(TEXT),
         lambda: Path("config.toml").write_text(TEXT + "# mark ü\n"),
     ],
-    ids=["program replaced", "program elsewhere", "other settings", "before there were marks", "no digest"],
+    ids=[
+        "program replaced",
+        "program elsewhere",
+        "other settings",
+        "before there were marks",
+        "no digest",
+    ],
 )
 def test_a_mark_is_of_one_run_with_one_program(change: Callable[[], object], home: Path) -> None:
     change()
     assert not vouched()
-    with pytest.raises(InputRefused, match=r"would run the program .*(own|real)\.py, .*--trust-code"):
+    with pytest.raises(
+        InputRefused, match=r"would run the program .*(own|real)\.py, .*--trust-code"
+    ):
         require_trusted(Path("config.toml"), ["own.py:build"], ["own.py:build"])
 
 
@@ -83,7 +91,9 @@ def test_a_secret_that_others_may_know_is_none(spoilt: str, home: Path) -> None:
 @pytest.mark.parametrize("size", [None, MOST_CODE_BYTES + 1])
 def test_what_is_no_program_is_not_read(size: int | None, home: Path) -> None:
     Path("own.py").unlink()
-    os.mkfifo("own.py") if size is None else os.truncate(os.open("own.py", os.O_CREAT | os.O_WRONLY), size)
+    os.mkfifo("own.py") if size is None else os.truncate(
+        os.open("own.py", os.O_CREAT | os.O_WRONLY), size
+    )
     with pytest.raises(InputRefused, match="not a regular file|larger than 16 MiB"):
         require_trusted(Path("config.toml"), ["own.py:build"], ["own.py:build"])
 
@@ -98,18 +108,33 @@ def test_what_is_no_program_is_not_read(size: int | None, home: Path) -> None:
         ("../é.py:größe", "../é.py", "größe"),
     ],
 )
-def test_what_is_code_depends_on_the_value_alone(value: str, file: str, function: str, home: Path) -> None:
+def test_what_is_code_depends_on_the_value_alone(
+    value: str, file: str, function: str, home: Path
+) -> None:
     code = code_named(value)
     assert code and (code.path, code.function) == (Path(file), function)
     Path(value).parent.mkdir(parents=True, exist_ok=True)
     Path(value).symlink_to("nowhere")
     assert code_named(value) == code
-    assert code_named(folder_named(Path(value))) is None, "a folder that is called so has another name"
+    assert code_named(folder_named(Path(value))) is None, (
+        "a folder that is called so has another name"
+    )
 
 
 @pytest.mark.parametrize(
     "value",
-    [None, "", "folder", "own.py", "own.py:", "own.py:a b", "own.py:build/", "own.pyc:x", "a:b", "hf://a/own.py:build"],
+    [
+        None,
+        "",
+        "folder",
+        "own.py",
+        "own.py:",
+        "own.py:a b",
+        "own.py:build/",
+        "own.pyc:x",
+        "a:b",
+        "hf://a/own.py:build",
+    ],
 )
 def test_what_is_no_code(value: str | None) -> None:
     assert code_named(value) is None

@@ -1,4 +1,6 @@
-"""Run: pytest tests/run/test_writing.py (a folder of results is new, and there as a whole or not at all)."""
+"""Run: pytest tests/run/test_writing.py (a folder of results is new, and there as a whole or not at
+all).
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,14 @@ def test_each_has_a_dated_folder_of_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("out", [None, "given", "deep/inside", "empty"])
-def test_of_a_failure_nothing_is_left(out: str | None, error: type[BaseException], tmp_path: Path) -> None:
+def test_of_a_failure_nothing_is_left(
+    out: str | None, error: type[BaseException], tmp_path: Path
+) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(error), results_folder(out and tmp_path / out, tmp_path / "profiles") as folder:
+    with (
+        pytest.raises(error),
+        results_folder(out and tmp_path / out, tmp_path / "profiles") as folder,
+    ):
         (folder / "half").touch()
         raise error
     assert [path.name for path in tmp_path.rglob("*")] == ["empty"]
@@ -48,7 +55,8 @@ def test_what_was_there_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [(".", "holds something already"), ("file", "holds something"), ("file/in", "cannot write")]
+    ("name", "words"),
+    [(".", "holds something already"), ("file", "holds something"), ("file/in", "cannot write")],
 )
 def test_no_folder_is_written_over(name: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()

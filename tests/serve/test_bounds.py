@@ -1,6 +1,7 @@
 """Run: pytest tests/serve/test_bounds.py
 
-What one request may take: no client keeps the event loop from the others, and none asks for more than there is.
+What one request may take: no client keeps the event loop from the others, and none asks for more
+    than there is.
 """
 
 from __future__ import annotations
@@ -36,12 +37,22 @@ DRY = {"dry_multiplier": 0.5, "dry_sequence_breakers": ["a", "b"]}
         (Tokenizer, "encode", "/v1/completions", {"prompt": "a", "max_tokens": 1}),
         (Tokenizer, "decode", "/detokenize", {"tokens": [5]}),
         (answers, "token_text", "/v1/completions", {"prompt": "a", "max_tokens": 1, "logprobs": 1}),
-        (answers, "token_text", "/v1/completions", {"prompt": "ab", "max_tokens": 0, "logprobs": 1, "echo": True}),
+        (
+            answers,
+            "token_text",
+            "/v1/completions",
+            {"prompt": "ab", "max_tokens": 0, "logprobs": 1, "echo": True},
+        ),
         (versions, "breakers", "/v1/completions", {"prompt": "a", "max_tokens": 1} | DRY),
     ],
 )
 def test_what_may_take_long_is_done_beside_the_loop(
-    served: Served, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, path: str, body: dict[str, Any]
+    served: Served,
+    monkeypatch: pytest.MonkeyPatch,
+    where: Any,
+    name: str,
+    path: str,
+    body: dict[str, Any],
 ) -> None:
     threads = list[int]()
     plain = getattr(where, name)
@@ -66,10 +77,20 @@ def test_more_texts_than_ever_have_room_are_refused_for_good(served: Served) -> 
     """A client would ask again after a 429, for ever."""
     most = served.service.gate.most_at_once
     assert len(served.texts(["a"] * (most // ROWS), n=ROWS, max_tokens=1)) == most == 5 * ROWS
-    answer = served.post("/v1/completions", {"prompt": ["a"] * (most // ROWS + 1), "n": ROWS, "max_tokens": 1})
+    answer = served.post(
+        "/v1/completions", {"prompt": ["a"] * (most // ROWS + 1), "n": ROWS, "max_tokens": 1}
+    )
     assert answer.status == 400 and answer.body["error"]["param"] == "prompt"
-    assert answer.body["error"]["message"] == "prompt: 4 for each of 6 are 24 texts; a request may ask for 20 in all"
-    assert served.post("/v1/completions", {"prompt": ["a"] * 1024, "max_tokens": 0, "echo": True}).status == 200
+    assert (
+        answer.body["error"]["message"]
+        == "prompt: 4 for each of 6 are 24 texts; a request may ask for 20 in all"
+    )
+    assert (
+        served.post(
+            "/v1/completions", {"prompt": ["a"] * 1024, "max_tokens": 0, "echo": True}
+        ).status
+        == 200
+    )
 
 
 @pytest.mark.parametrize(
@@ -87,7 +108,9 @@ def test_log_probabilities_that_would_take_gigabytes_are_refused(
     assert served.post("/v1/completions", body).status == 200
     monkeypatch.setattr(texts, "MOST_NUMBERS", numbers - 1)
     answer = served.post("/v1/completions", body)
-    assert answer.status == 400 and answer.body["error"]["message"].startswith(f"logprobs: {numbers:,} of up to ")
+    assert answer.status == 400 and answer.body["error"]["message"].startswith(
+        f"logprobs: {numbers:,} of up to "
+    )
 
 
 def test_prompts_that_are_scored_take_so_much_memory_and_no_more(
@@ -105,7 +128,9 @@ def test_prompts_that_are_scored_take_so_much_memory_and_no_more(
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("name", ["temperature_range", "temperature_exponent", "temperature", "top_p"])
+@pytest.mark.parametrize(
+    "name", ["temperature_range", "temperature_exponent", "temperature", "top_p"]
+)
 def test_the_field_that_is_wrong_is_named(served: Served, name: str) -> None:
     answer = served.post("/v1/completions", {"prompt": "a", name: -1})
     assert answer.status == 400 and answer.body["error"]["param"] == name

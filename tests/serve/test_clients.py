@@ -33,7 +33,9 @@ def client(served: Served) -> Iterator[openai.OpenAI]:
 def test_it_lists_and_finds_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["given@0", "given", "last"]
     assert client.models.retrieve("given@0").owned_by == "monograph"
-    with pytest.raises(openai.NotFoundError, match="there is no model 'other': expected given@0, given, last"):
+    with pytest.raises(
+        openai.NotFoundError, match="there is no model 'other': expected given@0, given, last"
+    ):
         client.models.retrieve("other")
 
 
@@ -44,13 +46,24 @@ def test_a_model_is_asked_for_by_its_aliases_or_by_any_name_if_that_is_wanted() 
         Served(small(tokenizer), tokenizer, aliases=["gpt-4o", "my/model", "last"]) as served,
         openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client,
     ):
-        assert [model.id for model in client.models.list()] == ["given@0", "given", "last", "gpt-4o", "my/model"]
+        assert [model.id for model in client.models.list()] == [
+            "given@0",
+            "given",
+            "last",
+            "gpt-4o",
+            "my/model",
+        ]
         assert client.models.retrieve("my/model").id == "my/model"
         answers = {client.chat.completions.create(model=name, **asked).choices[0].message.content
                    for name in ("last", "gpt-4o", "my/model")}  # fmt: skip
         assert len(answers) == 1
-        assert client.chat.completions.create(model="gpt-4o", **asked).model == "given@0", "what it really is"
-        with pytest.raises(openai.NotFoundError, match="expected given@0, given, last, gpt-4o, my/model .*--any-name"):
+        assert client.chat.completions.create(model="gpt-4o", **asked).model == "given@0", (
+            "what it really is"
+        )
+        with pytest.raises(
+            openai.NotFoundError,
+            match="expected given@0, given, last, gpt-4o, my/model .*--any-name",
+        ):
             client.chat.completions.create(model="gpt-5", **asked)
     with (
         Served(small(tokenizer), tokenizer, any_name=True) as served,
@@ -63,9 +76,22 @@ def test_a_model_is_asked_for_by_its_aliases_or_by_any_name_if_that_is_wanted() 
 
 
 def test_it_completes_texts_whole_and_in_pieces(client: openai.OpenAI) -> None:
-    asked = {"model": "last", "prompt": ["ab", "cd"], "max_tokens": 9, "n": 2, "seed": 1, "logprobs": 2, "stop": ["Z"]}
+    asked = {
+        "model": "last",
+        "prompt": ["ab", "cd"],
+        "max_tokens": 9,
+        "n": 2,
+        "seed": 1,
+        "logprobs": 2,
+        "stop": ["Z"],
+    }
     whole = client.completions.create(**asked)
-    assert [choice.index for choice in whole.choices] == [0, 1, 2, 3] and whole.usage.total_tokens == 36 + 6
+    assert [choice.index for choice in whole.choices] == [
+        0,
+        1,
+        2,
+        3,
+    ] and whole.usage.total_tokens == 36 + 6
     assert whole.choices[0].logprobs is not None and whole.system_fingerprint.startswith("fp_")
     pieces = ["", "", "", ""]
     for chunk in client.completions.create(**asked, stream=True):
@@ -76,21 +102,32 @@ def test_it_completes_texts_whole_and_in_pieces(client: openai.OpenAI) -> None:
 
 def test_it_chats_whole_and_in_pieces(client: openai.OpenAI) -> None:
     asked = {"model": "last", "messages": SAID, "max_completion_tokens": 9, "seed": 1}
-    whole = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2, extra_body={"top_k": 5})
-    assert len(whole.choices[0].logprobs.content[0].top_logprobs) == 2 and whole.choices[0].message.refusal is None
-    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    whole = client.chat.completions.create(
+        **asked, logprobs=True, top_logprobs=2, extra_body={"top_k": 5}
+    )
+    assert (
+        len(whole.choices[0].logprobs.content[0].top_logprobs) == 2
+        and whole.choices[0].message.refusal is None
+    )
+    chunks = list(
+        client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    )
     assert chunks[-1].usage == whole.usage and chunks[0].choices[0].delta.role == "assistant"
     said = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
     assert said == client.chat.completions.create(**asked).choices[0].message.content
 
 
 def test_without_a_limit_a_chat_has_the_rest_of_the_context(client: openai.OpenAI) -> None:
-    usage = client.chat.completions.create(model="last", messages=SAID, logit_bias={"1": -100}).usage
+    usage = client.chat.completions.create(
+        model="last", messages=SAID, logit_bias={"1": -100}
+    ).usage
     assert usage.total_tokens == CONTEXT and usage.prompt_tokens == 4
 
 
 def test_a_form_is_kept(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(model="last", messages=SAID, response_format=FORM, max_tokens=40)
+    answer = client.chat.completions.create(
+        model="last", messages=SAID, response_format=FORM, max_tokens=40
+    )
     assert set(json.loads(answer.choices[0].message.content)) == {"ok"}
 
 
@@ -130,7 +167,9 @@ def test_a_form_is_kept(client: openai.OpenAI) -> None:
     ],
     ids=lambda value: json.dumps(value)[:50] if isinstance(value, dict) else "",
 )  # fmt: skip
-def test_what_is_wrong_is_refused_by_name(client: openai.OpenAI, change: dict, param: str, said: str) -> None:
+def test_what_is_wrong_is_refused_by_name(
+    client: openai.OpenAI, change: dict, param: str, said: str
+) -> None:
     with pytest.raises(openai.BadRequestError) as found:
         client.chat.completions.create(**{"model": "last", "messages": SAID} | change)
     assert said in found.value.body["message"] and found.value.param == param
@@ -144,7 +183,12 @@ def test_other_errors_have_classes_of_their_own(client: openai.OpenAI, served: S
     with pytest.raises(openai.BadRequestError) as found:
         client.completions.create(model="last", prompt=[[1] * 300])
     assert found.value.code == "context_length_exceeded"
-    assert openai.OpenAI(base_url=f"{served.url}/v1", api_key="x").with_options(max_retries=0).models.list().data
+    assert (
+        openai.OpenAI(base_url=f"{served.url}/v1", api_key="x")
+        .with_options(max_retries=0)
+        .models.list()
+        .data
+    )
 
 
 def test_bodies_that_are_no_request_are_refused(served: Served) -> None:

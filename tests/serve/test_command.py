@@ -29,7 +29,9 @@ def test_an_answer_in_several_packets_waits_for_no_acknowledgement() -> None:
     at_once = list[int]()
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        at_once.append(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        at_once.append(
+            writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        )
         writer.close()
 
     async def connect(listening: socket.socket) -> None:
@@ -49,8 +51,12 @@ def test_there_are_files_for_all_connections() -> None:
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
         allow_connections()
-        assert 4 * BACKLOG < FILES  # it takes four rounds of the loop until one that makes room is closed
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(MOST_CONNECTIONS + FILES, hard), hard)
+        # It takes four rounds of the loop until one that makes room is closed.
+        assert 4 * BACKLOG < FILES
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (
+            min(MOST_CONNECTIONS + FILES, hard),
+            hard,
+        )
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         allow_connections()
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
@@ -62,7 +68,8 @@ KEY = "a-key-of-sixteen"
 
 
 @pytest.mark.parametrize(
-    "content", [f"{KEY}\nsecond-{KEY}", f"\ufeff{KEY}\r\nsecond-{KEY}\r\n", f"\n {KEY} \n\nsecond-{KEY}\t\n"]
+    "content",
+    [f"{KEY}\nsecond-{KEY}", f"\ufeff{KEY}\r\nsecond-{KEY}\r\n", f"\n {KEY} \n\nsecond-{KEY}\t\n"],
 )
 def test_a_file_of_keys_may_be_written_by_any_editor(tmp_path: Path, content: str) -> None:
     path = tmp_path / "keys"
@@ -73,7 +80,10 @@ def test_a_file_of_keys_may_be_written_by_any_editor(tmp_path: Path, content: st
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (f"{KEY}\n{KEY}\0", r"keys:2: the key has the invisible character U\+0000; expected letters"),
+        (
+            f"{KEY}\n{KEY}\0",
+            r"keys:2: the key has the invisible character U\+0000; expected letters",
+        ),
         (f"{KEY[:8]}\0{KEY[8:]}", r"keys:1: the key has the invisible character U\+0000"),
         (f"{KEY}\n\ufeff{KEY}", r"keys:2: the key has the invisible character U\+FEFF"),
         (f"{KEY}\u200b", r"keys:1: the key has the invisible character U\+200B"),
@@ -82,7 +92,9 @@ def test_a_file_of_keys_may_be_written_by_any_editor(tmp_path: Path, content: st
         ("\ufeff\n", "keys: holds no key"),
     ],
 )
-def test_a_key_that_nobody_could_send_is_refused_by_its_line(tmp_path: Path, content: str, words: str) -> None:
+def test_a_key_that_nobody_could_send_is_refused_by_its_line(
+    tmp_path: Path, content: str, words: str
+) -> None:
     path = tmp_path / "keys"
     path.write_bytes(content.encode())
     with pytest.raises(InputRefused, match=words):
@@ -92,7 +104,9 @@ def test_a_key_that_nobody_could_send_is_refused_by_its_line(tmp_path: Path, con
 @pytest.mark.parametrize("name", ["", "  ", "a\nb", "a\u200b", "x" * 201])
 def test_a_models_name_that_nobody_could_send_or_read_is_refused(name: str) -> None:
     require_names(["gpt-4o", "x" * 200])
-    with pytest.raises(UsageError, match="--served-name .*: expected 1 to 200 visible characters, such as gpt-4o"):
+    with pytest.raises(
+        UsageError, match="--served-name .*: expected 1 to 200 visible characters, such as gpt-4o"
+    ):
         require_names(["gpt-4o", name])
 
 

@@ -1,6 +1,7 @@
 """Run: pytest tests/serve/test_compiling.py
 
-What strangers ask for is compiled as ever, in processes that can take neither the server's time nor its memory.
+What strangers ask for is compiled as ever, in processes that can take neither the server's time nor
+its memory.
 """
 
 from __future__ import annotations
@@ -88,23 +89,46 @@ CASES: list[tuple[str, Any, bytes]] = [
     ("regex", "a{50}", b" "),
     ("choices", ["yes", "no", "", "\U0001f600 \n"], b""),
     ("json_schema", {"type": "integer", "minimum": -7, "maximum": 1234}, b" "),
-    ("json_schema", json.dumps({"type": "array", "maxItems": 3, "items": {"enum": [1.5, "a", None]}}), b""),
+    (
+        "json_schema",
+        json.dumps({"type": "array", "maxItems": 3, "items": {"enum": [1.5, "a", None]}}),
+        b"",
+    ),
     ("json_schema", {"type": "string"}, b""),
-    ("json_schema", {"type": "object", "properties": {"a": {"type": "string", "pattern": "^a", "maxLength": 8}}}, b""),
+    (
+        "json_schema",
+        {
+            "type": "object",
+            "properties": {"a": {"type": "string", "pattern": "^a", "maxLength": 8}},
+        },
+        b"",
+    ),
     # The order of the members is that of the schema.
-    ("json_schema", {"type": "object", "properties": {"b": {"type": "null"}, "a": {"type": "boolean"}}}, b""),
-    ("json_schema", {"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"type": "null"}}}, b""),
+    (
+        "json_schema",
+        {"type": "object", "properties": {"b": {"type": "null"}, "a": {"type": "boolean"}}},
+        b"",
+    ),
+    (
+        "json_schema",
+        {"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"type": "null"}}},
+        b"",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("kind", "value", "lead"), CASES)
-def test_a_constraint_is_compiled_as_ever(served: Served, kind: str, value: Any, lead: bytes) -> None:
+def test_a_constraint_is_compiled_as_ever(
+    served: Served, kind: str, value: Any, lead: bytes
+) -> None:
     assert_equal(served(kind, value, lead), constraint(kind, value, PIECES, [END], lead))
 
 
 @pytest.mark.parametrize("strings", [["ab", "b"], ["\n", "é", "a" * 64, "\U0001f600"]])
 def test_stop_strings_are_compiled_as_ever(served: Served, strings: list[str]) -> None:
-    assert_equal(served.runner.run(served.compiler.stop_strings(strings)), stop_strings(strings, PIECES))
+    assert_equal(
+        served.runner.run(served.compiler.stop_strings(strings)), stop_strings(strings, PIECES)
+    )
 
 
 def test_equal_requests_have_one_automaton_that_is_compiled_once(served: Served) -> None:
@@ -135,8 +159,12 @@ def test_a_cancelled_request_does_not_disturb_who_waits_for_the_same(served: Ser
     assert served("regex", "after").where and len(served.asked) == 2
 
 
-def test_a_bomb_is_refused_while_the_server_goes_on(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within its limit of processor time; a request that waits is served after it, and the loop runs on meanwhile."""
+def test_a_bomb_is_refused_while_the_server_goes_on(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within its limit of processor time; a request that waits is served after it, and the loop
+    runs on meanwhile.
+    """
 
     async def go() -> tuple[str, Automaton, int, float]:
         bomb = asyncio.create_task(served.compiler.constraint("json_schema", BOMB))
@@ -155,7 +183,10 @@ def test_a_bomb_is_refused_while_the_server_goes_on(served: Served, monkeypatch:
     served.start()
     spent = time.process_time()
     message, small, ticks, taken = served.runner.run(go())
-    assert message == "the JSON schema took more than 1 s of processor time to compile: make it simpler"
+    assert (
+        message
+        == "the JSON schema took more than 1 s of processor time to compile: make it simpler"
+    )
     assert_equal(small, constraint("regex", "small", PIECES, [END]))
     assert taken > 0.9 and ticks > 20 and time.process_time() - spent < taken / 2
     served.asked.clear()
@@ -172,25 +203,38 @@ def test_stop_strings_wait_for_few_constraints_of_which_not_too_many_wait(
     served.asked.clear()
 
     async def storm() -> tuple[list[Any], list[Any]]:
-        first = [asyncio.create_task(served.compiler.constraint("regex", f"{number}+")) for number in (0, 1, 2, 3)]
+        first = [
+            asyncio.create_task(served.compiler.constraint("regex", f"{number}+"))
+            for number in (0, 1, 2, 3)
+        ]
         await asyncio.sleep(0)
         stopping = asyncio.create_task(served.compiler.stop_strings(["halt"]))
-        more = [asyncio.create_task(served.compiler.constraint("regex", f"{number}+")) for number in (4, 5, 6, 1, 7)]
+        more = [
+            asyncio.create_task(served.compiler.constraint("regex", f"{number}+"))
+            for number in (4, 5, 6, 1, 7)
+        ]
         await stopping
         done = [each.done() for each in first]
         return done, await asyncio.gather(*first, *more, return_exceptions=True)
 
     done, found = served.runner.run(storm())
-    assert done == [True, True, False, False] and ["halt" in line for line in served.asked].index(True) == 2
+    assert (
+        done == [True, True, False, False]
+        and ["halt" in line for line in served.asked].index(True) == 2
+    )
     busy = [isinstance(each, compiling.Busy) for each in found]
-    assert busy == [*[False] * 4, False, False, True, False, True]  # one that another waits for is no further one
+    # One that another waits for is no further one.
+    assert busy == [*[False] * 4, False, False, True, False, True]
     assert not served.compiler._waiting
 
 
 def test_a_bomb_of_memory_is_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler's own budget keeps it just below the limit in force, so this limit is lower."""
     monkeypatch.setattr(compiling, "MEMORY_BYTES", 1 << 22)
-    with pytest.raises(InputRefused, match="^the regular expression took more than 4 MiB of memory to compile: make"):
+    with pytest.raises(
+        InputRefused,
+        match="^the regular expression took more than 4 MiB of memory to compile: make",
+    ):
         served("regex", "a{9000}")
     monkeypatch.undo()
     assert len(served("regex", "a{8000}").next_SC) == 8002
@@ -205,16 +249,30 @@ def nested(depth: int, value: Any) -> Any:
 @pytest.mark.parametrize(
     ("kind", "value", "words"),
     [
-        ("regex", "(a|b)*a(a|b){40}", "the regular expression '.*' needs more than|: its automaton needs more than"),
+        (
+            "regex",
+            "(a|b)*a(a|b){40}",
+            "the regular expression '.*' needs more than|: its automaton needs more than",
+        ),
         ("regex", "(", "a '\\(' that is not closed at position 0"),
         ("json_schema", "[" * 60_000, "cannot be read as JSON"),
-        ("json_schema", {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, "is recursive"),
+        (
+            "json_schema",
+            {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+            "is recursive",
+        ),
         ("json_schema", nested(40, {"type": "null"}), "more than 32 deep"),
-        ("json_schema", {"type": "string", "pattern": "^.{9000}$"}, "needs more than 20,000 positions"),
+        (
+            "json_schema",
+            {"type": "string", "pattern": "^.{9000}$"},
+            "needs more than 20,000 positions",
+        ),
         ("json_schema", '{"const": "\\ud800"}', "the JSON schema"),
     ],
 )
-def test_refusals_of_the_compiler_are_passed_on(served: Served, kind: str, value: Any, words: str) -> None:
+def test_refusals_of_the_compiler_are_passed_on(
+    served: Served, kind: str, value: Any, words: str
+) -> None:
     with pytest.raises(InputRefused, match=words):
         served(kind, value)
 
@@ -262,7 +320,9 @@ def schema(value: str) -> str:
 )
 def test_what_no_compiler_expects_is_refused_in_the_request(field: str, words: str) -> None:
     with pytest.raises(Refused, match=words):
-        read(CompletionRequest, parsed(f'{{"model": "m", "prompt": "a", {field}}}'.encode()), rows=8)
+        read(
+            CompletionRequest, parsed(f'{{"model": "m", "prompt": "a", {field}}}'.encode()), rows=8
+        )
 
 
 def answered(value: str) -> bytearray:
@@ -317,11 +377,19 @@ def test_effects_that_would_leave_the_counters_are_not_believed() -> None:
     (*head, text) = _written("json_schema", {"type": "string", "maxLength": 9}, b"", PIECES, [END])
     effects = head[-1]
     assert len(effects) > 2
-    for part, value in (("add", 1 << 15), ("add", -2), ("keep", 2), ("most", 1 << 15), ("least", -1)):
+    for part, value in (
+        ("add", 1 << 15),
+        ("add", -2),
+        ("keep", 2),
+        ("most", 1 << 15),
+        ("least", -1),
+    ):
         lie = effects.copy()
         lie[1, Effect._fields.index(part), 0] = value
         with pytest.raises(ValueError):
-            _automaton(bytearray(b"".join(bytes(each) for each in (*head[:-1], lie, text))), len(PIECES))
+            _automaton(
+                bytearray(b"".join(bytes(each) for each in (*head[:-1], lie, text))), len(PIECES)
+            )
 
 
 def test_an_answer_that_is_none_refuses_the_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,11 +397,15 @@ def test_an_answer_that_is_none_refuses_the_request_only(monkeypatch: pytest.Mon
         compiler = Compiler(PIECES, [END])
         for code, written in ((0, b""), (0, b"x" * 100), (1, b""), (-11, b"")):
 
-            async def ask(line: bytes, code: int = code, written: bytes = written) -> tuple[int, bytearray]:
+            async def ask(
+                line: bytes, code: int = code, written: bytes = written
+            ) -> tuple[int, bytearray]:
                 return code, bytearray(written)
 
             compiler._asked = ask  # type: ignore[method-assign]
-            with pytest.raises(InputRefused, match=rf"made its compiler fail \({code}\): make it simpler"):
+            with pytest.raises(
+                InputRefused, match=rf"made its compiler fail \({code}\): make it simpler"
+            ):
                 await compiler.constraint("regex", f"{code}{len(written)}")
 
     asyncio.run(go())
@@ -356,13 +428,21 @@ def await_end(process: int) -> None:
 
 async def child_of(maker: int) -> int:
     """Its child, once all limits are set."""
-    wanted = {"cpu time": "2", "core file size": "0", "file size": "0", "open files": "0", "processes": "0"}
+    wanted = {
+        "cpu time": "2",
+        "core file size": "0",
+        "file size": "0",
+        "open files": "0",
+        "processes": "0",
+    }
     while not (children := Path(f"/proc/{maker}/task/{maker}/children").read_text().split()):
         await asyncio.sleep(0.01)
     limits: dict[str, str] = {}
     while not wanted.items() <= limits.items():
         await asyncio.sleep(0.01)
-        limits = dict(re.findall(r"Max (.+?)  +(\S+)", Path(f"/proc/{children[0]}/limits").read_text()))
+        limits = dict(
+            re.findall(r"Max (.+?)  +(\S+)", Path(f"/proc/{children[0]}/limits").read_text())
+        )
     return int(children[0])
 
 
@@ -386,7 +466,9 @@ def test_a_dead_maker_is_replaced(served: Served) -> None:
 
 
 def test_ctrl_c_does_not_end_the_maker(served: Served) -> None:
-    """It goes to the whole group of processes, and the server still answers the requests that it has."""
+    """It goes to the whole group of processes, and the server still answers the requests that it
+    has.
+    """
     served.start()
     before = served.maker
     os.kill(before, signal.SIGINT)
@@ -394,21 +476,29 @@ def test_ctrl_c_does_not_end_the_maker(served: Served) -> None:
     assert served.maker == before
 
 
-def test_a_job_that_takes_too_long_by_the_clock_is_ended(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_takes_too_long_by_the_clock_is_ended(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     served.start()
     monkeypatch.setattr(compiling, "LONGEST_S", 0.3)
     monkeypatch.setattr(compiling, "PROCESSOR_S", 60)
     maker = served.maker
-    with pytest.raises(InputRefused, match="^the JSON schema took more than 0.3 s to compile: make it simpler$"):
+    with pytest.raises(
+        InputRefused, match="^the JSON schema took more than 0.3 s to compile: make it simpler$"
+    ):
         served("json_schema", BOMB | {"title": "another"})
     assert gone(maker)
 
 
 def test_a_child_may_use_nothing_but_its_pipe(served: Served) -> None:
     async def go() -> None:
-        bomb = asyncio.create_task(served.compiler.constraint("json_schema", BOMB | {"title": "a third"}))
+        bomb = asyncio.create_task(
+            served.compiler.constraint("json_schema", BOMB | {"title": "a third"})
+        )
         child = await child_of(served.maker)
-        assert not any(os.readlink(link).startswith("socket") for link in Path(f"/proc/{child}/fd").iterdir())
+        assert not any(
+            os.readlink(link).startswith("socket") for link in Path(f"/proc/{child}/fd").iterdir()
+        )
         os.kill(child, signal.SIGKILL)
         with pytest.raises(InputRefused, match=r"made its compiler fail \(-9\)"):
             await bomb
@@ -428,7 +518,9 @@ def test_the_maker_ends_with_its_server(served: Served) -> None:
 def test_nothing_is_left_after_close(served: Served) -> None:
     async def go() -> tuple[int, int]:
         await served.compiler.constraint("regex", "after the server")
-        bomb = asyncio.create_task(served.compiler.constraint("json_schema", BOMB | {"title": "the last"}))
+        bomb = asyncio.create_task(
+            served.compiler.constraint("json_schema", BOMB | {"title": "the last"})
+        )
         waiting = asyncio.create_task(served.compiler.constraint("regex", "waiting"))
         maker = served.maker
         child = await child_of(maker)

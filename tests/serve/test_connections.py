@@ -1,6 +1,7 @@
 """Run: pytest tests/serve/test_connections.py
 
-What a client may do to a connection: send nothing, read nothing, send what is no HTTP, or close when it likes.
+What a client may do to a connection: send nothing, read nothing, send what is no HTTP, or close
+    when it likes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from monograph.serve import connection
 from monograph.text.tokenizer import Tokenizer
 from served import Served, small
 
-ENDLESS = {"prompt": "abc", "max_tokens": 250, "seed": 1, "logit_bias": {"1": -100}}  # 1 would end the text
+# 1 would end the text.
+ENDLESS = {"prompt": "abc", "max_tokens": 250, "seed": 1, "logit_bias": {"1": -100}}
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
 
@@ -118,13 +120,21 @@ def filled(size: int, lines: int) -> bytes:
 
 @pytest.mark.parametrize("lines", [1, 40])
 @pytest.mark.parametrize("more", [1, 1 << 12, 85_000])
-def test_a_head_has_at_most_so_many_bytes_however_it_comes(served: Served, more: int, lines: int) -> None:
-    """In one packet it is whole before anything looks at how long it has become; blanks around a value count, too."""
+def test_a_head_has_at_most_so_many_bytes_however_it_comes(
+    served: Served, more: int, lines: int
+) -> None:
+    """In one packet it is whole before anything looks at how long it has become; blanks around a
+    value count, too.
+    """
     most, large = filled(connection.HEAD_BYTES, lines), filled(connection.HEAD_BYTES + more, lines)
     assert (len(most), len(large)) == (connection.HEAD_BYTES, connection.HEAD_BYTES + more)
     with connected(served, most) as client:
         assert client.recv(12) == b"HTTP/1.1 200"
-    for wrong in (large, large.replace(b"aaa", b"   "), HEALTH.replace(b"/health", b"/" + b"a" * len(large))):
+    for wrong in (
+        large,
+        large.replace(b"aaa", b"   "),
+        HEALTH.replace(b"/health", b"/" + b"a" * len(large)),
+    ):
         for parts in ([wrong], [wrong[:9000], wrong[9000:]], [HEALTH + wrong]):
             answer = read(connected(served, *parts))
             assert "has more than 16,384 bytes" in message(answer[answer.rindex(b"HTTP/1.1 ") :])
@@ -135,8 +145,14 @@ def test_a_head_has_at_most_so_many_bytes_however_it_comes(served: Served, more:
     [
         (head("Content-Length: 5", "") + CHUNKED, "both Transfer-Encoding and Content-Length"),
         (head("Content-Length: 0", "") + CHUNKED, "both Transfer-Encoding and Content-Length"),
-        (head("Transfer-Encoding: chunked", "Content-Length: 30", "", ""), "both Transfer-Encoding and Content-Length"),
-        (head("").replace(b"HTTP/1.1", b"HTTP/1.0") + CHUNKED, "Transfer-Encoding is not for HTTP/1.0"),
+        (
+            head("Transfer-Encoding: chunked", "Content-Length: 30", "", ""),
+            "both Transfer-Encoding and Content-Length",
+        ),
+        (
+            head("").replace(b"HTTP/1.1", b"HTTP/1.0") + CHUNKED,
+            "Transfer-Encoding is not for HTTP/1.0",
+        ),
         (head("Transfer-Encoding: gzip, chunked", "", ""), "no HTTP request"),
     ],
 )
@@ -151,7 +167,12 @@ def test_a_body_of_two_lengths_is_refused_and_what_hides_in_it_is_not_answered(
     "parts",
     [
         [head("", kind="text/plain") + CHUNKED + b"5\r\nab", b"cde\r\nzz\r\n"],
-        [head("Content-Length: 9", "", "").replace(b"POST", b"HEAD"), b"GET", HEALTH, b"\x00\r\n\r\n"],
+        [
+            head("Content-Length: 9", "", "").replace(b"POST", b"HEAD"),
+            b"GET",
+            HEALTH,
+            b"\x00\r\n\r\n",
+        ],
         [HEALTH.replace(b"GET", b"HEAD")[:-2] + CHUNKED + b"5\r\nab", b"cde\r\nzz\r\n"],
     ],
 )
@@ -168,13 +189,17 @@ def test_bytes_after_the_last_request_change_no_answer(
 ) -> None:
     last = asked(ENDLESS | {"max_tokens": 20, "stream": True}, "Connection: close")
     with caplog.at_level(logging.WARNING, "asyncio"):
-        assert read(connected(served, last, b"\r\n", b"\x00\x01")).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        assert read(connected(served, last, b"\r\n", b"\x00\x01")).endswith(
+            b"data: [DONE]\n\n\r\n0\r\n\r\n"
+        )
     assert not caplog.records
 
 
 @pytest.mark.parametrize("extra", [b"\r\n", HEALTH, b"x"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_one_who_sent_more_and_closed_has_gone(served: Served, generator: Any, stream: bool, extra: bytes) -> None:
+def test_one_who_sent_more_and_closed_has_gone(
+    served: Served, generator: Any, stream: bool, extra: bytes
+) -> None:
     """uvicorn stops to read as soon as a further request has begun, and would not see the end."""
     client = connected(served, asked(ENDLESS | {"stream": stream}))
     until(lambda: generator.running == 1)
@@ -188,11 +213,15 @@ def test_one_who_sent_more_and_closed_has_gone(served: Served, generator: Any, s
 
 def test_requests_that_come_together_are_answered_one_after_another(served: Served) -> None:
     last = HEALTH.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
-    found = read(connected(served, asked({"prompt": "a"}) + asked({"prompt": "b"}) + HEALTH * 3 + last))
+    found = read(
+        connected(served, asked({"prompt": "a"}) + asked({"prompt": "b"}) + HEALTH * 3 + last)
+    )
     assert found.count(b"HTTP/1.1 200 OK") == 6
 
 
-def test_one_who_sends_requests_and_waits_for_none_is_cut_off(served: Served, generator: Any) -> None:
+def test_one_who_sends_requests_and_waits_for_none_is_cut_off(
+    served: Served, generator: Any
+) -> None:
     client = connected(served, asked(ENDLESS), HEALTH * 2000)
     assert read(client) == b""
     until(served.idle)
@@ -216,7 +245,9 @@ def test_a_client_that_reads_nothing_holds_nothing_for_long(
 def test_an_answer_that_nobody_reads_closes_with_its_connection(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fewer bytes than make uvicorn wait: they stay after the end of the answer, and the close waits for them."""
+    """Fewer bytes than make uvicorn wait: they stay after the end of the answer, and the close
+    waits for them.
+    """
     monkeypatch.setattr(connection, "HEAD_S", 0.3)
     connections = served.server.server_state.connections
     with connected(served, HEALTH) as client:
@@ -239,7 +270,9 @@ def test_a_connection_that_was_reset_is_forgotten_at_once(served: Served) -> Non
     until(lambda: ours.timeout_keep_alive_task is None)
 
 
-def test_idle_connections_lock_nobody_out(served: Served, generator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_connections_lock_nobody_out(
+    served: Served, generator: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connection, "MOST_CONNECTIONS", 20)
     until(lambda: not served.server.server_state.connections)
     busy = connected(served, asked(ENDLESS | {"max_tokens": 50}, "Connection: close"))

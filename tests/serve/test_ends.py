@@ -25,7 +25,8 @@ from monograph.serve.versions import Version
 from monograph.text.tokenizer import Tokenizer
 from served import Given, Served, small
 
-ENDLESS = {"prompt": "abc", "max_tokens": 250, "seed": 1, "logit_bias": {"1": -100}}  # 1 would end the text
+# 1 would end the text.
+ENDLESS = {"prompt": "abc", "max_tokens": 250, "seed": 1, "logit_bias": {"1": -100}}
 
 
 def until(condition: Any) -> None:
@@ -55,13 +56,21 @@ def test_if_the_models_thread_raises_all_are_told_at_once() -> None:
         generator.advance = held  # type: ignore[method-assign]
         answers = [pool.submit(served.post, "/v1/completions", body) for body in asked]
         until(
-            lambda: generator.running == 4 and served.service.gate.waiting == 4 and served.service._users.total() == 9
+            lambda: (
+                generator.running == 4
+                and served.service.gate.waiting == 4
+                and served.service._users.total() == 9
+            )
         )
         began = time.monotonic()
         goes_on.set()
         for answer in answers:
             found = answer.result(HANG_S)
-            last = found.body["error"] if found.status == 500 else json.loads(found.body.split("data: ")[-1])["error"]
+            last = (
+                found.body["error"]
+                if found.status == 500
+                else json.loads(found.body.split("data: ")[-1])["error"]
+            )
             assert last["message"] == "the model's thread has ended: the server is going down"
         assert time.monotonic() - began < 10
         assert str(served.service.crashed) == "of /secret/path" and served.server.should_exit
@@ -99,18 +108,26 @@ def test_a_signal_while_the_model_is_loaded_ends_it(capsys: pytest.CaptureFixtur
     with command._listening("127.0.0.1", 0) as listening:
         code = asyncio.run(
             command._serve(
-                service.Service(Slow(small(tokenizer), tokenizer, 4), print, print), "127.0.0.1", [], listening
+                service.Service(Slow(small(tokenizer), tokenizer, 4), print, print),
+                "127.0.0.1",
+                [],
+                listening,
             )
         )
     assert code is None
-    assert capsys.readouterr().out.splitlines()[-1] == "serve     ended; 0 requests answered, 0 tokens written"
+    assert (
+        capsys.readouterr().out.splitlines()[-1]
+        == "serve     ended; 0 requests answered, 0 tokens written"
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_steps_are_captured_leaves_no_thread_of_the_model(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
 ) -> None:
-    """A thread that is inside of CUDA when Python ends makes it abort, with 134; a capture is not begun any more."""
+    """A thread that is inside of CUDA when Python ends makes it abort, with 134; a capture is not
+    begun any more.
+    """
     begun, tokenizer = list[None](), Tokenizer.bytes()
 
     def warm_up(self: Generator, go_on: Callable[[], None] = lambda: None) -> None:
@@ -124,11 +141,20 @@ def test_a_signal_while_steps_are_captured_leaves_no_thread_of_the_model(
     with command._listening("127.0.0.1", 0) as listening:
         asyncio.run(
             command._serve(
-                service.Service(Given(small(tokenizer), tokenizer, 4), print, print), "127.0.0.1", [], listening
+                service.Service(Given(small(tokenizer), tokenizer, 4), print, print),
+                "127.0.0.1",
+                [],
+                listening,
             )
         )
-    assert not [thread for thread in threading.enumerate() if thread.name == "owner"] and len(begun) < 1000
-    assert capsys.readouterr().out.splitlines()[-1] == "serve     ended; 0 requests answered, 0 tokens written"
+    assert (
+        not [thread for thread in threading.enumerate() if thread.name == "owner"]
+        and len(begun) < 1000
+    )
+    assert (
+        capsys.readouterr().out.splitlines()[-1]
+        == "serve     ended; 0 requests answered, 0 tokens written"
+    )
 
 
 def test_a_text_that_is_not_done_when_the_server_ends_has_an_error_as_its_end(
@@ -145,15 +171,23 @@ def test_a_text_that_is_not_done_when_the_server_ends_has_an_error_as_its_end(
             return step()
 
         generator.advance = slow  # type: ignore[method-assign]
-        answers = [pool.submit(served.post, "/v1/completions", ENDLESS | {"stream": each}) for each in (True, False)]
+        answers = [
+            pool.submit(served.post, "/v1/completions", ENDLESS | {"stream": each})
+            for each in (True, False)
+        ]
         until(lambda: generator.running == 2)
         served.loop.call_soon_threadsafe(setattr, served.server, "should_exit", True)
         stream, whole = (answer.result(HANG_S) for answer in answers)
         assert whole.status == 503 and whole.body["error"]["message"] == "the server is going down"
-        assert json.loads(stream.body.split("data: ")[-1])["error"]["message"] == "the server is going down"
+        assert (
+            json.loads(stream.body.split("data: ")[-1])["error"]["message"]
+            == "the server is going down"
+        )
 
 
-def test_a_version_that_cannot_be_loaded_ends_nothing_and_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_that_cannot_be_loaded_ends_nothing_and_is_said_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(service, "LOOK_S", 0.01)
     tokenizer, looks = Tokenizer.bytes(), list[None]()
     with Served(small(tokenizer), tokenizer) as served:

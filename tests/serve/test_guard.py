@@ -1,4 +1,6 @@
-"""Run: pytest tests/serve/test_guard.py (law 20, S7: a page that someone else wrote reaches nothing)."""
+"""Run: pytest tests/serve/test_guard.py (law 20, S7: a page that someone else wrote reaches
+nothing).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def keyed() -> Iterator[Served]:
         yield served
 
 
-def status(served: Served, path: str = "/v1/completions", method: str = "POST", **headers: str | None) -> int:
+def status(
+    served: Served, path: str = "/v1/completions", method: str = "POST", **headers: str | None
+) -> int:
     given = {name.replace("_", "-"): value for name, value in headers.items() if value is not None}
     answer = served.ask(method, path, ASKED if method == "POST" else None, JSON | given)
     assert answer.status < 400 or set(answer.body) == {"error"}
@@ -35,15 +39,54 @@ def status(served: Served, path: str = "/v1/completions", method: str = "POST", 
 @pytest.mark.parametrize(
     ("host", "expected"),
     [
-        *((host, 200) for host in ("localhost", "LOCALHOST:80", "127.0.0.1", "127.0.0.1:9", "[::1]:8000", "[::1]")),
-        *((host, 403) for host in ("evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "0.0.0.0", "")),
-        *((host, 403) for host in ("evil.example:8000", "localhost@evil.example", "[::1", "127.1", "192.168.0.2")),
+        *(
+            (host, 200)
+            for host in (
+                "localhost",
+                "LOCALHOST:80",
+                "127.0.0.1",
+                "127.0.0.1:9",
+                "[::1]:8000",
+                "[::1]",
+            )
+        ),
+        *(
+            (host, 403)
+            for host in (
+                "evil.example",
+                "localhost.evil.example",
+                "127.0.0.1.evil.example",
+                "0.0.0.0",
+                "",
+            )
+        ),
+        *(
+            (host, 403)
+            for host in (
+                "evil.example:8000",
+                "localhost@evil.example",
+                "[::1",
+                "127.1",
+                "192.168.0.2",
+            )
+        ),
         ("localhost, evil.example", 403),
         *(
             (host, 403)
-            for host in ("evil@localhost", "localhost/x", "localhost:x", "localhost#", "localhost?", "[", ":")
+            for host in (
+                "evil@localhost",
+                "localhost/x",
+                "localhost:x",
+                "localhost#",
+                "localhost?",
+                "[",
+                ":",
+            )
         ),
-        *((host, 403) for host in ("localhost\\x", "[localhost]", "localhost:80:80", "local\thost")),
+        *(
+            (host, 403)
+            for host in ("localhost\\x", "[localhost]", "localhost:80:80", "local\thost")
+        ),
     ],
 )
 def test_only_this_machines_names_are_answered(served: Served, host: str, expected: int) -> None:
@@ -55,8 +98,21 @@ def test_only_this_machines_names_are_answered(served: Served, host: str, expect
 @pytest.mark.parametrize(
     ("origin", "expected"),
     [(None, 200), ("http://localhost:8000", 200), ("HTTP://LOCALHOST:8000", 200)]
-    + [(each, 403) for each in ("http://evil.example", "null", "", "*", "https://localhost:8000", "http://localhost")]
-    + [(each, 403) for each in ("http://localhost:3000", "http://localhost:8000.evil.example", "file://")],
+    + [
+        (each, 403)
+        for each in (
+            "http://evil.example",
+            "null",
+            "",
+            "*",
+            "https://localhost:8000",
+            "http://localhost",
+        )
+    ]
+    + [
+        (each, 403)
+        for each in ("http://localhost:3000", "http://localhost:8000.evil.example", "file://")
+    ],
 )
 def test_pages_of_others_are_refused(served: Served, origin: str | None, expected: int) -> None:
     assert status(served, Host="localhost:8000", Origin=origin) == expected
@@ -66,7 +122,14 @@ def test_pages_of_others_are_refused(served: Served, origin: str | None, expecte
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     "kind",
-    ["", "text/plain", "text/json", "application/x-www-form-urlencoded", "multipart/form-data", "application/jsonp"],
+    [
+        "",
+        "text/plain",
+        "text/json",
+        "application/x-www-form-urlencoded",
+        "multipart/form-data",
+        "application/jsonp",
+    ],
 )
 def test_what_a_page_may_send_unasked_is_refused(served: Served, path: str, kind: str) -> None:
     assert status(served, path, Content_Type=kind) == 415
@@ -77,18 +140,28 @@ def test_json_may_name_its_letters_and_have_large_ones(served: Served) -> None:
     assert status(served, Content_Type="Application/JSON") == 200
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"])
+@pytest.mark.parametrize(
+    "encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"]
+)
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/completions"])
-def test_a_body_in_another_encoding_than_utf_8_is_refused_as_such(served: Served, path: str, encoding: str) -> None:
+def test_a_body_in_another_encoding_than_utf_8_is_refused_as_such(
+    served: Served, path: str, encoding: str
+) -> None:
     body = json.dumps({"prompt": "a", "model": "last"}).encode(encoding)
     answer = served.ask("POST", path, body, JSON)
     assert answer.status == 400 and "is in UTF-" in answer.body["error"]["message"]
-    answer = served.ask("POST", path, body, {"Content-Type": f"application/json; charset={encoding}"})
+    answer = served.ask(
+        "POST", path, body, {"Content-Type": f"application/json; charset={encoding}"}
+    )
     assert answer.status == 415 and encoding in answer.body["error"]["message"]
 
 
-@pytest.mark.parametrize("path", [*PATHS, "/v1/models", "/health", "/metrics", "/", "/openapi.json"])
-@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT", "X"])
+@pytest.mark.parametrize(
+    "path", [*PATHS, "/v1/models", "/health", "/metrics", "/", "/openapi.json"]
+)
+@pytest.mark.parametrize(
+    "method", ["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT", "X"]
+)
 def test_each_address_has_its_method(served: Served, path: str, method: str) -> None:
     right = "POST" if path in PATHS else "GET"
     found = status(served, path, method)
@@ -97,7 +170,17 @@ def test_each_address_has_its_method(served: Served, path: str, method: str) -> 
 
 @pytest.mark.parametrize(
     "path",
-    ["/v1/responses", "/v1/embeddings", "/v1/audio/speech", "/api/chat", "//", "/v1", "/..%2f", "/health/", "/v1/"],
+    [
+        "/v1/responses",
+        "/v1/embeddings",
+        "/v1/audio/speech",
+        "/api/chat",
+        "//",
+        "/v1",
+        "/..%2f",
+        "/health/",
+        "/v1/",
+    ],
 )
 def test_elsewhere_there_is_nothing(served: Served, path: str) -> None:
     answer = served.ask("GET", path)
@@ -106,7 +189,18 @@ def test_elsewhere_there_is_nothing(served: Served, path: str) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/tokenizer_info", "/nothing"])
 @pytest.mark.parametrize(
-    "given", [None, "", KEY, "Bearer", "Bearer ", "Bearer x", f"Basic {KEY}", f"Bearer {KEY}x", "Bearer \xff"]
+    "given",
+    [
+        None,
+        "",
+        KEY,
+        "Bearer",
+        "Bearer ",
+        "Bearer x",
+        f"Basic {KEY}",
+        f"Bearer {KEY}x",
+        "Bearer \xff",
+    ],
 )
 def test_without_a_key_nothing_is_told(keyed: Served, path: str, given: str | None) -> None:
     assert status(keyed, path, "GET", Authorization=given) == 401
@@ -114,19 +208,34 @@ def test_without_a_key_nothing_is_told(keyed: Served, path: str, given: str | No
 
 
 def test_a_key_opens_and_who_needs_none_has_none(keyed: Served) -> None:
-    assert status(keyed, Authorization=f"Bearer {KEY}") == status(keyed, Authorization=f"bearer {KEY}") == 200
+    assert (
+        status(keyed, Authorization=f"Bearer {KEY}")
+        == status(keyed, Authorization=f"bearer {KEY}")
+        == 200
+    )
     assert keyed.ask("GET", "/v1/models").headers["www-authenticate"] == "Bearer"
     assert {status(keyed, path, "GET") for path in ("/", "/health", "/openapi.json")} == {200}
 
 
 def test_no_key_learns_what_another_asked(keyed: Served) -> None:
     """A prompt that was read before is not read again, which is faster: for the same key alone."""
-    asked = {"prompt": "a prompt that is longer than a chunk of sixty-four tokens, for bytes are tokens here " * 2}
+    asked = {
+        "prompt": "a prompt that is longer than a chunk of sixty-four tokens, for bytes are tokens here "
+        * 2
+    }
 
     def reused(key: str) -> int:
         before = keyed.service.owner.stock.reused
-        assert keyed.post("/v1/completions", asked | {"max_tokens": 1}, Authorization=f"Bearer {key}").status == 200
-        assert keyed.post("/v1/completions", {"prompt": "b"}, Authorization=f"Bearer {key}").status == 200
+        assert (
+            keyed.post(
+                "/v1/completions", asked | {"max_tokens": 1}, Authorization=f"Bearer {key}"
+            ).status
+            == 200
+        )
+        assert (
+            keyed.post("/v1/completions", {"prompt": "b"}, Authorization=f"Bearer {key}").status
+            == 200
+        )
         return keyed.service.owner.stock.reused - before
 
     other = "another-key-of-16+"
@@ -143,7 +252,9 @@ def test_a_key_may_have_any_letters() -> None:
 
 
 def test_a_server_for_all_names_takes_no_broken_one() -> None:
-    """An address that is put together with it would be none: an error that nobody foresaw, for whoever asks."""
+    """An address that is put together with it would be none: an error that nobody foresaw, for
+    whoever asks.
+    """
     tokenizer = Tokenizer.bytes()
     with Served(small(tokenizer), tokenizer, host="0.0.0.0") as served:
         for host, expected in (("example.org", 404), ("[", 403), ("a b", 403), ("[::1]:8000", 404)):

@@ -1,4 +1,6 @@
-"""Run: pytest tests/serve/test_langchain.py -m slow (with LangChain's client: pip install langchain-openai)"""
+"""Run: pytest tests/serve/test_langchain.py -m slow (with LangChain's client: pip install
+langchain-openai)
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from chats import speaking
 from served import Served, small
 
 langchain = pytest.importorskip("langchain_openai", reason="LangChain's client is not installed")
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # what its libraries warn of is not ours to fix
+# What its libraries warn of is not ours to fix.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
 
 class Weather(BaseModel):
@@ -27,7 +30,12 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     tokenizer = speaking(tmp_path_factory.mktemp("speaking"), "chatml")
     with Served(small(tokenizer), tokenizer) as served:
         yield langchain.ChatOpenAI(
-            base_url=f"{served.url}/v1", api_key="none", model="last", max_tokens=100, seed=3, max_retries=0
+            base_url=f"{served.url}/v1",
+            api_key="none",
+            model="last",
+            max_tokens=100,
+            seed=3,
+            max_retries=0,
         )
 
 
@@ -39,7 +47,9 @@ def test_it_answers_streams_and_counts(chat: Any) -> None:
 
 
 def test_a_form_is_kept(chat: Any) -> None:
-    found = chat.with_structured_output(Weather, method="json_schema", strict=True).invoke("Does it rain?")
+    found = chat.with_structured_output(Weather, method="json_schema", strict=True).invoke(
+        "Does it rain?"
+    )
     assert isinstance(found, Weather)
 
 

@@ -1,6 +1,7 @@
 """Run: pytest tests/serve/test_openapi.py
 
-The document of the endpoint says what the endpoint takes and answers; it is made from the types of both.
+The document of the endpoint says what the endpoint takes and answers; it is made from the types of
+both.
 """
 
 from __future__ import annotations
@@ -38,7 +39,11 @@ LEAST = {
     ChatRequest: {"model": "m", "messages": [{"role": "user", "content": "a"}]},
     TokenizeRequest: {"prompt": "a"},
 }
-OPERATIONS = [(path, method, each) for path, methods in DOCUMENT["paths"].items() for method, each in methods.items()]
+OPERATIONS = [
+    (path, method, each)
+    for path, methods in DOCUMENT["paths"].items()
+    for method, each in methods.items()
+]
 TYPES = {
     "object": dict, "array": list, "string": str, "boolean": bool, "null": type(None), "integer": int,
     "number": int | float,
@@ -59,7 +64,15 @@ KNOWN = {
     "minItems",
     "maxItems",
 }
-KNOWN |= {"items", "properties", "required", "additionalProperties", "propertyNames", "maxProperties", "pattern"}
+KNOWN |= {
+    "items",
+    "properties",
+    "required",
+    "additionalProperties",
+    "propertyNames",
+    "maxProperties",
+    "pattern",
+}
 KNOWN |= {"contentMediaType", "contentSchema", "description", "default"}
 
 
@@ -83,7 +96,10 @@ def _faults(value: Any, schema: dict[str, Any], at: str) -> Iterator[str]:
     assert schema.keys() <= KNOWN, schema
     kinds = [schema["type"]] if isinstance(schema.get("type"), str) else schema.get("type", TYPES)
     allowed = schema.get("enum", [schema["const"]] if "const" in schema else [value])
-    if not any(isinstance(value, TYPES[kind]) and (kind == "boolean") >= isinstance(value, bool) for kind in kinds):
+    if not any(
+        isinstance(value, TYPES[kind]) and (kind == "boolean") >= isinstance(value, bool)
+        for kind in kinds
+    ):
         yield f"{at}: {value!r:.60} is none of {kinds}"
     elif json.dumps(value) not in map(json.dumps, allowed):
         yield f"{at}: {value!r:.60} is none of {allowed}"
@@ -99,7 +115,9 @@ def _faults(value: Any, schema: dict[str, Any], at: str) -> Iterator[str]:
             yield from _faults(each, schema.get("items", {}), f"{at}[]")
     elif isinstance(value, str):
         yield from _faults_of_text(value, schema, at)
-    elif isinstance(value, int | float) and not schema.get("minimum", value) <= value <= schema.get("maximum", value):
+    elif isinstance(value, int | float) and not schema.get("minimum", value) <= value <= schema.get(
+        "maximum", value
+    ):
         yield f"{at}: {value} is out of range"
 
 
@@ -126,21 +144,31 @@ def _faults_of_object(value: dict[str, Any], schema: dict[str, Any], at: str) ->
     for name, each in value.items():
         yield from _faults(name, schema.get("propertyNames", {}), at)
         if name in known or further is not False:
-            yield from _faults(each, known.get(name, {} if further is True else further), f"{at}.{name}")
+            yield from _faults(
+                each, known.get(name, {} if further is True else further), f"{at}.{name}"
+            )
 
 
 def inside(value: Any) -> Iterator[dict[str, Any]]:
     """All objects of the document."""
     if isinstance(value, dict):
         yield value
-    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+    for each in (
+        value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    ):
         yield from inside(each)
 
 
 def test_it_is_whole() -> None:
-    """References lead somewhere, nothing lies around, and each operation has a name, an answer and all errors."""
+    """References lead somewhere, nothing lies around, and each operation has a name, an answer and
+    all errors.
+    """
     references = {each["$ref"] for each in inside(DOCUMENT) if "$ref" in each}
-    made = {f"#/components/{kind}/{name}" for kind in ("schemas", "responses") for name in DOCUMENT["components"][kind]}
+    made = {
+        f"#/components/{kind}/{name}"
+        for kind in ("schemas", "responses")
+        for name in DOCUMENT["components"][kind]
+    }
     assert references == made
     assert DOCUMENT["openapi"] == "3.1.0" and DOCUMENT["info"]["version"] == __version__
     names = [each["operationId"] for _, _, each in OPERATIONS]
@@ -156,7 +184,9 @@ def test_it_is_whole() -> None:
     for name, schema in SCHEMAS.items():
         # What a call of a tool says further is for the template, and an event has a kind and an id.
         is_open = name in ("Call", "Function") or name.endswith("Event")
-        assert "properties" not in schema or is_open or schema["additionalProperties"] is False, name
+        assert "properties" not in schema or is_open or schema["additionalProperties"] is False, (
+            name
+        )
 
 
 def test_another_reader_finds_it_valid() -> None:
@@ -188,8 +218,16 @@ VALUES: list[Any] = [
     [{"role": "tool", "content": [{"type": "text", "text": "a"}], "tool_call_id": "a", "name": None}],
     [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}], "refusal": ""}],
 ]  # fmt: skip
-# Allowed by itself, and refused beside the other fields of the least request, or by this server's number of rows.
-BESIDE = {("max_tokens", 0), ("best_of", 9), ("n", 9), ("top_logprobs", 0), ("top_logprobs", 1), ("top_logprobs", 9)}
+# Allowed by itself, and refused beside the other fields of the least request, or by this server's
+# number of rows.
+BESIDE = {
+    ("max_tokens", 0),
+    ("best_of", 9),
+    ("n", 9),
+    ("top_logprobs", 0),
+    ("top_logprobs", 1),
+    ("top_logprobs", 9),
+}
 BESIDE |= {("stream_options", "{'include_usage': True}")}
 
 
@@ -205,7 +243,12 @@ def test_what_is_read_is_what_is_allowed(kind: type[Any]) -> None:
             except Refused as refused:
                 is_beside = (name, value if isinstance(value, int) else str(value)) in BESIDE
                 assert fault(body, schema) or is_beside, (name, value, str(refused))
-                assert refused.status == 400 and refused.param and len(str(refused)) < 250 and "\n" not in str(refused)
+                assert (
+                    refused.status == 400
+                    and refused.param
+                    and len(str(refused)) < 250
+                    and "\n" not in str(refused)
+                )
             else:
                 assert not (found := fault(body, schema)), (name, value, found)
 
@@ -217,11 +260,17 @@ def test_an_option_has_the_range_and_the_default_of_sampling(name: str) -> None:
         schema = SCHEMAS[request]["properties"][name]
         value = option.default_factory() if callable(option.default_factory) else option.default
         # The protocol's own default is not that of `monograph generate`.
-        assert schema["default"] == (1 if name == "temperature" else list(value) if isinstance(value, tuple) else value)
+        assert schema["default"] == (
+            1 if name == "temperature" else list(value) if isinstance(value, tuple) else value
+        )
         assert schema["description"] and {"type": "null"} in schema["anyOf"]
         if name in RANGES:
             low, high = RANGES[name].low, RANGES[name].high
-            number = {"type": "integer" if RANGES[name].whole else "number", "minimum": low, "maximum": high}
+            number = {
+                "type": "integer" if RANGES[name].whole else "number",
+                "minimum": low,
+                "maximum": high,
+            }
             assert schema["anyOf"][0] == number
 
 
@@ -239,8 +288,18 @@ def test_an_option_that_is_added_to_the_sampler_is_a_field(monkeypatch: pytest.M
 def test_what_has_no_type_of_its_own_is_as_it_is_read() -> None:
     texts = SCHEMAS["ChatRequest"]["properties"]
     assert texts["choice"]["maxItems"] == compiling.MOST_CHOICES
-    assert set(KINDS) == {"choices", "regex", "json_schema"} and {"choice", "regex", "response_format"} < texts.keys()
-    assert Message.model_fields.keys() >= {"role", "content", "name", "tool_call_id", CALLS, *THOUGHTS}
+    assert (
+        set(KINDS) == {"choices", "regex", "json_schema"}
+        and {"choice", "regex", "response_format"} < texts.keys()
+    )
+    assert Message.model_fields.keys() >= {
+        "role",
+        "content",
+        "name",
+        "tool_call_id",
+        CALLS,
+        *THOUGHTS,
+    }
     ends = {each for each in FINISHES.values() if each in ("stop", "length")}
     assert set(SCHEMAS["CompletionChoice"]["properties"]["finish_reason"]["enum"]) == ends
 
@@ -258,11 +317,17 @@ def assert_said(path: str, method: str, answer: Any) -> None:
     said = resolved(DOCUMENT["paths"][path][method]["responses"][str(answer.status)])
     schema, values = said["content"][kind]["schema"], [answer.body]
     if kind == "text/event-stream":
-        values = [{"data": line.removeprefix("data: ")} for line in answer.body.split("\n") if line.startswith("data")]
+        values = [
+            {"data": line.removeprefix("data: ")}
+            for line in answer.body.split("\n")
+            if line.startswith("data")
+        ]
         assert values[-1] == {"data": "[DONE]"}
     for value in values:
         assert not (found := fault(value, schema)), (path, found)
-    wanted = {name.lower() for name, header in said.get("headers", {}).items() if header.get("required")}
+    wanted = {
+        name.lower() for name, header in said.get("headers", {}).items() if header.get("required")
+    }
     assert wanted <= answer.headers.keys()
 
 

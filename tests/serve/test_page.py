@@ -1,7 +1,8 @@
 """Run: pytest tests/serve/test_page.py
 
-The page of `monograph serve` in a real headless Chromium (that of Qt's WebEngine; skipped, with the reason, where that
-cannot be loaded), used as a person would. A stand-in answers with a text that is known.
+The page of `monograph serve` in a real headless Chromium (that of Qt's WebEngine; skipped, with the
+reason, where that cannot be loaded), used as a person would. A stand-in answers with a text that is
+known.
 """
 
 from __future__ import annotations
@@ -22,12 +23,17 @@ from monograph.text.tokenizer import Tokenizer
 from served import Served, small
 from visitor import Visitor
 
-pytest.importorskip("PyQt6.QtWebEngineCore", reason="Qt's WebEngine is not here", exc_type=ImportError)
+pytest.importorskip(
+    "PyQt6.QtWebEngineCore", reason="Qt's WebEngine is not here", exc_type=ImportError
+)
 
 PAGE = resources.files("monograph.serve").joinpath("page.html")
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+)
 HOSTILE = "<img src=x onerror=alert(1)>"
-# Each token: its text, its probability, and others with theirs. The emoji's bytes come as two tokens.
+# Each token: its text, its probability, and others with theirs. The emoji's bytes come as two
+# tokens.
 TOKENS: list[tuple[bytes, float, dict[str, float]]] = [
     (b"The", 0.62, {"A": 0.2, "It": 0.08, "<b>": 0.03, "\n": 0.01}),
     (b" fox", 0.04, {" cat": 0.41, " dog": 0.2, " man": 0.1, " sun": 0.05}),
@@ -82,7 +88,15 @@ class Answers(BaseHTTPRequestHandler):
 
     def refused(self, status: int, message: str) -> None:
         self.object(
-            status, {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}
+            status,
+            {
+                "error": {
+                    "message": message,
+                    "type": "invalid_request_error",
+                    "param": None,
+                    "code": None,
+                }
+            },
         )
 
     def locked(self) -> bool:
@@ -96,10 +110,19 @@ class Answers(BaseHTTPRequestHandler):
         if self.path == "/":
             self.whole(200, "text/html; charset=utf-8", PAGE.read_bytes())
         elif self.path == "/v1/models" and not self.locked():
-            entry = {"object": "model", "created": 0, "owned_by": "monograph", "max_model_len": 2048}
+            entry = {
+                "object": "model",
+                "created": 0,
+                "owned_by": "monograph",
+                "max_model_len": 2048,
+            }
             names = ("fox-tales", "fox-tales@4000", "last")
             self.object(
-                200, {"object": "list", "data": [entry | {"id": name, "chat": self.server.chat} for name in names]}
+                200,
+                {
+                    "object": "list",
+                    "data": [entry | {"id": name, "chat": self.server.chat} for name in names],
+                },
             )
         elif self.path != "/v1/models":
             self.refused(404, f"no such path: {self.path}")
@@ -130,7 +153,11 @@ class Answers(BaseHTTPRequestHandler):
                 return
             if "broken" in prompt:
                 return self.event({"error": {"message": "the model is gone"}})
-            self.event({"choices": []} | more | {"usage": {"prompt_tokens": 3, "completion_tokens": len(TOKENS)}})
+            self.event(
+                {"choices": []}
+                | more
+                | {"usage": {"prompt_tokens": 3, "completion_tokens": len(TOKENS)}}
+            )
             self.wfile.write(b": ping\n\ndata: [DONE]\n\n")
         except OSError:
             self.server.hung_up.set()
@@ -154,7 +181,11 @@ def pieces() -> Iterator[tuple[str, bytes, float, dict[str, float]]]:
 
 def chat_choices(reported: bool) -> list[dict[str, Any]]:
     def entry(token: bytes, p: float) -> dict[str, Any]:
-        return {"token": token.decode(errors="replace"), "bytes": list(token), "logprob": math.log(p)}
+        return {
+            "token": token.decode(errors="replace"),
+            "bytes": list(token),
+            "logprob": math.log(p),
+        }
 
     begin: dict[str, Any] = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
     choices = [begin]
@@ -168,10 +199,16 @@ def chat_choices(reported: bool) -> list[dict[str, Any]]:
 
 def whole_choices(words: str) -> list[dict[str, Any]]:
     """A chat's answer that has exactly these words, in pieces of seven letters."""
-    parts = [{"delta": {"content": words[at : at + 7]}, "finish_reason": None} for at in range(0, len(words), 7)]
+    parts = [
+        {"delta": {"content": words[at : at + 7]}, "finish_reason": None}
+        for at in range(0, len(words), 7)
+    ]
     if len(words) > 5000:
         parts = [{"delta": {"content": words}, "finish_reason": None}]
-    return [{"index": 0, "logprobs": None} | each for each in (*parts, {"delta": {}, "finish_reason": "stop"})]
+    return [
+        {"index": 0, "logprobs": None} | each
+        for each in (*parts, {"delta": {}, "finish_reason": "stop"})
+    ]
 
 
 def text_choices(reported: bool) -> list[dict[str, Any]]:
@@ -179,13 +216,23 @@ def text_choices(reported: bool) -> list[dict[str, Any]]:
     for piece, token, p, top in pieces():
         name = token.decode(errors="replace")
         logs = {each: math.log(q) for each, q in ({name: p} | top).items()}
-        logprobs = {"tokens": [name], "token_logprobs": [math.log(p)], "top_logprobs": [logs], "text_offset": [offset]}
-        choices.append({"text": piece, "logprobs": logprobs if reported else None, "finish_reason": None})
+        logprobs = {
+            "tokens": [name],
+            "token_logprobs": [math.log(p)],
+            "top_logprobs": [logs],
+            "text_offset": [offset],
+        }
+        choices.append(
+            {"text": piece, "logprobs": logprobs if reported else None, "finish_reason": None}
+        )
         offset += len(piece)
-    return [{"index": 0} | each for each in (*choices, {"text": "", "logprobs": None, "finish_reason": "length"})]
+    return [
+        {"index": 0} | each
+        for each in (*choices, {"text": "", "logprobs": None, "finish_reason": "length"})
+    ]
 
 
-# ---- who is there ---------------------------------------------------------------------------------------------------
+# ---- who is there --------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -250,17 +297,25 @@ def test_it_talks_to_the_real_server_with_its_probabilities_and_its_seed(light: 
         assert light.said() == []
 
 
-# ---- the file -------------------------------------------------------------------------------------------------------
+# ---- the file ------------------------------------------------------------------------------------
 
 
 def test_the_page_carries_its_own_policy_and_never_makes_html_of_a_text() -> None:
     source = PAGE.read_text()
     assert f'http-equiv="Content-Security-Policy"\n  content="{POLICY}"' in source
-    for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "DOMParser", "eval(", "Function("):
+    for way in (
+        "innerHTML",
+        "outerHTML",
+        "insertAdjacentHTML",
+        "document.write",
+        "DOMParser",
+        "eval(",
+        "Function(",
+    ):
         assert way not in source
 
 
-# ---- chat -----------------------------------------------------------------------------------------------------------
+# ---- chat ----------------------------------------------------------------------------------------
 
 
 def test_a_message_is_answered_by_keyboard_alone_and_the_models_text_is_never_html(
@@ -272,10 +327,16 @@ def test_a_message_is_answered_by_keyboard_alone_and_the_models_text_is_never_ht
     assert answered(person, "hello") == SHOWN
     assert answered(person, HOSTILE) == SHOWN
     asked = stand_in.asked[-1]
-    assert asked["model"] == "fox-tales@4000" and asked["max_tokens"] == 256 and asked["stream"] is True
+    assert (
+        asked["model"] == "fox-tales@4000"
+        and asked["max_tokens"] == 256
+        and asked["stream"] is True
+    )
     assert [each["role"] for each in asked["messages"]] == ["user", "assistant", "user"]
     assert asked["messages"][1]["content"] == TEXT
-    assert not {"seed", "temperature", "top_p", "logprobs", "stop", "response_format"} & asked.keys()
+    assert (
+        not {"seed", "temperature", "top_p", "logprobs", "stop", "response_format"} & asked.keys()
+    )
     facts = person.read(FACTS)
     assert facts.startswith(f"seed {SEED} keep7 tokens") and "first after" in facts
     assert person.read("document.querySelectorAll('img, b, .words :not(p)').length") == 0
@@ -285,20 +346,28 @@ def test_a_message_is_answered_by_keyboard_alone_and_the_models_text_is_never_ht
         "", "v1/models", "v1/chat/completions"}  # fmt: skip
 
 
-def test_a_seed_is_kept_exactly_and_an_answer_is_tried_again_with_another(person: Visitor, stand_in: StandIn) -> None:
+def test_a_seed_is_kept_exactly_and_an_answer_is_tried_again_with_another(
+    person: Visitor, stand_in: StandIn
+) -> None:
     answered(person, "hello")
-    person.click("[...document.querySelectorAll('.facts button')].find((each) => each.textContent === 'keep')")
+    person.click(
+        "[...document.querySelectorAll('.facts button')].find((each) => each.textContent === 'keep')"
+    )
     assert person.read("document.querySelector('#seed').value") == str(SEED)
     person.click("document.querySelector('#message')")
     answered(person, "more")
     assert stand_in.asked[-1]["seed"] == SEED and len(stand_in.asked[-1]["messages"]) == 3
-    person.click("[...document.querySelectorAll('.facts button')].find((each) => each.textContent === 'try again')")
+    person.click(
+        "[...document.querySelectorAll('.facts button')].find((each) => each.textContent === 'try again')"
+    )
     person.wait(f"{FACTS} && {IDLE}")
     assert "seed" not in stand_in.asked[-1] and len(stand_in.asked[-1]["messages"]) == 3
     assert person.read(ANSWERS) == [SHOWN, SHOWN]
 
 
-def test_a_message_is_edited_and_the_conversation_goes_on_from_there(person: Visitor, stand_in: StandIn) -> None:
+def test_a_message_is_edited_and_the_conversation_goes_on_from_there(
+    person: Visitor, stand_in: StandIn
+) -> None:
     answered(person, "one")
     answered(person, "two")
     person.click("[...document.querySelectorAll('.user .facts button')][0]")
@@ -308,7 +377,9 @@ def test_a_message_is_edited_and_the_conversation_goes_on_from_there(person: Vis
 
 
 @pytest.mark.parametrize("mode", ["chat", "text"])
-def test_stop_hangs_up_and_keeps_what_is_written(person: Visitor, stand_in: StandIn, mode: str) -> None:
+def test_stop_hangs_up_and_keeps_what_is_written(
+    person: Visitor, stand_in: StandIn, mode: str
+) -> None:
     stand_in.hung_up.clear()
     if mode == "text":
         person.click("document.querySelectorAll('.modes label')[1]")
@@ -355,7 +426,7 @@ def test_an_answer_can_have_a_form(
     assert stand_in.asked[-1][field] == sent
 
 
-# ---- probabilities --------------------------------------------------------------------------------------------------
+# ---- probabilities -------------------------------------------------------------------------------
 
 
 def test_probabilities_of_a_chat_are_told_for_the_token_under_the_mouse_or_the_focus(
@@ -365,7 +436,9 @@ def test_probabilities_of_a_chat_are_told_for_the_token_under_the_mouse_or_the_f
     person.click("document.querySelector('#message')")
     assert answered(person, "hello") == TEXT
     assert stand_in.asked[-1]["logprobs"] is True and stand_in.asked[-1]["top_logprobs"] == 5
-    spans = person.read("[...document.querySelectorAll('.words .token')].map((span) => span.textContent)")
+    spans = person.read(
+        "[...document.querySelectorAll('.words .token')].map((span) => span.textContent)"
+    )
     assert spans == ["The", " fox", " said", " ", "🦊", f" {HOSTILE}", ".\n"]
     person.hover("document.querySelectorAll('.words .token')[1]")
     assert person.read(ALTERNATIVES) == [
@@ -380,7 +453,9 @@ def test_probabilities_of_a_chat_are_told_for_the_token_under_the_mouse_or_the_f
         if person.read(FACED) == "The":
             break
     assert person.read(FACED) == "The"
-    assert person.read(ALTERNATIVES)[0] == ["The", "62 %"] and ["<b>", "3.0 %"] in person.read(ALTERNATIVES)
+    assert person.read(ALTERNATIVES)[0] == ["The", "62 %"] and ["<b>", "3.0 %"] in person.read(
+        ALTERNATIVES
+    )
     person.press("Right")
     assert person.read(FACED) == " fox" and person.read("!document.querySelector('#others').hidden")
     assert person.said() == []
@@ -398,7 +473,9 @@ def test_probabilities_of_a_text_follow_the_mouse_and_the_caret_until_the_text_b
     assert person.read("document.querySelector('#story').value") == f"Once: {TEXT}"
     assert stand_in.asked[-1]["prompt"] == "Once: " and stand_in.asked[-1]["logprobs"] == 5
     assert "max tokens reached" in person.read("document.querySelector('#told').textContent")
-    spans = person.read("[...document.querySelectorAll('#mirror .token')].map((span) => span.textContent)")
+    spans = person.read(
+        "[...document.querySelectorAll('#mirror .token')].map((span) => span.textContent)"
+    )
     assert spans == ["The", " fox", " said", " ", "🦊", f" {HOSTILE}", ".\n"]
     person.hover("document.querySelectorAll('#mirror .token')[1]")
     assert person.read(ALTERNATIVES)[0] == ["␣cat", "41 %"]
@@ -411,7 +488,9 @@ def test_probabilities_of_a_text_follow_the_mouse_and_the_caret_until_the_text_b
     assert person.read("document.querySelector('#others').hidden")
     for _ in range(3):
         person.press("Backspace")
-    assert len(person.read("[...document.querySelectorAll('#mirror .token')].map((span) => 0)")) == 5
+    assert (
+        len(person.read("[...document.querySelectorAll('#mirror .token')].map((span) => 0)")) == 5
+    )
     person.press("Ctrl+Home")
     person.type("x")
     assert person.read("document.querySelectorAll('#mirror .token').length") == 0
@@ -431,13 +510,15 @@ def test_a_text_is_undone_and_continued_again(person: Visitor, stand_in: StandIn
     assert person.read("document.querySelector('#story').value") == f"A{TEXT}{TEXT}"
     person.click("document.querySelector('#undo')")
     person.click("document.querySelector('#undo')")
-    assert person.read("[document.querySelector('#story').value, document.querySelector('#undo').disabled]") == [
+    assert person.read(
+        "[document.querySelector('#story').value, document.querySelector('#undo').disabled]"
+    ) == [
         "A",
         True,
     ]
 
 
-# ---- speed ----------------------------------------------------------------------------------------------------------
+# ---- speed ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -456,16 +537,20 @@ def test_a_speed_is_that_of_the_clock_between_tokens_or_is_not_said(
     person: Visitor, pieces: list[tuple[int, int]], tokens: int, expected: float | None
 ) -> None:
     came = json.dumps([{"at": 5000 + at, "length": length} for at, length in pieces])
-    assert person.read(f"speed({came}, {tokens}) ?? null") == (expected and pytest.approx(expected, rel=2e-2))
+    assert person.read(f"speed({came}, {tokens}) ?? null") == (
+        expected and pytest.approx(expected, rel=2e-2)
+    )
 
 
 def test_an_answer_that_comes_at_once_has_no_speed(person: Visitor) -> None:
-    """Its tokens were written before the first of them came, so that the time between them says nothing."""
+    """Its tokens were written before the first of them came, so that the time between them says
+    nothing.
+    """
     answered(person, "say:" + "word " * 1500)
     assert "tokens/s" not in person.read(FACTS) and "first after" in person.read(FACTS)
 
 
-# ---- markdown -------------------------------------------------------------------------------------------------------
+# ---- markdown ------------------------------------------------------------------------------------
 
 MARKDOWN = """# Title
 A *slanted* and **bold** word, `a*b*c`, snake_case_name and 2 * 3.
@@ -520,7 +605,9 @@ def test_markdown_is_shown_as_what_it_means_and_can_be_switched_off(person: Visi
     assert person.read("document.querySelectorAll('.words hr').length") == 1
     text = person.read(ANSWERS)[-1]
     assert "snake_case_name and 2 * 3.\nSecond line" in text and "and *stars*." in text
-    link = person.read("(({ href, target, rel }) => [href, target, rel])(document.querySelector('.words a'))")
+    link = person.read(
+        "(({ href, target, rel }) => [href, target, rel])(document.querySelector('.words a'))"
+    )
     assert link == ["https://example.org/a?b=1", "_blank", "noopener noreferrer"]
     person.click("document.querySelector('#markdown')")
     assert person.read(ANSWERS) == [MARKDOWN] and person.said() == []
@@ -533,7 +620,9 @@ def test_an_answer_and_a_piece_of_code_are_copied(person: Visitor) -> None:
     person.click("document.querySelector('.code button')")
     person.wait("document.querySelector('.code button').textContent === 'copied'")
     assert person.read("window.copiedText") == 'def f(x):\n    return x < 1 and "**no**"'
-    person.click("[...document.querySelectorAll('.facts button')].find((each) => each.textContent === 'copy')")
+    person.click(
+        "[...document.querySelectorAll('.facts button')].find((each) => each.textContent === 'copy')"
+    )
     person.wait(f"window.copiedText === {json.dumps(MARKDOWN)}")
 
 
@@ -562,29 +651,48 @@ ATTACKS = {
     "lines": "- " * 10_000 + "x\n" + "_ " * 10_000 + "x",
     "underscores": "_" * 30_001 + "a_b" * 5000,
 }  # fmt: skip
-TAGS = set("P CODE PRE DIV SPAN BUTTON A STRONG EM DEL UL OL LI BLOCKQUOTE H3 H4 H5 H6 HR TABLE TR TH TD".split())
+TAGS = set(
+    "P CODE PRE DIV SPAN BUTTON A STRONG EM DEL UL OL LI BLOCKQUOTE H3 H4 H5 H6 HR TABLE TR TH TD".split()
+)
 NAMES = set("class style dir href target rel start tabindex type aria-label".split())
 
 
-def test_no_answer_is_read_as_html_or_takes_the_page_with_it(person: Visitor, base_url: str) -> None:
-    """Only elements, attributes and addresses that the page itself makes are there, whatever the model writes."""
+def test_no_answer_is_read_as_html_or_takes_the_page_with_it(
+    person: Visitor, base_url: str
+) -> None:
+    """Only elements, attributes and addresses that the page itself makes are there, whatever the
+    model writes.
+    """
     for name, attack in ATTACKS.items():
         tells(person, attack)
         assert person.read("document.querySelectorAll('.assistant').length") == 1, name
         words = "[...document.querySelectorAll('.assistant .words *')]"
         tags = set(person.read(f"[...new Set({words}.map((each) => each.tagName))]"))
-        attributes = set(person.read(f"[...new Set({words}.flatMap((each) => each.getAttributeNames()))]"))
+        attributes = set(
+            person.read(f"[...new Set({words}.flatMap((each) => each.getAttributeNames()))]")
+        )
         assert tags <= TAGS and attributes <= NAMES, (name, tags - TAGS, attributes - NAMES)
-        links = set(person.read("[...document.querySelectorAll('.words a')].map(({ href }) => href)"))
-        assert links <= {"https://a.b/__proto__", "http://127.0.0.1:9/pixel"}, "followed only by whoever clicks"
-        assert person.read("window.hit ?? null") is None and person.read("({}).polluted ?? null") is None, name
+        links = set(
+            person.read("[...document.querySelectorAll('.words a')].map(({ href }) => href)")
+        )
+        assert links <= {"https://a.b/__proto__", "http://127.0.0.1:9/pixel"}, (
+            "followed only by whoever clicks"
+        )
+        assert (
+            person.read("window.hit ?? null") is None
+            and person.read("({}).polluted ?? null") is None
+        ), name
         person.click("document.querySelector('#new')")
         person.wait(IDLE)
-    assert {url.removeprefix(base_url) for url in person.asked()} <= {"", "v1/models", "v1/chat/completions"}
+    assert {url.removeprefix(base_url) for url in person.asked()} <= {
+        "",
+        "v1/models",
+        "v1/chat/completions",
+    }
     assert person.said() == []
 
 
-# ---- chats ----------------------------------------------------------------------------------------------------------
+# ---- chats ---------------------------------------------------------------------------------------
 
 
 def test_a_system_prompt_is_told_first(person: Visitor, stand_in: StandIn) -> None:
@@ -596,7 +704,9 @@ def test_a_system_prompt_is_told_first(person: Visitor, stand_in: StandIn) -> No
                                               {"role": "user", "content": "hello"}]  # fmt: skip
 
 
-def test_a_new_chat_begins_even_while_an_answer_is_written(person: Visitor, stand_in: StandIn) -> None:
+def test_a_new_chat_begins_even_while_an_answer_is_written(
+    person: Visitor, stand_in: StandIn
+) -> None:
     stand_in.hung_up.clear()
     person.type("slow")
     person.press("Return")
@@ -604,7 +714,9 @@ def test_a_new_chat_begins_even_while_an_answer_is_written(person: Visitor, stan
     person.click("document.querySelector('#new')")
     person.wait(IDLE)
     assert stand_in.hung_up.wait(20)
-    assert person.read("[document.querySelectorAll('.turn').length, document.activeElement.id]") == [0, "message"]
+    assert person.read(
+        "[document.querySelectorAll('.turn').length, document.activeElement.id]"
+    ) == [0, "message"]
     assert answered(person, "hello") == SHOWN
     assert [each["content"] for each in stand_in.asked[-1]["messages"]] == ["hello"]
 
@@ -617,8 +729,13 @@ def test_a_chat_is_exported_as_a_record_of_messages(person: Visitor) -> None:
     person.click("document.querySelector('#export')")
     [line] = person.wait("window.exported").splitlines()  # a file whose name ends in .jsonl
     record = json.loads(line)
-    assert record["messages"] == [{"role": "user", "content": "hello"}, {"role": "assistant", "content": TEXT}]
-    assert record["metadata"]["model"] == "fox-tales@4000" and record["metadata"]["seeds"] == [str(SEED)]
+    assert record["messages"] == [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": TEXT},
+    ]
+    assert record["metadata"]["model"] == "fox-tales@4000" and record["metadata"]["seeds"] == [
+        str(SEED)
+    ]
 
 
 KEPT = "[...document.querySelectorAll('#kept option')].map((each) => each.textContent)"
@@ -628,7 +745,9 @@ def again(person: Visitor) -> None:
     """Loads the page anew in the same browser."""
     person.read("(window.isOld = true)")
     person.read("setTimeout(() => location.reload(), 0)")
-    person.wait("!window.isOld && document.querySelector('#model')?.textContent === 'fox-tales@4000'")
+    person.wait(
+        "!window.isOld && document.querySelector('#model')?.textContent === 'fox-tales@4000'"
+    )
 
 
 def test_chats_are_kept_in_the_browser_if_that_is_wanted_and_only_then(person: Visitor) -> None:
@@ -663,17 +782,24 @@ def test_what_is_no_kept_chat_is_passed_over(person: Visitor, kept: str) -> None
     person.read(f"localStorage.setItem('monograph chats', {json.dumps(kept)}) ?? 1")
     again(person)
     assert person.read("document.querySelectorAll('.turn').length") == 0
-    assert answered(person, "hello") == SHOWN and person.read(KEPT) == ["hello"] and person.said() == []
+    assert (
+        answered(person, "hello") == SHOWN
+        and person.read(KEPT) == ["hello"]
+        and person.said() == []
+    )
 
 
-# ---- what goes wrong ------------------------------------------------------------------------------------------------
+# ---- what goes wrong -----------------------------------------------------------------------------
 
 
 def test_a_refusal_is_one_line_of_text_and_the_message_comes_back(person: Visitor) -> None:
     person.type("refuse")
     person.press("Return")
     person.wait("document.querySelector('#error').textContent")
-    assert person.read("document.querySelector('#error').textContent") == f"temperature = 9: expected 0 to 2 {HOSTILE}"
+    assert (
+        person.read("document.querySelector('#error').textContent")
+        == f"temperature = 9: expected 0 to 2 {HOSTILE}"
+    )
     assert person.read("[document.querySelector('#message').value, document.querySelectorAll('.turn').length]") == [
         "refuse", 0]  # fmt: skip
 
@@ -682,7 +808,9 @@ def test_a_refusal_is_one_line_of_text_and_the_message_comes_back(person: Visito
     ("prompt", "said"),
     [("broken", "the model is gone"), ("cut", "The server closed the connection before the end.")],
 )
-def test_an_answer_that_breaks_off_keeps_its_text_and_says_why(person: Visitor, prompt: str, said: str) -> None:
+def test_an_answer_that_breaks_off_keeps_its_text_and_says_why(
+    person: Visitor, prompt: str, said: str
+) -> None:
     person.type(prompt)
     person.press("Return")
     assert person.wait("document.querySelector('#error').textContent") == said
@@ -694,7 +822,10 @@ def test_a_number_that_is_none_is_not_sent(person: Visitor, stand_in: StandIn) -
     person.read("document.querySelector('#seed').value = '1.5'")
     person.type("hello")
     person.press("Return")
-    assert person.wait("document.querySelector('#error').textContent") == "seed: a whole number is expected."
+    assert (
+        person.wait("document.querySelector('#error').textContent")
+        == "seed: a whole number is expected."
+    )
     assert len(stand_in.asked) == before
 
 
@@ -702,14 +833,22 @@ def test_a_key_is_asked_for_kept_in_the_session_alone_and_sent(light: Visitor) -
     server = StandIn(key="open sesame")
     light.visit(server.url)
     light.wait("!document.querySelector('#key').hidden")
-    assert light.read(FACED) == "secret" and light.read("document.querySelector('#model').textContent") == "…"
+    assert (
+        light.read(FACED) == "secret"
+        and light.read("document.querySelector('#model').textContent") == "…"
+    )
     light.type("wrong")
     light.press("Return")
-    light.wait("document.querySelector('#secret').value === '' && !document.querySelector('#key').hidden")
+    light.wait(
+        "document.querySelector('#secret').value === '' && !document.querySelector('#key').hidden"
+    )
     light.type("open sesame")
     light.press("Return")
     light.wait("document.querySelector('#model').textContent === 'fox-tales@4000'")
-    assert light.read("[document.querySelector('#key').hidden, document.activeElement.id]") == [True, "message"]
+    assert light.read("[document.querySelector('#key').hidden, document.activeElement.id]") == [
+        True,
+        "message",
+    ]
     assert answered(light, "hello") == SHOWN
     kept = "[sessionStorage.length, sessionStorage.getItem('key'), localStorage.length, document.cookie]"
     assert light.read(kept) == [1, "open sesame", 0, ""]
@@ -722,18 +861,22 @@ def test_a_server_that_went_away_is_said_and_found_again(light: Visitor) -> None
     light.visit(server.url)
     light.wait("document.querySelector('#model').textContent === 'fox-tales@4000'")
     assert light.read("document.querySelector('[name=mode]:checked').value") == "text"
-    assert light.read("document.querySelector('#standing').textContent").startswith("No chat template")
+    assert light.read("document.querySelector('#standing').textContent").startswith(
+        "No chat template"
+    )
     server.close()
     light.type("A")
     light.press("Ctrl+Return")
     light.wait("document.querySelector('#standing').textContent === 'The server does not answer.'")
-    assert light.read("document.querySelector('#error').textContent") == "The server does not answer."
+    assert (
+        light.read("document.querySelector('#error').textContent") == "The server does not answer."
+    )
     again = StandIn(port=server.server_address[1])
     light.wait("document.querySelector('#standing').textContent.startsWith('Chat template')")
     again.close()
 
 
-# ---- by keyboard ----------------------------------------------------------------------------------------------------
+# ---- by keyboard ---------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -747,9 +890,28 @@ def test_the_tabulator_reaches_everything_and_shows_where_it_is(person: Visitor)
         person.press("Tab")
         name, outline, frame = person.read(f"[{FACED}, {outlined}, {framed}]")
         reached[name] = (outline, frame) != ("none", "none")
-    options = {"seed", "temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "form", "probabilities"}
-    assert reached.keys() >= options | {"chat", "message", "Send", "edit", "keep", "try again", "Options"}
-    del reached[next(name for name in reached if "fox-tales" in name)]  # the page itself, between its end and its begin
+    options = {
+        "seed",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "max_tokens",
+        "stop",
+        "form",
+        "probabilities",
+    }
+    assert reached.keys() >= options | {
+        "chat",
+        "message",
+        "Send",
+        "edit",
+        "keep",
+        "try again",
+        "Options",
+    }
+    # The page itself, between its end and its begin.
+    del reached[next(name for name in reached if "fox-tales" in name)]
     assert all(reached.values()), reached
 
 
@@ -764,9 +926,10 @@ def test_the_mode_is_chosen_by_arrow_keys(person: Visitor) -> None:
     assert person.read(f"[{mode}, document.body.dataset.mode]") == ["chat", "chat"]
 
 
-# ---- looks ----------------------------------------------------------------------------------------------------------
+# ---- looks ---------------------------------------------------------------------------------------
 
-# What a person reads: each text that is shown, its size, and its contrast (WCAG 2.2) with what is behind it.
+# What a person reads: each text that is shown, its size, and its contrast (WCAG 2.2) with what is
+# behind it.
 READ = """(() => {
   const canvas = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
   const rgba = (colour) => {
@@ -807,10 +970,15 @@ def test_every_text_is_large_and_clear_enough_and_nothing_is_cut(
         assert len(texts) > 30
         assert [each for each in texts if each[1] < 12 or each[2] < 4.5] == []
         page = "document.documentElement"
-        assert visitor.read(f"{page}.scrollWidth <= innerWidth && {page}.scrollHeight <= innerHeight")
+        assert visitor.read(
+            f"{page}.scrollWidth <= innerWidth && {page}.scrollHeight <= innerHeight"
+        )
         boxes = "[...document.querySelectorAll('button, input, select, textarea, .words > *')].filter((each) => "\
                 "each.checkVisibility()).map((each) => each.getBoundingClientRect())"  # fmt: skip
-        assert visitor.read(f"{boxes}.filter(({{ left, right }}) => left < 0 || right > innerWidth)") == []
+        assert (
+            visitor.read(f"{boxes}.filter(({{ left, right }}) => left < 0 || right > innerWidth)")
+            == []
+        )
         visitor.picture(str(tmp_path / f"{scheme}-{width}-options.png"))
         visitor.read("((document.querySelector('#options').open = innerWidth > 820), 1)")
         visitor.picture(str(tmp_path / f"{scheme}-{width}.png"))
@@ -847,14 +1015,18 @@ def test_the_page_is_in_its_theme_and_as_wide_as_its_window(
     visitor.click("document.querySelector('#probabilities')")
     visitor.click("document.querySelector('#message')")
     answered(visitor, "What did the fox say, and why has nobody written it down?")
-    background = visitor.read("getComputedStyle(document.body).backgroundColor.match(/[0-9.]+/g).map(Number)")
+    background = visitor.read(
+        "getComputedStyle(document.body).backgroundColor.match(/[0-9.]+/g).map(Number)"
+    )
     assert (sum(background[:3]) > 3 * 200) == (scheme == "light")
     for mode in (0, 1):
         visitor.click(f"document.querySelectorAll('.modes label')[{mode}]")
         for width in (420, 1200):
             visitor.resize(width, 800)
             wide = "document.documentElement.scrollWidth"
-            assert visitor.read(f"{wide} <= window.innerWidth && document.documentElement.scrollHeight <= innerHeight")
+            assert visitor.read(
+                f"{wide} <= window.innerWidth && document.documentElement.scrollHeight <= innerHeight"
+            )
             visitor.picture(str(tmp_path / f"{scheme}-{mode}-{width}.png"))
     if scheme == "dark":
         visitor.close()

@@ -1,6 +1,8 @@
-"""Run: pytest tests/serve/test_schemathesis.py -m slow (with schemathesis: pip install schemathesis==4.32.5)
+"""Run: pytest tests/serve/test_schemathesis.py -m slow (with schemathesis: pip install
+schemathesis==4.32.5)
 
-Thousands of requests that the document of the endpoint allows and forbids: no 5xx, no hang, answers as documented.
+Thousands of requests that the document of the endpoint allows and forbids: no 5xx, no hang, answers
+as documented.
 """
 
 from __future__ import annotations
@@ -19,10 +21,13 @@ from served import Served, small
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.skipif(importlib.util.find_spec("schemathesis") is None, reason="schemathesis is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("schemathesis") is None, reason="schemathesis is not installed"
+)
 def test_what_the_document_allows_is_answered_and_all_else_refused(tmp_path: Path) -> None:
     tokenizer = Tokenizer.bytes()
-    # A document does not know the vocabulary; and a POST that is no JSON is refused before its method is looked at.
+    # A document does not know the vocabulary; and a POST that is no JSON is refused before its
+    # method is looked at.
     without = "positive_data_acceptance,unsupported_method"
     with Served(small(tokenizer), tokenizer) as served:
         done = subprocess.run(

@@ -47,7 +47,8 @@ def test_while_the_model_is_loaded_all_is_unavailable_but_the_page() -> None:
         time.sleep(0.01)
     answers = [served.post(path, body) for path, body in ASKED.items()]
     answers += [
-        served.ask("GET", path) for path in ("/health", "/metrics", "/v1/models", "/v1/models/x", "/tokenizer_info")
+        served.ask("GET", path)
+        for path in ("/health", "/metrics", "/v1/models", "/v1/models/x", "/tokenizer_info")
     ]
     assert {answer.status for answer in answers} == {503}
     assert {answer.headers["retry-after"] for answer in answers} == {"2"}
@@ -57,7 +58,9 @@ def test_while_the_model_is_loaded_all_is_unavailable_but_the_page() -> None:
     served.__exit__(None, None, None)
 
 
-def test_a_context_that_does_not_fit_the_memory_is_halved_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_context_that_does_not_fit_the_memory_is_halved_and_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tokenizer = Tokenizer.bytes()
     model = tiny_llama(vocab_size=tokenizer.vocab_size, max_position_embeddings=1024)
     room = 2 * ROWS * KVCache.bytes_per_row(model.config, 256, torch.float32)
@@ -70,11 +73,15 @@ def test_a_context_that_does_not_fit_the_memory_is_halved_and_said(monkeypatch: 
         assert served.service.rows == ROWS and served.texts([5] * 255, max_tokens=9, seed=1)
 
 
-def test_where_fewer_rows_fit_the_memory_the_fingerprint_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_fewer_rows_fit_the_memory_the_fingerprint_is_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Another number of rows has other bits."""
     tokenizer, found = Tokenizer.bytes(), set[str]()
     model = small(tokenizer)
-    row_bytes = KVCache.bytes_per_row(model.config, model.config.max_position_embeddings, torch.float32)
+    row_bytes = KVCache.bytes_per_row(
+        model.config, model.config.max_position_embeddings, torch.float32
+    )
     for rows in (2, ROWS):
         memory = SimpleNamespace(free_memory_bytes=2 * rows * row_bytes)
         monkeypatch.setattr(completion, "describe", lambda memory=memory: memory)
@@ -84,10 +91,14 @@ def test_where_fewer_rows_fit_the_memory_the_fingerprint_is_another(monkeypatch:
     assert len(found) == 2
 
 
-def test_as_many_prompts_may_wait_for_a_newer_version_as_its_context_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_prompts_may_wait_for_a_newer_version_as_its_context_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(service, "LOOK_S", 0.01)
     tokenizer = Tokenizer.bytes()
-    with Served(tiny_llama(vocab_size=tokenizer.vocab_size, max_position_embeddings=32), tokenizer) as served:
+    with Served(
+        tiny_llama(vocab_size=tokenizer.vocab_size, max_position_embeddings=32), tokenizer
+    ) as served:
         model = tiny_llama(vocab_size=tokenizer.vocab_size, max_position_embeddings=64)
         served.source.give(model, tokenizer)
         end = time.monotonic() + HANG_S
@@ -97,7 +108,9 @@ def test_as_many_prompts_may_wait_for_a_newer_version_as_its_context_says(monkey
         assert served.service.gate._most_tokens == (1 + WAITING_PROMPTS) * ROWS * 64
 
 
-def test_a_version_that_did_not_fit_is_tried_again_once_another_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_that_did_not_fit_is_tried_again_once_another_has_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(service, "LOOK_S", 0.01)
     tokenizer, tried = Tokenizer.bytes(), list[str]()
 
@@ -136,7 +149,8 @@ def test_counts_are_those_of_what_happened() -> None:
     tokenizer = Tokenizer.bytes()
     with Served(small(tokenizer), tokenizer) as served:
         for _ in range(2):
-            served.texts("abc" * 40, max_tokens=5, logit_bias={"1": -100})  # which would end the text
+            # Which would end the text.
+            served.texts("abc" * 40, max_tokens=5, logit_bias={"1": -100})
         served.post("/v1/completions", {})
         counts = served.ask("GET", "/metrics").body
     lines = dict(line.rsplit(" ", 1) for line in counts.splitlines() if not line.startswith("#"))
@@ -146,7 +160,11 @@ def test_counts_are_those_of_what_happened() -> None:
     )
     assert lines["monograph_tokens_drawn_total"] == "10" and lines["monograph_rows"] == str(ROWS)
     assert lines["monograph_texts_waiting"] == lines["monograph_rows_running"] == "0"
-    assert lines['monograph_request_seconds_bucket{le="+Inf"}'] == lines["monograph_first_token_seconds_count"] == "2"
+    assert (
+        lines['monograph_request_seconds_bucket{le="+Inf"}']
+        == lines["monograph_first_token_seconds_count"]
+        == "2"
+    )
 
 
 def test_counts_never_fall_when_a_version_goes() -> None:

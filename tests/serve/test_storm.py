@@ -1,7 +1,9 @@
-"""Run: pytest tests/serve/test_storm.py (law 20, S5: after any storm of broken requests the server is as before).
+"""Run: pytest tests/serve/test_storm.py (law 20, S5: after any storm of broken requests the server
+is as before).
 
-Requests of all kinds that fail: no HTTP, half of it, lies about lengths, refused fields, and clients that go while they
-wait, while their constraint is compiled, while their prompt is read or scored, or while their text comes.
+Requests of all kinds that fail: no HTTP, half of it, lies about lengths, refused fields, and
+clients that go while they wait, while their constraint is compiled, while their prompt is read or
+scored, or while their text comes.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ def head(*lines: str, path: str = "/v1/completions", kind: str = "application/js
     return "\r\n".join([*first, *lines]).encode()
 
 
-def post(body: Any, path: str = "/v1/completions", *headers: str, kind: str = "application/json") -> bytes:
+def post(
+    body: Any, path: str = "/v1/completions", *headers: str, kind: str = "application/json"
+) -> bytes:
     content = body if isinstance(body, bytes) else json.dumps({"model": "last"} | body).encode()
     return head(*headers, f"Content-Length: {len(content)}", "", "", path=path, kind=kind) + content
 
@@ -56,7 +60,10 @@ def no_http(draw: random.Random) -> Parts:
 
 def lies(draw: random.Random) -> Parts:
     body = b'{"model": "last", "prompt": "a"}'
-    length, lengths = (lambda n: f"Content-Length: {n}"), [5, 99, -1, 10**9, 10**30, "x", "5\r\nContent-Length: 6"]
+    length, lengths = (
+        (lambda n: f"Content-Length: {n}"),
+        [5, 99, -1, 10**9, 10**30, "x", "5\r\nContent-Length: 6"],
+    )
     return draw.choice(
         [
             (head(length(draw.choice(lengths)), "", "") + body,), (head(length(MIB), "", ""), b" " * 70000),
@@ -95,13 +102,19 @@ def left(draw: random.Random) -> Parts:
     )  # fmt: skip
     stream = {"stream": draw.random() < 0.5 and "echo" not in options, "seed": draw.randrange(9)}
     asked = post({"prompt": prompt} | ENDLESS | options | stream)
-    said = {"messages": [{"role": "user", "content": prompt}]} | ENDLESS | {"stream": draw.random() < 0.5}
+    said = (
+        {"messages": [{"role": "user", "content": prompt}]}
+        | ENDLESS
+        | {"stream": draw.random() < 0.5}
+    )
     more = draw.choice([(), (b"\r\n",), (GET % b"/health",) * 2])
     return (draw.choice([asked, post(said, "/v1/chat/completions")]), *more)
 
 
 def broken(port: int, kind: Callable[[random.Random], Parts], seed: int) -> None:
-    """Send a request, wait a while or for something, and go in one of the ways in which a client goes."""
+    """Send a request, wait a while or for something, and go in one of the ways in which a client
+    goes.
+    """
     draw = random.Random(seed)
     with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=HANG_S) as client:
         for part in kind(draw):
@@ -124,7 +137,12 @@ def storm(served: Served, seeds: range) -> None:
     kinds = [no_http, lies, refused, left]
     with ThreadPoolExecutor(THREADS) as pool:
         for begin in range(seeds.start, seeds.stop, 1000):
-            list(pool.map(lambda seed: broken(served.port, kinds[seed % 4], seed), seeds[begin - seeds.start :][:1000]))
+            list(
+                pool.map(
+                    lambda seed: broken(served.port, kinds[seed % 4], seed),
+                    seeds[begin - seeds.start :][:1000],
+                )
+            )
     service, state = served.service, served.server.server_state
     gate, end = service.gate, time.monotonic() + HANG_S
     while not served.idle() or state.connections or state.tasks or service._users.total():
@@ -132,9 +150,13 @@ def storm(served: Served, seeds: range) -> None:
         time.sleep(0.01)
     [lane] = service.owner._lanes.values()
     machine = lane.generator
-    assert not (lane.texts or machine._waiting or any(machine._records) or gate._entered or gate._tokens)
+    assert not (
+        lane.texts or machine._waiting or any(machine._records) or gate._entered or gate._tokens
+    )
     assert len(machine._free) == machine.rows and not any(machine.tables._uses.values())  # type: ignore[attr-defined]
-    assert not service.owner._scores and not any(each._waiting for each in service._compilers.values())
+    assert not service.owner._scores and not any(
+        each._waiting for each in service._compilers.values()
+    )
     assert service.crashed is None and not served.bugs
 
 
@@ -163,7 +185,13 @@ def test_after_a_storm_of_broken_requests_all_is_as_before(
     before, seeds, service = served.texts(**ASKED), range(count), served.service
     storm(served, seeds)
     # How many go before they are answered is a matter of the clock.
-    while service.gate.cancelled <= count // 5 or not service.counted.by_status.keys() > {200, 400, 403, 404, 415}:
+    while service.gate.cancelled <= count // 5 or not service.counted.by_status.keys() > {
+        200,
+        400,
+        403,
+        404,
+        415,
+    }:
         assert seeds.stop < 4_000
         seeds = range(seeds.stop, seeds.stop + count)
         storm(served, seeds)

@@ -19,7 +19,9 @@ TIMES = {"torch": 2.0, "cudnn": 1.0, "flash": 2.0}
 
 
 def session(model, device="cuda", kernel=None, micro_batch=2):
-    engine = SimpleNamespace(step=SimpleNamespace(device=torch.device(device)), model=model, micro_batch=micro_batch)
+    engine = SimpleNamespace(
+        step=SimpleNamespace(device=torch.device(device)), model=model, micro_batch=micro_batch
+    )
     plan = SimpleNamespace(training=SimpleNamespace(precision="fp8"))
     return SimpleNamespace(engine=engine, plan=plan, kernel=kernel, world=World())
 
@@ -51,7 +53,11 @@ def test_the_fastest_on_the_runs_shapes_is_used_and_said_in_one_line(measured):
     run = session(tiny_llama())
     said = choose(run, ragged(6))
     assert measured == [(2, (4, 2), 24, 8, torch.bfloat16, torch.device("cuda"))]
-    assert run.kernel == "cudnn" and kernels(run.engine.model) == {"cudnn"} and run.engine.model.attention == "auto"
+    assert (
+        run.kernel == "cudnn"
+        and kernels(run.engine.model) == {"cudnn"}
+        and run.engine.model.attention == "auto"
+    )
     assert said == [("attention", "cudnn; times as fast as torch's choice: cudnn 2.00, flash 1.00")]
 
 
@@ -100,11 +106,16 @@ TOO_LARGE = "out of resource: triton_tem_fused_flex_attention_backward_7 Require
         ("T4", [None], None, "sdpa"),
     ],
 )
-def test_where_flex_attention_does_not_fit_the_gpu_a_graph_has_dense_masks(card, reasons, left, attention, monkeypatch):
+def test_where_flex_attention_does_not_fit_the_gpu_a_graph_has_dense_masks(
+    card, reasons, left, attention, monkeypatch
+):
     """Nor is it taken where it has no tensor cores."""
     monkeypatch.setattr(warmup, "describe", lambda device: named(card))
     run, coming = session(tiny_llama(), kernel="cudnn"), iter(reasons)
     run.engine.capture = lambda window, scope: next(coming)
-    assert capture(run.engine, packed(2), "whole", "cudnn") == left and next(coming, "all asked") == "all asked"
+    assert (
+        capture(run.engine, packed(2), "whole", "cudnn") == left
+        and next(coming, "all asked") == "all asked"
+    )
     assert run.engine.model.attention == attention
     assert attention == "auto" or kernels(run.engine.model) == {"cudnn"}

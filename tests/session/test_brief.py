@@ -1,4 +1,6 @@
-"""Run: pytest tests/session/test_brief.py (a run that is over before its step would be compiled is not compiled)."""
+"""Run: pytest tests/session/test_brief.py (a run that is over before its step would be compiled is
+not compiled).
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,25 @@ from typing import Any
 
 import pytest
 
-from laws.resumed import PREFERRED, REWARDED, SETTINGS, cut_back, fingerprint, resume, start, write_inputs
+from laws.resumed import (
+    PREFERRED,
+    REWARDED,
+    SETTINGS,
+    cut_back,
+    fingerprint,
+    resume,
+    start,
+    write_inputs,
+)
 from monograph.config import load
 from monograph.resident import Resident
 from monograph.session import brief, reporting, warmup
 
-KINDS: dict[str, dict[str, Any]] = {"texts": SETTINGS, "preferences": PREFERRED, "rewards": REWARDED}
+KINDS: dict[str, dict[str, Any]] = {
+    "texts": SETTINGS,
+    "preferences": PREFERRED,
+    "rewards": REWARDED,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +44,8 @@ def settings_of(kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(each, marks=pytest.mark.slow if each != "texts" else ()) for each in KINDS]
+    "kind",
+    [pytest.param(each, marks=pytest.mark.slow if each != "texts" else ()) for each in KINDS],
 )
 def test_a_brief_run_is_not_compiled_and_goes_on_so(
     kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -40,17 +56,23 @@ def test_a_brief_run_is_not_compiled_and_goes_on_so(
     monkeypatch.setattr(Resident, "capture", capture)
     start("whole", settings_of(kind))
     said = capsys.readouterr().err
-    assert said.count("training without compiling: it takes about ") == 1 and said.count("\ntrial ") == 1, said
+    assert (
+        said.count("training without compiling: it takes about ") == 1
+        and said.count("\ntrial ") == 1
+    ), said
     assert load(Path("whole/config.toml"), {}, {}, recorded=True).train.compile == "none"
     cut_back("whole", "cut", 2)
-    monkeypatch.setattr(brief, "LEAST_COMPILE_S", 0.0)  # the decision is recorded, and not made again
+    # The decision is recorded, and not made again.
+    monkeypatch.setattr(brief, "LEAST_COMPILE_S", 0.0)
     monkeypatch.setattr(brief, "COMPILE_S", 0.0)
     resume("cut")
     assert fingerprint(Path("cut")) == fingerprint(Path("whole"))
 
 
 def test_a_brief_run_is_the_run_that_was_never_to_be_compiled() -> None:
-    """Rewards draw their answers otherwise where nothing is compiled, so all of the session is made anew."""
+    """Rewards draw their answers otherwise where nothing is compiled, so all of the session is made
+    anew.
+    """
     start("brief", settings_of("rewards"))
     start("eager", settings_of("rewards") | {"train.compile": "none"})
     found, expected = (fingerprint(Path(name)) for name in ("brief", "eager"))
@@ -74,7 +96,9 @@ def test_a_short_text_ends_a_run_before_the_clock_does(monkeypatch: pytest.Monke
         ({"train.updates": None, "train.minutes": 10}, "long by the clock"),
     ],
 )
-def test_what_is_compiled(change: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_compiled(
+    change: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Compiled(Exception):
         pass
 
@@ -83,7 +107,10 @@ def test_what_is_compiled(change: dict[str, Any], why: str, monkeypatch: pytest.
 
     monkeypatch.setattr(Resident, "capture", capture)
     monkeypatch.setattr("monograph.session.eager_start.pays", lambda *_: False)
-    monkeypatch.setattr("monograph.planner.defaults.most_updates", lambda *_: 10**9)  # as if the text were long
-    given = {key: value for key, value in (settings_of("texts") | change).items() if value is not None}
+    # As if the text were long.
+    monkeypatch.setattr("monograph.planner.defaults.most_updates", lambda *_: 10**9)
+    given = {
+        key: value for key, value in (settings_of("texts") | change).items() if value is not None
+    }
     with pytest.raises(Compiled):
         start("run", given)

@@ -19,13 +19,20 @@ def test_a_job_leaves_open_what_the_shape_or_the_device_decides_and_nothing_else
     assert {name for name, value in vars(job).items() if value == "auto"} == is_open
     assert job.is_rate_open and job.is_decay_open and set(job.intervals) == {None}
     assert "auto" not in job.reading.values() and job.reading["tokenizer"] == "bpe"
-    given = {"train.eval_every": 3, "optim.lr": 1e-3, "optim.weight_decay": 0.1, "train.tokens": 2**20}
+    given = {
+        "train.eval_every": 3,
+        "optim.lr": 1e-3,
+        "optim.weight_decay": 0.1,
+        "train.tokens": 2**20,
+    }
     told = job_of(load(None, given, {}))
     assert told.intervals.eval_every == 3 and not told.is_rate_open and not told.is_decay_open
     assert told.updates == 2**20 // told.tokens_per_update and told.span.tokens == 2**20
 
 
-def test_a_job_names_the_run_that_was_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_names_the_run_that_was_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     run = Run.create(Path("runs/first"))
     with run.lock(new=True):

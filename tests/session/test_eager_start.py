@@ -47,13 +47,18 @@ def session_of(settings: dict[str, Any]) -> Session:
     return open_session(Run(Path("run")), plan, task, torch.device("cpu"), progress)
 
 
-def test_it_pays_where_the_clock_gives_the_length_and_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_pays_where_the_clock_gives_the_length_and_nothing_is_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     session = session_of(BY_CLOCK)
     window = next(session.open_batches(0))
     key = compiled_key(session, window)
     assert pays(session, key)
     whole = session.plan
-    others = [replace(whole, **change) for change in ({"updates": 20}, {"epochs": 2}, {"memory": "stream"})]  # type: ignore[arg-type]
+    others = [
+        replace(whole, **change)
+        for change in ({"updates": 20}, {"epochs": 2}, {"memory": "stream"})
+    ]  # type: ignore[arg-type]
     for session.plan in (*others, whole.training_with(compile="none")):
         assert not pays(session, key), session.plan
     session.plan = whole
@@ -66,7 +71,9 @@ def test_it_pays_where_the_clock_gives_the_length_and_nothing_is_compiled(monkey
     assert not pays(session, key), "it is compiled"
     other = session_of(BY_CLOCK | {"train.seed": 5, "optim.lr": 0.01})
     assert compiled_key(other, window) == key, "another seed or rate is the same code"
-    assert pays(session, compiled_key(session, {**window, "tokens": window["tokens"][:, 1:]})), "this shape is not"
+    assert pays(session, compiled_key(session, {**window, "tokens": window["tokens"][:, 1:]})), (
+        "this shape is not"
+    )
 
 
 def test_it_pays_for_a_model_that_exists_and_for_preferences_and_rewards_too() -> None:
@@ -100,10 +107,15 @@ def test_the_other_process_opens_a_run_whose_settings_are_all_that_is_written(
     given = with_records(load(None, by_clock | {"train.compile": "none", "train.minutes": 1}, {}))
     write_config(run, given.vouching(digests(given.programs)))
     with closing(session_of(by_clock).task) as task:
-        save_file({name: each.clone() for name, each in next(task.windows(0, None, ())).items()}, "window.safetensors")
+        save_file(
+            {name: each.clone() for name, each in next(task.windows(0, None, ())).items()},
+            "window.safetensors",
+        )
     before = sorted(Path("run").iterdir())
     compiled = list[Any]()
-    monkeypatch.setattr(eager_start, "compile_step", lambda session, window, progress: compiled.append(window))
+    monkeypatch.setattr(
+        eager_start, "compile_step", lambda session, window, progress: compiled.append(window)
+    )
     monkeypatch.setattr(Function, "start", lambda _: pytest.fail("the user's program was started"))
     compile_run("run", "window.safetensors")
     assert sorted(Path("run").iterdir()) == before
@@ -112,14 +124,29 @@ def test_the_other_process_opens_a_run_whose_settings_are_all_that_is_written(
 
 @pytest.mark.slow
 def test_a_first_run_waits_for_the_cache_alone(server: CommandServer, here: Path) -> None:
-    settings = ["model.preset=nano", "data.source=stdlib", "data.tokenizer=bytes", "train.tokens_per_update=512"]
-    home = {"MONOGRAPH_HOME": str(here / "home"), "TORCHINDUCTOR_CACHE_DIR": str(here / "home" / "compiled")}
+    settings = [
+        "model.preset=nano",
+        "data.source=stdlib",
+        "data.tokenizer=bytes",
+        "train.tokens_per_update=512",
+    ]
+    home = {
+        "MONOGRAPH_HOME": str(here / "home"),
+        "TORCHINDUCTOR_CACHE_DIR": str(here / "home" / "compiled"),
+    }
     runs = []
     for name in ("cold", "warm"):
-        done = server.run(here, "train", *settings, "train.minutes=0.35", "--out", name, "--json", env=home)
+        done = server.run(
+            here, "train", *settings, "train.minutes=0.35", "--out", name, "--json", env=home
+        )
         assert done.code == 0, done.err
         early = [row for row in Run(here / name).rows() if MARK in row]
-        runs.append((json.loads(done.out.splitlines()[-1])["compile_s"], early[-1]["wall_s"] if early else 0.0))
+        runs.append(
+            (
+                json.loads(done.out.splitlines()[-1])["compile_s"],
+                early[-1]["wall_s"] if early else 0.0,
+            )
+        )
     (cold_s, early_s), (warm_s, none_s) = runs
     assert early_s > cold_s and not none_s, runs
     assert cold_s < 2 * warm_s + 2, runs

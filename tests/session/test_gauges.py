@@ -1,4 +1,6 @@
-"""Run: pytest tests/session/test_gauges.py (a card's numbers in the metrics, and a run that becomes slower)."""
+"""Run: pytest tests/session/test_gauges.py (a card's numbers in the metrics, and a run that becomes
+slower).
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ class Nvml:
                 "nvmlInit": None,
                 "nvmlDeviceGetHandleByUUID": card,
                 "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=93, memory=40),
-                "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=80 * 2**30, used=3 * 2**30, free=77 * 2**30),
+                "nvmlDeviceGetMemoryInfo": SimpleNamespace(
+                    total=80 * 2**30, used=3 * 2**30, free=77 * 2**30
+                ),
                 "nvmlDeviceGetPowerUsage": 312_500,
                 "nvmlDeviceGetTemperature": 71 if which == (0,) else None,
                 "nvmlDeviceGetClockInfo": 1980 if which == (1,) else None,
@@ -74,7 +78,10 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Nvml:
     monkeypatch.setitem(sys.modules, "pynvml", library)
     monkeypatch.setattr(room, "describe", lambda device: SimpleNamespace(cores=2))
     monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=UUIDS[device.index]), raising=False
+        torch.cuda,
+        "get_device_properties",
+        lambda device: SimpleNamespace(uuid=UUIDS[device.index]),
+        raising=False,
     )
     return library
 
@@ -93,7 +100,9 @@ def test_a_card_s_numbers_have_their_units_and_are_read_once_a_second(
 
 
 def test_the_card_is_the_one_that_torch_computes_on(nvml: Nvml) -> None:
-    """Whatever CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER say: NVML numbers all cards, in the order of the bus."""
+    """Whatever CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER say: NVML numbers all cards, in the order
+    of the bus.
+    """
     Gauges(CUDA).read()
     assert set(nvml.asked) == {"", f"GPU-{UUIDS[1]}"}
 
@@ -104,7 +113,10 @@ def test_what_the_library_refuses_is_left_out(nvml: Nvml, monkeypatch: pytest.Mo
     nvml.refused = {"nvmlDeviceGetPowerUsage", "nvmlDeviceGetCurrentClocksEventReasons"}
     assert card.read() == {name: value for name, value in NUMBERS.items() if name != "gpu_power_w"}
     assert card.hints().keys() == {"load", "swapped", "processes"}
-    nvml.refused |= {f"nvmlDeviceGet{name}" for name in ("UtilizationRates", "MemoryInfo", "Temperature", "ClockInfo")}
+    nvml.refused |= {
+        f"nvmlDeviceGet{name}"
+        for name in ("UtilizationRates", "MemoryInfo", "Temperature", "ClockInfo")
+    }
     assert card.read() == {}
 
 
@@ -114,7 +126,9 @@ def test_without_the_library_a_driver_or_a_card_there_is_nothing(
 ) -> None:
     if missing == "library":
         monkeypatch.setitem(sys.modules, "pynvml", None)
-    nvml.refused = {"driver": {"nvmlInit"}, "card": {"nvmlDeviceGetHandleByUUID"}}.get(missing, set())
+    nvml.refused = {"driver": {"nvmlInit"}, "card": {"nvmlDeviceGetHandleByUUID"}}.get(
+        missing, set()
+    )
     card = Gauges(torch.device("cpu") if missing == "device" else CUDA)
     assert card.read() == {} and card.hints().keys() == {"load", "swapped"}
     assert capfd.readouterr() == ("", "")
@@ -123,7 +137,11 @@ def test_without_the_library_a_driver_or_a_card_there_is_nothing(
 def test_the_real_library_has_what_is_asked_for() -> None:
     pynvml = pytest.importorskip("pynvml")
     for read in chain(room._GAUGES.values(), room._HINTS.values()):
-        assert all(hasattr(pynvml, name) for name in read.__code__.co_names if name.lower().startswith("nvml"))
+        assert all(
+            hasattr(pynvml, name)
+            for name in read.__code__.co_names
+            if name.lower().startswith("nvml")
+        )
     assert {bit for name, bit in vars(pynvml).items() if name.startswith("nvmlClocksEventReason") and (
         "Thermal" in name or "HwSlowdown" in name or "PowerCap" in name or "PowerBrake" in name
     )} == set(room._LIMITS)  # fmt: skip
@@ -142,7 +160,9 @@ class Still:
         return ""
 
 
-def alarms(seconds: Iterator[float] | list[float], rate: float = 1000.0) -> list[tuple[int, float, float]]:
+def alarms(
+    seconds: Iterator[float] | list[float], rate: float = 1000.0
+) -> list[tuple[int, float, float]]:
     """(update, rate, rate before) of each alarm, for updates that take so many seconds."""
     alarm, found = Alarm(Still()), []  # type: ignore[arg-type]
     for update, update_s in enumerate(seconds, 1):
@@ -161,7 +181,9 @@ def test_a_run_at_half_its_speed_is_noticed_once_until_it_recovers(update_s: flo
     long = round(max(400 / update_s, 60))
     steady, slow = noisy(update_s, long), noisy(2 * update_s, long, 1)
     ((update, now, before),) = alarms(steady + slow)
-    assert now == pytest.approx(500 / update_s, rel=0.1) and before == pytest.approx(1000 / update_s, rel=0.1)
+    assert now == pytest.approx(500 / update_s, rel=0.1) and before == pytest.approx(
+        1000 / update_s, rel=0.1
+    )
     assert long < update <= long + 2 * max(room.STRETCH_S / update_s, room.STRETCH)
     assert len(alarms(steady + slow + steady + slow)) == 2
 
@@ -170,7 +192,8 @@ def test_a_run_at_half_its_speed_is_noticed_once_until_it_recovers(update_s: flo
     "seconds",
     [
         [60.0] + [1.0] * 300,  # a first update that waits for a compiler
-        [1.0] * 150 + [90.0] + [1.0] * 150 + [90.0],  # one that waits for it later, and one for a rewind
+        # One that waits for it later, and one for a rewind.
+        [1.0] * 150 + [90.0] + [1.0] * 150 + [90.0],
         [1.0] * 300 + [1.35] * 300,  # a little slower
         [0.5] * 30 + [1.0] * 600,  # fast for a moment
         [0.5] * 120 + [1.0] * 600,  # and for the first stretch
@@ -182,7 +205,9 @@ def test_noise_is_no_alarm(seconds: list[float]) -> None:
     assert alarms(seconds) == []
 
 
-def test_the_likely_reasons_are_what_has_changed(nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_likely_reasons_are_what_has_changed(
+    nvml: Nvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(room, "swapped_bytes", lambda: swapped[0])
     monkeypatch.setattr(room.os, "getloadavg", lambda: load)
     swapped, load = [2**20], (2.2, 2.0, 2.0)
@@ -194,7 +219,10 @@ def test_the_likely_reasons_are_what_has_changed(nvml: Nvml, monkeypatch: pytest
         "the GPU is slowed by heat", "2 processes use the GPU, 1 before", "1.00 GiB of its memory went to swap",
         "load 4.5 on 2 cores, 2.2 before",
     ]  # fmt: skip
-    nvml.refused = {"nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetComputeRunningProcesses"}
+    nvml.refused = {
+        "nvmlDeviceGetCurrentClocksEventReasons",
+        "nvmlDeviceGetComputeRunningProcesses",
+    }
     load = (1.9, 2.0, 2.0)
     assert card.why(before, card.hints()) == "1.00 GiB of its memory went to swap"
 
@@ -202,7 +230,9 @@ def test_the_likely_reasons_are_what_has_changed(nvml: Nvml, monkeypatch: pytest
 def test_a_run_says_so_in_its_metrics_to_trackers_and_on_the_screen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Updates of 15 s, from the 41st on of 30 s; evaluations and saves that take minutes are no part of them."""
+    """Updates of 15 s, from the 41st on of 30 s; evaluations and saves that take minutes are no
+    part of them.
+    """
     monkeypatch.chdir(tmp_path)
     write_inputs(tmp_path)
     monkeypatch.setattr("monograph.session.reporting.write_report", lambda *_: None)
@@ -229,9 +259,14 @@ def test_a_run_says_so_in_its_metrics_to_trackers_and_on_the_screen(
     now_, before = event["slower"]["tokens_per_s"], event["slower"]["before"]
     assert event["update"] == 50 and event["tokens"] > 0 and before == pytest.approx(2 * now_)
     first, *later = [row for row in rows if "train_loss" in row]
-    assert not first.keys() & NUMBERS.keys() and all(row.items() >= NUMBERS.items() for row in later)
+    assert not first.keys() & NUMBERS.keys() and all(
+        row.items() >= NUMBERS.items() for row in later
+    )
     assert all(row["tokens_per_s"] == pytest.approx(before) for row in later[:-20])
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "slower: " in line]
     assert line.endswith("before: the GPU is slowed by heat")
-    assert dict(follow._numbers(event)).items() >= {"slower/tokens_per_s": now_, "slower/before": before}.items()
+    assert (
+        dict(follow._numbers(event)).items()
+        >= {"slower/tokens_per_s": now_, "slower/before": before}.items()
+    )
     assert dict(follow._numbers(later[-1])).items() >= NUMBERS.items()

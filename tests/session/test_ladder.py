@@ -1,4 +1,6 @@
-"""Run: pytest tests/session/test_ladder.py (each rung is one change, and the first is an obviously correct step)."""
+"""Run: pytest tests/session/test_ladder.py (each rung is one change, and the first is an obviously
+correct step).
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-# ---- one change a rung ----------------------------------------------------------------------------------------------
+# ---- one change a rung ---------------------------------------------------------------------------
 
 
 def test_each_rung_changes_one_thing_and_all_of_them_everything() -> None:
@@ -66,18 +68,31 @@ def test_each_rung_changes_one_thing_and_all_of_them_everything() -> None:
 OPTIMIZERS = (AdamW(lr=1e-2), Muon(lr=1e-2), AdamW(lr=1e-2, ema=0.9))
 # By day each optimizer and each way to keep activations.
 WAYS = [
-    pytest.param(optim, remat, marks=() if (remat == Remat.Full()) == isinstance(optim, Muon) else pytest.mark.slow)
+    pytest.param(
+        optim,
+        remat,
+        marks=() if (remat == Remat.Full()) == isinstance(optim, Muon) else pytest.mark.slow,
+    )
     for optim in OPTIMIZERS
     for remat in (Remat.Off(), Remat.Full())
 ]
 
 
 @pytest.mark.parametrize(("optim", "remat"), WAYS)
-def test_an_unfused_step_makes_the_same_updates(optim: AdamW | Muon, remat: Remat.Off | Remat.Full) -> None:
-    engines = [Resident(tiny_llama(torch.float64), optim=optim, clip=0.5, remat=remat, micro_batch=2) for _ in range(2)]
+def test_an_unfused_step_makes_the_same_updates(
+    optim: AdamW | Muon, remat: Remat.Off | Remat.Full
+) -> None:
+    engines = [
+        Resident(tiny_llama(torch.float64), optim=optim, clip=0.5, remat=remat, micro_batch=2)
+        for _ in range(2)
+    ]
     unfuse(engines[0])
     slow, fast = (engine.step for engine in engines)
-    assert isinstance(slow.parameters, Unfused) and isinstance(slow.loss, TokenLoss) and slow.loss.impl == "reference"
+    assert (
+        isinstance(slow.parameters, Unfused)
+        and isinstance(slow.loss, TokenLoss)
+        and slow.loss.impl == "reference"
+    )
     assert len(slow.planes) == len(list(engines[0].model.parameters())) > len(fast.planes)
     for seed in range(4):
         window = rows_of(packed(8, seed), 0, 5)
@@ -95,7 +110,9 @@ def test_a_loss_of_ones_own_stays() -> None:
     assert engine.step.loss is before
 
 
-def test_each_rung_trains_the_way_that_it_says(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rung_trains_the_way_that_it_says(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made, stack, seen = ladder(folder), {"": RungWay()}, {}
     made.machine = CARD
 
@@ -110,21 +127,30 @@ def test_each_rung_trains_the_way_that_it_says(folder: Path, monkeypatch: pytest
         if each.over is None:
             stack[each.name] = each.after(way)
     steps = {name: session.engine.step for name, session in seen.items()}
-    assert [rung.name for rung in RUNGS[1:] if rung.name not in seen] == ["adapters"]  # of a new model
-    assert [name for name, step in steps.items() if isinstance(step.parameters, Unfused)] == ["compiled"]
+    # Of a new model.
+    assert [rung.name for rung in RUNGS[1:] if rung.name not in seen] == ["adapters"]
+    assert [name for name, step in steps.items() if isinstance(step.parameters, Unfused)] == [
+        "compiled"
+    ]
     assert {name: step.precision.name for name, step in steps.items() if step.precision.name != "bf16"} == {
         "compiled": "fp32", "fused loss and optimizer": "fp32", "fp8": "fp8",
     }  # fmt: skip
     assert {name: step.remat for name, step in steps.items() if step.remat != Remat.Off()} == {
         "recompute": Remat.Full(), "offload": Remat.Offload(),
     }  # fmt: skip
-    assert [name for name, session in seen.items() if session.engine.micro_batch != 8] == ["accumulation"]
-    assert [name for name, session in seen.items() if session.corpus is made.texts["padded"]] == [*seen][:3]
+    assert [name for name, session in seen.items() if session.engine.micro_batch != 8] == [
+        "accumulation"
+    ]
+    assert [name for name, session in seen.items() if session.corpus is made.texts["padded"]] == [
+        *seen
+    ][:3]
     assert [name for name, step in steps.items() if step.optim.state == "8bit"] == ["8-bit state"]
-    assert [name for name, session in seen.items() if isinstance(session.engine, Streamed)] == ["streaming"]
+    assert [name for name, session in seen.items() if isinstance(session.engine, Streamed)] == [
+        "streaming"
+    ]
 
 
-# ---- the same tokens ------------------------------------------------------------------------------------------------
+# ---- the same tokens -----------------------------------------------------------------------------
 
 
 def test_an_update_has_as_many_tokens_padded_as_packed(folder: Path) -> None:
@@ -140,30 +166,44 @@ def test_an_update_has_as_many_tokens_padded_as_packed(folder: Path) -> None:
     assert means["padded"] == pytest.approx(means["packed"], rel=0.5 / rows + 0.05)
 
 
-def test_the_micro_batch_is_the_plans_and_a_quarter_of_it_where_more_is_accumulated(folder: Path) -> None:
+def test_the_micro_batch_is_the_plans_and_a_quarter_of_it_where_more_is_accumulated(
+    folder: Path,
+) -> None:
     made = ladder(folder)
     assert made.plan_of(RungWay(packing="packed")).training.rows == 8
     assert made.plan_of(RungWay(packing="packed", accumulated=True)).training.rows == 2
-    assert ladder(folder, "train.micro_batch=2").plan_of(RungWay(accumulated=True)).training.rows == 1
+    assert (
+        ladder(folder, "train.micro_batch=2").plan_of(RungWay(accumulated=True)).training.rows == 1
+    )
 
 
-def test_what_the_rungs_differ_in_is_theirs_and_a_rung_is_no_longer_than_the_run(folder: Path) -> None:
+def test_what_the_rungs_differ_in_is_theirs_and_a_rung_is_no_longer_than_the_run(
+    folder: Path,
+) -> None:
     made = ladder(folder, "train.precision=fp32", "train.remat=full", "data.packing=padded")
     assert made.most == 8 and made.plan_of(RungWay()).training.remat == "none"
     assert made.plan_of(RungWay(captured=True)).training.compile == "whole"
     assert made.plan_of(RungWay(captured=True, streamed=True)).training.compile == "blocks"
     of_blocks = ladder(folder, "train.compile=blocks")
-    assert [of_blocks.plan_of(RungWay(captured=each)).training.compile for each in (False, True)] == ["none", "blocks"]
+    assert [
+        of_blocks.plan_of(RungWay(captured=each)).training.compile for each in (False, True)
+    ] == ["none", "blocks"]
     tokens = ladder(folder, "train.tokens=10000").most
     assert tokens == round(10_000 / 2048) and ladder(folder, "train.epochs=3").most is None
 
 
 def test_weights_without_fp32_masters_have_no_first_rung(folder: Path) -> None:
     with pytest.raises(UsageError, match="a ladder begins in fp32"):
-        ladder(folder, "optim.name=adamw", "optim.state=bf16", "optim.master_weights=false", "train.precision=bf16")
+        ladder(
+            folder,
+            "optim.name=adamw",
+            "optim.state=bf16",
+            "optim.master_weights=false",
+            "train.precision=bf16",
+        )
 
 
-# ---- what a machine cannot do ---------------------------------------------------------------------------------------
+# ---- what a machine cannot do --------------------------------------------------------------------
 
 
 def rung(name: str) -> Rung:
@@ -176,7 +216,12 @@ def test_a_machine_says_what_it_cannot_do(folder: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(module, "compiler_obstacle", lambda: "no C++ compiler")
     found = {each.name: made.obstacle(each.after(RungWay()), each) for each in RUNGS}
     without_card = {"CUDA graphs", "fp8", "offload", "streaming"}
-    assert {name for name, why in found.items() if why} == {"compiled", "bf16", "adapters", *without_card}
+    assert {name for name, why in found.items() if why} == {
+        "compiled",
+        "bf16",
+        "adapters",
+        *without_card,
+    }
     assert found["compiled"] == "no C++ compiler" and found["CUDA graphs"] == "no CUDA device"
     made.machine = CARD
     found = {each.name: made.obstacle(each.after(RungWay()), each) for each in RUNGS}
@@ -186,7 +231,9 @@ def test_a_machine_says_what_it_cannot_do(folder: Path, monkeypatch: pytest.Monk
     one = ladder(folder, "train.micro_batch=1")
     assert "one row" in str(one.obstacle(RungWay(accumulated=True), rung("accumulation")))
     narrow = ladder(folder, "optim.name=adamw", "optim.state=8bit")
-    assert "all rungs have it" in str(narrow.obstacle(RungWay(narrow_state=True), rung("8-bit state")))
+    assert "all rungs have it" in str(
+        narrow.obstacle(RungWay(narrow_state=True), rung("8-bit state"))
+    )
 
 
 def test_what_fails_on_a_rung_is_its_reason_and_the_next_one_goes_on(
@@ -202,7 +249,7 @@ def test_what_fails_on_a_rung_is_its_reason_and_the_next_one_goes_on(
         made.climb(RUNGS[0], RungWay(), Progress())
 
 
-# ---- what is measured -----------------------------------------------------------------------------------------------
+# ---- what is measured ----------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -212,7 +259,9 @@ def test_the_peak_is_the_one_that_is_predicted(folder: Path) -> None:
     assert not isinstance(found, str)
     plan, text = made.plan, made.texts["packed"]
     config = module.build_run(plan, TextTask(text), made.machine).plan.recipe.shape()
-    work = Work(config, rows=8, length=256, optim=type(plan.training.optim)(), compile="none", window_rows=8)
+    work = Work(
+        config, rows=8, length=256, optim=type(plan.training.optim)(), compile="none", window_rows=8
+    )
     assert found.peak_memory_bytes == pytest.approx(footprint(work).peak_bytes, rel=0.05)
     assert (found.micro_batch, found.micro_steps, len(found.seconds)) == (8, 1, 6)
     assert found.held_out and 4 < found.held_out.loss < 7 and 4 < found.train_loss < 7

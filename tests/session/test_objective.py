@@ -39,7 +39,9 @@ ROWS, LENGTH, ALIKE = 12, 8, (3.0, 1.0)  # the teacher's logits of the next toke
 @pytest.mark.parametrize("count, share, said", [
     (1234, 0.05, "1,234 held out"), (0, 0.0, "none held out"), (0, 0.05, "data.held_out = 0.05 took none by chance"),
 ])  # fmt: skip
-def test_where_nothing_is_held_out_it_is_said_whether_that_was_asked_for(count: int, share: float, said: str) -> None:
+def test_where_nothing_is_held_out_it_is_said_whether_that_was_asked_for(
+    count: int, share: float, said: str
+) -> None:
     found = held_out_said(count, share)
     assert said in found and (count == share == 0) == (found == "none held out")
 
@@ -51,7 +53,9 @@ class LogitLoss:
         hidden_ND, head = hidden_of(model, batch)
         teacher_NV = batch["logits"].flatten(0, 1).log_softmax(-1)
         own_NV = (hidden_ND @ head.weight.T).log_softmax(-1)
-        return nn.functional.kl_div(own_NV, teacher_NV, reduction="sum", log_target=True), self.count(batch)
+        return nn.functional.kl_div(
+            own_NV, teacher_NV, reduction="sum", log_target=True
+        ), self.count(batch)
 
     def count(self, batch: Batch) -> torch.Tensor:
         return torch.tensor(batch["tokens"].numel())
@@ -109,7 +113,9 @@ class LogitTask(Task):
     def per_epoch(self) -> int:
         return ROWS
 
-    def windows(self, position: int, seed: int | None, skip: Sequence[Sequence[int]]) -> LogitWindows:
+    def windows(
+        self, position: int, seed: int | None, skip: Sequence[Sequence[int]]
+    ) -> LogitWindows:
         return LogitWindows(self.data.rows, self.plan().training.window_rows, position)
 
     @property
@@ -143,7 +149,9 @@ class LogitTask(Task):
     def sample(self, opening: Opening, write: Callable[[], str | None]) -> str | None:
         return None
 
-    def standing(self, rows: Sequence[Mapping[str, Any]], held_out: Any, yardsticks: Mapping[str, float]) -> str:
+    def standing(
+        self, rows: Sequence[Mapping[str, Any]], held_out: Any, yardsticks: Mapping[str, float]
+    ) -> str:
         first, *_, last = [row["eval_kl"] for row in rows if "eval_kl" in row]
         return f"   {last:.3f} nats from the teacher ({first:.3f} before)"
 
@@ -168,12 +176,17 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_a_new_way_to_learn_is_an_objective_and_a_task(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_new_way_to_learn_is_an_objective_and_a_task(
+    source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     start("run", SETTINGS)
     said = capsys.readouterr().err
     before, *_, after = [row["eval_kl"] for row in Run(Path("run")).rows() if "eval_kl" in row]
     assert after < 0.5 * before
-    for line in ("30 updates of 5 rows of logits", f"{after:.3f} nats from the teacher ({before:.3f} before)"):
+    for line in (
+        "30 updates of 5 rows of logits",
+        f"{after:.3f} nats from the teacher ({before:.3f} before)",
+    ):
         assert line in said, said
     cut_back("run", "resumed", 20)
     resume("resumed")
@@ -184,7 +197,9 @@ def test_a_new_way_to_learn_is_an_objective_and_a_task(source: Path, capsys: pyt
         resume("changed")
 
 
-def test_a_run_with_teachers_is_a_task_of_its_own_and_they_teach_texts_alone(tmp_path: Path) -> None:
+def test_a_run_with_teachers_is_a_task_of_its_own_and_they_teach_texts_alone(
+    tmp_path: Path,
+) -> None:
     text: Any = SimpleNamespace()
     run = Run(tmp_path / "distilled")
     run.folder.mkdir()
@@ -195,6 +210,7 @@ def test_a_run_with_teachers_is_a_task_of_its_own_and_they_teach_texts_alone(tmp
     assert task.data is text and task.digests == {"teachers": hashlib.sha256(b"{}").hexdigest()}
     assert not task.is_foreseen, "no plan and no other process has the teachers"
     with pytest.raises(
-        UsageError, match=r"teach texts alone: go on without teachers in a new run, with --from \S+led$"
+        UsageError,
+        match=r"teach texts alone: go on without teachers in a new run, with --from \S+led$",
     ):
         taught(LogitTask(text), run, 1)

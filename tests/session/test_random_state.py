@@ -33,7 +33,9 @@ def test_another_generator_of_numpy_is_refused_in_words() -> None:
     own = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(3))
     try:
-        with pytest.raises(InputRefused, match=r"numpy\.random draws from PCG64: take set_bit_generator out"):
+        with pytest.raises(
+            InputRefused, match=r"numpy\.random draws from PCG64: take set_bit_generator out"
+        ):
             random_state(CPU)
     finally:
         np.random.set_bit_generator(own)

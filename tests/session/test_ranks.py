@@ -22,7 +22,9 @@ def executable(path: Path) -> Path:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with an environment in .venv whose Python is a link, as they are, and nothing on the PATH."""
+    """A folder with an environment in .venv whose Python is a link, as they are, and nothing on the
+    PATH.
+    """
     executable(tmp_path / "elsewhere" / "python3")
     (tmp_path / "project/.venv/bin").mkdir(parents=True)
     (tmp_path / "project/.venv/bin/python").symlink_to(tmp_path / "elsewhere/python3")
@@ -50,7 +52,9 @@ def test_as_a_script_here_and_from_below(place: Path, monkeypatch: pytest.Monkey
 
 def test_from_elsewhere_it_is_the_whole_path(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/")
-    assert called(monkeypatch, place / ".venv/bin/monograph").endswith("/project/.venv/bin/monograph")
+    assert called(monkeypatch, place / ".venv/bin/monograph").endswith(
+        "/project/.venv/bin/monograph"
+    )
 
 
 def test_on_the_path(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,16 +63,24 @@ def test_on_the_path(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert called(monkeypatch, "/src/monograph/__main__.py") == "monograph"
 
 
-def test_another_installation_on_the_path_is_not_meant(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_installation_on_the_path_is_not_meant(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     executable(place.parent / "elsewhere/monograph")
     assert called(monkeypatch, place / ".venv/bin/monograph") == ".venv/bin/monograph"
     assert called(monkeypatch, "/src/monograph/__main__.py") == ".venv/bin/python -m monograph"
 
 
 @pytest.mark.parametrize("prompt", ["class Cache:", "it's $HOME `x`", 'a "b" \\', ""])
-def test_arguments_survive_the_shell(prompt: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_survive_the_shell(
+    prompt: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "argv", [".venv/bin/monograph"])
-    assert shlex.split(command("generate", "my runs/a", prompt))[1:] == ["generate", "my runs/a", prompt]
+    assert shlex.split(command("generate", "my runs/a", prompt))[1:] == [
+        "generate",
+        "my runs/a",
+        prompt,
+    ]
 
 
 @pytest.mark.parametrize("length", [5, 400])

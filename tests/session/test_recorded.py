@@ -109,13 +109,22 @@ def test_settings_that_change_while_they_are_read_name_nothing_new(
         return found
 
     monkeypatch.setattr(recorded, "load", load_and_change)
-    with pytest.raises(InputRefused, match="changed while it was read, and now names .*evil.py:build"):
+    with pytest.raises(
+        InputRefused, match="changed while it was read, and now names .*evil.py:build"
+    ):
         settings_given(toml, {}, runs_code=True)
 
 
 @pytest.mark.parametrize(
     "same",
-    [{}, SHAPE, FIXED, {"optim.lr": "auto"}, {"data.tokenizer": "auto"}, {"train.tokens": 50 * 512}],
+    [
+        {},
+        SHAPE,
+        FIXED,
+        {"optim.lr": "auto"},
+        {"data.tokenizer": "auto"},
+        {"train.tokens": 50 * 512},
+    ],
     ids=lambda values: " ".join(values),
 )
 def test_what_agrees_may_be_said_again(same: dict[str, Any], run: Run) -> None:
@@ -160,7 +169,9 @@ def test_a_branch_takes_over_what_was_not_given_but_for_its_length(run: Run) -> 
     assert (child.optim.lr, child.train.updates, child.model.hidden_size) == (5e-4, 7, 16)
     assert (child.train.tokens_per_update, child.optim.warmup_updates) == (512, "auto")
     assert (child.train.eval_every, child.train.save_every) == ("auto", "auto")
-    assert child.data.tokenizer == str(run.tokenizer) and child.origins["model.hidden_size"] == str(run.config)
+    assert child.data.tokenizer == str(run.tokenizer) and child.origins["model.hidden_size"] == str(
+        run.config
+    )
 
 
 @pytest.mark.parametrize("length", [{"train.minutes": 1.0}, {"train.epochs": 2}, {}], ids=str)
@@ -184,7 +195,10 @@ def test_a_branch_may_have_another_tokenizer_or_model(run: Run) -> None:
         ({"data.source": ["a", "b"], "data.weights": [2.0, 1.0]}, {"data.source": "c"}),
         ({"optim.schedule": "wsd", "optim.min_lr_ratio": 0.1}, {"optim.schedule": "constant"}),
         ({"rl.reward": "regex", "rl.reward_regex": "a"}, {"rl.reward": "number"}),
-        ({"rl.reward": "json-schema", "rl.reward_schema": "s.json"}, {"rl.reward": "teacher", "rl.teacher": "t"}),
+        (
+            {"rl.reward": "json-schema", "rl.reward_schema": "s.json"},
+            {"rl.reward": "teacher", "rl.teacher": "t"},
+        ),
         ({"rl.answer_regex": "a"}, {"rl.answer_schema": "s.json"}),
         ({"rl.kl": "k2", "rl.kl_coef": 0.1}, {"rl.kl": "none"}),
         ({"prefer.loss": "simpo", "prefer.gamma": 0.5}, {"prefer.loss": "dpo"}),
@@ -243,12 +257,17 @@ def test_a_run_without_settings_is_said(tmp_path: Path) -> None:
 
 def test_a_shape_by_its_sizes_is_not_sized_again() -> None:
     chosen = sized(settings(SHAPE))
-    assert chosen.model.preset == "auto" and (chosen.data.tokenizer, chosen.data.vocab_size) == ("bpe", 4096)
+    assert chosen.model.preset == "auto" and (chosen.data.tokenizer, chosen.data.vocab_size) == (
+        "bpe",
+        4096,
+    )
     with pytest.raises(InputRefused, match="not a multiple"):
         sized(settings(SHAPE | {"model.num_attention_heads": 3}))
 
 
-def test_the_last_run_is_named_by_its_folder_before_another_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_run_is_named_by_its_folder_before_another_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     parent = Run.create()
     write_config(parent, settings(SHAPE | FIXED))
@@ -279,17 +298,26 @@ def test_a_small_text_ends_before_the_time_does(
 def test_a_run_by_the_clock_has_as_many_updates_as_fit_and_says_how_long_one_takes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for update_s, expected, said in ((25.0, (2, 60), "about 1 min 00 s"), (100.0, (1, 100), "about 1 min 40 s")):
+    for update_s, expected, said in (
+        (25.0, (2, 60), "about 1 min 00 s"),
+        (100.0, (1, 100), "about 1 min 40 s"),
+    ):
         *found, line = planned(10_000, update_s, monkeypatch)
         assert tuple(found) == expected and line.endswith(said), line
 
 
-def planned(per_epoch: int, update_s: float, monkeypatch: pytest.MonkeyPatch) -> tuple[int, float, str]:
-    """The updates of a run of a minute on a text with so many windows, its seconds, and its plan's line."""
+def planned(
+    per_epoch: int, update_s: float, monkeypatch: pytest.MonkeyPatch
+) -> tuple[int, float, str]:
+    """The updates of a run of a minute on a text with so many windows, its seconds, and its plan's
+    line.
+    """
     monkeypatch.setattr(warmup, "calibrate", lambda _: update_s)
     monkeypatch.setattr(warmup, "remember", lambda *_: None)
     told: dict[str, str] = {}
-    progress: Any = SimpleNamespace(line=told.__setitem__, stage=lambda *_: nullcontext(SimpleNamespace()))
+    progress: Any = SimpleNamespace(
+        line=told.__setitem__, stage=lambda *_: nullcontext(SimpleNamespace())
+    )
     task: Any = TextTask(SimpleNamespace(train=SimpleNamespace(per_epoch=2 * per_epoch)))  # type: ignore[arg-type]
     session: Any = SimpleNamespace(
         plan=resolve(settings({"train.minutes": 1, "train.tokens_per_update": 512}), describe()),
@@ -327,7 +355,11 @@ def test_the_line_that_goes_on_says_in_which_way(run: Run) -> None:
     alone, two = World(), SimpleNamespace(alone=False, size=2)
     shared = settings(SHAPE | FIXED | {"train.parallel": "ddp"})
     assert ranks.again(alone, run, "none").endswith(f"train --resume {run.folder}")
-    assert ranks.again(two, run, "ddp").endswith(f"monograph train --resume {run.folder} train.parallel=ddp")
+    assert ranks.again(two, run, "ddp").endswith(
+        f"monograph train --resume {run.folder} train.parallel=ddp"
+    )
     write_config(run, shared)
     assert ranks.again(two, run, "ddp").endswith(f"monograph train --resume {run.folder}")
-    assert ranks.again(alone, run, "none").endswith(f"train --resume {run.folder} train.parallel=none")
+    assert ranks.again(alone, run, "none").endswith(
+        f"train --resume {run.folder} train.parallel=none"
+    )

@@ -27,7 +27,12 @@ class Run:
     """A run that may take 100 s, on a machine whose speed nobody foresaw."""
 
     def __init__(self, seconds_per_update: float, updates: int = 1000) -> None:
-        self.seconds_per_update, self.updates, self.cooled, self.budget_s = seconds_per_update, updates, None, 100.0
+        self.seconds_per_update, self.updates, self.cooled, self.budget_s = (
+            seconds_per_update,
+            updates,
+            None,
+            100.0,
+        )
         self.left_s, self.ends_s = math.inf, None
         self.told: list[str] = []
         self.progress = SimpleNamespace(line=lambda _, text: self.told.append(text))
@@ -51,11 +56,16 @@ class Run:
 def test_a_slower_machine_ends_in_time(seconds_per_update: float) -> None:
     run = Run(seconds_per_update)
     assert run.cooled and 70 <= run.cooled <= 75 and len(run.told) == 1
-    assert run.spent_s == pytest.approx(97, rel=0.03) or run.updates - run.cooled / seconds_per_update <= 11
+    assert (
+        run.spent_s == pytest.approx(97, rel=0.03)
+        or run.updates - run.cooled / seconds_per_update <= 11
+    )
 
 
 @pytest.mark.parametrize("updates, ends", [(9, 4), (4, 4)])
-def test_updates_that_take_long_are_fewer_and_only_a_shorter_run_is_said_to_end_early(updates: int, ends: int) -> None:
+def test_updates_that_take_long_are_fewer_and_only_a_shorter_run_is_said_to_end_early(
+    updates: int, ends: int
+) -> None:
     run = Run(30.0, updates)
     assert run.updates == ends and len(run.told) == (ends < updates)
 
@@ -85,7 +95,11 @@ def test_a_run_that_cools_down_early_ends_at_100_percent_and_says_what_was_plann
 
 @pytest.mark.parametrize("reward, said", [("0", 1), ("len(completion) % 2", 0)])
 def test_rewards_that_are_all_equal_are_said_to_teach_nothing_while_it_trains_and_at_the_end(
-    reward: str, said: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    reward: str,
+    said: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     pages = []
@@ -95,14 +109,20 @@ def test_rewards_that_are_all_equal_are_said_to_teach_nothing_while_it_trains_an
     start("run", REWARDED | {"train.updates": 5, "train.compile": "none"})
     lines = " ".join(capsys.readouterr().err.split())
     assert lines.count("so far, the answers to a prompt all had the same reward, so") == said
-    assert lines.count("in all updates, the answers to a prompt all had the same reward, so") == said
+    assert (
+        lines.count("in all updates, the answers to a prompt all had the same reward, so") == said
+    )
     warned = '<p class="standing warning">In all updates, the answers to a prompt all had the same reward, so'
     assert [page.count(warned) for page in pages] == [said]
 
 
 def test_a_page_in_progress_doubts_nothing_before_the_run_has_begun_well() -> None:
     task = SimpleNamespace(doubt=lambda rows: "nothing was learned")
-    for done, updates, said in ((2, 9, ""), (3, 9, "nothing was learned"), (1, 1, "nothing was learned")):
+    for done, updates, said in (
+        (2, 9, ""),
+        (3, 9, "nothing was learned"),
+        (1, 1, "nothing was learned"),
+    ):
         session = SimpleNamespace(task=task, updates=updates, engine=SimpleNamespace(index=done))
         assert Reporter.doubt(SimpleNamespace(session=session), []) == said  # type: ignore[arg-type]
     page = run_page(Path("run"), {}, [], About(doubt="nothing was learned"), "in progress")
@@ -112,7 +132,9 @@ def test_a_page_in_progress_doubts_nothing_before_the_run_has_begun_well() -> No
 @pytest.mark.parametrize("traced, slots, said", [
     (True, 0, " (4.0 MiB planned)"), (True, 22, " (at most 4.0 MiB planned)"), (False, 22, " (~4.0 MiB planned)"),
 ])  # fmt: skip
-def test_planned_memory_that_a_formula_estimated_is_marked(traced: bool, slots: int, said: str) -> None:
+def test_planned_memory_that_a_formula_estimated_is_marked(
+    traced: bool, slots: int, said: str
+) -> None:
     expected = SimpleNamespace(by_origin={"weights": 2**22} if traced else None)
     plan: Any = SimpleNamespace(peak_memory_bytes=2**22, expected=expected)
     assert _planned_memory(plan, slots) == said
@@ -120,8 +142,12 @@ def test_planned_memory_that_a_formula_estimated_is_marked(traced: bool, slots: 
 
 
 @pytest.mark.parametrize("dead, doubted", [([1.0, 1.0], True), ([1.0, 0.9], False), ([], False)])
-def test_a_run_of_which_one_prompt_taught_something_is_not_doubted(dead: list[float], doubted: bool) -> None:
-    rows = [{"update": number, "dead": share} for number, share in enumerate(dead)] + [{"update": 2, "eval_reward": 1}]
+def test_a_run_of_which_one_prompt_taught_something_is_not_doubted(
+    dead: list[float], doubted: bool
+) -> None:
+    rows = [{"update": number, "dead": share} for number, share in enumerate(dead)] + [
+        {"update": 2, "eval_reward": 1}
+    ]
     assert bool(RewardTask.doubt(SimpleNamespace(), rows)) == doubted  # type: ignore[arg-type]
 
 
@@ -143,19 +169,30 @@ def test_each_kink_of_the_learning_rate_has_its_reason(
     eager: int, warmup: int, cooled: list[int] | None, expected: list[tuple[int, str]]
 ) -> None:
     session = SimpleNamespace(plan=SimpleNamespace(warmup_updates=warmup), cooled=cooled)
-    rows = [{"update": update, **({"eager": True} if update <= eager else {})} for update in range(1, 100)]
+    rows = [
+        {"update": update, **({"eager": True} if update <= eager else {})}
+        for update in range(1, 100)
+    ]
     assert Reporter._moments(SimpleNamespace(session=session), rows) == expected  # type: ignore[arg-type]
 
 
 def test_a_sample_makes_no_graphs_of_blocks() -> None:
-    """A block's graph would be made anew for each layer's cache: two a layer, in the middle of the training."""
+    """A block's graph would be made anew for each layer's cache: two a layer, in the middle of the
+    training.
+    """
     tokenizer = Tokenizer.bytes()
-    engine = Resident(tiny_llama(num_hidden_layers=2, vocab_size=tokenizer.vocab_size, max_position_embeddings=64))
+    engine = Resident(
+        tiny_llama(num_hidden_layers=2, vocab_size=tokenizer.vocab_size, max_position_embeddings=64)
+    )
     assert engine.capture(packed(6), "eager", "blocks") is None
     graphs = compat.captured_graphs()
     plan = SimpleNamespace(seed=0)
-    session = SimpleNamespace(engine=engine, corpus=SimpleNamespace(tokenizer=tokenizer), plan=plan, world=World())
-    telling = SimpleNamespace(session=session, _writes=True, opening=Opening("alpha", "alpha", (), ()))
+    session = SimpleNamespace(
+        engine=engine, corpus=SimpleNamespace(tokenizer=tokenizer), plan=plan, world=World()
+    )
+    telling = SimpleNamespace(
+        session=session, _writes=True, opening=Opening("alpha", "alpha", (), ())
+    )
     assert Reporter._write(telling, 1, 8) and compat.captured_graphs() == graphs  # type: ignore[arg-type]
     engine.accumulate(packed(6))
     engine.update()

@@ -1,5 +1,7 @@
 # Run: pytest tests/session/test_resolve.py
-"""What the settings pin, the planner leaves alone; what nothing fits, `train` refuses before anything is built."""
+"""What the settings pin, the planner leaves alone; what nothing fits, `train` refuses before
+anything is built.
+"""
 
 from __future__ import annotations
 
@@ -54,56 +56,81 @@ def _not_traced(monkeypatch):
 def test_a_run_takes_the_whole_update_where_it_fits():
     given = sized(model__preset="micro", train__tokens_per_update=8192)
     assert (
-        resolve(given, CARD, shape(given)).training.rows == given.training.window_rows == 8192 // given.training.length
+        resolve(given, CARD, shape(given)).training.rows
+        == given.training.window_rows
+        == 8192 // given.training.length
     )
 
 
 def test_what_is_pinned_stays():
-    given = sized(train__micro_batch=3, train__precision="fp32", train__compile="none", optim__name="adamw")
+    given = sized(
+        train__micro_batch=3, train__precision="fp32", train__compile="none", optim__name="adamw"
+    )
     asked = request_of(given, shape(given).config, CARD)
     assert (asked.micro_batch, asked.precisions, asked.scopes) == (3, ("fp32",), ("none",))
     assert isinstance(asked.training.optim, AdamW)
 
 
-@pytest.mark.parametrize("keys", [{}, {"train__remat": "full", "train__micro_batch": 3}, {"optim__weight_decay": 0.2}])
+@pytest.mark.parametrize(
+    "keys", [{}, {"train__remat": "full", "train__micro_batch": 3}, {"optim__weight_decay": 0.2}]
+)
 def test_how_a_run_is_trained_is_one_record_which_its_settings_give_again(keys):
     given = sized(model__preset="micro", train__tokens_per_update=8192, **keys)
     known = shape(given)
     plan = resolve(given, CARD, known)
     asked = request_of(given, known.config, CARD).training
-    assert not plan.open and given.open == {"micro_batch", "compile", "remat", "memory"} - {key[7:] for key in keys}
+    assert not plan.open and given.open == {"micro_batch", "compile", "remat", "memory"} - {
+        key[7:] for key in keys
+    }
     made = {name: getattr(plan.training, name) for name in ("rows", "compile", "remat")}
-    assert plan.training == replace(asked, **made, optim=plan.training.optim), "a request's with what is chosen"
+    assert plan.training == replace(asked, **made, optim=plan.training.optim), (
+        "a request's with what is chosen"
+    )
     recorded = plan.record.settings.train
-    assert plan.choices == {key: getattr(recorded, key) for key in plan.choices}, "and what is recorded is what is done"
+    assert plan.choices == {key: getattr(recorded, key) for key in plan.choices}, (
+        "and what is recorded is what is done"
+    )
     again = resolve(plan.record, CARD, known)
-    assert (again.training, again.memory) == (plan.training, plan.memory), "as a resumed run reads it"
+    assert (again.training, again.memory) == (plan.training, plan.memory), (
+        "as a resumed run reads it"
+    )
 
 
 def test_only_what_is_built_is_chosen():
     asked = request_of(sized(), shape(sized()).config, CARD)
     for key, values in (("compile", asked.scopes), ("remat", asked.remats)):
-        assert values and all(settings(**{f"train__{key}": value}) for value in values)  # else refused
+        # Else refused.
+        assert values and all(settings(**{f"train__{key}": value}) for value in values)
 
 
 def test_what_nothing_fits_is_exit_code_6():
     given = sized(model__preset="8b")
-    with pytest.raises(OutOfDeviceMemory, match=r"nothing fits .* of NVIDIA GeForce RTX 4090: .* GiB more") as refusal:
+    with pytest.raises(
+        OutOfDeviceMemory, match=r"nothing fits .* of NVIDIA GeForce RTX 4090: .* GiB more"
+    ) as refusal:
         resolve(given, CARD, shape(given))
     assert refusal.value.exit_code == 6
 
 
-@pytest.mark.parametrize("pinned", [{}, {"train__micro_batch": 1}, {"train__micro_batch": 1, "train__remat": "full"}])
+@pytest.mark.parametrize(
+    "pinned", [{}, {"train__micro_batch": 1}, {"train__micro_batch": 1, "train__remat": "full"}]
+)
 @pytest.mark.parametrize("folder", [False, True])
-def test_what_nothing_fits_is_refused_before_its_weights_are_made(pinned, folder, monkeypatch, tmp_path):
-    """They alone may be more than the host has, and then the system kills the process without a word."""
+def test_what_nothing_fits_is_refused_before_its_weights_are_made(
+    pinned, folder, monkeypatch, tmp_path
+):
+    """They alone may be more than the host has, and then the system kills the process without a
+    word.
+    """
     monkeypatch.setattr(setup, "build", lambda recipe: pytest.fail("built"))
     keys = {"model__preset": "8b", **pinned}
     if folder:
         monkeypatch.setattr(Recipe, "checked", lambda self: self)  # here is no file of weights
         (tmp_path / "config.json").write_text(json.dumps(LlamaConfig.preset("8b").to_hf()))
         keys = {"model__init": str(tmp_path), "data__tokenizer": "bytes", **pinned}
-    text = SimpleNamespace(vocab_size=259, tokenizer=Tokenizer.bytes(), train=SimpleNamespace(per_epoch=1))
+    text = SimpleNamespace(
+        vocab_size=259, tokenizer=Tokenizer.bytes(), train=SimpleNamespace(per_epoch=1)
+    )
     host = replace(CARD, type="cpu")
     with pytest.raises(OutOfDeviceMemory, match="nothing fits"):
         setup.build_run(resolve(settings(**keys), host), TextTask(text), host)
@@ -111,7 +138,10 @@ def test_what_nothing_fits_is_refused_before_its_weights_are_made(pinned, folder
 
 def test_beside_a_pinned_micro_batch_the_rest_is_chosen_all_the_same():
     given = sized(
-        model__preset="124m", data__sequence_length=1024, train__micro_batch=8, train__tokens_per_update=2**16
+        model__preset="124m",
+        data__sequence_length=1024,
+        train__micro_batch=8,
+        train__tokens_per_update=2**16,
     )
     tight = replace(CARD, free_memory_bytes=4 * 2**30)
     for device, remats in ((CARD, {"none"}), (tight, set(REMATS) - {"none"})):
@@ -122,13 +152,19 @@ def test_beside_a_pinned_micro_batch_the_rest_is_chosen_all_the_same():
 def test_a_little_less_memory_is_a_smaller_micro_batch():
     given = sized(model__preset="124m", data__sequence_length=1024, train__tokens_per_update=2**19)
     roomy, tight = (
-        resolve(given, replace(CARD, free_memory_bytes=gib * 2**30), shape(given)).training.rows for gib in (24, 6)
+        resolve(given, replace(CARD, free_memory_bytes=gib * 2**30), shape(given)).training.rows
+        for gib in (24, 6)
     )
     assert 512 > roomy > tight >= 1 and 512 % roomy == 0 == 512 % tight
 
 
 def test_the_shape_is_the_settings_own_and_needs_no_text():
-    assert shape_of(sized(data__tokenizer="bpe", data__vocab_size=700, model__preset="nano")).vocab_size == 700
+    assert (
+        shape_of(
+            sized(data__tokenizer="bpe", data__vocab_size=700, model__preset="nano")
+        ).vocab_size
+        == 700
+    )
     assert shape_of(sized(data__tokenizer="bytes", model__preset="nano")).vocab_size == 259
     assert shape_of(sized(model__vocab_size=900, model__preset="nano")).vocab_size == 900
 
@@ -164,7 +200,10 @@ def test_an_update_is_whole_rows_and_a_note_says_how_many():
     training = plan.training
     assert (training.window_rows, training.tokens_per_update, plan.updates) == (3, 768, 1000)
     [note] = notes_on(plan, CARD)
-    assert "train.tokens_per_update = 1000: an update has 3 rows of data.sequence_length = 256, so 768 tokens" in note
+    assert (
+        "train.tokens_per_update = 1000: an update has 3 rows of data.sequence_length = 256, so 768 tokens"
+        in note
+    )
     for length in (256, 300, 5000):
         usual = sized(data__sequence_length=length)
         assert usual.training.tokens_per_update % length == 0 and not [*notes_on(usual, CARD)]
@@ -174,7 +213,12 @@ def test_answers_keys_and_values_are_kept_free(tmp_path, monkeypatch):
     """As many bytes as decoding allocates are left out of what the planner may use."""
     config = LlamaConfig.preset("nano", vocab_size=259, max_position_embeddings=64)
     (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
-    asked = {"model.init": str(tmp_path), "data.tokenizer": "bytes", "data.sequence_length": 64, "train.micro_batch": 2}
+    asked = {
+        "model.init": str(tmp_path),
+        "data.tokenizer": "bytes",
+        "data.sequence_length": 64,
+        "train.micro_batch": 2,
+    }
     asked |= {"rl.reward": "exact", "rl.prompts": 3, "rl.group": 5, "rl.max_new_tokens": 9}
     plan = resolve(load(None, asked, {}), CARD, built=False)
     clip = plan.training.clip
@@ -186,28 +230,44 @@ def test_answers_keys_and_values_are_kept_free(tmp_path, monkeypatch):
     fewer = Rewards().bytes_beside(plan, config, CARD, slots=20)
     assert fewer == {"answers": 19 * KVCache.bytes_per_row(config, 20, torch.float32, block_of(20))}
     near = resolve(load(None, asked | {"rl.kl": "k2", "rl.kl_coef": 0.1}, {}), CARD, built=False)
-    assert Rewards().bytes_beside(near, config, CARD)["reference"] == 2 * 4 * config.parameter_count()
+    assert (
+        Rewards().bytes_beside(near, config, CARD)["reference"] == 2 * 4 * config.parameter_count()
+    )
     shared = resolve(
-        load(None, asked | {"rl.kl": "k2", "rl.kl_coef": 0.1, "train.parallel": "fsdp"}, {}), CARD, built=False
+        load(None, asked | {"rl.kl": "k2", "rl.kl_coef": 0.1, "train.parallel": "fsdp"}, {}),
+        CARD,
+        built=False,
     )
     parts = Rewards().bytes_beside(shared, config, CARD, ranks=2)
     row = KVCache.bytes_per_row(config, 65, torch.float32, block_of(65))
     assert parts["answers"] == (8 + 3) * row, "a rank draws half of the answers"
-    assert parts["whole weights"] < 4 * config.parameter_count() == parts["reference"], "matrices in bf16, and a half"
+    assert parts["whole weights"] < 4 * config.parameter_count() == parts["reference"], (
+        "matrices in bf16, and a half"
+    )
     given: list[int] = []
     monkeypatch.setattr(
-        planner, "budget", lambda device: given.append(device.free_memory_bytes) or defaults.budget(device)
+        planner,
+        "budget",
+        lambda device: given.append(device.free_memory_bytes) or defaults.budget(device),
     )
     assert resolve(plan, CARD, Shape(config)).training.rows == 2
     assert given == [CARD.free_memory_bytes - needed]
     monkeypatch.undo()
-    monkeypatch.setattr("monograph.session.objectives.rewards.default_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(
+        "monograph.session.objectives.rewards.default_device", lambda: torch.device("cpu")
+    )
     host = Device("a CPU", "cpu", 2**34, 2**34)
     del asked["train.micro_batch"]
-    for compiled, known, rows, length in (("none", 22, 15, 24), ("whole", 22, 5, 64), ("whole", 0, 15, 64)):
+    for compiled, known, rows, length in (
+        ("none", 22, 15, 24),
+        ("whole", 22, 5, 64),
+        ("whole", 0, 15, 64),
+    ):
         short = resolve(load(None, asked | {"train.compile": compiled}, {}), host, built=False)
         work = resolve(short, host, Shape(config, slots=known)).expected.work
-        assert (work.window_rows, work.length) == (rows, length), "of short answers three share a row of 64"
+        assert (work.window_rows, work.length) == (rows, length), (
+            "of short answers three share a row of 64"
+        )
 
 
 def test_only_presets_that_were_measured_have_fields_of_muon_of_their_own():
@@ -217,7 +277,11 @@ def test_only_presets_that_were_measured_have_fields_of_muon_of_their_own():
         {"model__preset": "124m"},
     )
     rules = [sized(**keys).training.optim for keys in shapes]
-    assert [(rule.momentum, rule.embedding_lr) for rule in rules] == [(0.9, 6.0), (0.95, 1.0), (0.95, 1.0)]
+    assert [(rule.momentum, rule.embedding_lr) for rule in rules] == [
+        (0.9, 6.0),
+        (0.95, 1.0),
+        (0.95, 1.0),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -242,4 +306,6 @@ def test_the_decay_of_a_new_small_model_grows_with_its_epochs(keys, epoch_rows, 
     assert given.training.window_rows == 8
     found = resolve(given, CARD, shape(given)._replace(per_epoch=epoch_rows, minutes=given.minutes))
     assert found.training.optim.weight_decay == pytest.approx(decay)
-    assert found.record.settings.optim.weight_decay == found.training.optim.weight_decay, "a resumed run reads it"
+    assert found.record.settings.optim.weight_decay == found.training.optim.weight_decay, (
+        "a resumed run reads it"
+    )

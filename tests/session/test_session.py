@@ -1,5 +1,7 @@
 # Run: pytest tests/session/test_session.py
-"""What a run's first updates took is kept for later plans where it tells them something, and nowhere else."""
+"""What a run's first updates took is kept for later plans where it tells them something, and
+nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +51,18 @@ class Run:
     """A run on a card that is not there, as it was planned."""
 
     def __init__(
-        self, device="cuda", planned=PLANNED, micro_batch=4, scope="blocks", remat=None, replayed=False, foreseen=True
+        self,
+        device="cuda",
+        planned=PLANNED,
+        micro_batch=4,
+        scope="blocks",
+        remat=None,
+        replayed=False,
+        foreseen=True,
     ):
-        step = SimpleNamespace(device=torch.device(device), scope=scope, remat=remat or Remat.Budget(0.5), planes=[])
+        step = SimpleNamespace(
+            device=torch.device(device), scope=scope, remat=remat or Remat.Budget(0.5), planes=[]
+        )
         step.micro_step = None
         self.replayed, self.engine, self.plan = (
             replayed,
@@ -71,7 +82,8 @@ class Run:
 
 def test_the_first_update_tells_what_is_beyond_the_trace(monkeypatch):
     assert PLANNED.traced == BY_ORIGIN | {"workspace": 10 * MIB}
-    assert Run().residual(monkeypatch, 1) == 25 * MIB  # 625 measured, 600 traced, whatever was added to the plan
+    # 625 measured, 600 traced, whatever was added to the plan.
+    assert Run().residual(monkeypatch, 1) == 25 * MIB
 
 
 def test_later_ones_tell_nothing_as_evaluations_and_samples_are_between_them(monkeypatch):
@@ -83,7 +95,8 @@ def test_later_ones_tell_nothing_as_evaluations_and_samples_are_between_them(mon
     [
         {"device": "cpu"},  # where the peak is all of the process
         {"planned": None},
-        {"planned": replace(PLANNED, by_origin=None, residual_bytes=0)},  # fits twice over, and was not traced
+        # Fits twice over, and was not traced.
+        {"planned": replace(PLANNED, by_origin=None, residual_bytes=0)},
         {"micro_batch": 2},  # out of memory, stepped down
         {"remat": Remat.Full()},
         {"scope": "none"},  # could not be captured

@@ -1,5 +1,7 @@
 # Run: pytest tests/session/test_transfer.py
-"""`optim.transfer`: what a run records of it, what is refused, the proxy of a run, and a run to its export."""
+"""`optim.transfer`: what a run records of it, what is refused, the proxy of a run, and a run to its
+export.
+"""
 
 from __future__ import annotations
 
@@ -52,26 +54,37 @@ def test_the_width_is_recorded_once_it_is_chosen() -> None:
     chosen = sized(settings(optim__transfer="width"))
     assert chosen.optim.transfer_base == 64 and chosen.origins["optim.transfer_base"] == "plan"
     assert sized(chosen).optim.transfer_base == 64
-    assert sized(settings(optim__transfer="width", optim__transfer_base=128)).optim.transfer_base == 128
+    assert (
+        sized(settings(optim__transfer="width", optim__transfer_base=128)).optim.transfer_base
+        == 128
+    )
     assert sized(settings()).optim.transfer == "none"
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "1e3.5", "wide"])
 def test_what_is_no_width_is_refused(value: str) -> None:
-    with pytest.raises(UsageError, match="command line: optim.transfer_base = .*expected a whole number above 0"):
+    with pytest.raises(
+        UsageError, match="command line: optim.transfer_base = .*expected a whole number above 0"
+    ):
         settings(optim__transfer="width", optim__transfer_base=value)
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"optim.lr": "auto"}, "carries a learning rate that was found on a narrower model: give it as optim.lr"),
+        (
+            {"optim.lr": "auto"},
+            "carries a learning rate that was found on a narrower model: give it as optim.lr",
+        ),
         (
             {"optim.transfer": "width", "optim.transfer_base": 48},
             "optim.transfer = width: hidden_size = 48 as a base.*64, 128",
         ),
         ({"model.preset": "nano"}, "no narrower model keeps the ratios"),
-        ({"model.init": "own.py:build"}, "a rule for a model whose weights are drawn here.*own.py:build"),
+        (
+            {"model.init": "own.py:build"},
+            "a rule for a model whose weights are drawn here.*own.py:build",
+        ),
     ],
     ids=["no rate", "no such width", "as narrow as can be", "other weights"],
 )
@@ -117,14 +130,21 @@ def test_the_proxy_of_a_run_is_the_base_and_an_ordinary_run() -> None:
     transfer = transfer_of(given, config)
     assert transfer is not None and transfer.base == shape(proxy)
     differ = {key for key, value in given.values().items() if value != proxy.values()[key]}
-    sizes = {f"model.{n}" for n in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")}
+    sizes = {
+        f"model.{n}"
+        for n in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    }
     assert differ == sizes | {"optim.transfer", "optim.transfer_base"}
 
 
 def test_what_does_not_carry_is_said_and_not_applied() -> None:
     given = sized(settings(optim__transfer="width", train__tokens_per_update=4096))
     same = carried(given, given, 100, 100)
-    assert len(same) == 2 and same[0].startswith("carried: learning rate") and "tokens per update" in same[1]
+    assert (
+        len(same) == 2
+        and same[0].startswith("carried: learning rate")
+        and "tokens per update" in same[1]
+    )
     small = given.resolve({"train.tokens_per_update": 1024}, "test")
     larger, longer = carried(given, small, 500, 100)[2:]
     assert "4,096 tokens per update instead of 1,024" in larger and "about 2 times" in larger
@@ -136,24 +156,34 @@ def test_a_run_that_goes_on_keeps_its_base(tmp_path: Path) -> None:
     run = Run.create(tmp_path / "run")
     write_config(run, sized(settings(optim__transfer="width", optim__transfer_base=128)))
     run.tokenizer.touch()
-    for said in ({"optim.transfer": "width", "optim.transfer_base": 128}, {"optim.transfer": "width"}, {}):
+    for said in (
+        {"optim.transfer": "width", "optim.transfer_base": 128},
+        {"optim.transfer": "width"},
+        {},
+    ):
         assert settings_of(run, load(None, said, {})).optim.transfer_base == 128
         assert branched(run, load(None, said, {})).optim.transfer_base == 128
     for key, value, own in (("optim.transfer", "none", "width"), ("optim.transfer_base", 64, 128)):
         with pytest.raises(UsageError, match=f"{key} = {value} .* was started with {own}"):
             settings_of(run, load(None, {key: value}, {}))
-        with pytest.raises(UsageError, match=f"{key} = {value}, .* were drawn with {own}; leave it out"):
+        with pytest.raises(
+            UsageError, match=f"{key} = {value}, .* were drawn with {own}; leave it out"
+        ):
             branched(run, load(None, {key: value}, {}))
 
 
 @pytest.mark.parametrize("name", [pytest.param("adamw", marks=pytest.mark.slow), "muon"])
-def test_from_training_to_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_training_to_transformers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A tied model: the final gain starts at 1/m, and the folder is that of any Llama."""
     from transformers import AutoModelForCausalLM
 
     monkeypatch.setattr("monograph.session.reporting.write_report", lambda *_: None)
     monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu " * 60)
+    Path("text.txt").write_text(
+        "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu " * 60
+    )
     given = WIDE | {
         "data.source": "text.txt", "data.tokenizer": "bytes", "data.sequence_length": 32, "data.held_out": 0.0,
         "train.updates": 3, "train.tokens_per_update": 128, "train.compile": "none", "train.precision": "fp32",
@@ -163,14 +193,19 @@ def test_from_training_to_transformers(name: str, tmp_path: Path, monkeypatch: p
     torch.use_deterministic_algorithms(False)
     assert "transfer_base = 64" in Path("run/config.toml").read_text()
     first = checkpointing.load(Path("run/checkpoints/step-00000000")).model
-    config = json.loads((Path("run/checkpoints/step-00000003/state.json")).read_text())["model_config"]
+    config = json.loads((Path("run/checkpoints/step-00000003/state.json")).read_text())[
+        "model_config"
+    ]
     assert torch.equal(first["model.norm.weight"], torch.full((256,), 0.25))
     assert "transfer" not in json.dumps(config) and config["tie_word_embeddings"]
     export("run", to=Path("out"), format="hf", dtype=None)
     theirs, report = AutoModelForCausalLM.from_pretrained("out", output_loading_info=True)
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     mine = hub.load_model("out")
-    assert isinstance(mine, Llama) and WidthTransfer(mine.config, narrowed(mine.config)).width_ratio == 4
+    assert (
+        isinstance(mine, Llama)
+        and WidthTransfer(mine.config, narrowed(mine.config)).width_ratio == 4
+    )
     tokens = torch.arange(30)[None]
     with torch.no_grad():
         assert relative_error(mine.logits(mine(tokens)), theirs(tokens).logits) < 1e-6

@@ -1,4 +1,6 @@
-"""Run: pytest tests/session/test_wall.py (train.wall_minutes limits the whole run, preparation and report counted)."""
+"""Run: pytest tests/session/test_wall.py (train.wall_minutes limits the whole run, preparation and
+report counted).
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def still(monkeypatch: pytest.MonkeyPatch) -> float:
 
 @pytest.mark.parametrize("case", LENGTHS)
 def test_the_length_is_what_the_time_left_allows(case: str, still: float) -> None:
-    """Of 100 s, 5 are for samples and checkpoints, 6 for evaluations, and 1 is for measuring the memory."""
+    """Of 100 s, 5 are for samples and checkpoints, 6 for evaluations, and 1 is for measuring the
+    memory.
+    """
     given, updates = LENGTHS[case]
     session = session_of(BY_CLOCK | {"train.wall_minutes": 3} | given)
     session.ends_s = still + 100 + END_S
@@ -77,7 +81,9 @@ def test_a_slower_machine_still_ends_in_time(still: float) -> None:
     reporter = Reporter(session, silent())
     reporter.update_s.extend([1.0] * 5)
     reporter.keep_time(75)
-    assert session.cooled == [0, 75 + 6], "the last evaluation and measuring the memory take their part"
+    assert session.cooled == [0, 75 + 6], (
+        "the last evaluation and measuring the memory take their part"
+    )
     session.ends_s = still + 3.5 + END_S
     session.engine.step.index = 77
     reporter.keep_time(77)
@@ -95,7 +101,9 @@ def test_an_update_that_would_not_end_in_time_is_not_waited_for(still: float) ->
     session.training_since_s = still - 60
     assert Deadline(session).last(1, 60.0) == 2
     assert Deadline(session).last(1, 0.6) == 0, "100 of these are in time"
-    assert Deadline(session).last(99, 60.0) == 0, "the last one is not waited for, and ends no earlier"
+    assert Deadline(session).last(99, 60.0) == 0, (
+        "the last one is not waited for, and ends no earlier"
+    )
     assert Deadline(session).last(1, 1.0) == 0, "not in time, but it is too early to tell"
 
 
@@ -107,7 +115,9 @@ def test_the_last_evaluation_takes_at_most_a_fifth_and_what_is_left(
     session = session_of(BY_CLOCK | {"train.wall_minutes": 2})
     assert len(session.text.held_out) == 10
     slow = Deadline(session, row_s=4.0, sample_s=4.0)
-    assert slow.rows(9.0) is None and slow.samples_midway and slow.allows(1e9), "without a limit all rows are scored"
+    assert slow.rows(9.0) is None and slow.samples_midway and slow.allows(1e9), (
+        "without a limit all rows are scored"
+    )
     for left_s, row_s, rows in ((100, 4.0, 6), (100, 2.0, None), (20, 4.0, 5), (0, 4.0, 4)):
         session.ends_s = still + left_s + END_S
         assert Deadline(session, row_s).rows(9.0) == rows, (left_s, row_s)
@@ -126,7 +136,10 @@ def test_where_preparation_took_all_the_time_it_is_said(still: float) -> None:
     session = session_of(BY_CLOCK | {"train.wall_minutes": 2})
     window = next(session.open_batches(0))
     session.ends_s = still
-    assert _times(session, window, still) == "preparation left nothing of 2 min 00 s: one update, then the report"
+    assert (
+        _times(session, window, still)
+        == "preparation left nothing of 2 min 00 s: one update, then the report"
+    )
     session.ends_s = still + 100
     assert "at most 2 min 00 s in all" in _times(session, window, still)
 
@@ -137,14 +150,18 @@ def test_a_time_that_hardly_suffices_to_start_and_end_is_noted_before_anything_i
 ) -> None:
     plan: Any = SimpleNamespace(wall_minutes=minutes)
     least = _least(plan, Started(0.0, 4.0))
-    assert (least == "to start and to end a run takes about 10 s of 12 s; reading comes on top") == said
+    assert (
+        least == "to start and to end a run takes about 10 s of 12 s; reading comes on top"
+    ) == said
     assert bool(least) == said
 
 
 @pytest.mark.parametrize(("start_s", "limit_s", "expected"), [
     (0.0, 600, END_S), (4.0, 600, 6.0), (16.0, 600, 24.0), (16.0, 30, 7.5),
 ])  # fmt: skip
-def test_the_report_of_a_busy_machine_gets_more_time(start_s: float, limit_s: float, expected: float) -> None:
+def test_the_report_of_a_busy_machine_gets_more_time(
+    start_s: float, limit_s: float, expected: float
+) -> None:
     assert end_s(start_s, limit_s) == expected
 
 
@@ -152,10 +169,13 @@ def test_the_report_of_a_busy_machine_gets_more_time(start_s: float, limit_s: fl
 def test_compiling_has_to_leave_time_for_training(
     minutes: float, compiles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("monograph.planner.defaults.most_updates", lambda *_: 10**9)  # as if the text were long
+    # As if the text were long.
+    monkeypatch.setattr("monograph.planner.defaults.most_updates", lambda *_: 10**9)
     session = session_of(BY_CLOCK | {"train.wall_minutes": minutes})
     session.ends_s = clock() + 60 * minutes
-    assert why_uncompiled(session, next(session.open_batches(0)), 1.0) == ("" if compiles else TOO_LONG)
+    assert why_uncompiled(session, next(session.open_batches(0)), 1.0) == (
+        "" if compiles else TOO_LONG
+    )
 
 
 @pytest.mark.parametrize(("length", "is_cached", "compiles"), [
@@ -164,8 +184,11 @@ def test_compiling_has_to_leave_time_for_training(
 def test_a_run_that_waits_for_the_compiler_trains_for_longer_than_that_takes(
     length: dict[str, Any], is_cached: bool, compiles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the clock it trains meanwhile; 60 updates of half a second are worth it if the code is in the cache."""
-    monkeypatch.setattr("monograph.planner.defaults.most_updates", lambda *_: 10**9)  # as if the text were long
+    """By the clock it trains meanwhile; 60 updates of half a second are worth it if the code is in
+    the cache.
+    """
+    # As if the text were long.
+    monkeypatch.setattr("monograph.planner.defaults.most_updates", lambda *_: 10**9)
     monkeypatch.setattr("monograph.session.brief.is_compiled", lambda _: is_cached)
     monkeypatch.setattr("monograph.session.brief._update_s", lambda _: 0.5)
     session = session_of(BY_CLOCK | length)
@@ -195,7 +218,9 @@ def test_a_compiler_that_takes_too_long_is_not_waited_for(monkeypatch: pytest.Mo
     assert pays(session, compiled_key(session, window))
     session.ends_s = clock() + 60 * 5
     assert eager_start.patience_s(session) == pytest.approx(0.5 * (5 * 60 - END_S), abs=5)
-    assert [eager_start.patience_for(minutes) for minutes in (0.5, 5, 600)] == [72, 300, 600], "but not for long"
+    assert [eager_start.patience_for(minutes) for minutes in (0.5, 5, 600)] == [72, 300, 600], (
+        "but not for long"
+    )
     monkeypatch.setattr(eager_start, "_update_eagerly", lambda *_: False)
     eager_start.begin(session, window, silent(), lambda: None)
     assert session.eager_reason and session.plan.record.settings.train.compile == "none"
@@ -208,7 +233,9 @@ def test_reading_ends_with_the_time_in_one_line_and_leaves_nothing(
     """As if tokenising had come to its second report after so long."""
     asked_s = clock() + 100.0
     reading = list[float]()
-    monkeypatch.setattr("monograph.session.start.clock", lambda: asked_s + (spent_s if reading else 4.0))
+    monkeypatch.setattr(
+        "monograph.session.start.clock", lambda: asked_s + (spent_s if reading else 4.0)
+    )
     report = Stage.report
     monkeypatch.setattr(Stage, "report", lambda *given: reading.append(1.0) or report(*given))
     limited = SETTINGS | {"train.wall_minutes": 0.1, "train.updates": 1}
@@ -216,7 +243,8 @@ def test_reading_ends_with_the_time_in_one_line_and_leaves_nothing(
         start("run", limited, asked_s=asked_s)
         return
     with pytest.raises(
-        UsageError, match=r"train.wall_minutes = 0.1: .* then came reading \(texts: .*\); give more time"
+        UsageError,
+        match=r"train.wall_minutes = 0.1: .* then came reading \(texts: .*\); give more time",
     ):
         start("run", limited, asked_s=asked_s)
     assert not Path("run").exists()
@@ -225,14 +253,19 @@ def test_reading_ends_with_the_time_in_one_line_and_leaves_nothing(
 def test_a_run_that_is_limited_is_resumed_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a clock that goes on by a millisecond whenever it is looked at.
 
-    By the real one, a busy machine makes fewer updates, and leaves out samples that the resumed run then has.
+    By the real one, a busy machine makes fewer updates, and leaves out samples that the resumed run
+    then has.
     """
     looks = itertools.count()
     for module in ("commands.train", *(f"session.{each}" for each in CLOCKED)):
         monkeypatch.setattr(f"monograph.{module}.clock", lambda: next(looks) / 1000)
     monkeypatch.setattr(warmup, "calibrate", lambda session: 3.0)
     monkeypatch.setattr(reporting, "SAMPLE_TOKENS", 4)
-    limited: dict[str, Any] = {"train.updates": 500, "train.wall_minutes": 1.2, "train.save_every": 4}
+    limited: dict[str, Any] = {
+        "train.updates": 500,
+        "train.wall_minutes": 1.2,
+        "train.save_every": 4,
+    }
     start("whole", SETTINGS | limited)
     expected = fingerprint(Path("whole"))
     assert 10 <= int(expected["newest"][5:]) <= 20, "about 60 s of updates of 3 s"

@@ -1,4 +1,6 @@
-"""Run: pytest tests/storage/test_cache_dir.py (where the caches are, and that they are a convenience only)."""
+"""Run: pytest tests/storage/test_cache_dir.py (where the caches are, and that they are a
+convenience only).
+"""
 
 from __future__ import annotations
 
@@ -42,9 +44,13 @@ def test_the_stronger_choice_wins(tmp_path: Path) -> None:
     assert cache_root("/given") == (Path("/given"), True)
 
 
-def test_compiled_code_lies_beside_the_tokens_unless_a_person_says_otherwise(tmp_path: Path) -> None:
+def test_compiled_code_lies_beside_the_tokens_unless_a_person_says_otherwise(
+    tmp_path: Path,
+) -> None:
     keep_compiled()
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / ".cache" / "monograph" / "compiled")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(
+        tmp_path / ".cache" / "monograph" / "compiled"
+    )
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = "/elsewhere"
     keep_compiled()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/elsewhere"
@@ -55,7 +61,9 @@ class Reached(Exception):
 
 
 @pytest.mark.parametrize("command", ["train", "sweep", "profile"])
-def test_a_command_names_its_place_before_torch_names_one(command: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_command_names_its_place_before_torch_names_one(
+    command: str, tmp_path: Path, monkeypatch: Any
+) -> None:
     """The import of torch._dynamo writes a folder that anybody could have made before."""
     module = importlib.import_module(f"monograph.commands.{command}")
 
@@ -64,7 +72,9 @@ def test_a_command_names_its_place_before_torch_names_one(command: str, tmp_path
 
     monkeypatch.setattr(module, "repeatable", repeatable)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(Reached, match=re.escape(str(tmp_path / ".cache" / "monograph" / "compiled"))):
+    with pytest.raises(
+        Reached, match=re.escape(str(tmp_path / ".cache" / "monograph" / "compiled"))
+    ):
         if command == "sweep":
             module.run([], samples=None, verify=None, distill=False, out=None, json=False)
         elif command == "profile":
@@ -89,12 +99,15 @@ def test_only_a_new_folder_that_torch_will_use_is_filled_aside(tmp_path: Path) -
     assert FILLED == [str(tmp_path / "a" / "compiled")]
 
 
-def test_what_was_used_longest_ago_goes_once_the_folder_is_full(tmp_path: Path, monkeypatch: Any) -> None:
+def test_what_was_used_longest_ago_goes_once_the_folder_is_full(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     folder = tmp_path / ".cache" / "monograph" / "compiled"
     (folder / "ab").mkdir(parents=True)
     for age, name in enumerate(("new.so", "ab/read.so", "ab/old.so", "older.so")):
         (folder / name).write_bytes(bytes(10))
-        os.utime(folder / name, (1.7e9 - age, 1e9 if age == 1 else 1.7e9 - age))  # the time of reading, of writing
+        # The time of reading, of writing.
+        os.utime(folder / name, (1.7e9 - age, 1e9 if age == 1 else 1.7e9 - age))
     monkeypatch.setattr(cache_dir, "MOST_COMPILED_BYTES", 40)
     keep_compiled()
     assert len(files_in(folder)) == 4, "it fits"
@@ -112,7 +125,9 @@ from monograph.storage.cache_dir import python_aside
 print(python_aside({waits!r}).pid, flush=True)
 time.sleep(60)
 """
-    with subprocess.Popen([sys.executable, "-c", starts], stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", starts], stdout=subprocess.PIPE, text=True
+    ) as parent:
         assert parent.stdout
         child = int(parent.stdout.readline())
         until(mark.exists)

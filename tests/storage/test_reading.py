@@ -1,4 +1,6 @@
-"""Run: pytest tests/storage/test_reading.py (what could not be read is not taken for what is not there)."""
+"""Run: pytest tests/storage/test_reading.py (what could not be read is not taken for what is not
+there).
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,9 @@ from monograph.storage.reading import (
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "monograph"
 # Methods and functions that answer "nothing there" where the system says that it could not look.
 SILENT = {"exists", "lexists", "is_file", "isfile", "is_dir", "isdir", "glob", "rglob"}
-# What they look at is no person's file: headers of the compiler, and compiled code, of which nothing unread is removed.
-# The package's own recipes and code, and sizes on disk that are shown and decide nothing.
+# What they look at is no person's file: headers of the compiler, and compiled code, of which
+# nothing unread is removed. The package's own recipes and code, and sizes on disk that are shown
+# and decide nothing.
 NOBODYS = {
     "device.py",
     "compat/inductor.py",
@@ -75,7 +78,9 @@ def test_links_are_followed_in_one_place_which_refuses_a_circle_and_a_nul(tmp_pa
         assert not bare or source.name == "reading.py", f"{source}: use without_links"
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.ENOMEM, errno.ESTALE, errno.EINTR, errno.EACCES])
+@pytest.mark.parametrize(
+    "number", [errno.EIO, errno.EMFILE, errno.ENOMEM, errno.ESTALE, errno.EINTR, errno.EACCES]
+)
 def test_what_cannot_be_looked_at_is_neither_there_nor_not(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,7 +90,9 @@ def test_what_cannot_be_looked_at_is_neither_there_nor_not(
     monkeypatch.setattr(os, "stat", fails)
     monkeypatch.setattr(os, "listdir", fails)
     for look in (exists, is_file, is_folder, contents, entries, lambda path: matching(path / "*")):
-        with pytest.raises(Unreadable, match=f"{tmp_path}.*: cannot be read: {os.strerror(number)}; ") as refused:
+        with pytest.raises(
+            Unreadable, match=f"{tmp_path}.*: cannot be read: {os.strerror(number)}; "
+        ) as refused:
             look(tmp_path)
         assert refused.value.exit_code == 3 and not isinstance(refused.value, InputRefused)
 
@@ -95,7 +102,12 @@ def test_what_is_not_there_is_known(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     for name in ("nothing", "file/in a file", "loop", "n" * 300, "nul\0"):
         path = tmp_path / name
-        assert not exists(path) and not is_file(path) and not is_folder(path) and contents(path) is None
+        assert (
+            not exists(path)
+            and not is_file(path)
+            and not is_folder(path)
+            and contents(path) is None
+        )
         assert entries(path) == []
     assert contents(tmp_path / "file") == b"a" and contents(tmp_path) is None
     assert entries(tmp_path, "f") == [tmp_path / "file"]
@@ -114,12 +126,18 @@ def test_the_number_of_an_error_is_read_from_its_text(text: str, number: int | N
 
 
 def test_a_missing_file_is_refused_as_such() -> None:
-    missing: MonographError = unreadable("a/file", FileNotFoundError(errno.ENOENT, "No such file or directory"))
-    assert isinstance(missing, InputRefused) and "a/file: cannot be read: No such file" in str(missing)
+    missing: MonographError = unreadable(
+        "a/file", FileNotFoundError(errno.ENOENT, "No such file or directory")
+    )
+    assert isinstance(missing, InputRefused) and "a/file: cannot be read: No such file" in str(
+        missing
+    )
 
 
 names = st.sampled_from(["a", "b.txt", ".hidden", "c", "d[1].txt"])
-patterns = st.lists(st.sampled_from(["*", "**", "a", "*.txt", ".*", "?", "[ab]*", "c"]), min_size=1, max_size=4)
+patterns = st.lists(
+    st.sampled_from(["*", "**", "a", "*.txt", ".*", "?", "[ab]*", "c"]), min_size=1, max_size=4
+)
 
 
 @given(st.sets(st.lists(names, min_size=1, max_size=3).map(tuple), max_size=8), patterns)
@@ -131,4 +149,6 @@ def test_a_pattern_finds_what_glob_finds(tmp_path_factory, files, pattern) -> No
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
     asked = str(folder.joinpath(*pattern))
-    assert matching(asked) == sorted({Path(hit) for hit in glob.glob(asked, recursive=True)}, key=str)
+    assert matching(asked) == sorted(
+        {Path(hit) for hit in glob.glob(asked, recursive=True)}, key=str
+    )

@@ -19,7 +19,9 @@ from monograph.storage import blocks, tensor_layout
 
 def awkward_tensors() -> dict[str, Tensor]:
     flat = torch.arange(24, dtype=torch.float32)
-    every_dtype = {f"dtype.{dtype}": torch.arange(6).remainder(2).to(dtype) for dtype in tensor_layout.NAMES}
+    every_dtype = {
+        f"dtype.{dtype}": torch.arange(6).remainder(2).to(dtype) for dtype in tensor_layout.NAMES
+    }
     return {
         "view": flat[4:16].view(3, 4),
         "overlapping": flat[8:20],
@@ -69,8 +71,12 @@ def test_tensors_on_a_device_are_stored_like_those_on_the_host(tmp_path: Path) -
         assert same_bits(tensor, tensors[name]), name
 
 
-def test_the_bytes_are_the_library_s_and_do_not_depend_on_the_order_of_insertion(tmp_path: Path) -> None:
-    tensors = {name: tensor.detach().contiguous().clone() for name, tensor in awkward_tensors().items()}
+def test_the_bytes_are_the_library_s_and_do_not_depend_on_the_order_of_insertion(
+    tmp_path: Path,
+) -> None:
+    tensors = {
+        name: tensor.detach().contiguous().clone() for name, tensor in awkward_tensors().items()
+    }
     del tensors["naïve"]  # JSON spells it in two ways
     save_file(tensors, tmp_path / "library", metadata={"format": "pt"})
     for order in (sorted(tensors), sorted(tensors, reverse=True)):
@@ -118,7 +124,9 @@ def test_hostile_headers_are_refused_without_allocating(header: object) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(st.binary(max_size=200), st.integers(0, 2**64 - 1))
-def test_any_bytes_for_a_header_are_refused_or_refer_to_what_is_there(text: bytes, length: int) -> None:
+def test_any_bytes_for_a_header_are_refused_or_refer_to_what_is_there(
+    text: bytes, length: int
+) -> None:
     first = length.to_bytes(8, "little")
     try:
         prefix = (first + text)[: tensor_layout.header_bytes(first, 8 + len(text))]

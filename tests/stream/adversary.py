@@ -1,4 +1,6 @@
-"""Executors that do copies as late as they may, or in any order that they may: what a device is free to do."""
+"""Executors that do copies as late as they may, or in any order that they may: what a device is
+free to do.
+"""
 
 from __future__ import annotations
 
@@ -57,6 +59,8 @@ class AnyOrder(Late):
         self.random = random.Random(seed)
 
     def run(self, work: LaneWork) -> Any:
-        while self.random.random() < 0.6 and (busy := [lane for lane, left in self.left.items() if left]):
+        while self.random.random() < 0.6 and (
+            busy := [lane for lane, left in self.left.items() if left]
+        ):
             self._next(self.random.choice(busy))
         return super().run(work)

@@ -1,4 +1,6 @@
-"""A GPU with streams and events whose copies happen when they must, on a CPU; several threads may use it."""
+"""A GPU with streams and events whose copies happen when they must, on a CPU; several threads may
+use it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ CARD = torch.device("cuda", 0)
 
 
 class FakeEvent:
-    """Of an event that is recorded again, who waited for it before waits for the recording that was there then."""
+    """Of an event that is recorded again, who waited for it before waits for the recording that was
+    there then.
+    """
 
     made = 0
 
@@ -63,7 +67,9 @@ class FakeStream:
 
 
 class FakeGpu(TorchDispatchMode):
-    """What `torch.cuda` is in the block. Copies on other streams than the first are done later, in a random order."""
+    """What `torch.cuda` is in the block. Copies on other streams than the first are done later, in
+    a random order.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
         super().__init__()

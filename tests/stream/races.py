@@ -1,7 +1,8 @@
-"""An independent judge of a schedule: from the order of each lane and the waits alone, what happens before what.
+"""An independent judge of a schedule: from the order of each lane and the waits alone, what happens
+before what.
 
-It knows nothing of how the waits were found. A schedule is free of races if any two works that touch the same space, at
-least one of them writing, are ordered.
+It knows nothing of how the waits were found. A schedule is free of races if any two works that
+touch the same space, at least one of them writing, are ordered.
 """
 
 from __future__ import annotations
@@ -96,8 +97,13 @@ def waits(recorder: Recorder, begin: int = 0) -> list[Dropped]:
 
 
 def touched(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[int, bool]]:
-    """(memory, whether it is written) of an operator's tensors; of a view nothing, which reads nothing yet."""
-    if any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns):
+    """(memory, whether it is written) of an operator's tensors; of a view nothing, which reads
+    nothing yet.
+    """
+    if any(
+        each.alias_info is not None and not each.alias_info.is_write
+        for each in func._schema.returns
+    ):
         return
     schema = {each.name: each.alias_info for each in func._schema.arguments}
     for name, value in (dict(zip(schema, args, strict=False)) | kwargs).items():

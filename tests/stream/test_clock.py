@@ -41,7 +41,11 @@ def timed(config, placement, costs, link, micro_batches=2, rows=2, clock_of=Cloc
     clock = clock_of(link)
     state = torch.empty(rows, 8, config.hidden_size, dtype=torch.bfloat16, device=META)
     passes = partial(Pretend, clock=clock, costs=costs, state=state)
-    options = {"precision": Precision("bf16"), "clip": None, "placement": replace(placement, device=META)}
+    options = {
+        "precision": Precision("bf16"),
+        "clip": None,
+        "placement": replace(placement, device=META),
+    }
     engine = Streamed(model, lanes=Lanes(clock), passes=passes, **options)
     return pretended(engine, clock, micro_batches), engine
 
@@ -58,7 +62,9 @@ def space(home=Home.DEVICE):
 
 
 def test_copies_and_computing_go_on_at_once_but_for_what_waits():
-    """4 bytes in at 2 bytes/s, 3 s of computing with them; another 4 bytes come meanwhile and wait for nothing."""
+    """4 bytes in at 2 bytes/s, 3 s of computing with them; another 4 bytes come meanwhile and wait
+    for nothing.
+    """
     clock = Clock(Link(2.0, 1.0))
     lanes, data = Lanes(clock), torch.zeros(4, dtype=torch.uint8)
     one, other, home = space(), space(), space(Home.HOST)
@@ -73,7 +79,9 @@ def test_copies_and_computing_go_on_at_once_but_for_what_waits():
 
 
 def test_the_host_computes_beside_the_device_and_is_waited_for():
-    """A gradient goes home in 4 s, the host updates in 2, the weights come in 4; the device computes 5 s meanwhile."""
+    """A gradient goes home in 4 s, the host updates in 2, the weights come in 4; the device
+    computes 5 s meanwhile.
+    """
     clock = Clock(Link(1.0, 1.0, disk=0.5))
     lanes, data = Lanes(clock), torch.zeros(4, dtype=torch.uint8)
     slot, gradient, weights, moments = space(), space(Home.HOST), space(Home.HOST), space(Home.DISK)
@@ -82,7 +90,8 @@ def test_the_host_computes_beside_the_device_and_is_waited_for():
     lanes.compute(lambda: clock.spend(5.0))
     lanes.copy(data, data, slot, weights)
     assert clock.now == {"out": 4.0, "host": 6.0, "compute": 5.0, "in": 10.0}
-    lanes.host(lambda: clock.spend(1.0), writes=[moments], from_disk=1, to_disk=1)  # 4 s of a slow disk
+    # 4 s of a slow disk.
+    lanes.host(lambda: clock.spend(1.0), writes=[moments], from_disk=1, to_disk=1)
     assert clock.now["host"] == 10.0 and clock.busy_s["host"] == 3.0 and clock.busy_s["disk"] == 4.0
 
 
@@ -92,7 +101,10 @@ def test_a_file_is_as_slow_as_the_slower_of_disk_and_link_and_there_is_one_disk(
     lanes.copy(data, data, space(), space(Home.DISK))
     lanes.copy(data, data, space(Home.DISK), space())
     lanes.copy(data, data, space(), space(Home.HOST))
-    assert clock.now == {"in": 5.0, "compute": 0.0, "out": 8.0, "host": 0.0} and clock.busy_s["disk"] == 8.0
+    assert (
+        clock.now == {"in": 5.0, "compute": 0.0, "out": 8.0, "host": 0.0}
+        and clock.busy_s["disk"] == 8.0
+    )
 
 
 def test_only_computing_is_called():
@@ -114,16 +126,25 @@ def test_only_computing_is_called():
         *(
             pytest.param(*each, marks=pytest.mark.slow)
             for each in itertools.product(EVERY_TIME, (1, 2), ("device", "host"))
-            if each not in {("sweep", 1, "host"), ("next forward", 2, "device"), ("backward", 1, "device")}
+            if each
+            not in {("sweep", 1, "host"), ("next forward", 2, "device"), ("backward", 1, "device")}
         ),
     ],
 )
-def test_with_an_infinite_link_an_update_lasts_as_long_as_it_computes(when, blocks_per_stage, where):
+def test_with_an_infinite_link_an_update_lasts_as_long_as_it_computes(
+    when, blocks_per_stage, where
+):
     """Where a host that takes no time updates, the device has nothing but passes."""
-    costs = Costs(first_s=1.0, forward_s=2.0, again_s=6.0, loss_s=5.0, first_again_s=3.0, number_s=1e-3)
+    costs = Costs(
+        first_s=1.0, forward_s=2.0, again_s=6.0, loss_s=5.0, first_again_s=3.0, number_s=1e-3
+    )
     layers, micro_batches = 6, 3
     found, engine = timed(
-        tiny(layers), Placement(when=when, where=where, blocks_per_stage=blocks_per_stage), costs, FAST, micro_batches
+        tiny(layers),
+        Placement(when=when, where=where, blocks_per_stage=blocks_per_stage),
+        costs,
+        FAST,
+        micro_batches,
     )
     numbers = sum(each.plane.param.numel() for each in engine.store.stored)
     expected = micro_batches * (1 + layers * (2 + 6) + 5 + 3) + 1e-3 * numbers * (where == "device")
@@ -132,7 +153,9 @@ def test_with_an_infinite_link_an_update_lasts_as_long_as_it_computes(when, bloc
 
 
 @pytest.mark.parametrize(("when", "blocks_per_stage"), pairwise(EVERY_TIME, [1, 2, 3]))
-def test_without_computing_the_copies_of_a_lane_are_its_bytes_by_its_bandwidth(when, blocks_per_stage):
+def test_without_computing_the_copies_of_a_lane_are_its_bytes_by_its_bandwidth(
+    when, blocks_per_stage
+):
     placement = Placement(when=when, blocks_per_stage=blocks_per_stage)
     found, _ = timed(tiny(), placement, Costs(), Link(7.0, 3.0))
     assert found.busy_s["in"] == pytest.approx(found.moved_bytes[Home.HOST, Home.DEVICE] / 7.0)
@@ -144,12 +167,18 @@ def test_without_computing_the_copies_of_a_lane_are_its_bytes_by_its_bandwidth(w
 @pytest.mark.parametrize(("when", "where"), pairwise(EVERY_TIME, ["device", "host"]))
 def test_nothing_begins_before_what_it_waits_for(when, where):
     costs, link = Costs(1.0, 2.0, 6.0, 5.0, 3.0, 1e-3, 1e-2), Link(900.0, 700.0)
-    _, engine = timed(tiny(), Placement(when=when, where=where, offload=True), costs, link, clock_of=Recorded)
+    _, engine = timed(
+        tiny(), Placement(when=when, where=where, offload=True), costs, link, clock_of=Recorded
+    )
     clock = engine.walk.lanes.executor
     last = dict.fromkeys(LANES, 0.0)
     for work in clock.works:
         lane, end = work.mark.lane, clock.done[work.mark]
-        copied_s = 0.0 if lane in ("compute", "host") else work.moved_bytes / (link.into if lane == "in" else link.out)
+        copied_s = (
+            0.0
+            if lane in ("compute", "host")
+            else work.moved_bytes / (link.into if lane == "in" else link.out)
+        )
         begin = end - copied_s
         assert all(clock.done[mark] <= begin + 1e-6 for mark in work.waits)
         assert begin >= last[lane] - 1e-6
@@ -160,7 +189,10 @@ def test_nothing_begins_before_what_it_waits_for(when, where):
 @pytest.mark.parametrize("when", EVERY_TIME)
 def test_a_faster_link_makes_no_update_longer(when):
     costs = Costs(1.0, 2.0, 6.0, 5.0, 3.0, 1e-3)
-    lengths = [timed(tiny(), Placement(when=when), costs, Link(b, b))[0].update_s for b in (1e2, 1e3, 1e4, 1e5, 1e6)]
+    lengths = [
+        timed(tiny(), Placement(when=when), costs, Link(b, b))[0].update_s
+        for b in (1e2, 1e3, 1e4, 1e5, 1e6)
+    ]
     assert lengths == sorted(lengths, reverse=True) and lengths[0] > 10 * lengths[-1]
 
 
@@ -177,7 +209,9 @@ def test_what_stays_on_the_device_is_not_copied():
     layers = 6
     names = ("weights", "rest", "gradient", "exp_avg", "exp_avg_sq")
     every = frozenset((stage, name) for stage in range(layers + 2) for name in names)
-    found, engine = timed(tiny(layers), Placement(on_device=every), Costs(forward_s=1.0), Link(1.0, 1.0))
+    found, engine = timed(
+        tiny(layers), Placement(on_device=every), Costs(forward_s=1.0), Link(1.0, 1.0)
+    )
     homes = {buffer.space.home for each in engine.store.stored for buffer in each.buffers.values()}
     assert homes == {Home.DEVICE} and not found.moved_bytes and found.update_s == 2 * layers
 
@@ -193,10 +227,14 @@ FLOPS, BYTES_PER_S = 600e12, 50e9
 
 
 def teraflops(when, tokens, micro_batches=8):
-    """Useful ones by 6 per weight and token, with 600 TFLOP/s and 50 GB/s each way; blocks are recomputed."""
+    """Useful ones by 6 per weight and token, with 600 TFLOP/s and 50 GB/s each way; blocks are
+    recomputed.
+    """
     each = tokens / micro_batches / FLOPS
     costs = Costs(forward_s=2 * BLOCK * each, again_s=6 * BLOCK * each, loss_s=6 * HEAD * each)
-    found, _ = timed(LLAMA_3_8B, Placement(when=when), costs, Link(BYTES_PER_S, BYTES_PER_S), micro_batches)
+    found, _ = timed(
+        LLAMA_3_8B, Placement(when=when), costs, Link(BYTES_PER_S, BYTES_PER_S), micro_batches
+    )
     return useful(tokens) / found.update_s / 1e12
 
 
@@ -214,10 +252,11 @@ def useful(tokens):
     ],
 )
 def test_the_walk_reaches_the_roofline_of_its_copies(when, tokens, expected):
-    """Expected: sums of the phases' longest, in an independent model of a streamed 8B with an update on the device.
+    """Expected: sums of the phases' longest, in an independent model of a streamed 8B with an
+    update on the device.
 
-    That model has gradients of bf16, so that 14 bytes of a number come before the next forward pass; ours are of fp32,
-    as all engines accumulate them, and it is 16.
+    That model has gradients of bf16, so that 14 bytes of a number come before the next forward
+    pass; ours are of fp32, as all engines accumulate them, and it is 16.
     """
     assert teraflops(when, tokens) == pytest.approx(expected, rel=0.1)
 

@@ -1,6 +1,8 @@
-"""Run: pytest tests/stream/test_cuda.py (the lanes of a GPU; on a machine without one their logic, on a GPU the bits)
+"""Run: pytest tests/stream/test_cuda.py (the lanes of a GPU; on a machine without one their logic,
+on a GPU the bits)
 
-On a GPU also: TORCH_CUDA_SANITIZER=1 pytest tests/stream/test_cuda.py -m gpu, which watches every stream's accesses.
+On a GPU also: TORCH_CUDA_SANITIZER=1 pytest tests/stream/test_cuda.py -m gpu, which watches every
+    stream's accesses.
 """
 
 from __future__ import annotations
@@ -33,7 +35,18 @@ from monograph.stream.lanes import (
 )
 from numerics import relative_error
 from stream.fake_gpu import CARD, FakeEvent, FakeGpu
-from streamed import EVERY, LAYERS, arguments, by_day, crossed, other_bits, streamed, trained, twin, windows
+from streamed import (
+    EVERY,
+    LAYERS,
+    arguments,
+    by_day,
+    crossed,
+    other_bits,
+    streamed,
+    trained,
+    twin,
+    windows,
+)
 
 
 def test_a_cpu_does_everything_at_once() -> None:
@@ -52,9 +65,13 @@ PLACES = [
 
 @pytest.mark.parametrize(
     ("place", "events"),
-    crossed(PLACES, [1, 3, EVENTS], zip(PLACES, [3, 1, 1, EVENTS, 1, 1], strict=True), [(PLACES[0], 1)]),
+    crossed(
+        PLACES, [1, 3, EVENTS], zip(PLACES, [3, 1, 1, EVENTS, 1, 1], strict=True), [(PLACES[0], 1)]
+    ),
 )
-def test_streams_and_few_events_change_no_bit(place: str, events: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_and_few_events_change_no_bit(
+    place: str, events: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Even one event a lane, waited for by works that are long over, is enough."""
     monkeypatch.setattr(lanes, "EVENTS", events)
     changes = {"clip": None, "optim": AdamW(lr=1e-2, ema=0.9)}
@@ -85,10 +102,16 @@ def test_what_failed_is_waited_for_all_the_same(monkeypatch: pytest.MonkeyPatch)
     assert on_device.sum() == 4
 
 
-def test_a_copy_of_what_the_host_writes_waits_for_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_of_what_the_host_writes_waits_for_its_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """So slow that without the wait it would be read before."""
     with FakeGpu(monkeypatch, seed=0):
-        lanes, slot, home = Lanes(Streams(CARD)), Space("slot", Home.DEVICE), Space("home", Home.HOST)
+        lanes, slot, home = (
+            Lanes(Streams(CARD)),
+            Space("slot", Home.DEVICE),
+            Space("home", Home.HOST),
+        )
         on_device, on_host = torch.zeros(2), torch.zeros(2)
         lanes.host(lambda: (time.sleep(0.2), on_host.fill_(1)), writes=[home])
         lanes.copy(on_device, on_host, slot, home)
@@ -96,7 +119,9 @@ def test_a_copy_of_what_the_host_writes_waits_for_its_thread(monkeypatch: pytest
     assert on_device.sum() == 2
 
 
-def test_the_host_s_thread_does_its_work_in_order_and_no_more_than_is_waited_for_is_awaited() -> None:
+def test_the_host_s_thread_does_its_work_in_order_and_no_more_than_is_waited_for_is_awaited() -> (
+    None
+):
     thread, gate, done = HostThread(), threading.Event(), list[str]()
     thread.give([], lambda: done.append("first"))
     thread.give([gate.wait], lambda: done.append("second"))
@@ -125,7 +150,9 @@ def test_what_fails_on_the_host_is_raised_in_who_waits_and_ever_after() -> None:
 
 
 class Beside(Immediately):
-    """A CPU whose host lane is a thread; `behind` is how much work this has left at most while there is other work."""
+    """A CPU whose host lane is a thread; `behind` is how much work this has left at most while
+    there is other work.
+    """
 
     def __init__(self) -> None:
         self.thread, self.behind = HostThread(), 0
@@ -151,7 +178,9 @@ class Beside(Immediately):
     ],
 )
 def test_a_thread_that_updates_with_its_own_graphs_changes_no_bit(place: str) -> None:
-    """They are made in it, as none but it calls them, while nothing else is traced; and law 4, block by block."""
+    """They are made in it, as none but it calls them, while nothing else is traced; and law 4,
+    block by block.
+    """
     sizes, changes = {"num_hidden_layers": 3}, {"precision": "bf16", "clip": None}
     beside = Beside()
     engine = streamed(sizes, lanes=Lanes(beside), placement=EVERY[place], **changes)
@@ -164,7 +193,7 @@ def test_a_thread_that_updates_with_its_own_graphs_changes_no_bit(place: str) ->
     assert not other_bits(left, twin(sizes, windows(), "aot_eager", **changes))
 
 
-# ---- on a GPU --------------------------------------------------------------------------------------------------------
+# ---- on a GPU ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -185,8 +214,9 @@ def test_streamed_on_a_gpu_is_resident_on_it(place: str, precision: str) -> None
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6}
     placement = replace(EVERY[place], device=CARD)
     changes = arguments(precision) | ({"clip": None} if placement.when == "backward" else {})
-    # What the host updates has the host's roots, of which a GPU's differ in the last bit. In the second update a weight
-    # may round to another bf16 for it, and AdamW magnifies that where gradients are small.
+    # What the host updates has the host's roots, of which a GPU's differ in the last bit. In the
+    # second update a weight may round to another bf16 for it, and AdamW magnifies that where
+    # gradients are small.
     rows = windows(1) if (placement.where, precision) == ("host", "bf16") else windows()
     results = [
         trained(Resident(tiny_llama(**sizes).to(CARD), **changes), rows),
@@ -202,10 +232,18 @@ def test_streamed_on_a_gpu_is_resident_on_it(place: str, precision: str) -> None
 @pytest.mark.gpu
 def test_on_a_gpu_a_share_is_chosen_where_blocks_compute() -> None:
     """A pass without numbers has the weights on the card, although they are at home on the host."""
-    sizes, changes = {"head_dim": 16, "num_hidden_layers": 2}, arguments("bf16", remat=Remat.Budget(0.5))
+    sizes, changes = (
+        {"head_dim": 16, "num_hidden_layers": 2},
+        arguments("bf16", remat=Remat.Budget(0.5)),
+    )
     results = [
         trained(Resident(tiny_llama(**sizes).to(CARD), **changes), windows(1)),
-        trained(Streamed(tiny_llama(**sizes), placement=replace(EVERY[PLACES[0]], device=CARD), **changes), windows(1)),
+        trained(
+            Streamed(
+                tiny_llama(**sizes), placement=replace(EVERY[PLACES[0]], device=CARD), **changes
+            ),
+            windows(1),
+        ),
     ]
     on_host = [{name: tensor.cpu() for name, tensor in left.items()} for left in results]
     assert not other_bits(*on_host)
@@ -214,9 +252,13 @@ def test_on_a_gpu_a_share_is_chosen_where_blocks_compute() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_model_in_many_places_is_called_and_saved_on_the_host(precision: str) -> None:
-    """As for a run's samples and checkpoints: a device that is full has no room for copies of weights."""
+    """As for a run's samples and checkpoints: a device that is full has no room for copies of
+    weights.
+    """
     placement = replace(EVERY["some stages on the device"], device=CARD)
-    engine = Streamed(tiny_llama(num_hidden_layers=LAYERS), placement=placement, **arguments(precision))
+    engine = Streamed(
+        tiny_llama(num_hidden_layers=LAYERS), placement=placement, **arguments(precision)
+    )
     tokens, before = torch.arange(8)[None], torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     with engine.step.assembled() as model:

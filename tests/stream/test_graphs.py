@@ -1,4 +1,6 @@
-"""Run: pytest tests/stream/test_graphs.py (captured: so many graphs for any depth, and no more afterwards)"""
+"""Run: pytest tests/stream/test_graphs.py (captured: so many graphs for any depth, and no more
+afterwards)
+"""
 
 from __future__ import annotations
 

@@ -32,21 +32,33 @@ SEVERAL = [
 
 PASSING = ["next forward, offloaded", "some stages on the device", "backward, offloaded"]
 
-# By day operations are watched at every time of an update, where it is on the host and on the device.
-# Together these have weights and moments in every home.
+# By day operations are watched at every time of an update, where it is on the host and on the
+# device. Together these have weights and moments in every home.
 DAY = {"updated on both", "all on disk"}
 WATCHED = {"updated on both", "backward, offloaded"}
 
 
 def of(place: str, executor: Any, **changes: Any) -> Any:
     """A streamed engine with that executor, its weights averaged."""
-    return streamed(placement=EVERY[place], lanes=Lanes(executor), **AVERAGED, **unclipped(EVERY[place]), **changes)
+    return streamed(
+        placement=EVERY[place],
+        lanes=Lanes(executor),
+        **AVERAGED,
+        **unclipped(EVERY[place]),
+        **changes,
+    )
 
 
 def usual(place: str, precision: str = "fp32") -> Any:
     """What `followed` finds of a resident engine."""
     placement = EVERY[place]
-    return of_twin(followed, placement.when == "backward", precision=precision, **AVERAGED, **unclipped(placement))
+    return of_twin(
+        followed,
+        placement.when == "backward",
+        precision=precision,
+        **AVERAGED,
+        **unclipped(placement),
+    )
 
 
 def followed(engine: Any, in_backward: bool) -> dict[str, torch.Tensor]:
@@ -61,7 +73,7 @@ def followed(engine: Any, in_backward: bool) -> dict[str, torch.Tensor]:
     return left | trained(engine, windows(1, first=2))
 
 
-# ---- the waits -------------------------------------------------------------------------------------------------------
+# ---- the waits -----------------------------------------------------------------------------------
 
 
 def test_readers_wait_for_the_writer_and_a_writer_for_all() -> None:
@@ -87,7 +99,9 @@ def test_readers_wait_for_the_writer_and_a_writer_for_all() -> None:
 
 
 @pytest.mark.parametrize("seed", nightly(range(20), range(2)))
-def test_any_schedule_is_free_of_races_and_no_wait_is_superfluous(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_schedule_is_free_of_races_and_no_wait_is_superfluous(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Random works on few spaces, with a short memory of marks."""
     monkeypatch.setattr(lanes, "MARKS", 20)
     choose, recorder = random.Random(seed), Recorder()
@@ -112,7 +126,9 @@ def test_any_schedule_is_free_of_races_and_no_wait_is_superfluous(seed: int, mon
     assert len(every) > 50 and all(any(races(recorder, dropped)) for dropped in every)
 
 
-def test_a_lane_without_work_keeps_no_marks_and_still_waits_when_it_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lane_without_work_keeps_no_marks_and_still_waits_when_it_has_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(lanes, "MARKS", 20)
     recorder = Recorder()
     lane, slot, home = Lanes(recorder), Space("slot", Home.DEVICE), Space("home", Home.HOST)
@@ -139,7 +155,7 @@ def test_the_judge_sees_what_is_not_ordered() -> None:
     assert not list(races(recorder))
 
 
-# ---- an update's schedule --------------------------------------------------------------------------------------------
+# ---- an update's schedule ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", nightly(EVERY, DAY))
@@ -181,7 +197,9 @@ class Watching(Recorder):
 
 @pytest.mark.parametrize("place", nightly(EVERY, {"updated on both"}))
 def test_works_touch_what_they_declare_and_the_host_nothing_before_all_is_done(place: str) -> None:
-    """What works touch of the shared memory, and what the host does of it between them; nor is there a race."""
+    """What works touch of the shared memory, and what the host does of it between them; nor is
+    there a race.
+    """
     watching, touches, odd = Watching(), 0, list[str]()
     watching.engine = engine = of(place, watching, precision="bf16")
     at_home = memories(engine)
@@ -204,33 +222,45 @@ def test_works_touch_what_they_declare_and_the_host_nothing_before_all_is_done(p
     with Watched(seen):
         followed(engine, EVERY[place].when == "backward")
     assert odd == [] and touches > 50 and len(watching.works) > 300 and not list(races(watching))
-    assert watching.barriers[0] == 0, "what the device was given before is done before anything begins"
+    assert watching.barriers[0] == 0, (
+        "what the device was given before is done before anything begins"
+    )
 
 
 def memories(engine: Any) -> dict[int, Space]:
     """All memory that lanes share, and what it is called there."""
     walk = engine.walk
-    rooms = [room for pool in walk.slots.pools for slot in pool for room in (slot.weights, slot.gradients)]
+    rooms = [
+        room
+        for pool in walk.slots.pools
+        for slot in pool
+        for room in (slot.weights, slot.gradients)
+    ]
     found = [
         (tensor, room.space)
         for room in [*rooms, *walk.updates.staging_buffers.buffers]
         for tensor in room._memory.values()
     ]
     found += [buffer for each in engine.store.stored for buffer in each.buffers.values()]
-    return of_passes(engine) | {memory(tensor): space for tensor, space in found if not tensor.is_meta}
+    return of_passes(engine) | {
+        memory(tensor): space for tensor, space in found if not tensor.is_meta
+    }
 
 
 def of_passes(engine: Any) -> dict[int, Space]:
     """Of that memory what comes and goes while an engine trains."""
     walk = engine.walk
-    found = [buffer for decision in walk.updates.host_update._decisions.values() for buffer in decision]
+    found = [
+        buffer for decision in walk.updates.host_update._decisions.values() for buffer in decision
+    ]
     for states in (walk.boundaries._states, walk.boundaries._host, walk.boundaries._rings):
         found += list(states.values())
     return {memory(tensor): space for tensor, space in found}
 
 
 class Followed(Lanes):
-    """Lanes that notice which memory of the device is copied for the first time, and when it is freed.
+    """Lanes that notice which memory of the device is copied for the first time, and when it is
+    freed.
 
     Attributes:
         first: (memory, the copy's place in the schedule).
@@ -259,16 +289,19 @@ class Followed(Lanes):
 
 @pytest.mark.parametrize("place", nightly(PASSING, {"backward, offloaded"}))
 def test_memory_that_comes_and_goes_is_the_compute_lanes(place: str) -> None:
-    """It waits for the copies before the memory is freed, and they for it before they touch what is new.
+    """It waits for the copies before the memory is freed, and they for it before they touch what is
+    new.
 
-    So a device's allocator, which hands memory on in the order of that one lane, need not know of the others.
+    So a device's allocator, which hands memory on in the order of that one lane, need not know of
+    the others.
     """
     recorder = Recorder()
     followed_lanes = Followed(recorder)
     engine = streamed(placement=EVERY[place], lanes=followed_lanes, clip=None)
     from_the_start = memories(engine).keys()
     trained(engine, windows(1))
-    engine.accumulate(packed(5))  # another number of micro-batches, so rings are used again, and in other shapes:
+    # Another number of micro-batches, so rings are used again, and in other shapes:
+    engine.accumulate(packed(5))
     engine.update()
     engine.accumulate({name: rows[:, :16].contiguous() for name, rows in packed(8).items()})
     engine.update()
@@ -281,16 +314,20 @@ def test_memory_that_comes_and_goes_is_the_compute_lanes(place: str) -> None:
     assert len(later) > 20 and all(happened[at] >> newest(at) & 1 for at in later)
     assert len(followed_lanes.freed) > 20
     for last, at in followed_lanes.freed:
-        assert happened[newest(at)] >> last & 1 or any(last < barrier <= at for barrier in recorder.barriers)
+        assert happened[newest(at)] >> last & 1 or any(
+            last < barrier <= at for barrier in recorder.barriers
+        )
 
 
-# ---- what a device is free to do -------------------------------------------------------------------------------------
+# ---- what a device is free to do -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", nightly(EVERY, DAY))
 def test_copies_at_the_last_moment_or_in_any_order_change_nothing(place: str) -> None:
     for executor in (Late(), AnyOrder(len(place))):
-        assert not other_bits(followed(of(place, executor), EVERY[place].when == "backward"), usual(place))
+        assert not other_bits(
+            followed(of(place, executor), EVERY[place].when == "backward"), usual(place)
+        )
 
 
 @pytest.mark.slow
@@ -303,13 +340,19 @@ def test_many_orders(place: str, seed: int) -> None:
 
 @pytest.mark.parametrize("tried", nightly([3, 8], {3}))
 def test_without_a_wait_the_numbers_change(tried: int) -> None:
-    """Of those of the second window's forward and backward pass: every one for a copy that comes from the host."""
+    """Of those of the second window's forward and backward pass: every one for a copy that comes
+    from the host.
+    """
     recorder = Recorder()
     engine = of("next forward, offloaded", recorder)
     trained(engine, windows(1))
     begin = len(recorder.works)
     left = trained(engine, windows(1, first=1))
-    missed = [each for each in waits(recorder, begin) if each[0].lane == "compute" and each[1].lane == "in"]
+    missed = [
+        each
+        for each in waits(recorder, begin)
+        if each[0].lane == "compute" and each[1].lane == "in"
+    ]
     changed = 0
     for dropped in missed[:tried]:
         again = of("next forward, offloaded", Late(dropped))
@@ -318,7 +361,7 @@ def test_without_a_wait_the_numbers_change(tried: int) -> None:
     assert changed > 0.75 * tried
 
 
-# ---- what was released -----------------------------------------------------------------------------------------------
+# ---- what was released ---------------------------------------------------------------------------
 
 
 class Poisons:
@@ -353,7 +396,8 @@ class Poisons:
 
         class Walk(walk.Walk):
             def _prepare_gradients(self, bound: Any) -> None:
-                # Gradients may be read by an update until here, when the slot has long got other weights.
+                # Gradients may be read by an update until here, when the slot has long got other
+                # weights.
                 if not (self.store.tied and bound.stage is self.store.stages[0]):
                     for each in self._needed(bound):
                         poisons.room(each.slot.gradients)
@@ -375,9 +419,13 @@ def test_memory_is_poisoned_when_it_is_given_to_another(
 ) -> None:
     poisons, placement = Poisons(), EVERY[place]
     for part in poisons.parts:
-        monkeypatch.setattr(updates if part.__name__ == "StagingBuffers" else walk, part.__name__, part)
+        monkeypatch.setattr(
+            updates if part.__name__ == "StagingBuffers" else walk, part.__name__, part
+        )
     monkeypatch.setattr(in_stages, "Walk", poisons.walk)
-    left = followed(of(place, lanes.Immediately(), precision=precision), placement.when == "backward")
+    left = followed(
+        of(place, lanes.Immediately(), precision=precision), placement.when == "backward"
+    )
     assert not other_bits(left, usual(place, precision))
     kinds = {"slot"} | ({"ring"} if placement.offload else set())
     kinds |= {"staging"} if placement.where == "device" or placement.on_device else set()

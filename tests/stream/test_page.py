@@ -10,7 +10,9 @@ from scripts import script
 
 def test_the_page_is_what_the_script_makes():
     made = script("docs/make_stream.py")
-    assert made.PAGE.read_text() == made.page(made.PAGE.read_text()), "run: python docs/make_stream.py"
+    assert made.PAGE.read_text() == made.page(made.PAGE.read_text()), (
+        "run: python docs/make_stream.py"
+    )
 
 
 def test_the_published_run_was_equal_and_within_its_budget():

@@ -1,4 +1,6 @@
-"""Run: pytest tests/stream/test_pinned.py (page-locked memory: size, end, and what is said where it is refused)"""
+"""Run: pytest tests/stream/test_pinned.py (page-locked memory: size, end, and what is said where it
+is refused)
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ class Runtime:
         self.refusal = refusal
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802 - CUDA's name
-        assert address % mmap.PAGESIZE == size % mmap.PAGESIZE == flags == 0 and address not in self.locked
+        assert (
+            address % mmap.PAGESIZE == size % mmap.PAGESIZE == flags == 0
+            and address not in self.locked
+        )
         if not self.refusal:
             self.locked[address] = size
         return self.refusal
@@ -43,7 +48,12 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
 
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [((1,), torch.float32), ((5000, 3), torch.bfloat16), ((5000, 3), torch.int16), ((2**16 + 1,), torch.uint8)],
+    [
+        ((1,), torch.float32),
+        ((5000, 3), torch.bfloat16),
+        ((5000, 3), torch.int16),
+        ((2**16 + 1,), torch.uint8),
+    ],
 )
 def test_locked_at_its_size_in_pages_as_long_as_it_is_used(
     runtime: Runtime, shape: tuple[int, ...], dtype: torch.dtype
@@ -61,7 +71,9 @@ def test_locked_at_its_size_in_pages_as_long_as_it_is_used(
     assert not runtime.locked
 
 
-@pytest.mark.parametrize(("limit", "said"), [(8192, "ulimit -l allows 8,192 bytes"), (-1, "ulimit -l allows no limit")])
+@pytest.mark.parametrize(
+    ("limit", "said"), [(8192, "ulimit -l allows 8,192 bytes"), (-1, "ulimit -l allows no limit")]
+)
 def test_a_refusal_names_the_limit(monkeypatch: pytest.MonkeyPatch, limit: int, said: str) -> None:
     runtime = Runtime(refusal=2)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
@@ -79,7 +91,9 @@ def test_no_memory_left(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> No
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(pinned_module, "_Locked", none)
-    with pytest.raises(InputRefused, match="block 3, weights needs 4,096 bytes of the host's memory"):
+    with pytest.raises(
+        InputRefused, match="block 3, weights needs 4,096 bytes of the host's memory"
+    ):
         pinned(torch.empty(10), "block 3, weights")
 
 

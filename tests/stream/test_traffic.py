@@ -57,24 +57,40 @@ def held(engine: Any) -> tuple[int, int, int]:
     crossed(
         EVERY,
         [False, True],
-        [("all on disk", False), ("backward, offloaded", False), ("everywhere", True), ("updated on both", True)],
+        [
+            ("all on disk", False),
+            ("backward, offloaded", False),
+            ("everywhere", True),
+            ("updated on both", True),
+        ],
     ),
 )
 def test_copied_and_held_bytes(place: str, tied: bool) -> None:
     for blocks_per_stage, micro_batches in ((1, 3), (2, 1), (3, 2), (4, 3)):
-        engine = made(place, sizes={"tie_word_embeddings": tied}, precision="bf16", blocks_per_stage=blocks_per_stage)
+        engine = made(
+            place,
+            sizes={"tie_word_embeddings": tied},
+            precision="bf16",
+            blocks_per_stage=blocks_per_stage,
+        )
         expected = traffic(engine.store, engine.placement, state_bytes(2), micro_batches)
         assert moved(engine, micro_batches) == expected
         apart = traffic(engine.store, EVERY[place], 0, 1)
-        assert (apart == expected) != EVERY[place].offload, "micro-batches count only where states are offloaded"
+        assert (apart == expected) != EVERY[place].offload, (
+            "micro-batches count only where states are offloaded"
+        )
         on_device = device_bytes(engine.store, EVERY[place], state_bytes(2), micro_batches)
         assert held(engine) == (on_device.slots, on_device.staging, on_device.boundaries)
         assert on_device.stored == engine.store.bytes_at()[DEVICE]
 
 
 @pytest.mark.parametrize("when", ["sweep", "next forward", "backward"])
-@pytest.mark.parametrize("optim", [Muon(lr=1e-2, state="8bit"), AdamW(lr=1e-2, state="bf16", ema=0.9)])
-def test_copied_and_held_bytes_in_many_pieces(optim: Any, when: When, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "optim", [Muon(lr=1e-2, state="8bit"), AdamW(lr=1e-2, state="bf16", ema=0.9)]
+)
+def test_copied_and_held_bytes_in_many_pieces(
+    optim: Any, when: When, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(chunked_update, "MOST", 768)
     placement = Placement(when=when, on_disk=WHOLE | {"ema"})
     engine = streamed({"num_hidden_layers": 3}, placement=placement, optim=optim, clip=None)
@@ -85,8 +101,12 @@ def test_copied_and_held_bytes_in_many_pieces(optim: Any, when: When, monkeypatc
 
 @pytest.mark.parametrize("layers", [3, 12])
 def test_the_formula_by_hand(layers: int) -> None:
-    """Split weights: 2 bytes of 4 cross for a pass, 4 for an update, 8 of moments; the gradient once each way."""
-    engine = streamed({"num_hidden_layers": layers}, placement=Placement(on_disk=WHOLE), precision="bf16")
+    """Split weights: 2 bytes of 4 cross for a pass, 4 for an update, 8 of moments; the gradient
+    once each way.
+    """
+    engine = streamed(
+        {"num_hidden_layers": layers}, placement=Placement(on_disk=WHOLE), precision="bf16"
+    )
     gains, ends = 2 * HIDDEN, 2 * EMBEDDING + HIDDEN
     all_parameters = layers * (MATRICES + gains) + ends
     passes = (2 * MATRICES + 4 * gains) * (2 * layers - 2) + 4 * (ends + EMBEDDING)
@@ -99,9 +119,13 @@ def test_the_formula_by_hand(layers: int) -> None:
     }
 
 
-@pytest.mark.parametrize(("when", "decisions"), [("sweep", 1), ("next forward", 1), ("backward", LAYERS + 2)])
+@pytest.mark.parametrize(
+    ("when", "decisions"), [("sweep", 1), ("next forward", 1), ("backward", LAYERS + 2)]
+)
 def test_updated_on_the_host_by_hand(when: When, decisions: int) -> None:
-    """Weights come for a pass, gradients go home in fp32, and 32 bytes of decision: staging buffers hold nothing."""
+    """Weights come for a pass, gradients go home in fp32, and 32 bytes of decision: staging buffers
+    hold nothing.
+    """
     engine = streamed(placement=Placement(when=when, where="host"), precision="bf16", clip=None)
     gains, ends = 2 * HIDDEN, 2 * EMBEDDING + HIDDEN
     passes = (2 * MATRICES + 4 * gains) * (2 * LAYERS - 2) + 4 * (ends + EMBEDDING)
@@ -114,16 +138,24 @@ def test_updated_on_the_host_by_hand(when: When, decisions: int) -> None:
 
 def test_where_everything_is_on_the_device_nothing_is_copied() -> None:
     everything = frozenset(
-        (stage, name) for stage in range(LAYERS + 2) for name in ("weights", "rest", "gradient", *WHOLE)
+        (stage, name)
+        for stage in range(LAYERS + 2)
+        for name in ("weights", "rest", "gradient", *WHOLE)
     )
     engine = streamed(placement=Placement(on_device=everything), precision="bf16")
     assert moved(engine, 2) == {} == traffic(engine.store, engine.placement, state_bytes(2), 2)
     found = device_bytes(engine.store, engine.placement, 0, 1)
-    assert found.total == found.stored == 16 * sum(p.numel() for p in tiny_llama(num_hidden_layers=LAYERS).parameters())
+    assert (
+        found.total
+        == found.stored
+        == 16 * sum(p.numel() for p in tiny_llama(num_hidden_layers=LAYERS).parameters())
+    )
 
 
 def test_held_bytes_by_hand_are_flat_in_depth_when_offloaded() -> None:
-    """AdamW in fp32: slots for two blocks and the ends, 4 + 4 bytes; four staging buffers of 16 bytes an element."""
+    """AdamW in fp32: slots for two blocks and the ends, 4 + 4 bytes; four staging buffers of 16
+    bytes an element.
+    """
     gains = 2 * HIDDEN
     slots = 2 * 8 * (MATRICES + gains) + 8 * (EMBEDDING + HIDDEN)
     for layers, offload in itertools.product((3, 12), (False, True)):
@@ -138,6 +170,8 @@ def test_from_shapes_alone() -> None:
     store = streamed(placement=Placement()).store
     real = traffic(store, Placement(), 0, 1), device_bytes(store, Placement(), 0, 1)
     for each in store.stored:
-        each.buffers = {name: Buffer(tensor.to("meta"), space) for name, (tensor, space) in each.buffers.items()}
+        each.buffers = {
+            name: Buffer(tensor.to("meta"), space) for name, (tensor, space) in each.buffers.items()
+        }
         each.plane.param = each.plane.param.to("meta")
     assert (traffic(store, Placement(), 0, 1), device_bytes(store, Placement(), 0, 1)) == real

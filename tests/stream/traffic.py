@@ -1,8 +1,10 @@
-"""What an update copies and what a device holds, in bytes, before anything is run: from the stages' shapes alone.
+"""What an update copies and what a device holds, in bytes, before anything is run: from the stages'
+shapes alone.
 
 Symbols: L stages of blocks, between a first stage 0 and a last one L + 1; for stage s
     w(s), g(s), o(s)    bytes of its weights, its gradient, and all else that an update reads (rest, moments, average)
-of what does not live on the device, G micro-batches, and a the bytes of one's state at one boundary.
+of what does not live on the device, G micro-batches, and a the bytes of one's state at one
+boundary.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ DECISION = 32  # bytes: four numbers of 8
 
 
 def traffic(store: Store, placement: Placement, state_bytes: int, micro_batches: int) -> Traffic:
-    """Bytes copied from one home to another by an update of one window, when the update before it has been made too.
+    """Bytes copied from one home to another by an update of one window, when the update before it
+    has been made too.
 
         to the device     forward   w(0) + ... + w(L)        nothing, where stages are updated before their forward pass
                           back      w(1) + ... + w(L - 2)    blocks' last two stages are still in their slots
@@ -44,8 +47,8 @@ def traffic(store: Store, placement: Placement, state_bytes: int, micro_batches:
                           update    32 bytes of decision; in the backward pass for each stage with such planes
         from and to files           what of g, and of w and o and back, lies there
 
-    Weights that a slot still holds from before the update are old ones, and are fetched again. Nothing else depends on
-    how many micro-batches there are.
+    Weights that a slot still holds from before the update are old ones, and are fetched again.
+    Nothing else depends on how many micro-batches there are.
 
     Args:
         store: the stages; their tensors may be on the meta device.
@@ -72,7 +75,10 @@ def traffic(store: Store, placement: Placement, state_bytes: int, micro_batches:
             found[Home.DEVICE, home] += size
         for home, size in _away(stage, lambda name: name == GRADIENT, on_host=True).items():
             found[Home.DEVICE, home] += size
-        in_files = [_away(stage, lambda name, g=g: (name == GRADIENT) == g, on_host=True)[Home.DISK] for g in (0, 1)]
+        in_files = [
+            _away(stage, lambda name, g=g: (name == GRADIENT) == g, on_host=True)[Home.DISK]
+            for g in (0, 1)
+        ]
         found[Home.DISK, Home.HOST] += sum(in_files)
         found[Home.HOST, Home.DISK] += in_files[0]
     told = sum(any(each.on_host for each in stage.stored) for stage in store.stages)
@@ -105,7 +111,9 @@ class DeviceBytes:
         return self.stored + self.slots + self.staging + self.boundaries
 
 
-def device_bytes(store: Store, placement: Placement, state_bytes: int, micro_batches: int) -> DeviceBytes:
+def device_bytes(
+    store: Store, placement: Placement, state_bytes: int, micro_batches: int
+) -> DeviceBytes:
     """What a walk takes on the device.
 
         slots         w + g of the larger of stages 0 and L + 1 (of both, if they share weights)
@@ -113,9 +121,11 @@ def device_bytes(store: Store, placement: Placement, state_bytes: int, micro_bat
         staging       4 times all buffers of the largest piece, see `chunked_update.chunks`; with the gradient, unless
                       weights are updated in the backward pass
         boundaries    (L + 1) G a + a, the latter the gradient of one of them;
-                      offloaded 2 G a on the way there + min(2, L) G a for what comes back, at any depth
+                      offloaded 2 G a on the way there + min(2, L) G a for what comes back, at any
+                      depth
 
-    "Largest" is meant buffer by buffer, and by dtype: two planes of different dtypes share no memory.
+    "Largest" is meant buffer by buffer, and by dtype: two planes of different dtypes share no
+    memory.
 
     Args:
         store: the stages; their tensors may be on the meta device.
@@ -140,7 +150,9 @@ def device_bytes(store: Store, placement: Placement, state_bytes: int, micro_bat
 
 
 def _away(stage: Stage, wanted: Callable[[str], bool], on_host: bool = False) -> Counter[Home]:
-    """Bytes by home of buffers of the wanted names, of planes that are updated on the host, or on the device."""
+    """Bytes by home of buffers of the wanted names, of planes that are updated on the host, or on
+    the device.
+    """
     found: Counter[Home] = Counter()
     for each in (stored for stored in stage.stored if stored.on_host == on_host):
         for name, (tensor, space) in each.buffers.items():

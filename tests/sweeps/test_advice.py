@@ -1,4 +1,6 @@
-"""Run: pytest tests/sweeps/test_advice.py (what a sweep advises is true, and its commands run as printed)"""
+"""Run: pytest tests/sweeps/test_advice.py (what a sweep advises is true, and its commands run as
+printed)
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,25 @@ import pytest
 
 from monograph.config import load
 from monograph.config.axes import axes_of
-from monograph.evaluation.significance import Setting, Table, pooled, seeds_needed, t_quantile, tabulate
+from monograph.evaluation.significance import (
+    Setting,
+    Table,
+    pooled,
+    seeds_needed,
+    t_quantile,
+    tabulate,
+)
 from monograph.sweeps import advice
 from monograph.sweeps.advice import Advice, advise, beyond, typed
 from monograph.sweeps.folder import Sweep
 from monograph.sweeps.spec import SweepSpec, spec_of
 
-SHAPE = {"model.hidden_size": 64, "model.num_hidden_layers": 2, "model.num_attention_heads": 4, "data.source": "texts"}
+SHAPE = {
+    "model.hidden_size": 64,
+    "model.num_hidden_layers": 2,
+    "model.num_attention_heads": 4,
+    "data.source": "texts",
+}
 Point = dict[str, Any]
 
 
@@ -60,12 +74,17 @@ def asked(found: Advice) -> SweepSpec:
     return spec_of(words[2:], None)
 
 
-def bowl(points: Sequence[Point], key: str, best: Any, values: Sequence[Any], step: float = 1.0) -> list[float]:
+def bowl(
+    points: Sequence[Point], key: str, best: Any, values: Sequence[Any], step: float = 1.0
+) -> list[float]:
     """Scores that are lowest at one value, with a little luck of each seed."""
-    return [2 + step * abs(values.index(p[key]) - values.index(best)) + 1e-3 * p["train.seed"] for p in points]
+    return [
+        2 + step * abs(values.index(p[key]) - values.index(best)) + 1e-3 * p["train.seed"]
+        for p in points
+    ]
 
 
-# ---- edges ----------------------------------------------------------------------------------------------------------
+# ---- edges ---------------------------------------------------------------------------------------
 
 AXES: dict[str, tuple[str, Sequence[Any]]] = {
     "rates": ("optim.lr", (1e-3, 2e-3, 4e-3, 8e-3)),
@@ -87,7 +106,9 @@ def test_a_best_value_at_the_end_of_an_axis_is_said_and_the_command_goes_on_beyo
     key, values = AXES[name]
     best = {"first": values[0], "inside": values[len(values) // 2], "last": values[-1]}[at]
     points = grid({key: values})
-    found = [each for each in advised(points, bowl(points, key, best, values)) if "beyond" in each.text]
+    found = [
+        each for each in advised(points, bowl(points, key, best, values)) if "beyond" in each.text
+    ]
     inside = best not in (values[0], values[-1])
     closed = best == 0  # nothing lies below
     assert bool(found) == (not inside and not closed)
@@ -95,7 +116,9 @@ def test_a_best_value_at_the_end_of_an_axis_is_said_and_the_command_goes_on_beyo
         tried = {point[key] for point in asked(each).points}
         assert best in tried and len(tried) == 3 and tried & set(values) == {best}
         further = sorted(tried - {best})
-        assert (further[0] > best) == (best == values[-1]) and (further[1] > best) == (best == values[-1])
+        assert (further[0] > best) == (best == values[-1]) and (further[1] > best) == (
+            best == values[-1]
+        )
         assert {point["train.seed"] for point in asked(each).points} == {0, 1}
 
 
@@ -110,7 +133,9 @@ def test_a_best_value_at_the_end_of_an_axis_is_said_and_the_command_goes_on_beyo
         ([10, 20, 30], [40, 50], [5, 2]),
     ],
 )
-def test_an_axis_goes_on_as_it_is_spaced(ordered: list[float], above: list[float], below: list[float]) -> None:
+def test_an_axis_goes_on_as_it_is_spaced(
+    ordered: list[float], above: list[float], below: list[float]
+) -> None:
     assert beyond(ordered, upwards=True) == pytest.approx(above)
     assert beyond(ordered, upwards=False) == pytest.approx(below)
 
@@ -126,10 +151,14 @@ def test_an_axis_goes_on_as_it_is_spaced(ordered: list[float], above: list[float
         ("model.hidden_size", (64, 128)),
     ],
 )
-def test_words_have_no_end_and_of_amounts_more_is_better_anyway(place: Path, key: str, values: Sequence[Any]) -> None:
+def test_words_have_no_end_and_of_amounts_more_is_better_anyway(
+    place: Path, key: str, values: Sequence[Any]
+) -> None:
     for best in values:
         points = grid({key: values})
-        assert not any("beyond" in each.text for each in advised(points, bowl(points, key, best, values)))
+        assert not any(
+            "beyond" in each.text for each in advised(points, bowl(points, key, best, values))
+        )
 
 
 def test_a_diverged_neighbour_is_no_unknown_land(place: Path) -> None:
@@ -140,17 +169,25 @@ def test_a_diverged_neighbour_is_no_unknown_land(place: Path) -> None:
 
 
 def test_several_ends_are_one_command_and_other_axes_keep_their_best_value(place: Path) -> None:
-    points = grid({"optim.lr": (0.01, 0.02), "optim.weight_decay": (0.1, 0.2, 0.3), "optim.name": ("adamw", "muon")})
+    points = grid(
+        {
+            "optim.lr": (0.01, 0.02),
+            "optim.weight_decay": (0.1, 0.2, 0.3),
+            "optim.name": ("adamw", "muon"),
+        }
+    )
     best = {"optim.lr": 0.02, "optim.weight_decay": 0.1, "optim.name": "muon"}
     values = [2 + sum(point[key] != value for key, value in best.items()) + 1e-3 * point["train.seed"]
               for point in points]  # fmt: skip
     found = advised(points, values)[0]
-    assert found.text.startswith("0.02 is the largest lr and 0.1 is the smallest weight_decay that this sweep tried")
+    assert found.text.startswith(
+        "0.02 is the largest lr and 0.1 is the smallest weight_decay that this sweep tried"
+    )
     tried = asked(found)
     assert len(tried.points) == 3 * 3 * 2 and tried.settings.optim.name == "muon"
 
 
-# ---- chance ---------------------------------------------------------------------------------------------------------
+# ---- chance --------------------------------------------------------------------------------------
 
 
 def draws(generator: random.Random) -> tuple[list[Point], list[float | None]]:
@@ -159,7 +196,9 @@ def draws(generator: random.Random) -> tuple[list[Point], list[float | None]]:
     points = grid({"optim.lr": rates}, range(generator.randint(1, 6)))
     spread, noise = generator.choice((0.0, 0.01, 0.3)), generator.choice((1e-4, 0.01, 0.1))
     truth = {rate: 2 + spread * generator.random() for rate in rates}
-    values: list[float | None] = [truth[point["optim.lr"]] + generator.gauss(0, noise) for point in points]
+    values: list[float | None] = [
+        truth[point["optim.lr"]] + generator.gauss(0, noise) for point in points
+    ]
     if generator.random() < 0.3:
         values[generator.randrange(len(values))] = None
     return points, values
@@ -167,7 +206,9 @@ def draws(generator: random.Random) -> tuple[list[Point], list[float | None]]:
 
 @pytest.mark.parametrize("tables", [30, pytest.param(100, marks=pytest.mark.slow)])
 def test_advice_is_true_of_any_table(tables: int, place: Path) -> None:
-    """What cannot be told apart is never called equal, nothing is called real but what is, and commands ask right."""
+    """What cannot be told apart is never called equal, nothing is called real but what is, and
+    commands ask right.
+    """
     generator = random.Random(0)
     said = set[str]()
     for number in range(tables):
@@ -180,7 +221,9 @@ def test_advice_is_true_of_any_table(tables: int, place: Path) -> None:
         rivals = [s for s in table.settings if s.difference and len(s.failed) <= len(best.failed)]
         tied = [setting for setting in rivals if setting.tied]
         assert "either is fine" not in texts and "noise" not in texts
-        assert ("by more than chance" in texts) == (bool(rivals) and table.noise is not None and not tied)
+        assert ("by more than chance" in texts) == (
+            bool(rivals) and table.noise is not None and not tied
+        )
         assert ("One seed cannot tell" in texts) == (bool(rivals) and table.noise is None)
         assert ("cannot separate" in texts) == bool(tied)
         for setting in tied:
@@ -202,7 +245,9 @@ def check_command(found: Advice, table: Table, tied: Sequence[Setting]) -> None:
     assert any(point.items() >= best.knobs.items() for point in points)
     if "Run" in found.text:
         [number] = map(int, re.findall(r"(\d+) seeds (?:of )?each", found.text))
-        assert number > len(best.members) and {point["train.seed"] for point in points} == set(range(number))
+        assert number > len(best.members) and {point["train.seed"] for point in points} == set(
+            range(number)
+        )
     if "cannot separate" in found.text:
         named = {setting.knobs["optim.lr"] for setting in (best, *tied)}
         assert {point["optim.lr"] for point in points} <= named
@@ -223,7 +268,9 @@ def expected_seeds(table: Table, tied: Sequence[Setting]) -> int:
 
 
 def test_of_settings_that_are_equal_hardly_any_sweep_has_a_best_that_is_real() -> None:
-    """At 95 % at most one in twenty may, up to four standard errors of the count; `advise` calls no other one real."""
+    """At 95 % at most one in twenty may, up to four standard errors of the count; `advise` calls no
+    other one real.
+    """
     generator, runs = random.Random(1), 500
     for rates, seeds in ((2, 2), (3, 2), (4, 4), (8, 2)):
         points = grid({"optim.lr": [1e-3 * 2**i for i in range(rates)]}, range(seeds))
@@ -234,8 +281,12 @@ def test_of_settings_that_are_equal_hardly_any_sweep_has_a_best_that_is_real() -
 
 @pytest.mark.parametrize("settings", [1, 2, 4])
 @pytest.mark.parametrize("ratio", [0.15, 0.5, 0.8, 1.5])
-def test_the_seeds_that_are_asked_for_show_the_difference_four_times_in_five(settings: int, ratio: float) -> None:
-    """By simulation of the test that `tabulate` makes; one seed fewer shows it less often than five times in six."""
+def test_the_seeds_that_are_asked_for_show_the_difference_four_times_in_five(
+    settings: int, ratio: float
+) -> None:
+    """By simulation of the test that `tabulate` makes; one seed fewer shows it less often than five
+    times in six.
+    """
     generator, runs = random.Random(2), 1500
     needed = seeds_needed(1.0, ratio, settings, 100)
     assert needed is not None
@@ -256,16 +307,30 @@ def test_the_seeds_that_are_asked_for_show_the_difference_four_times_in_five(set
 
 def test_what_no_number_of_seeds_shows_has_no_number() -> None:
     assert seeds_needed(0.0, 0.1, 1, 16) is None and seeds_needed(0.01, 0.1, 1, 16) is None
-    assert seeds_needed(-0.5, 0.1, 1, 16) == seeds_needed(0.5, 0.1, 1, 16), "the sign says which is better"
+    assert seeds_needed(-0.5, 0.1, 1, 16) == seeds_needed(0.5, 0.1, 1, 16), (
+        "the sign says which is better"
+    )
 
 
 def test_two_seeds_that_cannot_separate_two_rates_ask_for_four(place: Path) -> None:
-    """Three rates, two seeds: 0.057 is less than 12.7 standard errors, which is the seeds' fault, not the rates'."""
+    """Three rates, two seeds: 0.057 is less than 12.7 standard errors, which is the seeds' fault,
+    not the rates'.
+    """
     points = grid({"optim.lr": (0.005, 0.01, 0.02)})
     edge, seeds = advised(points, [1.90, 1.92, 1.527, 1.541, 1.472, 1.4685])
-    assert edge.text == "0.02 is the largest lr that this sweep tried, so the best may lie beyond. Go on there."
-    assert edge.arguments == ("sweep", "s0/config.toml", "optim.lr=0.02,0.04,0.08", "train.seed=0,1")
-    assert seeds.text == "2 seeds cannot separate lr=0.02 from lr=0.01 (+0.0637). Run 4 seeds of each."
+    assert (
+        edge.text
+        == "0.02 is the largest lr that this sweep tried, so the best may lie beyond. Go on there."
+    )
+    assert edge.arguments == (
+        "sweep",
+        "s0/config.toml",
+        "optim.lr=0.02,0.04,0.08",
+        "train.seed=0,1",
+    )
+    assert (
+        seeds.text == "2 seeds cannot separate lr=0.02 from lr=0.01 (+0.0637). Run 4 seeds of each."
+    )
     assert seeds.arguments == ("sweep", "s0/config.toml", "optim.lr=0.01,0.02", "train.seed=0..3")
 
 
@@ -285,13 +350,23 @@ def test_what_a_time_decided_is_fixed_so_that_new_scores_compare_with_the_old(pl
     sweep = sweep_of(points, **{"train.minutes": 2.0})
     sweep.record["groups"] = [{"rounds": [4], "updates": 321, "why": ""}]
     found = advise(sweep, table_of(points, [2.0, 2.01, 1.9, 1.91]))
-    assert all(each.arguments[-1] == "train.updates=321" for each in found if each.arguments) and found
+    assert (
+        all(each.arguments[-1] == "train.updates=321" for each in found if each.arguments) and found
+    )
     assert asked(found[0]).settings.train.updates == 321
 
 
-@pytest.mark.parametrize("value", [1e-3, 0.003107, 1 / 3, 1e-08, 3, "muon", True, (0.9, 0.95), "auto"])
+@pytest.mark.parametrize(
+    "value", [1e-3, 0.003107, 1 / 3, 1e-08, 3, "muon", True, (0.9, 0.95), "auto"]
+)
 def test_a_value_is_typed_so_that_it_is_read_again(value: Any) -> None:
-    key = {"str": "optim.name", "bool": "model.tie_word_embeddings", "tuple": "optim.betas"}.get(type(value).__name__)
-    key = "optim.lr" if value == "auto" else key or ("train.seed" if isinstance(value, int) else "optim.eps")
+    key = {"str": "optim.name", "bool": "model.tie_word_embeddings", "tuple": "optim.betas"}.get(
+        type(value).__name__
+    )
+    key = (
+        "optim.lr"
+        if value == "auto"
+        else key or ("train.seed" if isinstance(value, int) else "optim.eps")
+    )
     fixed, axes = axes_of({key: typed(value)})
     assert not axes and load(None, fixed, {}).values()[key] == value

@@ -1,4 +1,6 @@
-"""Run: pytest tests/sweeps/test_batch.py (members that train at once: windows, and engines that are filled anew)"""
+"""Run: pytest tests/sweeps/test_batch.py (members that train at once: windows, and engines that are
+filled anew)
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,13 @@ POINTS: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     folder = with_texts(tmp_path_factory.mktemp("crew"))
-    return corpus(folder / "texts", tokenizer="bytes", sequence_length=32, held_out=0.2, cache=folder / "cache")
+    return corpus(
+        folder / "texts",
+        tokenizer="bytes",
+        sequence_length=32,
+        held_out=0.2,
+        cache=folder / "cache",
+    )
 
 
 @pytest.fixture
@@ -70,11 +78,15 @@ def built(member: Member, text: Corpus) -> list[BuiltRun]:
 def mustered(these: list[Member], runs: list[Run], text: Corpus) -> MemberBatch:
     made = batch.of_length(batch.models_of(these, text, describe()), UPDATES)
     several = len({m.settings.train.seed for m in these}) > 1
-    return batch.batch_of(these, runs, made, text, batch.engine_of(made, several, torch.device("cpu")))
+    return batch.batch_of(
+        these, runs, made, text, batch.engine_of(made, several, torch.device("cpu"))
+    )
 
 
 def losses(trained: MemberBatch, updates: int = UPDATES) -> list[list[float]]:
-    found = [torch.atleast_1d(u.loss).tolist() for u in train(trained.engine, trained.windows, updates)]
+    found = [
+        torch.atleast_1d(u.loss).tolist() for u in train(trained.engine, trained.windows, updates)
+    ]
     return [list(member) for member in zip(*found, strict=True)]
 
 
@@ -102,7 +114,9 @@ def test_a_save_changes_nothing_of_what_a_member_alone_draws_next() -> None:
 
 
 def test_members_train_as_each_would_alone(runs: list[Run], text: Corpus) -> None:
-    """Law 5 through everything that a sweep does: settings, weights, order of rows, schedule, optimizer."""
+    """Law 5 through everything that a sweep does: settings, weights, order of rows, schedule,
+    optimizer.
+    """
     together = mustered(members(), runs, text)
     assert isinstance(together.engine, Ensemble) and together.engine.stacked.each
     for found, member in zip(losses(together), members(), strict=True):
@@ -123,13 +137,21 @@ def test_one_seed_is_one_window_for_all(runs: list[Run], text: Corpus) -> None:
 def test_members_of_one_seed_read_the_same_rows(runs: list[Run], text: Corpus) -> None:
     together = mustered(members(), runs, text)
     window = next(together.windows)["tokens"]
-    assert window.shape == (3, 4, 32) and torch.equal(window[1], window[2]) and not torch.equal(window[0], window[1])
+    assert (
+        window.shape == (3, 4, 32)
+        and torch.equal(window[1], window[2])
+        and not torch.equal(window[0], window[1])
+    )
     together.close()
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
-def test_an_engine_that_is_filled_anew_trains_as_a_fresh_one(text: Corpus, backend: Backend) -> None:
-    """Bits, and nothing is compiled again: other weights and another rate in an engine that has trained before."""
+def test_an_engine_that_is_filled_anew_trains_as_a_fresh_one(
+    text: Corpus, backend: Backend
+) -> None:
+    """Bits, and nothing is compiled again: other weights and another rate in an engine that has
+    trained before.
+    """
     these = members([*POINTS, {"optim.lr": 3e-2, "optim.weight_decay": 0.1, "train.seed": 1}])
     first, other, second = (built(these[index], text) for index in (0, 2, 3))
     engine = make_engine(first[0], torch.device("cpu"))
@@ -138,19 +160,27 @@ def test_an_engine_that_is_filled_anew_trains_as_a_fresh_one(text: Corpus, backe
     assert engine.capture(next(batches[2]), backend=backend) is None
     list(train(engine, batches[0], UPDATES))
     state, graphs = copied(engine.state()), compat.captured_graphs()
-    assert not batch.refill(engine, make_engine(other[0], torch.device("cpu"))), "another decay is another graph"
-    assert all(torch.equal(tensor, state.model[name]) for name, tensor in engine.state().model.items())
+    assert not batch.refill(engine, make_engine(other[0], torch.device("cpu"))), (
+        "another decay is another graph"
+    )
+    assert all(
+        torch.equal(tensor, state.model[name]) for name, tensor in engine.state().model.items()
+    )
     assert batch.refill(engine, make_engine(second[0], torch.device("cpu")))
     batch.schedule(engine, second)
     assert engine.index == 0 and int(engine.step.tokens) == 0
     found = [float(update.loss) for update in train(engine, batches[1], UPDATES)]
-    assert compat.captured_graphs() == graphs and found == pytest.approx(alone(these[3], text), rel=1e-5)
+    assert compat.captured_graphs() == graphs and found == pytest.approx(
+        alone(these[3], text), rel=1e-5
+    )
     for each in batches:
         each.close()
 
 
 def test_a_crew_goes_on_where_it_stood(runs: list[Run], text: Corpus, tmp_path: Path) -> None:
-    """Law 10: the losses after a resume are the bits of an uninterrupted run, whichever member was saved last."""
+    """Law 10: the losses after a resume are the bits of an uninterrupted run, whichever member was
+    saved last.
+    """
     these = members()
     whole = mustered(these, [Run.create(tmp_path / f"w{i}") for i in range(3)], text)
     expected = losses(whole)
@@ -192,7 +222,10 @@ def test_a_member_that_had_diverged_stays_where_it_was(runs: list[Run], text: Co
     losses(again)
     after = list(again.sessions[1].engine.model.parameters())
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
-    assert all(torch.equal(tensor, kept[name]) for name, tensor in again.sessions[1].engine.state().model.items())
+    assert all(
+        torch.equal(tensor, kept[name])
+        for name, tensor in again.sessions[1].engine.state().model.items()
+    )
     assert {"update": 4, "diverged": 3} in runs[1].rows()
     again.close()
 
@@ -207,7 +240,12 @@ def test_nothing_to_go_on_from(runs: list[Run], text: Corpus) -> None:
 def test_settings_are_written_once_and_are_whole(runs: list[Run], text: Corpus) -> None:
     mustered(members(), runs, text).close()
     own = load(runs[1].config, {}, {})
-    assert (own.optim.lr, own.optim.weight_decay, own.train.seed, own.train.updates) == (3e-2, 0.0, 1, UPDATES)
+    assert (own.optim.lr, own.optim.weight_decay, own.train.seed, own.train.updates) == (
+        3e-2,
+        0.0,
+        1,
+        UPDATES,
+    )
     assert own.train.micro_batch == 4 and own.train.eval_every == 1 and runs[1].tokenizer.is_file()
     write_config(runs[1], own.resolve({"optim.lr": 0.5}, "test"))
     mustered(members(), runs, text).close()

@@ -1,4 +1,6 @@
-"""Run: pytest tests/sweeps/test_brief.py (a sweep that is over before a step would be compiled is not compiled)."""
+"""Run: pytest tests/sweeps/test_brief.py (a sweep that is over before a step would be compiled is
+not compiled).
+"""
 
 from __future__ import annotations
 
@@ -33,21 +35,39 @@ def test_a_brief_sweep_is_not_compiled_and_goes_on_so(
     monkeypatch.setattr(warmup, "capture", capture)
     monkeypatch.setattr(sweep_progress, "write_sweep_report", lambda *_: None)
     monkeypatch.chdir(with_texts(tmp_path))
-    run([*OPEN, "optim.lr=1e-3,1e-2"], samples=None, verify=None, out=Path("s"), distill=False, json=False)
+    run(
+        [*OPEN, "optim.lr=1e-3,1e-2"],
+        samples=None,
+        verify=None,
+        out=Path("s"),
+        distill=False,
+        json=False,
+    )
     assert "not compiled: " in capsys.readouterr().err
     for member in ("000", "001"):
-        assert load(Path("s/members", member, "config.toml"), {}, {}, recorded=True).train.compile == "none"
-    monkeypatch.setattr(concurrency, "LEAST_COMPILE_S", 0.0)  # the decision is recorded, and not made again
+        assert (
+            load(Path("s/members", member, "config.toml"), {}, {}, recorded=True).train.compile
+            == "none"
+        )
+    # The decision is recorded, and not made again.
+    monkeypatch.setattr(concurrency, "LEAST_COMPILE_S", 0.0)
     again = SweepProgress(Sweep.open(Path("s")), silent())
     again.prepare(default_device(), describe())
-    assert [member.plan.training.compile for member in again.members if member.plan] == ["none", "none"]
+    assert [member.plan.training.compile for member in again.members if member.plan] == [
+        "none",
+        "none",
+    ]
 
 
-@pytest.mark.parametrize(("minutes", "cores", "brief"), [(0.3, 2, True), (0.9, 2, False), (0.9, 1, True)])
+@pytest.mark.parametrize(
+    ("minutes", "cores", "brief"), [(0.3, 2, True), (0.9, 2, False), (0.9, 1, True)]
+)
 def test_a_sweep_by_the_clock_that_is_shorter_than_compiling_is_not_compiled(
     minutes: float, cores: int, brief: bool
 ) -> None:
-    """With a second core it trains while it compiles, and compiling has to be shorter than all of it."""
+    """With a second core it trains while it compiles, and compiling has to be shorter than all of
+    it.
+    """
     plan = resolve(load(None, {"model.preset": "nano", "train.minutes": minutes}, {}), describe())
     machine = replace(describe(), type="cpu", cores=cores)
     timing = SimpleNamespace(group=SimpleNamespace(plan=plan), machine=machine, given_updates=0)
@@ -55,7 +75,9 @@ def test_a_sweep_by_the_clock_that_is_shorter_than_compiling_is_not_compiled(
 
 
 @pytest.mark.parametrize("length", ["train.updates=1e9", "train.minutes=1.1"])
-def test_a_long_sweep_is_compiled(length: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_sweep_is_compiled(
+    length: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Compiled(Exception):
         pass
 
@@ -67,4 +89,11 @@ def test_a_long_sweep_is_compiled(length: str, tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(with_texts(tmp_path))
     long = [argument.replace("train.updates=8", length) for argument in OPEN]
     with pytest.raises(Compiled):
-        run([*long, "optim.lr=1e-3,1e-2"], samples=None, verify=None, out=Path("s"), distill=False, json=False)
+        run(
+            [*long, "optim.lr=1e-3,1e-2"],
+            samples=None,
+            verify=None,
+            out=Path("s"),
+            distill=False,
+            json=False,
+        )

@@ -1,4 +1,6 @@
-"""Run: pytest tests/sweeps/test_concurrency.py (how many at once and how long, from times that a test makes up)"""
+"""Run: pytest tests/sweeps/test_concurrency.py (how many at once and how long, from times that a
+test makes up)
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def groups(updates: int | None, lr: int, **axes: list[Any]) -> list[Group]:
     return groups_of(found)
 
 
-def timing(group: Group, seconds: Callable[[int], float], monkeypatch: pytest.MonkeyPatch) -> Timing:
+def timing(
+    group: Group, seconds: Callable[[int], float], monkeypatch: pytest.MonkeyPatch
+) -> Timing:
     """One whose times are made up: `seconds(width)` an update, 20 s to compile."""
     made: Any = Timing(group, TEXT, torch.device("cpu"), describe())  # type: ignore[arg-type]
 
@@ -64,9 +68,14 @@ def test_updates_that_are_given_stand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_minutes_are_those_of_the_whole_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two groups, one twice as slow; .95 · 120 s = members · (.1 + .2) s · updates, and 1.6 s of evaluations."""
+    """Two groups, one twice as slow; .95 · 120 s = members · (.1 + .2) s · updates, and 1.6 s of
+    evaluations.
+    """
     both = groups(None, 4, optim__name=["adamw", "muon"])
-    timings = [timing(both[0], lambda k: 0.1 * k, monkeypatch), timing(both[1], lambda k: 0.2 * k, monkeypatch)]
+    timings = [
+        timing(both[0], lambda k: 0.1 * k, monkeypatch),
+        timing(both[1], lambda k: 0.2 * k, monkeypatch),
+    ]
     found = lengths(timings, 0, progress())
     assert found[0] == found[1] == int((0.95 * 120 - 2 * 4 * (6 * 16 + 100) * 0.001) / 1.2) and [
         group.rounds for group in both
@@ -81,22 +90,30 @@ def test_every_member_learns_from_as_many_tokens(monkeypatch: pytest.MonkeyPatch
     assert 0.2 * (small + large) == pytest.approx(0.95 * 120, rel=0.02)
 
 
-def test_a_first_sweep_learns_from_enough_however_slow_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_sweep_learns_from_enough_however_slow_the_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     [group] = groups(None, 8)
     told = progress()
     assert lengths([timing(group, lambda k: 2.0 * k, monkeypatch)], 102_400, told) == [100]
     assert "26 min 42 s instead of 2 min" in said(told)
 
 
-def test_what_is_worth_compiling_is_judged_by_the_length_that_it_will_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In two minutes 16 members would have 3 updates each of 2 s, and nothing would pay; they get 100."""
+def test_what_is_worth_compiling_is_judged_by_the_length_that_it_will_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In two minutes 16 members would have 3 updates each of 2 s, and nothing would pay; they get
+    100.
+    """
     [group] = groups(None, 16)
     lengths([timing(group, lambda k: 2.0, monkeypatch)], 102_400, progress())
     assert group.rounds == [16]
 
 
 def test_evaluations_take_half_of_the_minutes_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Held-out rows that would take longer than the sweep may: members still learn from half of its time."""
+    """Held-out rows that would take longer than the sweep may: members still learn from half of its
+    time.
+    """
     [group] = groups(None, 4)
     found = timing(group, lambda k: 0.1 * k, monkeypatch)
     found.text = SimpleNamespace(train=TEXT.train, held_out=range(10**6))
@@ -123,7 +140,9 @@ def test_not_even_one_fits(monkeypatch: pytest.MonkeyPatch) -> None:
         lengths([timing(group, seconds, monkeypatch)], 0, progress())
 
 
-def test_what_no_graph_holds_trains_one_after_another_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_graph_holds_trains_one_after_another_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def seconds(width: int) -> float:
         if width > 1:
             raise InputRefused("noise (RReLU): it draws random numbers")

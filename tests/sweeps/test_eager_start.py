@@ -1,4 +1,6 @@
-"""Run: pytest tests/sweeps/test_eager_start.py (updates of a sweep's members before their graphs are compiled)."""
+"""Run: pytest tests/sweeps/test_eager_start.py (updates of a sweep's members before their graphs
+are compiled).
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,14 @@ AXES = ["optim.lr=1e-3,1e-2", "train.seed=0,1"]
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An update of a member takes a second, or of all at once 1.5 s, which is always worth it; graphs cost nothing."""
+    """An update of a member takes a second, or of all at once 1.5 s, which is always worth it;
+    graphs cost nothing.
+    """
     monkeypatch.setattr(warmup, "capture", lambda *_: None)
     monkeypatch.setattr("monograph.sweeps.results.capture", lambda *_: None)
-    monkeypatch.setattr(concurrency, "timed_update", lambda engine, _: {1: 1.0}.get(getattr(engine, "size", 1), 1.5))
+    monkeypatch.setattr(
+        concurrency, "timed_update", lambda engine, _: {1: 1.0}.get(getattr(engine, "size", 1), 1.5)
+    )
     monkeypatch.setattr(concurrency, "WORTH", 0.0)
     monkeypatch.setattr(Timing, "is_brief", lambda _: False)
     monkeypatch.setattr(Timing, "held_out_s", lambda *_: 0.0)
@@ -53,7 +59,8 @@ def compiling_for(updates: int, monkeypatch: pytest.MonkeyPatch, end: object = 0
         return None if updates > 0 else end
 
     monkeypatch.setattr(
-        "monograph.session.eager_start.python_aside", lambda *_: SimpleNamespace(poll=poll, kill=lambda: None)
+        "monograph.session.eager_start.python_aside",
+        lambda *_: SimpleNamespace(poll=poll, kill=lambda: None),
     )
 
 
@@ -62,13 +69,23 @@ def sweep(arguments: list[str], out: str, verify: int | None = None) -> int:
 
 
 def weights(out: str) -> dict[str, str]:
-    newest = [max(member.glob("checkpoints/step-*")) for member in sorted(Path(out, "members").iterdir())]
-    files = [folder / name for folder in newest for name in ("model.safetensors", "optimizer.safetensors")]
-    return {str(file.relative_to(out)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    newest = [
+        max(member.glob("checkpoints/step-*")) for member in sorted(Path(out, "members").iterdir())
+    ]
+    files = [
+        folder / name
+        for folder in newest
+        for name in ("model.safetensors", "optimizer.safetensors")
+    ]
+    return {
+        str(file.relative_to(out)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files
+    }
 
 
 def test_all_members_begin_at_once_and_go_on_compiled_from_there() -> None:
-    assert sweep([*BY_CLOCK, *AXES], "whole", verify=3) == 0, "alone it has the losses that it had among the others"
+    assert sweep([*BY_CLOCK, *AXES], "whole", verify=3) == 0, (
+        "alone it has the losses that it had among the others"
+    )
     made = Sweep.open(Path("whole"))
     [group] = made.record["groups"]
     assert group["rounds"] == [4] and group["eager_updates"] == EARLY
@@ -99,11 +116,15 @@ def test_groups_that_no_graph_holds_together_make_as_many_updates() -> None:
     sweep([*over(BY_CLOCK, "model.hidden_size=16,32"), "optim.lr=1e-3,1e-2"], "whole")
     made = Sweep.open(Path("whole"))
     assert [group["eager_updates"] for group in made.record["groups"]] == [EARLY, EARLY]
-    early = [[row["update"] for row in made.member(index).rows() if MARK in row] for index in range(4)]
+    early = [
+        [row["update"] for row in made.member(index).rows() if MARK in row] for index in range(4)
+    ]
     assert early == [[*range(1, EARLY + 1)]] * 4
 
 
-def test_what_is_stopped_before_the_graphs_are_there_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_stopped_before_the_graphs_are_there_begins_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     compiling_for(3, monkeypatch, KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         sweep([*BY_CLOCK, *AXES], "stopped")
@@ -111,7 +132,9 @@ def test_what_is_stopped_before_the_graphs_are_there_begins_anew(monkeypatch: py
     compiling_for(EARLY, monkeypatch)
     sweep([*BY_CLOCK, *AXES], "stopped")
     rows = Sweep.open(Path("stopped")).member(0).rows()
-    assert [row["update"] for row in rows if "lr" in row] == [*range(1, EARLY + 4)], "rows of before stayed"
+    assert [row["update"] for row in rows if "lr" in row] == [*range(1, EARLY + 4)], (
+        "rows of before stayed"
+    )
 
 
 def test_members_go_on_without_a_graph_if_the_compiler_takes_longer_than_they_train(
@@ -151,8 +174,17 @@ def test_it_is_for_a_length_by_the_clock_that_is_compiled(
 ) -> None:
     monkeypatch.undo()
     monkeypatch.setattr("monograph.session.eager_start.compiler_obstacle", lambda: None)
-    facts = {"updates": 0, "epochs": None, "compile": "whole", "memory": "device", "type": "cpu", "cores": 2} | change
+    facts = {
+        "updates": 0,
+        "epochs": None,
+        "compile": "whole",
+        "memory": "device",
+        "type": "cpu",
+        "cores": 2,
+    } | change
     training = SimpleNamespace(compile=facts["compile"])
     plan = SimpleNamespace(recipe=SimpleNamespace(code=None), training=training, **facts)
-    timing: Any = SimpleNamespace(machine=SimpleNamespace(**facts), group=SimpleNamespace(plan=plan))
+    timing: Any = SimpleNamespace(
+        machine=SimpleNamespace(**facts), group=SimpleNamespace(plan=plan)
+    )
     assert eager_start._is_possible([timing]) == possible

@@ -35,7 +35,10 @@ def test_the_same_command_goes_on_and_another_is_refused(sweep: Sweep) -> None:
     sweep.record["elapsed_s"] = 7.0
     sweep.write()
     assert Sweep.create(sweep.run.folder, SETTINGS, POINTS, None).record["elapsed_s"] == 7.0
-    for settings, points in ((SETTINGS, POINTS[:1]), (load(None, {"train.updates": 6}, {}), POINTS)):
+    for settings, points in (
+        (SETTINGS, POINTS[:1]),
+        (load(None, {"train.updates": 6}, {}), POINTS),
+    ):
         with pytest.raises(UsageError, match="holds another sweep"):
             Sweep.create(sweep.run.folder, settings, points, None)
 
@@ -55,7 +58,9 @@ def test_a_sweep_that_was_killed_before_it_began_is_no_hindrance(sweep: Sweep) -
     assert Sweep.create(sweep.run.folder, SETTINGS, POINTS[:1], None).points == POINTS[:1]
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"asked": 1, "points": 3}', '{"points": [3]}', "\0", "[" * 10**5])
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[]", '{"asked": 1, "points": 3}', '{"points": [3]}', "\0", "[" * 10**5]
+)
 def test_a_damaged_record_is_one_line(sweep: Sweep, text: str) -> None:
     (sweep.run.folder / "sweep.json").write_text(text)
     with pytest.raises(InputRefused, match=r"sweep\.json: damaged"):
@@ -67,17 +72,26 @@ def test_a_damaged_record_is_one_line(sweep: Sweep, text: str) -> None:
     [
         {"points": []},
         {"points": [{"bogus": 1}]},
-        *({name: value} for name in ("elapsed_s", "training_s") for value in ("x", None, -1.0, math.nan)),
+        *(
+            {name: value}
+            for name in ("elapsed_s", "training_s")
+            for value in ("x", None, -1.0, math.nan)
+        ),
         {"target": 5},
         {"groups": []},
-        *({"groups": [{"rounds": rounds, "updates": 3, "why": ""}]} for rounds in ([], [0], [1], [9])),
+        *(
+            {"groups": [{"rounds": rounds, "updates": 3, "why": ""}]}
+            for rounds in ([], [0], [1], [9])
+        ),
         {"groups": [{"rounds": [[1]], "updates": 3, "why": ""}]},
         {"least_tokens": "many"},
         {"tokens": 2**70},
     ],
     ids=str,
 )
-def test_a_forged_record_is_one_line_though_its_digest_is_right(sweep: Sweep, forged: dict[str, Any]) -> None:
+def test_a_forged_record_is_one_line_though_its_digest_is_right(
+    sweep: Sweep, forged: dict[str, Any]
+) -> None:
     sweep.record |= forged
     sweep.write()
     with pytest.raises(InputRefused, match=r"sweep\.json: damaged"):
@@ -85,7 +99,9 @@ def test_a_forged_record_is_one_line_though_its_digest_is_right(sweep: Sweep, fo
 
 
 def test_where_one_run_is_needed_a_sweep_says_which(sweep: Sweep) -> None:
-    with pytest.raises(InputRefused, match=r"is a sweep: name one of its runs, such as .*members/000"):
+    with pytest.raises(
+        InputRefused, match=r"is a sweep: name one of its runs, such as .*members/000"
+    ):
         Run.open(sweep.run.folder)
     with sweep.holding(members_of(SETTINGS, POINTS)) as runs:
         for run in runs:
@@ -117,10 +133,15 @@ def test_the_seeds_of_the_best_setting(sweep: Sweep) -> None:
     with pytest.raises(InputRefused, match="without a best setting yet"):
         seeds_of_best(sweep.run.folder)
     knobs = [{"optim.lr": lr, "train.seed": seed} for lr in (1e-3, 1e-2) for seed in (4, 5, 6)]
-    members = [{"knobs": each, "diverged": 3 if each["train.seed"] == 5 else None} for each in knobs]
+    members = [
+        {"knobs": each, "diverged": 3 if each["train.seed"] == 5 else None} for each in knobs
+    ]
     sweep.record["result"] = {"best": {"knobs": {"optim.lr": 1e-2}}, "members": members}
     sweep.write()
-    assert {seed: run.folder.name for seed, run in seeds_of_best(sweep.run.folder).items()} == {4: "003", 6: "005"}
+    assert {seed: run.folder.name for seed, run in seeds_of_best(sweep.run.folder).items()} == {
+        4: "003",
+        6: "005",
+    }
 
 
 def test_the_wide_run_gets_the_best_knobs(tmp_path: Path) -> None:

@@ -13,8 +13,12 @@ SETTINGS = load(None, {"train.updates": 5}, {})
 
 
 def test_a_member_has_its_own_values_over_those_of_all() -> None:
-    members = members_of(SETTINGS, [{"optim.lr": 1e-3, "train.seed": 1}, {"optim.lr": 1e-2, "train.seed": 1}])
-    assert [m.settings.optim.lr for m in members] == [1e-3, 1e-2] and [m.index for m in members] == [0, 1]
+    members = members_of(
+        SETTINGS, [{"optim.lr": 1e-3, "train.seed": 1}, {"optim.lr": 1e-2, "train.seed": 1}]
+    )
+    assert [m.settings.optim.lr for m in members] == [1e-3, 1e-2] and [
+        m.index for m in members
+    ] == [0, 1]
     assert all(m.settings.train.updates == 5 and m.settings.train.seed == 1 for m in members)
 
 
@@ -40,7 +44,7 @@ def test_a_keys_short_name_is_its_own() -> None:
 
 
 def test_values_as_people_read_them() -> None:
-    assert described({"optim.lr": 0.00123456, "optim.betas": (0.9, 0.95), "model.tie_word_embeddings": True}) == (
-        "lr=0.001235 betas=0.9,0.95 tie_word_embeddings=true"
-    )
+    assert described(
+        {"optim.lr": 0.00123456, "optim.betas": (0.9, 0.95), "model.tie_word_embeddings": True}
+    ) == ("lr=0.001235 betas=0.9,0.95 tie_word_embeddings=true")
     assert described({}) == "nothing varied" and shown("wsd") == "wsd"

@@ -1,4 +1,6 @@
-"""Run: pytest tests/sweeps/test_ranks.py (a sweep whose members are shared out to several processes)."""
+"""Run: pytest tests/sweeps/test_ranks.py (a sweep whose members are shared out to several
+processes).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from commands.inputs import TINY, newest, over, with_texts
 from distributed.launched import Torchrun
 from monograph.sweeps.spec import Group, spread
 
-SETTINGS = over(TINY, "optim.name=adamw", "model.hidden_size=16,32", "train.seed=0,1", "train.updates=40")
+SETTINGS = over(
+    TINY, "optim.name=adamw", "model.hidden_size=16,32", "train.seed=0,1", "train.updates=40"
+)
 
 
 @pytest.mark.slow
@@ -29,10 +33,14 @@ def test_ranks_train_the_members_that_one_process_trains(tmp_path: Path) -> None
     os.kill(launch.workers()[1], signal.SIGKILL)
     assert launch.wait() == 0, launch.err.read_text()
     one, many = json.loads(alone.out), json.loads(launch.out.read_text())
-    assert [member["eval_loss"] for member in one["members"]] == [member["eval_loss"] for member in many["members"]]
+    assert [member["eval_loss"] for member in one["members"]] == [
+        member["eval_loss"] for member in many["members"]
+    ]
     assert one["best"]["member"] == many["best"]["member"]
     for member in range(4):
-        first, second = (newest(tmp_path / name / f"members/{member:03d}") for name in ("alone", "shared"))
+        first, second = (
+            newest(tmp_path / name / f"members/{member:03d}") for name in ("alone", "shared")
+        )
         for file in ("model.safetensors", "optimizer.safetensors"):
             assert (first / file).read_bytes() == (second / file).read_bytes(), (member, file)
 
@@ -46,7 +54,9 @@ def test_ranks_train_the_members_that_one_process_trains(tmp_path: Path) -> None
         ([[2]], 8, [[1, 1]]),
     ],
 )
-def test_rounds_are_cut_until_every_rank_has_one(rounds: list[list[int]], ranks: int, found: list[list[int]]) -> None:
+def test_rounds_are_cut_until_every_rank_has_one(
+    rounds: list[list[int]], ranks: int, found: list[list[int]]
+) -> None:
     groups = [Group([], {}, rounds=[*each]) for each in rounds]
     spread(groups, ranks)
     assert [group.rounds for group in groups] == found

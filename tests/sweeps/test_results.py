@@ -1,4 +1,6 @@
-"""Run: pytest tests/sweeps/test_results.py (what came of a sweep, read from its runs, and how it is written)"""
+"""Run: pytest tests/sweeps/test_results.py (what came of a sweep, read from its runs, and how it is
+written)
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from monograph.sweeps.folder import Sweep
 from monograph.sweeps.spec import members_of
 
 SETTINGS = load(None, {"train.updates": 50}, {})
-POINTS: list[dict[str, Any]] = [{"optim.lr": lr, "train.seed": seed} for lr in (1e-3, 2e-3, 4e-3) for seed in (0, 1)]
+POINTS: list[dict[str, Any]] = [
+    {"optim.lr": lr, "train.seed": seed} for lr in (1e-3, 2e-3, 4e-3) for seed in (0, 1)
+]
 BITS = [2.0, 2.2, 1.95, 2.11, None, 3.0]
 
 
@@ -23,12 +27,29 @@ def outcomes(folder: Path, bits: list[float | None]) -> list[results.Outcome]:
     members = members_of(SETTINGS, POINTS)
     with sweep.holding(members) as runs:
         for run, value in zip(runs, bits, strict=True):
-            run.log({"update": 50, "tokens": 900, "train_loss": 1.0, "skipped": False, "tokens_per_s": 10.0})
+            run.log(
+                {
+                    "update": 50,
+                    "tokens": 900,
+                    "train_loss": 1.0,
+                    "skipped": False,
+                    "tokens_per_s": 10.0,
+                }
+            )
             if value is None:
                 run.log({"update": 51, "diverged": 31})
             elif not math.isnan(value):
-                run.log({"update": 50, "eval_loss": value / 2, "eval_bits_per_byte": value, "eval_rows": 9})
-                run.log({"update": 50, "summary": results.summary(run.rows(), run, {"dtype": "fp32"})})
+                run.log(
+                    {
+                        "update": 50,
+                        "eval_loss": value / 2,
+                        "eval_bits_per_byte": value,
+                        "eval_rows": 9,
+                    }
+                )
+                run.log(
+                    {"update": 50, "summary": results.summary(run.rows(), run, {"dtype": "fp32"})}
+                )
                 (run.checkpoints / "step-00000050").mkdir(parents=True)
     return [results.outcome(sweep, member) for member in members]
 
@@ -37,7 +58,11 @@ def test_what_each_member_came_to(tmp_path: Path) -> None:
     found = outcomes(tmp_path, BITS)
     assert [each.over for each in found] == [True] * 6 and found[4].diverged == 31
     assert [each.score("eval_loss") for each in found] == [1.0, 1.1, 0.975, 1.055, None, 1.5]
-    assert found[0].summary and found[0].summary["update"] == 50 and found[0].summary["dtype"] == "fp32"
+    assert (
+        found[0].summary
+        and found[0].summary["update"] == 50
+        and found[0].summary["dtype"] == "fp32"
+    )
 
 
 def test_a_member_that_lost_its_last_checkpoint_is_not_over(tmp_path: Path) -> None:
@@ -57,7 +82,15 @@ def test_the_table_as_a_person_reads_it(tmp_path: Path) -> None:
         ["0.002", "2.030", "±", "0.080", "best"],
         ["0.004", "3.000", "1", "of", "2", "diverged", "at", "update", "31"],
     ]
-    assert len({line.index(value) for line, value in zip(lines, ("bits", "2.1", "2.0", "3.0"), strict=True)}) == 1
+    assert (
+        len(
+            {
+                line.index(value)
+                for line, value in zip(lines, ("bits", "2.1", "2.0", "3.0"), strict=True)
+            }
+        )
+        == 1
+    )
     assert results.verdict(results.compared(found)) == "lr=0.002"
 
 
@@ -65,12 +98,16 @@ def test_members_that_have_no_score_yet_are_blank(tmp_path: Path) -> None:
     found = outcomes(tmp_path, [2.0, 2.2, *[math.nan] * 4])
     assert [each.over for each in found] == [True, True, False, False, False, False]
     lines = results.lines(results.compared(found), {})
-    assert lines[1].split() == ["0.001", "2.100", "±", "0.100", "best"] and lines[2].split() == ["0.002"]
+    assert lines[1].split() == ["0.001", "2.100", "±", "0.100", "best"] and lines[2].split() == [
+        "0.002"
+    ]
 
 
 def test_every_member_diverged(tmp_path: Path) -> None:
     table = results.compared(outcomes(tmp_path, [None] * 6))
-    assert results.lines(table, dict.fromkeys(range(6), 31))[1].endswith("diverged at update 31, 31")
+    assert results.lines(table, dict.fromkeys(range(6), 31))[1].endswith(
+        "diverged at update 31, 31"
+    )
     assert "every member diverged" in results.verdict(table)
 
 
@@ -87,9 +124,17 @@ def test_as_json(tmp_path: Path) -> None:
     members, best = results.as_json(found, results.compared(found))
     assert members[2]["knobs"] == POINTS[2] and members[2]["eval_bits_per_byte"] == 1.95
     assert members[4]["diverged"] == 31 and members[4]["checkpoint"] is None
-    assert best and best["knobs"] == {"optim.lr": 2e-3} and best["member"] == 2 and best["tied"] == [{"optim.lr": 1e-3}]
+    assert (
+        best
+        and best["knobs"] == {"optim.lr": 2e-3}
+        and best["member"] == 2
+        and best["tied"] == [{"optim.lr": 1e-3}]
+    )
     assert best["mean"] == pytest.approx(2.03) and best["run"].endswith("members/002")
-    assert results.as_json(found, results.compared(outcomes(tmp_path / "other", [None] * 6)))[1] is None
+    assert (
+        results.as_json(found, results.compared(outcomes(tmp_path / "other", [None] * 6)))[1]
+        is None
+    )
 
 
 def test_as_it_is_drawn(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Run: pytest tests/sweeps/test_rounds.py (how many members at once, by the times that were measured)"""
+"""Run: pytest tests/sweeps/test_rounds.py (how many members at once, by the times that were
+measured)
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def test_rounds_are_few_and_equal(members: int, width: int) -> None:
     assert len(found) == -(-members // width) and found == sorted(found, reverse=True)
 
 
-def measured(time: Callable[[int], float], members: int, updates: int, most: int | None = None) -> dict[int, Timed]:
+def measured(
+    time: Callable[[int], float], members: int, updates: int, most: int | None = None
+) -> dict[int, Timed]:
     """What a caller measures who follows the advice."""
     timed: dict[int, Timed] = {}
     while (width := next_width(timed, members, most or members, updates)) is not None:
@@ -39,31 +43,45 @@ def test_overhead_alone_is_shared_by_all() -> None:
 
 
 def test_what_does_not_pay_is_said() -> None:
-    """Fused, a member takes all but 4 % of what it takes alone, and compiling is never paid back; or it takes more."""
+    """Fused, a member takes all but 4 % of what it takes alone, and compiling is never paid back;
+    or it takes more.
+    """
     found = choose({1: Timed(0.1, 20), 8: Timed(0.8 / 1.04, 20)}, 8, 1000)
     assert found.members == 8 and "1.04x" in found.why
     timed = measured(lambda k: 0.1 * k * (1.0 if k == 1 else 1.6), 16, 10_000)
     found = choose(timed, 16, 10_000)
     assert found.members == 1 and found.total_s == pytest.approx(16 * 0.1 * 10_000)
-    assert found.why.endswith("0.62x over one after another, so one after another (measured at 1, 16)")
+    assert found.why.endswith(
+        "0.62x over one after another, so one after another (measured at 1, 16)"
+    )
 
 
 def test_a_short_run_measures_nothing_that_cannot_pay() -> None:
     """2 members of 10 updates of .1 s: all of it is a second, compiling takes 20."""
     timed = measured(lambda k: 0.1, 2, 10)
     assert timed.keys() == {1}
-    assert "compiling a wider graph takes too much of what it could save" in choose(timed, 2, 10).why
+    assert (
+        "compiling a wider graph takes too much of what it could save" in choose(timed, 2, 10).why
+    )
 
 
 def test_a_first_sweep_does_not_compile_for_a_minute_what_could_save_little_more() -> None:
-    """16 members of 82 updates of .065 s are 85 s; a wider graph takes 4 times 17 s to compile, and could save 80 s."""
+    """16 members of 82 updates of .065 s are 85 s; a wider graph takes 4 times 17 s to compile, and
+    could save 80 s.
+    """
     alone = {1: Timed(0.065, 17.0)}
     assert next_width(alone, 16, 16, 82, dearer=4.0) is None
     assert next_width(alone, 16, 16, 820, dearer=4.0) == 16
     assert next_width({1: Timed(0.065, 0.0)}, 16, 16, 1, dearer=4.0) == 16, "nothing is compiled"
 
 
-@given(st.floats(1e-3, 1), st.floats(0, 100), st.integers(2, 64), st.integers(1, 10_000), st.floats(1, 5))
+@given(
+    st.floats(1e-3, 1),
+    st.floats(0, 100),
+    st.integers(2, 64),
+    st.integers(1, 10_000),
+    st.floats(1, 5),
+)
 def test_a_disappointment_costs_no_more_than_half_as_long_again(
     alone: float, compile_s: float, members: int, updates: int, dearer: float
 ) -> None:
@@ -98,7 +116,9 @@ def test_the_choice_is_the_best_of_the_measured(
     timed = {width: Timed(seconds, COMPILE_S) for width, seconds in ({1: alone} | others).items()}
     found = choose(timed, members, updates)
     assert found.total_s == min(total_s(timed, members, width, updates) for width in timed)
-    assert found.total_s <= members * alone * updates * (1 + 1e-9), "never slower than one after another"
+    assert found.total_s <= members * alone * updates * (1 + 1e-9), (
+        "never slower than one after another"
+    )
 
 
 def test_between_measured_widths_there_is_a_line() -> None:
@@ -108,4 +128,7 @@ def test_between_measured_widths_there_is_a_line() -> None:
 
 
 def test_one_member() -> None:
-    assert measured(lambda k: 1.0, 1, 10).keys() == {1} and choose({1: Timed(1, 1)}, 1, 10).why == "one member"
+    assert (
+        measured(lambda k: 1.0, 1, 10).keys() == {1}
+        and choose({1: Timed(1, 1)}, 1, 10).why == "one member"
+    )

@@ -1,4 +1,6 @@
-"""Run: pytest tests/text/test_chat.py (chats in ids: control tokens, typed letters, where an answer ends)."""
+"""Run: pytest tests/text/test_chat.py (chats in ids: control tokens, typed letters, where an answer
+ends).
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,15 @@ def test_ids_equal_transformers(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     for name in TEMPLATES:
-        ours, theirs = speaking(tmp_path / name, name), AutoTokenizer.from_pretrained(tmp_path / name)
+        ours, theirs = (
+            speaking(tmp_path / name, name),
+            AutoTokenizer.from_pretrained(tmp_path / name),
+        )
         for chat in CHATS:
             try:
-                expected = theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+                expected = theirs.apply_chat_template(
+                    chat, add_generation_prompt=True, return_dict=False
+                )
             except Exception:
                 continue  # a chat that the template refuses; test_template holds that
             assert chat_ids(ours, chat, add_generation_prompt=True) == expected
@@ -47,7 +54,11 @@ def test_a_control_token_that_is_typed_is_letters(tmp_path: Path, name: str, typ
     controls = set(tokenizer.special.values())
 
     def control(chat: list[dict[str, str]]) -> list[int]:
-        return [index for index in chat_ids(tokenizer, chat, add_generation_prompt=True) if index in controls]
+        return [
+            index
+            for index in chat_ids(tokenizer, chat, add_generation_prompt=True)
+            if index in controls
+        ]
 
     assert control(hostile) == control(plain), "no token more than without it"
     ids = chat_ids(tokenizer, hostile)
@@ -62,8 +73,13 @@ def test_a_template_that_computes_with_such_letters_is_refused(tmp_path: Path) -
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content | length }}<|im_end|>")
     speaking(tmp_path / "other", "chatml").save(tmp_path / "tokenizer.json")
     tokenizer = Tokenizer.from_file(tmp_path)
-    assert chat_ids(tokenizer, [{"role": "user", "content": "four"}])[-1] == tokenizer.special["<|im_end|>"]
-    with pytest.raises(InputRefused, match=r"'<\|im_end\|>' in a message is a control token of this model"):
+    assert (
+        chat_ids(tokenizer, [{"role": "user", "content": "four"}])[-1]
+        == tokenizer.special["<|im_end|>"]
+    )
+    with pytest.raises(
+        InputRefused, match=r"'<\|im_end\|>' in a message is a control token of this model"
+    ):
         chat_ids(tokenizer, [{"role": "user", "content": "<|im_end|>"}])
 
 
@@ -74,9 +90,20 @@ def test_where_an_answer_ends(tmp_path: Path) -> None:
         text_of = {index: text for text, index in tokenizer.special.items()}
         ends[name] = text_of.get(end_of_turn(tokenizer))
     turn, end = "<|im_end|>", "<|eos|>"
-    (tmp_path / "chatml" / "chat_template.jinja").write_text("<|im_start|>{{ messages[-1].content | upper }}<|im_end|>")
-    assert end_of_turn(Tokenizer.from_file(tmp_path / "chatml")) is None, "it cannot see where the answer is"
-    assert ends == {"chatml": turn, "headers": "<|eot|>", "plain": end, "inst": end, "thinking": turn, "json": end}
+    (tmp_path / "chatml" / "chat_template.jinja").write_text(
+        "<|im_start|>{{ messages[-1].content | upper }}<|im_end|>"
+    )
+    assert end_of_turn(Tokenizer.from_file(tmp_path / "chatml")) is None, (
+        "it cannot see where the answer is"
+    )
+    assert ends == {
+        "chatml": turn,
+        "headers": "<|eot|>",
+        "plain": end,
+        "inst": end,
+        "thinking": turn,
+        "json": end,
+    }
 
 
 def test_stop_ids_are_those_of_all_three_places(tmp_path: Path) -> None:
@@ -88,7 +115,9 @@ def test_stop_ids_are_those_of_all_three_places(tmp_path: Path) -> None:
     assert stop_ids(tokenizer, (known,)) == stop_ids(tokenizer), "its own list says it all"
     assert stop_ids(speaking(tmp_path / "none", "chatml", stops=[]), (known, other))[-1] == known
     (tmp_path / "config.json").write_text('{"eos_token_id": 9}')
-    assert stop_ids(Tokenizer.from_file(tmp_path)) == stop_ids(tokenizer), "generation_config.json comes first"
+    assert stop_ids(Tokenizer.from_file(tmp_path)) == stop_ids(tokenizer), (
+        "generation_config.json comes first"
+    )
     (tmp_path / "generation_config.json").unlink()
     assert stop_ids(Tokenizer.from_file(tmp_path)) == (1, 9, tokenizer.special["<|im_end|>"])
 
@@ -96,7 +125,11 @@ def test_stop_ids_are_those_of_all_three_places(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "content", "why"),
     [
-        ("generation_config.json", '{"eos_token_id": "5"}', "eos_token_id is 5: expected a token id or a list"),
+        (
+            "generation_config.json",
+            '{"eos_token_id": "5"}',
+            "eos_token_id is 5: expected a token id or a list",
+        ),
         ("generation_config.json", '{"eos_token_id": [1, true]}', "expected a token id"),
         ("generation_config.json", '{"eos_token_id": [-1]}', "expected a token id"),
         ("generation_config.json", f'{{"eos_token_id": {list(range(99))}}}', "at most 64"),
@@ -107,7 +140,9 @@ def test_stop_ids_are_those_of_all_three_places(tmp_path: Path) -> None:
         ("tokenizer_config.json", "{" * 99_999, "cannot be read as JSON"),
     ],
 )
-def test_a_file_beside_it_that_is_damaged_is_named(tmp_path: Path, file: str, content: str, why: str) -> None:
+def test_a_file_beside_it_that_is_damaged_is_named(
+    tmp_path: Path, file: str, content: str, why: str
+) -> None:
     speaking(tmp_path, "chatml")
     (tmp_path / file).write_text(content)
     with pytest.raises(InputRefused, match=f"{tmp_path}.*{why}"):
@@ -122,12 +157,24 @@ def test_what_lies_beside_a_tokenizer_is_kept(tmp_path: Path) -> None:
         (tmp_path / "b" / name).write_text(text)
     again = Tokenizer.from_file(tmp_path / "b")
     assert again.hash == tokenizer.hash and again.config.files() == tokenizer.config.files()
-    assert (again.bos_id, again.eos_id, stop_ids(again)) == (tokenizer.bos_id, tokenizer.eos_id, stop_ids(tokenizer))
+    assert (again.bos_id, again.eos_id, stop_ids(again)) == (
+        tokenizer.bos_id,
+        tokenizer.eos_id,
+        stop_ids(tokenizer),
+    )
     assert Tokenizer.bytes().config.files() == {}
 
 
-NAMED = {"tool_use": "{{ tools | tojson }}" + TEMPLATES["headers"], "rag": "{{ messages[0].content }}"}
-TOOL = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}]
+NAMED = {
+    "tool_use": "{{ tools | tojson }}" + TEMPLATES["headers"],
+    "rag": "{{ messages[0].content }}",
+}
+TOOL = [
+    {
+        "type": "function",
+        "function": {"name": "add", "description": "", "parameters": {"type": "object"}},
+    }
+]
 
 
 def _as_files(folder: Path, name: str) -> Tokenizer:
@@ -146,7 +193,10 @@ def _as_list(folder: Path, name: str) -> Tokenizer:
     (folder / "chat_template.jinja").unlink()
     shutil.rmtree(folder / "additional_chat_templates")
     config = json.loads((folder / "tokenizer_config.json").read_text())
-    named = [{"name": other, "template": source} for other, source in {"default": TEMPLATES[name], **NAMED}.items()]
+    named = [
+        {"name": other, "template": source}
+        for other, source in {"default": TEMPLATES[name], **NAMED}.items()
+    ]
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": named}))
     return Tokenizer.from_file(folder)
 
@@ -169,7 +219,9 @@ PLACES = {"files": _as_files, "list": _as_list, "run": _saved_again, "export": _
 
 
 @pytest.mark.parametrize(("name", "place"), pairwise(["chatml", "plain"], list(PLACES)))
-def test_a_chat_with_tools_has_the_template_that_transformers_takes(tmp_path: Path, name: str, place: str) -> None:
+def test_a_chat_with_tools_has_the_template_that_transformers_takes(
+    tmp_path: Path, name: str, place: str
+) -> None:
     from transformers import AutoTokenizer
 
     ours = PLACES[place](tmp_path, name)
@@ -179,10 +231,16 @@ def test_a_chat_with_tools_has_the_template_that_transformers_takes(tmp_path: Pa
     for chat in CHATS:
         for tools in (None, TOOL):
             options = {} if tools is None else {"tools": tools}
-            expected = theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False, **options)
+            expected = theirs.apply_chat_template(
+                chat, add_generation_prompt=True, return_dict=False, **options
+            )
             assert chat_ids(ours, chat, add_generation_prompt=True, **options) == expected
     answers = Answers(ours, Answering(True, True, 10_000))
     for tools in (None, TOOL):
-        [row] = answers.rows(Conversation([*CHATS[0], {"role": "assistant", "content": "Hi."}], tools, 0))
-        prompt = chat_ids(ours, CHATS[0], add_generation_prompt=True, **({"tools": tools} if tools else {}))
+        [row] = answers.rows(
+            Conversation([*CHATS[0], {"role": "assistant", "content": "Hi."}], tools, 0)
+        )
+        prompt = chat_ids(
+            ours, CHATS[0], add_generation_prompt=True, **({"tools": tools} if tools else {})
+        )
         assert row.ids[: row.spans[0][0]] == prompt

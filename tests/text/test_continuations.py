@@ -1,4 +1,6 @@
-"""Run: pytest tests/text/test_continuations.py (a text that follows another is encoded as inside it)."""
+"""Run: pytest tests/text/test_continuations.py (a text that follows another is encoded as inside
+it).
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ from monograph.text.tokenizer import Tokenizer
 from probes import probes
 from reference import pieces
 
-WORDS = ["The cat sat on the mat; the dog ran.\n  naïve 数据 the end", "  def read(self):\n\treturn self.the_cat"] * 20
+WORDS = [
+    "The cat sat on the mat; the dog ran.\n  naïve 数据 the end",
+    "  def read(self):\n\treturn self.the_cat",
+] * 20
 OPENINGS = ["The cat", "x=", "1 + 1 =\n", "the ", "a<", "naïve 数据", "\n", "🙂"]
 ANSWERS = ["the dog", " the dog", "  x", "\n\tend", "0", "_mat", *probes(60)]
 
@@ -35,7 +40,11 @@ def _metaspace(**options: Any) -> Engine:
 def _legacy() -> dict[str, Any]:
     """The form of a file of 2021: a Metaspace says only whether it puts a space first."""
     content = json.loads(_metaspace(prepend_scheme="always").to_str())
-    content["pre_tokenizer"] = {"type": "Metaspace", "replacement": pieces.MARK, "add_prefix_space": True}
+    content["pre_tokenizer"] = {
+        "type": "Metaspace",
+        "replacement": pieces.MARK,
+        "add_prefix_space": True,
+    }
     return content
 
 
@@ -50,10 +59,14 @@ KINDS = {
     "bytes": Tokenizer.bytes,
     "bpe": lambda: Tokenizer.train_bpe(WORDS, 300),
     "bpe, space first": lambda: Tokenizer(_prefixed(), "x"),
-    "metaspace, never": lambda: Tokenizer(json.loads(_metaspace(prepend_scheme="never").to_str()), "x"),
+    "metaspace, never": lambda: Tokenizer(
+        json.loads(_metaspace(prepend_scheme="never").to_str()), "x"
+    ),
     "metaspace, legacy": lambda: Tokenizer(_legacy(), "x"),
 } | {
-    shape: functools.partial(lambda name: Tokenizer(json.loads(pieces.engine(name).to_str()), name), shape)
+    shape: functools.partial(
+        lambda name: Tokenizer(json.loads(pieces.engine(name).to_str()), name), shape
+    )
     for shape in pieces.SHAPES
 }
 
@@ -64,24 +77,36 @@ def tokenizer_of(kind: str) -> Tokenizer:
 
 
 def written(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
-    """The text of a document's ids, without the tokens at its ends and without the space that some put before it."""
+    """The text of a document's ids, without the tokens at its ends and without the space that some
+    put before it.
+    """
     text = b"".join(tokenizer.pieces[each] for each in ids).decode()
     return text.removeprefix(" ") if tokenizer.space_first else text
 
 
-DAY = {"bpe", "bpe, space first", "metaspace, never"}  # the others are asked for choices, which are encoded alike
-CASES = [(prompt, answer) for prompt in OPENINGS for answer in ANSWERS if "▁" not in prompt + answer]
+# The others are asked for choices, which are encoded alike.
+DAY = {"bpe", "bpe, space first", "metaspace, never"}
+CASES = [
+    (prompt, answer) for prompt in OPENINGS for answer in ANSWERS if "▁" not in prompt + answer
+]
 
 
 @pytest.mark.parametrize("kind", nightly(KINDS, DAY))
-def test_an_answer_of_a_pair_or_a_label_follows_its_prompt_as_it_is(kind: str, tmp_path: Path) -> None:
+def test_an_answer_of_a_pair_or_a_label_follows_its_prompt_as_it_is(
+    kind: str, tmp_path: Path
+) -> None:
     tokenizer = tokenizer_of(kind)
     tokenizer.save(tmp_path / "tokenizer.json")
     names = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
     text_of = {index: text for text, index in tokenizer.special.items()}
     config = {name: text_of[index] for name, index in names.items()}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    usual = {"tokenizer": str(tmp_path), "sequence_length": 256, "held_out": 0.0, "bad_records": "refuse"}
+    usual = {
+        "tokenizer": str(tmp_path),
+        "sequence_length": 256,
+        "held_out": 0.0,
+        "bad_records": "refuse",
+    }
     both = [{"prompt": prompt, "chosen": answer, "rejected": "no"} for prompt, answer in CASES]
     labels = [{"prompt": prompt, "completion": answer, "label": True} for prompt, answer in CASES]
     for name, records, labelled in (("pairs.jsonl", both, False), ("labels.jsonl", labels, True)):
@@ -91,7 +116,8 @@ def test_an_answer_of_a_pair_or_a_label_follows_its_prompt_as_it_is(kind: str, t
         tokens, starts, edges = rows._side.tokens, rows._side.starts, rows._side.answers
         assert edges is not None and len(starts) - 1 == len(CASES) == len(edges) / 4
         for number, (prompt, answer) in enumerate(CASES):
-            begin, end = edges[4 * number], edges[4 * number + 1] - 1  # without the token that ends it
+            # Without the token that ends it.
+            begin, end = edges[4 * number], edges[4 * number + 1] - 1
             assert b"".join(tokenizer.pieces[each] for each in tokens[begin:end]).decode() == answer
             assert written(tokenizer, tokens[starts[number] : end]) == prompt + answer
 
@@ -122,9 +148,15 @@ def test_an_answer_of_a_chat_follows_its_prompt_as_it_is(kind: str, tmp_path: Pa
     tokenizer = tokenizer_of(kind)
     tokenizer.save(tmp_path / "tokenizer.json")
     text_of = {index: text for text, index in tokenizer.special.items()}
-    config = {"bos_token": text_of[tokenizer.bos_id], "eos_token": text_of[tokenizer.eos_id], "chat_template": TEMPLATE}
+    config = {
+        "bos_token": text_of[tokenizer.bos_id],
+        "eos_token": text_of[tokenizer.eos_id],
+        "chat_template": TEMPLATE,
+    }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    answers = Answers(Tokenizer.from_file(tmp_path), Answering(every=True, truncate=True, longest=10_000))
+    answers = Answers(
+        Tokenizer.from_file(tmp_path), Answering(every=True, truncate=True, longest=10_000)
+    )
     for answer in [answer for _, answer in CASES if answer.strip()][: len(ANSWERS)]:
         chat = [{"role": "user", "content": "The cat"}, {"role": "assistant", "content": answer}]
         [row] = answers.rows(Conversation(chat, None, 0))

@@ -43,16 +43,22 @@ def test_ids_and_text_are_the_librarys(shape: str) -> None:
         streamed = "".join(transcript.add([each]) for each in found) + transcript.finish()
         assert streamed == transcript.text == back
         assert (
-            ours.decode_bytes(ours.encode("x")) + b"".join(ours.pieces[each] for each in ours.encode(text, inside=True))
+            ours.decode_bytes(ours.encode("x"))
+            + b"".join(ours.pieces[each] for each in ours.encode(text, inside=True))
             == ("x" + text).encode()
         )
-    assert any("leaves out one space" in note for note in ours.notes) == (shape in FIRST_SPACE_IS_LOST)
+    assert any("leaves out one space" in note for note in ours.notes) == (
+        shape in FIRST_SPACE_IS_LOST
+    )
 
 
 @pytest.mark.parametrize("shape", pieces.SHAPES)
 def test_a_chat_has_the_librarys_ids(shape: str) -> None:
     theirs, ours = both(shape)
-    begin, end = (next(name for name, each in ours.special.items() if each == i) for i in (ours.bos_id, ours.eos_id))
+    begin, end = (
+        next(name for name, each in ours.special.items() if each == i)
+        for i in (ours.bos_id, ours.eos_id)
+    )
     chats = [
         f"{begin}[INST] the cat [/INST] sat{end}",
         f"{begin}the{end}{begin} the",
@@ -73,9 +79,14 @@ def test_a_chat_has_the_librarys_ids(shape: str) -> None:
 @pytest.mark.parametrize("shape", pieces.SHAPES)
 @pytest.mark.parametrize("normalized", [False, True])
 @pytest.mark.parametrize("special", [False, True])
-def test_with_added_tokens_a_text_is_read_as_the_library_does_or_refused_by_name(shape, normalized, special) -> None:
+def test_with_added_tokens_a_text_is_read_as_the_library_does_or_refused_by_name(
+    shape, normalized, special
+) -> None:
     theirs = pieces.engine(shape)
-    made = [AddedToken(each, normalized=normalized, special=special) for each in ("cat", "at", "é", "™", "▁the", "  ")]
+    made = [
+        AddedToken(each, normalized=normalized, special=special)
+        for each in ("cat", "at", "é", "™", "▁the", "  ")
+    ]
     (theirs.add_special_tokens if special else theirs.add_tokens)(made)
     ours = Tokenizer(json.loads(theirs.to_str()), "x")
     theirs.encode_special_tokens = True
@@ -87,7 +98,9 @@ def test_with_added_tokens_a_text_is_read_as_the_library_does_or_refused_by_name
             with pytest.raises(InputRefused, match="would become the special token"):
                 ours.encode(text)
         else:
-            assert ours.encode(text) == wanted and ours.decode(wanted) == theirs.decode(wanted), text
+            assert ours.encode(text) == wanted and ours.decode(wanted) == theirs.decode(wanted), (
+                text
+            )
     assert bool(refused) == special
 
 
@@ -124,9 +137,15 @@ def test_without_tokens_of_bytes_a_lost_character_is_named(metaspace_decoder: bo
     ours = Tokenizer(json.loads(theirs.to_str()), "x")
     for text in (" the cat", "the  dog", "  self", "数据\n"):
         found = theirs.encode(text, add_special_tokens=False).ids
-        assert ours.encode(text) == found and ours.decode(found) == theirs.decode(found) == text.removeprefix(" ")
-    assert "<unk>" in theirs.encode("the 🙂").tokens and "has no tokens for '!'" in "".join(ours.notes)
-    with pytest.raises(InputRefused, match="'🙂' in ' ?the 🙂' would become <unk>: the tokenizer has no token"):
+        assert ours.encode(text) == found and ours.decode(found) == theirs.decode(
+            found
+        ) == text.removeprefix(" ")
+    assert "<unk>" in theirs.encode("the 🙂").tokens and "has no tokens for '!'" in "".join(
+        ours.notes
+    )
+    with pytest.raises(
+        InputRefused, match="'🙂' in ' ?the 🙂' would become <unk>: the tokenizer has no token"
+    ):
         ours.encode("the 🙂")
 
 
@@ -172,9 +191,15 @@ def lossy(kind: str) -> Engine:
         made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
         if "bytes" in kind:
             made.decoder = decoders.Sequence(
-                [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+                [
+                    decoders.Replace("▁", " "),
+                    decoders.ByteFallback(),
+                    decoders.Fuse(),
+                    decoders.Strip(" ", 1, 0),
+                ]
             )
-        if "spaces" in kind:  # as every one is that transformers converts from SentencePiece's files
+        # As every one is that transformers converts from SentencePiece's files.
+        if "spaces" in kind:
             made.normalizer = normalizers.Replace(Regex(" {2,}"), " ")
     made.add_special_tokens(["<s>", "</s>"])
     return made
@@ -190,11 +215,15 @@ def lossy(kind: str) -> Engine:
         ("Unigram of bytes", "<0x0A>", "\n"),
     ],
 )
-def test_what_another_kind_of_model_would_lose_is_said(tmp_path, kind: str, before: str, after: str) -> None:
+def test_what_another_kind_of_model_would_lose_is_said(
+    tmp_path, kind: str, before: str, after: str
+) -> None:
     made = lossy(kind)
     assert made.decode(made.encode(before).ids) == after
     (tmp_path / "tokenizer.json").write_text(made.to_str())
-    with pytest.raises(InputRefused, match=re.escape(f"With it {before!r} would come back as {after!r}")):
+    with pytest.raises(
+        InputRefused, match=re.escape(f"With it {before!r} would come back as {after!r}")
+    ):
         Tokenizer.from_file(tmp_path)
 
 
@@ -202,8 +231,13 @@ def test_what_another_kind_of_model_would_lose_is_said(tmp_path, kind: str, befo
 def test_it_is_the_same_after_it_was_saved(tmp_path, shape: str) -> None:
     theirs, ours = both(shape)
     ours.save(tmp_path / "tokenizer.json")
-    again, library = Tokenizer.from_file(tmp_path), Engine.from_file(str(tmp_path / "tokenizer.json"))
-    assert again.hash == ours.hash and len({both(each)[1].hash for each in pieces.SHAPES}) == len(pieces.SHAPES)
+    again, library = (
+        Tokenizer.from_file(tmp_path),
+        Engine.from_file(str(tmp_path / "tokenizer.json")),
+    )
+    assert again.hash == ours.hash and len({both(each)[1].hash for each in pieces.SHAPES}) == len(
+        pieces.SHAPES
+    )
     for text in probes(200):
         assert library.encode(text, add_special_tokens=False).ids == again.encode(text)
         assert library.decode(again.encode(text)) == again.decode(again.encode(text))

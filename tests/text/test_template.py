@@ -18,10 +18,16 @@ from monograph.text.template import AT_ONCE, ChatTemplate, read_sources
 
 SAID = [{"role": "user", "content": "h"}]
 HOSTILE = {
-    "endless loops": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "2 s"),
+    "endless loops": (
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "2 s",
+    ),
     "a long string": ("{{ 'x' * 10**10 }}", "MiB of memory"),
     "a wide format": ("{{ '%900000000d' % 1 }}", "MiB of memory"),
-    "a replacement that grows": ("{{ ('a' * 500000) | replace('a', 'b' * 50000) }}", "MiB of memory"),
+    "a replacement that grows": (
+        "{{ ('a' * 500000) | replace('a', 'b' * 50000) }}",
+        "MiB of memory",
+    ),
     "endless text": ("{% for i in range(99999) %}{{ 'x' * 99 }}{% endfor %}", "writes more than"),
     "a class": ("{{ ''.__class__.__mro__ }}", "unsafe"),
     "a function's globals": ("{{ cycler.__init__.__globals__ }}", "unsafe"),
@@ -63,10 +69,17 @@ for source in json.load(sys.stdin):
 
 @pytest.fixture(scope="module")
 def rendered() -> dict[str, tuple[str, float, int]]:
-    """What each says, and its CPU seconds and KiB: all in forks of one process, whose imports take most of the time."""
-    command, environment = [sys.executable, "-c", RENDERS], os.environ | {"PYTHONPATH": ":".join(sys.path)}
+    """What each says, and its CPU seconds and KiB: all in forks of one process, whose imports take
+    most of the time.
+    """
+    command, environment = (
+        [sys.executable, "-c", RENDERS],
+        os.environ | {"PYTHONPATH": ":".join(sys.path)},
+    )
     sources = json.dumps([source for source, _ in HOSTILE.values()])
-    done = subprocess.run(command, input=sources, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, input=sources, env=environment, capture_output=True, text=True, check=True
+    )
     return dict(zip(HOSTILE, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
@@ -91,21 +104,30 @@ def one_second(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("one_second")
 def test_after_a_refusal_it_renders_again() -> None:
-    template = ChatTemplate("{% if messages | length > 1 %}{{ 'x' * 10**10 }}{% endif %}{{ messages[0].content }}", "x")
+    template = ChatTemplate(
+        "{% if messages | length > 1 %}{{ 'x' * 10**10 }}{% endif %}{{ messages[0].content }}", "x"
+    )
     assert template.render(SAID) == "h"
     with pytest.raises(InputRefused, match="memory"):
         template.render(SAID * 2)
     assert template.render(SAID) == "h"
-    endless = ChatTemplate("{% if not messages %}" + HOSTILE["endless loops"][0] + "{% endif %}ok", "x")
+    endless = ChatTemplate(
+        "{% if not messages %}" + HOSTILE["endless loops"][0] + "{% endif %}ok", "x"
+    )
     with pytest.raises(InputRefused, match="2 s"):
         endless.render([])
     assert endless.render(SAID) == "ok"
 
 
 def test_what_was_expected_is_what_is_rendered_alone() -> None:
-    source = "{{ tools }}{% for m in messages %}{{ m.content }}|{% endfor %}{{ add_generation_prompt }}"
+    source = (
+        "{{ tools }}{% for m in messages %}{{ m.content }}|{% endfor %}{{ add_generation_prompt }}"
+    )
     alone, together = ChatTemplate(source, "t"), ChatTemplate(source, "t")
-    chats = [([{"role": "user", "content": f"{n}\n'\"é"}] * n, bool(n % 2)) for n in range(2 * AT_ONCE + 3)]
+    chats = [
+        ([{"role": "user", "content": f"{n}\n'\"é"}] * n, bool(n % 2))
+        for n in range(2 * AT_ONCE + 3)
+    ]
     together.expect(chats, tools=[{"name": "f"}])
     answers, together._answers = together._answers, None  # type: ignore[method-assign, assignment]
     for messages, prompt in chats:
@@ -113,7 +135,9 @@ def test_what_was_expected_is_what_is_rendered_alone() -> None:
             messages, prompt, tools=[{"name": "f"}]
         )
     together._answers = answers  # type: ignore[method-assign]
-    assert together.render(SAID, True) == alone.render(SAID, True) == "Noneh|True", "other variables are another chat"
+    assert together.render(SAID, True) == alone.render(SAID, True) == "Noneh|True", (
+        "other variables are another chat"
+    )
     together.expect(chats)
     together.expect([])
     assert not together._ready
@@ -125,7 +149,9 @@ def test_one_that_ends_the_process_takes_no_other_with_it() -> None:
     source = (
         "{% for m in messages %}{% if m.content == 'loop' %}"
         + HOSTILE["endless loops"][0]
-        + ("{% elif m.content == 'no' %}{{ raise_exception('no') }}{% endif %}{{ m.content }}{% endfor %}")
+        + (
+            "{% elif m.content == 'no' %}{{ raise_exception('no') }}{% endif %}{{ m.content }}{% endfor %}"
+        )
     )
     template = ChatTemplate(source, "t")
     words = ("a", "no", "loop", "b")
@@ -139,7 +165,9 @@ def test_one_that_ends_the_process_takes_no_other_with_it() -> None:
 
 
 def test_it_equals_transformers(tmp_path: Path) -> None:
-    """Every template and chat, with and without what begins an answer; what transformers refuses is refused."""
+    """Every template and chat, with and without what begins an answer; what transformers refuses is
+    refused.
+    """
     from transformers import AutoTokenizer
 
     for name in TEMPLATES:
@@ -167,7 +195,9 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
     assert read_sources(tmp_path, {"chat_template": named}) == {"default": "d", "tool_use": "t"}
     (tmp_path / "chat_template.jinja").write_bytes(b"f\xc3\xbcr\n")
-    assert read_sources(tmp_path, {"chat_template": named}) == {"default": "für\n"}, "files come before the list"
+    assert read_sources(tmp_path, {"chat_template": named}) == {"default": "für\n"}, (
+        "files come before the list"
+    )
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("u")
     (tmp_path / "additional_chat_templates" / "README.md").write_text("no template")
@@ -204,12 +234,22 @@ def test_templates_in_the_hubs_cache_are_read_and_other_links_are_refused(tmp_pa
         (b"\xff", {}, "cannot be read as UTF-8"),
         (b"x" * (1 << 16) + b"y", {}, "larger than 64 KiB"),
         (None, {"chat_template": 5}, "chat_template is '5': expected a text, or texts by name"),
-        (None, {"chat_template": [{"name": "rag", "template": "t"}]}, "named rag, and none for chats without tools"),
+        (
+            None,
+            {"chat_template": [{"name": "rag", "template": "t"}]},
+            "named rag, and none for chats without tools",
+        ),
         (None, {"chat_template": [{"name": "default", "template": 5}]}, "expected a text"),
-        (None, {"chat_template": [{"name": "../x", "template": "t"}]}, "the name '../x': give it one of letters"),
+        (
+            None,
+            {"chat_template": [{"name": "../x", "template": "t"}]},
+            "the name '../x': give it one of letters",
+        ),
     ],
 )
-def test_a_template_that_is_none_is_refused(tmp_path: Path, content: bytes | None, config: dict, why: str) -> None:
+def test_a_template_that_is_none_is_refused(
+    tmp_path: Path, content: bytes | None, config: dict, why: str
+) -> None:
     if content is not None:
         (tmp_path / "chat_template.jinja").write_bytes(content)
     with pytest.raises(InputRefused, match=why):
@@ -228,7 +268,9 @@ def test_messages_of_another_kind_are_refused(message: object) -> None:
 
 
 def test_the_process_is_started_without_this_package() -> None:
-    """It must start quickly: a package that imports torch would cost seconds at the first word of a chat."""
+    """It must start quickly: a package that imports torch would cost seconds at the first word of a
+    chat.
+    """
     source = Path(sandbox.__file__).read_text()
     assert "monograph" not in source.replace("of this package", "") and "import torch" not in source
     assert json.loads(json.dumps(ChatTemplate("{{ 'ü' }}", "x").render([]))) == "ü"

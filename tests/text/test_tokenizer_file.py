@@ -15,11 +15,21 @@ from monograph.text.tokenizer import Tokenizer
 from monograph.text.tokenizer_file import KNOWN_PATTERNS, read, texts
 
 GOOD = json.loads(Tokenizer.train_bpe(["the cat the cat sat"] * 9, 264).to_json())
-BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+BYTE_LEVEL = {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": True,
+    "use_regex": False,
+}
 
 
 def split(pattern, **more):
-    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False} | more
+    return {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+    } | more
 
 
 def changed(*path_and_value):
@@ -109,10 +119,16 @@ def test_what_is_not_trusted_is_loaded_in_a_limited_process_first(tmp_path, monk
     tried = []
     fault = tokenizer_trial.fault
     monkeypatch.setattr(tokenizer_trial, "fault", lambda text: tried.append(text) or fault(text))
-    assert Tokenizer.from_file(path).hash == Tokenizer.from_file(path, trusted=True).hash == Tokenizer(GOOD, "x").hash
+    assert (
+        Tokenizer.from_file(path).hash
+        == Tokenizer.from_file(path, trusted=True).hash
+        == Tokenizer(GOOD, "x").hash
+    )
     assert len(tried) == 1
     monkeypatch.setattr(tokenizer_trial, "fault", lambda text: "it aborts")
-    with pytest.raises(InputRefused, match="tokenizer.json: the tokenizers library cannot load it: it aborts"):
+    with pytest.raises(
+        InputRefused, match="tokenizer.json: the tokenizers library cannot load it: it aborts"
+    ):
         Tokenizer.from_file(path)
 
 
@@ -163,7 +179,11 @@ def test_added_tokens_that_are_text_stand_for_their_bytes():
 def test_nfc_is_the_one_normalizer_and_composes():
     """Text that is composed already, which is nearly all there is, comes back as it was."""
     plain, nfc = Tokenizer(GOOD, "x"), Tokenizer(changed("normalizer", {"type": "NFC"}), "x")
-    for text, back in (("caf\u00e9", "caf\u00e9"), ("cafe\u0301", "caf\u00e9"), ("\u212b", "\u00c5")):
+    for text, back in (
+        ("caf\u00e9", "caf\u00e9"),
+        ("cafe\u0301", "caf\u00e9"),
+        ("\u212b", "\u00c5"),
+    ):
         assert nfc.decode(nfc.encode(text)) == back and plain.decode(plain.encode(text)) == text
 
 
@@ -199,9 +219,19 @@ def test_a_huge_file_is_refused_unread(tmp_path):
 def test_texts_of_any_tokenizer_that_lists_them():
     plain = Tokenizer.bytes()
     found = plain.texts()
-    assert sorted(found) == list(range(plain.vocab_size)) and (found[0], found[plain.id_of("a")]) == ("<|bos|>", "a")
-    assert plain.id_of("<|eos|>") == 1 and found[plain.id_of(" ")] == "\u0120" and plain.id_of("ab") is None
-    other = {"model": {"type": "Unigram", "vocab": {"x": 3}}, "added_tokens": [{"id": 4, "content": "<s>"}]}
+    assert sorted(found) == list(range(plain.vocab_size)) and (
+        found[0],
+        found[plain.id_of("a")],
+    ) == ("<|bos|>", "a")
+    assert (
+        plain.id_of("<|eos|>") == 1
+        and found[plain.id_of(" ")] == "\u0120"
+        and plain.id_of("ab") is None
+    )
+    other = {
+        "model": {"type": "Unigram", "vocab": {"x": 3}},
+        "added_tokens": [{"id": 4, "content": "<s>"}],
+    }
     assert texts(other, "here") == {3: "x", 4: "<s>"}
     vocabularies = [[["a", 0]], {}, {"a": -1}, {"a": True}, None]
     hostile = [{}, {"model": []}, *({"model": {"vocab": each}} for each in vocabularies)]

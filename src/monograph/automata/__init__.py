@@ -1,7 +1,8 @@
-"""Stop strings and constraints as automata over tokens, which the decode step follows on the device.
+"""Stop strings and constraints as automata over tokens, which the decode step follows on the
+device.
 
-`constraint` and `stop_strings` make an `Automaton`. Nothing here needs torch, so that a process that only compiles
-constraints begins at once.
+`constraint` and `stop_strings` make an `Automaton`. Nothing here needs torch, so that a process
+that only compiles constraints begins at once.
 """
 
 from collections.abc import Collection, Sequence
@@ -28,12 +29,13 @@ KINDS = ("choices", "regex", "json_schema")
 def constraint(
     kind: str, value: object, pieces: Sequence[bytes], end_ids: Collection[int], lead: bytes = b""
 ) -> Automaton:
-    """Return an automaton that allows exactly the tokens after which the text can still become an accepted one.
+    """Return an automaton that allows exactly the tokens after which the text can still become an
+    accepted one.
 
     Args:
-        kind: what is accepted. "choices": one of several texts; "regex": texts that a regular expression matches as a
-            whole; "json_schema": compact JSON that a bounded schema validates. docs/constraints.md lists the supported
-            syntax and keywords.
+        kind: what is accepted. "choices": one of several texts; "regex": texts that a regular
+            expression matches as a whole; "json_schema": compact JSON that a bounded schema
+            validates. docs/constraints.md lists the supported syntax and keywords.
         value: the texts, the regular expression, or the schema as JSON text or as an object.
         pieces: the bytes of each token, empty for special tokens (`Tokenizer.pieces`).
         end_ids: the tokens that end a text.
@@ -41,11 +43,13 @@ def constraint(
 
     Raises:
         UsageError: the kind is unknown.
-        InputRefused: the value is outside the subset, unbounded or too large; the message names the place.
+        InputRefused: the value is outside the subset, unbounded or too large; the message names the
+            place.
     """
     automaton, where = _compiled(kind, value, lead)
     if automaton.counts and not has_each_byte(automaton, pieces, end_ids):
-        # What a counter allows has to be writable byte by byte; without a byte, every length is looked at by itself.
+        # What a counter allows has to be writable byte by byte; without a byte, every length is
+        # looked at by itself.
         automaton, where = _compiled(kind, value, lead, counted=False)
     return constrainer(automaton, pieces, end_ids, where)
 
@@ -59,13 +63,15 @@ def acceptor(kind: str, value: object) -> ByteAutomaton:
 
     Raises:
         UsageError: the kind is unknown.
-        InputRefused: the value is outside the subset, unbounded or too large; the message names the place.
+        InputRefused: the value is outside the subset, unbounded or too large; the message names the
+            place.
     """
     return _compiled(kind, value, b"")[0]
 
 
 def stop_strings(strings: Sequence[str], pieces: Sequence[bytes]) -> Automaton:
-    """Return an automaton that stops at the token that completes a stop string, be it inside one token or over several.
+    """Return an automaton that stops at the token that completes a stop string, be it inside one
+    token or over several.
 
     Args:
         strings: at least one, none of them empty.
@@ -77,7 +83,9 @@ def stop_strings(strings: Sequence[str], pieces: Sequence[bytes]) -> Automaton:
     return searcher([_utf8(string, "a stop string") for string in strings], pieces)
 
 
-def _compiled(kind: str, value: object, lead: bytes, counted: bool = True) -> tuple[ByteAutomaton, str]:
+def _compiled(
+    kind: str, value: object, lead: bytes, counted: bool = True
+) -> tuple[ByteAutomaton, str]:
     """Return the automaton of a constraint after `lead`, and its name in an error."""
     try:
         expression, where = _expression(kind, value, counted)
@@ -96,9 +104,13 @@ def _expression(kind: str, value: Any, counted: bool) -> tuple[Expression, str]:
         if not isinstance(value, str):
             raise InputRefused(f"regex: expected a text, not {value!r:.60}")
         shown = value if len(value) <= 60 else value[:60] + "..."
-        return whole(value, f"the regular expression {shown!r}"), f"the regular expression {shown!r}"
+        return whole(
+            value, f"the regular expression {shown!r}"
+        ), f"the regular expression {shown!r}"
     if kind == "json_schema":
-        return document(parsed(value) if isinstance(value, str) else value, counted), "the JSON schema"
+        return document(
+            parsed(value) if isinstance(value, str) else value, counted
+        ), "the JSON schema"
     if kind == "grammar":
         raise UsageError(
             "a context-free grammar needs a stack, which the host would have to keep token by token, and decoding "
@@ -111,4 +123,6 @@ def _utf8(text: str, what: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError:
-        raise InputRefused(f"{what} has half of a surrogate pair, which UTF-8 cannot write: {text!r:.60}") from None
+        raise InputRefused(
+            f"{what} has half of a surrogate pair, which UTF-8 cannot write: {text!r:.60}"
+        ) from None

@@ -1,13 +1,16 @@
-"""Counters of an automaton: what bounds a long string or array without a state for each of its lengths.
+"""Counters of an automaton: what bounds a long string or array without a state for each of its
+lengths.
 
-A counted part of an expression stands between two operations, and an operation stands in each of its repetitions:
+A counted part of an expression stands between two operations, and an operation stands in each of
+its repetitions:
 
     begin(M) (count part)* end(W)       begin: c = M        count: c >= 1, then c -= 1        end: c <= W, then c = 0
 
-so c is how many repetitions are left, and at most M - W are missing. Parts that lie inside each other have counters of
-their own; there are COUNTERS of them, and a part that lies deeper is written out. While an automaton is built,
-operations are symbols beside the 256 bytes. Then `without_operations` moves each of them to the byte after it: a
-transition of bytes has an `Effect`, which is what the operations on its way do together.
+so c is how many repetitions are left, and at most M - W are missing. Parts that lie inside each
+other have counters of their own; there are COUNTERS of them, and a part that lies deeper is written
+out. While an automaton is built, operations are symbols beside the 256 bytes. Then
+`without_operations` moves each of them to the byte after it: a transition of bytes has an `Effect`,
+    which is what the operations on its way do together.
 
 A state and its counters are one number, so that a decoder keeps one number for a row:
 
@@ -37,7 +40,8 @@ class Operation(NamedTuple):
 
 
 class Effect(NamedTuple):
-    """What a byte or a token does to the counters: it is allowed where least <= c <= most, then c = keep * c + add.
+    """What a byte or a token does to the counters: it is allowed where least <= c <= most, then c =
+    keep * c + add.
 
     Attributes:
         least: the least value of each counter.
@@ -87,10 +91,14 @@ def then(first: Effect, second: Effect) -> Effect | None:
 
 
 def is_sound(effect: Sequence[Sequence[int]]) -> bool:
-    """Return whether counters from 0 to MAX_COUNT are still such numbers after an effect, given as four lists."""
+    """Return whether counters from 0 to MAX_COUNT are still such numbers after an effect, given as
+    four lists.
+    """
     for least, most, keep, add in zip(*effect, strict=True):
         lowest, highest = (add, add) if keep == 0 else (least + add, most + add)
-        if keep not in (0, 1) or not (0 <= least and most <= MAX_COUNT and 0 <= lowest and highest <= MAX_COUNT):
+        if keep not in (0, 1) or not (
+            0 <= least and most <= MAX_COUNT and 0 <= lowest and highest <= MAX_COUNT
+        ):
             return False
     return True
 
@@ -101,7 +109,8 @@ def counts_of(state: int) -> Counts:
 
 
 def moved(effect: Effect, state: int, following: int) -> int:
-    """Return the number of the state `following` after an effect on the counters of `state`, or -1 if it is forbidden.
+    """Return the number of the state `following` after an effect on the counters of `state`, or -1
+    if it is forbidden.
 
     Args:
         effect: the effect.
@@ -116,7 +125,9 @@ def moved(effect: Effect, state: int, following: int) -> int:
 
 
 class Ambiguous(Exception):
-    """A byte may be read with one effect on the counters or with another, and the bytes after it decide."""
+    """A byte may be read with one effect on the counters or with another, and the bytes after it
+    decide.
+    """
 
 
 Row: TypeAlias = Mapping[int, int]  # {symbol class: next state}
@@ -124,12 +135,15 @@ Arrows: TypeAlias = dict[int, tuple[int, Effect]]  # {byte class: (next state, e
 
 
 def without_operations(
-    rows: Sequence[Row], accepting: Sequence[bool], byte_classes: Collection[int], operations: Mapping[int, Operation]
+    rows: Sequence[Row],
+    accepting: Sequence[bool],
+    byte_classes: Collection[int],
+    operations: Mapping[int, Operation],
 ) -> list[Arrows]:
     """Return the transitions of bytes of each state with their effects; states keep their numbers.
 
-    The transitions are exactly those after which values of the counters remain with which an accepting state can be
-    reached. If there are none in state 0, nothing is accepted.
+    The transitions are exactly those after which values of the counters remain with which an
+    accepting state can be reached. If there are none in state 0, nothing is accepted.
 
     Args:
         rows: the transitions of each state.
@@ -146,8 +160,12 @@ def without_operations(
     while True:
         rows = [{by: to for by, to in row.items() if live[to]} for row in rows]
         needs = [_needs(rows, operations, counter) for counter in range(COUNTERS)]
-        # What needs more repetitions than its bound allows is never begun, and what leads only there is not either.
-        possible = [{by: to for by, to in row.items() if not _too_short(operations.get(by), needs, to)} for row in rows]
+        # What needs more repetitions than its bound allows is never begun, and what leads only
+        # there is not either.
+        possible = [
+            {by: to for by, to in row.items() if not _too_short(operations.get(by), needs, to)}
+            for row in rows
+        ]
         if possible == rows:
             break
         rows = possible
@@ -159,7 +177,11 @@ def without_operations(
 
 
 def _arrows(
-    state: int, rows: Sequence[Row], byte_classes: set[int], effects: Mapping[int, Effect], wanted: Sequence[Effect]
+    state: int,
+    rows: Sequence[Row],
+    byte_classes: set[int],
+    effects: Mapping[int, Effect],
+    wanted: Sequence[Effect],
 ) -> Arrows:
     """Return the transitions of one state by a byte, after any operations."""
     found: Arrows = {}
@@ -183,7 +205,9 @@ def _arrows(
 
 
 def _guard(needs: Sequence[int]) -> Effect:
-    """Return the effect that changes nothing, and is allowed where at least so many repetitions are left."""
+    """Return the effect that changes nothing, and is allowed where at least so many repetitions are
+    left.
+    """
     return ALWAYS._replace(least=tuple(need if need < _FAR else 0 for need in needs))
 
 
@@ -194,7 +218,9 @@ def _too_short(operation: Operation | None, needs: Sequence[Sequence[int]], to: 
 
 
 def _needs(rows: Sequence[Row], operations: Mapping[int, Operation], counter: int) -> list[int]:
-    """Return the fewest repetitions that a counted part still needs in each state inside it; _FAR outside of it."""
+    """Return the fewest repetitions that a counted part still needs in each state inside it; _FAR
+    outside of it.
+    """
     before: list[list[tuple[int, int]]] = [[] for _ in rows]
     needs = [_FAR] * len(rows)
     now = set()
@@ -210,7 +236,8 @@ def _needs(rows: Sequence[Row], operations: Mapping[int, Operation], counter: in
                 now.add(state)
     number = 0
     while now and number < _FAR:
-        # All states that need so many repetitions are known before one that needs more is looked at.
+        # All states that need so many repetitions are known before one that needs more is looked
+        # at.
         later = set()
         queue = [state for state in now if needs[state] > number]
         for state in queue:

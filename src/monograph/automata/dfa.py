@@ -1,8 +1,10 @@
 """Compiles a byte expression into the smallest deterministic automaton.
 
-The expression first becomes a nondeterministic automaton without empty moves. Its states are positions in the
-expression: a position takes one symbol of a set and has successors, the positions that may take the next symbol. The
-symbols are the 256 bytes and, after them, the operations on counters (`counting`), which go away at the end.
+The expression first becomes a nondeterministic automaton without empty moves. Its states are
+positions in the
+expression: a position takes one symbol of a set and has successors, the positions that may take the
+next symbol. The symbols are the 256 bytes and, after them, the operations on counters (`counting`),
+which go away at the end.
 
 Shapes: S states, K classes of bytes that no state distinguishes.
 """
@@ -52,7 +54,8 @@ Rows: TypeAlias = Sequence[Mapping[int, int]]  # per state {class of symbols: ne
 
 
 class Budget:
-    """The limits of one automaton, and the steps spent on it, so that none takes more than about two seconds.
+    """The limits of one automaton, and the steps spent on it, so that none takes more than about
+    two seconds.
 
     Attributes:
         where: the automaton's name in an error.
@@ -87,19 +90,24 @@ class Budget:
 
 
 class Positions:
-    """The positions of an expression, made from its end to its beginning, as a position is made with its successors.
+    """The positions of an expression, made from its end to its beginning, as a position is made
+    with its successors.
 
-    Positions that take the same bytes and have the same successors are merged, and so are common endings: the automaton
-    of a character's UTF-8 sequences or of a schema's optional properties stays small.
+    Positions that take the same bytes and have the same successors are merged, and so are common
+    endings: the automaton of a character's UTF-8 sequences or of a schema's optional properties
+        stays small.
 
-    A loop is a placeholder for a part that may repeat without limit: it takes no byte and `closed` replaces it.
+    A loop is a placeholder for a part that may repeat without limit: it takes no byte and `closed`
+    replaces it.
 
     Attributes:
         takes: for each position a bit mask of the symbols that it takes; 0 for loops and the end.
-        follow: for each position its successors; for a loop, the first positions of its part and its successors.
+        follow: for each position its successors; for a loop, the first positions of its part and
+            its successors.
 
     Raises:
-        InputRefused: more than MAX_POSITIONS positions, or the budget is spent; any method may raise it.
+        InputRefused: more than MAX_POSITIONS positions, or the budget is spent; any method may
+            raise it.
     """
 
     def __init__(self, budget: Budget) -> None:
@@ -112,7 +120,9 @@ class Positions:
         self._closed: dict[Next, Next] = {}
 
     def at(self, takes: int, then: Next) -> Next:
-        """Return the one position that takes a symbol of the mask and has the successors `then`, or NOWHERE."""
+        """Return the one position that takes a symbol of the mask and has the successors `then`, or
+        NOWHERE.
+        """
         if not takes or not then:
             return NOWHERE  # no text leads through such a position
         if (known := self._known.get((takes, then))) is None:
@@ -135,7 +145,8 @@ class Positions:
         return NOWHERE.union(*parts)
 
     def before(self, expression: Expression, then: Next) -> Next:
-        """Return the positions that can take the first byte of a text of the expression followed by one from `then`.
+        """Return the positions that can take the first byte of a text of the expression followed by
+        one from `then`.
 
         If the expression matches the empty text, they include `then`.
         """
@@ -157,7 +168,9 @@ class Positions:
         if isinstance(expression, Intersection):
             return _intersection_before(expression, self, then)
         if isinstance(expression, Mark):
-            symbol = self.budget.symbols.setdefault(expression.operation, 256 + len(self.budget.symbols))
+            symbol = self.budget.symbols.setdefault(
+                expression.operation, 256 + len(self.budget.symbols)
+            )
             return self.at(1 << symbol, then)
         if isinstance(expression, Placed):
             outer = self.budget.place
@@ -171,12 +184,14 @@ class Positions:
     def _repeated(self, expression: Repetition, then: Next) -> Next:
         first = then
         if expression.most is None:
-            # A loop is a position of its own, since its successors contain itself: they are known once it is made.
+            # A loop is a position of its own, since its successors contain itself: they are known
+            # once it is made.
             loop = self._add(0, NOWHERE)
             self._loops.add(loop)
             first = frozenset((loop,))
             self.follow[loop] = self.union((self.before(expression.part, first), then))
-        # Stop once another repetition changes nothing: the part matches no text, or only the empty one.
+        # Stop once another repetition changes nothing: the part matches no text, or only the empty
+        # one.
         for _ in range((expression.most or expression.least) - expression.least):
             longer = self.union((self.before(expression.part, first), then))
             if longer == first:
@@ -189,8 +204,11 @@ class Positions:
             first = longer
         return first
 
-    def states(self, rows: Rows, accepting: Sequence[bool], symbols_of: Mapping[int, int], then: Next) -> Next:
-        """Return the positions before a text that an automaton accepts, followed by one from `then`.
+    def states(
+        self, rows: Rows, accepting: Sequence[bool], symbols_of: Mapping[int, int], then: Next
+    ) -> Next:
+        """Return the positions before a text that an automaton accepts, followed by one from
+        `then`.
 
         Args:
             rows: the automaton's transitions.
@@ -198,7 +216,8 @@ class Positions:
             symbols_of: the symbols of each class of its transitions.
             then: what follows.
         """
-        # States may lead to each other in circles, so each is a loop, whose successors are known once all are made.
+        # States may lead to each other in circles, so each is a loop, whose successors are known
+        # once all are made.
         loops = [frozenset((self._add(0, NOWHERE),)) for _ in rows]
         self._loops.update(*loops)
         for state, row in enumerate(rows):
@@ -211,7 +230,9 @@ class Positions:
         return loops[0]
 
     def closed(self, positions: Next) -> Next:
-        """Return the positions with every loop replaced by the first positions of its part and its successors."""
+        """Return the positions with every loop replaced by the first positions of its part and its
+        successors.
+        """
         if (closed := self._closed.get(positions)) is None:
             reached = set(positions)
             waiting = [*positions & self._loops]
@@ -226,10 +247,12 @@ class Positions:
 
 @dataclass(frozen=True, eq=False)
 class ByteAutomaton:
-    """A deterministic automaton over bytes; every state lies on a path from state 0 to an accepting state.
+    """A deterministic automaton over bytes; every state lies on a path from state 0 to an accepting
+    state.
 
     Attributes:
-        next_SK: int16 [S, K], the state after a byte of each class; -1 where no accepted text continues that way.
+        next_SK: int16 [S, K], the state after a byte of each class; -1 where no accepted text
+            continues that way.
         class_256: uint8 [256], the class of each byte.
         accepting_S: bool [S], whether a text may end there.
         effect_SK: int16 [S, K], the index in `effects` of what the byte does to the counters.
@@ -243,7 +266,9 @@ class ByteAutomaton:
     effects: tuple[Effect, ...] = (ALWAYS,)
 
     def accepts(self, text: bytes) -> bool:
-        """Return whether the automaton accepts a text; this reads byte by byte and is the reference for the rest."""
+        """Return whether the automaton accepts a text; this reads byte by byte and is the reference
+        for the rest.
+        """
         state = 0
         for byte in text:
             at = state & STATE_MASK
@@ -263,7 +288,8 @@ class ByteAutomaton:
 
 
 def compiled(expression: Expression, where: str) -> ByteAutomaton:
-    """Return the minimal automaton of an expression (with counters it may have more states than it needs).
+    """Return the minimal automaton of an expression (with counters it may have more states than it
+    needs).
 
     Args:
         expression: the expression over bytes.
@@ -271,8 +297,8 @@ def compiled(expression: Expression, where: str) -> ByteAutomaton:
 
     Raises:
         Ambiguous: a byte may have two effects on the counters.
-        InputRefused: the expression matches no text, or its automaton is too large (MAX_STATES, MAX_POSITIONS,
-            MAX_WORK).
+        InputRefused: the expression matches no text, or its automaton is too large (MAX_STATES,
+            MAX_POSITIONS, MAX_WORK).
     """
     automaton = bytes_only(expression, Budget(where))
     if automaton is None:
@@ -287,8 +313,16 @@ def bytes_only(expression: Expression, budget: Budget) -> ByteAutomaton | None:
         return None
     used = {by for row in found.rows for by in row}
     byte_classes = used.intersection(found.classes[:256])
-    known = [(symbol, operation) for operation, symbol in budget.symbols.items() if symbol < len(found.classes)]
-    operations = {found.classes[symbol]: operation for symbol, operation in known if found.classes[symbol] in used}
+    known = [
+        (symbol, operation)
+        for operation, symbol in budget.symbols.items()
+        if symbol < len(found.classes)
+    ]
+    operations = {
+        found.classes[symbol]: operation
+        for symbol, operation in known
+        if found.classes[symbol] in used
+    }
     if len(byte_classes) + len(operations) != len(used):
         raise Ambiguous  # an operation stands for another one, or for a byte
     arrows = without_operations(found.rows, found.accepting, byte_classes, operations)
@@ -296,7 +330,9 @@ def bytes_only(expression: Expression, budget: Budget) -> ByteAutomaton | None:
 
 
 def _renumbered(arrows: Sequence[Arrows], found: "_Deterministic") -> ByteAutomaton | None:
-    """Return the automaton of the states that bytes reach, numbered breadth first; None if state 0 leads nowhere."""
+    """Return the automaton of the states that bytes reach, numbered breadth first; None if state 0
+    leads nowhere.
+    """
     if not arrows[0] and not found.accepting[0]:
         return None
     effects = {ALWAYS: 0}
@@ -314,13 +350,16 @@ def _renumbered(arrows: Sequence[Arrows], found: "_Deterministic") -> ByteAutoma
         for by, (target, effect) in arrows[state].items():
             next_SK[number, by] = order[target]
             effect_SK[number, by] = effects[effect]
-    # Bytes whose columns became equal when states were merged, or when operations went away, share a class.
+    # Bytes whose columns became equal when states were merged, or when operations went away, share
+    # a class.
     both, merged = np.unique(np.concatenate([next_SK, effect_SK]), axis=1, return_inverse=True)
     class_256 = merged.reshape(-1)[found.classes[:256]]
     accepting_S = np.array([found.accepting[state] for state in states])
     next_SK = np.ascontiguousarray(both[: len(states)])
     effect_SK = np.ascontiguousarray(both[len(states) :])
-    return ByteAutomaton(next_SK, class_256.astype(np.uint8), accepting_S, effect_SK, tuple(effects))
+    return ByteAutomaton(
+        next_SK, class_256.astype(np.uint8), accepting_S, effect_SK, tuple(effects)
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -355,14 +394,21 @@ def _deterministic(expression: Expression, budget: Budget) -> _Deterministic | N
             for symbol_class in its_classes:
                 into[symbol_class].append(positions.follow[position])
         for symbol_class, follow in into.items():
-            yield symbol_class, positions.closed(follow[0] if len(follow) == 1 else positions.union(follow))
+            yield (
+                symbol_class,
+                positions.closed(follow[0] if len(follow) == 1 else positions.union(follow)),
+            )
 
     rows, states = _explored(start, after, budget)
     return _minimal(rows, [END in state for state in states], classes)
 
 
-def _explored(start: S, after: Callable[[S], Iterable[tuple[int, S]]], budget: Budget) -> tuple[Rows, list[S]]:
-    """Return the rows of all states that `after` leads to, as (byte class, next state), and these states."""
+def _explored(
+    start: S, after: Callable[[S], Iterable[tuple[int, S]]], budget: Budget
+) -> tuple[Rows, list[S]]:
+    """Return the rows of all states that `after` leads to, as (byte class, next state), and these
+    states.
+    """
     numbers = {start: 0}
     rows = []
     for state in (queue := [start]):
@@ -378,13 +424,19 @@ def _explored(start: S, after: Callable[[S], Iterable[tuple[int, S]]], budget: B
 
 
 def _symbol_classes(sets: Iterable[int], symbols: int) -> tuple[list[int], dict[int, list[int]]]:
-    """Sort symbols into classes whose members lie in the same sets; return their classes and each set's classes."""
+    """Sort symbols into classes whose members lie in the same sets; return their classes and each
+    set's classes.
+    """
     masks = list(sets)
-    # Whether each set has the symbol, for each symbol; the symbols of a class have the same profile.
+    # Whether each set has the symbol, for each symbol; the symbols of a class have the same
+    # profile.
     profiles = [tuple(mask >> symbol & 1 for mask in masks) for symbol in range(symbols)]
     numbers = {profile: number for number, profile in enumerate(dict.fromkeys(profiles))}
     classes = [numbers[profile] for profile in profiles]
-    classes_of = {mask: [number for profile, number in numbers.items() if profile[i]] for i, mask in enumerate(masks)}
+    classes_of = {
+        mask: [number for profile, number in numbers.items() if profile[i]]
+        for i, mask in enumerate(masks)
+    }
     return classes, classes_of
 
 
@@ -398,15 +450,20 @@ def _minimal(rows: Rows, accepting: Sequence[bool], classes: list[int]) -> _Dete
             if block_of[target] not in order:
                 order[block_of[target]] = len(representatives)
                 representatives.append(target)
-    merged = [{by: order[block_of[target]] for by, target in rows[state].items()} for state in representatives]
+    merged = [
+        {by: order[block_of[target]] for by, target in rows[state].items()}
+        for state in representatives
+    ]
     return _Deterministic(merged, [accepting[state] for state in representatives], classes)
 
 
 def _equivalent(rows: Rows, accepting: Sequence[bool]) -> list[int]:
-    """Return each state's block; the states of a block are those that accept the same texts (Hopcroft 1971).
+    """Return each state's block; the states of a block are those that accept the same texts
+    (Hopcroft 1971).
 
-    A missing transition leads to a dead state. The dead state needs no block: each block splits the states that have a
-    transition into it from those that have none, and at first all blocks are splitters.
+    A missing transition leads to a dead state. The dead state needs no block: each block splits the
+    states that have a transition into it from those that have none, and at first all blocks are
+    splitters.
     """
     before: list[list[tuple[int, int]]] = [[] for _ in rows]
     for state, row in enumerate(rows):
@@ -458,7 +515,8 @@ class _Partition:
                 self.blocks[number] = inside
             for state in smaller:
                 self.block_of[state] = len(self.blocks)
-            # The larger part keeps the block's number: it waits if the block did, and else the whole block has split.
+            # The larger part keeps the block's number: it waits if the block did, and else the
+            # whole block has split.
             self.waiting.add(len(self.blocks))
             self.blocks.append(smaller)
 
@@ -469,7 +527,8 @@ def _intersection_before(expression: Intersection, positions: Positions, then: N
     if sides[0] is None or sides[1] is None:
         return NOWHERE
     rows, accepting, symbols_of = _product(sides[0], sides[1], positions.budget)
-    # A pair of states may accept nothing though each of them does: a text that leads there must not begin.
+    # A pair of states may accept nothing though each of them does: a text that leads there must not
+    # begin.
     live = live_states(rows, accepting)
     if not live[0]:
         return NOWHERE
@@ -477,10 +536,15 @@ def _intersection_before(expression: Intersection, positions: Positions, then: N
     return positions.states(rows, accepting, symbols_of, then)
 
 
-def _product(left: _Deterministic, right: _Deterministic, budget: Budget) -> tuple[Rows, list[bool], dict[int, int]]:
-    """Return the product automaton: rows over pairs of classes, whether each state accepts, each class's symbols."""
+def _product(
+    left: _Deterministic, right: _Deterministic, budget: Budget
+) -> tuple[Rows, list[bool], dict[int, int]]:
+    """Return the product automaton: rows over pairs of classes, whether each state accepts, each
+    class's symbols.
+    """
     symbols_of: dict[int, int] = defaultdict(int)
-    # The side that was made first may not know an operation of the other; it has no transition for it.
+    # The side that was made first may not know an operation of the other; it has no transition for
+    # it.
     unknown = max(right.classes) + 1
     for symbol in range(256 + len(budget.symbols)):
         if symbol < len(left.classes):
@@ -496,4 +560,8 @@ def _product(left: _Deterministic, right: _Deterministic, budget: Budget) -> tup
                 yield both, (one[of_one], other[of_other])
 
     rows, pairs = _explored((0, 0), after, budget)
-    return rows, [left.accepting[one] and right.accepting[other] for one, other in pairs], symbols_of
+    return (
+        rows,
+        [left.accepting[one] and right.accepting[other] for one, other in pairs],
+        symbols_of,
+    )

@@ -1,6 +1,8 @@
-"""Regular expressions over bytes, as trees: patterns and schemas are read into them, and automata are made from them.
+"""Regular expressions over bytes, as trees: patterns and schemas are read into them, and automata
+are made from them.
 
-`utf8` and `in_json` return the expression of one character of a set, in UTF-8 or inside a JSON string.
+`utf8` and `in_json` return the expression of one character of a set, in UTF-8 or inside a JSON
+string.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from typing import TypeAlias
 from monograph.automata.counting import Operation
 
 
-# Expressions are equal by identity (eq=False), so that even large ones are cheap keys of a dict (`Positions.before`).
+# Expressions are equal by identity (eq=False), so that even large ones are cheap keys of a dict
+# (`Positions.before`).
 @dataclass(frozen=True, eq=False)
 class ByteSet:
     """An expression that matches one byte of a set; bit b of `mask` says whether byte b is in it."""
@@ -23,21 +26,27 @@ class ByteSet:
 
 @dataclass(frozen=True, eq=False)
 class Concatenation:
-    """An expression that matches its parts one after the other; without parts it matches the empty text."""
+    """An expression that matches its parts one after the other; without parts it matches the empty
+    text.
+    """
 
     parts: tuple[Expression, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Alternation:
-    """An expression that matches any one of its options; without options it matches no text, not even the empty one."""
+    """An expression that matches any one of its options; without options it matches no text, not
+    even the empty one.
+    """
 
     options: tuple[Expression, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Repetition:
-    """An expression that matches its part `least` to `most` times; `most` is None where there is no upper bound."""
+    """An expression that matches its part `least` to `most` times; `most` is None where there is no
+    upper bound.
+    """
 
     part: Expression
     least: int
@@ -61,13 +70,17 @@ class Mark:
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """An expression that matches what its part does; `place` names in an error what the part comes from."""
+    """An expression that matches what its part does; `place` names in an error what the part comes
+    from.
+    """
 
     part: Expression
     place: str
 
 
-Expression: TypeAlias = ByteSet | Concatenation | Alternation | Repetition | Intersection | Mark | Placed
+Expression: TypeAlias = (
+    ByteSet | Concatenation | Alternation | Repetition | Intersection | Mark | Placed
+)
 
 
 def byte_range(first: int, last: int) -> ByteSet:
@@ -97,10 +110,20 @@ Encoding: TypeAlias = Callable[[CodePoints], Expression]
 _LAST = 0x10FFFF
 _SURROGATES = (0xD800, 0xDFFF)  # halves of UTF-16 pairs: not characters, and not encodable in UTF-8
 ANY: CodePoints = ((0, _LAST),)
-# Every character that JSON writes as a backslash and one letter (RFC 8259, section 7), except "/", which needs none.
-_SHORT_ESCAPES = {0x22: b'"', 0x5C: b"\\", 0x08: b"b", 0x0C: b"f", 0x0A: b"n", 0x0D: b"r", 0x09: b"t"}
+# Every character that JSON writes as a backslash and one letter (RFC 8259, section 7), except "/",
+# which needs none.
+_SHORT_ESCAPES = {
+    0x22: b'"',
+    0x5C: b"\\",
+    0x08: b"b",
+    0x0C: b"f",
+    0x0A: b"n",
+    0x0D: b"r",
+    0x09: b"t",
+}
 _PRINTABLE_ASCII: CodePoints = ((0x20, 0x7E),)
-# The characters that stand for themselves in a JSON string: all but control characters, '"' and the backslash.
+# The characters that stand for themselves in a JSON string: all but control characters, '"' and the
+# backslash.
 _PLAIN_IN_JSON: CodePoints = ((0x20, 0x21), (0x23, 0x5B), (0x5D, _LAST))
 
 
@@ -137,7 +160,8 @@ def utf8(points: CodePoints) -> Expression:
     """Return an expression for the UTF-8 bytes of one character of the set (RFC 3629)."""
     characters = intersection(points, complement((_SURROGATES,)))
     sequences: list[Expression] = []
-    # UTF-8 sequences of one length order as their characters do, so a range of characters is a few boxes of bytes.
+    # UTF-8 sequences of one length order as their characters do, so a range of characters is a few
+    # boxes of bytes.
     for lengths in ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, _LAST)):
         for first, last in intersection(characters, (lengths,)):
             for box in boxes(chr(first).encode(), chr(last).encode(), 0x80, 0xBF):
@@ -149,18 +173,28 @@ def utf8(points: CodePoints) -> Expression:
 def in_json(points: CodePoints) -> Expression:
     r"""Return an expression for one character of the set as it is written in a JSON string.
 
-    Printable ASCII stands for itself, except that a quote and a backslash have a backslash before them. A control
-    character is `\n` and the like or `\u000a`. Any other character is UTF-8 or `\uXXXX`, a pair of them beyond U+FFFF.
-    So the output of serialisers matches, whether or not they escape everything outside ASCII; `\/` and escapes of
-    printable ASCII such as `\u0061` do not.
+    Printable ASCII stands for itself, except that a quote and a backslash have a backslash before
+    them. A control character is `\n` and the like or `\u000a`. Any other character is UTF-8 or
+    `\uXXXX`, a pair of them beyond U+FFFF. So the output of serialisers matches, whether or not
+    they escape everything outside ASCII; `\/` and escapes of printable ASCII such as `\u0061` do
+    not.
     """
-    short = [literal(b"\\" + letter) for point, letter in _SHORT_ESCAPES.items() if intersection(points, single(point))]
+    short = [
+        literal(b"\\" + letter)
+        for point, letter in _SHORT_ESCAPES.items()
+        if intersection(points, single(point))
+    ]
     escaped = intersection(points, complement(union([*_PRINTABLE_ASCII, _SURROGATES])))
     hexadecimal = [_unit(first, last) for first, last in intersection(escaped, ((0, 0xFFFF),))]
     for first, last in intersection(escaped, ((0x10000, _LAST),)):
         # Beyond U+FFFF JSON writes a pair of UTF-16 units, each of ten bits.
-        for high, low in boxes(divmod(first - 0x10000, 1024), divmod(last - 0x10000, 1024), 0, 1023):
-            surrogates = _unit(0xD800 + high[0], 0xD800 + high[1]), _unit(0xDC00 + low[0], 0xDC00 + low[1])
+        for high, low in boxes(
+            divmod(first - 0x10000, 1024), divmod(last - 0x10000, 1024), 0, 1023
+        ):
+            surrogates = (
+                _unit(0xD800 + high[0], 0xD800 + high[1]),
+                _unit(0xDC00 + low[0], 0xDC00 + low[1]),
+            )
             hexadecimal.append(joined(*surrogates))
     return Alternation((utf8(intersection(points, _PLAIN_IN_JSON)), *short, *hexadecimal))
 
@@ -168,7 +202,9 @@ def in_json(points: CodePoints) -> Expression:
 def _unit(first: int, last: int) -> Concatenation:
     r"""Return an expression for `\uXXXX` with a number from `first` to `last`."""
     low, high = ([number >> shift & 15 for shift in (12, 8, 4, 0)] for number in (first, last))
-    numbers = [Concatenation(tuple(_hexadecimal(*side) for side in box)) for box in boxes(low, high, 0, 15)]
+    numbers = [
+        Concatenation(tuple(_hexadecimal(*side) for side in box)) for box in boxes(low, high, 0, 15)
+    ]
     return joined(literal(b"\\u"), Alternation(tuple(numbers)))
 
 
@@ -180,7 +216,8 @@ def _hexadecimal(first: int, last: int) -> ByteSet:
 def boxes(
     first: Sequence[int], last: Sequence[int], lowest: int, highest: int
 ) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Yield the digit strings from `first` to `last` as boxes: products of one range of digits for each place.
+    """Yield the digit strings from `first` to `last` as boxes: products of one range of digits for
+    each place.
 
     Args:
         first: the first string in lexicographic order, as digits.

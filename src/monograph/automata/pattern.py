@@ -1,7 +1,9 @@
-"""Reads regular expressions as people write them into byte expressions; docs/constraints.md lists the supported syntax.
+"""Reads regular expressions as people write them into byte expressions; docs/constraints.md lists
+the supported syntax.
 
-Unsupported syntax is refused by name. It is not regular (backreferences), or changes which of several matches is found
-and not whether there is one (lazy quantifiers), or depends on the surroundings (lookaround, word boundaries).
+Unsupported syntax is refused by name. It is not regular (backreferences), or changes which of
+several matches is found and not whether there is one (lazy quantifiers), or depends on the
+surroundings (lookaround, word boundaries).
 """
 
 import string
@@ -25,15 +27,23 @@ from monograph.errors import InputRefused
 # Parsing recurses for each group; this depth is far below Python's own limit.
 MAX_LENGTH, MAX_DEPTH = 20_000, 30
 
-# The sets are those of ECMA-262 (2024: 12.2 White Space, 12.3 Line Terminators, 22.2.2 Pattern Semantics, without the
-# flags i and s), which JSON schemas name for their patterns. Each is given once, and the rest is its complement.
+# The sets are those of ECMA-262 (2024: 12.2 White Space, 12.3 Line Terminators, 22.2.2 Pattern
+# Semantics, without the flags i and s), which JSON schemas name for their patterns. Each is given
+# once, and the rest is its complement.
 _DIGITS: CodePoints = ((0x30, 0x39),)
 _WORD = union((ord(first), ord(last)) for first, last in ("09", "AZ", "az", "__"))
 _LINE_ENDS: CodePoints = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
 # Tab, vertical tab, form feed, U+FEFF, and the space separators of Unicode, of general category Zs.
 _BLANKS = union(
     [(0x09, 0x09), (0x0B, 0x0C), (0xFEFF, 0xFEFF)]
-    + [(0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x202F, 0x202F), (0x205F, 0x205F)]
+    + [
+        (0x20, 0x20),
+        (0xA0, 0xA0),
+        (0x1680, 0x1680),
+        (0x2000, 0x200A),
+        (0x202F, 0x202F),
+        (0x205F, 0x205F),
+    ]
     + [(0x3000, 0x3000)]
 )
 _SPACE = union([*_BLANKS, *_LINE_ENDS])
@@ -54,8 +64,18 @@ _GROUPS = {
     "(": "a conditional group",
     "#": "a comment",
 }
-_ASSERTIONS = {"b": "a word boundary", "B": "a word boundary", "A": "an anchor other than ^ and $", "p": "a property"}
-_ASSERTIONS |= {"Z": _ASSERTIONS["A"], "z": _ASSERTIONS["A"], "P": "a property", "k": "a backreference"}
+_ASSERTIONS = {
+    "b": "a word boundary",
+    "B": "a word boundary",
+    "A": "an anchor other than ^ and $",
+    "p": "a property",
+}
+_ASSERTIONS |= {
+    "Z": _ASSERTIONS["A"],
+    "z": _ASSERTIONS["A"],
+    "P": "a property",
+    "k": "a backreference",
+}
 
 
 class Branch(NamedTuple):
@@ -73,7 +93,8 @@ class Branch(NamedTuple):
 
 
 def whole(pattern: str, where: str, encoding: Encoding = utf8) -> Expression:
-    r"""Return an expression for the texts that the pattern matches as a whole, as `re.fullmatch` does.
+    r"""Return an expression for the texts that the pattern matches as a whole, as `re.fullmatch`
+    does.
 
     The sets \d, \w and \s and the dot are those of ECMA-262.
 
@@ -83,13 +104,16 @@ def whole(pattern: str, where: str, encoding: Encoding = utf8) -> Expression:
         encoding: returns the byte expression of one character of a set.
 
     Raises:
-        InputRefused: the pattern is outside the subset; the message names the construct and its position.
+        InputRefused: the pattern is outside the subset; the message names the construct and its
+            position.
     """
     return Alternation(tuple(branch.body for branch in branches(pattern, where, encoding)))
 
 
 def found_in(pattern: str, where: str, encoding: Encoding = utf8) -> Expression:
-    """Return an expression for the texts in which the pattern matches somewhere, as `re.search` does; see `whole`."""
+    """Return an expression for the texts in which the pattern matches somewhere, as `re.search`
+    does; see `whole`.
+    """
     # As with `re.search`: only an anchor keeps other text from standing before or after the match.
     anything = Repetition(encoding(ANY), 0, None)
     return Alternation(
@@ -103,7 +127,9 @@ def found_in(pattern: str, where: str, encoding: Encoding = utf8) -> Expression:
 def branches(pattern: str, where: str, encoding: Encoding) -> list[Branch]:
     """Return the alternatives at the top level of a pattern; see `whole`."""
     if len(pattern) > MAX_LENGTH:
-        raise InputRefused(f"{where} has {len(pattern):,} characters; at most {MAX_LENGTH:,} are read")
+        raise InputRefused(
+            f"{where} has {len(pattern):,} characters; at most {MAX_LENGTH:,} are read"
+        )
     reader = _Reader(pattern, where, encoding)
     alternatives = [reader.branch()]
     while reader.take("|"):
@@ -123,7 +149,9 @@ class _Reader:
         self.at, self.depth = 0, 0
 
     def refuse(self, what: str, advice: str, at: int | None = None) -> NoReturn:
-        raise InputRefused(f"{self.where}: {what} at position {self.at if at is None else at}: {advice}")
+        raise InputRefused(
+            f"{self.where}: {what} at position {self.at if at is None else at}: {advice}"
+        )
 
     def peek(self) -> str:
         return self.pattern[self.at : self.at + 1]
@@ -134,12 +162,15 @@ class _Reader:
         return taken
 
     def branch(self) -> Branch:
-        # Only at the ends of a whole alternative: `found_in` has to know which alternatives are anchored.
+        # Only at the ends of a whole alternative: `found_in` has to know which alternatives are
+        # anchored.
         begins = self.take("^")
         body = self.concatenation()
         ends = self.take("$")
         if ends and self.peek() not in ("", "|"):
-            self.refuse("an anchor inside the pattern", "^ and $ may only stand at its ends", self.at - 1)
+            self.refuse(
+                "an anchor inside the pattern", "^ and $ may only stand at its ends", self.at - 1
+            )
         return Branch(body, begins, ends)
 
     def alternation(self) -> Expression:
@@ -159,7 +190,8 @@ class _Reader:
         part = self.atom()
         if (counts := self.counts()) is None:
             return part
-        # Refused although a lazy quantifier matches the same whole texts: its author expects it to change something.
+        # Refused although a lazy quantifier matches the same whole texts: its author expects it to
+        # change something.
         if self.peek() in ("?", "+"):
             kind = "a lazy quantifier" if self.peek() == "?" else "a possessive quantifier"
             self.refuse(kind, "the whole text is matched, so write the quantifier alone")
@@ -177,9 +209,14 @@ class _Reader:
         least = self.digits()
         comma = self.take(",")
         most = self.digits()
-        # `re` reads a brace that begins no count as a character; a typo in a count would then pass unseen.
+        # `re` reads a brace that begins no count as a character; a typo in a count would then pass
+        # unseen.
         if not self.take("}") or not (least or most) or (most and not comma):
-            self.refuse("a '{' that begins no count", r"write {m}, {m,} or {m,n}, or \{ for the character", start)
+            self.refuse(
+                "a '{' that begins no count",
+                r"write {m}, {m,} or {m,n}, or \{ for the character",
+                start,
+            )
         # Python repeats up to n times there, and ECMA-262 reads the characters of the braces.
         if not least:
             self.refuse("a count without a lower bound", f"write {{0,{most}}}", start)
@@ -194,7 +231,9 @@ class _Reader:
             self.at += 1
         # int() refuses thousands of digits with an error of its own.
         if self.at - start > 9:
-            self.refuse("a count of more than nine digits", "no automaton has that many states", start)
+            self.refuse(
+                "a count of more than nine digits", "no automaton has that many states", start
+            )
         return self.pattern[start : self.at]
 
     def atom(self) -> Expression:
@@ -216,7 +255,9 @@ class _Reader:
     def group(self, start: int) -> Expression:
         if self.take("?") and not self.take(":"):
             names = [self.pattern[self.at : self.at + length] for length in (2, 1)]
-            name = next((_GROUPS[name] for name in names if name in _GROUPS), "a flag or unknown group")
+            name = next(
+                (_GROUPS[name] for name in names if name in _GROUPS), "a flag or unknown group"
+            )
             self.refuse(name, "groups are (...) and (?:...)", start)
         if self.depth == MAX_DEPTH:
             self.refuse("a group", f"at most {MAX_DEPTH} lie inside each other", start)
@@ -243,13 +284,16 @@ class _Reader:
             self.at += len(number)
             # Compared as a set of letters, because int() also takes signs, spaces and underscores.
             if len(number) < _HEXADECIMAL[letter] or not set(number) <= set(string.hexdigits):
-                self.refuse(f"\\{letter}", f"{_HEXADECIMAL[letter]} hexadecimal digits must follow", start)
+                self.refuse(
+                    f"\\{letter}", f"{_HEXADECIMAL[letter]} hexadecimal digits must follow", start
+                )
             if int(number, 16) > ANY[0][1]:
                 self.refuse(f"\\{letter}{number}", "there is no such character", start)
             return single(self.paired(int(number, 16)) if letter == "u" else int(number, 16))
         if letter in _CONTROLS:
             return single(_CONTROLS[letter])
-        # Letters are reserved for escapes that `re` may have or get; any other character stands for itself.
+        # Letters are reserved for escapes that `re` may have or get; any other character stands for
+        # itself.
         if not letter or letter.isalnum():
             self.refuse(f"the escape \\{letter}", "it is not part of the subset", start)
         return single(ord(letter))
@@ -267,9 +311,15 @@ class _Reader:
         return int(number, 16)
 
     def paired(self, unit: int) -> int:
-        r"""Return the character of a UTF-16 unit: with a second half as `\uXXXX` after a first one, that of both."""
+        r"""Return the character of a UTF-16 unit: with a second half as `\uXXXX` after a first one,
+        that of both.
+        """
         low = self.pattern[self.at + 2 : self.at + 6]
-        follows = self.pattern.startswith(r"\u", self.at) and len(low) == 4 and set(low) <= set(string.hexdigits)
+        follows = (
+            self.pattern.startswith(r"\u", self.at)
+            and len(low) == 4
+            and set(low) <= set(string.hexdigits)
+        )
         if not 0xD800 <= unit <= 0xDBFF or not follows or not 0xDC00 <= int(low, 16) <= 0xDFFF:
             return unit
         self.at += 6
@@ -279,7 +329,8 @@ class _Reader:
         """Read a set of characters; its `[` at `start` has been read."""
         negated = self.take("^")
         ranges: list[tuple[int, int]] = []
-        # A bracket after the opening one is the character in Python and the end of an empty set in JavaScript.
+        # A bracket after the opening one is the character in Python and the end of an empty set in
+        # JavaScript.
         if self.peek() == "]":
             self.refuse("a set that begins with ']'", r"write \] for the character", start)
         while not self.take("]"):

@@ -23,20 +23,26 @@ from monograph.automata.expression import (
 )
 
 STRING_LENGTH = 64  # most characters beyond its least of a string whose schema gives no limit
-DIGITS = 15  # most digits of a number whose schema gives no limit: as many as a float64 holds exactly
-FRACTION_DIGITS = 22  # most digits behind the point; serialisers write 17 significant ones after at most five zeros
+# Most digits of a number whose schema gives no limit: as many as a float64 holds exactly.
+DIGITS = 15
+# Most digits behind the point; serialisers write 17 significant ones after at most five zeros.
+FRACTION_DIGITS = 22
 _DIGIT = byte_range(0x30, 0x39)
 _QUOTE = literal(b'"')
 
 
 def constant(value: object) -> Expression:
-    """Return an expression for a JSON value in compact form; its strings match in any form that `in_json` accepts."""
+    """Return an expression for a JSON value in compact form; its strings match in any form that
+    `in_json` accepts.
+    """
     if isinstance(value, str):
         return joined(_QUOTE, *(in_json(single(ord(character))) for character in value), _QUOTE)
     if isinstance(value, list):
         return joined(literal(b"["), *_separated([constant(item) for item in value]), literal(b"]"))
     if isinstance(value, Mapping):
-        members = [joined(constant(name), literal(b":"), constant(item)) for name, item in value.items()]
+        members = [
+            joined(constant(name), literal(b":"), constant(item)) for name, item in value.items()
+        ]
         return joined(literal(b"{"), *_separated(members), literal(b"}"))
     return literal(json.dumps(value).encode())
 
@@ -48,13 +54,18 @@ def _separated(parts: Sequence[Expression]) -> list[Expression]:
 def integer(least: int, most: int) -> Expression:
     """Return an expression for the whole numbers from `least` to `most`, without leading zeros."""
     # A zero gets no minus sign, so each number has one spelling.
-    return Alternation((_natural(max(least, 0), most), joined(literal(b"-"), _natural(max(-most, 1), -least))))
+    return Alternation(
+        (_natural(max(least, 0), most), joined(literal(b"-"), _natural(max(-most, 1), -least)))
+    )
 
 
 def _natural(least: int, most: int) -> Expression:
-    """Return an expression for the whole numbers from `least` >= 0 to `most`; it matches nothing if there are none."""
+    """Return an expression for the whole numbers from `least` >= 0 to `most`; it matches nothing if
+    there are none.
+    """
     options: list[Expression] = []
-    # One alternative for each number of digits: within one length, order of texts is order of numbers.
+    # One alternative for each number of digits: within one length, order of texts is order of
+    # numbers.
     for size in range(len(str(least)), len(str(max(most, 0))) + 1):
         first = max(least, 10 ** (size - 1) if size > 1 else 0)
         last = min(most, 10**size - 1)
@@ -66,21 +77,30 @@ def _natural(least: int, most: int) -> Expression:
 
 
 def number() -> Expression:
-    """Return an expression for numbers of at most DIGITS digits, FRACTION_DIGITS after the point, 2 in the exponent."""
+    """Return an expression for numbers of at most DIGITS digits, FRACTION_DIGITS after the point, 2
+    in the exponent.
+    """
     sign = optional(literal(b"-"))
     exponent = optional(joined(_one_of(b"eE"), optional(_one_of(b"+-")), Repetition(_DIGIT, 1, 2)))
     return joined(sign, _natural(0, 10**DIGITS - 1), optional(_fraction(_DIGIT)), exponent)
 
 
 def number_between(least: int, most: int) -> Expression:
-    """Return an expression for decimals between two whole numbers, both included, without exponents."""
-    return Alternation((_decimals(max(least, 0), most), joined(literal(b"-"), _decimals(max(-most, 0), -least))))
+    """Return an expression for decimals between two whole numbers, both included, without
+    exponents.
+    """
+    return Alternation(
+        (_decimals(max(least, 0), most), joined(literal(b"-"), _decimals(max(-most, 0), -least)))
+    )
 
 
 def _decimals(least: int, most: int) -> Expression:
     below = joined(_natural(least, most - 1), optional(_fraction(_DIGIT)))
     # The upper bound itself may only have zeros after its point.
-    border = joined(_natural(most, most) if most >= least else Alternation(()), optional(_fraction(literal(b"0"))))
+    border = joined(
+        _natural(most, most) if most >= least else Alternation(()),
+        optional(_fraction(literal(b"0"))),
+    )
     return Alternation((below, border))
 
 
@@ -100,12 +120,16 @@ def equal(one: object, other: object) -> bool:
     if isinstance(one, list) and isinstance(other, list):
         return len(one) == len(other) and all(map(equal, one, other))
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(equal(value, other[name]) for name, value in one.items())
+        return one.keys() == other.keys() and all(
+            equal(value, other[name]) for name, value in one.items()
+        )
     return bool(one == other)
 
 
 def type_names(value: object) -> set[str]:
-    """Return the types of JSON schema that a value has; a number without a fraction is also an integer."""
+    """Return the types of JSON schema that a value has; a number without a fraction is also an
+    integer.
+    """
     if isinstance(value, bool):
         return {"boolean"}
     if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
@@ -115,7 +139,9 @@ def type_names(value: object) -> set[str]:
 
 
 def is_json(value: object) -> bool:
-    """Return whether a Python value is a JSON value: it has no NaN, no infinity, and its names are strings."""
+    """Return whether a Python value is a JSON value: it has no NaN, no infinity, and its names are
+    strings.
+    """
     if isinstance(value, float):
         return math.isfinite(value)
     if isinstance(value, list):
@@ -128,7 +154,8 @@ def is_json(value: object) -> bool:
 def overlap(
     options: Sequence[dict[str, Any]], target: Callable[[str], Any], spend: Callable[[int], None]
 ) -> tuple[int, int] | None:
-    """Return the indices of two schemas that one value may follow, or None if every value follows at most one.
+    """Return the indices of two schemas that one value may follow, or None if every value follows
+    at most one.
 
     Args:
         options: schemas that have been read, so that they are well formed and not recursive.
@@ -160,7 +187,9 @@ class _Apart:
         return self.known[pair]
 
     def alternatives(self, schema: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return schemas without references and choices; a value follows `schema` if it follows one of them."""
+        """Return schemas without references and choices; a value follows `schema` if it follows one
+        of them.
+        """
         leaves = []
         waiting = [schema]
         seen = set()
@@ -187,9 +216,12 @@ class _Apart:
         shared = _kinds(one, left) & _kinds(other, right)
         if shared != {"object"} or left is not None or right is not None:
             return not shared
-        # Only members that both require are certain to be there, and one of them that cannot agree is enough.
+        # Only members that both require are certain to be there, and one of them that cannot agree
+        # is enough.
         names = set(one.get("required", [])) & set(other.get("required", []))
-        return any(self.disjoint(one["properties"][name], other["properties"][name]) for name in names)
+        return any(
+            self.disjoint(one["properties"][name], other["properties"][name]) for name in names
+        )
 
 
 def _constants(schema: dict[str, Any]) -> list[Any] | None:

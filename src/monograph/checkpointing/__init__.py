@@ -1,6 +1,15 @@
-"""Save and load a run's state so that a crash, a full disk or a flipped bit costs no more than the last save."""
+"""Save and load a run's state so that a crash, a full disk or a flipped bit costs no more than the
+last save.
+"""
 
-from monograph.checkpointing.folder import Checkpoint, CheckpointDamaged, is_gone, load, load_state, verify
+from monograph.checkpointing.folder import (
+    Checkpoint,
+    CheckpointDamaged,
+    is_gone,
+    load,
+    load_state,
+    verify,
+)
 from monograph.checkpointing.rotation import candidates, newest, remove_leftovers, save
 
 __all__ = [

@@ -1,6 +1,8 @@
-"""Read and verify one checkpoint: a folder of three files and a manifest with digests of every byte, its own included.
+"""Read and verify one checkpoint: a folder of three files and a manifest with digests of every
+byte, its own included.
 
-If a file is too large to be in memory next to its tensors' destination, each tensor is read when it is requested.
+If a file is too large to be in memory next to its tensors' destination, each tensor is read when it
+is requested.
 """
 
 import errno
@@ -23,19 +25,33 @@ from torch import Tensor
 
 from monograph.errors import InputRefused
 from monograph.storage import blocks, tensor_layout
-from monograph.storage.reading import MOST_JSON_BYTES, is_folder, kind_of, parse_json, readable, status
+from monograph.storage.reading import (
+    MOST_JSON_BYTES,
+    is_folder,
+    kind_of,
+    parse_json,
+    readable,
+    status,
+)
 
-KEPT_BLOCKS = 4  # number of blocks kept in memory: a tensor may begin in the block in which the one before it ended
+# Number of blocks kept in memory: a tensor may begin in the block in which the one before it ended.
+KEPT_BLOCKS = 4
 
 
 class LargeFile(Mapping[str, Tensor]):
-    """The tensors of a safetensors file by name, in the file's order, read and verified block by block when requested.
+    """The tensors of a safetensors file by name, in the file's order, read and verified block by
+    block when requested.
 
-    The file stays open, so the tensors are those of this file even if its name is later given to another one.
+    The file stays open, so the tensors are those of this file even if its name is later given to
+    another one.
     """
 
     def __init__(
-        self, descriptor: int, entries: list[tensor_layout.Entry], start: int, read: Callable[[int, int], bytes]
+        self,
+        descriptor: int,
+        entries: list[tensor_layout.Entry],
+        start: int,
+        read: Callable[[int, int], bytes],
     ):
         """Keep the file open for as long as this object lives.
 
@@ -43,7 +59,8 @@ class LargeFile(Mapping[str, Tensor]):
             descriptor: descriptor of the open file; a duplicate is kept.
             entries: the file's tensors.
             start: the offset of the tensors' bytes in the file.
-            read: a function of descriptor and index that returns a block, or raises if its digest is wrong.
+            read: a function of descriptor and index that returns a block, or raises if its digest
+                is wrong.
         """
         self._file = os.dup(descriptor)
         weakref.finalize(self, os.close, self._file)
@@ -81,8 +98,10 @@ OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 MANIFEST = "MANIFEST.json"
 FORMAT = "monograph-checkpoint-1"
-LARGE_BYTES = 2**30  # above this size tensors are read one by one, so that the file is never in memory as a whole
-# A checkpoint's folder has this suffix for the moment in which its successor of the same update takes its place.
+# Above this size tensors are read one by one, so that the file is never in memory as a whole.
+LARGE_BYTES = 2**30
+# A checkpoint's folder has this suffix for the moment in which its successor of the same update
+# takes its place.
 REPLACED = ".replaced"
 FOLDER_NAME = re.compile(r"step-([0-9]{8,18})(\.replaced)?")
 
@@ -96,7 +115,8 @@ class Checkpoint:
         model: the module's tensors by name; tied weights appear once.
         optimizer: the optimizer's tensors by name.
         state: everything else, as JSON returns it (string keys, lists for tuples).
-        run: identity of the run that wrote the checkpoint, so that a caller can detect another run's folder.
+        run: identity of the run that wrote the checkpoint, so that a caller can detect another
+            run's folder.
     """
 
     update: int
@@ -126,7 +146,9 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of MANIFEST.json: the identity of a checkpoint and an entry for each of its files."""
+    """The content of MANIFEST.json: the identity of a checkpoint and an entry for each of its
+    files.
+    """
 
     run: str
     update: int
@@ -134,11 +156,15 @@ class Manifest:
 
     @property
     def root(self) -> str:
-        """Return the SHA-256 digest of the manifest's content, which covers every byte of the checkpoint."""
+        """Return the SHA-256 digest of the manifest's content, which covers every byte of the
+        checkpoint.
+        """
         return hashlib.sha256(json.dumps(self._content()).encode()).hexdigest()
 
     def encode(self) -> bytes:
-        """Return the manifest's only valid bytes: any others count as damage, so that every flipped bit is noticed."""
+        """Return the manifest's only valid bytes: any others count as damage, so that every flipped
+        bit is noticed.
+        """
         return (json.dumps({**self._content(), "root": self.root}, indent=1) + "\n").encode()
 
     def _content(self) -> dict[str, Any]:
@@ -152,9 +178,11 @@ class Manifest:
 
 
 def is_gone(folder: Path) -> bool:
-    """Return whether a checkpoint's name is there no more: a run that still trains removes those that it replaces.
+    """Return whether a checkpoint's name is there no more: a run that still trains removes those
+    that it replaces.
 
-    Anything else that stands in its place, such as a file or a link to nothing, is a damaged checkpoint.
+    Anything else that stands in its place, such as a file or a link to nothing, is a damaged
+    checkpoint.
     """
     return status(folder, follow=False) is None
 
@@ -163,8 +191,8 @@ def verify(folder: Path) -> None:
     """Check every byte of a checkpoint against its manifest, in constant memory.
 
     Raises:
-        CheckpointDamaged: a file is damaged; the message names it with the expected and the actual digest, length or
-            list of files.
+        CheckpointDamaged: a file is damaged; the message names it with the expected and the actual
+            digest, length or list of files.
     """
     for name, entry in read_manifest(folder).files.items():
         with _opened(folder / name, entry.bytes) as descriptor:
@@ -174,7 +202,8 @@ def verify(folder: Path) -> None:
 def load(folder: Path) -> Checkpoint:
     """Read a checkpoint into memory, and verify the bytes in memory rather than the file.
 
-    Files of more than LARGE_BYTES are verified now, and again when their tensors are requested, which may then raise.
+    Files of more than LARGE_BYTES are verified now, and again when their tensors are requested,
+    which may then raise.
 
     Raises:
         CheckpointDamaged: see `verify`.
@@ -190,13 +219,16 @@ def load(folder: Path) -> Checkpoint:
 
 
 def load_state(folder: Path) -> tuple[int, dict[str, Any]]:
-    """Return a checkpoint's update and state, without reading its tensors; raise CheckpointDamaged like `verify`."""
+    """Return a checkpoint's update and state, without reading its tensors; raise CheckpointDamaged
+    like `verify`.
+    """
     manifest = read_manifest(folder)
     return manifest.update, _load_state(folder / STATE, manifest.files[STATE])
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest and make all cheap checks: its own digest, the folder's name, the list and lengths of files.
+    """Read the manifest and make all cheap checks: its own digest, the folder's name, the list and
+    lengths of files.
 
     Raises:
         CheckpointDamaged: see `verify`.
@@ -210,7 +242,9 @@ def read_manifest(folder: Path) -> Manifest:
     manifest = _parse(path, data)
     named = FOLDER_NAME.fullmatch(folder.name)
     if named and int(named[1]) != manifest.update:
-        raise CheckpointDamaged(path, f"update {int(named[1])} as in the folder's name", f"update {manifest.update}")
+        raise CheckpointDamaged(
+            path, f"update {int(named[1])} as in the folder's name", f"update {manifest.update}"
+        )
     expected = sorted([*manifest.files, MANIFEST])
     if present != expected:
         raise CheckpointDamaged(folder, f"the files {', '.join(expected)}", ", ".join(present))
@@ -227,21 +261,30 @@ def _parse(path: Path, data: bytes) -> Manifest:
         ours = f"format {FORMAT} with blocks of {blocks.BLOCK_BYTES} bytes"
         if kind != ours:
             raise CheckpointDamaged(path, ours, kind)
-        # The names come from this list and never from the manifest, which so cannot make other files be opened.
+        # The names come from this list and never from the manifest, which so cannot make other
+        # files be opened.
         files = {name: FileEntry(**content["files"][name]) for name in (MODEL, OPTIMIZER, STATE)}
         manifest = Manifest(content["run"], content["update"], files)
         stated = content["root"]
         canonical = manifest.encode()
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointDamaged(path, "a manifest", f"something else ({type(error).__name__}: {error})") from error
+        raise CheckpointDamaged(
+            path, "a manifest", f"something else ({type(error).__name__}: {error})"
+        ) from error
     if data != canonical:
-        actual = f"sha256 {manifest.root}" if manifest.root != stated else "the same content spelled otherwise"
+        actual = (
+            f"sha256 {manifest.root}"
+            if manifest.root != stated
+            else "the same content spelled otherwise"
+        )
         raise CheckpointDamaged(path, f"content of sha256 {stated}", actual)
     numbers = [manifest.update, *(entry.bytes for entry in files.values())]
     kinds = [(manifest.run, str), *((entry.sha256, list) for entry in files.values())]
     natural = all(type(number) is int and number >= 0 for number in numbers)
     if not (natural and all(isinstance(*kind) for kind in kinds)):
-        raise CheckpointDamaged(path, "natural numbers, a text and lists of digests in their places", "something else")
+        raise CheckpointDamaged(
+            path, "natural numbers, a text and lists of digests in their places", "something else"
+        )
     return manifest
 
 
@@ -266,10 +309,13 @@ def _load_tensors(path: Path, entry: FileEntry) -> Mapping[str, Tensor]:
             prefix = os.pread(descriptor, tensor_layout.header_bytes(start, entry.bytes), 0)
             if entry.bytes > LARGE_BYTES:
                 layout = tensor_layout.entries(prefix, entry.bytes)
-                return LargeFile(descriptor, layout, len(prefix), functools.partial(_read_block, path, entry))
+                return LargeFile(
+                    descriptor, layout, len(prefix), functools.partial(_read_block, path, entry)
+                )
             tensors = tensor_layout.decode(prefix, entry.bytes)
         except tensor_layout.LayoutError as error:
-            # The header was read before its digest was checked, so first see whether a wrong digest explains the error.
+            # The header was read before its digest was checked, so first see whether a wrong digest
+            # explains the error.
             _require(path, entry.sha256, blocks.digests_of(descriptor, entry.bytes))
             raise CheckpointDamaged(path, "a safetensors file", str(error)) from error
         again = bytearray(len(prefix))
@@ -309,7 +355,9 @@ def _opened(path: Path, expected_bytes: int | None = None) -> Iterator[int]:
                 if not stat.S_ISREG(entry.st_mode):
                     raise CheckpointDamaged(path, "a regular file", stat.filemode(entry.st_mode))
                 if expected_bytes is not None and entry.st_size != expected_bytes:
-                    raise CheckpointDamaged(path, f"{expected_bytes} bytes", f"{entry.st_size} bytes")
+                    raise CheckpointDamaged(
+                        path, f"{expected_bytes} bytes", f"{entry.st_size} bytes"
+                    )
                 yield descriptor
             finally:
                 os.close(descriptor)

@@ -1,4 +1,6 @@
-"""Answer a command line that typer refuses: say what to type instead, with the value that was typed."""
+"""Answer a command line that typer refuses: say what to type instead, with the value that was
+typed.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -33,7 +35,9 @@ def answered(error: Any, tree: Any, arguments: Sequence[str]) -> str:
     while _is_unknown_option(error) and _takes_keys(command) and len(lines) < MOST_FAULTS:
         left = _without(error.option_name, left)
         try:
-            with command.make_context(command.name, left[left.index(command.name) + 1 :]) as context:
+            with command.make_context(
+                command.name, left[left.index(command.name) + 1 :]
+            ) as context:
                 lines += _wrong_keys(command, context.params)
             break
         except BadCommandLine as another:
@@ -89,8 +93,12 @@ def _about_error(error: Any, tree: Any, arguments: Sequence[str]) -> str:
     if _is_unknown_option(error):
         option = error.option_name
         return f"No such option: {option}{_about_option(command, option, error.possibilities or (), arguments)}"
-    param = getattr(error, "param", None) or _option_named(command, getattr(error, "option_name", ""))
-    if said.startswith("Invalid value") and (bounds(param) or "valid number" in said or "valid integer" in said):
+    param = getattr(error, "param", None) or _option_named(
+        command, getattr(error, "option_name", "")
+    )
+    if said.startswith("Invalid value") and (
+        bounds(param) or "valid number" in said or "valid integer" in said
+    ):
         return _wrong_number(param, said, arguments)
     if said.endswith("does not take a value"):
         return f"{said}: write {error.option_name} alone"
@@ -114,7 +122,9 @@ def _option_named(command: Any, name: str) -> Any:
 
 def _wrong_number(param: Any, said: str, arguments: Sequence[str]) -> str:
     """Return the line about an option's value that is no number, or none of its range."""
-    name, value = max((_typed(option, arguments) for option in param.opts), key=lambda typed: bool(typed[1]))
+    name, value = max(
+        (_typed(option, arguments) for option in param.opts), key=lambda typed: bool(typed[1])
+    )
     kind = "a whole number" if "integer" in said else "a number"
     return f"{name} {value}: expected {', '.join(filter(None, [kind, bounds(param)]))}"
 
@@ -125,7 +135,9 @@ def _about(param: Any) -> str:
     return f"{' '.join(filter(None, [*names, param.metavar]))}: {param.help}"
 
 
-def _about_option(command: Any, option: str, possible: Sequence[str], arguments: Sequence[str]) -> str:
+def _about_option(
+    command: Any, option: str, possible: Sequence[str], arguments: Sequence[str]
+) -> str:
     """Return the end of the line about an option that a command does not have."""
     typed, value = _typed(option, arguments)
     name = typed.lstrip("-").replace("-", "_")
@@ -133,7 +145,9 @@ def _about_option(command: Any, option: str, possible: Sequence[str], arguments:
         return _filled(said, value)
     if name in DEVICES:
         return f"; {DEVICES[name]}"
-    if len(name) == 1 and (begin := [long for long in _options(command) if long.startswith(f"--{name}")]):
+    if len(name) == 1 and (
+        begin := [long for long in _options(command) if long.startswith(f"--{name}")]
+    ):
         return f"; did you mean {' or '.join(begin)}?"
     if _takes_keys(command):
         return _about_key(command, typed, value, possible)
@@ -150,9 +164,17 @@ def _about_key(command: Any, typed: str, value: str, possible: Sequence[str]) ->
     near = did_you_mean(typed, possible)
     if name not in ELSEWHERE and near:
         return near
-    if name not in KEYS and name not in ELSEWHERE and (value.partition("=")[0] in KEYS or value.endswith(".toml")):
+    if (
+        name not in KEYS
+        and name not in ELSEWHERE
+        and (value.partition("=")[0] in KEYS or value.endswith(".toml"))
+    ):
         return f"; type {shell_words(value)} as it is"
-    return meant(name, value) or near or f"; {_its_options(command)}; a path that begins with a dash is ./-NAME"
+    return (
+        meant(name, value)
+        or near
+        or f"; {_its_options(command)}; a path that begins with a dash is ./-NAME"
+    )
 
 
 def _about_extra(command: Any, text: str) -> str:
@@ -171,13 +193,21 @@ def _about_extra(command: Any, text: str) -> str:
 
 
 def _typed(option: str, arguments: Sequence[str]) -> tuple[str, str]:
-    """Return an option as it was typed, which typer reads letter by letter after one dash, and its value or ""."""
+    """Return an option as it was typed, which typer reads letter by letter after one dash, and its
+    value or "".
+    """
     for place, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
-        if name != option and not (len(option) == 2 and re.fullmatch(rf"{re.escape(option)}\w+", name)):
+        if name != option and not (
+            len(option) == 2 and re.fullmatch(rf"{re.escape(option)}\w+", name)
+        ):
             continue
         following = arguments[place + 1 : place + 2]
-        if not equals and following and (not following[0].startswith("-") or _is_number(following[0])):
+        if (
+            not equals
+            and following
+            and (not following[0].startswith("-") or _is_number(following[0]))
+        ):
             value = following[0]
         return name, value
     return option, ""
@@ -197,11 +227,15 @@ def _filled(said: str, value: str) -> str:
 
 
 def _takes_keys(command: Any) -> bool:
-    return any("KEY=" in str(each.metavar) for each in command.params if each.param_type_name == "argument")
+    return any(
+        "KEY=" in str(each.metavar) for each in command.params if each.param_type_name == "argument"
+    )
 
 
 def _options(command: Any) -> list[str]:
-    return [name for each in command.params if each.param_type_name == "option" for name in each.opts]
+    return [
+        name for each in command.params if each.param_type_name == "option" for name in each.opts
+    ]
 
 
 def _its_options(command: Any) -> str:

@@ -1,4 +1,6 @@
-"""Declare each command with its arguments, options and help. A command's code is imported when it is called."""
+"""Declare each command with its arguments, options and help. A command's code is imported when it
+is called.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from monograph.errors import UsageError
 if TYPE_CHECKING:
     from monograph.config import Settings
 
-# The headings of the help. It has them, and the commands under each, in the order in which this file declares them.
+# The headings of the help. It has them, and the commands under each, in the order in which this
+# file declares them.
 TRAIN = "Train"
 INSPECT = "Prepare and inspect"
 USE = "Use"
@@ -27,7 +30,9 @@ EXAMPLE = "Example: "
 
 
 def bounds(each: Any) -> str:
-    """Return the least and the largest number of an argument or option that has them: "at least 0", "0 to 65535"."""
+    """Return the least and the largest number of an argument or option that has them: "at least 0",
+    "0 to 65535".
+    """
     least = getattr(each, "min", None)
     most = getattr(each, "max", None)
     if least is None:
@@ -39,7 +44,9 @@ def _explain(heading: str, params: list[Any], formatter: Any) -> None:
     """Write arguments or options: what is typed, by names that say what it is, and what it means."""
     rows = []
     for each in params:
-        names = [] if each.param_type_name == "argument" else [", ".join(sorted(each.opts, key=len))]
+        names = (
+            [] if each.param_type_name == "argument" else [", ".join(sorted(each.opts, key=len))]
+        )
         details = [bounds(each), "required"] if each.required else [bounds(each)]
         if each.default is not None and each.default is not False:
             details.insert(0, f"default: {each.default}")
@@ -62,7 +69,9 @@ class _Explained(TyperCommand):
 
 
 class _Listed(TyperGroup):
-    """A group whose help lists its commands before its options: under headings, with whole sentences and examples."""
+    """A group whose help lists its commands before its options: under headings, with whole
+    sentences and examples.
+    """
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
         """Write what the group is, and its commands."""
@@ -143,7 +152,8 @@ AxisArguments = Annotated[
 def _fetched(context: typer.Context, names: Any) -> Any:
     if isinstance(names, list):
         return [_fetched(context, name) for name in names]
-    if context.resilient_parsing or not names.startswith("hf://"):  # a shell that completes a line parses it, too
+    # A shell that completes a line parses it, too.
+    if context.resilient_parsing or not names.startswith("hf://"):
         return names
     from monograph.run.repository import fetched
 
@@ -169,45 +179,69 @@ def _flag(name: str, said: str, *names: str) -> Any:
 
 
 def _place(metavar: str, said: str, *names: str) -> Any:
-    """Return an option of a path, which the command reads: typer would refuse one that cannot be as a wrong name."""
+    """Return an option of a path, which the command reads: typer would refuse one that cannot be as
+    a wrong name.
+    """
     return _option(metavar, said, *names, readable=False)
 
 
-Temperature = Annotated[float, _option("T", "sampling temperature; 0: always the most likely token", min=0.0)]
+Temperature = Annotated[
+    float, _option("T", "sampling temperature; 0: always the most likely token", min=0.0)
+]
 TopK = Annotated[int, _option("K", "sample from the K most likely tokens; 0: off", min=0)]
-TopP = Annotated[float, _option("P", "sample from the most likely tokens, up to this total probability")]
-MinP = Annotated[float, _option("P", "leave out tokens less likely than P times the most likely one")]
+TopP = Annotated[
+    float, _option("P", "sample from the most likely tokens, up to this total probability")
+]
+MinP = Annotated[
+    float, _option("P", "leave out tokens less likely than P times the most likely one")
+]
 Sampler = Annotated[
-    list[str] | None, _option("KEY=VALUE", "another sampling option (docs/generate.md); may be repeated")
+    list[str] | None,
+    _option("KEY=VALUE", "another sampling option (docs/generate.md); may be repeated"),
 ]
 Seed = Annotated[int, _option("S", "the same seed writes the same text", min=0)]
 Stop = Annotated[list[str] | None, _option("S", "end before this text; may be repeated")]
-Choice = Annotated[list[str] | None, _option("TEXT", "write one of these texts; repeat it for each")]
+Choice = Annotated[
+    list[str] | None, _option("TEXT", "write one of these texts; repeat it for each")
+]
 Regex = Annotated[str | None, _option("PATTERN", "write text that matches this pattern as a whole")]
 JsonSchema = Annotated[Path | None, _place("FILE", "write JSON that follows this schema")]
 TrustCode = Annotated[
-    bool, _flag("--trust-code", "run the Python file that a run names, even if the run was not made here")
+    bool,
+    _flag(
+        "--trust-code", "run the Python file that a run names, even if the run was not made here"
+    ),
 ]
 FromRecipe = Annotated[
-    str | None, _option("NAME", "start from the settings of this recipe; `monograph recipes` lists all", "--recipe")
+    str | None,
+    _option(
+        "NAME", "start from the settings of this recipe; `monograph recipes` lists all", "--recipe"
+    ),
 ]
 Name = Annotated[str | None, _option("NAME", "a name in runs/: short for --out runs/NAME")]
-Minutes = Annotated[float | None, _option("M", "train for this many minutes; short for train.minutes=M")]
+Minutes = Annotated[
+    float | None, _option("M", "train for this many minutes; short for train.minutes=M")
+]
 Json = Annotated[bool, _flag("--json", "end stdout with one JSON object")]
-# The base of all exceptions for a wrong command line, in every release of typer, with its own click or without.
+# The base of all exceptions for a wrong command line, in every release of typer, with its own click
+# or without.
 BadCommandLine: type[Exception] = typer.BadParameter.__bases__[0]
-SHARED = (None, "train", "sweep")  # commands that several processes run together; None is `monograph` alone
+# Commands that several processes run together; None is `monograph` alone.
+SHARED = (None, "train", "sweep")
 
 
 @app.callback(invoke_without_command=True)
 def _monograph(
-    context: typer.Context, version: Annotated[bool, _flag("--version", "print the version", "-v")] = False
+    context: typer.Context,
+    version: Annotated[bool, _flag("--version", "print the version", "-v")] = False,
 ) -> None:
     if version:
         print(f"monograph {__version__}")
         raise typer.Exit
     if (command := context.invoked_subcommand) not in SHARED and launched() > 1:
-        raise UsageError(f"{launched()} processes were started: `monograph {command}` is one; leave the launcher out")
+        raise UsageError(
+            f"{launched()} processes were started: `monograph {command}` is one; leave the launcher out"
+        )
     _help_if_bare(context)
 
 
@@ -234,17 +268,24 @@ def train(
     out: Annotated[Path | None, _place("DIR", "the run's folder; default: runs/DATE-TIME")] = None,
     name: Name = None,
     recipe: FromRecipe = None,
-    resume: Annotated[str | None, _option("[RUN]", "continue a stopped run; without a name the newest one")] = None,
+    resume: Annotated[
+        str | None, _option("[RUN]", "continue a stopped run; without a name the newest one")
+    ] = None,
     from_: Annotated[
-        str | None, _option("RUN[@UPDATE]", "start a new run from the weights of this one", "--from")
+        str | None,
+        _option("RUN[@UPDATE]", "start a new run from the weights of this one", "--from"),
     ] = None,
     minutes: Minutes = None,
     wall_minutes: Annotated[
         float | None,
-        _option("M", "end within this many minutes, preparation and report included; short for train.wall_minutes=M"),
+        _option(
+            "M",
+            "end within this many minutes, preparation and report included; short for train.wall_minutes=M",
+        ),
     ] = None,
     print_config: Annotated[
-        bool, _flag("--print-config", "print all keys with their meaning, value and origin, and stop")
+        bool,
+        _flag("--print-config", "print all keys with their meaning, value and origin, and stop"),
     ] = False,
     trust_code: TrustCode = False,
     json: Json = False,
@@ -267,29 +308,40 @@ def train(
         return
     from monograph.commands.train import run
 
-    interrupts.working(run)(settings, out=out, resume=resume, from_=from_, json=json, asked_s=asked_s)
+    interrupts.working(run)(
+        settings, out=out, resume=resume, from_=from_, json=json, asked_s=asked_s
+    )
 
 
 @_command(TRAIN, "monograph sweep my_texts/ optim.lr=1e-3,3e-3,1e-2 train.seed=0,1")
 def sweep(
     arguments: AxisArguments = None,
-    samples: Annotated[int | None, _option("N", "train N random combinations instead of all")] = None,
-    verify: Annotated[int | None, _option("I", "train member I of the newest sweep again, alone, and compare")] = None,
+    samples: Annotated[
+        int | None, _option("N", "train N random combinations instead of all")
+    ] = None,
+    verify: Annotated[
+        int | None, _option("I", "train member I of the newest sweep again, alone, and compare")
+    ] = None,
     out: Annotated[
-        Path | None, _place("DIR", "the sweep's folder, new or to continue; default: runs/DATE-TIME")
+        Path | None,
+        _place("DIR", "the sweep's folder, new or to continue; default: runs/DATE-TIME"),
     ] = None,
     name: Name = None,
     recipe: FromRecipe = None,
     minutes: Minutes = None,
     distill: Annotated[
-        bool, _flag("--distill", "at the end, train one more model on the members' averaged probabilities")
+        bool,
+        _flag(
+            "--distill", "at the end, train one more model on the members' averaged probabilities"
+        ),
     ] = False,
     trust_code: TrustCode = False,
     json: Json = False,
 ) -> int:
     """Train many runs that differ in a few settings, and compare them.
 
-    Without arguments it tries learning rates for the newest run's text, on a narrow copy of its model.
+    Without arguments it tries learning rates for the newest run's text, on a narrow copy of its
+    model.
     """
     out = _folder(out, name)
     from monograph.commands.sweep import run
@@ -298,24 +350,36 @@ def sweep(
     given = _begun_with(recipe, arguments)
     if minutes is not None:
         given = [*given, f"train.minutes={minutes:g}"]
-    return interrupts.working(run)(given, samples=samples, verify=verify, out=out, distill=distill, json=json)
+    return interrupts.working(run)(
+        given, samples=samples, verify=verify, out=out, distill=distill, json=json
+    )
 
 
 _PLAN = "Predict which settings fit a device, and how fast they train."
 
 
-@_command(INSPECT, "monograph plan model.preset=8b lora.rank=16 --device 4090", "\n\n".join((_PLAN, *cards.listed())))
+@_command(
+    INSPECT,
+    "monograph plan model.preset=8b lora.rank=16 --device 4090",
+    "\n\n".join((_PLAN, *cards.listed())),
+)
 def plan(
     arguments: ConfigArguments = None,
     recipe: FromRecipe = None,
-    device: Annotated[str | None, _option("NAME", "one of the GPUs above; default: this machine")] = None,
+    device: Annotated[
+        str | None, _option("NAME", "one of the GPUs above; default: this machine")
+    ] = None,
     device_memory: Annotated[
-        str | None, _option("24GiB", "memory of the device; default: what is free here, or all of a named GPU")
+        str | None,
+        _option("24GiB", "memory of the device; default: what is free here, or all of a named GPU"),
     ] = None,
     host_memory: Annotated[
-        str | None, _option("512GiB", "host memory for a streamed model; default: what is free here")
+        str | None,
+        _option("512GiB", "host memory for a streamed model; default: what is free here"),
     ] = None,
-    minutes: Annotated[float | None, _option("M", "the time to train; short for train.minutes=M")] = None,
+    minutes: Annotated[
+        float | None, _option("M", "the time to train; short for train.minutes=M")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Predict which settings fit a device, and how fast they train."""
@@ -323,14 +387,18 @@ def plan(
 
     times = {"train.minutes": minutes}
     settings = _settings(_begun_with(recipe, arguments), times, shape_alone=True)
-    return run(settings, device=device, device_memory=device_memory, host_memory=host_memory, json=json)
+    return run(
+        settings, device=device, device_memory=device_memory, host_memory=host_memory, json=json
+    )
 
 
 @_command(INSPECT, "monograph recipes lora")
 def recipes(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="NAME", help="print the file of this recipe; default: a list of all recipes"),
+        typer.Argument(
+            metavar="NAME", help="print the file of this recipe; default: a list of all recipes"
+        ),
     ] = None,
 ) -> None:
     """List configurations for common jobs, for the option --recipe of train, sweep and plan."""
@@ -378,9 +446,13 @@ def runs(
 def check(
     run: Annotated[
         str | None,
-        typer.Argument(metavar="RUN", help="the run or model whose files are verified; default: this machine"),
+        typer.Argument(
+            metavar="RUN", help="the run or model whose files are verified; default: this machine"
+        ),
     ] = None,
-    laws: Annotated[bool, _flag("--laws", "compare fast paths with slow ones on this machine; takes minutes")] = False,
+    laws: Annotated[
+        bool, _flag("--laws", "compare fast paths with slow ones on this machine; takes minutes")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Check this machine, or verify a run's files."""
@@ -392,10 +464,15 @@ def check(
 @_command(INSPECT, "monograph follow last --to tensorboard")
 def follow(
     run: Annotated[
-        str, typer.Argument(metavar="RUN|SWEEP", help="a run, `last`, or a sweep, of which all members are sent")
+        str,
+        typer.Argument(
+            metavar="RUN|SWEEP", help="a run, `last`, or a sweep, of which all members are sent"
+        ),
     ],
     to: Annotated[str, _option("TRACKER", "tensorboard, wandb, trackio or mlflow")],
-    out: Annotated[Path | None, _place("DIR", "folder of the tracker's files; default: the tracker's own")] = None,
+    out: Annotated[
+        Path | None, _place("DIR", "folder of the tracker's files; default: the tracker's own")
+    ] = None,
 ) -> None:
     """Log a run to TensorBoard, W&B, trackio or MLflow.
 
@@ -409,7 +486,9 @@ def follow(
 @data_app.command(cls=_Explained, epilog=f"{EXAMPLE}monograph data show my_texts/ --row 3")
 def show(
     arguments: ConfigArguments = None,
-    row: Annotated[int | None, _option("N", "the number of a packed row; default: a summary and row 0", min=0)] = None,
+    row: Annotated[
+        int | None, _option("N", "the number of a packed row; default: a summary and row 0", min=0)
+    ] = None,
 ) -> None:
     """Show a row of the data as text, and mark the tokens that are trained on."""
     from monograph.commands.data import show as command
@@ -428,9 +507,15 @@ def build(arguments: ConfigArguments = None) -> None:
 @_command(USE, 'monograph generate last "Once upon a time"')
 def generate(
     run: Run,
-    prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="text to continue")] = None,
-    file: Annotated[Path | None, _place("FILE", "a file of more prompts, as lines or JSON lines", "--prompts")] = None,
-    chat: Annotated[bool, _flag("--chat", "answer each prompt, through the model's chat template")] = False,
+    prompts: Annotated[
+        list[str] | None, typer.Argument(metavar="PROMPT", help="text to continue")
+    ] = None,
+    file: Annotated[
+        Path | None, _place("FILE", "a file of more prompts, as lines or JSON lines", "--prompts")
+    ] = None,
+    chat: Annotated[
+        bool, _flag("--chat", "answer each prompt, through the model's chat template")
+    ] = False,
     temperature: Temperature = 0.8,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
@@ -448,13 +533,27 @@ def generate(
     """Continue a text, or answer a prompt, with a trained model."""
     from monograph.commands.generate import run as command
 
-    numbers = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
+    numbers = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "seed": seed,
+    }
     constraints = {"choices": choice, "regex": regex, "json_schema": json_schema}
-    how = {"numbers": numbers, "pairs": sampler or [], "constraints": constraints, "chat": chat, "json": json}
+    how = {
+        "numbers": numbers,
+        "pairs": sampler or [],
+        "constraints": constraints,
+        "chat": chat,
+        "json": json,
+    }
     how |= {"n": n, "max_tokens": max_tokens, "stop": stop or []}
     if chat and not prompts and file is None:
         if json or n > 1:
-            raise UsageError("--chat without a prompt is `monograph chat`, which takes neither --json nor --n")
+            raise UsageError(
+                "--chat without a prompt is `monograph chat`, which takes neither --json nor --n"
+            )
         from monograph.commands.chat import run as converse
 
         interrupts.working(converse)(run, system=None, **how)
@@ -465,7 +564,9 @@ def generate(
 @_command(USE, "monograph chat last")
 def chat(
     run: Run,
-    system: Annotated[str | None, _option("TEXT", "the system prompt, as /system in the chat sets it")] = None,
+    system: Annotated[
+        str | None, _option("TEXT", "the system prompt, as /system in the chat sets it")
+    ] = None,
     temperature: Temperature = 0.8,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
@@ -484,27 +585,47 @@ def chat(
     """
     from monograph.commands.chat import run as command
 
-    numbers = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
+    numbers = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "seed": seed,
+    }
     constraints = {"choices": choice, "regex": regex, "json_schema": json_schema}
-    how = {"numbers": numbers, "pairs": sampler or [], "constraints": constraints, "chat": True, "json": False}
-    interrupts.working(command)(run, system=system, n=1, max_tokens=max_tokens, stop=stop or [], **how)
+    how = {
+        "numbers": numbers,
+        "pairs": sampler or [],
+        "constraints": constraints,
+        "chat": True,
+        "json": False,
+    }
+    interrupts.working(command)(
+        run, system=system, n=1, max_tokens=max_tokens, stop=stop or [], **how
+    )
 
 
 @_command(USE, "monograph serve last")
 def serve(
     run: Run,
-    host: Annotated[str, _option("ADDRESS", "where to listen; any other address needs --api-key-file")] = "127.0.0.1",
+    host: Annotated[
+        str, _option("ADDRESS", "where to listen; any other address needs --api-key-file")
+    ] = "127.0.0.1",
     port: Annotated[int, _option("N", "the port; 0: any free one", min=0, max=65535)] = 8000,
     api_key_file: Annotated[
         Path | None, _place("FILE", "a file of keys, one on each line; a request needs one of them")
     ] = None,
     rows: Annotated[
-        int | None, _option("N", "texts generated at once; default: 8, on a GPU 64", min=1, max=1024)
+        int | None,
+        _option("N", "texts generated at once; default: 8, on a GPU 64", min=1, max=1024),
     ] = None,
     served_name: Annotated[
-        list[str] | None, _option("NAME", "another name for the model, such as gpt-4o; may be repeated")
+        list[str] | None,
+        _option("NAME", "another name for the model, such as gpt-4o; may be repeated"),
     ] = None,
-    any_name: Annotated[bool, _flag("--any-name", "answer requests whatever model they name")] = False,
+    any_name: Annotated[
+        bool, _flag("--any-name", "answer requests whatever model they name")
+    ] = False,
 ) -> None:
     """Serve a model through an OpenAI-compatible API, with a chat page."""
     if importlib.util.find_spec("uvicorn") is None or importlib.util.find_spec("starlette") is None:
@@ -528,11 +649,18 @@ def serve(
 @_command(USE, "monograph export last --to out --format gguf")
 def export(
     run: Run,
-    to: Annotated[str, _option("DIR", "the folder to write; hf://OWNER/NAME: push to the Hugging Face Hub")],
-    format: Annotated[str, _option("hf|gguf", "hf: for transformers; gguf: for llama.cpp and Ollama")] = "hf",
+    to: Annotated[
+        str, _option("DIR", "the folder to write; hf://OWNER/NAME: push to the Hugging Face Hub")
+    ],
+    format: Annotated[
+        str, _option("hf|gguf", "hf: for transformers; gguf: for llama.cpp and Ollama")
+    ] = "hf",
     dtype: Annotated[
         str | None,
-        _option("f32|f16|bf16|q8_0|q4_k_m|q5_k_m|q6_k", "data type of the weights in a GGUF file; default: their own"),
+        _option(
+            "f32|f16|bf16|q8_0|q4_k_m|q5_k_m|q6_k",
+            "data type of the weights in a GGUF file; default: their own",
+        ),
     ] = None,
 ) -> None:
     """Write a model for transformers, llama.cpp or Ollama."""
@@ -544,7 +672,9 @@ def export(
 @_command(UNDERSTAND, "monograph profile my_texts/")
 def profile(
     arguments: ConfigArguments = None,
-    out: Annotated[Path | None, _place("DIR", "the folder of the report; default: profiles/DATE-TIME")] = None,
+    out: Annotated[
+        Path | None, _place("DIR", "the folder of the report; default: profiles/DATE-TIME")
+    ] = None,
     ladder: Annotated[
         bool, _flag("--ladder", "measure what compiling, bf16, packing and so on gain, one by one")
     ] = False,
@@ -566,9 +696,13 @@ def evaluate(
     run: Run,
     data: Annotated[
         list[str] | None,
-        _option("PATH", "text, or a file of questions; may be repeated; default: what the run held out"),
+        _option(
+            "PATH", "text, or a file of questions; may be repeated; default: what the run held out"
+        ),
     ] = None,
-    chat: Annotated[bool, _flag("--chat", "ask each question through the model's chat template")] = False,
+    chat: Annotated[
+        bool, _flag("--chat", "ask each question through the model's chat template")
+    ] = False,
     trust_code: TrustCode = False,
     json: Json = False,
 ) -> None:
@@ -584,16 +718,26 @@ def compare(
     runs: Annotated[
         list[str],
         typer.Argument(
-            metavar="RUN|FOLDER", help="runs, sweeps or models; each is compared with the first", callback=_fetched
+            metavar="RUN|FOLDER",
+            help="runs, sweeps or models; each is compared with the first",
+            callback=_fetched,
         ),
     ],
     data: Annotated[
         list[str] | None,
-        _option("PATH", "text, or a file of questions; may be repeated; default: what the first held out"),
+        _option(
+            "PATH",
+            "text, or a file of questions; may be repeated; default: what the first held out",
+        ),
     ] = None,
-    chat: Annotated[bool, _flag("--chat", "ask each question through the models' chat templates")] = False,
+    chat: Annotated[
+        bool, _flag("--chat", "ask each question through the models' chat templates")
+    ] = False,
     report: Annotated[
-        Path | None, _place("FILE.html", "write a page with the curves of all runs and the settings that differ")
+        Path | None,
+        _place(
+            "FILE.html", "write a page with the curves of all runs and the settings that differ"
+        ),
     ] = None,
     trust_code: TrustCode = False,
     json: Json = False,
@@ -621,7 +765,9 @@ def _folder(out: Path | None, name: str | None) -> Path | None:
     if out is not None:
         raise UsageError(f"--name {name}: --out {out} says where the run is, too; give one of them")
     if name in ("", ".", "..", "last") or "/" in name:
-        raise UsageError(f"--name {name}: expected the name of a folder in runs/, other than last; --out takes a path")
+        raise UsageError(
+            f"--name {name}: expected the name of a folder in runs/, other than last; --out takes a path"
+        )
     return Path("runs", name)
 
 
@@ -653,7 +799,11 @@ def _settings(
         if value is None:
             continue
         if key in overrides:
-            faults.append(UsageError(f"command line: {key} is given twice, as {overrides[key]} and as {value:g}"))
+            faults.append(
+                UsageError(
+                    f"command line: {key} is given twice, as {overrides[key]} and as {value:g}"
+                )
+            )
         overrides[key] = value
     from monograph.run.repository import FILES, SHAPE_FILES
     from monograph.session.recorded import require_text, settings_given

@@ -1,1 +1,3 @@
-"""The commands, each in its own file that reads from top to bottom. No arithmetic of training is here."""
+"""The commands, each in its own file that reads from top to bottom. No arithmetic of training is
+here.
+"""

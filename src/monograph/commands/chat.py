@@ -1,4 +1,6 @@
-"""`monograph chat`: talk to a model in the terminal, or through a pipe that holds one message a line."""
+"""`monograph chat`: talk to a model in the terminal, or through a pipe that holds one message a
+line.
+"""
 
 import signal
 import sys
@@ -20,8 +22,11 @@ HELP = {
     "/seed N": "set the seed; the same seed and the same chat give the same answer",
     "/quit": "leave, as Ctrl-D does",
 }
-KEYS = "Ctrl-C stops an answer. A line that begins with a space is sent as it is, even if a / follows."
-_LEAVING = ("/quit", "/exit", "/bye", "/q")  # the first is ours, the others are what other programs have
+KEYS = (
+    "Ctrl-C stops an answer. A line that begins with a space is sent as it is, even if a / follows."
+)
+# The first is ours, the others are what other programs have.
+_LEAVING = ("/quit", "/exit", "/bye", "/q")
 _COMMANDS = tuple(line.split()[0] for line in HELP)
 # How an answer may end besides at its own end, and what a person can do then.
 _ENDED = {
@@ -35,14 +40,20 @@ _ENDED = {
 class Answers(Protocol):
     """What writes an answer: a model, or a stand-in."""
 
-    def __call__(self, messages: list[Message], sampling: Sampling) -> Iterator[tuple[str, str | None]]:
-        """Yield pieces of the answer, each with how the answer ended, which is None until the last piece."""
+    def __call__(
+        self, messages: list[Message], sampling: Sampling
+    ) -> Iterator[tuple[str, str | None]]:
+        """Yield pieces of the answer, each with how the answer ended, which is None until the last
+        piece.
+        """
 
 
 class Chat:
     """A chat: its messages, its system prompt and its seed, which lines of a person change."""
 
-    def __init__(self, answers: Answers, sampling: Sampling, system: str | None, live: bool) -> None:
+    def __init__(
+        self, answers: Answers, sampling: Sampling, system: str | None, live: bool
+    ) -> None:
         """Begin a chat.
 
         Args:
@@ -80,7 +91,11 @@ class Chat:
             return False
         if name == "/help":
             width = max(map(len, HELP)) + 2
-            tell("\n".join([*(f"{command:<{width}}{meaning}" for command, meaning in HELP.items()), KEYS]))
+            tell(
+                "\n".join(
+                    [*(f"{command:<{width}}{meaning}" for command, meaning in HELP.items()), KEYS]
+                )
+            )
         elif name == "/system":
             self.system_prompt = value or None
             tell("system prompt set" if value else "no system prompt")
@@ -91,7 +106,9 @@ class Chat:
             self._set_seed(value)
         else:
             hint = did_you_mean(name, _COMMANDS) or "; /help lists the commands"
-            raise UsageError(f"there is no command {name}{hint} (to send it as a message, begin with a space)")
+            raise UsageError(
+                f"there is no command {name}{hint} (to send it as a message, begin with a space)"
+            )
         return True
 
     def _set_seed(self, value: str) -> None:
@@ -102,7 +119,11 @@ class Chat:
 
     def _answer(self, line: str) -> None:
         said = [*self.messages, {"role": "user", "content": line}]
-        system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
+        system = (
+            []
+            if self.system_prompt is None
+            else [{"role": "system", "content": self.system_prompt}]
+        )
         pieces = list[str]()
         ended = "stop"
         with _stopped_by_interrupt(self._live) as stopped:
@@ -167,7 +188,9 @@ def _piped() -> str | None:
 
 
 def _typed() -> str | None:
-    """Return the next line of a terminal, with line editing and history where Python has readline; None at its end."""
+    """Return the next line of a terminal, with line editing and history where Python has readline;
+    None at its end.
+    """
     with suppress(ImportError):
         import readline  # noqa: F401 - `input` uses it once it is imported
     while True:
@@ -187,8 +210,8 @@ def _typed() -> str | None:
 def _stopped_by_interrupt(live: bool) -> Iterator[Callable[[], bool]]:
     """Let the first Ctrl-C inside the block be asked for, and a second one end the program.
 
-    It is asked for between two pieces, so that no step of the model is cut in its middle. Through a pipe, where nobody
-    could go on after it, Ctrl-C ends the program as everywhere.
+    It is asked for between two pieces, so that no step of the model is cut in its middle. Through a
+    pipe, where nobody could go on after it, Ctrl-C ends the program as everywhere.
     """
     asked = False
 

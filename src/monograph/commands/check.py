@@ -12,7 +12,13 @@ from typing import Any
 import torch
 
 from monograph import __version__, checkpointing
-from monograph.device import clock, compiler_obstacle, default_device, describe, measured_matmul_flops
+from monograph.device import (
+    clock,
+    compiler_obstacle,
+    default_device,
+    describe,
+    measured_matmul_flops,
+)
 from monograph.errors import InputRefused, MonographError, NoValidCheckpoint, Unreadable, UsageError
 from monograph.model.adapter import is_adapter
 from monograph.model.files import has_weights
@@ -26,16 +32,26 @@ from monograph.run.run_index import record, serial
 from monograph.run.writing import recorded_parent
 from monograph.session.recorded import run_settings
 from monograph.session.reference import REFERENCE, verify_reference
-from monograph.storage.cache_dir import MOST_COMPILED_BYTES, cache_root, compiled_folder, files_in, keep_compiled
+from monograph.storage.cache_dir import (
+    MOST_COMPILED_BYTES,
+    cache_root,
+    compiled_folder,
+    files_in,
+    keep_compiled,
+)
 from monograph.storage.reading import contents, exists, is_file, is_folder
 from monograph.text.tokenizer import Tokenizer
 
 
 def run(run: str | None, *, laws: bool = False, json: bool) -> None:
-    """Print one fact a line, then raise the first fault; with `json`, also print one object with units in its keys."""
+    """Print one fact a line, then raise the first fault; with `json`, also print one object with
+    units in its keys.
+    """
     if laws:
         if run is not None:
-            raise UsageError(f"--laws compares computations of this machine, and {run} has none: leave it out")
+            raise UsageError(
+                f"--laws compares computations of this machine, and {run} has none: leave it out"
+            )
         facts, lines, error = _laws()
     elif run is None:
         facts, lines, error = *_machine(), None
@@ -53,7 +69,9 @@ def run(run: str | None, *, laws: bool = False, json: bool) -> None:
 
 
 def _laws() -> tuple[dict[str, Any], dict[str, str], MonographError | None]:
-    """Compare fast paths with slow ones; a law's name is printed first, as its comparison may end the process."""
+    """Compare fast paths with slow ones; a law's name is printed first, as its comparison may end
+    the process.
+    """
     from monograph.profiling.laws import Compared, laws
 
     keep_compiled()
@@ -62,18 +80,28 @@ def _laws() -> tuple[dict[str, Any], dict[str, str], MonographError | None]:
     broken = list[str]()
     began = clock()
     print(f"machine         {describe().summary}; about two minutes\n")
-    print(f"{'began':>7}{'law':>5}  {'compared':<34}{'error':>10}{'bound':>9}{'seconds':>9}  verdict")
+    print(
+        f"{'began':>7}{'law':>5}  {'compared':<34}{'error':>10}{'bound':>9}{'seconds':>9}  verdict"
+    )
     for number, name, compare in laws(device):
         start = clock()
         print(f"{start - began:>5.0f} s{number:>5}  {name:<34}", end="", flush=True)
         try:
             found = compare()
         except Exception as error:  # of torch or a driver: the other laws are compared all the same
-            found = Compared(float("inf"), 0, f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}")
+            found = Compared(
+                float("inf"), 0, f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+            )
         spent_s = clock() - start
         off, bound, verdict = found.said
         print(f"{off:>10}{bound:>9}{spent_s:>9.1f}  {verdict}")
-        law = {"number": number, "name": name, "holds": found.holds, **found._asdict(), "seconds": spent_s}
+        law = {
+            "number": number,
+            "name": name,
+            "holds": found.holds,
+            **found._asdict(),
+            "seconds": spent_s,
+        }
         listed.append(standard_json(law))
         broken += [] if found.holds else [f"{number} ({name})"]
     facts = {"device": describe().name, "torch_version": torch.__version__, "laws": listed}
@@ -82,7 +110,8 @@ def _laws() -> tuple[dict[str, Any], dict[str, str], MonographError | None]:
 
 
 def _machine() -> tuple[dict[str, Any], dict[str, str]]:
-    keep_compiled()  # before torch._dynamo is imported, which sets its own cache path in the environment
+    # Before torch._dynamo is imported, which sets its own cache path in the environment.
+    keep_compiled()
     device = default_device()
     machine = describe()
     obstacle = compiler_obstacle()
@@ -94,7 +123,11 @@ def _machine() -> tuple[dict[str, Any], dict[str, str]]:
     allowed = limits()
     kept_bytes = sum(each[1] for each in files_in(folder))
     most = f", at most {gibibytes(MOST_COMPILED_BYTES)}" if folder == compiled_folder() else ""
-    versions = {"monograph": __version__, "torch": torch.__version__, "Python": platform.python_version()}
+    versions = {
+        "monograph": __version__,
+        "torch": torch.__version__,
+        "Python": platform.python_version(),
+    }
     lines = {
         "machine": machine.summary,
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
@@ -108,7 +141,10 @@ def _machine() -> tuple[dict[str, Any], dict[str, str]]:
         "device": machine.name,
         "device_type": machine.type,
         "driver_version": machine.driver,
-        **{key: getattr(machine, key) for key in ("memory_bytes", "free_memory_bytes", "cores", "has_bf16")},
+        **{
+            key: getattr(machine, key)
+            for key in ("memory_bytes", "free_memory_bytes", "cores", "has_bf16")
+        },
         "peak_flops_per_s": dict(machine.peak_flops),
         "measured_flops_per_s": rates,
         "bandwidth_bytes_per_s": machine.bandwidth_bytes_per_s,
@@ -136,7 +172,11 @@ def _run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographError | 
 
     def metrics() -> str | None:
         folder.rows()
-        return folder.metrics_digest(saved.get("metrics_offset")) if "metrics_sha256" in saved else None
+        return (
+            folder.metrics_digest(saved.get("metrics_offset"))
+            if "metrics_sha256" in saved
+            else None
+        )
 
     def lock() -> None:
         if serial(folder.folder) <= 0 or record(folder.folder) == {}:
@@ -151,8 +191,12 @@ def _run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographError | 
 
     folders = [path for _, path in reversed(checkpointing.candidates(folder.checkpoints))]
     checkpoints = {path.name: _fault(partial(verified, path)) for path in folders}
-    if any(fault and checkpointing.is_gone(folder.checkpoints / name) for name, fault in checkpoints.items()):
-        return _run(folder)  # the run is still training, and has replaced a checkpoint that was listed above
+    if any(
+        fault and checkpointing.is_gone(folder.checkpoints / name)
+        for name, fault in checkpoints.items()
+    ):
+        # The run is still training, and has replaced a checkpoint that was listed above.
+        return _run(folder)
     sound = [path for path in folders if checkpoints[path.name] is None]
     files = {
         "run.lock": _fault(lock),
@@ -163,16 +207,29 @@ def _run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographError | 
     }
     faults = files | checkpoints
     lines = {name: _said(fault) for name, fault in faults.items()}
-    # An unreadable file is reported first: while it is unread, it is unknown whether a checkpoint is sound.
-    error: MonographError | None = next((fault for fault in faults.values() if isinstance(fault, Unreadable)), None)
+    # An unreadable file is reported first: while it is unread, it is unknown whether a checkpoint
+    # is sound.
+    error: MonographError | None = next(
+        (fault for fault in faults.values() if isinstance(fault, Unreadable)), None
+    )
     damaged = [name for name, line in lines.items() if line != "sound"]
     if not sound and not error:
         why = next(filter(None, reversed(checkpoints.values())), "none was saved")
-        instead = "put a copy of one back" if folders or folder.metrics_offset else "the run begins with --resume"
+        instead = (
+            "put a copy of one back"
+            if folders or folder.metrics_offset
+            else "the run begins with --resume"
+        )
         error = NoValidCheckpoint(f"{folder.checkpoints}: no checkpoint is sound: {why}; {instead}")
     elif damaged and not error:
-        error = InputRefused(f"{folder.folder}: damaged: {', '.join(damaged)}; the newest sound: {sound[-1].name}")
-    return {"run": str(folder.folder), "files": _listed(files), "checkpoints": _listed(checkpoints)}, lines, error
+        error = InputRefused(
+            f"{folder.folder}: damaged: {', '.join(damaged)}; the newest sound: {sound[-1].name}"
+        )
+    return (
+        {"run": str(folder.folder), "files": _listed(files), "checkpoints": _listed(checkpoints)},
+        lines,
+        error,
+    )
 
 
 def _sha256(path: Path) -> str:
@@ -194,9 +251,15 @@ def _of_some_runs(folder: Run, saved: Mapping[str, Any]) -> dict[str, MonographE
 
 
 def _folder(folder: str) -> tuple[dict[str, Any], dict[str, str], MonographError | None]:
-    """Verify the files of a model's folder. It has no digests, so a changed finite weight goes unnoticed."""
-    if not (has_weights(Path(folder)) or is_file(Path(folder, "config.json")) or is_adapter(folder)):
-        raise InputRefused(f"{folder}: neither a run nor a model: expected a run's folder or a Hugging Face folder")
+    """Verify the files of a model's folder. It has no digests, so a changed finite weight goes
+    unnoticed.
+    """
+    if not (
+        has_weights(Path(folder)) or is_file(Path(folder, "config.json")) or is_adapter(folder)
+    ):
+        raise InputRefused(
+            f"{folder}: neither a run nor a model: expected a run's folder or a Hugging Face folder"
+        )
     files = {
         "weights": _fault(lambda: require_all_finite(load_to_export(folder)[0], folder)),
         "tokenizer.json": _fault(lambda: Tokenizer.from_file(tokenizer_of(folder))),
@@ -208,11 +271,16 @@ def _folder(folder: str) -> tuple[dict[str, Any], dict[str, str], MonographError
 
 
 def _listed(faults: Mapping[str, MonographError | None]) -> list[dict[str, str | None]]:
-    return [{"name": name, "fault": None if fault is None else str(fault)} for name, fault in faults.items()]
+    return [
+        {"name": name, "fault": None if fault is None else str(fault)}
+        for name, fault in faults.items()
+    ]
 
 
 def _fault(read: Callable[[], object], recorded: str | None = None) -> MonographError | None:
-    """Return the error of reading a file, or one that says that its digest is not the recorded one; None if sound."""
+    """Return the error of reading a file, or one that says that its digest is not the recorded one;
+    None if sound.
+    """
     try:
         content = read()
     except MonographError as error:
@@ -224,4 +292,8 @@ def _fault(read: Callable[[], object], recorded: str | None = None) -> Monograph
 
 
 def _said(fault: MonographError | None) -> str:
-    return "sound" if fault is None else f"{'unknown' if isinstance(fault, Unreadable) else 'damaged'}: {fault}"
+    return (
+        "sound"
+        if fault is None
+        else f"{'unknown' if isinstance(fault, Unreadable) else 'damaged'}: {fault}"
+    )

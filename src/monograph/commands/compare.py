@@ -1,4 +1,6 @@
-"""`monograph compare`: test whether a model is better than another on the same text or questions, and how surely."""
+"""`monograph compare`: test whether a model is better than another on the same text or questions,
+and how surely.
+"""
 
 import json as jsonlib
 import statistics
@@ -16,7 +18,13 @@ from monograph.data.rows import Rows
 from monograph.device import default_device
 from monograph.errors import InputRefused, UsageError
 from monograph.evaluation.choices import Accuracy, ChoiceMarks, hold_questions, read_questions
-from monograph.evaluation.comparison import Comparison, bits_per_byte, compare_answers, compare_on, percent
+from monograph.evaluation.comparison import (
+    Comparison,
+    bits_per_byte,
+    compare_answers,
+    compare_on,
+    percent,
+)
 from monograph.graph.frozen import parameter_count
 from monograph.loss import Batch
 from monograph.report.compare_report import Compared, compare_page
@@ -26,7 +34,14 @@ from monograph.run.progress import Progress
 from monograph.run.recipe import names_run
 from monograph.run.run_index import SWEEP
 from monograph.run.writing import write_whole
-from monograph.session.evaluated_model import EvaluatedModel, answered, mixed, of_folder, of_run, require_finite
+from monograph.session.evaluated_model import (
+    EvaluatedModel,
+    answered,
+    mixed,
+    of_folder,
+    of_run,
+    require_finite,
+)
 from monograph.storage.reading import contents, exists, is_file, is_folder, without_links
 from monograph.sweeps.folder import seeds_of_best
 from monograph.sweeps.results import mixture_of
@@ -35,14 +50,17 @@ from monograph.terminal import warn
 
 @dataclass(frozen=True)
 class _Side:
-    """One of the compared: a run, a model's folder, a sweep's best setting with all its seeds, or all its members.
+    """One of the compared: a run, a model's folder, a sweep's best setting with all its seeds, or
+    all its members.
 
     Attributes:
         name: the name that the user gave.
         subjects: a model for each seed.
         knobs: the seed of each model, if there are several models.
-        tokens_per_s: the training speed; None if it was not measured, or if other members trained at the same time.
-        runs: the run of each model; empty for a model's folder and for all members of a sweep together.
+        tokens_per_s: the training speed; None if it was not measured, or if other members trained
+            at the same time.
+        runs: the run of each model; empty for a model's folder and for all members of a sweep
+            together.
     """
 
     name: str
@@ -67,7 +85,9 @@ class _Side:
         return parameter_count(self.members[0])
 
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the sum of losses and the number of targets for each of N seeds, both [N], as an engine does."""
+        """Return the sum of losses and the number of targets for each of N seeds, both [N], as an
+        engine does.
+        """
         sums = [subject.evaluate(batch) for subject in self.subjects]
         return torch.stack([total for total, _ in sums]), torch.stack([size for _, size in sums])
 
@@ -89,10 +109,14 @@ class _Result:
     accuracies: tuple[Accuracy, ...] = ()
 
 
-def run(runs: Sequence[str], *, data: list[str], chat: bool, report: Path | None, json: bool) -> None:
+def run(
+    runs: Sequence[str], *, data: list[str], chat: bool, report: Path | None, json: bool
+) -> None:
     """Compare every run with the first; see the command line's help."""
     if len(runs) < 2:
-        raise UsageError("compare takes two runs or more, the first being what the others are compared with")
+        raise UsageError(
+            "compare takes two runs or more, the first being what the others are compared with"
+        )
     if not data and not names_run(runs[0]):
         raise UsageError(
             f"{runs[0]} is no run, so nothing was held out for it: name a run first, or a text with --data"
@@ -110,7 +134,11 @@ def run(runs: Sequence[str], *, data: list[str], chat: bool, report: Path | None
     on = f"on {' and '.join(data)}" if data else f"on what {first.name} held out"
     progress = Progress()
     with progress.stage("compare", on) as stage:
-        result = _asked(sides, data, chat, stage.report) if quiz else _read(sides, data, reading, stage.report)
+        result = (
+            _asked(sides, data, chat, stage.report)
+            if quiz
+            else _read(sides, data, reading, stage.report)
+        )
     width = max(map(len, runs))
     for side, score in zip(sides, result.scores, strict=True):
         speed = f"   {count(side.tokens_per_s, 'tok/s')}" if side.tokens_per_s else ""
@@ -157,7 +185,9 @@ def _require_page(path: Path) -> None:
     if path.suffix != ".html":
         raise UsageError(f"--report {path}: expected a name that ends in .html")
     if is_folder(path):
-        raise InputRefused(f"--report {path}: is a folder; name a file in it, such as {path / 'compare.html'}")
+        raise InputRefused(
+            f"--report {path}: is a folder; name a file in it, such as {path / 'compare.html'}"
+        )
     if not is_folder(path.parent):
         raise InputRefused(f"--report {path}: there is no folder {path.parent}; make it first")
 
@@ -185,7 +215,9 @@ def _compared(sides: Sequence[_Side], result: _Result) -> list[Compared]:
     return made
 
 
-def _read(sides: Sequence[_Side], data: list[str], reading: dict[str, Any], report: Report) -> _Result:
+def _read(
+    sides: Sequence[_Side], data: list[str], reading: dict[str, Any], report: Report
+) -> _Result:
     """Measure every side's bits per byte on the same text."""
     first = sides[0]
     if first.subjects[0].strange and not data:
@@ -193,7 +225,9 @@ def _read(sides: Sequence[_Side], data: list[str], reading: dict[str, Any], repo
     texts = [_rows(side, first, data, reading) for side in sides]
     own = statistics.fmean(bits_per_byte(first, texts[0], report))
     others = zip(sides[1:], texts[1:], strict=True)
-    comparisons = [compare_on(first, texts[0], side, rows, progress=report) for side, rows in others]
+    comparisons = [
+        compare_on(first, texts[0], side, rows, progress=report) for side, rows in others
+    ]
     scores = [own, *(comparison.b for comparison in comparisons)]
     for side, score in zip(sides, scores, strict=True):
         require_finite(score, side.name, "this text")
@@ -204,20 +238,29 @@ def _rows(side: _Side, first: _Side, data: list[str], reading: dict[str, Any]) -
     """Return the given text, or the first side's held-out text, in rows of this side's tokenizer."""
     subject = side.subjects[0]
     own = first.subjects[0].own_text
-    # A folder does not record how to read text: it reads as the runs do, in rows no longer than it has positions.
-    shortest = min(int(config["sequence_length"]) for config in (subject.reading, reading) if config)
+    # A folder does not record how to read text: it reads as the runs do, in rows no longer than it
+    # has positions.
+    shortest = min(
+        int(config["sequence_length"]) for config in (subject.reading, reading) if config
+    )
     how = subject.reading if side.is_run else reading | {"sequence_length": shortest}
     if data:
         return corpus(tokenizer=subject.tokenizer, **how, source=data, held_out=0.0).train
     if not side.is_run:
-        warn(f"{side.name} does not say what it was trained on: what {first.name} held out may be part of it")
+        warn(
+            f"{side.name} does not say what it was trained on: what {first.name} held out may be part of it"
+        )
     elif subject.own_text != own:
         warn(f"{side.name} was trained on other text: what {first.name} held out may be part of it")
     text = corpus(tokenizer=subject.tokenizer, **how, **own)
     if subject.own_text == own and text.fingerprint != subject.fingerprint:
-        warn(f"{text.name} changed since {side.name}: what is held out now may have been trained on")
+        warn(
+            f"{text.name} changed since {side.name}: what is held out now may have been trained on"
+        )
     if len(text.held_out) == 0:
-        raise UsageError(f"{first.name} held nothing out (data.held_out = 0): name a run that did as the first")
+        raise UsageError(
+            f"{first.name} held nothing out (data.held_out = 0): name a run that did as the first"
+        )
     return text.held_out
 
 
@@ -232,14 +275,21 @@ def _asked(sides: Sequence[_Side], data: list[str], chat: bool, report: Report) 
         answers.append({name: given for name, (given, _) in zip(names, per_seed, strict=True)})
         accuracies.append(per_seed[0][1])
     comparisons = [compare_answers(answers[0], others) for others in answers[1:]]
-    scores = [statistics.fmean(answer.acc for given in side.values() for answer in given) for side in answers]
+    scores = [
+        statistics.fmean(answer.acc for given in side.values() for answer in given)
+        for side in answers
+    ]
     return _Result(scores, comparisons, accuracies=tuple(accuracies))
 
 
 def _speed(run: Run) -> float | None:
-    """Return the median training speed; None for a sweep's member, as members train together, and for drawn tokens."""
+    """Return the median training speed; None for a sweep's member, as members train together, and
+    for drawn tokens.
+    """
     rows = run.rows()
-    if is_file(without_links(run.folder).parent.parent / SWEEP) or any("reward" in row for row in rows):
+    if is_file(without_links(run.folder).parent.parent / SWEEP) or any(
+        "reward" in row for row in rows
+    ):
         return None
     rates = [row["tokens_per_s"] for row in rows if row.get("tokens_per_s")]
     return statistics.median(rates) if rates else None

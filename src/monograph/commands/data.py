@@ -1,4 +1,6 @@
-"""`monograph data`: show the rows that a model will be trained on, or tokenise the text for later runs."""
+"""`monograph data`: show the rows that a model will be trained on, or tokenise the text for later
+runs.
+"""
 
 import sys
 
@@ -15,7 +17,9 @@ from monograph.terminal import own, takes_colour
 
 
 def show(settings: Settings, *, row: int | None) -> None:
-    """Print a packed row as text, its trained tokens marked; without a number, print the corpus's size and row 0."""
+    """Print a packed row as text, its trained tokens marked; without a number, print the corpus's
+    size and row 0.
+    """
     require_texts(settings, "data")
     plan = resolve(settings, describe())
     corpus = open_corpus(plan.reading, Progress())
@@ -27,7 +31,11 @@ def show(settings: Settings, *, row: int | None) -> None:
         rows = f"{counted(len(corpus.train), 'row')} of {plan.training.length}"
         print(f"{rows}{epoch}, {stats.packed_share:.1%} filled")
         held = f"{counted(stats.held_out_documents, 'document')}, {stats.held_out_bytes:,} bytes"
-        held = counted(corpus.held_out.conversations, corpus.record_noun) if stats.conversations else held
+        held = (
+            counted(corpus.held_out.conversations, corpus.record_noun)
+            if stats.conversations
+            else held
+        )
         print(f"held out: {held}, {counted(len(corpus.held_out), 'row')}")
     elif row >= len(corpus.train):
         raise UsageError(f"--row {row}: the last row is {len(corpus.train) - 1:,}")

@@ -1,4 +1,6 @@
-"""`monograph evaluate`: measure bits per byte of a run's held-out or other text, or the share of questions answered."""
+"""`monograph evaluate`: measure bits per byte of a run's held-out or other text, or the share of
+questions answered.
+"""
 
 import json as jsonlib
 
@@ -12,7 +14,14 @@ from monograph.report.quantities import counted
 from monograph.run.folder import standard_json
 from monograph.run.progress import Progress
 from monograph.run.recipe import run_named
-from monograph.session.evaluated_model import EvaluatedModel, answered, mixed, of_folder, of_run, require_finite
+from monograph.session.evaluated_model import (
+    EvaluatedModel,
+    answered,
+    mixed,
+    of_folder,
+    of_run,
+    require_finite,
+)
 from monograph.sweeps.results import mixture_of
 from monograph.terminal import warn
 
@@ -22,18 +31,26 @@ QUESTIONS = tuple(key for key in Accuracy._fields if key != "cut")
 
 
 def run(run: str, *, data: list[str], chat: bool, json: bool) -> None:
-    """Score the held-out rows of the run's data, or all given text or questions; see the command line's help."""
+    """Score the held-out rows of the run's data, or all given text or questions; see the command
+    line's help.
+    """
     members = mixture_of(run)
     runs = members or [trained for trained in [run_named(run)] if trained]
     subjects = [of_run(each, warn) for each in runs] or [of_folder(run, warn)]
     subject = mixed(subjects, run) if members else subjects[0]
     if not data and not subject.own_text:
-        what = "learned from answers, not from text, so no text" if runs else "is no run, so nothing"
+        what = (
+            "learned from answers, not from text, so no text" if runs else "is no run, so nothing"
+        )
         raise UsageError(f"{run} {what} was held out for it: give the text to score with --data")
     subject.module.to(default_device()).eval()
     quiz = hold_questions(data, subject.reading.get("text_key"), chat)
     with Progress().stage("evaluate", run) as stage:
-        measured, line = _questions(subject, data, chat, stage.report) if quiz else _text(subject, data, stage.report)
+        measured, line = (
+            _questions(subject, data, chat, stage.report)
+            if quiz
+            else _text(subject, data, stage.report)
+        )
     if isinstance(measured, Evaluation):
         require_finite(measured.loss, run, "this text")
     together = f", {counted(len(members), 'member')} together" if members else ""
@@ -41,7 +58,11 @@ def run(run: str, *, data: list[str], chat: bool, json: bool) -> None:
     if json:
         scores = {key: measured._asdict().get(key) for key in (*TEXT, *QUESTIONS)}
         weights = "averaged" if subject.averaged else "last"
-        print(jsonlib.dumps({"schema": "monograph.evaluate/1", **standard_json(scores), "weights": weights}))
+        print(
+            jsonlib.dumps(
+                {"schema": "monograph.evaluate/1", **standard_json(scores), "weights": weights}
+            )
+        )
 
 
 def _text(subject: EvaluatedModel, data: list[str], report: Report) -> tuple[Evaluation, str]:
@@ -55,10 +76,15 @@ def _text(subject: EvaluatedModel, data: list[str], report: Report) -> tuple[Eva
     standing = f"loss {result.loss:.4f}"
     if result.bits_per_byte is not None:
         standing = f"{result.bits_per_byte:.4f} bits per byte, perplexity {result.perplexity:.2f}"
-    return result, f"{standing}, {counted(result.tokens, 'token')}, {counted(result.bytes, 'byte')} of {text.name}"
+    return (
+        result,
+        f"{standing}, {counted(result.tokens, 'token')}, {counted(result.bytes, 'byte')} of {text.name}",
+    )
 
 
-def _questions(subject: EvaluatedModel, data: list[str], chat: bool, report: Report) -> tuple[Accuracy, str]:
+def _questions(
+    subject: EvaluatedModel, data: list[str], chat: bool, report: Report
+) -> tuple[Accuracy, str]:
     result = answered(subject, read_questions(data), chat, report, warn)[1]
     shares = [f"{name} {_share(result, name)}" for name in ("acc", "acc_norm", "acc_bytes")]
     source = f"{counted(result.questions, 'question')} of {data[0]}{f' and {len(data) - 1} more' if data[1:] else ''}"

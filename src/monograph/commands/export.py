@@ -3,7 +3,13 @@
 from pathlib import Path
 
 from monograph.errors import InputRefused, UsageError
-from monograph.model.adapter import GGUF_FILE, Packed, require_gguf_form, write_adapter, write_gguf_adapter
+from monograph.model.adapter import (
+    GGUF_FILE,
+    Packed,
+    require_gguf_form,
+    write_adapter,
+    write_gguf_adapter,
+)
 from monograph.model.config import LlamaConfig
 from monograph.run.models import check, load_to_export, save
 from monograph.run.repository import push, require_account
@@ -38,9 +44,13 @@ def run(run: str, *, to: str | Path, format: str, dtype: str | None) -> None:
     save(model, to, tokenizer, format, dtype, warn, beside)
     if format == "gguf":
         if adapters:
-            print(f"{to / ADAPTER / GGUF_FILE}: the adapters alone, for llama.cpp beside a GGUF file of the base")
+            print(
+                f"{to / ADAPTER / GGUF_FILE}: the adapters alone, for llama.cpp beside a GGUF file of the base"
+            )
         modelfile = shell_words(to / "Modelfile")
-        print(f"{to}: a GGUF file for llama.cpp, and a Modelfile: ollama create NAME -f {modelfile}")
+        print(
+            f"{to}: a GGUF file for llama.cpp, and a Modelfile: ollama create NAME -f {modelfile}"
+        )
         return
     if adapters:
         print(f"{to / ADAPTER}: the adapters alone, for PEFT and for model.init")
@@ -59,9 +69,13 @@ def _with_gguf_form(adapters: Packed, config: LlamaConfig) -> Packed | None:
 
 
 def _pushed(run: str, name: str, format: str) -> None:
-    """Export into a temporary folder, and push that. Adapters stay here: they name their base's folder on this disk."""
+    """Export into a temporary folder, and push that. Adapters stay here: they name their base's
+    folder on this disk.
+    """
     if format != "hf":
-        raise UsageError(f"--to {name}: --format {format} is written to a folder; only hf is pushed")
+        raise UsageError(
+            f"--to {name}: --format {format} is written to a folder; only hf is pushed"
+        )
     require_account(name)
     with temporary_folder() as place:
         model, tokenizer, _ = load_to_export(run, warn)

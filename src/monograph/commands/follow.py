@@ -1,7 +1,9 @@
-"""`monograph follow`: send a run's metrics to a tracker, while it trains or afterwards, from a process of its own.
+"""`monograph follow`: send a run's metrics to a tracker, while it trains or afterwards, from a
+process of its own.
 
-The process that trains knows nothing of it: only `metrics.jsonl` and `config.toml` are read, and nothing is written to
-the run. A run that goes back cuts rows off, which no tracker can; then the run there is begun anew.
+The process that trains knows nothing of it: only `metrics.jsonl` and `config.toml` are read, and
+nothing is written to the run. A run that goes back cuts rows off, which no tracker can; then the
+run there is begun anew.
 """
 
 import errno
@@ -27,8 +29,8 @@ from monograph.run.run_index import SWEEP, parsed, runs_in, wait_until_free
 from monograph.storage.reading import contents, is_file, open_input, refusing, without_links
 
 POLL_S = 1.0
-# So many bytes before the next row are compared, to see that the run did not go back and write as many others: about
-# twenty rows, each with its times.
+# So many bytes before the next row are compared, to see that the run did not go back and write as
+# many others: about twenty rows, each with its times.
 COMPARED_BYTES = 4096
 
 
@@ -42,12 +44,20 @@ def run(run: str, *, to: str, out: Path | None) -> None:
     if out:
         with explained(out):
             out.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=out).close()  # some trackers write elsewhere, or wait, if they cannot write here
+            # Some trackers write elsewhere, or wait, if they cannot write here.
+            tempfile.TemporaryFile(dir=out).close()
     followed: dict[Path, _Followed] = {}
     over = False
-    with taken_back(), _refused(to), redirect_stdout(io.StringIO()), _watched_threads(), ExitStack() as trackers:
+    with (
+        taken_back(),
+        _refused(to),
+        redirect_stdout(io.StringIO()),
+        _watched_threads(),
+        ExitStack() as trackers,
+    ):
         while not over:
-            over = wait_until_free(folder, POLL_S)  # asked first, so that no row comes after the last look
+            # Asked first, so that no row comes after the last look.
+            over = wait_until_free(folder, POLL_S)
             for each in _runs(folder):
                 if each not in followed:
                     trackers.enter_context(_alone(each, to))
@@ -60,9 +70,13 @@ def run(run: str, *, to: str, out: Path | None) -> None:
 
 
 def _runs(folder: Path) -> list[Path]:
-    """Return the folders of the runs: a sweep's members and what learned from them, without its link to the best."""
+    """Return the folders of the runs: a sweep's members and what learned from them, without its
+    link to the best.
+    """
     if is_file(folder / SWEEP):
-        return [*dict.fromkeys(map(without_links, [*runs_in(folder / "members"), *runs_in(folder)]))]
+        return [
+            *dict.fromkeys(map(without_links, [*runs_in(folder / "members"), *runs_in(folder)]))
+        ]
     return [without_links(folder)]
 
 
@@ -76,7 +90,9 @@ class _Followed:
     """
 
     def __init__(self, folder: Path, tracker: Opener, out: Path | None):
-        sweeps = [above.name for above in (folder.parent, folder.parent.parent) if is_file(above / SWEEP)]
+        sweeps = [
+            above.name for above in (folder.parent, folder.parent.parent) if is_file(above / SWEEP)
+        ]
         self.name = "/".join([*sweeps, folder.name])
         self.rows = 0
         self.update = 0
@@ -90,7 +106,8 @@ class _Followed:
         self._offset = 0
 
     def send(self) -> None:
-        """Send the rows since the last call, or all rows if earlier ones are void or the settings have changed.
+        """Send the rows since the last call, or all rows if earlier ones are void or the settings
+        have changed.
 
         Settings change once, when a run knows the number of its updates.
 
@@ -110,12 +127,20 @@ class _Followed:
         added = content[len(self._before) : content.rfind(b"\n") + 1]  # a row may be half written
         if not added:
             return
-        points = [self._point(number, line) for number, line in enumerate(added.splitlines(), self.rows + 1)]
+        points = [
+            self._point(number, line)
+            for number, line in enumerate(added.splitlines(), self.rows + 1)
+        ]
         if not self._open:
-            self._open = self._tracker(self.name, _key(self._run.folder), self._settings(), self._out)
+            self._open = self._tracker(
+                self.name, _key(self._run.folder), self._settings(), self._out
+            )
         self._open.write(points)
         self.rows, self.update, self.seen = self.rows + len(points), points[-1][0], self._open.seen
-        self._offset, self._before = self._offset + len(added), (self._before + added)[-COMPARED_BYTES:]
+        self._offset, self._before = (
+            self._offset + len(added),
+            (self._before + added)[-COMPARED_BYTES:],
+        )
 
     def close(self) -> None:
         """Finish what is open in the tracker."""
@@ -142,9 +167,15 @@ class _Followed:
     def _settings(self) -> Settings:
         try:
             sections = tomllib.loads(self._config.decode("utf-8-sig"))
-            return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+            return {
+                f"{section}.{key}": value
+                for section, keys in sections.items()
+                for key, value in keys.items()
+            }
         except (ValueError, AttributeError, RecursionError):
-            raise InputRefused(f"{self._run.config}: not the settings of a run; put it back") from None
+            raise InputRefused(
+                f"{self._run.config}: not the settings of a run; put it back"
+            ) from None
 
 
 def _key(folder: Path) -> str:
@@ -155,18 +186,23 @@ def _key(folder: Path) -> str:
 def _alone(folder: Path, to: str) -> Iterator[None]:
     """Keep away a second call, which would take the run in the tracker away from this one.
 
-    The lock is a socket's name without a file: the run is not touched, and the kernel frees it however this ends.
+    The lock is a socket's name without a file: the run is not touched, and the kernel frees it
+    however this ends.
     """
     with socket.socket(socket.AF_UNIX) as lock:
         try:
             lock.bind(f"\0monograph follow {_key(folder)} {to}")
         except OSError as error:
             if error.errno == errno.EADDRINUSE:  # other systems than Linux have no such names
-                raise RunInUse(f"{folder}: another process sends this run to {to}; wait, or end it first") from None
+                raise RunInUse(
+                    f"{folder}: another process sends this run to {to}; wait, or end it first"
+                ) from None
         yield
 
 
-def _numbers(row: Mapping[str, Any], prefix: str = "", depth: int = 3) -> Iterator[tuple[str, float]]:
+def _numbers(
+    row: Mapping[str, Any], prefix: str = "", depth: int = 3
+) -> Iterator[tuple[str, float]]:
     """Yield the finite numbers of a row; those of an object inside have its name before theirs."""
     for name, value in row.items():
         if isinstance(value, int | float) and abs(value) <= sys.float_info.max:
@@ -177,7 +213,9 @@ def _numbers(row: Mapping[str, Any], prefix: str = "", depth: int = 3) -> Iterat
 
 @contextmanager
 def _watched_threads() -> Iterator[None]:
-    """Raise at the end of the block what ended a thread of the tracker's library in it, which Python only prints."""
+    """Raise at the end of the block what ended a thread of the tracker's library in it, which
+    Python only prints.
+    """
     faults: list[BaseException] = []
 
     def fell(thread: threading.ExceptHookArgs) -> None:
@@ -186,7 +224,8 @@ def _watched_threads() -> Iterator[None]:
 
     before = threading.excepthook, sys.unraisablehook
     threading.excepthook = fell
-    sys.unraisablehook = lambda fault: None  # of an object that is removed; what it could not write is no news
+    # Of an object that is removed; what it could not write is no news.
+    sys.unraisablehook = lambda fault: None
     try:
         yield
     finally:
@@ -205,5 +244,7 @@ def _refused(to: str) -> Iterator[None]:
     except Exception as error:
         full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
         if full or "disk is full" in str(error):  # SQLite's words, which MLflow's error repeats
-            raise DiskFull(f"{to}: its files cannot be written: {error}; see the disk, then follow again") from error
+            raise DiskFull(
+                f"{to}: its files cannot be written: {error}; see the disk, then follow again"
+            ) from error
         raise InputRefused(f"{to}: {type(error).__name__}: {error}") from error

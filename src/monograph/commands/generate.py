@@ -32,13 +32,16 @@ Prompt = str | list[Message]
 _FLAGS = ("stop", "max_tokens", "n", "chat", "choice", "regex", "json_schema", "prompts", "json")
 _PIECE_BYTES = 1 << 20
 _EXPECTED = {int: "a whole number", float: "a number", str: "a text"}
-_KINDS = {name: type(value) if value is not None else int for name, value in vars(Sampling()).items()}
+_KINDS = {
+    name: type(value) if value is not None else int for name, value in vars(Sampling()).items()
+}
 LARGEST_SCHEMA_BYTES, LARGEST_PROMPTS_BYTES = 1 << 20, 1 << 28
 _PIPES = Path("/dev/fd")  # the folder of the pipes that a shell makes for <(command)
 
 
 def sampling_of(numbers: dict[str, Any], pairs: Sequence[str]) -> Sampling:
-    """Return the `Sampling` that flags and --sampler KEY=VALUE give; a value that is no number or text is JSON.
+    """Return the `Sampling` that flags and --sampler KEY=VALUE give; a value that is no number or
+    text is JSON.
 
     Raises:
         UsageError: a key is unknown, given twice or has its own flag, or a value is impossible.
@@ -47,11 +50,17 @@ def sampling_of(numbers: dict[str, Any], pairs: Sequence[str]) -> Sampling:
     for pair in pairs:
         key, equals, text = pair.partition("=")
         if key in numbers or key in _FLAGS:
-            raise UsageError(f"--sampler {pair}: it has a flag of its own, --{key.replace('_', '-')}")
+            raise UsageError(
+                f"--sampler {pair}: it has a flag of its own, --{key.replace('_', '-')}"
+            )
         if not equals and (colon := re.match(r"(\w+):(.+)", pair)):
-            raise UsageError(f"--sampler {pair}: = stands between an option and its value: {colon[1]}={colon[2]}")
+            raise UsageError(
+                f"--sampler {pair}: = stands between an option and its value: {colon[1]}={colon[2]}"
+            )
         if key not in _KINDS:
-            raise UsageError(f"--sampler {pair}: there is no option {_unknown(key, set(_KINDS) - set(numbers))}")
+            raise UsageError(
+                f"--sampler {pair}: there is no option {_unknown(key, set(_KINDS) - set(numbers))}"
+            )
         if not equals:
             raise UsageError(f"--sampler {pair}: expected a value, {key}=VALUE")
         if key in values:
@@ -60,7 +69,9 @@ def sampling_of(numbers: dict[str, Any], pairs: Sequence[str]) -> Sampling:
             values[key] = _KINDS[key](text) if _KINDS[key] in _EXPECTED else parse_json(text)
         except (ValueError, RecursionError) as error:
             what = f'JSON: {{"ID": BIAS, ...}} or ["TEXT", ...] ({json_fault(error)})'
-            raise UsageError(f"--sampler {pair}: expected {_EXPECTED.get(_KINDS[key], what)}") from None
+            raise UsageError(
+                f"--sampler {pair}: expected {_EXPECTED.get(_KINDS[key], what)}"
+            ) from None
     return _sampling(Sampling(), values)
 
 
@@ -73,14 +84,16 @@ class Asked(NamedTuple):
 
 
 def prompts_of(path: Path, chat: bool, sampling: Sampling, vocabulary: int) -> Iterator[Asked]:
-    """Yield each prompt of a file with its options: a line, or a JSON line's key `prompt` or, in a chat, `messages`.
+    """Yield each prompt of a file with its options: a line, or a JSON line's key `prompt` or, in a
+    chat, `messages`.
 
-    A file holds JSON lines if its name ends with .jsonl, or if it begins with an object that has one of these keys. The
-    object's other keys are options of `Sampling` that replace those of the command line, except `order`, which all
-    texts share.
+    A file holds JSON lines if its name ends with .jsonl, or if it begins with an object that has
+    one of these keys. The object's other keys are options of `Sampling` that replace those of the
+    command line, except `order`, which all texts share.
 
     Raises:
-        InputRefused: the file cannot be read, or a line has no prompt, an unknown key or an impossible value.
+        InputRefused: the file cannot be read, or a line has no prompt, an unknown key or an
+            impossible value.
     """
     # `splitlines` would also split at other line separators, which JSON may hold unescaped.
     lines = _text_of(path, "--prompts", LARGEST_PROMPTS_BYTES).replace("\r\n", "\n").split("\n")
@@ -97,13 +110,17 @@ def prompts_of(path: Path, chat: bool, sampling: Sampling, vocabulary: int) -> I
         try:
             record = parse_json(line)
         except (ValueError, RecursionError) as error:
-            raise InputRefused(f"{path}:{number}: no JSON: {json_fault(error)}; {expected}") from None
+            raise InputRefused(
+                f"{path}:{number}: no JSON: {json_fault(error)}; {expected}"
+            ) from None
         options = dict(record) if isinstance(record, dict) else {}
         prompt = options.pop("prompt", None)
         messages = options.pop("messages", None) if chat else None
         if prompt is not None and messages is not None:
             raise InputRefused(f"{path}:{number}: has prompt and messages: give one of them")
-        given: Prompt = _messages(messages, f"{path}:{number}") if isinstance(messages, list) else ""
+        given: Prompt = (
+            _messages(messages, f"{path}:{number}") if isinstance(messages, list) else ""
+        )
         if isinstance(prompt, str):
             given = prompt
         elif not given:
@@ -120,10 +137,15 @@ def prompts_of(path: Path, chat: bool, sampling: Sampling, vocabulary: int) -> I
 
 
 def _sampling(first: Sampling, values: dict[str, Any]) -> Sampling:
-    """Return the options with values replaced; the keys of `logit_bias` are strings here, as in JSON."""
+    """Return the options with values replaced; the keys of `logit_bias` are strings here, as in
+    JSON.
+    """
     bias = values.get("logit_bias")
     if isinstance(bias, dict):
-        ids = {int(key) if re.fullmatch("0|[1-9][0-9]{0,17}", key) else key: value for key, value in bias.items()}
+        ids = {
+            int(key) if re.fullmatch("0|[1-9][0-9]{0,17}", key) else key: value
+            for key, value in bias.items()
+        }
         values = {**values, "logit_bias": ids}
     return replace(first, **values)
 
@@ -135,7 +157,9 @@ def _unknown(key: str, known: Iterable[str]) -> str:
 def _messages(value: list[Any], where: str) -> list[Message]:
     """Return the messages of a record; raise InputRefused for a bad one."""
     try:
-        return [message_of(each, f"messages[{number}]", roles=None) for number, each in enumerate(value)]
+        return [
+            message_of(each, f"messages[{number}]", roles=None) for number, each in enumerate(value)
+        ]
     except Unusable as unusable:
         raise InputRefused(f"{where}: {unusable}") from None
 
@@ -150,7 +174,10 @@ def _text_of(path: Path, flag: str, most_bytes: int) -> str:
         if path == Path("-"):
             content = _at_most(sys.stdin.buffer, most_bytes + 1)
         else:
-            with readable(path), path.open("rb") if path.parent == _PIPES else open_input(path) as file:
+            with (
+                readable(path),
+                path.open("rb") if path.parent == _PIPES else open_input(path) as file,
+            ):
                 content = _at_most(file, most_bytes + 1)
     except OSError as error:
         raise InputRefused(f"{flag} {path}: cannot be read: {error.strerror}") from None
@@ -160,11 +187,15 @@ def _text_of(path: Path, flag: str, most_bytes: int) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise InputRefused(f"{flag} {path}: byte {error.start} (line {line}) is not UTF-8; convert it") from None
+        raise InputRefused(
+            f"{flag} {path}: byte {error.start} (line {line}) is not UTF-8; convert it"
+        ) from None
 
 
 def _at_most(file: BinaryIO, most_bytes: int) -> bytes:
-    """Read about `most_bytes`, rounded up to whole pieces. A single `read` would allocate the whole limit."""
+    """Read about `most_bytes`, rounded up to whole pieces. A single `read` would allocate the whole
+    limit.
+    """
     pieces = iter(lambda: file.read(_PIECE_BYTES), b"")
     return b"".join(itertools.islice(pieces, -(-most_bytes // _PIECE_BYTES)))
 
@@ -203,7 +234,9 @@ class Model(NamedTuple):
     constraint: Automaton | None
     options: Options
 
-    def write(self, prompts: Sequence[str | Sequence[int]], samplings: Sequence[Sampling] | None = None) -> Generation:
+    def write(
+        self, prompts: Sequence[str | Sequence[int]], samplings: Sequence[Sampling] | None = None
+    ) -> Generation:
         """Begin to continue the prompts, each with its own sampling if `samplings` are given."""
         return decode(
             self.model,
@@ -228,7 +261,8 @@ def open_model(run: str, options: Options) -> Model:
         UsageError: an option is wrong.
         InputRefused: the model cannot be loaded.
     """
-    keep_compiled()  # before torch._dynamo is imported, which sets its own cache path in the environment
+    # Before torch._dynamo is imported, which sets its own cache path in the environment.
+    keep_compiled()
     sampling = sampling_of(options.numbers, options.pairs)
     if sum(value is not None for value in options.constraints.values()) > 1:
         raise UsageError("--choice, --regex and --json-schema: one of them at a time")
@@ -239,7 +273,8 @@ def open_model(run: str, options: Options) -> Model:
 
 
 def constrained(model: Model, given: Sequence[Asked]) -> Model:
-    """Return the model with the constraint that its options ask for, if any, on texts that follow the prompts.
+    """Return the model with the constraint that its options ask for, if any, on texts that follow
+    the prompts.
 
     Raises:
         InputRefused: the constraint cannot be used.
@@ -247,7 +282,11 @@ def constrained(model: Model, given: Sequence[Asked]) -> Model:
     for kind, value in model.options.constraints.items():
         if value is None:
             continue
-        wanted = _text_of(value, "--json-schema", LARGEST_SCHEMA_BYTES) if isinstance(value, Path) else value
+        wanted = (
+            _text_of(value, "--json-schema", LARGEST_SCHEMA_BYTES)
+            if isinstance(value, Path)
+            else value
+        )
         for lost in map(model.tokenizer.loss, wanted if kind == "choices" else ()):
             if lost:  # leaving this choice out would ask a different question
                 raise InputRefused(f"--choice: {lost}")
@@ -258,7 +297,9 @@ def constrained(model: Model, given: Sequence[Asked]) -> Model:
 
 
 def run(run: str, prompts: list[str], *, file: Path | None, **asked_for: Any) -> None:
-    """Print each prompt with its continuation as it is written; see the command line's help and `Options`."""
+    """Print each prompt with its continuation as it is written; see the command line's help and
+    `Options`.
+    """
     options = Options(**asked_for)
     model = open_model(run, options)
     sampling = model.sampling
@@ -268,16 +309,28 @@ def run(run: str, prompts: list[str], *, file: Path | None, **asked_for: Any) ->
         raise InputRefused(f"--prompts {file}: holds no prompt; give one a line")
     given = given or [Asked("", sampling)]
     model = constrained(model, given)
-    written = model.write([_ids(model, asked) for asked in given], [asked.sampling for asked in given])
+    written = model.write(
+        [_ids(model, asked) for asked in given], [asked.sampling for asked in given]
+    )
     if written.generator.compiled:
-        print("compiling the step first: with so much to write that is the faster way", file=sys.stderr)
+        print(
+            "compiling the step first: with so much to write that is the faster way",
+            file=sys.stderr,
+        )
     if options.json:
         return _print_json(written)
     began = clock()
     limited = model.constraint is not None
-    _print_text(written, lambda number: "" if options.chat else str(given[number // options.n].prompt), limited)
+    _print_text(
+        written,
+        lambda number: "" if options.chat else str(given[number // options.n].prompt),
+        limited,
+    )
     speed = f"{counted(written.tokens, 'token')}, {written.tokens / max(clock() - began, 1e-9):.0f} tok/s"
-    print(f"{speed}, sampled in the graph; same seed, same text (--seed {sampling.seed})", file=sys.stderr)
+    print(
+        f"{speed}, sampled in the graph; same seed, same text (--seed {sampling.seed})",
+        file=sys.stderr,
+    )
 
 
 def _lead(model: Model, given: Sequence[Asked]) -> bytes:
@@ -286,15 +339,23 @@ def _lead(model: Model, given: Sequence[Asked]) -> bytes:
     encode, lead = model.tokenizer.encode, model.tokenizer.lead
     leads = {lead(encode(prompt) if isinstance(prompt, str) else prompt) for prompt in asked}
     if len(leads) > 1:
-        raise UsageError("under a constraint, give an empty prompt alone: the tokenizer puts a space before its text")
+        raise UsageError(
+            "under a constraint, give an empty prompt alone: the tokenizer puts a space before its text"
+        )
     return leads.pop() if leads else b""
 
 
 def _ids(model: Model, asked: Asked) -> str | list[int]:
-    """Return a prompt's text, or the ids of its chat; raise InputRefused, which names its file and line."""
+    """Return a prompt's text, or the ids of its chat; raise InputRefused, which names its file and
+    line.
+    """
     if not model.options.chat:
         return str(asked.prompt)
-    messages = [{"role": "user", "content": asked.prompt}] if isinstance(asked.prompt, str) else asked.prompt
+    messages = (
+        [{"role": "user", "content": asked.prompt}]
+        if isinstance(asked.prompt, str)
+        else asked.prompt
+    )
     try:
         return model.question(messages)
     except InputRefused as refused:
@@ -307,7 +368,8 @@ def _print_text(written: Generation, head: Callable[[int], str], limited: bool) 
     Args:
         written: the texts that are being written.
         head: returns the text printed before a completion, by the completion's number.
-        limited: whether a constraint limits the texts; a warning then says that a text was cut before it satisfied it.
+        limited: whether a constraint limits the texts; a warning then says that a text was cut
+            before it satisfied it.
     """
     shown = -1
     for piece in written.stream():

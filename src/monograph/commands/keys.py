@@ -19,13 +19,24 @@ def run(word: str | None, *, json: bool) -> None:
     """Print the keys that a word stands for, or all; see the command line's help."""
     found = Found(KEYS, {}) if word is None else keys_named(word)
     if json:
-        print(jsonlib.dumps({"schema": "monograph.keys/1", "keys": [_entry(key) for key in found.keys]}))
+        print(
+            jsonlib.dumps(
+                {"schema": "monograph.keys/1", "keys": [_entry(key) for key in found.keys]}
+            )
+        )
         return
     width = min(shutil.get_terminal_size().columns, WIDTH) if is_terminal(sys.stdout) else WIDTH
-    lines = [*_explained(found.keys[0], width)] if len(found.keys) == 1 else [*_tables(found.keys, width)]
+    lines = (
+        [*_explained(found.keys[0], width)]
+        if len(found.keys) == 1
+        else [*_tables(found.keys, width)]
+    )
     lines += _advice(found.advice, width)
     if len(found.keys) > 1:
-        lines += ["", "`monograph keys KEY` explains one, with the values that it takes and an example."]
+        lines += [
+            "",
+            "`monograph keys KEY` explains one, with the values that it takes and an example.",
+        ]
     print("\n".join(lines).strip("\n"))
 
 
@@ -52,7 +63,11 @@ def _explained(key: str, width: int) -> Iterator[str]:
 
 def _row(head: str, text: str, width: int, indent: int = 13) -> list[str]:
     return textwrap.wrap(
-        text, width, initial_indent=f"  {head:<11}", subsequent_indent=" " * indent, break_on_hyphens=False
+        text,
+        width,
+        initial_indent=f"  {head:<11}",
+        subsequent_indent=" " * indent,
+        break_on_hyphens=False,
     )
 
 
@@ -87,7 +102,9 @@ def _advice(advice: dict[str, str], width: int) -> Iterator[str]:
 
 
 def _indented(text: str, width: int, by: int = 2) -> list[str]:
-    return textwrap.wrap(text, width, initial_indent=" " * by, subsequent_indent=" " * by, break_on_hyphens=False)
+    return textwrap.wrap(
+        text, width, initial_indent=" " * by, subsequent_indent=" " * by, break_on_hyphens=False
+    )
 
 
 def _default(key: str) -> str:

@@ -1,4 +1,6 @@
-"""`monograph plan`: predict which ways to train fit a device, how fast they are and why, without that device."""
+"""`monograph plan`: predict which ways to train fit a device, how fast they are and why, without
+that device.
+"""
 
 import json as jsonlib
 import re
@@ -21,7 +23,12 @@ from monograph.session.job import Job
 from monograph.session.new_tokens import token_notes
 from monograph.session.objectives.preferences import with_records
 from monograph.session.plan import Plan
-from monograph.session.requirements import notes_on, require_one_device, require_possible, require_room
+from monograph.session.requirements import (
+    notes_on,
+    require_one_device,
+    require_possible,
+    require_room,
+)
 from monograph.session.resolve import request_of, resolve, shape_of, without
 from monograph.session.supposed import named_model, shape_named, standing_in, supposed_in, usual
 from monograph.storage.cache_dir import cache_root, calibration_file
@@ -31,9 +38,16 @@ _SMALLEST, _LARGEST = 2**26, 2**42
 
 
 def run(
-    settings: Settings, *, device: str | None, device_memory: str | None, host_memory: str | None, json: bool
+    settings: Settings,
+    *,
+    device: str | None,
+    device_memory: str | None,
+    host_memory: str | None,
+    json: bool,
 ) -> None:
-    """Print the chosen way, its memory by origin and the alternatives; with `json`, print them as one object too."""
+    """Print the chosen way, its memory by origin and the alternatives; with `json`, print them as
+    one object too.
+    """
     settings = with_records(settings)
     require_one_device(settings, "plan")
     memory_bytes = None if device_memory is None else memory_size("--device-memory", device_memory)
@@ -47,7 +61,9 @@ def run(
     require_possible(settings, target)
     limits = Limits.here(target, budget(target), cache_root()[0])
     if host_memory is not None:
-        limits = replace(limits, host_bytes=int(HOST_SHARE * memory_size("--host-memory", host_memory)))
+        limits = replace(
+            limits, host_bytes=int(HOST_SHARE * memory_size("--host-memory", host_memory))
+        )
     asked = settings
     shape = shape_named(settings)
     with standing_in(settings) as standing:
@@ -94,14 +110,18 @@ def _plan(asked: Asked, target: Device, limits: Limits, json: bool) -> None:
     length = _length(plan, answer, config, open_end=asked.elsewhere and fresh)
     choices = _choices(asked, job, target)
     changes = better(answer, request, peaks, choices, limits) if target.type == "cuda" else []
-    for line in screen(answer, asked.model, request, length, drawing, changes, supposed_in(asked.settings)):
+    for line in screen(
+        answer, asked.model, request, length, drawing, changes, supposed_in(asked.settings)
+    ):
         print(line)
     if json:
         print(jsonlib.dumps(as_object(answer, length, drawing, changes)))
 
 
 def _length(plan: Plan, answer: Answer, config: LlamaConfig, open_end: bool) -> Length:
-    """Return how long the run is: as given, or for a new model on another machine as many tokens as such ones get."""
+    """Return how long the run is: as given, or for a new model on another machine as many tokens as
+    such ones get.
+    """
     per_update = plan.training.tokens_per_update
     if plan.updates:
         return Length(plan.updates, plan.updates * per_update)
@@ -109,7 +129,9 @@ def _length(plan: Plan, answer: Answer, config: LlamaConfig, open_end: bool) -> 
     if open_end and not plan.epochs and not is_timed:
         parameters = config.parameter_count()
         updates = updates_of(TOKENS_PER_PARAMETER * parameters, per_update)
-        return Length(updates, updates * per_update, f"{TOKENS_PER_PARAMETER} a parameter; or train.tokens=N")
+        return Length(
+            updates, updates * per_update, f"{TOKENS_PER_PARAMETER} a parameter; or train.tokens=N"
+        )
     if answer.candidates and is_timed:
         updates = max(1, int(60 * plan.minutes / answer.nearest.update_s))
         return Length(updates, updates * per_update, "what the time allows")
@@ -121,8 +143,12 @@ def _choices(asked: Asked, job: Job, target: Device) -> Choices:
     smaller: tuple[tuple[str, LlamaConfig], ...] = ()
     if asked.shape is not None:
         numbers = asked.shape.parameter_count()
-        presets = [(f"model.preset={name}", LlamaConfig.preset(name)) for name in reversed(LEARNING_RATES)]
-        smaller = tuple((change, shape) for change, shape in presets if shape.parameter_count() < numbers)
+        presets = [
+            (f"model.preset={name}", LlamaConfig.preset(name)) for name in reversed(LEARNING_RATES)
+        ]
+        smaller = tuple(
+            (change, shape) for change, shape in presets if shape.parameter_count() < numbers
+        )
     existing = job.recipe.init is not None
     streams = not job.objective.judges and job.lora is None
     halves = next((name for name in ("bf16", "fp16") if name in target.peak_flops), "")

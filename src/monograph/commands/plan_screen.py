@@ -15,7 +15,16 @@ from monograph.report.quantities import count, counted, duration, gibibytes
 BAR = 60  # characters
 MOST_WAYS, MOST_CHANGES = 5, 6  # rows of a table
 SAMPLE_TOKENS = 1_000_000  # whose time is given where the text's length is unknown
-_HEADS: tuple[str, ...] = ("rows at once", "graph", "recomputed", "streamed", "memory", "tok/s", "MFU", "")
+_HEADS: tuple[str, ...] = (
+    "rows at once",
+    "graph",
+    "recomputed",
+    "streamed",
+    "memory",
+    "tok/s",
+    "MFU",
+    "",
+)
 _SHADES = {
     "weights": "W",
     "gradients": "G",
@@ -80,7 +89,11 @@ def screen(
         yield f"         add to train: {' '.join(supposed)}"
     yield from _chosen(plan, length)
     if drawing:
-        source = "as earlier runs took it" if drawing.calibrated else "by a formula that no run here has corrected"
+        source = (
+            "as earlier runs took it"
+            if drawing.calibrated
+            else "by a formula that no run here has corrected"
+        )
         yield f"drawing  at most {_short(drawing.seconds)} for the answers of an update, {source}"
     if plan.chosen:
         yield ""
@@ -134,7 +147,11 @@ def _chosen(plan: Plan, length: Length) -> Iterator[str]:
             for name, size in best.by_origin.items()
             if size
         )
-        more = f" ({gibibytes(best.residual_bytes)} calibrated by earlier runs)" if best.residual_bytes else ""
+        more = (
+            f" ({gibibytes(best.residual_bytes)} calibrated by earlier runs)"
+            if best.residual_bytes
+            else ""
+        )
         yield f"   GiB   {', '.join(parts)}{more}"
     if isinstance(best, StreamCandidate):
         for tier, text in describe_tiers(best):
@@ -148,7 +165,9 @@ def _time(best: Candidate, length: Length) -> str:
     if length.updates and length.tokens:
         why = f" ({length.why})" if length.why else ""
         whole = _long(best.update_s * length.updates)
-        return f"{whole} for {count(length.tokens)} tokens in {counted(length.updates, 'update')}{why}"
+        return (
+            f"{whole} for {count(length.tokens)} tokens in {counted(length.updates, 'update')}{why}"
+        )
     return f"{duration(SAMPLE_TOKENS / best.tokens_per_s)} for each {count(SAMPLE_TOKENS)} tokens of text"
 
 
@@ -222,19 +241,32 @@ def _changes(plan: Plan, changes: Sequence[Remedy]) -> Iterator[str]:
 def _table(lines: Sequence[Sequence[str]]) -> Iterator[str]:
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     for line in lines:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        yield "  ".join(
+            cell.ljust(width) for cell, width in zip(line, widths, strict=True)
+        ).rstrip()
 
 
 def _bar(by_origin: Mapping[str, int], limit: int) -> str:
-    """Return a bar with each origin's share of the limit in letters, free memory as dots, any excess after its end."""
+    """Return a bar with each origin's share of the limit in letters, free memory as dots, any
+    excess after its end.
+    """
     total = max(limit, sum(by_origin.values()))
-    edges = [*map(round, itertools.accumulate((BAR * size / total for size in by_origin.values()), initial=0.0))]
-    cells = "".join(_SHADES[name] * (b - a) for name, a, b in zip(by_origin, edges, edges[1:], strict=False))
+    edges = [
+        *map(
+            round,
+            itertools.accumulate((BAR * size / total for size in by_origin.values()), initial=0.0),
+        )
+    ]
+    cells = "".join(
+        _SHADES[name] * (b - a) for name, a, b in zip(by_origin, edges, edges[1:], strict=False)
+    )
     end = round(BAR * limit / total)
     return f"[{cells[:end].ljust(end, '.')}]{cells[end:]}"
 
 
-def as_object(plan: Plan, length: Length, drawing: Drawing | None, changes: Sequence[Remedy]) -> dict[str, Any]:
+def as_object(
+    plan: Plan, length: Length, drawing: Drawing | None, changes: Sequence[Remedy]
+) -> dict[str, Any]:
     """Return the plan as JSON values."""
     updates = length.updates
     found: dict[str, Any] = {
@@ -249,7 +281,8 @@ def as_object(plan: Plan, length: Length, drawing: Drawing | None, changes: Sequ
         "refusal": None if plan.chosen else plan.refusal,
         "candidates": [_entry(candidate, updates) for candidate in plan.candidates],
         "changes": [
-            {"change": change.change, "cost": change.cost} | _entry(change.best, updates) for change in changes
+            {"change": change.change, "cost": change.cost} | _entry(change.best, updates)
+            for change in changes
         ],
     }
     if drawing:
@@ -286,7 +319,10 @@ def _stream_entry(candidate: StreamCandidate) -> dict[str, Any]:
     placement = candidate.placement
     return {
         "placement": {
-            **{key: getattr(placement, key) for key in ("when", "where", "offload", "blocks_per_stage")},
+            **{
+                key: getattr(placement, key)
+                for key in ("when", "where", "offload", "blocks_per_stage")
+            },
             "on_device_share": candidate.device_share,
             "on_disk": sorted(placement.on_disk),
         },

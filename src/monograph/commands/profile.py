@@ -1,4 +1,5 @@
-"""`monograph profile`: trace a few updates of a run that is not kept; show where time goes and what to change.
+"""`monograph profile`: trace a few updates of a run that is not kept; show where time goes and what
+to change.
 
 With `--ladder` it measures what each usual way to save time or memory is worth, one after another.
 """
@@ -38,7 +39,12 @@ from monograph.run.writing import results_folder, write_whole
 from monograph.session.ladder import RUNGS, Climbed, Ladder, Rung, RungWay
 from monograph.session.objectives.texts import Texts
 from monograph.session.plan import Plan
-from monograph.session.requirements import notes_on, require_one_device, require_possible, require_texts
+from monograph.session.requirements import (
+    notes_on,
+    require_one_device,
+    require_possible,
+    require_texts,
+)
 from monograph.session.resolve import resolve
 from monograph.session.session import Session
 from monograph.session.setup import open_session, repeatable
@@ -55,7 +61,9 @@ REPORT = "report.html"
 
 
 def run(settings: Settings, *, out: Path | None, json: bool) -> None:
-    """Open the session as `train` does, trace a few updates and print the result; no run is written."""
+    """Open the session as `train` does, trace a few updates and print the result; no run is
+    written.
+    """
     with results_folder(out, DEFAULT_ROOT) as folder:
         progress = _started()
         session = _open(_planned(settings, progress), folder, progress)
@@ -73,7 +81,8 @@ def run(settings: Settings, *, out: Path | None, json: bool) -> None:
 
 def _started() -> Progress:
     """Set up this process to compute as `train` does, print the device and return the display."""
-    keep_compiled()  # before torch._dynamo is imported, which sets its own cache path in the environment
+    # Before torch._dynamo is imported, which sets its own cache path in the environment.
+    keep_compiled()
     compat.quiet_profiler()
     progress = Progress()
     progress.header(f"monograph {__version__}   {describe().summary}")
@@ -87,7 +96,8 @@ def warn_if_busy(progress: Progress) -> None:
     cores = describe().cores
     if load > cores + 1:
         progress.line(
-            "warning", f"load {load:.0f} on {counted(cores, 'core')}: other programs slow these measurements down"
+            "warning",
+            f"load {load:.0f} on {counted(cores, 'core')}: other programs slow these measurements down",
         )
 
 
@@ -95,7 +105,8 @@ def _planned(settings: Settings, progress: Progress) -> Plan:
     """Return the plan of a run whose text can be read again.
 
     Raises:
-        UsageError: the text comes from standard input or is a run, or this machine cannot train as asked.
+        UsageError: the text comes from standard input or is a run, or this machine cannot train as
+            asked.
     """
     require_texts(settings, "profile")
     require_one_device(settings, "profile")
@@ -116,7 +127,9 @@ def _planned(settings: Settings, progress: Progress) -> Plan:
 
 
 def _open(plan: Plan, folder: Path, progress: Progress) -> Session:
-    session = open_session(Run(folder), plan, Texts().open(plan, progress), default_device(), progress)
+    session = open_session(
+        Run(folder), plan, Texts().open(plan, progress), default_device(), progress
+    )
     if isinstance(session.engine, Streamed):
         raise UsageError("train.memory = stream: profile watches a model that lives on the device")
     session.engine.step.announce = partial(progress.line, "note")
@@ -127,7 +140,9 @@ def _open(plan: Plan, folder: Path, progress: Progress) -> Session:
 def _watched(session: Session, folder: Path, progress: Progress) -> Profile:
     plan, share = session.plan, session.text.stats.packed_share
     whole = 1.0 if plan.reading["packing"] == "padded" else share
-    rows = session.text.batches(plan.training.tokens_per_update, seed=plan.seed, pin=default_device().type == "cuda")
+    rows = session.text.batches(
+        plan.training.tokens_per_update, seed=plan.seed, pin=default_device().type == "cuda"
+    )
     try:
         with progress.stage("profile", "timing a few updates (discarded)") as stage:
             measured = profile(session.engine, rows, folder / TRACE, used=share, packed=whole)
@@ -148,7 +163,9 @@ def _show(measured: Profile, tokens_per_s: float, folder: Path) -> None:
         share = judged.spent.share(part)
         taken = 1e3 * judged.spent.parts[part]
         least = 1e3 * judged.floors[part]
-        print(f"{part:<14}{share:>7.1%}{taken:>10.3g}{least:>10.3g}  {mostly(judged.bounds.get(part, {}))}".rstrip())
+        print(
+            f"{part:<14}{share:>7.1%}{taken:>10.3g}{least:>10.3g}  {mostly(judged.bounds.get(part, {}))}".rstrip()
+        )
     faster = measured.update_s / max(judged.floor_s, 1e-12)
     rates = f"{count(machine.matmul_flops)}FLOP/s of a large product, {count(machine.copy_bytes_per_s)}B/s of a copy"
     print(f"\nbest      {1e3 * judged.floor_s:.3g} ms, {faster:.2g} times as fast, at {rates}")
@@ -158,10 +175,14 @@ def _show(measured: Profile, tokens_per_s: float, folder: Path) -> None:
         why = f", as {change.why}" if index == 0 else ""
         other = "" if change.same_training else " (changes the training)"
         print(f"{begun}: predicted {judged.gain(change):.2f} × as fast{why}{other}")
-    print(f"written   {folder / REPORT}, {folder / PICTURE}, and {folder / TRACE} for ui.perfetto.dev")
+    print(
+        f"written   {folder / REPORT}, {folder / PICTURE}, and {folder / TRACE} for ui.perfetto.dev"
+    )
 
 
-def _object(measured: Profile, tokens_per_s: float, session: Session, folder: Path) -> dict[str, Any]:
+def _object(
+    measured: Profile, tokens_per_s: float, session: Session, folder: Path
+) -> dict[str, Any]:
     judged, step = measured.verdict, session.engine.step
     return {
         "schema": "monograph.profile/1",
@@ -181,14 +202,19 @@ def _object(measured: Profile, tokens_per_s: float, session: Session, folder: Pa
                 "share": judged.spent.share(part),
                 "seconds": judged.spent.parts[part],
                 "floor_s": judged.floors[part],
-                "bound_s": {kind: seconds / measured.updates for kind, seconds in judged.bounds.get(part, {}).items()},
+                "bound_s": {
+                    kind: seconds / measured.updates
+                    for kind, seconds in judged.bounds.get(part, {}).items()
+                },
             }
             for part in PARTS
         },
         "gaps_s": dict(judged.spent.gaps),
         "recoverable_s": dict(judged.recoverable),
         "bound_by": judged.binds,
-        "changes": [{**asdict(change), "predicted_gain": judged.gain(change)} for change in judged.changes],
+        "changes": [
+            {**asdict(change), "predicted_gain": judged.gain(change)} for change in judged.changes
+        ],
         "report": str(folder / REPORT),
         "picture": str(folder / PICTURE),
         "trace": str(folder / TRACE),
@@ -196,11 +222,14 @@ def _object(measured: Profile, tokens_per_s: float, session: Session, folder: Pa
 
 
 _LADDER, _NUMBERS = "ladder.svg", "ladder.json"
-_SHOWN = ("rung", "tokens/s", "speed", "peak memory", "memory", "loss", "compiling, s")  # the columns on a terminal
+# The columns on a terminal.
+_SHOWN = ("rung", "tokens/s", "speed", "peak memory", "memory", "loss", "compiling, s")
 
 
 def run_ladder(settings: Settings, *, out: Path | None, json: bool) -> None:
-    """Train and measure one rung after another, as `train` would, and print the gains; no run is written."""
+    """Train and measure one rung after another, as `train` would, and print the gains; no run is
+    written.
+    """
     began = clock()
     with results_folder(out, DEFAULT_ROOT) as folder:
         progress = _started()
@@ -217,7 +246,9 @@ def run_ladder(settings: Settings, *, out: Path | None, json: bool) -> None:
 
 
 class Climb(NamedTuple):
-    """A rung, the name of the rung it is compared with ("" for the first), and its measurements or its obstacle."""
+    """A rung, the name of the rung it is compared with ("" for the first), and its measurements or
+    its obstacle.
+    """
 
     rung: Rung
     over: str
@@ -231,8 +262,14 @@ def _climbed(ladder: Ladder, progress: Progress) -> list[Climb]:
     for number, rung in enumerate(RUNGS, start=1):
         over = rung.over if rung.over in stack else [*stack][-1]
         measured = sum(not isinstance(climb.outcome, str) for climb in made)
-        left = sum(not ladder.obstacle(later.after(stack[over]), later) for later in RUNGS[number - 1 :])
-        about = f"   about {clock_time((clock() - began) / measured * left)} left" if measured and left else ""
+        left = sum(
+            not ladder.obstacle(later.after(stack[over]), later) for later in RUNGS[number - 1 :]
+        )
+        about = (
+            f"   about {clock_time((clock() - began) / measured * left)} left"
+            if measured and left
+            else ""
+        )
         progress.line("rung", f"{number} of {len(RUNGS)}   {rung.name}{about}")
         way, outcome = ladder.climb(rung, stack[over], progress)
         made.append(Climb(rung, over, outcome))
@@ -263,10 +300,17 @@ def _ladder_object(ladder: Ladder, climbed: list[Climb], folder: Path) -> dict[s
 
 
 def measured_rungs(climbed: list[Climb], timed: str) -> list[dict[str, Any]]:
-    """Return the rungs as JSON objects; ratios of speed are of tokens per second of "wall" or of "cpu" time."""
+    """Return the rungs as JSON objects; ratios of speed are of tokens per second of "wall" or of
+    "cpu" time.
+    """
     rungs = dict[str, dict[str, Any]]()
     for rung, over, outcome in climbed:
-        rungs[rung.name] = {"rung": rung.name, "change": rung.change, "over": over or None, **_measured(outcome)}
+        rungs[rung.name] = {
+            "rung": rung.name,
+            "change": rung.change,
+            "over": over or None,
+            **_measured(outcome),
+        }
         one = rungs[rung.name]
         other = rungs.get(over)
         for name, key in (("times", SPEED[timed]), ("memory_times", "peak_memory_bytes")):
@@ -305,7 +349,10 @@ def _measured(outcome: Climbed | str) -> dict[str, Any]:
 
 
 def _show_ladder(result: dict[str, Any], folder: Path) -> None:
-    table = [[cell if isinstance(cell, str) else cell[0] for cell in row] for row in [HEADS, *rows(result["rungs"])]]
+    table = [
+        [cell if isinstance(cell, str) else cell[0] for cell in row]
+        for row in [HEADS, *rows(result["rungs"])]
+    ]
     lines = [[line[HEADS.index(head)] for head in _SHOWN] for line in table]
     widths = [max(len(line[column]) for line in lines) for column in range(len(_SHOWN))]
     saving = [values for values, rung in zip(result["rungs"], RUNGS, strict=True) if rung.over]

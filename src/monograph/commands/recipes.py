@@ -12,4 +12,6 @@ def run(name: str | None) -> None:
     width = max(len(recipe.name) for recipe in found) + 2
     for recipe in found:
         print(f"{recipe.name:<{width}}{recipe.meaning}\n{'':<{width}}{recipe.command}\n")
-    print("Keys after a recipe change it; `monograph recipes NAME > run.toml` makes a file of it that you can edit.")
+    print(
+        "Keys after a recipe change it; `monograph recipes NAME > run.toml` makes a file of it that you can edit."
+    )

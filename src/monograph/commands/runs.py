@@ -1,4 +1,6 @@
-"""`monograph runs`: a table of the runs in a folder, newest first, with the best of each kind marked."""
+"""`monograph runs`: a table of the runs in a folder, newest first, with the best of each kind
+marked.
+"""
 
 import json as jsonlib
 import shutil
@@ -23,14 +25,20 @@ def run(folder: Path | None, *, json: bool) -> None:
     """Print the runs of a folder, or the members of a sweep; see the command line's help."""
     root = DEFAULT_ROOT if folder is None else folder
     if folder is not None and not is_folder(folder):
-        raise InputRefused(f"{folder}: there is no such folder; `monograph runs` alone lists those in {DEFAULT_ROOT}/")
+        raise InputRefused(
+            f"{folder}: there is no such folder; `monograph runs` alone lists those in {DEFAULT_ROOT}/"
+        )
     if is_file(root / "run.lock") and not is_file(root / SWEEP):
         above = shell_words("monograph", "runs", root.parent)
         raise InputRefused(f"{root} is a run: `{above}` lists it with those beside it")
     found = listed(root) if is_folder(root) else []
     best = best_of(found)
     if json:
-        print(jsonlib.dumps({"schema": "monograph.runs/1", "runs": [_entry(each, best) for each in found]}))
+        print(
+            jsonlib.dumps(
+                {"schema": "monograph.runs/1", "runs": [_entry(each, best) for each in found]}
+            )
+        )
         return
     if not found:
         print(f"no run in {root}/ yet: start one with `monograph train`", file=sys.stderr)
@@ -44,14 +52,19 @@ def run(folder: Path | None, *, json: bool) -> None:
 
 
 def table(rows: list[tuple[str, ...]], width: int | None) -> str:
-    """Return rows under their heads as aligned text; on a terminal of `width` columns model and data may be cut."""
+    """Return rows under their heads as aligned text; on a terminal of `width` columns model and
+    data may be cut.
+    """
     rows = [HEAD, *rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
     if width is not None:
         for column in sorted(map(HEAD.index, SHORTENED), key=lambda each: -widths[each]):
             over = sum(widths) + 2 * (len(HEAD) - 1) - width
             widths[column] -= max(0, min(over, widths[column] - LEAST_WIDTH))
-    lines = ("  ".join(_fitted(cell, size) for cell, size in zip(row, widths, strict=True)) for row in rows)
+    lines = (
+        "  ".join(_fitted(cell, size) for cell, size in zip(row, widths, strict=True))
+        for row in rows
+    )
     return "\n".join(line.rstrip() for line in lines)
 
 

@@ -1,4 +1,6 @@
-"""`monograph sweep`: train runs that differ in a few settings, as many at once as is fastest, and find the best."""
+"""`monograph sweep`: train runs that differ in a few settings, as many at once as is fastest, and
+find the best.
+"""
 
 import json as jsonlib
 from collections.abc import Sequence
@@ -32,10 +34,17 @@ EVERY = 10  # updates between two reads of losses from the device
 
 
 def run(
-    arguments: Sequence[str], *, samples: int | None, verify: int | None, out: Path | None, distill: bool, json: bool
+    arguments: Sequence[str],
+    *,
+    samples: int | None,
+    verify: int | None,
+    out: Path | None,
+    distill: bool,
+    json: bool,
 ) -> int:
     """Train or resume the members and compare them; see the command line's help."""
-    keep_compiled()  # before torch._dynamo is imported, which sets its own cache path in the environment
+    # Before torch._dynamo is imported, which sets its own cache path in the environment.
+    keep_compiled()
     world = World(place(srun=True), lambda line: Progress().line("note", line))
     progress = ranks.progress_of(world)
     repeatable(default_device())
@@ -63,9 +72,15 @@ def run(
 
 
 def _sweep_of(
-    world: World, arguments: Sequence[str], samples: int | None, verify: int | None, out: Path | None
+    world: World,
+    arguments: Sequence[str],
+    samples: int | None,
+    verify: int | None,
+    out: Path | None,
 ) -> Sweep:
-    """Return the new or resumed sweep that the command line names, even if the launcher restarted the ranks."""
+    """Return the new or resumed sweep that the command line names, even if the launcher restarted
+    the ranks.
+    """
     known = world.recall("sweep") if world.again else None
     out = Path(known) if known else out
     if spec.continued(out, arguments, samples) or (verify is not None and not arguments):
@@ -102,10 +117,16 @@ def _distilled(state: SweepProgress, best: int, progress: Progress) -> dict[str,
     student = results.student_of(state.sweep, state.outcomes, best)
     if not finished(student):
         progress.gap()
-        progress.line("distill", f"{student.folder} learns from the text and from the members' averaged probabilities")
+        progress.line(
+            "distill",
+            f"{student.folder} learns from the text and from the members' averaged probabilities",
+        )
         train_one(Settings(), out=None, resume=str(student.folder), from_=None, json=False)
     summary = finished(student) or {}
-    return {"run": str(student.folder), **{key: summary.get(key) for key in (results.NATS, results.BITS)}}
+    return {
+        "run": str(student.folder),
+        **{key: summary.get(key) for key in (results.NATS, results.BITS)},
+    }
 
 
 def _require_member(verify: int | None, members: int) -> None:
@@ -118,26 +139,43 @@ def _train(state: SweepProgress, progress: Progress) -> None:
         if not state.world.leads:  # rank 0 has decided which members train at once, and written it
             state.sweep.record |= Sweep.open(state.sweep.run.folder).record
         state.prepare(default_device(), describe())
-    with state.block() as block, StopSignal(lambda name: block.note(f"{name}: saving after this update")) as stop:
+    with (
+        state.block() as block,
+        StopSignal(lambda name: block.note(f"{name}: saving after this update")) as stop,
+    ):
         try:
             for timing, updates, members in state.batches:
                 if state.all_over(members):
                     continue
                 with state.sweep.holding(members) as runs:
-                    _round(timing.batch(members, runs, updates, progress), updates, state, block, stop, progress)
+                    _round(
+                        timing.batch(members, runs, updates, progress),
+                        updates,
+                        state,
+                        block,
+                        stop,
+                        progress,
+                    )
         finally:
             state.keep_time()
 
 
 def _round(
-    batch: MemberBatch, updates: int, state: SweepProgress, block: SweepDisplay, stop: StopSignal, progress: Progress
+    batch: MemberBatch,
+    updates: int,
+    state: SweepProgress,
+    block: SweepDisplay,
+    stop: StopSignal,
+    progress: Progress,
 ) -> None:
     """Train the members of a batch together, from where they stand to their end."""
     engine, plan = batch.engine, batch.sessions[0].plan
     had_metrics = any(session.run.metrics_offset for session in batch.sessions)
     if not go_on(batch, state.ended(batch.members), progress):
         if had_metrics:
-            progress.line("warning", "no update of which every member has a sound checkpoint: they begin anew")
+            progress.line(
+                "warning", "no update of which every member has a sound checkpoint: they begin anew"
+            )
         batch.save()
     block.resume(state.resumed(batch))
     logs = MetricsLogs([session.run for session in batch.sessions], EVERY)
@@ -146,14 +184,19 @@ def _round(
     for update in train(engine, batch.windows, updates):
         done = update.index + 1
         last, stopping = done == updates, stop.requested is not None
-        written = logs.add(update, {"tokens_per_s": state.rate / len(batch.members) or None, "wall_s": state.spent_s})
+        written = logs.add(
+            update,
+            {"tokens_per_s": state.rate / len(batch.members) or None, "wall_s": state.spent_s},
+        )
         if written or last or stopping:
             logs.flush()
             state.trained(batch, done - since, clock() - began)
             block.update(state.done, state.figures)
             since = done
             began = clock()
-            batch.freeze({place: logs.ended[place] for place in logs.diverged(updates if last else None)})
+            batch.freeze(
+                {place: logs.ended[place] for place in logs.diverged(updates if last else None)}
+            )
         paused = clock()
         all_lost = len(batch.ended) == len(batch.members)
         if done % plan.eval_every == 0 or last or all_lost:
@@ -189,4 +232,12 @@ def _next(sweep: Sweep, result: dict[str, Any], verify: int | None, progress: Pr
             show(progress, "next", "train", str(sweep.wide))
         show(progress, "" if wide else "next", "train", "--from", name, "--minutes", "5")
         if verify is None:
-            show(progress, "", "sweep", "--out", str(sweep.run.folder), "--verify", str(best["member"]))
+            show(
+                progress,
+                "",
+                "sweep",
+                "--out",
+                str(sweep.run.folder),
+                "--verify",
+                str(best["member"]),
+            )

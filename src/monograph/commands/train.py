@@ -45,23 +45,31 @@ def run(
     `asked_s` is the time of `clock` at which the program was started; None: now.
     """
     if resume and out:
-        raise UsageError(f"--out {out}: --resume goes on in the run's own folder; leave one of them out")
+        raise UsageError(
+            f"--out {out}: --resume goes on in the run's own folder; leave one of them out"
+        )
     asked_s = clock() if asked_s is None else asked_s
     started = Started(asked_s, clock() - asked_s)
-    keep_compiled()  # before torch._dynamo is imported, which sets its own cache path in the environment
+    # Before torch._dynamo is imported, which sets its own cache path in the environment.
+    keep_compiled()
     settings, from_ = recorded.model_given(settings, from_)
     settings = with_records(settings)
-    if not (resume or from_):  # otherwise settings recorded by a run come first; `open_run` checks the result
+    # Otherwise settings recorded by a run come first; `open_run` checks the result.
+    if not (resume or from_):
         require_possible(settings, describe())
         require_taught(objective_of(settings), settings.model.init)
-    world = ranks.meet(settings.train.parallel, settings.said("train.parallel"), resumed=resume is not None)
+    world = ranks.meet(
+        settings.train.parallel, settings.said("train.parallel"), resumed=resume is not None
+    )
     progress = ranks.progress_of(world)
     repeatable(default_device())
     parent = recorded.parent_named(from_) if from_ and world.leads else None
     folder, resumed = ranks.folder_of(world, out, resume)
     with (
         folder.lock(new=not resumed),
-        ranks.one_end(world, folder, unbegun=lambda: not resumed and not exists(folder.checkpoints)) as retry_rows,
+        ranks.one_end(
+            world, folder, unbegun=lambda: not resumed and not exists(folder.checkpoints)
+        ) as retry_rows,
     ):
         strange = ""
         if resumed:
@@ -77,11 +85,16 @@ def run(
             progress.line("warning", strange)
         summary = world.agreed(finished(folder) if resumed and world.leads else None)
         if summary:
-            progress.line("done", f"{folder.folder} has already finished, after {counted(summary['update'], 'update')}")
+            progress.line(
+                "done",
+                f"{folder.folder} has already finished, after {counted(summary['update'], 'update')}",
+            )
             if world.leads:
                 show(progress, "next", "train", "--from", folder.handle)
         else:
-            ranks.require_launched(settings.train.parallel, settings.said("train.parallel"), world.own)
+            ranks.require_launched(
+                settings.train.parallel, settings.said("train.parallel"), world.own
+            )
             with ExitStack() as held:
                 session = open_run(folder, settings, world, progress, held, retry_rows, started)
                 report = Reporter(session, progress)
@@ -95,7 +108,10 @@ def run(
 
 
 def _loop(session: Session, report: Reporter, progress: Progress) -> None:
-    with report.block() as block, StopSignal(lambda name: block.note(f"{name}: saving after this update")) as stop:
+    with (
+        report.block() as block,
+        StopSignal(lambda name: block.note(f"{name}: saving after this update")) as stop,
+    ):
         after = AfterUpdate(session, report, block, stop, progress)
         for update in train(session.engine, windows(session), session.updates):
             moment = after.note(update)

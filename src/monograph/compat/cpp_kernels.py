@@ -1,11 +1,15 @@
-"""Let Inductor build a graph's C++ kernels in few files: reading headers takes longer than compiling most kernels."""
+"""Let Inductor build a graph's C++ kernels in few files: reading headers takes longer than
+compiling most kernels.
+"""
 
 import functools
 from typing import Any, NamedTuple
 
 
 class _Source(NamedTuple):
-    """A kernel that waits for the others of its graph: the types of its arguments, in C++, and its code."""
+    """A kernel that waits for the others of its graph: the types of its arguments, in C++, and its
+    code.
+    """
 
     argument_types: list[str]
     code: str
@@ -34,12 +38,17 @@ def build_kernels_together() -> None:
         threads = async_compile.get_compile_threads()
         files = _shared_out(sources, threads)
         template = Libraries.suffix_template
-        submit = self.submit if threads > 1 else None  # one thread would wait for a lock that it holds
-        libraries = [Libraries.load_async(_file(file, template), "cpu", submit_fn=submit) for file in files]
+        # One thread would wait for a lock that it holds.
+        submit = self.submit if threads > 1 else None
+        libraries = [
+            Libraries.load_async(_file(file, template), "cpu", submit_fn=submit) for file in files
+        ]
         wait(self, scope)
         for file, library in zip(files, libraries, strict=True):
             made: Any = library()
-            scope.update({name: getattr(made, f"kernel_{number}") for number, name in enumerate(file)})
+            scope.update(
+                {name: getattr(made, f"kernel_{number}") for number, name in enumerate(file)}
+            )
 
     compiler.cpp_pybinding, compiler.wait = collect, build
 
@@ -48,19 +57,27 @@ def _shared_out(sources: dict[str, _Source], files: int) -> list[dict[str, _Sour
     """Return the sources in files of about the same length."""
     parts: list[dict[str, _Source]] = [{} for _ in range(min(files, len(sources)))]
     for name in sorted(sources, key=lambda name: -len(sources[name].code)):
-        min(parts, key=lambda part: sum(len(source.code) for source in part.values()))[name] = sources[name]
+        min(parts, key=lambda part: sum(len(source.code) for source in part.values()))[name] = (
+            sources[name]
+        )
     return parts
 
 
 def _file(sources: dict[str, _Source], template: str) -> str:
     """Return the code of a Python module of these kernels, as `kernel_0` and so on.
 
-    The template is torch's for a module of one kernel: what reads arguments, the kernel's binding, a table of bindings.
+    The template is torch's for a module of one kernel: what reads arguments, the kernel's binding,
+    a table of bindings.
     """
     lines = {number: source.code.splitlines() for number, source in enumerate(sources.values())}
-    headers = dict.fromkeys(line for code in lines.values() for line in code if line.startswith("#include"))
-    opening = "static PyMethodDef py_methods[] = {{"  # an entry, which torch 2.15 writes otherwise, then an empty one
-    reading, binding, table, end = _cut(template, "static PyObject* {entry_func}_py", opening, "{{NULL, NULL")
+    headers = dict.fromkeys(
+        line for code in lines.values() for line in code if line.startswith("#include")
+    )
+    # An entry, which torch 2.15 writes otherwise, then an empty one.
+    opening = "static PyMethodDef py_methods[] = {{"
+    reading, binding, table, end = _cut(
+        template, "static PyObject* {entry_func}_py", opening, "{{NULL, NULL"
+    )
     code = [*headers]
     bindings = [reading.format(entry_func="kernels", extra_parse_arg="")]
     entries = []
@@ -71,12 +88,13 @@ def _file(sources: dict[str, _Source], template: str) -> str:
         code.append(
             f"#define kernel {name}\nnamespace in_{name} {{\n{own}\n}}\n#undef kernel\nusing in_{name}::{name};"
         )
-        call = (
-            f"{name}({', '.join(f'parse_arg<{kind}>(args, {at})' for at, kind in enumerate(types))}); Py_RETURN_NONE;"
-        )
+        parsed = ", ".join(f"parse_arg<{kind}>(args, {at})" for at, kind in enumerate(types))
+        call = f"{name}({parsed}); Py_RETURN_NONE;"
         bindings.append(binding.format(entry_func=name, arg_len=len(types), call_entry_func=call))
         entries.append(table.removeprefix(opening).format(entry_func=name))
-    return "\n".join([*code, *bindings, opening.format(), *entries, end.format(entry_func="kernels")])
+    return "\n".join(
+        [*code, *bindings, opening.format(), *entries, end.format(entry_func="kernels")]
+    )
 
 
 def _cut(text: str, *marks: str) -> list[str]:

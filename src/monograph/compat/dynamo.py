@@ -15,14 +15,20 @@ from monograph.compat.operators import attributes
 
 
 def captured_graphs() -> int:
-    """Return how many graphs Dynamo has captured in this process; the number is constant if nothing recompiles."""
+    """Return how many graphs Dynamo has captured in this process; the number is constant if nothing
+    recompiles.
+    """
     return int(torch._dynamo.utils.counters["stats"].get("unique_graphs", 0))
 
 
 def graphs_from_cache() -> int:
-    """Return how many graphs this process has read from the compiler's cache instead of compiling them."""
+    """Return how many graphs this process has read from the compiler's cache instead of compiling
+    them.
+    """
     counters = torch._dynamo.utils.counters
-    return int(counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"])
+    return int(
+        counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+    )
 
 
 def graph_breaks() -> int:
@@ -31,18 +37,23 @@ def graph_breaks() -> int:
 
 
 def is_capture_error(error: BaseException | None) -> bool:
-    """Return whether an error means that torch could not trace or compile a function, not that the function failed."""
+    """Return whether an error means that torch could not trace or compile a function, not that the
+    function failed.
+    """
     import torch._dynamo.exc as dynamo
     import torch._inductor.exc as inductor
 
     own = (dynamo.TorchDynamoException, dynamo.FailOnRecompileLimitHit, inductor.InductorError)
-    too_large = type(error).__name__ == "NoTritonConfigsError"  # a kernel needs more than this GPU has; needs Triton
+    # A kernel needs more than this GPU has; needs Triton.
+    too_large = type(error).__name__ == "NoTritonConfigsError"
     return too_large or isinstance(error, (*own, inductor.CppCompileError))
 
 
 @contextmanager
 def hooks_kept() -> Iterator[None]:
-    """Enable saved-tensor hooks again after the block if an error in a `torch.func` transform left them disabled."""
+    """Enable saved-tensor hooks again after the block if an error in a `torch.func` transform left
+    them disabled.
+    """
     autograd: Any = torch._C._autograd
     enabled = autograd._saved_tensors_hooks_is_enabled()
     try:
@@ -53,9 +64,11 @@ def hooks_kept() -> Iterator[None]:
 
 
 def cache_custom_functions() -> None:
-    """Let torch cache compiled graphs with an `autograd.Function` between runs, which by default it does not.
+    """Let torch cache compiled graphs with an `autograd.Function` between runs, which by default it
+    does not.
 
-    The cache's key includes the traced forward and backward code, so another function gets another entry.
+    The cache's key includes the traced forward and backward code, so another function gets another
+    entry.
     """
     import torch._functorch.config as config
 
@@ -63,9 +76,11 @@ def cache_custom_functions() -> None:
 
 
 def differentiate_outside_autocast() -> None:
-    """Let compiled backward passes compute as eager ones do, after the block of autocast that the forward pass is in.
+    """Let compiled backward passes compute as eager ones do, after the block of autocast that the
+    forward pass is in.
 
-    By default torch compiles them inside of it, and rounds the products of code that had left autocast.
+    By default torch compiles them inside of it, and rounds the products of code that had left
+    autocast.
     """
     import torch._functorch.config as config
 
@@ -73,10 +88,12 @@ def differentiate_outside_autocast() -> None:
 
 
 def cache_attention_kernels() -> None:
-    """Let torch cache compiled graphs that name a kernel of attention (`torch.nn.attention.sdpa_kernel`) between runs.
+    """Let torch cache compiled graphs that name a kernel of attention
+    (`torch.nn.attention.sdpa_kernel`) between runs.
 
-    torch does not list the two functions that Dynamo writes into such a graph as cacheable. Their arguments, and so the
-    kernel's name, are part of the graph from which the key is made, so another kernel gets another entry.
+    torch does not list the two functions that Dynamo writes into such a graph as cacheable. Their
+    arguments, and so the kernel's name, are part of the graph from which the key is made, so
+    another kernel gets another entry.
     """
     import torch._inductor.config as config
 
@@ -91,33 +108,48 @@ def allow_variants() -> None:
 
 
 def one_graph_under_ddp() -> None:
-    """Let a step under DDP be one graph; by default torch splits it where DDP's gradient buckets end."""
+    """Let a step under DDP be one graph; by default torch splits it where DDP's gradient buckets
+    end.
+    """
     torch._dynamo.config.optimize_ddp = False
 
 
 @functools.cache
 def quiet_selective_recompute() -> None:
-    """Drop torch's warning, at every capture, that kept results may be overwritten later: such are not kept here."""
+    """Drop torch's warning, at every capture, that kept results may be overwritten later: such are
+    not kept here.
+    """
     logger = logging.getLogger("torch._higher_order_ops.wrap")
     logger.addFilter(lambda record: "context_fn is passed" not in record.getMessage())
 
 
 def quiet_inputs_of_blocks() -> None:
-    """Drop torch's warning that the gradient of a block's input is accessed: Dynamo does that in a capture."""
-    warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed\.")
+    """Drop torch's warning that the gradient of a block's input is accessed: Dynamo does that in a
+    capture.
+    """
+    warnings.filterwarnings(
+        "ignore", r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed\."
+    )
 
 
 def quiet_missing_tf32() -> None:
-    """Drop torch's advice to compute fp32 in TF32, which has fewer digits: a run in fp32 says so in its own words."""
-    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores for float32 matrix multiplication available")
+    """Drop torch's advice to compute fp32 in TF32, which has fewer digits: a run in fp32 says so in
+    its own words.
+    """
+    warnings.filterwarnings(
+        "ignore", "TensorFloat32 tensor cores for float32 matrix multiplication available"
+    )
 
 
 @contextmanager
 def as_if_compiling() -> Iterator[None]:
-    """Make `torch.compiler.is_compiling()` return True in the block, where flex attention is the operator itself."""
+    """Make `torch.compiler.is_compiling()` return True in the block, where flex attention is the
+    operator itself.
+    """
     import torch.nn.attention.flex_attention as flex
 
-    # Without its flag, flex attention would compile itself, which torch refuses on tensors without numbers.
+    # Without its flag, flex attention would compile itself, which torch refuses on tensors without
+    # numbers.
     alone = attributes(flex, {"_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True})
     with attributes(torch.compiler, {"_is_compiling_flag": True}), alone:
         yield
@@ -129,5 +161,7 @@ def without_numbers() -> bool:
 
 
 def without_modes() -> Any:
-    """Return a context that suspends the caller's dispatch modes, in which `torch.compile` would refuse to trace."""
+    """Return a context that suspends the caller's dispatch modes, in which `torch.compile` would
+    refuse to trace.
+    """
     return _disable_current_modes()

@@ -1,6 +1,8 @@
-"""Extend Inductor with Monograph's passes, operators and native code, and read its kernels and its cache.
+"""Extend Inductor with Monograph's passes, operators and native code, and read its kernels and its
+cache.
 
-Some functions direct or ask the partitioner, which decides what a compiled graph keeps for its backward pass.
+Some functions direct or ask the partitioner, which decides what a compiled graph keeps for its
+backward pass.
 """
 
 import functools
@@ -25,10 +27,12 @@ _WRITTEN_S = 2.0  # time in which another process finishes a library that it is 
 
 @functools.cache
 def remove_cut_off_libraries() -> None:
-    """Remove compiled libraries from Inductor's cache that are shorter than their ELF header says, once per process.
+    """Remove compiled libraries from Inductor's cache that are shorter than their ELF header says,
+    once per process.
 
-    A process that is killed while it compiles leaves such files. Later processes would fail on them, or, if the file is
-    the one that tests for vector instructions, take the processor for one that has none.
+    A process that is killed while it compiles leaves such files. Later processes would fail on
+    them, or, if the file is the one that tests for vector instructions, take the processor for one
+    that has none.
     """
     from torch._inductor.runtime.runtime_utils import cache_dir
 
@@ -57,13 +61,14 @@ def _cut_off(path: Path) -> bool:
 def tell_processors_apart() -> None:
     """Add the processor's vector width to the key of Inductor's cache, which lacks it.
 
-    Otherwise, where machines share a home or ATEN_CPU_CAPABILITY is set, code generated for wider vectors is compiled
-    for narrower ones and writes past its buffers.
+    Otherwise, where machines share a home or ATEN_CPU_CAPABILITY is set, code generated for wider
+    vectors is compiled for narrower ones and writes past its buffers.
     """
     from torch._inductor import config
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
-    if not torch.cuda.is_available():  # on a GPU machine this would run the C++ compiler for nothing
+    # On a GPU machine this would run the C++ compiler for nothing.
+    if not torch.cuda.is_available():
         config.cpp.simdlen = config.cpp.simdlen or pick_vec_isa().bit_width()
 
 
@@ -91,22 +96,26 @@ def cats_in_parts() -> dict[str, int]:
 def keep_strides_of_block_masks() -> None:
     """Fix the strides of a block mask's lists before flex attention's kernel is written with them.
 
-    Without gradients Inductor may choose others for the axis of length 1 afterwards; torch 2.11 does. Rows after the
-    first one then see the wrong keys, or memory that is not theirs.
+    Without gradients Inductor may choose others for the axis of length 1 afterwards; torch 2.11
+    does. Rows after the first one then see the wrong keys, or memory that is not theirs.
     """
     flex: Any = importlib.import_module("torch._inductor.kernel.flex.flex_attention")
     realize = flex.maybe_realize
 
     def fixed(values: list[Any]) -> list[Any]:
         found = realize(values)
-        flex.freeze_irnodes([x for x in found if hasattr(x, "get_dtype") and not x.get_dtype().is_floating_point])
+        flex.freeze_irnodes(
+            [x for x in found if hasattr(x, "get_dtype") and not x.get_dtype().is_floating_point]
+        )
         return found
 
     flex.maybe_realize = fixed
 
 
 def graph_pass(rewrite: Callable[[Any], None], *files: str) -> object:
-    """Return a pass for Inductor that calls `rewrite`; its key in the cache is the hash of its sources, `files`."""
+    """Return a pass for Inductor that calls `rewrite`; its key in the cache is the hash of its
+    sources, `files`.
+    """
     import torch._inductor.custom_graph_pass as passes
 
     class Pass(passes.CustomGraphPass):
@@ -120,20 +129,29 @@ def graph_pass(rewrite: Callable[[Any], None], *files: str) -> object:
 
 
 def onednn_matmul(left: Any, right: Any) -> Any:
-    """Return left [N, K] @ right [K, M], fp32 on a CPU, computed by oneDNN, which torch itself uses only for bf16."""
+    """Return left [N, K] @ right [K, M], fp32 on a CPU, computed by oneDNN, which torch itself uses
+    only for bf16.
+    """
     return torch.ops.mkldnn._linear_pointwise(left, right.T, None, "none", [], "")
 
 
-def scaled_mm(left: Any, right: Any, left_unit: Any, right_unit: Any, dtype: Any, *, fast: bool = False) -> Any:
-    """Return (left * left_unit) @ (right * right_unit) in `dtype` for fp8 matrices; `right` is column-major.
+def scaled_mm(
+    left: Any, right: Any, left_unit: Any, right_unit: Any, dtype: Any, *, fast: bool = False
+) -> Any:
+    """Return (left * left_unit) @ (right * right_unit) in `dtype` for fp8 matrices; `right` is
+    column-major.
 
     `fast` lets a GPU accumulate partial sums in less than fp32.
     """
-    return torch._scaled_mm(left, right, left_unit, right_unit, out_dtype=dtype, use_fast_accum=fast)
+    return torch._scaled_mm(
+        left, right, left_unit, right_unit, out_dtype=dtype, use_fast_accum=fast
+    )
 
 
 def native(source: str) -> Any:
-    """Return the ctypes library of C++ source, compiled once for this processor and kept in Inductor's cache."""
+    """Return the ctypes library of C++ source, compiled once for this processor and kept in
+    Inductor's cache.
+    """
     from torch._inductor.codecache import CppCodeCache
 
     return CppCodeCache.load(source)
@@ -141,9 +159,11 @@ def native(source: str) -> Any:
 
 @functools.cache
 def lower_to_call(operator: Any, function: Callable[..., None]) -> None:
-    """Let Inductor call `function(left, right, out=...)` for a matrix product, bypassing torch's dispatcher.
+    """Let Inductor call `function(left, right, out=...)` for a matrix product, bypassing torch's
+    dispatcher.
 
-    This saves half of a call's 5 microseconds. Cached graphs find the function by the operator's name.
+    This saves half of a call's 5 microseconds. Cached graphs find the function by the operator's
+    name.
     """
     from torch._inductor.kernel.mm_common import mm_args
     from torch._inductor.lowering import register_lowering
@@ -159,7 +179,9 @@ def lower_to_call(operator: Any, function: Callable[..., None]) -> None:
 
 @functools.cache
 def lower_to_memory(operator: Any) -> None:
-    """Let Inductor compile `operator(value)` to the value itself, stored in memory and not fused into its readers."""
+    """Let Inductor compile `operator(value)` to the value itself, stored in memory and not fused
+    into its readers.
+    """
     from torch._inductor.lowering import register_lowering
 
     @register_lowering(operator, type_promotion_kind=None)  # type: ignore[untyped-decorator]
@@ -170,9 +192,11 @@ def lower_to_memory(operator: Any) -> None:
 
 @contextmanager
 def watched_kernels() -> Iterator[None]:
-    """In the block, let profilers see the calls that graphs on a CPU make without the dispatcher, with their arguments.
+    """In the block, let profilers see the calls that graphs on a CPU make without the dispatcher,
+    with their arguments.
 
-    Profilers see Inductor's GPU kernels by themselves. The kernels are globals of each graph's module.
+    Profilers see Inductor's GPU kernels by themselves. The kernels are globals of each graph's
+    module.
     """
     from torch._C._profiler import _RecordFunctionFast
     from torch._inductor.codecache import PyCodeCache
@@ -192,8 +216,11 @@ def watched_kernels() -> Iterator[None]:
         if name.startswith(("cpp_fused_", "monograph_")) and callable(value)
     ]
     for place, name, kernel in places:
-        # Functions of `lower_to_call` are shown under the names that the dispatcher would give them.
-        place[name] = watched(name.replace("_", "::", 1) if name.startswith("monograph_") else name, kernel)
+        # Functions of `lower_to_call` are shown under the names that the dispatcher would give
+        # them.
+        place[name] = watched(
+            name.replace("_", "::", 1) if name.startswith("monograph_") else name, kernel
+        )
     try:
         yield
     finally:
@@ -202,37 +229,51 @@ def watched_kernels() -> Iterator[None]:
 
 
 def quiet_profiler() -> None:
-    """Keep torch's profiler from writing lines about itself to standard error; a user's own setting is kept."""
+    """Keep torch's profiler from writing lines about itself to standard error; a user's own setting
+    is kept.
+    """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 def parse_no_events(watching: torch.profiler.profile) -> None:
-    """Have a profile that has begun only write a trace: parsing its events, which is slow, is left out.
+    """Have a profile that has begun only write a trace: parsing its events, which is slow, is left
+    out.
 
-    torch parses them at once with `acc_events`, without which torch 2.11 warns of cycles that there are not.
+    torch parses them at once with `acc_events`, without which torch 2.11 warns of cycles that there
+    are not.
     """
     assert watching.profiler is not None
     watching.profiler.acc_events = False
 
 
-# The partitioner keeps values that a checkpointed region reads from an earlier one, so this is later than all others.
+# The partitioner keeps values that a checkpointed region reads from an earlier one, so this is
+# later than all others.
 _LAST_REGION = 1 << 30
 
 
 def make_again(graph: Any) -> None:
-    """Mark values computed from 8-bit integers, up to matrix products, for recomputation in the backward pass.
+    """Mark values computed from 8-bit integers, up to matrix products, for recomputation in the
+    backward pass.
 
-    Otherwise the partitioner keeps the dequantised copy of a frozen weight, because the backward pass reads it. `graph`
-    has both passes; the marks are those of checkpointing.
+    Otherwise the partitioner keeps the dequantised copy of a frozen weight, because the backward
+    pass reads it. `graph` has both passes; the marks are those of checkpointing.
     """
     products = {torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.ops.aten.baddbmm}
     inputs = graph.find_nodes(op="placeholder")
-    codes = [node for node in inputs if getattr(node.meta.get("val"), "dtype", None) in (torch.int8, torch.uint8)]
+    codes = [
+        node
+        for node in inputs
+        if getattr(node.meta.get("val"), "dtype", None) in (torch.int8, torch.uint8)
+    ]
     again = set[Any]()
     waiting = [user for node in codes for user in node.users]
     while waiting:
         node = waiting.pop()
-        if node.op != "call_function" or node in again or getattr(node.target, "overloadpacket", None) in products:
+        if (
+            node.op != "call_function"
+            or node in again
+            or getattr(node.target, "overloadpacket", None) in products
+        ):
             continue
         again.add(node)
         waiting += [*node.users, *node.all_input_nodes]
@@ -241,7 +282,8 @@ def make_again(graph: Any) -> None:
 
 
 def keep_once(graph: Any) -> None:
-    """Mark values computed from inputs that the forward pass overwrites, such as running means, to be kept.
+    """Mark values computed from inputs that the forward pass overwrites, such as running means, to
+    be kept.
 
     Otherwise the partitioner may recompute them in the backward pass, from the overwritten inputs.
     """
@@ -256,9 +298,13 @@ def keep_once(graph: Any) -> None:
             # A view, or an item of several results, changes together with the input.
             if operators.is_view(user) or user.target is operator.getitem:
                 reading.append(user)
-            # A training batch norm's output depends on the batch's mean, not on the running mean that it writes.
+            # A training batch norm's output depends on the batch's mean, not on the running mean
+            # that it writes.
             elif user.target is not write and "batch_norm" not in str(user.target):
-                for node in (user, *(part for part in user.users if part.target is operator.getitem)):
+                for node in (
+                    user,
+                    *(part for part in user.users if part.target is operator.getitem),
+                ):
                     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
@@ -269,11 +315,15 @@ def mark_recomputed(graph: Any) -> None:
 
 
 def aot_eager() -> Any:
-    """Return torch's backend of this name, which traces both passes and generates no code, with `mark_recomputed`."""
+    """Return torch's backend of this name, which traces both passes and generates no code, with
+    `mark_recomputed`.
+    """
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
 
-    return aot_autograd(fw_compiler=boxed_nop, partition_fn=_partition, keep_inference_input_mutations=True)
+    return aot_autograd(
+        fw_compiler=boxed_nop, partition_fn=_partition, keep_inference_input_mutations=True
+    )
 
 
 def _partition(graph: Any, inputs: Any, **options: Any) -> Any:
@@ -285,9 +335,11 @@ def _partition(graph: Any, inputs: Any, **options: Any) -> Any:
 
 
 def stored_by_graph(forward: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> int:
-    """Return the bytes that a module's compiled forward graph keeps for its backward pass, without its inputs.
+    """Return the bytes that a module's compiled forward graph keeps for its backward pass, without
+    its inputs.
 
-    They are chosen by Inductor's partitioner, which recomputes values that fuse into the backward pass.
+    They are chosen by Inductor's partitioner, which recomputes values that fuse into the backward
+    pass.
     """
     from torch._functorch.aot_autograd import aot_function
     from torch._inductor.decomposition import select_decomp_table
@@ -295,9 +347,12 @@ def stored_by_graph(forward: Callable[..., Any], module: Any, args: Any, kwargs:
 
     own_tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     whole, form = tree_flatten((args, kwargs))
-    # A graph would take a mask's tensors for constants, so they become inputs. Its rule, which reads tensors as well,
-    # decides about no bytes.
-    apart = [{**vars(leaf), "mask_mod": noop_mask} if isinstance(leaf, BlockMask) else leaf for leaf in whole]
+    # A graph would take a mask's tensors for constants, so they become inputs. Its rule, which
+    # reads tensors as well, decides about no bytes.
+    apart = [
+        {**vars(leaf), "mask_mod": noop_mask} if isinstance(leaf, BlockMask) else leaf
+        for leaf in whole
+    ]
     leaves, inner = tree_flatten(apart)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     stored: dict[int, int] = {}
@@ -307,18 +362,31 @@ def stored_by_graph(forward: Callable[..., Any], module: Any, args: Any, kwargs:
         for place, tensor in zip(places, tensors[len(own_tensors) :], strict=True):
             given[place] = tensor
         with _reparametrize_module(module, dict(zip(own_tensors, tensors, strict=False))):
-            again = [BlockMask(**leaf) if isinstance(leaf, dict) else leaf for leaf in tree_unflatten(given, inner)]
+            again = [
+                BlockMask(**leaf) if isinstance(leaf, dict) else leaf
+                for leaf in tree_unflatten(given, inner)
+            ]
             args, kwargs = tree_unflatten(again, form)
-            return [leaf for leaf in tree_leaves(forward(*args, **kwargs)) if isinstance(leaf, Tensor)]
+            return [
+                leaf for leaf in tree_leaves(forward(*args, **kwargs)) if isinstance(leaf, Tensor)
+            ]
 
     def storages(nodes: Any) -> list[Any]:
-        return [value.untyped_storage() for node in nodes if isinstance(value := node.meta["val"], Tensor)]
+        return [
+            value.untyped_storage()
+            for node in nodes
+            if isinstance(value := node.meta["val"], Tensor)
+        ]
 
     def partition(graph: Any, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
         parts = _partition(graph, inputs, num_fwd_outputs=num_fwd_outputs, **options)
         outputs: Any = parts[0].graph.output_node().args[0]
-        stored.update((storage._cdata, storage.nbytes()) for storage in storages(outputs[num_fwd_outputs:]))
-        stored.update((storage._cdata, 0) for storage in storages(parts[0].graph.find_nodes(op="placeholder")))
+        stored.update(
+            (storage._cdata, storage.nbytes()) for storage in storages(outputs[num_fwd_outputs:])
+        )
+        stored.update(
+            (storage._cdata, 0) for storage in storages(parts[0].graph.find_nodes(op="placeholder"))
+        )
         return parts
 
     tensors = [*own_tensors.values(), *(leaves[place] for place in places)]
@@ -333,8 +401,11 @@ def stored_by_graph(forward: Callable[..., Any], module: Any, args: Any, kwargs:
     return sum(stored.values())
 
 
-def partitioned(forward: Callable[[Any], Any], backward: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Return a backend of `torch.compile` that makes the forward and backward graphs of Inductor but compiles neither.
+def partitioned(
+    forward: Callable[[Any], Any], backward: Callable[[Any], Any]
+) -> Callable[..., Any]:
+    """Return a backend of `torch.compile` that makes the forward and backward graphs of Inductor
+    but compiles neither.
 
     `forward` and `backward` turn a graph into a function of the list of its arguments.
     """
@@ -352,7 +423,9 @@ def partitioned(forward: Callable[[Any], Any], backward: Callable[[Any], Any]) -
 
 
 def activations_kept(share: float) -> AbstractContextManager[Any]:
-    """In the block, compile graphs that keep at most this share of the activations for the backward pass."""
+    """In the block, compile graphs that keep at most this share of the activations for the backward
+    pass.
+    """
     import torch._functorch.config as config
 
     return nullcontext() if share == 1 else config.patch(activation_memory_budget=share)

@@ -4,4 +4,14 @@ from monograph.config.keys import DEFAULT_MINUTES, KEYS
 from monograph.config.settings import EXCLUSIVE, Settings, build, check
 from monograph.config.sources import Arguments, classify, load
 
-__all__ = ["DEFAULT_MINUTES", "EXCLUSIVE", "KEYS", "Arguments", "Settings", "build", "check", "classify", "load"]
+__all__ = [
+    "DEFAULT_MINUTES",
+    "EXCLUSIVE",
+    "KEYS",
+    "Arguments",
+    "Settings",
+    "build",
+    "check",
+    "classify",
+    "load",
+]

@@ -1,4 +1,5 @@
-"""Parse the axes of a sweep, such as `key=1,2` or `key=log:1e-5..1e-2:8`, and list the points that they span.
+"""Parse the axes of a sweep, such as `key=1,2` or `key=log:1e-5..1e-2:8`, and list the points that
+they span.
 
 An axis is a list of values, or a range of numbers to draw samples from.
 """
@@ -21,7 +22,8 @@ from monograph.ensemble.knobs import log_range, require_ends
 from monograph.errors import UsageError
 
 SEED = "train.seed"
-# Members of one graph may differ in these keys: numbers that an update reads, and the seed of weights and row order.
+# Members of one graph may differ in these keys: numbers that an update reads, and the seed of
+# weights and row order.
 IN_ONE_GRAPH = (
     "optim.lr",
     "optim.weight_decay",
@@ -32,7 +34,8 @@ IN_ONE_GRAPH = (
     "optim.min_lr_ratio",
     SEED,
 )
-# These keys change shapes, the graph or the length, so members that differ in them are in groups with a graph each.
+# These keys change shapes, the graph or the length, so members that differ in them are in groups
+# with a graph each.
 BETWEEN_GRAPHS = (
     "model.preset",
     "model.family",
@@ -145,16 +148,20 @@ def axes_of(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], list[Axis]]:
     """Return the overrides that are single values, and the axes.
 
     Raises:
-        UsageError: a key cannot be an axis (the message lists those that can), a range is wrong, or a value is empty
-            or given twice; all that is wrong is said at once.
+        UsageError: a key cannot be an axis (the message lists those that can), a range is wrong, or
+            a value is empty or given twice; all that is wrong is said at once.
     """
     fixed, axes, faults = axes_and_faults(overrides)
     raise_all(faults)
     return fixed, axes
 
 
-def axes_and_faults(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], list[Axis], list[UsageError]]:
-    """Return the overrides that are single values, also those of keys that are not there; the axes; what is wrong."""
+def axes_and_faults(
+    overrides: Mapping[str, Any],
+) -> tuple[dict[str, Any], list[Axis], list[UsageError]]:
+    """Return the overrides that are single values, also those of keys that are not there; the axes;
+    what is wrong.
+    """
     fixed = dict[str, Any]()
     axes = list[Axis]()
     faults = list[UsageError]()
@@ -172,7 +179,8 @@ def axes_and_faults(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], list[
 
 
 def require_single_values(toml: Path) -> None:
-    """Refuse axes in a TOML file, where a key has one value; other wrong values are left to whoever loads the file.
+    """Refuse axes in a TOML file, where a key has one value; other wrong values are left to whoever
+    loads the file.
 
     Raises:
         UsageError: a key has several values; the message says how to type them.
@@ -182,7 +190,9 @@ def require_single_values(toml: Path) -> None:
         said = _several(key, given) if key in AXES else None
         if said is not None:
             why = "a file has one for each key; type the axis on the command line"
-            faults.append(UsageError(f"{given.origin}: {key} has several values, and {why}: {said}"))
+            faults.append(
+                UsageError(f"{given.origin}: {key} has several values, and {why}: {said}")
+            )
     raise_all(faults)
 
 
@@ -214,31 +224,42 @@ def _typed(value: object) -> str:
 
 
 def points(axes: Sequence[Axis], samples: int | None = None) -> list[Point]:
-    """Return every combination of the axes' values, the last axis changing fastest, or `samples` random ones.
+    """Return every combination of the axes' values, the last axis changing fastest, or `samples`
+    random ones.
 
-    Seeds are not sampled: each sample has every seed, so that it has an error bar, too. The draws depend only on the
-    axes and the number of samples, and are the same each time.
+    Seeds are not sampled: each sample has every seed, so that it has an error bar, too. The draws
+    depend only on the axes and the number of samples, and are the same each time.
 
     Raises:
-        UsageError: a range has no number of values and `samples` is None, or there are fewer points than samples.
+        UsageError: a range has no number of values and `samples` is None, or there are fewer points
+            than samples.
     """
     if samples is None:
         if open_ended := [axis for axis in axes if axis.stretch]:
-            raise UsageError(f"{_said(open_ended[0])}: say how many values, ...:8, or draw some with --samples N")
+            raise UsageError(
+                f"{_said(open_ended[0])}: say how many values, ...:8, or draw some with --samples N"
+            )
         return _product(axes)
     if samples < 1:
         raise UsageError(f"--samples {samples}: expected a number above 0")
-    drawn, seeds = [axis for axis in axes if axis.key != SEED], [axis for axis in axes if axis.key == SEED]
+    drawn, seeds = (
+        [axis for axis in axes if axis.key != SEED],
+        [axis for axis in axes if axis.key == SEED],
+    )
     if not drawn:
         raise UsageError("--samples draws from axes: give one, such as optim.lr=log:1e-4..1e-2")
     _require_few(f"--samples {samples}", samples * math.prod(len(axis.values) for axis in seeds))
     generator = random.Random(0)
     if any(axis.stretch for axis in drawn):
-        drawn_points = [{axis.key: _draw(axis, generator) for axis in drawn} for _ in range(samples)]
+        drawn_points = [
+            {axis.key: _draw(axis, generator) for axis in drawn} for _ in range(samples)
+        ]
     else:
         every = range(math.prod(len(axis.values) for axis in drawn))
         if samples > len(every):
-            raise UsageError(f"--samples {samples}: the axes have {len(every)} points in all; leave it out for all")
+            raise UsageError(
+                f"--samples {samples}: the axes have {len(every)} points in all; leave it out for all"
+            )
         drawn_points = [_point(drawn, index) for index in sorted(generator.sample(every, samples))]
     return [point | seed for point in drawn_points for seed in _product(seeds)]
 
@@ -300,18 +321,28 @@ def _axis(key: str, text: str) -> Axis | None:
             check(key, text, COMMAND_LINE, from_text=True)
         except UsageError:
             axes = ", ".join(AXES)
-            raise UsageError(f"{key}={text}: {key} cannot be an axis: {_WHY_NOT[key]}; axes are {axes}") from None
+            raise UsageError(
+                f"{key}={text}: {key} cannot be an axis: {_WHY_NOT[key]}; axes are {axes}"
+            ) from None
         return None  # it is a text with commas in it
-    axis = _ranged(key, text, *bounds.groups()) if bounds else Axis(key, tuple(_checked(key, part) for part in parts))
+    axis = (
+        _ranged(key, text, *bounds.groups())
+        if bounds
+        else Axis(key, tuple(_checked(key, part) for part in parts))
+    )
     for index, value in enumerate(axis.values):
         if value in axis.values[:index]:
-            raise UsageError(f"{key}={text}: {value} is there twice, and its members would be equal")
+            raise UsageError(
+                f"{key}={text}: {value} is there twice, and its members would be equal"
+            )
     return axis
 
 
 def _range_meant(key: str, text: str) -> str:
     """Return how a range is typed that is written as other programs have it; "" if it is none."""
-    if (whole := re.fullmatch(r"([0-9]+)[-:]([0-9]+)", text)) and 0 < int(whole[2]) - int(whole[1]) <= 100:
+    if (whole := re.fullmatch(r"([0-9]+)[-:]([0-9]+)", text)) and 0 < int(whole[2]) - int(
+        whole[1]
+    ) <= 100:
         return f"{whole[1]}..{whole[2]}"
     called = re.fullmatch(r"(\w+)\(([^,()]+),([^,()]+)(?:,([^,()]+))?\)", text)
     if not called or key not in AXES:
@@ -322,7 +353,9 @@ def _range_meant(key: str, text: str) -> str:
 
 
 def _today(key: str, each: Sequence[Texts]) -> str:
-    """Return what to type for an axis with values in old spellings, of which each says several keys."""
+    """Return what to type for an axis with values in old spellings, of which each says several
+    keys.
+    """
     values = joined(each)
     varied = [new for new, texts in values.items() if len(texts) > 1]
     if key not in AXES or not set(varied) <= set(AXES):
@@ -332,37 +365,63 @@ def _today(key: str, each: Sequence[Texts]) -> str:
 
 
 def _parts(key: str, text: str) -> list[str]:
-    """Split a text at its commas; a pair is one part, `0.9,0.95`, and several pairs are `[0.9,0.95],[0.9,0.99]`."""
+    """Split a text at its commas; a pair is one part, `0.9,0.95`, and several pairs are
+    `[0.9,0.95],[0.9,0.99]`.
+    """
     if key in _IN_BRACKETS:
         return re.findall(r"\[[^\]]*\]", text) or [text]
     return [part.strip() for part in text.split(",")]
 
 
-def _ranged(key: str, text: str, scale: str | None, first: str, last: str, count: str | None) -> Axis:
-    """Parse `0..3`, `lin:0..0.2:3` or `log:1e-5..1e-2:8`; without a count, the latter two are ranges to draw from."""
+def _ranged(
+    key: str, text: str, scale: str | None, first: str, last: str, count: str | None
+) -> Axis:
+    """Parse `0..3`, `lin:0..0.2:3` or `log:1e-5..1e-2:8`; without a count, the latter two are
+    ranges to draw from.
+    """
     if not first.strip() or not last.strip():
         raise UsageError(f"{key}={text}: {_RANGES}")
     if scale is None:
-        if not (first.isdecimal() and last.isdecimal()) or count is not None or int(last) < int(first):
-            raise UsageError(f"{key}={text}: expected whole numbers, 0..3, or lin:0..0.2:3 or log:1e-4..1e-2:8")
+        if (
+            not (first.isdecimal() and last.isdecimal())
+            or count is not None
+            or int(last) < int(first)
+        ):
+            raise UsageError(
+                f"{key}={text}: expected whole numbers, 0..3, or lin:0..0.2:3 or log:1e-4..1e-2:8"
+            )
         _require_few(f"{key}={text}", int(last) - int(first) + 1)
-        return Axis(key, tuple(_checked(key, str(number)) for number in range(int(first), int(last) + 1)))
+        return Axis(
+            key, tuple(_checked(key, str(number)) for number in range(int(first), int(last) + 1))
+        )
     low = _number(key, text, first)
     high = _number(key, text, last)
     if scale == "log" and min(low, high) <= 0:
-        raise UsageError(f"{key}={text}: the ends of a log range are above 0; for others there is lin:")
+        raise UsageError(
+            f"{key}={text}: the ends of a log range are above 0; for others there is lin:"
+        )
     if count is None:
         require_ends(f"{key}={text}", low, high, 2)
         values = [_checked(key, end) for end in (first, last)]  # the key must accept both ends
-        return Axis(key, (), ("log" if scale == "log" else "lin", float(values[0]), float(values[1])))
+        return Axis(
+            key, (), ("log" if scale == "log" else "lin", float(values[0]), float(values[1]))
+        )
     if not count.isdecimal():
-        raise UsageError(f"{key}={text}: expected a whole number of values after the last colon, not {count!r}")
+        raise UsageError(
+            f"{key}={text}: expected a whole number of values after the last colon, not {count!r}"
+        )
     n = int(count)
     _require_few(f"{key}={text}", n)
     require_ends(f"{key}={text}", low, high, n)
-    numbers = log_range(low, high, n) if scale == "log" else [low + (high - low) * i / max(1, n - 1) for i in range(n)]
+    numbers = (
+        log_range(low, high, n)
+        if scale == "log"
+        else [low + (high - low) * i / max(1, n - 1) for i in range(n)]
+    )
     ends = {0: first, n - 1: last}
-    return Axis(key, tuple(_checked(key, ends.get(i, f"{number:.4g}")) for i, number in enumerate(numbers)))
+    return Axis(
+        key, tuple(_checked(key, ends.get(i, f"{number:.4g}")) for i, number in enumerate(numbers))
+    )
 
 
 def _number(key: str, text: str, end: str) -> float:

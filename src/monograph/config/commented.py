@@ -1,4 +1,6 @@
-"""Write settings as a commented configuration: each key with its meaning, the values it accepts and its origin."""
+"""Write settings as a commented configuration: each key with its meaning, the values it accepts and
+its origin.
+"""
 
 import textwrap
 from collections.abc import Iterator
@@ -18,7 +20,8 @@ _HEAD = (
 
 
 def commented(settings: Settings) -> str:
-    """Return the TOML text that loads as these settings and has every key, as a comment if it is not set.
+    """Return the TOML text that loads as these settings and has every key, as a comment if it is
+    not set.
 
     No line is longer than WIDTH unless a value that was given is.
     """
@@ -42,18 +45,24 @@ def _lines(settings: Settings) -> Iterator[str]:
             for word, stands_for in said.choices.items():
                 yield from _text(f"{word}: {stands_for}")
             if key in settings.origins and values[key] is not None:
-                yield from _given(f"{field} = {toml_of(values[key])}", one_line(settings.origins[key]))
+                yield from _given(
+                    f"{field} = {toml_of(values[key])}", one_line(settings.origins[key])
+                )
             else:
                 shown = said.example if said.default is None else said.default
                 yield f"{UNSET + f'{field} = {toml_of(shown)}':<{ORIGIN_COLUMN}}# {_absence(key, settings)}"
 
 
 def _text(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=TEXT, subsequent_indent=TEXT, break_on_hyphens=False)
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=TEXT, subsequent_indent=TEXT, break_on_hyphens=False
+    )
 
 
 def _given(assignment: str, origin: str) -> Iterator[str]:
-    """Yield the line of a key that is set, with its origin, which has a line of its own if both do not fit in one."""
+    """Yield the line of a key that is set, with its origin, which has a line of its own if both do
+    not fit in one.
+    """
     line = f"{assignment:<{ORIGIN_COLUMN}}# {origin}"
     if len(line) <= WIDTH:
         yield line
@@ -64,7 +73,9 @@ def _given(assignment: str, origin: str) -> Iterator[str]:
 
 def _absence(key: str, settings: Settings) -> str:
     """Return what applies to a key that is not set."""
-    others = [other for group in EXCLUSIVE if key in group for other in group if other in settings.origins]
+    others = [
+        other for group in EXCLUSIVE if key in group for other in group if other in settings.origins
+    ]
     if others:
         return f"not set, as {others[0]} is"
     said = described(key)

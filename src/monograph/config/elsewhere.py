@@ -1,15 +1,16 @@
-"""Names that other programs have for keys, options and commands: people who know them look for them first.
+"""Names that other programs have for keys, options and commands: people who know them look for them
+first.
 
-Sources: the arguments of transformers' Trainer 5, TRL 1, PEFT 0.18, Unsloth, axolotl, litgpt, torchtune, nanoGPT,
-nanochat, vLLM and llama.cpp.
+Sources: the arguments of transformers' Trainer 5, TRL 1, PEFT 0.18, Unsloth, axolotl, litgpt,
+torchtune, nanoGPT, nanochat, vLLM and llama.cpp.
 """
 
 _BETAS = "say optim.betas=0.9,0.95, which holds both"
-_TRACKER = "say monograph follow RUN --to wandb, beside the run, or to tensorboard, trackio or mlflow"
-_RANKS = "say torchrun --standalone --nproc-per-node N -m monograph train train.parallel=ddp"
-_ALWAYS = (
-    "leave it out: it is always so: of a conversation, or a prompt and its completion, answers alone are trained on"
+_TRACKER = (
+    "say monograph follow RUN --to wandb, beside the run, or to tensorboard, trackio or mlflow"
 )
+_RANKS = "say torchrun --standalone --nproc-per-node N -m monograph train train.parallel=ddp"
+_ALWAYS = "leave it out: in conversations, and in prompts with completions, only the answers are trained on"
 _PER_UPDATE = "say train.tokens_per_update=N, the tokens of an update, however it is split"
 _WALL = "say --wall-minutes N"
 _PATHS = "name the text as it is: monograph train my_texts/"
@@ -17,7 +18,9 @@ _RESUME = "say --resume RUN"
 _CHOSEN = "leave it out: it is chosen by itself"
 
 # The device of any command.
-DEVICES = dict.fromkeys(("use_cpu", "no_cuda", "cpu"), "say CUDA_VISIBLE_DEVICES= before the command") | dict.fromkeys(
+DEVICES = dict.fromkeys(
+    ("use_cpu", "no_cuda", "cpu"), "say CUDA_VISIBLE_DEVICES= before the command"
+) | dict.fromkeys(
     ("device", "gpu", "cuda", "local_rank"),
     "say CUDA_VISIBLE_DEVICES=0 before the command; monograph plan --device NAME plans for another card",
 )
@@ -246,9 +249,29 @@ VALUES: dict[str, dict[str, str]] = {
         "16-true": "fp16",
         "float8": "fp8",
     },
-    "train.compile": {"true": "whole", "yes": "whole", "on": "whole", "false": "none", "no": "none", "off": "none"},
-    "train.remat": {"true": "full", "yes": "full", "on": "full", "false": "none", "no": "none", "off": "none"},
-    "train.memory": {"cpu": "stream", "offload": "stream", "host": "stream", "gpu": "device", "cuda": "device"},
+    "train.compile": {
+        "true": "whole",
+        "yes": "whole",
+        "on": "whole",
+        "false": "none",
+        "no": "none",
+        "off": "none",
+    },
+    "train.remat": {
+        "true": "full",
+        "yes": "full",
+        "on": "full",
+        "false": "none",
+        "no": "none",
+        "off": "none",
+    },
+    "train.memory": {
+        "cpu": "stream",
+        "offload": "stream",
+        "host": "stream",
+        "gpu": "device",
+        "cuda": "device",
+    },
     "train.parallel": {
         "dp": "ddp",
         "fsdp2": "fsdp",
@@ -259,7 +282,13 @@ VALUES: dict[str, dict[str, str]] = {
         "hybrid_shard": "hsdp",
         "false": "none",
     },
-    "data.packing": {"true": "packed", "yes": "packed", "bfd": "packed", "false": "padded", "no": "padded"},
+    "data.packing": {
+        "true": "packed",
+        "yes": "packed",
+        "bfd": "packed",
+        "false": "padded",
+        "no": "padded",
+    },
     "data.bad_records": {"ignore": "skip", "drop": "skip", "error": "refuse", "raise": "refuse"},
     "data.answers": {"all": "every", "true": "every"},
     "lora.base": {
@@ -283,8 +312,9 @@ VALUES: dict[str, dict[str, str]] = {
     "rl.kl": {"false": "none", "0": "none", "0.0": "none"},
 }
 
-# By command: what its options, and what stands for them, are called elsewhere. A name that begins with a dash is an
-# option, which then takes the value that was typed; "" is an argument without a name.
+# By command: what its options, and what stands for them, are called elsewhere. A name that begins
+# with a dash is an option, which then takes the value that was typed; "" is an argument without a
+# name.
 _RUN = "name the run or model as it is"
 _LENGTH = "leave it out: the longest text is what the model has"
 _SAMPLER = {
@@ -302,7 +332,10 @@ _SAMPLER = {
         "xtc_probability",
         "penalty_last_n",
     )
-} | {"repeat_penalty": "--sampler repetition_penalty={}", "repeat_last_n": "--sampler penalty_last_n={}"}
+} | {
+    "repeat_penalty": "--sampler repetition_penalty={}",
+    "repeat_last_n": "--sampler penalty_last_n={}",
+}
 _PROMPT = "type the prompt as it is: monograph generate last 'Once upon a time'"
 _ONE_ANSWER = "say monograph generate RUN PROMPT --chat"
 _WRITING = {
@@ -412,7 +445,8 @@ OPTIONS: dict[str, dict[str, str]] = {
     "evaluate": _MEASURING,
     "compare": _MEASURING | {"output": "--report", "out": "--report", "html": "--report"},
     "runs": dict.fromkeys(
-        ("dir", "folder", "path", "out", "output_dir", "root"), "name the folder as it is: monograph runs FOLDER"
+        ("dir", "folder", "path", "out", "output_dir", "root"),
+        "name the folder as it is: monograph runs FOLDER",
     ),
     "follow": {
         "tracker": "--to",

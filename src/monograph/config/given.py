@@ -15,7 +15,8 @@ class Given(NamedTuple):
     Attributes:
         value: the value.
         origin: the origin, for messages.
-        rank: 1 (TOML), 2 (environment) or 3 (command line); of keys that exclude each other the highest counts.
+        rank: 1 (TOML), 2 (environment) or 3 (command line); of keys that exclude each other the
+            highest counts.
         from_text: whether a number may be given as text.
         written: the value as a person wrote it, for messages; "": as it is.
     """

@@ -1,4 +1,5 @@
-"""Define every key of the configuration: its type, its default, the values it accepts and its meaning.
+"""Define every key of the configuration: its type, its default, the values it accepts and its
+meaning.
 
 The pages, `--print-config` and errors have these texts from here (`described`).
 """
@@ -18,12 +19,25 @@ from monograph.ranges import ABOVE_0, DECAY, FRACTION, NOT_NEGATIVE
 
 Auto = Literal["auto"]
 
-_MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_MULTIPLES = {
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "b": 10**9,
+    "t": 10**12,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+}
 
 
 def _count(value: object) -> Any:
-    """Read `"512k"` → 512000, `"64Ki"` → 65536, `1e6` → 1000000; the key's type refuses any other text."""
-    if isinstance(value, str) and (match := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmgbt]|[kmg]i)", value.lower())):
+    """Read `"512k"` → 512000, `"64Ki"` → 65536, `1e6` → 1000000; the key's type refuses any other
+    text.
+    """
+    if isinstance(value, str) and (
+        match := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmgbt]|[kmg]i)", value.lower())
+    ):
         value = float(Decimal(match[1]) * _MULTIPLES[match[2]])
     elif isinstance(value, str) and re.fullmatch(r"[0-9]+(\.[0-9]+)?e[0-9]+", value.lower()):
         value = float(value)
@@ -45,12 +59,15 @@ def _numbers(value: object) -> Any:
 
 
 def _strings(value: object) -> Any:
-    """Read `'["a", "b"]'`, as a shell gives a list, → `["a", "b"]`; other text, such as `[ab]*.txt`, stays as it is."""
+    """Read `'["a", "b"]'`, as a shell gives a list, → `["a", "b"]`; other text, such as
+    `[ab]*.txt`, stays as it is.
+    """
     if isinstance(value, str) and value.startswith("["):
         try:
             return tomllib.loads(f"list = {value}")["list"]
         except tomllib.TOMLDecodeError:
-            if re.match(r"\[\s*[\"']", value):  # it is an unfinished list, as no file's name begins like this
+            # It is an unfinished list, as no file's name begins like this.
+            if re.match(r"\[\s*[\"']", value):
                 raise
         except RecursionError:
             raise ValueError("a list of texts, and this is nested too deeply") from None
@@ -65,8 +82,8 @@ def _without_nul(value: str) -> str:
 
 Text = Annotated[str, Field(min_length=1), AfterValidator(_without_nul)]
 Texts = Annotated[Text | Annotated[list[Text], Field(min_length=1)], BeforeValidator(_strings)]
-# No model needs more than these. Building or counting a model of such sizes would take hours before it could be
-# refused; whether this machine's memory suffices is checked later.
+# No model needs more than these. Building or counting a model of such sizes would take hours before
+# it could be refused; whether this machine's memory suffices is checked later.
 MOST_LAYERS = 2**12
 MOST_SIZE = 2**24
 MOST_LENGTH = 2**22
@@ -93,7 +110,8 @@ class Key(NamedTuple):
     Attributes:
         meaning: one sentence or two, in one line.
         expected: the values that it accepts, to complete the sentence "expected ...".
-        default: the value that applies where the key is not set; None if there is none or no single one.
+        default: the value that applies where the key is not set; None if there is none or no single
+            one.
         otherwise: what applies there in words, if it is no value; "" if nothing does.
         example: a value that somebody might set; None where the default is one.
         auto: what "auto" stands for, which the meaning ends with; "" if the key does not take it.
@@ -123,25 +141,41 @@ def _key(
     """Define a configuration key.
 
     Args:
-        default: the value of the setting; None: "not given", for keys whose value is decided elsewhere.
+        default: the value of the setting; None: "not given", for keys whose value is decided
+            elsewhere.
         expected: completes the sentence "expected ..." of the error for a wrong value.
         meaning: what the key means, in one line.
         usual: the value that applies where a key without a default is not given.
         otherwise: what applies there in words, if it is no single value.
-        example: a value that somebody might set, of a key that has no default, or whose default is auto.
+        example: a value that somebody might set, of a key that has no default, or whose default is
+            auto.
         auto: what "auto" stands for, of a key that takes it.
         choices: what each word that it takes stands for, besides "auto".
     """
-    said = {"expected": expected, "usual": usual, "otherwise": otherwise, "example": example, "auto": auto}
+    said = {
+        "expected": expected,
+        "usual": usual,
+        "otherwise": otherwise,
+        "example": example,
+        "auto": auto,
+    }
     if auto:
         meaning = f"{meaning} auto: {auto}."
     return Field(default, description=meaning, json_schema_extra={**said, "choices": dict(choices)})
 
 
 def _choice(
-    default: Any, meaning: str, choices: Mapping[str, str], *, also: str = "", auto: str = "", **more: Any
+    default: Any,
+    meaning: str,
+    choices: Mapping[str, str],
+    *,
+    also: str = "",
+    auto: str = "",
+    **more: Any,
 ) -> Any:
-    """Define a key that takes one of some words, each with what it stands for, "auto", or what `also` says."""
+    """Define a key that takes one of some words, each with what it stands for, "auto", or what
+    `also` says.
+    """
     words = [*(["auto"] if auto else []), *choices, *([also] if also else [])]
     expected = f"{', '.join(words[:-1])} or {words[-1]}"
     return _key(default, expected, meaning, auto=auto, choices=choices, **more)
@@ -170,7 +204,10 @@ class ModelSection(Section):
     preset: Literal["auto", *PRESETS] = _choice(  # type: ignore[valid-type]
         "auto",
         "Shape of a new model.",
-        {name: f"{layers} layers of width {width:,}" for name, (_, width, _, layers, _, _) in PRESETS.items()},
+        {
+            name: f"{layers} layers of width {width:,}"
+            for name, (_, width, _, layers, _, _) in PRESETS.items()
+        },
         auto="micro, unless sizes are given",
         example="124m",
     )
@@ -188,11 +225,21 @@ class ModelSection(Section):
         example="FOLDER",
     )
     vocab_size: Size | None = _key(
-        None, _SIZE, "Number of tokens that the embedding has rows for.", otherwise="the tokenizer's", example=4096
+        None,
+        _SIZE,
+        "Number of tokens that the embedding has rows for.",
+        otherwise="the tokenizer's",
+        example=4096,
     )
-    hidden_size: Size | None = _key(None, _SIZE, "Width of the residual stream.", otherwise=_PRESETS, example=192)
+    hidden_size: Size | None = _key(
+        None, _SIZE, "Width of the residual stream.", otherwise=_PRESETS, example=192
+    )
     intermediate_size: Size | None = _key(
-        None, _SIZE, "Width of the feed-forward layer.", otherwise=f"{_PRESETS}, or 8/3 of hidden_size", example=512
+        None,
+        _SIZE,
+        "Width of the feed-forward layer.",
+        otherwise=f"{_PRESETS}, or 8/3 of hidden_size",
+        example=512,
     )
     num_hidden_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)] | None = _key(
         None,
@@ -201,7 +248,9 @@ class ModelSection(Section):
         otherwise=_PRESETS,
         example=4,
     )
-    num_attention_heads: Size | None = _key(None, _SIZE, "Number of query heads.", otherwise=_PRESETS, example=6)
+    num_attention_heads: Size | None = _key(
+        None, _SIZE, "Number of query heads.", otherwise=_PRESETS, example=6
+    )
     num_key_value_heads: Size | None = _key(
         None,
         _SIZE,
@@ -213,7 +262,11 @@ class ModelSection(Section):
         None, _SIZE, "Longest sequence in tokens.", otherwise="data.sequence_length", example=2048
     )
     tie_word_embeddings: bool | None = _key(
-        None, "true or false", "Whether the output head is the embedding's transpose.", otherwise=_PRESETS, example=True
+        None,
+        "true or false",
+        "Whether the output head is the embedding's transpose.",
+        otherwise=_PRESETS,
+        example=True,
     )
 
     def sizes(self) -> dict[str, Any]:
@@ -245,7 +298,9 @@ class DataSection(Section):
         auto="the model's own; for a new model bpe, which is trained on the text",
         example="bytes",
     )
-    vocab_size: Size | None = _key(None, _SIZE, "Number of tokens of a bpe that is trained.", usual=4096)
+    vocab_size: Size | None = _key(
+        None, _SIZE, "Number of tokens of a bpe that is trained.", usual=4096
+    )
     sequence_length: Auto | Annotated[Count, Field(le=MOST_LENGTH)] = _key(
         "auto",
         _COUNT.replace("1e15", str(MOST_LENGTH)) + ", or auto",
@@ -258,7 +313,9 @@ class DataSection(Section):
         "How documents fill rows.",
         {"packed": "documents share a row", "padded": "each document has rows of its own"},
     )
-    held_out: Share = _key(0.05, "a number from 0 (none) to 0.5", "Share of the bytes that is kept for evaluation.")
+    held_out: Share = _key(
+        0.05, "a number from 0 (none) to 0.5", "Share of the bytes that is kept for evaluation."
+    )
     text_key: Text | None = _key(
         None,
         "a name",
@@ -295,7 +352,10 @@ class OptimSection(Section):
     name: Literal["auto", "adamw", "muon"] = _choice(
         "auto",
         "The optimizer.",
-        {"adamw": "AdamW for all weights", "muon": "Muon for the matrices of blocks, AdamW for the rest"},
+        {
+            "adamw": "AdamW for all weights",
+            "muon": "Muon for the matrices of blocks, AdamW for the rest",
+        },
         auto="muon for a new model, else adamw",
         example="adamw",
     )
@@ -309,7 +369,9 @@ class OptimSection(Section):
         },
     )
     master_weights: bool = _key(
-        True, "true or false", "Whether weights are kept in fp32. false: in bf16, stochastically rounded."
+        True,
+        "true or false",
+        "Whether weights are kept in fp32. false: in bf16, stochastically rounded.",
     )
     lr: Auto | PositiveFloat = _key(
         "auto",
@@ -329,7 +391,9 @@ class OptimSection(Section):
     betas: Annotated[tuple[Momentum, Momentum], BeforeValidator(_pair)] = _key(
         (0.9, 0.95), "two numbers, 0 or more and below 1", "Decay of the first and second moment."
     )
-    eps: PositiveFloat = _key(1e-8, ABOVE_0.expected, "Number that is added to the denominator of the update.")
+    eps: PositiveFloat = _key(
+        1e-8, ABOVE_0.expected, "Number that is added to the denominator of the update."
+    )
     grad_clip: Literal["none"] | PositiveFloat = _key(
         1.0,
         f"{ABOVE_0.expected}, or none",
@@ -383,13 +447,20 @@ class OptimSection(Section):
 
 
 class TrainSection(Section):
-    """The length, batch sizes and means of training. At most one of updates, tokens, epochs and minutes is given."""
+    """The length, batch sizes and means of training. At most one of updates, tokens, epochs and
+    minutes is given.
+    """
 
     updates: Count | None = _key(None, _COUNT, "Stop after this many updates.", example=1000)
     tokens: Count | None = _key(None, _COUNT, "Stop after this many tokens.", example=10_000_000)
-    epochs: Whole | None = _key(None, _WHOLE, "Stop after this many passes over the data.", example=1)
+    epochs: Whole | None = _key(
+        None, _WHOLE, "Stop after this many passes over the data.", example=1
+    )
     minutes: Minutes | None = _key(
-        None, "a number above 0, at most 1e7", "Train for about this many minutes.", usual=DEFAULT_MINUTES
+        None,
+        "a number above 0, at most 1e7",
+        "Train for about this many minutes.",
+        usual=DEFAULT_MINUTES,
     )
     wall_minutes: Minutes | None = _key(
         None,
@@ -430,7 +501,11 @@ class TrainSection(Section):
     compile: Literal["auto", "whole", "blocks", "none"] = _choice(
         "auto",
         "What one compiled graph holds.",
-        {"whole": "the step", "blocks": "a block, which all layers share", "none": "nothing is compiled"},
+        {
+            "whole": "the step",
+            "blocks": "a block, which all layers share",
+            "none": "nothing is compiled",
+        },
         auto="whole; blocks for a model of 16 layers or more, or a streamed one",
         example="none",
     )
@@ -483,11 +558,15 @@ class TrainSection(Section):
         auto="about 6 checkpoints in a run",
         example=500,
     )
-    keep: Whole = _key(2, _WHOLE, "How many of the newest checkpoints are kept. 1 leaves nothing to fall back on.")
+    keep: Whole = _key(
+        2, _WHOLE, "How many of the newest checkpoints are kept. 1 leaves nothing to fall back on."
+    )
 
 
 class LoraSection(Section):
-    """Low-rank adapters, trained next to frozen weights that model.init names. To use them, set rank."""
+    """Low-rank adapters, trained next to frozen weights that model.init names. To use them, set
+    rank.
+    """
 
     rank: Annotated[int, Field(ge=1, le=MOST_RANK)] | None = _key(
         None,
@@ -500,10 +579,16 @@ class LoraSection(Section):
         None, ABOVE_0.expected, "The adapters' output is scaled by alpha / rank.", usual=32.0
     )
     rslora: bool | None = _key(
-        None, "true or false", "Scale the adapters' output by alpha / sqrt(rank) instead (rsLoRA).", usual=False
+        None,
+        "true or false",
+        "Scale the adapters' output by alpha / sqrt(rank) instead (rsLoRA).",
+        usual=False,
     )
     dora: bool | None = _key(
-        None, "true or false", "Train the lengths of rows apart from their directions (DoRA).", usual=False
+        None,
+        "true or false",
+        "Train the lengths of rows apart from their directions (DoRA).",
+        usual=False,
     )
     lr_ratio: PositiveFloat | None = _key(
         None,
@@ -517,7 +602,9 @@ class LoraSection(Section):
         "Linear layers that get an adapter. all-linear: all but the head.",
         usual="all-linear",
     )
-    dropout: Momentum | None = _key(None, DECAY.expected, "Dropout of the adapters' inputs.", usual=0.0)
+    dropout: Momentum | None = _key(
+        None, DECAY.expected, "Dropout of the adapters' inputs.", usual=0.0
+    )
     base: Literal["auto", "int8", "nf4"] | None = _choice(
         None,
         "Form in which frozen weights are kept.",
@@ -537,7 +624,9 @@ class LoraSection(Section):
 
 
 class RlSection(Section):
-    """Reinforcement learning: the model's own answers to prompts are scored and learned from. To use it, set reward."""
+    """Reinforcement learning: the model's own answers to prompts are scored and learned from. To
+    use it, set reward.
+    """
 
     reward: Text | None = _choice(
         None,
@@ -555,42 +644,61 @@ class RlSection(Section):
         example="exact",
     )
     reward_regex: Text | None = _key(
-        None, "a regular expression", "With rl.reward = regex: what an answer matches.", example="[0-9]+"
+        None,
+        "a regular expression",
+        "With rl.reward = regex: what an answer matches.",
+        example="[0-9]+",
     )
     reward_schema: Text | None = _key(
-        None, "a file with a JSON schema", "With rl.reward = json-schema: the schema.", example="FILE.json"
+        None,
+        "a file with a JSON schema",
+        "With rl.reward = json-schema: the schema.",
+        example="FILE.json",
     )
     teacher: Text | None = _key(
-        None, "a run or a folder", "With rl.reward = teacher: the model that scores each token.", example="RUN"
+        None,
+        "a run or a folder",
+        "With rl.reward = teacher: the model that scores each token.",
+        example="RUN",
     )
     answer_regex: Text | None = _key(
         None, "a regular expression", "What every sampled answer matches.", example="[0-9]+"
     )
     answer_schema: Text | None = _key(
-        None, "a file with a JSON schema", "Schema that every sampled answer follows.", example="FILE.json"
-    )
-    advantage: Literal["dr_grpo", "rloo", "grpo", "dapo", "reinforce", "cispo", "gspo"] | None = _choice(
         None,
-        "How an answer is weighed against the others of its group.",
-        {
-            "dr_grpo": "its reward less the group's mean",
-            "rloo": "its reward less the mean of the others",
-            "grpo": "dr_grpo's, divided by the group's deviation and its own length",
-            "dapo": "dr_grpo's, divided by the group's deviation, with a higher upper limit",
-            "reinforce": "its reward",
-            "cispo": "dapo's, with truncated importance sampling",
-            "gspo": "grpo's, with one ratio for the whole answer",
-        },
-        usual="dr_grpo",
+        "a file with a JSON schema",
+        "Schema that every sampled answer follows.",
+        example="FILE.json",
+    )
+    advantage: Literal["dr_grpo", "rloo", "grpo", "dapo", "reinforce", "cispo", "gspo"] | None = (
+        _choice(
+            None,
+            "How an answer is weighed against the others of its group.",
+            {
+                "dr_grpo": "its reward less the group's mean",
+                "rloo": "its reward less the mean of the others",
+                "grpo": "dr_grpo's, divided by the group's deviation and its own length",
+                "dapo": "dr_grpo's, divided by the group's deviation, with a higher upper limit",
+                "reinforce": "its reward",
+                "cispo": "dapo's, with truncated importance sampling",
+                "gspo": "grpo's, with one ratio for the whole answer",
+            },
+            usual="dr_grpo",
+        )
     )
     prompts: Size | None = _key(None, _SIZE, "Prompts of an update.", usual=16)
     group: Annotated[int, Field(ge=2, le=MOST_SIZE)] | None = _key(
         None, f"a whole number from 2 to {MOST_SIZE}", "Answers to each prompt.", usual=8
     )
     draws: Size | None = _key(
-        None, _SIZE, "Most times that an update samples, until rl.prompts groups have unequal rewards.", usual=1
+        None,
+        _SIZE,
+        "Most times that an update samples, until rl.prompts groups have unequal rewards.",
+        usual=1,
     )
-    updates: Size | None = _key(None, _SIZE, "Updates made from the answers of one sampling.", usual=1)
+    updates: Size | None = _key(
+        None, _SIZE, "Updates made from the answers of one sampling.", usual=1
+    )
     kl: Literal["none", "k1", "k2", "k3"] | None = _choice(
         None,
         "Penalty that holds the model near the weights that it starts from.",
@@ -620,15 +728,23 @@ class RlSection(Section):
         usual="keep",
     )
     truncation_penalty: NonNegativeFloat | None = _key(
-        None, NOT_NEGATIVE.expected, "What is taken from the reward of an answer that was cut.", usual=0.0
+        None,
+        NOT_NEGATIVE.expected,
+        "What is taken from the reward of an answer that was cut.",
+        usual=0.0,
     )
     temperature: Annotated[float, Field(gt=0, le=100)] | None = _key(
-        None, "a number above 0, at most 100", "Temperature at which answers are sampled and learned.", usual=1.0
+        None,
+        "a number above 0, at most 100",
+        "Temperature at which answers are sampled and learned.",
+        usual=1.0,
     )
 
 
 class PreferSection(Section):
-    """Preferences: pairs of a chosen and a rejected answer, or labelled answers, are compared and learned from."""
+    """Preferences: pairs of a chosen and a rejected answer, or labelled answers, are compared and
+    learned from.
+    """
 
     loss: Literal["dpo", "robust", "ipo", "simpo", "orpo", "kto"] | None = _choice(
         None,
@@ -645,11 +761,20 @@ class PreferSection(Section):
         example="dpo",
     )
     beta: PositiveFloat | None = _key(
-        None, ABOVE_0.expected, "Strength of the comparison.", otherwise="0.1, and 2 for simpo", example=0.1
+        None,
+        ABOVE_0.expected,
+        "Strength of the comparison.",
+        otherwise="0.1, and 2 for simpo",
+        example=0.1,
     )
-    gamma: NonNegativeFloat | None = _key(None, NOT_NEGATIVE.expected, "Margin of simpo.", usual=1.0)
+    gamma: NonNegativeFloat | None = _key(
+        None, NOT_NEGATIVE.expected, "Margin of simpo.", usual=1.0
+    )
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] | None = _key(
-        None, "a number from 0 and below 0.5", "Share of the pairs that robust takes to be swapped.", usual=0.1
+        None,
+        "a number from 0 and below 0.5",
+        "Share of the pairs that robust takes to be swapped.",
+        usual=0.1,
     )
     desirable_weight: NonNegativeFloat | None = _key(
         None, NOT_NEGATIVE.expected, "Weight of good answers for kto.", usual=1.0
@@ -668,7 +793,9 @@ SECTIONS: dict[str, type[Section]] = {
     "rl": RlSection,
     "prefer": PreferSection,
 }
-KEYS: tuple[str, ...] = tuple(f"{name}.{key}" for name, section in SECTIONS.items() for key in section.model_fields)
+KEYS: tuple[str, ...] = tuple(
+    f"{name}.{key}" for name, section in SECTIONS.items() for key in section.model_fields
+)
 
 
 def described(key: str) -> Key:

@@ -1,4 +1,6 @@
-"""Find the keys that a person means by a word: a section, a key, a part of its name, or another program's name."""
+"""Find the keys that a person means by a word: a section, a key, a part of its name, or another
+program's name.
+"""
 
 import re
 from typing import Any, NamedTuple
@@ -14,7 +16,8 @@ class Found(NamedTuple):
 
     Attributes:
         keys: the keys, in the order of the configuration.
-        advice: how the same is had where no key says it, or what else to know; each by another program's name.
+        advice: how the same is had where no key says it, or what else to know; each by another
+            program's name.
     """
 
     keys: tuple[str, ...]
@@ -42,7 +45,9 @@ def keys_named(word: str) -> Found:
     for said in alike.values():
         named |= set(keys_in(said))
     if not named and not alike:
-        near = did_you_mean(name, (*KEYS, *ELSEWHERE)) or f"; the sections are {', '.join(SECTIONS)}"
+        near = (
+            did_you_mean(name, (*KEYS, *ELSEWHERE)) or f"; the sections are {', '.join(SECTIONS)}"
+        )
         raise UsageError(f"no key is called {word}{near}")
     advice = {other: said for other, said in alike.items() if said not in KEYS}
     return Found(tuple(key for key in KEYS if key in named), advice)

@@ -1,7 +1,8 @@
-"""Spellings of earlier versions: values that held several things, and the keys that say the same things now.
+"""Spellings of earlier versions: values that held several things, and the keys that say the same
+things now.
 
-A person who writes an old spelling is told the new ones, with the values as they were written. A run that was begun
-with it is read as if it had been begun with the new ones.
+A person who writes an old spelling is told the new ones, with the values as they were written. A
+run that was begun with it is read as if it had been begun with the new ones.
 """
 
 import re
@@ -19,9 +20,11 @@ class OldSpelling(NamedTuple):
 
     Attributes:
         key: the key.
-        pattern: a regular expression that matches the whole value, with a named group for each of its parts.
+        pattern: a regular expression that matches the whole value, with a named group for each of
+            its parts.
         examples: values of this form, for tests and docs.
-        now: returns what to write for each key that says the same, from the pattern's groups; None: not that key.
+        now: returns what to write for each key that says the same, from the pattern's groups; None:
+            not that key.
     """
 
     key: str
@@ -103,13 +106,21 @@ OLD_SPELLINGS = (
         "lora.rank",
         r"(?P<rank>[0-9]+)(?::(?:(?P<dora>dora)|(?P<rslora>rslora)))+",
         ("16:dora", "16:rslora", "16:dora:rslora", "16:rslora:DoRA"),
-        lambda rank, dora, rslora: {"lora.rank": rank, "lora.dora": _true(dora), "lora.rslora": _true(rslora)},
+        lambda rank, dora, rslora: {
+            "lora.rank": rank,
+            "lora.dora": _true(dora),
+            "lora.rslora": _true(rslora),
+        },
     ),
     OldSpelling(
         "lora.alpha",
         rf"(?P<alpha>{NUMBER})(?::(?:(?P<dora>dora)|(?P<rslora>sqrt|rslora)))+",
         ("32:sqrt", "32:sqrt:dora"),
-        lambda alpha, dora, rslora: {"lora.alpha": alpha, "lora.rslora": _true(rslora), "lora.dora": _true(dora)},
+        lambda alpha, dora, rslora: {
+            "lora.alpha": alpha,
+            "lora.rslora": _true(rslora),
+            "lora.dora": _true(dora),
+        },
     ),
     OldSpelling(
         "data.answers",
@@ -145,7 +156,11 @@ OLD_SPELLINGS = (
         "rl.kl",
         rf"(?P<term>k[123]):(?P<strength>{NUMBER})(?::entropy:(?P<bonus>{NUMBER}))?",
         ("k2:0.05", "K2:5e-2", "k2:0.05:entropy:0.01"),
-        lambda term, strength, bonus: {"rl.kl": term, "rl.kl_coef": strength, "rl.entropy_coef": bonus},
+        lambda term, strength, bonus: {
+            "rl.kl": term,
+            "rl.kl_coef": strength,
+            "rl.entropy_coef": bonus,
+        },
     ),
     OldSpelling(
         "rl.kl",
@@ -187,7 +202,9 @@ def _weighted(sources: object) -> Texts | None:
     if not isinstance(sources, list) or not all(isinstance(source, str) for source in sources):
         return None
     # A file may be called so, and is then meant.
-    parts = [None if exists(source) else re.fullmatch(rf"(.+)@({NUMBER})", source) for source in sources]
+    parts = [
+        None if exists(source) else re.fullmatch(rf"(.+)@({NUMBER})", source) for source in sources
+    ]
     if not any(parts):
         return None
     places = [part[1] if part else source for part, source in zip(parts, sources, strict=True)]
@@ -195,13 +212,17 @@ def _weighted(sources: object) -> Texts | None:
 
 
 def translated(key: str, value: object) -> Texts | None:
-    """Return the keys that say what an old spelling of a key's value said, and what to write; None if it is none."""
+    """Return the keys that say what an old spelling of a key's value said, and what to write; None
+    if it is none.
+    """
     if key == "data.source":
         return _weighted([value] if isinstance(value, str) else value)
     if not isinstance(value, str):
         return None
     for old in OLD_SPELLINGS:
-        match = re.fullmatch(old.pattern, value, re.DOTALL | re.IGNORECASE) if old.key == key else None
+        match = (
+            re.fullmatch(old.pattern, value, re.DOTALL | re.IGNORECASE) if old.key == key else None
+        )
         if match:
             now = old.now(**match.groupdict())
             return {new: _as_today(new, said) for new, said in now.items() if said is not None}
@@ -214,7 +235,8 @@ def _as_today(key: str, said: str) -> str:
 
 
 def translated_each(key: str, value: object) -> list[Texts]:
-    """Return the same of each of several values, as an axis or a list has them; [] if none of them is an old spelling.
+    """Return the same of each of several values, as an axis or a list has them; [] if none of them
+    is an old spelling.
 
     A value that is none stays as it is.
     """

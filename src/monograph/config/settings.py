@@ -22,8 +22,8 @@ from monograph.terminal import shell_words
 
 # The keys whose values may name a function in a Python file.
 NAME_CODE = ("model.init", "rl.reward")
-# A resumed run may change these keys: they say where and in which graphs it is trained, which changes no equation. The
-# fingerprint of its records says whether an ignored key changes them.
+# A resumed run may change these keys: they say where and in which graphs it is trained, which
+# changes no equation. The fingerprint of its records says whether an ignored key changes them.
 ANYWHERE = {
     "train.memory": "auto",
     "train.compile": "auto",
@@ -37,7 +37,8 @@ EXCLUSIVE = (
     ("model.preset", "model.init"),
     ("rl.answer_regex", "rl.answer_schema"),
 )
-# Keys that say something about the value of another key: where that value gives way to another one, they do, too.
+# Keys that say something about the value of another key: where that value gives way to another one,
+# they do, too.
 BELONGS = {
     "data.source": ("data.weights",),
     "data.tokenizer": ("data.vocab_size",),
@@ -47,20 +48,24 @@ BELONGS = {
     "rl.reward": ("rl.reward_regex", "rl.reward_schema", "rl.teacher"),
     "rl.kl": ("rl.kl_coef", "rl.entropy_coef"),
     "rl.truncated": ("rl.truncation_penalty",),
-    "prefer.loss": tuple(key for key in keys.KEYS if key.startswith("prefer.") and key != "prefer.loss"),
+    "prefer.loss": tuple(
+        key for key in keys.KEYS if key.startswith("prefer.") and key != "prefer.loss"
+    ),
 }
 
 
 class Settings(BaseModel):
     """All settings of a run, checked.
 
-    `settings.optim.lr` reads a value; None means "not given", and "auto" means "the planner's choice".
+    `settings.optim.lr` reads a value; None means "not given", and "auto" means "the planner's
+    choice".
 
     Attributes:
-        origins: the origin of each key that was set, by dotted key: "run.toml:7", "MONOGRAPH_TRAIN_SEED", "command
-            line".
+        origins: the origin of each key that was set, by dotted key: "run.toml:7",
+            "MONOGRAPH_TRAIN_SEED", "command line".
         written: the values as a person wrote them, for messages, by dotted key.
-        vouched: the digest of each Python file that may run, by the value that names it (`monograph.run.trust`).
+        vouched: the digest of each Python file that may run, by the value that names it
+            (`monograph.run.trust`).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -82,7 +87,9 @@ class Settings(BaseModel):
         return programs_in(self.values())
 
     def vouching(self, digests: Mapping[str, str]) -> "Settings":
-        """Return the same settings which vouch for more Python files; `digests` are by the value that names a file."""
+        """Return the same settings which vouch for more Python files; `digests` are by the value
+        that names a file.
+        """
         return self.model_copy(update={"vouched": {**self.vouched, **digests}})
 
     def values(self) -> dict[str, Any]:
@@ -102,18 +109,24 @@ class Settings(BaseModel):
         return {key: value for key, value in self.values().items() if key in self.origins}
 
     def resolve(self, values: Mapping[str, Any], origin: str) -> "Settings":
-        """Return the same settings with some keys fixed, for example by the plan; `origin` is shown with each.
+        """Return the same settings with some keys fixed, for example by the plan; `origin` is shown
+        with each.
 
-        Fixing one key of an exclusive group (say `train.updates` after a calibration) unsets the others.
+        Fixing one key of an exclusive group (say `train.updates` after a calibration) unsets the
+        others.
 
         Raises:
             UsageError: a key is unknown, or a value has the wrong type.
         """
         checked = {key: check(key, value, origin, from_text=False) for key, value in values.items()}
-        unset = {key for group in EXCLUSIVE for key in group if not checked.keys().isdisjoint(group)} - checked.keys()
+        unset = {
+            key for group in EXCLUSIVE for key in group if not checked.keys().isdisjoint(group)
+        } - checked.keys()
         kept = {key: value for key, value in self.pinned().items() if key not in unset}
         origins = {key: self.origins[key] for key in kept} | dict.fromkeys(checked, origin)
-        written = {key: self.written[key] for key in kept if key in self.written and key not in checked}
+        written = {
+            key: self.written[key] for key in kept if key in self.written and key not in checked
+        }
         return build(kept | checked, origins, written).vouching(self.vouched)
 
     def require_consistent(self) -> None:
@@ -128,10 +141,14 @@ class Settings(BaseModel):
         sizes = model.sizes().keys()
         if model.init and sizes and not model.init.endswith(WEIGHT_FILES):
             key = f"model.{min(sizes)}"
-            raise UsageError(f"{self.origins[key]}: {key} cannot change what model.init brings; give one or the other")
+            raise UsageError(
+                f"{self.origins[key]}: {key} cannot change what model.init brings; give one or the other"
+            )
         if model.init and model.family:
             origin = self.origins["model.family"]
-            raise UsageError(f"{origin}: model.family is that of a new model, and model.init brings its own; give one")
+            raise UsageError(
+                f"{origin}: model.family is that of a new model, and model.init brings its own; give one"
+            )
         shape = ("hidden_size", "num_hidden_layers", "num_attention_heads")
         given = [key for key in shape if key in sizes]
         if model.preset == "auto" and model.init is None and given and len(given) < len(shape):
@@ -153,7 +170,9 @@ class Settings(BaseModel):
 
     @property
     def fingerprint(self) -> str:
-        """Return the hex SHA-256 of the values, which ignores their origins and the keys in `ANYWHERE`."""
+        """Return the hex SHA-256 of the values, which ignores their origins and the keys in
+        `ANYWHERE`.
+        """
         then = self.resolve(ANYWHERE, "fingerprint")
         return hashlib.sha256(then.to_toml().encode()).hexdigest()
 
@@ -163,7 +182,9 @@ class Settings(BaseModel):
             values["model.preset"] = None  # the default preset would exclude model.init
         for name, section in SECTIONS.items():
             given = {key: values[f"{name}.{key}"] for key in section.model_fields}
-            lines = [f"{key} = {toml_of(value)}" for key, value in given.items() if value is not None]
+            lines = [
+                f"{key} = {toml_of(value)}" for key, value in given.items() if value is not None
+            ]
             if lines:
                 yield f"[{name}]"
                 yield from lines
@@ -185,7 +206,9 @@ def digest_of(tables: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def toml_of(value: object) -> str:
-    """Return a value as TOML text; JSON's strings are valid TOML, except that TOML requires DEL to be escaped."""
+    """Return a value as TOML text; JSON's strings are valid TOML, except that TOML requires DEL to
+    be escaped.
+    """
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(toml_of, value)) + "]"
     if isinstance(value, str):
@@ -194,7 +217,8 @@ def toml_of(value: object) -> str:
 
 
 def check(key: str, value: object, origin: str, *, from_text: bool, written: str = "") -> Any:
-    """Return the value of `key`, converted to its type; with `from_text`, text may stand for a number.
+    """Return the value of `key`, converted to its type; with `from_text`, text may stand for a
+    number.
 
     Args:
         key: the key.
@@ -204,7 +228,8 @@ def check(key: str, value: object, origin: str, *, from_text: bool, written: str
         written: the value as a person wrote it, for messages; "": as it is.
 
     Raises:
-        UsageError: the value is wrong; the message names the origin, the key, the value and the expected values.
+        UsageError: the value is wrong; the message names the origin, the key, the value and the
+            expected values.
     """
     if instead := _today(key, value, from_text):
         raise UsageError(f"{origin}: {key} = {written or _shown(value)}: {instead}")
@@ -215,7 +240,9 @@ def check(key: str, value: object, origin: str, *, from_text: bool, written: str
     except ValidationError:
         shown = written or json.dumps(value, ensure_ascii=False, default=str)
         hint = _hint(key, value) if isinstance(value, str) else ""
-        raise UsageError(f"{origin}: {key} = {shown}: expected {described(key).expected}{hint}") from None
+        raise UsageError(
+            f"{origin}: {key} = {shown}: expected {described(key).expected}{hint}"
+        ) from None
     return checked
 
 
@@ -236,18 +263,26 @@ def choices(key: str) -> tuple[str, ...]:
 
 
 def translated_values(key: str, value: object) -> dict[str, Any] | None:
-    """Return the keys and values that say what an old spelling of a key's value said; None if it is none."""
+    """Return the keys and values that say what an old spelling of a key's value said; None if it is
+    none.
+    """
     now = translated(key, value)
-    return now and {new: check(new, said, f"{key} = {value}", from_text=True) for new, said in now.items()}
+    return now and {
+        new: check(new, said, f"{key} = {value}", from_text=True) for new, said in now.items()
+    }
 
 
 def as_typed(texts: Mapping[str, str | list[str]]) -> str:
-    """Return keys with their values as they are typed in a shell: `optim.name=muon optim.state=8bit`."""
+    """Return keys with their values as they are typed in a shell:
+    `optim.name=muon optim.state=8bit`.
+    """
     return shell_words(*(f"{key}={_joined(said)}" for key, said in texts.items()))
 
 
 def _joined(said: str | list[str]) -> str:
-    """Return the text of a value, or of several: numbers with commas, and paths, in which commas may be, as a list."""
+    """Return the text of a value, or of several: numbers with commas, and paths, in which commas
+    may be, as a list.
+    """
     if isinstance(said, str) or len(said) == 1:
         return "".join(said)
     return ",".join(said) if all(map(_number, said)) else toml_of(said)
@@ -284,7 +319,9 @@ def in_toml(texts: Mapping[str, str | list[str]]) -> str:
     for key, said in texts.items():
         section, _, name = key.partition(".")
         lines.setdefault(section, []).append(f"{name} = {_toml_value(key, said)}")
-    return " and ".join(f"{' and '.join(assignments)} under [{section}]" for section, assignments in lines.items())
+    return " and ".join(
+        f"{' and '.join(assignments)} under [{section}]" for section, assignments in lines.items()
+    )
 
 
 def _toml_value(key: str, said: str | list[str]) -> str:
@@ -309,7 +346,9 @@ def _adapter(section: str, name: str) -> TypeAdapter[Any]:
 
 
 def build(
-    values: Mapping[str, Any], origins: Mapping[str, str], written: Mapping[str, str] = MappingProxyType({})
+    values: Mapping[str, Any],
+    origins: Mapping[str, str],
+    written: Mapping[str, str] = MappingProxyType({}),
 ) -> Settings:
     """Build settings from checked values by dotted key; missing keys take their defaults.
 

@@ -12,7 +12,8 @@ _MINUTES = {"h": Decimal(60), "m": Decimal(1), "s": Decimal(1) / 60}
 
 
 def meant_value(key: str, text: str, words: Sequence[str], accepts: Callable[[str], bool]) -> str:
-    """Return the end of a message about a wrong value: what was perhaps meant; "" if nothing is alike.
+    """Return the end of a message about a wrong value: what was perhaps meant; "" if nothing is
+    alike.
 
     Args:
         key: the key.

@@ -1,4 +1,6 @@
-"""Load settings from arguments, the environment, a TOML file and defaults; each value remembers its origin."""
+"""Load settings from arguments, the environment, a TOML file and defaults; each value remembers its
+origin.
+"""
 
 import difflib
 import glob
@@ -13,7 +15,15 @@ from monograph.config.given import COMMAND_LINE, Given, raise_all
 from monograph.config.keys import KEYS, SECTIONS, described
 from monograph.config.recipes import recipes
 from monograph.config.renamed import translated
-from monograph.config.settings import ANYWHERE, BELONGS, EXCLUSIVE, Settings, build, check, digest_of
+from monograph.config.settings import (
+    ANYWHERE,
+    BELONGS,
+    EXCLUSIVE,
+    Settings,
+    build,
+    check,
+    digest_of,
+)
 from monograph.config.toml_file import MOST_TOML_BYTES, given_and_faults
 from monograph.config.unknown import meant, require_known
 from monograph.data import HEAVIEST, LIGHTEST
@@ -36,32 +46,41 @@ def load(
     recorded: bool = False,
     faults: Sequence[MonographError] = (),
 ) -> Settings:
-    """Load settings from a TOML file, the environment (default: this process's) and overrides by dotted key.
+    """Load settings from a TOML file, the environment (default: this process's) and overrides by
+    dotted key.
 
-    An override that is a `str` is read as text from a shell: "3e-4" is a number if the key takes numbers.
+    An override that is a `str` is read as text from a shell: "3e-4" is a number if the key takes
+        numbers.
 
     Args:
         toml: the file.
         overrides: values by dotted key, which a person typed.
         environment: the variables of the environment.
-        recorded: whether a run wrote the file, perhaps by an earlier version, whose spellings are then translated.
-        faults: what else is wrong with the command line, to be said together with what is wrong here.
+        recorded: whether a run wrote the file, perhaps by an earlier version, whose spellings are
+            then translated.
+        faults: what else is wrong with the command line, to be said together with what is wrong
+            here.
 
     Raises:
-        UsageError: a section or key is unknown (the message names the nearest known one), a value has the wrong type,
-            keys exclude each other, or the file is not TOML; all that is wrong is said at once.
+        UsageError: a section or key is unknown (the message names the nearest known one), a value
+            has the wrong type, keys exclude each other, or the file is not TOML; all that is wrong
+            is said at once.
         MonographError: the first of `faults`.
     """
     given, wrong = ({}, []) if toml is None else given_and_faults(toml)
     if recorded:
         given = _translated(given)
-    given = _replaced(given, _from_environment(os.environ if environment is None else environment, wrong))
+    given = _replaced(
+        given, _from_environment(os.environ if environment is None else environment, wrong)
+    )
     given = _replaced(given, _from_command_line(overrides or {}, wrong))
     in_force = _without_overruled(given, wrong)
     values = dict[str, Any]()
     for key, value in in_force.items():
         try:
-            values[key] = check(key, value.value, value.origin, from_text=value.from_text, written=value.written)
+            values[key] = check(
+                key, value.value, value.origin, from_text=value.from_text, written=value.written
+            )
         except UsageError as error:
             wrong.append(error)
     raise_all([*faults, *wrong])
@@ -78,14 +97,18 @@ def _translated(given: Mapping[str, Given]) -> dict[str, Given]:
         if now is None:
             found.setdefault(key, value)
         else:
-            found |= {new: value._replace(value=said, from_text=True, written="") for new, said in now.items()}
+            found |= {
+                new: value._replace(value=said, from_text=True, written="")
+                for new, said in now.items()
+            }
     return found
 
 
 def written_fingerprint(toml: Path) -> str:
     """Return the fingerprint that the version which wrote a run's config.toml took of it.
 
-    It is that of the file's own keys and spellings, where `Settings.fingerprint` has those of this version.
+    It is that of the file's own keys and spellings, where `Settings.fingerprint` has those of this
+    version.
     """
     tables = tomllib.loads(read_input(toml, MOST_TOML_BYTES).decode())
     for key, value in ANYWHERE.items():
@@ -105,7 +128,9 @@ def _from_environment(environment: Mapping[str, str], faults: list[UsageError]) 
         if name in _ENVIRONMENT:
             given[_ENVIRONMENT[name]] = Given(value, name, 2, from_text=True)
         elif name.startswith(_ENVIRONMENT_PREFIXES):
-            faults.append(UsageError(f"environment: {name} names no key{did_you_mean(name, _ENVIRONMENT)}"))
+            faults.append(
+                UsageError(f"environment: {name} names no key{did_you_mean(name, _ENVIRONMENT)}")
+            )
     return given
 
 
@@ -123,14 +148,19 @@ def _from_command_line(overrides: Mapping[str, Any], faults: list[UsageError]) -
 
 
 def _replaced(given: Mapping[str, Given], higher: Mapping[str, Given]) -> dict[str, Given]:
-    """Return values with those of a higher rank in their place; what belongs to a value that gives way goes with it."""
-    giving_way = {key for key, value in higher.items() if key in given and given[key].value != value.value}
+    """Return values with those of a higher rank in their place; what belongs to a value that gives
+    way goes with it.
+    """
+    giving_way = {
+        key for key, value in higher.items() if key in given and given[key].value != value.value
+    }
     gone = {belonging for key in giving_way for belonging in BELONGS.get(key, ())}
     return {key: value for key, value in given.items() if key not in gone} | dict(higher)
 
 
 def _without_overruled(given: Mapping[str, Given], faults: list[UsageError]) -> dict[str, Given]:
-    """Return the values with at most one key of each exclusive group: the one given at the highest rank.
+    """Return the values with at most one key of each exclusive group: the one given at the highest
+    rank.
 
     Two of one rank are added to `faults`.
     """
@@ -142,7 +172,11 @@ def _without_overruled(given: Mapping[str, Given], faults: list[UsageError]) -> 
         winner = present[-1]
         for key in present[:-1]:
             if given[key].rank == given[winner].rank:
-                faults.append(UsageError(f"{given[winner].origin}: {key} and {winner} exclude each other; give one"))
+                faults.append(
+                    UsageError(
+                        f"{given[winner].origin}: {key} and {winner} exclude each other; give one"
+                    )
+                )
         dropped.update(present[:-1])
     return {key: value for key, value in given.items() if key not in dropped}
 
@@ -152,7 +186,8 @@ class Arguments(NamedTuple):
 
     Attributes:
         toml: the TOML file.
-        overrides: values by dotted key, also of keys that are not there; the data paths are `data.source`.
+        overrides: values by dotted key, also of keys that are not there; the data paths are
+            `data.source`.
         faults: what is wrong with other arguments.
     """
 
@@ -170,12 +205,13 @@ def key_and_value(argument: str) -> tuple[str, str] | None:
 
 
 def classify(arguments: Iterable[str]) -> Arguments:
-    """Sort arguments: `x.toml` is the configuration, `section.key=value` an override, and the others are data.
+    """Sort arguments: `x.toml` is the configuration, `section.key=value` an override, and the
+    others are data.
 
     Data may have a weight, as in `books/@2`. A path that contains `=` is written `./a=b`.
 
-    Faults are: there are two TOML files, a key or the data is given twice (UsageError), a path does not exist, or a
-    pattern matches nothing (InputRefused).
+    Faults are: there are two TOML files, a key or the data is given twice (UsageError), a path does
+    not exist, or a pattern matches nothing (InputRefused).
     """
     files: list[Path] = []
     overrides: dict[str, Any] = {}
@@ -196,7 +232,11 @@ def classify(arguments: Iterable[str]) -> Arguments:
             except MonographError as error:
                 faults.append(error)
     if len(files) > 1:
-        faults.append(UsageError(f"{COMMAND_LINE}: {files[0]} and {files[1]} are both configurations; give one"))
+        faults.append(
+            UsageError(
+                f"{COMMAND_LINE}: {files[0]} and {files[1]} are both configurations; give one"
+            )
+        )
     if sources:
         try:
             overrides |= _data(sources, overrides)
@@ -206,7 +246,9 @@ def classify(arguments: Iterable[str]) -> Arguments:
 
 
 def _whole(arguments: Iterable[str], faults: list[MonographError]) -> Iterator[str]:
-    """Yield the arguments without keys that are apart from their values, as in `optim.lr = 3e-4`, which are faults."""
+    """Yield the arguments without keys that are apart from their values, as in `optim.lr = 3e-4`,
+    which are faults.
+    """
     left = [*arguments]
     while left:
         argument = left.pop(0)
@@ -221,7 +263,11 @@ def _whole(arguments: Iterable[str], faults: list[MonographError]) -> Iterator[s
                 left.pop(0)
         if not value and left and "=" not in left[0].lstrip("=") and not exists(left[0]):
             value = left.pop(0).lstrip("=")
-        said = f"write {shell_words(f'{key}={value}')}" if value else f"it takes {described(key).expected}"
+        said = (
+            f"write {shell_words(f'{key}={value}')}"
+            if value
+            else f"it takes {described(key).expected}"
+        )
         faults.append(UsageError(f"{COMMAND_LINE}: {key} and its value are one word: {said}"))
 
 
@@ -232,7 +278,9 @@ def _data(sources: Sequence[str], overrides: Mapping[str, Any]) -> dict[str, Any
         UsageError: a key says the same, or a weight is out of range.
     """
     for key, what in (("data.source", "name the data"), ("data.weights", "say weights")):
-        if key in overrides and (key == "data.source" or any(weighted(source)[1] != 1 for source in sources)):
+        if key in overrides and (
+            key == "data.source" or any(weighted(source)[1] != 1 for source in sources)
+        ):
             raise UsageError(f"{COMMAND_LINE}: {key} and {sources[0]} both {what}; give one")
     places, weights = zip(*map(weighted, sources), strict=True)
     found: dict[str, Any] = {"data.source": places[0] if len(places) == 1 else list(places)}
@@ -242,7 +290,8 @@ def _data(sources: Sequence[str], overrides: Mapping[str, Any]) -> dict[str, Any
 
 
 def weighted(argument: str) -> tuple[str, float]:
-    """Return ("books/", 2.0) for "books/@2"; the weight is 1 if none is given or a file has the whole name.
+    """Return ("books/", 2.0) for "books/@2"; the weight is 1 if none is given or a file has the
+    whole name.
 
     Raises:
         UsageError: the weight is out of range.
@@ -253,7 +302,9 @@ def weighted(argument: str) -> tuple[str, float]:
     weight = float(number)
     if not LIGHTEST <= weight <= HEAVIEST:
         bounds = f"a number from {LIGHTEST:g} to {HEAVIEST:g}"
-        raise UsageError(f"{COMMAND_LINE}: {argument}: a weight is how often an epoch sees the text, {bounds}")
+        raise UsageError(
+            f"{COMMAND_LINE}: {argument}: a weight is how often an epoch sees the text, {bounds}"
+        )
     return place, weight
 
 
@@ -266,10 +317,11 @@ def _source(argument: str) -> str:
     """
     place, _ = weighted(argument)
     if argument.lower().endswith((".yaml", ".yml")) and exists(place):
-        instead = (
-            f"`monograph train --print-config > run.toml` writes one; to train on its text: data.source={argument}"
+        writes = "`monograph train --print-config > run.toml` writes one"
+        instead = f"{writes}; to train on its text: data.source={argument}"
+        raise UsageError(
+            f"{COMMAND_LINE}: {argument}: a configuration is a TOML file here: {instead}"
         )
-        raise UsageError(f"{COMMAND_LINE}: {argument}: a configuration is a TOML file here: {instead}")
     if place in ("stdlib", "-") or place.startswith(HUB) or exists(place) or matching(place):
         return argument
     if meaning := _no_place(argument):
@@ -303,6 +355,8 @@ def _no_place(argument: str) -> str:
     key = key.strip("+~- ").replace("/", ".")
     if equals and (key in KEYS or meant(key)):
         return (
-            f"did you mean {shell_words(f'{key}={value.strip()}')}?" if key in KEYS else meant(key, value).strip("; ")
+            f"did you mean {shell_words(f'{key}={value.strip()}')}?"
+            if key in KEYS
+            else meant(key, value).strip("; ")
         )
     return ""

@@ -1,4 +1,6 @@
-"""Read the values of a TOML file, each with its line and as it was written, and say what is wrong with the file."""
+"""Read the values of a TOML file, each with its line and as it was written, and say what is wrong
+with the file.
+"""
 
 import re
 import tomllib
@@ -34,9 +36,11 @@ def from_toml(path: Path) -> dict[str, Given]:
 
 
 def given_and_faults(path: Path) -> tuple[dict[str, Given], list[UsageError]]:
-    """Return the values in a TOML file by dotted key, not yet checked, and what is wrong with the file.
+    """Return the values in a TOML file by dotted key, not yet checked, and what is wrong with the
+    file.
 
-    That is: it cannot be read, is not TOML, has an unknown section or key, or a table in the place of a value.
+    That is: it cannot be read, is not TOML, has an unknown section or key, or a table in the place
+        of a value.
     """
     try:
         text = _text(path)
@@ -47,7 +51,8 @@ def given_and_faults(path: Path) -> tuple[dict[str, Given], list[UsageError]]:
         return {}, [UsageError(explained(path, text, str(error)))]
     except RecursionError:
         return {}, [UsageError(f"{path}: not read: it is nested too deeply")]
-    places = dict(reversed([*_places(text)]))  # of a key that is written in several lines the first counts
+    # Of a key that is written in several lines the first counts.
+    places = dict(reversed([*_places(text)]))
     given: dict[str, Given] = {}
     faults: list[UsageError] = []
     for section, table in tables.items():
@@ -67,7 +72,9 @@ def _text(path: Path) -> str:
     try:
         content = read_input(path, MOST_TOML_BYTES)
         if b"\0" in content:
-            raise UsageError(f"{path}: not UTF-8 text (it has NUL bytes, as UTF-16 does): save it as UTF-8")
+            raise UsageError(
+                f"{path}: not UTF-8 text (it has NUL bytes, as UTF-16 does): save it as UTF-8"
+            )
         return content.decode("utf-8-sig")  # some editors begin it with a byte order mark
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: not UTF-8 text (byte {error.start}): save it as UTF-8") from None
@@ -76,7 +83,11 @@ def _text(path: Path) -> str:
 
 
 def _of_section(
-    path: Path, places: dict[str, tuple[int, str]], section: str, table: Any, faults: list[UsageError]
+    path: Path,
+    places: dict[str, tuple[int, str]],
+    section: str,
+    table: Any,
+    faults: list[UsageError],
 ) -> dict[str, Given]:
     """Return the values of a section; add what is wrong with its keys to `faults`.
 
@@ -88,7 +99,9 @@ def _of_section(
         if not isinstance(table, dict):
             require_known(section, origin)
         if not table:
-            raise UsageError(f"{origin}: there is no section [{section}]{did_you_mean(section, SECTIONS)}")
+            raise UsageError(
+                f"{origin}: there is no section [{section}]{did_you_mean(section, SECTIONS)}"
+            )
         first = next(iter(table))  # all of its keys are unknown: one says why
         require_known(f"{section}.{first}", _origin(path, places, f"{section}.{first}"))
     if not isinstance(table, dict):
@@ -101,7 +114,13 @@ def _of_section(
             require_known(key, origin)
             if isinstance(value, dict):
                 raise UsageError(_no_value(origin, key, value))
-            given[key] = Given(value, origin, 1, from_text=False, written=_written(value, places.get(key, (0, ""))[1]))
+            given[key] = Given(
+                value,
+                origin,
+                1,
+                from_text=False,
+                written=_written(value, places.get(key, (0, ""))[1]),
+            )
         except UsageError as error:
             faults.append(error)
     return given
@@ -137,7 +156,9 @@ def _shown(value: object) -> str:
 
 
 def _places(text: str) -> Iterator[tuple[str, tuple[int, str]]]:
-    """Yield each dotted name that a line assigns or heads, with the line's number and the text after its `=`."""
+    """Yield each dotted name that a line assigns or heads, with the line's number and the text
+    after its `=`.
+    """
     section = ""
     for number, line in enumerate(text.split("\n"), start=1):
         if header := _HEADER.match(line):
@@ -161,7 +182,9 @@ def _origin(path: Path, places: dict[str, tuple[int, str]], key: str) -> str:
 
 
 def _written(value: object, after: str) -> str:
-    """Return the part of a line after its `=` that is this value: without a comment; "" if it goes on elsewhere."""
+    """Return the part of a line after its `=` that is this value: without a comment; "" if it goes
+    on elsewhere.
+    """
     if len(after) > _LONGEST:
         return ""
     for end in (*(found.start() for found in re.finditer("#", after)), len(after)):

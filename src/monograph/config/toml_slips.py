@@ -16,10 +16,18 @@ from monograph.errors import UsageError
 _KEY = r"\s*[\w.\"'-]+\s*"
 _QUOTES = str.maketrans({"“": '"', "”": '"', "„": '"', "«": '"', "»": '"', "‘": "'", "’": "'"})
 _SPACES = re.compile("[\u00a0\u1680\u2000-\u200d\u202f\u205f\u2060\u3000\ufeff]")
-_WORDS = {"True": "true", "False": "false", "TRUE": "true", "FALSE": "false", "yes": "true", "no": "false"}
+_WORDS = {
+    "True": "true",
+    "False": "false",
+    "TRUE": "true",
+    "FALSE": "false",
+    "yes": "true",
+    "no": "false",
+}
 _NOTHING = {"", "None", "none", "null", "nil", "~"}
 _LONGEST = 120  # characters of a line that are shown
-_LONGEST_READ = 500  # of one that is corrected: no person types a longer one, and patterns take time
+# Of one that is corrected: no person types a longer one, and patterns take time.
+_LONGEST_READ = 500
 _NEAREST = 20  # lines before the one that the parser means
 _HEADER = re.compile(r"\s*\[\s*([\w.\"'-]+)\s*\]")
 
@@ -50,7 +58,9 @@ def explained(path: Path, text: str, said: str) -> str:
 
 
 def _line(said: str, lines: list[str]) -> int:
-    """Return the number of the line that the parser means: that which has text, if it stopped after it."""
+    """Return the number of the line that the parser means: that which has text, if it stopped after
+    it.
+    """
     found = re.search(r"at line (\d+)", said)
     at = min(int(found[1]), len(lines)) if found else len(lines)
     while at > 1 and not lines[at - 1].strip():
@@ -59,10 +69,16 @@ def _line(said: str, lines: list[str]) -> int:
 
 
 def _open_before(lines: list[str], at: int) -> Iterator[int]:
-    """Yield the lines before one that open a bracket, a brace or a text that they do not close, the nearest first."""
+    """Yield the lines before one that open a bracket, a brace or a text that they do not close, the
+    nearest first.
+    """
     for number in range(at - 1, 0, -1):
         line = lines[number - 1]
-        if line.count("[") > line.count("]") or line.count("{") > line.count("}") or line.count('"""') == 1:
+        if (
+            line.count("[") > line.count("]")
+            or line.count("{") > line.count("}")
+            or line.count('"""') == 1
+        ):
             yield number
 
 
@@ -75,14 +91,15 @@ def _again(lines: list[str], at: int, what: str) -> str:
         if header := _HEADER.match(line):
             section = header[1]
             if section in headers and number == at:
-                return (
-                    f"[{section}] is there twice, in lines {headers[section]} and {at}: keep one, with all of its keys"
-                )
+                twice = f"lines {headers[section]} and {at}"
+                return f"[{section}] is there twice, in {twice}: keep one, with all of its keys"
             headers[section] = number
         elif entry := re.match(r"\s*([\w.\"'-]+)\s*=", line):
             place = (section, entry[1])
             if place in keys and number == at:
-                return f"{place[1]} is there twice, in lines {keys[place]} and {at}: keep one of them"
+                return (
+                    f"{place[1]} is there twice, in lines {keys[place]} and {at}: keep one of them"
+                )
             keys[place] = number
     if re.match("Cannot (declare|overwrite|mutate|redefine)", what):
         name = section or lines[at - 1].partition("=")[0].strip()
@@ -111,7 +128,9 @@ def _corrected(line: str, section: str) -> str:
 
 
 def _refused(line: str, section: str) -> str:
-    """Return what a line's key takes, if it does not take the line's value; "" if it does or is not known."""
+    """Return what a line's key takes, if it does not take the line's value; "" if it does or is not
+    known.
+    """
     for name, value in tomllib.loads(line).items():
         key = f"{section}.{name}"
         if key not in KEYS:
@@ -184,7 +203,9 @@ def _of_number(value: str) -> Iterator[tuple[str, str]]:
         yield "true and false are in small letters", _WORDS[word]
     if word != value:
         yield "nothing stands after a value", word
-    if number := re.fullmatch(r"([-+]?)0*([0-9_]*)(\.?)([0-9_]*)((?:e[-+]?[0-9]+)?)", value, re.IGNORECASE):
+    if number := re.fullmatch(
+        r"([-+]?)0*([0-9_]*)(\.?)([0-9_]*)((?:e[-+]?[0-9]+)?)", value, re.IGNORECASE
+    ):
         sign, whole, point, part, power = number.groups()
         digits = f"{sign}{whole or 0}" + (f".{part or 0}" if point else "") + power
         yield "a number begins and ends with a digit, and not with a 0 before others", digits
@@ -199,7 +220,10 @@ def _of_list(value: str) -> Iterator[tuple[str, str]]:
     if value.startswith("("):
         yield "a list is in square brackets", f"[{value.strip('(),')}]"
     if value.startswith("["):
-        yield "a comma stands between the values of a list", re.sub(r"([\"'])\s+([\"'])", r"\1, \2", value)
+        yield (
+            "a comma stands between the values of a list",
+            re.sub(r"([\"'])\s+([\"'])", r"\1, \2", value),
+        )
         parts = [part.strip(" \"'") for part in value.strip("[]").split(",")]
         yield "a text is in quotes", f"[{', '.join(map(toml_of, parts))}]"
 

@@ -1,4 +1,6 @@
-"""Answer a key that is not there: with the key that was meant, and with its value where that has one."""
+"""Answer a key that is not there: with the key that was meant, and with its value where that has
+one.
+"""
 
 import re
 import shlex
@@ -17,7 +19,8 @@ def require_known(key: str, origin: str, value: str | None = None) -> None:
     Args:
         key: the key.
         origin: where it was written.
-        value: what was typed as its value; None: it was written in a file, where the value stays as it is.
+        value: what was typed as its value; None: it was written in a file, where the value stays as
+            it is.
 
     Raises:
         UsageError: the key is unknown; the message names the nearest known one.
@@ -27,7 +30,8 @@ def require_known(key: str, origin: str, value: str | None = None) -> None:
 
 
 def meant(name: str, value: str | None = None) -> str:
-    """Return the end of a message about an unknown key or option: what to say instead; "" if nothing is alike.
+    """Return the end of a message about an unknown key or option: what to say instead; "" if
+    nothing is alike.
 
     Args:
         name: its name, with or without a section.
@@ -47,7 +51,8 @@ def meant(name: str, value: str | None = None) -> str:
 
 
 def _of_section(section: str, short: str, value: str | None) -> list[str]:
-    """Return the keys of a section, if that is there, whose names have all words of another name and take its value.
+    """Return the keys of a section, if that is there, whose names have all words of another name
+    and take its value.
 
     One word, such as lr, says too little.
     """
@@ -58,7 +63,9 @@ def _of_section(section: str, short: str, value: str | None) -> list[str]:
 
 
 def _question(keys: list[str], value: str | None) -> str:
-    """Ask whether one of some keys was meant, each with the value if it takes that, or else with what it takes."""
+    """Ask whether one of some keys was meant, each with the value if it takes that, or else with
+    what it takes.
+    """
     if value is None:
         return f"; did you mean {' or '.join(keys)}?"
     if fitting := [key for key in keys if takes(key, value)]:

@@ -21,25 +21,29 @@ _AHEAD = 2  # windows: the one to return next, and one more that is made while t
 class Batches(Iterator[Batch]):
     """An iterator over the windows of a training run: each `Batch` has all rows of one update.
 
-    Window k has the rows at positions start + k·R .. start + (k+1)·R - 1 of the endless order given by `seed` (see
-    `monograph.data.rows.shares_at`), with R = tokens_per_update // T. Epochs follow each other directly, so a window
-    may hold the end of one and the beginning of the next. A row depends on (seed, position) alone: a run resumed from
-    `state()` sees the rows that an uninterrupted run would have seen, even with another tokens_per_update.
+    Window k has the rows at positions start + k·R .. start + (k+1)·R - 1 of the endless order given
+    by `seed` (see `monograph.data.rows.shares_at`), with R = tokens_per_update // T. Epochs follow
+    each other directly, so a window may hold the end of one and the beginning of the next. A row
+    depends on (seed, position) alone: a run resumed from `state()` sees the rows that an
+        uninterrupted run would have seen, even with another tokens_per_update.
 
     Args:
         rows: the rows to draw from.
         tokens_per_update: number of positions in a window; at least one row's.
         seed: selects the order.
         start: rows already consumed, counted from the beginning of the first epoch.
-        epochs: stop after this many epochs, counted from the beginning of the first, with a shorter last window if need
-            be; None never stops.
-        skip: (begin, end) of stretches of positions to skip, in rising order; they do not count towards `epochs`. A
-            window that begins before a stretch is drawn whole, even where it reaches into the stretch.
-        pin: put windows into page-locked memory, so that copies to a GPU overlap with computation; needs CUDA.
+        epochs: stop after this many epochs, counted from the beginning of the first, with a shorter
+            last window if need be; None never stops.
+        skip: (begin, end) of stretches of positions to skip, in rising order; they do not count
+            towards `epochs`. A window that begins before a stretch is drawn whole, even where it
+            reaches into the stretch.
+        pin: put windows into page-locked memory, so that copies to a GPU overlap with computation;
+            needs CUDA.
 
     Attributes:
         rows_per_window: R.
-        rows_consumed: the position after the last row that was returned; rows made ahead do not count.
+        rows_consumed: the position after the last row that was returned; rows made ahead do not
+            count.
         skip: as given.
 
     Raises:
@@ -59,7 +63,9 @@ class Batches(Iterator[Batch]):
     ) -> None:
         if not COUNT.holds(tokens_per_update) or tokens_per_update < rows.sequence_length:
             needed = f"must be at least one row of sequence_length = {rows.sequence_length}"
-            raise UsageError(f"train.tokens_per_update = {tokens_per_update}: {needed}; raise it or shorten the rows")
+            raise UsageError(
+                f"train.tokens_per_update = {tokens_per_update}: {needed}; raise it or shorten the rows"
+            )
         if start < 0 or (epochs is not None and epochs < 0):
             raise UsageError(f"start = {start}, epochs = {epochs}: neither can be negative")
         if len(rows) == 0:
@@ -77,7 +83,9 @@ class Batches(Iterator[Batch]):
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="monograph-batches")
 
     def __next__(self) -> Batch:
-        """Return the next window, [R, T] per key; an error in making a window is raised when its turn comes."""
+        """Return the next window, [R, T] per key; an error in making a window is raised when its
+        turn comes.
+        """
         self._fill()
         if not self._ahead:
             raise StopIteration
@@ -87,14 +95,19 @@ class Batches(Iterator[Batch]):
         return batch
 
     def state(self) -> dict[str, Any]:
-        """Return the state to resume from, by `corpus.batches(..., seed=state["seed"], start=state["rows"])`.
+        """Return the state to resume from, by
+        `corpus.batches(..., seed=state["seed"], start=state["rows"])`.
 
         If there are positions to skip, they are under "skip".
         """
-        return {"seed": self._seed, "rows": self.rows_consumed} | ({"skip": self.skip} if self.skip else {})
+        return {"seed": self._seed, "rows": self.rows_consumed} | (
+            {"skip": self.skip} if self.skip else {}
+        )
 
     def close(self) -> None:
-        """Stop the background thread now; without this call it ends with this object or the interpreter."""
+        """Stop the background thread now; without this call it ends with this object or the
+        interpreter.
+        """
         self._worker.shutdown(wait=True, cancel_futures=True)
 
     def _fill(self) -> None:
@@ -103,9 +116,16 @@ class Batches(Iterator[Batch]):
             if beyond is not None:
                 self._next = beyond
                 continue
-            count = self.rows_per_window if self._end is None else min(self.rows_per_window, self._end - self._next)
-            # The task holds no reference to this object, so that dropping the iterator ends the thread.
-            window = self._worker.submit(_window, self._rows, self._next, count, self._seed, self._pin)
+            count = (
+                self.rows_per_window
+                if self._end is None
+                else min(self.rows_per_window, self._end - self._next)
+            )
+            # The task holds no reference to this object, so that dropping the iterator ends the
+            # thread.
+            window = self._worker.submit(
+                _window, self._rows, self._next, count, self._seed, self._pin
+            )
             self._next += count
             self._ahead.append((self._next, window))
 
@@ -120,9 +140,13 @@ def _tensors(window: dict[str, NDArray[np.int64]], pin: bool = False) -> Batch:
 
 
 def in_order(rows: Rows, indices_N: NDArray[np.int64], batch_rows: int) -> Iterator[Batch]:
-    """Yield the rows with these indices in batches [batch_rows, T]; rows without targets fill up the last batch."""
+    """Yield the rows with these indices in batches [batch_rows, T]; rows without targets fill up
+    the last batch.
+    """
     for begin in range(0, len(indices_N), batch_rows):
         chosen = indices_N[begin : begin + batch_rows]
         window = rows.window(chosen)
         missing = rows.empty(batch_rows - len(chosen))
-        yield _tensors({key: np.concatenate([values, missing[key]]) for key, values in window.items()})
+        yield _tensors(
+            {key: np.concatenate([values, missing[key]]) for key, values in window.items()}
+        )

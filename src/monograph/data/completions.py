@@ -1,6 +1,8 @@
-"""Turn a prompt and its completion, both texts, into tokens of which the completion's are trained on.
+"""Turn a prompt and its completion, both texts, into tokens of which the completion's are trained
+on.
 
-No chat template takes part: the model reads the prompt as it is, continues it with the completion, and ends the text.
+No chat template takes part: the model reads the prompt as it is, continues it with the completion,
+    and ends the text.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +17,8 @@ from monograph.text.tokenizer import Tokenizer
 
 
 def completed_row(tokenizer: Tokenizer, prompt: str, completion: str) -> Row:
-    """Return the tokens of a prompt and its completion, and the span of the completion with the end of the text.
+    """Return the tokens of a prompt and its completion, and the span of the completion with the end
+    of the text.
 
     Both are encoded apart, since at inference the prompt is encoded before anything follows it.
     """
@@ -31,7 +34,8 @@ def are_texts(record: Mapping[str, Any]) -> bool:
 
 
 def completion_records(file: SourceFile, keys: RecordKeys) -> Iterator[Record]:
-    """Yield (record number from 1, what `conversation_text` returns) for every record of texts; others are bad.
+    """Yield (record number from 1, what `conversation_text` returns) for every record of texts;
+    others are bad.
 
     Raises:
         InputRefused: a record has an unknown key.
@@ -43,10 +47,14 @@ def completion_records(file: SourceFile, keys: RecordKeys) -> Iterator[Record]:
 def _text_of(record: Mapping[str, Any]) -> str | Fault:
     without = "needs a chat template, and the model has none"
     if not are_texts(record):
-        return Fault("a chat", f"is no text under {short(PROMPT)} and {short(COMPLETION)}: a chat {without}")
+        return Fault(
+            "a chat", f"is no text under {short(PROMPT)} and {short(COMPLETION)}: a chat {without}"
+        )
     beside = chat_only(record)
     if beside is not None:
-        return Fault("a chat", f"{short(beside)} {without}: remove it, or name it in data.ignore_keys")
+        return Fault(
+            "a chat", f"{short(beside)} {without}: remove it, or name it in data.ignore_keys"
+        )
     return conversation_text(record)
 
 
@@ -57,7 +65,9 @@ def texts_of(text: str) -> tuple[str, str]:
 
 
 class Completions:
-    """A converter of records to rows, like `monograph.data.loss_mask.Answers`, which does it for chats."""
+    """A converter of records to rows, like `monograph.data.loss_mask.Answers`, which does it for
+    chats.
+    """
 
     def __init__(self, tokenizer: Tokenizer, how: Answering) -> None:
         self._tokenizer = tokenizer

@@ -1,4 +1,6 @@
-"""Read conversations from records in any of the common forms, and describe the faults of bad records."""
+"""Read conversations from records in any of the common forms, and describe the faults of bad
+records.
+"""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +40,8 @@ class Conversation(NamedTuple):
     Attributes:
         messages: as `monograph.data.messages.message_of` returns them.
         tools: the tools that the assistant may call; None if the record names none.
-        trained_from: index of the first message that may be trained on: the first after a prompt's messages, else 0.
+        trained_from: index of the first message that may be trained on: the first after a prompt's
+            messages, else 0.
         variables: further variables of the chat template.
     """
 
@@ -74,13 +77,20 @@ def conversation_records(file: SourceFile, keys: RecordKeys) -> Iterator[Record]
         yield number, record if isinstance(record, Fault) else conversation_text(record)
 
 
-def keyed_records(file: SourceFile, keys: RecordKeys) -> Iterator[tuple[int, dict[str, Any] | Fault]]:
-    """Yield (record number from 1, the keys that say what is trained, or a fault) for every record of a file.
+def keyed_records(
+    file: SourceFile, keys: RecordKeys
+) -> Iterator[tuple[int, dict[str, Any] | Fault]]:
+    """Yield (record number from 1, the keys that say what is trained, or a fault) for every record
+    of a file.
 
     Raises:
         InputRefused: a record has an unknown key, or the file cannot be read.
     """
-    records = json_objects(file.path, exact=True) if file.suffix in LINES else _keyed_rows(file.path, keys)
+    records = (
+        json_objects(file.path, exact=True)
+        if file.suffix in LINES
+        else _keyed_rows(file.path, keys)
+    )
     for number, record in records:
         if isinstance(record, Fault):
             yield number, record
@@ -96,7 +106,9 @@ def keyed_records(file: SourceFile, keys: RecordKeys) -> Iterator[tuple[int, dic
 
 
 def _keyed_rows(path: Path, keys: RecordKeys) -> Iterator[tuple[int, dict[str, Any] | Fault]]:
-    """Yield the rows of a table with the columns that can say what is trained, and refuse unknown ones."""
+    """Yield the rows of a table with the columns that can say what is trained, and refuse unknown
+    ones.
+    """
     columns = table_columns(path)
     read = [name for name in columns if keys.is_read(name)]
     ignored = [name for name in columns if name not in read and keys.is_ignored(name)]
@@ -110,7 +122,8 @@ def _keyed_rows(path: Path, keys: RecordKeys) -> Iterator[tuple[int, dict[str, A
 
 
 def conversation_text(record: Mapping[str, Any]) -> str | Fault:
-    """Return a record's conversation as JSON, which `Conversation.of_text` reads, or the record's fault.
+    """Return a record's conversation as JSON, which `Conversation.of_text` reads, or the record's
+    fault.
 
     Equal conversations have equal texts.
     """
@@ -130,17 +143,24 @@ def conversation_text(record: Mapping[str, Any]) -> str | Fault:
 def read_conversation(record: Mapping[str, Any]) -> Conversation:
     """Return the conversation of a record.
 
-    The messages are under "messages", or under "conversations" as {"from", "value"}, or under "prompt" and
-    "completion": each of these is a text or a list of messages, and only the completion is trained on. `CHAT_KEYS` may
-    stand beside them.
+    The messages are under "messages", or under "conversations" as {"from", "value"}, or under
+    "prompt" and "completion": each of these is a text or a list of messages, and only the
+    completion is trained on. `CHAT_KEYS` may stand beside them.
 
     Raises:
         Unusable: the record is bad.
     """
     trained_from = 0
-    forms = [form for form in (MESSAGES_FORM, SHARED_FORM, COMPLETED_FORM) if all(key in record for key in form.needs)]
+    forms = [
+        form
+        for form in (MESSAGES_FORM, SHARED_FORM, COMPLETED_FORM)
+        if all(key in record for key in form.needs)
+    ]
     if not forms:
-        raise Unusable("no conversation", f"has none of the keys messages, conversations, {PROMPT} and {COMPLETION}")
+        raise Unusable(
+            "no conversation",
+            f"has none of the keys messages, conversations, {PROMPT} and {COMPLETION}",
+        )
     form = next(iter(forms[0].needs))
     if form == PROMPT:
         prompt = _side(record, PROMPT, "user")
@@ -152,7 +172,9 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
         require_copy(record.get(PROMPT), messages)
     if len(messages) > MOST_MESSAGES:
         raise Unusable("too long", f"has {len(messages):,} messages, more than {MOST_MESSAGES:,}")
-    _require_order(messages, "message {} of 'prompt' and 'completion'" if form == PROMPT else form + "[{}]")
+    _require_order(
+        messages, "message {} of 'prompt' and 'completion'" if form == PROMPT else form + "[{}]"
+    )
     whole = with_chat_keys(messages, record)
     if trained_from:
         trained_from += len(whole.messages) - len(messages)
@@ -173,7 +195,10 @@ def with_chat_keys(messages: list[dict[str, Any]], record: Mapping[str, Any]) ->
     system = record.get(SYSTEM)
     if system is not None and sound(system, SYSTEM):
         if messages[0]["role"] == "system":
-            raise Unusable("two system messages", f"has {short(SYSTEM)} and begins with a message of system: keep one")
+            raise Unusable(
+                "two system messages",
+                f"has {short(SYSTEM)} and begins with a message of system: keep one",
+            )
         messages = [{"role": "system", "content": system}, *messages]
     variables = dict(_variables(record.get(VARIABLES)))
     documents = _array(record.get(DOCUMENTS), DOCUMENTS)
@@ -183,7 +208,8 @@ def with_chat_keys(messages: list[dict[str, Any]], record: Mapping[str, Any]) ->
 
 
 def require_copy(prompt: object, messages: Sequence[Mapping[str, Any]]) -> None:
-    """Require that a prompt beside a whole chat is a part of it, since it is not trained on; None: there is none.
+    """Require that a prompt beside a whole chat is a part of it, since it is not trained on; None:
+    there is none.
 
     Raises:
         Unusable: it is not.
@@ -195,7 +221,9 @@ def require_copy(prompt: object, messages: Sequence[Mapping[str, Any]]) -> None:
         is_copy = list(messages[: len(begin)]) == begin
     else:
         said = [message.get("content") for message in messages if message["role"] == "user"]
-        is_copy = prompt in said or any(isinstance(text, str) and text.strip() == str(prompt).strip() for text in said)
+        is_copy = prompt in said or any(
+            isinstance(text, str) and text.strip() == str(prompt).strip() for text in said
+        )
     if not is_copy:
         raise Unusable(
             "another prompt",
@@ -241,7 +269,10 @@ def _variables(value: object) -> dict[str, Any]:
         raise Unusable(VARIABLES, f"{short(VARIABLES)} is {KINDS[type(found)]}, not an object")
     for name in found:
         if not name.isidentifier() or name in _NO_VARIABLES:
-            raise Unusable(VARIABLES, f"{short(VARIABLES)}: {short(name)} cannot be a variable of the chat template")
+            raise Unusable(
+                VARIABLES,
+                f"{short(VARIABLES)}: {short(name)} cannot be a variable of the chat template",
+            )
     return found
 
 
@@ -268,7 +299,8 @@ def require_question(messages: Sequence[Mapping[str, Any]], key: str) -> None:
     last = messages[-1]["role"]
     if last not in ("user", "tool"):
         raise Unusable(
-            "no question", f"{key} ends with a message of {last}: an answer follows one of a user or of a tool"
+            "no question",
+            f"{key} ends with a message of {last}: an answer follows one of a user or of a tool",
         )
 
 
@@ -281,5 +313,8 @@ def _require_order(messages: Sequence[Mapping[str, Any]], place: str) -> None:
         if before not in _BEFORE[role] or not asked:
             fault = f"follows {before}" if before else "begins"
             remedy = "" if asked else ", which called no tool"
-            raise Unusable("roles out of order", f"{place.format(number)}: roles out of order, {role} {fault}{remedy}")
+            raise Unusable(
+                "roles out of order",
+                f"{place.format(number)}: roles out of order, {role} {fault}{remedy}",
+            )
         before = role

@@ -1,4 +1,5 @@
-"""Turn a source into rows to train on: `corpus()` finds the text, splits off a held-out part, tokenises and packs it.
+"""Turn a source into rows to train on: `corpus()` finds the text, splits off a held-out part,
+tokenises and packs it.
 
 `render_row` shows one row as text: its documents, and which of its tokens are trained on.
 """
@@ -38,12 +39,15 @@ class Stats:
 
     Attributes:
         files: number of files.
-        documents: number of texts and records, of which `held_out_documents` are held out (a text may be cut in two).
-        conversations: number of conversations in the training part, 0 for texts. With conversations, `documents` counts
-            `monograph.data.loss_mask.Row`s, and `bytes` only the text that is trained on.
+        documents: number of texts and records, of which `held_out_documents` are held out (a text
+            may be cut in two).
+        conversations: number of conversations in the training part, 0 for texts. With
+            conversations, `documents` counts `monograph.data.loss_mask.Row`s, and `bytes` only the
+            text that is trained on.
         bytes: bytes of all text, of which `held_out_bytes` are held out.
         tokens: number of training targets in one pass over all rows.
-        trained_share: share of the training part's tokens, without each document's first, that are targets.
+        trained_share: share of the training part's tokens, without each document's first, that are
+            targets.
         bytes_per_token: mean over the training part.
         packed_share: share of the training rows' positions that hold an input.
         skipped: {reason: count} of the files and records that were skipped.
@@ -71,10 +75,11 @@ class Corpus:
         tokenizer: the tokenizer of the rows' ids.
         train: rows to train on.
         held_out: rows to measure on; empty if held_out = 0.
-        fingerprint: hex sha256 of the text, the split, the tokenizer and the form of the rows; equal fingerprints mean
-            equal rows.
+        fingerprint: hex sha256 of the text, the split, the tokenizer and the form of the rows;
+            equal fingerprints mean equal rows.
         stats: numbers to show.
-        notes: lines to show once (a rebuilt cache, skipped files, a tokenizer smaller than requested).
+        notes: lines to show once (a rebuilt cache, skipped files, a tokenizer smaller than
+            requested).
         folder: the folder of the stored tokens.
     """
 
@@ -94,7 +99,9 @@ class Corpus:
 
     @property
     def record_noun(self) -> str:
-        """Return what a record is of which only answers are trained on: a conversation, or a completion of a text."""
+        """Return what a record is of which only answers are trained on: a conversation, or a
+        completion of a text.
+        """
         return "completion" if self.tokenizer.config.template is None else "conversation"
 
     @property
@@ -111,10 +118,15 @@ class Corpus:
         pin: bool = False,
         skip: Sequence[Sequence[int]] = (),
     ) -> "Batches":
-        """Return the training rows in shuffled order, in windows; see `monograph.data.batches.Batches`."""
-        from monograph.data.batches import Batches  # importing torch takes seconds, and only training needs it here
+        """Return the training rows in shuffled order, in windows; see
+        `monograph.data.batches.Batches`.
+        """
+        # Importing torch takes seconds, and only training needs it here.
+        from monograph.data.batches import Batches
 
-        return Batches(self.train, tokens_per_update, seed=seed, start=start, epochs=epochs, pin=pin, skip=skip)
+        return Batches(
+            self.train, tokens_per_update, seed=seed, start=start, epochs=epochs, pin=pin, skip=skip
+        )
 
 
 def corpus(
@@ -134,38 +146,45 @@ def corpus(
     cache: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Corpus:
-    """Prepare text for training. The tokens are cached, so a second call only hashes the text and checks the cache.
+    """Prepare text for training. The tokens are cached, so a second call only hashes the text and
+    checks the cache.
 
     Args:
-        source: "stdlib" (the running Python's own standard library), "-" (standard input), a file, folder or glob
-            pattern, a dataset of the Hugging Face hub (hf://OWNER/NAME), or a list of these. A document is a text file
-            in UTF-8 (plain, .gz or .zst), or one record of a .jsonl or .ndjson file (plain, .gz or .zst), of a .parquet
-            or .arrow file, or of a folder that `save_to_disk` wrote. In folders, hidden, empty and binary files are
-            skipped and counted.
+        source: "stdlib" (the running Python's own standard library), "-" (standard input), a file,
+            folder or glob pattern, a dataset of the Hugging Face hub (hf://OWNER/NAME), or a list
+            of these. A document is a text file in UTF-8 (plain, .gz or .zst), or one record of a
+            .jsonl or .ndjson file (plain, .gz or .zst), of a .parquet or .arrow file, or of a
+            folder that `save_to_disk` wrote. In folders, hidden, empty and binary files are skipped
+            and counted.
         weights: how often an epoch sees each source, such as [2, 0.5]; None: once.
-        tokenizer: "bpe" to train one on the training part, "bytes", the path of a tokenizer.json, or a `Tokenizer`.
+        tokenizer: "bpe" to train one on the training part, "bytes", the path of a tokenizer.json,
+            or a `Tokenizer`.
         vocab_size: entries of the tokenizer that is trained; None: 4,096.
         sequence_length: T, the number of positions in a row.
         packing: "packed" puts pieces of several documents into a row, "padded" one piece.
-        held_out: fraction of the bytes to hold out, as whole packages of the standard library, else whole documents;
-            see `monograph.data.documents.split`. 0 holds out nothing.
-        text_key: the key or column of a record that holds its text, by default "text". Records without it that have
-            "messages", "conversations", or "prompt" and "completion" are conversations, whose assistant's answers are
-            trained on (docs/finetune.md); they need a tokenizer with a chat template, unless prompt and completion are
-            texts, which are trained on as they are without one. Where a record could be both, a key that is given
+        held_out: fraction of the bytes to hold out, as whole packages of the standard library, else
+            whole documents; see `monograph.data.documents.split`. 0 holds out nothing.
+        text_key: the key or column of a record that holds its text, by default "text". Records
+            without it that have "messages", "conversations", or "prompt" and "completion" are
+            conversations, whose assistant's answers are trained on (docs/finetune.md); they need a
+            tokenizer with a chat template, unless prompt and completion are texts, which are
+            trained on as they are without one. Where a record could be both, a key that is given
             chooses: a text's, or one of these for conversations.
-        ignore_keys: keys of records that are left out; any other key of a conversation is obeyed or refused.
-        bad_records: "refuse" a bad record or a damaged file of records with an error, or "skip" and count it.
+        ignore_keys: keys of records that are left out; any other key of a conversation is obeyed or
+            refused.
+        bad_records: "refuse" a bad record or a damaged file of records with an error, or "skip" and
+            count it.
         answers: in conversations, train on "every" answer or on the "last" alone.
-        too_long: for conversations longer than a row, leave out turns at their front ("truncate"), or treat them as bad
-            records ("refuse").
+        too_long: for conversations longer than a row, leave out turns at their front ("truncate"),
+            or treat them as bad records ("refuse").
         cache: the folder to keep the tokens in; see `monograph.data.store.open_or_build`.
-        progress: called as progress(stage, done, total) in bytes during long work; see `monograph.data.progress`.
+        progress: called as progress(stage, done, total) in bytes during long work; see
+            `monograph.data.progress`.
 
     Raises:
         UsageError: a setting is out of range.
-        InputRefused: a text or tokenizer cannot be used (the message names it), or there is too little text to hold out
-            one row.
+        InputRefused: a text or tokenizer cannot be used (the message names it), or there is too
+            little text to hold out one row.
         DiskFull: the cache has no room.
     """
     _check_settings(packing, bad_records, answers, too_long, sequence_length)
@@ -176,14 +195,22 @@ def corpus(
         sources = find(source, spool, progress, weights)
         how = Answering(answers == "every", too_long == "truncate", sequence_length)
         said = Asked.of(text_key, ignore_keys)
-        reading = Reading(text_key or TEXT, bad_records == "skip", how, tuple(sorted(said.ignored)), text_key in ASKED)
+        reading = Reading(
+            text_key or TEXT,
+            bad_records == "skip",
+            how,
+            tuple(sorted(said.ignored)),
+            text_key in ASKED,
+        )
         reading = _reading(sources, reading, said, asked)
         request = CorpusRequest(sources, held_out, asked, reading)
         stored = open_or_build(request, cache, progress)
     return _packed(request, stored, sequence_length, packing)
 
 
-def _packed(request: CorpusRequest, stored: StoredCorpus, sequence_length: int, packing: str) -> Corpus:
+def _packed(
+    request: CorpusRequest, stored: StoredCorpus, sequence_length: int, packing: str
+) -> Corpus:
     """Arrange tokens in rows.
 
     Raises:
@@ -213,7 +240,9 @@ _WITH_TEMPLATE = (
 )
 
 
-def _check_settings(packing: str, bad_records: str, answers: str, too_long: str, sequence_length: int) -> None:
+def _check_settings(
+    packing: str, bad_records: str, answers: str, too_long: str, sequence_length: int
+) -> None:
     choices = (
         ("packing", packing, ("packed", "padded")),
         ("bad_records", bad_records, ("refuse", "skip")),
@@ -227,13 +256,17 @@ def _check_settings(packing: str, bad_records: str, answers: str, too_long: str,
         raise UsageError(f"data.sequence_length = {sequence_length!r}: must be at least 1")
 
 
-def _rows(stored: StoredCorpus, weights: Sequence[float], sequence_length: int, packed: bool) -> tuple[Rows, Rows]:
-    # A large plan is stored next to the tokens, since a temporary folder may be in memory. A cache folder that belongs
-    # to another user cannot be written to.
+def _rows(
+    stored: StoredCorpus, weights: Sequence[float], sequence_length: int, packed: bool
+) -> tuple[Rows, Rows]:
+    # A large plan is stored next to the tokens, since a temporary folder may be in memory. A cache
+    # folder that belongs to another user cannot be written to.
     scratch = stored.folder if os.access(stored.folder, os.W_OK) else Path(tempfile.gettempdir())
     with writing(scratch):
         train = Rows(stored.train, stored.tokenizer, sequence_length, packed, weights, scratch)
-        return train, Rows(stored.held_out, stored.tokenizer, sequence_length, packed, folder=scratch)
+        return train, Rows(
+            stored.held_out, stored.tokenizer, sequence_length, packed, folder=scratch
+        )
 
 
 def _reading(sources: Sources, asked: Reading, said: Asked, tokenizer: Tokenizer | int) -> Reading:
@@ -261,12 +294,22 @@ def _check_size(name: str, stored: StoredCorpus, train: Rows, held: Rows, held_o
         raise InputRefused(f"{name}: no text in it: {(*stored.notes, 'give a file with text')[0]}")
     length = held.sequence_length
     if train.conversations or held.conversations:
-        lacking = "to train on" if not train.conversations else "held out" if held_out and not len(held) else None
+        lacking = (
+            "to train on"
+            if not train.conversations
+            else "held out"
+            if held_out and not len(held)
+            else None
+        )
         if lacking:
-            raise InputRefused(f"{name}: no conversation is {lacking}; give more of them, or set data.held_out = 0")
+            raise InputRefused(
+                f"{name}: no conversation is {lacking}; give more of them, or set data.held_out = 0"
+            )
     elif held_out and held.tokens < length:
         remedy = "give more text, raise data.held_out, shorten data.sequence_length, or set data.held_out = 0"
-        raise InputRefused(f"{name}: {held.tokens} held-out tokens, fewer than one row of {length}; {remedy}")
+        raise InputRefused(
+            f"{name}: {held.tokens} held-out tokens, fewer than one row of {length}; {remedy}"
+        )
 
 
 def stats_of(files: int, skipped: dict[str, int], train: Rows, held: Rows) -> Stats:
@@ -304,9 +347,9 @@ _PLAIN = "\x1b[0m"
 def render_row(corpus: Corpus, row_index: int, colour: bool) -> str:
     """Return one training row as text for a terminal.
 
-    A ruled line names each piece's document. Targets are green. Tokens that are only inputs are dim, or in [brackets]
-    without colour: a piece's first token (if it is a target, then of the piece before) and, in a conversation,
-    everything but the answers. Special tokens appear by name.
+    A ruled line names each piece's document. Targets are green. Tokens that are only inputs are
+    dim, or in [brackets] without colour: a piece's first token (if it is a target, then of the
+    piece before) and, in a conversation, everything but the answers. Special tokens appear by name.
 
     Raises:
         UsageError: no row has this index.
@@ -332,7 +375,9 @@ def render_row(corpus: Corpus, row_index: int, colour: bool) -> str:
         lines.append(_runs(tokenizer, ids, [False, *(targets != IGNORE).tolist()], colour))
         column += piece.length
     if column < length:
-        lines.append(_painted(f"── padding, {_counted(length - column, 'position')} ──", _BORDER, colour))
+        lines.append(
+            _painted(f"── padding, {_counted(length - column, 'position')} ──", _BORDER, colour)
+        )
     return "\n".join(lines)
 
 
@@ -340,7 +385,9 @@ def answer_ends(corpus: Corpus) -> str:
     """Return the tokens that end the training conversations' answers, by name, id and count."""
     names = {index: name for name, index in corpus.tokenizer.special.items()}
     ends = corpus.train.answer_ends().items()
-    return ", ".join(f"{visible(names.get(index, '?'))} (id {index}) {count:,}x" for index, count in ends)
+    return ", ".join(
+        f"{visible(names.get(index, '?'))} (id {index}) {count:,}x" for index, count in ends
+    )
 
 
 def _runs(tokenizer: Tokenizer, ids: list[int], trained: list[bool], colour: bool) -> str:
@@ -360,7 +407,11 @@ def _counted(number: int, noun: str) -> str:
 
 def _text(tokenizer: Tokenizer, ids: list[int]) -> str:
     names = {index: name.encode() for name, index in tokenizer.special.items()}
-    return visible(b"".join([names.get(index, tokenizer.pieces[index]) for index in ids]).decode(errors="replace"))
+    return visible(
+        b"".join([names.get(index, tokenizer.pieces[index]) for index in ids]).decode(
+            errors="replace"
+        )
+    )
 
 
 def _painted(text: str, code: str, colour: bool) -> str:

@@ -1,6 +1,8 @@
-"""Iterate over the documents of a source in order, any number of times: texts, stretches of texts, and records.
+"""Iterate over the documents of a source in order, any number of times: texts, stretches of texts,
+and records.
 
-A keyed hash decides which documents are held out, so the split needs neither state nor random numbers.
+A keyed hash decides which documents are held out, so the split needs neither state nor random
+numbers.
 """
 
 import hashlib
@@ -27,7 +29,8 @@ from monograph.data.tables import table_rows
 from monograph.errors import InputRefused, UsageError
 
 _KEY = b"monograph held out 1"
-# Records are held out by the hash bucket of their text, so that millions of them need no more memory than a few.
+# Records are held out by the hash bucket of their text, so that millions of them need no more
+# memory than a few.
 BUCKETS = 1 << 16
 
 Group = TypeVar("Group", bound=Hashable)
@@ -37,9 +40,11 @@ class Split(NamedTuple):
     """The choice of held-out documents.
 
     Attributes:
-        cuts: by file index, the byte from which on a text file is held out: 0 if all of it is, its size if none of it.
+        cuts: by file index, the byte from which on a text file is held out: 0 if all of it is, its
+            size if none of it.
         buckets: bool [BUCKETS], true where the bucket's records are held out.
-        notes: lines for the user about a text that was cut, or about more text held out than requested.
+        notes: lines for the user about a text that was cut, or about more text held out than
+            requested.
     """
 
     cuts: tuple[int, ...]
@@ -48,7 +53,9 @@ class Split(NamedTuple):
 
 
 def fingerprint(text: bytes) -> bytes:
-    """Return the keyed hash of a text, by which the split orders texts and never separates equal records."""
+    """Return the keyed hash of a text, by which the split orders texts and never separates equal
+    records.
+    """
     return hashlib.sha256(_KEY + b"\0" + text).digest()
 
 
@@ -64,17 +71,21 @@ def check_fraction(fraction: float) -> None:
         UsageError: the share is outside [0, LARGEST_SHARE].
     """
     if not 0 <= fraction <= LARGEST_SHARE:
-        raise UsageError(f"data.held_out = {fraction}: must be a fraction from 0 to {LARGEST_SHARE}, such as 0.05")
+        raise UsageError(
+            f"data.held_out = {fraction}: must be a fraction from 0 to {LARGEST_SHARE}, such as 0.05"
+        )
 
 
 def split(files: Sequence[SourceFile], bucket_bytes: NDArray[np.int64], fraction: float) -> Split:
-    """Hold out about `fraction` of the bytes of the text files, and about `fraction` of the records' bytes.
+    """Hold out about `fraction` of the bytes of the text files, and about `fraction` of the
+    records' bytes.
 
-    A group of text files is a package, or all copies of one content. Groups without near copies elsewhere are taken in
-    the order of sha256(key, group), and buckets of records by number, each if it still fits the budget of
-    fraction · bytes. If they fill less than half of the budget, the next group that is no larger than the whole budget
-    is taken, too. If every remaining group is larger, the end of the largest text is cut off at a line end instead;
-    with records, the buckets that fit are held out, or at least the smallest bucket.
+    A group of text files is a package, or all copies of one content. Groups without near copies
+    elsewhere are taken in the order of sha256(key, group), and buckets of records by number, each
+    if it still fits the budget of fraction · bytes. If they fill less than half of the budget, the
+    next group that is no larger than the whole budget is taken, too. If every remaining group is
+    larger, the end of the largest text is cut off at a line end instead; with records, the buckets
+    that fit are held out, or at least the smallest bucket.
 
     Args:
         files: all files; those with records are ignored.
@@ -85,9 +96,15 @@ def split(files: Sequence[SourceFile], bucket_bytes: NDArray[np.int64], fraction
     groups: dict[str, list[int]] = defaultdict(list)
     for index in texts:
         groups[files[index].group].append(index)
-    sizes = {group: sum(files[index].size for index in members) for group, members in groups.items()}
+    sizes = {
+        group: sum(files[index].size for index in members) for group, members in groups.items()
+    }
     budget = math.floor(fraction * sum(sizes.values()))
-    alone = [group for group, members in groups.items() if not any(files[index].has_near_copies for index in members)]
+    alone = [
+        group
+        for group, members in groups.items()
+        if not any(files[index].has_near_copies for index in members)
+    ]
     order = sorted(alone or groups, key=lambda group: fingerprint(group.encode()))
     held, enough = _taken(order, sizes, budget)
     cuts = [file.size for file in files]
@@ -108,7 +125,9 @@ def split(files: Sequence[SourceFile], bucket_bytes: NDArray[np.int64], fraction
     return Split(tuple(cuts), buckets, (*notes, *record_note))
 
 
-def _held_buckets(bucket_bytes: NDArray[np.int64], fraction: float) -> tuple[NDArray[np.bool_], tuple[str, ...]]:
+def _held_buckets(
+    bucket_bytes: NDArray[np.int64], fraction: float
+) -> tuple[NDArray[np.bool_], tuple[str, ...]]:
     order = np.flatnonzero(bucket_bytes).tolist()
     sizes = {bucket: int(bucket_bytes[bucket]) for bucket in order}
     total = sum(sizes.values())
@@ -117,13 +136,17 @@ def _held_buckets(bucket_bytes: NDArray[np.int64], fraction: float) -> tuple[NDA
     if not enough and len(order) > 1:
         held = held or {min(order, key=sizes.__getitem__)}
         share = sum(sizes[bucket] for bucket in held) / total
-        notes = (f"held out: {share:.1%} of the records' text, not {fraction:.1%} (too few records)",)
+        notes = (
+            f"held out: {share:.1%} of the records' text, not {fraction:.1%} (too few records)",
+        )
     buckets = np.zeros(BUCKETS, dtype=np.bool_)
     buckets[list(held)] = True
     return buckets, notes
 
 
-def _taken(order: Sequence[Group], sizes: Mapping[Group, int], budget: int) -> tuple[set[Group], bool]:
+def _taken(
+    order: Sequence[Group], sizes: Mapping[Group, int], budget: int
+) -> tuple[set[Group], bool]:
     """Return the groups to hold out, and whether they fill at least half of the budget."""
     held: set[Group] = set()
     taken = 0
@@ -132,7 +155,9 @@ def _taken(order: Sequence[Group], sizes: Mapping[Group, int], budget: int) -> t
             held.add(group)
             taken += sizes[group]
     if 2 * taken < budget:
-        fitting = next((group for group in order if group not in held and sizes[group] <= budget), None)
+        fitting = next(
+            (group for group in order if group not in held and sizes[group] <= budget), None
+        )
         if fitting is None:
             return held, False
         held.add(fitting)
@@ -167,11 +192,13 @@ class Reading(NamedTuple):
     Attributes:
         text_key: the key of a record's text.
         skip_bad: whether bad records are skipped; otherwise they are errors.
-        answering: how conversations become rows; None if records are texts. Conversations are read as the texts that
-            `conversation_text` returns.
+        answering: how conversations become rows; None if records are texts. Conversations are read
+            as the texts that `conversation_text` returns.
         ignored: the keys of records that are left out.
-        is_chosen: whether `text_key` asks for conversations, so that keys of other kinds of records are ignored.
-        plain: whether conversations are a prompt and a completion each, texts that no chat template renders.
+        is_chosen: whether `text_key` asks for conversations, so that keys of other kinds of records
+            are ignored.
+        plain: whether conversations are a prompt and a completion each, texts that no chat template
+            renders.
     """
 
     text_key: str
@@ -203,7 +230,8 @@ class Survey(NamedTuple):
         bucket_bytes: int64 [BUCKETS], bytes of text by bucket of the split.
         unusable: indices of the files that are skipped whole.
         skipped: {reason: count} of the skipped records and files.
-        notes: lines for the user about the records that are skipped, and about the keys that are ignored.
+        notes: lines for the user about the records that are skipped, and about the keys that are
+            ignored.
     """
 
     bucket_bytes: NDArray[np.int64]
@@ -213,10 +241,12 @@ class Survey(NamedTuple):
 
 
 def survey(files: Sequence[SourceFile], reading: Reading, meter: Meter) -> Survey:
-    """Read every record once before any is used, because damage may come at the end of a compressed file or a table.
+    """Read every record once before any is used, because damage may come at the end of a compressed
+    file or a table.
 
     Raises:
-        InputRefused: a record is bad or a file is damaged, and `reading` does not skip them; the message names it.
+        InputRefused: a record is bad or a file is damaged, and `reading` does not skip them; the
+            message names it.
     """
     bucket_bytes = np.zeros(BUCKETS, dtype=np.int64)
     unusable: set[int] = set()
@@ -293,10 +323,16 @@ class Documents:
     """
 
     def __init__(
-        self, files: Sequence[SourceFile], reading: Reading, held_out: float, progress: Progress | None = None
+        self,
+        files: Sequence[SourceFile],
+        reading: Reading,
+        held_out: float,
+        progress: Progress | None = None,
     ) -> None:
         self.files, self.reading = files, reading
-        meter = Meter(progress if any(file.has_records for file in files) else None, "records", None)
+        meter = Meter(
+            progress if any(file.has_records for file in files) else None, "records", None
+        )
         self.survey = survey(files, reading, meter)
         meter.finish()
         self.split: Split = split(files, self.survey.bucket_bytes, held_out)
@@ -305,7 +341,9 @@ class Documents:
     @cached_property
     def text_bytes(self) -> int:
         """Return the bytes of all texts in UTF-8."""
-        return sum(file.size for file in self.files if not file.has_records) + int(self.survey.bucket_bytes.sum())
+        return sum(file.size for file in self.files if not file.has_records) + int(
+            self.survey.bucket_bytes.sum()
+        )
 
     @cached_property
     def train_bytes(self) -> int:
@@ -314,10 +352,16 @@ class Documents:
 
     @cached_property
     def _train_file_bytes(self) -> int:
-        return sum(cut for file, cut in zip(self.files, self.split.cuts, strict=True) if not file.has_records)
+        return sum(
+            cut
+            for file, cut in zip(self.files, self.split.cuts, strict=True)
+            if not file.has_records
+        )
 
     def __iter__(self) -> Iterator[Document]:
-        """Yield the documents in the order of their files; consume a document's parts before asking for the next."""
+        """Yield the documents in the order of their files; consume a document's parts before asking
+        for the next.
+        """
         for index, file in enumerate(self.files):
             if file.has_records:
                 for number, text, size, digest in self._good(index):
@@ -327,20 +371,29 @@ class Documents:
             cut = self.split.cuts[index]
             for start, stop in ((0, cut), (cut, file.size)):
                 if start < stop:
-                    yield Document(index, 0, start == cut, stop - start, read_text(file.path, start, stop))
+                    yield Document(
+                        index, 0, start == cut, stop - start, read_text(file.path, start, stop)
+                    )
 
     def sample(self, budget_bytes: int) -> Iterator[str]:
-        """Yield about `budget_bytes` of training text: files in the order of sha256(name), records chosen by hash."""
+        """Yield about `budget_bytes` of training text: files in the order of sha256(name), records
+        chosen by hash.
+        """
         share = min(1.0, budget_bytes / max(1, self.train_bytes))
         left = round(share * self._train_file_bytes)
         order: Sequence[int] = range(len(self.files))
         if share < 1:
-            order = sorted(order, key=lambda index: hashlib.sha256(self.files[index].name.encode()).digest())
+            order = sorted(
+                order, key=lambda index: hashlib.sha256(self.files[index].name.encode()).digest()
+            )
         for index in order:
             file, stop = self.files[index], self.split.cuts[index]
             if file.has_records:
                 for _, text, _, digest in self._good(index):
-                    if not self.split.buckets[bucket(digest)] and int.from_bytes(digest[2:6]) < share * 2**32:
+                    if (
+                        not self.split.buckets[bucket(digest)]
+                        and int.from_bytes(digest[2:6]) < share * 2**32
+                    ):
                         for whole in texts_of(text) if self.reading.plain else (text,):
                             yield from parts_of(whole)
             elif stop and left > 0:
@@ -349,7 +402,9 @@ class Documents:
                 yield from (part for part, _ in read_text(file.path, 0, stop))
 
     def _good(self, index: int) -> Iterator[tuple[int, str, int, bytes]]:
-        """Yield (record number, text, bytes of the text, its fingerprint) for each usable record of a file."""
+        """Yield (record number, text, bytes of the text, its fingerprint) for each usable record of
+        a file.
+        """
         if index in self.survey.unusable:
             return
         for number, text in _records(self.files[index], self.reading, self.reading.keys()):

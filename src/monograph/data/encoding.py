@@ -1,4 +1,5 @@
-"""Turn documents into token shards: train a tokenizer if needed, then encode part by part in bounded memory.
+"""Turn documents into token shards: train a tokenizer if needed, then encode part by part in
+bounded memory.
 
 One thread reads the parts ahead of their use.
 """
@@ -35,8 +36,9 @@ Item = TypeVar("Item")
 def ahead(items: Iterator[Item], count: int) -> Generator[Item, None, None]:
     """Yield `items` in order, with up to `count` of them made ahead by a thread.
 
-    An error in `items` is raised when the turn of its item comes. The thread starts at the first item, and has ended
-    when this generator has ended or was closed (see `contextlib.closing`), which waits for one item at most.
+    An error in `items` is raised when the turn of its item comes. The thread starts at the first
+    item, and has ended when this generator has ended or was closed (see `contextlib.closing`),
+    which waits for one item at most.
 
     Args:
         items: an iterator that nothing but the thread consumes.
@@ -57,14 +59,16 @@ TOKENIZER_SAMPLE_BYTES = 1 << 27
 SIDES = ("train", "held_out")
 _BATCH_CHARS = 1 << 19
 _READ_AHEAD = 2
-# Batches encoded at once. While the tokenizers library converts one batch's results in a single thread that holds
-# Python's lock, its own threads work on the other batch.
+# Batches encoded at once. While the tokenizers library converts one batch's results in a single
+# thread that holds Python's lock, its own threads work on the other batch.
 _ENCODERS = 2
 _FED_PARTS = 256  # parts of text that the tokenizers library takes at a time while it counts words
 
 
 class Part(NamedTuple):
-    """A stretch of a document's text; `inside` says whether it follows another stretch of the document."""
+    """A stretch of a document's text; `inside` says whether it follows another stretch of the
+    document.
+    """
 
     document: Document
     text: str
@@ -96,7 +100,8 @@ def train_tokenizer(
         with closing(ahead(stretches, _READ_AHEAD)) as ready:
             for text in chain.from_iterable(ready):
                 if stop.is_set():
-                    raise CancelledError  # at a mere end of the parts, the library would go on to merge, for seconds
+                    # At a mere end of the parts, the library would go on to merge, for seconds.
+                    raise CancelledError
                 yield text
                 fed_bytes += len(text.encode())
 
@@ -117,25 +122,37 @@ def train_tokenizer(
         notes = [f"the tokenizer was trained on {TOKENIZER_SAMPLE_BYTES >> 20} MiB of the text"]
     if documents.train_bytes and tokenizer.vocab_size < vocab_size:
         reason = "the text has no more pairs to merge"
-        notes = [f"the tokenizer has {tokenizer.vocab_size:,} entries, not {vocab_size:,}: {reason}"]
+        notes = [
+            f"the tokenizer has {tokenizer.vocab_size:,} entries, not {vocab_size:,}: {reason}"
+        ]
     return tokenizer, tuple(notes)
 
 
 class SideWriter:
-    """A writer of one side of the split: STEM.tokens, STEM.starts, STEM.records and, for conversations, STEM.answers.
+    """A writer of one side of the split: STEM.tokens, STEM.starts, STEM.records and, for
+    conversations, STEM.answers.
 
-    STEM.tokens has [bos] + ids + [eos] of every document. STEM.starts has D + 1 entries: the index of each document's
-    first token, and the end. STEM.records has D entries: the document's line or row in its file, 0 for a text file.
-    With conversations, each `Row` counts as a document and begins as the chat template says, and STEM.answers has the
-    begin and end of each trained stretch of tokens.
+    STEM.tokens has [bos] + ids + [eos] of every document. STEM.starts has D + 1 entries: the index
+    of each document's first token, and the end. STEM.records has D entries: the document's line or
+    row in its file, 0 for a text file. With conversations, each `Row` counts as a document and
+    begins as the chat template says, and STEM.answers has the begin and end of each trained stretch
+    of tokens.
 
     Attributes:
         tokens: the shard of tokens.
-        bytes: bytes of all texts so far, as the tokenizer reads them; with conversations, of the trained text.
+        bytes: bytes of all texts so far, as the tokenizer reads them; with conversations, of the
+            trained text.
         counts: number of documents of each file.
     """
 
-    def __init__(self, stem: Path, tokenizer: Tokenizer, files: int, stack: ExitStack, conversations: bool = False):
+    def __init__(
+        self,
+        stem: Path,
+        tokenizer: Tokenizer,
+        files: int,
+        stack: ExitStack,
+        conversations: bool = False,
+    ):
         def shard(suffix: str, dtype: np.dtype[Any] = INDEX) -> ShardWriter:
             return stack.enter_context(ShardWriter(stem.with_suffix(suffix), dtype))
 
@@ -173,13 +190,18 @@ class SideWriter:
         self.tokens.append(ids)
         self.counts[document.file] += 1
         bytes_of = self._tokenizer.bytes_of
-        self.bytes += sum(bytes_of(ids[first:last], ids[first - 1 : last - 1]) for first, last in row.spans)
+        self.bytes += sum(
+            bytes_of(ids[first:last], ids[first - 1 : last - 1]) for first, last in row.spans
+        )
 
     def write(self) -> None:
         """Pass the buffered ids on to the shards."""
-        for shard, items in zip((self.tokens, self._starts, self._records), self._pending, strict=True):
+        for shard, items in zip(
+            (self.tokens, self._starts, self._records), self._pending, strict=True
+        ):
             added = np.array(items, dtype=np.int64)
-            if shard is self.tokens:  # count the tokens' bytes, since a tokenizer may change a text (NFC, spaces)
+            # Count the tokens' bytes, since a tokenizer may change a text (NFC, spaces).
+            if shard is self.tokens:
                 first = self._tokenizer.token_bytes[added[:1]].sum()
                 self.bytes += int(first) + self._tokenizer.bytes_of(added[1:], added[:-1])
             shard.append(added)
@@ -191,7 +213,9 @@ class SideWriter:
         self.write()
 
     def _end_document(self) -> None:
-        """Write the end token of the document before, if there is one, and the start of what follows."""
+        """Write the end token of the document before, if there is one, and the start of what
+        follows.
+        """
         tokens, starts, _ = self._pending
         if self._document is not None:
             tokens.append(self._eos)
@@ -199,12 +223,17 @@ class SideWriter:
 
 
 def encode_documents(
-    documents: Iterable[Document], files: Sequence[SourceFile], tokenizer: Tokenizer, folder: Path, meter: Meter
+    documents: Iterable[Document],
+    files: Sequence[SourceFile],
+    tokenizer: Tokenizer,
+    folder: Path,
+    meter: Meter,
 ) -> tuple[dict[str, SideWriter], tuple[str, ...]]:
-    """Write FOLDER/train.* and FOLDER/held_out.*, in one pass; return the writers, for their counts, and notes.
+    """Write FOLDER/train.* and FOLDER/held_out.*, in one pass; return the writers, for their
+    counts, and notes.
 
-    One thread reads, `_ENCODERS` threads call the tokenizer, which works on all cores, and this thread writes the
-    results in the order of the text, so the files do not depend on timing.
+    One thread reads, `_ENCODERS` threads call the tokenizer, which works on all cores, and this
+    thread writes the results in the order of the text, so the files do not depend on timing.
 
     Raises:
         InputRefused: the tokenizer would lose some text; the message names file, line and text.
@@ -213,7 +242,9 @@ def encode_documents(
     with ExitStack() as stack:
         sides = {side: SideWriter(folder / side, tokenizer, len(files), stack) for side in SIDES}
         batches = stack.enter_context(closing(ahead(_batches(documents), _READ_AHEAD)))
-        pool = stack.enter_context(ThreadPoolExecutor(_ENCODERS, thread_name_prefix="monograph-tokens"))
+        pool = stack.enter_context(
+            ThreadPoolExecutor(_ENCODERS, thread_name_prefix="monograph-tokens")
+        )
         encoding: deque[tuple[Batch, Future[list[list[int]]]]] = deque()
         for batch in batches:
             _see(spelled, batch.parts, files)
@@ -230,18 +261,24 @@ def encode_documents(
 def _see(spelled: Spelled, parts: Sequence[Part], files: Sequence[SourceFile]) -> None:
     for part in parts:
         file = files[part.document.file]
-        where = place_of(file.path, part.document.record) if part.document.record else str(file.path)
+        where = (
+            place_of(file.path, part.document.record) if part.document.record else str(file.path)
+        )
         spelled.see(where, [part.text])
 
 
 def encode_conversations(
-    documents: Documents, files: Sequence[SourceFile], tokenizer: Tokenizer, folder: Path, meter: Meter
+    documents: Documents,
+    files: Sequence[SourceFile],
+    tokenizer: Tokenizer,
+    folder: Path,
+    meter: Meter,
 ) -> tuple[dict[str, SideWriter], dict[str, int], tuple[str, ...]]:
     """Write FOLDER/train.* and FOLDER/held_out.* of conversations, in one pass.
 
     Returns:
-        The writers; {reason: number of skipped conversations}, empty unless bad records are skipped; and notes for the
-        user.
+        The writers; {reason: number of skipped conversations}, empty unless bad records are
+        skipped; and notes for the user.
 
     Raises:
         InputRefused: a conversation cannot be trained on as asked; the message names it.
@@ -254,7 +291,10 @@ def encode_conversations(
     skipped = Counter[str]()
     first_bad = ""
     with ExitStack() as stack:
-        sides = {side: SideWriter(folder / side, tokenizer, len(files), stack, conversations=True) for side in SIDES}
+        sides = {
+            side: SideWriter(folder / side, tokenizer, len(files), stack, conversations=True)
+            for side in SIDES
+        }
         for document in documents:
             where = place_of(files[document.file].path, document.record)
             conversation = Conversation.of_text("".join(part for part, _ in document.parts))
@@ -281,7 +321,11 @@ def encode_conversations(
 
 
 def _encode_completions(
-    documents: Documents, files: Sequence[SourceFile], tokenizer: Tokenizer, folder: Path, meter: Meter
+    documents: Documents,
+    files: Sequence[SourceFile],
+    tokenizer: Tokenizer,
+    folder: Path,
+    meter: Meter,
 ) -> tuple[dict[str, SideWriter], dict[str, int], tuple[str, ...]]:
     """Do as `encode_conversations`, for prompts and completions that no chat template renders."""
     reading = documents.reading
@@ -291,7 +335,10 @@ def _encode_completions(
     skipped = Counter[str]()
     first_bad = ""
     with ExitStack() as stack:
-        sides = {side: SideWriter(folder / side, tokenizer, len(files), stack, conversations=True) for side in SIDES}
+        sides = {
+            side: SideWriter(folder / side, tokenizer, len(files), stack, conversations=True)
+            for side in SIDES
+        }
         for document in documents:
             where = place_of(files[document.file].path, document.record)
             text = "".join(part for part, _ in document.parts)
@@ -313,20 +360,30 @@ def _encode_completions(
     return sides, dict(skipped), (*skipped_notes(skipped, first_bad), *spelled.notes())
 
 
-def _encoded(tokenizer: Tokenizer, parts: Sequence[Part], files: Sequence[SourceFile]) -> list[list[int]]:
+def _encoded(
+    tokenizer: Tokenizer, parts: Sequence[Part], files: Sequence[SourceFile]
+) -> list[list[int]]:
     """Return the ids of each part."""
     inside = [part.inside and tokenizer.space_first for part in parts]
     ids: dict[bool, Iterator[list[int]]] = {}
     try:
         for kind in {*inside}:
-            texts = [part.text for part, its_kind in zip(parts, inside, strict=True) if its_kind == kind]
+            texts = [
+                part.text for part, its_kind in zip(parts, inside, strict=True) if its_kind == kind
+            ]
             ids[kind] = iter(tokenizer.encode_batch(texts, kind))
     except InputRefused as error:
-        lost = next((part.document for part in parts if tokenizer.loss(part.text, part.inside)), None)
+        lost = next(
+            (part.document for part in parts if tokenizer.loss(part.text, part.inside)), None
+        )
         if lost is None:
             raise
         file = files[lost.file]
-        where = place_of(file.path, lost.record) if lost.record else f"{file.path}:{_line_lost(tokenizer, file)}"
+        where = (
+            place_of(file.path, lost.record)
+            if lost.record
+            else f"{file.path}:{_line_lost(tokenizer, file)}"
+        )
         raise InputRefused(f"{where}: {error}") from None
     return [next(ids[kind]) for kind in inside]
 
@@ -337,13 +394,17 @@ def _line_lost(tokenizer: Tokenizer, file: SourceFile) -> int:
     for part, _ in read_text(file.path, 0, file.size):
         if tokenizer.loss(part, inside):
             lines = enumerate(StringIO(part, newline="\n"))
-            return number + next((n for n, line in lines if tokenizer.loss(line, inside or n > 0)), 0)
+            return number + next(
+                (n for n, line in lines if tokenizer.loss(line, inside or n > 0)), 0
+            )
         number = number + part.count("\n")
         inside = True
     return number
 
 
-def _write(sides: dict[str, SideWriter], batch: Batch, encoding: Future[list[list[int]]], meter: Meter) -> None:
+def _write(
+    sides: dict[str, SideWriter], batch: Batch, encoding: Future[list[list[int]]], meter: Meter
+) -> None:
     for part, ids in zip(batch.parts, encoding.result(), strict=True):
         sides["held_out" if part.document.held_out else "train"].add(part.document, ids)
     for side in sides.values():
@@ -352,7 +413,9 @@ def _write(sides: dict[str, SideWriter], batch: Batch, encoding: Future[list[lis
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[Batch]:
-    """Yield batches of parts, large enough to keep all cores busy and small enough for bounded memory."""
+    """Yield batches of parts, large enough to keep all cores busy and small enough for bounded
+    memory.
+    """
     parts: list[Part] = []
     chars = begin = 0
     for document in documents:

@@ -1,7 +1,9 @@
-"""Declare the forms of training records: the keys that a record of each form needs and may have, and what they do.
+"""Declare the forms of training records: the keys that a record of each form needs and may have,
+and what they do.
 
-Keys are never dropped in silence. A key is obeyed, or it is metadata, which changes nothing and is counted, or it is
-refused by its name. docs/make_records.py writes the tables of the pages from these declarations.
+Keys are never dropped in silence. A key is obeyed, or it is metadata, which changes nothing and is
+counted, or it is refused by its name. docs/make_records.py writes the tables of the pages from
+these declarations.
 """
 
 from collections import Counter
@@ -27,8 +29,10 @@ TOOLS = "tools"
 DOCUMENTS = "documents"
 VARIABLES = "chat_template_kwargs"
 FUNCTIONS = "functions"
-TEACHER_PROMPT = "teacher_prompt"  # of a prompt to reward: what a teacher reads in place of the prompt
-ASKED = (MESSAGES, SHARED, PROMPT)  # if data.text_key is one of these, it asks for conversations under this key
+# Of a prompt to reward: what a teacher reads in place of the prompt.
+TEACHER_PROMPT = "teacher_prompt"
+# If data.text_key is one of these, it asks for conversations under this key.
+ASKED = (MESSAGES, SHARED, PROMPT)
 
 
 class Kind(Enum):
@@ -69,7 +73,9 @@ CHAT_KEYS = {
     DOCUMENTS: "an array, or a text with its JSON: given to the chat template",
     VARIABLES: "an object, or a text with its JSON: further variables of the chat template, such as `enable_thinking`",
 }
-_COPY = {PROMPT: "a copy of a user's message, or of the first messages: compared with them, and not trained on"}
+_COPY = {
+    PROMPT: "a copy of a user's message, or of the first messages: compared with them, and not trained on"
+}
 _BEFORE_ANSWERS = {
     PROMPT: "the text, or the list of messages, before the answer; beside whole chats a copy of a user's"
 }
@@ -87,7 +93,10 @@ SHARED_FORM = Form(
 )
 COMPLETED_FORM = Form(
     Kind.CONVERSATIONS,
-    {PROMPT: "a text or a list of messages", COMPLETION: "a text or a list of messages, which is trained on"},
+    {
+        PROMPT: "a text or a list of messages",
+        COMPLETION: "a text or a list of messages, which is trained on",
+    },
     CHAT_KEYS,
     "data.text_key=prompt",
 )
@@ -112,7 +121,10 @@ LABELLED_FORM = Form(
 PROMPT_FORM = Form(
     Kind.PROMPTS,
     {PROMPT: "a text, or a list of messages; `data.text_key` names another key"},
-    CHAT_KEYS | {TEACHER_PROMPT: "what a teacher reads in place of the prompt; any other reward just gets it"},
+    CHAT_KEYS
+    | {
+        TEACHER_PROMPT: "what a teacher reads in place of the prompt; any other reward just gets it"
+    },
     "rl.reward",
 )
 FORMS = (MESSAGES_FORM, SHARED_FORM, COMPLETED_FORM, PAIR_FORM, LABELLED_FORM)
@@ -157,12 +169,18 @@ class Asked(NamedTuple):
 
     @property
     def left_out(self) -> list[str]:
-        """Return the ignored keys that would say what is trained; any other one could be named later, too."""
+        """Return the ignored keys that would say what is trained; any other one could be named
+        later, too.
+        """
         return sorted(key for key in self.ignored if _is_known(key))
 
     def given(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keys of a record that have a value and are not ignored."""
-        return {key: value for key, value in record.items() if value is not None and key not in self.ignored}
+        return {
+            key: value
+            for key, value in record.items()
+            if value is not None and key not in self.ignored
+        }
 
 
 ANYTHING = Asked()
@@ -170,7 +188,9 @@ IGNORE_KEY = "name it in data.ignore_keys to train without it"
 
 
 def forms_of(keys: Iterable[str], asked: Asked) -> list[Form]:
-    """Return the forms that a record with these keys has: those that a setting asks for, or else all of them."""
+    """Return the forms that a record with these keys has: those that a setting asks for, or else
+    all of them.
+    """
     return _forms_of(frozenset(keys), asked)
 
 
@@ -212,7 +232,8 @@ class RecordKeys:
         Args:
             kind: what the records are: conversations, pairs or labelled answers.
             asked: what the settings say about them.
-            is_chosen: whether a setting asks for this kind, so that keys of other kinds are ignored, and counted.
+            is_chosen: whether a setting asks for this kind, so that keys of other kinds are
+                ignored, and counted.
         """
         self.asked = asked
         self.counts: Counter[str] = Counter()
@@ -253,7 +274,9 @@ class RecordKeys:
             elif key not in METADATA and key not in aside and value not in EMPTY:
                 raise _unknown(key, form)
         if len(kept) < len(record):
-            self.counts.update(key for key, value in record.items() if value is not None and key not in kept)
+            self.counts.update(
+                key for key, value in record.items() if value is not None and key not in kept
+            )
         return kept
 
     def notes(self) -> tuple[str, ...]:
@@ -272,7 +295,9 @@ class RecordKeys:
             raise Unusable("two forms", f"could be read in two ways: {two_ways(there)}")
         if found and not there:
             other = f"is one of {found[0].kind.value} by {by_keys(found[0])}"
-            raise Unusable("another kind", f"{other}, and those before are {self._forms[0].kind.value}")
+            raise Unusable(
+                "another kind", f"{other}, and those before are {self._forms[0].kind.value}"
+            )
         if not there:
             needs = f"{MESSAGES}, {SHARED}, {PROMPT} and {COMPLETION}"
             raise Unusable("no conversation", f"has none of the keys {needs}")
@@ -299,4 +324,6 @@ def two_ways(forms: Sequence[Form]) -> str:
 
 def _unknown(key: str, form: Form) -> InputRefused:
     remedy = INSTEAD.get(key, "remove it")
-    return InputRefused(f"unknown key {short(key)} beside {by_keys(form)}; {remedy}, or {IGNORE_KEY}")
+    return InputRefused(
+        f"unknown key {short(key)} beside {by_keys(form)}; {remedy}, or {IGNORE_KEY}"
+    )

@@ -1,8 +1,8 @@
 """Decide what the records of a source are trained as, from a sample of every file.
 
-The decision never depends on one record, nor on how a file is named: alone, in a folder, by a pattern or with a weight.
-Records that could be of two kinds are refused, unless a setting chooses. Records after the sample are checked as they
-are read: see `monograph.data.forms.RecordKeys`.
+The decision never depends on one record, nor on how a file is named: alone, in a folder, by a
+pattern or with a weight. Records that could be of two kinds are refused, unless a setting chooses.
+Records after the sample are checked as they are read: see `monograph.data.forms.RecordKeys`.
 """
 
 import json
@@ -12,7 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from monograph.data.completions import are_texts
-from monograph.data.forms import COMPLETED_FORM, FORMS, LABELLED_FORM, TEXT, Asked, Form, Kind, forms_of, two_ways
+from monograph.data.forms import (
+    COMPLETED_FORM,
+    FORMS,
+    LABELLED_FORM,
+    TEXT,
+    Asked,
+    Form,
+    Kind,
+    forms_of,
+    two_ways,
+)
 from monograph.data.reading import Damaged, read_blocks
 from monograph.data.records import Fault, json_objects
 from monograph.data.sources import LINES, STDIN, TABLES, kind_of, place_of
@@ -28,7 +38,11 @@ def sample(path: Path, asked: Asked) -> Iterator[tuple[int, dict[str, Any]]]:
 
     A table's records have only the columns that can say what they are.
     """
-    records = json_objects(path) if kind_of(path) in LINES else table_objects(path, _telling_columns(path, asked))
+    records = (
+        json_objects(path)
+        if kind_of(path) in LINES
+        else table_objects(path, _telling_columns(path, asked))
+    )
     sound = ((number, record) for number, record in records if not isinstance(record, Fault))
     return islice(sound, SAMPLE)
 
@@ -47,8 +61,8 @@ def kind_of_records(paths: Sequence[Path], asked: Asked, skip_bad: bool) -> Kind
         skip_bad: whether a damaged file is passed over; otherwise it is an error.
 
     Raises:
-        InputRefused: a record could be of two kinds, a file has records of two kinds, a file is damaged, or text files
-            hold records.
+        InputRefused: a record could be of two kinds, a file has records of two kinds, a file is
+            damaged, or text files hold records.
         UsageError: two files have records of different kinds.
     """
     first: tuple[Kind, Path] | None = None
@@ -67,7 +81,8 @@ def kind_of_records(paths: Sequence[Path], asked: Asked, skip_bad: bool) -> Kind
 
 
 def are_completions(paths: Sequence[Path], asked: Asked, skip_bad: bool) -> bool:
-    """Return whether the records of a sample of these files are prompts with completions, all of them texts.
+    """Return whether the records of a sample of these files are prompts with completions, all of
+    them texts.
 
     Raises:
         Damaged: a file is damaged, and `skip_bad` does not pass over it.
@@ -95,12 +110,16 @@ def _kind_in(path: Path, asked: Asked, skip_bad: bool) -> Kind | None:
         for number, record in sample(path, asked):
             forms = forms_of(asked.given(record), asked)
             if len(forms) > 1:
-                raise InputRefused(f"{place_of(path, number)}: could be read in two ways: {two_ways(forms)}")
+                raise InputRefused(
+                    f"{place_of(path, number)}: could be read in two ways: {two_ways(forms)}"
+                )
             for form in forms:
                 places.setdefault(form, place_of(path, number))
         if not places and kind_of(path) in TABLES:  # all of its first rows are bad
             columns = _telling_columns(path, asked)
-            places = dict.fromkeys(forms_of(asked.given(dict.fromkeys(columns, "")), asked), f"{path}")
+            places = dict.fromkeys(
+                forms_of(asked.given(dict.fromkeys(columns, "")), asked), f"{path}"
+            )
     except Damaged:
         if not skip_bad:
             raise

@@ -1,8 +1,10 @@
-"""Read the messages of chats, for everyone who gets some: training, prompts to reward, `generate --chat`, `serve`.
+"""Read the messages of chats, for everyone who gets some: training, prompts to reward,
+`generate --chat`, `serve`.
 
-A message becomes an object in one form, whatever wrote it. A key whose value is null is the same as a missing key, in
-the message, its parts and its calls, as transformers and tables have it; inside a call's arguments a null is a value.
-Parts of content are joined. What would be trained or sent otherwise than it says is refused by name.
+A message becomes an object in one form, whatever wrote it. A key whose value is null is the same as
+a missing key, in the message, its parts and its calls, as transformers and tables have it; inside a
+call's arguments a null is a value. Parts of content are joined. What would be trained or sent
+otherwise than it says is refused by name.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +16,8 @@ from monograph.text.messages import CALLS, THOUGHTS, WEIGHT
 ROLES = ("system", "user", "assistant", "tool")
 # ShareGPT's form of messages has "from" and "value" instead of "role" and "content".
 _SHARED_ROLES = {"human": "user", "gpt": "assistant"}
-# Keys with which a message says something that is not read, with what to do instead. Empty ones are left out.
+# Keys with which a message says something that is not read, with what to do instead. Empty ones are
+# left out.
 _NOT_READ = {
     "function_call": 'give it as "tool_calls": [{"type": "function", "function": {"name": ..., "arguments": ...}}]',
     "refusal": "write what is said as the content",
@@ -26,16 +29,22 @@ _SWITCHES = (WEIGHT, "train", "training")  # keys that say whether a message is 
 
 
 def read_messages(value: object, key: str) -> list[dict[str, Any]]:
-    """Return the messages under a record's key, each with a role and a content or calls that can be trained on.
+    """Return the messages under a record's key, each with a role and a content or calls that can be
+    trained on.
 
     Raises:
         Unusable: there are none, or one is bad.
     """
     if not isinstance(value, list):
-        raise Unusable("no conversation", f"{short(key)} is {KINDS[type(value)]}, not an array of messages")
+        raise Unusable(
+            "no conversation", f"{short(key)} is {KINDS[type(value)]}, not an array of messages"
+        )
     if not value:
         raise Unusable("empty conversation", f"{short(key)} is empty")
-    return [spoken(message_of(message, f"{key}[{number}]"), f"{key}[{number}]") for number, message in enumerate(value)]
+    return [
+        spoken(message_of(message, f"{key}[{number}]"), f"{key}[{number}]")
+        for number, message in enumerate(value)
+    ]
 
 
 def spoken(message: dict[str, Any], where: str, content_key: str | None = None) -> dict[str, Any]:
@@ -61,7 +70,8 @@ def spoken(message: dict[str, Any], where: str, content_key: str | None = None) 
 def message_of(
     value: object, where: str, roles: Sequence[str] | None = ROLES, content_key: str | None = None
 ) -> dict[str, Any]:
-    """Return a message in its one form: a role, a content (a text) or calls of tools or both, and other keys.
+    """Return a message in its one form: a role, a content (a text) or calls of tools or both, and
+    other keys.
 
     Args:
         value: what was given as a message.
@@ -74,7 +84,10 @@ def message_of(
     """
     content_key = content_key or f"{where}.content"
     if not isinstance(value, dict):
-        raise Unusable("no message", f"{where} is {KINDS[type(value)]}, not an object with a role and a content")
+        raise Unusable(
+            "no message",
+            f"{where} is {KINDS[type(value)]}, not an object with a role and a content",
+        )
     message = _without_nulls(value)
     role_key = "role"
     known = list(roles or ())
@@ -97,7 +110,9 @@ def message_of(
         raise Unusable("no content", f"{where} has no content")
     for key in _TEXTS & message.keys():
         if not isinstance(message[key], str):
-            raise Unusable("text is no string", f"{where}.{key} is {KINDS[type(message[key])]}, not a string")
+            raise Unusable(
+                "text is no string", f"{where}.{key} is {KINDS[type(message[key])]}, not a string"
+            )
     return message
 
 
@@ -171,10 +186,20 @@ def _content(value: object, key: str) -> str:
 
 def _part(value: object, where: str) -> str:
     part = _without_nulls(value) if isinstance(value, dict) else {}
-    if part.get("type") != "text" or not isinstance(part.get("text"), str) or part.keys() - {"type", "text"}:
+    if (
+        part.get("type") != "text"
+        or not isinstance(part.get("text"), str)
+        or part.keys() - {"type", "text"}
+    ):
         kind = part.get("type")
-        found = f"a part of the type {short(kind)}" if isinstance(kind, str) and kind != "text" else "another part"
-        raise Unusable("no text", f'{where} is {found}: expected {{"type": "text", "text": ...}} alone')
+        found = (
+            f"a part of the type {short(kind)}"
+            if isinstance(kind, str) and kind != "text"
+            else "another part"
+        )
+        raise Unusable(
+            "no text", f'{where} is {found}: expected {{"type": "text", "text": ...}} alone'
+        )
     return str(part["text"])
 
 

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 Int64 = NDArray[np.int64]
 
 
-# Number of pieces packed at a time, so that memory does not grow with the text; more pieces would not fill rows better.
+# Number of pieces packed at a time, so that memory does not grow with the text; more pieces would
+# not fill rows better.
 BLOCK_PIECES = 1 << 18
 
 
@@ -24,8 +25,8 @@ class Packing(NamedTuple):
     """The place of each piece in the rows.
 
     Attributes:
-        starts: int64 [P], index in the shard of each piece's first input token; the pieces of a row are adjacent, rows
-            in order.
+        starts: int64 [P], index in the shard of each piece's first input token; the pieces of a row
+            are adjacent, rows in order.
         lengths: int64 [P], inputs (= targets) of each piece, 1..T.
         offsets: int64 [R + 1]; row r has the pieces offsets[r] .. offsets[r+1]-1.
         rows: number of rows of each part of the documents; parts share no row.
@@ -40,20 +41,24 @@ class Packing(NamedTuple):
 
 
 def plan_rows(
-    document_starts: Int64, sequence_length: int, packed: bool, parts: Sequence[int], folder: Path | None = None
+    document_starts: Int64,
+    sequence_length: int,
+    packed: bool,
+    parts: Sequence[int],
+    folder: Path | None = None,
 ) -> Packing:
     """Cut every document into pieces and assign each piece to a row.
 
-    A document of n tokens has n - 1 (input, target) pairs. Its piece k has the inputs k·T .. min((k+1)·T, n-1)-1 and
-    as targets the tokens one position later, so neighbouring pieces share one token, and every token but the first is
-    a target exactly once.
+    A document of n tokens has n - 1 (input, target) pairs. Its piece k has the inputs k·T ..
+    min((k+1)·T, n-1)-1 and as targets the tokens one position later, so neighbouring pieces share
+    one token, and every token but the first is a target exactly once.
 
     Args:
-        document_starts: int64 [D + 1]; document d has the tokens document_starts[d] .. document_starts[d+1]-1 of the
-            shard, at least two.
+        document_starts: int64 [D + 1]; document d has the tokens document_starts[d] ..
+            document_starts[d+1]-1 of the shard, at least two.
         sequence_length: T.
-        packed: whether to put several pieces into a row, by best fit decreasing among 262,144 consecutive pieces at a
-            time; otherwise each piece has its own row.
+        packed: whether to put several pieces into a row, by best fit decreasing among 262,144
+            consecutive pieces at a time; otherwise each piece has its own row.
         parts: number of documents of each part, in order.
         folder: the folder for a large plan, which is stored in unnamed files that vanish with it.
     """
@@ -64,7 +69,9 @@ def plan_rows(
         offsets.append(np.zeros(1, dtype=np.int64))
         for documents in parts:
             rows_before = offsets.count
-            for starts_P, lengths_P in _pieces(document_starts[first : first + documents + 1], sequence_length):
+            for starts_P, lengths_P in _pieces(
+                document_starts[first : first + documents + 1], sequence_length
+            ):
                 ends_R = np.arange(1, len(starts_P) + 1)
                 if packed:
                     row_P = best_fit_decreasing(lengths_P, sequence_length)
@@ -78,7 +85,9 @@ def plan_rows(
             rows_of_parts.append(offsets.count - rows_before)
             first += documents
         filled = inputs / max(1, (offsets.count - 1) * sequence_length)
-        return Packing(starts.array(), lengths.array(), offsets.array(), tuple(rows_of_parts), filled)
+        return Packing(
+            starts.array(), lengths.array(), offsets.array(), tuple(rows_of_parts), filled
+        )
 
 
 def _pieces(document_starts: Int64, sequence_length: int) -> Iterator[tuple[Int64, Int64]]:
@@ -92,15 +101,22 @@ def _pieces(document_starts: Int64, sequence_length: int) -> Iterator[tuple[Int6
             index_P = np.arange(piece, min(piece + BLOCK_PIECES, int(ends_D[-1])))
             document_P = np.searchsorted(ends_D, index_P, side="right")
             begin_P = (index_P - firsts_D[document_P]) * sequence_length
-            yield starts_D[document_P] + begin_P, np.minimum(sequence_length, pairs_D[document_P] - begin_P)
+            yield (
+                starts_D[document_P] + begin_P,
+                np.minimum(sequence_length, pairs_D[document_P] - begin_P),
+            )
 
 
 class _Column(AbstractContextManager["_Column"]):
-    """An int64 array that grows at its end; beyond BLOCK_PIECES items it is in a file, to bound memory."""
+    """An int64 array that grows at its end; beyond BLOCK_PIECES items it is in a file, to bound
+    memory.
+    """
 
     def __init__(self, folder: Path | None) -> None:
         self.count = 0
-        self._file = tempfile.SpooledTemporaryFile(max_size=8 * BLOCK_PIECES, dir=str(folder) if folder else None)
+        self._file = tempfile.SpooledTemporaryFile(
+            max_size=8 * BLOCK_PIECES, dir=str(folder) if folder else None
+        )
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
@@ -116,15 +132,18 @@ class _Column(AbstractContextManager["_Column"]):
             return np.frombuffer(self._file.read(), dtype=np.int64)
         self._file.flush()
         # The mapping keeps the unnamed file alive after it is closed.
-        return np.frombuffer(mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.int64)
+        return np.frombuffer(
+            mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.int64
+        )
 
 
 def best_fit_decreasing(lengths: Int64, capacity: int) -> Int64:
-    """Return the row of each piece; in falling order of length, a piece goes into the fullest row with room for it.
+    """Return the row of each piece; in falling order of length, a piece goes into the fullest row
+    with room for it.
 
-    Pieces of one length are placed together, as a row with room c takes floor(c / length) of them before another row is
-    the best fit. So the work is O(P) in numpy plus a loop over at most a few times `capacity` (length, room) pairs, and
-    a million pieces take well under a second.
+    Pieces of one length are placed together, as a row with room c takes floor(c / length) of them
+    before another row is the best fit. So the work is O(P) in numpy plus a loop over at most a few
+    times `capacity` (length, room) pairs, and a million pieces take well under a second.
 
     Args:
         lengths: int64 [P], 1..capacity.
@@ -155,7 +174,9 @@ def best_fit_decreasing(lengths: Int64, capacity: int) -> Int64:
 
 
 class _OpenRows:
-    """The rows that still have room, by room; bit c of `_nonempty` says whether there are rows with room c."""
+    """The rows that still have room, by room; bit c of `_nonempty` says whether there are rows with
+    room c.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -168,7 +189,9 @@ class _OpenRows:
             self._nonempty |= 1 << room
 
     def take(self, length: int, pieces: int) -> tuple[int, Int64]:
-        """Return the smallest room >= length, and as many rows with it as the pieces need; else new rows."""
+        """Return the smallest room >= length, and as many rows with it as the pieces need; else new
+        rows.
+        """
         if not (fitting := self._nonempty >> length):
             needed = -(-pieces // (self._capacity // length))
             self._count += needed

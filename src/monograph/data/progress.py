@@ -1,4 +1,6 @@
-"""Report the progress of long work to its caller, as progress(stage, units done, units in all or None)."""
+"""Report the progress of long work to its caller, as progress(stage, units done, units in all or
+None).
+"""
 
 import time
 from collections.abc import Callable
@@ -14,7 +16,8 @@ class Meter:
     Args:
         progress: the caller's function, or None to count only.
         stage: the name of the stage ("sources", "tokenizer", "bytes tokenised", "verify", ...).
-        total: the final value of `done`, in the stage's unit (bytes everywhere in this folder); None if unknown.
+        total: the final value of `done`, in the stage's unit (bytes everywhere in this folder);
+            None if unknown.
     """
 
     def __init__(self, progress: Progress | None, stage: str, total: int | None) -> None:

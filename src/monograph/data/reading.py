@@ -1,6 +1,7 @@
 """Read a file in bounded memory: its bytes in blocks, and UTF-8 text in parts.
 
-The tokens of the parts are the tokens of the whole text. A file whose name ends in .gz or .zst is decompressed.
+The tokens of the parts are the tokens of the whole text. A file whose name ends in .gz or .zst is
+decompressed.
 """
 
 import importlib
@@ -21,8 +22,9 @@ BLOCK_BYTES = 1 << 20
 COMPRESSIONS = (".gz", ".zst")
 
 _GZIP, _GZIP_MAGIC = 31, b"\x1f\x8b"  # zlib's number for gzip with its checksum and length verified
-# A file that becomes larger than both 256 MiB and 200 times its size counts as a compression bomb. Text shrinks about
-# five times, the most monotonous logs some hundred times; deflate's limit is 1032, and zstd has none.
+# A file that becomes larger than both 256 MiB and 200 times its size counts as a compression bomb.
+# Text shrinks about five times, the most monotonous logs some hundred times; deflate's limit is
+# 1032, and zstd has none.
 LEAST_UNPACKED_BYTES = 1 << 28
 MOST_UNPACKED = 200
 # A zstd block of 4 bytes can stand for 128 KiB, so 1 KiB of input becomes at most 32 MiB.
@@ -30,9 +32,13 @@ _ZSTD_STEP_BYTES = 1 << 10
 
 
 class Damaged(InputRefused):
-    """A file is damaged, so that nothing read from it can be trusted, not even what came before the damage."""
+    """A file is damaged, so that nothing read from it can be trusted, not even what came before the
+    damage.
+    """
 
-    def __init__(self, path: Path, fault: str, remedy: str = "get the file again or leave it out") -> None:
+    def __init__(
+        self, path: Path, fault: str, remedy: str = "get the file again or leave it out"
+    ) -> None:
         super().__init__(f"{path}: {fault}; {remedy}")
         self.fault = fault
 
@@ -64,22 +70,30 @@ def raw_blocks(path: Path, meter: Meter | None = None) -> Iterator[bytes]:
 
 
 def read_blocks(path: Path, meter: Meter | None = None) -> Iterator[bytes]:
-    """Yield the decompressed content in blocks of at most 1 MiB; `meter` counts the bytes on the disk.
+    """Yield the decompressed content in blocks of at most 1 MiB; `meter` counts the bytes on the
+    disk.
 
-    The blocks before damage are yielded before the error is raised, so use none of them before the end is reached.
+    The blocks before damage are yielded before the error is raised, so use none of them before the
+    end is reached.
 
     Raises:
-        Damaged: the file is cut short, has a wrong checksum or bytes after its end, or is a compression bomb.
+        Damaged: the file is cut short, has a wrong checksum or bytes after its end, or is a
+            compression bomb.
         Unreadable: the file cannot be read.
         InputRefused: zstandard is not installed.
     """
     raw = raw_blocks(path, meter)
     decode = {".gz": _gunzip, ".zst": _unzstd}.get(path.suffix.lower())
-    yield from raw if decode is None else unpacked(path, ((len(block), block) for block in decode(path, raw)))
+    yield from (
+        raw
+        if decode is None
+        else unpacked(path, ((len(block), block) for block in decode(path, raw)))
+    )
 
 
 def unpacked(path: Path, parts: Iterable[tuple[int, T]]) -> Iterator[T]:
-    """Yield the parts unpacked from a file, given as (size in bytes, part), while their total size is plausible.
+    """Yield the parts unpacked from a file, given as (size in bytes, part), while their total size
+    is plausible.
 
     Raises:
         Damaged: the total is that of a compression bomb.
@@ -100,7 +114,8 @@ def _gunzip(path: Path, raw: Iterator[bytes]) -> Iterator[bytes]:
         more = False  # the decoder still holds output that did not fit
         while data or more:
             if member is None:
-                data = data.lstrip(b"\0") if begun else data  # the format allows zeros after a member
+                # The format allows zeros after a member.
+                data = data.lstrip(b"\0") if begun else data
                 if not data:
                     break
                 if data[:2] != _GZIP_MAGIC[: len(data)]:
@@ -136,7 +151,10 @@ def _unzstd(path: Path, raw: Iterator[bytes]) -> Iterator[bytes]:
                     content = frame.decompress(data)
                 except zstandard.ZstdError as error:
                     raise Damaged(path, f"is damaged ({error})") from None
-                yield from (content[place : place + BLOCK_BYTES] for place in range(0, len(content), BLOCK_BYTES))
+                yield from (
+                    content[place : place + BLOCK_BYTES]
+                    for place in range(0, len(content), BLOCK_BYTES)
+                )
                 data = b""
                 if frame.eof:
                     data = frame.unused_data
@@ -145,12 +163,13 @@ def _unzstd(path: Path, raw: Iterator[bytes]) -> Iterator[bytes]:
         raise Damaged(path, "is cut short: it ends inside a zstd frame")
 
 
-# Tokenizers are fastest on parts of about PART_CHARS characters; a part is longer where there is no place to cut.
+# Tokenizers are fastest on parts of about PART_CHARS characters; a part is longer where there is no
+# place to cut.
 PART_CHARS, LONGEST_PART_CHARS = 1 << 12, 1 << 15
 
-# The place after a letter or digit and before a space or line feed that another letter or digit follows. All split
-# patterns that `tokenizer_file` accepts end a word there, independent of the text further left and right, so a text cut
-# there has the tokens of the uncut text.
+# The place after a letter or digit and before a space or line feed that another letter or digit
+# follows. All split patterns that `tokenizer_file` accepts end a word there, independent of the
+# text further left and right, so a text cut there has the tokens of the uncut text.
 _SAFE_CUT = re.compile(r"(?<=[^\W_])(?=[ \n][^\W_])")
 _NEAR_END_CHARS = 2000
 
@@ -162,27 +181,31 @@ def status_of(path: Path) -> os.stat_result:
 
 
 def cut_position(path: Path, wanted: int, size: int) -> int:
-    """Return the byte at which to cut a text file in two: after the first line feed from `wanted` on in 64 KiB.
+    """Return the byte at which to cut a text file in two: after the first line feed from `wanted`
+    on in 64 KiB.
 
-    Without a line feed there, it is the next place between two characters; in a file of one character, it is `size`.
+    Without a line feed there, it is the next place between two characters; in a file of one
+    character, it is `size`.
     """
     window = b"".join(_stretch(path, wanted, min(size, wanted + (1 << 16))))
     if (line_end := window.find(b"\n")) >= 0 and wanted + line_end + 1 < size:
         return wanted + line_end + 1
-    starts = (wanted + i for i, byte in enumerate(window[:8]) if byte & 0xC0 != 0x80 and wanted + i > 0)
+    starts = (
+        wanted + i for i, byte in enumerate(window[:8]) if byte & 0xC0 != 0x80 and wanted + i > 0
+    )
     return next(starts, size)
 
 
 def read_text(path: Path, start: int, stop: int) -> Iterator[tuple[str, int]]:
     """Yield (part of the text, bytes read so far) of bytes [start, stop) of a UTF-8 file.
 
-    The range counts decompressed bytes. Line ends and byte order marks are kept. Parts end where tokens end, too,
-    except in a stretch of `LONGEST_PART_CHARS` characters without such a place (32 Ki letters without a space, say),
-    which is cut inside a word.
+    The range counts decompressed bytes. Line ends and byte order marks are kept. Parts end where
+    tokens end, too, except in a stretch of `LONGEST_PART_CHARS` characters without such a place (32
+    Ki letters without a space, say), which is cut inside a word.
 
     Raises:
-        InputRefused: the file is not UTF-8 (the message names file, byte and line), shorter than `stop`, damaged, or
-            not readable.
+        InputRefused: the file is not UTF-8 (the message names file, byte and line), shorter than
+            `stop`, damaged, or not readable.
     """
     rest, done = "", 0
     for text, done in _decoded(path, start, stop):
@@ -208,7 +231,9 @@ def _decoded(path: Path, start: int, stop: int) -> Iterator[tuple[str, int]]:
         offset += len(data) - len(rest)
         yield text, offset - start
     if offset < stop:
-        raise InputRefused(f"{path}: became shorter while it was being read; run again when it no longer changes")
+        raise InputRefused(
+            f"{path}: became shorter while it was being read; run again when it no longer changes"
+        )
 
 
 def _stretch(path: Path, start: int, stop: int) -> Iterator[bytes]:
@@ -240,23 +265,31 @@ def parts_of(text: str) -> Iterator[str]:
 
 
 def _cut(text: str, longest_rest: int) -> Iterator[str]:
-    """Yield parts of a text, and as the last item the rest, which has at most `longest_rest` characters or none."""
+    """Yield parts of a text, and as the last item the rest, which has at most `longest_rest`
+    characters or none.
+    """
     begin = 0
     while len(text) - begin > longest_rest:
-        # The slice has one character more than a part may have, since that one decides whether a cut is safe.
-        end = begin + cut_for_tokens(text[begin : begin + LONGEST_PART_CHARS + 1], PART_CHARS, LONGEST_PART_CHARS)
+        # The slice has one character more than a part may have, since that one decides whether a
+        # cut is safe.
+        end = begin + cut_for_tokens(
+            text[begin : begin + LONGEST_PART_CHARS + 1], PART_CHARS, LONGEST_PART_CHARS
+        )
         yield text[begin:end]
         begin = end
     yield text[begin:]
 
 
 def cut_for_tokens(text: str, wanted: int, longest: int) -> int:
-    """Return where to cut a text without changing its tokens: the last such index below `wanted`, else the next one.
+    """Return where to cut a text without changing its tokens: the last such index below `wanted`,
+    else the next one.
 
     If there is none up to `longest`, it is `longest` or the end of the text.
     """
     for low in (max(0, wanted - _NEAR_END_CHARS), 0):
-        if cuts := [match.start() for match in _SAFE_CUT.finditer(text, low, wanted) if match.start() > 0]:
+        if cuts := [
+            match.start() for match in _SAFE_CUT.finditer(text, low, wanted) if match.start() > 0
+        ]:
             return cuts[-1]
     later = _SAFE_CUT.search(text, wanted)
     return min(later.start() if later else len(text), longest)

@@ -1,4 +1,6 @@
-"""Read records, each of which is a document, from lines of JSON, and describe the faults of bad records."""
+"""Read records, each of which is a document, from lines of JSON, and describe the faults of bad
+records.
+"""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -12,7 +14,9 @@ LONGEST_BYTES = 1 << 25  # of a record; parsing a line can take some twenty time
 
 
 class Fault(NamedTuple):
-    """The fault of a bad record: `reason` is a key for counting, and `detail` follows "FILE:LINE: " in a message."""
+    """The fault of a bad record: `reason` is a key for counting, and `detail` follows "FILE:LINE: "
+    in a message.
+    """
 
     reason: str
     detail: str
@@ -45,14 +49,19 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON value")
 
 
-# Numbers become floats, as Python refuses to read integers of thousands of digits, and a record's text is no number.
-_JSON = json.JSONDecoder(object_pairs_hook=object_once, parse_int=float, parse_constant=_no_constant)
+# Numbers become floats, as Python refuses to read integers of thousands of digits, and a record's
+# text is no number.
+_JSON = json.JSONDecoder(
+    object_pairs_hook=object_once, parse_int=float, parse_constant=_no_constant
+)
 # For conversations, whose numbers are written again, as in the arguments of a tool call: 3 stays 3.
 _EXACT = json.JSONDecoder(object_pairs_hook=object_once, parse_constant=_no_constant)
 
 
 def json_lines(path: Path, key: str) -> Iterator[Record]:
-    """Yield (line number from 1, text under `key`, or its fault) for every nonblank line; see `json_objects`."""
+    """Yield (line number from 1, text under `key`, or its fault) for every nonblank line; see
+    `json_objects`.
+    """
     for number, record in json_objects(path):
         if isinstance(record, Fault):
             yield number, record
@@ -64,7 +73,9 @@ def json_lines(path: Path, key: str) -> Iterator[Record]:
 
 
 def _missing(record: Mapping[str, Any]) -> str:
-    """Return a hint for a pair of answers, or a record that has only one of "prompt" and "completion", else ""."""
+    """Return a hint for a pair of answers, or a record that has only one of "prompt" and
+    "completion", else "".
+    """
     if "chosen" in record and "rejected" in record:
         return "; such pairs are for `monograph train` with prefer.loss"
     if "prompt" in record:
@@ -75,8 +86,8 @@ def _missing(record: Mapping[str, Any]) -> str:
 def json_objects(path: Path, exact: bool = False) -> Iterator[tuple[int, dict[str, Any] | Fault]]:
     """Yield (line number from 1, object, or its fault) for every line that is not blank.
 
-    Numbers become floats, or with `exact` ints and floats as they are written (up to 4,300 digits). A byte order mark
-    at the beginning of the file is not part of its first line.
+    Numbers become floats, or with `exact` ints and floats as they are written (up to 4,300 digits).
+    A byte order mark at the beginning of the file is not part of its first line.
 
     Raises:
         Damaged: the file's compression is damaged.
@@ -99,7 +110,9 @@ def checked(text: object, key: str) -> str | Fault:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        return Fault("lone surrogate", f"{short(key)} has a lone surrogate at character {error.start}")
+        return Fault(
+            "lone surrogate", f"{short(key)} has a lone surrogate at character {error.start}"
+        )
     return text
 
 
@@ -137,7 +150,9 @@ def _parsed(line: bytes, decoder: json.JSONDecoder) -> dict[str, Any] | Fault:
 
 
 def short(name: str) -> str:
-    """Return a name from a file, shortened and safe to show: `ascii` escapes commands to a terminal."""
+    """Return a name from a file, shortened and safe to show: `ascii` escapes commands to a
+    terminal.
+    """
     return ascii(name if len(name) <= 40 else name[:40] + "...")
 
 
@@ -148,7 +163,9 @@ def few(names: list[str]) -> str:
 
 
 def _lines(path: Path) -> Iterator[bytes | None]:
-    """Yield the lines without their line feeds; None for a line of more than LONGEST_BYTES, which is not kept."""
+    """Yield the lines without their line feeds; None for a line of more than LONGEST_BYTES, which
+    is not kept.
+    """
     parts: list[bytes] = []
     size = 0
 

@@ -1,8 +1,11 @@
-"""Arrange one side of a corpus as rows of T positions: the contents of each row, and the order of visits.
+"""Arrange one side of a corpus as rows of T positions: the contents of each row, and the order of
+visits.
 
-The order is a keyed permutation for each epoch, without state, so that the row at any position is computed directly.
+The order is a keyed permutation for each epoch, without state, so that the row at any position is
+computed directly.
 
-Shape suffixes: D documents, P pieces, R rows, T positions of a row, N inputs of all requested pieces, S shares.
+Shape suffixes: D documents, P pieces, R rows, T positions of a row, N inputs of all requested
+    pieces, S shares.
 """
 
 import itertools
@@ -32,22 +35,27 @@ class Share(NamedTuple):
 
 
 def share(rows: int, weight: float) -> Share:
-    """Return a share with rows · weight visits, rounded, at least one; with weight 1/2, epochs alternate two halves."""
+    """Return a share with rows · weight visits, rounded, at least one; with weight 1/2, epochs
+    alternate two halves.
+    """
     return Share(rows, max(1, round(rows * weight)) if rows else 0)
 
 
 def shares_at(start: int, count: int, shares: Sequence[Share], seed: int) -> NDArray[np.int64]:
-    """Return the row visited at each of the positions start .. start + count - 1 of an endless sequence of epochs.
+    """Return the row visited at each of the positions start .. start + count - 1 of an endless
+    sequence of epochs.
 
-    An epoch has V visits, the sum over all shares. Position p is in epoch e = p // V, where P_{seed,e} is a permutation
-    of 0..V-1 (see `rows_at`), and P_{seed,e}(p mod V) says which share is visited, and that this is the j-th of the
-    epoch's v visits to this share. The visits to a share with n rows are numbered through all epochs, q = e·v + j, and
-    go through its rows again and again: visit q is to row P_{seed',q // n}(q mod n). If v is a multiple of n, every
-    epoch sees every row equally often, and visit q is simply to row q mod n. Either way, the n visits from any multiple
-    of n on see every row exactly once.
+    An epoch has V visits, the sum over all shares. Position p is in epoch e = p // V, where
+    P_{seed,e} is a permutation of 0..V-1 (see `rows_at`), and P_{seed,e}(p mod V) says which share
+    is visited, and that this is the j-th of the epoch's v visits to this share. The visits to a
+    share with n rows are numbered through all epochs, q = e·v + j, and go through its rows again
+    and again: visit q is to row P_{seed',q // n}(q mod n). If v is a multiple of n, every epoch
+    sees every row equally often, and visit q is simply to row q mod n. Either way, the n visits
+    from any multiple of n on see every row exactly once.
 
     Returns:
-        int64 [count]; the rows of the first share are numbered from 0, followed by those of the next.
+        int64 [count]; the rows of the first share are numbered from 0, followed by those of the
+        next.
     """
     visits_S = np.array([share.visits for share in shares], dtype=np.int64)
     visits = int(visits_S.sum())
@@ -61,7 +69,10 @@ def shares_at(start: int, count: int, shares: Sequence[Share], seed: int) -> NDA
         mine = np.flatnonzero(which == number)
         visit = epoch[mine] * share.visits + turn[mine] - (ends_S[number] - share.visits)
         if share.visits and share.visits % share.rows:
-            own = _mix(_mix(np.full(1, seed % 2**64, dtype=np.uint64)) + np.full(1, number + 1, np.uint64) * _GOLDEN)
+            own = _mix(
+                _mix(np.full(1, seed % 2**64, dtype=np.uint64))
+                + np.full(1, number + 1, np.uint64) * _GOLDEN
+            )
             row = _permuted(visit.astype(np.uint64), share.rows, own)
         else:
             row = visit % max(1, share.rows)
@@ -71,15 +82,18 @@ def shares_at(start: int, count: int, shares: Sequence[Share], seed: int) -> NDA
 
 
 def rows_at(start: int, count: int, rows: int, seed: int) -> NDArray[np.int64]:
-    """Return the row visited at each of the positions start .. start + count - 1, where an epoch sees every row once.
+    """Return the row visited at each of the positions start .. start + count - 1, where an epoch
+    sees every row once.
 
-    Position p is in epoch e = p // rows, and its row is P_{seed,e}(p mod rows), where P_{seed,e} is a permutation of
-    0..rows-1. The result depends on nothing else: not on how positions are grouped into updates, nor on earlier calls.
-    Checkpoints store only a position, so the arithmetic below is part of their format.
+    Position p is in epoch e = p // rows, and its row is P_{seed,e}(p mod rows), where P_{seed,e} is
+    a permutation of 0..rows-1. The result depends on nothing else: not on how positions are grouped
+    into updates, nor on earlier calls. Checkpoints store only a position, so the arithmetic below
+    is part of their format.
 
-    P is a Feistel network over pairs (left, right) with left < a = ceil(sqrt(rows)) and right < b = ceil(rows / a),
-    whose halves are changed in turn by adding a keyed hash of the other half (Black and Rogaway 2002, "Ciphers with
-    Arbitrary Finite Domains", the generalised Feistel cipher with cycle walking; the hash is splitmix64's finaliser).
+    P is a Feistel network over pairs (left, right) with left < a = ceil(sqrt(rows)) and right < b =
+    ceil(rows / a), whose halves are changed in turn by adding a keyed hash of the other half (Black
+    and Rogaway 2002, "Ciphers with Arbitrary Finite Domains", the generalised Feistel cipher with
+    cycle walking; the hash is splitmix64's finaliser).
 
     Args:
         start: first position, >= 0.
@@ -100,8 +114,8 @@ def _permuted(positions: UInt64, rows: int, seed: UInt64) -> NDArray[np.int64]:
     left_size = math.isqrt(rows - 1) + 1
     right_size = -(-rows // left_size)
     result = _feistel(index, keys, left_size, right_size)
-    # At most sqrt(rows) of the a·b pairs are not rows. Applying the network again until the result is a row keeps the
-    # map one-to-one.
+    # At most sqrt(rows) of the a·b pairs are not rows. Applying the network again until the result
+    # is a row keeps the map one-to-one.
     while (outside := np.flatnonzero(result >= rows)).size:
         result[outside] = _feistel(result[outside], keys[outside], left_size, right_size)
     return result.astype(np.int64)
@@ -121,7 +135,9 @@ def _feistel(index: UInt64, keys: UInt64, left_size: int, right_size: int) -> UI
 
 
 def _mix(value: UInt64) -> UInt64:
-    """Apply one step of splitmix64 (Steele, Lea, Flood 2014): a bijection of 64-bit words that spreads every bit."""
+    """Apply one step of splitmix64 (Steele, Lea, Flood 2014): a bijection of 64-bit words that
+    spreads every bit.
+    """
     value = value + _GOLDEN
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -137,7 +153,9 @@ Int64 = NDArray[np.int64]
 
 
 class Piece(NamedTuple):
-    """A stretch of a document in a row: `length` inputs from token `begin` on; the document has `tokens` tokens."""
+    """A stretch of a document in a row: `length` inputs from token `begin` on; the document has
+    `tokens` tokens.
+    """
 
     document: str
     begin: int
@@ -150,12 +168,16 @@ class Rows:
 
     Attributes:
         sequence_length: T.
-        packed: whether a row may hold several pieces; if so, batches have the keys `segments` and `positions`.
+        packed: whether a row may hold several pieces; if so, batches have the keys `segments` and
+            `positions`.
         shares: the runs of rows with one weight, and their visits in an epoch.
         inputs: number of inputs: all tokens except each document's last.
-        tokens: number of targets: all tokens except each document's first; with conversations, the trained tokens.
-        bytes: bytes of the text that these targets stand for; bits per byte = sum of losses / ln 2 / bytes.
-        documents: number of documents; with conversations, number of `monograph.data.loss_mask.Row`s.
+        tokens: number of targets: all tokens except each document's first; with conversations, the
+            trained tokens.
+        bytes: bytes of the text that these targets stand for; bits per byte = sum of losses / ln 2
+            / bytes.
+        documents: number of documents; with conversations, number of
+            `monograph.data.loss_mask.Row`s.
         conversations: number of conversations, 0 for texts.
         filled: share of all positions that hold an input.
     """
@@ -181,8 +203,12 @@ class Rows:
         """
         self._side, self._tokenizer = side, tokenizer
         parts = _parts(side, weights or [1.0] * len(side.files))
-        self._plan: Packing = plan_rows(side.starts, sequence_length, packed, [count for count, _ in parts], folder)
-        self.shares = [share(rows, weight) for rows, (_, weight) in zip(self._plan.rows, parts, strict=True)]
+        self._plan: Packing = plan_rows(
+            side.starts, sequence_length, packed, [count for count, _ in parts], folder
+        )
+        self.shares = [
+            share(rows, weight) for rows, (_, weight) in zip(self._plan.rows, parts, strict=True)
+        ]
         self.sequence_length, self.packed = sequence_length, packed
         self.documents = len(side.starts) - 1
         self.conversations = side.conversations
@@ -208,9 +234,10 @@ class Rows:
         """Return the rows with these indices.
 
         Returns:
-            int64 [R, T] under each key: `tokens`, the input ids; `targets`, the id to predict at each position, or -100
-            where there is none; and for packed rows `segments`, 1, 2, 3... for the pieces of the row and 0 for padding,
-            and `positions`, counted from 0 in each piece.
+            int64 [R, T] under each key: `tokens`, the input ids; `targets`, the id to predict at
+            each position, or -100 where there is none; and for packed rows `segments`, 1, 2, 3...
+            for the pieces of the row and 0 for padding, and `positions`, counted from 0 in each
+            piece.
         """
         plan = self._plan
         pieces_R = plan.offsets[indices_R + 1] - plan.offsets[indices_R]
@@ -233,13 +260,15 @@ class Rows:
         return window
 
     def _targets(self, index_N: Int64) -> NDArray[Any]:
-        """Return the tokens at these indices of the shard; in conversations, IGNORE outside the trained stretches."""
+        """Return the tokens at these indices of the shard; in conversations, IGNORE outside the
+        trained stretches.
+        """
         targets_N = self._side.tokens[index_N]
         answers = self._side.answers
         if answers is None:
             return targets_N
-        # `answers` has the rising begins and ends of stretches, and an index with an odd number of them up to it is
-        # inside a stretch.
+        # `answers` has the rising begins and ends of stretches, and an index with an odd number of
+        # them up to it is inside a stretch.
         trained_N = np.searchsorted(answers, index_N, side="right") % 2 == 1
         return np.where(trained_N, targets_N.astype(np.int64), IGNORE)
 
@@ -248,16 +277,23 @@ class Rows:
         padding = {"tokens": self._tokenizer.pad_id, "targets": IGNORE}
         if self.packed:
             padding |= {"segments": 0, "positions": 0}
-        return {key: np.full((count, self.sequence_length), value, dtype=np.int64) for key, value in padding.items()}
+        return {
+            key: np.full((count, self.sequence_length), value, dtype=np.int64)
+            for key, value in padding.items()
+        }
 
     def pieces(self, index: int) -> list[Piece]:
         """Return the pieces of one row, in order."""
         begin, end = self._plan.offsets[index], self._plan.offsets[index + 1]
         pieces = []
-        for start, length in zip(self._plan.starts[begin:end], self._plan.lengths[begin:end], strict=True):
+        for start, length in zip(
+            self._plan.starts[begin:end], self._plan.lengths[begin:end], strict=True
+        ):
             document = int(np.searchsorted(self._side.starts, start, side="right")) - 1
             first, last = self._side.starts[document : document + 2].tolist()
-            pieces.append(Piece(self._side.name(document), int(start) - first, int(length), last - first))
+            pieces.append(
+                Piece(self._side.name(document), int(start) - first, int(length), last - first)
+            )
         return pieces
 
     def owners(self, indices_R: Int64) -> Int64:
@@ -265,18 +301,26 @@ class Rows:
         owner_RT = np.full((len(indices_R), self.sequence_length), -1, dtype=np.int64)
         for row, index in enumerate(indices_R):
             begin, end = self._plan.offsets[index], self._plan.offsets[index + 1]
-            documents = np.searchsorted(self._side.starts, self._plan.starts[begin:end], side="right") - 1
+            documents = (
+                np.searchsorted(self._side.starts, self._plan.starts[begin:end], side="right") - 1
+            )
             lengths = self._plan.lengths[begin:end]
             owner_RT[row, : lengths.sum()] = np.repeat(documents, lengths)
         return owner_RT
 
     def bytes_of(self, window: Mapping[str, Int64]) -> int:
-        """Return the bytes of text that a window's targets stand for; the end of a document stands for none."""
-        targets, before = (window[key][window["targets"] != IGNORE] for key in ("targets", "tokens"))
+        """Return the bytes of text that a window's targets stand for; the end of a document stands
+        for none.
+        """
+        targets, before = (
+            window[key][window["targets"] != IGNORE] for key in ("targets", "tokens")
+        )
         return self._tokenizer.bytes_of(targets, before)
 
     def texts(self) -> Iterator[bytes]:
-        """Yield the UTF-8 bytes of each document, decoded from its tokens: the text as the tokenizer reads it."""
+        """Yield the UTF-8 bytes of each document, decoded from its tokens: the text as the
+        tokenizer reads it.
+        """
         for document in range(self.documents):
             first, last = self._side.starts[document : document + 2].tolist()
             yield self._tokenizer.decode_bytes(self._side.tokens[first:last].tolist())
@@ -284,8 +328,12 @@ class Rows:
     def answer_ends(self) -> dict[int, int]:
         """Return {id: number of conversations' answers that end with it}, the most frequent first."""
         assert self._side.answers is not None
-        ends, counts = np.unique(self._side.tokens[self._side.answers[1::2] - 1], return_counts=True)
-        return {int(ends[answer]): int(counts[answer]) for answer in np.argsort(-counts, kind="stable")}
+        ends, counts = np.unique(
+            self._side.tokens[self._side.answers[1::2] - 1], return_counts=True
+        )
+        return {
+            int(ends[answer]): int(counts[answer]) for answer in np.argsort(-counts, kind="stable")
+        }
 
     def first_prompt(self) -> list[int]:
         """Return the ids of the first conversation up to where its first answer begins."""
@@ -297,7 +345,8 @@ class Rows:
 
         Empty rows fill up the last batch to the same shape.
         """
-        from monograph.data.batches import in_order  # importing torch takes seconds, and only training needs it here
+        # Importing torch takes seconds, and only training needs it here.
+        from monograph.data.batches import in_order
 
         return in_order(self, self.spread(limit), batch_rows)
 
@@ -307,7 +356,9 @@ class Rows:
         return np.arange(count) * len(self) // max(1, count)
 
     def coverage(self, limit: int | None = None) -> tuple[int, int]:
-        """Return the number of targets in the rows that `in_order` yields, and the bytes that these stand for."""
+        """Return the number of targets in the rows that `in_order` yields, and the bytes that these
+        stand for.
+        """
         if limit is None or limit >= len(self):
             return self.tokens, self.bytes
         window = self.window(self.spread(limit))

@@ -1,8 +1,8 @@
 """Store flat arrays in memory-mapped files with checksums: the tokens of a split, and their index.
 
-Layout: unsigned integers in little-endian order, then one crc32 per 1 MiB block of them. The format is our own because
-numpy reads a damaged or shortened .npy file without a warning. The manifest lists each file's `seal`, so that its
-checksums need none themselves.
+Layout: unsigned integers in little-endian order, then one crc32 per 1 MiB block of them. The format
+is our own because numpy reads a damaged or shortened .npy file without a warning. The manifest
+lists each file's `seal`, so that its checksums need none themselves.
 """
 
 import hashlib
@@ -31,7 +31,8 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 class ShardWriter(AbstractContextManager["ShardWriter"]):
-    """A piecewise writer of one array; the file is complete and durable once the `with` block ends without an error.
+    """A piecewise writer of one array; the file is complete and durable once the `with` block ends
+    without an error.
 
     Args:
         path: a file that does not exist yet.
@@ -75,16 +76,22 @@ def seal(path: Path) -> str:
         return hashlib.sha256(_ending(file)[1]).hexdigest()
 
 
-def open_shard(path: Path, dtype: np.dtype[Any], expected_seal: str, meter: Meter | None = None) -> NDArray[Any]:
+def open_shard(
+    path: Path, dtype: np.dtype[Any], expected_seal: str, meter: Meter | None = None
+) -> NDArray[Any]:
     """Map an array of a dtype read-only, after checking every byte of it (about 1 s per GB).
 
     Raises:
-        InputRefused: the file is missing, damaged (the message names the first bad block), or has another `seal`.
+        InputRefused: the file is missing, damaged (the message names the first bad block), or has
+            another `seal`.
     """
     try:
         with readable(path), open_input(path) as file:
             size, checksums = _ending(file)
-            if len(checksums) % _CHECKSUM.size or hashlib.sha256(checksums).hexdigest() != expected_seal:
+            if (
+                len(checksums) % _CHECKSUM.size
+                or hashlib.sha256(checksums).hexdigest() != expected_seal
+            ):
                 raise InputRefused(f"{path}: is damaged, or not the file that manifest.json lists")
             file.seek(0)
             blocks = len(checksums) // _CHECKSUM.size
@@ -92,7 +99,9 @@ def open_shard(path: Path, dtype: np.dtype[Any], expected_seal: str, meter: Mete
             for number, (checksum,) in enumerate(_CHECKSUM.iter_unpack(checksums), 1):
                 block = file.read(min(BLOCK_BYTES, left))
                 if zlib.crc32(block) != checksum:
-                    raise InputRefused(f"{path}: block {number} of {blocks} is damaged (wrong checksum)")
+                    raise InputRefused(
+                        f"{path}: block {number} of {blocks} is damaged (wrong checksum)"
+                    )
                 left -= len(block)
                 if meter is not None:
                     meter.add(len(block))

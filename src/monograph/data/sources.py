@@ -1,8 +1,8 @@
 """Resolve a `source` to its files in a fixed order, with their hashes and weights.
 
-Files are those of the standard library, folders, patterns, saved datasets, the hub or standard input. Packages of the
-standard library with near copies in other packages (`near_duplicates`) are marked and so never held out, since a score
-on them would measure recall of the training text.
+Files are those of the standard library, folders, patterns, saved datasets, the hub or standard
+input. Packages of the standard library with near copies in other packages (`near_duplicates`) are
+marked and so never held out, since a score on them would measure recall of the training text.
 """
 
 import hashlib
@@ -22,34 +22,56 @@ from monograph.data.reading import BLOCK_BYTES, COMPRESSIONS, raw_blocks, read_b
 from monograph.data.tables import hub_tables, saved_tables
 from monograph.errors import InputRefused, UsageError
 from monograph.storage.code import HUB
-from monograph.storage.reading import exists, is_file, is_folder, matching, read_input, refusing, resolved
+from monograph.storage.reading import (
+    exists,
+    is_file,
+    is_folder,
+    matching,
+    read_input,
+    refusing,
+    resolved,
+)
 from monograph.storage.writing import writing
 
 # A line of this many bytes, without indentation, is hardly ever written twice by chance.
 LINE_BYTES = 24
-# The largest share of a group's long lines that other groups may have, too. With only such packages of Python 3.11 held
-# out, an order-6 byte model of the rest scores 1.87 bits per byte on them; with near copies (ntpath of posixpath, wave
-# of sunau) held out as well, it scores 1.72.
+# The largest share of a group's long lines that other groups may have, too. With only such packages
+# of Python 3.11 held out, an order-6 byte model of the rest scores 1.87 bits per byte on them; with
+# near copies (ntpath of posixpath, wave of sunau) held out as well, it scores 1.72.
 SHARED_LINES = 0.03
 
 
 def near_duplicates(groups: Mapping[str, Iterable[Path]]) -> set[str]:
-    """Return the groups that share more than SHARED_LINES of their distinct long lines with other groups."""
-    lines = {name: {line for path in paths for line in _long_lines(path)} for name, paths in groups.items()}
+    """Return the groups that share more than SHARED_LINES of their distinct long lines with other
+    groups.
+    """
+    lines = {
+        name: {line for path in paths for line in _long_lines(path)}
+        for name, paths in groups.items()
+    }
     groups_with = Counter(line for own in lines.values() for line in own)
-    return {name for name, own in lines.items() if sum(groups_with[line] > 1 for line in own) > SHARED_LINES * len(own)}
+    return {
+        name
+        for name, own in lines.items()
+        if sum(groups_with[line] > 1 for line in own) > SHARED_LINES * len(own)
+    }
 
 
 def _long_lines(path: Path) -> Iterable[bytes]:
-    return (stripped for line in read_input(path, None).split(b"\n") if len(stripped := line.strip()) >= LINE_BYTES)
+    return (
+        stripped
+        for line in read_input(path, None).split(b"\n")
+        if len(stripped := line.strip()) >= LINE_BYTES
+    )
 
 
-# Folders that are not library code: generated tables, programs, installed packages, and tests (only these have files
-# that are not UTF-8).
+# Folders that are not library code: generated tables, programs, installed packages, and tests (only
+# these have files that are not UTF-8).
 _NOT_LIBRARY = frozenset(
     "test tests idle_test encodings pydoc_data idlelib turtledemo lib2to3 site-packages dist-packages".split()
 )
-_BUILD_TABLE = "_sysconfigdata"  # records how this Python was compiled, and differs between machines
+# Records how this Python was compiled, and differs between machines.
+_BUILD_TABLE = "_sysconfigdata"
 
 STDIN = "stdin"
 MOST_STDIN_BYTES = 1 << 34
@@ -60,8 +82,8 @@ Skipped = list[tuple[str, str]]
 class Candidate(NamedTuple):
     """A file of a source, before it is opened; see `SourceFile`, which it becomes.
 
-    `chosen` says whether the file itself was named: then its faults are errors, while a file that was found in a folder
-    or by a pattern is skipped and counted.
+    `chosen` says whether the file itself was named: then its faults are errors, while a file that
+    was found in a folder or by a pattern is skipped and counted.
     """
 
     name: str
@@ -73,7 +95,9 @@ class Candidate(NamedTuple):
 
 
 def _locate(item: str, spool: Path, skipped: Skipped, progress: Progress | None) -> list[Candidate]:
-    """Return the files of one item of a source; append the skipped ones to `skipped` as (path, reason)."""
+    """Return the files of one item of a source; append the skipped ones to `skipped` as (path,
+    reason).
+    """
     if item == "stdlib":
         return _standard_library()
     if item == "-":
@@ -102,9 +126,15 @@ def _standard_library() -> list[Candidate]:
         raise InputRefused(
             f"{root}: this Python has no standard library as .py files; give your own text as data.source"
         )
-    copied = near_duplicates({package: [path for _, path in files] for package, files in packages.items()})
-    named = sorted((name, path, package) for package, files in packages.items() for name, path in files)
-    return [Candidate(name, path, False, package, package in copied) for name, path, package in named]
+    copied = near_duplicates(
+        {package: [path for _, path in files] for package, files in packages.items()}
+    )
+    named = sorted(
+        (name, path, package) for package, files in packages.items() for name, path in files
+    )
+    return [
+        Candidate(name, path, False, package, package in copied) for name, path, package in named
+    ]
 
 
 def spooled_stdin(spool: Path, progress: Progress | None) -> Path:
@@ -127,7 +157,9 @@ def spooled_stdin(spool: Path, progress: Progress | None) -> Path:
                 raise InputRefused(f"standard input: {BINARY}")
             if meter.done + len(block) > most:
                 bound = f"{most / 2**30:.3g} GiB ({MOST_STDIN_BYTES >> 30} GiB, or half of what is free in {spool})"
-                raise InputRefused(f"standard input: has more than {bound}; write it to a file and give that")
+                raise InputRefused(
+                    f"standard input: has more than {bound}; write it to a file and give that"
+                )
             file.write(block)
             meter.add(len(block))
     meter.finish()
@@ -135,17 +167,24 @@ def spooled_stdin(spool: Path, progress: Progress | None) -> Path:
 
 
 def _looks_binary(begin: bytes) -> bool:
-    """Return whether a file with this beginning is binary by git's rule, a NUL in its first 8,192 bytes."""
+    """Return whether a file with this beginning is binary by git's rule, a NUL in its first 8,192
+    bytes.
+    """
     return b"\0" in begin[:8192]
 
 
 def _folder(folder: Path, skipped: Skipped) -> list[Candidate]:
     name = resolved(folder).name
-    return [Candidate(f"{name}/{relative}", path, chosen=False) for relative, path in _walk(folder, skipped)]
+    return [
+        Candidate(f"{name}/{relative}", path, chosen=False)
+        for relative, path in _walk(folder, skipped)
+    ]
 
 
 def _pattern(pattern: Path, skipped: Skipped) -> list[Candidate]:
-    fixed = next(parent for parent in pattern.parents if not any(mark in str(parent) for mark in "*?["))
+    fixed = next(
+        parent for parent in pattern.parents if not any(mark in str(parent) for mark in "*?[")
+    )
     candidates: list[Candidate] = []
     for hit in matching(pattern):
         if is_folder(hit):
@@ -160,8 +199,12 @@ def _pattern(pattern: Path, skipped: Skipped) -> list[Candidate]:
     return candidates
 
 
-def _walk(folder: Path, skipped: Skipped, leave_out: frozenset[str] = frozenset()) -> list[tuple[str, Path]]:
-    """Return (relative name, path) of the regular files under a folder, sorted; links do not enter a folder twice."""
+def _walk(
+    folder: Path, skipped: Skipped, leave_out: frozenset[str] = frozenset()
+) -> list[tuple[str, Path]]:
+    """Return (relative name, path) of the regular files under a folder, sorted; links do not enter
+    a folder twice.
+    """
     files: list[tuple[str, Path]] = []
     pending = [(folder, "")]
     entered = set()
@@ -173,7 +216,9 @@ def _walk(folder: Path, skipped: Skipped, leave_out: frozenset[str] = frozenset(
                 continue
             entered.add((status.st_dev, status.st_ino))
             if (tables := saved_tables(current)) is not None:
-                files.extend((prefix + path.relative_to(current).as_posix(), path) for path in tables)
+                files.extend(
+                    (prefix + path.relative_to(current).as_posix(), path) for path in tables
+                )
                 continue
             for entry in sorted(os.scandir(current), key=lambda entry: entry.name):
                 if entry.name in leave_out:
@@ -197,22 +242,24 @@ _NOT_READ = frozenset(
 ) | set(COMPRESSIONS)
 # Records in forms that others read: as plain text they would be learned with their syntax.
 _ROWS = frozenset((".csv", ".tsv"))
-_ARRAY = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*\{")  # how a .json file begins that is one array of records
+# How a .json file begins that is one array of records.
+_ARRAY = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*\{")
 
 
 class SourceFile(NamedTuple):
     """A file that holds a text or records.
 
     Attributes:
-        name: its name in the corpus, relative to the folder or pattern that it comes from, so that moving the data
-            changes nothing.
+        name: its name in the corpus, relative to the folder or pattern that it comes from, so that
+            moving the data changes nothing.
         path: the file.
         size: bytes of a text, decompressed; bytes on the disk for a file of records.
         modified_ns: time of its last change, taken before it was hashed.
         sha256: hex digest of the bytes that `size` counts.
-        group: the held-out split never separates files of one group (a package, or copies of one content).
-        has_near_copies: whether other groups have near copies of the group's text (`near_duplicates`), so that it is
-            not held out.
+        group: the held-out split never separates files of one group (a package, or copies of one
+            content).
+        has_near_copies: whether other groups have near copies of the group's text
+            (`near_duplicates`), so that it is not held out.
         weight: how many times an epoch sees it.
     """
 
@@ -227,7 +274,9 @@ class SourceFile(NamedTuple):
 
     @property
     def suffix(self) -> str:
-        """Return the kind of file: the last part of its name, or the one before .gz and .zst, in lower case."""
+        """Return the kind of file: the last part of its name, or the one before .gz and .zst, in
+        lower case.
+        """
         return kind_of(self.path)
 
     @property
@@ -253,7 +302,9 @@ class Sources(NamedTuple):
         """Return the hex digest of all files' names, sizes and contents, in order."""
         digest = hashlib.sha256()
         for file in self.files:
-            digest.update(f"{len(file.name.encode())}:{file.name}:{file.size}:{file.sha256}\n".encode())
+            digest.update(
+                f"{len(file.name.encode())}:{file.name}:{file.size}:{file.sha256}\n".encode()
+            )
         return digest.hexdigest()
 
 
@@ -266,21 +317,24 @@ def find(
     """Find and hash the files of `source`.
 
     Args:
-        source: "stdlib", "-" (standard input), a file, a folder (searched recursively, without hidden entries), a glob
-            pattern, "hf://OWNER/NAME", or a list of these. A file called "-" or "stdlib" is written "./-" or
-            "./stdlib".
+        source: "stdlib", "-" (standard input), a file, a folder (searched recursively, without
+            hidden entries), a glob pattern, "hf://OWNER/NAME", or a list of these. A file called
+            "-" or "stdlib" is written "./-" or "./stdlib".
         spool: a folder for a copy of standard input; it must exist as long as the result is used.
         progress: see `monograph.data.progress`.
         weights: how often an epoch sees each of the sources; None: once.
 
     Raises:
-        UsageError: a weight is out of range, there are not as many as sources, or a file has two weights.
-        InputRefused: nothing is there, a kind of file is not supported, a file named one by one is empty or binary, a
-            compressed text is damaged, or there is no text at all.
+        UsageError: a weight is out of range, there are not as many as sources, or a file has two
+            weights.
+        InputRefused: nothing is there, a kind of file is not supported, a file named one by one is
+            empty or binary, a compressed text is damaged, or there is no text at all.
     """
     items = [source] if isinstance(source, str | Path) else list(source)
     if not items:
-        raise UsageError("data.source: an empty list; give 'stdlib', a file, a folder, a pattern or '-'")
+        raise UsageError(
+            "data.source: an empty list; give 'stdlib', a file, a folder, a pattern or '-'"
+        )
     skipped: Skipped = []
     candidates = []
     for item, weight in zip(items, _weights(items, weights), strict=True):
@@ -298,7 +352,9 @@ def _weights(items: Sequence[object], weights: Sequence[float] | None) -> Sequen
     if weights is None:
         return [1.0] * len(items)
     if len(weights) != len(items):
-        raise UsageError(f"data.weights has {len(weights)} numbers and data.source {len(items)}: give one for each")
+        raise UsageError(
+            f"data.weights has {len(weights)} numbers and data.source {len(items)}: give one for each"
+        )
     for weight in weights:
         if not LIGHTEST <= weight <= HEAVIEST:
             raise UsageError(f"data.weights: {weight:g} is not from {LIGHTEST:g} to {HEAVIEST:g}")
@@ -306,7 +362,8 @@ def _weights(items: Sequence[object], weights: Sequence[float] | None) -> Sequen
 
 
 def located(source: str | Sequence[str]) -> list[Path]:
-    """Return the files of a source without reading them, except standard input and those of the standard library.
+    """Return the files of a source without reading them, except standard input and those of the
+    standard library.
 
     Raises:
         UsageError, InputRefused: as in `find`.
@@ -324,7 +381,9 @@ def _once_each(candidates: Iterable[Candidate], skipped: Skipped) -> list[Candid
             continue
         if first.weight != candidate.weight:
             weights = f"{first.weight:g} and {candidate.weight:g}"
-            raise UsageError(f"data.source: {candidate.path} has the weights {weights}; leave it out at one place")
+            raise UsageError(
+                f"data.source: {candidate.path} has the weights {weights}; leave it out at one place"
+            )
         skipped.append((str(candidate.path), "the same file as another"))
     return list(unique.values())
 
@@ -340,14 +399,18 @@ def place_of(path: Path, record: int) -> str:
     return f"{path}{':' if kind_of(path) in LINES else ', row '}{record}"
 
 
-def _hashed(candidates: list[Candidate], skipped: Skipped, progress: Progress | None) -> list[SourceFile]:
+def _hashed(
+    candidates: list[Candidate], skipped: Skipped, progress: Progress | None
+) -> list[SourceFile]:
     for candidate in candidates:
         path = candidate.path
         kind = kind_of(candidate.path)
         if kind in _NOT_READ or (kind in TABLES and path.suffix.lower() in COMPRESSIONS):
             remedy = "convert it to plain text, or choose other files with a pattern"
             raise InputRefused(f"{path}: {kind} files are not read; {remedy}")
-    meter = Meter(progress, "sources", sum(status_of(candidate.path).st_size for candidate in candidates))
+    meter = Meter(
+        progress, "sources", sum(status_of(candidate.path).st_size for candidate in candidates)
+    )
     files = []
     for candidate in candidates:
         file, fault = _opened(candidate, meter)
@@ -379,7 +442,14 @@ def _opened(candidate: Candidate, meter: Meter) -> tuple[SourceFile, str]:
     sha256 = digest.hexdigest()
     name = os.fsencode(candidate.name).decode("utf-8", "backslashreplace")
     file = SourceFile(
-        name, path, size, modified_ns, sha256, candidate.group or sha256, candidate.has_near_copies, candidate.weight
+        name,
+        path,
+        size,
+        modified_ns,
+        sha256,
+        candidate.group or sha256,
+        candidate.has_near_copies,
+        candidate.weight,
     )
     return file, fault if size else "empty"
 

@@ -1,16 +1,20 @@
-"""Count the texts that spell special tokens: the letters of one in a text are letters, which the user is told."""
+"""Count the texts that spell special tokens: the letters of one in a text are letters, which the
+user is told.
+"""
 
 from collections.abc import Iterable, Mapping
 
 from monograph.text.tokenizer import Tokenizer
 
-_PREFIX = 2  # characters of a token's content; far fewer beginnings than tokens have to be searched in a text
+# Characters of a token's content; far fewer beginnings than tokens have to be searched in a text.
+_PREFIX = 2
 
 
 class Spelled:
     """A count of the texts that hold the letters of a special token.
 
-    People put a chat that its template has rendered into a column of texts, where other programs make a token of
+    People put a chat that its template has rendered into a column of texts, where other programs
+    make a token of
     "<|im_start|>". Here no text can write a special token (see `Tokenizer`), so the model would learn to spell it.
     """
 
@@ -23,7 +27,9 @@ class Spelled:
         self._last = ""  # the place that was counted last
 
     def see(self, where: str, texts: Iterable[str]) -> None:
-        """Look at texts of the record or file at that place, which is counted once if its texts come in a row."""
+        """Look at texts of the record or file at that place, which is counted once if its texts
+        come in a row.
+        """
         content = next((found for text in texts for found in self._found(text)), None)
         if content is None or where == self._last:
             return
@@ -36,11 +42,18 @@ class Spelled:
         if not self._count:
             return ()
         these = f"{self._count:,} texts spell" if self._count > 1 else "a text spells"
-        return (f"{these} special tokens, as {self._first}: in a text these are letters; give chats as messages",)
+        return (
+            f"{these} special tokens, as {self._first}: in a text these are letters; give chats as messages",
+        )
 
     def _found(self, text: str) -> Iterable[str]:
         beginnings = [beginning for beginning in self._contents if beginning in text]
-        return (content for beginning in beginnings for content in self._contents[beginning] if content in text)
+        return (
+            content
+            for beginning in beginnings
+            for content in self._contents[beginning]
+            if content in text
+        )
 
 
 def texts_of(record: Mapping[str, object], *keys: str) -> list[str]:

@@ -1,4 +1,5 @@
-"""Keep tokenised corpora in a cache: built in a temporary folder, renamed when complete, and checked when opened.
+"""Keep tokenised corpora in a cache: built in a temporary folder, renamed when complete, and
+checked when opened.
 
 A corpus's `CorpusRequest` decides its tokens, and so the name of its folder.
 """
@@ -36,8 +37,9 @@ from monograph.text.tokenizer import Tokenizer
 from monograph.text.tokenizer_file import MAX_FILE_BYTES
 
 FORMAT = 3
-# Changes with what conversations are read as, so that tokens of earlier versions are made again. Unlike `FORMAT` it is
-# no part of a corpus's fingerprint, since most conversations are read as before, and their runs go on.
+# Changes with what conversations are read as, so that tokens of earlier versions are made again.
+# Unlike `FORMAT` it is no part of a corpus's fingerprint, since most conversations are read as
+# before, and their runs go on.
 READER = 2
 
 
@@ -58,17 +60,29 @@ class CorpusRequest(NamedTuple):
 
     @property
     def sources(self) -> list[Any]:
-        """Return the values that decide the documents: the files and, if some have records, how these are read."""
+        """Return the values that decide the documents: the files and, if some have records, how
+        these are read.
+        """
         records = any(file.has_records for file in self.text.files)
-        reading: list[Any] | None = [self.reading.text_key, self.reading.skip_bad] if records else None
+        reading: list[Any] | None = (
+            [self.reading.text_key, self.reading.skip_bad] if records else None
+        )
         if reading and self.reading.plain and self.reading.answering:
             reading += ["prompt and completion", self.reading.answering.longest]
         elif reading and self.reading.answering:
             assert isinstance(self.tokenizer, Tokenizer)
             template = template_of(self.tokenizer)
             stops = sorted(stops_of(self.tokenizer))
-            reading += [self.reading.answering, template.source, sorted(template.tokens.items()), stops, DAY]
-            named = sorted((name, other.source) for name, other in self.tokenizer.config.named.items())
+            reading += [
+                self.reading.answering,
+                template.source,
+                sorted(template.tokens.items()),
+                stops,
+                DAY,
+            ]
+            named = sorted(
+                (name, other.source) for name, other in self.tokenizer.config.named.items()
+            )
             if named:
                 reading.append(named)
         if reading and self.reading.left_out:
@@ -78,7 +92,11 @@ class CorpusRequest(NamedTuple):
     @property
     def key(self) -> str:
         """Return the folder's name in hex; equal requests have equal keys."""
-        asked = self.tokenizer.hash if isinstance(self.tokenizer, Tokenizer) else f"bpe:{self.tokenizer}"
+        asked = (
+            self.tokenizer.hash
+            if isinstance(self.tokenizer, Tokenizer)
+            else f"bpe:{self.tokenizer}"
+        )
         reader = [READER] if self.reading.answering else []
         return hashlib.sha256(json.dumps([*self.sources, asked, *reader]).encode()).hexdigest()[:32]
 
@@ -90,15 +108,16 @@ class Side(NamedTuple):
     """One side of the held-out split, tokenised.
 
     Attributes:
-        tokens: uint16 or uint32, memory-mapped: [bos] + ids + [eos] of each document, or the ids of each `Row` of a
-            conversation, which counts as a document.
+        tokens: uint16 or uint32, memory-mapped: [bos] + ids + [eos] of each document, or the ids of
+            each `Row` of a conversation, which counts as a document.
         starts: int64 [D + 1], memory-mapped: index of each document's first token, and the end.
-        records: int64 [D], memory-mapped: the line or row of each document in its file, 0 for a text file.
+        records: int64 [D], memory-mapped: the line or row of each document in its file, 0 for a
+            text file.
         bytes: UTF-8 bytes of all texts; with conversations, of the trained text.
         files: names of the files [F].
         first: int64 [F + 1], index of the first document of each file, and the end.
-        answers: int64 [2 S], memory-mapped, rising: begin and end of each trained stretch of tokens in conversations;
-            None for texts, which are trained on whole.
+        answers: int64 [2 S], memory-mapped, rising: begin and end of each trained stretch of tokens
+            in conversations; None for texts, which are trained on whole.
     """
 
     tokens: NDArray[Any]
@@ -114,7 +133,8 @@ class Side(NamedTuple):
         """Return the number of conversations, 0 for texts."""
         if self.answers is None:
             return 0
-        # A document is a row of a conversation, so a conversation begins where the record or the file changes.
+        # A document is a row of a conversation, so a conversation begins where the record or the
+        # file changes.
         begins = np.concatenate([[0], np.flatnonzero(np.diff(self.records)) + 1, self.first[:-1]])
         return len(np.unique(begins[begins < len(self.records)]))
 
@@ -143,13 +163,15 @@ def open_or_build(
 
     Args:
         request: the inputs that decide the tokens.
-        cache: the cache folder; by default $MONOGRAPH_HOME, else $XDG_CACHE_HOME/monograph, else ~/.cache/monograph. If
-            the last two cannot be written, it is a temporary folder that vanishes at exit, and a note says so.
+        cache: the cache folder; by default $MONOGRAPH_HOME, else $XDG_CACHE_HOME/monograph, else
+            ~/.cache/monograph. If the last two cannot be written, it is a temporary folder that
+            vanishes at exit, and a note says so.
         progress: see `monograph.data.progress`.
 
     Raises:
         UsageError: the share to hold out is out of range.
-        InputRefused: the text cannot be read or has a bad record, or a cache that the user chose cannot be written.
+        InputRefused: the text cannot be read or has a bad record, or a cache that the user chose
+            cannot be written.
         DiskFull: the cache has no room.
     """
     check_fraction(request.held_out)
@@ -184,7 +206,9 @@ def _writable(root: Path, chosen: bool) -> tuple[Path, tuple[str, ...]]:
         temporary = until_exit.enter_context(temporary_folder())
         atexit.register(until_exit.close)
         (temporary / "corpora").mkdir()
-        return temporary, (f"{error}; until then tokens are kept in {temporary} and made again next time",)
+        return temporary, (
+            f"{error}; until then tokens are kept in {temporary} and made again next time",
+        )
     return root, ()
 
 
@@ -198,7 +222,9 @@ def _locked(path: Path, progress: Progress | None) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                waiting = waiting or Meter(progress, "waiting for another process that tokenises this text", None)
+                waiting = waiting or Meter(
+                    progress, "waiting for another process that tokenises this text", None
+                )
                 waiting.add(0)
                 time.sleep(_POLL_S)
         yield
@@ -221,7 +247,9 @@ def _build(folder: Path, request: CorpusRequest, progress: Progress | None) -> t
 
 
 def _write(building: Path, request: CorpusRequest, progress: Progress | None) -> tuple[str, ...]:
-    """Write all files of a corpus; return the notes that are shown only now, unlike those in the manifest."""
+    """Write all files of a corpus; return the notes that are shown only now, unlike those in the
+    manifest.
+    """
     files = request.text.files
     reading = request.reading
     notes = tuple[str, ...]()
@@ -233,7 +261,9 @@ def _write(building: Path, request: CorpusRequest, progress: Progress | None) ->
     skipped = documents.survey.skipped
     stored_notes = (*documents.notes, *tokenizer.notes)
     if reading.answering:
-        sides, unusable, more = encoding.encode_conversations(documents, files, tokenizer, building, meter)
+        sides, unusable, more = encoding.encode_conversations(
+            documents, files, tokenizer, building, meter
+        )
         skipped = dict(Counter(skipped) + Counter(unusable))
         stored_notes = (*stored_notes, *more)
     else:
@@ -242,22 +272,33 @@ def _write(building: Path, request: CorpusRequest, progress: Progress | None) ->
     meter.finish()
     for file in files:
         if status_of(file.path).st_mtime_ns != file.modified_ns:
-            raise InputRefused(f"{file.path}: changed while it was being read; run again when it no longer changes")
+            raise InputRefused(
+                f"{file.path}: changed while it was being read; run again when it no longer changes"
+            )
     text = tokenizer.to_json()
     write_durably(building / "tokenizer.json", text)
     manifest = {
         "key": request.key,
         "tokenizer": tokenizer.hash,
         "names": [file.name for file in files],
-        "sides": {name: {"bytes": side.bytes, "documents": side.counts} for name, side in sides.items()},
+        "sides": {
+            name: {"bytes": side.bytes, "documents": side.counts} for name, side in sides.items()
+        },
         "skipped": skipped,
         "notes": stored_notes,
         "files": {
             "tokenizer.json": hashlib.sha256(text.encode()).hexdigest(),
-            **{path.name: seal(path) for side in encoding.SIDES for path in _shards(building, side, reading)},
+            **{
+                path.name: seal(path)
+                for side in encoding.SIDES
+                for path in _shards(building, side, reading)
+            },
         },
     }
-    write_durably(building / "manifest.json", json.dumps(manifest | {"sha256": _digest(manifest)}, ensure_ascii=False))
+    write_durably(
+        building / "manifest.json",
+        json.dumps(manifest | {"sha256": _digest(manifest)}, ensure_ascii=False),
+    )
     sync(building)
     return notes
 
@@ -271,7 +312,9 @@ def _digest(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def _open(folder: Path, request: CorpusRequest, progress: Progress | None, notes: tuple[str, ...] = ()) -> StoredCorpus:
+def _open(
+    folder: Path, request: CorpusRequest, progress: Progress | None, notes: tuple[str, ...] = ()
+) -> StoredCorpus:
     """Read and verify every file of a corpus folder.
 
     Raises:
@@ -287,14 +330,20 @@ def _open(folder: Path, request: CorpusRequest, progress: Progress | None, notes
     for side in encoding.SIDES:
         kinds = token_dtype(tokenizer.vocab_size), INDEX, INDEX, INDEX
         pairs = zip(paths[side], kinds, strict=False)
-        tokens, *index = (open_shard(path, kind, manifest["files"][path.name], meter) for path, kind in pairs)
+        tokens, *index = (
+            open_shard(path, kind, manifest["files"][path.name], meter) for path, kind in pairs
+        )
         kept = manifest["sides"][side]
         first = np.cumsum([0, *kept["documents"]])
         starts, records, *answers = (array.view(np.int64) for array in index)
-        sides[side] = Side(tokens, starts, records, kept["bytes"], tuple(manifest["names"]), first, *answers)
+        sides[side] = Side(
+            tokens, starts, records, kept["bytes"], tuple(manifest["names"]), first, *answers
+        )
     meter.finish()
     notes = (*notes, *manifest["notes"])
-    return StoredCorpus(folder, tokenizer, sides["train"], sides["held_out"], manifest["skipped"], notes)
+    return StoredCorpus(
+        folder, tokenizer, sides["train"], sides["held_out"], manifest["skipped"], notes
+    )
 
 
 def _manifest(folder: Path, key: str) -> dict[str, Any]:

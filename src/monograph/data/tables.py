@@ -1,4 +1,5 @@
-"""Read the columns of a .parquet or .arrow file row by row with pyarrow, and locate folders of saved datasets.
+"""Read the columns of a .parquet or .arrow file row by row with pyarrow, and locate folders of
+saved datasets.
 
 Shapes: N values of a column.
 """
@@ -11,7 +12,16 @@ from types import ModuleType
 from typing import Any, BinaryIO
 
 from monograph.data.reading import Damaged, imported, unpacked
-from monograph.data.records import EMPTY, LONGEST_BYTES, Fault, Record, checked, few, not_utf8, short
+from monograph.data.records import (
+    EMPTY,
+    LONGEST_BYTES,
+    Fault,
+    Record,
+    checked,
+    few,
+    not_utf8,
+    short,
+)
 from monograph.errors import InputRefused
 from monograph.storage.reading import (
     KeyTwice,
@@ -25,7 +35,8 @@ from monograph.storage.reading import (
 
 _BATCH_ROWS = 256
 _BATCH_BYTES = 1 << 24
-# A compressed batch is unpacked whole before any of its rows can be read. Parquet's format sets this bound for a page.
+# A compressed batch is unpacked whole before any of its rows can be read. Parquet's format sets
+# this bound for a page.
 _MOST_BATCH_BYTES = (1 << 31) - 1
 _DICTIONARY_BATCH, _RECORD_BATCH = 2, 3  # values of MessageHeader in Arrow's Message.fbs
 _MAGIC = b"ARROW1\0\0"
@@ -48,13 +59,15 @@ def table_rows(path: Path, key: str) -> Iterator[Record]:
     with _read_by_pyarrow(path) as pa:
         _require_strings(pa, path, _schema(pa, path), key)
         values = (value for column in columns(pa, path, key) for value in column)
-        # A dictionary stores a text once for all of its rows, so count the length of each row's text against bombs.
+        # A dictionary stores a text once for all of its rows, so count the length of each row's
+        # text against bombs.
         sized = ((len(text), text) for text in (_text(value, key) for value in values))
         yield from enumerate(unpacked(path, sized), 1)
 
 
 def table_objects(path: Path, keys: Sequence[str]) -> Iterator[tuple[int, dict[str, Any] | Fault]]:
-    """Yield (row number from 1, {column: value} of those `keys` that exist, without nulls, or a fault) for every row.
+    """Yield (row number from 1, {column: value} of those `keys` that exist, without nulls, or a
+    fault) for every row.
 
     Raises:
         Damaged, InputRefused: as in `table_rows`.
@@ -77,7 +90,9 @@ def _rows(path: Path, part: Any) -> list[dict[str, Any]]:
     except (OverflowError, ValueError):
         name = next((name for name in part.schema.names if not _is_held(part.column(name))), "")
         fault = f"column {name!r} has a date or time that is outside of the years 1 to 9999"
-        raise Damaged(path, fault, "correct it, write the column as texts, or leave it out") from None
+        raise Damaged(
+            path, fault, "correct it, write the column as texts, or leave it out"
+        ) from None
 
 
 def _is_held(column: Any) -> bool:
@@ -90,7 +105,8 @@ def _is_held(column: Any) -> bool:
 
 
 def _unshared_bytes(pa: ModuleType, part: Any) -> int:
-    """Return how much the values of a batch are once no text is stored for many rows, as dictionaries and views do.
+    """Return how much the values of a batch are once no text is stored for many rows, as
+    dictionaries and views do.
 
     Raises:
         ArrowException: the batch is damaged.
@@ -117,7 +133,9 @@ def _unshared_bytes(pa: ModuleType, part: Any) -> int:
 
 
 def _lengths(pa: ModuleType, array: Any) -> Any:
-    """Return the bytes of each value of an array, int64 [N]; where they are no texts, each has its share of all."""
+    """Return the bytes of each value of an array, int64 [N]; where they are no texts, each has its
+    share of all.
+    """
     import numpy as np  # a configuration is read without it
 
     if array.type in (pa.string_view(), pa.binary_view()):
@@ -127,7 +145,12 @@ def _lengths(pa: ModuleType, array: Any) -> Any:
     if array.type in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary()):
         from pyarrow import compute
 
-        return compute.binary_length(array).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+        return (
+            compute.binary_length(array)
+            .fill_null(0)
+            .to_numpy(zero_copy_only=False)
+            .astype(np.int64)
+        )
     return np.full(len(array), -(-array.nbytes // max(1, len(array))), dtype=np.int64)
 
 
@@ -138,7 +161,9 @@ def table_columns(path: Path) -> list[str]:
 
 
 def first_filled(path: Path, column: str) -> int | None:
-    """Return the first row, from 1, with more than an empty value in a column, or None; see `table_rows` for errors."""
+    """Return the first row, from 1, with more than an empty value in a column, or None; see
+    `table_rows` for errors.
+    """
     number = 0
     with _read_by_pyarrow(path) as pa:
         parts = _parquet_parts if path.suffix.lower() == ".parquet" else _arrow_parts
@@ -157,7 +182,8 @@ def _read_by_pyarrow(path: Path) -> Iterator[Any]:
     try:
         open_input(path).close()  # pyarrow would wait for a FIFO
         yield pa
-    # Pyarrow raises any of these for damage; its own exceptions derive from them or from ArrowException.
+    # Pyarrow raises any of these for damage; its own exceptions derive from them or from
+    # ArrowException.
     except (pa.ArrowException, OSError, ValueError, KeyError, OverflowError, MemoryError) as error:
         if isinstance(error, OSError) and error_number(error):
             raise unreadable(path, error) from None
@@ -168,7 +194,9 @@ def _plain(pa: ModuleType, row: dict[str, Any], schema: Any) -> dict[str, Any] |
     """Return a row as values of JSON, without the nulls that tables hold where a row has no value."""
     try:
         there = {name: value for name, value in row.items() if value is not None}
-        plain = {name: _of_type(pa, value, schema.field(name).type) for name, value in there.items()}
+        plain = {
+            name: _of_type(pa, value, schema.field(name).type) for name, value in there.items()
+        }
         values: dict[str, Any] = json.loads(json.dumps(plain, allow_nan=False))
     except KeyTwice as error:
         return Fault("a key twice", f"has the key {short(str(error))} twice in one map")
@@ -178,7 +206,9 @@ def _plain(pa: ModuleType, row: dict[str, Any], schema: Any) -> dict[str, Any] |
 
 
 def _of_type(pa: ModuleType, value: Any, kind: Any) -> Any:
-    """Return a value that pyarrow read from a type: structs without their nulls, and maps, too, as objects."""
+    """Return a value that pyarrow read from a type: structs without their nulls, and maps, too, as
+    objects.
+    """
     if value is None:
         return None
     if pa.types.is_dictionary(kind):
@@ -186,7 +216,9 @@ def _of_type(pa: ModuleType, value: Any, kind: Any) -> Any:
     if pa.types.is_struct(kind):
         fields = [kind.field(number) for number in range(kind.num_fields)]
         return {
-            field.name: _of_type(pa, value[field.name], field.type) for field in fields if value[field.name] is not None
+            field.name: _of_type(pa, value[field.name], field.type)
+            for field in fields
+            if value[field.name] is not None
         }
     if pa.types.is_map(kind):  # pairs of a key and a value, whose null was written
         return object_once([(key, _of_type(pa, inner, kind.item_type)) for key, inner in value])
@@ -215,13 +247,19 @@ def _parquet_columns(pa: ModuleType, path: Path, key: str) -> Iterator[Any]:
         yield part.column(part.schema.get_field_index(key))
 
 
-def _parquet_parts(pa: ModuleType, path: Path, keys: Sequence[str], **options: Any) -> Iterator[Any]:
+def _parquet_parts(
+    pa: ModuleType, path: Path, keys: Sequence[str], **options: Any
+) -> Iterator[Any]:
     from pyarrow import parquet
 
     options |= {"pre_buffer": False, "buffer_size": 1 << 20}
     with parquet.ParquetFile(path, page_checksum_verification=True, **options) as file:
-        # Use the metadata of row groups only: reading that of a damaged column makes pyarrow end the process.
-        sizes = [file.metadata.row_group(group).total_byte_size for group in range(file.metadata.num_row_groups)]
+        # Use the metadata of row groups only: reading that of a damaged column makes pyarrow end
+        # the process.
+        sizes = [
+            file.metadata.row_group(group).total_byte_size
+            for group in range(file.metadata.num_row_groups)
+        ]
         stored = sum(unpacked(path, zip(sizes, sizes, strict=True)))
         rows = file.metadata.num_rows
         batch = max(1, min(_BATCH_ROWS, _BATCH_BYTES * rows // max(1, stored)))
@@ -246,7 +284,8 @@ def _arrow_columns(pa: ModuleType, path: Path, key: str) -> Iterator[Any]:
     for batch in _arrow_parts(pa, path, [key]):
         column = batch.column(batch.schema.get_field_index(key))
         if not pa.types.is_dictionary(column.type):
-            # `_text` checks each row's UTF-8. Viewed as binary, only the offsets are validated, which pyarrow trusts.
+            # `_text` checks each row's UTF-8. Viewed as binary, only the offsets are validated,
+            # which pyarrow trusts.
             binary = {pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
             column = column.view(binary.get(column.type, pa.binary()))
         column.validate(full=True)
@@ -266,8 +305,9 @@ def _arrow_parts(pa: ModuleType, path: Path, keys: Sequence[str]) -> Iterator[An
             yield batch
 
 
-# What the checks below read is described at https://arrow.apache.org/docs/format/Columnar.html (IPC). The metadata are
-# FlatBuffers tables. Each check yields (bytes that a batch claims to become, None), and unpacks nothing.
+# What the checks below read is described at https://arrow.apache.org/docs/format/Columnar.html
+# (IPC). The metadata are FlatBuffers tables. Each check yields (bytes that a batch claims to
+# become, None), and unpacks nothing.
 
 
 def _stream_claims(path: Path, file: BinaryIO) -> Iterator[tuple[int, None]]:
@@ -280,7 +320,8 @@ def _stream_claims(path: Path, file: BinaryIO) -> Iterator[tuple[int, None]]:
 
 
 def _file_claims(path: Path, file: BinaryIO) -> Iterator[tuple[int, None]]:
-    """Check a file: its footer lists blocks, each with one message, in any order, as polars writes dictionaries last.
+    """Check a file: its footer lists blocks, each with one message, in any order, as polars writes
+    dictionaries last.
 
     A footer may point anywhere, so blocks that share bytes, or are not what they say, are refused.
     """
@@ -303,18 +344,26 @@ def _file_claims(path: Path, file: BinaryIO) -> Iterator[tuple[int, None]]:
 
 
 def _blocks(footer: bytes) -> Iterator[tuple[int, int, int]]:
-    """Yield (where it begins, bytes of its metadata, of its body) of each dictionary and batch that a footer lists."""
+    """Yield (where it begins, bytes of its metadata, of its body) of each dictionary and batch that
+    a footer lists.
+    """
     fields = _fields(footer, _number(footer, 0, 4))
     for field in (2, 3):
         if fields(field):
             listed = _linked(footer, fields(field))
             for index in range(_number(footer, listed, 4)):
                 place = listed + 4 + 24 * index
-                yield _number(footer, place, 8), _number(footer, place + 8, 4), _number(footer, place + 16, 8)
+                yield (
+                    _number(footer, place, 8),
+                    _number(footer, place + 8, 4),
+                    _number(footer, place + 16, 8),
+                )
 
 
 def _claim(path: Path, file: BinaryIO, begin: int, end: int) -> tuple[int, int]:
-    """Return the bytes that a message claims to become, and where it ends, which is not beyond `end`."""
+    """Return the bytes that a message claims to become, and where it ends, which is not beyond
+    `end`.
+    """
 
     def go(place: int) -> int:
         if place > end:
@@ -331,21 +380,28 @@ def _claim(path: Path, file: BinaryIO, begin: int, end: int) -> tuple[int, int]:
     message = _fields(metadata, _number(metadata, 0, 4))
     kind = _number(metadata, message(1), 1)
     content = _linked(metadata, message(2))
-    content = _linked(metadata, _fields(metadata, content)(1)) if kind == _DICTIONARY_BATCH else content
+    content = (
+        _linked(metadata, _fields(metadata, content)(1)) if kind == _DICTIONARY_BATCH else content
+    )
     batch = _fields(metadata, content)
     claimed = 0
     if kind in (_DICTIONARY_BATCH, _RECORD_BATCH) and batch(3):
         buffers = _linked(metadata, batch(2))
         for index in range(_number(metadata, buffers, 4)):
             go(body_begin + _number(metadata, buffers + 4 + 16 * index, 8))
-            claimed += max(0, int.from_bytes(file.read(8), "little", signed=True))  # -1: stored as it is
+            # -1: stored as it is.
+            claimed += max(0, int.from_bytes(file.read(8), "little", signed=True))
     if claimed > _MOST_BATCH_BYTES:
-        raise Damaged(path, f"has a batch that becomes {claimed:,} bytes", "write it again in smaller batches")
+        raise Damaged(
+            path, f"has a batch that becomes {claimed:,} bytes", "write it again in smaller batches"
+        )
     return claimed, go(body_begin + (_number(metadata, message(3), 8) if message(3) else 0))
 
 
 def _fields(data: bytes, table: int) -> Callable[[int], int]:
-    """Return a function from a field's number to its offset in a FlatBuffers table, or to 0 if the field is missing."""
+    """Return a function from a field's number to its offset in a FlatBuffers table, or to 0 if the
+    field is missing.
+    """
     names = table - int.from_bytes(data[table : table + 4], "little", signed=True)
     size = _number(data, names, 2)
 
@@ -372,8 +428,13 @@ def _arrow_reader(pa: ModuleType, path: Path) -> Iterator[Any]:
         indexed = file.read(6) == _MAGIC[:6]
         file.seek(-min(8, path.stat().st_size), 2)
         if not indexed and file.read() != _END_OF_STREAM:
-            raise Damaged(path, "is cut short or added to: it does not end with Arrow's end-of-stream mark")
-    with pa.OSFile(str(path)) as file, pa.ipc.open_file(file) if indexed else pa.ipc.open_stream(file) as reader:
+            raise Damaged(
+                path, "is cut short or added to: it does not end with Arrow's end-of-stream mark"
+            )
+    with (
+        pa.OSFile(str(path)) as file,
+        pa.ipc.open_file(file) if indexed else pa.ipc.open_stream(file) as reader,
+    ):
         yield reader
 
 
@@ -381,15 +442,22 @@ def _require_strings(pa: ModuleType, path: Path, schema: Any, key: str) -> None:
     columns = schema.get_all_field_indices(key)
     if len(columns) != 1:
         many = "several columns" if columns else "no column"
-        raise Damaged(path, f"has {many} {key!r}; its columns are {few(schema.names)}", _NAME_ANOTHER)
+        raise Damaged(
+            path, f"has {many} {key!r}; its columns are {few(schema.names)}", _NAME_ANOTHER
+        )
     kind = schema.field(key).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     if kind not in (pa.string(), pa.large_string(), pa.string_view()):
-        raise Damaged(path, f"column {key!r} holds {kind}, not string, large_string or string_view", _NAME_ANOTHER)
+        raise Damaged(
+            path,
+            f"column {key!r} holds {kind}, not string, large_string or string_view",
+            _NAME_ANOTHER,
+        )
 
 
 def saved_tables(folder: Path) -> list[Path] | None:
-    """Return the .arrow files, in order, of a folder that `save_to_disk` wrote; None if it is not such a folder.
+    """Return the .arrow files, in order, of a folder that `save_to_disk` wrote; None if it is not
+    such a folder.
 
     Raises:
         InputRefused: the saved dataset has several splits, or damaged or missing parts.
@@ -399,7 +467,9 @@ def saved_tables(folder: Path) -> list[Path] | None:
         if isinstance(splits, list) and splits and all(isinstance(split, str) for split in splits):
             if len(splits) > 1:
                 choice = f"give one of them, such as {folder / splits[0]}"
-                raise InputRefused(f"{folder}: a saved dataset with the splits {', '.join(splits)}; {choice}")
+                raise InputRefused(
+                    f"{folder}: a saved dataset with the splits {', '.join(splits)}; {choice}"
+                )
             return saved_tables(folder / splits[0])
     if not (is_file(folder / _STATE) and is_file(folder / _INFO)):
         return None
@@ -409,7 +479,9 @@ def saved_tables(folder: Path) -> list[Path] | None:
     except (KeyError, TypeError):
         raise InputRefused(f"{folder / _STATE}: is not what save_to_disk writes{_AGAIN}") from None
     if state.get("_indices_data_files"):
-        raise InputRefused(f"{folder}: saved with an order of its own; call flatten_indices() and save it again")
+        raise InputRefused(
+            f"{folder}: saved with an order of its own; call flatten_indices() and save it again"
+        )
     for path in paths:
         if path.parent != folder or path.suffix != ".arrow" or not is_file(path):
             raise InputRefused(f"{folder / _STATE}: lists {path.name}, which is not there{_AGAIN}")
@@ -417,13 +489,15 @@ def saved_tables(folder: Path) -> list[Path] | None:
 
 
 def hub_tables(name: str) -> list[Path]:
-    """Return the .arrow files of the training split of a Hugging Face hub dataset, fetched by `datasets` if need be.
+    """Return the .arrow files of the training split of a Hugging Face hub dataset, fetched by
+    `datasets` if need be.
 
     Args:
         name: hf://OWNER/NAME or hf://OWNER/NAME/CONFIGURATION.
 
     Raises:
-        InputRefused: the library `datasets` is not installed, or reports an error (no network, no such dataset).
+        InputRefused: the library `datasets` is not installed, or reports an error (no network, no
+            such dataset).
     """
     owner, _, rest = name.removeprefix("hf://").partition("/")
     dataset, _, configuration = rest.partition("/")

@@ -1,7 +1,7 @@
 """Automata on the device, where they come and go while a decoder runs.
 
-The decode step follows automata by gathers in tensors of fixed size, without the host. The tensors keep their sizes and
-places, so a captured step goes on to read them.
+The decode step follows automata by gathers in tensors of fixed size, without the host. The tensors
+keep their sizes and places, so a captured step goes on to read them.
 
 Shapes: V tokens; B rows; S states, N cells and E effects of all automata, A automata, R counters.
 """
@@ -20,7 +20,8 @@ from monograph.automata.dfa import STATE_MASK
 from monograph.automata.tokens import MAX_EFFECTS
 from monograph.errors import InputRefused
 
-FREE, DEAD = 0, 1  # states of an arena: in FREE every token is allowed and no text is over, in DEAD none is allowed
+# States of an arena: in FREE every token is allowed and no text is over, in DEAD none is allowed.
+FREE, DEAD = 0, 1
 NEVER = 1  # the effect that no counters allow; effect 0 is `ALWAYS`
 
 
@@ -37,7 +38,8 @@ class _Place(NamedTuple):
 class Arena:
     """Automata over one vocabulary as a few tensors of 6 N + 9 S + 16 E R + 2 A V bytes.
 
-    Each automaton has a place while a request uses it, and longer if nobody asks. Each row of a batch has a state,
+    Each automaton has a place while a request uses it, and longer if nobody asks. Each row of a
+    batch has a state,
     int64: FREE if it has no automaton, else a state of an automaton, with its counters.
 
     Attributes:
@@ -45,7 +47,8 @@ class Arena:
         states: most states of all.
         automata: most automata.
         effects: most effects of all but `ALWAYS`.
-        next_N: int32 [N], the state after each class of tokens, state by state; DEAD where the token is forbidden.
+        next_N: int32 [N], the state after each class of tokens, state by state; DEAD where the
+            token is forbidden.
         effect_N: int16 [N], the effect on the counters; NEVER where the token is forbidden.
         classes_C: int32 [C], the numbers from 0 of as many classes as an automaton may have.
         effects_4ER: int32 [4, E, R], least, most, keep and add of each effect.
@@ -67,7 +70,8 @@ class Arena:
     ) -> None:
         """Allocate tables of so many cells, states, automata and effects, all free.
 
-        An automaton has at most so many classes; a step looks at as many, and at none per token of a large vocabulary.
+        An automaton has at most so many classes; a step looks at as many, and at none per token of
+        a large vocabulary.
         """
         self.cells = cells
         self.states = states
@@ -83,16 +87,22 @@ class Arena:
         # FREE and DEAD have one cell each: FREE leads to FREE, DEAD to DEAD.
         self.next_N[DEAD] = self.row_S[DEAD] = DEAD
         self.effect_N[DEAD] = NEVER
-        self._write_effects(0, [ALWAYS, ALWAYS._replace(least=(1,) * COUNTERS, most=(0,) * COUNTERS)])
+        self._write_effects(
+            0, [ALWAYS, ALWAYS._replace(least=(1,) * COUNTERS, most=(0,) * COUNTERS)]
+        )
         # On the device, so that a captured step copies nothing.
-        self.classes_C = torch.arange(min(classes, vocabulary + 2), dtype=torch.int32, device=device)
+        self.classes_C = torch.arange(
+            min(classes, vocabulary + 2), dtype=torch.int32, device=device
+        )
         self.shifts_R = torch.tensor(SHIFTS, dtype=torch.int64, device=device)
         self._vocabulary = vocabulary
         self._places: dict[int, _Place] = {}  # by identity, the longest unused first
         self._uses: Counter[int] = Counter()
 
     @classmethod
-    def holding(cls, automata: Collection[Automaton], vocabulary: int, device: torch.device) -> Self:
+    def holding(
+        cls, automata: Collection[Automaton], vocabulary: int, device: torch.device
+    ) -> Self:
         """Allocate as much as these automata take together; raises InputRefused like `require`."""
         cells, states, effects = _sizes(automata)
         classes = max([1, *(automaton.next_SC.shape[1] for automaton in automata)])
@@ -105,7 +115,9 @@ class Arena:
         given = [automaton for automaton in automata if automaton is not None]
         for automaton in given:
             if (made_for := len(automaton.class_V)) != self._vocabulary:
-                raise InputRefused(f"{automaton.where} was made for {made_for:,} tokens, not {self._vocabulary:,}")
+                raise InputRefused(
+                    f"{automaton.where} was made for {made_for:,} tokens, not {self._vocabulary:,}"
+                )
             if (classes := automaton.next_SC.shape[1]) > len(self.classes_C):
                 raise InputRefused(
                     f"{automaton.where}: it tells {classes:,} kinds of tokens apart, more than there is room for "
@@ -121,7 +133,9 @@ class Arena:
             )
 
     def take(self, automaton: Automaton | None) -> int | None:
-        """Use an automaton once more; return the state in which its texts begin, or None if there is no room now."""
+        """Use an automaton once more; return the state in which its texts begin, or None if there
+        is no room now.
+        """
         if automaton is None:
             return FREE
         key = id(automaton)
@@ -151,11 +165,22 @@ class Arena:
 
     def _free_place(self, automaton: Automaton) -> _Place | None:
         there = self._places.values()
-        number = next((n for n in range(1, 1 + self.automata) if all(n != place.number for place in there)), None)
-        cell = _gap([(p.cell, p.automaton.next_SC.size) for p in there], automaton.next_SC.size, self.cells)
-        state = _gap([(p.state, len(p.automaton.next_SC)) for p in there], len(automaton.next_SC), self.states)
+        number = next(
+            (n for n in range(1, 1 + self.automata) if all(n != place.number for place in there)),
+            None,
+        )
+        cell = _gap(
+            [(p.cell, p.automaton.next_SC.size) for p in there], automaton.next_SC.size, self.cells
+        )
+        state = _gap(
+            [(p.state, len(p.automaton.next_SC)) for p in there],
+            len(automaton.next_SC),
+            self.states,
+        )
         effect = _gap(
-            [(p.effect, len(p.automaton.effects) - 1) for p in there], len(automaton.effects) - 1, self.effects + 2
+            [(p.effect, len(p.automaton.effects) - 1) for p in there],
+            len(automaton.effects) - 1,
+            self.effects + 2,
         )
         if number is None or cell is None or state is None or effect is None:
             return None
@@ -166,10 +191,13 @@ class Arena:
         table_SC = automaton.next_SC.astype(np.int32)
         device = self.next_N.device
         states = slice(state, state + len(table_SC))
-        # A forbidden token's -1 becomes the dead state here, so that the device needs no case for it.
+        # A forbidden token's -1 becomes the dead state here, so that the device needs no case for
+        # it.
         following = np.where(table_SC < 0, DEAD, table_SC + state).reshape(-1)
         rows = np.arange(len(table_SC), dtype=np.int32) * table_SC.shape[1] + cell
-        self.next_N[cell : cell + table_SC.size] = torch.from_numpy(following.astype(np.int32)).to(device)
+        self.next_N[cell : cell + table_SC.size] = torch.from_numpy(following.astype(np.int32)).to(
+            device
+        )
         # The first effect is `ALWAYS`, which all automata share.
         effects = np.where(automaton.effect_SC > 0, automaton.effect_SC + (effect - 1), 0)
         effects = np.where(table_SC < 0, NEVER, effects).reshape(-1).astype(np.int16)
@@ -190,7 +218,11 @@ class Arena:
 def _sizes(automata: Collection[Automaton]) -> tuple[int, int, int]:
     """Return the cells, states and effects of automata."""
     cells = sum(each.next_SC.size for each in automata)
-    return cells, sum(len(each.next_SC) for each in automata), sum(len(each.effects) - 1 for each in automata)
+    return (
+        cells,
+        sum(len(each.next_SC) for each in automata),
+        sum(len(each.effects) - 1 for each in automata),
+    )
 
 
 def _gap(taken: list[tuple[int, int]], size: int, most: int) -> int | None:
@@ -214,7 +246,8 @@ def allowed(tables: Arena, state_B: Tensor) -> Tensor:
         bool [B, V]; all true in state FREE, all false in state DEAD.
     """
     at_B = state_B & STATE_MASK
-    # Whether the counters allow an effect is found out for each effect, then for each class, and not for each token.
+    # Whether the counters allow an effect is found out for each effect, then for each class, and
+    # not for each token.
     counts_BR = _counts(tables, state_B)
     least_ER, most_ER = tables.effects_4ER[0], tables.effects_4ER[1]
     may_BE = ((counts_BR[:, None] >= least_ER) & (counts_BR[:, None] <= most_ER)).all(-1)
@@ -225,7 +258,8 @@ def allowed(tables: Arena, state_B: Tensor) -> Tensor:
 
 
 def advance(tables: Arena, state_B: Tensor, token_B: Tensor) -> Tensor:
-    """Return the states after one token of each row: DEAD after a forbidden token, FREE for rows in FREE.
+    """Return the states after one token of each row: DEAD after a forbidden token, FREE for rows in
+    FREE.
 
     Args:
         tables: the automata.
@@ -237,7 +271,9 @@ def advance(tables: Arena, state_B: Tensor, token_B: Tensor) -> Tensor:
     """
     at_B = state_B & STATE_MASK
     cell_B = tables.row_S[at_B] + tables.class_AV[tables.automaton_S[at_B], token_B].int()
-    least_BR, most_BR, keep_BR, add_BR = tables.effects_4ER[:, tables.effect_N[cell_B].int()].long().unbind(0)
+    least_BR, most_BR, keep_BR, add_BR = (
+        tables.effects_4ER[:, tables.effect_N[cell_B].int()].long().unbind(0)
+    )
     counts_BR = _counts(tables, state_B)
     may_B = ((counts_BR >= least_BR) & (counts_BR <= most_BR)).all(-1)
     after_B = tables.next_N[cell_B] + ((keep_BR * counts_BR + add_BR) << tables.shifts_R).sum(-1)
@@ -245,7 +281,8 @@ def advance(tables: Arena, state_B: Tensor, token_B: Tensor) -> Tensor:
 
 
 def stopped(tables: Arena, state_B: Tensor) -> Tensor:
-    """Return whether each row's text is over: a stop string has occurred, or only an end token could still come.
+    """Return whether each row's text is over: a stop string has occurred, or only an end token
+    could still come.
 
     Args:
         tables: the automata.

@@ -1,15 +1,17 @@
-"""The cache of a fixed size: slot s of a row holds keys and values of position s; rows advance independently.
+"""The cache of a fixed size: slot s of a row holds keys and values of position s; rows advance
+independently.
 
 A layer without attention has a recurrence instead, of one size for any number of positions.
 
-A reader reads prompts into a cache of its own, from which rows copy their keys and values. Prompts are read in chunks
-of a fixed size at fixed positions, by passes of a fixed number of rows (one, unless a caller wants more), so that a
-prompt's keys and values depend on the prompt alone. So whole chunks that another prompt has in common with it need not
-be read again, if the recurrences of layers without attention are known there. The first decode step reads a prompt's
-last token, unless the reader does (`Slots.is_filled`).
+A reader reads prompts into a cache of its own, from which rows copy their keys and values. Prompts
+are read in chunks of a fixed size at fixed positions, by passes of a fixed number of rows (one,
+unless a caller wants more), so that a prompt's keys and values depend on the prompt alone. So whole
+chunks that another prompt has in common with it need not be read again, if the recurrences of
+layers without attention are known there. The first decode step reads a prompt's last token, unless
+the reader does (`Slots.is_filled`).
 
-Shapes: N blocks, B rows, R rows of the reader's cache, K key-value heads, H query heads, C slots of a block, E head
-dimension, T positions of a chunk, D hidden size, 1 broadcasts.
+Shapes: N blocks, B rows, R rows of the reader's cache, K key-value heads, H query heads, C slots of
+a block, E head dimension, T positions of a chunk, D hidden size, 1 broadcasts.
 """
 
 import itertools
@@ -29,7 +31,9 @@ from monograph.ops.attention import BLOCK, Heads, cached_attention
 
 
 class KVCache:
-    """Keys and values of several rows, two tensors for each layer, zero where nothing was written; and recurrences."""
+    """Keys and values of several rows, two tensors for each layer, zero where nothing was written;
+    and recurrences.
+    """
 
     def __init__(
         self,
@@ -55,19 +59,32 @@ class KVCache:
 
     @classmethod
     def allocate(
-        cls, config: LlamaConfig, rows: int, slots: int, dtype: torch.dtype, device: torch.device, block: int = BLOCK
+        cls,
+        config: LlamaConfig,
+        rows: int,
+        slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        block: int = BLOCK,
     ) -> Self:
         """Allocate memory for at least `slots` positions of each row, in blocks of `block` slots."""
-        # Blocks are the outer axis, so that the first blocks, all that short texts need, lie in one piece of memory.
+        # Blocks are the outer axis, so that the first blocks, all that short texts need, lie in one
+        # piece of memory.
         linear = [config.is_linear(layer) for layer in range(config.num_hidden_layers)]
         heads = [0 if is_linear else config.num_key_value_heads for is_linear in linear]
         shapes = [(-(-slots // block), rows, each, block, config.head_dim) for each in heads]
-        # A tensor for each layer: a captured graph that writes into a part of a tensor copies all of it (dev/log.md).
-        keys, values = ([torch.zeros(shape, dtype=dtype, device=device) for shape in shapes] for _ in range(2))
+        # A tensor for each layer: a captured graph that writes into a part of a tensor copies all
+        # of it (dev/log.md).
+        keys, values = (
+            [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes] for _ in range(2)
+        )
         size = config.linear_key_head_dim
         wide_size = config.linear_value_head_dim
         count = config.linear_num_value_heads
-        inputs = config.linear_conv_kernel_dim, 2 * config.linear_num_key_heads * size + count * wide_size
+        inputs = (
+            config.linear_conv_kernel_dim,
+            2 * config.linear_num_key_heads * size + count * wide_size,
+        )
         state = count, size, wide_size
         wide = torch.promote_types(dtype, torch.float32)
         recurrences = {
@@ -83,7 +100,9 @@ class KVCache:
         return cls(keys, values, recurrences)
 
     @classmethod
-    def bytes_per_row(cls, config: LlamaConfig, slots: int, dtype: torch.dtype, block: int = BLOCK) -> int:
+    def bytes_per_row(
+        cls, config: LlamaConfig, slots: int, dtype: torch.dtype, block: int = BLOCK
+    ) -> int:
         """Return how many bytes `allocate` takes for one row."""
         cache = cls.allocate(config, 1, slots, dtype, torch.device("meta"), block)
         return sum(tensor.nbytes for tensor in (*cache.keys, *cache.values, *cache.carried()))
@@ -94,7 +113,9 @@ class KVCache:
         return self.keys[0].shape[3]
 
     def visible(self, slots: int) -> int:
-        """Return how many blocks to read for that many slots: a power of two, since each number has a graph."""
+        """Return how many blocks to read for that many slots: a power of two, since each number has
+        a graph.
+        """
         return min(self.keys[0].shape[0], 1 << (-(-slots // self.block) - 1).bit_length())
 
     @property
@@ -104,23 +125,35 @@ class KVCache:
         return sorted({min(blocks, 1 << power) for power in range(blocks.bit_length() + 1)})
 
     def first(self, blocks: int) -> Self:
-        """Return a cache in the same memory, in which attention reads the first `blocks` blocks only."""
+        """Return a cache in the same memory, in which attention reads the first `blocks` blocks
+        only.
+        """
         return type(self)(self.keys, self.values, self.recurrences, blocks, self.is_filled)
 
     def attend(
-        self, layer_index: int, heads: Heads, positions_BT: Tensor, window: int | None, sink_H: Tensor | None = None
+        self,
+        layer_index: int,
+        heads: Heads,
+        positions_BT: Tensor,
+        window: int | None,
+        sink_H: Tensor | None = None,
     ) -> Tensor:
-        """Store new keys and values at their positions; return the attention of the queries (`cached_attention`)."""
+        """Store new keys and values at their positions; return the attention of the queries
+        (`cached_attention`).
+        """
         query_BHTE, key_BKTE, value_BKTE = heads
         keys_NBKCE, values_NBKCE = self.keys[layer_index], self.values[layer_index]
         rows_B1 = torch.arange(positions_BT.shape[0], device=positions_BT.device)[:, None]
         where = (positions_BT // self.block, rows_B1, slice(None), positions_BT % self.block)
-        # Write to the whole tensor and read a slice of it: a captured write to a slice copies the cache (dev/log.md).
+        # Write to the whole tensor and read a slice of it: a captured write to a slice copies the
+        # cache (dev/log.md).
         keys_NBKCE[where] = key_BKTE.transpose(1, 2).to(keys_NBKCE.dtype)
         values_NBKCE[where] = value_BKTE.transpose(1, 2).to(values_NBKCE.dtype)
         seen = slice(self.seen_blocks)
         keys_NBKCE, values_NBKCE = keys_NBKCE[seen], values_NBKCE[seen]
-        return cached_attention(query_BHTE, keys_NBKCE, values_NBKCE, positions_BT, window, self.is_filled, sink_H)
+        return cached_attention(
+            query_BHTE, keys_NBKCE, values_NBKCE, positions_BT, window, self.is_filled, sink_H
+        )
 
     def recurrence(self, layer_index: int) -> Recurrence:
         """Return what a layer without attention has taken of each row."""
@@ -137,15 +170,21 @@ class KVCache:
         """Return what recurrences have taken, tensors with a row for each of the cache's."""
         return [tensor for recurrence in self.recurrences.values() for tensor in recurrence[:3]]
 
-    def copy_rows(self, rows: Sequence[int], source: Self, its_rows: Sequence[int], slots: int) -> None:
-        """Copy rows of `source`, whose blocks are as long, to rows of this cache: the first slots, and recurrences."""
+    def copy_rows(
+        self, rows: Sequence[int], source: Self, its_rows: Sequence[int], slots: int
+    ) -> None:
+        """Copy rows of `source`, whose blocks are as long, to rows of this cache: the first slots,
+        and recurrences.
+        """
         self.copy_keys(rows, source, its_rows, slots)
         into = sent(rows, self.keys[0].device)
         out_of = sent(its_rows, self.keys[0].device)
         for to, of in zip(self.carried(), source.carried(), strict=True):
             to.index_copy_(0, into, of.index_select(0, out_of))
 
-    def copy_keys(self, rows: Sequence[int], source: Self, its_rows: Sequence[int], slots: int) -> None:
+    def copy_keys(
+        self, rows: Sequence[int], source: Self, its_rows: Sequence[int], slots: int
+    ) -> None:
         """Do the same without recurrences."""
         blocks = -(-slots // self.block)
         device = self.keys[0].device
@@ -170,9 +209,9 @@ class Slots(NamedTuple):
         most: positions of each row.
         block: slots of a block; fewer cost less for short texts.
         prompts: prompts that are read at once.
-        is_filled: whether a text's numbers have the bits of a pass over all of it; see `cached_attention`. Then all of
-            a prompt is read before its first step, once for all rows that continue it, as the step would compute the
-            same bits for its last token.
+        is_filled: whether a text's numbers have the bits of a pass over all of it; see
+            `cached_attention`. Then all of a prompt is read before its first step, once for all
+            rows that continue it, as the step would compute the same bits for its last token.
         longest: most tokens of a prompt; fewer cost less.
     """
 
@@ -197,7 +236,9 @@ class Reader:
         last_RD: then its final hidden state in each row; R are the rows of the reader's cache.
     """
 
-    def __init__(self, model: Llama, slots: Slots, chunk: int, wrap: Wrap, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self, model: Llama, slots: Slots, chunk: int, wrap: Wrap, recorder: Recorder | None = None
+    ) -> None:
         """Allocate a cache with a row for each of the prompts that are read at once.
 
         Args:
@@ -212,15 +253,20 @@ class Reader:
         self.chunk = chunk
         self.rows = slots.prompts
         self.device = weight.device
-        self.cache = KVCache.allocate(model.config, self.rows, slots.most, weight.dtype, weight.device, slots.block)
+        self.cache = KVCache.allocate(
+            model.config, self.rows, slots.most, weight.dtype, weight.device, slots.block
+        )
         self.cache.is_filled = self.whole = slots.is_filled
         self.last_RD = weight.new_zeros(self.rows, model.config.hidden_size)
         # What a pass reads and writes, at addresses that a captured one keeps.
         self._tokens_RT = torch.zeros(self.rows, chunk, dtype=torch.int64, device=weight.device)
         self._start_11 = torch.zeros(1, 1, dtype=torch.int64, device=weight.device)
-        self._hidden_RTD = weight.new_zeros(self.rows, chunk if self.whole else 0, model.config.hidden_size)
+        self._hidden_RTD = weight.new_zeros(
+            self.rows, chunk if self.whole else 0, model.config.hidden_size
+        )
         self._passes = Replays(wrap(self._read_chunk), recorder)
-        # Recurrences after whole chunks of prompts, by owner and tokens; those that were used last come last.
+        # Recurrences after whole chunks of prompts, by owner and tokens; those that were used last
+        # come last.
         self._borders: OrderedDict[tuple[str, Ids], list[Tensor]] = OrderedDict()
         self._held: list[Ids] = []  # the prompts in its rows, and
         self._owner = ""  # whose they are
@@ -250,14 +296,18 @@ class Reader:
         self.cache.begin([len(tokens) for tokens in self._held])
 
     def skip(self, source: KVCache, row: int, tokens: int) -> int:
-        """Copy the first whole chunks of so many tokens from a row that has them; return how many tokens these are."""
+        """Copy the first whole chunks of so many tokens from a row that has them; return how many
+        tokens these are.
+        """
         if (known := self._known(tokens // self.chunk * self.chunk)) > 0:
             self.cache.copy_keys([0], source, [row], known)
             self._left = [begin for begin in self._left if begin >= known]
         return known
 
     def _known(self, tokens: int) -> int:
-        """Return how many of the first tokens the recurrences are known after, and give them to the cache."""
+        """Return how many of the first tokens the recurrences are known after, and give them to the
+        cache.
+        """
         if not self.cache.recurrences:
             return tokens
         for known in range(tokens, 0, -self.chunk):
@@ -284,7 +334,9 @@ class Reader:
     def _remember(self, read: int) -> None:
         """Keep the recurrences after the first so many tokens of a prompt that is read alone."""
         if self.cache.recurrences and self.rows == 1 and read <= len(self._held[0]):
-            self._borders[self._owner, self._held[0][:read]] = [tensor.clone() for tensor in self.cache.carried()]
+            self._borders[self._owner, self._held[0][:read]] = [
+                tensor.clone() for tensor in self.cache.carried()
+            ]
             if len(self._borders) > BORDERS:
                 self._borders.popitem(last=False)
 
@@ -294,9 +346,13 @@ class Reader:
         return not self._left
 
     def rows_of(self, prompts: Iterable[Ids]) -> list[int]:
-        """Return the rows of the cache with these prompts; the list ends before the first that is not held."""
+        """Return the rows of the cache with these prompts; the list ends before the first that is
+        not held.
+        """
         row = {tokens: row for row, tokens in enumerate(self._held)}
-        return [row[tokens] for tokens in itertools.takewhile(row.__contains__, map(self.part, prompts))]
+        return [
+            row[tokens] for tokens in itertools.takewhile(row.__contains__, map(self.part, prompts))
+        ]
 
     def part(self, prompt: Ids) -> Ids:
         """Return the tokens of a prompt that are read: all but the last one, unless `whole`."""
@@ -318,10 +374,13 @@ class Reader:
             self.forget()
 
     def _read(self, begin: int) -> None:
-        # With fixed chunks at fixed positions a prompt's numbers depend on it alone, and few graphs are captured.
+        # With fixed chunks at fixed positions a prompt's numbers depend on it alone, and few graphs
+        # are captured.
         end = begin + self.chunk
         parts = [tokens[begin:end] for tokens in self._held] + [()] * (self.rows - len(self._held))
-        self._tokens_RT.copy_(sent([part + (0,) * (self.chunk - len(part)) for part in parts], self.device))
+        self._tokens_RT.copy_(
+            sent([part + (0,) * (self.chunk - len(part)) for part in parts], self.device)
+        )
         self._start_11.fill_(begin)
         self._passes.run(1, self.cache.visible(end))
         if self.whole:
@@ -331,8 +390,12 @@ class Reader:
 
     @torch.no_grad()
     def _read_chunk(self, blocks: int) -> None:
-        positions_RT = (self._start_11 + torch.arange(self.chunk, device=self.device)).expand_as(self._tokens_RT)
-        hidden_RTD = self.model(self._tokens_RT, positions=positions_RT, cache=self.cache.first(blocks))
+        positions_RT = (self._start_11 + torch.arange(self.chunk, device=self.device)).expand_as(
+            self._tokens_RT
+        )
+        hidden_RTD = self.model(
+            self._tokens_RT, positions=positions_RT, cache=self.cache.first(blocks)
+        )
         # A compiled pass that keeps nothing leaves out what follows the last keys and values.
         if self.whole:
             self._hidden_RTD.copy_(hidden_RTD)

@@ -1,6 +1,7 @@
 """Continues prompts with text.
 
-Text is given out while ids come, in whole characters, and without an end that may still turn out to be a stop string.
+Text is given out while ids come, in whole characters, and without an end that may still turn out to
+be a stop string.
 """
 
 import codecs
@@ -34,13 +35,17 @@ class Transcript:
 
     Attributes:
         token_ids: all ids so far.
-        text: the part of their text that is certain: it has no incomplete character and no beginning of a stop string,
-            and after `finish` it ends before the first stop string.
+        text: the part of their text that is certain: it has no incomplete character and no
+            beginning of a stop string, and after `finish` it ends before the first stop string.
         size: the bytes of all ids that `text` is made of, with an incomplete character.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), before: Sequence[int] = ()) -> None:
-        """Begin an empty text after the ids `before`; it will end before the first occurrence of a string in `stop`."""
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), before: Sequence[int] = ()
+    ) -> None:
+        """Begin an empty text after the ids `before`; it will end before the first occurrence of a
+        string in `stop`.
+        """
         self._lead = tokenizer.lead(before)  # a space that the tokenizer puts before the text
         self._tokenizer = tokenizer
         self._stop = [text.encode() for text in stop]
@@ -63,7 +68,9 @@ class Transcript:
         return self._append(min(places, default=len(self._held)), final=True)
 
     def _uncertain(self) -> int:
-        """Return how many of the held bytes come after the first place where a stop string stands or may begin."""
+        """Return how many of the held bytes come after the first place where a stop string stands
+        or may begin.
+        """
         held = self._held
         for at in range(len(held) if self._stop else 0):
             if any(stop.startswith(held[at:]) or held.startswith(stop, at) for stop in self._stop):
@@ -82,7 +89,8 @@ class Transcript:
         return new
 
 
-# The number of steps from which on compiling saves time (dev/log.md; on a GPU an estimate, not measured yet).
+# The number of steps from which on compiling saves time (dev/log.md; on a GPU an estimate, not
+# measured yet).
 WORTH_COMPILING = {"cuda": 4_000, "cpu": 20_000}
 MOST_TEXTS = whole(1, 10**15)  # of each prompt: a sequence of 2^63 has no len()
 MOST_ROWS = {"cuda": 64, "cpu": 8}  # requests that run at once
@@ -95,8 +103,9 @@ class Completion:
     Attributes:
         text: the text without the prompt and the stop string.
         token_ids: the drawn ids, with the stop id.
-        finish_reason: "stop" at a stop id or a stop string, "length" at max_tokens or the context's end, "not_finite"
-            if the model's logits were not finite, "nothing_allowed" if bias and constraint left no token.
+        finish_reason: "stop" at a stop id or a stop string, "length" at max_tokens or the context's
+            end, "not_finite" if the model's logits were not finite, "nothing_allowed" if bias and
+            constraint left no token.
         logprobs: one for each id; None unless `Sampling.logprobs` asks for them.
     """
 
@@ -126,7 +135,9 @@ class Piece(NamedTuple):
 
 @dataclass
 class _Writing:
-    """A completion that has begun and was not given out as a whole yet; `pending` is text that waits for its turn."""
+    """A completion that has begun and was not given out as a whole yet; `pending` is text that
+    waits for its turn.
+    """
 
     transcript: Transcript
     logprobs: list[LogProbability] | None
@@ -144,7 +155,12 @@ class Generation:
     """
 
     def __init__(
-        self, generator: Generator, requests: Sequence[Request], tokenizer: Tokenizer, stop: Sequence[str], n: int = 0
+        self,
+        generator: Generator,
+        requests: Sequence[Request],
+        tokenizer: Tokenizer,
+        stop: Sequence[str],
+        n: int = 0,
     ):
         """Take any number of requests; the generator gets each when it is about to have a free row.
 
@@ -177,10 +193,13 @@ class Generation:
         def submit(most: int) -> None:
             for index, request in itertools.islice(waiting, most):
                 logprobs = None if request.sampling.logprobs is None else list[LogProbability]()
-                writings[index] = _Writing(Transcript(self._tokenizer, self._stop, request.prompt_ids), logprobs)
+                writings[index] = _Writing(
+                    Transcript(self._tokenizer, self._stop, request.prompt_ids), logprobs
+                )
                 indices[self.generator.submit(request)] = index
 
-        # As many requests wait as run, so that a row whose request ends finds the next one in the queue.
+        # As many requests wait as run, so that a row whose request ends finds the next one in the
+        # queue.
         submit(2 * self.generator.rows)
         current = 0
         for event in self.generator.run():
@@ -202,7 +221,9 @@ class Generation:
                     if text:
                         yield Piece(current, text, None)
                     break
-                whole = Completion(first.transcript.text, first.transcript.token_ids, first.finish, first.logprobs)
+                whole = Completion(
+                    first.transcript.text, first.transcript.token_ids, first.finish, first.logprobs
+                )
                 yield Piece(current, text, whole)
                 del writings[current]
                 current += 1
@@ -224,12 +245,15 @@ def generate(
     Args:
         model: the language model; it is put into evaluation mode.
         tokenizer: the model's tokenizer.
-        prompts: texts, which get the token that begins a document before them, or ids, which are taken as they are.
-        sampling: how tokens are chosen, for all prompts, or a list with one for each prompt and one order in all. A
-            prompt's tokens do not depend on the options of the others.
+        prompts: texts, which get the token that begins a document before them, or ids, which are
+            taken as they are.
+        sampling: how tokens are chosen, for all prompts, or a list with one for each prompt and one
+            order in all. A prompt's tokens do not depend on the options of the others.
         max_tokens: most tokens to write after a prompt.
-        stop: strings before which a text ends, and ids with which it ends; the id that ends a document is always one.
-        n: continuations per prompt; the first has the draws of `sampling.seed`, the others those of seeds made from it.
+        stop: strings before which a text ends, and ids with which it ends; the id that ends a
+            document is always one.
+        n: continuations per prompt; the first has the draws of `sampling.seed`, the others those of
+            seeds made from it.
         constraint: an automaton of the allowed texts (`monograph.automata`); None: any text.
 
     Returns:
@@ -238,19 +262,25 @@ def generate(
     Raises:
         InputRefused: a prompt leaves no room in the model's context.
         OutOfDeviceMemory: the keys and values of one row do not fit.
-        UsageError: there is no prompt, max_tokens or n is below 1, a stop string is empty, a text is given for a list,
-            there are not as many samplings as prompts, or `Sampling` refuses.
+        UsageError: there is no prompt, max_tokens or n is below 1, a stop string is empty, a text
+            is given for a list, there are not as many samplings as prompts, or `Sampling` refuses.
     """
     max_tokens = COUNT.integer("max_tokens", max_tokens)
     n = MOST_TEXTS.integer("n", n)
     prompts = _listed("prompts", prompts)
     stop = _listed("stop", stop)
-    if wrong := [given for given in prompts if isinstance(given, bytes | Mapping) or not isinstance(given, Iterable)]:
+    if wrong := [
+        given
+        for given in prompts
+        if isinstance(given, bytes | Mapping) or not isinstance(given, Iterable)
+    ]:
         raise UsageError(f"prompts: expected texts, or sequences of ids, not {wrong[0]!r}")
     if not prompts:
         raise UsageError("prompts: expected at least one; an empty text begins a document")
     if "" in stop:
-        raise UsageError("stop: an empty string would stop every text at once; give the text to stop at")
+        raise UsageError(
+            "stop: an empty string would stop every text at once; give the text to stop at"
+        )
     require_ids("stop", ids := [item for item in stop if not isinstance(item, str)], tokenizer)
     samplings = Sampling.of_each(sampling, len(prompts), tokenizer.vocab_size)
     strings = [item for item in stop if isinstance(item, str)]
@@ -273,19 +303,27 @@ def generate(
     ]
     _require_beginnings(strings, requests, tokenizer)
     model.eval()  # the copy that `unwrapped` may make would leave it in training mode
-    return Generation(generator_for(bare, requests, n, tokenizer.vocab_size), requests, tokenizer, strings, n)
+    return Generation(
+        generator_for(bare, requests, n, tokenizer.vocab_size), requests, tokenizer, strings, n
+    )
 
 
 def _listed(name: str, given: Iterable[Any]) -> list[Any]:
     if isinstance(given, str):
-        raise UsageError(f"{name} is one text, whose letters would be taken one by one: give a list, [{given!r}]")
+        raise UsageError(
+            f"{name} is one text, whose letters would be taken one by one: give a list, [{given!r}]"
+        )
     return list(given)
 
 
-def _require_beginnings(strings: Sequence[str], requests: Sequence[Request], tokenizer: Tokenizer) -> None:
+def _require_beginnings(
+    strings: Sequence[str], requests: Sequence[Request], tokenizer: Tokenizer
+) -> None:
     for text in strings:
         if text.startswith(" ") and any(tokenizer.lead(request.prompt_ids) for request in requests):
-            raise UsageError(f"stop: {text!r} begins with a space, as the tokenizer has every text begin: leave it out")
+            raise UsageError(
+                f"stop: {text!r} begins with a space, as the tokenizer has every text begin: leave it out"
+            )
 
 
 def generator_for(model: Llama, requests: Sequence[Request], n: int, vocabulary: int) -> Generator:
@@ -331,7 +369,9 @@ def rows_that_fit(model: Llama, form: Slots, most: int, advice: str) -> int:
     """
     # Half, because logits, the sampler and the caller need memory, too.
     half_bytes = describe().free_memory_bytes // 2
-    row_bytes = KVCache.bytes_per_row(model.config, form.most, model.lm_head.weight.dtype, form.block)
+    row_bytes = KVCache.bytes_per_row(
+        model.config, form.most, model.lm_head.weight.dtype, form.block
+    )
     if row_bytes > half_bytes:
         raise OutOfDeviceMemory(
             f"keys and values of {form.most:,} positions take {row_bytes / 2**30:.3g} GiB, more than half of the free "
@@ -341,15 +381,20 @@ def rows_that_fit(model: Llama, form: Slots, most: int, advice: str) -> int:
 
 
 def require_ids(what: str, ids: Sequence[object], tokenizer: Tokenizer) -> None:
-    """Refuse ids that a tokenizer does not have; unchecked they would stand for other ids or be an index error."""
+    """Refuse ids that a tokenizer does not have; unchecked they would stand for other ids or be an
+    index error.
+    """
     last = tokenizer.vocab_size - 1
     known = Range(f"an id of the tokenizer, from 0 to {last}", 0, last, whole=True)
     for token in ids:
         known.require(what, token)
 
 
-def prompt_ids(model: Llama, tokenizer: Tokenizer, prompt: str | Sequence[int] | Tensor) -> list[int]:
-    """Return the ids of a prompt: a text's after the id that begins a document, given ids as they are.
+def prompt_ids(
+    model: Llama, tokenizer: Tokenizer, prompt: str | Sequence[int] | Tensor
+) -> list[int]:
+    """Return the ids of a prompt: a text's after the id that begins a document, given ids as they
+    are.
 
     Raises:
         InputRefused: the ids leave no room in the model's context, or there are none.

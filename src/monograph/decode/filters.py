@@ -1,9 +1,10 @@
 """The stages between the penalties and the draw: each drops candidates or scales their scores.
 
-Each function is declared where it stands: which request needs it, and which numbers it reads of each row.
+Each function is declared where it stands: which request needs it, and which numbers it reads of
+    each row.
 
-In the equations x is a score, high the likeliest token's, S the sum of exp(x - high), and exp(x - high) / S the
-probability of a token among those that are left.
+In the equations x is a score, high the likeliest token's, S the sum of exp(x - high), and exp(x -
+high) / S the probability of a token among those that are left.
 """
 
 import math
@@ -27,7 +28,8 @@ class Filter(SamplerStage):
     """A stage that drops candidates or scales their scores.
 
     Attributes:
-        apply: returns the candidates that are left, given those before it and the numbers of each row, [B, 1].
+        apply: returns the candidates that are left, given those before it and the numbers of each
+            row, [B, 1].
         is_temperature: whether it scales instead of dropping.
     """
 
@@ -67,7 +69,9 @@ def declared(
 
 
 def kept_at_most(sampling: Sampling) -> int:
-    """Return the k of top-k: the filters after it read only what it keeps, so it has to keep min_keep tokens."""
+    """Return the k of top-k: the filters after it read only what it keeps, so it has to keep
+    min_keep tokens.
+    """
     return max(sampling.top_k, sampling.min_keep) if sampling.top_k else 0
 
 
@@ -80,13 +84,16 @@ def _log_of(option: str) -> Knob:
     return Knob(value)
 
 
-# The entropy of the tokens that are left is made of sums of integers, so its bits depend on no order of summation.
+# The entropy of the tokens that are left is made of sums of integers, so its bits depend on no
+# order of summation.
 
 
 def mean_surprise(candidates: Candidates) -> tuple[Tensor, Tensor]:
-    """Return E[y], y = high - x, over the tokens that are left, fp32 [B, 1], and the sum of weights, int64 [B, 1].
+    """Return E[y], y = high - x, over the tokens that are left, fp32 [B, 1], and the sum of
+    weights, int64 [B, 1].
 
-    w y <= 1/e for w = exp(-y), so the products fit the fixed point of the weights and are summed in it.
+    w y <= 1/e for w = exp(-y), so the products fit the fixed point of the weights and are summed in
+    it.
     """
     weight_BN = candidates.weigh(candidates.scores_BN)
     below_BN = torch.where(weight_BN > 0, candidates.high_B1 - candidates.scores_BN, 0.0)
@@ -96,21 +103,28 @@ def mean_surprise(candidates: Candidates) -> tuple[Tensor, Tensor]:
 
 
 def normalised_entropy(candidates: Candidates) -> Tensor:
-    """Return the entropy H over ln n of the n tokens that are left, in [0, 1], fp64 [B, 1]; 0 for a single token."""
+    """Return the entropy H over ln n of the n tokens that are left, in [0, 1], fp64 [B, 1]; 0 for a
+    single token.
+    """
     mean_B1, total_B1 = mean_surprise(candidates)
     entropy_B1 = mean_B1.double() + (total_B1.double() / UNIT).log()
     left_B1 = candidates.left()
-    return torch.where(left_B1 > 1, entropy_B1 / left_B1.clamp(min=2).double().log(), 0.0).clamp(0.0, 1.0)
+    return torch.where(left_B1 > 1, entropy_B1 / left_B1.clamp(min=2).double().log(), 0.0).clamp(
+        0.0, 1.0
+    )
 
 
 def _least_weight(share_B1: Tensor, total_B1: Tensor) -> Tensor:
-    """Return the least weight, an integer of at least 1, that has a share of the total; int64 [B, 1]."""
+    """Return the least weight, an integer of at least 1, that has a share of the total; int64 [B,
+    1].
+    """
     return (share_B1.double() * total_B1.double()).ceil().long().clamp(min=1)
 
 
 # Temperature, fixed or moving with the entropy (llama.cpp's temp and temp-ext).
 
-# Scores are divided by this at least, so that there is no 0 / 0; all but the likeliest tokens are then as good as -inf.
+# Scores are divided by this at least, so that there is no 0 / 0; all but the likeliest tokens are
+# then as good as -inf.
 SMALLEST = 2.0**-100
 
 
@@ -127,7 +141,9 @@ def temperature(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     is_temperature=True,
 )
 def dynamic_temperature(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
-    """Divide by a + (b - a) (H / ln n)^e with a = max(0, T - range), b = T + range; a range of 0 divides by T."""
+    """Divide by a + (b - a) (H / ln n)^e with a = max(0, T - range), b = T + range; a range of 0
+    divides by T.
+    """
     middle_B1, range_B1 = knobs["temperature"], knobs["temperature_range"]
     low_B1 = (middle_B1 - range_B1).clamp(min=0).double()
     power_B1 = normalised_entropy(candidates).pow(knobs["temperature_exponent"].double())
@@ -145,7 +161,8 @@ def _divided(candidates: Candidates, temperature_B1: Tensor) -> Candidates:
 
 @declared(lambda s: s.top_k > 0, {"top_k": Knob(kept_at_most, is_whole=True)}, {"top_k": 40})
 def top_k(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
-    """Keep the tokens with the k largest logits, and those level with the last; k = 0 and k >= V are off.
+    """Keep the tokens with the k largest logits, and those level with the last; k = 0 and k >= V
+    are off.
 
     If fewer than k tokens are left, all of them are kept.
     """
@@ -161,7 +178,8 @@ def top_k(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
 
 @declared(lambda s: s.top_p < 1, options("top_p"), {"top_p": 0.9})
 def top_p(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
-    """Keep a token if those above it together have less than p of the probability that is left; p >= 1 is off.
+    """Keep a token if those above it together have less than p of the probability that is left; p
+    >= 1 is off.
 
     p = 0 keeps the likeliest token and those level with it.
     """
@@ -169,17 +187,21 @@ def top_p(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     return candidates.likeliest(candidates.weigh, _least_weight(p_B1, candidates.total()), p_B1 < 1)
 
 
-# Min-p (Nguyen et al. 2024, Turning Up the Heat: Min-p Sampling for Creative and Coherent LLM Outputs).
+# Min-p (Nguyen et al. 2024, Turning Up the Heat: Min-p Sampling for Creative and Coherent LLM
+# Outputs).
 
 
 @declared(lambda s: s.min_p > 0, {"log_min_p": _log_of("min_p")}, {"min_p": 0.1})
 def min_p(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
-    """Keep x >= max + ln p, the tokens with at least p times the likeliest token's probability; p = 0 is off.
+    """Keep x >= max + ln p, the tokens with at least p times the likeliest token's probability; p =
+    0 is off.
 
     p = 1 keeps the likeliest token and those level with it.
     """
     log_p_B1 = knobs["log_min_p"]
-    return candidates.keep(candidates.scores_BN >= candidates.high_B1 + log_p_B1, log_p_B1 > -torch.inf)
+    return candidates.keep(
+        candidates.scores_BN >= candidates.high_B1 + log_p_B1, log_p_B1 > -torch.inf
+    )
 
 
 # Top-n-sigma (Tang et al. 2024, Top-nσ: Not All Logits Are You Need; maths as in llama.cpp).
@@ -187,14 +209,18 @@ def min_p(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
 
 @declared(lambda s: s.top_n_sigma > 0, options("top_n_sigma"), {"top_n_sigma": 1.0})
 def top_n_sigma(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
-    """Keep x >= max - n s, s the population standard deviation of the finite scores that are left; n = 0 is off.
+    """Keep x >= max - n s, s the population standard deviation of the finite scores that are left;
+    n = 0 is off.
 
-    The sums are fp64, so another order of summation changes s in fp32 by its last bit at most, and rarely.
+    The sums are fp64, so another order of summation changes s in fp32 by its last bit at most, and
+    rarely.
     """
     n_B1 = knobs["top_n_sigma"]
     left_BN = candidates.scores_BN > -torch.inf
     count_B1 = left_BN.sum(-1, keepdim=True)
-    mean_B1 = torch.where(left_BN, candidates.scores_BN.double(), 0.0).sum(-1, keepdim=True) / count_B1
+    mean_B1 = (
+        torch.where(left_BN, candidates.scores_BN.double(), 0.0).sum(-1, keepdim=True) / count_B1
+    )
     squares_BN = torch.where(left_BN, (candidates.scores_BN.double() - mean_B1).square(), 0.0)
     sigma_B1 = (squares_BN.sum(-1, keepdim=True) / count_B1).sqrt().float()
     return candidates.keep(candidates.scores_BN >= candidates.high_B1 - n_B1 * sigma_B1, n_B1 > 0)
@@ -208,7 +234,8 @@ def typical(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     """Keep the tokens with the least |-ln p - H| until they have the probability `typical_p`, which at 1 is off.
 
     With y = high - x, the surprise -ln p is y + ln S and the entropy H is E[y] + ln S, so the distance is |y - E[y]|.
-    It rises on both sides of E[y], so the tokens kept are an interval of scores. The likeliest tokens may be dropped.
+    It rises on both sides of E[y], so the tokens kept are an interval of scores. The likeliest
+    tokens may be dropped.
     """
     p_B1 = knobs["typical_p"]
     high_B1 = candidates.high_B1
@@ -218,31 +245,45 @@ def typical(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     def distance(scores_BN: Tensor) -> Tensor:
         return ((high_B1 - scores_BN) - mean_B1).abs()
 
-    radius_B1, held_B1 = reach(candidates, candidates.weigh, _least_weight(p_B1, total_B1), distance)
+    radius_B1, held_B1 = reach(
+        candidates, candidates.weigh, _least_weight(p_B1, total_B1), distance
+    )
     if "min_keep" in knobs:
-        most_B1, held_too_B1 = reach(candidates, one_each, knobs["min_keep"].minimum(candidates.left()), distance)
+        most_B1, held_too_B1 = reach(
+            candidates, one_each, knobs["min_keep"].minimum(candidates.left()), distance
+        )
         radius_B1 = radius_B1.maximum(most_B1)
         held_B1 = held_B1 & held_too_B1
-    kept = candidates.keep(distance(candidates.scores_BN) <= radius_B1, used_B1).flag(held_B1, used_B1)
-    return kept._replace(high_B1=torch.where(used_B1, kept.scores_BN.amax(-1, keepdim=True), high_B1))
+    kept = candidates.keep(distance(candidates.scores_BN) <= radius_B1, used_B1).flag(
+        held_B1, used_B1
+    )
+    return kept._replace(
+        high_B1=torch.where(used_B1, kept.scores_BN.amax(-1, keepdim=True), high_B1)
+    )
 
 
-# Filters that keep the tokens of at least some probability, which may depend on the row's distribution. The likeliest
-# token always stays.
+# Filters that keep the tokens of at least some probability, which may depend on the row's
+# distribution. The likeliest token always stays.
 #
-# Top-a; the epsilon and eta cut-offs (Hewitt et al. 2022, Truncation Sampling as Language Model Desmoothing); the cut
-# of mirostat 2 (Basu et al. 2021, Mirostat: A Neural Text Decoding Algorithm that Directly Controls Perplexity; maths
-# as in llama.cpp).
+# Top-a; the epsilon and eta cut-offs (Hewitt et al. 2022, Truncation Sampling as Language Model
+# Desmoothing); the cut of mirostat 2 (Basu et al. 2021, Mirostat: A Neural Text Decoding Algorithm
+# that Directly Controls Perplexity; maths as in llama.cpp).
 
 
 @declared(lambda s: s.top_a > 0, {"log_top_a": _log_of("top_a")}, {"top_a": 0.1})
 def top_a(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     """Keep p >= a q^2, q the likeliest token's probability; a = 0 is off (ln a = -inf)."""
     total_B1 = log_total(candidates)
-    return _at_least(candidates, knobs["log_top_a"] - 2 * total_B1, total_B1, knobs["log_top_a"] > -torch.inf)
+    return _at_least(
+        candidates, knobs["log_top_a"] - 2 * total_B1, total_B1, knobs["log_top_a"] > -torch.inf
+    )
 
 
-@declared(lambda s: s.epsilon_cutoff > 0, {"log_epsilon": _log_of("epsilon_cutoff")}, {"epsilon_cutoff": 0.1})
+@declared(
+    lambda s: s.epsilon_cutoff > 0,
+    {"log_epsilon": _log_of("epsilon_cutoff")},
+    {"epsilon_cutoff": 0.1},
+)
 def epsilon(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     """Keep p >= epsilon; 0 is off (ln epsilon = -inf)."""
     log_epsilon_B1 = knobs["log_epsilon"]
@@ -251,7 +292,9 @@ def epsilon(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
 
 @declared(lambda s: s.eta_cutoff > 0, {"log_eta": _log_of("eta_cutoff")}, {"eta_cutoff": 0.1})
 def eta(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
-    """Keep p >= min(epsilon, sqrt(epsilon) exp(-H)), H the entropy of the tokens that are left; 0 is off."""
+    """Keep p >= min(epsilon, sqrt(epsilon) exp(-H)), H the entropy of the tokens that are left; 0
+    is off.
+    """
     log_epsilon_B1 = knobs["log_eta"]
     total_B1 = log_total(candidates)
     entropy_B1 = mean_surprise(candidates)[0] + total_B1
@@ -259,10 +302,16 @@ def eta(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     return _at_least(candidates, log_least_B1, total_B1, log_epsilon_B1 > -torch.inf)
 
 
-@declared(lambda s: s.mirostat_tau > 0, options("mirostat_tau", "mirostat_eta"), {"mirostat_tau": 1.0})
+@declared(
+    lambda s: s.mirostat_tau > 0, options("mirostat_tau", "mirostat_eta"), {"mirostat_tau": 1.0}
+)
 def mirostat(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
-    """Keep a surprise -log2 p of at most mu, the row's own number (`State.mu_B`); a target of 0 is off."""
-    return _at_least(candidates, -math.log(2) * knobs["mu"], log_total(candidates), knobs["mirostat_tau"] > 0)
+    """Keep a surprise -log2 p of at most mu, the row's own number (`State.mu_B`); a target of 0 is
+    off.
+    """
+    return _at_least(
+        candidates, -math.log(2) * knobs["mu"], log_total(candidates), knobs["mirostat_tau"] > 0
+    )
 
 
 def log_total(candidates: Candidates) -> Tensor:
@@ -270,12 +319,15 @@ def log_total(candidates: Candidates) -> Tensor:
     return log((candidates.total().double() / UNIT).float())
 
 
-def _at_least(candidates: Candidates, log_least_B1: Tensor, log_total_B1: Tensor, used_B1: Tensor) -> Candidates:
+def _at_least(
+    candidates: Candidates, log_least_B1: Tensor, log_total_B1: Tensor, used_B1: Tensor
+) -> Candidates:
     least_B1 = candidates.high_B1 + (log_least_B1 + log_total_B1).clamp(max=0)
     return candidates.keep(candidates.scores_BN >= least_B1, used_B1)
 
 
-# XTC, "exclude top choices" (P. E. Weidmann 2024, oobabooga/text-generation-webui#6335; maths as in llama.cpp).
+# XTC, "exclude top choices" (P. E. Weidmann 2024, oobabooga/text-generation-webui#6335; maths as in
+# llama.cpp).
 
 
 @declared(
@@ -284,17 +336,25 @@ def _at_least(candidates: Candidates, log_least_B1: Tensor, log_total_B1: Tensor
     {"xtc_probability": 0.5},
 )
 def xtc(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
-    """With a given probability keep, of the tokens that reach the threshold, the least likely and those level with it.
+    """With a given probability keep, of the tokens that reach the threshold, the least likely and
+    those level with it.
 
-    Tokens below the threshold stay. A threshold above 0.5 is off, as two tokens cannot both reach it. "xtc_uniform" is
-    a number made of the row's seed and position, independent of its noise (`reproducible.row_uniform`).
+    Tokens below the threshold stay. A threshold above 0.5 is off, as two tokens cannot both reach
+    it. "xtc_uniform" is a number made of the row's seed and position, independent of its noise
+    (`reproducible.row_uniform`).
     """
     used_B1 = (knobs["xtc_uniform"] < knobs["xtc_probability"]) & (knobs["xtc_threshold"] <= 0.5)
     weight_BN = candidates.weigh(candidates.scores_BN)
     least_B1 = _least_weight(knobs["xtc_threshold"], weight_BN.sum(-1, keepdim=True))
-    high_B1 = torch.where(weight_BN >= least_B1, candidates.scores_BN, torch.inf).amin(-1, keepdim=True)
+    high_B1 = torch.where(weight_BN >= least_B1, candidates.scores_BN, torch.inf).amin(
+        -1, keepdim=True
+    )
     kept_BN = candidates.scores_BN <= high_B1
     if "min_keep" in knobs:
-        used_B1 &= (kept_BN & (candidates.scores_BN > -torch.inf)).sum(-1, keepdim=True) >= knobs["min_keep"]
+        used_B1 &= (kept_BN & (candidates.scores_BN > -torch.inf)).sum(-1, keepdim=True) >= knobs[
+            "min_keep"
+        ]
     kept = candidates.keep(kept_BN, used_B1)
-    return kept._replace(high_B1=torch.where(used_B1, candidates.high_B1.minimum(high_B1), candidates.high_B1))
+    return kept._replace(
+        high_B1=torch.where(used_B1, candidates.high_B1.minimum(high_B1), candidates.high_B1)
+    )

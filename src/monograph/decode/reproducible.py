@@ -1,13 +1,15 @@
-"""The noise of a draw, and the exp and log that a draw needs: functions of their arguments alone, to the bit.
+"""The noise of a draw, and the exp and log that a draw needs: functions of their arguments alone,
+to the bit.
 
-No library promises that its exp has the same bits inside a graph as outside, or in the vectorised part of a loop as in
-its remainder; a token could then depend on the batch that its row is in. Here IEEE 754 rounds every operation
-correctly, and weights are summed as integers, whose order does not matter. The polynomials and the two-part ln 2 are
-those of Cephes (S. Moshier, netlib.org/cephes, expf and logf).
+No library promises that its exp has the same bits inside a graph as outside, or in the vectorised
+part of a loop as in its remainder; a token could then depend on the batch that its row is in. Here
+IEEE 754 rounds every operation correctly, and weights are summed as integers, whose order does not
+matter. The polynomials and the two-part ln 2 are those of Cephes (S. Moshier, netlib.org/cephes,
+expf and logf).
 
-The noise is a pure function of (seed, position, vocabulary id) by a counter-based generator, without state and without
-the host. A replayed graph repeats its draws, and a row's noise does not depend on which row it is, on the other rows,
-or on which filters are on.
+The noise is a pure function of (seed, position, vocabulary id) by a counter-based generator,
+without state and without the host. A replayed graph repeats its draws, and a row's noise does not
+depend on which row it is, on the other rows, or on which filters are on.
 
 Shapes: B rows, V vocabulary, N some ids of each row.
 """
@@ -21,16 +23,25 @@ from monograph.ops.philox import LOW32, Words, philox
 
 LN2_HIGH = 0.693359375
 LN2_LOW = -2.12194440e-4
-# The bits of sqrt(1/2). With them subtracted, the exponent bits of x are k in x = m 2^k, m in [sqrt(1/2), sqrt 2).
+# The bits of sqrt(1/2). With them subtracted, the exponent bits of x are k in x = m 2^k, m in
+# [sqrt(1/2), sqrt 2).
 _ROOT_HALF, _MANTISSA_BITS = 0x3F3504F3, 23
 _LOG = (
     *(7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1),
     *(-1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1),
 )
-_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+_EXP = (
+    1.9875691500e-4,
+    1.3981999507e-3,
+    8.3334519073e-3,
+    4.1665795894e-2,
+    1.6666665459e-1,
+    5.0000001201e-1,
+)
 
-# The integer that stands for a weight of 1. A sum of up to 2^20 - 1 weights stays below 2^63. A weight loses at most
-# 2^-43 of the likeliest token's weight; over a vocabulary of 2^17 that makes 2^-26, less than the rounding of fp32.
+# The integer that stands for a weight of 1. A sum of up to 2^20 - 1 weights stays below 2^63. A
+# weight loses at most 2^-43 of the likeliest token's weight; over a vocabulary of 2^17 that makes
+# 2^-26, less than the rounding of fp32.
 UNIT_BITS = 43
 UNIT = 1 << UNIT_BITS
 
@@ -42,9 +53,12 @@ def log(x: Tensor) -> Tensor:
 
 
 def log1p_negative(u: Tensor) -> Tensor:
-    """Return ln(1 - u) of fp32 numbers in [0, 1), with a relative error near 0 as small as elsewhere."""
+    """Return ln(1 - u) of fp32 numbers in [0, 1), with a relative error near 0 as small as
+    elsewhere.
+    """
     mantissa, exponent = _split(1 - u)
-    # 1 - u loses digits of a small u; where the exponent is 0, the mantissa less 1 is -u, which has all of them.
+    # 1 - u loses digits of a small u; where the exponent is 0, the mantissa less 1 is -u, which has
+    # all of them.
     return _log(torch.where(exponent == 0, -u, mantissa - 1), exponent)
 
 
@@ -96,19 +110,25 @@ _ROLLOUT = 3
 
 
 def uniform(word: Tensor) -> Tensor:
-    """Return min((word + 1/2) 2^-32, 1 - 2^-24), fp32: after rounding to fp32 it is neither 0 nor 1."""
+    """Return min((word + 1/2) 2^-32, 1 - 2^-24), fp32: after rounding to fp32 it is neither 0 nor
+    1.
+    """
     return ((word.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
 
 
 def gumbel(word: Tensor) -> Tensor:
-    """Return -ln(-ln(1 - u)), fp32, finite for every word; large values, which win, come from small, dense u."""
+    """Return -ln(-ln(1 - u)), fp32, finite for every word; large values, which win, come from
+    small, dense u.
+    """
     return -log(-log1p_negative(uniform(word)))
 
 
 def gumbel_noise(seed_B: Tensor, position_B: Tensor, vocabulary: int) -> Tensor:
-    """Return standard Gumbel noise (Gumbel 1954) for the token at a position, one number per vocabulary id.
+    """Return standard Gumbel noise (Gumbel 1954) for the token at a position, one number per
+    vocabulary id.
 
-    Id v has word v mod 4 of the counter (v // 4, position, 0), so one call of Philox serves four ids.
+    Id v has word v mod 4 of the counter (v // 4, position, 0), so one call of Philox serves four
+    ids.
 
     Args:
         seed_B: [B] int64, 0 or more.
@@ -131,8 +151,9 @@ def _gumbel_words(seed_B: Tensor, position_B: Tensor, vocabulary: int) -> Tensor
 def greatest_sum(scores_BV: Tensor, seed_B: Tensor, position_B: Tensor) -> Tensor:
     """Return the ids with the greatest score plus noise, the lowest among equals; int64 [B].
 
-    In eager mode, where each operation reads and writes memory, a tenth of them finds the few tokens that it can be:
-    torch's own logarithms make a sum wrong by 1e-5 at most, so it is missed only if N others come that close to it.
+    In eager mode, where each operation reads and writes memory, a tenth of them finds the few
+    tokens that it can be: torch's own logarithms make a sum wrong by 1e-5 at most, so it is missed
+        only if N others come that close to it.
     """
     words_BV = _gumbel_words(seed_B, position_B, scores_BV.shape[-1])
     if torch.compiler.is_compiling():
@@ -143,7 +164,9 @@ def greatest_sum(scores_BV: Tensor, seed_B: Tensor, position_B: Tensor) -> Tenso
 
 
 def greatest(values_BN: Tensor, ids_BN: Tensor) -> Tensor:
-    """Return the ids of the greatest values, the lowest among equals, which need not be in the order of ids; [B]."""
+    """Return the ids of the greatest values, the lowest among equals, which need not be in the
+    order of ids; [B].
+    """
     last_B1 = ids_BN.amax(-1, keepdim=True)
     return torch.where(values_BN == values_BN.amax(-1, keepdim=True), ids_BN, last_B1).amin(-1)
 
@@ -163,14 +186,22 @@ def row_uniform(seed_B: Tensor, position_B: Tensor) -> Tensor:
 
 
 def continuation_seed(seed: int, index: int) -> int:
-    """Return the seed of the `index`-th of several continuations of one prompt: 63 bits of Philox(seed, index)."""
-    return int(_seeds(_words(torch.tensor(seed), torch.tensor(0), torch.tensor(index), _CONTINUATION)))
+    """Return the seed of the `index`-th of several continuations of one prompt: 63 bits of
+    Philox(seed, index).
+    """
+    return int(
+        _seeds(_words(torch.tensor(seed), torch.tensor(0), torch.tensor(index), _CONTINUATION))
+    )
 
 
 def rollout_seeds(seed: int, positions: Sequence[int], group: int) -> list[int]:
-    """Return the seeds of `group` answers to the prompt at each position: 63 bits of Philox(seed, position, answer)."""
+    """Return the seeds of `group` answers to the prompt at each position: 63 bits of Philox(seed,
+    position, answer).
+    """
     position_P1 = torch.tensor(positions)[:, None]
-    words = _words(torch.tensor(seed), position_P1, torch.arange(group).expand(len(positions), group), _ROLLOUT)
+    words = _words(
+        torch.tensor(seed), position_P1, torch.arange(group).expand(len(positions), group), _ROLLOUT
+    )
     return _seeds(words).flatten().tolist()
 
 

@@ -1,4 +1,5 @@
-"""A request for a text, what the host keeps of it while it runs, and the way of its drawn ids to the host.
+"""A request for a text, what the host keeps of it while it runs, and the way of its drawn ids to
+the host.
 
 Shapes: R lines of a ring, N log-probabilities.
 """
@@ -25,12 +26,15 @@ class Request(NamedTuple):
     Attributes:
         prompt_ids: at least one id.
         sampling: how tokens are chosen; its seed decides the draws.
-        max_tokens: most tokens to write, at least 1; fewer are written where the row's positions end before.
+        max_tokens: most tokens to write, at least 1; fewer are written where the row's positions
+            end before.
         stop_ids: ids that end the text.
         constraint: the automaton of the allowed texts; None: any text.
         stop: the automaton of the stop strings; None: there are none.
-        breaker_V: bool, the ids that no repetition goes across (`chain.breakers`); None: there are none.
-        seed: the seed of the draws in place of the sampling's, so that many requests can have one; None: that one.
+        breaker_V: bool, the ids that no repetition goes across (`chain.breakers`); None: there are
+            none.
+        seed: the seed of the draws in place of the sampling's, so that many requests can have one;
+            None: that one.
         owner: who asks; keys and values of another owner's prompts are not read again for it.
     """
 
@@ -46,13 +50,16 @@ class Request(NamedTuple):
 
 
 class LogProbability(NamedTuple):
-    """Natural logarithms of the probabilities of a drawn token and of the likeliest tokens at its place.
+    """Natural logarithms of the probabilities of a drawn token and of the likeliest tokens at its
+    place.
 
     Attributes:
         drawn: of the drawn token under the model's raw logits, before any stage.
         likeliest: (id, value) of the likeliest tokens under the raw logits.
-        processed_drawn: of the drawn token under the distribution drawn from, after all stages; 0 at temperature 0.
-        processed_likeliest: (id, value) of the likeliest tokens under that; fewer where fewer tokens were left.
+        processed_drawn: of the drawn token under the distribution drawn from, after all stages; 0
+            at temperature 0.
+        processed_likeliest: (id, value) of the likeliest tokens under that; fewer where fewer
+            tokens were left.
     """
 
     drawn: float
@@ -96,8 +103,9 @@ class Record:
         least: the smallest chain that serves it.
         launched: steps that were started for it, and so the most tokens that it can have drawn.
         received: tokens that the host has read.
-        exact: whether the fast truncation once could not decide a draw. From then on the request runs with the exact
-            one, with a new record, so that the host skips the codes of the steps in which the row waited.
+        exact: whether the fast truncation once could not decide a draw. From then on the request
+            runs with the exact one, with a new record, so that the host skips the codes of the
+            steps in which the row waited.
     """
 
     number: int
@@ -110,7 +118,9 @@ class Record:
 
 
 class Block(NamedTuple):
-    """Steps that were started together: how many, the half of the outbox with their codes, and each row's record."""
+    """Steps that were started together: how many, the half of the outbox with their codes, and each
+    row's record.
+    """
 
     steps: int
     half: int
@@ -123,8 +133,8 @@ class Pace(NamedTuple):
     Attributes:
         steps: of a block, between two reads of the host.
         hurried: most steps of a block while a request waits for a row, or for its first tokens.
-        chunks: most chunks of prompts that are read between two blocks if as many requests run as can begin; more
-            where more can begin, as all of them wait for few; None: all.
+        chunks: most chunks of prompts that are read between two blocks if as many requests run as
+            can begin; more where more can begin, as all of them wait for few; None: all.
     """
 
     steps: int
@@ -133,9 +143,11 @@ class Pace(NamedTuple):
 
 
 class Outbox:
-    """The way of the rings' lines to the host; of the two halves of a ring the host reads one, the device writes one.
+    """The way of the rings' lines to the host; of the two halves of a ring the host reads one, the
+    device writes one.
 
-    A half is written again two blocks later, so a block must be read before the block after the next begins.
+    A half is written again two blocks later, so a block must be read before the block after the
+    next begins.
 
     Attributes:
         lines: lines of half a ring.
@@ -159,10 +171,15 @@ class Outbox:
         line_1.fill_(self._half * self.lines)
 
     def send(self, steps: int) -> int:
-        """Start to copy the lines of a block of steps to the host; return the number of its half, for `read`."""
+        """Start to copy the lines of a block of steps to the host; return the number of its half,
+        for `read`.
+        """
         half = self._half
         self._half = 1 - self._half
-        pairs = [(ring[half, :steps], host[half, :steps]) for ring, host in zip(self._rings, self._host, strict=True)]
+        pairs = [
+            (ring[half, :steps], host[half, :steps])
+            for ring, host in zip(self._rings, self._host, strict=True)
+        ]
         self.bytes_out += sum(source.nbytes for source, _ in pairs)
         if self._stream is None:
             for source, target in pairs:
@@ -177,14 +194,18 @@ class Outbox:
         return half
 
     def read(self, half: int, steps: int) -> list[Tensor]:
-        """Return a block's lines, [steps, ...] on the host, which are valid until the block after the next is sent."""
+        """Return a block's lines, [steps, ...] on the host, which are valid until the block after
+        the next is sent.
+        """
         if self._events:
             self._events[half].synchronize()
         return [host[half, :steps] for host in self._host]
 
 
 def drawn(codes: Sequence[int]) -> tuple[list[int], Status]:
-    """Return the tokens that a row drew in a block, and the status with which it stopped, or RUNNING."""
+    """Return the tokens that a row drew in a block, and the status with which it stopped, or
+    RUNNING.
+    """
     tokens = []
     status = Status.RUNNING.value
     for code in codes:
@@ -197,12 +218,19 @@ def drawn(codes: Sequence[int]) -> tuple[list[int], Status]:
 
 
 def reported(rings: Sequence[Tensor], count: int, wanted: int) -> list[LogProbability]:
-    """Return a row's log-probabilities in a block; a token that could not be drawn (-inf) is left out."""
+    """Return a row's log-probabilities in a block; a token that could not be drawn (-inf) is left
+    out.
+    """
     found = []
     for values, ids in zip(*(ring[:count].tolist() for ring in rings), strict=True):
-        most = len(ids) // 2  # of the likeliest that are reported, under each of the two distributions
+        # Of the likeliest that are reported, under each of the two distributions.
+        most = len(ids) // 2
         likeliest, possible = (
-            [pair for pair in zip(ids[at : at + wanted], values[at + past :], strict=False) if pair[1] > -math.inf]
+            [
+                pair
+                for pair in zip(ids[at : at + wanted], values[at + past :], strict=False)
+                if pair[1] > -math.inf
+            ]
             for at, past in ((0, 1), (most, 2))
         )
         found.append(LogProbability(values[0], likeliest, values[most + 1], possible))

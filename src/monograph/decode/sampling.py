@@ -1,4 +1,6 @@
-"""The options by which the tokens of one request are chosen, with their ranges and the values that turn them off."""
+"""The options by which the tokens of one request are chosen, with their ranges and the values that
+turn them off.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,18 +12,43 @@ from monograph.ranges import Range, between, whole
 
 Scope = Literal["output", "all"]
 
-# The temperature and the filters. transformers has the temperature first, llama.cpp last. A stage that one of them
-# lacks is placed next to a similar one.
+# The temperature and the filters. transformers has the temperature first, llama.cpp last. A stage
+# that one of them lacks is placed next to a similar one.
 ORDERS = {
-    "hf": ("temperature", "top_n_sigma", "top_k", "top_p", "min_p", "top_a", "typical", "epsilon", "eta", "xtc"),
-    "llama_cpp": ("top_n_sigma", "top_k", "typical", "top_p", "min_p", "top_a", "epsilon", "eta", "xtc", "temperature"),
+    "hf": (
+        "temperature",
+        "top_n_sigma",
+        "top_k",
+        "top_p",
+        "min_p",
+        "top_a",
+        "typical",
+        "epsilon",
+        "eta",
+        "xtc",
+    ),
+    "llama_cpp": (
+        "top_n_sigma",
+        "top_k",
+        "typical",
+        "top_p",
+        "min_p",
+        "top_a",
+        "epsilon",
+        "eta",
+        "xtc",
+        "temperature",
+    ),
 }
-# Inclusive ranges. The upper ends keep fp32 arithmetic finite, and no sensible value lies above them.
+# Inclusive ranges. The upper ends keep fp32 arithmetic finite, and no sensible value lies above
+# them.
 _LARGEST = 1e6
 RANGES = {
     **dict.fromkeys(("temperature", "temperature_range"), between(0, _LARGEST)),
     "temperature_exponent": between(0, 100),
-    **dict.fromkeys(("top_p", "min_p", "typical_p", "top_a", "epsilon_cutoff", "eta_cutoff"), between(0, 1)),
+    **dict.fromkeys(
+        ("top_p", "min_p", "typical_p", "top_a", "epsilon_cutoff", "eta_cutoff"), between(0, 1)
+    ),
     "top_n_sigma": between(0, _LARGEST),
     **dict.fromkeys(("xtc_probability", "xtc_threshold"), between(0, 1)),
     "repetition_penalty": between(1 / _LARGEST, _LARGEST),  # positive logits are divided by it
@@ -43,43 +70,58 @@ BIAS = Range(f"a number from -{_LARGEST:g} to {_LARGEST:g}, or -inf", -_LARGEST,
 
 @dataclass(frozen=True)
 class Sampling:
-    """Options of how the next token is chosen. docs/generate.md has the equations and sources of all stages.
+    """Options of how the next token is chosen. docs/generate.md has the equations and sources of
+    all stages.
 
     Attributes:
-        temperature: divides the scores; 0 takes the likeliest token (the lowest id among equals) and ignores filters.
+        temperature: divides the scores; 0 takes the likeliest token (the lowest id among equals)
+            and ignores filters.
         top_k: keeps the k likeliest tokens, and those level with the k-th; 0: off.
         top_p: keeps the likeliest tokens that together have this probability; 1: off.
         min_p: keeps tokens of at least this times the likeliest one's probability; 0: off.
-        typical_p: keeps the tokens whose surprise is nearest the expected one, up to this probability; 1: off.
-        top_a: keeps tokens of at least this times the square of the likeliest one's probability; 0: off.
+        typical_p: keeps the tokens whose surprise is nearest the expected one, up to this
+            probability; 1: off.
+        top_a: keeps tokens of at least this times the square of the likeliest one's probability; 0:
+            off.
         epsilon_cutoff: keeps tokens of at least this probability; 0: off.
-        eta_cutoff: keeps tokens of at least this probability, or less where the entropy is high; 0: off.
-        top_n_sigma: keeps tokens whose logit is at most this many standard deviations below the largest; 0: off.
+        eta_cutoff: keeps tokens of at least this probability, or less where the entropy is high; 0:
+            off.
+        top_n_sigma: keeps tokens whose logit is at most this many standard deviations below the
+            largest; 0: off.
         xtc_probability: the probability that a draw excludes the likeliest tokens (XTC); 0: off.
-        xtc_threshold: XTC keeps only the least likely of the tokens of at least this probability; above 0.5: off.
-        min_keep: every filter leaves at least this many of the tokens that are left before it, if there are as many.
+        xtc_threshold: XTC keeps only the least likely of the tokens of at least this probability;
+            above 0.5: off.
+        min_keep: every filter leaves at least this many of the tokens that are left before it, if
+            there are as many.
         mirostat_tau: the surprise per token, in bits, that the last filter steers to; 0: off.
-        mirostat_eta: the share of its difference to `mirostat_tau` by which each surprise moves that filter's limit.
-        temperature_range: the temperature moves with the entropy between `temperature` minus and plus this; 0: off.
+        mirostat_eta: the share of its difference to `mirostat_tau` by which each surprise moves
+            that filter's limit.
+        temperature_range: the temperature moves with the entropy between `temperature` minus and
+            plus this; 0: off.
         temperature_exponent: at a normalised entropy h the temperature moves by h to this power.
-        repetition_penalty: divides positive and multiplies negative logits of ids in prompt and output; 1: off.
-        frequency_penalty: is subtracted from an id's logit once for every time that it was drawn; 0: off.
+        repetition_penalty: divides positive and multiplies negative logits of ids in prompt and
+            output; 1: off.
+        frequency_penalty: is subtracted from an id's logit once for every time that it was drawn;
+            0: off.
         presence_penalty: is subtracted from an id's logit if it was drawn; 0: off.
         penalty_scope: "output" lets the last two count the output alone, "all" prompt and output.
         penalty_last_n: the number of last tokens that the three penalties see; -1: all, 0: none.
-        dry_multiplier: is subtracted from the logit of a token that would continue a repetition of earlier text,
-            times `dry_base` to the power of the repetition's length beyond `dry_allowed_length`; 0: off.
+        dry_multiplier: is subtracted from the logit of a token that would continue a repetition of
+            earlier text, times `dry_base` to the power of the repetition's length beyond
+            `dry_allowed_length`; 0: off.
         dry_base: see `dry_multiplier`.
         dry_allowed_length: a repetition of fewer tokens has no penalty.
-        dry_penalty_last_n: the number of last tokens in which repetitions are searched; -1: all, 0: none.
+        dry_penalty_last_n: the number of last tokens in which repetitions are searched; -1: all, 0:
+            none.
         dry_sequence_breakers: no repetition goes across a token that contains one of these texts.
         min_tokens: no stop token is drawn before this many tokens were.
         logit_bias: what is added to the logits, by id; -inf forbids an id.
-        logprobs: the number of likeliest tokens whose log-probabilities are reported with each drawn token's, under the
-            model's raw logits and under the distribution drawn from; None: no report.
+        logprobs: the number of likeliest tokens whose log-probabilities are reported with each
+            drawn token's, under the model's raw logits and under the distribution drawn from; None:
+            no report.
         seed: the seed of the draws, which depend on nothing else.
-        order: "hf" filters after the temperature, "llama_cpp" before it. Otherwise names of stages (`ORDERS`) in their
-            order, separated by commas, among them all that are on.
+        order: "hf" filters after the temperature, "llama_cpp" before it. Otherwise names of stages
+            (`ORDERS`) in their order, separated by commas, among them all that are on.
     """
 
     temperature: float = 0.8
@@ -123,11 +165,17 @@ class Sampling:
                 if allowed.whole:  # numpy's integers become Python's
                     object.__setattr__(self, name, int(value))
         if self.penalty_scope not in get_args(Scope):
-            raise UsageError(f"penalty_scope = {self.penalty_scope!r}: expected one of {', '.join(get_args(Scope))}")
+            raise UsageError(
+                f"penalty_scope = {self.penalty_scope!r}: expected one of {', '.join(get_args(Scope))}"
+            )
         # A plain string is refused, as it would be a sequence of its letters.
         breakers = self.dry_sequence_breakers
-        if not isinstance(breakers, list | tuple) or not all(isinstance(text, str) and text for text in breakers):
-            raise UsageError(f"dry_sequence_breakers = {breakers!r}: expected a list of texts, none of them empty")
+        if not isinstance(breakers, list | tuple) or not all(
+            isinstance(text, str) and text for text in breakers
+        ):
+            raise UsageError(
+                f"dry_sequence_breakers = {breakers!r}: expected a list of texts, none of them empty"
+            )
         self._check_order()
         self._check_bias()
 
@@ -142,9 +190,13 @@ class Sampling:
             raise UsageError(f"order = {self.order!r}: expected {known}")
         for index, name in enumerate(self.stages):
             if name not in ORDERS["hf"]:
-                raise UsageError(f"order = {self.order!r}: there is no stage {name!r}; expected {known}")
+                raise UsageError(
+                    f"order = {self.order!r}: there is no stage {name!r}; expected {known}"
+                )
             if name in self.stages[:index]:
-                raise UsageError(f"order = {self.order!r}: {name} is named twice; name each stage once")
+                raise UsageError(
+                    f"order = {self.order!r}: {name} is named twice; name each stage once"
+                )
 
     def _check_bias(self) -> None:
         if not isinstance(self.logit_bias, Mapping):
@@ -156,31 +208,43 @@ class Sampling:
                 BIAS.require(f"logit_bias[{token}]", bias)
 
     @classmethod
-    def of_each(cls, given: Self | Sequence[Self] | None, count: int, vocabulary: int) -> list[Self]:
-        """Return options for each of `count` prompts, given one for all (None: `Sampling()`) or a list.
+    def of_each(
+        cls, given: Self | Sequence[Self] | None, count: int, vocabulary: int
+    ) -> list[Self]:
+        """Return options for each of `count` prompts, given one for all (None: `Sampling()`) or a
+        list.
 
         Raises:
             UsageError: `given` is neither or has another length, or `check_vocabulary` refuses.
         """
         options = [given or cls()] * count if isinstance(given, cls | None) else given
-        if not isinstance(options, list | tuple) or not all(isinstance(one, cls) for one in options):
+        if not isinstance(options, list | tuple) or not all(
+            isinstance(one, cls) for one in options
+        ):
             raise UsageError(
                 f"sampling = {given!r}: expected one monograph.Sampling(...), or a list of one each prompt"
             )
         if len(options) != count:
-            raise UsageError(f"sampling: {len(options)} for {count} prompts; give one, or one for each prompt")
+            raise UsageError(
+                f"sampling: {len(options)} for {count} prompts; give one, or one for each prompt"
+            )
         for one in options:
             one.check_vocabulary(vocabulary)
         return list(options)
 
     def check_vocabulary(self, vocabulary: int) -> None:
-        """Refuse a bias for an id outside a vocabulary of this size, and more log-probabilities than it has ids.
+        """Refuse a bias for an id outside a vocabulary of this size, and more log-probabilities
+        than it has ids.
 
         Raises:
             UsageError: the message names the id or the number.
         """
         if self.logprobs is not None and self.logprobs > vocabulary:
-            raise UsageError(f"logprobs = {self.logprobs}: expected at most {vocabulary}, the vocabulary")
+            raise UsageError(
+                f"logprobs = {self.logprobs}: expected at most {vocabulary}, the vocabulary"
+            )
         for token in self.logit_bias:
             if token >= vocabulary:
-                raise UsageError(f"logit_bias has the id {token}: expected an id below {vocabulary}, the vocabulary")
+                raise UsageError(
+                    f"logit_bias has the id {token}: expected an id below {vocabulary}, the vocabulary"
+                )

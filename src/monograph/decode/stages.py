@@ -1,4 +1,6 @@
-"""What a stage of the sampler declares: when a request needs it, and the numbers that it reads of each row."""
+"""What a stage of the sampler declares: when a request needs it, and the numbers that it reads of
+each row.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -40,7 +42,8 @@ class SamplerStage:
     Attributes:
         name: its name in `Chain.stages`.
         is_needed: returns whether a request needs it.
-        knobs: the numbers that it reads of each row, by name. In a row that does not need it they turn it off.
+        knobs: the numbers that it reads of each row, by name. In a row that does not need it they
+            turn it off.
         example: options with which a request needs it.
     """
 

@@ -1,15 +1,17 @@
-"""One step of decoding: the model, the sampler and the stop rules as one graph over preallocated tensors.
+"""One step of decoding: the model, the sampler and the stop rules as one graph over preallocated
+tensors.
 
     hidden = model(token, position, cache)      logits = head(hidden)        allowed = automaton's mask
     token' = draw(chain(logits, allowed))       status' = stop rules         ring line = token' + status' * 2^24
 
-The same function runs eagerly, compiled and replayed as a CUDA graph. The host reads nothing here. Each step writes its
-results to one line of each ring of `State`. The lines of a block of steps go to the host in one copy for each ring, and
-the host waits for it only when it reads them (`Outbox`). Requests over the same rows may have several chains; `Steps`
-has a step for each, of which each block of steps takes one.
+The same function runs eagerly, compiled and replayed as a CUDA graph. The host reads nothing here.
+Each step writes its results to one line of each ring of `State`. The lines of a block of steps go
+to the host in one copy for each ring, and the host waits for it only when it reads them (`Outbox`).
+Requests over the same rows may have several chains; `Steps` has a step for each, of which each
+block of steps takes one.
 
-Shape suffixes: B rows, V vocabulary, M stop ids, T positions of a row, R lines of a ring, N log-probabilities, D hidden
-size; 1 broadcasts.
+Shape suffixes: B rows, V vocabulary, M stop ids, T positions of a row, R lines of a ring, N
+log-probabilities, D hidden size; 1 broadcasts.
 """
 
 from __future__ import annotations
@@ -52,11 +54,13 @@ class Status(IntEnum):
     Attributes:
         FREE: it has had no request yet.
         RUNNING: it draws a token at every step.
-        STOP: it drew a stop id, a token that completes a stop string, or one after which only an end token may come.
+        STOP: it drew a stop id, a token that completes a stop string, or one after which only an
+            end token may come.
         LENGTH: it drew as many tokens as it may.
         NOT_FINITE: its logits have a NaN or +inf.
         NOTHING_ALLOWED: no token was left to draw.
-        UNDECIDED: the fast truncation could not decide which tokens may be drawn; the row waits for the exact one.
+        UNDECIDED: the fast truncation could not decide which tokens may be drawn; the row waits for
+            the exact one.
     """
 
     FREE = 0
@@ -93,8 +97,8 @@ class State:
         mu_B: fp32, the surprise in bits that mirostat allows.
         line_1: the next line of the rings.
         ring_RB: int32, the code of each step for the host, token + status * 2^24.
-        values_RBN: fp32, log-probabilities: of the drawn token, then of the likeliest; first under the raw logits, then
-            under the distribution drawn from.
+        values_RBN: fp32, log-probabilities: of the drawn token, then of the likeliest; first under
+            the raw logits, then under the distribution drawn from.
         ids_RBN: int32, the likeliest ids, in the same order.
     """
 
@@ -117,7 +121,9 @@ class State:
     ids_RBN: Tensor | None
 
     @classmethod
-    def allocate(cls, rows: int, slots: int, vocabulary: int, lines: int, chain: Chain, device: torch.device) -> State:
+    def allocate(
+        cls, rows: int, slots: int, vocabulary: int, lines: int, chain: Chain, device: torch.device
+    ) -> State:
         """Allocate the state of rows that are all free."""
         n = chain.logprobs
         counted, counted_prompt, past = _needed(chain)
@@ -129,13 +135,18 @@ class State:
         known = COUNTS if "last_n" in chain.stages else torch.bool
         of_past = (slots, torch.int32), (slots, torch.int32), (vocabulary, torch.bool)
         return cls(
-            **{f"{name}_B": zeros(rows) for name in ("token", "position", "seed", "generated", "limit", "status")},
+            **{
+                f"{name}_B": zeros(rows)
+                for name in ("token", "position", "seed", "generated", "limit", "status")
+            },
             stop_ids_BM=zeros(rows, MAX_STOP_IDS) - 1,
             constraint_B=zeros(rows),
             stopping_B=zeros(rows),
             counts_BV=zeros(rows, vocabulary, dtype=COUNTS) if counted else None,
             prompt_BV=zeros(rows, vocabulary, dtype=known) if counted_prompt else None,
-            past=Past(*(zeros(rows, size, dtype=dtype) for size, dtype in of_past)) if past else None,
+            past=Past(*(zeros(rows, size, dtype=dtype) for size, dtype in of_past))
+            if past
+            else None,
             mu_B=zeros(rows, dtype=torch.float32),
             line_1=zeros(1),
             ring_RB=zeros(lines, rows, dtype=torch.int32),
@@ -144,7 +155,9 @@ class State:
         )
 
     def of(self, chain: Chain) -> State:
-        """Return the same tensors without those that a smaller chain does not need, and so leaves as they are."""
+        """Return the same tensors without those that a smaller chain does not need, and so leaves
+        as they are.
+        """
         counted, counted_prompt, past = _needed(chain)
         return replace(
             self,
@@ -156,16 +169,23 @@ class State:
         )
 
     def report(self, raw: LogProbabilities, drawn: LogProbabilities) -> None:
-        """Write a step's log-probabilities, raw and of the distribution drawn from, to the line that `write` fills."""
+        """Write a step's log-probabilities, raw and of the distribution drawn from, to the line
+        that `write` fills.
+        """
         if self.values_RBN is not None and self.ids_RBN is not None:
-            values_BN = torch.cat([raw.chosen_B[:, None], raw.values_BN, drawn.chosen_B[:, None], drawn.values_BN], 1)
+            values_BN = torch.cat(
+                [raw.chosen_B[:, None], raw.values_BN, drawn.chosen_B[:, None], drawn.values_BN], 1
+            )
             ids_BN = torch.cat([raw.ids_BN, drawn.ids_BN], dim=1)
-            # `line_1` is a tensor, as a replayed graph would write to the line of the capture if it were a number.
+            # `line_1` is a tensor, as a replayed graph would write to the line of the capture if it
+            # were a number.
             self.values_RBN.index_copy_(0, self.line_1, values_BN[None])
             self.ids_RBN.index_copy_(0, self.line_1, ids_BN[None].to(torch.int32))
 
     def write(self, moved_B: Tensor, status_B: Tensor) -> None:
-        """Write the step's codes to the ring and take the new statuses; `moved_B` are the rows that drew a token."""
+        """Write the step's codes to the ring and take the new statuses; `moved_B` are the rows that
+        drew a token.
+        """
         # All is in place: a captured graph reads and writes these addresses at every replay.
         self.generated_B += moved_B
         self.position_B += moved_B
@@ -192,8 +212,11 @@ class State:
         history_BT = self.past.history_BT
         place_B = self.position_B - n_B
         gone_B = moved_B & (n_B > 0) & (place_B >= 0)
-        token_B = history_BT.gather(-1, place_B.clamp(min=0, max=history_BT.shape[1] - 1)[:, None])[:, 0].long()
-        # A token of the prompt is in the prompt's counts, and in the other counts only with "counts_prompt".
+        token_B = history_BT.gather(-1, place_B.clamp(min=0, max=history_BT.shape[1] - 1)[:, None])[
+            :, 0
+        ].long()
+        # A token of the prompt is in the prompt's counts, and in the other counts only with
+        # "counts_prompt".
         of_prompt_B = place_B <= self.position_B - self.generated_B
         counted_B = ~of_prompt_B | (knobs["counts_prompt"] > 0)
         for counts_BV, left_B in ((self.counts_BV, counted_B), (self.prompt_BV, of_prompt_B)):
@@ -202,13 +225,16 @@ class State:
 
 
 def _needed(chain: Chain) -> tuple[bool, bool, bool]:
-    """Return whether a chain needs the counts of drawn ids, those of the prompt's, and the ids that were written."""
+    """Return whether a chain needs the counts of drawn ids, those of the prompt's, and the ids that
+    were written.
+    """
     return chain.has("repetition", "counted"), chain.has("repetition"), chain.has("last_n", "dry")
 
 
 @dataclass(eq=False, repr=False)
 class DecodeStep:
-    """A model with the state, the cache and the automata of its rows; a call draws one token in every running row.
+    """A model with the state, the cache and the automata of its rows; a call draws one token in
+    every running row.
 
     The parts are shared and not copied.
 
@@ -219,7 +245,8 @@ class DecodeStep:
         chain: the sampler's stages.
         knobs: the options that the stages read, for each row (`new_knobs`).
         tables: the automata of all rows.
-        vocabulary: V, the size of the tokenizer's vocabulary; a model's may be larger, by ids that no text has.
+        vocabulary: V, the size of the tokenizer's vocabulary; a model's may be larger, by ids that
+            no text has.
     """
 
     model: Llama
@@ -232,22 +259,29 @@ class DecodeStep:
 
     @torch.no_grad()
     def __call__(
-        self, blocks: int, truncation: Truncation, follows: bool = True, hidden_BD: Tensor | None = None
+        self,
+        blocks: int,
+        truncation: Truncation,
+        follows: bool = True,
+        hidden_BD: Tensor | None = None,
     ) -> None:
         """Draw one token; see `sample` for `truncation`.
 
-        Attention reads the first `blocks` blocks of the cache, which must hold the position of every running row.
-        Automata are followed if `follows`; else no running row has one.
+        Attention reads the first `blocks` blocks of the cache, which must hold the position of
+        every running row. Automata are followed if `follows`; else no running row has one.
         Final hidden states of the rows' last tokens, if they are known, are not computed.
         """
         state = self.state
         if hidden_BD is None:
             tokens_B1, positions_B1 = state.token_B[:, None], state.position_B[:, None]
-            hidden_BD = self.model(tokens_B1, positions=positions_B1, cache=self.cache.first(blocks))[:, 0]
+            hidden_BD = self.model(
+                tokens_B1, positions=positions_B1, cache=self.cache.first(blocks)
+            )[:, 0]
         logits_BV = self.model.logits(hidden_BD)[:, : self.vocabulary]
         rows = Rows(
             seed_B=state.seed_B,
-            position_B=state.position_B + 1,  # the position of the token to be drawn, one after the token that is read
+            # The position of the token to be drawn, one after the token that is read.
+            position_B=state.position_B + 1,
             generated_B=state.generated_B,
             knobs=self.knobs,
             counts_BV=state.counts_BV,
@@ -270,22 +304,29 @@ class DecodeStep:
         stop = Status.STOP.value
         length = Status.LENGTH.value
         running_B = state.status_B == running
-        # All rows are computed, and `where` drops the results of those that do not run: the host decides nothing.
+        # All rows are computed, and `where` drops the results of those that do not run: the host
+        # decides nothing.
         moved_B = running_B & (drawn.status_B == OK)
         state.token_B.copy_(torch.where(moved_B, drawn.token_B, state.token_B))
         ended_B = (state.token_B[:, None] == state.stop_ids_BM).any(-1)
         if follows:
             for states_B in (state.constraint_B, state.stopping_B):
-                states_B.copy_(torch.where(moved_B, advance(self.tables, states_B, state.token_B), states_B))
-            ended_B |= stopped(self.tables, state.stopping_B) | stopped(self.tables, state.constraint_B)
+                states_B.copy_(
+                    torch.where(moved_B, advance(self.tables, states_B, state.token_B), states_B)
+                )
+            ended_B |= stopped(self.tables, state.stopping_B) | stopped(
+                self.tables, state.constraint_B
+            )
         full_B = state.generated_B + 1 >= state.limit_B
         # A row that stops at the last token that it may draw has the status STOP.
         after_B = torch.where(ended_B, stop, torch.where(full_B, length, running))
-        # NAN, DEAD, OVERFLOW (from 1) become NOT_FINITE, NOTHING_ALLOWED, UNDECIDED, which have the same order.
+        # NAN, DEAD, OVERFLOW (from 1) become NOT_FINITE, NOTHING_ALLOWED, UNDECIDED, which have the
+        # same order.
         failed_B = drawn.status_B + (Status.NOT_FINITE.value - 1)
         status_B = torch.where(moved_B, after_B, torch.where(running_B, failed_B, state.status_B))
         state.write(moved_B, status_B)
-        # This comes after `write`, which has counted the new token and moved the position, and so the window.
+        # This comes after `write`, which has counted the new token and moved the position, and so
+        # the window.
         if "last_n" in self.chain.stages:
             state.forget(moved_B, self.knobs)
         if "mirostat" in self.chain.stages:
@@ -305,11 +346,16 @@ class Steps:
         chains: the chains that are given; the last one covers every request.
         replays: the calls and captures of all steps.
         of: a function that returns the step of a chain.
-        chosen: a function that returns the chain for a block of requests, given their smallest chains as a frozenset.
+        chosen: a function that returns the chain for a block of requests, given their smallest
+            chains as a frozenset.
     """
 
     def __init__(
-        self, chains: Sequence[Chain], made: Callable[[Chain], Step], recorder: Recorder | None, few: bool
+        self,
+        chains: Sequence[Chain],
+        made: Callable[[Chain], Step],
+        recorder: Recorder | None,
+        few: bool,
     ) -> None:
         """Take the chains.
 
@@ -317,7 +363,8 @@ class Steps:
             chains: see the class.
             made: a function that makes the step of a chain.
             recorder: a recorder that captures steps, or None.
-            few: whether to make steps for these chains alone, as each takes time; otherwise for any that is asked for.
+            few: whether to make steps for these chains alone, as each takes time; otherwise for any
+                that is asked for.
         """
         self.chains = tuple(chains)
         self.replays = Replays(self._call, recorder)

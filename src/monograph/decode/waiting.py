@@ -25,7 +25,9 @@ class Entry(NamedTuple):
 
 
 class Waiting:
-    """Requests in the order in which they get rows: each owner's as they came, and the owners in turn."""
+    """Requests in the order in which they get rows: each owner's as they came, and the owners in
+    turn.
+    """
 
     def __init__(self) -> None:
         self._by_owner: dict[str, deque[Entry]] = {}  # the owner whose turn is next first
@@ -55,7 +57,9 @@ class Waiting:
         self._by_owner.setdefault(entry.request.owner, deque()).append(entry)
 
     def take(self) -> Entry:
-        """Remove and return the request that is next; its owner's next turn comes after all others'."""
+        """Remove and return the request that is next; its owner's next turn comes after all
+        others'.
+        """
         owner = next(iter(self._by_owner))
         entries = self._by_owner.pop(owner)
         entry = entries.popleft()

@@ -1,4 +1,6 @@
-"""Accumulate the gradient of one rank's share of a window, and sum it with those of all other ranks."""
+"""Accumulate the gradient of one rank's share of a window, and sum it with those of all other
+ranks.
+"""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -19,19 +21,24 @@ class ByRank(OnDevice):
 
     Attributes:
         world: the ranks.
-        joining: returns the context of a micro-batch; its argument says whether it is the window's last.
+        joining: returns the context of a micro-batch; its argument says whether it is the window's
+            last.
     """
 
     replays = False  # a replayed micro-step would contain collectives
 
     def __init__(self, world: World):
-        """Take the ranks; what sums gradients over them does so by hooks, so products must not add them."""
+        """Take the ranks; what sums gradients over them does so by hooks, so products must not add
+        them.
+        """
         super().__init__(fused=False)
         self.world = world
         self.joining: Callable[[bool], AbstractContextManager[None]] = lambda last: nullcontext()
 
     def accumulate(self, batches: Sequence[Any]) -> None:
-        """Add the gradient of this rank's micro-batches; with the last one, gradients are those of all ranks."""
+        """Add the gradient of this rank's micro-batches; with the last one, gradients are those of
+        all ranks.
+        """
         step = self.step
         step.link()
         for unit, batch in enumerate(batches):
@@ -48,7 +55,9 @@ class ByRank(OnDevice):
 
     @abstractmethod
     def forward(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the number to differentiate, the sum of losses and the number of targets, as `Step.forward` does."""
+        """Return the number to differentiate, the sum of losses and the number of targets, as
+        `Step.forward` does.
+        """
 
     @abstractmethod
     def without_gradient(self) -> None:
@@ -56,5 +65,7 @@ class ByRank(OnDevice):
 
 
 def seed(world: World, step: Step, unit: int) -> None:
-    """Seed torch's generator (for dropout) by the micro-batch's number, so that the number of ranks does not matter."""
+    """Seed torch's generator (for dropout) by the micro-batch's number, so that the number of ranks
+    does not matter.
+    """
     torch.manual_seed(hash((step.optim.seed, step.index, unit * world.size + world.rank)) & LOW32)

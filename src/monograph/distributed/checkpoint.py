@@ -1,9 +1,10 @@
-"""Write one checkpoint from all ranks: each writes its rows to their place in the files that one process would write.
+"""Write one checkpoint from all ranks: each writes its rows to their place in the files that one
+process would write.
 
     bytes [begin + first row x row bytes, begin + end row x row bytes) of each sharded tensor
 
-The rows of a tensor follow one another in a safetensors file, so no rank assembles a whole tensor, and nothing is
-converted afterwards. All ranks must see the same folder.
+The rows of a tensor follow one another in a safetensors file, so no rank assembles a whole tensor,
+and nothing is converted afterwards. All ranks must see the same folder.
 """
 
 import os
@@ -25,7 +26,8 @@ from monograph.storage import blocks, tensor_layout
 
 
 def save(world: World, checkpoints: Path, checkpoint: Checkpoint, keep: int) -> None:
-    """Save the state that all ranks hold together; a collective. See `monograph.checkpointing.save`.
+    """Save the state that all ranks hold together; a collective. See
+    `monograph.checkpointing.save`.
 
     Rank 0 writes the tensors that are not sharded. If a rank cannot write, no checkpoint appears.
 
@@ -50,12 +52,17 @@ def save(world: World, checkpoints: Path, checkpoint: Checkpoint, keep: int) -> 
                 _write(world, unfinished(checkpoints, checkpoint.update) / name, tensors)
             except OSError as error:
                 part = f"rank {world.rank} cannot save its part of the checkpoint of update {checkpoint.update}"
-                raise DiskFull(f"{error.filename}: {part}: {error.strerror}; make room, then resume") from error
+                raise DiskFull(
+                    f"{error.filename}: {part}: {error.strerror}; make room, then resume"
+                ) from error
     world.wait()
 
 
-def newest(world: World, checkpoints: Path, warn: Warn, at: int | None = None, until: int | None = None) -> Checkpoint:
-    """Load on every rank the checkpoint that `monograph.checkpointing.newest` chooses on rank 0; a collective.
+def newest(
+    world: World, checkpoints: Path, warn: Warn, at: int | None = None, until: int | None = None
+) -> Checkpoint:
+    """Load on every rank the checkpoint that `monograph.checkpointing.newest` chooses on rank 0; a
+    collective.
 
     Raises:
         NoValidCheckpoint: rank 0 finds none; raised on every rank.
@@ -74,9 +81,13 @@ def newest(world: World, checkpoints: Path, warn: Warn, at: int | None = None, u
 
 def not_finite(world: World, tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the names of the tensors that are not finite on some rank; a collective."""
-    own = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors.values()]
+    own = [
+        tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors.values()
+    ]
     # A streamed model has tensors on the device and on the host.
-    counts = world.sum(torch.stack([(~each.isfinite().all()).long().to(own[0].device) for each in own])).tolist()
+    counts = world.sum(
+        torch.stack([(~each.isfinite().all()).long().to(own[0].device) for each in own])
+    ).tolist()
     return [name for name, bad in zip(tensors, counts, strict=True) if bad]
 
 
@@ -103,11 +114,14 @@ def _write(world: World, path: Path, tensors: Mapping[str, Tensor]) -> list[str]
                 blocks.write_at(file.fileno(), piece, start)
             os.fsync(file.fileno())
             world.wait()
-            # Several ranks may have written parts of a block, so it is hashed from the file once all have written.
+            # Several ranks may have written parts of a block, so it is hashed from the file once
+            # all have written.
             count = -(-length // blocks.BLOCK_BYTES)
             digests = torch.zeros(count, 32, dtype=torch.uint8)
             for index in range(world.rank, count, world.size):
-                digests[index] = torch.tensor(list(blocks.digest_at(file.fileno(), index, length)), dtype=torch.uint8)
+                digests[index] = torch.tensor(
+                    list(blocks.digest_at(file.fileno(), index, length)), dtype=torch.uint8
+                )
     except OSError as error:
         error.filename = str(path)
         raise

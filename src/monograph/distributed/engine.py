@@ -2,9 +2,10 @@
 
     gradient = sum over ranks of d/dp (1 / N  sum of the rank's losses),   N = targets of all ranks
 
-which is the gradient of one process with all micro-batches. By default both of torch's engines average gradients, so
-the loss would have to be multiplied by the number of ranks: in fp16 that factor overflows sooner, and rounds
-subnormals differently. So they are set to sum instead. A window's micro-batches go to the ranks in turn.
+which is the gradient of one process with all micro-batches. By default both of torch's engines
+average gradients, so the loss would have to be multiplied by the number of ranks: in fp16 that
+factor overflows sooner, and rounds subnormals differently. So they are set to sum instead. A
+window's micro-batches go to the ranks in turn.
 """
 
 from dataclasses import replace
@@ -27,13 +28,16 @@ from monograph.stream.placement import Placement
 
 @final
 class Replicated(Engine):
-    """The engine of a module that every rank holds whole (DDP); the gradient is that of one process.
+    """The engine of a module that every rank holds whole (DDP); the gradient is that of one
+    process.
 
     Attributes:
         replicas: the parameters.
     """
 
-    def __init__(self, model: nn.Module, *, world: World, micro_batch: int | None = None, **others: Any):
+    def __init__(
+        self, model: nn.Module, *, world: World, micro_batch: int | None = None, **others: Any
+    ):
         """Build the step on the module's device.
 
         Args:
@@ -77,7 +81,9 @@ class Sharded(Engine):
         by_machine: bool = False,
         **others: Any,
     ):
-        """Give each rank its rows; the arguments are those of `Replicated`, and the last two of `Shards`."""
+        """Give each rank its rows; the arguments are those of `Replicated`, and the last two of
+        `Shards`.
+        """
         self.shards = Shards(world, halved, by_machine)
         step = Step(model, sum_over_ranks=world.sum, parameters=self.shards, **others)
         super().__init__(lambda: step, BeginAgain(micro_batch, world))
@@ -98,7 +104,8 @@ def streamed_replica(
     placement: Placement | None = None,
     **others: Any,
 ) -> Streamed:
-    """Return the engine of a module that every rank streams whole from its host; gradients are summed stage by stage.
+    """Return the engine of a module that every rank streams whole from its host; gradients are
+    summed stage by stage.
 
     The other arguments are those of `Streamed`.
     """

@@ -1,4 +1,5 @@
-"""Orthogonalise matrices of which every rank has some rows: each matrix is whole on one rank, its owner, for a moment.
+"""Orthogonalise matrices of which every rank has some rows: each matrix is whole on one rank, its
+owner, for a moment.
 
 Shapes: n matrices [rows, cols] of one shape on W ranks; rank r has R_r rows of each (`rows_of`).
 """
@@ -14,11 +15,15 @@ from monograph.distributed.world import World
 from monograph.optim import newton_schulz
 
 
-def orthogonalised(world: World, own: Sequence[Tensor], rows: int, first: int, compute: torch.dtype) -> list[Tensor]:
-    """Return this rank's rows of the n orthogonal matrices `newton_schulz(whole, compute)`; a collective.
+def orthogonalised(
+    world: World, own: Sequence[Tensor], rows: int, first: int, compute: torch.dtype
+) -> list[Tensor]:
+    """Return this rank's rows of the n orthogonal matrices `newton_schulz(whole, compute)`; a
+    collective.
 
-    Matrix i belongs to rank (first + i) mod W, so each is iterated on once in the world. A rank sends its rows of a
-    matrix to the owner and gets them back: 2 n rows cols (W - 1) / W numbers are sent in all.
+    Matrix i belongs to rank (first + i) mod W, so each is iterated on once in the world. A rank
+    sends its rows of a matrix to the owner and gets them back: 2 n rows cols (W - 1) / W numbers
+        are sent in all.
 
     Args:
         world: the ranks.
@@ -36,7 +41,9 @@ def orthogonalised(world: World, own: Sequence[Tensor], rows: int, first: int, c
     shapes = [(len(belonging[world.rank]), place.stop - place.start, cols) for place in places]
     sent = [len(those) * mine for those in belonging]
     received = [math.prod(shape) for shape in shapes]
-    parts = world.exchange(torch.cat([own[i].flatten() for i in order]), sent, received).split(received)
+    parts = world.exchange(torch.cat([own[i].flatten() for i in order]), sent, received).split(
+        received
+    )
     whole = torch.cat([part.view(shape) for part, shape in zip(parts, shapes, strict=True)], dim=1)
     done = newton_schulz(whole, compute)
     back = torch.cat([done[:, place].flatten() for place in places])

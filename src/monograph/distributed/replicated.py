@@ -39,8 +39,9 @@ class Replicas(ByRank):
         self.parallel = DistributedDataParallel(_Whole(self.step))
         # This is a lambda because torch refuses a hook whose annotations are not its own classes.
         self.parallel.register_comm_hook(None, lambda _, bucket: self._summing(bucket.buffer()))
-        # After its first backward pass DDP rebuilds its buckets, so that the gradients of more than two ranks are
-        # summed in another order. These passes, made before the first update, give restarted ranks the same bits.
+        # After its first backward pass DDP rebuilds its buckets, so that the gradients of more than
+        # two ranks are summed in another order. These passes, made before the first update, give
+        # restarted ranks the same bits.
         for _ in range(2):
             self.summed = []
             with torch.enable_grad():  # memory may have run out in an evaluation
@@ -66,7 +67,9 @@ class Replicas(ByRank):
 
 
 class _Whole(nn.Module):
-    """The forward pass and loss of a step as one module; without a batch, a zero that depends on every parameter."""
+    """The forward pass and loss of a step as one module; without a batch, a zero that depends on
+    every parameter.
+    """
 
     def __init__(self, step: Step):
         super().__init__()
@@ -75,7 +78,10 @@ class _Whole(nn.Module):
 
     def forward(self, batch: Any, loss_factor: Tensor) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         if batch is None:
-            # The gradients come from the last parameter to the first, about as in a real backward pass.
-            return torch.cat([weight.flatten()[:0] for weight in self.parameters() if weight.requires_grad]).sum()
+            # The gradients come from the last parameter to the first, about as in a real backward
+            # pass.
+            return torch.cat(
+                [weight.flatten()[:0] for weight in self.parameters() if weight.requires_grad]
+            ).sum()
         step: Step = self.__dict__["step"]
         return step.forward(batch, loss_factor)

@@ -16,7 +16,9 @@ T = TypeVar("T")
 
 
 class BeginAgain(Retries):
-    """The retries of ranks that wait for each other in the middle of a pass: all of them have to be restarted."""
+    """The retries of ranks that wait for each other in the middle of a pass: all of them have to be
+    restarted.
+    """
 
     def __init__(self, micro_batch: int | None, world: World):
         """Take the rows of a micro-batch and the ranks."""
@@ -27,7 +29,8 @@ class BeginAgain(Retries):
         """Return `work()`.
 
         Raises:
-            OutOfDeviceMemory: memory ran out; `retry_rows` says with how many rows a restart would fit.
+            OutOfDeviceMemory: memory ran out; `retry_rows` says with how many rows a restart would
+                fit.
         """
         try:
             return work()

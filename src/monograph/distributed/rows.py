@@ -1,4 +1,6 @@
-"""Share out a tensor's rows: of n rows each of W ranks has ceil(n / W), in order, the last ones fewer or none."""
+"""Share out a tensor's rows: of n rows each of W ranks has ceil(n / W), in order, the last ones
+fewer or none.
+"""
 
 from collections.abc import Iterator, Mapping
 
@@ -15,7 +17,9 @@ def rows_of(rank: int, size: int, rows: int) -> slice:
 
 
 def among(mesh: DeviceMesh) -> tuple[int, int]:
-    """Return this rank's number among those that share out rows, a mesh's last dimension, and how many these are."""
+    """Return this rank's number among those that share out rows, a mesh's last dimension, and how
+    many these are.
+    """
     return mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
 
 
@@ -28,7 +32,8 @@ def place_of(tensor: DTensor) -> slice:
 def of_rows(own: Tensor, mesh: DeviceMesh, whole: Tensor, place: slice | None = None) -> DTensor:
     """Return this rank's rows as the local part of a DTensor of the shape of `whole`.
 
-    `place` says which rows they are, if they are not those of `rows_of`: torch's own functions then cannot gather them.
+    `place` says which rows they are, if they are not those of `rows_of`: torch's own functions then
+    cannot gather them.
     """
     shape = whole.shape
     stride = torch.empty(whole.shape, device="meta").stride()
@@ -39,7 +44,9 @@ def of_rows(own: Tensor, mesh: DeviceMesh, whole: Tensor, place: slice | None = 
 
 
 def own_rows(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's rows of a whole tensor where `like` is sharded, otherwise the tensor itself."""
+    """Return this rank's rows of a whole tensor where `like` is sharded, otherwise the tensor
+    itself.
+    """
     if not isinstance(like, DTensor):
         return tensor
     mesh = like.device_mesh
@@ -48,7 +55,9 @@ def own_rows(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def whole_rows(tensor: Tensor) -> Tensor:
-    """Return all rows of a tensor that may be sharded; then a collective of those that share out the rows."""
+    """Return all rows of a tensor that may be sharded; then a collective of those that share out
+    the rows.
+    """
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

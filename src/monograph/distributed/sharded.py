@@ -1,7 +1,8 @@
-"""Shard a model by FSDP2: a rank holds some rows of each parameter, gradient and moment, and gathers block by block.
+"""Shard a model by FSDP2: a rank holds some rows of each parameter, gradient and moment, and
+gathers block by block.
 
-Shapes: a parameter [n, ...] has rows 0 .. n - 1; each of W ranks has ceil(n / W), in order, the last ones fewer or
-none.
+Shapes: a parameter [n, ...] has rows 0 .. n - 1; each of W ranks has ceil(n / W), in order, the
+last ones fewer or none.
 """
 
 import copy
@@ -39,14 +40,17 @@ from monograph.optim.planes import Slot
 from monograph.step import Step
 from monograph.step.parameters import Sums
 
-ROOM = 0.5  # share of the device's free memory that a whole copy of the model may take in addition to the shards
+# Share of the device's free memory that a whole copy of the model may take in addition to the
+# shards.
+ROOM = 0.5
 
 
 class Shards(ByRank):
     """The parameters of which each rank has some rows; an elementwise update needs no others.
 
     Attributes:
-        root: the forward pass and loss as one module, whose parameters FSDP2 gathers and whose gradients it scatters.
+        root: the forward pass and loss as one module, whose parameters FSDP2 gathers and whose
+            gradients it scatters.
         names: the names of the model's tensors, as in one process.
         sharing: the ranks that share out the rows.
     """
@@ -61,19 +65,24 @@ class Shards(ByRank):
 
         Args:
             world: the ranks.
-            halved: whether the weights of blocks are rounded to bf16 before they are gathered. Products read the bits
-                that autocast would give them. Norms have rounded weights and gradients. Sums over ranks are in fp32.
-            by_machine: whether the ranks of each machine share out the rows among them (HSDP): blocks are gathered
-                within a machine, and only gradients are summed between machines, each of which has all rows.
+            halved: whether the weights of blocks are rounded to bf16 before they are gathered.
+                Products read the bits that autocast would give them. Norms have rounded weights and
+                gradients. Sums over ranks are in fp32.
+            by_machine: whether the ranks of each machine share out the rows among them (HSDP):
+                blocks are gathered within a machine, and only gradients are summed between
+                machines, each of which has all rows.
         """
         if world.size % world.near and by_machine:
-            raise UsageError(f"hsdp: {world.size} ranks, {world.near} of them here: let each machine have as many")
+            raise UsageError(
+                f"hsdp: {world.size} ranks, {world.near} of them here: let each machine have as many"
+            )
         super().__init__(world)
         self.halved = halved
         self.by_machine = by_machine
         self.sharing = world
         self._copy: nn.Module | None = None  # see `gathered`
-        # torch 2.13 compiles the padding of cut blocks to code that reads beyond their end (dev/log.md).
+        # torch 2.13 compiles the padding of cut blocks to code that reads beyond their end
+        # (dev/log.md).
         self.update_uncut = Compilable(self._update_uncut)
 
     def place(self, step: Step) -> list[Plane]:
@@ -87,15 +96,19 @@ class Shards(ByRank):
         mesh = init_device_mesh(default_device().type, (self.world.size,))
         if self.by_machine:
             shape = (self.world.size // self.world.near, self.world.near)
-            mesh = init_device_mesh(default_device().type, shape, mesh_dim_names=("machine", "rank"))
+            mesh = init_device_mesh(
+                default_device().type, shape, mesh_dim_names=("machine", "rank")
+            )
             self.sharing = self.world.within(mesh.get_group("rank"))
-        single = {parameter for parameter in model.parameters() if not parameter.ndim}  # of a quantised base
+        # Of a quantised base.
+        single = {parameter for parameter in model.parameters() if not parameter.ndim}
         for parameter in single:
             parameter.data = parameter.data.to(default_device())
         policy = MixedPrecisionPolicy()
         if self.halved:
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-        # Mapped weights are read from their file one block at a time, and a rank keeps only its rows.
+        # Mapped weights are read from their file one block at a time, and a rank keeps only its
+        # rows.
         with compat.integer_parameters():
             for block in blocks(model).values():
                 fully_shard(materialize_(block), mesh=mesh, ignored_params=single, mp_policy=policy)
@@ -109,7 +122,9 @@ class Shards(ByRank):
 
     def captured(self, scope: Scope) -> list[Compilable[..., Any]]:
         """Return the functions of the step; between blocks, those of one plane."""
-        return super().captured(scope) if scope == "whole" else [self.step.squares, self.update_uncut]
+        return (
+            super().captured(scope) if scope == "whole" else [self.step.squares, self.update_uncut]
+        )
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Return what `Step.forward` returns."""
@@ -128,7 +143,9 @@ class Shards(ByRank):
         return loss_sum, count
 
     def update_plane(self, plane: Plane, total: Tensor, scale: Tensor, accepted: Tensor) -> None:
-        """Update a plane by its summed gradient, by the captured function unless its blocks are cut."""
+        """Update a plane by its summed gradient, by the captured function unless its blocks are
+        cut.
+        """
         if plane.ends:
             self.step.update_plane(plane, total, scale, accepted)
         else:
@@ -139,12 +156,15 @@ class Shards(ByRank):
 
     def add_squares(self, squares: Sequence[Tensor]) -> Tensor:
         """Add up the squares of all parts of all ranks."""
-        zero = torch.zeros((), dtype=torch.float64, device=default_device())  # a rank may have no rows at all
+        # A rank may have no rows at all.
+        zero = torch.zeros((), dtype=torch.float64, device=default_device())
         return self.sharing.sum(functools.reduce(torch.add, squares, zero))
 
     @contextmanager
     def directed(self, grads: Sequence[Tensor], scale: Tensor) -> Iterator[None]:
-        """Let planes hold in the block what takes other ranks' rows: Muon's directions, and 8-bit blocks' largest."""
+        """Let planes hold in the block what takes other ranks' rows: Muon's directions, and 8-bit
+        blocks' largest.
+        """
         step = self.step
         of_kind: dict[Kind, list[tuple[Plane, Tensor]]] = {}
         for plane, total in zip(step.planes, grads, strict=True):
@@ -154,7 +174,9 @@ class Shards(ByRank):
         for kind, members in of_kind.items():
             assert kind.matrix is not None
             state = step.optim.state
-            directions = [_direction(plane, total * scale.to(total.dtype), state) for plane, total in members]
+            directions = [
+                _direction(plane, total * scale.to(total.dtype), state) for plane, total in members
+            ]
             compute = step.precision.products(directions[0].dtype)
             if len(kind.matrix) == 2:
                 found = orthogonalised(self.sharing, directions, kind.matrix[0], first, compute)
@@ -176,10 +198,13 @@ class Shards(ByRank):
         try:
             return super().score(batches)
         finally:
-            cast(FSDPModule, self.root).reshard()  # without a backward pass the root's parameters would stay gathered
+            # Without a backward pass the root's parameters would stay gathered.
+            cast(FSDPModule, self.root).reshard()
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the model's tensors by the names that they have in one process; parameters are sharded."""
+        """Return the model's tensors by the names that they have in one process; parameters are
+        sharded.
+        """
         state = self.step.model.state_dict()
         return {name: state[name] for name in self.names}
 
@@ -189,7 +214,8 @@ class Shards(ByRank):
 
     @contextmanager
     def assembled(self) -> Iterator[nn.Module]:
-        """Yield a copy of the model, with all weights on rank 0 and without values on the others; a collective.
+        """Yield a copy of the model, with all weights on rank 0 and without values on the others; a
+        collective.
 
         The copy is on the host if the device has no room for it.
         """
@@ -197,7 +223,11 @@ class Shards(ByRank):
         whole = copy.deepcopy(self._empty)
         own = step.model.state_dict()
         needed = sum(parameter.nbytes for parameter in whole.parameters())
-        device = step.device if needed < ROOM * describe(step.device).free_memory_bytes else torch.device("cpu")
+        device = (
+            step.device
+            if needed < ROOM * describe(step.device).free_memory_bytes
+            else torch.device("cpu")
+        )
         for name, empty in list(whole.named_parameters()):
             full = whole_rows(own[name])
             if self.world.leads:
@@ -209,11 +239,13 @@ class Shards(ByRank):
         yield whole
 
     def gathered(self) -> nn.Module:
-        """Return the model with the weights of this moment, whole on each rank, for evaluation; a collective.
+        """Return the model with the weights of this moment, whole on each rank, for evaluation; a
+        collective.
 
-        It is one copy, filled anew in the same memory each time, so graphs that read it stay right. Weights that
-        products alone read are rounded to the dtype of products before they are gathered, to autocast's bits; so are
-        all weights of blocks where they are `halved`, as in training. Frozen weights are gathered the first time only.
+        It is one copy, filled anew in the same memory each time, so graphs that read it stay right.
+        Weights that products alone read are rounded to the dtype of products before they are
+        gathered, to autocast's bits; so are all weights of blocks where they are `halved`, as in
+        training. Frozen weights are gathered the first time only.
         """
         step = self.step
         own = step.model.state_dict()
@@ -225,7 +257,11 @@ class Shards(ByRank):
                 for parameter in block.parameters() if self.halved else ():
                     parameter.data = parameter.data.bfloat16()
             for empty in list(whole.parameters()):
-                _replace(whole, empty, nn.Parameter(torch.empty_like(empty, device=step.device), empty.requires_grad))
+                _replace(
+                    whole,
+                    empty,
+                    nn.Parameter(torch.empty_like(empty, device=step.device), empty.requires_grad),
+                )
             whole.to(step.device).eval()
             for name, buffer in step.model.named_buffers():
                 whole.get_buffer(name).copy_(buffer)
@@ -240,7 +276,9 @@ def _direction(plane: Plane, grad: Tensor, state: str) -> Tensor:
     """Return this rank's rows of the matrices that Muon orthogonalises."""
     local = cast(DTensor, plane.slots[0].parameter)
     rule = plane.kind.rule
-    moments = [FORMATS[state].unpack(plane.state, name, grad.dtype, plane.before) for name in rule.moments]
+    moments = [
+        FORMATS[state].unpack(plane.state, name, grad.dtype, plane.before) for name in rule.moments
+    ]
     return rule.direction(grad, moments, plane.kind).view(local.to_local().shape)
 
 
@@ -248,15 +286,19 @@ def require_rows(step: Step, halved: bool = False) -> None:
     """Refuse a step that cannot be trained by rows.
 
     Raises:
-        UsageError: FSDP2 would sum gradients in bf16, a trained parameter has no rows, or weights are `halved` for
-            other products than those in bf16.
+        UsageError: FSDP2 would sum gradients in bf16, a trained parameter has no rows, or weights
+            are `halved` for other products than those in bf16.
     """
     if not step.optim.master_weights:
-        raise UsageError("master_weights = False: gradients would be summed in the weights' dtype: leave it out")
+        raise UsageError(
+            "master_weights = False: gradients would be summed in the weights' dtype: leave it out"
+        )
     if halved and step.precision.name != "bf16":
         raise UsageError(f"halved is for precision bf16, not {step.precision.name}: leave it out")
     if scalars := [name for name, parameter in trainable(step.model).items() if not parameter.ndim]:
-        raise UsageError(f"{scalars[0]} has no rows that fsdp could share out: take train.parallel = ddp")
+        raise UsageError(
+            f"{scalars[0]} has no rows that fsdp could share out: take train.parallel = ddp"
+        )
 
 
 class _Summed(nn.Module):
@@ -269,7 +311,8 @@ class _Summed(nn.Module):
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
         step: Step = self.__dict__["step"]
-        return pair(step.loss(self.model, batch))  # capture replaces `step.loss`, so it is looked up here
+        # Capture replaces `step.loss`, so it is looked up here.
+        return pair(step.loss(self.model, batch))
 
 
 def _replace(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
@@ -291,11 +334,13 @@ def hollow(model: nn.Module) -> nn.Module:
 
 @dataclass
 class RowsPlane(Plane):
-    """A plane of this rank's rows of one parameter. It holds one parameter because FSDP2 owns the weights' memory.
+    """A plane of this rank's rows of one parameter. It holds one parameter because FSDP2 owns the
+    weights' memory.
 
     Attributes:
         begin: the index of its first element in the parameter.
-        cut: the blocks of 256 at the ends of each rank's rows, if some of these blocks are not whole.
+        cut: the blocks of 256 at the ends of each rank's rows, if some of these blocks are not
+            whole.
     """
 
     begin: int = field(kw_only=True)
@@ -316,7 +361,8 @@ class RowsPlane(Plane):
 def rows_planes(model: nn.Module, kinds: Mapping[str, Kind]) -> list[RowsPlane]:
     """Make a plane for each trainable parameter of a sharded module.
 
-    Its `number` and `start` say which plane of a single process holds these elements, and where they begin in it.
+    Its `number` and `start` say which plane of a single process holds these elements, and where
+    they begin in it.
     """
     numbers: dict[Kind, int] = {}
     reached = Counter[Kind]()  # elements so far of each kind

@@ -1,6 +1,8 @@
-"""Let ranks agree on the largest numbers of 8-bit blocks: one of 256 numbers may lie in the rows of several ranks.
+"""Let ranks agree on the largest numbers of 8-bit blocks: one of 256 numbers may lie in the rows of
+several ranks.
 
-Shapes: P planes with such blocks, M moments of each, W ranks, E = 2 ends of a rank's rows, their first and last block.
+Shapes: P planes with such blocks, M moments of each, W ranks, E = 2 ends of a rank's rows, their
+    first and last block.
 """
 
 from collections.abc import Sequence
@@ -28,16 +30,26 @@ class Ends(NamedTuple):
 
 
 def ends(bounds: Sequence[tuple[int, int]], rank: int) -> Ends:
-    """Return the ends of a parameter of which rank r has the elements `bounds[r]`, from the first to below the last."""
-    numbers = [(begin // BLOCK, (end - 1) // BLOCK) if end > begin else (-1, -1) for begin, end in bounds]
+    """Return the ends of a parameter of which rank r has the elements `bounds[r]`, from the first
+    to below the last.
+    """
+    numbers = [
+        (begin // BLOCK, (end - 1) // BLOCK) if end > begin else (-1, -1) for begin, end in bounds
+    ]
     (begin, end), (first, last) = bounds[rank], numbers[rank]
     size = end - begin
-    places = slice(0, min(size, (first + 1) * BLOCK - begin)), slice(max(0, last * BLOCK - begin), size)
+    places = (
+        slice(0, min(size, (first + 1) * BLOCK - begin)),
+        slice(max(0, last * BLOCK - begin), size),
+    )
     return Ends(torch.tensor(numbers), places if size else (slice(0, 0), slice(0, 0)))
 
 
-def agree(sharing: World, members: Sequence[tuple[Plane, Tensor, Ends]], scale: Tensor, optim: Optimizer) -> None:
-    """Tell planes the largest numbers that their first and last blocks will have after the update; a collective.
+def agree(
+    sharing: World, members: Sequence[tuple[Plane, Tensor, Ends]], scale: Tensor, optim: Optimizer
+) -> None:
+    """Tell planes the largest numbers that their first and last blocks will have after the update;
+    a collective.
 
     Args:
         sharing: the ranks that share out rows.
@@ -61,8 +73,12 @@ def agree(sharing: World, members: Sequence[tuple[Plane, Tensor, Ends]], scale: 
             plane.ends = dict(zip(rule.moments, ends_MPE[:, number], strict=True))
 
 
-def _largest(members: Sequence[tuple[Plane, Tensor, Ends]], rule: Rule, scale: Tensor, optim: Optimizer) -> Tensor:
-    """Return the largest numbers [M, P, E] of this rank's next moments at its ends, fp32; 0 without elements."""
+def _largest(
+    members: Sequence[tuple[Plane, Tensor, Ends]], rule: Rule, scale: Tensor, optim: Optimizer
+) -> Tensor:
+    """Return the largest numbers [M, P, E] of this rank's next moments at its ends, fp32; 0 without
+    elements.
+    """
     slices = [(plane, total, place) for plane, total, ends in members for place in ends.places]
     grads = _stacked([total[place] for _, total, place in slices], BLOCK)
     grads = grads * scale.to(grads.dtype)
@@ -73,11 +89,15 @@ def _largest(members: Sequence[tuple[Plane, Tensor, Ends]], rule: Rule, scale: T
         ends = _stacked([part for each in scales for part in (each[:1], each[-1:])], 1)
         old.append(dequantised(codes.view(-1), ends.view(-1)).view_as(grads).to(grads.dtype))
     new = rule.next_moments(grads, old, members[0][0].kind, optim)
-    return torch.stack([each.to(torch.float32).abs().amax(-1).view(len(members), 2) for each in new])
+    return torch.stack(
+        [each.to(torch.float32).abs().amax(-1).view(len(members), 2) for each in new]
+    )
 
 
 def _stacked(parts: Sequence[Tensor], width: int) -> Tensor:
     """Return parts of at most `width` numbers as rows, with zeros after them."""
     rows = parts[0].new_zeros(len(parts), width)
-    torch._foreach_copy_([row[: len(part)] for row, part in zip(rows, parts, strict=True)], list(parts))
+    torch._foreach_copy_(
+        [row[: len(part)] for row, part in zip(rows, parts, strict=True)], list(parts)
+    )
     return rows

@@ -1,4 +1,6 @@
-"""Connect the processes (ranks) that train one run together: they meet, agree on values and sum tensors."""
+"""Connect the processes (ranks) that train one run together: they meet, agree on values and sum
+tensors.
+"""
 
 import copy
 import json
@@ -20,26 +22,31 @@ from monograph.storage.reading import entries
 
 T = TypeVar("T")
 
-# The longest that a rank waits for work that rank 0 does alone, such as reading a text. A launcher ends the others if
-# rank 0 dies, so this limit need not be short.
+# The longest that a rank waits for work that rank 0 does alone, such as reading a text. A launcher
+# ends the others if rank 0 dies, so this limit need not be short.
 PATIENCE = timedelta(days=7)
-# The longest that ranks wait for each other at the start, and the interval at which rank 0 names the absent ones.
+# The longest that ranks wait for each other at the start, and the interval at which rank 0 names
+# the absent ones.
 COMING = timedelta(minutes=10)
 SAYING = timedelta(seconds=15)
 POLL_S = 0.05
 FINISHING_S = 60.0
-PORTS = 20_000  # the first of 10,000 ports used where SLURM names none; systems use others for outgoing connections
+# The first of 10,000 ports used where SLURM names none; systems use others for outgoing
+# connections.
+PORTS = 20_000
 
 
 class Place(NamedTuple):
     """The place of a process among the others, as its launcher gives it.
 
     Attributes:
-        rank: the process's number among all processes; size: the number of processes; local: its number on its machine.
+        rank: the process's number among all processes; size: the number of processes; local: its
+            number on its machine.
         near: the number of processes on its machine.
-        attempt: how often the launcher has restarted all processes; again: whether the launcher or SLURM has.
-        host, port: the address of the store where the processes meet; shared: whether the launcher itself holds that
-            store, for all attempts.
+        attempt: how often the launcher has restarted all processes; again: whether the launcher or
+            SLURM has.
+        host, port: the address of the store where the processes meet; shared: whether the launcher
+            itself holds that store, for all attempts.
     """
 
     rank: int = 0
@@ -54,14 +61,17 @@ class Place(NamedTuple):
 
 
 def place(environment: Mapping[str, str] = os.environ, srun: bool = False) -> Place | None:
-    """Read this process's place from torchrun's or srun's variables; return None where neither started it.
+    """Read this process's place from torchrun's or srun's variables; return None where neither
+    started it.
 
     Args:
         environment: the variables.
-        srun: whether tasks started by srun are ranks; otherwise they are taken for independent runs.
+        srun: whether tasks started by srun are ranks; otherwise they are taken for independent
+            runs.
 
     Raises:
-        UsageError: there are several machines, and a restart would read the addresses of the previous attempt.
+        UsageError: there are several machines, and a restart would read the addresses of the
+            previous attempt.
     """
     requeued = int(environment.get("SLURM_RESTART_COUNT", 0)) > 0
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
@@ -78,7 +88,11 @@ def place(environment: Mapping[str, str] = os.environ, srun: bool = False) -> Pl
             int(environment["MASTER_PORT"]),
             environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
-        if near < here.size and here.shared and environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        if (
+            near < here.size
+            and here.shared
+            and environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+        ):
             raise UsageError(
                 "restarts on several machines need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment, "
                 "or a restart waits for processes that are gone"
@@ -92,7 +106,9 @@ def place(environment: Mapping[str, str] = os.environ, srun: bool = False) -> Pl
             int(re.match("[0-9]+", environment.get("SLURM_TASKS_PER_NODE", "1"))[0]),  # type: ignore[index]
             again=requeued,
             host=environment.get("MASTER_ADDR") or first_host(environment["SLURM_STEP_NODELIST"]),
-            port=int(environment.get("MASTER_PORT") or PORTS + int(environment["SLURM_JOB_ID"]) % 10_000),
+            port=int(
+                environment.get("MASTER_PORT") or PORTS + int(environment["SLURM_JOB_ID"]) % 10_000
+            ),
         )
     return None
 
@@ -104,7 +120,9 @@ def first_host(nodes: str) -> str:
 
 
 class World:
-    """All processes of a run, and this one's place among them. For a single process every method is the identity."""
+    """All processes of a run, and this one's place among them. For a single process every method is
+    the identity.
+    """
 
     def __init__(self, own: Place | None = None, say: Callable[[str], None] = lambda line: None):
         """Meet the other processes.
@@ -125,40 +143,58 @@ class World:
         self.near = own.near
         self.attempt = own.attempt
         self.again = own.again
-        self.group: dist.ProcessGroup | None = None  # the processes among which tensors are summed; None: all
+        # The processes among which tensors are summed; None: all.
+        self.group: dist.ProcessGroup | None = None
         if self.alone:
             return
         listens = not own.shared and own.rank == 0
         try:
             self.store = dist.TCPStore(
-                own.host, own.port, own.size, is_master=listens, wait_for_workers=False, timeout=COMING
+                own.host,
+                own.port,
+                own.size,
+                is_master=listens,
+                wait_for_workers=False,
+                timeout=COMING,
             )
         except dist.DistNetworkError as error:
             reason = str(error).split(". ")[0]
-            raise PeerLost(f"rank {own.rank}: nobody was met at {own.host}:{own.port}: {reason}") from error
-        # torchrun's store outlives an attempt and keeps addresses of processes that are gone (dev/log.md), so each
-        # attempt has its own prefix. Rank 0's own store does not, and is for launchers that count differently.
-        self._of_attempt = dist.PrefixStore(f"monograph/{own.attempt if own.shared else 0}", self.store)
+            raise PeerLost(
+                f"rank {own.rank}: nobody was met at {own.host}:{own.port}: {reason}"
+            ) from error
+        # torchrun's store outlives an attempt and keeps addresses of processes that are gone
+        # (dev/log.md), so each attempt has its own prefix. Rank 0's own store does not, and is for
+        # launchers that count differently.
+        self._of_attempt = dist.PrefixStore(
+            f"monograph/{own.attempt if own.shared else 0}", self.store
+        )
         self._meet(say)
         backend = "gloo"
         if torch.cuda.is_available():
-            torch.cuda.set_device(own.local % torch.cuda.device_count())  # SLURM may show each rank only its own
+            # SLURM may show each rank only its own.
+            torch.cuda.set_device(own.local % torch.cuda.device_count())
             backend = "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, store=self._of_attempt, rank=own.rank, world_size=own.size)
 
     def _meet(self, say: Callable[[str], None]) -> None:
-        """Wait for all processes, which launchers start at about the same time, and agree on the number of the attempt.
+        """Wait for all processes, which launchers start at about the same time, and agree on the
+        number of the attempt.
 
         Each machine's torchrun counts only the restarts for which its own ranks were the reason.
         """
         here = [f"there/{rank}" for rank in range(self.size)]
         self._of_attempt.set(here[self.rank], str(self.attempt))
         began = said = time.monotonic()
-        while not self._of_attempt.check(here):  # polled, since torch prints lines of its own when a wait times out
+        # Polled, since torch prints lines of its own when a wait times out.
+        while not self._of_attempt.check(here):
             now = time.monotonic()
-            absent = [str(rank) for rank, key in enumerate(here) if not self._of_attempt.check([key])]
+            absent = [
+                str(rank) for rank, key in enumerate(here) if not self._of_attempt.check([key])
+            ]
             if now - began > COMING.total_seconds():
-                raise PeerLost(f"rank {self.rank}: of {self.size} ranks {', '.join(absent)} did not come")
+                raise PeerLost(
+                    f"rank {self.rank}: of {self.size} ranks {', '.join(absent)} did not come"
+                )
             if self.leads and now - said > SAYING.total_seconds():
                 say(f"waiting for {len(absent)} of {self.size} ranks: {', '.join(absent)}")
                 said = now
@@ -172,7 +208,9 @@ class World:
         return self.rank == 0
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Return a new tensor, the sum over ranks of tensors of the same shape and dtype; a collective."""
+        """Return a new tensor, the sum over ranks of tensors of the same shape and dtype; a
+        collective.
+        """
         if self.alone:
             return tensor
         total = tensor.clone()
@@ -193,7 +231,9 @@ class World:
         return work.get_future().then(lambda done: done.value()[0])  # type: ignore[no-any-return]
 
     def exchange(self, tensor: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Send `sent[r]` numbers of a flat tensor to rank r, and return `received[r]` from each; a collective."""
+        """Send `sent[r]` numbers of a flat tensor to rank r, and return `received[r]` from each; a
+        collective.
+        """
         out = tensor.new_empty(sum(received))
         dist.all_to_all_single(out, tensor, received, sent, group=self.group)
         return out
@@ -202,14 +242,20 @@ class World:
         """Return for each flag whether it is set on some rank; a collective."""
         if self.alone:
             return list(flags)
-        return [count > 0 for count in self.sum(torch.tensor([int(flag) for flag in flags])).tolist()]
+        return [
+            count > 0 for count in self.sum(torch.tensor([int(flag) for flag in flags])).tolist()
+        ]
 
     def number(self, value: int) -> int:
-        """Return rank 0's whole number on all ranks; a collective, so that it fails if a rank is gone."""
+        """Return rank 0's whole number on all ranks; a collective, so that it fails if a rank is
+        gone.
+        """
         return int(self.sum(torch.tensor(value if self.leads else 0)))
 
     def agreed(self, value: object) -> Any:
-        """Return rank 0's value, after a round trip through JSON, on all ranks; they wait for it up to PATIENCE."""
+        """Return rank 0's value, after a round trip through JSON, on all ranks; they wait for it up
+        to PATIENCE.
+        """
         if self.alone:
             return value
         self._asked += 1
@@ -225,18 +271,27 @@ class World:
         return work() if self.alone else self.agreed(work() if self.leads else None)
 
     def gathered(self, value: object) -> list[Any]:
-        """Return the values of all ranks, in their order and after a round trip through JSON; a collective."""
+        """Return the values of all ranks, in their order and after a round trip through JSON; a
+        collective.
+        """
         if self.alone:
             return [value]
         own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = self.sum(torch.tensor([own.numel() * (rank == self.rank) for rank in range(self.size)])).tolist()
+        sizes = self.sum(
+            torch.tensor([own.numel() * (rank == self.rank) for rank in range(self.size)])
+        ).tolist()
         # Gathered tensors are equally long.
         each = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
         dist.all_gather(each, torch.nn.functional.pad(own, (0, max(sizes) - own.numel())))
-        return [json.loads(text[:size].numpy().tobytes()) for text, size in zip(each, sizes, strict=True)]
+        return [
+            json.loads(text[:size].numpy().tobytes())
+            for text, size in zip(each, sizes, strict=True)
+        ]
 
     def shared(self, work: Callable[[Sequence[T]], list[Any]], items: Sequence[T]) -> list[Any]:
-        """Return `work(items)`, a value of JSON for each, of which every rank computes a part; a collective."""
+        """Return `work(items)`, a value of JSON for each, of which every rank computes a part; a
+        collective.
+        """
         if self.alone:
             return work(items)
         own = items[self.rank :: self.size]
@@ -249,13 +304,17 @@ class World:
             self.store.set(f"monograph/{what}", text)
 
     def recall(self, what: str) -> str | None:
-        """Return the text kept by this or an earlier attempt; None if there is none under this launcher."""
+        """Return the text kept by this or an earlier attempt; None if there is none under this
+        launcher.
+        """
         key = f"monograph/{what}"
         return self.store.get(key).decode() if not self.alone and self.store.check([key]) else None
 
     @contextmanager
     def first(self) -> Iterator[None]:
-        """Run the block on rank 0 first and then on the others, which can read what it wrote to disk."""
+        """Run the block on rank 0 first and then on the others, which can read what it wrote to
+        disk.
+        """
         if not self.leads:
             self.agreed(None)
         yield
@@ -279,7 +338,9 @@ class World:
             dist.barrier()
 
     def leave(self) -> None:
-        """Leave together with all ranks, since a rank that ended earlier would leave the others waiting."""
+        """Leave together with all ranks, since a rank that ended earlier would leave the others
+        waiting.
+        """
         if not self.alone:
             dist.barrier()
             dist.destroy_process_group()
@@ -287,11 +348,12 @@ class World:
 
 
 def _let_gloo_finish() -> None:
-    """Wait until no thread of gloo runs any more, but at most FINISHING_S, for overloaded machines; Linux only.
+    """Wait until no thread of gloo runs any more, but at most FINISHING_S, for overloaded machines;
+    Linux only.
 
     Python aborts a process that ends while such a thread still frees a tensor
-    (https://github.com/pytorch/pytorch/issues/190489). Destroying the group waits for its threads, but torch's caches
-    of sharded tensors keep the group alive.
+    (https://github.com/pytorch/pytorch/issues/190489). Destroying the group waits for its threads,
+    but torch's caches of sharded tensors keep the group alive.
     """
     until = time.monotonic() + FINISHING_S
     while time.monotonic() < until:
@@ -311,5 +373,7 @@ def lost(error: BaseException | None) -> bool:
     """Return whether an error, or one of its causes, says that another process cannot be reached."""
     if error is None:
         return False
-    said = isinstance(error, RuntimeError) and ("gloo" in str(error).lower() or "NCCL" in str(error))
+    said = isinstance(error, RuntimeError) and (
+        "gloo" in str(error).lower() or "NCCL" in str(error)
+    )
     return said or isinstance(error, dist.DistError) or lost(error.__cause__)

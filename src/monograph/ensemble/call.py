@@ -1,4 +1,5 @@
-"""Call a function of one module for all members of a stack at once, by `torch.func.vmap` over their tensors.
+"""Call a function of one module for all members of a stack at once, by `torch.func.vmap` over their
+tensors.
 
 Shapes: N members, B batch, H heads, T queries, S keys, D head dimension.
 """
@@ -43,18 +44,26 @@ class Members:
         self.stack, self.seeds = stack, seeds
         self.draw = torch.zeros((), dtype=torch.int64, device=seeds.device)
         # Dropout reads its seed from this module, in which vmap puts each member's own.
-        self._counter = Counter(seeds[0], self.draw)  # made here, as a traced function should not make modules
+        # Made here, as a traced function should not make modules.
+        self._counter = Counter(seeds[0], self.draw)
         self._dropout = Dropout(self._counter)
         compat.warn_of_loops(False)  # `_eager` warns of loops after its first look
         self._for_graphs: dict[bool, bool] = {}  # by training mode: whether to call as if compiling
         named = list(stack.module.named_modules())
-        self._absent = [(path, owner, key) for path, owner in named for key, of in owner._buffers.items() if of is None]
+        self._absent = [
+            (path, owner, key)
+            for path, owner in named
+            for key, of in owner._buffers.items()
+            if of is None
+        ]
         self._computed = [(owner, key) for _, owner in named for key in computed(owner)]
-        # Places are listed once. torch.func.functional_call would walk through the module at each call, which takes
-        # most of the time of tracing a graph.
+        # Places are listed once. torch.func.functional_call would walk through the module at each
+        # call, which takes most of the time of tracing a graph.
         self._places = [*_places(named), ("", self._counter, "_buffers", "seed")]
 
-    def __call__(self, function: Function, *inputs: object, each: bool, parameters: Tensors | None = None) -> Any:
+    def __call__(
+        self, function: Function, *inputs: object, each: bool, parameters: Tensors | None = None
+    ) -> Any:
         """Return the members' outputs with a leading member axis.
 
         Call it in `context()`, which is not entered here because a captured graph would contain it.
@@ -76,21 +85,23 @@ class Members:
     ) -> tuple[Callable[[], Any], Callable[[], Any]]:
         """Return a call of the function for all members, and one for the first member alone."""
         stack = self.stack
-        # Parameters, buffers and seeds are one mapping. vmap batches all of it in its first dimension, so that no
-        # tensor of a member's own can be left out by mistake.
+        # Parameters, buffers and seeds are one mapping. vmap batches all of it in its first
+        # dimension, so that no tensor of a member's own can be left out by mistake.
         held = {name: getattr(owner, kind)[key] for name, owner, kind, key in self._places}
         held |= (parameters or {}) | {"": self.seeds}
         dims = tree_map(lambda leaf: 0 if each and isinstance(leaf, Tensor) else None, inputs)
-        # vmap returns tensors alone. The function's other results are noted here when it is traced, for all members.
+        # vmap returns tensors alone. The function's other results are noted here when it is traced,
+        # for all members.
         structure: list[Any] = []
 
         def one(tensors: dict[str, Tensor], *inputs: object) -> list[Any]:
-            # Sites are counted from 0 in each pass, so that a call of dropout has the same number in the batch and
-            # alone.
+            # Sites are counted from 0 in each pass, so that a call of dropout has the same number
+            # in the batch and alone.
             self._dropout.site = 0
             out = self._call_with(tensors, function, *inputs)
             self._dropout.site = 0  # a changed value would be an output of the graph
-            # A buffer that was None and is set in the forward pass would be a tensor inside vmap, useless outside it.
+            # A buffer that was None and is set in the forward pass would be a tensor inside vmap,
+            # useless outside it.
             for path, owner, key in self._absent:
                 if (value := owner._buffers[key]) is not None:
                     owner._buffers[key] = None
@@ -99,26 +110,41 @@ class Members:
                 setattr(owner, key, None)  # a tensor inside vmap must not outlive it
             leaves, spec = tree_flatten(out)
             # A plain value, such as None in place of a loss, is the same for all members.
-            structure[:] = [spec, [leaf if isinstance(leaf, _PLAIN) else _TENSOR for leaf in leaves]]
+            structure[:] = [
+                spec,
+                [leaf if isinstance(leaf, _PLAIN) else _TENSOR for leaf in leaves],
+            ]
             return [leaf for leaf in leaves if not isinstance(leaf, _PLAIN)]
 
         def batched() -> Any:
             tensors = iter(torch.vmap(one, in_dims=(0, *dims), randomness="error")(held, *inputs))
             spec, leaves = structure
-            return tree_unflatten([next(tensors) if leaf is _TENSOR else leaf for leaf in leaves], spec)
+            return tree_unflatten(
+                [next(tensors) if leaf is _TENSOR else leaf for leaf in leaves], spec
+            )
 
         def alone() -> Any:
-            own = tree_map(lambda leaf: leaf[0] if isinstance(leaf, Tensor) else leaf, inputs) if each else inputs
+            own = (
+                tree_map(lambda leaf: leaf[0] if isinstance(leaf, Tensor) else leaf, inputs)
+                if each
+                else inputs
+            )
             return function(stack.members[0], *own)
 
         return batched, alone
 
     def buffers(self) -> Tensors:
         """Return the stack's buffers by name."""
-        return {name: getattr(owner, kind)[key] for name, owner, kind, key in self._places[:-1] if kind == "_buffers"}
+        return {
+            name: getattr(owner, kind)[key]
+            for name, owner, kind, key in self._places[:-1]
+            if kind == "_buffers"
+        }
 
     def _call_with(self, tensors: Tensors, function: Function, *inputs: object) -> Any:
-        """Call the function with these tensors in the module, and write buffers that it replaces back into them."""
+        """Call the function with these tensors in the module, and write buffers that it replaces
+        back into them.
+        """
         held = [getattr(owner, kind) for _, owner, kind, _ in self._places]
         before = [of[key] for of, (*_, key) in zip(held, self._places, strict=True)]
         for of, (name, _, _, key) in zip(held, self._places, strict=True):
@@ -155,29 +181,34 @@ class Members:
         except (RuntimeError, ValueError, TypeError) as failure:
             if out_of_memory(failure):
                 raise
-            # Inputs or function may differ from those of the first look, so look again. If the answer is the same, the
-            # error is the function's own.
+            # Inputs or function may differ from those of the first look, so look again. If the
+            # answer is the same, the error is the function's own.
             before = self._for_graphs[training]
             self._for_graphs[training], _ = self._looked_at(batched, alone)
             if before == self._for_graphs[training]:
                 raise
         return self._eager(batched, alone)
 
-    def _looked_at(self, batched: Callable[[], Any], alone: Callable[[], Any]) -> tuple[bool, Watch]:
+    def _looked_at(
+        self, batched: Callable[[], Any], alone: Callable[[], Any]
+    ) -> tuple[bool, Watch]:
         """Return whether `batched` must run as if compiling, and what was observed.
 
-        Some modules read tensors' values (attention those of its mask) unless they believe that they are compiled.
+        Some modules read tensors' values (attention those of its mask) unless they believe that
+        they are compiled.
 
         Raises:
-            InputRefused: the module cannot be batched either way; an error that a member raises alone is raised as it
-                is.
+            InputRefused: the module cannot be batched either way; an error that a member raises
+                alone is raised as it is.
         """
         module = self.stack.module
         failures = []
-        # The module first runs as it is, as some modules take another path if they believe that they are compiled.
+        # The module first runs as it is, as some modules take another path if they believe that
+        # they are compiled.
         for compiling in (False, True):
             watch = Watch(module)
-            with buffers_kept(module), watch():  # gradients stay enabled or disabled, as a module may do other things
+            # Gradients stay enabled or disabled, as a module may do other things.
+            with buffers_kept(module), watch():
                 try:
                     with compat.as_if_compiling() if compiling else nullcontext():
                         batched()
@@ -189,15 +220,19 @@ class Members:
         if out_of_memory(first):
             raise first
         member = self.stack.members[0]
-        with buffers_kept(member):  # gradients stay enabled, too, as the module may compute some itself
-            # A member that fails alone has a bug that has nothing to do with batching, and its own message says more.
+        # Gradients stay enabled, too, as the module may compute some itself.
+        with buffers_kept(member):
+            # A member that fails alone has a bug that has nothing to do with batching, and its own
+            # message says more.
             if not isinstance(first, CannotBatch):
                 alone()
         raise refusal(first, where) from first
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """In the block torch's dropout, attention and other functions are replaced by those that `__call__` needs."""
+        """In the block torch's dropout, attention and other functions are replaced by those that
+        `__call__` needs.
+        """
         functions: Functions = {
             "scaled_dot_product_attention": self._attention,
             "embedding": _embedding,
@@ -221,14 +256,19 @@ class Members:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        # A fused kernel draws its own random numbers, so with dropout the probabilities are computed in memory.
+        # A fused kernel draws its own random numbers, so with dropout the probabilities are
+        # computed in memory.
         if dropout_p == 0:
             folded: Tensor = torch.ops.monograph.folded_attention(
                 query, key, value, attn_mask, is_causal, scale, enable_gqa
             )
             return folded
         probabilities = _probabilities(query, key, attn_mask, is_causal, scale, enable_gqa)
-        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], dim=-3) if enable_gqa else value
+        value = (
+            value.repeat_interleave(query.shape[-3] // value.shape[-3], dim=-3)
+            if enable_gqa
+            else value
+        )
         return self._dropout.of(probabilities, dropout_p, tuple(probabilities.shape)) @ value
 
 
@@ -241,7 +281,9 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """Do as `torch.nn.functional.embedding`; torch's batched form drops padding's gradient in member 0 only."""
+    """Do as `torch.nn.functional.embedding`; torch's batched form drops padding's gradient in
+    member 0 only.
+    """
     if max_norm is not None or scale_grad_by_freq:
         name = "scale_grad_by_freq" if max_norm is None else "max_norm"
         raise CannotBatch(f"it has {name}, which would count all members' tokens: leave it out")
@@ -258,20 +300,29 @@ def _refuse_checkpoint() -> None:
     )
 
 
-def _normalize(x: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Tensor | None = None) -> Tensor:
-    """Do as `torch.nn.functional.normalize`, whose argument `out`, which spectral norms use, has no batched form."""
+def _normalize(
+    x: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Tensor | None = None
+) -> Tensor:
+    """Do as `torch.nn.functional.normalize`, whose argument `out`, which spectral norms use, has no
+    batched form.
+    """
     normal = _plain_normalize(x, p, dim, eps)
     return normal if out is None else out.copy_(normal)
 
 
 def _weight_norm(direction: Tensor, norm: Tensor, dim: int = 0) -> Tensor:
-    rows = direction.reshape(1, -1) if dim == -1 else direction.transpose(0, dim).reshape(direction.shape[dim], -1)
+    rows = (
+        direction.reshape(1, -1)
+        if dim == -1
+        else direction.transpose(0, dim).reshape(direction.shape[dim], -1)
+    )
     lengths: Tensor = rows.norm(dim=1)
     return direction * (norm / lengths.view(norm.shape))
 
 
 def _average_of_batches(norm: Any, x: Tensor) -> Tensor:
-    """Compute a batch norm whose momentum is None: its statistics are means over the k batches seen so far.
+    """Compute a batch norm whose momentum is None: its statistics are means over the k batches seen
+    so far.
 
     running_k = running_{k-1} + (batch_k - running_{k-1}) / k
     """
@@ -280,7 +331,8 @@ def _average_of_batches(norm: Any, x: Tensor) -> Tensor:
     of_batch = torch.zeros_like(norm.running_mean), torch.zeros_like(norm.running_var)
     out = nn.functional.batch_norm(x, *of_batch, norm.weight, norm.bias, True, 1.0, norm.eps)
     for running, batch in zip((norm.running_mean, norm.running_var), of_batch, strict=True):
-        # torch would compute 1 / k on the host from a buffer's value, which a batched buffer does not have.
+        # torch would compute 1 / k on the host from a buffer's value, which a batched buffer does
+        # not have.
         running.add_((batch - running) / norm.num_batches_tracked)
     return out
 
@@ -299,7 +351,9 @@ def _write(name: str, buffer: Tensor, value: object) -> None:
 
 
 def _not_that(name: str, *of: object) -> InputRefused:
-    was, now = (f"{list(t.shape)} {str(t.dtype)[6:]}" if isinstance(t, Tensor) else "nothing" for t in of)
+    was, now = (
+        f"{list(t.shape)} {str(t.dtype)[6:]}" if isinstance(t, Tensor) else "nothing" for t in of
+    )
     return InputRefused(
         f"the members cannot be batched: the forward pass sets the buffer {name}, {was}, to {now}: make it as large as "
         "it gets, and of one dtype, from the beginning"
@@ -323,7 +377,12 @@ def _places(modules: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module, 
 
 
 def _probabilities(
-    query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None, enable_gqa: bool
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
 ) -> Tensor:
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
@@ -337,9 +396,9 @@ def _probabilities(
     return scores.softmax(-1)
 
 
-# ---- attention ------------------------------------------------------------------------------------------------------
-# The fused kernels have no batching rule, so vmap would loop over members, forward and backward. The rule below folds
-# the members into the batch, and autograd then sees one call.
+# ---- attention -----------------------------------------------------------------------------------
+# The fused kernels have no batching rule, so vmap would loop over members, forward and backward.
+# The rule below folds the members into the batch, and autograd then sees one call.
 
 _LIBRARY = torch.library.Library("monograph", "FRAGMENT")
 _LIBRARY.define(
@@ -352,7 +411,13 @@ _plain_normalize = nn.functional.normalize
 
 @torch.library.impl(_LIBRARY, "folded_attention", "CompositeImplicitAutograd")
 def _attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None, gqa: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    gqa: bool,
 ) -> Tensor:
     return _sdpa(query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=gqa)
 
@@ -361,14 +426,20 @@ def _folded_attention(  # type: ignore[no-untyped-def]
     info, in_dims, query, key, value, mask, is_causal, scale, gqa
 ):
     def front(tensor: Tensor, dim: int | None) -> Tensor:
-        return tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+        return (
+            tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+        )
 
     # Tensors that members share are expanded, as the kernel sees N times as many rows.
     heads = [front(tensor, dim) for tensor, dim in zip((query, key, value), in_dims, strict=False)]
     if mask is not None:
         mask = front(mask, in_dims[3])
         mask = mask.view(mask.shape[0], *[1] * (heads[0].ndim - mask.ndim), *mask.shape[1:])
-        mask = mask.expand(*heads[0].shape[:-3], *mask.shape[-3:]).flatten(0, -4) if heads[0].ndim > 3 else mask
+        mask = (
+            mask.expand(*heads[0].shape[:-3], *mask.shape[-3:]).flatten(0, -4)
+            if heads[0].ndim > 3
+            else mask
+        )
     query, key, value = (tensor.flatten(0, -4) if tensor.ndim > 3 else tensor for tensor in heads)
     out = _attention(query, key, value, mask, is_causal, scale, gqa)
     return out.view(*heads[0].shape[:-1], out.shape[-1]), 0

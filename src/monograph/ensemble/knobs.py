@@ -9,7 +9,9 @@ from monograph.errors import UsageError
 
 
 class Knobs:
-    """One member's values, read by name as in `knobs.lr`; they never change, and compare by names and values."""
+    """One member's values, read by name as in `knobs.lr`; they never change, and compare by names
+    and values.
+    """
 
     __slots__ = ("_read", "_values")
     _values: Mapping[str, Any]
@@ -29,7 +31,9 @@ class Knobs:
         try:
             return self[name]
         except KeyError:
-            raise AttributeError(f"there is no knob {name!r}; there are {', '.join(self._values) or 'none'}") from None
+            raise AttributeError(
+                f"there is no knob {name!r}; there are {', '.join(self._values) or 'none'}"
+            ) from None
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"knobs never change: make new ones, Knobs({name}={value!r})")
@@ -67,7 +71,8 @@ class Knobs:
 def grid(**axes: Iterable[Any]) -> list[Knobs]:
     """Return every combination of the axes' values; the last axis changes fastest.
 
-        grid(lr=[1e-3, 1e-2], seed=range(2)): lr=1e-3 seed=0, lr=1e-3 seed=1, lr=1e-2 seed=0, lr=1e-2 seed=1
+        grid(lr=[1e-3, 1e-2], seed=range(2)): lr=1e-3 seed=0, lr=1e-3 seed=1, lr=1e-2 seed=0,
+        lr=1e-2 seed=1
 
     Raises:
         UsageError: an axis has no value, or is a single value instead of several.
@@ -78,7 +83,10 @@ def grid(**axes: Iterable[Any]) -> list[Knobs]:
     values = {name: list(axis) for name, axis in axes.items()}
     if empty := [name for name, axis in values.items() if not axis]:
         raise UsageError(f"the axis {empty[0]} has no value: give at least one")
-    return [Knobs(**dict(zip(values, point, strict=True))) for point in itertools.product(*values.values())]
+    return [
+        Knobs(**dict(zip(values, point, strict=True)))
+        for point in itertools.product(*values.values())
+    ]
 
 
 def log_range(first: float, last: float, count: int) -> list[float]:
@@ -91,10 +99,14 @@ def log_range(first: float, last: float, count: int) -> list[float]:
     """
     for end in (first, last):
         if not (0 < end < math.inf):
-            raise UsageError(f"log_range({first:g}, {last:g}, {count}): {end:g} is no number above 0")
+            raise UsageError(
+                f"log_range({first:g}, {last:g}, {count}): {end:g} is no number above 0"
+            )
     require_ends(f"log_range({first:g}, {last:g}, {count})", first, last, count)
     ratio = math.log(last / first) / max(1, count - 1)
-    return [float(first), *(first * math.exp(ratio * i) for i in range(1, count - 1)), float(last)][:count]
+    return [float(first), *(first * math.exp(ratio * i) for i in range(1, count - 1)), float(last)][
+        :count
+    ]
 
 
 def require_ends(what: str, first: float, last: float, count: int) -> None:

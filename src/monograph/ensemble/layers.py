@@ -1,8 +1,10 @@
-"""Tell how members' layers run, and why where they cannot run as one; make recurrent layers and dropout run as one.
+"""Tell how members' layers run, and why where they cannot run as one; make recurrent layers and
+dropout run as one.
 
-Recurrent layers are loops over time, which vmap can batch over members; it cannot batch torch's own kernels. Dropout
-needs no random generator: a mask is a pure function of (seed, draw, site, element). So a member of an ensemble drops
-the same elements as when trained alone, and so does a repeated pass.
+Recurrent layers are loops over time, which vmap can batch over members; it cannot batch torch's own
+kernels. Dropout needs no random generator: a mask is a pure function of (seed, draw, site,
+element). So a member of an ensemble drops the same elements as when trained alone, and so does a
+repeated pass.
 
 Shapes: T time, B batch, I inputs, H hidden, L layers times directions.
 """
@@ -52,7 +54,8 @@ class Watch:
     """An observer of a forward pass.
 
     Attributes:
-        where: the names of the parts that are running, innermost last; after an error, those that were running.
+        where: the names of the parts that are running, innermost last; after an error, those that
+            were running.
     """
 
     def __init__(self, module: nn.Module):
@@ -94,7 +97,10 @@ class Watch:
     def warn(self) -> None:
         """Warn of each looped part."""
         for name, operators in self._looped.items():
-            warnings.warn(f"{name} is {_looped(operators)}; ensemble.layers(...) shows every layer", stacklevel=2)
+            warnings.warn(
+                f"{name} is {_looped(operators)}; ensemble.layers(...) shows every layer",
+                stacklevel=2,
+            )
 
 
 def _looped(operators: list[str]) -> str:
@@ -124,7 +130,9 @@ class CannotBatch(RuntimeError):
 def refusal(failure: BaseException, where: list[str]) -> InputRefused:
     """Return the error for a forward pass that one member can run but a batch of members cannot."""
     text = str(failure) or type(failure).__name__
-    reason = next((of for symptom, of in _REASONS.items() if symptom in text), "torch.vmap cannot run it")
+    reason = next(
+        (of for symptom, of in _REASONS.items() if symptom in text), "torch.vmap cannot run it"
+    )
     said = text if isinstance(failure, CannotBatch) else f"{reason} ({text.splitlines()[0][:120]})"
     return InputRefused(
         f"the members cannot be batched: {f'in {where[-1]}' if where else OUTSIDE}: {said}; or train such members one "
@@ -134,10 +142,13 @@ def refusal(failure: BaseException, where: list[str]) -> InputRefused:
 
 F = torch.nn.functional
 State = tuple[Tensor, ...]  # the hidden state [B, H], and an LSTM's cell state [B, H]
-Step = Callable[..., State]  # (the input's share of the gates, state, weight_hh, bias_hh, ...) -> the next state
+# (the input's share of the gates, state, weight_hh, bias_hh, ...) -> the next state.
+Step = Callable[..., State]
 
 
-def _lstm(given: Tensor, state: State, weight: Tensor, bias: Tensor | None, project: Tensor | None = None) -> State:
+def _lstm(
+    given: Tensor, state: State, weight: Tensor, bias: Tensor | None, project: Tensor | None = None
+) -> State:
     hidden, cell = state
     into, forget, new, out = (given + F.linear(hidden, weight, bias)).chunk(4, -1)
     cell = forget.sigmoid() * cell + into.sigmoid() * new.tanh()
@@ -155,12 +166,20 @@ def _gru(given: Tensor, state: State, weight: Tensor, bias: Tensor | None) -> St
     return (new + keep * (hidden - new),)
 
 
-def _rnn(act: Callable[[Tensor], Tensor], given: Tensor, state: State, weight: Tensor, bias: Tensor | None) -> State:
+def _rnn(
+    act: Callable[[Tensor], Tensor],
+    given: Tensor,
+    state: State,
+    weight: Tensor,
+    bias: Tensor | None,
+) -> State:
     return (act(given + F.linear(state[0], weight, bias)),)
 
 
 def _cell(step: Step, x: Tensor, state: Any, weight: Tensor, *of: Tensor | None) -> Any:
-    """Run one step in time with the arguments of torch's cell kernels; `of` is weight_hh, bias_ih, bias_hh."""
+    """Run one step in time with the arguments of torch's cell kernels; `of` is weight_hh, bias_ih,
+    bias_hh.
+    """
     weight_hh, bias, bias_hh = (*of, None, None)[:3]
     many = isinstance(state, tuple)
     after = step(F.linear(x, weight, bias), state if many else (state,), weight_hh, bias_hh)
@@ -168,7 +187,9 @@ def _cell(step: Step, x: Tensor, state: Any, weight: Tensor, *of: Tensor | None)
 
 
 def _layers(step: Step, x: Tensor, state: Any, weights: Any, *options: Any) -> State:
-    """Return outputs [T, B, H] and last states [L, B, H] for x [T, B, I]; arguments are those of torch's kernels."""
+    """Return outputs [T, B, H] and last states [L, B, H] for x [T, B, I]; arguments are those of
+    torch's kernels.
+    """
     bias, layers, dropout, training, bidirectional, batch_first = (*options, False)[:6]
     if not isinstance(weights, list):
         raise CannotBatch(
@@ -185,8 +206,8 @@ def _layers(step: Step, x: Tensor, state: Any, weights: Any, *options: Any) -> S
         for backwards in range(directions):
             of_input, of_hidden, *own = weights[len(ends) * per : (len(ends) + 1) * per]
             bias_input, bias_hidden, *project = own if bias else (None, None, *own)
-            # One product gives the input's share of the gates for all steps; only the hidden state's share depends on
-            # the step before.
+            # One product gives the input's share of the gates for all steps; only the hidden
+            # state's share depends on the step before.
             given = F.linear(x, of_input, bias_input).unbind(0)
             hidden = []
             now = tuple(of[len(ends)] for of in first)
@@ -198,12 +219,16 @@ def _layers(step: Step, x: Tensor, state: Any, weights: Any, *options: Any) -> S
         x = torch.cat(outputs, -1)
         if dropout and layer < layers - 1:
             x = F.dropout(x, dropout, training)
-    return x.transpose(0, 1) if batch_first else x, *(torch.stack(of) for of in zip(*ends, strict=True))
+    return x.transpose(0, 1) if batch_first else x, *(
+        torch.stack(of) for of in zip(*ends, strict=True)
+    )
 
 
 _RNNS = {f"rnn_{act.__name__}": functools.partial(_rnn, act) for act in (torch.tanh, torch.relu)}
 _STEPS: dict[str, Step] = {"lstm": _lstm, "gru": _gru, **_RNNS}
-KERNELS: dict[str, Callable[..., Any]] = {name: functools.partial(_layers, step) for name, step in _STEPS.items()}
+KERNELS: dict[str, Callable[..., Any]] = {
+    name: functools.partial(_layers, step) for name, step in _STEPS.items()
+}
 KERNELS |= {f"{name}_cell": functools.partial(_cell, step) for name, step in _STEPS.items()}
 
 
@@ -249,20 +274,31 @@ class Dropout:
         zero = torch.zeros_like(fours)
         counter = (fours, zero + (draw & LOW32), zero + site, zero + (draw >> 32 & LOW32))
         words = philox(counter, (zero + (seed & LOW32), zero + (seed >> 32 & LOW32)))
-        return torch.stack(words, -1).flatten()[:size].view(shape) >= (_number(rate, zero) * 2.0**32).to(torch.int64)
+        return torch.stack(words, -1).flatten()[:size].view(shape) >= (
+            _number(rate, zero) * 2.0**32
+        ).to(torch.int64)
 
-    def of(self, hidden: Tensor, rate: float | Tensor, mask: tuple[int, ...], inplace: bool = False) -> Tensor:
-        """Return `hidden` with dropped elements zero and others divided by 1 - p; the shape `mask` broadcasts to it."""
+    def of(
+        self, hidden: Tensor, rate: float | Tensor, mask: tuple[int, ...], inplace: bool = False
+    ) -> Tensor:
+        """Return `hidden` with dropped elements zero and others divided by 1 - p; the shape `mask`
+        broadcasts to it.
+        """
         if not isinstance(rate, Tensor) and rate == 0:
             self.site += 1  # other members may have a higher rate here, and count the site
             return hidden
-        # It is computed in fp64 and rounded once, so that a rate in a tensor gives the same bits as a number.
+        # It is computed in fp64 and rounded once, so that a rate in a tensor gives the same bits as
+        # a number.
         scale = (1.0 / (1.0 - _number(rate, hidden))).to(hidden.dtype)
         factor = torch.where(self.kept(mask, rate), scale, 0.0)
         return hidden.mul_(factor) if inplace else hidden * factor
 
-    def alpha(self, hidden: Tensor, rate: float, mask: tuple[int, ...], inplace: bool = False) -> Tensor:
-        """Return `hidden` with dropped elements at SELU's limit, scaled and shifted to keep mean 0 and variance 1."""
+    def alpha(
+        self, hidden: Tensor, rate: float, mask: tuple[int, ...], inplace: bool = False
+    ) -> Tensor:
+        """Return `hidden` with dropped elements at SELU's limit, scaled and shifted to keep mean 0
+        and variance 1.
+        """
         # The limit of SELU for very negative inputs, -lambda alpha.
         limit = -1.7580993408473766
         scale = ((1 - rate) * (1 + rate * limit**2)) ** -0.5 if rate < 1 else 0.0
@@ -272,13 +308,21 @@ class Dropout:
     def functions(self) -> dict[str, Callable[..., Tensor]]:
         """Return the replacements of functions of `torch.nn.functional`, by name."""
 
-        def made(of: Callable[..., Tensor], kept: int | None, last: int = 0, default: bool = True) -> Any:
-            """Return a dropout whose mask has the first `kept` dimensions, or all but the `last` ones."""
+        def made(
+            of: Callable[..., Tensor], kept: int | None, last: int = 0, default: bool = True
+        ) -> Any:
+            """Return a dropout whose mask has the first `kept` dimensions, or all but the `last`
+            ones.
+            """
 
             def dropout(
-                hidden: Tensor, p: float | Tensor = 0.5, training: bool = default, inplace: bool = False
+                hidden: Tensor,
+                p: float | Tensor = 0.5,
+                training: bool = default,
+                inplace: bool = False,
             ) -> Tensor:
-                # Spatial dropout drops whole channels, so the mask has size 1 in the dimensions of positions.
+                # Spatial dropout drops whole channels, so the mask has size 1 in the dimensions of
+                # positions.
                 own = hidden.ndim - last if kept is None else kept
                 mask = tuple(hidden.shape[:own]) + (1,) * (hidden.ndim - own)
                 return of(hidden, p, mask, inplace) if training else hidden
@@ -287,10 +331,17 @@ class Dropout:
 
         kinds = {"alpha_dropout": None, "feature_alpha_dropout": 2}
         alphas = {name: made(self.alpha, kept, 0, False) for name, kept in kinds.items()}
-        # torch reads three dimensions in dropout2d as [N, C, L], and one fewer in the others as a batch of one.
-        spatial = {"dropout2d": made(self.of, 2)} | {f"dropout{n}d": made(self.of, None, n) for n in (1, 3)}
+        # torch reads three dimensions in dropout2d as [N, C, L], and one fewer in the others as a
+        # batch of one.
+        spatial = {"dropout2d": made(self.of, 2)} | {
+            f"dropout{n}d": made(self.of, None, n) for n in (1, 3)
+        }
         return {"dropout": made(self.of, None)} | spatial | alphas
 
 
 def _number(rate: float | Tensor, like: Tensor) -> Tensor:
-    return rate if isinstance(rate, Tensor) else torch.full((), rate, dtype=torch.float64, device=like.device)
+    return (
+        rate
+        if isinstance(rate, Tensor)
+        else torch.full((), rate, dtype=torch.float64, device=like.device)
+    )

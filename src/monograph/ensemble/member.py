@@ -1,4 +1,6 @@
-"""One member of an ensemble as an engine, so that its run is saved, loaded and scored like any other."""
+"""One member of an ensemble as an engine, so that its run is saved, loaded and scored like any
+other.
+"""
 
 from typing import NoReturn, final
 
@@ -12,12 +14,16 @@ from monograph.graph.lora import kept_state
 from monograph.loop import EngineState
 from monograph.loss import Batch
 
-TOGETHER = "the members of an ensemble train together: call the ensemble's own accumulate and update"
+TOGETHER = (
+    "the members of an ensemble train together: call the ensemble's own accumulate and update"
+)
 
 
 @final
 class MemberEngine(Engine):
-    """The engine of one member, whose step is that of all members; they train together, by the ensemble alone."""
+    """The engine of one member, whose step is that of all members; they train together, by the
+    ensemble alone.
+    """
 
     def __init__(self, ensemble: Ensemble, number: int):
         """Take the ensemble and the member's number."""
@@ -62,10 +68,17 @@ class MemberEngine(Engine):
             InputRefused: the state does not fit the member. Nothing was copied then.
         """
         weights = kept_state(self.model)
-        buffers = {name: stacked[self._number] for name, stacked in self._ensemble.state().optimizer.items()}
+        buffers = {
+            name: stacked[self._number]
+            for name, stacked in self._ensemble.state().optimizer.items()
+        }
         counters = self._ensemble.stacked.counters_of(self._number)
         state.require_fit(EngineState(weights, buffers, {"index": self.index, **counters}))
         values = {name: state.counter(name, counter) for name, counter in counters.items()}
-        for mine, theirs in ((weights, state.model), (buffers, state.optimizer), (counters, values)):
+        for mine, theirs in (
+            (weights, state.model),
+            (buffers, state.optimizer),
+            (counters, values),
+        ):
             for name, tensor in mine.items():
                 write(tensor.detach(), theirs[name])

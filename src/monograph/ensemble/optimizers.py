@@ -1,4 +1,5 @@
-"""Give each member its optimizer, and merge them into one, in which a number that differs is a tensor [N].
+"""Give each member its optimizer, and merge them into one, in which a number that differs is a
+tensor [N].
 
 Shapes: N members.
 """
@@ -17,7 +18,8 @@ from monograph.optim.optimizer import Knob
 # The optimizer's fields in which members may differ; all other fields shape the graph.
 _OF_OPTIMIZER = ("lr", "betas", "eps", "weight_decay", "momentum")
 
-_NUMBERS = ("lr", "weight_decay", "momentum", "eps")  # fields of a `Kind` in which members may differ
+# Fields of a `Kind` in which members may differ.
+_NUMBERS = ("lr", "weight_decay", "momentum", "eps")
 
 
 def optimizers(
@@ -26,29 +28,42 @@ def optimizers(
     """Return one optimizer for each member.
 
     Args:
-        optim: one optimizer for all, whose fields are replaced by the knobs of the same names; or one for each member.
+        optim: one optimizer for all, whose fields are replaced by the knobs of the same names; or
+            one for each member.
         knobs: each member's knobs by name.
 
     Raises:
-        UsageError: there are not as many optimizers as members, one is no optimizer, or they differ in a field that
-            must be equal.
+        UsageError: there are not as many optimizers as members, one is no optimizer, or they differ
+            in a field that must be equal.
     """
     if isinstance(optim, list | tuple):
         optims = list(optim)
         if len(optims) != len(knobs):
-            raise UsageError(f"{len(optims)} optimizers for {len(knobs)} members: pass one, or one each")
+            raise UsageError(
+                f"{len(optims)} optimizers for {len(knobs)} members: pass one, or one each"
+            )
     else:
         first = optim() if isinstance(optim, type) and issubclass(optim, Optimizer) else optim
         if not isinstance(first, Optimizer):
-            raise UsageError(f"optim = {optim!r}: expected one of this package's, such as monograph.AdamW(lr=1e-3)")
+            raise UsageError(
+                f"optim = {optim!r}: expected one of this package's, such as monograph.AdamW(lr=1e-3)"
+            )
         names = [field.name for field in fields(first) if field.name in _OF_OPTIMIZER]
-        optims = [replace(first, **{name: own[name] for name in names if name in own}) for own in knobs]
+        optims = [
+            replace(first, **{name: own[name] for name in names if name in own}) for own in knobs
+        ]
     for number, other in enumerate(optims):
         if type(other) is not type(optims[0]):
-            raise UsageError(f"members 0 and {number} have different optimizers; those of one graph share its kind")
+            raise UsageError(
+                f"members 0 and {number} have different optimizers; those of one graph share its kind"
+            )
         # All other fields shape the graph, which all members share.
-        shared = (field.name for field in fields(other) if field.name not in (*_OF_OPTIMIZER, "groups"))
-        if odd := next((name for name in shared if getattr(other, name) != getattr(optims[0], name)), None):
+        shared = (
+            field.name for field in fields(other) if field.name not in (*_OF_OPTIMIZER, "groups")
+        )
+        if odd := next(
+            (name for name in shared if getattr(other, name) != getattr(optims[0], name)), None
+        ):
             raise UsageError(
                 f"members 0 and {number} differ in the optimizer's {odd}, which one graph shares; "
                 f"a member may have its own {', '.join(_OF_OPTIMIZER)}"
@@ -99,10 +114,14 @@ def merged(optims: Sequence[Optimizer], device: torch.device) -> Optimizer:
 
 
 def kinds(of_members: Sequence[Mapping[str, Kind]], device: torch.device) -> dict[str, Kind]:
-    """Return how each parameter is updated, by name; numbers are tensors [N] where the members' differ."""
+    """Return how each parameter is updated, by name; numbers are tensors [N] where the members'
+    differ.
+    """
     by_kind: dict[tuple[Kind, ...], Kind] = {}
     for of_parameter in zip(*(of.values() for of in of_members), strict=True):
-        numbers = {name: _knob([getattr(kind, name) for kind in of_parameter], device) for name in _NUMBERS}
+        numbers = {
+            name: _knob([getattr(kind, name) for kind in of_parameter], device) for name in _NUMBERS
+        }
         by_kind.setdefault(of_parameter, of_parameter[0]._replace(**numbers))
     return {name: by_kind[tuple(of[name] for of in of_members)] for name in of_members[0]}
 

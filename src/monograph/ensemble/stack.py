@@ -1,4 +1,5 @@
-"""Stack modules of one structure: each parameter and buffer holds all members' values, with a leading member axis.
+"""Stack modules of one structure: each parameter and buffer holds all members' values, with a
+leading member axis.
 
 Shapes: N members.
 """
@@ -18,7 +19,9 @@ AT_A_TIME = 8  # this many members are checked before an update
 
 
 class Held(NamedTuple):
-    """A tensor of the stack, and for each member the module and the name under which it holds its part."""
+    """A tensor of the stack, and for each member the module and the name under which it holds its
+    part.
+    """
 
     stacked: Tensor
     owners: list[tuple[nn.Module, str]]
@@ -27,13 +30,14 @@ class Held(NamedTuple):
 class Stack:
     """N modules of one structure.
 
-    They are stacked one parameter at a time, so that no more than one is in memory twice. Afterwards they are still
-    ordinary modules, whose tensors are views of the stack, so that training the stack trains them.
+    They are stacked one parameter at a time, so that no more than one is in memory twice.
+    Afterwards they are still ordinary modules, whose tensors are views of the stack, so that
+    training the stack trains them.
 
     Attributes:
         members: the modules.
-        module: a module like each of them whose parameters and buffers, by the same names, are [N, ...]. It cannot be
-            called directly: see `monograph.ensemble.call`.
+        module: a module like each of them whose parameters and buffers, by the same names, are [N,
+            ...]. It cannot be called directly: see `monograph.ensemble.call`.
     """
 
     def __init__(self, members: Sequence[nn.Module]):
@@ -44,8 +48,8 @@ class Stack:
 
         Raises:
             UsageError: there is no module, or a module is listed twice.
-            InputRefused: two modules differ in more than their numbers, or have something that torch cannot batch; the
-                message names the first path.
+            InputRefused: two modules differ in more than their numbers, or have something that
+                torch cannot batch; the message names the first path.
         """
         if not members:
             raise UsageError("an ensemble needs a member: the list of modules is empty")
@@ -57,25 +61,31 @@ class Stack:
         self._parts = [_parts(member) for member in members]
         self._held: list[Held] = []
         memo: dict[int, Any] = {}
-        # Each tensor's old parts are freed before the next one is stacked, so only one is in memory twice.
+        # Each tensor's old parts are freed before the next one is stacked, so only one is in memory
+        # twice.
         for owners in _tensors(members):
             whole = _stacked([getattr(module, name) for module, name in owners])
             self._held.append(Held(whole, owners))
             self._point(self._held[-1])
             first, name = owners[0]
             memo[id(getattr(first, name))] = whole
-        # Attributes computed from parameters at each call are no leaves, so they cannot be copied, and need not be.
+        # Attributes computed from parameters at each call are no leaves, so they cannot be copied,
+        # and need not be.
         for part in members[0].modules():
             of = [vars(part)[name] for name in computed(part)] + getattr(part, "_flat_weights", [])
             memo |= {id(tensor): None for tensor in of if id(tensor) not in memo}
-        # By the memo the copy has stacked tensors in place of the first member's. It goes by identity, so ties stay.
+        # By the memo the copy has stacked tensors in place of the first member's. It goes by
+        # identity, so ties stay.
         self.module = copy.deepcopy(members[0], memo)
-        for part in self.module.modules():  # a key-value cache is no tensor, and useless where nothing is generated
+        # A key-value cache is no tensor, and useless where nothing is generated.
+        for part in self.module.modules():
             config: Any = getattr(part, "config", None)
             if getattr(config, "use_cache", False):
                 config.use_cache = False
         if not self._held:
-            raise UsageError("the members have no parameters and no buffers: there is nothing that could differ")
+            raise UsageError(
+                "the members have no parameters and no buffers: there is nothing that could differ"
+            )
         device = self._held[0].stacked.device
         for path, rates in _rates(members).items():
             own = torch.tensor(rates, dtype=torch.float64, device=device)
@@ -95,9 +105,11 @@ class Stack:
         """Check that members still hold views of the stack; each turn checks the next few members.
 
         Raises:
-            UsageError: a part, parameter or buffer was replaced, frozen, moved or cast; the message names the first.
+            UsageError: a part, parameter or buffer was replaced, frozen, moved or cast; the message
+                names the first.
         """
-        # Checking all members would take longer than launching an update, and a change is noticed soon enough.
+        # Checking all members would take longer than launching an update, and a change is noticed
+        # soon enough.
         for number in {(turn * AT_A_TIME + step) % self.size for step in range(AT_A_TIME)}:
             member = self.members[number]
             changed = None
@@ -109,7 +121,9 @@ class Stack:
                     and tensor.requires_grad == stacked.requires_grad
                     and memory(tensor) == _share(stacked, number)
                 ):
-                    path = next((path for path, part in member.named_modules() if part is module), None)
+                    path = next(
+                        (path for path, part in member.named_modules() if part is module), None
+                    )
                     changed = changed or (None if path is None else f"{path}.{name}".lstrip("."))
             if changed or _parts(member) != self._parts[number]:
                 changed = changed or "a part or parameter"
@@ -145,7 +159,9 @@ class _RatedDropout(nn.Module):
 
 
 def _share(stacked: Tensor, number: int) -> Memory:
-    """Return the memory of `stacked[number]`, without an operator for each of many tensors in each update."""
+    """Return the memory of `stacked[number]`, without an operator for each of many tensors in each
+    update.
+    """
     storage, offset, shape, stride = memory(stacked)
     return storage, offset + number * stride[0], shape[1:], stride[1:]
 
@@ -158,11 +174,17 @@ def _parts(member: nn.Module) -> list[int]:
 def _stacked(tensors: list[Tensor]) -> Tensor:
     whole = torch.stack([tensor.detach() for tensor in tensors])
     first = tensors[0]
-    return nn.Parameter(whole, requires_grad=first.requires_grad) if isinstance(first, nn.Parameter) else whole
+    return (
+        nn.Parameter(whole, requires_grad=first.requires_grad)
+        if isinstance(first, nn.Parameter)
+        else whole
+    )
 
 
 def _tensors(members: Sequence[nn.Module]) -> Iterator[list[tuple[nn.Module, str]]]:
-    """Yield for each parameter and buffer, tied ones once, the module and name under which each member holds it."""
+    """Yield for each parameter and buffer, tied ones once, the module and name under which each
+    member holds it.
+    """
     seen = set[int]()
     for modules in zip(*(member.modules() for member in members), strict=True):
         for name, tensor in (*modules[0]._parameters.items(), *modules[0]._buffers.items()):

@@ -1,4 +1,5 @@
-"""Keep the parameters of N members in one stack: planes, losses, norms and rates have a leading member axis.
+"""Keep the parameters of N members in one stack: planes, losses, norms and rates have a leading
+member axis.
 
 Shapes: N members.
 """
@@ -24,7 +25,8 @@ from monograph.step import OnDevice, Step, Update, closed
 
 
 class Stacked(OnDevice):
-    """The parameters of N members: each has its own loss, norm, clipping, rate and acceptance, whatever the others do.
+    """The parameters of N members: each has its own loss, norm, clipping, rate and acceptance,
+    whatever the others do.
 
     Attributes:
         members: the members.
@@ -47,7 +49,9 @@ class Stacked(OnDevice):
         remat: Remat.Budget,
         each: bool,
     ):
-        """Take what `monograph.Ensemble` takes, with one optimizer and one schedule for each member."""
+        """Take what `monograph.Ensemble` takes, with one optimizer and one schedule for each
+        member.
+        """
         super().__init__()
         self.members = members
         self.optims = [checked(o) for o in optims]
@@ -67,12 +71,17 @@ class Stacked(OnDevice):
         self.frozen: Tensor = torch.zeros(members.stack.size, dtype=torch.bool, device=device)
         self.update_in_one = Compilable(self._update_in_one)
         self.counters = {"frozen": self.frozen, "draw": members.draw}
-        # Numbers that differ between members become tensors [N]; equal ones stay numbers, which keeps the graph simple.
+        # Numbers that differ between members become tensors [N]; equal ones stay numbers, which
+        # keeps the graph simple.
         self.optim = merged(self.optims, device)
 
     def counters_of(self, member: int) -> dict[str, Tensor]:
         """Return one member's counters of the step, 0-d views by name."""
-        return {name: counter[member] for name, counter in self.step.counters.items() if name not in self.counters}
+        return {
+            name: counter[member]
+            for name, counter in self.step.counters.items()
+            if name not in self.counters
+        }
 
     def update_whole(self, batch: Any) -> Update:
         """Do `accumulate(step, [batch])` and `update(step)`, in one graph where they are captured."""
@@ -86,26 +95,35 @@ class Stacked(OnDevice):
         return closed(step, lr, grad_norm)
 
     def _update_in_one(self, batch: Any, loss_factor: Tensor) -> Tensor:
-        """Compute the gradient and update of a window of one micro-batch, whose gradient need not be kept to add to."""
+        """Compute the gradient and update of a window of one micro-batch, whose gradient need not
+        be kept to add to.
+        """
         step = self.step
         buffers = self.members.buffers()
 
         def loss(parameters: Tensors) -> tuple[Tensor, tuple[Tensor, Tensor, Tensors]]:
-            # A transform cannot write to tensors from outside, as it would to running means, so they are cloned.
+            # A transform cannot write to tensors from outside, as it would to running means, so
+            # they are cloned.
             own = {name: buffer.clone() for name, buffer in buffers.items()}
             loss_sum, count = self.sums(batch, parameters | own)
             return step.scaled(loss_sum, loss_factor), (loss_sum.detach(), count, own)
 
         # Views are made here, as a graph would copy inputs that overlap and are written.
-        parameters = {name: view for plane in step.planes for name, view in plane.views(plane.param)}
-        # Gradients are results instead of `.grad`, so that the graph frees them like its other intermediates.
+        parameters = {
+            name: view for plane in step.planes for name, view in plane.views(plane.param)
+        }
+        # Gradients are results instead of `.grad`, so that the graph frees them like its other
+        # intermediates.
         grads, (loss_sum, count, written) = torch.func.grad(loss, has_aux=True)(parameters)
         for name, buffer in buffers.items():
             buffer.copy_(written[name])
         step.loss_sum.copy_(loss_sum)
         step.count.copy_(count)
         size = self.members.stack.size
-        flat = [torch.cat([grads[slot.name].reshape(size, -1) for slot in p.slots], dim=-1) for p in step.planes]
+        flat = [
+            torch.cat([grads[slot.name].reshape(size, -1) for slot in p.slots], dim=-1)
+            for p in step.planes
+        ]
         return step.clip_and_apply(flat)
 
     # ── the parameters ──────────────────────────────────────────────────────────────────────────
@@ -113,7 +131,9 @@ class Stacked(OnDevice):
     def place(self, step: Step) -> list[Plane]:
         """Move the stacked parameters into planes [N, size]."""
         self.step = step
-        of_members = [optim.kinds(m) for optim, m in zip(self.optims, self.members.stack.members, strict=True)]
+        of_members = [
+            optim.kinds(m) for optim, m in zip(self.optims, self.members.stack.members, strict=True)
+        ]
         made = planes(trainable(step.model), kinds(of_members, self.frozen.device), lead=1)
         return [step.begun(plane) for plane in made]
 
@@ -123,13 +143,16 @@ class Stacked(OnDevice):
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """In the block the members can be called together, and a graph is compiled with their budget of activations.
+        """In the block the members can be called together, and a graph is compiled with their
+        budget of activations.
 
         Raises:
             UsageError: activations are to be recomputed, but the step is not captured.
         """
         if self.kept_share < 1 and self.step.scope == "none" and torch.is_grad_enabled():
-            raise UsageError("an ensemble recomputes only in captured graphs: engine.capture(window) first")
+            raise UsageError(
+                "an ensemble recomputes only in captured graphs: engine.capture(window) first"
+            )
         with self.members.context(), compat.activations_kept(self.kept_share):
             yield
 
@@ -146,10 +169,17 @@ class Stacked(OnDevice):
 
         size = self.members.stack.size
         balanced = self.step.balances and SHARES in batch
-        if balanced and not self.each:  # each member has shares of its own, even of rows that all get
-            batch = {name: rows if name == SHARES else rows.expand(size, *rows.shape) for name, rows in batch.items()}
-        loss_sum, count = self.members(of_one, batch, each=self.each or balanced, parameters=parameters)
-        return loss_sum, constant(count)  # inside vmap, no tensor says whether it requires a gradient
+        # Each member has shares of its own, even of rows that all get.
+        if balanced and not self.each:
+            batch = {
+                name: rows if name == SHARES else rows.expand(size, *rows.shape)
+                for name, rows in batch.items()
+            }
+        loss_sum, count = self.members(
+            of_one, batch, each=self.each or balanced, parameters=parameters
+        )
+        # Inside vmap, no tensor says whether it requires a gradient.
+        return loss_sum, constant(count)
 
     def targets(self, batch: Any) -> Tensor | None:
         """Return the targets of each member's batch, [N], if the loss can count them."""

@@ -1,4 +1,6 @@
-"""Measures a model: bits per byte of text, log-probabilities of continuations, answers to multiple choice."""
+"""Measures a model: bits per byte of text, log-probabilities of continuations, answers to multiple
+choice.
+"""
 
 from monograph.evaluation.comparison import compare as compare
 from monograph.evaluation.text import Evaluation as Evaluation

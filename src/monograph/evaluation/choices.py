@@ -1,7 +1,8 @@
-"""Scores continuations by their log-probability after a context, and answers multiple choice by these scores.
+"""Scores continuations by their log-probability after a context, and answers multiple choice by
+these scores.
 
-Multiple choice is scored as in lm-evaluation-harness. Questions come in files of JSON lines; a record has a question,
-its choices and the number of the right choice.
+Multiple choice is scored as in lm-evaluation-harness. Questions come in files of JSON lines; a
+record has a question, its choices and the number of the right choice.
 
 Shapes: B rows, T positions, N scored positions, C of them at once, D hidden size, V vocabulary.
 """
@@ -65,10 +66,10 @@ def score(
 
         log_probability = sum over i of log_softmax(logits(context + ids[:i]))[ids[i]]
 
-    One forward pass scores a whole continuation, and rows of similar length share one. They are padded on the right,
-    where causal attention never looks, so neither batch nor padding changes a score beyond rounding. If context and
-    continuation together are longer than the model's positions, the beginning of the context is left out, as in
-    lm-evaluation-harness.
+    One forward pass scores a whole continuation, and rows of similar length share one. They are
+    padded on the right, where causal attention never looks, so neither batch nor padding changes a
+    score beyond rounding. If context and continuation together are longer than the model's
+    positions, the beginning of the context is left out, as in lm-evaluation-harness.
 
     Args:
         model: a language model; it is put into evaluation mode.
@@ -92,7 +93,8 @@ def score(
 
 
 def fitted(asked: Continuation, longest: int) -> tuple[list[int], int]:
-    """Return (the last `longest` + 1 ids of context and continuation, how many of them are the continuation's).
+    """Return (the last `longest` + 1 ids of context and continuation, how many of them are the
+    continuation's).
 
     Raises:
         InputRefused: the continuation does not fit.
@@ -117,7 +119,9 @@ class TokenScore(NamedTuple):
 
 
 @torch.no_grad()
-def score_tokens(model: Llama, ids: Sequence[int], precision: Precision, likeliest: int) -> list[TokenScore]:
+def score_tokens(
+    model: Llama, ids: Sequence[int], precision: Precision, likeliest: int
+) -> list[TokenScore]:
     """Score each of a text's ids but the first, in one forward pass; see `score`.
 
     Args:
@@ -134,7 +138,9 @@ def score_tokens(model: Llama, ids: Sequence[int], precision: Precision, likelie
         targets = torch.tensor(list(ids[1:]), device=device).tensor_split(pieces)
         for hidden_CD, targets_C in zip(hidden_ND.tensor_split(pieces), targets, strict=True):
             logits_CV = model.logits(hidden_CD)
-            values_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)).log_softmax(-1)
+            values_CV = logits_CV.to(
+                torch.promote_types(logits_CV.dtype, torch.float32)
+            ).log_softmax(-1)
             top = values_CV.topk(likeliest)
             columns = (values_CV.gather(-1, targets_C[:, None])[:, 0], top.indices, top.values)
             for value, at, most in zip(*(column.tolist() for column in columns), strict=True):
@@ -143,7 +149,9 @@ def score_tokens(model: Llama, ids: Sequence[int], precision: Precision, likelie
 
 
 def _batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Yield groups of indices of at most `batch_tokens` padded ids, the longest first, so that memory fails early."""
+    """Yield groups of indices of at most `batch_tokens` padded ids, the longest first, so that
+    memory fails early.
+    """
     group: list[int] = []
     for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         if group and lengths[group[0]] * (len(group) + 1) > batch_tokens:
@@ -158,11 +166,20 @@ def _scored(model: Llama, rows: Sequence[tuple[list[int], int]]) -> list[Score]:
     """Return the scores of rows that go through the model together."""
     device = model.lm_head.weight.device
     inputs = max(len(row) for row, _ in rows) - 1
-    tokens_BT = torch.tensor([row[:-1] + [0] * (inputs + 1 - len(row)) for row, _ in rows], device=device)
-    targets_N = torch.tensor([token for row, count in rows for token in row[-count:]], device=device)
-    # Position i predicts id i + 1, so the predictions of a continuation end one position before its last id.
+    tokens_BT = torch.tensor(
+        [row[:-1] + [0] * (inputs + 1 - len(row)) for row, _ in rows], device=device
+    )
+    targets_N = torch.tensor(
+        [token for row, count in rows for token in row[-count:]], device=device
+    )
+    # Position i predicts id i + 1, so the predictions of a continuation end one position before its
+    # last id.
     ends = [index * inputs + len(row) - 1 for index, (row, _) in enumerate(rows)]
-    places = [place for end, (_, count) in zip(ends, rows, strict=True) for place in range(end - count, end)]
+    places = [
+        place
+        for end, (_, count) in zip(ends, rows, strict=True)
+        for place in range(end - count, end)
+    ]
     hidden_ND = model(tokens_BT).flatten(0, 1)[torch.tensor(places, device=device)]
     chosen_N, best_N = _log_probabilities(model, hidden_ND, targets_N)
     counts = [count for _, count in rows]
@@ -172,10 +189,14 @@ def _scored(model: Llama, rows: Sequence[tuple[list[int], int]]) -> list[Score]:
 
 
 def _log_probabilities(model: Llama, hidden_ND: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each target's ln p, [N] in fp32 or wider, and the likeliest id at its place, with few logits at a time."""
+    """Return each target's ln p, [N] in fp32 or wider, and the likeliest id at its place, with few
+    logits at a time.
+    """
     chosen, best = [], []
     pieces = max(1, -(-hidden_ND.shape[0] * model.config.vocab_size // LOGITS))
-    for hidden_CD, targets_C in zip(hidden_ND.tensor_split(pieces), targets_N.tensor_split(pieces), strict=True):
+    for hidden_CD, targets_C in zip(
+        hidden_ND.tensor_split(pieces), targets_N.tensor_split(pieces), strict=True
+    ):
         logits_CV = model.logits(hidden_CD)
         logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
         chosen.append(-cross_entropy(logits_CV, targets_C, reduction="none"))
@@ -184,7 +205,8 @@ def _log_probabilities(model: Llama, hidden_ND: Tensor, targets_N: Tensor) -> tu
 
 
 CHOICES = "choices"
-# The keys of a record that may hold the question and the number of the answer; datasets name them differently.
+# The keys of a record that may hold the question and the number of the answer; datasets name them
+# differently.
 QUESTION_KEYS = ("query", "question", "prompt")
 ANSWER_KEYS = ("gold", "answer")
 
@@ -206,17 +228,22 @@ class Question(NamedTuple):
 
 
 def hold_questions(places: Sequence[str], text_key: str | None, chat: bool = False) -> bool:
-    """Return whether the files hold questions: JSON lines of which one of the first has `choices`, and none a text.
+    """Return whether the files hold questions: JSON lines of which one of the first has `choices`,
+    and none a text.
 
     Raises:
-        UsageError: some files do and some do not; their scores cannot be compared. Or none do and `chat` is set, which
-            is a way to ask questions.
+        UsageError: some files do and some do not; their scores cannot be compared. Or none do and
+            `chat` is set, which is a way to ask questions.
         InputRefused: a file cannot be read.
     """
-    holding = [place for place in places if _holds_questions(Path(os.path.expanduser(place)), text_key)]
+    holding = [
+        place for place in places if _holds_questions(Path(os.path.expanduser(place)), text_key)
+    ]
     if holding and len(holding) < len(places):
         other = next(place for place in places if place not in holding)
-        raise UsageError(f"--data: {holding[0]} holds questions and {other} does not; evaluate them one by one")
+        raise UsageError(
+            f"--data: {holding[0]} holds questions and {other} does not; evaluate them one by one"
+        )
     if chat and not holding:
         raise UsageError("--chat is how questions are asked: give a file of them with --data")
     return bool(holding)
@@ -225,12 +252,12 @@ def hold_questions(places: Sequence[str], text_key: str | None, chat: bool = Fal
 def read_questions(places: Sequence[str]) -> list[Question]:
     """Return the questions of files, in order.
 
-    A record has its question under one of `QUESTION_KEYS`, its choices under "choices", and the number of the right
-    choice under one of `ANSWER_KEYS`; other keys are ignored.
+    A record has its question under one of `QUESTION_KEYS`, its choices under "choices", and the
+    number of the right choice under one of `ANSWER_KEYS`; other keys are ignored.
 
     Raises:
-        InputRefused: a record is bad; the message has its file and line. It is not skipped, as the score would then be
-            that of another set of questions.
+        InputRefused: a record is bad; the message has its file and line. It is not skipped, as the
+            score would then be that of another set of questions.
     """
     questions = []
     for place in places:
@@ -240,7 +267,9 @@ def read_questions(places: Sequence[str]) -> list[Question]:
             try:
                 questions.append(_question(record, where))
             except Unusable as unusable:
-                raise InputRefused(f"{where}: {unusable}; correct this record or leave it out") from None
+                raise InputRefused(
+                    f"{where}: {unusable}; correct this record or leave it out"
+                ) from None
     return questions
 
 
@@ -248,7 +277,9 @@ def _holds_questions(path: Path, text_key: str | None) -> bool:
     if not is_file(path) or kind_of(path) not in LINES:
         return False
     first = [record for _, record in sample(path, Asked(text_key))]
-    return any(CHOICES in record for record in first) and not any((text_key or TEXT) in record for record in first)
+    return any(CHOICES in record for record in first) and not any(
+        (text_key or TEXT) in record for record in first
+    )
 
 
 def _question(record: dict[str, Any] | Fault, where: str) -> Question:
@@ -284,20 +315,21 @@ def _only(record: dict[str, Any], keys: Sequence[str]) -> str:
 class Accuracy(NamedTuple):
     """Shares of questions that were answered right, with standard errors.
 
-    A standard error is sqrt(sum of (x - mean)^2 / (n - 1) / n) over the n answers x, 1 for right and 0 for wrong; None
-    for one question.
+    A standard error is sqrt(sum of (x - mean)^2 / (n - 1) / n) over the n answers x, 1 for right
+    and 0 for wrong; None for one question.
 
     Attributes:
         acc: the share if the answer is the choice of the largest log-probability.
         acc_stderr: the standard error of `acc`.
-        acc_norm: the share if it is the choice of the largest log-probability per character, so that length does not
-            decide.
+        acc_norm: the share if it is the choice of the largest log-probability per character, so
+            that length does not decide.
         acc_norm_stderr: the standard error of `acc_norm`.
         acc_bytes: the same per byte of UTF-8, which is fairer if choices are in several scripts.
         acc_bytes_stderr: the standard error of `acc_bytes`.
         chance: the accuracy of guessing: the mean of 1 / number of choices.
         questions: the number n of questions.
-        cut: the number of questions whose beginning did not fit the model's positions and was left out.
+        cut: the number of questions whose beginning did not fit the model's positions and was left
+            out.
     """
 
     acc: float
@@ -312,7 +344,9 @@ class Accuracy(NamedTuple):
 
 
 class ChoiceMarks(NamedTuple):
-    """Marks of whether the choice that a model finds likeliest is right; the attributes are those of `Accuracy`."""
+    """Marks of whether the choice that a model finds likeliest is right; the attributes are those
+    of `Accuracy`.
+    """
 
     acc: bool
     acc_norm: bool
@@ -327,15 +361,17 @@ def choose(
     progress: Progress | None = None,
     chat: bool = False,
 ) -> tuple[list[ChoiceMarks], Accuracy]:
-    """Answer questions by the log-probability of " " + choice after the question; the first of equal choices counts.
+    """Answer questions by the log-probability of " " + choice after the question; the first of
+    equal choices counts.
 
-    Source: lm-evaluation-harness, task type `multiple_choice` with its `target_delimiter` " " and no examples; names
-    and values are those of its metrics. `progress` is called as in `score`. With `chat` a question is a user's message
-    in the model's own template, and a choice, without the space, begins the answer.
+    Source: lm-evaluation-harness, task type `multiple_choice` with its `target_delimiter` " " and
+    no examples; names and values are those of its metrics. `progress` is called as in `score`. With
+    `chat` a question is a user's message in the model's own template, and a choice, without the
+    space, begins the answer.
 
     Raises:
-        InputRefused: there are no questions, a choice is longer than the model's positions, or the template is missing
-            or does not render.
+        InputRefused: there are no questions, a choice is longer than the model's positions, or the
+            template is missing or does not render.
     """
     if not questions:
         raise InputRefused("there are no questions to answer; give a file with one record a line")
@@ -347,11 +383,20 @@ def choose(
             raise InputRefused(
                 f"{question.where}: a choice of {most} tokens, the model has {longest} positions; shorten it"
             )
-    scores = iter(score(model, [pair for pairs in asked for pair in pairs], precision, progress=progress))
-    answers = [_answer(question, [next(scores).log_probability for _ in question.choices]) for question in questions]
-    shares: list[Any] = [number for right in zip(*answers, strict=True) for number in mean(right)[:2]]
+    scores = iter(
+        score(model, [pair for pairs in asked for pair in pairs], precision, progress=progress)
+    )
+    answers = [
+        _answer(question, [next(scores).log_probability for _ in question.choices])
+        for question in questions
+    ]
+    shares: list[Any] = [
+        number for right in zip(*answers, strict=True) for number in mean(right)[:2]
+    ]
     chance = statistics.fmean(1 / len(question.choices) for question in questions)
-    cut = sum(any(len(pair.context) + len(pair.ids) > longest + 1 for pair in pairs) for pairs in asked)
+    cut = sum(
+        any(len(pair.context) + len(pair.ids) > longest + 1 for pair in pairs) for pairs in asked
+    )
     return answers, Accuracy._make([*shares, chance, len(questions), cut])
 
 
@@ -360,22 +405,34 @@ def _text_pairs(tokenizer: Tokenizer, question: Question) -> list[Continuation]:
 
 
 def _chat_pairs(tokenizer: Tokenizer, question: Question) -> list[Continuation]:
-    prompt = chat_ids(tokenizer, [{"role": "user", "content": question.query}], add_generation_prompt=True)
-    return [Continuation(list(prompt), tokenizer.encode_between(choice, prompt)) for choice in question.choices]
+    prompt = chat_ids(
+        tokenizer, [{"role": "user", "content": question.query}], add_generation_prompt=True
+    )
+    return [
+        Continuation(list(prompt), tokenizer.encode_between(choice, prompt))
+        for choice in question.choices
+    ]
 
 
 def _answer(question: Question, logs: Sequence[float]) -> ChoiceMarks:
     characters = [len(choice) for choice in question.choices]
     sizes = [len(c.encode()) for c in question.choices]
-    normed = ([log / length for log, length in zip(logs, scores, strict=True)] for scores in (characters, sizes))
-    return ChoiceMarks._make(scores.index(max(scores)) == question.gold for scores in (list(logs), *normed))
+    normed = (
+        [log / length for log, length in zip(logs, scores, strict=True)]
+        for scores in (characters, sizes)
+    )
+    return ChoiceMarks._make(
+        scores.index(max(scores)) == question.gold for scores in (list(logs), *normed)
+    )
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Continuation:
-    """Return the ids of a context, after the token that begins a document, and those of its continuation.
+    """Return the ids of a context, after the token that begins a document, and those of its
+    continuation.
 
-    White space at the end of the context goes to the continuation, as in lm-evaluation-harness, since a tokenizer joins
-    it with the next word. If the tokenizer joins more of the two parts than that, each part is encoded alone.
+    White space at the end of the context goes to the continuation, as in lm-evaluation-harness,
+    since a tokenizer joins it with the next word. If the tokenizer joins more of the two parts than
+    that, each part is encoded alone.
     """
     words = context.rstrip()
     context, continuation = words, context[len(words) :] + continuation

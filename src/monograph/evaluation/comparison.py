@@ -1,4 +1,6 @@
-"""Compares two models, two ensembles, or an ensemble's settings on the same held-out text, with error bars."""
+"""Compares two models, two ensembles, or an ensemble's settings on the same held-out text, with
+error bars.
+"""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,11 +23,13 @@ class Comparison:
     """The difference b - a of two sides, models or ensembles, on the same text or questions.
 
     Attributes:
-        a: bits per byte of the first side, or its share of questions answered right; the mean over its members.
+        a: bits per byte of the first side, or its share of questions answered right; the mean over
+            its members.
         b: the same of the second side.
         difference: the mean of b - a over the pairs, and its standard error.
         paired_by: the repeated knob, such as "seed", or "document" or "question".
-        parameters: the numbers of parameters of one member of each side; None if an engine does not give them.
+        parameters: the numbers of parameters of one member of each side; None if an engine does not
+            give them.
         unit: "bits/byte", of which less is better, or "acc", of which more is better.
     """
 
@@ -43,12 +47,23 @@ class Comparison:
             return f"one {self.paired_by} cannot tell it from chance"
         if self.difference.is_noise:
             return "no difference that could not be chance"
-        return "b is better" if (self.difference.value < 0) == (self.unit == "bits/byte") else "a is better"
+        return (
+            "b is better"
+            if (self.difference.value < 0) == (self.unit == "bits/byte")
+            else "a is better"
+        )
 
     def __str__(self) -> str:
-        error = "" if self.difference.standard_error is None else f" ± {self.difference.standard_error:.3f}"
+        error = (
+            ""
+            if self.difference.standard_error is None
+            else f" ± {self.difference.standard_error:.3f}"
+        )
         units = {"document": "units of text"}.get(self.paired_by, f"{self.paired_by}s")
-        parts = [f"b - a = {self.difference.value:+.3f}{error} {self.unit} ({self.difference.n} {units})", self.verdict]
+        parts = [
+            f"b - a = {self.difference.value:+.3f}{error} {self.unit} ({self.difference.n} {units})",
+            self.verdict,
+        ]
         if self.parameters:
             parts.append(f"{percent(*self.parameters)} parameters")
         return " · ".join(parts)
@@ -64,7 +79,9 @@ def compare(
     a: Evaluates, b: Evaluates, held_out: Rows, *, over: str = ..., progress: Progress | None = ...
 ) -> Comparison: ...
 @overload
-def compare(a: Evaluates, b: Rows, *, over: str = ..., progress: Progress | None = ...) -> Table: ...
+def compare(
+    a: Evaluates, b: Rows, *, over: str = ..., progress: Progress | None = ...
+) -> Table: ...
 def compare(
     a: Evaluates,
     b: Evaluates | Rows,
@@ -75,28 +92,32 @@ def compare(
 ) -> Comparison | Table:
     """Compare two engines, or the settings of one ensemble, in bits per byte of the same text.
 
-    `compare(a, b, held_out)` pairs engines of several members, such as an `Ensemble` over seeds, by seed, so that what
-    a seed contributes to both cancels. It pairs other engines by document (`by_document`), which tells how sure the
-    difference of these two trained models is, but not whether another seed would give it.
+    `compare(a, b, held_out)` pairs engines of several members, such as an `Ensemble` over seeds, by
+    seed, so that what a seed contributes to both cancels. It pairs other engines by document
+    (`by_document`), which tells how sure the difference of these two trained models is, but not
+    whether another seed would give it.
 
-    `compare(engine, held_out)` returns the ensemble's settings with mean and standard error over seeds, and says which
-    are tied with the best (`tabulate`).
+    `compare(engine, held_out)` returns the ensemble's settings with mean and standard error over
+    seeds, and says which are tied with the best (`tabulate`).
 
     Args:
-        a: an engine, or any object with `evaluate(batch) -> (sum, count)`, scalars of one model or [N] of N members.
+        a: an engine, or any object with `evaluate(batch) -> (sum, count)`, scalars of one model or
+            [N] of N members.
         b: another engine, or `held_out` itself.
         held_out: rows, such as `corpus.held_out`.
         over: the knob that only repeats a setting.
         progress: called with the rows or units scored.
 
     Raises:
-        UsageError: there are no rows, the loss's sum says nothing about bytes, or the members of an ensemble differ in
-            more than the repeated knob.
+        UsageError: there are no rows, the loss's sum says nothing about bytes, or the members of an
+            ensemble differ in more than the repeated knob.
     """
     if isinstance(b, Rows):
         knobs = _knobs(a)
         if not knobs:
-            raise UsageError("compare(engine, held_out) is for an ensemble; for two engines, compare(a, b, held_out)")
+            raise UsageError(
+                "compare(engine, held_out) is for an ensemble; for two engines, compare(a, b, held_out)"
+            )
         return tabulate(bits_per_byte(a, b, progress), knobs, over)
     if held_out is None:
         raise UsageError("compare needs the text that was held out: compare(a, b, held_out)")
@@ -104,9 +125,15 @@ def compare(
 
 
 def compare_on(
-    a: Evaluates, rows_a: Rows, b: Evaluates, rows_b: Rows, over: str = "seed", progress: Progress | None = None
+    a: Evaluates,
+    rows_a: Rows,
+    b: Evaluates,
+    rows_b: Rows,
+    over: str = "seed",
+    progress: Progress | None = None,
 ) -> Comparison:
-    """Compare two engines as `compare(a, b, held_out)` does, but each reads the documents in its own tokenizer's rows.
+    """Compare two engines as `compare(a, b, held_out)` does, but each reads the documents in its
+    own tokenizer's rows.
 
     Raises:
         UsageError: see `compare`; or the documents differ.
@@ -142,8 +169,9 @@ def compare_answers(
     """Compare two sides of one or several models each that answered the same questions.
 
     Args:
-        a: the answers of each member of the first side, by the member's seed. If the sides share several seeds, members
-            are paired by seed; else one member of each side is compared question by question.
+        a: the answers of each member of the first side, by the member's seed. If the sides share
+            several seeds, members are paired by seed; else one member of each side is compared
+            question by question.
         b: the answers of the second side.
     """
     both = [key for key in a if key in b]
@@ -167,10 +195,14 @@ def bits_per_byte(engine: Evaluates, rows: Rows, progress: Progress | None = Non
     Raises:
         UsageError: there are no rows, or the loss's sum says nothing about bytes.
     """
-    measured = [evaluation.bits_per_byte for evaluation in evaluate_members(engine, rows, progress=progress)]
+    measured = [
+        evaluation.bits_per_byte for evaluation in evaluate_members(engine, rows, progress=progress)
+    ]
     values = [value for value in measured if value is not None]
     if len(values) < len(measured):
-        raise UsageError("the loss counts something other than the rows' targets: its sum says nothing about bytes")
+        raise UsageError(
+            "the loss counts something other than the rows' targets: its sum says nothing about bytes"
+        )
     return values
 
 
@@ -180,11 +212,15 @@ def _knobs(engine: object) -> list[dict[str, Any]]:
 
 
 def _repetitions(engine: object, over: str) -> dict[Hashable, int]:
-    """Return the indices of members by their value of the repeated knob; empty for an engine of one model."""
+    """Return the indices of members by their value of the repeated knob; empty for an engine of one
+    model.
+    """
     knobs = _knobs(engine)
     indices = {member[over]: index for index, member in enumerate(knobs) if over in member}
     others = {name for member in knobs for name in member if name != over}
-    varied = [name for name in sorted(others) if len({repr(member.get(name)) for member in knobs}) > 1]
+    varied = [
+        name for name in sorted(others) if len({repr(member.get(name)) for member in knobs}) > 1
+    ]
     if varied:
         raise UsageError(
             f"the members differ in {varied[0]} too: compare(engine, held_out, over={over!r}) says which is best"

@@ -1,8 +1,10 @@
-"""Baselines for a trained model: bits per byte that simple, well-known methods reach on a held-out text.
+"""Baselines for a trained model: bits per byte that simple, well-known methods reach on a held-out
+text.
 
 `accepted_share` counts the lines of a sample that Python's own tokenizer accepts.
 
-A gram is a run of bytes packed into a uint64, the first byte highest, so that sorted grams of one context are adjacent.
+A gram is a run of bytes packed into a uint64, the first byte highest, so that sorted grams of one
+context are adjacent.
 
 Shape suffixes: H held-out positions, Q distinct held-out grams, G distinct grams of the train text.
 """
@@ -21,16 +23,22 @@ from monograph.data.progress import Progress
 Grams = NDArray[np.uint64]
 
 
-def yardsticks(train_bytes: bytes, held_out_bytes: bytes, progress: Progress | None = None) -> dict[str, float]:
-    """Return bits per byte of `held_out_bytes` (not empty) by four methods, by name, usually the worst first.
+def yardsticks(
+    train_bytes: bytes, held_out_bytes: bytes, progress: Progress | None = None
+) -> dict[str, float]:
+    """Return bits per byte of `held_out_bytes` (not empty) by four methods, by name, usually the
+    worst first.
 
     "trigram": add-one byte trigram counted on the train text.
-    "gzip -9", "xz -9": size of the compressed held-out text, its files concatenated; a compressor adapts to the text
+    "gzip -9", "xz -9": size of the compressed held-out text, its files concatenated; a compressor
+    adapts to the text
         that it has read but does not know the train text.
-    "order 6": interpolated modified Kneser-Ney byte model with up to 6 bytes of context, counted on the train text.
+    "order 6": interpolated modified Kneser-Ney byte model with up to 6 bytes of context, counted on
+    the train text.
 
-    Each split is one run of bytes, so contexts reach across the ends of files. 10 MB of train text take about 3 s and
-    0.6 GB; both grow with the text. `progress(stage, done, total)` is called between the methods.
+    Each split is one run of bytes, so contexts reach across the ends of files. 10 MB of train text
+    take about 3 s and 0.6 GB; both grow with the text. `progress(stage, done, total)` is called
+    between the methods.
     """
 
     def tick(done: int) -> None:
@@ -50,7 +58,8 @@ def yardsticks(train_bytes: bytes, held_out_bytes: bytes, progress: Progress | N
 
 
 def trigram_bits_per_byte(train_bytes: bytes, held_out_bytes: bytes) -> float:
-    """Return bits per byte of an add-one trigram: p(c | ab) = (n(abc) + 1) / (n(ab) + 256), n from the train text.
+    """Return bits per byte of an add-one trigram: p(c | ab) = (n(abc) + 1) / (n(ab) + 256), n from
+    the train text.
 
     n(ab) = sum over c of n(abc). The first two bytes have no such context: 8 bits each.
     """
@@ -66,18 +75,22 @@ def trigram_bits_per_byte(train_bytes: bytes, held_out_bytes: bytes) -> float:
 
 
 def kneser_ney_bits_per_byte(train_bytes: bytes, held_out_bytes: bytes, order: int) -> float:
-    """Return bits per byte of an interpolated modified Kneser-Ney model with up to `order` (at most 7) bytes before.
+    """Return bits per byte of an interpolated modified Kneser-Ney model with up to `order` (at most
+    7) bytes before.
 
         p_k(c | h) = (a(hc) - D(a(hc))) / sum_x a(hx)  +  g(h) · p_{k-1}(c | h'),   g(h) = sum_x D(a(hx)) / sum_x a(hx)
 
-    h is the last k bytes and h' the last k - 1; p_{-1} = 1/256; where h was never seen p_k = p_{k-1}, and a position
-    with fewer than k bytes before it uses what there is. a(hc) is the count of hc at the highest order, below it the
-    number of distinct bytes that precede hc. Discounts per order, with n_i the number of grams whose a is i:
+    h is the last k bytes and h' the last k - 1; p_{-1} = 1/256; where h was never seen p_k =
+    p_{k-1}, and a position with fewer than k bytes before it uses what there is. a(hc) is the count
+    of hc at the highest order, below it the number of distinct bytes that precede hc. Discounts per
+    order, with n_i the number of grams whose a is i:
 
         Y = n_1 / (n_1 + 2·n_2),    D(i) = i - (i+1)·Y·n_{i+1}/n_i  for i = 1, 2 and, for all a >= 3, i = 3
 
-    and, where that is undefined or not inside (0, i), (n_1 + 1) / (n_1 + 2·n_2 + 2), so that no byte has probability 0.
-    Source: Chen and Goodman 1998, "An Empirical Study of Smoothing Techniques for Language Modeling", section 3.
+    and, where that is undefined or not inside (0, i), (n_1 + 1) / (n_1 + 2·n_2 + 2), so that no
+    byte has probability 0.
+    Source: Chen and Goodman 1998, "An Empirical Study of Smoothing Techniques for Language
+        Modeling", section 3.
     """
     train = _as_array(train_bytes)
     held_out = _as_array(held_out_bytes)
@@ -85,12 +98,15 @@ def kneser_ney_bits_per_byte(train_bytes: bytes, held_out_bytes: bytes, order: i
     for table in _tables(train, min(order, len(train) - 1)):
         if table.order >= len(held_out):
             break
-        probability_H[table.order :] = table.refine(_grams(held_out, table.order + 1), probability_H[table.order :])
+        probability_H[table.order :] = table.refine(
+            _grams(held_out, table.order + 1), probability_H[table.order :]
+        )
     return -float(np.log2(probability_H).sum()) / len(held_out)
 
 
 class _Table(NamedTuple):
-    """One order of the model: its sorted distinct (order + 1)-grams, with running sums of counts and discounts.
+    """One order of the model: its sorted distinct (order + 1)-grams, with running sums of counts
+    and discounts.
 
     Attributes:
         order: bytes of context.
@@ -129,22 +145,27 @@ class _Table(NamedTuple):
         seen_Q = total_Q > 0
         total_Q = np.where(seen_Q, total_Q, 1)
         own_Q /= total_Q
-        weight_Q = np.where(seen_Q, (self.discount_sums[end_Q] - self.discount_sums[start_Q]) / total_Q, 1.0)
+        weight_Q = np.where(
+            seen_Q, (self.discount_sums[end_Q] - self.discount_sums[start_Q]) / total_Q, 1.0
+        )
         return own_Q[where_H] + weight_Q[where_H] * lower_H
 
 
 def _tables(train: NDArray[np.uint8], order: int) -> list[_Table]:
     """Return the tables of orders 0 to `order`.
 
-    Only the longest grams are all sorted. Every shorter gram but the first of the text is the tail of a longer one, so
-    the distinct grams, and how many bytes precede each, follow from the distinct grams one byte longer.
+    Only the longest grams are all sorted. Every shorter gram but the first of the text is the tail
+    of a longer one, so the distinct grams, and how many bytes precede each, follow from the
+    distinct grams one byte longer.
     """
     if order < 0:
         return []
     grams_G, counts_G = np.unique(_grams(train, order + 1), return_counts=True)
     tables = [_Table.of(order, grams_G, counts_G)]
     for shorter in range(order - 1, -1, -1):
-        tails_G, preceding_G = np.unique(grams_G & np.uint64((1 << 8 * (shorter + 1)) - 1), return_counts=True)
+        tails_G, preceding_G = np.unique(
+            grams_G & np.uint64((1 << 8 * (shorter + 1)) - 1), return_counts=True
+        )
         tables.append(_Table.of(shorter, tails_G, preceding_G))
         grams_G = np.union1d(tails_G, _grams(train[: shorter + 1], shorter + 1))
     return tables[::-1]
@@ -176,15 +197,20 @@ def _as_array(text: bytes) -> NDArray[np.uint8]:
     return np.frombuffer(text, dtype=np.uint8)
 
 
-# The errors that `tokenize` reports for a valid line that ends inside a bracket or a triple-quoted string.
-_GOES_ON = ("EOF in multi-line statement", "unexpected EOF in multi-line statement", "EOF in multi-line string")
+# The errors that `tokenize` reports for a valid line that ends inside a bracket or a triple-quoted
+# string.
+_GOES_ON = (
+    "EOF in multi-line statement",
+    "unexpected EOF in multi-line statement",
+    "EOF in multi-line string",
+)
 
 
 def accepted_share(text: str) -> tuple[int, int]:
     """Return (lines that `tokenize` accepts, lines), counting the non-empty lines of `text`.
 
-    The first and the last line are left out, as they may be cut off. Each line is checked alone, without indentation; a
-    line that opens a bracket or a triple-quoted string is accepted.
+    The first and the last line are left out, as they may be cut off. Each line is checked alone,
+    without indentation; a line that opens a bracket or a triple-quoted string is accepted.
     """
     lines = [line.strip() for line in text.split("\n")[1:-1]]
     lines = [line for line in lines if line]
@@ -193,7 +219,10 @@ def accepted_share(text: str) -> tuple[int, int]:
 
 def _accepted(line: str) -> bool:
     try:
-        return all(t.type != tokenize.ERRORTOKEN for t in tokenize.generate_tokens(io.StringIO(line + "\n").readline))
+        return all(
+            t.type != tokenize.ERRORTOKEN
+            for t in tokenize.generate_tokens(io.StringIO(line + "\n").readline)
+        )
     except tokenize.TokenError as error:
         return str(error.args[0]).startswith(_GOES_ON)
     except SyntaxError:

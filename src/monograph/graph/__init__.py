@@ -1,1 +1,3 @@
-"""Transform the computation of any `nn.Module`: try, capture, recompute, fuse, adapt it, or change its precision."""
+"""Transform the computation of any `nn.Module`: try, capture, recompute, fuse, adapt it, or change
+its precision.
+"""

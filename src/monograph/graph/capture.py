@@ -57,33 +57,34 @@ class Capturable(Protocol):
 
 
 S = TypeVar("S", bound=Capturable)
-_NOTHING = object()  # the former value of a replaced attribute that only its owner's class had; None may be a value
+# The former value of a replaced attribute that only its owner's class had; None may be a value.
+_NOTHING = object()
 
 
 def capture(step: S, backend: Backend = "inductor", scope: Scope = "whole") -> S:
     """Compile a step in place, in full graphs with static shapes.
 
-    If the step has a `recorder`, as on a GPU, its `micro_step` (backward pass included) is called twice, then recorded,
-    and replayed from then on (`monograph.graph.replay`).
+    If the step has a `recorder`, as on a GPU, its `micro_step` (backward pass included) is called
+    twice, then recorded, and replayed from then on (`monograph.graph.replay`).
 
-    The module itself is not wrapped, so its state dict keeps its names. Each function is compiled at its first call;
-    load weights and run `trial` before.
+    The module itself is not wrapped, so its state dict keeps its names. Each function is compiled
+    at its first call; load weights and run `trial` before.
 
     Args:
         step: a `monograph.Step`; the functions that its parameters name are replaced.
-        backend: "inductor", or "aot_eager" or "eager", which trace the same graphs without generating code. "eager"
-            becomes "aot_eager" if a graph recomputes activations.
-        scope: "whole": each function is one graph. "blocks": all blocks of the model that are alike share one graph,
-            the loss's `head`, if it has one, is another, and `apply` a third; the code between them runs eagerly.
-            The time to compile then does not grow with the depth.
+        backend: "inductor", or "aot_eager" or "eager", which trace the same graphs without
+            generating code. "eager" becomes "aot_eager" if a graph recomputes activations.
+        scope: "whole": each function is one graph. "blocks": all blocks of the model that are alike
+            share one graph, the loss's `head`, if it has one, is another, and `apply` a third; the
+            code between them runs eagerly. The time to compile then does not grow with the depth.
 
     Returns:
         The same object.
 
     Raises:
         UsageError: the model has no blocks, or `step` is an engine.
-        CaptureFailed: the model has a 0-d float64 buffer, or (raised at its first call) a function cannot be captured
-            as one graph.
+        CaptureFailed: the model has a 0-d float64 buffer, or (raised at its first call) a function
+            cannot be captured as one graph.
     """
     if not hasattr(step, "micro_step"):
         raise UsageError(
@@ -96,27 +97,37 @@ def capture(step: S, backend: Backend = "inductor", scope: Scope = "whole") -> S
 
 
 def _compiler(step: Capturable, backend: Backend, scope: Scope) -> Compiler:
-    # On a GPU, a kernel that computes all parts of a concatenation at once does so for each part's elements.
+    # On a GPU, a kernel that computes all parts of a concatenation at once does so for each part's
+    # elements.
     options = compat.cats_in_parts() if step.device.type == "cuda" else {}
     return functools.partial(compiled, backend=_drawing_alike(step, backend, scope), more=options)
 
 
 def _require_buffers_kept(step: Capturable) -> None:
     for name, buffer in step.model.named_buffers():
-        if buffer.ndim == 0 and buffer.dtype == torch.float64:  # a bug of torch 2.13, see dev/log.md
-            raise CaptureFailed(f"the buffer {name} is float64 and has no dimension: torch loses what is written to it")
+        # A bug of torch 2.13, see dev/log.md.
+        if buffer.ndim == 0 and buffer.dtype == torch.float64:
+            raise CaptureFailed(
+                f"the buffer {name} is float64 and has no dimension: torch loses what is written to it"
+            )
 
 
 def _drawing_alike(step: Capturable, backend: Backend, scope: Scope) -> Backend:
-    """Return the backend, or "aot_eager" for an "eager" that would draw other random numbers when it recomputes."""
+    """Return the backend, or "aot_eager" for an "eager" that would draw other random numbers when
+    it recomputes.
+    """
     # Under these policies, nothing is recomputed inside of a graph.
     eager_policies = (Remat.Off(), Remat.Offload(), *([Remat.Full()] if scope == "blocks" else []))
     return "aot_eager" if backend == "eager" and step.remat not in eager_policies else backend
 
 
 def capture_by(compiler: Compiler, step: Capturable, scope: Scope) -> None:
-    """Replace the functions that `capture` replaces by the results of any compiler; nothing is replayed."""
-    new: list[Replaced] = [(function, "now", compiler(function.now)) for function in step.parameters.captured(scope)]
+    """Replace the functions that `capture` replaces by the results of any compiler; nothing is
+    replayed.
+    """
+    new: list[Replaced] = [
+        (function, "now", compiler(function.now)) for function in step.parameters.captured(scope)
+    ]
     if scope == "blocks":
         new += _parts(step, compiler)
     step.replaced = [_replace(*replacement) for replacement in [*new, (step, "scope", scope)]]
@@ -133,15 +144,23 @@ def _replay(step: Capturable, scope: Scope) -> None:
 
 
 def obstacle_to_replay(remat: Policy, scope: Literal["none", "whole", "blocks"]) -> str | None:
-    """Return why a step with this policy and scope cannot be replayed on any device, or None if it can."""
+    """Return why a step with this policy and scope cannot be replayed on any device, or None if it
+    can.
+    """
     if scope == "none":
         return "nothing is captured"
     # Eager recomputation copies the random state to the host, which has to wait for the device.
-    return "blocks are recomputed between graphs" if scope == "blocks" and remat != Remat.Off() else None
+    return (
+        "blocks are recomputed between graphs"
+        if scope == "blocks" and remat != Remat.Off()
+        else None
+    )
 
 
 def replayed(step: Capturable) -> StaticInputs:
-    """Return a replacement for `step.micro_step` that records and replays it, and announces why if it cannot."""
+    """Return a replacement for `step.micro_step` that records and replays it, and announces why if
+    it cannot.
+    """
     assert step.recorder is not None
     return StaticInputs(
         step.micro_step,
@@ -158,7 +177,9 @@ def is_replayed(step: Capturable) -> bool:
 
 
 def give_back(step: Capturable) -> bool:
-    """Free the memory of recorded micro-steps, which are called from now on; return whether there were any."""
+    """Free the memory of recorded micro-steps, which are called from now on; return whether there
+    were any.
+    """
     return isinstance(step.micro_step, StaticInputs) and step.micro_step.give_back()
 
 
@@ -178,8 +199,8 @@ def release(step: Capturable) -> None:
 def set_aside(step: Capturable) -> Iterator[None]:
     """Undo a step's capture in the `with` block, and restore the same graphs afterwards.
 
-    Sampling from the step's module needs this: the blocks' graphs were made for training and evaluation, and would be
-    compiled again for each layer's cache.
+    Sampling from the step's module needs this: the blocks' graphs were made for training and
+    evaluation, and would be compiled again for each layer's cache.
     """
     # The compiled functions themselves are kept, so that nothing is compiled again.
     captured = [(owner, name, vars(owner)[name]) for owner, name, _ in step.replaced]
@@ -191,14 +212,17 @@ def set_aside(step: Capturable) -> Iterator[None]:
 
 
 def _parts(step: Capturable, compiler: Compiler) -> list[Replaced]:
-    """Return (owner, name, replacement) of the blocks' forward passes and of the loss, for scope "blocks"."""
+    """Return (owner, name, replacement) of the blocks' forward passes and of the loss, for scope
+    "blocks".
+    """
     if not (model_blocks := blocks(step.model)):
         raise UsageError(
             "the module has no block, which is a module with parts inside an nn.ModuleList or nn.Sequential: "
             "capture it as a whole"
         )
     within_blocks(step.model)
-    # The shared function is compiled once for each kind of block, and torch's default limit is eight.
+    # The shared function is compiled once for each kind of block, and torch's default limit is
+    # eight.
     compat.allow_variants()
     compat.quiet_inputs_of_blocks()
     shared = compiler(_run)  # one function, so that blocks that are alike share its graph
@@ -206,7 +230,8 @@ def _parts(step: Capturable, compiler: Compiler) -> list[Replaced]:
     for block in model_blocks.values():
         owner, name = recompute.innermost(block)
         forward = getattr(owner, name)
-        # Dynamo shares a graph between blocks only if the block is an argument of the compiled function (dev/log.md).
+        # Dynamo shares a graph between blocks only if the block is an argument of the compiled
+        # function (dev/log.md).
         function = getattr(forward, "__func__", None)
         captured = functools.partial(shared, function, block) if function else compiler(forward)
         new.append((owner, name, captured))
@@ -233,39 +258,53 @@ class CaptureFailed(UsageError):
 
 
 def compiled(
-    function: Callable[..., Any], backend: Backend = "inductor", more: Mapping[str, Any] = types.MappingProxyType({})
+    function: Callable[..., Any],
+    backend: Backend = "inductor",
+    more: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> Callable[..., Any]:
-    """Return the function compiled as one full graph with static shapes, by `more` options of Inductor, too.
+    """Return the function compiled as one full graph with static shapes, by `more` options of
+    Inductor, too.
 
     In a mode that makes fake tensors, the function itself runs.
 
     Raises:
         CaptureFailed: at a call, torch could not trace or compile the function.
     """
-    # By default, torch's cache on disk leaves out graphs with an `autograd.Function` or a named kernel of attention.
+    # By default, torch's cache on disk leaves out graphs with an `autograd.Function` or a named
+    # kernel of attention.
     compat.cache_custom_functions()
     compat.cache_attention_kernels()
     compat.differentiate_outside_autocast()
     options = None
     if backend == "inductor":
         compat.quiet_missing_tf32()
-        # A process that is killed while it compiles leaves truncated libraries, on which later ones would fail.
+        # A process that is killed while it compiles leaves truncated libraries, on which later ones
+        # would fail.
         compat.remove_cut_off_libraries()
-        # The key of Inductor's cache lacks the vector width: another processor would run wrong code (dev/log.md).
+        # The key of Inductor's cache lacks the vector width: another processor would run wrong code
+        # (dev/log.md).
         compat.tell_processors_apart()
         compat.build_kernels_together()
         keep_freed_memory()
         if torch.cuda.is_available():  # only a GPU's kernel has them in its source
             compat.keep_strides_of_block_masks()
-        # Fused into the loop over a plane, an update's coefficients would be computed again for every 16 elements.
+        # Fused into the loop over a plane, an update's coefficients would be computed again for
+        # every 16 elements.
         compat.lower_to_memory(torch.ops.monograph.materialize.default)
-        # By default, the partitioner keeps the dense copy of every frozen int8 or nf4 weight for the backward pass, and
-        # recomputes values from a buffer that the forward pass has overwritten.
+        # By default, the partitioner keeps the dense copy of every frozen int8 or nf4 weight for
+        # the backward pass, and recomputes values from a buffer that the forward pass has
+        # overwritten.
         marks = compat.graph_pass(compat.mark_recomputed, inductor.__file__)
         first = compat.graph_pass(convolutions.rewrite, convolutions.__file__)
-        options = matmul.passes() | {"joint_custom_pre_pass": first, "joint_custom_post_pass": marks} | {**more}
+        options = (
+            matmul.passes()
+            | {"joint_custom_pre_pass": first, "joint_custom_post_pass": marks}
+            | {**more}
+        )
     compiler = compat.aot_eager() if backend == "aot_eager" else backend
-    graph = torch.compile(_with_own_code(function), fullgraph=True, dynamic=False, backend=compiler, options=options)
+    graph = torch.compile(
+        _with_own_code(function), fullgraph=True, dynamic=False, backend=compiler, options=options
+    )
 
     @functools.wraps(function)
     def captured(*arguments: object, **keywords: object) -> Any:
@@ -280,7 +319,8 @@ def compiled(
             if not compat.is_capture_error(first):
                 raise
             failure = CaptureFailed(reason(first or error))
-        # Outside the except block: torch's own trace, dozens of lines, says no more (TORCH_LOGS="+dynamo" does).
+        # Outside the except block: torch's own trace, dozens of lines, says no more
+        # (TORCH_LOGS="+dynamo" does).
         raise failure
 
     return captured
@@ -288,15 +328,17 @@ def compiled(
 
 def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the same function with a copy of its code object."""
-    # Dynamo stores compiled graphs by code object: all captures of a process would share one list, search it at each
-    # call, and fail when it is full.
+    # Dynamo stores compiled graphs by code object: all captures of a process would share one list,
+    # search it at each call, and fail when it is full.
     if isinstance(function, types.MethodType):
         return types.MethodType(_with_own_code(function.__func__), function.__self__)
     if not isinstance(function, types.FunctionType):
         return function
     code = function.__code__.replace()
     scope = function.__globals__
-    copied = types.FunctionType(code, scope, function.__name__, function.__defaults__, function.__closure__)
+    copied = types.FunctionType(
+        code, scope, function.__name__, function.__defaults__, function.__closure__
+    )
     copied.__kwdefaults__ = function.__kwdefaults__
     copied.__module__, copied.__qualname__ = function.__module__, function.__qualname__
     copied.__dict__ |= function.__dict__
@@ -308,13 +350,22 @@ def reason(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if raised := next((line for line in lines if "raised exception" in line), None):
         return raised.partition("raised exception ")[2]
-    if "fullgraph=True" in "".join(lines[:1]):  # torch's only words on a function that reached the recompile limit
+    # Torch's only words on a function that reached the recompile limit.
+    if "fullgraph=True" in "".join(lines[:1]):
         return "it was compiled too often: an attribute differs from call to call; keep it in a buffer, in place"
     # A C++ compiler's or linker's own message says more than torch's first line.
     native = next((line for line in lines if ": error:" in line or "cannot find" in line), None)
-    problem = native or next((line for line in lines if not line.endswith("raised:")), type(error).__name__)
+    problem = native or next(
+        (line for line in lines if not line.endswith("raised:")), type(error).__name__
+    )
     # The innermost frame outside of torch is the line that the user can change.
-    where = next((line for line in reversed(lines) if line.startswith("File ") and "/torch/" not in line), "")
-    detail = next((line.partition(": ")[2] for line in lines if line.startswith("Explanation:")), "")
-    hint = next((line.removeprefix("Hint:").strip() for line in lines if line.startswith("Hint:")), "")
+    where = next(
+        (line for line in reversed(lines) if line.startswith("File ") and "/torch/" not in line), ""
+    )
+    detail = next(
+        (line.partition(": ")[2] for line in lines if line.startswith("Explanation:")), ""
+    )
+    hint = next(
+        (line.removeprefix("Hint:").strip() for line in lines if line.startswith("Hint:")), ""
+    )
     return "; ".join(part for part in (problem, where, detail or hint) if part)

@@ -10,7 +10,8 @@ Replaced = tuple[Any, str, Any]  # an object, the name of its attribute, and its
 
 
 class Compilable(Generic[P, T]):
-    """A function that may be compiled in place: whoever holds this object calls what stands in it now.
+    """A function that may be compiled in place: whoever holds this object calls what stands in it
+    now.
 
     Attributes:
         now: the function itself, or what a capture put in its place.

@@ -1,8 +1,9 @@
 """Compute large convolutions with groups one group after another, in captured graphs on a CPU.
 
-vmap makes one convolution of an ensemble's members, with a group for each, or with the output channels of all where
-they have one input. oneDNN takes up to four times as long for groups as for the members' own convolutions, unless these
-are tiny (dev/log.md), and a member's results lie apart in memory. vmap's convolution is the reference.
+vmap makes one convolution of an ensemble's members, with a group for each, or with the output
+channels of all where they have one input. oneDNN takes up to four times as long for groups as for
+the members' own convolutions, unless these are tiny (dev/log.md), and a member's results lie apart
+in memory. vmap's convolution is the reference.
 
 Shapes: G groups, B rows, C and O channels of a group, and any number of further dimensions.
 """
@@ -33,12 +34,16 @@ def convolution(input_GBC: Tensor, weight_GOC: Tensor, *steps: list[int]) -> Ten
 def gradients(
     grad_GBO: Tensor, input_GBC: Tensor, weight_GOC: Tensor, wanted: bool, *steps: list[int]
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `convolution`'s input, empty if it is not `wanted`, and of its weight."""
+    """Return the gradients of `convolution`'s input, empty if it is not `wanted`, and of its
+    weight.
+    """
     mask = [wanted, True, False]
     inputs = []
     weights = []
     for group in zip(grad_GBO, _of_all(input_GBC, weight_GOC), weight_GOC, strict=True):
-        of_input, of_weight, _ = aten.convolution_backward(*group, None, *steps, False, [0], 1, mask)
+        of_input, of_weight, _ = aten.convolution_backward(
+            *group, None, *steps, False, [0], 1, mask
+        )
         inputs.append(of_input)
         weights.append(of_weight)
     return torch.stack(inputs) if wanted else grad_GBO.new_empty(0), torch.stack(weights)
@@ -49,7 +54,9 @@ def _of_all(input_GBC: Tensor, weight_GOC: Tensor) -> Tensor:
 
 
 _LIBRARY.define(f"group_convolution(Tensor input, Tensor weight, {_STEPS}) -> Tensor")
-_LIBRARY.define(f"group_gradients(Tensor grad, Tensor input, Tensor weight, bool wanted, {_STEPS}) -> (Tensor, Tensor)")
+_LIBRARY.define(
+    f"group_gradients(Tensor grad, Tensor input, Tensor weight, bool wanted, {_STEPS}) -> (Tensor, Tensor)"
+)
 _LIBRARY.impl("group_convolution", convolution, "CPU")
 _LIBRARY.impl("group_gradients", gradients, "CPU")
 
@@ -64,39 +71,63 @@ def _(input_GBC: Tensor, weight_GOC: Tensor, *steps: list[int]) -> Tensor:
 def _(
     grad_GBO: Tensor, input_GBC: Tensor, weight_GOC: Tensor, wanted: bool, *steps: list[int]
 ) -> tuple[Tensor, Tensor]:
-    return input_GBC.new_empty(input_GBC.shape if wanted else 0), weight_GOC.new_empty(weight_GOC.shape)
+    return input_GBC.new_empty(input_GBC.shape if wanted else 0), weight_GOC.new_empty(
+        weight_GOC.shape
+    )
 
 
 def rewrite(graph: Graph) -> None:
-    """Replace the convolutions of a forward or joint graph that are faster group by group, and their gradients."""
+    """Replace the convolutions of a forward or joint graph that are faster group by group, and
+    their gradients.
+    """
     for node in graph.find_nodes(op="call_function", target=aten.convolution.default):
         inputs, weight, bias, *steps, transposed, _, groups = node.args
         parts = max([groups, *(_parts(user, node) for user in node.users if groups == 1)])
         if bias is None and not transposed and _pays(node, weight, parts):
             with graph.inserting_before(node):
                 operands = [_apart(graph, inputs, groups), _by_group(graph, weight, parts)]
-                made = _call(graph, torch.ops.monograph.group_convolution.default, *operands, *steps)
+                made = _call(
+                    graph, torch.ops.monograph.group_convolution.default, *operands, *steps
+                )
                 _put(graph, node, made)
     for node in graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
         grad, inputs, weight, _, *steps, transposed, _, groups, (wanted, *others) = node.args
-        parts = max(groups, _parts(grad.args[0], grad) if groups == 1 and not wanted and grad.target in _VIEWS else 1)
+        parts = max(
+            groups,
+            _parts(grad.args[0], grad)
+            if groups == 1 and not wanted and grad.target in _VIEWS
+            else 1,
+        )
         if others == [True, False] and not transposed and _pays(grad, weight, parts):
             with graph.inserting_before(node):
-                operands = [_apart(graph, grad, parts), _apart(graph, inputs, groups), _by_group(graph, weight, parts)]
-                made = _call(graph, torch.ops.monograph.group_gradients.default, *operands, wanted, *steps)
+                operands = [
+                    _apart(graph, grad, parts),
+                    _apart(graph, inputs, groups),
+                    _by_group(graph, weight, parts),
+                ]
+                made = _call(
+                    graph, torch.ops.monograph.group_gradients.default, *operands, wanted, *steps
+                )
                 for part in [*node.users]:
                     own = _call(graph, operator.getitem, made, part.args[1])
                     if part.args[1] == 0:
                         _put(graph, part, own)
                     else:
-                        part.replace_all_uses_with(_call(graph, aten.view.default, own, list(part.meta["val"].shape)))
+                        part.replace_all_uses_with(
+                            _call(graph, aten.view.default, own, list(part.meta["val"].shape))
+                        )
     graph.eliminate_dead_code()
 
 
 def _parts(split: Node, whole: Node) -> int:
-    """Return how many members share an input, if one node is [B, G, O, ...] and the other [B, G O, ...]; else 1."""
+    """Return how many members share an input, if one node is [B, G, O, ...] and the other [B, G O,
+    ...]; else 1.
+    """
     shapes = [list(node.meta["val"].shape) for node in (split, whole)]
-    if len(shapes[0]) < 3 or [shapes[0][0], shapes[0][1] * shapes[0][2], *shapes[0][3:]] != shapes[1]:
+    if (
+        len(shapes[0]) < 3
+        or [shapes[0][0], shapes[0][1] * shapes[0][2], *shapes[0][3:]] != shapes[1]
+    ):
         return 1
     return int(shapes[0][1])
 
@@ -130,12 +161,15 @@ def _apart(graph: Graph, node: Node, groups: int) -> Node:
 def _put(graph: Graph, node: Node, made: Node) -> None:
     """Put `made` [G, B, O, ...] in place of `node` [B, G O, ...]."""
     together = _call(graph, aten.permute.default, made, _swapped(made))
-    # A view that takes the groups apart again is read from `together`: to merge them would copy all.
+    # A view that takes the groups apart again is read from `together`: to merge them would copy
+    # all.
     for user in [*node.users]:
         if user.target in _VIEWS and user.meta["val"].shape == together.meta["val"].shape:
             user.replace_all_uses_with(together)
     if any(user.users for user in node.users) or any(user.op == "output" for user in node.users):
-        node.replace_all_uses_with(_call(graph, aten.reshape.default, together, list(node.meta["val"].shape)))
+        node.replace_all_uses_with(
+            _call(graph, aten.reshape.default, together, list(node.meta["val"].shape))
+        )
 
 
 def _swapped(node: Node) -> list[int]:

@@ -1,17 +1,20 @@
-"""Linear layers that hold a matrix for each of several experts, the router that chooses among them, and its balance.
+"""Linear layers that hold a matrix for each of several experts, the router that chooses among them,
+and its balance.
 
-The balance gives a router's probabilities the gradient of a loss that grows with uneven use. For each token t of a
-document d, with p the router's probabilities before any choice, C choices a token, and f_de the number of choices of
-expert e by the tokens of d that have a share, over the number of these tokens,
+The balance gives a router's probabilities the gradient of a loss that grows with uneven use. For
+each token t of a document d, with p the router's probabilities before any choice, C choices a
+token, and f_de the number of choices of expert e by the tokens of d that have a share, over the
+number of these tokens,
 
     aux_t = E sum over e of f_de p_te;    the gradient of  sum over t of share_t aux_t  is added to that of p
 
-f is a constant. No term depends on another document or layer, so the sum does not depend on how rows are cut or packed.
-The mean of aux over a document is the loss of the Switch Transformer (Fedus et al., arXiv 2101.03961) of that document
-alone, as in DeepSeek-V3's sequence-wise balance (arXiv 2412.19437).
+f is a constant. No term depends on another document or layer, so the sum does not depend on how
+rows are cut or packed. The mean of aux over a document is the loss of the Switch Transformer (Fedus
+et al., arXiv 2101.03961) of that document alone, as in DeepSeek-V3's sequence-wise balance (arXiv
+2412.19437).
 
-Shapes: P rows, E experts, C of them for each row, N outputs, K inputs; of the balance B rows of T positions, and
-N = B T tokens.
+Shapes: P rows, E experts, C of them for each row, N outputs, K inputs; of the balance B rows of T
+positions, and N = B T tokens.
 """
 
 from typing import Any, NamedTuple
@@ -29,7 +32,8 @@ class Balance(NamedTuple):
 
     Attributes:
         document_N: the number of each token's document, int64 below N.
-        share_N: each token's factor in the sum that is differentiated; a token with 0 does not count.
+        share_N: each token's factor in the sum that is differentiated; a token with 0 does not
+            count.
     """
 
     document_N: Tensor
@@ -39,13 +43,18 @@ class Balance(NamedTuple):
 def balance_of(segments_BT: Tensor | None, shares_BT: Tensor) -> Balance:
     """Return the balance of packed rows, or without segments of rows of one document."""
     rows, length = shares_BT.shape
-    document_BT = torch.arange(0, rows * length, length, device=shares_BT.device)[:, None].expand(-1, length)
+    document_BT = torch.arange(0, rows * length, length, device=shares_BT.device)[:, None].expand(
+        -1, length
+    )
     if segments_BT is not None:
-        document_BT = document_BT + F.pad(segments_BT[:, 1:] != segments_BT[:, :-1], (1, 0)).cumsum(1)
+        document_BT = document_BT + F.pad(segments_BT[:, 1:] != segments_BT[:, :-1], (1, 0)).cumsum(
+            1
+        )
     return Balance(document_BT.flatten(), shares_BT.flatten())
 
 
-# An operator, because Dynamo traces the forward pass alone of an `autograd.Function` inside of vmap.
+# An operator, because Dynamo traces the forward pass alone of an `autograd.Function` inside of
+# vmap.
 @torch.library.custom_op("monograph::balanced", mutates_args=())
 def _balanced(weights: Tensor, probabilities: Tensor, further: Tensor) -> Tensor:
     """Return the weights as they are; the backward pass gives the probabilities a further gradient."""
@@ -68,19 +77,29 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
 @_balanced.register_vmap
 def _(info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor) -> tuple[Tensor, int]:
     dims = zip(tensors, in_dims, strict=True)
-    return _balanced(*(t.expand(info.batch_size, *t.shape) if d is None else t.movedim(d, 0) for t, d in dims)), 0
+    return _balanced(
+        *(t.expand(info.batch_size, *t.shape) if d is None else t.movedim(d, 0) for t, d in dims)
+    ), 0
 
 
 _balanced.register_autograd(_backward, setup_context=_save)
 
 
-def balanced(weights_NC: Tensor, probabilities_NE: Tensor, experts_NC: Tensor, balance: Balance) -> Tensor:
-    """Return the weights of the chosen experts, from which the loss's gradient, see the module, reaches the router."""
+def balanced(
+    weights_NC: Tensor, probabilities_NE: Tensor, experts_NC: Tensor, balance: Balance
+) -> Tensor:
+    """Return the weights of the chosen experts, from which the loss's gradient, see the module,
+    reaches the router.
+    """
     share_N1 = balance.share_N[:, None].to(probabilities_NE.dtype)
     document_N1 = balance.document_N[:, None]
     none_NE = torch.zeros_like(probabilities_NE)
-    chosen_NE = none_NE.scatter(1, experts_NC, (share_N1 != 0).to(none_NE.dtype).expand_as(experts_NC))
-    choices_NE = none_NE.scatter_add(0, document_N1.expand_as(none_NE), chosen_NE)[balance.document_N]
+    chosen_NE = none_NE.scatter(
+        1, experts_NC, (share_N1 != 0).to(none_NE.dtype).expand_as(experts_NC)
+    )
+    choices_NE = none_NE.scatter_add(0, document_N1.expand_as(none_NE), chosen_NE)[
+        balance.document_N
+    ]
     # A token has C choices, so that a document's tokens are its choices / C.
     tokens_N1 = choices_NE.sum(-1, keepdim=True).clamp_min(1) / experts_NC.shape[1]
     further_NE = share_N1 * none_NE.shape[1] / tokens_N1 * choices_NE
@@ -95,7 +114,9 @@ class ExpertLinear(nn.Module):
         bias: [E, N], or None.
     """
 
-    def __init__(self, experts: int, in_features: int, out_features: int, bias: bool = False, **like: Any) -> None:
+    def __init__(
+        self, experts: int, in_features: int, out_features: int, bias: bool = False, **like: Any
+    ) -> None:
         super().__init__()
         self.experts = experts
         self.in_features = in_features
@@ -104,11 +125,14 @@ class ExpertLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(experts, out_features, **like)) if bias else None
 
     def forward(self, input: Tensor, ends_E: Tensor | None) -> Tensor:
-        """Map rows [P, K] that are sorted by expert to [P, N]; without `ends`, all rows [..., P, K] to [E, P, N].
+        """Map rows [P, K] that are sorted by expert to [P, N]; without `ends`, all rows [..., P, K]
+        to [E, P, N].
 
         `ends` has the row after each expert's last one, see `monograph.graph.grouped`.
         """
-        product = input @ self.weight.mT if ends_E is None else grouped_linear(input, self.weight, ends_E)
+        product = (
+            input @ self.weight.mT if ends_E is None else grouped_linear(input, self.weight, ends_E)
+        )
         return self._biased(product, ends_E)
 
     def _biased(self, product: Tensor, ends_E: Tensor | None) -> Tensor:
@@ -119,7 +143,9 @@ class ExpertLinear(nn.Module):
 
 
 class _Dequantised(torch.autograd.Function):
-    """Compute y = W x and dx = W^T dy of `ExpertLinear`; both make W from its codes, and none is kept in between."""
+    """Compute y = W x and dx = W^T dy of `ExpertLinear`; both make W from its codes, and none is
+    kept in between.
+    """
 
     generate_vmap_rule = True
 
@@ -161,7 +187,9 @@ class FrozenExperts(FrozenWeight, ExpertLinear):
     def forward(self, input: Tensor, ends_E: Tensor | None) -> Tensor:
         """Map rows as `ExpertLinear` does, in the dtype of products."""
         held = (*self.held(), None, None, None)[:5]
-        output: Tensor = _Dequantised.apply(input.to(product_dtype(input)), ends_E, self.shape, *held)
+        output: Tensor = _Dequantised.apply(
+            input.to(product_dtype(input)), ends_E, self.shape, *held
+        )
         return self._biased(output, ends_E)
 
 
@@ -174,7 +202,8 @@ class NF4Experts(NF4Weight, FrozenExperts):
 
 
 class Router(nn.Module):
-    """The choice of experts and of their weights; it is no linear layer for adapters, as in transformers.
+    """The choice of experts and of their weights; it is no linear layer for adapters, as in
+    transformers.
 
         p = softmax(W x + b);   the C = `count` experts of the highest p have the weights p, over their sum if
         `normalised`
@@ -182,7 +211,9 @@ class Router(nn.Module):
     Probabilities are computed in fp32, for float64 inputs in float64.
     """
 
-    def __init__(self, experts: int, in_features: int, count: int, normalised: bool, bias: bool = False) -> None:
+    def __init__(
+        self, experts: int, in_features: int, count: int, normalised: bool, bias: bool = False
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, in_features))
         self.bias = nn.Parameter(torch.empty(experts)) if bias else None

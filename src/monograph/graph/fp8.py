@@ -1,4 +1,5 @@
-"""Compute linear layers in 8-bit floating point: three products in fp8, all else in bf16, weights in their own dtype.
+"""Compute linear layers in 8-bit floating point: three products in fp8, all else in bf16, weights
+in their own dtype.
 
 Shapes: M rows (all leading dimensions), K inputs, N outputs.
 """
@@ -14,7 +15,8 @@ from monograph.errors import UsageError
 from monograph.graph.lora import adapters
 from monograph.graph.siblings import families
 
-# Gradients need more range and fewer digits (Micikevicius et al. 2022, "FP8 Formats for Deep Learning", 2209.05433).
+# Gradients need more range and fewer digits (Micikevicius et al. 2022, "FP8 Formats for Deep
+# Learning", 2209.05433).
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16  # the hardware multiplies matrices whose sides are multiples of it
 SMALLEST = 2.0**-100  # lower bound of a tensor's largest element, so that its scale is finite
@@ -22,7 +24,8 @@ EXPONENT_BITS = 0x7F800000  # the mask that rounds a positive fp32 number down t
 
 
 def use(module: nn.Module, weights: Iterable[str]) -> list[str]:
-    """Let linear layers of a module compute in fp8 in training mode; in evaluation mode they compute as before.
+    """Let linear layers of a module compute in fp8 in training mode; in evaluation mode they
+    compute as before.
 
     The layers stay the same objects, with their parameters, names and hooks.
 
@@ -37,11 +40,21 @@ def use(module: nn.Module, weights: Iterable[str]) -> list[str]:
         UsageError: no layer can compute in fp8, siblings are fused, or the module has adapters.
     """
     if adapters(module):
-        raise UsageError("fp8 is for weights that are trained, and under adapters they are frozen: take bf16")
+        raise UsageError(
+            "fp8 is for weights that are trained, and under adapters they are frozen: take bf16"
+        )
     if families(module):
-        raise UsageError("fp8 scales each weight by itself: unfuse_siblings(model) first, or take bf16")
-    layers = {name: module.get_submodule(name.rpartition(".")[0]) for name in weights if name.endswith(".weight")}
-    linear = {name: layer for name, layer in layers.items() if type(layer).forward is nn.Linear.forward}
+        raise UsageError(
+            "fp8 scales each weight by itself: unfuse_siblings(model) first, or take bf16"
+        )
+    layers = {
+        name: module.get_submodule(name.rpartition(".")[0])
+        for name in weights
+        if name.endswith(".weight")
+    }
+    linear = {
+        name: layer for name, layer in layers.items() if type(layer).forward is nn.Linear.forward
+    }
     shapes = {name: cast(nn.Linear, layer).weight.shape for name, layer in linear.items()}
     odd = [name for name, shape in shapes.items() if any(side % MULTIPLE for side in shape)]
     if len(odd) == len(linear):
@@ -69,7 +82,8 @@ def linear(input: Tensor, weight_NK: Tensor) -> Tensor:
 
         y = q4(x) q4(W)^T        dx = q5(dy) q4(W)        dW = q5(dy)^T q4(x)
 
-    q4 and q5 are `quantised` to e4m3 and e5m2. Sums are fp32; the forward product's may use the hardware's fast mode.
+    q4 and q5 are `quantised` to e4m3 and e5m2. Sums are fp32; the forward product's may use the
+    hardware's fast mode.
 
     Args:
         input: x, [..., K], K a multiple of 16.
@@ -80,7 +94,8 @@ def linear(input: Tensor, weight_NK: Tensor) -> Tensor:
     """
     x_MK = input.reshape(-1, input.shape[-1])
     rows = len(x_MK)
-    x_MK = nn.functional.pad(x_MK, (0, 0, 0, -rows % MULTIPLE))  # dW sums over rows, so these are a side as well
+    # DW sums over rows, so these are a side as well.
+    x_MK = nn.functional.pad(x_MK, (0, 0, 0, -rows % MULTIPLE))
     y_MN: Tensor = _Linear.apply(x_MK, weight_NK)
     return y_MN[:rows].view(*input.shape[:-1], -1)
 
@@ -100,13 +115,16 @@ def quantised(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 class _Linear(torch.autograd.Function):
-    """Compute the three products; the input is saved in fp8, the weight is rounded again in the backward pass."""
+    """Compute the three products; the input is saved in fp8, the weight is rounded again in the
+    backward pass.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
         x8_MK, x_unit = quantised(x_MK, FORWARD)
         w8_NK, w_unit = quantised(weight_NK, FORWARD)
-        # The weight is in memory anyway; saving its rounding would hold one more copy until the backward pass.
+        # The weight is in memory anyway; saving its rounding would hold one more copy until the
+        # backward pass.
         ctx.save_for_backward(x8_MK, x_unit, weight_NK)
         ctx.input_dtype = x_MK.dtype
         return compat.scaled_mm(x8_MK, w8_NK.t(), x_unit, w_unit, torch.bfloat16, fast=True)
@@ -117,7 +135,9 @@ class _Linear(torch.autograd.Function):
         dy8_MN, dy_unit = quantised(dy_MN, BACKWARD)
         w8_NK, w_unit = quantised(weight_NK, FORWARD)
         dx_MK = compat.scaled_mm(dy8_MN, _by_columns(w8_NK), dy_unit, w_unit, ctx.input_dtype)
-        dw_NK = compat.scaled_mm(dy8_MN.t().contiguous(), _by_columns(x8_MK), dy_unit, x_unit, weight_NK.dtype)
+        dw_NK = compat.scaled_mm(
+            dy8_MN.t().contiguous(), _by_columns(x8_MK), dy_unit, x_unit, weight_NK.dtype
+        )
         return dx_MK, dw_NK
 
 

@@ -1,6 +1,8 @@
-"""Linear layers with frozen weights in 8 or 4 bits; no dense weight is kept from the forward to the backward pass.
+"""Linear layers with frozen weights in 8 or 4 bits; no dense weight is kept from the forward to the
+backward pass.
 
-Shapes: N outputs, K inputs, C = ceil(N K / 64) blocks of S = 64 numbers, G = ceil(C / 256) groups of 256 blocks.
+Shapes: N outputs, K inputs, C = ceil(N K / 64) blocks of S = 64 numbers, G = ceil(C / 256) groups
+    of 256 blocks.
 """
 
 import math
@@ -13,8 +15,9 @@ from torch import Tensor, nn
 from monograph.graph.grouped import product_dtype
 
 BLOCK, GROUP = 64, 256
-# Quantiles of a normal distribution that include -1, 0 and 1 (Dettmers et al. 2023, "QLoRA", 2305.14314, appendix E),
-# to four digits as in torchao; bitsandbytes' differ from these by less than 5e-5.
+# Quantiles of a normal distribution that include -1, 0 and 1 (Dettmers et al. 2023, "QLoRA",
+# 2305.14314, appendix E), to four digits as in torchao; bitsandbytes' differ from these by less
+# than 5e-5.
 NF4 = (
     -1.0,
     -0.6962,
@@ -61,8 +64,12 @@ class FrozenWeight(nn.Module):
         return dense_of(self.shape, *self.held())
 
 
-def dense_of(shape: tuple[int, ...], codes: Tensor, scales: Tensor, *of_nf4: Tensor | None) -> Tensor:
-    """Return the weight of this shape that an `NF4Weight` holds, or an `Int8Weight`, which has no more; fp32."""
+def dense_of(
+    shape: tuple[int, ...], codes: Tensor, scales: Tensor, *of_nf4: Tensor | None
+) -> Tensor:
+    """Return the weight of this shape that an `NF4Weight` holds, or an `Int8Weight`, which has no
+    more; fp32.
+    """
     if any(each is not None for each in of_nf4):
         return _dense(codes, scales, *of_nf4, *shape)  # type: ignore[arg-type]
     return codes.float() * scales[..., None]
@@ -73,7 +80,8 @@ class Int8Weight(FrozenWeight):
 
         W[n, k] = codes[n, k] scales[n],   scales = max |W[n]| / 127.5,   codes = round(W / scales) in -128 .. 127
 
-    The parameters `codes` [N, K] int8 and `scales` [N] fp32, without gradients, take the place of `weight`.
+    The parameters `codes` [N, K] int8 and `scales` [N] fp32, without gradients, take the place of
+    `weight`.
     """
 
     @torch.no_grad()
@@ -103,9 +111,10 @@ class NF4Weight(FrozenWeight):
 
         W[i] = NF4[code[i]] scale[c],   scale[c] = max |W of block c| = mean + levels[c] / steps[g]
 
-    Block c is 64 consecutive numbers of the flattened weight. Scales less their mean are 8-bit `levels`, of which 256
-    share one of `steps`. All are parameters without gradients: `codes` [ceil(N K / 2)] uint8, the first of two in the
-    upper bits, `levels` [C] int8, `steps` [G] and `mean` [] fp32.
+    Block c is 64 consecutive numbers of the flattened weight. Scales less their mean are 8-bit
+    `levels`, of which 256 share one of `steps`. All are parameters without gradients: `codes`
+    [ceil(N K / 2)] uint8, the first of two in the upper bits, `levels` [C] int8, `steps` [G] and
+    `mean` [] fp32.
     """
 
     @torch.no_grad()
@@ -124,12 +133,16 @@ class NF4Weight(FrozenWeight):
         # A block of zeros has the scale 0, and 0 / 0 would be NaN.
         edges = (table[1:] + table[:-1]) / 2
         shares_of = scale_C.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
-        # int32 codes, and a quotient that is freed at once: at most three times the weight is in memory, not five.
-        codes = torch.bucketize(blocks_CS / shares_of, edges, out_int32=True).to(torch.uint8).flatten()
+        # int32 codes, and a quotient that is freed at once: at most three times the weight is in
+        # memory, not five.
+        codes = (
+            torch.bucketize(blocks_CS / shares_of, edges, out_int32=True).to(torch.uint8).flatten()
+        )
         packed = (codes[::2] << 4 | codes[1::2])[: -(-flat.numel() // 2)]
         # A clone, because a slice would keep the padded codes in memory.
         _keep(self, codes=packed.clone(), levels=levels.to(torch.int8), steps=steps_G, mean=mean)
-        self.register_buffer("table", table, persistent=False)  # a constant, not part of a checkpoint
+        # A constant, not part of a checkpoint.
+        self.register_buffer("table", table, persistent=False)
 
     def held(self) -> tuple[Tensor, ...]:
         """Return the codes, scales and the table."""
@@ -141,14 +154,18 @@ class NF4Linear(NF4Weight, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map [..., K] to [..., N] in the input's dtype, or in autocast's."""
-        output: Tensor = _NF4Product.apply(input.to(product_dtype(input)), *self.held(), *self.shape)
+        output: Tensor = _NF4Product.apply(
+            input.to(product_dtype(input)), *self.held(), *self.shape
+        )
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
 def parameter_count(module: nn.Module) -> int:
     """Count parameters, tied ones once; a quantised layer counts as many as its dense weight has."""
     layers = [layer for layer in module.modules() if isinstance(layer, FrozenWeight)]
-    quantised = {id(param) for layer in layers for name, param in layer._parameters.items() if name != "bias"}
+    quantised = {
+        id(param) for layer in layers for name, param in layer._parameters.items() if name != "bias"
+    }
     others = sum(param.numel() for param in module.parameters() if id(param) not in quantised)
     return others + sum(math.prod(layer.shape) for layer in layers)
 
@@ -161,14 +178,17 @@ def _keep(layer: nn.Module, **tensors: Tensor) -> None:
 
 
 class _Int8Product(torch.autograd.Function):
-    """Compute y = (x codes^T) scale and dx = (dy scale) codes; integers up to 128 are exact also in bf16."""
+    """Compute y = (x codes^T) scale and dx = (dy scale) codes; integers up to 128 are exact also in
+    bf16.
+    """
 
     generate_vmap_rule = True  # an ensemble runs its members under vmap
 
     @staticmethod
     def forward(x: Tensor, codes_NK: Tensor, scale_N: Tensor) -> Tensor:
         y = (x @ codes_NK.to(x.dtype).mT) * scale_N
-        return y if y.dtype == x.dtype else y.to(x.dtype)  # torch 2.11: captured, a `to` of no effect has no gradient
+        # Torch 2.11: captured, a `to` of no effect has no gradient.
+        return y if y.dtype == x.dtype else y.to(x.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -187,7 +207,14 @@ class _NF4Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x: Tensor, codes: Tensor, levels_C: Tensor, steps_G: Tensor, mean: Tensor, table: Tensor, N: int, K: int
+        x: Tensor,
+        codes: Tensor,
+        levels_C: Tensor,
+        steps_G: Tensor,
+        mean: Tensor,
+        table: Tensor,
+        N: int,
+        K: int,
     ) -> Tensor:
         return x @ _dense(codes, levels_C, steps_G, mean, table, N, K).to(x.dtype).mT
 
@@ -199,10 +226,14 @@ class _NF4Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         codes, levels_C, steps_G, mean, table = ctx.saved_tensors
-        return dy @ _dense(codes, levels_C, steps_G, mean, table, *ctx.shape).to(dy.dtype), *[None] * 7
+        return dy @ _dense(codes, levels_C, steps_G, mean, table, *ctx.shape).to(dy.dtype), *[
+            None
+        ] * 7
 
 
-def _dense(codes: Tensor, levels_C: Tensor, steps_G: Tensor, mean: Tensor, table: Tensor, *shape: int) -> Tensor:
+def _dense(
+    codes: Tensor, levels_C: Tensor, steps_G: Tensor, mean: Tensor, table: Tensor, *shape: int
+) -> Tensor:
     steps_C = steps_G.repeat_interleave(GROUP, output_size=len(steps_G) * GROUP)[: len(levels_C)]
     scale_C = levels_C / steps_C + mean
     numbers = table[torch.stack([codes >> 4, codes & 15], -1).flatten().int()]

@@ -1,7 +1,9 @@
-"""Compute linear layers that read one tensor in one matrix product, over weights that lie side by side in memory.
+"""Compute linear layers that read one tensor in one matrix product, over weights that lie side by
+side in memory.
 
-The layers keep their names, parameters and gradients. The first one called computes the outputs of all. Each of the
-others takes its output if it is given the very same input, and computes its own if not, so the result is always right.
+The layers keep their names, parameters and gradients. The first one called computes the outputs of
+all. Each of the others takes its output if it is given the very same input, and computes its own if
+not, so the result is always right.
 
 Shapes: K inputs, N outputs of all siblings together.
 """
@@ -21,7 +23,9 @@ from monograph.ops.fused_gradients import Fused, fused_of, linear
 
 
 class Sibling(nn.Linear):
-    """A linear layer computed together with its siblings; `FusedLinears` gives layers this class and takes it back."""
+    """A linear layer computed together with its siblings; `FusedLinears` gives layers this class
+    and takes it back.
+    """
 
     family: "FusedLinears"
     place: int
@@ -31,7 +35,8 @@ class Sibling(nn.Linear):
         taken = self.family.output(self.place, input)
         return F.linear(input, self.weight, self.bias) if taken is None else taken
 
-    # Moving a module to another dtype or device, or loading a state by assignment, separates the weights.
+    # Moving a module to another dtype or device, or loading a state by assignment, separates the
+    # weights.
     def _apply(self, fn: object, recurse: bool = True) -> Any:
         moved = super()._apply(fn, recurse)
         self.family.adopt(self.place)
@@ -49,10 +54,11 @@ class FusedLinears:
 
     Attributes:
         layers: the modules.
-        weight: [N, K], one view of all weights; None while they do not lie side by side, so that each layer computes
-            alone.
+        weight: [N, K], one view of all weights; None while they do not lie side by side, so that
+            each layer computes alone.
         bias: [N], likewise; None also if the layers have no biases.
-        fused: those of all weights, see `monograph.ops.fused_gradients`, if each of them has the attribute.
+        fused: those of all weights, see `monograph.ops.fused_gradients`, if each of them has the
+            attribute.
     """
 
     weight: Tensor | None
@@ -90,7 +96,9 @@ class FusedLinears:
                     parameter.data = parameter.data.clone()
 
     def adopt(self, place: int) -> None:
-        """Take the moved or replaced parameters of the layer at `place`; the call for the last layer joins them."""
+        """Take the moved or replaced parameters of the layer at `place`; the call for the last
+        layer joins them.
+        """
         layer = self.layers[place]
         self.weights[place] = layer.weight
         if self.biases:
@@ -98,7 +106,9 @@ class FusedLinears:
         self.lay()
 
     def lay(self) -> None:
-        """Join the parameters in memory if they are alike and nothing else shares theirs; see `look`."""
+        """Join the parameters in memory if they are alike and nothing else shares theirs; see
+        `look`.
+        """
         for parts in (self.weights, self.biases):
             _join(parts)
         self.look()
@@ -114,10 +124,13 @@ class FusedLinears:
             self.fused = Fused(*(_whole(list(parts)) for parts in zip(*fused, strict=True)))  # type: ignore[arg-type]
 
     def output(self, place: int, input: Tensor) -> Tensor | None:
-        """Return the output of the layer at `place` for its input, or None if the layer must compute it alone."""
+        """Return the output of the layer at `place` for its input, or None if the layer must
+        compute it alone.
+        """
         if place == 0:
             self._left = None  # remaining outputs belong to an earlier call
-            # An inference tensor has no version counter: a change between two siblings' calls would go unseen.
+            # An inference tensor has no version counter: a change between two siblings' calls would
+            # go unseen.
             if not self.holds() or (not torch.compiler.is_compiling() and input.is_inference()):
                 return None
             pieces = self.products(input)
@@ -135,9 +148,14 @@ class FusedLinears:
         """Return whether `weight` and `bias` are the parameters that the layers have now."""
         if self.weight is None:
             return False
-        if any(layer.weight is not weight for layer, weight in zip(self.layers, self.weights, strict=True)):
+        if any(
+            layer.weight is not weight
+            for layer, weight in zip(self.layers, self.weights, strict=True)
+        ):
             return False
-        if self.biases and any(layer.bias is not bias for layer, bias in zip(self.layers, self.biases, strict=True)):
+        if self.biases and any(
+            layer.bias is not bias for layer, bias in zip(self.layers, self.biases, strict=True)
+        ):
             return False
         if torch.compiler.is_compiling():  # traced code cannot ask for addresses
             return True
@@ -180,29 +198,36 @@ class _Joined(torch.autograd.Function):
 
 
 def _joined(whole: Tensor | None, parts: list[Any]) -> Any:
-    # Without gradients, Dynamo binds the arguments of an `autograd.Function` with *parts wrongly (torch 2.13).
+    # Without gradients, Dynamo binds the arguments of an `autograd.Function` with *parts wrongly
+    # (torch 2.13).
     wanted = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
     return _Joined.apply(whole, *parts) if wanted else whole
 
 
 def mode_of(input: Tensor) -> tuple[bool, bool, torch.dtype]:
-    """Return the modes that change a linear layer's output: gradients enabled, autocast enabled, autocast's dtype."""
+    """Return the modes that change a linear layer's output: gradients enabled, autocast enabled,
+    autocast's dtype.
+    """
     kind = input.device.type
     return torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
 
 def version_of(input: Tensor) -> int:
-    """Return how often the tensor was changed in place; 0 for traced and inference tensors, which do not tell."""
+    """Return how often the tensor was changed in place; 0 for traced and inference tensors, which
+    do not tell.
+    """
     return 0 if torch.compiler.is_compiling() or input.is_inference() else input._version
 
 
-# ---- where parameters lie --------------------------------------------------------------------------------------------
+# ---- where parameters lie ------------------------------------------------------------------------
 
 
 def _join(parts: list[Any]) -> None:
     """Move tensors that are alike next to each other, unless something else uses their memory."""
     # Other users of the memory (a step's plane, a view) would not follow a part that is moved.
-    if len({(part.dtype, part.device) for part in parts}) == 1 and all(_owns(part) for part in parts):
+    if len({(part.dtype, part.device) for part in parts}) == 1 and all(
+        _owns(part) for part in parts
+    ):
         joined = torch.cat([part.detach() for part in parts])
         for part, piece in zip(parts, joined.split([len(part) for part in parts]), strict=True):
             part.data = piece
@@ -212,7 +237,8 @@ def _whole(parts: list[Tensor]) -> Tensor | None:
     """Return one view of all parts if they lie side by side."""
     if not parts or len({(part.dtype, part.device) for part in parts}) > 1 or not adjacent(parts):
         return None
-    # A view of the first part's data, so that autograd notices a change between forward and backward pass.
+    # A view of the first part's data, so that autograd notices a change between forward and
+    # backward pass.
     first = parts[0].detach()
     rows = sum(len(part) for part in parts)
     return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())

@@ -1,12 +1,14 @@
-"""Compute products whose rows are sorted into groups, each with a matrix of its own, as experts are applied.
+"""Compute products whose rows are sorted into groups, each with a matrix of its own, as experts are
+applied.
 
         y[p] = W[e] x[p]    for the rows  ends[e - 1] <= p < ends[e]
 
-The two operators are opaque to a compiler, no shape depends on the groups, and on a GPU the host reads nothing. On a
-CPU they loop over groups, in fp32 on AMD processors in our own code, or are one batched product in 16 bits
-(`monograph.graph.grouped_batches`). On a GPU they are torch's grouped products where
-these leave the host alone: in bf16, on compute capability 9 and 10, with rows of whole 16 bytes; elsewhere batched
-products of blocks of rows (`monograph.graph.grouped_blocks`). Members under vmap become further groups.
+The two operators are opaque to a compiler, no shape depends on the groups, and on a GPU the host
+reads nothing. On a CPU they loop over groups, in fp32 on AMD processors in our own code, or are one
+batched product in 16 bits (`monograph.graph.grouped_batches`). On a GPU they are torch's grouped
+products where these leave the host alone: in bf16, on compute capability 9 and 10, with rows of
+whole 16 bytes; elsewhere batched products of blocks of rows (`monograph.graph.grouped_blocks`).
+Members under vmap become further groups.
 
 Shapes: P rows, E groups, N outputs, K inputs.
 """
@@ -38,8 +40,8 @@ def grouped_linear(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tens
 
     Args:
         input_PK: rows, sorted by group.
-        weight_ENK: the groups' matrices; if they are fused (`monograph.ops.fused_gradients`), their gradients are added
-            to the total.
+        weight_ENK: the groups' matrices; if they are fused (`monograph.ops.fused_gradients`), their
+            gradients are added to the total.
         ends_E: the row after each group's last one, int32, ascending; the last is P.
     """
     dtype = product_dtype(input_PK)
@@ -76,7 +78,9 @@ def _by_own_code(rows: Tensor) -> bool:
 
 
 def _by_batches(rows: Tensor, ends_E: Tensor) -> bool:
-    """Return whether a CPU's products of 16 bits are batched: where there are rows enough for all groups."""
+    """Return whether a CPU's products of 16 bits are batched: where there are rows enough for all
+    groups.
+    """
     return rows.dtype.itemsize == 2 and len(rows) >= grouped_batches.LEAST * len(ends_E)
 
 
@@ -84,7 +88,11 @@ def _by_batches(rows: Tensor, ends_E: Tensor) -> bool:
 def product(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
     """Return `grouped_linear` of tensors of one dtype."""
     if input_PK.is_cuda:
-        multiply = _product_by_torch if _by_torch(input_PK, *weight_ENK.shape[1:]) else grouped_blocks.product
+        multiply = (
+            _product_by_torch
+            if _by_torch(input_PK, *weight_ENK.shape[1:])
+            else grouped_blocks.product
+        )
         return multiply(input_PK, weight_ENK, ends_E)
     product_PN = input_PK.new_empty(len(input_PK), weight_ENK.shape[1])
     if _by_own_code(input_PK):
@@ -122,7 +130,13 @@ def _outer(left_PN: Tensor, right_PK: Tensor, ends_E: Tensor) -> Tensor:
 
 
 @register_flop_formula([torch.ops.monograph.grouped_linear, torch.ops.monograph.grouped_outer])
-def _flops(left: tuple[int, ...], right: tuple[int, ...], *_: object, out_shape: tuple[int, ...], **__: object) -> int:
+def _flops(
+    left: tuple[int, ...],
+    right: tuple[int, ...],
+    *_: object,
+    out_shape: tuple[int, ...],
+    **__: object,
+) -> int:
     """Return the FLOPs of an operator by its shapes: two for each row, input and output."""
     return 2 * left[0] * left[1] * right[1]
 
@@ -175,7 +189,12 @@ _outer.register_vmap(_of_members(_outer))
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, input_PK: Tensor, weight_ENK: Tensor, rounded_ENK: Tensor, total_ENK: Tensor, ends_E: Tensor
+        ctx: Any,
+        input_PK: Tensor,
+        weight_ENK: Tensor,
+        rounded_ENK: Tensor,
+        total_ENK: Tensor,
+        ends_E: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(input_PK, rounded_ENK, ends_E)
         ctx.total = total_ENK  # not saved, as other layers' backward passes may change it before
@@ -207,7 +226,9 @@ class _Added(torch.autograd.Function):
 
 
 def added(rows_PN: Tensor, bias_EN: Tensor, ends_E: Tensor) -> Tensor:
-    """Return each group's rows plus its bias, whose gradient is summed as that of a matrix, in one order."""
+    """Return each group's rows plus its bias, whose gradient is summed as that of a matrix, in one
+    order.
+    """
     return _Added.apply(rows_PN, bias_EN, ends_E)
 
 
@@ -228,5 +249,7 @@ class _Rearranged(torch.autograd.Function):
 
 
 def rearranged(rows_PD: Tensor, order_P: Tensor, inverse_P: Tensor) -> Tensor:
-    """Return `rows[order]`; `inverse` is the inverse permutation, by which the gradient needs no sum over indices."""
+    """Return `rows[order]`; `inverse` is the inverse permutation, by which the gradient needs no
+    sum over indices.
+    """
     return _Rearranged.apply(rows_PD, order_P, inverse_P)

@@ -1,8 +1,9 @@
-"""Compute a CPU's grouped products of 16 bits as one batched product of the first rows of every group.
+"""Compute a CPU's grouped products of 16 bits as one batched product of the first rows of every
+group.
 
-oneDNN writes code for each shape of a product, which takes longer than most products do, and groups' sizes change with
-each update. Here all shapes are those of C rows, 1.25 P / E and more; what larger groups have beyond that is computed
-group by group, filled up to multiples of C.
+oneDNN writes code for each shape of a product, which takes longer than most products do, and
+groups' sizes change with each update. Here all shapes are those of C rows, 1.25 P / E and more;
+what larger groups have beyond that is computed group by group, filled up to multiples of C.
 
 Shapes: P rows, E groups, N outputs, K inputs.
 """
@@ -14,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LEAST = 16  # rows for each group on average: with fewer, many groups have none, and their matrices are read in vain
+# Rows for each group on average: with fewer, many groups have none, and their matrices are read in
+# vain.
+LEAST = 16
 _SPARE = 1.25
 
 
@@ -57,7 +60,9 @@ def _batch(ends: tuple[int, ...], rows: int) -> _Batch:
 
 
 def product(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
-    """Return each row's product with its group's matrix, [P, N]; see `monograph.graph.grouped.grouped_linear`."""
+    """Return each row's product with its group's matrix, [P, N]; see
+    `monograph.graph.grouped.grouped_linear`.
+    """
     batch = _batch(tuple(ends_E.tolist()), len(input_PK))
     input_ECK = input_PK.index_select(0, batch.row_X).unflatten(0, (len(ends_E), -1))
     out_PN = (input_ECK @ weight_ENK.mT).flatten(0, 1).index_select(0, batch.place_P)

@@ -1,8 +1,10 @@
-"""Compute grouped products as batched ones of blocks of rows, each with a copy of its group's matrix.
+"""Compute grouped products as batched ones of blocks of rows, each with a copy of its group's
+matrix.
 
-For GPUs and dtypes for which torch has no grouped products that leave the host alone. A group's rows are filled up with
-zeros to whole blocks, and there is room for as many blocks as there could be, so no shape depends on the groups. Some
-blocks are computed at a time, so that copies of matrices have at most `MOST` numbers, or are one.
+For GPUs and dtypes for which torch has no grouped products that leave the host alone. A group's
+rows are filled up with zeros to whole blocks, and there is room for as many blocks as there could
+be, so no shape depends on the groups. Some blocks are computed at a time, so that copies of
+matrices have at most `MOST` numbers, or are one.
 
 Shapes: P rows, E groups, N outputs, K inputs, B blocks of C rows.
 """
@@ -14,7 +16,8 @@ import torch
 from torch import Tensor
 
 MOST = 2**27
-LEAST_ROWS, MOST_ROWS = 16, 128  # of a block: tensor cores multiply 16; larger ones hide the copies of matrices
+# Of a block: tensor cores multiply 16; larger ones hide the copies of matrices.
+LEAST_ROWS, MOST_ROWS = 16, 128
 
 
 class _Blocks(NamedTuple):
@@ -38,7 +41,8 @@ def _blocks(ends_E: Tensor, rows: int) -> _Blocks:
     size = min(MOST_ROWS, max(LEAST_ROWS, 1 << max(0, rows // groups - 1).bit_length()))
     ends_E = ends_E.long()
     begins_E = torch.cat([ends_E.new_zeros(1), ends_E[:-1]])
-    # A group's last block may be short: at most one for each group that has rows, besides whole ones.
+    # A group's last block may be short: at most one for each group that has rows, besides whole
+    # ones.
     blocks_E = (ends_E - begins_E + size - 1) // size
     after_E = blocks_E.cumsum(0)
     block_B = torch.arange(rows // size + min(groups, rows), device=ends_E.device)
@@ -61,7 +65,9 @@ def _parts(blocks: _Blocks, numbers: int) -> Iterator[slice]:
 
 
 def product(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
-    """Return each row's product with its group's matrix, [P, N]; see `monograph.graph.grouped.grouped_linear`."""
+    """Return each row's product with its group's matrix, [P, N]; see
+    `monograph.graph.grouped.grouped_linear`.
+    """
     blocks = _blocks(ends_E, len(input_PK))
     input_BCK = _cut(input_PK, blocks)
     parts = _parts(blocks, weight_ENK.shape[1] * weight_ENK.shape[2])
@@ -78,7 +84,9 @@ def outer(left_PN: Tensor, right_PK: Tensor, ends_E: Tensor) -> Tensor:
     left_BCN = _cut(left_PN, blocks)
     right_BCK = _cut(right_PK, blocks)
     numbers_E = torch.arange(len(ends_E), device=ends_E.device)
-    sum_EX = left_PN.new_zeros(len(ends_E), left_PN.shape[1] * right_PK.shape[1], dtype=torch.float32)
+    sum_EX = left_PN.new_zeros(
+        len(ends_E), left_PN.shape[1] * right_PK.shape[1], dtype=torch.float32
+    )
     sum_EX = sum_EX.to(torch.promote_types(left_PN.dtype, torch.float32))
     for part in _parts(blocks, sum_EX.shape[1]):
         member_EB = (numbers_E[:, None] == blocks.group_B[part]).to(sum_EX.dtype)

@@ -1,4 +1,6 @@
-"""Inspect a module: its state, shared memory, blocks, modes, buffers, and the linear layers that take adapters."""
+"""Inspect a module: its state, shared memory, blocks, modes, buffers, and the linear layers that
+take adapters.
+"""
 
 import copy
 import re
@@ -25,7 +27,8 @@ _WRAPPED = "_orig_mod"  # the name by which `torch.compile(module)` holds the mo
 
 
 def unique_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict with tied tensors once, under their first name (as Hugging Face stores them).
+    """Return the state dict with tied tensors once, under their first name (as Hugging Face stores
+    them).
 
     Raises:
         UsageError: as `own_state`.
@@ -35,7 +38,8 @@ def unique_state(module: nn.Module) -> dict[str, Tensor]:
     return {
         name: tensor
         for name, tensor in own_state(module).items()
-        if first_names.setdefault((tensor.data_ptr(), tensor.numel(), tensor.stride()), name) == name
+        if first_names.setdefault((tensor.data_ptr(), tensor.numel(), tensor.stride()), name)
+        == name
     }
 
 
@@ -43,8 +47,8 @@ def own_state(module: nn.Module) -> dict[str, Tensor]:
     """Return the state dict, if a checkpoint can hold it and be loaded into the module.
 
     Raises:
-        UsageError: the state dict has a complex or sparse tensor, or an entry that is not one of the module's
-            parameters and buffers, such as a hook's copy.
+        UsageError: the state dict has a complex or sparse tensor, or an entry that is not one of
+            the module's parameters and buffers, such as a hook's copy.
     """
     state: dict[str, Tensor] = module.state_dict()
     live = {_memory(tensor) for tensor in chain(module.parameters(), module.buffers())}
@@ -70,40 +74,61 @@ def _memory(tensor: Tensor) -> int:
 
 
 def in_the_same_memory(module: nn.Module) -> tuple[str, str] | None:
-    """Return the names of a trainable parameter and of another tensor that overlap in memory, or None.
+    """Return the names of a trainable parameter and of another tensor that overlap in memory, or
+    None.
 
-    The two would stop sharing numbers when the parameter is moved. The other one may be a parameter, a buffer or an
-    attribute, also in lists and dicts. One tensor with two names does not count.
+    The two would stop sharing numbers when the parameter is moved. The other one may be a
+    parameter, a buffer or an attribute, also in lists and dicts. One tensor with two names does not
+    count.
     """
-    trained = {id(parameter): name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    trained = {
+        id(parameter): name
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    }
     by_storage = dict[int, list[tuple[int, int, str, Any, bool]]]()
     seen = set[int]()
     for path, part in module.named_modules():
-        # Until its first call, spectral norm keeps the weight itself where its hook later puts the normalised one.
-        passing = {hook.name for hook in part._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)}
+        # Until its first call, spectral norm keeps the weight itself where its hook later puts the
+        # normalised one.
+        passing = {
+            hook.name for hook in part._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)
+        }
         attributes = {**part._parameters, **part._buffers, **vars(part)}
-        named = [(f"{path}.{key}" if path else key, attributes[key]) for key in attributes if key not in _OWN | passing]
-        for name, tensor in chain.from_iterable(_tensors_in(value, name, seen) for name, value in named):
+        named = [
+            (f"{path}.{key}" if path else key, attributes[key])
+            for key in attributes
+            if key not in _OWN | passing
+        ]
+        for name, tensor in chain.from_iterable(
+            _tensors_in(value, name, seen) for name, value in named
+        ):
             if tensor.layout == torch.strided and not is_lazy(tensor):
-                own = getattr(tensor, "_local_tensor", tensor)  # the local shard of a sharded tensor
+                # The local shard of a sharded tensor.
+                own = getattr(tensor, "_local_tensor", tensor)
                 first = int(own.storage_offset()) * own.element_size()
                 is_trained = id(tensor) in trained
                 place = (first, _end_byte(own), trained.get(id(tensor), name), own, is_trained)
                 by_storage.setdefault(_memory(own), []).append(place)
     for places in by_storage.values():
-        # Only a tensor that begins before the end of an earlier one can overlap it; the exact test is slow.
+        # Only a tensor that begins before the end of an earlier one can overlap it; the exact test
+        # is slow.
         open_before = list[tuple[int, str, Any, bool]]()
         for first, end, name, own, is_trained in sorted(places, key=itemgetter(0, 1, 2)):
             open_before = [before for before in open_before if before[0] > first]
             for _, other_name, other, other_trained in open_before:
-                if (is_trained or other_trained) and np.shares_memory(_bytes_of(other), _bytes_of(own)):
+                if (is_trained or other_trained) and np.shares_memory(
+                    _bytes_of(other), _bytes_of(own)
+                ):
                     return other_name, name
             open_before.append((end, name, own, is_trained))
     return None
 
 
 def _tensors_in(value: object, name: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in a value, its lists and its dicts, with names; objects in `seen` are left out."""
+    """Yield the tensors in a value, its lists and its dicts, with names; objects in `seen` are left
+    out.
+    """
     if not isinstance(value, Tensor | dict | list | tuple) or id(value) in seen:
         return
     seen.add(id(value))
@@ -119,23 +144,34 @@ def _tensors_in(value: object, name: str, seen: set[int]) -> Iterator[tuple[str,
 
 def _end_byte(tensor: Tensor) -> int:
     """Return the offset in its storage of the first byte after a tensor."""
-    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return int(tensor.storage_offset() + (steps + 1 if tensor.numel() else 0)) * tensor.element_size()
+    steps = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return (
+        int(tensor.storage_offset() + (steps + 1 if tensor.numel() else 0)) * tensor.element_size()
+    )
 
 
 def _bytes_of(tensor: Tensor) -> Any:
-    """Return a NumPy array that covers the tensor's bytes at their offsets in the storage; reading it would crash."""
+    """Return a NumPy array that covers the tensor's bytes at their offsets in the storage; reading
+    it would crash.
+    """
     size = tensor.element_size()
-    layout = {"shape": (*tensor.shape, size), "strides": (*(size * stride for stride in tensor.stride()), 1)}
+    layout = {
+        "shape": (*tensor.shape, size),
+        "strides": (*(size * stride for stride in tensor.stride()), 1),
+    }
     place = {"data": (1 + size * tensor.storage_offset(), True), "typestr": "|u1", "version": 3}
     return np.asarray(SimpleNamespace(__array_interface__=layout | place))
 
 
 def original(module: M) -> M:
-    """Return the module that `torch.compile` wrapped, or the module itself; its parts may be wrapped.
+    """Return the module that `torch.compile` wrapped, or the module itself; its parts may be
+    wrapped.
 
     Raises:
-        UsageError: it is no module; `torch.compile` returns none for a module that is compiled already.
+        UsageError: it is no module; `torch.compile` returns none for a module that is compiled
+            already.
     """
     if not isinstance(module, nn.Module):
         raise UsageError(f"model is a {type(module).__name__}: expected a torch.nn.Module")
@@ -143,12 +179,15 @@ def original(module: M) -> M:
 
 
 def unwrapped(module: M) -> M:
-    """Return the module without `torch.compile`'s wrappers, which add to names; the module itself stays as it is.
+    """Return the module without `torch.compile`'s wrappers, which add to names; the module itself
+    stays as it is.
 
     Modules that contain a wrapper are copied; the copies share all tensors.
     """
     module = original(module)
-    parts = {name: None if part is None else unwrapped(part) for name, part in module._modules.items()}
+    parts = {
+        name: None if part is None else unwrapped(part) for name, part in module._modules.items()
+    }
     if all(parts[name] is part for name, part in module._modules.items()):
         return module
     bare = copy.copy(module)
@@ -157,7 +196,9 @@ def unwrapped(module: M) -> M:
 
 
 def unwrap_(module: M) -> M:
-    """Remove `torch.compile`'s wrappers from a module in place, and return it; the step is compiled instead."""
+    """Remove `torch.compile`'s wrappers from a module in place, and return it; the step is compiled
+    instead.
+    """
     module = original(module)
     for part in list(module.modules()):
         for name, child in list(part._modules.items()):
@@ -170,8 +211,8 @@ def unwrap_(module: M) -> M:
 def blocks(module: nn.Module) -> dict[str, nn.Module]:
     """Return the module's blocks by name, in order: the layers between its embedding and its head.
 
-    A block is a module with submodules in an `nn.ModuleList` or `nn.Sequential` that is not itself inside a block. A
-    linear layer is no block, even with an adapter's submodules.
+    A block is a module with submodules in an `nn.ModuleList` or `nn.Sequential` that is not itself
+    inside a block. A linear layer is no block, even with an adapter's submodules.
     """
     by_name: dict[str, nn.Module] = {}
     inside: set[nn.Module] = set()
@@ -187,7 +228,9 @@ def blocks(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def parts(module: nn.Module) -> dict[str, str]:
-    """Return the name of each parameter's block; parameters outside of blocks are "before" or "after" them."""
+    """Return the name of each parameter's block; parameters outside of blocks are "before" or
+    "after" them.
+    """
     block_names = list(blocks(module))
     owner = dict[str, str]()
     outside = "before"
@@ -223,13 +266,16 @@ def running(module: nn.Module) -> Iterator[list[str]]:
 
 @contextmanager
 def buffers_kept(*modules: object) -> Iterator[None]:
-    """Restore the modules' buffers (running means and the like) after the `with` block, also replaced ones.
+    """Restore the modules' buffers (running means and the like) after the `with` block, also
+    replaced ones.
 
-    Frozen parameters, which a forward pass may write (as a teacher's), are restored as well, unless they are larger
-    than the trained ones together: a copy of an adapter's base would take too much memory. Objects that are not
-    modules, such as a loss function, are ignored.
+    Frozen parameters, which a forward pass may write (as a teacher's), are restored as well, unless
+    they are larger than the trained ones together: a copy of an adapter's base would take too much
+    memory. Objects that are not modules, such as a loss function, are ignored.
     """
-    parts = [part for module in modules if isinstance(module, nn.Module) for part in module.modules()]
+    parts = [
+        part for module in modules if isinstance(module, nn.Module) for part in module.modules()
+    ]
     kept = [(owner, name, buffer) for owner in parts for name, buffer in owner._buffers.items()]
     values = [None if buffer is None else buffer.clone() for _, _, buffer in kept]
     parameters = {id(p): p for part in parts for p in part.parameters(recurse=False)}.values()
@@ -240,7 +286,8 @@ def buffers_kept(*modules: object) -> Iterator[None]:
         yield
     finally:
         for parameter, copied in zip(frozen, copies, strict=True):
-            if not torch.equal(parameter, copied):  # unchanged mapped weights must not be written: they lie in a file
+            # Unchanged mapped weights must not be written: they lie in a file.
+            if not torch.equal(parameter, copied):
                 parameter.data.copy_(copied)
         for (owner, name, buffer), value in zip(kept, values, strict=True):
             owner._buffers[name] = buffer
@@ -249,7 +296,9 @@ def buffers_kept(*modules: object) -> Iterator[None]:
 
 
 def write(tensor: Tensor, value: Tensor) -> None:
-    """Copy a value of the same shape into a tensor, which may be expanded: each element in memory is written once."""
+    """Copy a value of the same shape into a tensor, which may be expanded: each element in memory
+    is written once.
+    """
     if tensor.layout == torch.strided and 0 in tensor.stride():
         once = tuple(slice(None if stride else 1) for stride in tensor.stride())
         tensor, value = tensor[once], value[once]
@@ -258,7 +307,9 @@ def write(tensor: Tensor, value: Tensor) -> None:
 
 @contextmanager
 def modes_kept(module: nn.Module) -> Iterator[None]:
-    """Restore after the `with` block which submodules are in training mode: frozen norms, for example, may not be."""
+    """Restore after the `with` block which submodules are in training mode: frozen norms, for
+    example, may not be.
+    """
     modes = [(part, part.training) for part in module.modules()]
     try:
         yield
@@ -285,16 +336,22 @@ def linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
 
 def expert_layers(module: nn.Module) -> dict[str, ExpertLinear]:
     """Return the layers of experts of a module's mixtures, by name."""
-    return {name: layer for name, layer in module.named_modules() if isinstance(layer, ExpertLinear)}
+    return {
+        name: layer for name, layer in module.named_modules() if isinstance(layer, ExpertLinear)
+    }
 
 
 def head_of(module: nn.Module) -> Any:
-    """Return the layer that computes logits over the vocabulary, if it has transformers' usual name, or None."""
+    """Return the layer that computes logits over the vocabulary, if it has transformers' usual
+    name, or None.
+    """
     head = getattr(module, "get_output_embeddings", lambda: None)()
     return head if head is not None else getattr(module, "lm_head", None)
 
 
-def targeted(module: nn.Module, targets: str | Iterable[str]) -> dict[str, nn.Linear | ExpertLinear]:
+def targeted(
+    module: nn.Module, targets: str | Iterable[str]
+) -> dict[str, nn.Linear | ExpertLinear]:
     """Return the layers that `targets` chooses, by name; see `monograph.graph.lora.Lora.targets`.
 
     Raises:
@@ -307,7 +364,11 @@ def targeted(module: nn.Module, targets: str | Iterable[str]) -> dict[str, nn.Li
         chosen = set(linear)
     elif isinstance(targets, str):
         if not (chosen := {name for name in linear if _matches(targets, name)}):
-            hint = f'; for the last part of a name write a list, ["{targets}"]' if _ends(linear, targets) else ""
+            hint = (
+                f'; for the last part of a name write a list, ["{targets}"]'
+                if _ends(linear, targets)
+                else ""
+            )
             raise UsageError(
                 f"lora.targets: the regular expression {targets!r} matches no whole name of a linear layer such as "
                 f"{', '.join(list(linear)[:2]) or 'none'}{hint}"
@@ -325,7 +386,9 @@ def _matches(expression: str, name: str) -> bool:
     try:
         return re.fullmatch(expression, name) is not None
     except re.error as error:
-        raise UsageError(f"lora.targets = {expression!r} is no regular expression: {error}") from None
+        raise UsageError(
+            f"lora.targets = {expression!r} is no regular expression: {error}"
+        ) from None
 
 
 def _ends(names: Iterable[str], target: str) -> set[str]:
@@ -333,8 +396,12 @@ def _ends(names: Iterable[str], target: str) -> set[str]:
 
 
 def _idle(module: nn.Module, target: str, linear: Mapping[str, nn.Module]) -> str:
-    layers = {name: layer for name, layer in module.named_modules() if name and _ends([name], target)}
-    there = f"there are {', '.join(sorted({name.rpartition('.')[2] for name in linear})[:MOST_NAMES])}"
+    layers = {
+        name: layer for name, layer in module.named_modules() if name and _ends([name], target)
+    }
+    there = (
+        f"there are {', '.join(sorted({name.rpartition('.')[2] for name in linear})[:MOST_NAMES])}"
+    )
     if not layers:
         return f"lora.targets: no linear layer is called {target!r}; {there}"
     name, layer = next(iter(layers.items()))
@@ -361,4 +428,6 @@ def _require_own_weights(module: nn.Module, chosen: set[str]) -> None:
     for names in shared_parameters(module).values():
         if tied := [name for name in names if name.rpartition(".")[0] in chosen]:
             other = next(name for name in names if name != tied[0])
-            raise UsageError(f"lora.targets: {tied[0]} is {other} too, so an adapter on it could not be merged")
+            raise UsageError(
+                f"lora.targets: {tied[0]} is {other} too, so an adapter on it could not be merged"
+            )

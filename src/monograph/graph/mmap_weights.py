@@ -1,7 +1,8 @@
 """Keep weights in a memory-mapped file until they are copied, one by one, to where they are used.
 
-The operating system can drop pages of a mapped file when memory is short. So a model of mapped weights takes no memory
-of its own, and converting it tensor by tensor takes the memory of the result and of one tensor.
+The operating system can drop pages of a mapped file when memory is short. So a model of mapped
+weights takes no memory of its own, and converting it tensor by tensor takes the memory of the
+result and of one tensor.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,7 +21,8 @@ class MappedWeight(nn.Parameter):
     """A parameter in a mapped file, not read yet, in the dtype in which it is stored.
 
     Attributes:
-        becomes: the dtype in which it will be kept, which can hold every number of the stored dtype.
+        becomes: the dtype in which it will be kept, which can hold every number of the stored
+            dtype.
     """
 
     becomes: torch.dtype
@@ -42,8 +44,9 @@ class Pieces(NamedTuple):
 class MappedPieces(MappedWeight):
     """Several mapped tensors as one parameter, which is made of them at each reading.
 
-    Its own data is one number, expanded to the weight's shape, which no function reads: shape, dtype and place are this
-    number's, `detach` keeps the tensors apart, and every other function of torch gets the weight.
+    Its own data is one number, expanded to the weight's shape, which no function reads: shape,
+    dtype and place are this number's, `detach` keeps the tensors apart, and every other function of
+    torch gets the weight.
     """
 
     pieces: Pieces
@@ -53,7 +56,9 @@ class MappedPieces(MappedWeight):
         return self.pieces.join(self.pieces.parts)
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Call a function with weights in memory, unless it reads no numbers."""
         if function is Tensor.detach:
             with torch._C.DisableTorchFunctionSubclass():
@@ -65,10 +70,22 @@ class MappedPieces(MappedWeight):
 
 
 _READ_NOTHING = {
-    *(getattr(Tensor, name) for name in ("size", "dim", "numel", "requires_grad_", "untyped_storage", "is_complex")),
-    *(getattr(Tensor, name) for name in ("data_ptr", "stride", "element_size", "is_floating_point", "is_contiguous")),
-    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "nbytes", "grad")),
-    *(getattr(Tensor, name).__get__ for name in ("is_meta", "is_sparse", "requires_grad", "is_leaf", "is_cuda")),
+    *(
+        getattr(Tensor, name)
+        for name in ("size", "dim", "numel", "requires_grad_", "untyped_storage", "is_complex")
+    ),
+    *(
+        getattr(Tensor, name)
+        for name in ("data_ptr", "stride", "element_size", "is_floating_point", "is_contiguous")
+    ),
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "ndim", "layout", "nbytes", "grad")
+    ),
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("is_meta", "is_sparse", "requires_grad", "is_leaf", "is_cuda")
+    ),
     *(getattr(Tensor, name).__set__ for name in ("data", "grad", "requires_grad")),
 }
 
@@ -76,7 +93,8 @@ _READ_NOTHING = {
 def mapped(stored: Tensor | Pieces, becomes: torch.dtype) -> Tensor:
     """Return a parameter over a tensor in a mapped file, or over what is made of several.
 
-    If `becomes` cannot hold its numbers it is rounded now, because readers must see the numbers that will be kept.
+    If `becomes` cannot hold its numbers it is rounded now, because readers must see the numbers
+    that will be kept.
     """
     if torch.promote_types(stored.dtype, becomes) != becomes:
         return (stored.join(stored.parts) if isinstance(stored, Pieces) else stored).to(becomes)
@@ -99,9 +117,14 @@ def require_finite(tensor: Tensor, name: str) -> Tensor:
     Raises:
         InputRefused: it holds NaN or an infinity.
     """
-    # The extremes of a tensor with a NaN are NaN. Unlike a mask of all elements they take no memory.
-    if tensor.numel() and not all(bool(extreme.isfinite()) for extreme in tensor.detach().aminmax()):
-        raise InputRefused(f"{name} holds NaN or infinity, with which a model computes nothing: take sound weights")
+    # The extremes of a tensor with a NaN are NaN. Unlike a mask of all elements they take no
+    # memory.
+    if tensor.numel() and not all(
+        bool(extreme.isfinite()) for extreme in tensor.detach().aminmax()
+    ):
+        raise InputRefused(
+            f"{name} holds NaN or infinity, with which a model computes nothing: take sound weights"
+        )
     return tensor
 
 
@@ -130,14 +153,20 @@ def _place(parameter: nn.Parameter) -> int:
 
 
 def materialize_(module: M, device: torch.device | None = None, trained: bool = True) -> M:
-    """Copy a module's mapped weights into memory, one after another in the order of the file; return the module.
+    """Copy a module's mapped weights into memory, one after another in the order of the file;
+    return the module.
 
     Args:
         module: any; without mapped weights it stays as it is.
         device: where to; None: the host.
-        trained: whether to include trained weights, which a step on the host can copy straight into its planes.
+        trained: whether to include trained weights, which a step on the host can copy straight into
+            its planes.
     """
-    still_mapped = [p for p in module.parameters() if isinstance(p, MappedWeight) and (trained or not p.requires_grad)]
+    still_mapped = [
+        p
+        for p in module.parameters()
+        if isinstance(p, MappedWeight) and (trained or not p.requires_grad)
+    ]
     for weight in in_file_order(still_mapped):
         # Move first and convert then: the stored dtype is the smaller one.
         keep(weight, weight.data.to(device or "cpu", copy=True).to(kept_dtype(weight)))

@@ -1,4 +1,6 @@
-"""Choose the dtype in which a module computes; parameters, gradients and optimizer state stay fp32 masters."""
+"""Choose the dtype in which a module computes; parameters, gradients and optimizer state stay fp32
+masters.
+"""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -20,15 +22,17 @@ LARGEST_SCALE = 2.0**24
 class Precision:
     """The compute dtype of a step: "fp32", "bf16", "fp16" or "fp8".
 
-    "bf16" runs matrix products, attention and (in this package's models) the residual stream in bfloat16 through
-    `torch.autocast`; sums, norms and the loss stay in fp32, weights and gradients are fp32 tensors. "fp16" does the
-    same in half precision, whose small range requires a loss scale (`rescale_`). "fp8" is "bf16" except in the linear
-    layers of blocks, see `monograph.graph.fp8`. "fp32" changes nothing, so a float64 module computes in float64.
+    "bf16" runs matrix products, attention and (in this package's models) the residual stream in
+    bfloat16 through `torch.autocast`; sums, norms and the loss stay in fp32, weights and gradients
+    are fp32 tensors. "fp16" does the same in half precision, whose small range requires a loss
+    scale (`rescale_`). "fp8" is "bf16" except in the linear layers of blocks, see
+    `monograph.graph.fp8`. "fp32" changes nothing, so a float64 module computes in float64.
 
     Attributes:
         name: one of the above.
         loss_scale: the initial loss scale of fp16; a power of two, so that dividing by it is exact.
-        grow_after: number of consecutive updates without overflow after which the loss scale of fp16 doubles.
+        grow_after: number of consecutive updates without overflow after which the loss scale of
+            fp16 doubles.
     """
 
     name: str = "fp32"
@@ -54,11 +58,15 @@ class Precision:
 
     @property
     def rounds(self) -> bool:
-        """Return whether products read bf16 roundings of fp32 weights; the weights are then kept `splittable`."""
+        """Return whether products read bf16 roundings of fp32 weights; the weights are then kept
+        `splittable`.
+        """
         return self.name == "bf16"
 
     def products(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype to which tensors of `dtype` are cast for matrix products outside of `context`."""
+        """Return the dtype to which tensors of `dtype` are cast for matrix products outside of
+        `context`.
+        """
         return dtype if self.name == "fp32" else self.dtype
 
     def context(self, device_type: str) -> AbstractContextManager[None]:
@@ -73,13 +81,16 @@ class Precision:
         if self.name == "fp16" and device.type == "cpu":
             return "a CPU computes in fp16 about 30 times slower than in fp32"
         if self.name == "bf16" and device.type == "cuda" and not device.has_bf16:
-            return "this GPU has no bf16 arithmetic (NVIDIA's have it from the A100 and RTX 3090 on)"
+            return (
+                "this GPU has no bf16 arithmetic (NVIDIA's have it from the A100 and RTX 3090 on)"
+            )
         if self.name == "fp8" and not device.has_fp8:
             return "this device has no fp8 arithmetic (NVIDIA's have it from the L4, RTX 4090 and H100 on)"
         return None
 
     def rescale_(self, scale: Tensor, good: Tensor, *, finite: Tensor, accepted: Tensor) -> None:
-        """Adapt the loss scale after an update (Micikevicius et al. 2018, "Mixed Precision Training", section 3.2).
+        """Adapt the loss scale after an update (Micikevicius et al. 2018, "Mixed Precision
+        Training", section 3.2).
 
             gradient not finite:                    s <- s / 2,  n <- 0
             accepted, and n + 1 = grow_after:       s <- 2 s,    n <- 0
@@ -89,9 +100,11 @@ class Precision:
             scale: s, 0-d fp32, kept between 1 and 2^24.
             good: n, number of updates accepted since s last changed, 0-d int64.
             finite: bool, whether the scaled gradient is finite.
-            accepted: bool, whether the update was made; one without targets is not, and changes nothing here.
+            accepted: bool, whether the update was made; one without targets is not, and changes
+                nothing here.
         """
-        # `torch.where`, because an `if` would make the host wait for the gradient and break the graph.
+        # `torch.where`, because an `if` would make the host wait for the gradient and break the
+        # graph.
         grown = good + accepted
         ripe = grown >= self.grow_after
         factor = torch.where(finite, torch.where(ripe, 2.0, 1.0), 0.5)

@@ -1,10 +1,13 @@
-"""Make the blocks of any module follow a policy of recomputation, in place; names and checkpoints stay the same.
+"""Make the blocks of any module follow a policy of recomputation, in place; names and checkpoints
+stay the same.
 
-Each block's forward pass is wrapped in `torch.utils.checkpoint`. One function of the block's operators decides which
-results are kept; torch calls it while it runs eagerly, and the compiler calls it while it traces.
+Each block's forward pass is wrapped in `torch.utils.checkpoint`. One function of the block's
+operators decides which results are kept; torch calls it while it runs eagerly, and the compiler
+calls it while it traces.
 
-Under `Offload` a block's input, the one stored tensor, waits unchanged in the host's memory. It is copied there while
-the block computes, and back while the next block is recomputed, in both directions on a separate stream.
+Under `Offload` a block's input, the one stored tensor, waits unchanged in the host's memory. It is
+copied there while the block computes, and back while the next block is recomputed, in both
+directions on a separate stream.
 """
 
 import copy
@@ -20,7 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from monograph import compat
 from monograph.errors import UsageError
@@ -41,7 +48,9 @@ class Lane:
         self.last: weakref.ref[Parcel] | None = None
 
     def out(self, tensor: Tensor) -> Tensor:
-        """Start a copy to page-locked host memory and return it; later work on this lane sees it complete."""
+        """Start a copy to page-locked host memory and return it; later work on this lane sees it
+        complete.
+        """
         on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.stream is not None)
         if self.stream is None:
             return on_host.copy_(tensor)
@@ -61,7 +70,9 @@ class Lane:
 
 
 class Parcel:
-    """A block's input and its copy on the host: the first `open` returns the input itself, later ones the copy."""
+    """A block's input and its copy on the host: the first `open` returns the input itself, later
+    ones the copy.
+    """
 
     def __init__(self, tensor: Tensor, lane: Lane):
         """Send a copy to the host; the tensor is kept until the parcel is opened."""
@@ -80,7 +91,9 @@ class Parcel:
             self.coming = self.lane.back(self.on_host, self.device)
 
     def open(self) -> Tensor:
-        """Return the tensor; if it comes from the host, call the parcel sent before it, which is needed next."""
+        """Return the tensor; if it comes from the host, call the parcel sent before it, which is
+        needed next.
+        """
         if self.tensor is not None:
             tensor = self.tensor
             self.tensor = None
@@ -91,7 +104,8 @@ class Parcel:
         self.coming = None
         if before := self.before and self.before():
             before.call()
-        # The copy is made on the lane's stream and read on the current one, which waits; the allocator must know both.
+        # The copy is made on the lane's stream and read on the current one, which waits; the
+        # allocator must know both.
         if arrived is not None:
             stream = torch.cuda.current_stream(self.device)
             stream.wait_event(arrived)
@@ -102,12 +116,16 @@ class Parcel:
 _lane = functools.cache(Lane)  # one for each device
 
 
-def offloaded(forward: Callable[..., Any], contexts: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-    """Return `forward(*args, **kwargs)`; it is recomputed from a first argument that waits on the host.
+def offloaded(
+    forward: Callable[..., Any], contexts: Callable[[], Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Return `forward(*args, **kwargs)`; it is recomputed from a first argument that waits on the
+    host.
 
     Args:
         forward: the forward pass of a block.
-        contexts: makes the contexts of the forward pass and of its repetition, see `torch.utils.checkpoint`.
+        contexts: makes the contexts of the forward pass and of its repetition, see
+            `torch.utils.checkpoint`.
         args: the block's positional arguments; the first is offloaded if it is a tensor.
         kwargs: its keyword arguments, which stay on the device.
     """
@@ -127,7 +145,8 @@ Pass = Callable[[nn.Module], object]  # runs a module
 
 @dataclass
 class _Plan:
-    """A block's policy, its own forward pass, and the contexts that make torch keep the policy's results.
+    """A block's policy, its own forward pass, and the contexts that make torch keep the policy's
+    results.
 
     `kept` lists the results that `contexts` keep; "" for none.
     """
@@ -135,8 +154,8 @@ class _Plan:
     policy: OfBlock
     inner: Callable[..., Any]
     contexts: Contexts | None = None
-    # Blocks share a captured graph unless Dynamo sees them differ. It compares functions by their code alone, which is
-    # the same for all contexts (dev/log.md), so this text tells them apart.
+    # Blocks share a captured graph unless Dynamo sees them differ. It compares functions by their
+    # code alone, which is the same for all contexts (dev/log.md), so this text tells them apart.
     kept: str = ""
 
 
@@ -144,21 +163,28 @@ def follow(module: nn.Module, policy: Policy) -> None:
     """Let every block of a module follow the policy from now on; `Remat.Off` undoes an earlier one.
 
     Raises:
-        UsageError: the module has no blocks, another number than the policy, or a block without a forward pass.
+        UsageError: the module has no blocks, another number than the policy, or a block without a
+            forward pass.
     """
     by_name = blocks(module)
     policies = _for_each(policy, len(by_name))
     if policy != Remat.Off():
         for name, block in by_name.items():
             if type(block).forward is nn.Module.forward:
-                raise UsageError(f"{name} ({type(block).__name__}) has no forward pass to recompute: use Remat.Off()")
+                raise UsageError(
+                    f"{name} ({type(block).__name__}) has no forward pass to recompute: use Remat.Off()"
+                )
         within_blocks(module)  # a block is repeated alone, without siblings in another one
     for block, block_policy in zip(by_name.values(), policies, strict=True):
         plan = block.__dict__.pop("remat", None)
         if isinstance(plan, _Plan):
             del block.forward
-            # The class's method comes back by itself; another function that a user had assigned is put back.
-            if not isinstance(plan.inner, MethodType) or plan.inner.__func__ is not type(block).forward:
+            # The class's method comes back by itself; another function that a user had assigned is
+            # put back.
+            if (
+                not isinstance(plan.inner, MethodType)
+                or plan.inner.__func__ is not type(block).forward
+            ):
                 block.forward = plan.inner  # type: ignore[method-assign]
         if block_policy in (Remat.Off(), Remat.Budget(1.0)):
             continue
@@ -168,7 +194,9 @@ def follow(module: nn.Module, policy: Policy) -> None:
 
 def _for_each(policy: Policy, count: int) -> tuple[OfBlock, ...]:
     if not isinstance(policy, Policy):
-        raise UsageError(f"remat = {policy!r}: expected a policy such as Remat.Full() or Remat.Budget(0.5)")
+        raise UsageError(
+            f"remat = {policy!r}: expected a policy such as Remat.Full() or Remat.Budget(0.5)"
+        )
     if not isinstance(policy, Remat.PerLayer):
         if not count and policy != Remat.Off():
             raise UsageError(
@@ -177,14 +205,18 @@ def _for_each(policy: Policy, count: int) -> tuple[OfBlock, ...]:
             )
         return (policy,) * count
     if len(policy.policies) != count:
-        raise UsageError(f"Remat.PerLayer has {len(policy.policies)} policies and the module {count} blocks")
+        raise UsageError(
+            f"Remat.PerLayer has {len(policy.policies)} policies and the module {count} blocks"
+        )
     if odd := [entry for entry in policy.policies if not isinstance(entry, OfBlock)]:
         raise UsageError(f"Remat.PerLayer holds {odd[0]!r}: expected the policy of one block")
     return policy.policies
 
 
 def innermost(block: nn.Module) -> tuple[Any, str]:
-    """Return (owner, name) of the forward pass to compile for a block: inside of `Full` and `Offload`, else around."""
+    """Return (owner, name) of the forward pass to compile for a block: inside of `Full` and
+    `Offload`, else around.
+    """
     plan = block.__dict__.get("remat")
     if isinstance(plan, _Plan) and plan.policy in (Remat.Full(), Remat.Offload()):
         return plan, "inner"
@@ -201,21 +233,26 @@ def _forward(block: Any, *args: Any, **kwargs: Any) -> Any:
             return offloaded(plan.inner, contexts, *args, **kwargs)
         return checkpoint(plan.inner, *args, use_reentrant=False, context_fn=contexts, **kwargs)
     if isinstance(plan.policy, Remat.Offload):
-        raise UsageError("Remat.Offload() moves tensors between graphs: capture the step with scope blocks, or not")
+        raise UsageError(
+            "Remat.Offload() moves tensors between graphs: capture the step with scope blocks, or not"
+        )
     if plan.contexts is None or not plan.kept:
         return checkpoint(plan.inner, *args, use_reentrant=False, **kwargs)
     return checkpoint(plan.inner, *args, use_reentrant=False, context_fn=plan.contexts, **kwargs)
 
 
-# ---- results to keep ------------------------------------------------------------------------------------------------
+# ---- results to keep -----------------------------------------------------------------------------
 
 
 @functools.cache  # one function for equal blocks, so that they share one compiled graph
 def _keeping(names: frozenset[tuple[str, int]]) -> Contexts:
-    """Return contexts that keep the named results, each an operator's name and the number of its call."""
+    """Return contexts that keep the named results, each an operator's name and the number of its
+    call.
+    """
 
     def contexts() -> tuple[Any, Any]:
-        # torch passes only the operator, so its calls are counted: once in the forward pass, again in the repetition.
+        # torch passes only the operator, so its calls are counted: once in the forward pass, again
+        # in the repetition.
         counts: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
 
         def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -231,8 +268,11 @@ def _keeping(names: frozenset[tuple[str, int]]) -> Contexts:
 
 
 def _eager_contexts(block: nn.Module, contexts: Contexts | None) -> tuple[Any, Any]:
-    """Return the contexts of the forward pass and of its repetition, which sees the buffers of the first run."""
-    # Without this, a module that changes its buffers as it runs (running means, power iterations) changes them twice.
+    """Return the contexts of the forward pass and of its repetition, which sees the buffers of the
+    first run.
+    """
+    # Without this, a module that changes its buffers as it runs (running means, power iterations)
+    # changes them twice.
     first, again = contexts() if contexts else (nullcontext(), nullcontext())
     before = _buffers(block)
     return first, _replayed(block, before, again) if before else again
@@ -253,31 +293,44 @@ def _replayed(block: nn.Module, before: list[_Buffer], again: Any) -> Iterator[N
 
 
 def _buffers(block: nn.Module) -> list[_Buffer]:
-    return [(m, name, t, t.clone()) for m in block.modules() for name, t in m.named_buffers(recurse=False)]
+    return [
+        (m, name, t, t.clone())
+        for m in block.modules()
+        for name, t in m.named_buffers(recurse=False)
+    ]
 
 
 def _put(buffers: list[_Buffer]) -> None:
     for owner, name, tensor, value in buffers:
-        # Another block may have saved the tensor for its backward pass, where torch checks that it has not changed.
+        # Another block may have saved the tensor for its backward pass, where torch checks that it
+        # has not changed.
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
             tensor.copy_(value)
         owner._buffers[name] = tensor  # the module may have replaced it
 
 
-# ---- budgets --------------------------------------------------------------------------------------------------------
+# ---- budgets -------------------------------------------------------------------------------------
 
 
 def choose_kept(
-    module: nn.Module, run: Pass, *, captured: bool, device: torch.device | None = None, whole: nn.Module | None = None
+    module: nn.Module,
+    run: Pass,
+    *,
+    captured: bool,
+    device: torch.device | None = None,
+    whole: nn.Module | None = None,
 ) -> None:
-    """Choose which results blocks with a `Pointwise` or `Budget` policy keep, from one pass with fake tensors.
+    """Choose which results blocks with a `Pointwise` or `Budget` policy keep, from one pass with
+    fake tensors.
 
     Args:
         module: a module whose blocks follow a policy.
         run: runs a module on a batch; it is given a copy with fake tensors.
         whole: the module with tensors of its own shapes, if those of `module` are sharded.
-        device: where the blocks will compute, if the module's tensors are elsewhere, as those of a streamed one are.
-        captured: whether the blocks will run in a compiled graph, where they may compute and keep other tensors.
+        device: where the blocks will compute, if the module's tensors are elsewhere, as those of a
+            streamed one are.
+        captured: whether the blocks will run in a compiled graph, where they may compute and keep
+            other tensors.
 
     Raises:
         UsageError: the pass does not reach every block.
@@ -309,7 +362,12 @@ def _kept_of(policy: OfBlock, recording: Recording) -> frozenset[tuple[str, int]
 
 
 def recorded(
-    module: nn.Module, run: Pass, device: torch.device | None = None, *, captured: bool, stored: bool = True
+    module: nn.Module,
+    run: Pass,
+    device: torch.device | None = None,
+    *,
+    captured: bool,
+    stored: bool = True,
 ) -> dict[str, Recording]:
     """Return a recording of each block of a module, by name.
 
@@ -320,8 +378,8 @@ def recorded(
         run: see `choose_kept`.
         device: see `choose_kept`.
         captured: see `choose_kept`.
-        stored: whether to compute `stored_bytes` of captured blocks, which a budget needs; one block of each kind is
-            traced as a graph for it.
+        stored: whether to compute `stored_bytes` of captured blocks, which a budget needs; one
+            block of each kind is traced as a graph for it.
 
     Raises:
         UsageError: the pass does not reach every block.
@@ -329,20 +387,25 @@ def recorded(
     recordings = dict[str, Recording]()
     compiled = dict[Recording, int]()
 
-    def noted(name: str, block: nn.Module, inner: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+    def noted(
+        name: str, block: nn.Module, inner: Callable[..., Any], *args: object, **kwargs: object
+    ) -> Any:
         output, recording = record(inner, [*block.parameters(), *block.buffers()], *args, **kwargs)
         if captured and stored:
             if recording not in compiled:  # traced once for blocks that are alike
                 compiled[recording] = compat.stored_by_graph(inner, block, args, kwargs)
-            # Recomputed operators between products are fused into the kernels that read them and cost no measurable
-            # time (dev/log.md).
+            # Recomputed operators between products are fused into the kernels that read them and
+            # cost no measurable time (dev/log.md).
             recording = recording._replace(stored_bytes=compiled[recording], rest_flops=0)
         recordings.setdefault(name, recording)
         return output
 
     state = (*module.parameters(), *module.buffers())
     # The planner's module has fake tensors already, which work in their own mode only.
-    mode = next((t.fake_mode for t in state if isinstance(t, FakeTensor)), FakeTensorMode(allow_non_fake_inputs=True))
+    mode = next(
+        (t.fake_mode for t in state if isinstance(t, FakeTensor)),
+        FakeTensorMode(allow_non_fake_inputs=True),
+    )
     empty = {id(t): t if isinstance(t, FakeTensor) else _fake(t, mode, device) for t in state}
     reason = "they did not run"
     with mode, torch.enable_grad(), compat.as_if_compiling() if captured else nullcontext():

@@ -1,7 +1,8 @@
 """Choose which activations a module's blocks keep for the backward pass, and which they recompute.
 
-What there is to choose from, the products and stored bytes of a block, is recorded by running it; fake tensors do.
-Under a budget the choice is a 0-1 knapsack: keeping a result costs bytes, computing it again costs FLOPs.
+What there is to choose from, the products and stored bytes of a block, is recorded by running it;
+fake tensors do. Under a budget the choice is a 0-1 knapsack: keeping a result costs bytes,
+computing it again costs FLOPs.
 """
 
 from collections import Counter
@@ -18,8 +19,8 @@ from monograph import compat
 from monograph.errors import UsageError
 from monograph.ranges import between
 
-# A front may double with every group, so it is thinned to about this many choices, which can cost a choice 1 / MOST of
-# the bytes.
+# A front may double with every group, so it is thinned to about this many choices, which can cost a
+# choice 1 / MOST of the bytes.
 MOST = 512
 
 
@@ -38,17 +39,23 @@ class Choice(NamedTuple):
 
 
 def front(groups: Iterable[Iterable[Choice]]) -> tuple[Choice, ...]:
-    """Return the Pareto front of taking one choice of every group: the fewest FLOPs for the bytes, in rising bytes.
+    """Return the Pareto front of taking one choice of every group: the fewest FLOPs for the bytes,
+    in rising bytes.
 
-    Bytes, FLOPs and `what` of the choices taken add up. The method is Nemhauser and Ullmann's, "Discrete Dynamic
-    Programming and Capital Allocation", Management Science 15 (1969): groups are joined one by one, and dominated
-    choices are dropped at once.
+    Bytes, FLOPs and `what` of the choices taken add up. The method is Nemhauser and Ullmann's,
+    "Discrete Dynamic Programming and Capital Allocation", Management Science 15 (1969): groups are
+    joined one by one, and dominated choices are dropped at once.
     """
     best = [Choice(0, 0, ())]
     for group in groups:
         options = list(group)
-        pairs = [(a.stored_bytes + b.stored_bytes, a.flops + b.flops, a, b) for a in best for b in options]
-        # In the order of bytes, a pair is dominated unless it takes fewer FLOPs than the last one that was kept.
+        pairs = [
+            (a.stored_bytes + b.stored_bytes, a.flops + b.flops, a, b)
+            for a in best
+            for b in options
+        ]
+        # In the order of bytes, a pair is dominated unless it takes fewer FLOPs than the last one
+        # that was kept.
         best = []
         for stored_bytes, flops, one, other in sorted(pairs, key=lambda pair: pair[:2]):
             if not best or flops < best[-1].flops:
@@ -64,19 +71,25 @@ def within(choices: Iterable[Choice], limit_bytes: int) -> Choice | None:
 
 
 def _thinned(choices: list[Choice]) -> list[Choice]:
-    """Return at most MOST + 1 choices in rising bytes: of those of almost one size the one with the fewest FLOPs."""
+    """Return at most MOST + 1 choices in rising bytes: of those of almost one size the one with the
+    fewest FLOPs.
+    """
     if len(choices) <= MOST:
         return choices
-    # The dict keeps the last choice of each step, which has the fewest FLOPs. The very first stays for tight limits.
+    # The dict keeps the last choice of each step, which has the fewest FLOPs. The very first stays
+    # for tight limits.
     step = choices[-1].stored_bytes / MOST
-    return [choices[0], *{int(choice.stored_bytes / step): choice for choice in choices[1:]}.values()]
+    return [
+        choices[0],
+        *{int(choice.stored_bytes / step): choice for choice in choices[1:]}.values(),
+    ]
 
 
 class Remat:
     """The policies of recomputation, for all blocks of a module or for each.
 
-    Every policy gives the loss and gradients of `Off`: to the bit if the step runs eagerly, within the compiler's
-    rounding if it is captured. Only memory and time differ.
+    Every policy gives the loss and gradients of `Off`: to the bit if the step runs eagerly, within
+    the compiler's rounding if it is captured. Only memory and time differ.
 
         Remat.Off()                every activation is kept, nothing is computed twice
         Remat.Pointwise()          matrix products and attention are kept, all operations between them are recomputed
@@ -92,7 +105,9 @@ class Remat:
 
     @dataclass(frozen=True)
     class Pointwise:
-        """Keep the results of matrix products, convolutions and attention; recompute everything between them."""
+        """Keep the results of matrix products, convolutions and attention; recompute everything
+        between them.
+        """
 
     @dataclass(frozen=True)
     class Full:
@@ -100,17 +115,19 @@ class Remat:
 
     @dataclass(frozen=True)
     class Offload:
-        """Recompute as `Full` does, and keep a block's first input in page-locked host memory until its backward pass.
+        """Recompute as `Full` does, and keep a block's first input in page-locked host memory until
+        its backward pass.
 
-        The input is copied while the device computes. This cannot be part of a graph of the whole step: capture with
-        scope "blocks".
+        The input is copied while the device computes. This cannot be part of a graph of the whole
+        step: capture with scope "blocks".
         """
 
     @dataclass(frozen=True)
     class Budget:
         """Keep the block's input, and at most a share of the bytes that `Off` keeps.
 
-        A 0-1 knapsack chooses the products to keep: their bytes against the FLOPs of computing them again.
+        A 0-1 knapsack chooses the products to keep: their bytes against the FLOPs of computing them
+        again.
 
         Attributes:
             fraction: the share, 0 (`Full`) to 1 (`Off`).
@@ -144,10 +161,16 @@ Policy = OfBlock | Remat.PerLayer
 
 
 def named(value: str | float) -> Policy:
-    """Return the policy that a configuration names: "none", "pointwise", "full", "offload" or a share."""
+    """Return the policy that a configuration names: "none", "pointwise", "full", "offload" or a
+    share.
+    """
     if isinstance(value, float):
         return Remat.Budget(value)
-    by_name: dict[str, Policy] = {"pointwise": Remat.Pointwise(), "full": Remat.Full(), "offload": Remat.Offload()}
+    by_name: dict[str, Policy] = {
+        "pointwise": Remat.Pointwise(),
+        "full": Remat.Full(),
+        "offload": Remat.Offload(),
+    }
     return by_name.get(value, Remat.Off())
 
 
@@ -155,7 +178,8 @@ class Product(NamedTuple):
     """A matrix product, convolution or attention of a block, which is expensive to compute again.
 
     Attributes:
-        name: the operator's name, and the number of this call among the block's calls of it, from 0.
+        name: the operator's name, and the number of this call among the block's calls of it, from
+            0.
         stored_bytes: size of its results.
         flops: cost of computing them; a multiplication and an addition are two FLOPs.
     """
@@ -170,10 +194,12 @@ class Recording(NamedTuple):
 
     Attributes:
         input_bytes: size of the block's input tensors, which every policy keeps.
-        stored_bytes: size of all other tensors that autograd keeps if nothing is recomputed, without parameters.
-        rest_flops: cost of all operators that are no products, one FLOP for each number written; every policy
-            recomputes them. 0 if the block is compiled.
-        products: products whose results the backward pass or a recomputation needs, in the order of their calls.
+        stored_bytes: size of all other tensors that autograd keeps if nothing is recomputed,
+            without parameters.
+        rest_flops: cost of all operators that are no products, one FLOP for each number written;
+            every policy recomputes them. 0 if the block is compiled.
+        products: products whose results the backward pass or a recomputation needs, in the order of
+            their calls.
     """
 
     input_bytes: int
@@ -182,12 +208,20 @@ class Recording(NamedTuple):
     products: tuple[Product, ...]
 
     def curve(self) -> tuple[Choice, ...]:
-        """Return choices of products to keep, by name, from none (`Remat.Full`) to all (`Remat.Pointwise`)."""
-        groups = [(Choice(0, p.flops, ()), Choice(p.stored_bytes, 0, (p.name,))) for p in self.products]
-        return tuple(choice._replace(flops=choice.flops + self.rest_flops) for choice in front(groups))
+        """Return choices of products to keep, by name, from none (`Remat.Full`) to all
+        (`Remat.Pointwise`).
+        """
+        groups = [
+            (Choice(0, p.flops, ()), Choice(p.stored_bytes, 0, (p.name,))) for p in self.products
+        ]
+        return tuple(
+            choice._replace(flops=choice.flops + self.rest_flops) for choice in front(groups)
+        )
 
 
-def record(block: Callable[..., Any], held: list[Tensor], *args: object, **kwargs: object) -> tuple[Any, Recording]:
+def record(
+    block: Callable[..., Any], held: list[Tensor], *args: object, **kwargs: object
+) -> tuple[Any, Recording]:
     """Run a block once, with gradients enabled; `held` are its parameters and buffers.
 
     Returns:
@@ -201,7 +235,8 @@ def record(block: Callable[..., Any], held: list[Tensor], *args: object, **kwarg
         return tensor
 
     calls = _Calls()
-    # The hooks see the tensors that autograd saves, the mode sees the operators that run; neither sees both.
+    # The hooks see the tensors that autograd saves, the mode sees the operators that run; neither
+    # sees both.
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), calls:
         output = block(*args, **kwargs)
     # Saving a tensor costs nothing if it is alive anyway.
@@ -241,11 +276,14 @@ class _Calls(TorchDispatchMode):
         super().__init__()
         self.calls: list[_Call] = []
         self.counts: Counter[str] = Counter()
-        self.alive: list[Tensor] = []  # keeps all tensors, so that no key of a storage is used twice
+        # Keeps all tensors, so that no key of a storage is used twice.
+        self.alive: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        inputs, outputs = ([t for t in tree_leaves(x) if isinstance(t, Tensor)] for x in ((args, kwargs), out))
+        inputs, outputs = (
+            [t for t in tree_leaves(x) if isinstance(t, Tensor)] for x in ((args, kwargs), out)
+        )
         self.alive += inputs + outputs
         read = {storage_of(t) for t in inputs}
         made = {storage_of(t): t for t in outputs if storage_of(t) not in read}
@@ -257,13 +295,22 @@ class _Calls(TorchDispatchMode):
         flops = compat.flops_of(func, args, kwargs or {}, out)
         numbers = sum(t.numel() for t in made.values())
         self.calls.append(
-            _Call((name, self.counts[name]), read, set(made), changed, _bytes(made.values()), flops, numbers)
+            _Call(
+                (name, self.counts[name]),
+                read,
+                set(made),
+                changed,
+                _bytes(made.values()),
+                flops,
+                numbers,
+            )
         )
         self.counts[name] += 1
         return out
 
     def needed(self, stored: set[int]) -> tuple[tuple[Product, ...], int]:
-        """Return the products that are needed to compute `stored` again, and the FLOPs of the other operators.
+        """Return the products that are needed to compute `stored` again, and the FLOPs of the other
+        operators.
 
         A product that is overwritten later cannot be kept; its FLOPs count among the others.
         """

@@ -1,8 +1,9 @@
-"""Run device work many times with little work on the host: on a GPU it is captured once and replayed.
+"""Run device work many times with little work on the host: on a GPU it is captured once and
+replayed.
 
-A function of a batch is replayed by copying every batch to the addresses that the capture read (`StaticInputs`). A
-captured graph keeps the decisions that the host made, so the values behind them are compared before each replay
-(`HostState`).
+A function of a batch is replayed by copying every batch to the addresses that the capture read
+(`StaticInputs`). A captured graph keeps the decisions that the host made, so the values behind them
+are compared before each replay (`HostState`).
 """
 
 import functools
@@ -19,7 +20,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from monograph import compat
 
-WARM_UP = 2  # calls before a capture: the first one compiles, and after both, libraries have allocated all they need
+# Calls before a capture: the first one compiles, and after both, libraries have allocated all they
+# need.
+WARM_UP = 2
 Work = Callable[[], None]
 
 
@@ -45,7 +48,9 @@ class Recorder(Protocol):
 
 
 class NotReplayable(Exception):
-    """The error of work that can be called but not captured; the calls that were made before it are done."""
+    """The error of work that can be called but not captured; the calls that were made before it are
+    done.
+    """
 
 
 class CudaGraphs:
@@ -54,7 +59,8 @@ class CudaGraphs:
     def __init__(self, device: torch.device):
         """Make a stream and a pool on a device of this process."""
         self.device = device
-        # Warm-ups use the captures' stream: autograd accumulates a gradient on the parameter's first stream.
+        # Warm-ups use the captures' stream: autograd accumulates a gradient on the parameter's
+        # first stream.
         self._stream = torch.cuda.Stream(device)
         # Graphs may share a pool, because no result in it is read after a replay.
         self._pool = torch.cuda.graph_pool_handle()
@@ -72,15 +78,23 @@ class CudaGraphs:
         if waits:
             return f"the host waits for the device at {waits[0]}"
         # A replay would use the numbers that were drawn during the capture.
-        return None if torch.equal(drawn, torch.get_rng_state()) else "it draws random numbers on the host (torch)"
+        return (
+            None
+            if torch.equal(drawn, torch.get_rng_state())
+            else "it draws random numbers on the host (torch)"
+        )
 
     def record(self, work: Work) -> Graph:
-        """Capture the work; other threads, such as one that fills page-locked memory, may go on meanwhile."""
+        """Capture the work; other threads, such as one that fills page-locked memory, may go on
+        meanwhile.
+        """
         graph = torch.cuda.CUDAGraph()
         begun = False
         current = torch.cuda.current_stream(self.device)
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
                 begun = True
                 work()
         except BaseException:
@@ -93,11 +107,14 @@ class CudaGraphs:
 
 @contextmanager
 def _host_waits() -> Iterator[list[str]]:
-    """Yield a list of the places (FILE:LINE) where the host waited for the device, which is filled after the block."""
+    """Yield a list of the places (FILE:LINE) where the host waited for the device, which is filled
+    after the block.
+    """
     before = torch.cuda.get_sync_debug_mode()
     waits = list[str]()
     with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")  # by default, Python shows a line's warning once in a process
+        # By default, Python shows a line's warning once in a process.
+        warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
             yield waits
@@ -108,13 +125,17 @@ def _host_waits() -> Iterator[list[str]]:
             waits.append(f"{warning.filename}:{warning.lineno}")
         # All other warnings are passed on, except torch's note on the debug mode.
         elif "Synchronization debug mode" not in str(warning.message):
-            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+            warnings.warn_explicit(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )
 
 
 class Replays:
-    """A function whose only effect is on device memory, with a captured graph for each variant of its arguments.
+    """A function whose only effect is on device memory, with a captured graph for each variant of
+    its arguments.
 
-    The first calls of a variant are ordinary ones, so that the function never runs more often than it is asked to.
+    The first calls of a variant are ordinary ones, so that the function never runs more often than
+    it is asked to.
     """
 
     def __init__(self, function: Callable[..., None], recorder: Recorder | None) -> None:
@@ -181,7 +202,8 @@ def _captured(work: Work, recorder: Recorder) -> Graph:
 
 def _host_random_numbers() -> tuple[object, ...]:
     """Return the states of Python's and NumPy's generators."""
-    _, keys, position, *_ = np.random.get_state()  # the global generator, which users' code may draw from
+    # The global generator, which users' code may draw from.
+    _, keys, position, *_ = np.random.get_state()
     return random.getstate(), bytes(np.asarray(keys)), position
 
 
@@ -189,10 +211,11 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 class HostState:
-    """A record of plain values, identities of tensors and `requires_grad` flags in objects at one moment.
+    """A record of plain values, identities of tensors and `requires_grad` flags in objects at one
+    moment.
 
-    Numbers in tensors may change, because a graph reads them where they are. State outside of the objects, in a global
-    variable or on a class, is not recorded.
+    Numbers in tensors may change, because a graph reads them where they are. State outside of the
+    objects, in a global variable or on a class, is not recorded.
     """
 
     def __init__(self, *owners: object, **named: object):
@@ -208,7 +231,9 @@ class HostState:
         for owner in owners:
             for part in owner.modules() if isinstance(owner, nn.Module) else (owner,):
                 self._look(part)
-        self._values += [(vars(owner), name, vars(owner).get(name)) for name, owner in named.items()]
+        self._values += [
+            (vars(owner), name, vars(owner).get(name)) for name, owner in named.items()
+        ]
 
     def _look(self, part: object) -> None:
         attributes = getattr(part, "__dict__", {})
@@ -219,31 +244,40 @@ class HostState:
         if isinstance(part, nn.Module):
             for registered in (part._parameters, part._buffers):
                 self._values += [(registered, name, value) for name, value in registered.items()]
-            self._gradients += [(p, p.requires_grad) for p in part._parameters.values() if p is not None]
+            self._gradients += [
+                (p, p.requires_grad) for p in part._parameters.values() if p is not None
+            ]
 
     def changed(self) -> str | None:
         """Return the name of an attribute that has changed, is new or is gone, or None."""
         for attributes, name, value in self._values:
             # Types are compared as well: a graph for 1 may differ from one for 1.0 or True.
             now = attributes.get(name)
-            if now is not value and (isinstance(value, Tensor) or type(now) is not type(value) or now != value):
+            if now is not value and (
+                isinstance(value, Tensor) or type(now) is not type(value) or now != value
+            ):
                 return name
         for attributes, names in self._names:
             if len(attributes) != len(names):
                 return min(attributes.keys() ^ names)
-        return "requires_grad" if any(p.requires_grad is not flag for p, flag in self._gradients) else None
+        return (
+            "requires_grad"
+            if any(p.requires_grad is not flag for p, flag in self._gradients)
+            else None
+        )
 
 
 MOST = 4  # captured shapes of a batch, and times that a change on the host may void the captures
 
 
 class StaticInputs:
-    """A replacement for `function(batch)`, whose only effect is on device memory: called at first, then replayed.
+    """A replacement for `function(batch)`, whose only effect is on device memory: called at first,
+    then replayed.
 
         copy the batch's tensors to the buffers of its shapes;  replay the work of function(buffers)
 
-    A batch may be any pytree of tensors on the device and plain values. If it cannot be replayed, the function is
-    called, and `announce` gets the reason in one line.
+    A batch may be any pytree of tensors on the device and plain values. If it cannot be replayed,
+    the function is called, and `announce` gets the reason in one line.
     """
 
     def __init__(
@@ -260,7 +294,8 @@ class StaticInputs:
             function: runs on a batch.
             recorder: captures the function.
             device: where a batch's tensors are.
-            host: records the host's state that the function reads; when it changes, the function is captured again.
+            host: records the host's state that the function reads; when it changes, the function is
+                captured again.
             announce: gets each reason for calling instead of replaying, once.
         """
         self.function = function
@@ -280,7 +315,9 @@ class StaticInputs:
         return self._replays.captured
 
     def give_back(self) -> bool:
-        """Free all memory; return whether there was a graph. If so, the function is called from now on."""
+        """Free all memory; return whether there was a graph. If so, the function is called from now
+        on.
+        """
         had_graphs = self.captured > 0
         self._stopped |= had_graphs
         self._forget()
@@ -300,7 +337,9 @@ class StaticInputs:
             return
         if variant not in self._inputs:
             # Replays read the addresses of the capture, and the caller frees its batch.
-            buffers = [torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            buffers = [
+                torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+            ]
             self._inputs[variant] = tree_unflatten(buffers, form), buffers
         for buffer, leaf in zip(self._inputs[variant][1], leaves, strict=True):
             if isinstance(leaf, Tensor):
@@ -348,5 +387,7 @@ class StaticInputs:
 
 
 def _bound(leaf: object) -> Hashable:
-    """Return the properties of a batch's leaf that a graph depends on: a tensor's shape and dtype, or a plain value."""
+    """Return the properties of a batch's leaf that a graph depends on: a tensor's shape and dtype,
+    or a plain value.
+    """
     return (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf)

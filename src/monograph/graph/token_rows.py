@@ -1,7 +1,7 @@
 """Train the rows of a few tokens as a separate parameter of a frozen embedding and a frozen head.
 
-PEFT calls them trainable tokens. There are two such parameters, as reading a token needs its row of the embedding and
-writing it needs its row of the head, or one if embedding and head are tied.
+PEFT calls them trainable tokens. There are two such parameters, as reading a token needs its row of
+the embedding and writing it needs its row of the head, or one if embedding and head are tied.
 
 Shapes: V tokens in the vocabulary, D channels, K tokens trained.
 """
@@ -21,7 +21,9 @@ ROWS = "token_rows"  # the parameter's name, next to `weight`
 
 
 class TableWithRows(nn.Module):
-    """Base class of layers with a frozen `weight` [V, D] of which K rows are trained in `token_rows` [K, D]."""
+    """Base class of layers with a frozen `weight` [V, D] of which K rows are trained in
+    `token_rows` [K, D].
+    """
 
     weight: Tensor
     token_rows: Tensor
@@ -40,9 +42,12 @@ class TokenEmbedding(TableWithRows, nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         """Map ids [...] to [..., D]; see `monograph.ops.token_rows.embedding`."""
         rows = self.rows
-        if self.padding_idx is not None:  # looking up the padding gives its row no gradient, as in PEFT
+        # Looking up the padding gives its row no gradient, as in PEFT.
+        if self.padding_idx is not None:
             padding_K1 = (rows.index_K == self.padding_idx).unsqueeze(-1)
-            rows = rows._replace(values_KD=torch.where(padding_K1, rows.values_KD.detach(), rows.values_KD))
+            rows = rows._replace(
+                values_KD=torch.where(padding_K1, rows.values_KD.detach(), rows.values_KD)
+            )
         return embedding(input, self.weight, rows)
 
 
@@ -51,15 +56,18 @@ class TokenHead(TableWithRows, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map [..., D] to [..., V]; see `monograph.ops.token_rows.linear`."""
-        # Adding the rows' difference to the table's logits keeps the bits of untouched rows, and copies no table.
+        # Adding the rows' difference to the table's logits keeps the bits of untouched rows, and
+        # copies no table.
         return linear(input, self.weight, self.rows, self.bias)
 
 
 def put_rows(module: nn.Module, tokens: Sequence[int], dtype: torch.dtype | None = None) -> None:
-    """Give the rows of tokens a parameter, in place; its initial values are the table's, so that no bit changes.
+    """Give the rows of tokens a parameter, in place; its initial values are the table's, so that no
+    bit changes.
 
     Args:
-        module: has one embedding or `get_input_embeddings()`, and a head as `lm_head` or `get_output_embeddings()`.
+        module: has one embedding or `get_input_embeddings()`, and a head as `lm_head` or
+            `get_output_embeddings()`.
         tokens: distinct ids.
         dtype: dtype of the rows; None: the table's, but fp32 where that has fewer bits.
 
@@ -68,7 +76,10 @@ def put_rows(module: nn.Module, tokens: Sequence[int], dtype: torch.dtype | None
     """
     embedding = _embedding(module)
     head = head_of(module)
-    for layer, plain, role in ((embedding, nn.Embedding, "an embedding"), (head, nn.Linear, "a head")):
+    for layer, plain, role in (
+        (embedding, nn.Embedding, "an embedding"),
+        (head, nn.Linear, "a head"),
+    ):
         if getattr(type(layer), "forward", None) is not plain.forward:
             kind = "none that can be told" if layer is None else f"a {type(layer).__name__}"
             raise UsageError(
@@ -97,7 +108,9 @@ def _embedding(module: nn.Module) -> Any:
 
 
 @torch.no_grad()
-def _put(layer: nn.Module, kind: type[TableWithRows], tokens: Sequence[int], dtype: torch.dtype | None) -> None:
+def _put(
+    layer: nn.Module, kind: type[TableWithRows], tokens: Sequence[int], dtype: torch.dtype | None
+) -> None:
     weight: Tensor = layer.weight  # type: ignore[assignment]
     index = torch.tensor(tokens, dtype=torch.int64, device=weight.device)
     slots = torch.full((weight.shape[0],), -1, device=weight.device)
@@ -126,7 +139,9 @@ def rows_of(layer: nn.Module) -> Rows | None:
 
 @torch.no_grad()
 def merge_rows(module: nn.Module) -> None:
-    """Write the rows into their tables, rounded once to the tables' dtype, and make the layers plain again."""
+    """Write the rows into their tables, rounded once to the tables' dtype, and make the layers
+    plain again.
+    """
     for layer in [child for child in module.modules() if isinstance(child, TableWithRows)]:
         keep(layer.weight, replaced(layer.weight.detach().to(kept_dtype(layer.weight)), layer.rows))
         for name in (ROWS, "token_index", "token_slots"):

@@ -1,6 +1,7 @@
 """Run one eager trial step of any module before anything is compiled.
 
-The trial shows whether the module runs, whether loss and gradients are finite, and if not, which module is to blame.
+The trial shows whether the module runs, whether loss and gradients are finite, and if not, which
+module is to blame.
 """
 
 import math
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 from monograph.errors import InputRefused, MonographError, host_is_full, said_by
 from monograph.graph.inspect import buffers_kept, original, running, unwrap_
 
-OTHERS = "monograph_init_"  # prefix of the names of Python modules made from files that model.init names
+# Prefix of the names of Python modules made from files that model.init names.
+OTHERS = "monograph_init_"
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class Trial:
 
 
 def trial(module: nn.Module, loss: Callable[[], tuple[Tensor, Tensor]]) -> Trial:
-    """Run one forward and backward pass eagerly; weights and buffers stay, gradients are zero afterwards.
+    """Run one forward and backward pass eagerly; weights and buffers stay, gradients are zero
+    afterwards.
 
     Args:
         module: the module under trial; its parameters' gradients are overwritten.
@@ -47,11 +50,13 @@ def trial(module: nn.Module, loss: Callable[[], tuple[Tensor, Tensor]]) -> Trial
         The mean loss and which parameters received gradients.
 
     Raises:
-        InputRefused: the forward pass raised (the message names the innermost module), or the loss or a gradient is not
-            finite (the message names the first module whose output is not finite, or the parameter).
+        InputRefused: the forward pass raised (the message names the innermost module), or the loss
+            or a gradient is not finite (the message names the first module whose output is not
+            finite, or the parameter).
     """
     module = original(module)
-    # Calling `torch.compile`'s wrappers would compile, so they are taken out and put back afterwards.
+    # Calling `torch.compile`'s wrappers would compile, so they are taken out and put back
+    # afterwards.
     wrapped = [(part._modules, part._modules.copy()) for part in module.modules()]
     try:
         with buffers_kept(unwrap_(module)):
@@ -71,18 +76,26 @@ def _trial(module: nn.Module, loss: Callable[[], tuple[Tensor, Tensor]]) -> Tria
     if not math.isfinite(mean):
         raise InputRefused(f"the loss is {mean}: {first_non_finite(module, loss)}")
     if not loss_sum.requires_grad:
-        raise InputRefused("the loss has no gradient: expected one that depends on trainable parameters")
+        raise InputRefused(
+            "the loss has no gradient: expected one that depends on trainable parameters"
+        )
     (loss_sum / torch.where(count == 0, 1.0, count)).backward()
     grads = {name: p.grad for name, p in parameters}
-    if bad := [name for name, grad in grads.items() if grad is not None and not bool(grad.isfinite().all())]:
-        raise InputRefused(f"the loss is {mean:.4g}, but the gradient of {bad[0]} is not finite ({len(bad)} such)")
+    if bad := [
+        name for name, grad in grads.items() if grad is not None and not bool(grad.isfinite().all())
+    ]:
+        raise InputRefused(
+            f"the loss is {mean:.4g}, but the gradient of {bad[0]} is not finite ({len(bad)} such)"
+        )
     missing = tuple(name for name, grad in grads.items() if grad is None or not bool(grad.any()))
     _zero(parameters)
     return Trial(mean, float(count), len(parameters) - len(missing), missing)
 
 
 def first_non_finite(module: nn.Module, run: Callable[[], object]) -> str:
-    """Repeat `run`; return a sentence that names the first submodule with finite inputs and a non-finite output."""
+    """Repeat `run`; return a sentence that names the first submodule with finite inputs and a
+    non-finite output.
+    """
     first: list[str] = []
     names = {child: name or type(module).__name__ for name, child in module.named_modules()}
 
@@ -90,7 +103,8 @@ def first_non_finite(module: nn.Module, run: Callable[[], object]) -> str:
         if not first and not _finite(output) and _finite(inputs):
             first.append(f"{names[child]} ({type(child).__name__})")
 
-    # Only modules without submodules: the output of any other is not finite because one of these is not.
+    # Only modules without submodules: the output of any other is not finite because one of these is
+    # not.
     with ExitStack() as hooks, torch.no_grad():
         for child in module.modules():
             if not list(child.children()):
@@ -117,11 +131,16 @@ def _zero(parameters: list[tuple[str, nn.Parameter]]) -> None:
 
 @contextmanager
 def _naming_failures(module: nn.Module) -> Iterator[None]:
-    """Turn an exception of the forward pass into one line that names the innermost module it came from."""
+    """Turn an exception of the forward pass into one line that names the innermost module it came
+    from.
+    """
     with running(module) as inside:
         try:
             yield
-        except (MonographError, torch.OutOfMemoryError):  # their messages are clear, and no module is to blame
+        except (
+            MonographError,
+            torch.OutOfMemoryError,
+        ):  # their messages are clear, and no module is to blame
             raise
         except Exception as error:
             where = f"in {inside[-1]}" if inside else "in the loss function"
@@ -136,9 +155,11 @@ def said(error: BaseException) -> str:
 
 
 def refused_by_others(error: BaseException) -> InputRefused | None:
-    """Return a refusal that replaces an error of a user's module or loss (also SystemExit), None for other errors.
+    """Return a refusal that replaces an error of a user's module or loss (also SystemExit), None
+    for other errors.
 
-    Running out of memory and interrupts are other errors. A MonographError is the user's if the user's code raised it.
+    Running out of memory and interrupts are other errors. A MonographError is the user's if the
+    user's code raised it.
     """
     if isinstance(error, KeyboardInterrupt | torch.OutOfMemoryError) or host_is_full(error):
         return None
@@ -156,19 +177,24 @@ def _package(frame: FrameType) -> str:
 
 
 def raised_at(error: BaseException) -> tuple[str, str] | None:
-    """Return FILE:LINE and the module's class, or the function's name, of the innermost frame of the user's code.
+    """Return FILE:LINE and the module's class, or the function's name, of the innermost frame of
+    the user's code.
 
-    For a helper function in another file, which a module calls, this is the module's line with the call.
+    For a helper function in another file, which a module calls, this is the module's line with the
+    call.
     """
     place = None
     for frame, line in traceback.walk_tb(error.__traceback__):
         package = _package(frame)
         first = next(iter(frame.f_code.co_varnames), "")
         owner = frame.f_locals.get(first)
-        # Is the frame a method of `owner`? `self` may have another name, and a loss's first argument is a module, too.
+        # Is the frame a method of `owner`? `self` may have another name, and a loss's first
+        # argument is a module, too.
         method = getattr(type(owner), frame.f_code.co_name, None)
         is_method = first == "self" or getattr(method, "__code__", None) is frame.f_code
-        in_users_module = is_method and isinstance(owner, nn.Module) and package not in ("torch", "monograph")
+        in_users_module = (
+            is_method and isinstance(owner, nn.Module) and package not in ("torch", "monograph")
+        )
         if in_users_module or package.startswith(OTHERS):
             name = type(owner).__name__ if in_users_module else frame.f_code.co_name
             place = f"{frame.f_code.co_filename}:{line}", name

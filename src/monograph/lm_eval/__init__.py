@@ -1,1 +1,3 @@
-"""A model of lm-evaluation-harness (the extra `lm-eval`) that evaluates runs; no other room imports it."""
+"""A model of lm-evaluation-harness (the extra `lm-eval`) that evaluates runs; no other room imports
+it.
+"""

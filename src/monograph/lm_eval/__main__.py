@@ -1,4 +1,6 @@
-"""Runs the command `lm_eval ...` with the model "monograph" registered: `python -m monograph.lm_eval ...`."""
+"""Runs the command `lm_eval ...` with the model "monograph" registered:
+`python -m monograph.lm_eval ...`.
+"""
 
 import importlib.util
 import sys
@@ -12,7 +14,9 @@ def main() -> int:
     """Run lm-evaluation-harness; show this package's errors as one line with their exit code."""
     try:
         if importlib.util.find_spec("lm_eval") is None:
-            raise UsageError(f"lm-evaluation-harness is not installed: {command_for('lm-eval', 'lm-eval')}")
+            raise UsageError(
+                f"lm-evaluation-harness is not installed: {command_for('lm-eval', 'lm-eval')}"
+            )
         from lm_eval.__main__ import cli_evaluate
 
         import monograph.lm_eval.model  # noqa: F401  # the import registers the model

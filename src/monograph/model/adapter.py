@@ -1,7 +1,9 @@
-"""Read and write adapters in PEFT's format (a folder with adapter_config.json and weights), and write them as GGUF.
+"""Read and write adapters in PEFT's format (a folder with adapter_config.json and weights), and
+write them as GGUF.
 
-llama.cpp adds the adapters of a GGUF file to a file of the base model (`llama-cli --lora`). Of each weight NAME it has
-A as NAME.lora_a and B, in the base file's order of rows, as NAME.lora_b; llama.cpp multiplies by alpha / rank.
+llama.cpp adds the adapters of a GGUF file to a file of the base model (`llama-cli --lora`). Of each
+weight NAME it has A as NAME.lora_a and B, in the base file's order of rows, as NAME.lora_b;
+llama.cpp multiplies by alpha / rank.
 """
 
 import hashlib
@@ -17,7 +19,16 @@ from torch import Tensor, nn
 
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.inspect import ALL_LINEAR
-from monograph.graph.lora import AdaptedExperts, AnyAdapted, Lora, Plain, adapt, adapters, measure, narrow
+from monograph.graph.lora import (
+    AdaptedExperts,
+    AnyAdapted,
+    Lora,
+    Plain,
+    adapt,
+    adapters,
+    measure,
+    narrow,
+)
 from monograph.graph.precision import Precision
 from monograph.graph.token_rows import ROWS, tables
 from monograph.model.config import LlamaConfig
@@ -25,7 +36,15 @@ from monograph.model.files import DTYPES, new_folder, read_header, read_tensors,
 from monograph.model.gguf import architecture, named, package, write_tensors
 from monograph.model.llama import Llama
 from monograph.model.scaling import LINEAR
-from monograph.model.vocabulary import KEY, PREFIX, left_out, own_rows, read_tokens, to_peft, written_tokens
+from monograph.model.vocabulary import (
+    KEY,
+    PREFIX,
+    left_out,
+    own_rows,
+    read_tokens,
+    to_peft,
+    written_tokens,
+)
 from monograph.storage.code import code_named, folder_named
 from monograph.storage.reading import exists, inside, is_file, read_json, without_links
 from monograph.text.tokenizer import Tokenizer
@@ -73,7 +92,8 @@ class Adapter(NamedTuple):
     tokens: Any = None
 
     def require(self, config: LlamaConfig | None) -> None:
-        """Compare a base's shape with that of the base that the adapter was trained on, if the folder records it.
+        """Compare a base's shape with that of the base that the adapter was trained on, if the
+        folder records it.
 
         Raises:
             InputRefused: the two differ.
@@ -93,12 +113,16 @@ class Adapter(NamedTuple):
             return None
         recorded = read_json(inside(self.folder, BASE)).get("weights_sha256")
         if recorded is not None and not isinstance(recorded, str):
-            raise InputRefused(f"{self.folder / BASE}: weights_sha256 = {recorded!r}: expected a digest")
+            raise InputRefused(
+                f"{self.folder / BASE}: weights_sha256 = {recorded!r}: expected a digest"
+            )
         return recorded
 
 
 def is_adapter(folder: str | Path) -> bool:
-    """Return whether a folder holds an adapter and no model; a text that names code names no folder."""
+    """Return whether a folder holds an adapter and no model; a text that names code names no
+    folder.
+    """
     if isinstance(folder, str) and code_named(folder):
         return False
     folder = Path(folder)
@@ -106,7 +130,9 @@ def is_adapter(folder: str | Path) -> bool:
 
 
 def config_digest(config: LlamaConfig) -> str:
-    """Return the SHA-256 in hex of a base's config.json; an end id and a list of only that id give the same digest."""
+    """Return the SHA-256 in hex of a base's config.json; an end id and a list of only that id give
+    the same digest.
+    """
     values = config.to_hf()
     del values["attention_dropout"], values["pad_token_id"]  # they change no weight's shape
     if len(config.ends) == 1:
@@ -118,7 +144,8 @@ def read_adapter(folder: str | Path) -> Adapter:
     """Return the configuration of an adapter's folder.
 
     Raises:
-        InputRefused: another kind of adapter, an unsupported key that is set, or a wrong value; the message names it.
+        InputRefused: another kind of adapter, an unsupported key that is set, or a wrong value; the
+            message names it.
     """
     path = inside(Path(folder), CONFIG)
     values = read_json(path)
@@ -126,9 +153,13 @@ def read_adapter(folder: str | Path) -> Adapter:
         raise InputRefused(f"{path}: peft_type = {values.get('peft_type')!r}: only LORA is read")
     for key, value in values.items():
         if key in _ALLOWED and value not in _ALLOWED[key]:
-            raise InputRefused(f"{path}: {key} = {value!r} is not read: expected one of {_ALLOWED[key]}")
+            raise InputRefused(
+                f"{path}: {key} = {value!r} is not read: expected one of {_ALLOWED[key]}"
+            )
         if key not in _READ | _IGNORED | _ALLOWED.keys() and value not in (None, False, {}, []):
-            raise InputRefused(f"{path}: {key} = {value!r} is set, which is not read here: merge it with PEFT first")
+            raise InputRefused(
+                f"{path}: {key} = {value!r} is set, which is not read here: merge it with PEFT first"
+            )
     rank = values.get("r")
     alpha = values.get("lora_alpha")
     dropout = values.get("lora_dropout", 0.0)
@@ -136,15 +167,26 @@ def read_adapter(folder: str | Path) -> Adapter:
         raise InputRefused(f"{path}: r = {rank!r}: expected a whole number from 1 to {MOST_RANK}")
     if not alpha or not _number(alpha) or not _number(dropout) or not 0 <= dropout < 1:
         expected = "expected a number above 0 and at most 1e9, and one from 0 and below 1"
-        raise InputRefused(f"{path}: lora_alpha = {alpha!r}, lora_dropout = {dropout!r}: {expected}")
+        raise InputRefused(
+            f"{path}: lora_alpha = {alpha!r}, lora_dropout = {dropout!r}: {expected}"
+        )
     targets = values.get("target_modules")
-    listed = isinstance(targets, list) and targets and all(isinstance(target, str) for target in targets)
+    listed = (
+        isinstance(targets, list) and targets and all(isinstance(target, str) for target in targets)
+    )
     if not listed and not (isinstance(targets, str) and targets):
-        raise InputRefused(f"{path}: target_modules = {targets!r}: expected a list of names or a regular expression")
+        raise InputRefused(
+            f"{path}: target_modules = {targets!r}: expected a list of names or a regular expression"
+        )
     assert alpha is not None
-    kind: dict[str, Any] = {"rslora": bool(values.get("use_rslora")), "dora": bool(values.get("use_dora"))}
+    kind: dict[str, Any] = {
+        "rslora": bool(values.get("use_rslora")),
+        "dora": bool(values.get("use_dora")),
+    }
     chosen = tuple(sorted(targets)) if isinstance(targets, list) else str(targets)
-    lora = Lora(rank, alpha, chosen, float(dropout), tokens=read_tokens(values.get(KEY), path), **kind)
+    lora = Lora(
+        rank, alpha, chosen, float(dropout), tokens=read_tokens(values.get(KEY), path), **kind
+    )
     base = values.get("base_model_name_or_path")
     return Adapter(Path(folder), lora, base if isinstance(base, str) else "", values.get(KEY))
 
@@ -154,7 +196,8 @@ def _number(value: Any) -> bool:
 
 
 def read_weights(adapter: Adapter, module: nn.Module) -> None:
-    """Copy an adapter's tensors into a module that `adapt` has prepared with the adapter's configuration.
+    """Copy an adapter's tensors into a module that `adapt` has prepared with the adapter's
+    configuration.
 
     Trained rows that the adapter's configuration does not list keep the base's values.
 
@@ -165,7 +208,10 @@ def read_weights(adapter: Adapter, module: nn.Module) -> None:
     path = inside(adapter.folder, WEIGHTS)
     own = {name: own[name] for name in own.keys() - left_out(adapter.tokens, module)}
     stored = own_rows(read_header(path), module, path)
-    for kind, names in (("missing", own.keys() - stored.keys()), ("unexpected", stored.keys() - own.keys())):
+    for kind, names in (
+        ("missing", own.keys() - stored.keys()),
+        ("unexpected", stored.keys() - own.keys()),
+    ):
         if names:
             raise InputRefused(
                 f"{path}: {len(names)} {kind} tensors for this base, the first is {min(names)!r}: an adapter of "
@@ -173,9 +219,13 @@ def read_weights(adapter: Adapter, module: nn.Module) -> None:
             )
     for name, tensor in stored.items():
         if tensor.shape != own[name].shape:
-            raise InputRefused(f"{path}: {name} is {list(tensor.shape)}, not {list(own[name].shape)} as by r and base")
+            raise InputRefused(
+                f"{path}: {name} is {list(tensor.shape)}, not {list(own[name].shape)} as by r and base"
+            )
         if tensor.dtype not in DTYPES:
-            raise InputRefused(f"{path}: {name} is stored as {tensor.dtype}, not as one of {', '.join(DTYPES)}")
+            raise InputRefused(
+                f"{path}: {name} is stored as {tensor.dtype}, not as one of {', '.join(DTYPES)}"
+            )
     values = read_tensors({to_peft(name): tensor for name, tensor in stored.items()}, None)
     for name in stored:
         own[name].copy_(values[to_peft(name)])
@@ -197,7 +247,8 @@ def put(
         lora: the adapters' settings.
         seed: seeds the initial values of new adapters.
         start: a stored adapter to begin from.
-        precision: the compute precision; if it has 16 bits, the base's weights are stored in them, too.
+        precision: the compute precision; if it has 16 bits, the base's weights are stored in them,
+            too.
         device: device to which adapters, 16-bit and quantised weights are moved; None: they stay.
 
     Raises:
@@ -213,20 +264,30 @@ def put(
             raise InputRefused(f"{start.folder / CONFIG}: {error}") from None
         read_weights(start, module)
     if precision is not None and precision.name in ("bf16", "fp16"):
-        # A Llama rounds its hidden states right after the embedding, so the embedding can be stored in 16 bits, too.
-        narrow(module, precision.dtype, [module.model.embed_tokens] if isinstance(module, Llama) else [], device)
+        # A Llama rounds its hidden states right after the embedding, so the embedding can be stored
+        # in 16 bits, too.
+        narrow(
+            module,
+            precision.dtype,
+            [module.model.embed_tokens] if isinstance(module, Llama) else [],
+            device,
+        )
         measure(module, fresh=start is None)
 
 
 def adapter_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's adapter tensors, including trained rows of tokens, by name; they share memory with it."""
+    """Return a module's adapter tensors, including trained rows of tokens, by name; they share
+    memory with it.
+    """
     own = {
         f"{name}.{part}": parameter.detach()
         for name, layer in adapters(module).items()
         for part, parameter in layer.named_parameters()
         if part.startswith("lora_")
     }
-    return own | {f"{name}.{ROWS}": layer.token_rows.detach() for name, layer in tables(module).items()}
+    return own | {
+        f"{name}.{ROWS}": layer.token_rows.detach() for name, layer in tables(module).items()
+    }
 
 
 class Packed(NamedTuple):
@@ -235,7 +296,8 @@ class Packed(NamedTuple):
     Attributes:
         values: the content of adapter_config.json.
         tensors: the content of adapter_model.safetensors.
-        base: the content of monograph_base.json, which describes the base; empty for a user's own module.
+        base: the content of monograph_base.json, which describes the base; empty for a user's own
+            module.
         tokenizer: a tokenizer with more tokens than the base's, or None.
     """
 
@@ -255,13 +317,16 @@ def packed(module: nn.Module, lora: Lora, base: str, config: LlamaConfig | None 
         config: the shape of the stored base; None: the module's.
 
     Raises:
-        InputRefused: an adapter is on one of several layers that are one in the family's files, or on experts.
+        InputRefused: an adapter is on one of several layers that are one in the family's files, or
+            on experts.
     """
     config = config or (module.config if isinstance(module, Llama) else None)
     adapted = adapters(module)
     parts = tuple(itertools.chain.from_iterable(config.family.joined.values())) if config else ()
     if experts := [name for name, layer in adapted.items() if isinstance(layer, AdaptedExperts)]:
-        raise InputRefused(f"{experts[0]} has an adapter for each expert, for which PEFT has no form")
+        raise InputRefused(
+            f"{experts[0]} has an adapter for each expert, for which PEFT has no form"
+        )
     if names := [name for name in adapted if name.endswith(parts)]:
         raise InputRefused(
             f"{names[0]} has an adapter, and PEFT has one layer for it and others in a {config and config.model_type}"
@@ -281,7 +346,9 @@ def packed(module: nn.Module, lora: Lora, base: str, config: LlamaConfig | None 
     values |= {f"use_{kind}": True for kind in ("rslora", "dora") if getattr(lora, kind)}
     if tokens := written_tokens(module):
         values[KEY] = tokens
-    tensors = {to_peft(name): tensor.contiguous().clone() for name, tensor in adapter_state(module).items()}
+    tensors = {
+        to_peft(name): tensor.contiguous().clone() for name, tensor in adapter_state(module).items()
+    }
     return Packed(values, tensors, {"config_sha256": config_digest(config)} if config else {})
 
 
@@ -311,28 +378,38 @@ def write_adapter(stored: Packed, new: Path) -> None:
 
 
 def _targets(module: nn.Module, adapted: Mapping[str, AnyAdapted], lora: Lora) -> list[str] | str:
-    """Return `target_modules` that select the same layers in PEFT, where "all-linear" depends on the model's class."""
+    """Return `target_modules` that select the same layers in PEFT, where "all-linear" depends on
+    the model's class.
+    """
     if lora.targets != ALL_LINEAR:
         return lora.targets if isinstance(lora.targets, str) else sorted(lora.targets)
     ends = sorted({name.rpartition(".")[2] for name in adapted})
     layers = module.named_modules()
-    others = {name for name, child in layers if name not in adapted and not isinstance(child, AnyAdapted)}
-    matched = {name for name in others if any(name == end or name.endswith(f".{end}") for end in ends)}
+    others = {
+        name for name, child in layers if name not in adapted and not isinstance(child, AnyAdapted)
+    }
+    matched = {
+        name for name in others if any(name == end or name.endswith(f".{end}") for end in ends)
+    }
     return sorted(adapted) if matched else ends
 
 
 def resolved_base(adapter: Adapter, above: frozenset[Path] = frozenset()) -> str:
-    """Return the folder of an adapter's base, which may be an adapter; `above` are the folders of adapters on this one.
+    """Return the folder of an adapter's base, which may be an adapter; `above` are the folders of
+    adapters on this one.
 
     Raises:
-        InputRefused: the base is no folder here (nothing is downloaded), or adapters are bases of each other.
+        InputRefused: the base is no folder here (nothing is downloaded), or adapters are bases of
+            each other.
     """
     for path in (Path(adapter.base), adapter.folder / adapter.base):
         if adapter.base and exists(path):
             base = without_links(path)
             above = above | {without_links(adapter.folder)}
             if base in above:
-                raise InputRefused(f"{adapter.folder / CONFIG}: its base is an adapter whose base leads back to it")
+                raise InputRefused(
+                    f"{adapter.folder / CONFIG}: its base is an adapter whose base leads back to it"
+                )
             if is_adapter(base):
                 resolved_base(read_adapter(base), above)
             return folder_named(base)
@@ -354,7 +431,8 @@ def save_gguf_adapter(stored: Packed, config: LlamaConfig, folder: str | Path) -
         folder: the folder.
 
     Raises:
-        InputRefused: the adapters have parts for which the format has no form, or the folder cannot be written.
+        InputRefused: the adapters have parts for which the format has no form, or the folder cannot
+            be written.
         DiskFull: no space left; nothing of the adapters remains.
     """
     require_gguf_form(stored, config)
@@ -367,7 +445,8 @@ def require_gguf_form(stored: Packed, config: LlamaConfig) -> None:
     obstacles = {
         "magnitudes (lora.dora)": "use_dora" in stored.values,
         "rows of tokens": KEY in stored.values,
-        f"layers of the family {config.model_type}": config.family.experts or config.family.others == LINEAR,
+        f"layers of the family {config.model_type}": config.family.experts
+        or config.family.others == LINEAR,
     }
     if found := [what for what, is_so in obstacles.items() if is_so]:
         raise InputRefused(f"a GGUF file of adapters has no form for {found[0]}")
@@ -391,7 +470,9 @@ def _gguf_tensors(own: Mapping[str, Tensor], config: LlamaConfig) -> Iterator[Pl
     """Yield both matrices of each layer; B has a weight's rows, and so the file's order of them."""
     ends = ".lora_A.weight", ".lora_B.weight"
     layers = [name.removesuffix(ends[0]) for name in own if name.endswith(ends[0])]
-    first, second = ([_plain(f"{layer}.weight", own[layer + end]) for layer in layers] for end in ends)
+    first, second = (
+        [_plain(f"{layer}.weight", own[layer + end]) for layer in layers] for end in ends
+    )
     for of_A, of_B in zip(first, named(second, config), strict=True):
         yield of_A._replace(name=f"{of_B.name}.lora_a")
         yield of_B._replace(name=f"{of_B.name}.lora_b")

@@ -1,4 +1,6 @@
-"""Describe the shape of a model by checked sizes with their Hugging Face names, and by presets. Needs no torch."""
+"""Describe the shape of a model by checked sizes with their Hugging Face names, and by presets.
+Needs no torch.
+"""
 
 import math
 from collections.abc import Mapping
@@ -8,16 +10,31 @@ from typing import Any, Self
 from monograph.errors import InputRefused
 from monograph.model import families, layer_kinds, mixture_keys, scaling
 from monograph.model.families import BEYOND_SHAPE, FIRST_FAMILY, PRESETS, Family
-from monograph.model.scaling import FULL, LINEAR, SLIDING, Scaling, check_id, check_number, check_whole
+from monograph.model.scaling import (
+    FULL,
+    LINEAR,
+    SLIDING,
+    Scaling,
+    check_id,
+    check_number,
+    check_whole,
+)
 
 WEIGHT_FILES = (".pth", ".pt")  # suffixes of files written by torch.save; see `torch_file`
-_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
 _SIZES = (*_REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """Sizes and constants of a model, by their Hugging Face names; `monograph.model.families` says who has which.
+    """Sizes and constants of a model, by their Hugging Face names; `monograph.model.families` says
+    who has which.
 
     Attributes:
         model_type: the family, a name in `monograph.model.families.FAMILIES`; exports keep it.
@@ -25,50 +42,61 @@ class LlamaConfig:
         hidden_size: width of the residual stream.
         intermediate_size: width of the gated layer.
         num_hidden_layers: number of blocks.
-        num_attention_heads: number of query heads; must divide hidden_size, except in families with a head_dim.
-        num_key_value_heads: number of key-value heads; must divide num_attention_heads. 0: as many as query heads.
+        num_attention_heads: number of query heads; must divide hidden_size, except in families with
+            a head_dim.
+        num_key_value_heads: number of key-value heads; must divide num_attention_heads. 0: as many
+            as query heads.
         head_dim: width of a head, even. 0: hidden_size / num_attention_heads.
         max_position_embeddings: longest sequence, tokens.
         rms_norm_eps: number added to the mean square in every norm.
         rope_theta: base of the rotary wavelengths.
         rope_scaling: the way in which the wavelengths are stretched, or None.
-        rope_local_theta: base of the wavelengths in layers with a window, never stretched there. None: rope_theta.
+        rope_local_theta: base of the wavelengths in layers with a window, never stretched there.
+            None: rope_theta.
         partial_rotary_factor: share of a head's channels that are rotated, the first ones.
         tie_word_embeddings: whether the head is the embedding matrix.
         attention_bias: whether all four projections of attention have biases.
         sliding_window: number of positions that a query sees, its own the last, or None.
-        layer_types: "sliding_attention", "full_attention" or "linear_attention", a gated delta net, for each layer. ():
-            all are alike and have attention.
-        linear_num_key_heads: key heads of a delta net, which divide its value heads. 0: half of these, or as many.
+        layer_types: "sliding_attention", "full_attention" or "linear_attention", a gated delta net,
+            for each layer. (): all are alike and have attention.
+        linear_num_key_heads: key heads of a delta net, which divide its value heads. 0: half of
+            these, or as many.
         linear_num_value_heads: value heads of a delta net. 0: hidden_size / head_dim.
         linear_key_head_dim: channels of its keys. 0: head_dim.
         linear_value_head_dim: channels of its values. 0: head_dim.
         linear_conv_kernel_dim: positions that its convolution sees.
-        no_rope_layers: 1 for each layer that rotates queries and keys, 0 for each other one. (): all do.
+        no_rope_layers: 1 for each layer that rotates queries and keys, 0 for each other one. ():
+            all do.
         embedding_multiplier: factor of the embedded tokens.
         residual_multiplier: factor of each branch before it is added to the residual stream.
         attention_multiplier: factor of attention's scores. None: 1 / sqrt(head_dim).
         query_pre_attn_scalar: scores are divided by its root. 0: head_dim.
         logits_scaling: divisor of the logits; here of the final hidden states.
-        num_experts: experts of a mixture, which is the feed-forward layer of families that have one.
+        num_experts: experts of a mixture, which is the feed-forward layer of families that have
+            one.
         num_experts_per_tok: experts that compute a token, those of the highest probabilities.
-        norm_topk_prob: whether a token's weights, the probabilities of its experts, are divided by their sum.
-        output_router_logits: whether training adds the balance of mixtures to the loss, see `monograph.graph.experts`.
+        norm_topk_prob: whether a token's weights, the probabilities of its experts, are divided by
+            their sum.
+        output_router_logits: whether training adds the balance of mixtures to the loss, see
+            `monograph.graph.experts`.
         router_aux_loss_coef: its factor.
-        moe_intermediate_size: width of an expert. 0: intermediate_size / num_experts_per_tok. Without this key experts
-            have the intermediate_size.
-        shared_expert_intermediate_size: width of the expert that computes every token, if any. 0: that of the others.
+        moe_intermediate_size: width of an expert. 0: intermediate_size / num_experts_per_tok.
+            Without this key experts have the intermediate_size.
+        shared_expert_intermediate_size: width of the expert that computes every token, if any. 0:
+            that of the others.
         mlp_only_layers: layers whose feed-forward layer is an ordinary one.
         clip_qkv: largest absolute value of queries, keys and values before the rotation, or None.
         initializer_range: standard deviation of the initial weights, see `Llama`.
-        attention_dropout: transformers' rate of dropout in training, which is kept for exports and not applied here.
-        pad_token_id: id whose embedding row gets no gradient from look-ups, or None. A negative value counts from the
-            end of the vocabulary and is replaced by the id.
+        attention_dropout: transformers' rate of dropout in training, which is kept for exports and
+            not applied here.
+        pad_token_id: id whose embedding row gets no gradient from look-ups, or None. A negative
+            value counts from the end of the vocabulary and is replaced by the id.
         bos_token_id: id that begins a document, or None.
         eos_token_id: id or ids that end a document.
 
     Raises:
-        InputRefused: a value of the wrong type or out of range, or heads that do not divide; the message names the key.
+        InputRefused: a value of the wrong type or out of range, or heads that do not divide; the
+            message names the key.
     """
 
     model_type: str = "llama"
@@ -118,7 +146,8 @@ class LlamaConfig:
     def __post_init__(self) -> None:
         for name in _REQUIRED:
             check_whole(name, getattr(self, name))
-        # transformers refuses a Llama whose width is not a multiple of its heads, even with a head_dim.
+        # transformers refuses a Llama whose width is not a multiple of its heads, even with a
+        # head_dim.
         if self.head_dim == 0 or self.model_type == "llama":
             self._check_multiple("hidden_size", "num_attention_heads")
         # A frozen dataclass can set its derived fields only this way.
@@ -128,13 +157,21 @@ class LlamaConfig:
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
         for name in _SIZES:
             check_whole(name, getattr(self, name))
-        for name in ("rms_norm_eps", "rope_theta", "initializer_range", "rope_local_theta", *families.MULTIPLIERS):
+        for name in (
+            "rms_norm_eps",
+            "rope_theta",
+            "initializer_range",
+            "rope_local_theta",
+            *families.MULTIPLIERS,
+        ):
             if getattr(self, name) is not None or getattr(LlamaConfig, name) is not None:
                 check_number(name, getattr(self, name))
         if self.query_pre_attn_scalar != 0:
             check_whole("query_pre_attn_scalar", self.query_pre_attn_scalar)
         if self.initializer_range > 1:
-            raise InputRefused(f"initializer_range = {self.initializer_range}: expected at most 1, transformers' limit")
+            raise InputRefused(
+                f"initializer_range = {self.initializer_range}: expected at most 1, transformers' limit"
+            )
         self._check_heads()
         self._check_windows()
         self._check_parts()
@@ -147,7 +184,12 @@ class LlamaConfig:
             raise InputRefused(f"{whole} = {size} is not a multiple of {part} = {unit}; change one")
 
     def _check_heads(self) -> None:
-        for name in ("tie_word_embeddings", "attention_bias", "norm_topk_prob", "output_router_logits"):
+        for name in (
+            "tie_word_embeddings",
+            "attention_bias",
+            "norm_topk_prob",
+            "output_router_logits",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise InputRefused(f"{name} = {getattr(self, name)!r}: expected true or false")
         self._check_multiple("num_attention_heads", "num_key_value_heads")
@@ -165,14 +207,21 @@ class LlamaConfig:
                 f"partial_rotary_factor = {self.partial_rotary_factor} of head_dim = {self.head_dim}: expected an even "
                 "number of channels above 0, as rotary embedding turns pairs"
             )
-        # Where layers with a window have a table of their own, transformers looks for `truncate` beside both.
-        widened = self.family.local_theta is not None and not getattr(self.rope_scaling, "truncate", True)
-        known = self.rope_scaling is None or scaling.kind_of(self.rope_scaling) in self.family.scalings
+        # Where layers with a window have a table of their own, transformers looks for `truncate`
+        # beside both.
+        widened = self.family.local_theta is not None and not getattr(
+            self.rope_scaling, "truncate", True
+        )
+        known = (
+            self.rope_scaling is None or scaling.kind_of(self.rope_scaling) in self.family.scalings
+        )
         if not known or widened:
             shown = "rope_scaling.truncate = false" if widened else "rope_scaling"
             raise InputRefused(f"{shown} is not supported with model_type = {self.model_type!r}")
         if isinstance(self.rope_scaling, scaling.YarnScaling) and self.rope_theta <= 1:
-            raise InputRefused(f"rope_theta = {self.rope_theta}: expected a number above 1 with yarn's rope_scaling")
+            raise InputRefused(
+                f"rope_theta = {self.rope_theta}: expected a number above 1 with yarn's rope_scaling"
+            )
         if isinstance(self.rope_scaling, scaling.LongScaling):
             self.rope_scaling.check_pairs(self.rotary_dim // 2)
 
@@ -191,7 +240,8 @@ class LlamaConfig:
             )
         if SLIDING in self.layer_types and self.sliding_window is None:
             raise InputRefused(f"layer_types has {SLIDING!r}, but no sliding_window is set")
-        # What is the same gets one spelling, here and below, so that equal models have equal configurations.
+        # What is the same gets one spelling, here and below, so that equal models have equal
+        # configurations.
         if self.layer_types and SLIDING not in self.layer_types:
             object.__setattr__(self, "sliding_window", None)
         if len(set(self.layer_types)) == 1 and LINEAR not in self.layer_types:
@@ -202,12 +252,20 @@ class LlamaConfig:
         listed = list(self.no_rope_layers)
         layers = self.num_hidden_layers
         if listed and (len(listed) != layers or any(each not in (0, 1) for each in listed)):
-            raise InputRefused(f"no_rope_layers = {listed}: expected 0 or 1 for each of {layers} layers")
+            raise InputRefused(
+                f"no_rope_layers = {listed}: expected 0 or 1 for each of {layers} layers"
+            )
         if all(self.no_rope_layers):
             object.__setattr__(self, "no_rope_layers", ())
-        if self.sliding_window is None or (self.rope_local_theta == self.rope_theta and self.rope_scaling is None):
+        if self.sliding_window is None or (
+            self.rope_local_theta == self.rope_theta and self.rope_scaling is None
+        ):
             object.__setattr__(self, "rope_local_theta", None)
-        elif "rope_local_theta" in self.family.keys and self.rope_local_theta is None and self.rope_scaling is not None:
+        elif (
+            "rope_local_theta" in self.family.keys
+            and self.rope_local_theta is None
+            and self.rope_scaling is not None
+        ):
             object.__setattr__(self, "rope_local_theta", self.rope_theta)
         if self.attention_multiplier == self.head_dim**-0.5:
             object.__setattr__(self, "attention_multiplier", None)
@@ -225,14 +283,19 @@ class LlamaConfig:
         return tuple(index for index in ids if index is not None)
 
     def _check_ids(self) -> None:
-        for name, value in (("bos_token_id", self.bos_token_id), *(("eos_token_id", item) for item in self.ends)):
+        for name, value in (
+            ("bos_token_id", self.bos_token_id),
+            *(("eos_token_id", item) for item in self.ends),
+        ):
             if value is not None:
                 check_id(name, value)
         pad, size = self.pad_token_id, self.vocab_size
         if pad is None:
             return
         if isinstance(pad, bool) or not isinstance(pad, int) or not -size <= pad < size:
-            raise InputRefused(f"pad_token_id = {pad!r}: expected null or a token id below vocab_size = {size}")
+            raise InputRefused(
+                f"pad_token_id = {pad!r}: expected null or a token id below vocab_size = {size}"
+            )
         object.__setattr__(self, "pad_token_id", pad % size)
 
     @classmethod
@@ -248,14 +311,16 @@ class LlamaConfig:
         | 1b | 1,235,814,400 | 128,256 | 16 | 2,048 | 8,192 | 32 x 64 | 8 | tied | 131,072 |
         | 8b | 8,030,261,248 | 128,256 | 32 | 4,096 | 14,336 | 32 x 128 | 8 | untied | 131,072 |
 
-        The first three are meant to get their tokenizer's vocabulary (`vocab_size=`). 124m is GPT-2 small's size with
-        heads of 128, where GPU attention is fastest; llama-179m is from A. Tam, "Pretraining a Llama Model on Your
-        Local GPU" (Machine Learning Mastery); 1b and 8b are Llama-3.2-1B and Llama-3.1-8B. The initializer_range of
-        nano and micro is sqrt(2 / (5 hidden_size)) (Nguyen and Salazar, arXiv 1910.05895): 0.02 is small for their
-        width, and with it micro was 0.1 bits per byte worse after 200 updates. A preset's initializer_range is for its
-        own width; at another hidden_size it changes as 1 / sqrt(hidden_size). With `family`, such as "olmo2", it is a
-        model of another family with these sizes, and with its windows and layers that do not rotate. A mixture has 8
-        experts, of which a token's two are together as wide as the ffn, and trains with their balance.
+        The first three are meant to get their tokenizer's vocabulary (`vocab_size=`). 124m is GPT-2
+        small's size with heads of 128, where GPU attention is fastest; llama-179m is from A. Tam,
+        "Pretraining a Llama Model on Your Local GPU" (Machine Learning Mastery); 1b and 8b are
+        Llama-3.2-1B and Llama-3.1-8B. The initializer_range of nano and micro is sqrt(2 / (5
+        hidden_size)) (Nguyen and Salazar, arXiv 1910.05895): 0.02 is small for their width, and
+        with it micro was 0.1 bits per byte worse after 200 updates. A preset's initializer_range is
+        for its own width; at another hidden_size it changes as 1 / sqrt(hidden_size). With
+        `family`, such as "olmo2", it is a model of another family with these sizes, and with its
+        windows and layers that do not rotate. A mixture has 8 experts, of which a token's two are
+        together as wide as the ffn, and trains with their balance.
 
         Raises:
             InputRefused: no such preset or key, or values that do not fit together.
@@ -264,10 +329,17 @@ class LlamaConfig:
             raise InputRefused(f"preset = {name!r}: expected one of {', '.join(PRESETS)}")
         if family != FIRST_FAMILY:
             layers = overrides.get("num_hidden_layers", PRESETS[name][3])
-            overrides = layer_kinds.fresh(family, layers) | mixture_keys.fresh(family, PRESETS[name][2]) | overrides
+            overrides = (
+                layer_kinds.fresh(family, layers)
+                | mixture_keys.fresh(family, PRESETS[name][2])
+                | overrides
+            )
         if unknown := sorted(set(overrides) - {field.name for field in fields(cls)}):
-            raise InputRefused(f"unknown key {unknown[0]!r}: the sizes of a Llama are {', '.join(_SIZES)}")
-        shape = dict(zip(_SIZES, PRESETS[name], strict=False))  # head_dim and positions follow from the rest
+            raise InputRefused(
+                f"unknown key {unknown[0]!r}: the sizes of a Llama are {', '.join(_SIZES)}"
+            )
+        # head_dim and positions follow from the rest.
+        shape = dict(zip(_SIZES, PRESETS[name], strict=False))
         base = cls(**{**shape, **BEYOND_SHAPE[name]})
         given = cls(**{**shape, **BEYOND_SHAPE[name], **overrides})
         if given.hidden_size == base.hidden_size or "initializer_range" in overrides:
@@ -277,10 +349,12 @@ class LlamaConfig:
 
     @classmethod
     def from_hf(cls, values: Mapping[str, Any]) -> Self:
-        """Return the configuration in the content of a config.json that transformers 4 or 5 wrote for a known family.
+        """Return the configuration in the content of a config.json that transformers 4 or 5 wrote
+        for a known family.
 
         Raises:
-            InputRefused: another architecture, a variant that `Llama` does not compute, or a wrong or missing value.
+            InputRefused: another architecture, a variant that `Llama` does not compute, or a wrong
+                or missing value.
         """
         usual = families.family(values["model_type"]).defaults if values.get("model_type") else {}
         for key in ("model_type", *_REQUIRED):
@@ -288,29 +362,48 @@ class LlamaConfig:
                 raise InputRefused(f"the key {key} is missing")
         for key in families.NEVER_NULL:
             if key in values and values[key] is None:
-                raise InputRefused(f"{key} = null: expected a number; leave the key out for transformers' default")
+                raise InputRefused(
+                    f"{key} = null: expected a number; leave the key out for transformers' default"
+                )
         model_family = families.family(values["model_type"])
         families.check_computed(values)
-        # transformers' default epsilon differs from this class's, and there null means the default of rope_parameters.
-        given = {key: value for key, value in values.items() if value is not None or key != "rope_parameters"}
+        # transformers' default epsilon differs from this class's, and there null means the default
+        # of rope_parameters.
+        given = {
+            key: value
+            for key, value in values.items()
+            if value is not None or key != "rope_parameters"
+        }
         values = {"rms_norm_eps": 1e-6, **model_family.defaults, **given}
         names = {field.name for field in fields(cls)} - (families.OF_SOME - {*model_family.keys})
-        sizes: dict[str, Any] = {name: values[name] for name in names if values.get(name) is not None}
-        for key in sorted(sizes.keys() & _SIZES):  # 0 means "derived" in this class only, not in the file
+        sizes: dict[str, Any] = {
+            name: values[name] for name in names if values.get(name) is not None
+        }
+        # 0 means "derived" in this class only, not in the file.
+        for key in sorted(sizes.keys() & _SIZES):
             check_whole(key, sizes[key])
         if isinstance(values.get("eos_token_id"), list):
             sizes["eos_token_id"] = tuple(values["eos_token_id"])
-        rope = scaling.from_hf(values, model_family.local_theta, model_family.keys, model_family.scalings)
+        rope = scaling.from_hf(
+            values, model_family.local_theta, model_family.keys, model_family.scalings
+        )
         if isinstance(rope.scaling, scaling.LongScaling):
             sizes["max_position_embeddings"] = rope.scaling.longest
-        sizes["rope_theta"], sizes["rope_scaling"], sizes["rope_local_theta"], sizes["partial_rotary_factor"] = rope
+        (
+            sizes["rope_theta"],
+            sizes["rope_scaling"],
+            sizes["rope_local_theta"],
+            sizes["partial_rotary_factor"],
+        ) = rope
         sizes["sliding_window"], sizes["layer_types"] = layer_kinds.windows_from_hf(values)
         sizes["no_rope_layers"] = layer_kinds.rotations_from_hf(values)
         sizes |= mixture_keys.from_hf(values)
         return cls(**sizes)
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the content of a config.json that transformers 4 and 5 and other programs can read."""
+        """Return the content of a config.json that transformers 4 and 5 and other programs can
+        read.
+        """
         others = families.OF_SOME - {*self.family.keys}
         values = {key: value for key, value in asdict(self).items() if key not in others}
         values.pop("rope_local_theta", None)
@@ -323,18 +416,30 @@ class LlamaConfig:
             values["eos_token_id"] = list(self.eos_token_id)
         if "layer_types" in self.family.keys:
             slides = [self.window(layer) is not None for layer in range(self.num_hidden_layers)]
-            values["layer_types"] = list(self.layer_types) or [SLIDING if each else FULL for each in slides]
+            values["layer_types"] = list(self.layer_types) or [
+                SLIDING if each else FULL for each in slides
+            ]
         if self.family.full_every and "sliding_window" in self.family.keys:
-            values["sliding_window"] = self.sliding_window or self.family.defaults["sliding_window"]  # never null there
+            # Never null there.
+            values["sliding_window"] = self.sliding_window or self.family.defaults["sliding_window"]
         if "sliding_window" in self.family.keys and "layer_types" in self.family.keys:
             # For programs that do not know layer_types.
             values["use_sliding_window"] = self.sliding_window is not None
-            values["max_window_layers"] = slides.index(True) if any(slides) else self.num_hidden_layers
+            values["max_window_layers"] = (
+                slides.index(True) if any(slides) else self.num_hidden_layers
+            )
         values |= mixture_keys.to_hf(self)
         if "no_rope_layers" in self.family.keys:
-            values["no_rope_layers"] = [int(self.rotates(layer)) for layer in range(self.num_hidden_layers)]
+            values["no_rope_layers"] = [
+                int(self.rotates(layer)) for layer in range(self.num_hidden_layers)
+            ]
         key, activation = self.family.activation
-        return {"architectures": [self.family.architecture], key: activation, "mlp_bias": False, **values}
+        return {
+            "architectures": [self.family.architecture],
+            key: activation,
+            "mlp_bias": False,
+            **values,
+        }
 
     @property
     def family(self) -> Family:
@@ -342,8 +447,14 @@ class LlamaConfig:
         return families.family(self.model_type)
 
     def window(self, layer: int) -> int | None:
-        """Return the number of positions that a layer's query sees, its own the last of them; None: all up to it."""
-        return self.sliding_window if not self.layer_types or self.layer_types[layer] == SLIDING else None
+        """Return the number of positions that a layer's query sees, its own the last of them; None:
+        all up to it.
+        """
+        return (
+            self.sliding_window
+            if not self.layer_types or self.layer_types[layer] == SLIDING
+            else None
+        )
 
     def is_linear(self, layer: int) -> bool:
         """Return whether a layer is a gated delta net instead of attention."""
@@ -360,7 +471,9 @@ class LlamaConfig:
 
     def rotates(self, layer: int) -> bool:
         """Return whether a layer rotates queries and keys by their positions."""
-        return not self.is_linear(layer) and (not self.no_rope_layers or self.no_rope_layers[layer] == 1)
+        return not self.is_linear(layer) and (
+            not self.no_rope_layers or self.no_rope_layers[layer] == 1
+        )
 
     @property
     def rotary_dim(self) -> int:
@@ -372,22 +485,34 @@ class LlamaConfig:
         return self.rope_local_theta is not None and self.window(layer) is not None
 
     def rope(self, local: bool) -> tuple[float, Scaling | None]:
-        """Return the base and the scaling of the rotary positions of local layers, or of the others."""
+        """Return the base and the scaling of the rotary positions of local layers, or of the
+        others.
+        """
         if local and self.rope_local_theta is not None:
             return self.rope_local_theta, None
         return self.rope_theta, self.rope_scaling
 
     @property
     def query_scale(self) -> float:
-        """Return the factor of queries that makes attention's scores those of the multiplier or the scalar."""
+        """Return the factor of queries that makes attention's scores those of the multiplier or the
+        scalar.
+        """
         if self.query_pre_attn_scalar:
             return math.sqrt(self.head_dim / self.query_pre_attn_scalar)
-        return 1.0 if self.attention_multiplier is None else self.attention_multiplier * math.sqrt(self.head_dim)
+        return (
+            1.0
+            if self.attention_multiplier is None
+            else self.attention_multiplier * math.sqrt(self.head_dim)
+        )
 
     @property
     def embedding_scale(self) -> float:
         """Return the factor of embedded tokens."""
-        return math.sqrt(self.hidden_size) if self.family.embedding_scaled else self.embedding_multiplier
+        return (
+            math.sqrt(self.hidden_size)
+            if self.family.embedding_scaled
+            else self.embedding_multiplier
+        )
 
     def parameter_count(self) -> int:
         """Return the number of parameters, a tied head counted once."""

@@ -1,8 +1,10 @@
-"""Describe the architectures that the decoder computes, by model_type, and the shapes with a name. Needs no torch.
+"""Describe the architectures that the decoder computes, by model_type, and the shapes with a name.
+Needs no torch.
 
-All are one decoder of parts, and a family says which it has: where norms are in a block and around what their weights
-are centred, whether queries and keys have norms and projections biases, the activation, which keys of config.json it
-reads (windows, layers without rotary positions, multipliers of its branches), and transformers' defaults.
+All are one decoder of parts, and a family says which it has: where norms are in a block and around
+what their weights are centred, whether queries and keys have norms and projections biases, the
+activation, which keys of config.json it reads (windows, layers without rotary positions,
+multipliers of its branches), and transformers' defaults.
 
 `LlamaConfig.preset` says what the named shapes are.
 """
@@ -31,30 +33,36 @@ class Family(NamedTuple):
         keys: the optional keys that this family has.
         defaults: transformers' defaults for keys that config.json lacks.
         qkv_bias: whether the query, key and value projections always have biases.
-        qk_norm: whether queries and keys have an RMS norm before the rotation: over each head, or over all of them.
+        qk_norm: whether queries and keys have an RMS norm before the rotation: over each head, or
+            over all of them.
         norms: the norms of the residual branches.
-        joined: layers of a block whose files hold several of the decoder's as one, by the file's name.
+        joined: layers of a block whose files hold several of the decoder's as one, by the file's
+            name.
         scalings: the ways in which its rotary positions may be scaled.
-        others: the kind of the layers that are not full attention: with a window, or gated delta nets.
-        full_every: where a file has no layer_types, each so many-th layer is full attention, all others are not; 0: all
-            layers are alike or, with use_sliding_window, those from max_window_layers on have a window, or those that
-            do not rotate if the family has such layers.
-        local_theta: base of the rotary positions of layers with a window where a file does not say it; None: they have
-            none of their own.
+        others: the kind of the layers that are not full attention: with a window, or gated delta
+            nets.
+        full_every: where a file has no layer_types, each so many-th layer is full attention, all
+            others are not; 0: all layers are alike or, with use_sliding_window, those from
+            max_window_layers on have a window, or those that do not rotate if the family has such
+            layers.
+        local_theta: base of the rotary positions of layers with a window where a file does not say
+            it; None: they have none of their own.
         gated: whether each head's attention is multiplied by a gate.
         centred: whether a norm multiplies by 1 + weight.
         embedding_scaled: whether embedded tokens are multiplied by the root of hidden_size.
-        activation: transformers' key for the activation of the feed-forward layer, and its name there.
+        activation: transformers' key for the activation of the feed-forward layer, and its name
+            there.
         whole_heads: whether its heads together are as wide as hidden_size.
         experts: the key for the width of a mixture's experts; "": it has no mixtures.
         divides: whether a token's weights of its experts are always divided by their sum.
-        fused_experts: how files hold all experts' matrices of a layer in two tensors, gate and up in one: "halves",
-            one's rows above the other's; "columns", transposed, and theirs in turns. "": each expert's are apart.
+        fused_experts: how files hold all experts' matrices of a layer in two tensors, gate and up
+            in one: "halves", one's rows above the other's; "columns", transposed, and theirs in
+                turns. "": each expert's are apart.
         expert_bias: whether the projections of experts and the router have biases.
         clamped: whether gate and up are combined in gpt-oss' way (`monograph.model.layers.gating`).
         sinks: whether each head's attention has a sink (`monograph.ops.attention`).
-        by_key_head: whether a delta net has one projection for queries, keys, values and gates, and one for the two
-            numbers of each value head, each ordered by key heads.
+        by_key_head: whether a delta net has one projection for queries, keys, values and gates, and
+            one for the two numbers of each value head, each ordered by key heads.
     """
 
     architecture: str
@@ -89,8 +97,19 @@ LINEAR_SIZES = (
     "linear_value_head_dim",
     "linear_conv_kernel_dim",
 )
-_EXPERTS = ("num_experts", "num_experts_per_tok", "norm_topk_prob", "output_router_logits", "router_aux_loss_coef")
-MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+_EXPERTS = (
+    "num_experts",
+    "num_experts_per_tok",
+    "norm_topk_prob",
+    "output_router_logits",
+    "router_aux_loss_coef",
+)
+MULTIPLIERS = (
+    "embedding_multiplier",
+    "residual_multiplier",
+    "attention_multiplier",
+    "logits_scaling",
+)
 OF_SOME = {  # fields that only some families have
     "attention_bias",
     "sliding_window",
@@ -118,7 +137,13 @@ NEVER_NULL = (
 _ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 _AFTER_BRANCHES = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 # What all hybrids of attention and gated delta nets have, and the defaults of their keys.
-_HYBRID: dict[str, Any] = {"qk_norm": "heads", "others": LINEAR, "full_every": 4, "gated": True, "centred": True}
+_HYBRID: dict[str, Any] = {
+    "qk_norm": "heads",
+    "others": LINEAR,
+    "full_every": 4,
+    "gated": True,
+    "centred": True,
+}
 _HYBRID_KEYS: dict[str, Any] = {
     "head_dim": 256,
     "max_position_embeddings": 32_768,
@@ -127,11 +152,18 @@ _HYBRID_KEYS: dict[str, Any] = {
 }
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM", ("attention_bias",), {"max_position_embeddings": 2048, **_ENDS}),
+    "llama": Family(
+        "LlamaForCausalLM", ("attention_bias",), {"max_position_embeddings": 2048, **_ENDS}
+    ),
     "mistral": Family(
         "MistralForCausalLM",
         ("sliding_window",),
-        {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096, **_ENDS},
+        {
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131_072,
+            "sliding_window": 4096,
+            **_ENDS,
+        },
     ),
     "qwen2": Family(
         "Qwen2ForCausalLM",
@@ -142,13 +174,23 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family(
         "Qwen3ForCausalLM",
         ("attention_bias", "sliding_window", "layer_types"),
-        {"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32_768, "sliding_window": 4096},
+        {
+            "num_key_value_heads": 32,
+            "head_dim": 128,
+            "max_position_embeddings": 32_768,
+            "sliding_window": 4096,
+        },
         qk_norm="heads",
     ),
     "olmo2": Family(
         "Olmo2ForCausalLM",
         ("attention_bias",),
-        {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "pad_token_id": 1, "eos_token_id": 50_279},
+        {
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 2048,
+            "pad_token_id": 1,
+            "eos_token_id": 50_279,
+        },
         qk_norm="all",
         norms=_AFTER_BRANCHES,
     ),
@@ -206,7 +248,10 @@ FAMILIES: dict[str, Family] = {
         },
         qk_norm="heads",
         norms=Norms(
-            "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
         ),
         full_every=6,
         local_theta=10_000.0,
@@ -233,7 +278,13 @@ FAMILIES: dict[str, Family] = {
     ),
     "granite": Family(
         "GraniteForCausalLM",
-        ("attention_bias", "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
+        (
+            "attention_bias",
+            "embedding_multiplier",
+            "residual_multiplier",
+            "attention_multiplier",
+            "logits_scaling",
+        ),
         {"max_position_embeddings": 2048, "attention_multiplier": 1.0, **_ENDS},
     ),
     "qwen3_5_text": Family(
@@ -367,8 +418,8 @@ FAMILIES: dict[str, Family] = {
         sinks=True,
     ),
 }
-# Keys of config.json that change what transformers computes or loads, with the values that match `Llama`; transformers'
-# default is one of them.
+# Keys of config.json that change what transformers computes or loads, with the values that match
+# `Llama`; transformers' default is one of them.
 _COMPUTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "hidden_activation": ("gelu_pytorch_tanh",),
@@ -385,13 +436,23 @@ _COMPUTED: dict[str, tuple[Any, ...]] = {
     "swiglu_limit": (7.0,),
 }
 # Keys that only some families read.
-_OF_GEMMA = ("hidden_activation", "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
+_OF_GEMMA = (
+    "hidden_activation",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "use_bidirectional_attention",
+)
 _READ_BY: dict[str, tuple[str, ...]] = {
     "mlp_bias": ("llama", "smollm3", "granite"),
     "resid_pdrop": ("phi3",),
     **dict.fromkeys(_OF_GEMMA, ("gemma3_text",)),
-    "hidden_act": tuple(name for name, its in FAMILIES.items() if its.activation[0] == "hidden_act"),
-    **dict.fromkeys(("swiglu_alpha", "swiglu_limit"), tuple(name for name, its in FAMILIES.items() if its.clamped)),
+    "hidden_act": tuple(
+        name for name, its in FAMILIES.items() if its.activation[0] == "hidden_act"
+    ),
+    **dict.fromkeys(
+        ("swiglu_alpha", "swiglu_limit"),
+        tuple(name for name, its in FAMILIES.items() if its.clamped),
+    ),
 }
 
 
@@ -402,12 +463,16 @@ def family(model_type: object) -> Family:
         InputRefused: the decoder does not compute it.
     """
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise InputRefused(f"model_type = {model_type!r} is not supported: only {', '.join(FAMILIES)} are")
+        raise InputRefused(
+            f"model_type = {model_type!r} is not supported: only {', '.join(FAMILIES)} are"
+        )
     return FAMILIES[model_type]
 
 
 def check_computed(values: Mapping[str, Any]) -> None:
-    """Raise InputRefused with the key's name if a config.json asks for something that the decoder does not compute."""
+    """Raise InputRefused with the key's name if a config.json asks for something that the decoder
+    does not compute.
+    """
     kind = values["model_type"]
     its = family(values["model_type"])
     for key, known in _COMPUTED.items():
@@ -418,11 +483,16 @@ def check_computed(values: Mapping[str, Any]) -> None:
     if (quantised := values.get("quantization_config")) is None:
         return
     if not packs or not isinstance(quantised, dict) or quantised.get("quant_method") != "mxfp4":
-        kinds = "of quantised weights only quant_method = 'mxfp4' is" if packs else "quantised weights are not"
+        kinds = (
+            "of quantised weights only quant_method = 'mxfp4' is"
+            if packs
+            else "quantised weights are not"
+        )
         raise InputRefused(f"quantization_config: {kinds} supported; save them in bf16 or fp32")
 
 
-# vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads
+# vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads,
+# num_key_value_heads
 FIRST_FAMILY = "llama"  # of a model whose family nobody names
 PRESETS: dict[str, tuple[int, ...]] = {
     "nano": (512, 64, 192, 2, 2, 1),

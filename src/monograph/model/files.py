@@ -1,4 +1,6 @@
-"""Read and write the files of a model folder: JSON and safetensors, verified when read, written whole or not at all."""
+"""Read and write the files of a model folder: JSON and safetensors, verified when read, written
+whole or not at all.
+"""
 
 import errno
 import json
@@ -44,8 +46,8 @@ class Stored(NamedTuple):
         shape: its shape.
         dtype: safetensors' name.
         known_as: its name in the file if that is another.
-        part: it is the places from the first number to the second, each so many-th by the third, of an axis, the
-            fourth, of the file's tensor.
+        part: it is the places from the first number to the second, each so many-th by the third, of
+            an axis, the fourth, of the file's tensor.
         transposed: the file's tensor, or the part of it, has its last two axes in the other order.
         pieces: it is made of these tensors, by their names.
         join: makes it of them.
@@ -80,26 +82,40 @@ def read_headers(folder: Path) -> dict[str, Stored]:
     if exists(folder / _SINGLE):
         return read_header(inside(folder, _SINGLE))
     if not exists(folder / _INDEX):
-        raise InputRefused(f"{folder}: holds neither {_SINGLE} nor {_INDEX}; no other kind of weights is read")
+        raise InputRefused(
+            f"{folder}: holds neither {_SINGLE} nor {_INDEX}; no other kind of weights is read"
+        )
     weight_map = read_json(inside(folder, _INDEX)).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise InputRefused(f"{folder / _INDEX}: expected a table weight_map from tensor names to file names")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(file, str) for file in weight_map.values()
+    ):
+        raise InputRefused(
+            f"{folder / _INDEX}: expected a table weight_map from tensor names to file names"
+        )
     headers = {file: read_header(inside(folder, file)) for file in sorted(set(weight_map.values()))}
     for name, file in weight_map.items():
         if name not in headers[file]:
-            raise InputRefused(f"{folder / _INDEX}: says that {name!r} is in {file}, which does not hold it")
+            raise InputRefused(
+                f"{folder / _INDEX}: says that {name!r} is in {file}, which does not hold it"
+            )
     return {name: tensor for header in headers.values() for name, tensor in header.items()}
 
 
 def read_header(path: Path) -> dict[str, Stored]:
-    """Return the headers of all tensors of a safetensors file, by name; raise InputRefused if it is damaged."""
+    """Return the headers of all tensors of a safetensors file, by name; raise InputRefused if it is
+    damaged.
+    """
     with open_tensors(path) as file:
         views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
-        return {name: Stored(path, tuple(view.get_shape()), view.get_dtype()) for name, view in views.items()}
+        return {
+            name: Stored(path, tuple(view.get_shape()), view.get_dtype())
+            for name, view in views.items()
+        }
 
 
 def read_tensors(stored: dict[str, Stored], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Return the tensors on the CPU, as stored or in a dtype; besides the result, one tensor at a time is in memory.
+    """Return the tensors on the CPU, as stored or in a dtype; besides the result, one tensor at a
+    time is in memory.
 
     Raises:
         InputRefused: a damaged file.
@@ -109,7 +125,8 @@ def read_tensors(stored: dict[str, Stored], dtype: torch.dtype | None) -> dict[s
 
 
 def mapped_tensors(stored: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors as stored and not copied: they are mapped, and read on first access. None has pieces.
+    """Yield the tensors as stored and not copied: they are mapped, and read on first access. None
+    has pieces.
 
     Raises:
         InputRefused: a damaged file.
@@ -128,39 +145,68 @@ def mapped_tensors(stored: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]
 
 def mapped_weights(stored: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor | Pieces]]:
     """Yield the tensors as `mapped_tensors`, and those with pieces, too."""
-    yield from mapped_tensors({name: tensor for name, tensor in stored.items() if not tensor.pieces})
+    yield from mapped_tensors(
+        {name: tensor for name, tensor in stored.items() if not tensor.pieces}
+    )
     whole = {name: tensor for name, tensor in stored.items() if tensor.pieces}
-    parts = dict(mapped_tensors({name: part for tensor in whole.values() for name, part in tensor.pieces.items()}))
+    parts = dict(
+        mapped_tensors(
+            {name: part for tensor in whole.values() for name, part in tensor.pieces.items()}
+        )
+    )
     for name, tensor in whole.items():
-        yield name, Pieces([parts[each] for each in tensor.pieces], tensor.join, tensor.shape, DTYPES[tensor.dtype])
+        yield (
+            name,
+            Pieces(
+                [parts[each] for each in tensor.pieces],
+                tensor.join,
+                tensor.shape,
+                DTYPES[tensor.dtype],
+            ),
+        )
 
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[Any]:
-    """Open a file of safetensors for reading in the block, and turn errors there into one that names the file.
+    """Open a file of safetensors for reading in the block, and turn errors there into one that
+    names the file.
 
     Raises:
         InputRefused: it is damaged, or no such file; or nothing is there.
         Unreadable: the system failed to read it.
     """
     try:
-        with open_input(path) as file:  # checked first, as the library takes a second per 100,000 tensors in a header
-            tensor_layout.header_bytes(file.read(tensor_layout.LENGTH_BYTES), os.fstat(file.fileno()).st_size)
+        # Checked first, as the library takes a second per 100,000 tensors in a header.
+        with open_input(path) as file:
+            tensor_layout.header_bytes(
+                file.read(tensor_layout.LENGTH_BYTES), os.fstat(file.fileno()).st_size
+            )
         with safe_open(path, framework="pt") as file:
             yield file
-    # If the system has no memory to map the file, torch raises one of these and safetensors another.
-    except (SafetensorError, OSError, RuntimeError, MemoryError, tensor_layout.LayoutError) as error:
+    # If the system has no memory to map the file, torch raises one of these and safetensors
+    # another.
+    except (
+        SafetensorError,
+        OSError,
+        RuntimeError,
+        MemoryError,
+        tensor_layout.LayoutError,
+    ) as error:
         if error_number(error):
             raise unreadable(path, error) from None
         if isinstance(error, MemoryError):
             raise
-        if isinstance(error, FileNotFoundError):  # it was there a moment ago: the library says this of any error
-            raise Unreadable(f"{path}: cannot be read: the system failed to open it; run again when it can") from None
+        # It was there a moment ago: the library says this of any error.
+        if isinstance(error, FileNotFoundError):
+            raise Unreadable(
+                f"{path}: cannot be read: the system failed to open it; run again when it can"
+            ) from None
         raise InputRefused(f"{path}: damaged, or no safetensors file: {error}") from None
 
 
 def write_tensors(folder: Path, named: Iterable[Plain], max_shard_bytes: int) -> None:
-    """Write model.safetensors, or shards of at most `max_shard_bytes` each (or one tensor) and their index.
+    """Write model.safetensors, or shards of at most `max_shard_bytes` each (or one tensor) and
+    their index.
 
     One tensor at a time is in memory.
 
@@ -180,9 +226,16 @@ def write_tensors(folder: Path, named: Iterable[Plain], max_shard_bytes: int) ->
         total_bytes += tensor.like.nbytes
     files = [_SINGLE]
     if len(shards) > 1:
-        files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-        weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-        write_json(folder / _INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
+        files = [
+            f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            for number in range(1, len(shards) + 1)
+        ]
+        weight_map = {
+            name: file for file, shard in zip(files, shards, strict=True) for name in shard
+        }
+        write_json(
+            folder / _INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        )
     for file, shard in zip(files, shards, strict=True):
         write_shard(folder / file, shard)
 
@@ -202,17 +255,22 @@ def nothing_beside(new: Path) -> None:
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """Yield a hidden folder next to `target` to write into; at the block's end it is synced and renamed to `target`.
+    """Yield a hidden folder next to `target` to write into; at the block's end it is synced and
+    renamed to `target`.
 
-    Even after a crash, the target is either whole or absent (or, if it was an empty folder, still empty).
+    Even after a crash, the target is either whole or absent (or, if it was an empty folder, still
+    empty).
 
     Raises:
         InputRefused: the target exists and holds something, or cannot be written.
-        DiskFull: no space left, or the disk fails. Nothing is kept, unless only the last sync fails, which is said.
+        DiskFull: no space left, or the disk fails. Nothing is kept, unless only the last sync
+            fails, which is said.
     """
     target = without_links(target)
     if exists(target) and (not is_folder(target) or entries(target)):
-        raise InputRefused(f"{target}: exists and is not an empty folder; choose a new name or remove it first")
+        raise InputRefused(
+            f"{target}: exists and is not an empty folder; choose a new name or remove it first"
+        )
     partial = target.with_name(f".{target.name}.partial")
     try:
         with _claimed(partial):
@@ -223,10 +281,14 @@ def new_folder(target: Path) -> Iterator[Path]:
     except (OSError, SafetensorError) as error:
         number = error_number(error)
         if number in FULL:
-            raise DiskFull(f"{target}: no space left to write the model; nothing was kept") from error
+            raise DiskFull(
+                f"{target}: no space left to write the model; nothing was kept"
+            ) from error
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         if number == errno.EIO:
-            raise DiskFull(f"{target}: cannot be written: {reason}; look at the disk; nothing was kept") from error
+            raise DiskFull(
+                f"{target}: cannot be written: {reason}; look at the disk; nothing was kept"
+            ) from error
         reason = f"another process writes it, in {partial}" if number == errno.EEXIST else reason
         raise InputRefused(f"{target}: cannot be written: {reason}") from error
     try:
@@ -240,7 +302,9 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def _claimed(partial: Path) -> Iterator[None]:
-    """Make a folder, after removing one that a killed process left, and remove it at the end if it is still there."""
+    """Make a folder, after removing one that a killed process left, and remove it at the end if it
+    is still there.
+    """
     with suppress(OSError), held(partial):  # the lock is refused while another process still writes
         shutil.rmtree(partial)
     partial.mkdir(parents=True)

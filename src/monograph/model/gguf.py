@@ -1,9 +1,12 @@
-"""Write a model as a GGUF file for llama.cpp and Ollama: configuration, tokenizer and weights in one file.
+"""Write a model as a GGUF file for llama.cpp and Ollama: configuration, tokenizer and weights in
+one file.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, written with the package `gguf` (an extra). Comments
-on llama.cpp come from its src/models/ and are tested on it (tests/laws/test_exported_is_original.py).
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, written with the package `gguf`
+(an extra). Comments on llama.cpp come from its src/models/ and are tested on it
+(tests/laws/test_exported_is_original.py).
 
-Shape suffixes: V vocabulary, D hidden size, F = head dimension / 2 frequencies, R rows, C columns of a matrix.
+Shape suffixes: V vocabulary, D hidden size, F = head dimension / 2 frequencies, R rows, C columns
+    of a matrix.
 """
 
 import functools
@@ -37,8 +40,10 @@ FILE = "model.gguf"
 BLOCK = 32  # weights that share one scale in Q8_0
 # gguf's name of the type of most matrices, by the name on the command line.
 DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"} | MIXTURES
-_FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18, "bf16": 32}  # llama_ftype
-_BEFORE = {"F16": torch.float16, "BF16": torch.bfloat16}  # the dtype before conversion to a type, if not fp32
+# llama_ftype.
+_FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18, "bf16": 32}
+# The dtype before conversion to a type, if not fp32.
+_BEFORE = {"F16": torch.float16, "BF16": torch.bfloat16}
 _OWN = {torch.float64: "f32", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 # llama.cpp loads a Mistral as a "llama" and an OLMo 3 as an "olmo2"; the others keep their names.
@@ -53,7 +58,8 @@ _WHOLE_HEADS = ("qwen2", "olmo2", "phi3")
 _EVERY = 4  # It rotates all layers of a SmolLM3 but each fourth one.
 # These do not take the embedding for a head that is not there.
 _OWN_HEADS = ("olmo2", "olmoe", "gpt-oss")
-# Bases of rotary positions in layers with a window; other architectures have one base for all layers.
+# Bases of rotary positions in layers with a window; other architectures have one base for all
+# layers.
 _LOCAL_BASES = {"gemma3": 10_000.0}
 _OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _INNER = {
@@ -84,24 +90,27 @@ def save_gguf(
 ) -> None:
     """Write a folder with model.gguf and a Modelfile for `ollama create`, whole or not at all.
 
-    Matrices are stored as `dtype`, vectors (norms, biases) as f32, as llama.cpp requires, and routers as its own
-    converter does. q8_0 stores 32 neighbours w of a row as a float16 scale d and integers q with w = d q and
+    Matrices are stored as `dtype`, vectors (norms, biases) as f32, as llama.cpp requires, and
+    routers as its own converter does. q8_0 stores 32 neighbours w of a row as a float16 scale d and
+    integers q with w = d q and
     d = max|w| / 127, so that no weight is off by more than d / 2 and the rounding of d. In q4_k_m, q5_k_m and q6_k each
-    matrix has the type and the bytes (`gguf_blocks`) that llama.cpp's own quantizer writes. Besides the model, one
-    tensor at a time is in memory.
+    matrix has the type and the bytes (`gguf_blocks`) that llama.cpp's own quantizer writes. Besides
+    the model, one tensor at a time is in memory.
 
     Args:
         model: its weights may be on any device or in a mapped file; adapters are merged.
         folder: the folder to create; it may exist if it is empty.
         tokenizer: the model's; it is written into the file with its chat template.
         dtype: a name in `DTYPES`; None: the weights' own (f32 for float64).
-        warn: called with each line that the user should read about what llama.cpp will do differently.
+        warn: called with each line that the user should read about what llama.cpp will do
+            differently.
         beside: writes what belongs beside the model into the folder before it gets its name.
 
     Raises:
         UsageError: the package is not installed.
-        InputRefused: a feature that llama.cpp lacks or would read wrongly (a window, an unknown split pattern, too many
-            stop tokens), weights that do not fit the dtype, or a folder that cannot be written.
+        InputRefused: a feature that llama.cpp lacks or would read wrongly (a window, an unknown
+            split pattern, too many stop tokens), weights that do not fit the dtype, or a folder
+            that cannot be written.
         DiskFull: no space left; nothing of this export remains.
     """
     name = dtype or _OWN[kept_dtype(model.model.embed_tokens.weight)]
@@ -110,7 +119,9 @@ def save_gguf(
     _check(config, name)
     _warn_of_positions(config, warn)
     tensors = [*named(plain_parameters(model), config)]
-    tensors[:0] = [Plain(name, divisors, divisors.clone) for name, divisors in _rope_divisors(config).items()]
+    tensors[:0] = [
+        Plain(name, divisors, divisors.clone) for name, divisors in _rope_divisors(config).items()
+    ]
     shapes = {tensor.name: tensor.like.shape for tensor in tensors}
     kinds = _kinds(shapes, name, config)
     with new_folder(Path(folder)) as new:
@@ -122,8 +133,13 @@ def save_gguf(
         sampling_defaults.add_to_gguf(writer, model.sampling, _context(config))
         stops = add_words(writer, tokenizer, config, warn)
         write_tensors(gguf, writer, tensors, kinds)
-        lines = [modelfile(FILE, tokenizer, stops), *sampling_defaults.modelfile_lines(model.sampling)]
-        (new / "Modelfile").write_text("".join(f"{line.rstrip()}\n" for line in lines), encoding="utf-8")
+        lines = [
+            modelfile(FILE, tokenizer, stops),
+            *sampling_defaults.modelfile_lines(model.sampling),
+        ]
+        (new / "Modelfile").write_text(
+            "".join(f"{line.rstrip()}\n" for line in lines), encoding="utf-8"
+        )
         beside(new)
 
 
@@ -137,7 +153,9 @@ def package() -> Any:
     try:
         return importlib.import_module("gguf")
     except ModuleNotFoundError:
-        raise UsageError(f"--format gguf needs the package gguf: {command_for('gguf', 'gguf')}") from None
+        raise UsageError(
+            f"--format gguf needs the package gguf: {command_for('gguf', 'gguf')}"
+        ) from None
 
 
 def _check(config: LlamaConfig, dtype: str) -> None:
@@ -150,9 +168,16 @@ def _check(config: LlamaConfig, dtype: str) -> None:
     layers = range(config.num_hidden_layers)
     unrotated = [layer for layer in layers if not config.rotates(layer)]
     if "no_rope_layers" in config.family.keys and unrotated != [*layers[_EVERY - 1 :: _EVERY]]:
-        raise InputRefused(f"no_rope_layers: llama.cpp rotates all layers of a {family} but each {_EVERY}th{instead}")
-    if isinstance(config.rope_scaling, Llama3Scaling) and architecture(config) not in _WITH_DIVISORS:
-        raise InputRefused(f"rope_scaling = 'llama3' is not computed by llama.cpp for a {family}{instead}")
+        raise InputRefused(
+            f"no_rope_layers: llama.cpp rotates all layers of a {family} but each {_EVERY}th{instead}"
+        )
+    if (
+        isinstance(config.rope_scaling, Llama3Scaling)
+        and architecture(config) not in _WITH_DIVISORS
+    ):
+        raise InputRefused(
+            f"rope_scaling = 'llama3' is not computed by llama.cpp for a {family}{instead}"
+        )
     heads, width = config.num_attention_heads, config.head_dim
     if architecture(config) in _WHOLE_HEADS and heads * width != config.hidden_size:
         raise InputRefused(
@@ -162,17 +187,24 @@ def _check(config: LlamaConfig, dtype: str) -> None:
     _check_scores(config, instead)
     gguf_layers.check_experts(config, instead)
     if config.attention_bias and family not in ("llama", "granite", "gpt_oss"):
-        raise InputRefused(f"attention_bias = true is not computed by llama.cpp for a {family}{instead}")
+        raise InputRefused(
+            f"attention_bias = true is not computed by llama.cpp for a {family}{instead}"
+        )
     if dtype.startswith("q"):
         inner = config.family.experts or "intermediate_size"
-        widths = {key: getattr(config, key) for key in ("hidden_size", inner, "shared_expert_intermediate_size")}
+        widths = {
+            key: getattr(config, key)
+            for key in ("hidden_size", inner, "shared_expert_intermediate_size")
+        }
         widths["num_attention_heads * head_dim"] = config.num_attention_heads * config.head_dim
         if config.family.others == LINEAR:
             values = config.linear_num_value_heads * config.linear_value_head_dim
             widths["linear_num_value_heads * linear_value_head_dim"] = values
         for key, width in widths.items():
             if width % BLOCK:
-                raise InputRefused(f"{key} = {width} is not a multiple of {BLOCK}, a block of {dtype}: use --dtype f16")
+                raise InputRefused(
+                    f"{key} = {width} is not a multiple of {BLOCK}, a block of {dtype}: use --dtype f16"
+                )
 
 
 def _check_scores(config: LlamaConfig, instead: str) -> None:
@@ -184,7 +216,12 @@ def _check_scores(config: LlamaConfig, instead: str) -> None:
     if isinstance(scaling := config.rope_scaling, YarnScaling):
         usual = scaling.usual_attention_factor(scaling.factor)
         truncates = scaling.truncate or not config.family.sinks  # see `_warn_of_positions`
-        if replace(scaling, attention_factor=usual, beta_fast=32.0, beta_slow=1.0, truncate=truncates) != scaling:
+        if (
+            replace(
+                scaling, attention_factor=usual, beta_fast=32.0, beta_slow=1.0, truncate=truncates
+            )
+            != scaling
+        ):
             raise InputRefused(
                 f"rope_scaling = 'yarn' with attention_factor = {scaling.attention_factor}, beta_fast = "
                 f"{scaling.beta_fast}, beta_slow = {scaling.beta_slow}, truncate = {scaling.truncate}: llama.cpp "
@@ -196,7 +233,9 @@ def _warn_of_positions(config: LlamaConfig, warn: Callable[[str], None]) -> None
     scaling = config.rope_scaling
     if isinstance(scaling, YarnScaling) and not scaling.truncate:
         # All published gpt-oss are like that, and llama.cpp's own converter does not say it.
-        warn("rope_scaling.truncate = false: llama.cpp rotates as with true, so its answers will differ a little")
+        warn(
+            "rope_scaling.truncate = false: llama.cpp rotates as with true, so its answers will differ a little"
+        )
     if isinstance(scaling, LongScaling) and scaling.max_position_embeddings > scaling.longest:
         warn(
             f"rope_scaling = 'longrope': with a context above {scaling.longest} llama.cpp takes long_factor for all "
@@ -226,7 +265,9 @@ def _check_windows(config: LlamaConfig, instead: str) -> None:
 
 
 def _context(config: LlamaConfig) -> int:
-    """Return the length of the longest text that llama.cpp shall compute, which may be too long here."""
+    """Return the length of the longest text that llama.cpp shall compute, which may be too long
+    here.
+    """
     return getattr(config.rope_scaling, "max_position_embeddings", config.max_position_embeddings)
 
 
@@ -254,7 +295,8 @@ def _add_shape(gguf: ModuleType, writer: Any, config: LlamaConfig) -> None:
         writer.add_rope_scaling_orig_ctx_len(config.rope_scaling.original_max_position_embeddings)
         writer.add_rope_scaling_attn_factors(config.rope_scaling.attention_factor)
     if config.family.full_every and (config.sliding_window is not None or config.family.sinks):
-        writer.add_sliding_window(config.sliding_window or _context(config))  # a gpt-oss must have one
+        # A gpt-oss must have one.
+        writer.add_sliding_window(config.sliding_window or _context(config))
     if config.family.others == LINEAR:
         gguf_layers.add_delta_net_sizes(writer, config)
     if config.family.experts:
@@ -267,10 +309,14 @@ def _add_shape(gguf: ModuleType, writer: Any, config: LlamaConfig) -> None:
 
 
 def named(parameters: Iterable[Plain], config: LlamaConfig) -> Iterator[Plain]:
-    """Yield a model's tensors with llama.cpp's names and its order of rows, in the order of the file."""
+    """Yield a model's tensors with llama.cpp's names and its order of rows, in the order of the
+    file.
+    """
     its_own = config.family.others == LINEAR or config.family.sinks
     norms = _NORMS._replace(before_mlp=gguf_layers.POST_NORM) if its_own else _NORMS
-    inner_names = _INNER | {own: name for own, name in zip(config.family.norms, norms, strict=True) if own}
+    inner_names = _INNER | {
+        own: name for own, name in zip(config.family.norms, norms, strict=True) if own
+    }
     for name, like, read in JoinedRule(config).written(parameters):
         module, _, suffix = name.rpartition(".")
         if suffix == "sinks":
@@ -285,10 +331,17 @@ def named(parameters: Iterable[Plain], config: LlamaConfig) -> Iterator[Plain]:
             read = _then(read, lambda weight: 1 + weight)
         if module in _OUTER:
             yield Plain(f"{_OUTER[module]}.{suffix}", like, read)
-            if config.tie_word_embeddings and "embed" in module and architecture(config) in _OWN_HEADS:
+            if (
+                config.tie_word_embeddings
+                and "embed" in module
+                and architecture(config) in _OWN_HEADS
+            ):
                 yield Plain("output.weight", like, read)
             continue
-        if inner in ("self_attn.q_proj", "self_attn.k_proj") and architecture(config) in _NEIGHBOURING:
+        if (
+            inner in ("self_attn.q_proj", "self_attn.k_proj")
+            and architecture(config) in _NEIGHBOURING
+        ):
             read = _then(read, functools.partial(neighbouring, head_dim=config.head_dim))
         if inner_names[inner] == gguf_layers.SHARED_GATE:  # one row there
             like = like[0]
@@ -299,12 +352,18 @@ def named(parameters: Iterable[Plain], config: LlamaConfig) -> Iterator[Plain]:
 def _kinds(shapes: dict[str, torch.Size], dtype: str, config: LlamaConfig) -> dict[str, str]:
     """Return gguf's name of each tensor's type, by llama.cpp's name of the tensor."""
     columns = {name: shape[-1] for name, shape in shapes.items() if _is_matrix(name, shape)}
-    matrices = chosen(columns, dtype, config) if dtype in MIXTURES else dict.fromkeys(columns, DTYPES[dtype])
+    matrices = (
+        chosen(columns, dtype, config)
+        if dtype in MIXTURES
+        else dict.fromkeys(columns, DTYPES[dtype])
+    )
     return dict.fromkeys(shapes, "F32") | matrices
 
 
 def _is_matrix(name: str, shape: torch.Size) -> bool:
-    """Return whether llama.cpp reads a tensor in the file's dtype, by its name there; not biases, a router or a row."""
+    """Return whether llama.cpp reads a tensor in the file's dtype, by its name there; not biases, a
+    router or a row.
+    """
     kept = ("ssm_conv1d.weight", f"{gguf_layers.ROUTER}.weight", ".bias")
     return shape.numel() > shape[-1] and not name.endswith(kept)
 
@@ -314,7 +373,8 @@ def _then(read: Callable[[], Tensor], change: Callable[[Tensor], Tensor]) -> Cal
 
 
 def neighbouring(rows: Tensor, head_dim: int) -> Tensor:
-    """Reorder a projection's rows so that the channels of a rotary pair are neighbours instead of halves of a head.
+    """Reorder a projection's rows so that the channels of a rotary pair are neighbours instead of
+    halves of a head.
 
     Args:
         rows: [heads * head_dim, ...], a weight or a bias.
@@ -324,23 +384,31 @@ def neighbouring(rows: Tensor, head_dim: int) -> Tensor:
 
 
 def _rope_divisors(config: LlamaConfig) -> dict[str, Tensor]:
-    """Return the divisors of the rotary frequencies, [F] each, the form in which llama.cpp reads some scalings."""
+    """Return the divisors of the rotary frequencies, [F] each, the form in which llama.cpp reads
+    some scalings.
+    """
     if isinstance(scaling := config.rope_scaling, LongScaling):
         factors = {"long": scaling.long_factor, "short": scaling.short_factor}
         return {f"rope_factors_{name}.weight": torch.tensor(each) for name, each in factors.items()}
     if not isinstance(scaling, Llama3Scaling):
         return {}
     unscaled = LlamaConfig.from_hf(config.to_hf() | {"rope_scaling": None})
-    plain_F, scaled_F = (inverse_frequencies(c, torch.float64, torch.device("cpu")) for c in (unscaled, config))
+    plain_F, scaled_F = (
+        inverse_frequencies(c, torch.float64, torch.device("cpu")) for c in (unscaled, config)
+    )
     return {"rope_freqs.weight": (plain_F / scaled_F).float()}
 
 
-def write_tensors(gguf: ModuleType, writer: Any, tensors: Sequence[Plain], kinds: dict[str, str]) -> None:
+def write_tensors(
+    gguf: ModuleType, writer: Any, tensors: Sequence[Plain], kinds: dict[str, str]
+) -> None:
     """Write a file's header and these tensors, each as the kind of its name, and close it."""
     for name, like, _ in tensors:
         stored = gguf.GGMLQuantizationType[kinds[name]]
         per_block, block_bytes = gguf.GGML_QUANT_SIZES[stored]
-        writer.add_tensor_info(name, like.shape, None, like.numel() // per_block * block_bytes, raw_dtype=stored)
+        writer.add_tensor_info(
+            name, like.shape, None, like.numel() // per_block * block_bytes, raw_dtype=stored
+        )
     try:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -348,8 +416,11 @@ def write_tensors(gguf: ModuleType, writer: Any, tensors: Sequence[Plain], kinds
         (file,) = writer.fout
         writer.write_padding(file, file.tell())
         for name, _, read in tensors:
-            # Not by numpy's tofile as in the package, whose error does not say that the disk is full.
-            writer.write_padding(file, file.write(memoryview(_stored(gguf, name, read(), kinds[name])).cast("B")))
+            # Not by numpy's tofile as in the package, whose error does not say that the disk is
+            # full.
+            writer.write_padding(
+                file, file.write(memoryview(_stored(gguf, name, read(), kinds[name])).cast("B"))
+            )
     finally:
         writer.close()
 
@@ -363,7 +434,9 @@ def _stored(gguf: ModuleType, name: str, weight: Tensor, kind: str) -> Any:
     # The scales of integers are float16; Q8_0's is max|w| / 127, those of others may be as large as a weight.
     largest = float(torch.stack(weight.aminmax()).abs().max()) / (127 if kind == "Q8_0" else 1)
     if not largest <= torch.finfo(torch.float16 if kind.startswith("Q") else before).max:
-        raise InputRefused(f"{name}: a weight of {largest:.3g} does not fit {kind.lower()}: use --dtype f32 or bf16")
+        raise InputRefused(
+            f"{name}: a weight of {largest:.3g} does not fit {kind.lower()}: use --dtype f32 or bf16"
+        )
     if kind == "BF16":
         return cast.view(torch.uint16).numpy()
     if kind.endswith("_K"):

@@ -1,11 +1,12 @@
 """Choose each matrix's k-quant type in a GGUF file, and quantise its rows to Q4_K, Q5_K and Q6_K.
 
-Types and bits are those of llama.cpp's own quantizer without an importance matrix. Source: ggml-org/llama.cpp,
-src/llama-quant.cpp and ggml-quants.c (MIT), whose formats and searches these are. The bits are equal only if each
-product and each sum is rounded to fp32 in that file's order: sums run over a group from its first weight to its last,
-and no product is fused with a sum.
+Types and bits are those of llama.cpp's own quantizer without an importance matrix. Source:
+ggml-org/llama.cpp, src/llama-quant.cpp and ggml-quants.c (MIT), whose formats and searches these
+are. The bits are equal only if each product and each sum is rounded to fp32 in that file's order:
+sums run over a group from its first weight to its last, and no product is fused with a sum.
 
-Shape suffixes: B blocks of 256 neighbours of a row, G groups of a block, N = B G groups, W weights of a group.
+Shape suffixes: B blocks of 256 neighbours of a row, G groups of a block, N = B G groups, W weights
+    of a group.
 """
 
 from typing import Any
@@ -28,14 +29,16 @@ def quantize(rows: _Floats, kind: str) -> _Bytes:
 
     Args:
         rows: finite, contiguous; the last axis is a multiple of 256, no magnitude is above 65,504.
-        kind: "Q4_K", "Q5_K" (a weight w = d s q - m t with float16 numbers d and m of each block, and of each 32
-            weights two integers s and t of 6 bits) or "Q6_K" (w = d s q with an s of 8 bits for each 16 weights);
-            q has as many bits as the name says.
+        kind: "Q4_K", "Q5_K" (a weight w = d s q - m t with float16 numbers d and m of each block,
+            and of each 32 weights two integers s and t of 6 bits) or "Q6_K" (w = d s q with an s of
+            8 bits for each 16 weights); q has as many bits as the name says.
     """
     blocks = rows.reshape(-1, BLOCK)
     with np.errstate(all="ignore"):  # groups of zeros divide by zero, and tiny ones underflow
         parts = [blocks[begin : begin + _AT_ONCE] for begin in range(0, len(blocks), _AT_ONCE)]
-        return np.concatenate([_in_16s(part) if kind == "Q6_K" else _in_32s(part, int(kind[1])) for part in parts])
+        return np.concatenate(
+            [_in_16s(part) if kind == "Q6_K" else _in_32s(part, int(kind[1])) for part in parts]
+        )
 
 
 def _groups(blocks: _Floats, size: int) -> _Floats:
@@ -48,7 +51,9 @@ def _total(values_WN: _Floats) -> _Floats:
 
 
 def _nearest(values: _Floats) -> NDArray[np.int32]:
-    """Round to the nearest integer, half to even; what is beyond 22 bits becomes what it becomes there."""
+    """Round to the nearest integer, half to even; what is beyond 22 bits becomes what it becomes
+    there.
+    """
     return ((values + 1.5 * 2**23).view(np.int32) & 0x7FFFFF) - 0x400000
 
 
@@ -62,7 +67,9 @@ def _levels(values: _Floats, inverse: _Floats, lowest: int, most: int) -> _Float
 def _in_32s(blocks: _Floats, bits: int) -> _Bytes:
     x_WN = _groups(blocks, 32)
     most = 2**bits - 1
-    found_N, minus_N, levels_WN = _with_minimum(x_WN, most, *((-1.0, 20) if bits == 4 else (-0.5, 15)))
+    found_N, minus_N, levels_WN = _with_minimum(
+        x_WN, most, *((-1.0, 20) if bits == 4 else (-0.5, 15))
+    )
     d_B, scales_BG = _in_6_bits(found_N.reshape(-1, 8))
     m_B, minima_BG = _in_6_bits(minus_N.reshape(-1, 8))
     step_N = (d_B.astype(np.float32)[:, None] * scales_BG).ravel()
@@ -75,24 +82,33 @@ def _in_32s(blocks: _Floats, bits: int) -> _Bytes:
         scales_BG[:, 4:] & 15 | (minima_BG[:, 4:] & 15) << 4,
     ]
     if bits == 5:
-        packed.append(np.bitwise_or.reduce(q_BGW >> 4 << np.arange(8, dtype=np.uint8)[:, None], axis=1))
+        packed.append(
+            np.bitwise_or.reduce(q_BGW >> 4 << np.arange(8, dtype=np.uint8)[:, None], axis=1)
+        )
     low = (q_BGW & 15) << np.array([0, 4] * 4, np.uint8)[:, None]
     packed.append((low[:, ::2] | low[:, 1::2]).reshape(-1, 128))
-    return np.concatenate([d_B[:, None].view(np.uint8), m_B[:, None].view(np.uint8), *packed], axis=1)
+    return np.concatenate(
+        [d_B[:, None].view(np.uint8), m_B[:, None].view(np.uint8), *packed], axis=1
+    )
 
 
 def _in_6_bits(values_BG: _Floats) -> tuple[NDArray[np.float16], _Bytes]:
-    """Return a float16 number of each block and an integer of 6 bits of each group, whose product is the value."""
+    """Return a float16 number of each block and an integer of 6 bits of each group, whose product
+    is the value.
+    """
     largest_B = np.maximum(values_BG.max(axis=1), 0)
     inverse_B = np.where(largest_B > 0, 63 / largest_B, 0)
     integers = _nearest(inverse_B[:, None] * values_BG).astype(np.uint8)
     return (largest_B / 63).astype(np.float16), np.minimum(integers, 63)
 
 
-def _with_minimum(x_WN: _Floats, most: int, first: float, steps: int) -> tuple[_Floats, _Floats, _Floats]:
+def _with_minimum(
+    x_WN: _Floats, most: int, first: float, steps: int
+) -> tuple[_Floats, _Floats, _Floats]:
     """Search scales a and minima b <= 0 with a small sum of v (a q + b - x)^2, where v = |x| + the group's RMS.
 
-    A candidate rounds (x - b) (most + first + 0.1 step) / (max x - b) to integers q and solves for a and b.
+    A candidate rounds (x - b) (most + first + 0.1 step) / (max x - b) to integers q and solves for
+    a and b.
 
     Returns:
         The scale and the negated minimum of each group, [N], and the integers, [W, N].
@@ -145,24 +161,30 @@ def _in_16s(blocks: _Floats) -> _Bytes:
     dead_B1 = np.abs(largest_B1) < _DEAD
     inverse_B1 = -128 / largest_B1
     d_B1 = np.where(dead_B1, 0, 1 / inverse_B1).astype(np.float16)
-    scales_BG = np.where(dead_B1, 0, np.minimum(_nearest(inverse_B1 * scale_BG), 127)).astype(np.int8)
+    scales_BG = np.where(dead_B1, 0, np.minimum(_nearest(inverse_B1 * scale_BG), 127)).astype(
+        np.int8
+    )
     step_N = (d_B1.astype(np.float32) * scales_BG).ravel()
     nearest_WN = np.clip(_nearest(x_WN / step_N), -32, 31) + 32
     q_WN = np.where(step_N == 0, levels_WN, nearest_WN)
     q_BW = np.where(dead_B1, 0, q_WN.T.reshape(-1, BLOCK)).astype(np.uint8)
     q_BHKW = q_BW.reshape(-1, 2, 4, 32)
     low = (q_BHKW[:, :, :2] & 15 | q_BHKW[:, :, 2:] << 4).reshape(-1, 128)
-    high = np.bitwise_or.reduce(q_BHKW >> 4 << np.array([[0], [2], [4], [6]], np.uint8), axis=2).reshape(-1, 64)
+    high = np.bitwise_or.reduce(
+        q_BHKW >> 4 << np.array([[0], [2], [4], [6]], np.uint8), axis=2
+    ).reshape(-1, 64)
     return np.concatenate([low, high, scales_BG.view(np.uint8), d_B1.view(np.uint8)], axis=1)
 
 
 def _symmetric(x_WN: _Floats) -> tuple[_Floats, _Floats]:
     """Search scales a with a small sum of x^2 (a q - x)^2 over q from -32 to 31.
 
-    A candidate rounds -(32 + 0.1 step) x / x_max to integers q, and the best a of these is in closed form.
+    A candidate rounds -(32 + 0.1 step) x / x_max to integers q, and the best a of these is in
+    closed form.
 
     Returns:
-        The scale of each group, [N], and q + 32, [W, N]; zeros for a group without a weight above 1e-15.
+        The scale of each group, [N], and q + 32, [W, N]; zeros for a group without a weight above
+        1e-15.
     """
     top_N = np.take_along_axis(x_WN, np.abs(x_WN).argmax(axis=0)[None], axis=0)[0]
     squares_WN = x_WN * x_WN
@@ -180,7 +202,9 @@ def _symmetric(x_WN: _Floats) -> tuple[_Floats, _Floats]:
         used_N = np.where(better, inverse_N, used_N)
         best_N = np.where(better, scale_N * sum_xq, best_N)
     alive_N = np.abs(top_N) >= _DEAD
-    return np.where(alive_N, scale_N, 0), np.where(alive_N, _levels(x_WN.copy(), used_N, -32, 31) + 32, 0)
+    return np.where(alive_N, scale_N, 0), np.where(
+        alive_N, _levels(x_WN.copy(), used_N, -32, 31) + 32, 0
+    )
 
 
 MIXTURES = {"q4_k_m": "Q4_K", "q5_k_m": "Q5_K", "q6_k": "Q6_K"}
@@ -193,7 +217,8 @@ def chosen(columns: dict[str, int], dtype: str, config: LlamaConfig) -> dict[str
     """Return gguf's name of each matrix's type.
 
     Args:
-        columns: the length of a row of each matrix, by llama.cpp's name, in the order of the layers.
+        columns: the length of a row of each matrix, by llama.cpp's name, in the order of the
+            layers.
         dtype: a name in `MIXTURES`.
         config: the model's.
     """
@@ -210,7 +235,9 @@ def chosen(columns: dict[str, int], dtype: str, config: LlamaConfig) -> dict[str
             kind = "Q6_K"
         elif config.num_experts == _EIGHT and name.endswith(".attn_k.weight"):
             kind = "Q8_0"
-        elif config.num_experts == _EIGHT and name.endswith(".attn_output.weight") and kind == "Q4_K":
+        elif (
+            config.num_experts == _EIGHT and name.endswith(".attn_output.weight") and kind == "Q4_K"
+        ):
             kind = "Q5_K"
         kinds[name] = _OF_OTHER_ROWS.get(kind, kind) if width % BLOCK else kind
     return kinds
@@ -222,12 +249,20 @@ def _of_values(kind: str, index: int, count: int, config: LlamaConfig) -> str:
     if _takes_more(index, count):
         return "Q6_K"
     # Of its architectures here only these know a model of 70 billion weights.
-    grouped = config.model_type == "qwen2" or config.num_key_value_heads < config.num_attention_heads
-    of_70b = config.model_type in ("llama", "mistral", "qwen2") and config.num_hidden_layers == 80 and grouped
+    grouped = (
+        config.model_type == "qwen2" or config.num_key_value_heads < config.num_attention_heads
+    )
+    of_70b = (
+        config.model_type in ("llama", "mistral", "qwen2")
+        and config.num_hidden_layers == 80
+        and grouped
+    )
     return "Q5_K" if of_70b and kind == "Q4_K" else kind
 
 
 def _takes_more(index: int, count: int) -> bool:
-    """Return whether a matrix is in the first or last eighth of the layers, or each third one between."""
+    """Return whether a matrix is in the first or last eighth of the layers, or each third one
+    between.
+    """
     eighth = count // 8
     return index < eighth or index >= 7 * count // 8 or (index - eighth) % 3 == 2

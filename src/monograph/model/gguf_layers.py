@@ -12,7 +12,11 @@ from monograph.model.config import LlamaConfig
 from monograph.model.layer_kinds import LENGTH_EPS
 from monograph.model.scaling import FULL, LINEAR
 
-ARCHITECTURES = {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next"}
+ARCHITECTURES = {
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
+    "qwen3_next": "qwen3next",
+}
 ARCHITECTURES |= {"qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}
 POST_NORM = "post_attention_norm"  # there the name of the norm before the feed-forward layer
 _DELTA_NET_NAMES = {
@@ -63,8 +67,9 @@ def add_delta_net_sizes(writer: Any, config: LlamaConfig) -> None:
     writer.add_array(f"{ARCHITECTURES[config.model_type]}.attention.recurrent_layers", linear)
     if config.family.by_key_head:
         return
-    # Pair i belongs to section i % 3, while i is below three times the section's size; a pair of none is not rotated.
-    # The three sections are the coordinates of a picture, which are one position in a text.
+    # Pair i belongs to section i % 3, while i is below three times the section's size; a pair of
+    # none is not rotated. The three sections are the coordinates of a picture, which are one
+    # position in a text.
     pairs = config.rotary_dim // 2
     writer.add_rope_dimension_sections([(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0])
 
@@ -72,10 +77,12 @@ def add_delta_net_sizes(writer: Any, config: LlamaConfig) -> None:
 def converted(name: str, like: Tensor, read: Callable[[], Tensor], config: LlamaConfig) -> Plain:
     """Return a tensor of a delta net, by its name in the layer, with llama.cpp's name and order.
 
-    There the first value heads of all key heads come first, then the second ones, unless projections are ordered by key
-    heads. The decay is stored as -exp(A_log).
+    There the first value heads of all key heads come first, then the second ones, unless
+    projections are ordered by key heads. The decay is stored as -exp(A_log).
     """
-    before = 2 * config.linear_num_key_heads * config.linear_key_head_dim if name in _WITH_KEYS else 0
+    before = (
+        2 * config.linear_num_key_heads * config.linear_key_head_dim if name in _WITH_KEYS else 0
+    )
 
     def change(tensor: Tensor) -> Tensor:
         tensor = -tensor.exp() if name == "A_log" else tensor
@@ -85,7 +92,9 @@ def converted(name: str, like: Tensor, read: Callable[[], Tensor], config: Llama
         of_keys, of_values = tensor.tensor_split([before], dim=axis)
         width = of_values.shape[axis] // config.linear_num_value_heads  # of a head
         heads = of_values.unflatten(axis, (config.linear_num_key_heads, -1, width))
-        return torch.cat([of_keys, heads.transpose(axis, axis + 1).flatten(axis, axis + 2)], dim=axis)
+        return torch.cat(
+            [of_keys, heads.transpose(axis, axis + 1).flatten(axis, axis + 2)], dim=axis
+        )
 
     # The convolution's middle axis has one entry.
     return Plain(_DELTA_NET_NAMES[name], _flat(like), lambda: _flat(change(read())))
@@ -108,14 +117,24 @@ EXPERT_NAMES = {
     "mlp.shared_expert_gate": SHARED_GATE,
 }
 # Whether a token's weights of its experts are divided by their sum.
-_DIVIDES = {"qwen3_moe": True, "qwen3_5_moe_text": True, "qwen3_next": True, "olmoe": False, "gpt_oss": True}
+_DIVIDES = {
+    "qwen3_moe": True,
+    "qwen3_5_moe_text": True,
+    "qwen3_next": True,
+    "olmoe": False,
+    "gpt_oss": True,
+}
 
 
 def check_experts(config: LlamaConfig, instead: str) -> None:
     """Refuse what llama.cpp computes otherwise, or does not load."""
     if not config.family.experts:
         return
-    computed = {"norm_topk_prob": _DIVIDES[config.model_type], "mlp_only_layers": (), "clip_qkv": None}
+    computed = {
+        "norm_topk_prob": _DIVIDES[config.model_type],
+        "mlp_only_layers": (),
+        "clip_qkv": None,
+    }
     if config.family.expert_bias:
         computed["attention_bias"] = True
     if config.family.whole_heads:
@@ -123,7 +142,9 @@ def check_experts(config: LlamaConfig, instead: str) -> None:
     for key, value in computed.items():
         if getattr(config, key) != value:
             actual = f"{key} = {getattr(config, key)}"
-            raise InputRefused(f"{actual}: llama.cpp computes {config.model_type} with {value}{instead}")
+            raise InputRefused(
+                f"{actual}: llama.cpp computes {config.model_type} with {value}{instead}"
+            )
 
 
 def add_expert_sizes(writer: Any, config: LlamaConfig) -> None:

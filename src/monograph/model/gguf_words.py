@@ -1,13 +1,16 @@
-"""Write a tokenizer into a GGUF file for llama.cpp, and into Ollama's Modelfile the chat template, if it can be.
+"""Write a tokenizer into a GGUF file for llama.cpp, and into Ollama's Modelfile the chat template,
+if it can be.
 
-llama.cpp does not read a tokenizer's split pattern but has its own list of them, by name. A wrong name loads silently
-and tokenises differently, so a name is written only for patterns whose tokens were compared on ten thousand strings
-(tests/laws/test_exported_is_original.py). For a SentencePiece-style tokenizer it reads a score per token instead of
-merges, which is equivalent if every way to join two tokens into a third is a merge, as in published files.
+llama.cpp does not read a tokenizer's split pattern but has its own list of them, by name. A wrong
+name loads silently and tokenises differently, so a name is written only for patterns whose tokens
+were compared on ten thousand strings (tests/laws/test_exported_is_original.py). For a
+SentencePiece-style tokenizer it reads a score per token instead of merges, which is equivalent if
+every way to join two tokens into a third is a merge, as in published files.
 
-Ollama runs no Jinja, and there is no general translation from Jinja to Go. Without a TEMPLATE in Go it takes that of a
-model with a similar template, or sends the bare prompt. So the chat template is probed for the text around each role's
-message, what was found is compared with it on chats that the probe did not use, and the same is written in Go.
+Ollama runs no Jinja, and there is no general translation from Jinja to Go. Without a TEMPLATE in Go
+it takes that of a model with a similar template, or sends the bare prompt. So the chat template is
+probed for the text around each role's message, what was found is compared with it on chats that the
+probe did not use, and the same is written in Go.
 """
 
 import json
@@ -31,8 +34,8 @@ _USER_DEFINED = 4
 _UNUSED = 5
 _BYTE = 6
 
-# llama.cpp's name by (split pattern, whether a word that is a token is taken before any merge). Qwen's tokenizer also
-# normalises text (NFC), which llama.cpp leaves to the caller.
+# llama.cpp's name by (split pattern, whether a word that is a token is taken before any merge).
+# Qwen's tokenizer also normalises text (NFC), which llama.cpp leaves to the caller.
 _SPLITS = {
     ("qwen2", False): "qwen2",
     ("qwen3.5", False): "qwen35",
@@ -41,36 +44,53 @@ _SPLITS = {
 }
 # Texts of tokens at which llama.cpp always stops (src/llama-vocab.cpp).
 _ALWAYS_STOP = frozenset(
-    ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "</s>", "<|end_of_text|>")
+    (
+        "<|eot_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<end_of_turn>",
+        "<|endoftext|>",
+        "<|eom_id|>",
+        "</s>",
+        "<|end_of_text|>",
+    )
 )
 
 
-def add_words(writer: Any, tokenizer: Tokenizer, config: LlamaConfig, warn: Callable[[str], None]) -> tuple[int, ...]:
+def add_words(
+    writer: Any, tokenizer: Tokenizer, config: LlamaConfig, warn: Callable[[str], None]
+) -> tuple[int, ...]:
     """Add a tokenizer to a file that is being written.
 
     Args:
         writer: a GGUFWriter.
         tokenizer: the tokenizer, with its chat template if it has one.
-        config: the model's; rows without a token are named as unused, and its own end-of-text ids are kept.
+        config: the model's; rows without a token are named as unused, and its own end-of-text ids
+            are kept.
         warn: called with each line that the user should read.
 
     Returns:
         The ids that end a text.
 
     Raises:
-        InputRefused: a split pattern or a set of stop tokens that llama.cpp lacks, or a tokenizer that changes
-            text in a way that llama.cpp does not.
+        InputRefused: a split pattern or a set of stop tokens that llama.cpp lacks, or a tokenizer
+            that changes text in a way that llama.cpp does not.
     """
     content = json.loads(tokenizer.to_json())
     if notes := tokenizer.notes:
-        raise InputRefused(f"{notes[0]}; llama.cpp would read other tokens without a word: export with --format hf")
+        raise InputRefused(
+            f"{notes[0]}; llama.cpp would read other tokens without a word: export with --format hf"
+        )
     tokens, types = _tokens(content, config.vocab_size)
     if content["decoder"]["type"] == "ByteLevel":
         pre = pre_tokenizer(content)
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(pre)
-        # llama.cpp needs at least one merge; no word contains these two tokens, so this one never applies.
-        merges = content["model"]["merges"] or [[tokens[tokenizer.bos_id], tokens[tokenizer.eos_id]]]
+        # llama.cpp needs at least one merge; no word contains these two tokens, so this one never
+        # applies.
+        merges = content["model"]["merges"] or [
+            [tokens[tokenizer.bos_id], tokens[tokenizer.eos_id]]
+        ]
         writer.add_token_merges([" ".join(pair) for pair in merges])
     else:
         scores = _scores(content, tokens)
@@ -80,7 +100,8 @@ def add_words(writer: Any, tokenizer: Tokenizer, config: LlamaConfig, warn: Call
         writer.add_add_space_prefix(tokenizer.space_first)
         unknown = content["model"]["unk_token"]
         for row, token in enumerate(tokens):
-            if types[row] == _NORMAL and len(tokenizer.pieces[row]) == 1 and len(token) == 6:  # such as <0x0A>
+            # Such as <0x0A>.
+            if types[row] == _NORMAL and len(tokenizer.pieces[row]) == 1 and len(token) == 6:
                 types[row] = _BYTE
             elif token == unknown:
                 types[row] = _UNKNOWN
@@ -99,13 +120,18 @@ def add_words(writer: Any, tokenizer: Tokenizer, config: LlamaConfig, warn: Call
         writer.add_chat_template(template.source)
         _add_named_templates(writer, tokenizer)
     if "NFC" in json.dumps(content["normalizer"]):
-        warn("the tokenizer composes characters (NFC) and llama.cpp does not: give it composed text, as most text is")
+        warn(
+            "the tokenizer composes characters (NFC) and llama.cpp does not: give it composed text, as most text is"
+        )
     return stops
 
 
 def _add_named_templates(writer: Any, tokenizer: Tokenizer) -> None:
     """Add the chat templates with a name, by which llama.cpp finds that for chats with tools."""
-    named = {re.sub("[^A-Za-z0-9]", "_", name): each.source for name, each in tokenizer.config.named.items()}
+    named = {
+        re.sub("[^A-Za-z0-9]", "_", name): each.source
+        for name, each in tokenizer.config.named.items()
+    }
     for name, source in sorted(named.items()):
         writer.add_string(f"tokenizer.chat_template.{name}", source)
     if named:
@@ -120,10 +146,20 @@ def pre_tokenizer(content: dict[str, Any]) -> str:
     """
     part, whole_words = content["pre_tokenizer"], content["model"]["ignore_merges"]
     steps = part["pretokenizers"] if part["type"] == "Sequence" else [part]
-    if [step["type"] for step in steps] == ["ByteLevel"] and steps[0].get("use_regex", True) and not whole_words:
+    if (
+        [step["type"] for step in steps] == ["ByteLevel"]
+        and steps[0].get("use_regex", True)
+        and not whole_words
+    ):
         return "gpt-2"
-    if [step["type"] for step in steps] == ["Split", "ByteLevel"] and not steps[1].get("use_regex", True):
-        name = next(name for name, pattern in KNOWN_PATTERNS.items() if steps[0]["pattern"] == {"Regex": pattern})
+    if [step["type"] for step in steps] == ["Split", "ByteLevel"] and not steps[1].get(
+        "use_regex", True
+    ):
+        name = next(
+            name
+            for name, pattern in KNOWN_PATTERNS.items()
+            if steps[0]["pattern"] == {"Regex": pattern}
+        )
         if known := _SPLITS.get((name, whole_words)):
             return known
     shown = ", ".join(step["type"] for step in steps)
@@ -134,10 +170,12 @@ def pre_tokenizer(content: dict[str, Any]) -> str:
 
 
 def _scores(content: dict[str, Any], tokens: list[str]) -> list[float]:
-    """Return each token's score, minus the rank of its merge; llama.cpp joins the pair with the highest score first.
+    """Return each token's score, minus the rank of its merge; llama.cpp joins the pair with the
+    highest score first.
 
     Raises:
-        InputRefused: llama.cpp would join other tokens, or in another order, or put spaces elsewhere.
+        InputRefused: llama.cpp would join other tokens, or in another order, or put spaces
+            elsewhere.
     """
     instead = "; llama.cpp would read other tokens without a word: export with --format hf"
     vocab, merges = content["model"]["vocab"], content["model"]["merges"]
@@ -145,20 +183,28 @@ def _scores(content: dict[str, Any], tokens: list[str]) -> list[float]:
     last = ""
     for rank, (left, right) in enumerate(merges):
         if left + right != last and left + right in rank_of:
-            raise InputRefused(f"the merges of token {left + right!r} do not follow one another{instead}")
+            raise InputRefused(
+                f"the merges of token {left + right!r} do not follow one another{instead}"
+            )
         rank_of.setdefault(last := left + right, rank)
     known = {tuple(pair) for pair in merges}
     for token in tokens:
         for cut in range(1, len(token)):
             pair = token[:cut], token[cut:]
             if pair[0] in vocab and pair[1] in vocab and token in vocab and pair not in known:
-                raise InputRefused(f"{pair[0]!r} and {pair[1]!r} are tokens, as their join is, but no merge{instead}")
+                raise InputRefused(
+                    f"{pair[0]!r} and {pair[1]!r} are tokens, as their join is, but no merge{instead}"
+                )
     steps = content["pre_tokenizer"]["pretokenizers"] if content["pre_tokenizer"] else []
     if [step for step in steps if step["type"] != "Split"]:
-        raise InputRefused(f"the tokenizer splits text before it joins ({steps[0]['type']}){instead}")
+        raise InputRefused(
+            f"the tokenizer splits text before it joins ({steps[0]['type']}){instead}"
+        )
     for token in content["added_tokens"]:
         if token["special"] and (token["normalized"] or token["lstrip"] or token["rstrip"]):
-            raise InputRefused(f"the spaces next to the special token {token['content']!r} are not text{instead}")
+            raise InputRefused(
+                f"the spaces next to the special token {token['content']!r} are not text{instead}"
+            )
     return [-float(rank_of.get(token, len(merges))) for token in tokens]
 
 
@@ -173,11 +219,18 @@ def _tokens(content: dict[str, Any], rows: int) -> tuple[list[str], list[int]]:
     return tokens, [kind_of.get(row, _UNUSED) for row in range(rows)]
 
 
-def _begins_with_bos(tokenizer: Tokenizer, content: dict[str, Any], bos: str, warn: Callable[[str], None]) -> bool:
-    """Return whether llama.cpp shall put the beginning-of-text token before texts; a chat template, if any, decides."""
+def _begins_with_bos(
+    tokenizer: Tokenizer, content: dict[str, Any], bos: str, warn: Callable[[str], None]
+) -> bool:
+    """Return whether llama.cpp shall put the beginning-of-text token before texts; a chat template,
+    if any, decides.
+    """
     part = content["post_processor"] or {}
     steps = part.get("processors", [part])
-    added = any(step.get("single", [{}])[:1] == [{"SpecialToken": {"id": bos, "type_id": 0}}] for step in steps)
+    added = any(
+        step.get("single", [{}])[:1] == [{"SpecialToken": {"id": bos, "type_id": 0}}]
+        for step in steps
+    )
     if tokenizer.config.template is None:
         return added
     written = tokenizer.config.template.render([{"role": "user", "content": "."}]).startswith(bos)
@@ -189,10 +242,16 @@ def _begins_with_bos(tokenizer: Tokenizer, content: dict[str, Any], bos: str, wa
 
 
 def _add_stops(
-    writer: Any, tokenizer: Tokenizer, stops: tuple[int, ...], tokens: list[str], warn: Callable[[str], None]
+    writer: Any,
+    tokenizer: Tokenizer,
+    stops: tuple[int, ...],
+    tokens: list[str],
+    warn: Callable[[str], None],
 ) -> None:
     """Add the stop tokens: a file can name three, and llama.cpp knows some others by their texts."""
-    others = [stop for stop in stops if stop != tokenizer.eos_id and tokens[stop] not in _ALWAYS_STOP]
+    others = [
+        stop for stop in stops if stop != tokenizer.eos_id and tokens[stop] not in _ALWAYS_STOP
+    ]
     if len(others) > 2:
         raise InputRefused(
             f"{len(stops)} tokens end a text ({', '.join(tokens[stop] for stop in stops)}), and a GGUF file can name "
@@ -201,14 +260,26 @@ def _add_stops(
     for add, stop in zip((writer.add_eot_token_id, writer.add_eom_token_id), others, strict=False):
         add(stop)
     if tokenizer.config.template and end_of_turn(tokenizer) is None:
-        warn("the chat template ends an answer with no special token, so llama.cpp will not know where an answer ends")
+        warn(
+            "the chat template ends an answer with no special token, so llama.cpp will not know where an answer ends"
+        )
     for token in _ALWAYS_STOP & set(tokens):
         if tokens.index(token) not in stops:
-            warn(f"llama.cpp stops at {token}, which does not end a text of this model by its configuration")
+            warn(
+                f"llama.cpp stops at {token}, which does not end a text of this model by its configuration"
+            )
 
 
 Chat = Sequence[dict[str, str]]
-_WORDS = ("Why?", "one\ntwo\n\nthree", "ünï 数据 🙂", 'say "so" {it}', "a <b> & c's", "1 2  3", "#\t.")
+_WORDS = (
+    "Why?",
+    "one\ntwo\n\nthree",
+    "ünï 数据 🙂",
+    'say "so" {it}',
+    "a <b> & c's",
+    "1 2  3",
+    "#\t.",
+)
 
 
 class _NotInGo(Exception):
@@ -219,18 +290,25 @@ def modelfile(weights: str, tokenizer: Tokenizer, stops: Sequence[int]) -> str:
     """Return the text of a Modelfile, for chats without tools.
 
     Args:
-        weights: name of the GGUF file in the same folder, which makes Ollama put the beginning-of-text token first.
+        weights: name of the GGUF file in the same folder, which makes Ollama put the
+            beginning-of-text token first.
         tokenizer: the tokenizer whose chat template is translated.
         stops: ids that end a text.
     """
     text_of = {index: text for text, index in tokenizer.special.items()}
     lines = [f"FROM ./{weights}"]
     try:
-        lines.append(f'TEMPLATE """{_in_go(tokenizer.config.template, text_of[tokenizer.bos_id])}"""')
+        lines.append(
+            f'TEMPLATE """{_in_go(tokenizer.config.template, text_of[tokenizer.bos_id])}"""'
+        )
     except _NotInGo as reason:
         lines.append(f"# No TEMPLATE: {reason}.")
     # A quote would end the string in the file's syntax.
-    lines += [f'PARAMETER stop "{text_of[stop]}"' for stop in stops if stop in text_of and '"' not in text_of[stop]]
+    lines += [
+        f'PARAMETER stop "{text_of[stop]}"'
+        for stop in stops
+        if stop in text_of and '"' not in text_of[stop]
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -246,10 +324,15 @@ def _in_go(template: ChatTemplate | None, bos: str) -> str:
             same = "".join(before + content + after for (before, after), content in said) + turn
             if template.render(chat, add_generation_prompt=True).removeprefix(bos) != same:
                 raise _NotInGo("the chat template does more than put text around each message")
-    except InputRefused as error:  # its message begins with the model's folder, which must not get into the export
-        raise _NotInGo("the chat template " + " ".join(str(error).partition("the chat template ")[2].split())) from None
+    except (
+        InputRefused
+    ) as error:  # its message begins with the model's folder, which must not get into the export
+        raise _NotInGo(
+            "the chat template " + " ".join(str(error).partition("the chat template ")[2].split())
+        ) from None
     cases = (
-        f'if eq .Role "{role}" }}}}{before}{{{{ .Content }}}}{after}{{{{' for role, (before, after) in around.items()
+        f'if eq .Role "{role}" }}}}{before}{{{{ .Content }}}}{after}{{{{'
+        for role, (before, after) in around.items()
     )
     return f"{{{{ range .Messages }}}}{{{{ {' else '.join(cases)} end }}}}{{{{ end }}}}{turn}"
 
@@ -259,7 +342,9 @@ def _probed(template: ChatTemplate, bos: str) -> tuple[dict[str, tuple[str, str]
 
     def around(*roles: str, prompt: bool = False) -> list[str]:
         chat = [{"role": role, "content": f"Q{number}q"} for number, role in enumerate(roles)]
-        parts = re.split(r"Q\dq", template.render(chat, add_generation_prompt=prompt).removeprefix(bos))
+        parts = re.split(
+            r"Q\dq", template.render(chat, add_generation_prompt=prompt).removeprefix(bos)
+        )
         if len(parts) != len(roles) + 1:
             raise _NotInGo("the chat template leaves a message out or repeats it")
         return parts
@@ -278,17 +363,26 @@ def _probed(template: ChatTemplate, bos: str) -> tuple[dict[str, tuple[str, str]
     turn = turn.removeprefix(after_user)
     # A brace at the end would be read with those of the action that follows.
     if any(re.search(r'\{\{|\}\}|"""|\{\Z', part) for part in (*chain(*found.values()), turn)):
-        raise _NotInGo("the chat template writes marks that Go's templates or a Modelfile would read as their own")
+        raise _NotInGo(
+            "the chat template writes marks that Go's templates or a Modelfile would read as their own"
+        )
     return found, turn
 
 
 def held_out_chats() -> list[Chat]:
-    """Return 20 chats of 1 to 5 questions, with and without a system message; no message begins or ends in a space."""
+    """Return 20 chats of 1 to 5 questions, with and without a system message; no message begins or
+    ends in a space.
+    """
     chats: list[Chat] = []
     words = cycle(_WORDS)
     for number in range(20):
         roles = ["user", *["assistant", "user"] * (number % 5)]
         if number >= 10:
             roles.insert(0, "system")
-        chats.append([{"role": role, "content": word} for role, word in zip(roles, islice(words, 11), strict=False)])
+        chats.append(
+            [
+                {"role": role, "content": word}
+                for role, word in zip(roles, islice(words, 11), strict=False)
+            ]
+        )
     return chats

@@ -1,7 +1,9 @@
-"""Read and write a model's Hugging Face folder: config.json, safetensors weights (one file or shards), tokenizer files.
+"""Read and write a model's Hugging Face folder: config.json, safetensors weights (one file or
+shards), tokenizer files.
 
-Weights are read only from safetensors, never unpickled, and only after all names and shapes in the files' headers have
-been compared with config.json. Out of the folder of a model that sees pictures the text model is taken.
+Weights are read only from safetensors, never unpickled, and only after all names and shapes in the
+files' headers have been compared with config.json. Out of the folder of a model that sees pictures
+the text model is taken.
 """
 
 import re
@@ -44,7 +46,8 @@ class _Wrapped(NamedTuple):
         begins: how names of its tensors begin, and how they begin in a folder of its own.
         others: how names of all other tensors begin.
         defaults: transformers' defaults for keys that a text model of its own must have.
-        ties: transformers' default for tie_word_embeddings, which is read outside of the text model's part.
+        ties: transformers' default for tie_word_embeddings, which is read outside of the text
+            model's part.
     """
 
     text: str
@@ -60,13 +63,23 @@ _WRAPPED = {
     "qwen3_5_moe": _Wrapped("qwen3_5_moe_text", *_QWEN),
     "gemma3": _Wrapped(
         "gemma3_text",
-        {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."},
-        ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+        {
+            "language_model.model.": "model.",
+            "language_model.lm_head.": "lm_head.",
+            "model.language_model.": "model.",
+        },
+        (
+            "vision_tower.",
+            "multi_modal_projector.",
+            "model.vision_tower.",
+            "model.multi_modal_projector.",
+        ),
         {"vocab_size": 262_208, "hidden_size": 2304, "num_attention_heads": 8},
         ties=True,
     ),
 }
-# Layers that predict several tokens at once, which transformers leaves out, too; and the models that have them.
+# Layers that predict several tokens at once, which transformers leaves out, too; and the models
+# that have them.
 _PREDICTION = "mtp."
 _PREDICTING = ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 
@@ -77,7 +90,8 @@ def _is_wrapped(values: Mapping[str, Any]) -> bool:
 
 
 def _text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the content of a text model's config.json from that of a model that holds it, or the same content.
+    """Return the content of a text model's config.json from that of a model that holds it, or the
+    same content.
 
     Raises:
         InputRefused: the text model's part is missing, or is of another kind.
@@ -86,15 +100,21 @@ def _text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
         return values
     inner = values.get("text_config")
     if not isinstance(inner, dict) or inner.get("model_type", its.text) != its.text:
-        raise InputRefused(f"text_config = {inner!r}: expected a table with model_type = {its.text!r}")
+        raise InputRefused(
+            f"text_config = {inner!r}: expected a table with model_type = {its.text!r}"
+        )
     if (ties := values.get("tie_word_embeddings", its.ties)) is None:
         raise InputRefused("tie_word_embeddings = null: expected true or false")
     outer = {key: values[key] for key in _OUTER if values.get(key) is not None}
     return {**its.defaults, **inner, **outer, "model_type": its.text, "tie_word_embeddings": ties}
 
 
-def _text_tensors(stored: Mapping[str, Stored], model_type: object) -> tuple[dict[str, Stored], list[str]]:
-    """Return the text model's tensors by their own names, and the beginnings of the names of those left out."""
+def _text_tensors(
+    stored: Mapping[str, Stored], model_type: object
+) -> tuple[dict[str, Stored], list[str]]:
+    """Return the text model's tensors by their own names, and the beginnings of the names of those
+    left out.
+    """
     its = _WRAPPED.get(str(model_type), _Wrapped("", {}, ()))
     others = (*its.others, _PREDICTION) if model_type in _PREDICTING else its.others
     found = dict[str, Stored]()
@@ -106,12 +126,15 @@ def _text_tensors(stored: Mapping[str, Stored], model_type: object) -> tuple[dic
         begin = next((begin for begin in its.begins if name.startswith(begin)), "")
         own = its.begins.get(begin, "") + name.removeprefix(begin)
         if own in found:
-            raise InputRefused(f"{tensor.path}: {name} and {found[own].known_as} are one tensor of the text model")
+            raise InputRefused(
+                f"{tensor.path}: {name} and {found[own].known_as} are one tensor of the text model"
+            )
         found[own] = tensor._replace(known_as=name)
     return found, sorted(set(left_out))
 
 
-LONGEST_FAULT = 400  # characters of an error message that quotes a file, whose text may have any length
+# Characters of an error message that quotes a file, whose text may have any length.
+LONGEST_FAULT = 400
 SHARD_BYTES = 5_000_000_000  # transformers 4 begins a new file at this size
 
 _EMBEDDING = "model.embed_tokens.weight"
@@ -125,39 +148,54 @@ def read_config(folder: str | Path) -> LlamaConfig:
     """Return the configuration in a folder's config.json.
 
     Raises:
-        InputRefused: no such folder or file, no JSON, or a model that `Llama` does not compute; the message names file
-            and key.
+        InputRefused: no such folder or file, no JSON, or a model that `Llama` does not compute; the
+            message names file and key.
     """
     path, values = _config_json(Path(folder))
     try:
         return LlamaConfig.from_hf(_text_values(values))
     except InputRefused as error:
         fault = str(error)
-        fault = f"text_config: {fault}" if _is_wrapped(values) and not fault.startswith("text_config") else fault
-        shown = fault if len(fault) <= LONGEST_FAULT else f"{fault[: LONGEST_FAULT // 2]} ... {fault[-100:]}"
+        fault = (
+            f"text_config: {fault}"
+            if _is_wrapped(values) and not fault.startswith("text_config")
+            else fault
+        )
+        shown = (
+            fault
+            if len(fault) <= LONGEST_FAULT
+            else f"{fault[: LONGEST_FAULT // 2]} ... {fault[-100:]}"
+        )
         raise InputRefused(f"{path}: {shown}") from None
 
 
 def _config_json(folder: Path) -> tuple[Path, dict[str, Any]]:
     if not is_folder(folder):
-        raise InputRefused(f"{folder}: no such folder; expected a Hugging Face model folder with config.json")
+        raise InputRefused(
+            f"{folder}: no such folder; expected a Hugging Face model folder with config.json"
+        )
     path = inside(folder, "config.json")
     return path, read_json(path)
 
 
 def left_out(folder: str | Path) -> list[str]:
     """Return how the names of those tensors of a folder begin that are no part of its text model."""
-    return _text_tensors(read_headers(Path(folder)), _config_json(Path(folder))[1].get("model_type"))[1]
+    return _text_tensors(
+        read_headers(Path(folder)), _config_json(Path(folder))[1].get("model_type")
+    )[1]
 
 
 def read_headers_of(folder: str | Path) -> tuple[LlamaConfig, dict[str, Stored]]:
-    """Return a folder's configuration and the headers of its tensors, which agree in name, shape and dtype.
+    """Return a folder's configuration and the headers of its tensors, which agree in name, shape
+    and dtype.
 
     Raises:
         InputRefused: as `mapped_model`.
     """
     config = read_config(folder)
-    stored, _ = _text_tensors(read_headers(Path(folder)), _config_json(Path(folder))[1].get("model_type"))
+    stored, _ = _text_tensors(
+        read_headers(Path(folder)), _config_json(Path(folder))[1].get("model_type")
+    )
     stored = {name: tensor for name, tensor in stored.items() if not _DERIVED.fullmatch(name)}
     stored = in_decoder(stored, config)
     check_headers(stored, config, Path(folder))
@@ -167,36 +205,45 @@ def read_headers_of(folder: str | Path) -> tuple[LlamaConfig, dict[str, Stored]]
 def load_model(folder: str | Path, dtype: torch.dtype | None = None) -> Llama:
     """Return the model of a Hugging Face folder, on the CPU.
 
-    Besides the model, one tensor at a time is in memory. Arguments and errors are those of `mapped_model`.
+    Besides the model, one tensor at a time is in memory. Arguments and errors are those of
+    `mapped_model`.
     """
     return materialize_(mapped_model(folder, dtype))
 
 
 def mapped_model(folder: str | Path, dtype: torch.dtype | None = None) -> Llama:
-    """Return the model of a folder with its weights still in their files, mapped (`monograph.graph.mmap_weights`).
+    """Return the model of a folder with its weights still in their files, mapped
+    (`monograph.graph.mmap_weights`).
 
     Nothing is built before the headers of the weight files agree with config.json.
 
     Args:
-        folder: a folder with config.json and model.safetensors, or the shards that model.safetensors.index.json lists.
+        folder: a folder with config.json and model.safetensors, or the shards that
+            model.safetensors.index.json lists.
         dtype: dtype of the weights; None: the stored one, which must then be the same for all.
 
     Raises:
-        InputRefused: a damaged, missing, superfluous or unsupported file, tensor or value; the message names it.
+        InputRefused: a damaged, missing, superfluous or unsupported file, tensor or value; the
+            message names it.
     """
     folder = Path(folder)
     config, stored = read_headers_of(folder)
     kinds = sorted({tensor.dtype for tensor in stored.values()})
     if dtype is None and len(kinds) > 1:
-        raise InputRefused(f"{folder}: the weights are stored as {' and '.join(kinds)}; say which dtype to load")
+        raise InputRefused(
+            f"{folder}: the weights are stored as {' and '.join(kinds)}; say which dtype to load"
+        )
     becomes = dtype or DTYPES[kinds[0]]
-    model = assembled(config, {name: mapped(tensor, becomes) for name, tensor in mapped_weights(stored)}, folder)
+    model = assembled(
+        config, {name: mapped(tensor, becomes) for name, tensor in mapped_weights(stored)}, folder
+    )
     model.sampling = sampling_defaults.read(folder)
     return model
 
 
 def assembled(config: LlamaConfig, state: dict[str, Tensor], origin: Path) -> Llama:
-    """Return a model of the given tensors, which are not copied and whose names and shapes have been checked.
+    """Return a model of the given tensors, which are not copied and whose names and shapes have
+    been checked.
 
     Raises:
         InputRefused: a tied head that differs from the embedding.
@@ -230,17 +277,19 @@ def save_model(
     max_shard_bytes: int = SHARD_BYTES,
     beside: Callable[[Path], None] = nothing_beside,
 ) -> None:
-    """Write a folder that transformers and `load_model` can read: configuration, weights and, if given, the tokenizer.
+    """Write a folder that transformers and `load_model` can read: configuration, weights and, if
+    given, the tokenizer.
 
-    Everything is written and synced in a hidden folder next to the target, then renamed, so that the target is whole or
-    absent. Files get the modes that the umask gives.
+    Everything is written and synced in a hidden folder next to the target, then renamed, so that
+    the target is whole or absent. Files get the modes that the umask gives.
 
     Args:
-        model: the model; its weights are written in their own dtype, a tied head once, adapters merged, and its
-            defaults for sampling into generation_config.json. Besides the model, one tensor at a time is in memory.
+        model: the model; its weights are written in their own dtype, a tied head once, adapters
+            merged, and its defaults for sampling into generation_config.json. Besides the model,
+            one tensor at a time is in memory.
         folder: the folder to create; it may exist if it is empty.
-        tokenizer: a tokenizer, which is written with its chat template and other files; its bos and eos ids are used if
-            the model's configuration has none.
+        tokenizer: a tokenizer, which is written with its chat template and other files; its bos and
+            eos ids are used if the model's configuration has none.
         max_shard_bytes: weights above this size are split into shards with an index.
         beside: writes what belongs beside the model into the folder before it gets its name.
 
@@ -258,11 +307,14 @@ def save_model(
         write_json(new / "config.json", config)
         ends = _generation_config(config, model.config.ends, tokenizer)
         if model.sampling:
-            ends.pop("_from_model_config", None)  # else transformers may take all of it from config.json
+            # Else transformers may take all of it from config.json.
+            ends.pop("_from_model_config", None)
         write_json(new / sampling_defaults.FILE, {**ends, **model.sampling})
         if tokenizer is not None:
             tokenizer.save(new / "tokenizer.json")
-            write_json(new / "tokenizer_config.json", _tokenizer_config(new, tokenizer, model.config))
+            write_json(
+                new / "tokenizer_config.json", _tokenizer_config(new, tokenizer, model.config)
+            )
             if template := tokenizer.config.template:
                 (new / "chat_template.jinja").write_text(template.source, encoding="utf-8")
             for name, source in tokenizer.config.named_files().items():
@@ -272,18 +324,27 @@ def save_model(
         beside(new)
 
 
-def _generation_config(config: dict[str, Any], own: Collection[int], tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Return generation_config.json: the ids that begin and end a text, of the model and of the tokenizer."""
+def _generation_config(
+    config: dict[str, Any], own: Collection[int], tokenizer: Tokenizer | None
+) -> dict[str, Any]:
+    """Return generation_config.json: the ids that begin and end a text, of the model and of the
+    tokenizer.
+    """
     ends = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config[key] is not None}
     if tokenizer is not None:
         listed = tokenizer.config.stops
         if listed or (own and tokenizer.eos_id not in own):  # each may end a training text
-            return {**ends, "eos_token_id": list(dict.fromkeys((*(listed or own), tokenizer.eos_id)))}
+            return {
+                **ends,
+                "eos_token_id": list(dict.fromkeys((*(listed or own), tokenizer.eos_id))),
+            }
     return {"_from_model_config": True, **ends}
 
 
 def _tokenizer_config(folder: Path, tokenizer: Tokenizer, config: LlamaConfig) -> dict[str, Any]:
-    """Return tokenizer_config.json: settings, and the texts of the tokens that begin and end a document."""
+    """Return tokenizer_config.json: settings, and the texts of the tokens that begin and end a
+    document.
+    """
     content = read_json(folder / "tokenizer.json")
     text_of = {id_: text for text, id_ in content["model"]["vocab"].items()}
     text_of |= {token["id"]: token["content"] for token in content["added_tokens"]}
@@ -292,26 +353,38 @@ def _tokenizer_config(folder: Path, tokenizer: Tokenizer, config: LlamaConfig) -
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": config.max_position_embeddings,
         "clean_up_tokenization_spaces": False,
-        "add_prefix_space": tokenizer.space_first,  # else transformers 4 would set it to false in tokenizer.json
+        # Else transformers 4 would set it to false in tokenizer.json.
+        "add_prefix_space": tokenizer.space_first,
         **(tokenizer.config.tokens or {key: text_of[id_] for key, id_ in ends.items()}),
     }
 
 
-def check_tensors(tensors: Mapping[str, Tensor], config: LlamaConfig, path: Path, said_by: str) -> None:
-    """Compare tensors of a file or folder with those that a configuration requires; see `check_headers`."""
+def check_tensors(
+    tensors: Mapping[str, Tensor], config: LlamaConfig, path: Path, said_by: str
+) -> None:
+    """Compare tensors of a file or folder with those that a configuration requires; see
+    `check_headers`.
+    """
     names = {dtype: name for name, dtype in DTYPES.items()}
-    stored = {name: Stored(path, tuple(t.shape), names.get(t.dtype, str(t.dtype))) for name, t in tensors.items()}
+    stored = {
+        name: Stored(path, tuple(t.shape), names.get(t.dtype, str(t.dtype)))
+        for name, t in tensors.items()
+    }
     check_headers(stored, config, path, said_by)
 
 
-def check_headers(stored: dict[str, Stored], config: LlamaConfig, origin: Path, said_by: str = "config.json") -> None:
-    """Compare headers of tensors with those that a configuration requires; messages call it `said_by`.
+def check_headers(
+    stored: dict[str, Stored], config: LlamaConfig, origin: Path, said_by: str = "config.json"
+) -> None:
+    """Compare headers of tensors with those that a configuration requires; messages call it
+    `said_by`.
 
     Raises:
-        InputRefused: a missing or unexpected tensor, a wrong shape or an unsupported dtype; the message names tensor,
-            shapes and keys.
+        InputRefused: a missing or unexpected tensor, a wrong shape or an unsupported dtype; the
+            message names tensor, shapes and keys.
     """
-    # The number of layers is checked first, so that a huge number in config.json costs neither time nor memory.
+    # The number of layers is checked first, so that a huge number in config.json costs neither time
+    # nor memory.
     layers = len({match[1] for match in map(_LAYER.fullmatch, stored) if match})
     if layers != config.num_hidden_layers:
         raise InputRefused(
@@ -321,7 +394,10 @@ def check_headers(stored: dict[str, Stored], config: LlamaConfig, origin: Path, 
     tied = config.tie_word_embeddings and _HEAD in stored
     if tied:
         shapes[_HEAD] = shapes[_EMBEDDING]
-    for kind, names in (("missing", shapes.keys() - stored.keys()), ("unexpected", stored.keys() - shapes.keys())):
+    for kind, names in (
+        ("missing", shapes.keys() - stored.keys()),
+        ("unexpected", stored.keys() - shapes.keys()),
+    ):
         if names:
             raise InputRefused(
                 f"{origin}: {len(names)} {kind} in the weights of a {config.model_type}, the first is {min(names)!r}"
@@ -329,9 +405,13 @@ def check_headers(stored: dict[str, Stored], config: LlamaConfig, origin: Path, 
     for name, tensor in stored.items():
         expected = shapes[name]
         if tensor.shape != expected:
-            keys = ", ".join(parameters.keys_of(config, _EMBEDDING if tied and name == _HEAD else name))
+            keys = ", ".join(
+                parameters.keys_of(config, _EMBEDDING if tied and name == _HEAD else name)
+            )
             raise InputRefused(
                 f"{tensor.path}: {name} has shape {list(tensor.shape)}, expected {list(expected)} by {said_by} ({keys})"
             )
         if tensor.dtype not in DTYPES:
-            raise InputRefused(f"{tensor.path}: {name} is stored as {tensor.dtype}, not as one of {', '.join(DTYPES)}")
+            raise InputRefused(
+                f"{tensor.path}: {name} is stored as {tensor.dtype}, not as one of {', '.join(DTYPES)}"
+            )

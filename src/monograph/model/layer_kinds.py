@@ -1,4 +1,6 @@
-"""Say which layer of a model is of which kind: attention or not, its window, its rotary positions. Needs no torch."""
+"""Say which layer of a model is of which kind: attention or not, its window, its rotary positions.
+Needs no torch.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,15 +9,19 @@ from monograph.errors import InputRefused
 from monograph.model.families import LINEAR_SIZES, Family, family
 from monograph.model.scaling import FULL, LINEAR, SLIDING, check_whole
 
-MOST_LAYERS = 10_000  # a limit for files that ask for a list of layers by two numbers; no trained decoder has as many
-LENGTH_EPS = 1e-6  # what a delta net adds to the square of a query's or key's length, as in transformers
+# A limit for files that ask for a list of layers by two numbers; no trained decoder has as many.
+MOST_LAYERS = 10_000
+# What a delta net adds to the square of a query's or key's length, as in transformers.
+LENGTH_EPS = 1e-6
 
 
 def windows_from_hf(values: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
-    """Return sliding_window and layer_types (() for "all alike") of a config.json with its family's defaults filled in.
+    """Return sliding_window and layer_types (() for "all alike") of a config.json with its family's
+    defaults filled in.
 
-    With layer_types, they say which layers have the window. Without them it always counts where each so many-th layer
-    has none, and elsewhere with use_sliding_window. A Qwen has no window without that flag in any case.
+    With layer_types, they say which layers have the window. Without them it always counts where
+    each so many-th layer has none, and elsewhere with use_sliding_window. A Qwen has no window
+    without that flag in any case.
 
     Raises:
         InputRefused: layer_types where the family has none, or a wrong value.
@@ -26,17 +32,27 @@ def windows_from_hf(values: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
     if types is not None and not isinstance(types, list):
         raise InputRefused(f"layer_types = {types!r}: expected a list")
     if types is not None and not types:
-        raise InputRefused(f"layer_types has 0 entries, but num_hidden_layers = {values['num_hidden_layers']}")
+        raise InputRefused(
+            f"layer_types has 0 entries, but num_hidden_layers = {values['num_hidden_layers']}"
+        )
     if its.others == LINEAR:
         for name in LINEAR_SIZES:
             check_whole(name, values.get(name, 1))  # a new model has none yet
         return None, tuple(_usual_types(values, its) if types is None else types)
     if "layer_types" not in its.keys:
         if types is not None:
-            raise InputRefused(f"layer_types is not supported with model_type = {values['model_type']!r}")
-        kept = "sliding_window" in its.keys and ("use_sliding_window" not in its.keys or _slides(values))
+            raise InputRefused(
+                f"layer_types is not supported with model_type = {values['model_type']!r}"
+            )
+        kept = "sliding_window" in its.keys and (
+            "use_sliding_window" not in its.keys or _slides(values)
+        )
         return window if kept else None, ()
-    if not _slides(values) and not its.full_every and (types is None or "no_rope_layers" not in its.keys):
+    if (
+        not _slides(values)
+        and not its.full_every
+        and (types is None or "no_rope_layers" not in its.keys)
+    ):
         window = None
     if types is not None or (window is None and not its.full_every):
         return window, tuple(types or ())
@@ -64,7 +80,10 @@ def _usual_types(values: Mapping[str, Any], its: Family) -> tuple[str, ...]:
     if every:
         return tuple(its.others if (layer + 1) % every else FULL for layer in layers)
     if "no_rope_layers" in its.keys:
-        return tuple(FULL if rotates else SLIDING for rotates in rotations_from_hf(values) or (1,) * len(layers))
+        return tuple(
+            FULL if rotates else SLIDING
+            for rotates in rotations_from_hf(values) or (1,) * len(layers)
+        )
     if isinstance(first, bool) or not isinstance(first, int):
         raise InputRefused(f"max_window_layers = {first!r}: expected a whole number")
     return tuple(SLIDING if layer >= first else FULL for layer in layers)
@@ -85,12 +104,15 @@ def rotations_from_hf(values: Mapping[str, Any]) -> tuple[int, ...]:
         check_whole("no_rope_layer_interval", every)
         listed = [int((layer + 1) % every != 0) for layer in range(layers)]
     if not isinstance(listed, list) or len(listed) < layers:
-        raise InputRefused(f"no_rope_layers = {listed!r}: expected a list of 0 or 1 for each of {layers} layers")
+        raise InputRefused(
+            f"no_rope_layers = {listed!r}: expected a list of 0 or 1 for each of {layers} layers"
+        )
     return () if all(each == 1 for each in listed[:layers]) else tuple(listed[:layers])
 
 
 def linear_sizes(config: Any) -> dict[str, int]:
-    """Return the sizes of a LlamaConfig's delta nets, of which 0 stands for what follows from others.
+    """Return the sizes of a LlamaConfig's delta nets, of which 0 stands for what follows from
+    others.
 
     Raises:
         InputRefused: a value of the wrong type or out of range, or heads that do not divide.
@@ -98,8 +120,16 @@ def linear_sizes(config: Any) -> dict[str, int]:
     if config.family.others != LINEAR:
         return {}
     values = config.linear_num_value_heads or max(1, config.hidden_size // config.head_dim)
-    usual = values // (2 - values % 2) if isinstance(values, int) else 0, values, config.head_dim, config.head_dim, 4
-    found = {name: getattr(config, name) or size for name, size in zip(LINEAR_SIZES, usual, strict=True)}
+    usual = (
+        values // (2 - values % 2) if isinstance(values, int) else 0,
+        values,
+        config.head_dim,
+        config.head_dim,
+        4,
+    )
+    found = {
+        name: getattr(config, name) or size for name, size in zip(LINEAR_SIZES, usual, strict=True)
+    }
     for name, size in found.items():
         check_whole(name, size)
     keys = found["linear_num_key_heads"]
@@ -111,7 +141,8 @@ def linear_sizes(config: Any) -> dict[str, int]:
 
 
 def fresh(model_type: str, layers: int) -> dict[str, Any]:
-    """Return what a new model of a family has beyond its sizes: the family itself, its windows and rotary positions.
+    """Return what a new model of a family has beyond its sizes: the family itself, its windows and
+    rotary positions.
 
     Raises:
         InputRefused: the decoder does not compute it.

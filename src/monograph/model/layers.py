@@ -1,10 +1,11 @@
-"""The layers of which a block of the decoder is made: norms, attention, gated feed-forward layers, mixtures of experts.
+"""The layers of which a block of the decoder is made: norms, attention, gated feed-forward layers,
+mixtures of experts.
 
 Of a mixture's experts a router chooses for each token the few that compute it.
 
-Shape suffixes: B batch, T positions, S cache slots, D hidden size, H query heads, K key-value heads, E head dimension,
-F = E / 2; 1 broadcasts. In mixtures: N = B T tokens, E experts, k of them for each token, P = N k pairs of a token and
-an expert, I an expert's width.
+Shape suffixes: B batch, T positions, S cache slots, D hidden size, H query heads, K key-value
+heads, E head dimension, F = E / 2; 1 broadcasts. In mixtures: N = B T tokens, E experts, k of them
+for each token, P = N k pairs of a token and an expert, I an expert's width.
 """
 
 import functools
@@ -28,9 +29,16 @@ class Cache(Protocol):
     """The interface of a key-value cache; slot s holds the key and value of position s."""
 
     def attend(
-        self, layer_index: int, heads: Heads, positions_BT: Tensor, window: int | None, sink_H: Tensor | None
+        self,
+        layer_index: int,
+        heads: Heads,
+        positions_BT: Tensor,
+        window: int | None,
+        sink_H: Tensor | None,
     ) -> Tensor:
-        """Store new keys and values at their positions; return the queries' attention to the slots that they see."""
+        """Store new keys and values at their positions; return the queries' attention to the slots
+        that they see.
+        """
         ...
 
     def recurrence(self, layer_index: int) -> "Recurrence":
@@ -55,7 +63,9 @@ class Recurrence(NamedTuple):
 
 
 class LayerCache(NamedTuple):
-    """One block's view of a cache: its layer, the positions of the pass's tokens, and the block's window."""
+    """One block's view of a cache: its layer, the positions of the pass's tokens, and the block's
+    window.
+    """
 
     cache: Cache
     layer_index: int
@@ -116,15 +126,18 @@ def norm_of(config: LlamaConfig, size: int) -> RMSNorm:
 class Attention(nn.Module):
     """Grouped-query self-attention with rotary positions, and further parts if the family has them.
 
-    These are biases, and norms, gates and sinks of heads. With gates, the query projection has a gate for each of a
-    head's channels after the head.
+    These are biases, and norms, gates and sinks of heads. With gates, the query projection has a
+    gate for each of a head's channels after the head.
     """
 
     siblings = ("q_proj", "k_proj", "v_proj")
 
     def __init__(self, config: LlamaConfig, impl: Impl) -> None:
         super().__init__()
-        query, key_value = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        query, key_value = (
+            config.num_attention_heads * config.head_dim,
+            config.num_key_value_heads * config.head_dim,
+        )
         bias = config.attention_bias or config.family.qkv_bias
         self.gated = config.family.gated
         self.q_proj = Linear(config.hidden_size, query * (1 + self.gated), bias=bias)
@@ -133,10 +146,14 @@ class Attention(nn.Module):
         self.o_proj = Linear(query, config.hidden_size, bias=config.attention_bias)
         self.norms_all = config.family.qk_norm == "all"
         self.q_norm, self.k_norm = (
-            norm_of(config, width if self.norms_all else config.head_dim) if config.family.qk_norm else nn.Identity()
+            norm_of(config, width if self.norms_all else config.head_dim)
+            if config.family.qk_norm
+            else nn.Identity()
             for width in (query, key_value)
         )
-        self.sinks = nn.Parameter(torch.empty(config.num_attention_heads)) if config.family.sinks else None
+        self.sinks = (
+            nn.Parameter(torch.empty(config.num_attention_heads)) if config.family.sinks else None
+        )
         self.clip = config.clip_qkv
         self.scale = scale(config.query_scale)
         self.head_dim = config.head_dim
@@ -145,12 +162,16 @@ class Attention(nn.Module):
         self.device_type = ""
 
     def forward(
-        self, hidden_BTD: Tensor, cos_sin_B1TF: CosSin | None, mask: Mask, cache: LayerCache | None = None
+        self,
+        hidden_BTD: Tensor,
+        cos_sin_B1TF: CosSin | None,
+        mask: Mask,
+        cache: LayerCache | None = None,
     ) -> Tensor:
         """Return o_proj(attention(rotate(q_norm(q_proj x)), rotate(k_norm(k_proj x)), v_proj x)).
 
-        Norms are per head or over all heads; without cosines and sines nothing is rotated. With gates, attention's
-        result is multiplied by sigmoid(gate x).
+        Norms are per head or over all heads; without cosines and sines nothing is rotated. With
+        gates, attention's result is multiplied by sigmoid(gate x).
         """
         query_BTX = self.q_proj(hidden_BTD)
         key_BTX = self.k_proj(hidden_BTD)
@@ -163,10 +184,12 @@ class Attention(nn.Module):
             key_BTX = self.k_norm(key_BTX)
         if self.clip is not None:
             query_BTX, key_BTX, value_BTX = (
-                each_BTX.clamp(-self.clip, self.clip) for each_BTX in (query_BTX, key_BTX, value_BTX)
+                each_BTX.clamp(-self.clip, self.clip)
+                for each_BTX in (query_BTX, key_BTX, value_BTX)
             )
         query_BHTE, key_BKTE, value_BKTE = (
-            each_BTX.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each_BTX in (query_BTX, key_BTX, value_BTX)
+            each_BTX.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for each_BTX in (query_BTX, key_BTX, value_BTX)
         )
         if not self.norms_all:
             query_BHTE = self.q_norm(query_BHTE)
@@ -178,18 +201,27 @@ class Attention(nn.Module):
         if cache is None:
             mixed_BHTE = attention(*heads, mask, self.impl, self.kernel, self.sinks)
         else:
-            mixed_BHTE = cache.cache.attend(cache.layer_index, heads, cache.positions_BT, cache.window, self.sinks)
+            mixed_BHTE = cache.cache.attend(
+                cache.layer_index, heads, cache.positions_BT, cache.window, self.sinks
+            )
         mixed_BTX = mixed_BHTE.transpose(1, 2).flatten(2)
         return self.o_proj(mixed_BTX * gate_BTX.sigmoid() if self.gated else mixed_BTX)
 
 
-ACTIVATIONS: dict[str, Any] = {"silu": F.silu, "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh")}
+ACTIVATIONS: dict[str, Any] = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
+}
 STEEPNESS, LIMIT = 1.702, 7.0  # of gpt-oss
 
 
 def gating(family: Family) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return what combines the two projections of a gated layer, gate and up: act(gate) * up, or gpt-oss' way."""
-    return _clamped if family.clamped else functools.partial(_gated, ACTIVATIONS[family.activation[1]])
+    """Return what combines the two projections of a gated layer, gate and up: act(gate) * up, or
+    gpt-oss' way.
+    """
+    return (
+        _clamped if family.clamped else functools.partial(_gated, ACTIVATIONS[family.activation[1]])
+    )
 
 
 def _gated(act: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
@@ -204,7 +236,9 @@ def _clamped(gate: Tensor, up: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
-    """A gated layer, down(act(gate x) * up x) (Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202)."""
+    """A gated layer, down(act(gate x) * up x) (Shazeer, "GLU Variants Improve Transformer", arXiv
+    2002.05202).
+    """
 
     siblings = ("gate_proj", "up_proj")
 
@@ -230,7 +264,8 @@ class Experts(nn.Module):
 
     y = sum over a token's experts e of w_e down_e(act(gate_e x) * up_e x)
 
-    Where the family has biases, each expert's projections do, and the gating may be another one (`gating`).
+    Where the family has biases, each expert's projections do, and the gating may be another one
+    (`gating`).
     """
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -244,11 +279,17 @@ class Experts(nn.Module):
         self.combine = gating(config.family)
 
     def _gated(self, input: Tensor, ends_E: Tensor | None) -> Tensor:
-        return self.down_proj(self.combine(self.gate_proj(input, ends_E), self.up_proj(input, ends_E)), ends_E)
+        return self.down_proj(
+            self.combine(self.gate_proj(input, ends_E), self.up_proj(input, ends_E)), ends_E
+        )
 
     def dense(self, hidden_ND: Tensor, experts_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
-        """Return y, [N, D]: every expert computes every token, with the weight 0 unless it was chosen."""
-        weights_NE = weights_Nk.new_zeros(len(hidden_ND), self.gate_proj.experts).scatter(1, experts_Nk, weights_Nk)
+        """Return y, [N, D]: every expert computes every token, with the weight 0 unless it was
+        chosen.
+        """
+        weights_NE = weights_Nk.new_zeros(len(hidden_ND), self.gate_proj.experts).scatter(
+            1, experts_Nk, weights_Nk
+        )
         return (self._gated(hidden_ND, None) * weights_NE.T[..., None]).sum(0).to(hidden_ND.dtype)
 
     def grouped(self, hidden_ND: Tensor, experts_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
@@ -271,11 +312,12 @@ class Experts(nn.Module):
 class Mixture(nn.Module):
     """A feed-forward layer of experts, as in Shazeer et al. 2017, arXiv 1701.06538.
 
-    Some families add a shared expert, which computes every token and is multiplied by a gate of its own.
+    Some families add a shared expert, which computes every token and is multiplied by a gate of its
+    own.
 
     Attributes:
-        way: "grouped" computes only the chosen experts; "dense" is the equation, in which every expert computes every
-            token.
+        way: "grouped" computes only the chosen experts; "dense" is the equation, in which every
+            expert computes every token.
     """
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -290,11 +332,15 @@ class Mixture(nn.Module):
         self.way: Way = "grouped"
 
     def forward(self, hidden_BTD: Tensor, balance: Balance | None = None) -> Tensor:
-        """Map [B, T, D] to [B, T, D]; with a `balance` the router's gradient has that of the balance, too."""
+        """Map [B, T, D] to [B, T, D]; with a `balance` the router's gradient has that of the
+        balance, too.
+        """
         hidden_ND = hidden_BTD.flatten(0, -2)
         experts_Nk, weights_Nk = self.gate(hidden_ND, balance)
         way = self.experts.grouped if self.way == "grouped" else self.experts.dense
         mixed_BTD = way(hidden_ND, experts_Nk, weights_Nk).view(hidden_BTD.shape)
         if not self.shares:
             return mixed_BTD
-        return mixed_BTD + self.shared_expert_gate(hidden_BTD).sigmoid() * self.shared_expert(hidden_BTD)
+        return mixed_BTD + self.shared_expert_gate(hidden_BTD).sigmoid() * self.shared_expert(
+            hidden_BTD
+        )

@@ -1,13 +1,16 @@
-"""Tensors that families' files hold in other forms than the decoder: joined ones, and the matrices of experts.
+"""Tensors that families' files hold in other forms than the decoder: joined ones, and the matrices
+of experts.
 
-A joined tensor is several of the decoder's, one below another (`Family.joined`). The decoder's tensors hold all
-experts' matrices; files hold each expert's own, or gate and up of all of a layer's experts in one. By halves such a
-tensor is [E, 2 I, D], with gate's rows above up's. By columns it is [E, D, 2 I], with both in turns, and it may be in
-MXFP4 (`Family.fused_experts`).
+A joined tensor is several of the decoder's, one below another (`Family.joined`). The decoder's
+tensors hold all experts' matrices; files hold each expert's own, or gate and up of all of a layer's
+experts in one. By halves such a tensor is [E, 2 I, D], with gate's rows above up's. By columns it
+is [E, D, 2 I], with both in turns, and it may be in MXFP4 (`Family.fused_experts`).
 
-Each of these forms is a rule that is read in both directions, and a family's files have a list of them.
+Each of these forms is a rule that is read in both directions, and a family's files have a list of
+them.
 
-Shapes: E experts, I an expert's width, D hidden size, R rows of an expert's matrix, G blocks of 32 numbers of a row.
+Shapes: E experts, I an expert's width, D hidden size, R rows of an expert's matrix, G blocks of 32
+    numbers of a row.
 """
 
 import functools
@@ -40,11 +43,15 @@ class FileRule(ABC):
 
     @abstractmethod
     def read(self, stored: dict[str, Stored]) -> dict[str, Stored]:
-        """Return a file's tensors as the decoder's parameters; raises InputRefused if they have not this form."""
+        """Return a file's tensors as the decoder's parameters; raises InputRefused if they have not
+        this form.
+        """
 
 
 def rules_of(config: LlamaConfig) -> list[FileRule]:
-    """Return the rules of a family's files, in the order in which they are followed in both directions."""
+    """Return the rules of a family's files, in the order in which they are followed in both
+    directions.
+    """
     family = config.family
     rules: list[FileRule] = [JoinedRule(config)] if family.joined else []
     if family.fused_experts:
@@ -81,8 +88,14 @@ class JoinedRule(FileRule):
         self.config = config
 
     def written(self, named: Iterable[Plain]) -> Iterator[Plain]:
-        """Yield a model's tensors as its family's files have them; a joined one comes where its last part came."""
-        whole_of = {part: (name, parts) for name, parts in self.config.family.joined.items() for part in parts}
+        """Yield a model's tensors as its family's files have them; a joined one comes where its
+        last part came.
+        """
+        whole_of = {
+            part: (name, parts)
+            for name, parts in self.config.family.joined.items()
+            for part in parts
+        }
         waiting: dict[str, Plain] = {}
         for tensor in named:
             block, inner, kind = _place(tensor.name)
@@ -121,9 +134,13 @@ class JoinedRule(FileRule):
             tensor = tensor._replace(known_as=tensor.known_as or name)
             for part, rows in zip(parts, sizes, strict=True):
                 if (own := f"{block}{part}{kind}") in stored:
-                    raise InputRefused(f"{tensor.path}: {tensor.known_as} and {own} are one tensor of the model")
+                    raise InputRefused(
+                        f"{tensor.path}: {tensor.known_as} and {own} are one tensor of the model"
+                    )
                 shape = (rows, *tensor.shape[1:])
-                found[f"{block}{part}{kind}"] = tensor._replace(shape=shape, part=(begin, begin + rows, 1, 0))
+                found[f"{block}{part}{kind}"] = tensor._replace(
+                    shape=shape, part=(begin, begin + rows, 1, 0)
+                )
                 begin += rows
         return found
 
@@ -169,21 +186,29 @@ class FusedRule(FileRule):
         columns = self.columns
         found = dict[str, Stored]()
         for name, tensor in stored.items():
-            if columns and name.endswith("_scales") and f"{name.removesuffix('_scales')}_blocks" in stored:
+            if (
+                columns
+                and name.endswith("_scales")
+                and f"{name.removesuffix('_scales')}_blocks" in stored
+            ):
                 continue  # read with its blocks
             if (match := _FUSED.fullmatch(name)) is None or (match[3] and not columns):
                 _put(found, name, tensor)
                 continue
             kind = "bias" if match[3] == "_bias" else "weight"
             tensor = tensor._replace(known_as=tensor.known_as or name)
-            for part, begin in (("gate", 0), ("up", 1)) if match[2] == "gate_up" else (("down", -1),):
+            for part, begin in (
+                (("gate", 0), ("up", 1)) if match[2] == "gate_up" else (("down", -1),)
+            ):
                 taken = functools.partial(_half, begin=begin, columns=columns)
                 if match[3] == "_blocks":
                     made = _packed(name, tensor, stored, taken)
                 else:
                     made = taken(tensor, len(tensor.shape) - 1 if columns else 1)
                     if columns and kind == "weight":
-                        made = made._replace(shape=(*made.shape[:1], *made.shape[:0:-1]), transposed=True)
+                        made = made._replace(
+                            shape=(*made.shape[:1], *made.shape[:0:-1]), transposed=True
+                        )
                 _put(found, f"{match[1]}{part}_proj.{kind}", made)
         return found
 
@@ -216,11 +241,15 @@ def _half(tensor: Stored, axis: int, begin: int, columns: bool) -> Stored:
         raise InputRefused(f"{tensor.path}: {actual}, expected an even number on axis {axis}")
     size = tensor.shape[axis]
     shape = (*tensor.shape[:axis], size // 2, *tensor.shape[axis + 1 :])
-    part = (begin, size, 2, axis) if columns else (begin * size // 2, (begin + 1) * size // 2, 1, axis)
+    part = (
+        (begin, size, 2, axis) if columns else (begin * size // 2, (begin + 1) * size // 2, 1, axis)
+    )
     return tensor._replace(shape=shape, part=part)
 
 
-def _packed(name: str, blocks: Stored, stored: dict[str, Stored], taken: Callable[[Stored, int], Stored]) -> Stored:
+def _packed(
+    name: str, blocks: Stored, stored: dict[str, Stored], taken: Callable[[Stored, int], Stored]
+) -> Stored:
     """Return experts' matrices in MXFP4, whose codes and scales are two tensors of a file."""
     scales_name = f"{name.removesuffix('_blocks')}_scales"
     scales = stored.get(scales_name)
@@ -242,16 +271,18 @@ def _packed(name: str, blocks: Stored, stored: dict[str, Stored], taken: Callabl
 
 
 def from_mxfp4(codes_and_scales: list[Tensor]) -> Tensor:
-    """Return numbers in blocks of 32 with a common power of two, W = fp4[code] 2^(scale - 127), each exact in bf16.
+    """Return numbers in blocks of 32 with a common power of two, W = fp4[code] 2^(scale - 127),
+    each exact in bf16.
 
     Args:
-        codes_and_scales: [E, R, G, 16] uint8, two codes of 4 bits in each, the first in the lower bits; and [E, R, G]
-            uint8.
+        codes_and_scales: [E, R, G, 16] uint8, two codes of 4 bits in each, the first in the lower
+            bits; and [E, R, G] uint8.
 
     Returns:
         [E, R, 32 G] bf16, made expert by expert.
 
-    Source: Open Compute Project, "OCP Microscaling Formats (MX) Specification", version 1.0, sections 5.3 and 6.3.
+    Source: Open Compute Project, "OCP Microscaling Formats (MX) Specification", version 1.0,
+        sections 5.3 and 6.3.
     """
     codes, scales = codes_and_scales
     table = torch.tensor(_FP4)
@@ -282,13 +313,17 @@ class ApartRule(FileRule):
                 continue
             for expert in range(len(tensor.like)):
                 read = functools.partial(_expert, tensor, expert, last)
-                yield Plain(f"{match[1]}{expert}.{match[2]}_proj.{match[3]}", tensor.like[expert], read)
+                yield Plain(
+                    f"{match[1]}{expert}.{match[2]}_proj.{match[3]}", tensor.like[expert], read
+                )
 
     def read(self, stored: dict[str, Stored]) -> dict[str, Stored]:
-        """Return a file's tensors as the decoder's parameters, in which all experts' matrices are one.
+        """Return a file's tensors as the decoder's parameters, in which all experts' matrices are
+        one.
 
         Raises:
-            InputRefused: an expert's matrix is missing, or differs from the first one's in shape or dtype.
+            InputRefused: an expert's matrix is missing, or differs from the first one's in shape or
+                dtype.
         """
         found = dict[str, Stored]()
         stacks = dict[str, dict[int, tuple[str, Stored]]]()
@@ -300,7 +335,9 @@ class ApartRule(FileRule):
         for name, experts in stacks.items():
             if name in found:
                 whole = found[name]
-                raise InputRefused(f"{whole.path}: {whole.known_as} is there, and tensors of each expert, too")
+                raise InputRefused(
+                    f"{whole.path}: {whole.known_as} is there, and tensors of each expert, too"
+                )
             first_name, first = experts[min(experts)]
             if len(experts) != self.config.num_experts or max(experts) >= self.config.num_experts:
                 raise InputRefused(
@@ -314,7 +351,9 @@ class ApartRule(FileRule):
                         f"{first_name} {list(first.shape)} and {first.dtype}"
                     )
             of_stack = dict(experts[expert] for expert in range(self.config.num_experts))
-            found[name] = Stored(first.path, (self.config.num_experts, *first.shape), first.dtype, pieces=of_stack)
+            found[name] = Stored(
+                first.path, (self.config.num_experts, *first.shape), first.dtype, pieces=of_stack
+            )
         return found
 
 

@@ -52,7 +52,9 @@ def _check_router(config: Any) -> None:
     for name in ("num_experts", "num_experts_per_tok"):
         check_whole(name, getattr(config, name))
     if (factor := config.router_aux_loss_coef) > LARGEST_FACTOR:
-        raise InputRefused(f"router_aux_loss_coef = {factor}: expected a number from 0 to {LARGEST_FACTOR:g}")
+        raise InputRefused(
+            f"router_aux_loss_coef = {factor}: expected a number from 0 to {LARGEST_FACTOR:g}"
+        )
     if (chosen := config.num_experts_per_tok) > config.num_experts:
         raise InputRefused(
             f"num_experts_per_tok = {chosen}: expected at most the number of experts, {config.num_experts}"
@@ -60,7 +62,8 @@ def _check_router(config: Any) -> None:
 
 
 def from_hf(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a config.json with its family's defaults filled in, as a `LlamaConfig` has them.
+    """Return the keys of a config.json with its family's defaults filled in, as a `LlamaConfig` has
+    them.
 
     Raises:
         InputRefused: a wrong value.
@@ -68,8 +71,13 @@ def from_hf(values: Mapping[str, Any]) -> dict[str, Any]:
     its = family(values["model_type"])
     found = dict[str, Any]()
     if its.experts:
-        # If a file has both of these and the family knows both, transformers reads the one that it has no default for.
-        names = [name for name in ("num_experts", "num_local_experts") if name in its.keys and name in values]
+        # If a file has both of these and the family knows both, transformers reads the one that it
+        # has no default for.
+        names = [
+            name
+            for name in ("num_experts", "num_local_experts")
+            if name in its.keys and name in values
+        ]
         number = min(names, key=lambda name: name in its.defaults)
         shared = [key for key in its.keys if key.startswith("shared_expert")]
         for key in (number, "num_experts_per_tok", its.experts, *shared):
@@ -81,9 +89,15 @@ def from_hf(values: Mapping[str, Any]) -> dict[str, Any]:
         listed = values.get("mlp_only_layers")
         listed = [] if listed is None else listed
         check_whole("decoder_sparse_step", step)
-        if not isinstance(listed, list) or any(isinstance(each, bool) or not isinstance(each, int) for each in listed):
-            raise InputRefused(f"mlp_only_layers = {listed!r}: expected a list of the numbers of layers")
-        plain = (layer for layer in range(layer_count(values)) if layer in listed or (layer + 1) % step)
+        if not isinstance(listed, list) or any(
+            isinstance(each, bool) or not isinstance(each, int) for each in listed
+        ):
+            raise InputRefused(
+                f"mlp_only_layers = {listed!r}: expected a list of the numbers of layers"
+            )
+        plain = (
+            layer for layer in range(layer_count(values)) if layer in listed or (layer + 1) % step
+        )
         found["mlp_only_layers"] = tuple(plain)
     return found
 
@@ -102,19 +116,33 @@ def to_hf(config: Any) -> dict[str, Any]:
 
 
 def balance_factor(config: Any) -> float:
-    """Return the factor of each mixture's balance in the loss, router_aux_loss_coef / mixtures; 0: there is none."""
+    """Return the factor of each mixture's balance in the loss, router_aux_loss_coef / mixtures; 0:
+    there is none.
+    """
     mixtures = sum(map(config.is_mixture, range(config.num_hidden_layers)))
-    return float(config.router_aux_loss_coef / mixtures) if config.output_router_logits and mixtures else 0.0
+    return (
+        float(config.router_aux_loss_coef / mixtures)
+        if config.output_router_logits and mixtures
+        else 0.0
+    )
 
 
 def fresh(model_type: str, ffn: int) -> dict[str, Any]:
-    """Return what a new model of a family has: 8 experts, of which a token's two are together as wide as `ffn`.
+    """Return what a new model of a family has: 8 experts, of which a token's two are together as
+    wide as `ffn`.
 
-    Their balance, without which some are soon hardly used (docs/model.md), has the factor of arXiv 2101.03961.
+    Their balance, without which some are soon hardly used (docs/model.md), has the factor of arXiv
+    2101.03961.
     """
     its = family(model_type)
     if not its.experts:
         return {}
     width = {} if its.experts == "moe_intermediate_size" else {its.experts: ffn // 2}
     balance = {"output_router_logits": True, "router_aux_loss_coef": 0.01}
-    return {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": model_type != "olmoe", **width, **balance}
+    return {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": model_type != "olmoe",
+        **width,
+        **balance,
+    }

@@ -58,7 +58,9 @@ def _built(config: LlamaConfig, build: Callable[[], nn.Module]) -> Shapes:
 
 
 def _with(config: LlamaConfig, key: str, value: int) -> LlamaConfig:
-    """Return the configuration with another size, though no model may have it: its parts have shapes all the same."""
+    """Return the configuration with another size, though no model may have it: its parts have
+    shapes all the same.
+    """
     changed = copy.copy(config)
     object.__setattr__(changed, key, value)
     return changed
@@ -68,12 +70,15 @@ def shapes(config: LlamaConfig) -> Shapes:
     """Return the shapes of all parameters by full name, without a tied head."""
     found = dict(outer_shapes(config))
     for layer in range(config.num_hidden_layers):
-        found |= {f"{_LAYERS}{layer}.{name}": shape for name, shape in layer_shapes(config, layer).items()}
+        found |= {
+            f"{_LAYERS}{layer}.{name}": shape for name, shape in layer_shapes(config, layer).items()
+        }
     return found
 
 
 def keys_of(config: LlamaConfig, name: str) -> tuple[str, ...]:
-    """Say of each axis of a parameter by which keys of the configuration it is as long as it is, for people.
+    """Say of each axis of a parameter by which keys of the configuration it is as long as it is,
+    for people.
 
     Each size is doubled in turn to see which axes become longer.
     """
@@ -103,8 +108,12 @@ def _shape(config: LlamaConfig, name: str) -> tuple[int, ...]:
     return layer_shapes(config, int(layer))[inner]
 
 
-def block_matrices(config: LlamaConfig, layer: int, most: int | None = None) -> list[tuple[int, ...]]:
-    """Return the shapes of a block's matrices, those of each expert, or of `most` experts, included."""
+def block_matrices(
+    config: LlamaConfig, layer: int, most: int | None = None
+) -> list[tuple[int, ...]]:
+    """Return the shapes of a block's matrices, those of each expert, or of `most` experts,
+    included.
+    """
     found = list[tuple[int, ...]]()
     for name, shape in layer_shapes(config, layer).items():
         stacks = 1 if len(shape) == 2 else most or shape[0]
@@ -114,14 +123,24 @@ def block_matrices(config: LlamaConfig, layer: int, most: int | None = None) -> 
 
 def matrices(config: LlamaConfig) -> list[tuple[int, ...]]:
     """Return the shapes of the matrices of all blocks."""
-    return [shape for layer in range(config.num_hidden_layers) for shape in block_matrices(config, layer)]
+    return [
+        shape
+        for layer in range(config.num_hidden_layers)
+        for shape in block_matrices(config, layer)
+    ]
 
 
 def block_multiplied(config: LlamaConfig, layer: int) -> list[tuple[int, ...]]:
-    """Return the shapes of a block's matrices that a token is multiplied with: of experts, those of its own."""
+    """Return the shapes of a block's matrices that a token is multiplied with: of experts, those of
+    its own.
+    """
     return block_matrices(config, layer, config.num_experts_per_tok)
 
 
 def multiplied(config: LlamaConfig) -> list[tuple[int, ...]]:
     """Return the shapes of `block_multiplied` of all blocks."""
-    return [shape for layer in range(config.num_hidden_layers) for shape in block_multiplied(config, layer)]
+    return [
+        shape
+        for layer in range(config.num_hidden_layers)
+        for shape in block_multiplied(config, layer)
+    ]

@@ -1,4 +1,6 @@
-"""Read the values by which a model's makers want its texts drawn. Exports keep them; nothing here draws by them."""
+"""Read the values by which a model's makers want its texts drawn. Exports keep them; nothing here
+draws by them.
+"""
 
 import math
 from collections.abc import Mapping
@@ -31,7 +33,8 @@ _LARGEST = 2**31 - 1  # of the numbers that a GGUF file can hold
 
 
 def read(folder: Path) -> dict[str, bool | int | float]:
-    """Return the values in a folder's generation_config.json; an empty mapping if there is no such file.
+    """Return the values in a folder's generation_config.json; an empty mapping if there is no such
+    file.
 
     Raises:
         InputRefused: the file cannot be read, or a value is of another type or out of range.
@@ -55,7 +58,9 @@ def checked(values: Mapping[str, Any], where: str) -> dict[str, bool | int | flo
             continue
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or math.isnan(value) or abs(value) > _LARGEST:
-            raise InputRefused(f"{where}: {key} is {str(value)[:60]!r}: expected a number up to {_LARGEST}")
+            raise InputRefused(
+                f"{where}: {key} is {str(value)[:60]!r}: expected a number up to {_LARGEST}"
+            )
     return found
 
 
@@ -65,7 +70,8 @@ def add_to_gguf(writer: Any, defaults: Defaults, context: int) -> None:
     Args:
         writer: a GGUFWriter.
         defaults: the model's.
-        context: the longest text, all of which a penalty for repetitions looks back on, as in transformers.
+        context: the longest text, all of which a penalty for repetitions looks back on, as in
+            transformers.
     """
     if defaults.get("do_sample") is False:
         writer.add_sampling_temp(0.0)  # the most probable token
@@ -91,5 +97,8 @@ def modelfile_lines(defaults: Defaults) -> list[str]:
         drawn = ("temperature", "top_k", "top_p", "min_p")
         lines = [f"PARAMETER {key} {defaults[key]}" for key in drawn if key in defaults]
     if "repetition_penalty" in defaults:
-        lines += [f"PARAMETER repeat_penalty {defaults['repetition_penalty']}", "PARAMETER repeat_last_n -1"]
+        lines += [
+            f"PARAMETER repeat_penalty {defaults['repetition_penalty']}",
+            "PARAMETER repeat_last_n -1",
+        ]
     return lines

@@ -1,8 +1,10 @@
-"""Read a Llama from a file of `torch.save`, such as that of A. Tam's "Pretraining a Llama Model on Your Local GPU".
+"""Read a Llama from a file of `torch.save`, such as that of A. Tam's "Pretraining a Llama Model on
+Your Local GPU".
 
-The file holds a state dict, alone or under "model", with the decoder under "base_model." and the rotary tables as
-buffers, but no configuration. Sizes are taken from the tensors, the number of heads from the rotary tables, and all
-else from the keys of [model] or, for weights of its shape, from the preset llama-179m.
+The file holds a state dict, alone or under "model", with the decoder under "base_model." and the
+rotary tables as buffers, but no configuration. Sizes are taken from the tensors, the number of
+heads from the rotary tables, and all else from the keys of [model] or, for weights of its shape,
+from the preset llama-179m.
 """
 
 import math
@@ -21,19 +23,23 @@ from monograph.model.config import LlamaConfig
 from monograph.model.rope import cos_sin
 from monograph.storage.reading import open_input, readable
 
-_INSIDE = ("model", "model_state_dict", "state_dict")  # where checkpoints keep the weights next to the optimizer
+# Where checkpoints keep the weights next to the optimizer.
+_INSIDE = ("model", "model_state_dict", "state_dict")
 # Prefixes of names by torch.compile, DistributedDataParallel and the article.
 _PREFIX = re.compile(r"^(?:_orig_mod\.|module\.)*(?:base_model\.|model\.)?")
 _ROTARY = re.compile(r"model\.rotary_emb\.(cos|sin|inv_freq)")
-# A rotary table that was cast to bf16 is off by 2^-9; one of another base, or of uninitialised memory, by about 1.
+# A rotary table that was cast to bf16 is off by 2^-9; one of another base, or of uninitialised
+# memory, by about 1.
 _TABLE_ERROR = 0.01
-# A ZIP file without a comment, as torch.save writes it, ends with the place and length of its list of entries.
+# A ZIP file without a comment, as torch.save writes it, ends with the place and length of its list
+# of entries.
 _END_BYTES = 98
 MOST_LISTED_BYTES = 1 << 24
 
 
 def read(path: Path, sizes: Mapping[str, Any]) -> tuple[LlamaConfig, dict[str, Tensor]]:
-    """Return the configuration of the model in a file, and its weights, still mapped, by their Hugging Face names.
+    """Return the configuration of the model in a file, and its weights, still mapped, by their
+    Hugging Face names.
 
     Only tensors are unpickled.
 
@@ -85,10 +91,13 @@ def _require_stored(path: Path) -> None:
     with open_input(path) as file:
         file.seek(max(0, path.stat().st_size - _END_BYTES))
         end = file.read(_END_BYTES)
-        # The length of the list of entries is in the ZIP64 end record if there is one, else in the plain one.
+        # The length of the list of entries is in the ZIP64 end record if there is one, else in the
+        # plain one.
         listed = end[-58:-50] if end[-42:-38] == b"PK\6\7" else end[-10:-6]
         if end[-22:-18] != b"PK\5\6" or int.from_bytes(listed, "little") > MOST_LISTED_BYTES:
-            raise zipfile.BadZipFile("not an archive, or one of more entries than a model has tensors")
+            raise zipfile.BadZipFile(
+                "not an archive, or one of more entries than a model has tensors"
+            )
         for entry in zipfile.ZipFile(file).infolist():
             if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > path.stat().st_size:
                 raise InputRefused(
@@ -99,10 +108,14 @@ def _require_stored(path: Path) -> None:
 def _shape(state: Mapping[str, Tensor], path: Path, sizes: Mapping[str, Any]) -> LlamaConfig:
     def shape(name: str) -> torch.Size:
         if name not in state or state[name].ndim != 2 or not state[name].numel():
-            raise InputRefused(f"{path}: holds no matrix {name}, so it is not the state dict of a Llama")
+            raise InputRefused(
+                f"{path}: holds no matrix {name}, so it is not the state dict of a Llama"
+            )
         return state[name].shape
 
-    layers = {match[1] for match in (re.match(r"model\.layers\.(\d+)\.", name) for name in state) if match}
+    layers = {
+        match[1] for match in (re.match(r"model\.layers\.(\d+)\.", name) for name in state) if match
+    }
     shown: dict[str, Any] = {
         "vocab_size": shape("model.embed_tokens.weight")[0],
         "hidden_size": shape("model.embed_tokens.weight")[1],
@@ -123,25 +136,36 @@ def _shape(state: Mapping[str, Tensor], path: Path, sizes: Mapping[str, Any]) ->
         )
     for key in (shown.keys() & sizes.keys()) - {"max_position_embeddings"}:
         if sizes[key] != shown[key]:
-            raise InputRefused(f"model.{key} = {sizes[key]}, but the weights in {path} have {shown[key]}")
+            raise InputRefused(
+                f"model.{key} = {sizes[key]}, but the weights in {path} have {shown[key]}"
+            )
     return LlamaConfig(**{**shown, "head_dim": head_dim, **sizes})
 
 
 def _head_dim(shown: Mapping[str, Any], queries: int, path: Path, sizes: Mapping[str, Any]) -> int:
-    """Return the width of a head without a rotary table: from the given number of heads, or the preset's."""
+    """Return the width of a head without a rotary table: from the given number of heads, or the
+    preset's.
+    """
     if heads := sizes.get("num_attention_heads"):
         return max(1, queries // int(heads))
     known = LlamaConfig.preset("llama-179m")
-    article = {key: getattr(known, key) for key in ("hidden_size", "intermediate_size", "num_hidden_layers")}
+    article = {
+        key: getattr(known, key)
+        for key in ("hidden_size", "intermediate_size", "num_hidden_layers")
+    }
     if article.items() <= shown.items() and queries == known.hidden_size:
         return known.head_dim
-    raise InputRefused(f"{path}: its tensors do not show how many heads there are: give model.num_attention_heads")
+    raise InputRefused(
+        f"{path}: its tensors do not show how many heads there are: give model.num_attention_heads"
+    )
 
 
 def _rope_theta(cos_TE: Tensor) -> float:
-    """Return the base theta of a table with the second frequency theta ^ (-2 / E); the default if none can be read.
+    """Return the base theta of a table with the second frequency theta ^ (-2 / E); the default if
+    none can be read.
 
-    It is rounded to four digits, as the table is exact to six. `_check_rotary` then compares the whole table.
+    It is rounded to four digits, as the table is exact to six. `_check_rotary` then compares the
+    whole table.
     """
     if min(cos_TE.shape) < 2 or cos_TE.shape[1] < 4 or not 0 < float(cos_TE[1, 1]) < 1:
         return LlamaConfig.rope_theta
@@ -153,10 +177,16 @@ def _check_rotary(state: Mapping[str, Tensor], config: LlamaConfig, path: Path) 
     if "model.rotary_emb.cos" not in state:
         return
     positions_BT = torch.arange(len(state["model.rotary_emb.cos"]))[None]
-    for name, half_B1TF in zip(("cos", "sin"), cos_sin(positions_BT, config, torch.float32), strict=True):
+    for name, half_B1TF in zip(
+        ("cos", "sin"), cos_sin(positions_BT, config, torch.float32), strict=True
+    ):
         theirs = state.get(f"model.rotary_emb.{name}")
         ours = torch.cat([half_B1TF[0, 0]] * 2, dim=-1)
-        if theirs is None or theirs.shape != ours.shape or not bool(((theirs - ours).abs() < _TABLE_ERROR).all()):
+        if (
+            theirs is None
+            or theirs.shape != ours.shape
+            or not bool(((theirs - ours).abs() < _TABLE_ERROR).all())
+        ):
             raise InputRefused(
                 f"{path}: rotary_emb.{name} is not that of rope_theta = {config.rope_theta:g}, so the model would "
                 "compute something else here: save the model that was trained"

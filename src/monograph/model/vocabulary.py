@@ -1,8 +1,11 @@
-"""Add rows for tokens that a base lacks, and read and write trained rows of tokens in PEFT's format.
+"""Add rows for tokens that a base lacks, and read and write trained rows of tokens in PEFT's
+format.
 
-PEFT's key `trainable_token_indices` is a list of ids for the embedding and a tied head, or an object that names the
-layers: {"embed_tokens": [...], "lm_head": [...]}. The tensors `LAYER.token_adapter.trainable_tokens_delta` hold the
-rows themselves in the order of the list, in spite of their name. A table that has grown is also stored as a whole.
+PEFT's key `trainable_token_indices` is a list of ids for the embedding and a tied head, or an
+object that names the
+layers: {"embed_tokens": [...], "lm_head": [...]}. The tensors
+`LAYER.token_adapter.trainable_tokens_delta` hold the rows themselves in the order of the list, in
+spite of their name. A table that has grown is also stored as a whole.
 """
 
 from collections.abc import Mapping
@@ -36,8 +39,12 @@ def read_tokens(value: Any, path: Path) -> tuple[int, ...]:
     lists = list(value.values()) if isinstance(value, dict) else [value or []]
     ids = lists[0] if lists else []
     if any(other != ids for other in lists):
-        raise InputRefused(f"{path}: {KEY} lists other tokens for one layer than for another, which is not read here")
-    whole = isinstance(ids, list) and all(type(token) is int and 0 <= token < MAX_VOCABULARY for token in ids)
+        raise InputRefused(
+            f"{path}: {KEY} lists other tokens for one layer than for another, which is not read here"
+        )
+    whole = isinstance(ids, list) and all(
+        type(token) is int and 0 <= token < MAX_VOCABULARY for token in ids
+    )
     if not whole or len(set(ids)) < len(ids):
         raise InputRefused(f"{path}: {KEY} = {str(value)[:60]}: expected ids of tokens, each once")
     return tuple(ids)
@@ -57,13 +64,16 @@ def to_peft(name: str) -> str:
 
 
 def own_rows(stored: Mapping[str, Stored], module: nn.Module, path: Path) -> dict[str, Stored]:
-    """Return the tensors of a file by Monograph's names, without those that repeat others or the base.
+    """Return the tensors of a file by Monograph's names, without those that repeat others or the
+    base.
 
     Raises:
         InputRefused: a whole table that is not the base's.
     """
     first = {id(layer.token_rows): name for name, layer in tables(module).items()}
-    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, TableWithRows)}
+    layers = {
+        name: layer for name, layer in module.named_modules() if isinstance(layer, TableWithRows)
+    }
     renamed = dict[str, Stored]()
     for full, tensor in stored.items():
         name = full.removeprefix(PREFIX)
@@ -78,8 +88,14 @@ def own_rows(stored: Mapping[str, Stored], module: nn.Module, path: Path) -> dic
 
 
 def left_out(value: object, module: nn.Module) -> set[str]:
-    """Return the names of a module's trained rows that a configuration does not list, such as an untied head's."""
-    named = set(value) if isinstance(value, dict) else {next(iter(tables(module)), "").rpartition(".")[2]}
+    """Return the names of a module's trained rows that a configuration does not list, such as an
+    untied head's.
+    """
+    named = (
+        set(value)
+        if isinstance(value, dict)
+        else {next(iter(tables(module)), "").rpartition(".")[2]}
+    )
     return {name + _OURS for name in tables(module) if name.rpartition(".")[2] not in named}
 
 
@@ -91,15 +107,20 @@ def _require_same(name: str, stored: Stored, layer: TableWithRows, path: Path) -
             "the new tokens next to the adapter"
         )
     if stored.dtype not in DTYPES:
-        raise InputRefused(f"{path}: {name} is stored as {stored.dtype}, not as one of {', '.join(DTYPES)}")
+        raise InputRefused(
+            f"{path}: {name} is stored as {stored.dtype}, not as one of {', '.join(DTYPES)}"
+        )
     same = read_tensors({name: stored}, layer.weight.dtype)[name] == layer.weight
     same[layer.token_index] = True
     if not bool(torch.all(same)):
         row = f"row {int((~same.all(1)).nonzero()[0])}"
-        raise InputRefused(f"{path}: {name} is a whole table, whose {row} is not the base's: merge it with PEFT first")
+        raise InputRefused(
+            f"{path}: {name} is a whole table, whose {row} is not the base's: merge it with PEFT first"
+        )
 
 
-ROWS_AT_ONCE = 4096  # rows converted to float64 at a time, which for a whole large table would not fit in memory
+# Rows converted to float64 at a time, which for a whole large table would not fit in memory.
+ROWS_AT_ONCE = 4096
 
 
 @torch.no_grad()
@@ -108,10 +129,11 @@ def extend(model: Llama, known: int, tokens: int) -> None:
 
         W[i] = mean of W[0] ... W[known - 1],   known <= i < tokens
 
-    Spare rows are used first, missing ones are added, and none is removed. Rows below `known` keep their bits; an
-    untied head gets its own mean, a tied one stays tied. Drawing around the mean would be no better (Hewitt 2021,
-    "Initializing New Word Embeddings for Pretrained Language Models"). The sum is in float64 and rounded once, so that
-    its bits depend neither on the device nor on the dtype in which the folder was read.
+    Spare rows are used first, missing ones are added, and none is removed. Rows below `known` keep
+    their bits; an untied head gets its own mean, a tied one stays tied. Drawing around the mean
+    would be no better (Hewitt 2021, "Initializing New Word Embeddings for Pretrained Language
+    Models"). The sum is in float64 and rounded once, so that its bits depend neither on the device
+    nor on the dtype in which the folder was read.
 
     Args:
         model: a model on any device.
@@ -132,9 +154,15 @@ def extend(model: Llama, known: int, tokens: int) -> None:
 
 def _extended(weight_VD: nn.Parameter, known: int, tokens: int) -> nn.Parameter:
     missing = max(0, tokens - weight_VD.shape[0])
-    extended_VD = torch.cat([weight_VD, weight_VD.new_empty(missing, weight_VD.shape[1])]) if missing else weight_VD
+    extended_VD = (
+        torch.cat([weight_VD, weight_VD.new_empty(missing, weight_VD.shape[1])])
+        if missing
+        else weight_VD
+    )
     extended_VD[known:tokens] = _mean(weight_VD[:known]).to(weight_VD.dtype)
-    return nn.Parameter(extended_VD, requires_grad=weight_VD.requires_grad) if missing else weight_VD
+    return (
+        nn.Parameter(extended_VD, requires_grad=weight_VD.requires_grad) if missing else weight_VD
+    )
 
 
 def _mean(rows_VD: Tensor) -> Tensor:

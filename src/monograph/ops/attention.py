@@ -1,9 +1,10 @@
 """Compute grouped-query scaled dot-product attention, by the plain equation or by fused kernels.
 
-Over a key-value cache the bits of the result do not depend on how much of the cache is read (`cached_attention`).
+Over a key-value cache the bits of the result do not depend on how much of the cache is read
+(`cached_attention`).
 
-Shape suffixes: B batch, H query heads, K key-value heads (H is a multiple of K), G = H / K, T queries, S keys, D head
-dimension, Q queries in a block, R keys that they may see, N = B K, M = G Q.
+Shape suffixes: B batch, H query heads, K key-value heads (H is a multiple of K), G = H / K, T
+queries, S keys, D head dimension, Q queries in a block, R keys that they may see, N = B K, M = G Q.
 """
 
 from typing import Any, Literal
@@ -18,7 +19,8 @@ from monograph.ops.filled import filled_up
 
 BLOCK = 128  # slots
 LEAST_BLOCK = 16
-Heads = tuple[Tensor, Tensor, Tensor]  # queries [B, H, T, D], keys and values [B, K, S, D], or as a cache has them
+# Queries [B, H, T, D], keys and values [B, K, S, D], or as a cache has them.
+Heads = tuple[Tensor, Tensor, Tensor]
 MORE = 8  # channels beside those of a head, for its sink: fused kernels want a multiple of 8
 
 
@@ -31,24 +33,27 @@ def cached_attention(
     is_filled: bool = False,
     sink_H: Tensor | None = None,
 ) -> Tensor:
-    """Compute softmax attention of queries at given positions to the slots up to their own positions.
+    """Compute softmax attention of queries at given positions to the slots up to their own
+    positions.
 
         out[b, h, t] = sum_s p[t, s] * value[b, h // G, s]
         p[t]         = softmax over the visible s of (query[b, h, t] . key[b, h // G, s]) / sqrt(E)
         visible      : positions[b, t] - window < s <= positions[b, t]
 
-    Sums over slots are taken inside a block and then over blocks by halving, as if the number of blocks were padded to
-    a power of two. A block that no query sees adds zeros, so more blocks, or other rows' lengths, change no bit.
-    Here B are rows, M = G T, E the head dimension, N blocks and C slots of a block; slot s holds position s.
+    Sums over slots are taken inside a block and then over blocks by halving, as if the number of
+    blocks were padded to a power of two. A block that no query sees adds zeros, so more blocks, or
+    other rows' lengths, change no bit. Here B are rows, M = G T, E the head dimension, N blocks and
+    C slots of a block; slot s holds position s.
 
     Args:
         query_BHTE: floating.
         keys_NBKCE: the first N blocks of a layer, finite everywhere.
         values_NBKCE: same shape and dtype.
         positions_BT: int64, below N C; their slots have been written.
-        window: number of positions that a query sees, its own the last of them; None: all up to its own.
-        is_filled: products have `filled_up(M)` rows, so that a step of decoding has the bits of a pass over the whole
-            text; it takes a tenth more time or two.
+        window: number of positions that a query sees, its own the last of them; None: all up to its
+            own.
+        is_filled: products have `filled_up(M)` rows, so that a step of decoding has the bits of a
+            pass over the whole text; it takes a tenth more time or two.
         sink_H: see `attention`.
 
     Returns:
@@ -56,7 +61,9 @@ def cached_attention(
     """
     blocks, _, key_heads, slots, _ = keys_NBKCE.shape
     groups = query_BHTE.shape[1] // key_heads
-    slots_N111C = torch.arange(blocks * slots, device=positions_BT.device).view(blocks, 1, 1, 1, slots)
+    slots_N111C = torch.arange(blocks * slots, device=positions_BT.device).view(
+        blocks, 1, 1, 1, slots
+    )
     distances_NB1MC = positions_BT.repeat(1, groups)[:, None, :, None] - slots_N111C
     seen_NB1MC = distances_NB1MC >= 0
     if window is not None:
@@ -64,13 +71,17 @@ def cached_attention(
     return _over_blocks((query_BHTE, keys_NBKCE, values_NBKCE), seen_NB1MC, sink_H, is_filled)
 
 
-def _over_blocks(heads: Heads, seen_NB1MC: Tensor, sink_H: Tensor | None, is_filled: bool = False) -> Tensor:
+def _over_blocks(
+    heads: Heads, seen_NB1MC: Tensor, sink_H: Tensor | None, is_filled: bool = False
+) -> Tensor:
     query_BHTE, keys_NBKCE, values_NBKCE = heads
     key_heads, head_dim = keys_NBKCE.shape[2], keys_NBKCE.shape[-1]
     groups = query_BHTE.shape[1] // key_heads
     wide = torch.promote_types(query_BHTE.dtype, torch.float32)
     query_BKME = query_BHTE.unflatten(1, (key_heads, groups)).flatten(2, 3)
-    scores_NBKMC = _product(query_BKME, keys_NBKCE.transpose(-1, -2), wide, is_filled) * head_dim**-0.5
+    scores_NBKMC = (
+        _product(query_BKME, keys_NBKCE.transpose(-1, -2), wide, is_filled) * head_dim**-0.5
+    )
     scores_NBKMC = scores_NBKMC.masked_fill(~seen_NB1MC, -torch.inf)
     largest_1BKM1 = scores_NBKMC.amax(dim=(0, -1), keepdim=True)
     if sink_H is not None:
@@ -80,7 +91,10 @@ def _over_blocks(heads: Heads, seen_NB1MC: Tensor, sink_H: Tensor | None, is_fil
     total_BKM1 = _halved(weights_NBKMC.sum(-1, keepdim=True))
     if sink_H is not None:
         total_BKM1 = total_BKM1 + (sink_KM1 - largest_1BKM1[0]).exp()
-    mixed_BKME = _halved(_product(weights_NBKMC.to(values_NBKCE.dtype), values_NBKCE, wide, is_filled)) / total_BKM1
+    mixed_BKME = (
+        _halved(_product(weights_NBKMC.to(values_NBKCE.dtype), values_NBKCE, wide, is_filled))
+        / total_BKM1
+    )
     return mixed_BKME.to(query_BHTE.dtype).unflatten(2, (groups, -1)).flatten(1, 2)
 
 
@@ -90,7 +104,9 @@ def _for_queries(sink_H: Tensor, key_heads: int, queries: int) -> Tensor:
 
 
 def _product(left: Tensor, right_NBKXY: Tensor, wide: torch.dtype, is_filled: bool) -> Tensor:
-    """Return batched matrix products, summed in the dtype `wide`; see `cached_attention` for `is_filled`."""
+    """Return batched matrix products, summed in the dtype `wide`; see `cached_attention` for
+    `is_filled`.
+    """
     rows = left.shape[-2]
     if is_filled and filled_up(rows) > rows:
         filled = F.pad(left, (0, 0, 0, filled_up(rows) - rows))
@@ -105,10 +121,14 @@ def _product(left: Tensor, right_NBKXY: Tensor, wide: torch.dtype, is_filled: bo
 
 
 def _halved(parts_N: Tensor) -> Tensor:
-    """Return the sum over the first axis by repeatedly adding i and i + P / 2, where P is the next power of two."""
+    """Return the sum over the first axis by repeatedly adding i and i + P / 2, where P is the next
+    power of two.
+    """
     while (count := parts_N.shape[0]) > 1:
         half = 1 << (count - 1).bit_length() - 1
-        parts_N = torch.cat([parts_N[: count - half] + parts_N[half:], parts_N[count - half : half]])
+        parts_N = torch.cat(
+            [parts_N[: count - half] + parts_N[half:], parts_N[count - half : half]]
+        )
     return parts_N[0]
 
 
@@ -123,7 +143,8 @@ _BACKENDS = {
 }
 
 QUERIES = 128  # queries in a block of "blocks"
-MOST_KEYS = 1024  # largest number of keys at which "auto" takes "blocks", which keeps probabilities for backward
+# Largest number of keys at which "auto" takes "blocks", which keeps probabilities for backward.
+MOST_KEYS = 1024
 
 
 def attention(
@@ -146,24 +167,28 @@ def attention(
         query_BHTD: floating.
         key_BKSD: same dtype.
         value_BKSD: same dtype.
-        mask: the keys that a query sees. None: causal, key s is visible to query t if s <= t (then S = T). A boolean
-            tensor that broadcasts to [B, H, T, S]: True is visible. A BlockMask: the same in blocks, for "flex".
-        impl: "reference": the equation above, in fp32 or wider, with all [B, H, T, S] probabilities in memory.
-            "sdpa": `torch.nn.functional.scaled_dot_product_attention`.
-            "flex": `torch.nn.attention.flex_attention`, which skips blocks that no query sees; it is fused only inside
-            a compiled graph and has no backward on a CPU.
-            "blocks": one product for each 128 queries, with the keys up to the last of them, for a causal mask. For
-            bf16 heads it rounds scores and probabilities to bf16, as most eager models do. In a compiled graph on a CPU
-            it takes half the time of the fused kernel (dev/log.md), and memory that grows with T^2.
-            "cached": the arithmetic of `cached_attention` over a cache with T slots. On a CPU, in eager mode, a
-            document that begins its row has the bits that decoding gives it, token by token. It keeps all probabilities
-            for the backward pass.
-            "auto": "flex" for a BlockMask, else "sdpa", but "blocks" for bf16 and up to 1,024 keys in a compiled graph
-            on a CPU, where a mask that is not causal needs "sdpa".
-        kernel: the torch kernel of "sdpa" if there is no mask: torch's own choice, its choice for "repeated" key-value
-            heads, or one by name on a GPU. For a dense mask it is always torch's choice.
-        sink_H: a score of each query head that takes part in every softmax and to which no value belongs, so that a
-            query's probabilities may sum to less than 1 (Xiao et al., arXiv 2309.17453; Miller's "Off By One": 0).
+        mask: the keys that a query sees. None: causal, key s is visible to query t if s <= t (then
+            S = T). A boolean tensor that broadcasts to [B, H, T, S]: True is visible. A BlockMask:
+                the same in blocks, for "flex".
+        impl: "reference": the equation above, in fp32 or wider, with all [B, H, T, S] probabilities
+            in memory. "sdpa": `torch.nn.functional.scaled_dot_product_attention`.
+            "flex": `torch.nn.attention.flex_attention`, which skips blocks that no query sees; it
+            is fused only inside a compiled graph and has no backward on a CPU.
+            "blocks": one product for each 128 queries, with the keys up to the last of them, for a
+            causal mask. For bf16 heads it rounds scores and probabilities to bf16, as most eager
+            models do. In a compiled graph on a CPU it takes half the time of the fused kernel
+            (dev/log.md), and memory that grows with T^2. "cached": the arithmetic of
+            `cached_attention` over a cache with T slots. On a CPU, in eager mode, a document that
+            begins its row has the bits that decoding gives it, token by token. It keeps all
+            probabilities for the backward pass. "auto": "flex" for a BlockMask, else "sdpa", but
+            "blocks" for bf16 and up to 1,024 keys in a compiled graph on a CPU, where a mask that
+            is not causal needs "sdpa".
+        kernel: the torch kernel of "sdpa" if there is no mask: torch's own choice, its choice for
+            "repeated" key-value heads, or one by name on a GPU. For a dense mask it is always
+            torch's choice.
+        sink_H: a score of each query head that takes part in every softmax and to which no value
+            belongs, so that a query's probabilities may sum to less than 1 (Xiao et al., arXiv
+            2309.17453; Miller's "Off By One": 0).
 
     Returns:
         [B, H, T, D] in the dtype of the query.
@@ -192,16 +217,20 @@ def _seen(heads: Heads, mask: Tensor | None) -> Tensor:
     """Return a mask with four axes, also for causal attention."""
     if mask is None:
         query_BHTD, key_BKSD, _ = heads
-        mask = torch.ones(query_BHTD.shape[2], key_BKSD.shape[2], dtype=torch.bool, device=key_BKSD.device).tril()
+        mask = torch.ones(
+            query_BHTD.shape[2], key_BKSD.shape[2], dtype=torch.bool, device=key_BKSD.device
+        ).tril()
     return mask.view(*[1] * (4 - mask.ndim), *mask.shape)
 
 
 def _flex(heads: Heads, mask: BlockMask, sink_H: Tensor | None) -> Tensor:
-    # Without gradients and for fewer than 128 queries, torch 2.13 would take its kernel for decoding, which reads these
-    # queries with wrong strides, or find none for grouped heads.
+    # Without gradients and for fewer than 128 queries, torch 2.13 would take its kernel for
+    # decoding, which reads these queries with wrong strides, or find none for grouped heads.
     options: Any = {"FORCE_USE_FLEX_ATTENTION": True}
     aux = None if sink_H is None else AuxRequest(lse=True)
-    found: Any = flex_attention(*heads, block_mask=mask, enable_gqa=True, kernel_options=options, return_aux=aux)
+    found: Any = flex_attention(
+        *heads, block_mask=mask, enable_gqa=True, kernel_options=options, return_aux=aux
+    )
     if sink_H is None:
         return found  # type: ignore[no-any-return]
     # exp(lse) / (exp(lse) + exp(sink)) is the share of the probabilities that the keys keep.
@@ -210,7 +239,9 @@ def _flex(heads: Heads, mask: BlockMask, sink_H: Tensor | None) -> Tensor:
 
 
 def block_of(slots: int) -> int:
-    """Return the slots of a block of a cache that never has more than so many: fewer than BLOCK for short texts."""
+    """Return the slots of a block of a cache that never has more than so many: fewer than BLOCK for
+    short texts.
+    """
     return min(BLOCK, max(LEAST_BLOCK, 1 << (slots - 1).bit_length()))
 
 
@@ -224,7 +255,9 @@ def _as_cached(heads: Heads, mask: Tensor, sink_H: Tensor | None) -> Tensor:
         F.pad(each, (0, 0, 0, blocks * block - length)).unflatten(2, (blocks, block)).movedim(2, 0)
         for each in (key_BKSD, value_BKSD)
     )
-    seen_NB1TC = F.pad(mask, (0, blocks * block - length)).unflatten(3, (blocks, block)).movedim(3, 0)
+    seen_NB1TC = (
+        F.pad(mask, (0, blocks * block - length)).unflatten(3, (blocks, block)).movedim(3, 0)
+    )
     seen_NB1MC = seen_NB1TC.repeat(1, 1, 1, query_BHTD.shape[1] // key_BKSD.shape[1], 1)
     return _over_blocks((query_BHTD, keys_NBKCD, values_NBKCD), seen_NB1MC, sink_H)
 
@@ -232,8 +265,9 @@ def _as_cached(heads: Heads, mask: Tensor, sink_H: Tensor | None) -> Tensor:
 def _sdpa(heads: Heads, mask: Tensor | None, kernel: Kernel, sink_H: Tensor | None) -> Tensor:
     if sink_H is None:
         return _by_torch(heads, mask, kernel)
-    # torch's kernels know no sinks, so one is the score of a further key, the first: it has a channel of its own, in
-    # which queries have the sink, and its value is 0. A further query keeps a causal mask square.
+    # torch's kernels know no sinks, so one is the score of a further key, the first: it has a
+    # channel of its own, in which queries have the sink, and its value is 0. A further query keeps
+    # a causal mask square.
     head_dim = heads[0].shape[-1]
     queries = heads[0].shape[2]
     keys = heads[1].shape[2]
@@ -247,16 +281,27 @@ def _sdpa(heads: Heads, mask: Tensor | None, kernel: Kernel, sink_H: Tensor | No
     return _by_torch((query_BHTD, key_BKSD, value_BKSD), mask, kernel, scale)[:, :, 1:, :head_dim]
 
 
-def _by_torch(heads: Heads, mask: Tensor | None, kernel: Kernel, scale: float | None = None) -> Tensor:
+def _by_torch(
+    heads: Heads, mask: Tensor | None, kernel: Kernel, scale: float | None = None
+) -> Tensor:
     query_BHTD, key_BKSD, value_BKSD = heads
     own_keys = query_BHTD.is_cuda and (mask is not None or not _flash_reads(query_BHTD))
     if own_keys or kernel in ("efficient", "repeated"):
-        # The only fused kernel that every card has for a dense mask, for fp32, and before sm_80 (memory-efficient)
-        # needs as many key-value heads as query heads; with fewer, torch would take the unfused path.
-        key_BKSD, value_BKSD = (_expand(each, query_BHTD.shape[1]) for each in (key_BKSD, value_BKSD))
+        # The only fused kernel that every card has for a dense mask, for fp32, and before sm_80
+        # (memory-efficient) needs as many key-value heads as query heads; with fewer, torch would
+        # take the unfused path.
+        key_BKSD, value_BKSD = (
+            _expand(each, query_BHTD.shape[1]) for each in (key_BKSD, value_BKSD)
+        )
     if kernel in ("torch", "repeated") or mask is not None:
         return F.scaled_dot_product_attention(
-            query_BHTD, key_BKSD, value_BKSD, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+            query_BHTD,
+            key_BKSD,
+            value_BKSD,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=True,
         )
     with sdpa_kernel(_BACKENDS[kernel]):
         return F.scaled_dot_product_attention(
@@ -265,7 +310,10 @@ def _by_torch(heads: Heads, mask: Tensor | None, kernel: Kernel, scale: float | 
 
 
 def _flash_reads(query_BHTD: Tensor) -> bool:
-    return query_BHTD.dtype.itemsize == 2 and torch.cuda.get_device_properties(query_BHTD.device).major >= 8
+    return (
+        query_BHTD.dtype.itemsize == 2
+        and torch.cuda.get_device_properties(query_BHTD.device).major >= 8
+    )
 
 
 def _blocks_are_faster(query_BHTD: Tensor, key_BKSD: Tensor) -> bool:
@@ -276,12 +324,15 @@ def _blocks_are_faster(query_BHTD: Tensor, key_BKSD: Tensor) -> bool:
 def _in_blocks(heads: Heads, mask: Tensor, sink_H: Tensor | None) -> Tensor:
     query_BHTD, key_BKSD, value_BKSD = heads
     (rows, key_heads), length = key_BKSD.shape[:2], query_BHTD.shape[2]
-    # Half of the lowest number, so that adding a score cannot overflow. It is added in the product, because a mask that
-    # a loop over scores reads keeps Inductor from computing a row's softmax in one loop (dev/log.md).
+    # Half of the lowest number, so that adding a score cannot overflow. It is added in the product,
+    # because a mask that a loop over scores reads keeps Inductor from computing a row's softmax in
+    # one loop (dev/log.md).
     unseen = torch.finfo(query_BHTD.dtype).min / 2
     bias = torch.zeros_like(mask, dtype=query_BHTD.dtype).masked_fill(~mask, unseen)
     bias_BKGTS = bias.expand(rows, query_BHTD.shape[1], -1, -1).unflatten(1, (key_heads, -1))
-    query_NGTD = (query_BHTD * query_BHTD.shape[-1] ** -0.5).unflatten(1, (key_heads, -1)).flatten(0, 1)
+    query_NGTD = (
+        (query_BHTD * query_BHTD.shape[-1] ** -0.5).unflatten(1, (key_heads, -1)).flatten(0, 1)
+    )
     key_NSD = key_BKSD.flatten(0, 1)
     value_NSD = value_BKSD.flatten(0, 1)
     outs = []
@@ -309,12 +360,18 @@ def _expand(heads_BKSD: Tensor, query_heads: int) -> Tensor:
 def _reference(heads: Heads, mask: Tensor, sink_H: Tensor | None) -> Tensor:
     query_BHTD, key_BKSD, value_BKSD = heads
     wide = torch.float64 if query_BHTD.dtype == torch.float64 else torch.float32
-    key_BHSD, value_BHSD = (_expand(each.to(wide), query_BHTD.shape[1]) for each in (key_BKSD, value_BKSD))
+    key_BHSD, value_BHSD = (
+        _expand(each.to(wide), query_BHTD.shape[1]) for each in (key_BKSD, value_BKSD)
+    )
     scores_BHTS = query_BHTD.to(wide) @ key_BHSD.transpose(-1, -2) / query_BHTD.shape[-1] ** 0.5
-    # The lowest finite number instead of -inf keeps the softmax of a row that sees nothing finite, for `where` to make
-    # it zero; in every other row exp(lowest - max) is exactly zero.
+    # The lowest finite number instead of -inf keeps the softmax of a row that sees nothing finite,
+    # for `where` to make it zero; in every other row exp(lowest - max) is exactly zero.
     scores_BHTS = scores_BHTS.masked_fill(~mask, torch.finfo(wide).min)
     if sink_H is not None:
-        scores_BHTS = torch.cat([scores_BHTS, sink_H.to(wide)[:, None, None].expand(*scores_BHTS.shape[:-1], 1)], -1)
-    probabilities_BHTS = torch.where(mask, scores_BHTS.softmax(dim=-1)[..., : key_BKSD.shape[2]], 0.0)
+        scores_BHTS = torch.cat(
+            [scores_BHTS, sink_H.to(wide)[:, None, None].expand(*scores_BHTS.shape[:-1], 1)], -1
+        )
+    probabilities_BHTS = torch.where(
+        mask, scores_BHTS.softmax(dim=-1)[..., : key_BKSD.shape[2]], 0.0
+    )
     return (probabilities_BHTS @ value_BHSD).to(query_BHTD.dtype)

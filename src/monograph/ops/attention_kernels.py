@@ -9,16 +9,21 @@ from torch import Tensor
 from monograph.device import clock, synchronize
 from monograph.ops.attention import Kernel, attention
 
-# torch's unfused kernel is left out: it keeps the scores of all pairs, for which no memory plan has room.
+# torch's unfused kernel is left out: it keeps the scores of all pairs, for which no memory plan has
+# room.
 KERNELS: tuple[Kernel, ...] = ("torch", "cudnn", "flash", "efficient")
 ROUNDS, CALLS = 5, 4
-MARGIN = 1.05  # a kernel must be this many times as fast as torch's own choice, so that noise does not choose
+# A kernel must be this many times as fast as torch's own choice, so that noise does not choose.
+MARGIN = 1.05
 
 
 def timed(
-    attempt: Callable[[Kernel], object], finish: Callable[[], object], now: Callable[[], float] = clock
+    attempt: Callable[[Kernel], object],
+    finish: Callable[[], object],
+    now: Callable[[], float] = clock,
 ) -> dict[Kernel, float]:
-    """Return the shortest time of a call of `attempt` in seconds, by kernel, without kernels that fail.
+    """Return the shortest time of a call of `attempt` in seconds, by kernel, without kernels that
+    fail.
 
     Args:
         attempt: runs one kernel; raises RuntimeError if it cannot, also if it is out of memory.
@@ -34,7 +39,8 @@ def timed(
             continue
         able.append(kernel)
     times = dict.fromkeys(able, float("inf"))
-    for _ in range(ROUNDS):  # kernels take turns, so that other load on the machine affects all alike
+    # Kernels take turns, so that other load on the machine affects all alike.
+    for _ in range(ROUNDS):
         for kernel in able:
             began = now()
             for _ in range(CALLS):
@@ -63,9 +69,15 @@ def compared(times: Mapping[Kernel, float], kernel: Kernel) -> str:
 
 
 def time_kernels(
-    batch: int, heads: tuple[int, int], length: int, size: int, dtype: torch.dtype, device: torch.device
+    batch: int,
+    heads: tuple[int, int],
+    length: int,
+    size: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> dict[Kernel, float]:
-    """Return the seconds of causal attention, forward and backward, by kernel; empty without memory for its inputs.
+    """Return the seconds of causal attention, forward and backward, by kernel; empty without memory
+    for its inputs.
 
     Args:
         batch: rows, B.
@@ -78,10 +90,14 @@ def time_kernels(
     generator = torch.Generator(device).manual_seed(0)  # leaves the run's own random state as it is
 
     def drawn(heads: int) -> Tensor:
-        return torch.randn(batch, length, heads, size, device=device, dtype=dtype, generator=generator).transpose(1, 2)
+        return torch.randn(
+            batch, length, heads, size, device=device, dtype=dtype, generator=generator
+        ).transpose(1, 2)
 
     try:
-        query_BHTD, key_BKTD, value_BKTD = (drawn(count).requires_grad_() for count in (heads[0], heads[1], heads[1]))
+        query_BHTD, key_BKTD, value_BKTD = (
+            drawn(count).requires_grad_() for count in (heads[0], heads[1], heads[1])
+        )
         cotangent_BHTD = drawn(heads[0])
     except torch.OutOfMemoryError:
         return {}

@@ -1,6 +1,8 @@
-"""Compute linear cross-entropy and log-probabilities of given tokens without ever holding [tokens, vocabulary] logits.
+"""Compute linear cross-entropy and log-probabilities of given tokens without ever holding [tokens,
+vocabulary] logits.
 
-Shapes: N tokens, C tokens of one chunk, D hidden size, V vocabulary, K trained rows of a frozen weight.
+Shapes: N tokens, C tokens of one chunk, D hidden size, V vocabulary, K trained rows of a frozen
+    weight.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,11 +17,12 @@ from monograph import compat
 from monograph.ops.fused_gradients import add_product_, block_rows, fused_of
 from monograph.ops.token_rows import Rows, change, replaced
 
-# Upper bound of a chunk's fp32 logits, as far as MAX_CHUNKS allows it: small enough to stay near a CPU's cache, large
-# enough for matrix products that keep a GPU busy.
+# Upper bound of a chunk's fp32 logits, as far as MAX_CHUNKS allows it: small enough to stay near a
+# CPU's cache, large enough for matrix products that keep a GPU busy.
 CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 512 * 2**20}
-# A compiled graph unrolls the loop over chunks, so chunks cost compile time; and each reads and writes the weight's
-# whole gradient, [V, D]. Eight are enough for an eighth of the memory of dense logits (benchmarks/loss.py).
+# A compiled graph unrolls the loop over chunks, so chunks cost compile time; and each reads and
+# writes the weight's whole gradient, [V, D]. Eight are enough for an eighth of the memory of dense
+# logits (benchmarks/loss.py).
 MAX_CHUNKS = 8
 Piece = tuple[Tensor, Tensor, Tensor]  # hidden states [C, D], targets and weights [C] of a chunk
 
@@ -39,23 +42,26 @@ def linear_cross_entropy(
     loss = sum over n with targets[n] != -100 of  logsumexp(z[n]) - z[n, targets[n]],   z = hidden @ weight.T
     d loss / d z[n] = softmax(z[n]) - onehot(targets[n])
 
-    "chunked" computes loss and gradients chunk by chunk in the forward pass, so that at most one chunk's logits are
-    alive (the idea of chunked and fused linear cross-entropy: pytorch/pytorch#124480, Liger-Kernel, Wijmans et al.
-    2024); under `torch.no_grad()` it computes the loss alone. "reference" is `F.cross_entropy` on the whole logits.
+    "chunked" computes loss and gradients chunk by chunk in the forward pass, so that at most one
+    chunk's logits are alive (the idea of chunked and fused linear cross-entropy:
+    pytorch/pytorch#124480, Liger-Kernel, Wijmans et al. 2024); under `torch.no_grad()` it computes
+    the loss alone. "reference" is `F.cross_entropy` on the whole logits.
 
     Args:
-        hidden_ND: [N, D] float; the matrix products run in this dtype (or in autocast's), softmax and sums in fp32
-            (fp64 for fp64).
+        hidden_ND: [N, D] float; the matrix products run in this dtype (or in autocast's), softmax
+            and sums in fp32 (fp64 for fp64).
         weight_VD: [V, D]; it is cast to the hidden dtype, its gradient has its own dtype.
         targets_N: [N] int64 class ids in [0, V), or -100 where nothing is predicted.
         chunks: number of pieces into which N is cut; None: chosen by the size of a chunk's logits.
         impl: "chunked" or "reference".
-        rows: trained rows that replace some of a frozen weight's; only they get a gradient, and the weight is not
-            copied. Their change to the logits is computed separately, so unchanged rows keep the logits' bits.
+        rows: trained rows that replace some of a frozen weight's; only they get a gradient, and the
+            weight is not copied. Their change to the logits is computed separately, so unchanged
+            rows keep the logits' bits.
         device_type: "cpu" or "cuda", by whose limits the work is cut up; None: that of the tensors.
 
     Returns:
-        (loss, count): 0-d fp32 (fp64 for fp64 input) sum in nats, differentiable; 0-d int64 number of targets.
+        (loss, count): 0-d fp32 (fp64 for fp64 input) sum in nats, differentiable; 0-d int64 number
+        of targets.
     """
     if torch.is_autocast_enabled(hidden_ND.device.type):
         hidden_ND = hidden_ND.to(torch.get_autocast_dtype(hidden_ND.device.type))
@@ -83,7 +89,9 @@ def linear_cross_entropy(
 
 
 def chunk_count(tokens: int, vocabulary: int, device_type: str) -> int:
-    """Return the number of chunks in which a chunk's fp32 logits stay under CHUNK_BYTES, at most MAX_CHUNKS."""
+    """Return the number of chunks in which a chunk's fp32 logits stay under CHUNK_BYTES, at most
+    MAX_CHUNKS.
+    """
     limit = CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"])
     return max(1, min(MAX_CHUNKS, tokens, -(-tokens * vocabulary * 4 // limit)))
 
@@ -95,7 +103,11 @@ def _added(weight_VD: Tensor, rows: Rows | None) -> Rows | None:
 
 def _logits(hidden_CD: Tensor, weight_VD: Tensor, added: Rows | None) -> Tensor:
     logits_CV = hidden_CD @ weight_VD.T
-    return logits_CV if added is None else logits_CV.index_add_(-1, added.index_K, hidden_CD @ added.values_KD.T)
+    return (
+        logits_CV
+        if added is None
+        else logits_CV.index_add_(-1, added.index_K, hidden_CD @ added.values_KD.T)
+    )
 
 
 def _chunk_loss(piece: Piece, weight_VD: Tensor, added: Rows | None) -> Tensor:
@@ -106,7 +118,12 @@ def _chunk_loss(piece: Piece, weight_VD: Tensor, added: Rows | None) -> Tensor:
 
 
 def _loss_only(
-    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, chunks: int, rows: Rows | None
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    weights_N: Tensor,
+    chunks: int,
+    rows: Rows | None,
 ) -> Tensor:
     weight_VD = weight_VD.to(hidden_ND.dtype)
     added = _added(weight_VD, rows)
@@ -114,14 +131,19 @@ def _loss_only(
     return torch.stack([_chunk_loss(piece, weight_VD, added) for piece in pieces]).sum()
 
 
-def _pieces(hidden_ND: Tensor, targets_N: Tensor, weights_N: Tensor, chunks: int) -> Iterator[Piece]:
-    return zip(*(tensor.tensor_split(chunks) for tensor in (hidden_ND, targets_N, weights_N)), strict=True)
+def _pieces(
+    hidden_ND: Tensor, targets_N: Tensor, weights_N: Tensor, chunks: int
+) -> Iterator[Piece]:
+    return zip(
+        *(tensor.tensor_split(chunks) for tensor in (hidden_ND, targets_N, weights_N)), strict=True
+    )
 
 
 def _chunk_difference(
     piece: Piece, weight_VD: Tensor, device_type: str, added: Rows | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return a chunk's loss, the hidden states' gradient, and the factors of the weight's: states and softmax - onehot.
+    """Return a chunk's loss, the hidden states' gradient, and the factors of the weight's: states
+    and softmax - onehot.
 
     It is a separate function so that no tensor of a chunk is still alive in the next one.
     """
@@ -130,15 +152,19 @@ def _chunk_difference(
     if compiles and device_type == "cuda" and added is None:
         loss, grad_CV = _traced_on_cuda(hidden_CD, weight_VD, targets_C, weights_C)
         return loss, grad_CV @ weight_VD, hidden_CD, grad_CV
-    # Ignored rows become zero, so that they add nothing to the weight's gradient. Under vmap this also makes the logits
-    # batched if the targets are, which the in-place writes below need.
+    # Ignored rows become zero, so that they add nothing to the weight's gradient. Under vmap this
+    # also makes the logits batched if the targets are, which the in-place writes below need.
     kept_C1 = weights_C.unsqueeze(-1).to(hidden_CD.dtype)
     hidden_CD = hidden_CD * kept_C1
     if compiles:
-        losses_C, grad_CV = _traced_difference(hidden_CD, weight_VD, targets_C, weights_C.dtype, added)
+        losses_C, grad_CV = _traced_difference(
+            hidden_CD, weight_VD, targets_C, weights_C.dtype, added
+        )
     else:
         rows = block_rows(device_type, weight_VD.shape[0])
-        losses_C, grad_CV = _eager_difference(hidden_CD, weight_VD, targets_C, weights_C.dtype, added, rows)
+        losses_C, grad_CV = _eager_difference(
+            hidden_CD, weight_VD, targets_C, weights_C.dtype, added, rows
+        )
     grad_CD = grad_CV @ weight_VD
     if added is not None:
         grad_CD = grad_CD + grad_CV.index_select(-1, added.index_K) @ added.values_KD
@@ -148,7 +174,9 @@ def _chunk_difference(
 def _traced_difference(
     hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, dtype: torch.dtype, added: Rows | None
 ) -> tuple[Tensor, Tensor]:
-    """Return losses [C] and softmax - onehot [C, V] in `hidden_CD`'s dtype, out of place for a compiler to fuse."""
+    """Return losses [C] and softmax - onehot [C, V] in `hidden_CD`'s dtype, out of place for a
+    compiler to fuse.
+    """
     logits_CV = (hidden_CD @ weight_VD.T).to(dtype)
     if added is not None:
         more_CV = (hidden_CD @ added.values_KD.T).to(dtype)[:, added.slot_V.clamp_min(0)]
@@ -164,7 +192,8 @@ def _traced_difference(
 def _traced_on_cuda(
     hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, weights_C: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return losses [C] and the difference, both weighted, in the form that takes Inductor two passes over the logits.
+    """Return losses [C] and the difference, both weighted, in the form that takes Inductor two
+    passes over the logits.
 
     A CPU gains nothing, as it would compute the exponentials twice.
     """
@@ -174,16 +203,25 @@ def _traced_on_cuda(
     sum_C1 = exp_CV.sum(-1, keepdim=True)
     chosen_CV = torch.arange(weight_VD.shape[0], device=weight_VD.device) == targets_C.unsqueeze(-1)
     # A sum over the row takes the place of a gather, which would be a kernel of its own.
-    losses_C1 = sum_C1.log() + largest_C1 - torch.where(chosen_CV, logits_CV, 0.0).sum(-1, keepdim=True)
+    losses_C1 = (
+        sum_C1.log() + largest_C1 - torch.where(chosen_CV, logits_CV, 0.0).sum(-1, keepdim=True)
+    )
     weights_C1 = weights_C.unsqueeze(-1)
     grad_CV = (exp_CV / sum_C1 - chosen_CV.to(exp_CV.dtype)) * weights_C1
     return (losses_C1 * weights_C1).squeeze(-1), grad_CV.to(hidden_CD.dtype)
 
 
 def _eager_difference(
-    hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, dtype: torch.dtype, added: Rows | None, rows: int
+    hidden_CD: Tensor,
+    weight_VD: Tensor,
+    targets_C: Tensor,
+    dtype: torch.dtype,
+    added: Rows | None,
+    rows: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the same in place, some rows at a time: on a CPU a new [C, V] tensor costs more than its arithmetic."""
+    """Return the same in place, some rows at a time: on a CPU a new [C, V] tensor costs more than
+    its arithmetic.
+    """
     logits_CV = _logits(hidden_CD, weight_VD, added)
     losses: list[Tensor] = []
     for logits_RV, targets_R in zip(logits_CV.split(rows), targets_C.split(rows), strict=True):
@@ -198,18 +236,29 @@ def _eager_difference(
 class _ChunkedLoss(torch.autograd.Function):
     """Compute the loss and both gradients in one pass, out of place when traced.
 
-    In-place writes to a returned tensor give wrong gradients when Dynamo traces an autograd.Function
-    (pytorch/pytorch#180642), and vmap cannot write a batched value into an unbatched buffer.
+    In-place writes to a returned tensor give wrong gradients when Dynamo traces an
+    autograd.Function (pytorch/pytorch#180642), and vmap cannot write a batched value into an
+    unbatched buffer.
 
-    A frozen weight has no gradient, which saves a third of the arithmetic and one [V, D] tensor. Its rows' gradient is
-    the sum over chunks of (softmax - onehot)[:, index].T @ hidden. A fused weight's is added where `Fused` says.
+    A frozen weight has no gradient, which saves a third of the arithmetic and one [V, D] tensor.
+    Its rows' gradient is the sum over chunks of (softmax - onehot)[:, index].T @ hidden. A fused
+    weight's is added where `Fused` says.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        hidden_ND, weight_VD, targets_N, weights_N, how, values_KD, index_K, slot_V, fused_VD, total_VD
+        hidden_ND,
+        weight_VD,
+        targets_N,
+        weights_N,
+        how,
+        values_KD,
+        index_K,
+        slot_V,
+        fused_VD,
+        total_VD,
     ):
         chunks, device_type, learned = how
         # Cast here, so that its gradient is not rounded to that dtype.
@@ -220,7 +269,9 @@ class _ChunkedLoss(torch.autograd.Function):
         terms: list[Tensor] = []
         grads: list[Tensor] = []
         for piece in _pieces(hidden_ND, targets_N, weights_N, chunks):
-            term, grad_CD, kept_CD, grad_CV = _chunk_difference(piece, weight_VD, device_type, added)
+            term, grad_CD, kept_CD, grad_CV = _chunk_difference(
+                piece, weight_VD, device_type, added
+            )
             terms.append(term)
             grads.append(grad_CD)
             if grad is not None and learned:
@@ -236,7 +287,8 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
         ctx.mark_non_differentiable(*(grad for grad in output[1:] if grad is not None))
-        ctx.set_materialize_grads(False)  # otherwise both unused outputs get a full-size gradient of zeros
+        # Otherwise both unused outputs get a full-size gradient of zeros.
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*output[1:])
         ctx.learned, ctx.total_VD = inputs[4][2], inputs[9]
         ctx.dtype = getattr(inputs[1] if ctx.learned else inputs[5], "dtype", None)
@@ -272,18 +324,19 @@ def token_log_probabilities(
 
     With `among` the logsumexp is over the tokens that are allowed at each place.
 
-    Any function of the result can be differentiated: of several chunks, a backward pass computes the logits of one at
-    a time once more. `linear_cross_entropy`, which knows what is minimised, saves that pass.
+    Any function of the result can be differentiated: of several chunks, a backward pass computes
+    the logits of one at a time once more. `linear_cross_entropy`, which knows what is minimised,
+    saves that pass.
 
     Args:
-        hidden_ND: [N, D] float; the products run in this dtype (or in autocast's), softmax and sums in fp32 (fp64 for
-            fp64).
+        hidden_ND: [N, D] float; the products run in this dtype (or in autocast's), softmax and sums
+            in fp32 (fp64 for fp64).
         weight_VD: [V, D]; it is cast to the hidden dtype.
         tokens_N: [N] int64, in [0, V).
         temperature: above 0; it divides the logits.
         rows: trained rows that replace some of a frozen weight's.
-        among: a function of states [C] that returns which tokens they allow, bool [C, at most V], and the state of each
-            place, [N]; None: all are.
+        among: a function of states [C] that returns which tokens they allow, bool [C, at most V],
+            and the state of each place, [N]; None: all are.
         chunks: number of pieces into which N is cut; None: chosen by the size of a chunk's logits.
 
     Returns:
@@ -296,11 +349,15 @@ def token_log_probabilities(
     allowed, states_N = among or (None, tokens_N)
     parts = (part.tensor_split(chunks) for part in (hidden_ND, tokens_N, states_N))
     pieces: list[tuple[Tensor, Tensor, Tensor]] = [*zip(*parts, strict=True)]
-    # A single chunk's logits are the first that the backward pass needs, so to drop them saves no memory.
+    # A single chunk's logits are the first that the backward pass needs, so to drop them saves no
+    # memory.
     if chunks == 1 or not torch.is_grad_enabled():
         return torch.cat([_chosen(*piece, weight_VD, temperature, allowed) for piece in pieces])
     return torch.cat(
-        [checkpoint(_chosen, *piece, weight_VD, temperature, allowed, use_reentrant=False) for piece in pieces]
+        [
+            checkpoint(_chosen, *piece, weight_VD, temperature, allowed, use_reentrant=False)
+            for piece in pieces
+        ]
     )
 
 

@@ -1,15 +1,17 @@
-"""Compute the gated delta rule, a linear attention whose state is a matrix that each token decays, corrects and reads.
+"""Compute the gated delta rule, a linear attention whose state is a matrix that each token decays,
+corrects and reads.
 
     S[t] = exp(g[t]) S[t-1] + k[t] (beta[t] (v[t] - (exp(g[t]) S[t-1])^T k[t]))^T       out[t] = S[t]^T q[t]
 
-At the first token of a document S[t-1] is 0. `recurrent` is the equation. `chunked` computes the same for whole chunks
-of tokens: inside a chunk the corrections are the solution of a triangular system, so that only one matrix for each
-chunk is carried from one to the next.
+At the first token of a document S[t-1] is 0. `recurrent` is the equation. `chunked` computes the
+same for whole chunks of tokens: inside a chunk the corrections are the solution of a triangular
+system, so that only one matrix for each chunk is carried from one to the next.
 
-Shape suffixes: B batch, T positions, H heads, E key dimension, V value dimension, N chunks, C positions of a chunk,
-M = B * H.
+Shape suffixes: B batch, T positions, H heads, E key dimension, V value dimension, N chunks, C
+positions of a chunk, M = B * H.
 
-Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks", arXiv 2412.06464; chunks: Yang et al., arXiv 2406.06484.
+Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks", arXiv 2412.06464; chunks: Yang et al.,
+    arXiv 2406.06484.
 """
 
 from typing import Any
@@ -38,7 +40,8 @@ def recurrent(
         key_BHTE: k, of length 1 or shorter.
         value_BHTV: v.
         decay_BHT: g, at most 0, best in float64.
-        beta_BHT: how much of a correction is written, from 0 to 1. A token with g = 0 and beta = 0 leaves the state.
+        beta_BHT: how much of a correction is written, from 0 to 1. A token with g = 0 and beta = 0
+            leaves the state.
         starts_BT: whether a token is the first of its document; None: the row is one document.
         state_BHEV: the state before the first token; None: 0.
     """
@@ -53,7 +56,9 @@ def recurrent(
     return torch.stack(outs, dim=2), state
 
 
-def step(key_BHE: Tensor, value_BHV: Tensor, decay_BH: Tensor, beta_BH: Tensor, state_BHEV: Tensor) -> Tensor:
+def step(
+    key_BHE: Tensor, value_BHV: Tensor, decay_BH: Tensor, beta_BH: Tensor, state_BHEV: Tensor
+) -> Tensor:
     """Return the state after one more token."""
     state_BHEV = state_BHEV * decay_BH.exp().to(state_BHEV.dtype)[..., None, None]
     known_BHV = (state_BHEV * key_BHE[..., None]).sum(dim=-2)
@@ -80,7 +85,9 @@ def chunked(
     size = min(CHUNK, 1 << (length - 1).bit_length())
 
     def cut(each: Tensor) -> Tensor:
-        """Return [B, H, T, ...] as [N, M, C, ...]; tokens that are added at the end have g = beta = 0."""
+        """Return [B, H, T, ...] as [N, M, C, ...]; tokens that are added at the end have g = beta =
+        0.
+        """
         padded = F.pad(each, (*(0,) * 2 * (each.ndim - 3), 0, -length % size))
         return padded.flatten(0, 1).unflatten(1, (-1, size)).transpose(0, 1)
 
@@ -89,12 +96,14 @@ def chunked(
     value = cut(value_BHTV)
     decay_NMC = cut(decay_BHT)
     beta_NMC = cut(beta_BHT)
-    begun_NMC = torch.zeros_like(decay_NMC, dtype=torch.int64)  # documents that began in the chunk, up to each position
+    # Documents that began in the chunk, up to each position.
+    begun_NMC = torch.zeros_like(decay_NMC, dtype=torch.int64)
     if starts_BT is not None:
         begun_NMC = cut(starts_BT[:, None].expand(-1, heads, -1)).cumsum(dim=-1)
     # A difference of sums has their rounding, and sums over a chunk are large next to it.
     sum_NMC = decay_NMC.double().cumsum(dim=-1)
-    # How much of what position j writes is left at position i: nothing of a later one or of another document.
+    # How much of what position j writes is left at position i: nothing of a later one or of another
+    # document.
     seen_NMCC = (begun_NMC[..., :, None] == begun_NMC[..., None, :]).tril()
     between_NMCC = (sum_NMC[..., :, None] - sum_NMC[..., None, :]).to(key.dtype)
     left_NMCC = between_NMCC.masked_fill(~seen_NMCC, float("-inf")).exp()
@@ -109,7 +118,9 @@ def chunked(
         of_state_NMC1[..., -1, 0],
         (_zero_state(key_BHTE, value_BHTV) if state_BHEV is None else state_BHEV).flatten(0, 1),
     )
-    out_NMCV = (query * of_state_NMC1) @ states_NMEV + (query @ key.mT * left_NMCC) @ correction_NMCV
+    out_NMCV = (query * of_state_NMC1) @ states_NMEV + (
+        query @ key.mT * left_NMCC
+    ) @ correction_NMCV
     out_MTV = out_NMCV.transpose(0, 1).flatten(1, 2)[:, :length]
     return out_MTV.unflatten(0, (rows, heads)), last_MEV.unflatten(0, (rows, heads))
 
@@ -126,21 +137,27 @@ def unit_inverse(strict: Tensor) -> Tensor:
 def scan(
     value_NMCV: Tensor, read_NMCE: Tensor, key_NMCE: Tensor, kept_NM: Tensor, state_MEV: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Carry the state through the chunks, u[n] = value[n] - read[n] S[n] and S[n+1] = kept[n] S[n] + key[n]^T u[n].
+    """Carry the state through the chunks, u[n] = value[n] - read[n] S[n] and S[n+1] = kept[n] S[n]
+    + key[n]^T u[n].
 
     Returns:
         S before each chunk, [N, M, E, V]; u, [N, M, C, V]; and S after the last one, [M, E, V].
     """
-    states, corrections = torch.ops.monograph.carry(value_NMCV, read_NMCE, key_NMCE, kept_NM, state_MEV)
+    states, corrections = torch.ops.monograph.carry(
+        value_NMCV, read_NMCE, key_NMCE, kept_NM, state_MEV
+    )
     return states[:-1], corrections, states[-1]
 
 
-# Operators, because a compiler would unroll their loops, and its time would grow with the length of a row.
+# Operators, because a compiler would unroll their loops, and its time would grow with the length of
+# a row.
 @torch.library.custom_op("monograph::unit_inverse", mutates_args=())
 def _unit_inverse(strict: Tensor) -> Tensor:
     # Transposed, as the solver returns columns next to each other.
     one = torch.eye(strict.shape[-1], dtype=strict.dtype, device=strict.device).expand(strict.shape)
-    return torch.linalg.solve_triangular(strict.mT, one, upper=True, unitriangular=True).mT.contiguous()
+    return torch.linalg.solve_triangular(
+        strict.mT, one, upper=True, unitriangular=True
+    ).mT.contiguous()
 
 
 @_unit_inverse.register_fake
@@ -178,7 +195,9 @@ def _(value: Tensor, reading: Tensor, key: Tensor, kept: Tensor, state: Tensor) 
 
 
 @torch.library.custom_op("monograph::carry_back", mutates_args=())
-def _carry_back(grad_states: Tensor, grad_corrections: Tensor, reading: Tensor, key: Tensor, kept: Tensor) -> Pair:
+def _carry_back(
+    grad_states: Tensor, grad_corrections: Tensor, reading: Tensor, key: Tensor, kept: Tensor
+) -> Pair:
     """Return the whole gradients of the states and of the corrections."""
     states, corrections = (each.contiguous().clone() for each in (grad_states, grad_corrections))
     for n in range(len(key) - 1, -1, -1):
@@ -189,8 +208,12 @@ def _carry_back(grad_states: Tensor, grad_corrections: Tensor, reading: Tensor, 
 
 
 @_carry_back.register_fake
-def _(grad_states: Tensor, grad_corrections: Tensor, reading: Tensor, key: Tensor, kept: Tensor) -> Pair:
-    return grad_states.new_empty(grad_states.shape), grad_corrections.new_empty(grad_corrections.shape)
+def _(
+    grad_states: Tensor, grad_corrections: Tensor, reading: Tensor, key: Tensor, kept: Tensor
+) -> Pair:
+    return grad_states.new_empty(grad_states.shape), grad_corrections.new_empty(
+        grad_corrections.shape
+    )
 
 
 def _keep_carried(ctx: Any, inputs: tuple[Tensor, ...], output: Pair) -> None:
@@ -200,28 +223,44 @@ def _keep_carried(ctx: Any, inputs: tuple[Tensor, ...], output: Pair) -> None:
 
 def _carry_backward(ctx: Any, grad_states: Tensor, grad_corrections: Tensor) -> tuple[Tensor, ...]:
     reading, key, kept, states, corrections = ctx.saved_tensors
-    of_states, of_values = torch.ops.monograph.carry_back(grad_states, grad_corrections, reading, key, kept)
+    of_states, of_values = torch.ops.monograph.carry_back(
+        grad_states, grad_corrections, reading, key, kept
+    )
     before, after = states[:-1], of_states[1:]
     of_kept = (before * after).sum(dim=(-2, -1))
-    return of_values, -(of_values @ before.mT), corrections @ after.mT, of_kept, of_states[0].clone()
+    return (
+        of_values,
+        -(of_values @ before.mT),
+        corrections @ after.mT,
+        of_kept,
+        of_states[0].clone(),
+    )
 
 
 _carry.register_autograd(_carry_backward, setup_context=_keep_carried)
 
 
 def _over_members(operator: Any) -> Any:
-    """Return the rule for a batched call: members are further rows, of the first axis but one or two."""
+    """Return the rule for a batched call: members are further rows, of the first axis but one or
+    two.
+    """
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor) -> tuple[Any, Any]:
         members = []
         for tensor, dim in zip(tensors, in_dims, strict=True):
-            front = tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+            front = (
+                tensor.expand(info.batch_size, *tensor.shape)
+                if dim is None
+                else tensor.movedim(dim, 0)
+            )
             axis = _rows_axis(front.ndim - 1)
             members.append(front.movedim(0, axis).flatten(axis, axis + 1))
         found = operator(*members)
         parts = found if isinstance(found, tuple) else (found,)
         axes = [_rows_axis(part.ndim) for part in parts]
-        split = tuple(part.unflatten(a, (info.batch_size, -1)) for part, a in zip(parts, axes, strict=True))
+        split = tuple(
+            part.unflatten(a, (info.batch_size, -1)) for part, a in zip(parts, axes, strict=True)
+        )
         return (split, tuple(axes)) if isinstance(found, tuple) else (split[0], axes[0])
 
     return rule

@@ -1,9 +1,11 @@
-"""Compute linear layers and embeddings that add their weights' gradients to other tensors, as Megatron's fused ones do.
+"""Compute linear layers and embeddings that add their weights' gradients to other tensors, as
+Megatron's fused ones do.
 
         y = x q(W)^T        dx = dy q(W)        total += dy^T x
 
-The sum is part of the matrix product, and q(W) is the weight in the dtype of the products. Autograd gets no gradient
-of W: without this, each gradient would be written, cast and added by kernels of their own.
+The sum is part of the matrix product, and q(W) is the weight in the dtype of the products. Autograd
+gets no gradient of W: without this, each gradient would be written, cast and added by kernels of
+    their own.
 
 Shapes: V rows, D channels, N rows and K columns of any matrices.
 """
@@ -24,7 +26,8 @@ class Fused(NamedTuple):
     """The tensors of a weight, as its attribute `fused`.
 
     Attributes:
-        weight: the weight, in the dtype of the products if it was rounded before, else each product rounds it.
+        weight: the weight, in the dtype of the products if it was rounded before, else each product
+            rounds it.
         total: the sum of the weight's gradients, in their dtype.
     """
 
@@ -33,12 +36,16 @@ class Fused(NamedTuple):
 
 
 def fusing() -> AbstractContextManager[None]:
-    """In the block, layers add the gradients of weights that have the attribute `fused`, in their backward passes."""
+    """In the block, layers add the gradients of weights that have the attribute `fused`, in their
+    backward passes.
+    """
     return compat.functional({"linear": linear, "embedding": embedding})
 
 
 def fused_of(owner: Any) -> Fused | None:
-    """Return the attribute `fused` of a weight, or of several in one piece, inside of `fusing`, else None."""
+    """Return the attribute `fused` of a weight, or of several in one piece, inside of `fusing`,
+    else None.
+    """
     return getattr(owner, "fused", None) if F.linear is linear else None
 
 
@@ -47,23 +54,31 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, owner: Any
     if (fused := fused_of(weight if owner is None else owner)) is None:
         return _linear(input, weight, bias)
     kind = input.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else fused.weight.dtype
+    dtype = (
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else fused.weight.dtype
+    )
     narrow = None if bias is None else bias.to(dtype)
     return _Linear.apply(input.to(dtype), weight, narrow, fused.weight.to(dtype), fused.total)
 
 
-def embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *others: Any, **named: Any) -> Tensor:
+def embedding(
+    input: Tensor, weight: Tensor, padding_idx: int | None = None, *others: Any, **named: Any
+) -> Tensor:
     """Return `F.embedding`; rows at `padding_idx` add no gradient."""
     fused = fused_of(weight)
     # The norm's exponent, 2, is given even without `max_norm`.
-    if fused is None or any(value not in (None, False, 2.0) for value in (*others, *named.values())):
+    if fused is None or any(
+        value not in (None, False, 2.0) for value in (*others, *named.values())
+    ):
         return _embedding(input, weight, padding_idx, *others, **named)
     return _Embedding.apply(input, weight, fused.total, padding_idx)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, rounded: Tensor, total: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, rounded: Tensor, total: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(input, rounded)
         ctx.total = total  # not saved, as other layers' backward passes may change it before
         return _linear(input, rounded, bias)
@@ -78,7 +93,9 @@ class _Linear(torch.autograd.Function):
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Tensor, total: Tensor, padding_idx: int | None) -> Tensor:
+    def forward(
+        ctx: Any, tokens: Tensor, weight: Tensor, total: Tensor, padding_idx: int | None
+    ) -> Tensor:
         ctx.save_for_backward(tokens)
         ctx.total, ctx.padding_idx = total, padding_idx
         return _embedding(tokens, weight)
@@ -93,15 +110,22 @@ class _Embedding(torch.autograd.Function):
 
 
 def block_rows(device_type: str, columns: int) -> int:
-    """Return how many rows of so many columns a part of in-place work has: on a CPU, as many as its cache holds."""
+    """Return how many rows of so many columns a part of in-place work has: on a CPU, as many as its
+    cache holds.
+    """
     return max(1, (8 if device_type == "cpu" else 512) * 2**20 // (4 * columns))
 
 
-# An operator, because a compiler would fuse a plain sum into one kernel that reads all products of a loss's chunks,
-# [V, D] each, and so keep all of them in memory. It takes rows that a compiler has padded, or that would be a copy.
-@torch.library.custom_op("monograph::add_product_", mutates_args=("total",), tags=[torch.Tag.flexible_layout])
+# An operator, because a compiler would fuse a plain sum into one kernel that reads all products of
+# a loss's chunks, [V, D] each, and so keep all of them in memory. It takes rows that a compiler has
+# padded, or that would be a copy.
+@torch.library.custom_op(
+    "monograph::add_product_", mutates_args=("total",), tags=[torch.Tag.flexible_layout]
+)
 def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left^T @ right to `total`, over any leading dimensions; the sum of bf16 products is fp32 on a GPU."""
+    """Add left^T @ right to `total`, over any leading dimensions; the sum of bf16 products is fp32
+    on a GPU.
+    """
     if total.is_cuda:
         # cuBLAS adds to the result in fp32, without a kernel and a tensor for the product.
         add = torch.ops.aten.addmm if total.ndim == 2 else torch.ops.aten.baddbmm
@@ -123,6 +147,9 @@ def _(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 @add_product_.register_vmap
 def _(info, in_dims, total, left, right):  # type: ignore[no-untyped-def]
-    front = [t if dim is None else t.movedim(dim, 0) for t, dim in zip((total, left, right), in_dims, strict=True)]
+    front = [
+        t if dim is None else t.movedim(dim, 0)
+        for t, dim in zip((total, left, right), in_dims, strict=True)
+    ]
     add_product_(*front)
     return None, None

@@ -1,13 +1,17 @@
-"""Keep a value in memory that a compiler would otherwise compute again for every element that reads it."""
+"""Keep a value in memory that a compiler would otherwise compute again for every element that reads
+it.
+"""
 
 import torch
 from torch import Tensor
 
 
 def materialize(value: Tensor) -> Tensor:
-    """Return the same tensor; in a compiled graph it is kept in memory instead of being fused into its readers.
+    """Return the same tensor; in a compiled graph it is kept in memory instead of being fused into
+    its readers.
 
-    Inductor fuses small tensors into the loops over large ones, which then repeat a power or a division for every
+    Inductor fuses small tensors into the loops over large ones, which then repeat a power or a
+    division for every
     element: on a CPU, two powers cost an AdamW update more than everything else in it.
     """
     if not torch.compiler.is_compiling():

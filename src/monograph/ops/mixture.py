@@ -1,4 +1,5 @@
-"""Compute the loss of a model that learns from the averaged probabilities of others, chunk by chunk.
+"""Compute the loss of a model that learns from the averaged probabilities of others, chunk by
+chunk.
 
 Shapes: N tokens, C tokens of one chunk, D hidden size of any model, V vocabulary.
 """
@@ -25,49 +26,66 @@ def mixture_cross_entropy(
     rows: Rows | None = None,
     chunks: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the cross-entropy with the targets and the divergence from the teachers' mixture, summed over the targets.
+    """Return the cross-entropy with the targets and the divergence from the teachers' mixture,
+    summed over the targets.
 
-        sum over targets of  share * -log q(target)  +  (1 - share) * sum over v of m(v) * (log m(v) - log q(v))
+        sum over targets of  share * -log q(target)  +  (1 - share) * sum over v of m(v) * (log m(v)
+        - log q(v))
 
-    q = softmax(hidden @ weight.T), and m is the mean over teachers of softmax(theirs @ head.T), a constant. The second
+    q = softmax(hidden @ weight.T), and m is the mean over teachers of softmax(theirs @ head.T), a
+    constant. The second
     term is KL(m || q). A chunk's loss and both its gradients are computed together. Of the teachers' probabilities
-    there are two at a time, [C, V]: the sum so far and the next. Source: Kim et al. 2025, arXiv 2509.14786.
+    there are two at a time, [C, V]: the sum so far and the next. Source: Kim et al. 2025, arXiv
+        2509.14786.
 
     Args:
-        hidden_ND: [N, D] float; products run in this dtype (or in autocast's), softmax and sums in fp32, of fp64 in it.
+        hidden_ND: [N, D] float; products run in this dtype (or in autocast's), softmax and sums in
+            fp32, of fp64 in it.
         weight_VD: [V, D]; it is cast to the hidden dtype.
         targets_N: [N] int64 in [0, V), or -100 for a place that counts nothing.
-        teachers: hidden states [N, D] and head [V, D] of each; without any this is `linear_cross_entropy`.
+        teachers: hidden states [N, D] and head [V, D] of each; without any this is
+            `linear_cross_entropy`.
         share: the targets' share of the loss, from 0 to 1.
         impl: "chunked", or "reference" for all places at once.
         rows: trained rows that replace some of a frozen weight's.
         chunks: number of pieces into which N is cut; None: chosen by the size of a chunk's logits.
 
     Returns:
-        (loss, count): 0-d fp32 (fp64 for fp64 input) sum in nats, differentiable by `hidden_ND` and `weight_VD`; 0-d
-        int64 number of targets.
+        (loss, count): 0-d fp32 (fp64 for fp64 input) sum in nats, differentiable by `hidden_ND` and
+        `weight_VD`; 0-d int64 number of targets.
     """
     if not teachers:
         return linear_cross_entropy(hidden_ND, weight_VD, targets_N, impl=impl, rows=rows)
     kind = hidden_ND.device.type
     weight_VD = weight_VD if rows is None else replaced(weight_VD, rows)
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_ND.dtype
-    chunks = 1 if impl == "reference" else chunks or chunk_count(len(targets_N), len(weight_VD), kind)
+    chunks = (
+        1 if impl == "reference" else chunks or chunk_count(len(targets_N), len(weight_VD), kind)
+    )
     kept_N = targets_N != -100
     states, heads = ([each.to(dtype) for each in side] for side in zip(*teachers, strict=True))
-    loss: Tensor = _Mixed.apply(hidden_ND.to(dtype), weight_VD, targets_N, (share, chunks), *states, *heads)
+    loss: Tensor = _Mixed.apply(
+        hidden_ND.to(dtype), weight_VD, targets_N, (share, chunks), *states, *heads
+    )
     return loss, kept_N.sum()
 
 
 class _Mixed(torch.autograd.Function):
-    """Compute the loss and both gradients in one pass: that of the logits is q - share * onehot - (1 - share) * m."""
+    """Compute the loss and both gradients in one pass: that of the logits is q - share * onehot -
+    (1 - share) * m.
+    """
 
     @staticmethod
-    def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, how: Any, *taught: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, how: Any, *taught: Tensor
+    ) -> Tensor:
         share, chunks = how
         number = len(taught) // 2
-        narrow_VD = weight_VD.to(hidden_ND.dtype)  # cast here, so that its gradient is not rounded to that dtype
-        total_VD = torch.zeros_like(weight_VD, dtype=torch.promote_types(hidden_ND.dtype, torch.float32))
+        # Cast here, so that its gradient is not rounded to that dtype.
+        narrow_VD = weight_VD.to(hidden_ND.dtype)
+        total_VD = torch.zeros_like(
+            weight_VD, dtype=torch.promote_types(hidden_ND.dtype, torch.float32)
+        )
         parts: list[tuple[Tensor, Tensor]] = []
         pieces = (each.tensor_split(chunks) for each in (targets_N, hidden_ND, *taught[:number]))
         for targets_C, hidden_CD, *states in zip(*pieces, strict=True):

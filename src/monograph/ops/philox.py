@@ -1,4 +1,6 @@
-"""Compute random words from a counter and a key by Philox, alike on every device and in every order of work."""
+"""Compute random words from a counter and a key by Philox, alike on every device and in every order
+of work.
+"""
 
 from torch import Tensor
 
@@ -10,24 +12,28 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
-    """Compute Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; Random123).
+    """Compute Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3";
+    Random123).
 
     Args:
-        counter: four words in [0, 2^32), int64, of shapes that broadcast. The first and the third must not be constants
-            of 2^31 or more in a compiled function: Inductor (torch 2.13) multiplies constants without wrapping around.
+        counter: four words in [0, 2^32), int64, of shapes that broadcast. The first and the third
+            must not be constants of 2^31 or more in a compiled function: Inductor (torch 2.13)
+            multiplies constants without wrapping around.
         key: two words of the same kind.
 
     Returns:
         Four words in [0, 2^32), int64.
     """
-    # The masks change no word. Inductor would multiply indices, such as a range's, as 32-bit numbers on a GPU.
+    # The masks change no word. Inductor would multiply indices, such as a range's, as 32-bit
+    # numbers on a GPU.
     c0 = counter[0] & LOW32
     c1 = counter[1]
     c2 = counter[2] & LOW32
     c3 = counter[3]
     k0, k1 = key
     for _ in range(_ROUNDS):
-        # Products may overflow int64, so the mask also removes the sign bits that the shift copies into the upper half.
+        # Products may overflow int64, so the mask also removes the sign bits that the shift copies
+        # into the upper half.
         product0, product1 = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
         c0, c2 = ((product1 >> 32) ^ (c1 ^ k0)) & LOW32, ((product0 >> 32) ^ (c3 ^ k1)) & LOW32
         c1, c3 = product1, product0

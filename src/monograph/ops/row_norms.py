@@ -6,7 +6,8 @@ Shapes: N outputs, K inputs, R rank.
 import torch
 from torch import Tensor
 
-SMALLEST = torch.finfo(torch.float32).tiny  # of a square; a row of zeros has no direction, and 0 / 0 would be NaN
+# Of a square; a row of zeros has no direction, and 0 / 0 would be NaN.
+SMALLEST = torch.finfo(torch.float32).tiny
 
 
 def row_norms(weight_NK: Tensor) -> Tensor:

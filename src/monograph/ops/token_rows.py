@@ -1,4 +1,5 @@
-"""Look up tokens and multiply with a frozen table of which some rows are trained, without a copy of the table.
+"""Look up tokens and multiply with a frozen table of which some rows are trained, without a copy of
+the table.
 
 Shapes: V rows of the table, D channels, K trained rows, N tokens; ... any leading dimensions.
 """
@@ -25,17 +26,22 @@ class Rows(NamedTuple):
 
 
 def replaced(weight_VD: Tensor, rows: Rows) -> Tensor:
-    """Return a copy of the table, in its dtype, with the rows in it; this is the reference for all else here."""
+    """Return a copy of the table, in its dtype, with the rows in it; this is the reference for all
+    else here.
+    """
     return weight_VD.index_copy(0, rows.index_K, rows.values_KD.to(weight_VD.dtype))
 
 
 def change(weight_VD: Tensor, rows: Rows) -> Tensor:
-    """Return the rows minus the table's own, [K, D] in its dtype: exactly zero while both are equal."""
+    """Return the rows minus the table's own, [K, D] in its dtype: exactly zero while both are
+    equal.
+    """
     return rows.values_KD.to(weight_VD.dtype) - weight_VD[rows.index_K]
 
 
 def embedding(tokens: Tensor, weight_VD: Tensor, rows: Rows) -> Tensor:
-    """Look tokens up in the table with the rows in it, as `F.embedding`: int64 [...] to [..., D] in the table's dtype.
+    """Look tokens up in the table with the rows in it, as `F.embedding`: int64 [...] to [..., D] in
+    the table's dtype.
 
     Args:
         tokens: ids.
@@ -46,7 +52,8 @@ def embedding(tokens: Tensor, weight_VD: Tensor, rows: Rows) -> Tensor:
 
 
 def linear(hidden: Tensor, weight_VD: Tensor, rows: Rows, bias_V: Tensor | None = None) -> Tensor:
-    """Apply `F.linear` with the rows in the table, [..., D] to [..., V]; unchanged rows give the table's own bits.
+    """Apply `F.linear` with the rows in the table, [..., D] to [..., V]; unchanged rows give the
+    table's own bits.
 
     y = x W^T,   y[..., index] += x (rows - W[index])^T
     """
@@ -55,7 +62,9 @@ def linear(hidden: Tensor, weight_VD: Tensor, rows: Rows, bias_V: Tensor | None 
 
 
 class _Lookup(torch.autograd.Function):
-    """Look up the replaced rows; their gradient is a matrix product, because a scattered sum has no fixed order."""
+    """Look up the replaced rows; their gradient is a matrix product, because a scattered sum has no
+    fixed order.
+    """
 
     generate_vmap_rule = True
 

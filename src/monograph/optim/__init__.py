@@ -1,4 +1,6 @@
-"""Update parameters: updates as free functions, the flat planes they run over, and optimizers that choose updates."""
+"""Update parameters: updates as free functions, the flat planes they run over, and optimizers that
+choose updates.
+"""
 
 from monograph.optim.narrow import join, split, split_, splittable
 from monograph.optim.optimizer import Group, Kind, Knob, Optimizer, Rule

@@ -1,4 +1,5 @@
-"""The forms in which an optimizer keeps its moments: what each costs, how it is made, read and written.
+"""The forms in which an optimizer keeps its moments: what each costs, how it is made, read and
+written.
 
 To add a form, write its class here, enter it in `FORMATS`, and name it in the key `optim.state`.
 
@@ -19,14 +20,15 @@ NEVER_NEGATIVE = ("exp_avg_sq",)
 
 
 class StateFormat(ABC):
-    """A form in which moments are kept between updates; the update itself computes in the gradient's dtype.
+    """A form in which moments are kept between updates; the update itself computes in the
+    gradient's dtype.
 
     Attributes:
         bytes_each: bytes of one number of a moment.
-        eager_update_bytes: bytes alive in an eager update for each number of its largest plane: seven fp32 copies, and
-            what reading and writing this form takes besides.
-        block: how many consecutive numbers share a scale. Parameters begin at multiples of it, and ranks that hold
-            parts of one block agree on its scale.
+        eager_update_bytes: bytes alive in an eager update for each number of its largest plane:
+            seven fp32 copies, and what reading and writing this form takes besides.
+        block: how many consecutive numbers share a scale. Parameters begin at multiples of it, and
+            ranks that hold parts of one block agree on its scale.
         stochastic: whether it rounds stochastically, and so needs random words.
         exact: whether the update computes in the buffers themselves.
     """
@@ -71,7 +73,8 @@ class StateFormat(ABC):
             accepted: bool.
             word_N: [N] random words in int64, if it is `stochastic`.
             before: elements of other ranks in the first block.
-            ends_2: the largest numbers of the first and the last block, where other ranks have parts of these.
+            ends_2: the largest numbers of the first and the last block, where other ranks have
+                parts of these.
         """
 
 
@@ -136,7 +139,9 @@ class Bf16(StateFormat):
 
 
 class EightBit(StateFormat):
-    """Codes of 8 bits in blocks of 256 with their largest number, `<name>_scale` [K] fp32; see `quantised`."""
+    """Codes of 8 bits in blocks of 256 with their largest number, `<name>_scale` [K] fp32; see
+    `quantised`.
+    """
 
     bytes_each = 1 + 4 / BLOCK
     eager_update_bytes = 36

@@ -1,7 +1,8 @@
 """Numbers in fewer bits: stochastic rounding to bf16, halves of fp32, and blocks of 8-bit codes.
 
-Shapes: N elements of a plane, K blocks of 256. Where ranks have rows of a parameter, the first block may have `before`
-elements that are another rank's, and the last one may end in another rank's rows.
+Shapes: N elements of a plane, K blocks of 256. Where ranks have rows of a parameter, the first
+block may have `before` elements that are another rank's, and the last one may end in another rank's
+rows.
 """
 
 import torch
@@ -11,15 +12,19 @@ from torch import Tensor
 from monograph.ops.philox import LOW32, philox
 
 BLOCK = 256
-# A code is a root of a value's share of its block's largest value, in this many steps: the square root for a signed
-# value, and the fourth root for a second moment, whose own square root is what an update uses.
+# A code is a root of a value's share of its block's largest value, in this many steps: the square
+# root for a signed value, and the fourth root for a second moment, whose own square root is what an
+# update uses.
 SIGNED_STEPS, SQUARE_STEPS = 127, 255
 Noise = tuple[Tensor, Tensor, Tensor]
 
 
 def noise(like_N: Tensor, seed: int, applied: Tensor, plane: int, start: int | Tensor = 0) -> Noise:
-    """Return three independent random words [N], int64 in [0, 2^32), by (seed, update, plane, start + index)."""
-    # The index is that in the whole plane, so that chunks of a streamed plane and rows of a sharded one draw the same.
+    """Return three independent random words [N], int64 in [0, 2^32), by (seed, update, plane, start
+    + index).
+    """
+    # The index is that in the whole plane, so that chunks of a streamed plane and rows of a sharded
+    # one draw the same.
     index_N = torch.arange(len(like_N), device=like_N.device) + start
     zero = torch.zeros_like(applied)
     counter = (index_N & LOW32, applied & LOW32, zero + plane, index_N >> 32)
@@ -27,7 +32,8 @@ def noise(like_N: Tensor, seed: int, applied: Tensor, plane: int, start: int | T
 
 
 def stochastic(values: Tensor, word: Tensor) -> Tensor:
-    """Round to bf16, up or down with probabilities by which the mean is the value; a bf16 value stays.
+    """Round to bf16, up or down with probabilities by which the mean is the value; a bf16 value
+    stays.
 
         bits <- (bits + r) with the lower 16 bits cut off,   r = word mod 2^16
 
@@ -38,19 +44,20 @@ def stochastic(values: Tensor, word: Tensor) -> Tensor:
     Returns:
         bf16, one of the two neighbours of the value.
     """
-    # The sum of the lower bits carries into bf16's last bit with the probability of rounding up. A number next to
-    # infinity becomes infinite, as in ordinary rounding.
+    # The sum of the lower bits carries into bf16's last bit with the probability of rounding up. A
+    # number next to infinity becomes infinite, as in ordinary rounding.
     bits = values.to(torch.float32).view(torch.int32) + (word & 0xFFFF).to(torch.int32)
     return (bits & -0x10000).view(torch.float32).to(torch.bfloat16)
 
 
 def splittable(master: Tensor) -> Tensor:
-    """Return the weights; those halfway between two bf16 numbers are moved towards zero by their last bit.
+    """Return the weights; those halfway between two bf16 numbers are moved towards zero by their
+    last bit.
 
         b <- b - 1 where the lower 17 bits of b are 0 1000 0000 0000 0000
 
-    Only weights that would be rounded down are moved, so their rounding to bf16 stays the same, and `split` needs no
-    65,537th value of `lo`. One weight of 131,072 is moved, by 2^-24 of itself.
+    Only weights that would be rounded down are moved, so their rounding to bf16 stays the same, and
+    `split` needs no 65,537th value of `lo`. One weight of 131,072 is moved, by 2^-24 of itself.
 
     Args:
         master: fp32, any shape.
@@ -60,11 +67,13 @@ def splittable(master: Tensor) -> Tensor:
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a splittable fp32 tensor as (hi, lo): hi is its rounding to bf16, ties to even; lo is the rest, int16.
+    """Return a splittable fp32 tensor as (hi, lo): hi is its rounding to bf16, ties to even; lo is
+    the rest, int16.
 
         hi = (b + 0x7FFF + (bit 16 of b)) >> 16          lo = b - (hi << 16)         b the bits of the master
 
-    The largest finite numbers have hi = inf, so only the result of `join` tells whether a number is finite.
+    The largest finite numbers have hi = inf, so only the result of `join` tells whether a number is
+    finite.
     """
     bits = master.view(torch.int32)
     hi = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
@@ -82,22 +91,26 @@ def join(hi: Tensor, lo: Tensor) -> Tensor:
     return ((hi.view(torch.int16).to(torch.int32) << 16) + lo).view(torch.float32)
 
 
-def quantised(values_N: Tensor, signed: bool, before: int = 0, ends_2: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return 8-bit codes of values, block by block of 256, after the idea of Dettmers et al. 2022 (arXiv 2110.02861).
+def quantised(
+    values_N: Tensor, signed: bool, before: int = 0, ends_2: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return 8-bit codes of values, block by block of 256, after the idea of Dettmers et al. 2022
+    (arXiv 2110.02861).
 
         a = max |x| of the block
         signed (m):  c = sign(x) round(127 (|x| / a)^(1/2))         x' = sign(c) a (c / 127)^2
         else (v):    c = max(1, round(255 (x / a)^(1/4))), 0 of 0   x' = a (c / 255)^4
 
-    Roots take the place of a table, as they fuse into the update. Codes of v reach twice as many orders of magnitude
-    down as those of m and are 0 only where v is 0, so the update m' / sqrt(v') stays bounded for an element whose
-    gradient is tiny compared with its block's.
+    Roots take the place of a table, as they fuse into the update. Codes of v reach twice as many
+    orders of magnitude down as those of m and are 0 only where v is 0, so the update m' / sqrt(v')
+    stays bounded for an element whose gradient is tiny compared with its block's.
 
     Args:
         values_N: [N]; v is not negative.
         signed: true for m, false for v.
         before: elements of the first block that are missing here.
-        ends_2: a of the first and the last block, if their other elements are missing here; None: no other counts.
+        ends_2: a of the first and the last block, if their other elements are missing here; None:
+            no other counts.
 
     Returns:
         Codes [N], int8 for signed, else uint8; a [K], fp32.
@@ -110,7 +123,8 @@ def quantised(values_N: Tensor, signed: bool, before: int = 0, ends_2: Tensor | 
     if signed:
         codes = ((root_K256 * SIGNED_STEPS).round() * blocks_K256.sign()).to(torch.int8)
     else:
-        # A code is at least 1, or an element whose second moment rounds to 0 would be divided by eps alone.
+        # A code is at least 1, or an element whose second moment rounds to 0 would be divided by
+        # eps alone.
         steps = (root_K256.sqrt() * SQUARE_STEPS).round().clamp_min(1)
         codes = torch.where(blocks_K256 > 0, steps, 0.0).to(torch.uint8)
     return codes.view(-1)[before : before + len(values_N)], scale_K1.squeeze(-1)

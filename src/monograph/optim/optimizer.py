@@ -1,4 +1,6 @@
-"""What an optimizer is: its numbers, the kinds into which it sorts parameters, and the rule that updates each kind."""
+"""What an optimizer is: its numbers, the kinds into which it sorts parameters, and the rule that
+updates each kind.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ class Kind(NamedTuple):
         rule: the formula.
         lr: factor of the optimizer's learning rate.
         weight_decay: decoupled decay.
-        matrix: (rows, cols) of a matrix that is updated as a whole, or (matrices, rows, cols) of a stack; None: each
-            element is updated for itself.
+        matrix: (rows, cols) of a matrix that is updated as a whole, or (matrices, rows, cols) of a
+            stack; None: each element is updated for itself.
         momentum: Muon's.
         eps: factor of the optimizer's eps.
         vector: whether it has one dimension or none, as gains and biases have.
@@ -78,14 +80,19 @@ class Rule(ABC):
             applied: the number of updates applied, this one included, int64.
             accepted: whether the update is made, bool.
             compute: the dtype of matrix products, if the rule has any.
-            orthogonal: what `newton_schulz` gives of the direction, where it is known; then `param` is [size].
-            over: gives one of the optimizer's numbers, which may differ between the members of a stack, in a shape
-                that broadcasts against `param`.
+            orthogonal: what `newton_schulz` gives of the direction, where it is known; then `param`
+                is [size].
+            over: gives one of the optimizer's numbers, which may differ between the members of a
+                stack, in a shape that broadcasts against `param`.
         """
 
     @abstractmethod
-    def next_moments(self, grad: Tensor, moments: Sequence[Tensor], kind: Kind, optim: Optimizer) -> Sequence[Tensor]:
-        """Return the moments after an update by `grad`, of which ranks agree on the largest numbers of 8-bit blocks."""
+    def next_moments(
+        self, grad: Tensor, moments: Sequence[Tensor], kind: Kind, optim: Optimizer
+    ) -> Sequence[Tensor]:
+        """Return the moments after an update by `grad`, of which ranks agree on the largest numbers
+        of 8-bit blocks.
+        """
 
     def direction(self, grad: Tensor, moments: Sequence[Tensor], kind: Kind) -> Tensor:
         """Return what is orthogonalised, for a rule whose kinds have a `matrix`."""
@@ -94,13 +101,15 @@ class Rule(ABC):
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters, by a pattern of their names, that have a learning rate, weight decay or eps of their own.
+    """Parameters, by a pattern of their names, that have a learning rate, weight decay or eps of
+    their own.
 
     Attributes:
-        pattern: a pattern as in a shell: "lm_head.*", "*.bias"; a star matches dots, too. The first group that matches
-            a name counts.
+        pattern: a pattern as in a shell: "lm_head.*", "*.bias"; a star matches dots, too. The first
+            group that matches a name counts.
         lr: factor of the optimizer's learning rate.
-        weight_decay: the decay of these parameters; None: the optimizer's for matrices, none for other parameters.
+        weight_decay: the decay of these parameters; None: the optimizer's for matrices, none for
+            other parameters.
         eps: factor of the optimizer's eps; Muon's matrices have no eps.
     """
 
@@ -121,10 +130,11 @@ class Group:
 
 @dataclass(frozen=True)
 class Optimizer(ABC):
-    """What every optimizer has. The defaults are the usual ones for pretraining small language models.
+    """What every optimizer has. The defaults are the usual ones for pretraining small language
+    models.
 
-    To add an optimizer, write its class here and its `Rule` in `monograph.optim.rules`, enter it in `OPTIMIZERS`, and
-    name it in the key `optim.name`.
+    To add an optimizer, write its class here and its `Rule` in `monograph.optim.rules`, enter it in
+    `OPTIMIZERS`, and name it in the key `optim.name`.
 
     Attributes:
         lr: peak learning rate; a schedule multiplies it. With 0 no weight changes.
@@ -132,13 +142,16 @@ class Optimizer(ABC):
         eps: added to the root of the second moment.
         weight_decay: decoupled decay of parameters with two dimensions or more.
         groups: parameters with a rate or a decay of their own.
-        ema: decay of a moving average of the weights, which evaluation then uses; None for no average.
-        state: the form in which moments are kept; the update computes in the gradient's dtype in any case.
-            "fp32": exact, 8 bytes a parameter (in the parameters' dtype, to be precise).
-            "bf16": stochastically rounded, 4 bytes; 8 bits of a moment are left, which are right on average.
-            "8bit": codes in blocks of 256, 2 bytes; errors up to 1 % of a block's largest moment, not random.
-        master_weights: whether weights keep their dtype. False, which goes with the state "bf16" alone, rounds them
-            stochastically to bf16: a weight moves by 2^-8 of itself or not at all.
+        ema: decay of a moving average of the weights, which evaluation then uses; None for no
+            average.
+        state: the form in which moments are kept; the update computes in the gradient's dtype in
+            any case. "fp32": exact, 8 bytes a parameter (in the parameters' dtype, to be precise).
+            "bf16": stochastically rounded, 4 bytes; 8 bits of a moment are left, which are right on
+            average. "8bit": codes in blocks of 256, 2 bytes; errors up to 1 % of a block's largest
+            moment, not random.
+        master_weights: whether weights keep their dtype. False, which goes with the state "bf16"
+            alone, rounds them stochastically to bf16: a weight moves by 2^-8 of itself or not at
+                all.
         seed: the seed of stochastic rounding.
 
     Of a class, for plans and defaults:
@@ -172,7 +185,8 @@ class Optimizer(ABC):
         """Return how each trainable parameter is updated, by name.
 
         Raises:
-            UsageError: a group matches no parameter, or the module has nothing that the optimizer needs.
+            UsageError: a group matches no parameter, or the module has nothing that the optimizer
+                needs.
         """
 
 
@@ -188,15 +202,23 @@ def _require_ranges(optim: Optimizer) -> None:
     if not isinstance(eps, Tensor):
         ABOVE_0.require("eps", eps)
     if optim.ema is not None and not FRACTION.holds(optim.ema):
-        raise UsageError(f"ema = {optim.ema!r}: expected a decay between 0 and 1, or None for no average")
+        raise UsageError(
+            f"ema = {optim.ema!r}: expected a decay between 0 and 1, or None for no average"
+        )
     if optim.state not in FORMATS:
         raise UsageError(f"state = {optim.state!r}: expected one of {', '.join(FORMATS)}")
     if not optim.master_weights and optim.state != "bf16":
-        raise UsageError(f"master_weights = False keeps weights in bf16: its state is bf16, not {optim.state}")
+        raise UsageError(
+            f"master_weights = False keeps weights in bf16: its state is bf16, not {optim.state}"
+        )
     require_list("groups", optim.groups, Group, "monograph.Group(...)")
 
 
 def require_list(name: str, values: object, kind: type, words: str) -> None:
     """Refuse what is no list of `kind`, in words."""
-    if isinstance(values, str) or not isinstance(values, Iterable) or not all(isinstance(v, kind) for v in values):
+    if (
+        isinstance(values, str)
+        or not isinstance(values, Iterable)
+        or not all(isinstance(v, kind) for v in values)
+    ):
         raise UsageError(f"{name} = {values!r}: expected a list of {words}")

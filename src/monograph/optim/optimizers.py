@@ -1,4 +1,6 @@
-"""Define the optimizers: they say which parameter is updated in which way, and with which rate and decay."""
+"""Define the optimizers: they say which parameter is updated in which way, and with which rate and
+decay.
+"""
 
 import functools
 import math
@@ -40,10 +42,11 @@ class AdamW(Optimizer):
 
 @dataclass(frozen=True)
 class Muon(Optimizer):
-    """Muon for the matrices inside blocks, AdamW for all other parameters: embedding, head, norm gains, biases.
+    """Muon for the matrices inside blocks, AdamW for all other parameters: embedding, head, norm
+    gains, biases.
 
-    Both take the same learning rate: see `muon_`. Fields that `Optimizer` has mean the same here; betas and eps are for
-    the other parameters.
+    Both take the same learning rate: see `muon_`. Fields that `Optimizer` has mean the same here;
+    betas and eps are for the other parameters.
 
     Attributes:
         momentum: Nesterov momentum of the matrices.
@@ -65,17 +68,21 @@ class Muon(Optimizer):
         super().__post_init__()
         DECAY.require("momentum", self.momentum)
         NOT_NEGATIVE.require("embedding_lr", self.embedding_lr)
-        require_list("matrices", self.matrices or (), str, "patterns of names, such as ['*.weight']")
+        require_list(
+            "matrices", self.matrices or (), str, "patterns of names, such as ['*.weight']"
+        )
 
     def kinds(self, module: nn.Module) -> dict[str, Kind]:
         """Return how each trainable parameter is updated, by name.
 
         Raises:
-            UsageError: there is no matrix, a pattern or group matches no parameter, or a pattern matches a parameter
-                that is no matrix.
+            UsageError: there is no matrix, a pattern or group matches no parameter, or a pattern
+                matches a parameter that is no matrix.
         """
         parameters = trainable(module)
-        names = hidden_matrices(module) if self.matrices is None else _named(parameters, self.matrices)
+        names = (
+            hidden_matrices(module) if self.matrices is None else _named(parameters, self.matrices)
+        )
         if not names:
             raise UsageError(
                 "muon finds no matrix inside a block, which is a module with parts inside an nn.ModuleList or "
@@ -86,7 +93,9 @@ class Muon(Optimizer):
         embeddings = _embeddings(module)
         for name, kind in kinds.items():
             if name in shapes:
-                kinds[name] = kind._replace(rule=MUON, matrix=shapes[name], momentum=self.momentum, eps=1.0)
+                kinds[name] = kind._replace(
+                    rule=MUON, matrix=shapes[name], momentum=self.momentum, eps=1.0
+                )
             elif id(parameters[name]) in embeddings:
                 kinds[name] = kind._replace(lr=kind.lr * self.embedding_lr)
         return kinds
@@ -108,12 +117,16 @@ def checked(optim: Optimizer) -> Optimizer:
         UsageError: it is another object.
     """
     if not isinstance(optim, Optimizer):
-        raise UsageError(f"optim is a {type(optim).__name__}: expected monograph.AdamW(...) or monograph.Muon(...)")
+        raise UsageError(
+            f"optim is a {type(optim).__name__}: expected monograph.AdamW(...) or monograph.Muon(...)"
+        )
     return optim
 
 
 def initialise(plane: Plane, optim: Optimizer) -> None:
-    """Give the plane its state: zero moments, and the average, which equals the weights before the first update."""
+    """Give the plane its state: zero moments, and the average, which equals the weights before the
+    first update.
+    """
     for name in plane.kind.rule.moments:
         plane.state |= FORMATS[optim.state].zeros(plane.grad, name, plane.before)
     if optim.ema is not None:
@@ -122,19 +135,30 @@ def initialise(plane: Plane, optim: Optimizer) -> None:
 
 
 def update_(
-    plane: Plane, optim: Optimizer, grad: Tensor, *, lr: Tensor, applied: Tensor, accepted: Tensor, compute: torch.dtype
+    plane: Plane,
+    optim: Optimizer,
+    grad: Tensor,
+    *,
+    lr: Tensor,
+    applied: Tensor,
+    accepted: Tensor,
+    compute: torch.dtype,
 ) -> None:
-    """Update a plane in the way of its kind, matrices of one shape all at once, and the average after it.
+    """Update a plane in the way of its kind, matrices of one shape all at once, and the average
+    after it.
 
-    `grad` [size] is the clipped mean gradient; `lr`, `applied`, `accepted` and `compute` are those of the functions in
-    `monograph.optim.updates`. For a stack of N modules, `grad` is [N, size], and the next three are [N], as knobs may
-    be. Buffers in fewer bits are unpacked before and packed again afterwards.
+    `grad` [size] is the clipped mean gradient; `lr`, `applied`, `accepted` and `compute` are those
+    of the functions in `monograph.optim.updates`. For a stack of N modules, `grad` is [N, size],
+    and the next three are [N], as knobs may be. Buffers in fewer bits are unpacked before and
+    packed again afterwards.
     """
     kind = plane.kind
     state = plane.state
     form = FORMATS[optim.state]
     # All arithmetic is in the gradient's dtype, so that one formula serves every form of the state.
-    moments = {name: form.unpack(state, name, grad.dtype, plane.before) for name in kind.rule.moments}
+    moments = {
+        name: form.unpack(state, name, grad.dtype, plane.before) for name in kind.rule.moments
+    }
     param = plane.param.to(grad.dtype)
     stacks = [param, grad, *moments.values()]
     if kind.matrix is not None and plane.orthogonal is None:
@@ -152,8 +176,11 @@ def update_(
         orthogonal=plane.orthogonal,
         over=over,
     )
-    # Words 1 and 2 round the moments, word 0 the weights, as roundings of one update must be independent.
-    words = noise(param, optim.seed, applied, plane.number, plane.start) if form.stochastic else None
+    # Words 1 and 2 round the moments, word 0 the weights, as roundings of one update must be
+    # independent.
+    words = (
+        noise(param, optim.seed, applied, plane.number, plane.start) if form.stochastic else None
+    )
     for number, (name, values) in enumerate(moments.items(), start=1):
         word = None if words is None else words[number]
         form.pack_(state, name, values, accepted, word, plane.before, plane.ends.get(name))
@@ -166,20 +193,28 @@ def update_(
 
 
 def _matrices(flat: Tensor, plane: Plane) -> Tensor:
-    """Return a plane of matrices or stacks of one shape as [..., slots, *shape], without the zeros between them."""
+    """Return a plane of matrices or stacks of one shape as [..., slots, *shape], without the zeros
+    between them.
+    """
     shape = plane.kind.matrix or ()
     return flat.unflatten(-1, (len(plane.slots), -1))[..., : math.prod(shape)].unflatten(-1, shape)
 
 
 def _over(stack: Tensor, knob: object) -> Any:
-    """Return a knob, which may have a value for each member [N], in a shape that broadcasts against [N, ...]."""
-    return knob.view(-1, *[1] * (stack.ndim - 1)) if isinstance(knob, Tensor) and knob.ndim else knob
+    """Return a knob, which may have a value for each member [N], in a shape that broadcasts against
+    [N, ...].
+    """
+    return (
+        knob.view(-1, *[1] * (stack.ndim - 1)) if isinstance(knob, Tensor) and knob.ndim else knob
+    )
 
 
 def hidden_matrices(module: nn.Module) -> list[str]:
-    """Return the names of trainable matrices and stacks of experts' matrices in a module's `blocks`, not embeddings."""
-    # An embedding's rows are looked up, not multiplied, and orthogonalising its gradient would mix rows of different
-    # tokens.
+    """Return the names of trainable matrices and stacks of experts' matrices in a module's
+    `blocks`, not embeddings.
+    """
+    # An embedding's rows are looked up, not multiplied, and orthogonalising its gradient would mix
+    # rows of different tokens.
     inside = {id(p) for block in blocks(module).values() for p in block.parameters()}
     experts = [m for m in module.modules() if isinstance(m, ExpertLinear)]
     stacks = {id(p) for m in experts for p in m.parameters(recurse=False)}
@@ -190,22 +225,31 @@ def hidden_matrices(module: nn.Module) -> list[str]:
 
 
 def _embeddings(module: nn.Module) -> set[int]:
-    return {id(m.weight) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+    return {
+        id(m.weight) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))
+    }
 
 
 def _named(parameters: Mapping[str, nn.Parameter], patterns: Sequence[str]) -> list[str]:
-    if idle := [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in parameters)]:
+    if idle := [
+        pattern
+        for pattern in patterns
+        if not any(fnmatchcase(name, pattern) for name in parameters)
+    ]:
         raise UsageError(_matches_none("muon's pattern", idle[0], parameters))
     names = [name for name in parameters if any(fnmatchcase(name, pattern) for pattern in patterns)]
     if odd := [name for name in names if parameters[name].ndim != 2]:
-        raise UsageError(f"muon updates matrices, but {odd[0]} has {parameters[odd[0]].ndim} dimensions, not 2")
+        raise UsageError(
+            f"muon updates matrices, but {odd[0]} has {parameters[odd[0]].ndim} dimensions, not 2"
+        )
     return names
 
 
 def kinds_of(
     parameters: Mapping[str, nn.Parameter], rule: Rule, weight_decay: float, groups: Sequence[Group]
 ) -> dict[str, Kind]:
-    """Return how each parameter is updated by one rule, by name, with the rates and decays of groups.
+    """Return how each parameter is updated by one rule, by name, with the rates and decays of
+    groups.
 
     Raises:
         UsageError: a group matches no parameter.
@@ -216,7 +260,8 @@ def kinds_of(
         # The first match counts, so that an exception is written before its rule.
         group = next((group for group in groups if fnmatchcase(name, group.pattern)), Group("*"))
         idle.discard(group.pattern)
-        # Gains and biases are not decayed: pulling a gain to zero shrinks activations without regularising them.
+        # Gains and biases are not decayed: pulling a gain to zero shrinks activations without
+        # regularising them.
         vector = parameter.ndim < 2 or name.endswith(".bias")  # experts' biases are in one tensor
         usual = 0.0 if vector else weight_decay
         decay = usual if group.weight_decay is None else group.weight_decay

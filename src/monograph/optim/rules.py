@@ -1,4 +1,6 @@
-"""The rules of optimizers: each applies a formula of `monograph.optim.updates` to the parameters of a plane."""
+"""The rules of optimizers: each applies a formula of `monograph.optim.updates` to the parameters of
+a plane.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,7 +46,9 @@ class AdamWRule(Rule):
             weight_decay=weight_decay,
         )
 
-    def next_moments(self, grad: Tensor, moments: Sequence[Tensor], kind: Kind, optim: Optimizer) -> Sequence[Tensor]:
+    def next_moments(
+        self, grad: Tensor, moments: Sequence[Tensor], kind: Kind, optim: Optimizer
+    ) -> Sequence[Tensor]:
         """See Rule."""
         exp_avg, exp_avg_sq = moments
         return next_moments(grad, exp_avg, exp_avg_sq, optim.betas)
@@ -85,7 +89,9 @@ class MuonRule(Rule):
             sides=kind.matrix[-2:],
         )
 
-    def next_moments(self, grad: Tensor, moments: Sequence[Tensor], kind: Kind, optim: Optimizer) -> Sequence[Tensor]:
+    def next_moments(
+        self, grad: Tensor, moments: Sequence[Tensor], kind: Kind, optim: Optimizer
+    ) -> Sequence[Tensor]:
         """See Rule."""
         momentum, _ = nesterov(grad, moments[0], kind.momentum)
         return (momentum,)

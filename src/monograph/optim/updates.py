@@ -1,8 +1,8 @@
 """Compute updates in place, as free functions of tensors that every engine calls.
 
-They have no state and assume no shapes. Tensors may have leading dimensions (members of an ensemble), and every knob
-may be a tensor that broadcasts against the parameters. Where `accepted` is false nothing changes, whatever the gradient
-is; the host reads no value.
+They have no state and assume no shapes. Tensors may have leading dimensions (members of an
+ensemble), and every knob may be a tensor that broadcasts against the parameters. Where `accepted`
+is false nothing changes, whatever the gradient is; the host reads no value.
 """
 
 import math
@@ -14,13 +14,14 @@ from torch import Tensor
 from monograph.ops.materialize import materialize
 from monograph.optim.optimizer import Knob
 
-# Keller Jordan's quintic (https://kellerjordan.github.io/posts/muon/) is so steep at 0 that five iterations are enough.
-# Singular values then end between 0.68 and 1.21 instead of at 1, which does not harm training.
+# Keller Jordan's quintic (https://kellerjordan.github.io/posts/muon/) is so steep at 0 that five
+# iterations are enough. Singular values then end between 0.68 and 1.21 instead of at 1, which does
+# not harm training.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 SMALLEST_NORM = 1e-7
-# The usual RMS of AdamW's update over the learning rate (Liu et al. 2025, "Muon is Scalable for LLM Training", arXiv
-# 2502.16982, eq. 4).
+# The usual RMS of AdamW's update over the learning rate (Liu et al. 2025, "Muon is Scalable for LLM
+# Training", arXiv 2502.16982, eq. 4).
 ADAMW_RMS = 0.2
 
 
@@ -37,7 +38,8 @@ def adamw_(
     eps: Knob,
     weight_decay: Knob,
 ) -> None:
-    """Make one AdamW update, with the arithmetic of `torch.optim.AdamW` (Loshchilov and Hutter, arXiv 1711.05101).
+    """Make one AdamW update, with the arithmetic of `torch.optim.AdamW` (Loshchilov and Hutter,
+    arXiv 1711.05101).
 
         m <- b1 m + (1 - b1) g          v <- b2 v + (1 - b2) g^2
         p <- p (1 - lr wd) - lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
@@ -59,7 +61,8 @@ def adamw_(
     t = applied.to(torch.float64)  # 1 - b2^t loses digits in fp32
     step_size = materialize((lr / (1 - beta1**t)).to(param.dtype))
     root_correction = materialize((1 - beta2**t).sqrt().to(param.dtype))
-    # param * (1 - lr wd) would round the factor in the same way at every update, and the errors would add up.
+    # param * (1 - lr wd) would round the factor in the same way at every update, and the errors
+    # would add up.
     decay = materialize((lr * weight_decay).to(param.dtype))
     new = param - (decay * param + step_size * m / (v.sqrt() / root_correction + _like(eps, param)))
     param.copy_(torch.where(accepted, new, param))
@@ -67,10 +70,13 @@ def adamw_(
     exp_avg_sq.copy_(torch.where(accepted, v, exp_avg_sq))
 
 
-def next_moments(grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, betas: tuple[Knob, Knob]) -> tuple[Tensor, Tensor]:
+def next_moments(
+    grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, betas: tuple[Knob, Knob]
+) -> tuple[Tensor, Tensor]:
     """Return AdamW's next moments m and v; see `adamw_`."""
     beta1, beta2 = betas
-    # lerp instead of b1 m + (1 - b1) g is what torch.optim computes, and where m = g it gives exactly g.
+    # lerp instead of b1 m + (1 - b1) g is what torch.optim computes, and where m = g it gives
+    # exactly g.
     m = torch.lerp(exp_avg, grad, _like(1 - beta1, grad))
     return m, exp_avg_sq * _like(beta2, grad) + grad * grad * _like(1 - beta2, grad)
 
@@ -80,7 +86,8 @@ def newton_schulz(matrices: Tensor, compute: torch.dtype) -> Tensor:
 
         X <- G / |G| (Frobenius);   5 times:   A = X X^T,   X <- 3.4445 X + (-4.7750 A + 2.0315 A^2) X
 
-    0.68 < f(s) < 1.21 for s > 0.002; smaller values stay smaller, f(s) ~ 3.4445^5 s. A tall G is transposed first, so
+    0.68 < f(s) < 1.21 for s > 0.002; smaller values stay smaller, f(s) ~ 3.4445^5 s. A tall G is
+    transposed first, so
     that A has its smaller side. |G| counts as at least 1e-7, so that without a gradient there is no direction.
 
     Args:
@@ -94,7 +101,8 @@ def newton_schulz(matrices: Tensor, compute: torch.dtype) -> Tensor:
     tall = matrices.shape[-2] > matrices.shape[-1]
     wide = matrices.mT if tall else matrices
     norms = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True)
-    # The Frobenius norm is at least the largest singular value, and the iteration is for values up to 1.
+    # The Frobenius norm is at least the largest singular value, and the iteration is for values up
+    # to 1.
     X = (wide / norms.clamp_min(SMALLEST_NORM)).flatten(0, -3).to(compute)
     for _ in range(ITERATIONS):
         A = X @ X.mT
@@ -122,13 +130,14 @@ def muon_(
     orthogonal: Tensor | None = None,
     sides: Sequence[int] = (),
 ) -> None:
-    """Make one Muon update (Jordan et al. 2024) with Nesterov momentum, scaled to AdamW's RMS (Liu et al. 2025).
+    """Make one Muon update (Jordan et al. 2024) with Nesterov momentum, scaled to AdamW's RMS (Liu
+    et al. 2025).
 
         m <- mu m + (1 - mu) g          u = mu m + (1 - mu) g
         p <- p (1 - lr wd) - lr * 0.2 sqrt(max(rows, cols)) * newton_schulz(u)
 
-    A matrix of rank min(rows, cols) with singular values 1 has an RMS of 1 / sqrt(max(rows, cols)). So the update's RMS
-    is about 0.2 lr, as AdamW's is, and one learning rate serves both.
+    A matrix of rank min(rows, cols) with singular values 1 has an RMS of 1 / sqrt(max(rows, cols)).
+    So the update's RMS is about 0.2 lr, as AdamW's is, and one learning rate serves both.
 
     Args:
         param: matrices of one shape, [..., rows, cols] with at least one leading dimension.
@@ -139,24 +148,28 @@ def muon_(
         momentum: mu.
         weight_decay: wd.
         compute: dtype of the matrix products in `newton_schulz`.
-        orthogonal: newton_schulz(u), if it is known; then all tensors may be flat parts of matrices.
+        orthogonal: newton_schulz(u), if it is known; then all tensors may be flat parts of
+            matrices.
         sides: (rows, cols) of whole matrices; () for those of `param`.
     """
     m, ahead = nesterov(grad, momentum_buffer, momentum)
     update = newton_schulz(ahead, compute) if orthogonal is None else orthogonal
     decay = materialize((lr * weight_decay).to(param.dtype))
-    step_size = materialize((lr * (ADAMW_RMS * math.sqrt(max(sides or param.shape[-2:])))).to(param.dtype))
+    step_size = materialize(
+        (lr * (ADAMW_RMS * math.sqrt(max(sides or param.shape[-2:])))).to(param.dtype)
+    )
     param.copy_(torch.where(accepted, param - (decay * param + step_size * update), param))
     momentum_buffer.copy_(torch.where(accepted, m, momentum_buffer))
 
 
 def ema_(average: Tensor, param: Tensor, *, decay: Knob, applied: Tensor, accepted: Tensor) -> None:
-    """Update the exponential moving average of parameters, bias-corrected (Kingma and Ba 2015, section 3).
+    """Update the exponential moving average of parameters, bias-corrected (Kingma and Ba 2015,
+    section 3).
 
         w = (1 - d) / (1 - d^t)         average <- average + w (p - average)
 
-    This is sum_i d^(t-i) p_i / sum_i d^(t-i). Initial weights have no part in it, and it is a mean of weights from the
-    first update on.
+    This is sum_i d^(t-i) p_i / sum_i d^(t-i). Initial weights have no part in it, and it is a mean
+    of weights from the first update on.
 
     Args:
         average: any shape.
@@ -165,7 +178,8 @@ def ema_(average: Tensor, param: Tensor, *, decay: Knob, applied: Tensor, accept
         applied: t, the number of updates applied, this one included, int64.
         accepted: whether the update was made, bool.
     """
-    # It is computed in fp64, as AdamW's bias correction: with d = 0.9999, fp32 has three digits of 1 - d^t at first.
+    # It is computed in fp64, as AdamW's bias correction: with d = 0.9999, fp32 has three digits of
+    # 1 - d^t at first.
     weight = materialize(((1 - decay) / (1 - decay ** applied.to(torch.float64))).to(param.dtype))
     average.copy_(torch.where(accepted, torch.lerp(average, param, weight), average))
 

@@ -1,4 +1,6 @@
-"""Plan how a run can be trained on a device: list the ways with their memory and time, choose one, and say why."""
+"""Plan how a run can be trained on a device: list the ways with their memory and time, choose one,
+and say why.
+"""
 
 from monograph.planner.candidates import Candidate, Request
 from monograph.planner.defaults import Plan, budget, plan, streamed_or_resident

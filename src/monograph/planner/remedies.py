@@ -1,4 +1,5 @@
-"""List what can be changed so that a training fits a device or is faster there, and what each change costs.
+"""List what can be changed so that a training fits a device or is faster there, and what each
+change costs.
 
 Everything here is estimated in closed form, as tracing each change would take a minute.
 """
@@ -20,7 +21,8 @@ from monograph.planner.defaults import Plan, budget
 from monograph.planner.streaming import HOST_SHARE, Limits, StreamCandidate, streamed
 from monograph.report.quantities import binary
 
-ROOM = 0.95  # the share of a device's memory that an estimate may take, as it may be a few per cent too low
+# The share of a device's memory that an estimate may take, as it may be a few per cent too low.
+ROOM = 0.95
 SHORTEST = 256  # tokens of a row
 HOSTS_GIB = 64, 128, 256, 512
 FEWER_TOKENS = 2**17, 2**14  # of an update that is streamed, whose states between stages are kept
@@ -61,12 +63,17 @@ class Choices(NamedTuple):
     halves: str = ""
 
 
-# A change is worth a line where a training fits already if it is this much faster, or needs this share of the memory.
+# A change is worth a line where a training fits already if it is this much faster, or needs this
+# share of the memory.
 FASTER, SMALLER = 1.05, 0.75
 
 
-def better(plan: Plan, request: Request, peaks: ByDtype, choices: Choices, limits: Limits) -> list[Remedy]:
-    """Return the changes that are worth a line: all with which it fits, or where it does already, the better ones."""
+def better(
+    plan: Plan, request: Request, peaks: ByDtype, choices: Choices, limits: Limits
+) -> list[Remedy]:
+    """Return the changes that are worth a line: all with which it fits, or where it does already,
+    the better ones.
+    """
     best = plan.chosen
     if best is None:
         return [*remedies(request, plan.device, peaks, choices, limits)]
@@ -74,13 +81,17 @@ def better(plan: Plan, request: Request, peaks: ByDtype, choices: Choices, limit
         return [*remedies(request, plan.device, peaks, choices._replace(may_stream=False), limits)]
     return [
         remedy
-        for remedy in _fitting(_numerics(request, choices._replace(existing=False)), plan.device, peaks)
+        for remedy in _fitting(
+            _numerics(request, choices._replace(existing=False)), plan.device, peaks
+        )
         if remedy.best.tokens_per_s >= FASTER * best.tokens_per_s
         or remedy.best.peak_memory_bytes <= SMALLER * best.peak_memory_bytes
     ]
 
 
-def remedies(request: Request, device: Device, peaks: ByDtype, choices: Choices, limits: Limits) -> Iterator[Remedy]:
+def remedies(
+    request: Request, device: Device, peaks: ByDtype, choices: Choices, limits: Limits
+) -> Iterator[Remedy]:
     """Yield the changes with which the training fits, those that keep most of it first."""
     numerics = [*_numerics(request, choices)]
     fitting = [*_fitting(numerics, device, peaks)]
@@ -88,11 +99,18 @@ def remedies(request: Request, device: Device, peaks: ByDtype, choices: Choices,
     yield from itertools.islice(_fitting(_shorter(request), device, peaks), 1)
     if choices.may_stream:
         yield from itertools.islice(_streamed(request, device, peaks, limits), 1)
-    smaller = ((change, "a smaller model", request.having(config=shape)) for change, shape in choices.smaller)
+    smaller = (
+        (change, "a smaller model", request.having(config=shape))
+        for change, shape in choices.smaller
+    )
     yield from itertools.islice(_fitting(smaller, device, peaks), 1)
     if choices.card:
         here = [remedy.change for remedy in fitting]
-        elsewhere = [changed for changed in numerics if changed[0] not in here and changed[2].training.lora is not None]
+        elsewhere = [
+            changed
+            for changed in numerics
+            if changed[0] not in here and changed[2].training.lora is not None
+        ]
         yield from _larger_cards([("", "", request), *elsewhere], device)
 
 
@@ -158,12 +176,20 @@ def _shorter(request: Request) -> Iterator[Changed]:
 
 
 def _streamed(request: Request, device: Device, peaks: ByDtype, known: Limits) -> Iterator[Remedy]:
-    """Yield streaming from each usual host that has room, the smallest first; then with smaller updates."""
+    """Yield streaming from each usual host that has room, the smallest first; then with smaller
+    updates.
+    """
     for tokens in (request.tokens_per_update, *FEWER_TOKENS):
         if not request.training.length <= tokens <= request.tokens_per_update:
             continue
-        smaller = "" if tokens == request.tokens_per_update else f" train.tokens_per_update={binary(tokens)}"
-        asked = replace(request, remats=("none",), scopes=("blocks",)).of_tokens(tokens, request.training.length)
+        smaller = (
+            ""
+            if tokens == request.tokens_per_update
+            else f" train.tokens_per_update={binary(tokens)}"
+        )
+        asked = replace(request, remats=("none",), scopes=("blocks",)).of_tokens(
+            tokens, request.training.length
+        )
         for gibibytes in HOSTS_GIB:
             limits = replace(known, host_bytes=int(HOST_SHARE * gibibytes * 2**30), disk_bytes=0)
             with suppress(OutOfDeviceMemory):
@@ -173,7 +199,9 @@ def _streamed(request: Request, device: Device, peaks: ByDtype, known: Limits) -
 
 
 def _larger_cards(changes: Iterable[Changed], device: Device) -> Iterator[Remedy]:
-    """Yield for each change the card with the least memory that it fits, of those with more than the device has."""
+    """Yield for each change the card with the least memory that it fits, of those with more than
+    the device has.
+    """
     every = sorted(map(named, CARDS), key=lambda card: card.memory_bytes)
     larger = [card for card in every if card.memory_bytes > device.memory_bytes]
     names = {card.name: short for short, card in CARDS.items()}

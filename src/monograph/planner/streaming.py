@@ -1,4 +1,6 @@
-"""Search the ways to stream a model, given the memory of device and host, a disk, and the rates of copies."""
+"""Search the ways to stream a model, given the memory of device and host, a disk, and the rates of
+copies.
+"""
 
 import itertools
 import tempfile
@@ -48,7 +50,9 @@ class Limits:
     device_bytes: int
     host_bytes: int
     disk_bytes: int = 0
-    link: Link = field(default_factory=lambda: Link(LINK_SHARE * LINK_BYTES_PER_S, LINK_SHARE * LINK_BYTES_PER_S))
+    link: Link = field(
+        default_factory=lambda: Link(LINK_SHARE * LINK_BYTES_PER_S, LINK_SHARE * LINK_BYTES_PER_S)
+    )
     host_bytes_per_s: float | None = CPU_BYTES_PER_S
     shared: bool = False
     folder: Path | None = None
@@ -63,7 +67,11 @@ class Limits:
         """Return the limits of this machine, with `device_bytes` on the device."""
         host = describe(torch.device("cpu"))
         disk = free_bytes(folder or Path(tempfile.gettempdir()))
-        rate = CPU_BYTES_PER_S if device.type == "cpu" else LINK_SHARE * (device.link_bytes_per_s or LINK_BYTES_PER_S)
+        rate = (
+            CPU_BYTES_PER_S
+            if device.type == "cpu"
+            else LINK_SHARE * (device.link_bytes_per_s or LINK_BYTES_PER_S)
+        )
         link = Link(rate, rate, DISK_BYTES_PER_S)
         host_bytes = int(HOST_SHARE * host.free_memory_bytes)
         disk_bytes = int(DISK_SHARE * disk)
@@ -71,8 +79,16 @@ class Limits:
 
 
 BLOCKS_PER_STAGE = 1, 2, 4
-TIMED = 3  # the clock times this many distinct candidates for updates on the device, and as many for those on the host
-LANES = {"compute": "computing", "in": "link to the device", "out": "link to the host", "host": "host", "disk": "disk"}
+# The clock times this many distinct candidates for updates on the device, and as many for those on
+# the host.
+TIMED = 3
+LANES = {
+    "compute": "computing",
+    "in": "link to the device",
+    "out": "link to the host",
+    "host": "host",
+    "disk": "disk",
+}
 
 
 @dataclass(frozen=True)
@@ -82,7 +98,8 @@ class StreamCandidate(Candidate):
     Attributes:
         placement: the place of each buffer, the blocks of a stage, and when weights are updated.
         tiers: bytes by origin for the device, the host and the disk.
-        bottleneck: the lane that is busy for longest, in words; None if the clock did not time the candidate.
+        bottleneck: the lane that is busy for longest, in words; None if the clock did not time the
+            candidate.
         disk_moved_bytes: bytes to and from files in an update.
     """
 
@@ -98,22 +115,30 @@ class StreamCandidate(Candidate):
     @property
     def device_share(self) -> float:
         """Return the share of all weights, gradients and moments that stays on the device."""
-        planes = {tier: sum(v for k, v in of.items() if k in _PLANES) for tier, of in self.tiers.items()}
+        planes = {
+            tier: sum(v for k, v in of.items() if k in _PLANES) for tier, of in self.tiers.items()
+        }
         return planes["device"] / max(1, sum(planes.values()))
 
 
 _PLANES = ("weights", "gradients", "moments")
 
 
-def streamed(request: Request, device: Device, limits: Limits, peak_flops: ByDtype) -> list[StreamCandidate]:
-    """Return the ways to stream that fit, best first; all but the first say why they were not chosen.
+def streamed(
+    request: Request, device: Device, limits: Limits, peak_flops: ByDtype
+) -> list[StreamCandidate]:
+    """Return the ways to stream that fit, best first; all but the first say why they were not
+    chosen.
 
     Raises:
-        OutOfDeviceMemory: nothing fits; the message says which memory is too small, by how much, and what would fit.
+        OutOfDeviceMemory: nothing fits; the message says which memory is too small, by how much,
+            and what would fit.
     """
     if not (fitting := _fitting(request, device, limits)):
         raise OutOfDeviceMemory(_refusal(request, device, limits))
-    candidates = [_candidate(way, resident, device, limits, peak_flops) for way, resident in fitting]
+    candidates = [
+        _candidate(way, resident, device, limits, peak_flops) for way, resident in fitting
+    ]
     candidates.sort(key=lambda candidate: (candidate.update_s, candidate.peak_memory_bytes))
     distinct = _distinct(candidates)
     seen = Counter[Where]()
@@ -122,7 +147,9 @@ def streamed(request: Request, device: Device, limits: Limits, peak_flops: ByDty
         if seen[candidate.placement.where] <= TIMED:
             distinct[index] = _timed(candidate, device, limits, peak_flops)
     # Candidates timed by the clock come first, as a closed form is never longer than its time.
-    best, *others = sorted(distinct, key=lambda candidate: (candidate.bottleneck is None, candidate.update_s))
+    best, *others = sorted(
+        distinct, key=lambda candidate: (candidate.bottleneck is None, candidate.update_s)
+    )
     return [best, *(replace(candidate, why=_why(candidate, best)) for candidate in others)]
 
 
@@ -132,20 +159,27 @@ Fitting = list[tuple[StreamWay, list[Names]]]
 
 
 def _fitting(request: Request, device: Device, limits: Limits) -> Fitting:
-    """Return all ways that fit, with their resident buffers; moments lie in files only if nothing fits otherwise."""
+    """Return all ways that fit, with their resident buffers; moments lie in files only if nothing
+    fits otherwise.
+    """
     every = list(ways(request, device))
     fitting = _that_fit(every, limits)
     for files_first in (True, False):
         if fitting or not limits.disk_bytes:
             break
-        in_files = [replace(way, on_disk=_moments(way.stages), files_first=files_first) for way in every]
+        in_files = [
+            replace(way, on_disk=_moments(way.stages), files_first=files_first) for way in every
+        ]
         fitting = _that_fit(in_files, limits)
     return fitting
 
 
 def _that_fit(every: Sequence[StreamWay], limits: Limits) -> Fitting:
     # If device and host share one memory, nothing is gained by keeping a buffer on the device.
-    filled = [(way, way.resident(0) if limits.shared else way.filled(limits.device_bytes)) for way in every]
+    filled = [
+        (way, way.resident(0) if limits.shared else way.filled(limits.device_bytes))
+        for way in every
+    ]
     return [(way, resident) for way, resident in filled if not _short(way.tiers(resident), limits)]
 
 
@@ -159,19 +193,29 @@ def ways(request: Request, device: Device) -> Iterator[StreamWay]:
     if request.training.clip is None:
         whens.append("backward")
     updates: list[tuple[When, Where]] = [(when, "device") for when in whens]
-    # On the host a sweep equals updating before the next forward pass, and only an update element by element of exact
-    # moments is limited by the memory's speed there.
+    # On the host a sweep equals updating before the next forward pass, and only an update element
+    # by element of exact moments is limited by the memory's speed there.
     captured = scope != "none" and compiler_obstacle() is None
-    light = formats.FORMATS[request.training.optim.state].exact and not request.training.optim.updates_matrices
+    light = (
+        formats.FORMATS[request.training.optim.state].exact
+        and not request.training.optim.updates_matrices
+    )
     if device.type != "cpu" and captured and light:
         updates += [(when, "host") for when in whens if when != "sweep"]
     for precision, per_stage in itertools.product(request.precisions, BLOCKS_PER_STAGE):
         if layers % per_stage:
             continue
         stages = stages_of(request.training.config, request.training.optim, precision, per_stage)
-        for rows, remat, (when, where), offload in itertools.product(sizes, remats, updates, (False, True)):
+        for rows, remat, (when, where), offload in itertools.product(
+            sizes, remats, updates, (False, True)
+        ):
             yield StreamWay(
-                request.work((precision, scope, remat), rows, device), stages, per_stage, when, offload, where
+                request.work((precision, scope, remat), rows, device),
+                stages,
+                per_stage,
+                when,
+                offload,
+                where,
             )
 
 
@@ -210,24 +254,40 @@ def _candidate(
     )
 
 
-def _timed(candidate: StreamCandidate, device: Device, limits: Limits, peak_flops: ByDtype) -> StreamCandidate:
+def _timed(
+    candidate: StreamCandidate, device: Device, limits: Limits, peak_flops: ByDtype
+) -> StreamCandidate:
     """Return the candidate with its time by the clock."""
     work = candidate.work
     times = roofline.pass_times(work, device, peak_flops[work.precision], limits.host_rate)
     timed = timing(work, candidate.placement, times, limits.link)
     rate, share = speed(work, timed.update_s, device)
-    return replace(candidate, update_s=timed.update_s, tokens_per_s=rate, mfu=share, bottleneck=LANES[timed.bottleneck])
+    return replace(
+        candidate,
+        update_s=timed.update_s,
+        tokens_per_s=rate,
+        mfu=share,
+        bottleneck=LANES[timed.bottleneck],
+    )
 
 
 # ── choice and messages ─────────────────────────────────────────────────────────────────────────
 
 
 def _distinct(candidates: Sequence[StreamCandidate]) -> list[StreamCandidate]:
-    """Return the first of each group of candidates that differ only in their micro-batch and recomputation."""
+    """Return the first of each group of candidates that differ only in their micro-batch and
+    recomputation.
+    """
     first: dict[tuple[object, ...], StreamCandidate] = {}
     for candidate in candidates:
         place = candidate.placement
-        key = candidate.work.precision, place.when, place.where, place.offload, place.blocks_per_stage
+        key = (
+            candidate.work.precision,
+            place.when,
+            place.where,
+            place.offload,
+            place.blocks_per_stage,
+        )
         first.setdefault(key, candidate)
     return list(first.values())
 
@@ -243,9 +303,13 @@ def _refusal(request: Request, device: Device, limits: Limits) -> str:
     every = [(way, way.tiers(way.filled(limits.device_bytes))) for way in ways(request, device)]
     least = min((tiers for _, tiers in every), key=lambda tiers: sum(tiers["device"].values()))
     if "device" in _short(least, limits):
-        parts = ", ".join(f"{name} {gibibytes(size)}" for name, size in least["device"].items() if size)
+        parts = ", ".join(
+            f"{name} {gibibytes(size)}" for name, size in least["device"].items() if size
+        )
         needed = sum(least["device"].values())
-        of_tokens = sum(least["device"][name] for name in ("boundaries", "activations", "workspace"))
+        of_tokens = sum(
+            least["device"][name] for name in ("boundaries", "activations", "workspace")
+        )
         remedy = "model, or a device with more memory: its stages alone are too large"
         if needed - of_tokens < limits.device_bytes:
             remedy = "train.tokens_per_update, data.sequence_length or model"
@@ -276,15 +340,28 @@ def _refusal(request: Request, device: Device, limits: Limits) -> str:
 
 
 def _remedy(request: Request, device: Device, limits: Limits) -> str:
-    """Return a sentence on what would fit: an optimizer state of fewer bytes, or fewer tokens in an update."""
+    """Return a sentence on what would fit: an optimizer state of fewer bytes, or fewer tokens in an
+    update.
+    """
     narrow = formats.narrower(request.training.optim.state)
     fewer_rows = sorted({max(1, request.rows // 4), 1} - {request.rows}, reverse=True)
-    for tokens in (request.tokens_per_update, *(request.training.length * rows for rows in fewer_rows)):
-        for state in narrow if tokens == request.tokens_per_update else [request.training.optim.state, *narrow]:
+    for tokens in (
+        request.tokens_per_update,
+        *(request.training.length * rows for rows in fewer_rows),
+    ):
+        for state in (
+            narrow
+            if tokens == request.tokens_per_update
+            else [request.training.optim.state, *narrow]
+        ):
             other = request.of_tokens(tokens, request.training.length)
             other = other.having(optim=replace(request.training.optim, state=state))
             if _fitting(other, device, replace(limits, disk_bytes=0)):
-                fewer = "" if tokens == request.tokens_per_update else f"train.tokens_per_update = {tokens:,}"
+                fewer = (
+                    ""
+                    if tokens == request.tokens_per_update
+                    else f"train.tokens_per_update = {tokens:,}"
+                )
                 narrower = "" if state == request.training.optim.state else f"optim.state = {state}"
                 return " and ".join(filter(None, (narrower, fewer))) + " would fit"
     return "neither optim.state = 8bit nor a smaller train.tokens_per_update would fit"
@@ -293,11 +370,19 @@ def _remedy(request: Request, device: Device, limits: Limits) -> str:
 def describe_way(candidate: StreamCandidate) -> str:
     """Return in words how many blocks a stage has, and when and where stages are updated."""
     placement = candidate.placement
-    blocks = f"{placement.blocks_per_stage} block{'s' if placement.blocks_per_stage > 1 else ''} a stage"
-    words = {"sweep": "in a sweep", "next forward": "before the next forward pass", "backward": "in the backward pass"}
+    blocks = (
+        f"{placement.blocks_per_stage} block{'s' if placement.blocks_per_stage > 1 else ''} a stage"
+    )
+    words = {
+        "sweep": "in a sweep",
+        "next forward": "before the next forward pass",
+        "backward": "in the backward pass",
+    }
     when = words[placement.when]
     where = "on the host " if placement.where == "host" else ""
-    return f"{blocks}, updated {where}{when}{', boundaries on the host' if placement.offload else ''}"
+    return (
+        f"{blocks}, updated {where}{when}{', boundaries on the host' if placement.offload else ''}"
+    )
 
 
 def describe_tiers(candidate: StreamCandidate) -> Iterator[tuple[str, str]]:
@@ -305,7 +390,14 @@ def describe_tiers(candidate: StreamCandidate) -> Iterator[tuple[str, str]]:
     for tier in ("host", "disk"):
         if parts := candidate.tiers[tier]:
             amounts = ", ".join(f"{name} {gibibytes(size)}" for name, size in parts.items())
-            moved = f"; {gibibytes(candidate.disk_moved_bytes)} an update to and fro" if tier == "disk" else ""
+            moved = (
+                f"; {gibibytes(candidate.disk_moved_bytes)} an update to and fro"
+                if tier == "disk"
+                else ""
+            )
             yield tier, f"{gibibytes(candidate.total(tier))}: {amounts}{moved}"
     limit = f"; limited by {candidate.bottleneck}" if candidate.bottleneck else ""
-    yield "stream", f"{describe_way(candidate)}; {candidate.device_share:.0%} stay on the device{limit}"
+    yield (
+        "stream",
+        f"{describe_way(candidate)}; {candidate.device_share:.0%} stay on the device{limit}",
+    )

@@ -1,6 +1,8 @@
-"""Keep the traces of steps in the cache folder, since the same step is planned again and again: by plans and by runs.
+"""Keep the traces of steps in the cache folder, since the same step is planned again and again: by
+plans and by runs.
 
-A trace depends on the step, on torch and on this package's code, whose files are known by their sizes and times.
+A trace depends on the step, on torch and on this package's code, whose files are known by their
+sizes and times.
 """
 
 import json
@@ -29,7 +31,8 @@ def traced_bytes(work: Work) -> Mapping[str, int]:
     if known := _read(path).get(key):
         return _sizes(known)
     sizes = list(footprint(work).by_origin.values())
-    kept = {**_read(path), key: [*sizes, _seal(key, sizes)]}  # another process may have added some meanwhile
+    # Another process may have added some meanwhile.
+    kept = {**_read(path), key: [*sizes, _seal(key, sizes)]}
     with suppress(OSError):  # without it, the next plan traces again
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.{key[:16]}")
@@ -67,4 +70,9 @@ def _code() -> str:
     """Return a text that differs wherever a file of this package was changed."""
     folder = Path(monograph.__file__).parent
     files = sorted(folder.rglob("*.py"))
-    return repr([(str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns) for path in files])
+    return repr(
+        [
+            (str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns)
+            for path in files
+        ]
+    )

@@ -1,7 +1,8 @@
 """Count the bytes that code would have alive, by origin, on tensors that have a shape but no data.
 
-Code inside a `FakeMemory` runs unchanged, on a CPU and in almost no memory. Eager operations are counted as they are
-dispatched; captured graphs are counted by walking their kernels (`monograph.predict.kernels`).
+Code inside a `FakeMemory` runs unchanged, on a CPU and in almost no memory. Eager operations are
+counted as they are dispatched; captured graphs are counted by walking their kernels
+(`monograph.predict.kernels`).
 """
 
 import weakref
@@ -26,7 +27,8 @@ UNIT_BYTES = {"cpu": 64, "cuda": 512}  # allocations are rounded up to a multipl
 
 
 class Graphs:
-    """Compiled graphs that several `FakeMemory` use in turn, so that code common to two models is traced once.
+    """Compiled graphs that several `FakeMemory` use in turn, so that code common to two models is
+    traced once.
 
     Attributes:
         mode: the mode in which tensors have no data.
@@ -40,7 +42,9 @@ class Graphs:
         self._known: dict[Callable[..., Any], Callable[..., Any]] = {}
 
     def of(self, function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
-        """Return `function` compiled so that `memory` counts its graphs as a compiler for `device_type` makes them."""
+        """Return `function` compiled so that `memory` counts its graphs as a compiler for
+        `device_type` makes them.
+        """
 
         def runner(graph: torch.fx.GraphModule, backward: bool) -> Callable[..., Any]:
             plan = kernels(graph, device_type, backward)
@@ -52,28 +56,35 @@ class Graphs:
             return run
 
         if function not in self._known:
-            backend = compat.partitioned(lambda graph: runner(graph, False), lambda graph: runner(graph, True))
-            self._known[function] = torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
+            backend = compat.partitioned(
+                lambda graph: runner(graph, False), lambda graph: runner(graph, True)
+            )
+            self._known[function] = torch.compile(
+                function, fullgraph=True, dynamic=False, backend=backend
+            )
         return self._known[function]
 
 
 class FakeMemory:
-    """A count of all storages, from the operation that makes one until the last tensor that uses it is gone.
+    """A count of all storages, from the operation that makes one until the last tensor that uses it
+    is gone.
 
         with FakeMemory(vocabulary=4096) as memory:
             ...
         memory.curve
 
     Attributes:
-        origin: the origin of new storages; set it before the code that makes them. In a micro-step, storages with an
-            axis as long as the vocabulary belong to the loss head instead.
-        curve: samples, one after each operation and each kernel of a graph after which the bytes differ. Its inputs are
-            still alive in the sample.
+        origin: the origin of new storages; set it before the code that makes them. In a micro-step,
+            storages with an axis as long as the vocabulary belong to the loss head instead.
+        curve: samples, one after each operation and each kernel of a graph after which the bytes
+            differ. Its inputs are still alive in the sample.
         walked: the length of `curve` at the end of each graph.
     """
 
     def __init__(self, vocabulary: int, device_type: str = "cpu", graphs: Graphs | None = None):
-        """Count as for "cpu" or "cuda", which round sizes up differently; `graphs` may come from an earlier count."""
+        """Count as for "cpu" or "cuda", which round sizes up differently; `graphs` may come from an
+        earlier count.
+        """
         self.vocabulary, self.device_type = vocabulary, device_type
         self._graphs = graphs or Graphs()
         self.origin = "weights"
@@ -101,21 +112,24 @@ class FakeMemory:
             self._known[id(tensor.untyped_storage())] = origin, size_bytes
 
     def captured(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `function` as one graph, as `graph.capture.compiled` does, whose kernels are counted but not built."""
+        """Return `function` as one graph, as `graph.capture.compiled` does, whose kernels are
+        counted but not built.
+        """
         compat.allow_variants()  # a search traces one function for many shapes
         compat.quiet_inputs_of_blocks()
         compat.differentiate_outside_autocast()
         graph = self._graphs.of(function, self.device_type)
 
         def run(*arguments: object, **keywords: object) -> Any:
-            if torch.compiler.is_compiling():  # `Step.choose_kept` runs a copy of the model, which is not to be counted
+            # `Step.choose_kept` runs a copy of the model, which is not to be counted.
+            if torch.compiler.is_compiling():
                 return function(*arguments, **keywords)
             with compat.without_modes():
                 return graph(*arguments, **keywords)
 
         return run
 
-    # ── what the modes and the graphs report ────────────────────────────────────────────────────────
+    # ── what the modes and the graphs report ──────────────────────────────────────────────────────
 
     def _note(self, results: object) -> None:
         for tensor in tree_leaves(results):
@@ -147,17 +161,26 @@ class FakeMemory:
         if self.curve[-1:] != [sample]:
             self.curve.append(sample)
 
-    def _run(self, graph: torch.fx.GraphModule, plan: list[PlannedKernel], arguments: list[Any], backward: bool) -> Any:
+    def _run(
+        self,
+        graph: torch.fx.GraphModule,
+        plan: list[PlannedKernel],
+        arguments: list[Any],
+        backward: bool,
+    ) -> Any:
         self._walk(plan, arguments, backward)
         self.walked.append(len(self.curve))
-        with compat.without_modes(), self._graphs.mode:  # without the listener, as the kernels are counted already
+        # Without the listener, as the kernels are counted already.
+        with compat.without_modes(), self._graphs.mode:
             results = graph(*arguments)
         arguments.clear()
         self._note(results)
         return results
 
     def _walk(self, plan: list[PlannedKernel], arguments: list[Any], backward: bool) -> None:
-        """Add a sample for each kernel of a graph; a backward graph frees saved tensors once it has read them."""
+        """Add a sample for each kernel of a graph; a backward graph frees saved tensors once it has
+        read them.
+        """
         kept = dict(self._live)
         alive = self._passing(plan, arguments) if backward else {}
         for kernel in plan:
@@ -174,7 +197,9 @@ class FakeMemory:
                     self._live[origin] -= size_bytes
         self._live = kept
 
-    def _passing(self, plan: list[PlannedKernel], arguments: list[Any]) -> dict[Name, tuple[str, int]]:
+    def _passing(
+        self, plan: list[PlannedKernel], arguments: list[Any]
+    ) -> dict[Name, tuple[str, int]]:
         """Return (origin, bytes) of the arguments that the graph may free.
 
         Of arguments that share a storage, only the one that is read last is listed.
@@ -184,7 +209,9 @@ class FakeMemory:
         for index, value in enumerate(arguments):
             if isinstance(value, Tensor):
                 key = id(value.untyped_storage())
-                latest[key] = max(index, latest.get(key, index), key=lambda place: read_at.get(place, len(plan)))
+                latest[key] = max(
+                    index, latest.get(key, index), key=lambda place: read_at.get(place, len(plan))
+                )
         passed = {index: self._known[key] for key, index in latest.items() if key in self._known}
         return {index: entry for index, entry in passed.items() if entry[0] in PASSING}
 
@@ -196,7 +223,9 @@ class _Listener(TorchDispatchMode):
         super().__init__()
         self.memory = memory
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         self.memory._note(result)
         inside_bytes = 0
@@ -204,7 +233,8 @@ class _Listener(TorchDispatchMode):
             total, left, right = args
             inside_bytes = inner_bytes(total, left, right, self.memory.device_type)
         elif function is torch.ops.aten.add.Tensor and compat.sums_gradients():
-            # Autograd writes the sum of two gradients over one of them, except for tensors without data.
+            # Autograd writes the sum of two gradients over one of them, except for tensors without
+            # data.
             inside_bytes = -self.memory._rounded(result.untyped_storage().nbytes())
         self.memory._sample(inside_bytes)
         return result

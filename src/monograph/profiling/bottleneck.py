@@ -1,11 +1,15 @@
-"""Name a run's bottleneck and the change that is predicted to help most, by rules over where its time went.
+"""Name a run's bottleneck and the change that is predicted to help most, by rules over where its
+time went.
 
-    floor of a kernel = max(FLOPs / measured matmul rate, bytes / measured copy bandwidth), at most its time
+    floor of a kernel = max(FLOPs / measured matmul rate, bytes / measured copy bandwidth), at most
+    its time
     recoverable       = time - floor for parts that compute; all of the data waits, host gaps and transfers;
-                        for empty positions their share of the whole, as an update has so many tokens fewer
+                        for empty positions their share of the whole, as an update has so many
+                        tokens fewer
     gain of a change  = time / (time - time saved)                                         (Amdahl)
 
-The part with the most recoverable time is the bottleneck. `changes` says how much time each change would save.
+The part with the most recoverable time is the bottleneck. `changes` says how much time each change
+would save.
 """
 
 from collections import defaultdict
@@ -20,20 +24,33 @@ Bound = Literal["compute", "memory", "latency", "unknown"]
 Bounds = Mapping[Part, Mapping[Bound, float]]  # seconds of kernels
 Binds = Part | Literal["padding", "nothing"]
 
-LATENCY = 0.15  # a kernel whose floor is a smaller share of its time is bound by neither compute nor memory
+# A kernel whose floor is a smaller share of its time is bound by neither compute nor memory.
+LATENCY = 0.15
 NOTHING = 0.05  # a change that saves a smaller share of the step is not worth making
-# The share of eager elementwise time that remains when a compiler fuses it (docs/profile.md has the measurement).
+# The share of eager elementwise time that remains when a compiler fuses it (docs/profile.md has the
+# measurement).
 FUSED = 0.45
-# The share of the host's time between kernels that remains when the step is one graph, taken from the numbers of
-# kernels; and the host's seconds for each call of a graph: one for each micro-step, one for the update.
+# The share of the host's time between kernels that remains when the step is one graph, taken from
+# the numbers of kernels; and the host's seconds for each call of a graph: one for each micro-step,
+# one for the update.
 LAUNCHED = KERNELS[True] / KERNELS[False]
 CALLED_S = MICRO_STEP_S
-UPDATED = UPDATE_BYTES[True] / UPDATE_BYTES[False]  # the share of the optimizer's bytes that remains in one pass
-COMPUTED: tuple[Part, ...] = ("matmul", "attention", "loss head", "optimizer", "elementwise", "other")
+# The share of the optimizer's bytes that remains in one pass.
+UPDATED = UPDATE_BYTES[True] / UPDATE_BYTES[False]
+COMPUTED: tuple[Part, ...] = (
+    "matmul",
+    "attention",
+    "loss head",
+    "optimizer",
+    "elementwise",
+    "other",
+)
 
 
 class Machine(NamedTuple):
-    """The device's rates: measured FLOP/s of matrix products in the run's dtype, and bytes/s of a copy."""
+    """The device's rates: measured FLOP/s of matrix products in the run's dtype, and bytes/s of a
+    copy.
+    """
 
     matmul_flops: float
     copy_bytes_per_s: float
@@ -82,8 +99,10 @@ class Verdict:
 
     Attributes:
         spent: the update's seconds by part.
-        floors: the shortest seconds that each part could take on this device; kernels of unknown work keep their time.
-        bounds: by part, the seconds of its kernels that are compute-, memory- or latency-bound, or unknown.
+        floors: the shortest seconds that each part could take on this device; kernels of unknown
+            work keep their time.
+        bounds: by part, the seconds of its kernels that are compute-, memory- or latency-bound, or
+            unknown.
         recoverable: seconds that could be saved in each part, and by packing ("padding").
         binds: the largest of `recoverable`, or "nothing" if it is a small share of the update.
         changes: possible changes, the best first; those that change the training come last.
@@ -108,8 +127,12 @@ class Verdict:
 
     @property
     def unknown_s(self) -> float:
-        """Return the seconds of kernels whose work cannot be counted, so that their floor is their own time."""
-        return sum(self.spent.parts[part] * _share(self.bounds, part, "unknown") for part in COMPUTED)
+        """Return the seconds of kernels whose work cannot be counted, so that their floor is their
+        own time.
+        """
+        return sum(
+            self.spent.parts[part] * _share(self.bounds, part, "unknown") for part in COMPUTED
+        )
 
     def gain(self, change: Change) -> float:
         """Return how many times as fast the run is predicted to be after a change."""
@@ -117,7 +140,9 @@ class Verdict:
 
 
 def floor_s(kernel: Kernel, machine: Machine) -> float:
-    """Return a kernel's shortest possible seconds; its own time where neither FLOPs nor bytes are known."""
+    """Return a kernel's shortest possible seconds; its own time where neither FLOPs nor bytes are
+    known.
+    """
     if kernel.flops is None and kernel.moved_bytes is None:
         return kernel.seconds
     return min(kernel.seconds, max(_least(kernel, machine)))
@@ -134,13 +159,18 @@ def bound(kernel: Kernel, machine: Machine) -> Bound:
 
 def _least(kernel: Kernel, machine: Machine) -> tuple[float, float]:
     """Return the shortest seconds for a kernel's FLOPs, and for its bytes."""
-    return (kernel.flops or 0.0) / machine.matmul_flops, (kernel.moved_bytes or 0.0) / machine.copy_bytes_per_s
+    return (kernel.flops or 0.0) / machine.matmul_flops, (
+        kernel.moved_bytes or 0.0
+    ) / machine.copy_bytes_per_s
 
 
-def verdict(spent: Spent, kernels: Sequence[Kernel], machine: Machine, situation: Situation) -> Verdict:
+def verdict(
+    spent: Spent, kernels: Sequence[Kernel], machine: Machine, situation: Situation
+) -> Verdict:
     """Return the bottleneck of a stretch of work that took `spent` and consists of `kernels`.
 
-    Kernels that overlap or are profiled take longer than `spent` says, so each part's floor is scaled by the ratio.
+    Kernels that overlap or are profiled take longer than `spent` says, so each part's floor is
+    scaled by the ratio.
     """
     busy: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
     least: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
@@ -150,19 +180,29 @@ def verdict(spent: Spent, kernels: Sequence[Kernel], machine: Machine, situation
         least[kernel.part] += floor_s(kernel, machine)
         bounds.setdefault(kernel.part, defaultdict(float))[bound(kernel, machine)] += kernel.seconds
     floors: dict[Part, float] = {
-        part: spent.parts[part] * least[part] / busy[part] if part in COMPUTED and busy[part] else 0.0 for part in PARTS
+        part: spent.parts[part] * least[part] / busy[part]
+        if part in COMPUTED and busy[part]
+        else 0.0
+        for part in PARTS
     }
     if not busy["other"]:
-        floors["other"] = spent.parts["other"]  # gaps of unknown cause: none of this time counts as recoverable
+        # Gaps of unknown cause: none of this time counts as recoverable.
+        floors["other"] = spent.parts["other"]
     recoverable: dict[str, float] = {part: spent.parts[part] - floors[part] for part in PARTS}
     recoverable["padding"] = (1 - situation.used) * spent.total_s
     most = max(recoverable, key=lambda name: recoverable[name])
     binds: Binds = most if recoverable[most] > NOTHING * spent.total_s else "nothing"  # type: ignore[assignment]
-    return Verdict(spent, floors, bounds, recoverable, binds, changes(spent, floors, bounds, situation))
+    return Verdict(
+        spent, floors, bounds, recoverable, binds, changes(spent, floors, bounds, situation)
+    )
 
 
-def changes(spent: Spent, floors: Mapping[Part, float], bounds: Bounds, situation: Situation) -> list[Change]:
-    """Return the changes worth making, by the time that they save; those that change the training come last."""
+def changes(
+    spent: Spent, floors: Mapping[Part, float], bounds: Bounds, situation: Situation
+) -> list[Change]:
+    """Return the changes worth making, by the time that they save; those that change the training
+    come last.
+    """
     sync = spent.gaps.get("sync", 0.0)
     gaps = spent.parts["host gaps"] - sync
     offered = [
@@ -171,7 +211,11 @@ def changes(spent: Spent, floors: Mapping[Part, float], bounds: Bounds, situatio
             "the device waits for rows",
             spent.parts["data wait"],
         ),
-        Change("no .item(), print or comparison of a tensor in the loss", "the host waits for the device", sync),
+        Change(
+            "no .item(), print or comparison of a tensor in the loss",
+            "the host waits for the device",
+            sync,
+        ),
         Change(
             "what is copied in each step kept on the device",
             "copies run while nothing else does",
@@ -197,8 +241,8 @@ def _share(bounds: Bounds, part: Part, kind: Bound) -> float:
 def _of_graphs(spent: Spent, bounds: Bounds, gaps: float, situation: Situation) -> list[Change]:
     """Offer fewer micro-steps, and one graph for all operators of a micro-step.
 
-    The host launches an update as if it were one micro-step more. In an optimizer that multiplies matrices, such as
-    Muon, a graph fuses only the work between the products.
+    The host launches an update as if it were one micro-step more. In an optimizer that multiplies
+    matrices, such as Muon, a graph fuses only the work between the products.
     """
     steps = situation.micro_steps
     larger = Change(
@@ -211,14 +255,18 @@ def _of_graphs(spent: Spent, bounds: Bounds, gaps: float, situation: Situation) 
     launched = max(0.0, gaps * (1 - LAUNCHED) - (steps + 1) * CALLED_S)
     between = spent.parts["optimizer"] * (1 - _share(bounds, "optimizer", "compute"))
     saved = launched + spent.parts["elementwise"] * (1 - FUSED) + between * (1 - UPDATED)
-    return [larger, Change("train.compile=whole", "operators run one by one, each over its own copy", saved)]
+    return [
+        larger,
+        Change("train.compile=whole", "operators run one by one, each over its own copy", saved),
+    ]
 
 
 def _of_numbers(spent: Spent, bounds: Bounds, situation: Situation) -> list[Change]:
-    """Offer bf16, which speeds up compute-bound products and, in elementwise code, memory-bound kernels.
+    """Offer bf16, which speeds up compute-bound products and, in elementwise code, memory-bound
+    kernels.
 
-    A latency-bound kernel gains nothing. A slowdown (`situation.bf16` above 1) applies to all of a part, except to the
-    products of an optimizer such as Muon, which change as other products do.
+    A latency-bound kernel gains nothing. A slowdown (`situation.bf16` above 1) applies to all of a
+    part, except to the products of an optimizer such as Muon, which change as other products do.
     """
     saved = 0.0
     products = _share(bounds, "optimizer", "compute") * spent.parts["optimizer"]
@@ -239,8 +287,20 @@ def _of_another_training(spent: Spent, floors: Mapping[Part, float]) -> list[Cha
         return spent.parts[part] - floors[part] > NOTHING * spent.total_s
 
     offered: list[tuple[Part, str, str]] = [
-        ("optimizer", "a train.tokens_per_update twice as large", "the optimizer's pass is paid for once an update"),
-        ("attention", "a data.sequence_length half as long", "attention's cost grows with the square of a row"),
+        (
+            "optimizer",
+            "a train.tokens_per_update twice as large",
+            "the optimizer's pass is paid for once an update",
+        ),
+        (
+            "attention",
+            "a data.sequence_length half as long",
+            "attention's cost grows with the square of a row",
+        ),
         ("loss head", "half of data.vocab_size", "the head is multiplied with every token"),
     ]
-    return [Change(what, why, spent.parts[part] / 2, same_training=False) for part, what, why in offered if over(part)]
+    return [
+        Change(what, why, spent.parts[part] / 2, same_training=False)
+        for part, what, why in offered
+        if over(part)
+    ]

@@ -34,8 +34,12 @@ class Disk(NamedTuple):
 
 
 def disk(folder: Path) -> Disk:
-    """Time a durable write of 32 MiB in a folder, or in its nearest existing parent; the file is removed."""
-    there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if is_folder(parent))
+    """Time a durable write of 32 MiB in a folder, or in its nearest existing parent; the file is
+    removed.
+    """
+    there = next(
+        parent for parent in (folder.absolute(), *folder.absolute().parents) if is_folder(parent)
+    )
     try:
         with tempfile.TemporaryFile(dir=there, buffering=0) as file:
             began = clock()
@@ -48,7 +52,9 @@ def disk(folder: Path) -> Disk:
 
 
 def compiled_obstacle(device: torch.device) -> str | None:
-    """Return what is wrong with a small compiled function, forward and backward, on the device; None if nothing is."""
+    """Return what is wrong with a small compiled function, forward and backward, on the device;
+    None if nothing is.
+    """
 
     def function(x: torch.Tensor) -> torch.Tensor:
         return (torch.tanh(x @ x.T) * 2).sum()
@@ -65,20 +71,26 @@ def compiled_obstacle(device: torch.device) -> str | None:
         compiled = gradient(torch.compile(function))
         expected = gradient(function)
     except Exception as error:
-        return f"a compiled function fails: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        return (
+            f"a compiled function fails: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        )
     off = float((compiled - expected).abs().max())
     return None if off <= 1e-4 else f"a compiled function's gradient is off by {off:.2g}"
 
 
 def limits() -> dict[str, int | None]:
-    """Return the limits on this process, None for no limit: open files, and bytes of memory and of a file."""
+    """Return the limits on this process, None for no limit: open files, and bytes of memory and of
+    a file.
+    """
     kinds = {
         "open_files": resource.RLIMIT_NOFILE,
         "address_space_bytes": resource.RLIMIT_AS,
         "file_bytes": resource.RLIMIT_FSIZE,
     }
     values = {name: resource.getrlimit(kind)[0] for name, kind in kinds.items()}
-    return {name: None if value == resource.RLIM_INFINITY else value for name, value in values.items()}
+    return {
+        name: None if value == resource.RLIM_INFINITY else value for name, value in values.items()
+    }
 
 
 def limits_said(values: dict[str, int | None]) -> str:

@@ -1,7 +1,10 @@
-"""Split the time of a stretch of work into shares that add up: the device's busy intervals, and gaps by their cause.
+"""Split the time of a stretch of work into shares that add up: the device's busy intervals, and
+gaps by their cause.
 
-This needs no torch: intervals come from a profiler's trace (`monograph.profiling.trace`) or from a test. On a CPU, host
-and device are one: in a busy interval an operator computes, and a gap is spent in Python, guards and dispatch.
+This needs no torch: intervals come from a profiler's trace (`monograph.profiling.trace`) or from a
+    test. On a CPU, host
+and device are one: in a busy interval an operator computes, and a gap is spent in Python, guards
+    and dispatch.
 """
 
 from collections import Counter, defaultdict
@@ -11,7 +14,15 @@ from itertools import chain
 from typing import Literal, NamedTuple, Self, get_args
 
 Part = Literal[
-    "matmul", "attention", "loss head", "optimizer", "elementwise", "data wait", "host gaps", "transfers", "other"
+    "matmul",
+    "attention",
+    "loss head",
+    "optimizer",
+    "elementwise",
+    "data wait",
+    "host gaps",
+    "transfers",
+    "other",
 ]
 Cause = Literal["data", "sync", "launch", "kernel gap", "transfer", "other"]
 
@@ -27,7 +38,8 @@ OF_CAUSE: Mapping[Cause, Part] = {
 }
 # Shape and strides of each operand.
 Operands = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-KERNEL_GAP_S = 2e-6  # longest gap that the device itself leaves between two kernels that were both launched long before
+# Longest gap that the device itself leaves between two kernels that were both launched long before.
+KERNEL_GAP_S = 2e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +89,8 @@ class Timeline(NamedTuple):
         kernels: the device's busy intervals.
         spans: the host's waits.
         updates: the intervals in which the optimizer worked, in order.
-        events: the number of events that a profiler recorded outside updates, by the part in whose kernels they lie;
-            events between kernels count as "host gaps".
+        events: the number of events that a profiler recorded outside updates, by the part in whose
+            kernels they lie; events between kernels count as "host gaps".
         update_events: the same for events inside updates.
     """
 
@@ -119,21 +131,26 @@ class Spent:
         return self.parts[part] / self.total_s if self.total_s else float(part == "other")
 
     def __add__(self, other: Self) -> Self:
-        gaps = {cause: self.gaps.get(cause, 0.0) + other.gaps.get(cause, 0.0) for cause in (*self.gaps, *other.gaps)}
+        gaps = {
+            cause: self.gaps.get(cause, 0.0) + other.gaps.get(cause, 0.0)
+            for cause in (*self.gaps, *other.gaps)
+        }
         return type(self)({part: self.parts[part] + other.parts[part] for part in PARTS}, gaps)
 
 
 def spent(timeline: Timeline, within: Iterable[tuple[float, float]] | None = None) -> Spent:
     """Attribute every moment of the stretch, or of the intervals `within` it, to one part.
 
-    A moment in which kernels run belongs to their parts, in equal shares; a copy at the same time is hidden and does
-    not count. A moment in which only copies run is a transfer. A moment in which nothing runs is a gap, with the first
-    cause that applies: "data" or "sync" where the host was in such a span; "launch" if the next kernel was launched
-    after the one before had ended, or if none follows; "kernel gap" if the whole gap is shorter than `KERNEL_GAP_S`;
-    "other".
+    A moment in which kernels run belongs to their parts, in equal shares; a copy at the same time
+    is hidden and does not count. A moment in which only copies run is a transfer. A moment in which
+    nothing runs is a gap, with the first cause that applies: "data" or "sync" where the host was in
+    such a span; "launch" if the next kernel was launched after the one before had ended, or if none
+    follows; "kernel gap" if the whole gap is shorter than `KERNEL_GAP_S`; "other".
     """
     stretches = [(timeline.begin_s, timeline.end_s)] if within is None else within
-    return sum((_spent(timeline, *stretch) for stretch in stretches), Spent(dict.fromkeys(PARTS, 0.0)))
+    return sum(
+        (_spent(timeline, *stretch) for stretch in stretches), Spent(dict.fromkeys(PARTS, 0.0))
+    )
 
 
 def _spent(timeline: Timeline, begin: float, end: float) -> Spent:
@@ -157,17 +174,25 @@ def _spent(timeline: Timeline, begin: float, end: float) -> Spent:
                 parts[kernel.part] += (right - left) / len(computing)
             continue
         coming = kernels[following] if following < len(kernels) else None
-        cause: Cause = "transfer" if running else _cause(timeline.spans, left, right, coming, last_end)
+        cause: Cause = (
+            "transfer" if running else _cause(timeline.spans, left, right, coming, last_end)
+        )
         gaps[cause] += right - left
         parts[OF_CAUSE[cause]] += right - left
     return Spent(parts, dict(gaps))
 
 
 def _edges(intervals: Iterable[Kernel | Span], begin: float, end: float) -> list[float]:
-    return [min(max(edge, begin), end) for interval in intervals for edge in (interval.begin_s, interval.end_s)]
+    return [
+        min(max(edge, begin), end)
+        for interval in intervals
+        for edge in (interval.begin_s, interval.end_s)
+    ]
 
 
-def _cause(spans: Sequence[Span], left: float, right: float, coming: Kernel | None, last_end: float) -> Cause:
+def _cause(
+    spans: Sequence[Span], left: float, right: float, coming: Kernel | None, last_end: float
+) -> Cause:
     """Return why nothing runs between `left` and `right`; no span begins or ends between them."""
     over = {span.kind for span in spans if span.begin_s <= left and span.end_s >= right}
     if "data" in over:
@@ -179,7 +204,9 @@ def _cause(spans: Sequence[Span], left: float, right: float, coming: Kernel | No
     return "kernel gap" if coming.begin_s - last_end < KERNEL_GAP_S else "other"
 
 
-def unwatched(watched: Timeline, event_s: float, whole_s: float, optimizer_s: float, overlaps: bool) -> Spent:
+def unwatched(
+    watched: Timeline, event_s: float, whole_s: float, optimizer_s: float, overlaps: bool
+) -> Spent:
     """Return the time of one unprofiled update by part, estimated from a few profiled ones.
 
     Args:
@@ -187,24 +214,33 @@ def unwatched(watched: Timeline, event_s: float, whole_s: float, optimizer_s: fl
         event_s: see `undisturbed`.
         whole_s: seconds of an unprofiled update.
         optimizer_s: seconds of its optimizer.
-        overlaps: whether the device still runs earlier work when the host begins the optimizer, so that the two cannot
-            be timed apart.
+        overlaps: whether the device still runs earlier work when the host begins the optimizer, so
+            that the two cannot be timed apart.
     """
     if overlaps:
-        return undisturbed(spent(watched), Counter(watched.events) + Counter(watched.update_events), event_s, whole_s)
+        return undisturbed(
+            spent(watched),
+            Counter(watched.events) + Counter(watched.update_events),
+            event_s,
+            whole_s,
+        )
     optimizer = spent(watched, watched.updates)
     rest = spent(watched, watched.rest)
     in_updates = undisturbed(optimizer, watched.update_events, event_s, optimizer_s)
     return in_updates + undisturbed(rest, watched.events, event_s, whole_s - optimizer_s)
 
 
-def undisturbed(profiled: Spent, events: Mapping[Part, int], event_s: float, measured_s: float) -> Spent:
-    """Return a profiled stretch's time by part, corrected to an unprofiled one that took `measured_s`.
+def undisturbed(
+    profiled: Spent, events: Mapping[Part, int], event_s: float, measured_s: float
+) -> Spent:
+    """Return a profiled stretch's time by part, corrected to an unprofiled one that took
+    `measured_s`.
 
     Args:
         profiled: the seconds of the profiled stretch.
         events: the number of events that the profiler recorded in it, by part: see `Timeline`.
-        event_s: seconds to record one event, which the trace shows outside the event, in its caller.
+        event_s: seconds to record one event, which the trace shows outside the event, in its
+            caller.
         measured_s: the total to which the remaining time is scaled.
     """
     parts = {part: max(0.0, profiled.parts[part] - events.get(part, 0) * event_s) for part in PARTS}
@@ -213,7 +249,9 @@ def undisturbed(profiled: Spent, events: Mapping[Part, int], event_s: float, mea
         left = profiled.total_s
     scale = measured_s / left if left else 0.0
     gaps = {
-        cause: seconds * scale * parts[OF_CAUSE[cause]] / profiled.parts[OF_CAUSE[cause]] if seconds else 0.0
+        cause: seconds * scale * parts[OF_CAUSE[cause]] / profiled.parts[OF_CAUSE[cause]]
+        if seconds
+        else 0.0
         for cause, seconds in profiled.gaps.items()
     }
     return Spent({part: parts[part] * scale for part in PARTS}, gaps)

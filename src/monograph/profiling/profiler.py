@@ -1,4 +1,5 @@
-"""Run a few updates under torch's profiler, and say where their time went, how short it could be and what to change.
+"""Run a few updates under torch's profiler, and say where their time went, how short it could be
+and what to change.
 
 The device's rates are measured on its own matrix products and copies.
 """
@@ -32,9 +33,11 @@ from monograph.profiling.bottleneck import Machine, Situation, Verdict, verdict
 from monograph.profiling.intervals import Kernel, Operands, Part, unwatched
 from monograph.storage.reading import is_folder
 
-COLD_BYTES = 2**26  # operands of this many bytes in all take turns, so that they are not in the caches
-# Seconds in bf16 over seconds in fp32, without an optimizer's products. On a CPU, compiled code converts each number
-# twice (docs/profile.md); other devices compute with 16-bit numbers as they are.
+# Operands of this many bytes in all take turns, so that they are not in the caches.
+COLD_BYTES = 2**26
+# Seconds in bf16 over seconds in fp32, without an optimizer's products. On a CPU, compiled code
+# converts each number twice (docs/profile.md); other devices compute with 16-bit numbers as they
+# are.
 BF16_ON_CPU: Mapping[Part, float] = {"attention": 0.65, "elementwise": 1.1, "optimizer": 1.7}
 BF16: Mapping[Part, float] = {"elementwise": 0.5, "optimizer": 1.0}
 KINDS = 12  # this many shapes of products are timed in bf16: those that take longest
@@ -44,11 +47,14 @@ ROUNDS = 3  # rounds of timing a product; the quickest counts
 def machine_of(engine: Engine) -> Machine:
     """Return the rates of the engine's device in the engine's dtype."""
     device, dtype = engine.step.device, engine.step.precision.dtype
-    known = describe(device).bandwidth_bytes_per_s  # a card's from its datasheet, as only the host's is measured here
+    # A card's from its datasheet, as only the host's is measured here.
+    known = describe(device).bandwidth_bytes_per_s
     return Machine(measured_matmul_flops(device, dtype), known or measured_memory_bytes_per_s())
 
 
-def situation_of(engine: Engine, kernels: Sequence[Kernel], micro_steps: int, used: float, packed: float) -> Situation:
+def situation_of(
+    engine: Engine, kernels: Sequence[Kernel], micro_steps: int, used: float, packed: float
+) -> Situation:
     """Return how the engine is set up, and the ratio of its products' time in bf16 to that in fp32."""
     step, device = engine.step, engine.step.device
     narrow: dict[Part, float] = {}
@@ -62,7 +68,9 @@ def situation_of(engine: Engine, kernels: Sequence[Kernel], micro_steps: int, us
 
 
 def _in_bf16(device: torch.device, kernels: Sequence[Kernel]) -> float:
-    """Return the seconds in bf16 over those in fp32 for the run's longest products, outside the caches."""
+    """Return the seconds in bf16 over those in fp32 for the run's longest products, outside the
+    caches.
+    """
     taken: defaultdict[Operands, list[float]] = defaultdict(list)
     for kernel in kernels:
         if kernel.part in ("matmul", "loss head") and kernel.operands and kernel.flops:
@@ -76,14 +84,24 @@ def _in_bf16(device: torch.device, kernels: Sequence[Kernel]) -> float:
 
 
 def _product_s(device: torch.device, dtype: torch.dtype, operands: Operands) -> float:
-    """Return the seconds of one product: the mean of the quickest of a few rounds over several operands."""
-    sizes = [1 + sum((side - 1) * stride for side, stride in zip(*operand, strict=True)) for operand in operands]
+    """Return the seconds of one product: the mean of the quickest of a few rounds over several
+    operands.
+    """
+    sizes = [
+        1 + sum((side - 1) * stride for side, stride in zip(*operand, strict=True))
+        for operand in operands
+    ]
     count = min(64, max(2, COLD_BYTES // (sum(sizes) * dtype.itemsize)))
     pairs = list(zip(sizes, operands, strict=True))
     ones = functools.partial(torch.ones, device=device, dtype=dtype)
     given = [[ones(size).as_strided(*operand) for size, operand in pairs] for _ in range(count)]
     # Multiply as a captured step does.
-    by_onednn = device.type == "cpu" and dtype == torch.float32 and len(operands[0][0]) == 2 and mkl_is_slow()
+    by_onednn = (
+        device.type == "cpu"
+        and dtype == torch.float32
+        and len(operands[0][0]) == 2
+        and mkl_is_slow()
+    )
     multiply = onednn if by_onednn else torch.matmul
     times = []
     for _ in range(ROUNDS):
@@ -96,8 +114,10 @@ def _product_s(device: torch.device, dtype: torch.dtype, operands: Operands) -> 
 
 
 UPDATES, WARM = 3, 2  # updates of a profile, and updates before anything is measured
-EVENTS, ROUNDS = 1000, 3  # operators in a round, and rounds, with which the profiler's cost per event is measured
-# Updates are profiled up to WATCHES times, until one takes less than UNDISTURBED times its unprofiled time.
+# Operators in a round, and rounds, with which the profiler's cost per event is measured.
+EVENTS, ROUNDS = 1000, 3
+# Updates are profiled up to WATCHES times, until one takes less than UNDISTURBED times its
+# unprofiled time.
 WATCHES, UNDISTURBED = 3, 1.1
 MEASURED = 9  # unprofiled updates; their lower quartile counts
 NEEDED = WARM + MEASURED + 1 + UPDATES
@@ -128,12 +148,18 @@ class Profile:
 
 
 def profile(
-    engine: Engine, windows: Iterable[Any], file: str | Path, *, packed: float = 1.0, used: float = 1.0
+    engine: Engine,
+    windows: Iterable[Any],
+    file: str | Path,
+    *,
+    packed: float = 1.0,
+    used: float = 1.0,
 ) -> Profile:
     """Train a few updates, some of them profiled, and report where their time goes.
 
     Args:
-        engine: ready to train, and captured if wanted; its weights and counters change as in any training.
+        engine: ready to train, and captured if wanted; its weights and counters change as in any
+            training.
         windows: at least `NEEDED` windows of rows.
         file: the Chrome trace to write, `*.json`.
         used: share of the rows' positions that hold tokens.
@@ -165,7 +191,9 @@ def profile(
     of_head = _head_rows(engine, micro * math.prod(of_row))
     timeline = trace.read(events, has_kernel, of_head, isinstance(engine.model, Llama))
     overlaps = engine.step.device.type != "cpu"
-    unwatched_spent = unwatched(timeline, _event_s(), measured.whole_s, measured.optimizer_s, overlaps)
+    unwatched_spent = unwatched(
+        timeline, _event_s(), measured.whole_s, measured.optimizer_s, overlaps
+    )
     machine = machine_of(engine)
     steps = -(-rows // micro)
     situation = situation_of(engine, timeline.kernels, steps, used, packed)
@@ -180,16 +208,23 @@ class _Times(NamedTuple):
     optimizer_s: float
 
 
-def _watched(engine: Engine, windows: Iterator[Any], update_s: float) -> tuple[torch.profiler.profile, float]:
-    """Profile some updates a few times; return the profile that disturbed least, and the seconds of an update in it.
+def _watched(
+    engine: Engine, windows: Iterator[Any], update_s: float
+) -> tuple[torch.profiler.profile, float]:
+    """Profile some updates a few times; return the profile that disturbed least, and the seconds of
+    an update in it.
 
-    The profiler's own memory can make the allocator return an eager update's memory to the system and fetch it again
-    page by page, which takes long.
+    The profiler's own memory can make the allocator return an eager update's memory to the system
+    and fetch it again page by page, which takes long.
     """
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (engine.step.device.type == "cuda")
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (
+        engine.step.device.type == "cuda"
+    )
     tries: list[tuple[torch.profiler.profile, float]] = []
     for _ in range(WATCHES):
-        watching = torch.profiler.profile(activities=activities, record_shapes=True, acc_events=True)
+        watching = torch.profiler.profile(
+            activities=activities, record_shapes=True, acc_events=True
+        )
         try:
             with watched_kernels(), watching, _spans(engine):
                 parse_no_events(watching)
@@ -208,7 +243,8 @@ def _watched(engine: Engine, windows: Iterator[Any], update_s: float) -> tuple[t
 def _exported(watched: torch.profiler.profile, file: Path) -> dict[str, Any]:
     """Write the trace, and return it.
 
-    Torch writes it to a temporary file first, as torch neither reports a failed write nor escapes the file's name.
+    Torch writes it to a temporary file first, as torch neither reports a failed write nor escapes
+    the file's name.
     """
     with tempfile.TemporaryDirectory() as folder:
         plain = Path(folder, "trace.json")
@@ -249,7 +285,9 @@ def _update(engine: Engine, window: Batch) -> float:
 
 def _next(windows: Iterator[Any]) -> Any:
     if (window := next(windows, None)) is None:
-        raise UsageError(f"too few windows: a profile takes {NEEDED} updates; give more text, or more epochs")
+        raise UsageError(
+            f"too few windows: a profile takes {NEEDED} updates; give more text, or more epochs"
+        )
     return window
 
 
@@ -282,23 +320,30 @@ def _spans(engine: Engine) -> Iterator[None]:
 
 @functools.cache
 def has_kernel(name: str) -> bool:
-    """Return whether an operator computes something itself instead of making a view, allocating or calling others."""
+    """Return whether an operator computes something itself instead of making a view, allocating or
+    calling others.
+    """
     room, _, operator = name.rpartition("::")
-    packet = getattr(getattr(torch.ops, room, None), operator, None) if room.isidentifier() else None
+    packet = (
+        getattr(getattr(torch.ops, room, None), operator, None) if room.isidentifier() else None
+    )
     if packet is None or name == trace.ADDED or operator.startswith(_ALLOCATES):
         return False
     overload = getattr(packet, packet.overloads()[0])
     if overload.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
         return False
     returns = overload._schema.returns
-    return not returns or not all(value.alias_info and not value.alias_info.is_write for value in returns)
+    return not returns or not all(
+        value.alias_info and not value.alias_info.is_write for value in returns
+    )
 
 
 def _head_rows(engine: Engine, tokens: int) -> int | None:
-    """Return the size of the vocabulary if a side of this length identifies the head's products, else None.
+    """Return the size of the vocabulary if a side of this length identifies the head's products,
+    else None.
 
-    This is needed in one graph of a whole step of a Llama, which has no spans. Another side may be as long: one of a
-    weight, or the `tokens` of a micro-step.
+    This is needed in one graph of a whole step of a Llama, which has no spans. Another side may be
+    as long: one of a weight, or the `tokens` of a micro-step.
     """
     if not isinstance(engine.model, Llama) or engine.step.scope != "whole":
         return None
@@ -318,7 +363,9 @@ def _event_s() -> float:
     one = torch.zeros(1)
     times = dict[bool, list[float]]({False: [], True: []})
     for watched in (False, True) * ROUNDS:
-        watching = torch.profiler.profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True)
+        watching = torch.profiler.profile(
+            activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True
+        )
         with watching if watched else nullcontext():
             if watched:
                 parse_no_events(watching)

@@ -1,9 +1,11 @@
-"""Read a profiler's Chrome trace into intervals, and tell which part of a step each operator belongs to.
+"""Read a profiler's Chrome trace into intervals, and tell which part of a step each operator
+belongs to.
 
 The first rule that applies gives a kernel's part:
 
 1. inside the span of the update: "optimizer";
-2. inside the span of the loss's head, or in the backward pass of an operator that ran there: "loss head";
+2. inside the span of the loss's head, or in the backward pass of an operator that ran there: "loss
+   head";
 3. torch's attention operators: "attention";
 4. products with the vocabulary as a side: "loss head", as one graph of the whole step has no spans;
 5. other products: "matmul" (in a Llama, batched products: "attention");
@@ -23,7 +25,8 @@ STEP = "monograph.step"
 DATA = "monograph.data"
 HEAD = "monograph.head"
 UPDATE = "monograph.update"
-ADDED = "monograph::add_product_"  # part of the head, in one graph of the step, where the head has no span
+# Part of the head, in one graph of the step, where the head has no span.
+ADDED = "monograph::add_product_"
 Event = Mapping[str, Any]
 HasKernel = Callable[[str], bool]  # whether the operator of a name runs a kernel of its own
 
@@ -37,7 +40,8 @@ _BYTES = {
     "c10::Half": 2,
     "short": 2,
 }
-# Products, with the index of their left input among the inputs; the last three are `monograph.graph.matmul`'s.
+# Products, with the index of their left input among the inputs; the last three are
+# `monograph.graph.matmul`'s.
 _PRODUCTS = {
     "mm": 0,
     "addmm": 1,
@@ -49,10 +53,14 @@ _PRODUCTS = {
     "small_matmul": 0,
     "batched_matmul": 0,
 }
-_GROUPED = {"grouped_linear", "grouped_outer"}  # `monograph.graph.grouped`'s, rows of experts and their matrices
+# `monograph.graph.grouped`'s, rows of experts and their matrices.
+_GROUPED = {"grouped_linear", "grouped_outer"}
 _BATCHED = {"bmm", "baddbmm", "batched_matmul"}
-_ATTENTION = re.compile(r"(scaled_dot_product|flash_attention|efficient_attention|cudnn_attention|flex_attention)")
-# Names that Inductor gives to the kernels it generates, and to those from its templates for products.
+_ATTENTION = re.compile(
+    r"(scaled_dot_product|flash_attention|efficient_attention|cudnn_attention|flex_attention)"
+)
+# Names that Inductor gives to the kernels it generates, and to those from its templates for
+# products.
 _GENERATED = re.compile(r"^(triton|cpp)_")
 _TEMPLATE = re.compile(r"^triton_tem_")
 _WAITS = re.compile(r"Synchronize|^aten::_local_scalar_dense$")
@@ -71,22 +79,27 @@ class _Place(NamedTuple):
     inside: Part | None = None
 
 
-def read(trace: Mapping[str, Any], has_kernel: HasKernel, vocabulary: int | None, heads_are_batched: bool) -> Timeline:
+def read(
+    trace: Mapping[str, Any], has_kernel: HasKernel, vocabulary: int | None, heads_are_batched: bool
+) -> Timeline:
     """Return the timeline from the first step's span to the end of the last one.
 
     Args:
         trace: the content that `torch.profiler.profile.export_chrome_trace` wrote, with shapes.
-        has_kernel: tells whether an operator of a name computes something itself, instead of making a view, allocating
-            or only calling other operators.
+        has_kernel: tells whether an operator of a name computes something itself, instead of making
+            a view, allocating or only calling other operators.
         vocabulary: rows of the head, if no other side of a product is as long; else None.
-        heads_are_batched: whether batched products belong to attention, as in a Llama, whose layers multiply matrices.
+        heads_are_batched: whether batched products belong to attention, as in a Llama, whose layers
+            multiply matrices.
 
     Raises:
         ValueError: the trace has no step.
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     # Spans are listed a second time on the device's tracks; only the host's count.
-    steps = [event for event in events if event["name"] == STEP and event.get("cat") == "user_annotation"]
+    steps = [
+        event for event in events if event["name"] == STEP and event.get("cat") == "user_annotation"
+    ]
     if not steps:
         raise ValueError(f"the trace has no {STEP}")
     begin = min(event["ts"] for event in steps)
@@ -97,11 +110,15 @@ def read(trace: Mapping[str, Any], has_kernel: HasKernel, vocabulary: int | None
     reader.head = _sequence_numbers(events)
     for thread in dict.fromkeys(event["tid"] for event in events if event.get("cat") in _HOST):
         mine = [event for event in events if event["tid"] == thread and event.get("cat") in _HOST]
-        reader.walk(sorted(mine, key=lambda event: (event["ts"], -event["dur"])), is_main=thread == main)
+        reader.walk(
+            sorted(mine, key=lambda event: (event["ts"], -event["dur"])), is_main=thread == main
+        )
     on_device = [event for event in events if event.get("cat") in _DEVICE]
     kernels = [*reader.on_device(on_device)] if on_device else reader.kernels
     noted, of_updates = reader.events[False], reader.events[True]
-    return Timeline(0.0, _seconds(end - begin), kernels, reader.spans, reader.updates, noted, of_updates)
+    return Timeline(
+        0.0, _seconds(end - begin), kernels, reader.spans, reader.updates, noted, of_updates
+    )
 
 
 _HOST = {"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"}
@@ -113,7 +130,9 @@ def _seconds(microseconds: float) -> float:
 
 
 def _sequence_numbers(events: Sequence[Event]) -> set[int]:
-    """Return the sequence numbers of the operators in a head's span; their nodes of the backward pass have the same."""
+    """Return the sequence numbers of the operators in a head's span; their nodes of the backward
+    pass have the same.
+    """
     heads = [event for event in events if event["name"] == HEAD]
     return {
         event["args"]["Sequence number"]
@@ -124,7 +143,9 @@ def _sequence_numbers(events: Sequence[Event]) -> set[int]:
 
 
 def _inside(event: Event, other: Event) -> bool:
-    return bool(other["ts"] <= event["ts"] and event["ts"] + event["dur"] <= other["ts"] + other["dur"])
+    return bool(
+        other["ts"] <= event["ts"] and event["ts"] + event["dur"] <= other["ts"] + other["dur"]
+    )
 
 
 class _Reader:
@@ -136,10 +157,13 @@ class _Reader:
         spans: the host's waits.
         updates: the intervals of updates.
         events: counts of events by part, outside and inside updates.
-        launches: for each correlation number: the time of the launch, its place, and the operator that launched it.
+        launches: for each correlation number: the time of the launch, its place, and the operator
+            that launched it.
     """
 
-    def __init__(self, has_kernel: HasKernel, vocabulary: int | None, heads_are_batched: bool, begin_s: float) -> None:
+    def __init__(
+        self, has_kernel: HasKernel, vocabulary: int | None, heads_are_batched: bool, begin_s: float
+    ) -> None:
         self.has_kernel = has_kernel
         self.vocabulary = vocabulary
         self.heads_are_batched = heads_are_batched
@@ -180,7 +204,11 @@ class _Reader:
         elif _WAITS.search(event["name"]):
             self.spans.append(Span("sync", begin, end))
         elif place.inside:
-            self.kernels.append(Kernel(place.inside, begin, end, *work(event), begin, event["name"], _operands(event)))
+            self.kernels.append(
+                Kernel(
+                    place.inside, begin, end, *work(event), begin, event["name"], _operands(event)
+                )
+            )
 
     def _placed(self, event: Event, place: _Place) -> _Place:
         name = event["name"]
@@ -193,7 +221,11 @@ class _Reader:
                 part = "loss head"
         inside = place.inside
         if inside is None and event.get("cat") == "cpu_op" and not _WAITS.search(name):
-            inside = self._part(event, part) if _GENERATED.search(name) or self.has_kernel(name) else None
+            inside = (
+                self._part(event, part)
+                if _GENERATED.search(name) or self.has_kernel(name)
+                else None
+            )
         return _Place(part, inside)
 
     def _part(self, event: Event, said: Part | None) -> Part:
@@ -209,17 +241,33 @@ class _Reader:
             return "attention" if self.heads_are_batched and name in _BATCHED else "matmul"
         if name in _GROUPED:
             return "matmul"
-        return "elementwise" if event["name"].startswith("aten::") or _GENERATED.search(event["name"]) else "other"
+        return (
+            "elementwise"
+            if event["name"].startswith("aten::") or _GENERATED.search(event["name"])
+            else "other"
+        )
 
     def on_device(self, events: Sequence[Event]) -> Iterator[Kernel]:
-        """Yield the device's kernels, with the work of the operators that launched them; without one it is "other"."""
+        """Yield the device's kernels, with the work of the operators that launched them; without
+        one it is "other".
+        """
         seen: set[int] = set()
         for event in events:
             begin = self._at(event)
             end = begin + _seconds(event["dur"])
-            launched, place, operator = self.launches.get(event["args"].get("correlation"), (None, _Place(), None))
+            launched, place, operator = self.launches.get(
+                event["args"].get("correlation"), (None, _Place(), None)
+            )
             if event["cat"] == "gpu_memcpy" and re.search("HtoD|DtoH", event["name"]):
-                yield Kernel("transfers", begin, end, None, event["args"].get("bytes"), launched, event["name"])
+                yield Kernel(
+                    "transfers",
+                    begin,
+                    end,
+                    None,
+                    event["args"].get("bytes"),
+                    launched,
+                    event["name"],
+                )
                 continue
             part: Part = place.part or "other"
             flops = moved = operands = None
@@ -236,11 +284,17 @@ class _Reader:
 
 def _shapes(event: Event) -> list[list[int]]:
     """Return the shapes of the tensors among an operator's inputs."""
-    return [shape for shape in event.get("args", {}).get("Input Dims", []) if shape and isinstance(shape[0], int)]
+    return [
+        shape
+        for shape in event.get("args", {}).get("Input Dims", [])
+        if shape and isinstance(shape[0], int)
+    ]
 
 
 def _operands(event: Event) -> Operands | None:
-    """Return the operands of a product of two matrices or two batches of them; None for anything else."""
+    """Return the operands of a product of two matrices or two batches of them; None for anything
+    else.
+    """
     name = event["name"].rpartition("::")[2]
     given = event.get("args", {})
     if name not in _PRODUCTS or name.startswith("_"):
@@ -252,15 +306,16 @@ def _operands(event: Event) -> Operands | None:
 
 
 def work(event: Event) -> tuple[float | None, float | None]:
-    """Return (FLOPs, bytes) of an operator's call, from its inputs' shapes; None where the shapes do not tell.
+    """Return (FLOPs, bytes) of an operator's call, from its inputs' shapes; None where the shapes
+    do not tell.
 
         product of [N, K] and [K, M]                            2 N K M FLOPs
         grouped product of [P, K] and [E, N, K]                 2 P K N FLOPs
         causal attention, T queries and S keys of E numbers     2 B H T S E FLOPs; backward 2.5 times as many
 
-    Bytes are those of each input, read once, and of the output, written once: as many as a product's result has, or
-    else the largest input. A generated kernel has its outputs among its inputs. The shapes of the products in
-    Inductor's templates are not known.
+    Bytes are those of each input, read once, and of the output, written once: as many as a
+    product's result has, or else the largest input. A generated kernel has its outputs among its
+    inputs. The shapes of the products in Inductor's templates are not known.
     """
     name = event["name"].rpartition("::")[2]
     shapes = _shapes(event)
@@ -277,9 +332,13 @@ def work(event: Event) -> tuple[float | None, float | None]:
     moved = float(sum(sizes) + max(sizes))
     if name in _PRODUCTS and len(shapes) > _PRODUCTS[name] + 1:
         left, right = shapes[_PRODUCTS[name]], shapes[_PRODUCTS[name] + 1]
-        columns = math.prod(right) // max(1, left[-1] * (math.prod(left[:-2]) if len(right) > 2 else 1))
+        columns = math.prod(right) // max(
+            1, left[-1] * (math.prod(left[:-2]) if len(right) > 2 else 1)
+        )
         number = max(_BYTES.get(kind, 1) for kind in types)
-        return 2.0 * math.prod(left) * columns, float(sum(sizes) + math.prod(left[:-1]) * columns * number)
+        return 2.0 * math.prod(left) * columns, float(
+            sum(sizes) + math.prod(left[:-1]) * columns * number
+        )
     if name in _GROUPED:
         return 2.0 * math.prod(shapes[0]) * shapes[1][1], moved
     if _ATTENTION.search(name) and len(shapes) >= 3:

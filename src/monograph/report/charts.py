@@ -1,7 +1,9 @@
-"""Describe charts as data, which a page's script draws with uPlot, and draw a still picture of each for other readers.
+"""Describe charts as data, which a page's script draws with uPlot, and draw a still picture of each
+for other readers.
 
-A page has tables of columns, such as the metrics of a run, and charts, whose lines are columns of these tables. A chart
-that names no axis of its own is drawn over the axis that the reader chooses: tokens, updates or time.
+A page has tables of columns, such as the metrics of a run, and charts, whose lines are columns of
+these tables. A chart that names no axis of its own is drawn over the axis that the reader chooses:
+tokens, updates or time.
 """
 
 import json
@@ -21,7 +23,8 @@ Row = Mapping[str, Any]
 Columns = dict[str, list[float | None]]
 Floats = NDArray[np.float64]
 
-AXES = {"tokens": "tokens", "update": "updates", "time": "time"}  # what a chart of a run can be drawn over
+# What a chart of a run can be drawn over.
+AXES = {"tokens": "tokens", "update": "updates", "time": "time"}
 POINTS = 1200  # the most rows of a table: more than a chart is pixels wide
 STILL_POINTS = 150
 STILL_WIDTH, STILL_HEIGHT = 600, 200
@@ -34,8 +37,8 @@ class Line:
     Attributes:
         key: the column's name.
         label: what the reader calls it.
-        style: "trend" (all values pale, their moving median strong), "line", "points" (a line with a dot at each value)
-            or "dots" (no line).
+        style: "trend" (all values pale, their moving median strong), "line", "points" (a line with
+            a dot at each value) or "dots" (no line).
         table: the number of its table.
         shade: the number of its colour; lines of one setting share it.
     """
@@ -49,7 +52,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Mark:
-    """A moment of a run: a vertical line with words, or without words a short tick in the colour of a warning.
+    """A moment of a run: a vertical line with words, or without words a short tick in the colour of
+    a warning.
 
     Attributes:
         row: the number of the row of table 0.
@@ -109,10 +113,12 @@ class Chart:
 
 
 def columns(rows: Sequence[Row], keys: Sequence[str]) -> Columns:
-    """Return the rows of a run's metrics as columns, one row for each update, at most `POINTS` of them.
+    """Return the rows of a run's metrics as columns, one row for each update, at most `POINTS` of
+    them.
 
-    `time` is the seconds of training so far. An evaluation, which has none, gets those of the update before it. Of a
-    long run every n-th update is kept, and every one that was evaluated, skipped or slow.
+    `time` is the seconds of training so far. An evaluation, which has none, gets those of the
+    update before it. Of a long run every n-th update is kept, and every one that was evaluated,
+    skipped or slow.
     """
     merged: dict[int, dict[str, Any]] = {}
     for row in rows:
@@ -125,20 +131,30 @@ def columns(rows: Sequence[Row], keys: Sequence[str]) -> Columns:
         seconds = row.get("wall_s") or seconds
         for key, values in found.items():
             values.append(rounded(seconds if key == "time" else row.get(key)))
-    return {key: values for key, values in found.items() if any(value is not None for value in values)}
+    return {
+        key: values for key, values in found.items() if any(value is not None for value in values)
+    }
 
 
 def _thinned(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     step = -(-len(rows) // POINTS)
-    return [row for index, row in enumerate(rows) if index % step == 0 or row is rows[-1] or _is_event(row)]
+    return [
+        row
+        for index, row in enumerate(rows)
+        if index % step == 0 or row is rows[-1] or _is_event(row)
+    ]
 
 
 def _is_event(row: Row) -> bool:
-    return bool(row.get("skipped")) or "slower" in row or any(key.startswith("eval_") for key in row)
+    return (
+        bool(row.get("skipped")) or "slower" in row or any(key.startswith("eval_") for key in row)
+    )
 
 
 def rounded(value: Any) -> float | None:
-    """Return a number with five digits, more than a chart can show; None if it is none or not finite."""
+    """Return a number with five digits, more than a chart can show; None if it is none or not
+    finite.
+    """
     if value is None or not math.isfinite(value):
         return None
     return float(f"{value:.5g}") if isinstance(value, float) else value
@@ -169,12 +185,16 @@ def limits(
         return min(0.0, low), room * float(np.quantile(values, 0.995)) or 1.0
     if metric.limits == "late":
         last = max(float(line[-1]) for line in lines if len(line))
-        high = max([min(float(line.max()), 2.2 * last) for line in lines if len(line)] + list(levels))
+        high = max(
+            [min(float(line.max()), 2.2 * last) for line in lines if len(line)] + list(levels)
+        )
     margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
     return low - margin, high + margin
 
 
-def lines_of(metric: Metric, table: Columns, at: int = 0, name: str = "", shade: int = 0) -> list[Line]:
+def lines_of(
+    metric: Metric, table: Columns, at: int = 0, name: str = "", shade: int = 0
+) -> list[Line]:
     """Return the lines of a metric that a table has columns for.
 
     Args:
@@ -186,7 +206,9 @@ def lines_of(metric: Metric, table: Columns, at: int = 0, name: str = "", shade:
     """
     lines = list[Line]()
     if metric.key in table:
-        lines.append(Line(metric.key, name or metric.label, "line" if metric.is_line else "trend", at, shade))
+        lines.append(
+            Line(metric.key, name or metric.label, "line" if metric.is_line else "trend", at, shade)
+        )
     if metric.held_out in table:
         label = "held out"
         if name:
@@ -195,17 +217,21 @@ def lines_of(metric: Metric, table: Columns, at: int = 0, name: str = "", shade:
     return lines
 
 
-def moving_median(values: Floats, share: int = 40, points: int = 300) -> tuple[NDArray[np.int64], Floats]:
+def moving_median(
+    values: Floats, share: int = 40, points: int = 300
+) -> tuple[NDArray[np.int64], Floats]:
     """Return up to `points` indices and the medians of one `share`-th of the values around them.
 
     A median, unlike a mean, does not turn a spike into a plateau.
     """
     half = len(values) // (2 * share)
-    at = np.unique(np.linspace(0, len(values) - 1, min(len(values), points)).round().astype(np.int64))
+    at = np.unique(
+        np.linspace(0, len(values) - 1, min(len(values), points)).round().astype(np.int64)
+    )
     return at, np.array([np.median(values[max(0, i - half) : i + half + 1]) for i in at])
 
 
-# ---- markup ---------------------------------------------------------------------------------------------------------
+# ---- markup --------------------------------------------------------------------------------------
 
 
 def payload(tables: Sequence[Columns], charts: Sequence[Chart]) -> str:
@@ -215,7 +241,9 @@ def payload(tables: Sequence[Columns], charts: Sequence[Chart]) -> str:
 
 
 def figure(chart: Chart, tables: Sequence[Columns]) -> str:
-    """Return a chart's place in the page, with a still picture and the first and last values in words."""
+    """Return a chart's place in the page, with a still picture and the first and last values in
+    words.
+    """
     size = ' class="chart wide"' if chart.is_wide else ' class="chart"'
     note = f'<p class="note">{escaped(chart.note)}</p>' if chart.note else ""
     words = _ends(chart, tables)
@@ -233,7 +261,9 @@ def _ends(chart: Chart, tables: Sequence[Columns]) -> str:
         if len(values):
             first, last = (count(value) for value in (values[0], values[-1]))
             words.append(
-                f"{line.label}: {first} at first, {last} at last" if len(values) > 1 else f"{line.label}: {last}"
+                f"{line.label}: {first} at first, {last} at last"
+                if len(values) > 1
+                else f"{line.label}: {last}"
             )
     words += [f"{name}: {count(level)}" for name, level in chart.levels.items()]
     return "; ".join(words)
@@ -246,7 +276,10 @@ def _still(chart: Chart, tables: Sequence[Columns], words: str) -> str:
     begin = min((float(each.min()) for each in places if len(each)), default=0.0)
     end = max((float(each.max()) for each in places if len(each)), default=1.0)
     paths = [_path(line, tables[line.table], key, (begin, end), chart) for line in chart.lines]
-    paths += [_drawn([(0.0, level), (1.0, level)], chart.limits, "level") for level in chart.levels.values()]
+    paths += [
+        _drawn([(0.0, level), (1.0, level)], chart.limits, "level")
+        for level in chart.levels.values()
+    ]
     return (
         f'<svg viewBox="0 0 {STILL_WIDTH} {STILL_HEIGHT}" preserveAspectRatio="none" role="img" '
         f'aria-label="{escaped(chart.title)}: {escaped(words)}">{"".join(paths)}</svg>'
@@ -260,7 +293,10 @@ def _path(line: Line, table: Columns, key: str, ends: tuple[float, float], chart
         return ""
     at, values = moving_median(np.array([y for _, y in known]), points=STILL_POINTS)
     begin, end = ends
-    shares = [((known[i][0] - begin) / ((end - begin) or 1.0), float(y)) for i, y in zip(at, values, strict=True)]
+    shares = [
+        ((known[i][0] - begin) / ((end - begin) or 1.0), float(y))
+        for i, y in zip(at, values, strict=True)
+    ]
     return _drawn(shares, chart.limits, f"shade{line.shade}")
 
 

@@ -1,4 +1,6 @@
-"""Write the page of a comparison: scores, differences with their errors, settings that differ, curves of all runs."""
+"""Write the page of a comparison: scores, differences with their errors, settings that differ,
+curves of all runs.
+"""
 
 import re
 import tomllib
@@ -80,7 +82,11 @@ def _drawings(sides: Sequence[Compared]) -> Drawings:
         for at, (place, _) in enumerate(runs):
             lines += lines_of(metric, tables[at], at, sides[place].name, place % SHADES)
         values = [present(tables[line.table], line.key) for line in lines]
-        charts.append(Chart(metric.chart, metric.title, lines, limits(metric, values), is_count=metric.is_count))
+        charts.append(
+            Chart(
+                metric.chart, metric.title, lines, limits(metric, values), is_count=metric.is_count
+            )
+        )
     return Drawings(tables, charts, halves=True)
 
 
@@ -100,7 +106,17 @@ def _scores(sides: Sequence[Compared], unit: str) -> str:
                 side.verdict,
             ]
         )
-    heads = ["model", unit, "difference", "standard error", "over", "parameters", "tokens/s", "runs", "verdict"]
+    heads = [
+        "model",
+        unit,
+        "difference",
+        "standard error",
+        "over",
+        "parameters",
+        "tokens/s",
+        "runs",
+        "verdict",
+    ]
     return table("Scores", heads, rows)
 
 
@@ -109,7 +125,9 @@ def _settings(sides: Sequence[Compared]) -> str:
     settings = [(side.name, _flat(side.config)) for side in sides if side.config]
     keys = list(dict.fromkeys(key for _, values in settings for key in values))
     differ = [key for key in keys if len({repr(values.get(key)) for _, values in settings}) > 1]
-    rows: list[list[Cell]] = [[key, *(_text(values.get(key)) for _, values in settings)] for key in differ]
+    rows: list[list[Cell]] = [
+        [key, *(_text(values.get(key)) for _, values in settings)] for key in differ
+    ]
     return table("Settings that differ", ["key", *(name for name, _ in settings)], rows)
 
 
@@ -119,8 +137,12 @@ def _flat(config: str) -> dict[str, Any]:
         found = tomllib.loads(config)
     except tomllib.TOMLDecodeError:
         return {}
-    sections: dict[str, Mapping[str, Any]] = {key: value for key, value in found.items() if isinstance(value, dict)}
-    return {f"{name}.{key}": value for name, values in sections.items() for key, value in values.items()}
+    sections: dict[str, Mapping[str, Any]] = {
+        key: value for key, value in found.items() if isinstance(value, dict)
+    }
+    return {
+        f"{name}.{key}": value for name, values in sections.items() for key, value in values.items()
+    }
 
 
 def _text(value: object) -> str:

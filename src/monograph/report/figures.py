@@ -1,8 +1,9 @@
 """Style figures for a reader's light or dark theme, turn them into files, and draw those of a run.
 
-A run's figures show the metrics of `monograph.report.metrics` of which its rows have values, and its peak memory. A row
-is a dictionary of metrics.jsonl: `tokens` (seen so far), metrics by their names, `skipped` (true if the update was
-skipped), `slower` (`monograph.session.gauges`) and `memory` (`monograph.profiling.memory.ledger`).
+A run's figures show the metrics of `monograph.report.metrics` of which its rows have values, and
+its peak memory. A row is a dictionary of metrics.jsonl: `tokens` (seen so far), metrics by their
+names, `skipped` (true if the update was skipped), `slower` (`monograph.session.gauges`) and
+`memory` (`monograph.profiling.memory.ledger`).
 """
 
 from __future__ import annotations
@@ -71,10 +72,12 @@ STYLE: dict[Any, Any] = {
 @contextmanager
 def style() -> Iterator[None]:
     """Draw the figures of the block in this project's style."""
-    import matplotlib  # imported here, as it takes a good part of a second, and most commands draw nothing
+    # Imported here, as it takes a good part of a second, and most commands draw nothing.
+    import matplotlib
 
     with matplotlib.rc_context(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="constrained_layout not applied")  # labels can fill an early figure
+        # Labels can fill an early figure.
+        warnings.filterwarnings("ignore", message="constrained_layout not applied")
         matplotlib.rcdefaults()  # a person's own matplotlibrc must not change these pages
         matplotlib.rcParams.update(STYLE)
         yield
@@ -107,7 +110,9 @@ COLOURS = (
 
 
 def themed(svg: str) -> str:
-    """Return an SVG with this file's colours replaced by variables, which follow the reader's light or dark theme."""
+    """Return an SVG with this file's colours replaced by variables, which follow the reader's light
+    or dark theme.
+    """
     there = [pair for pair in COLOURS if pair[0] in svg]
     light = " ".join(f"--{name}: {colour};" for colour, name, _ in there)
     dark = " ".join(f"--{name}: {colour};" for _, name, colour in there)
@@ -124,7 +129,8 @@ Yardsticks = Mapping[str, float]  # values to compare a run with, by name
 Floats = NDArray[np.float64]
 
 _SIZES = {"first": (7.3, 3.2), "second": (3.5, 3.2), "lower": (3.5, 2.5), "": (3.5, 2.5)}  # inches
-_NONE: tuple[Floats, Floats] = (np.empty(0), np.empty(0))  # tokens and values of a number that no row has
+# Tokens and values of a number that no row has.
+_NONE: tuple[Floats, Floats] = (np.empty(0), np.empty(0))
 _POINTS = 1200  # the most points of a line: more than a figure is pixels wide
 
 
@@ -135,18 +141,28 @@ class Picture(NamedTuple):
     png: bytes
 
 
-def draw(metrics: Sequence[Row], yardsticks: Yardsticks, title: str, subtitle: str) -> tuple[bytes, list[Picture]]:
-    """Return a PNG sheet of all figures for which `metrics` has rows, under `title` and `subtitle`, and each figure."""
+def draw(
+    metrics: Sequence[Row], yardsticks: Yardsticks, title: str, subtitle: str
+) -> tuple[bytes, list[Picture]]:
+    """Return a PNG sheet of all figures for which `metrics` has rows, under `title` and `subtitle`,
+    and each figure.
+    """
     there = {key for row in metrics for key, value in row.items() if value is not None}
     panels: dict[Metric, Callable[[Axes], None]] = {
-        metric: partial(_panel, metrics=metrics, metric=metric, yardsticks=yardsticks) for metric in shown(there)
+        metric: partial(_panel, metrics=metrics, metric=metric, yardsticks=yardsticks)
+        for metric in shown(there)
     }
     memory: Callable[[Axes], None] | None = None
-    if ledger := next((row["memory"] for row in reversed(metrics) if (row.get("memory") or {}).get("measured")), None):
+    if ledger := next(
+        (row["memory"] for row in reversed(metrics) if (row.get("memory") or {}).get("measured")),
+        None,
+    ):
         memory = partial(_memory, ledger=ledger)
     with style():
         sheet = _sheet(panels, memory, title, subtitle)
-        pictures = [single(metric.chart, panel, _SIZES[metric.place]) for metric, panel in panels.items()]
+        pictures = [
+            single(metric.chart, panel, _SIZES[metric.place]) for metric, panel in panels.items()
+        ]
         if memory:
             pictures.append(single("memory", memory, _SIZES[""]))
         return sheet, pictures
@@ -172,7 +188,10 @@ def held_out_svg(metrics: Sequence[Row], yardsticks: Yardsticks) -> str:
 
 
 def _sheet(
-    panels: Mapping[Metric, Callable[[Axes], None]], memory: Callable[[Axes], None] | None, title: str, subtitle: str
+    panels: Mapping[Metric, Callable[[Axes], None]],
+    memory: Callable[[Axes], None] | None,
+    title: str,
+    subtitle: str,
 ) -> bytes:
     from matplotlib.figure import Figure
 
@@ -180,7 +199,9 @@ def _sheet(
     figure.text(0.045, 0.955, title, fontsize=17, fontweight="bold", va="center")
     figure.text(0.045, 0.915, subtitle, fontsize=9.5, color=MUTED, va="center")
     sides = {"left": 0.045, "right": 0.965}
-    upper = figure.add_gridspec(1, 2, width_ratios=[1.9, 1], **sides, top=0.835, bottom=0.455, wspace=0.30)
+    upper = figure.add_gridspec(
+        1, 2, width_ratios=[1.9, 1], **sides, top=0.835, bottom=0.455, wspace=0.30
+    )
     last = {metric.place: panel for metric, panel in panels.items()}
     for place, where in (("first", upper[0]), ("second", upper[1])):
         if place in last:
@@ -195,7 +216,9 @@ def _sheet(
 
 
 def _panel(axes: Axes, metrics: Sequence[Row], metric: Metric, yardsticks: Yardsticks) -> None:
-    """Draw a metric: its values in training with their trend, and those on held-out records as points."""
+    """Draw a metric: its values in training with their trend, and those on held-out records as
+    points.
+    """
     axes.set_title(metric.title)
     axes.locator_params(nbins=5, steps=[1, 2, 2.5, 5, 10])
     axes.xaxis.set_major_formatter(lambda value, _: quantities.count(value))
@@ -203,7 +226,9 @@ def _panel(axes: Axes, metrics: Sequence[Row], metric: Metric, yardsticks: Yards
     series = {key: _series(metrics, key) for key in metric.keys}
     levels = yardsticks if metric is BITS_PER_BYTE else {}
     axes.set_xlim(0, max(float(tokens[-1]) for tokens, _ in series.values() if len(tokens)) or 1)
-    axes.set_ylim(*limits(metric, [values for _, values in series.values()], levels.values(), room=1.25))
+    axes.set_ylim(
+        *limits(metric, [values for _, values in series.values()], levels.values(), room=1.25)
+    )
     if metric.is_count or metric.is_line:
         axes.yaxis.set_major_formatter(lambda value, _: quantities.count(value))
     tokens, values = series.get(metric.key, _NONE)
@@ -228,7 +253,9 @@ def _among_levels(axes: Axes, tokens: Floats, values: Floats, levels: Yardsticks
     axes.plot(tokens, values, color=ACCENT, linewidth=2)
     axes.plot(tokens[-1:], values[-1:], "o", color=ACCENT, markersize=5, clip_on=False)
     names = [(level, f"{name}  {level:.2f}", MUTED, "normal") for name, level in levels.items()]
-    _labels_at_right(axes, [*names, (float(values[-1]), f"this run  {values[-1]:.2f}", ACCENT, "bold")])
+    _labels_at_right(
+        axes, [*names, (float(values[-1]), f"this run  {values[-1]:.2f}", ACCENT, "bold")]
+    )
 
 
 def _curve(axes: Axes, tokens: Floats, values: Floats) -> None:
@@ -245,14 +272,22 @@ def _slow_moments(axes: Axes, metrics: Sequence[Row]) -> None:
     """Mark the updates that were skipped, and those at which the run became slower."""
     skipped = [row["tokens"] for row in metrics if row.get("skipped")]
     axes.plot(
-        skipped, np.full(len(skipped), 0.035 * axes.get_ylim()[1]), "|", color=WARN, markersize=9, markeredgewidth=1.6
+        skipped,
+        np.full(len(skipped), 0.035 * axes.get_ylim()[1]),
+        "|",
+        color=WARN,
+        markersize=9,
+        markeredgewidth=1.6,
     )
     words = f"{quantities.counted(len(skipped), 'update')} skipped"
-    slower = np.array([(row["tokens"], row["slower"]["tokens_per_s"]) for row in metrics if "slower" in row])
+    slower = np.array(
+        [(row["tokens"], row["slower"]["tokens_per_s"]) for row in metrics if "slower" in row]
+    )
     if len(slower):
         axes.plot(*slower.T, "v", color=WARN, markersize=6)
         words += ", slower at each triangle"
-    # The words stand above the curve, where the limit leaves room, and away from the last value at the right.
+    # The words stand above the curve, where the limit leaves room, and away from the last value at
+    # the right.
     color = WARN if skipped or len(slower) else MUTED
     axes.text(0.01, 0.98, words, transform=axes.transAxes, va="top", fontsize=8, color=color)
 
@@ -263,9 +298,23 @@ def _memory(axes: Axes, ledger: Mapping[str, Mapping[str, int]]) -> None:
     for place, name in enumerate(("measured", "planned")):
         left = 0.0
         for index, size in enumerate(ledger[name].values()):
-            axes.barh(place, size / 2**30, left=left, height=0.5, color=ACCENT, alpha=max(0.2, 1 - 0.17 * index))
+            axes.barh(
+                place,
+                size / 2**30,
+                left=left,
+                height=0.5,
+                color=ACCENT,
+                alpha=max(0.2, 1 - 0.17 * index),
+            )
             left += size / 2**30
-        axes.annotate(f"{name}  {left:.2f}", (0, place), (0, 19), textcoords="offset points", fontsize=8.5, color=INK)
+        axes.annotate(
+            f"{name}  {left:.2f}",
+            (0, place),
+            (0, 19),
+            textcoords="offset points",
+            fontsize=8.5,
+            color=INK,
+        )
     axes.set_ylim(-0.6, 1.8)
     axes.set_yticks([])
     axes.set_xlabel(", ".join(ledger["planned"]), fontsize=7, color=MUTED, loc="left")
@@ -279,7 +328,9 @@ def _series(metrics: Sequence[Row], key: str) -> tuple[Floats, Floats]:
 
 
 def _trend(axes: Axes, tokens: Floats, values: Floats) -> None:
-    """Draw all values in a pale colour, and their moving median with its last value written above the line's end."""
+    """Draw all values in a pale colour, and their moving median with its last value written above
+    the line's end.
+    """
     step = _thinning(values)
     axes.plot(tokens[::step], values[::step], color=ACCENT, alpha=0.25, linewidth=0.8)
     at, medians = moving_median(values)
@@ -306,7 +357,9 @@ def _thinning(values: Floats) -> int:
 
 
 def _labels_at_right(axes: Axes, labels: Sequence[tuple[float, str, str, str]]) -> None:
-    """Write each label (level, text, colour, font weight) at the right of its level; labels that touch move apart."""
+    """Write each label (level, text, colour, font weight) at the right of its level; labels that
+    touch move apart.
+    """
     low, high = axes.get_ylim()
     gap = 0.062 * (high - low)
     place = -np.inf

@@ -37,5 +37,7 @@ class PageInProgress:
 
 
 def refresh_s(state: str) -> int:
-    """Return the seconds after which the page of what is in this state loads itself again; 0 if it will not change."""
+    """Return the seconds after which the page of what is in this state loads itself again; 0 if it
+    will not change.
+    """
     return REFRESH_S if state == IN_PROGRESS else 0

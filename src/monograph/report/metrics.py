@@ -1,7 +1,8 @@
 """The numbers in the rows of metrics.jsonl that people see: each is declared here, once.
 
-Pages, pictures, comparisons, the terminal and the check of a row's types read this table. A new number is a line here,
-and a value in a row: from `monograph.session.after_update`, or from an objective's `figures`.
+Pages, pictures, comparisons, the terminal and the check of a row's types read this table. A new
+number is a line here, and a value in a row: from `monograph.session.after_update`, or from an
+    objective's `figures`.
 """
 
 from collections.abc import Container
@@ -29,10 +30,11 @@ class Metric:
         limits: see `Limits`.
         is_line: whether its values lie on a curve, so that no median is drawn over them.
         is_count: whether its values are written with SI prefixes.
-        place: on the sheet of pictures "first" or "second" in the upper row, or in the lower one, or "" for none. A run
-            has one that is "first" and one that is "second"; the later in the table wins. The first are wide on pages.
-        is_score: whether the run is about this number instead of its loss, which is then not drawn: it is of advantages
-            or of pairs, and no nats per token.
+        place: on the sheet of pictures "first" or "second" in the upper row, or in the lower one,
+            or "" for none. A run has one that is "first" and one that is "second"; the later in the
+            table wins. The first are wide on pages.
+        is_score: whether the run is about this number instead of its loss, which is then not drawn:
+            it is of advantages or of pairs, and no nats per token.
         is_printed: whether it is printed while a run trains.
         is_compared: whether comparisons of runs draw it.
     """
@@ -57,11 +59,26 @@ class Metric:
 
 
 BITS_PER_BYTE = Metric(
-    "", "held_out", "Held-out text, bits per byte", held_out="eval_bits_per_byte", limits="late", place="first"
+    "",
+    "held_out",
+    "Held-out text, bits per byte",
+    held_out="eval_bits_per_byte",
+    limits="late",
+    place="first",
 )
 LOSS = Metric("train_loss", "loss", "Loss, nats per token", held_out="eval_loss", place="second")
-LEARNING_RATE = Metric("lr", "learning_rate", "Learning rate", "rate", limits="zero", is_line=True, place="lower")
-SPEED = Metric("tokens_per_s", "speed", "Tokens per second", "tokens/s", limits="zero", is_count=True, place="lower")
+LEARNING_RATE = Metric(
+    "lr", "learning_rate", "Learning rate", "rate", limits="zero", is_line=True, place="lower"
+)
+SPEED = Metric(
+    "tokens_per_s",
+    "speed",
+    "Tokens per second",
+    "tokens/s",
+    limits="zero",
+    is_count=True,
+    place="lower",
+)
 
 
 def _gauge(key: str, chart: str, title: str, label: str) -> Metric:
@@ -91,7 +108,14 @@ METRICS = [
         is_printed=True,
     ),
     LOSS,
-    Metric("entropy", "entropy", "Entropy of answers, nats per token", "entropy", limits="zero", place="second"),
+    Metric(
+        "entropy",
+        "entropy",
+        "Entropy of answers, nats per token",
+        "entropy",
+        limits="zero",
+        place="second",
+    ),
     Metric("kl", "kl", "KL divergence from the reference, nats per token", "KL"),
     Metric(
         "margin",
@@ -102,7 +126,14 @@ METRICS = [
         is_printed=True,
     ),
     LEARNING_RATE,
-    Metric("grad_norm", "gradient_norm", "Gradient norm, before clipping", "norm", limits="spikes", place="lower"),
+    Metric(
+        "grad_norm",
+        "gradient_norm",
+        "Gradient norm, before clipping",
+        "norm",
+        limits="spikes",
+        place="lower",
+    ),
     SPEED,
     _gauge("gpu_utilization_percent", "utilization", "GPU utilisation, %", "utilisation"),
     _gauge("gpu_power_w", "power", "GPU power, W", "power"),
@@ -118,7 +149,9 @@ def keys() -> list[str]:
 
 
 def shown(present: Container[str]) -> list[Metric]:
-    """Return the metrics of which one of the names is in `present`, without the loss if there is a score."""
+    """Return the metrics of which one of the names is in `present`, without the loss if there is a
+    score.
+    """
     found = [metric for metric in METRICS if any(key in present for key in metric.keys)]
     if any(metric.is_score for metric in found):
         return [metric for metric in found if metric is not LOSS]

@@ -1,4 +1,6 @@
-"""Build a report's HTML page: one file that loads nothing, follows a light or dark theme and has tables that sort."""
+"""Build a report's HTML page: one file that loads nothing, follows a light or dark theme and has
+tables that sort.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,7 +12,8 @@ from monograph.report.charts import Chart, Columns, figure, payload
 from monograph.report.markup import escaped
 from monograph.storage.reading import contents
 
-# A cell is a text, by which it is sorted, or (text, number to sort by). None is unknown, and always sorted last.
+# A cell is a text, by which it is sorted, or (text, number to sort by). None is unknown, and always
+# sorted last.
 Cell = str | tuple[str, float | None]
 
 ONE_LINE = 24  # characters of a table's last column that stand on one line at any width
@@ -21,10 +24,11 @@ def _own(name: str) -> str:
 
 
 _PAGE = Template(_own("page.html"))
-# A click or the enter key on a column's name sorts it rising, falling, and then in the original order.
+# A click or the enter key on a column's name sorts it rising, falling, and then in the original
+# order.
 _SORTING = _own("sortable.html").rstrip()
-# The page loads itself again after so many seconds. It stops doing so once the file has not been written for some time,
-# since a run that is killed cannot say so.
+# The page loads itself again after so many seconds. It stops doing so once the file has not been
+# written for some time, since a run that is killed cannot say so.
 _REFRESHING = _own("refresh.html").rstrip()
 
 
@@ -70,9 +74,12 @@ def page(
         drawings: charts and their data.
         sections: markup from `section`; empty ones are left out.
         warning: a sentence on why the result is not worth much; empty if it is.
-        refresh_s: seconds after which the page loads itself again; 0 for a page that will not change.
+        refresh_s: seconds after which the page loads itself again; 0 for a page that will not
+            change.
     """
-    known = "\n".join(f"<div><dt>{escaped(name)}</dt><dd>{escaped(value)}</dd></div>" for name, value in figures)
+    known = "\n".join(
+        f"<div><dt>{escaped(name)}</dt><dd>{escaped(value)}</dd></div>" for name, value in figures
+    )
     body = "\n".join(filter(None, sections))
     shown = [*(figure(chart, drawings.tables) for chart in drawings.charts), *drawings.others]
     scripts = []
@@ -104,7 +111,9 @@ def _grid(shown: Sequence[str], halves: bool) -> str:
 
 
 def _drawing(drawings: Drawings) -> str:
-    """Return the data of the charts and the scripts that draw it, with uPlot's licence, which asks to come along."""
+    """Return the data of the charts and the scripts that draw it, with uPlot's licence, which asks
+    to come along.
+    """
     licence = _own("uplot/LICENSE").strip()
     return (
         f'<script type="application/json" id="data">{payload(drawings.tables, drawings.charts)}</script>\n'
@@ -125,7 +134,8 @@ def section(heading: str, *parts: str, whole: bool = False) -> str:
     Args:
         heading: the heading.
         parts: markup.
-        whole: whether the section has the page's whole width, as one that is in no `column` can have.
+        whole: whether the section has the page's whole width, as one that is in no `column` can
+            have.
     """
     body = "\n".join(filter(None, parts))
     role = ' class="whole"' if whole else ""
@@ -133,7 +143,8 @@ def section(heading: str, *parts: str, whole: bool = False) -> str:
 
 
 def table(name: str, heads: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
-    """Return a table with the columns' names over its rows, empty if there are no rows; a name sorts by its column.
+    """Return a table with the columns' names over its rows, empty if there are no rows; a name
+    sorts by its column.
 
     Args:
         name: the table's content, for screen readers.
@@ -175,13 +186,20 @@ def _cell(cell: Cell, role: str) -> str:
 
 def pairs(rows: Iterable[tuple[str, str]]) -> str:
     """Return a table of names and values, in the given order."""
-    lines = "\n".join(f'<tr><th scope="row">{escaped(name)}</th><td>{escaped(text)}</td></tr>' for name, text in rows)
+    lines = "\n".join(
+        f'<tr><th scope="row">{escaped(name)}</th><td>{escaped(text)}</td></tr>'
+        for name, text in rows
+    )
     return f'<table class="pairs">{lines}</table>' if lines else ""
 
 
 def folded(name: str, text: str) -> str:
     """Return a text folded up under a name; an empty text stays empty."""
-    return f"<details><summary>{escaped(name)}</summary><pre>{escaped(text)}</pre></details>" if text else ""
+    return (
+        f"<details><summary>{escaped(name)}</summary><pre>{escaped(text)}</pre></details>"
+        if text
+        else ""
+    )
 
 
 def config_of(folder: Path) -> str:
@@ -238,6 +256,10 @@ def _bar(bar: Bar) -> str:
         f'<i style="width: {100 * part:.2f}%; opacity: {max(0.3, 1 - 0.14 * index):.2f}"></i>'
         for index, part in enumerate(bar.parts)
     )
-    floor = "" if bar.floor is None else f'<span class="floor" style="left: {_LONGEST * bar.floor:.2f}%"></span>'
+    floor = (
+        ""
+        if bar.floor is None
+        else f'<span class="floor" style="left: {_LONGEST * bar.floor:.2f}%"></span>'
+    )
     length = f'<span class="bar" style="width: {_LONGEST * bar.share:.2f}%">{parts}</span>'
     return f'<td><span class="track">{length}{floor}{text}</span></td>'

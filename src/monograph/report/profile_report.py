@@ -1,7 +1,7 @@
 """Draw the figures and write the pages of a profile and of a ladder.
 
-A profile shows where an update's time goes, what limits it and what to change. A ladder is drawn from the JSON object
-that `monograph profile --ladder --json` prints.
+A profile shows where an update's time goes, what limits it and what to change. A ladder is drawn
+from the JSON object that `monograph profile --ladder --json` prints.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,9 @@ from monograph.report.quantities import count
 
 
 def draw_profile(verdict: Verdict, title: str) -> str:
-    """Return an SVG with a bar for each part, with a mark at its best time and its share next to it."""
+    """Return an SVG with a bar for each part, with a mark at its best time and its share next to
+    it.
+    """
     from matplotlib.figure import Figure
 
     parts = [part for part in reversed(PARTS) if verdict.spent.parts[part] > 0]
@@ -30,7 +32,14 @@ def draw_profile(verdict: Verdict, title: str) -> str:
             taken, least = 1e3 * verdict.spent.parts[part], 1e3 * verdict.floors[part]
             axes.barh(place, taken, height=0.62, color=ACCENT if part == verdict.binds else MUTED)
             axes.plot([least, least], [place - 0.4, place + 0.4], color=INK, linewidth=1.6)
-            axes.text(taken, place, f"  {verdict.spent.share(part):.0%}", va="center", fontsize=8, color=INK)
+            axes.text(
+                taken,
+                place,
+                f"  {verdict.spent.share(part):.0%}",
+                va="center",
+                fontsize=8,
+                color=INK,
+            )
         axes.set_yticks(range(len(parts)), parts)
         axes.set_xlim(0, 1.12e3 * max(verdict.spent.parts.values()))
         axes.set_xlabel("milliseconds per update   (line: the best; blue: what limits the run)")
@@ -75,10 +84,16 @@ def profile_page(title: str, profile: Profile, tokens_per_s: float, config: str)
 
 
 def said(profile: Profile) -> str:
-    """Return a sentence without full stop: what limits the run, its share of the time, and the share not judged."""
+    """Return a sentence without full stop: what limits the run, its share of the time, and the
+    share not judged.
+    """
     judged = profile.verdict
     unknown = judged.unknown_s / judged.spent.total_s if judged.spent.total_s else 0.0
-    unjudged = f"; {unknown:.0%} of it is work that cannot be counted, and is not judged" if unknown > NOTHING else ""
+    unjudged = (
+        f"; {unknown:.0%} of it is work that cannot be counted, and is not judged"
+        if unknown > NOTHING
+        else ""
+    )
     if judged.binds == "nothing":
         return f"nothing that could be won back: what can be judged is near its best time as it is set up{unjudged}"
     share = judged.recoverable[judged.binds] / profile.update_s
@@ -113,25 +128,37 @@ def _parts(profile: Profile) -> str:
         least = 1e3 * judged.floors[part]
         numbers = [number(share, "{:.1%}"), number(taken, "{:.3g}"), number(least, "{:.3g}")]
         rows.append([part, *numbers, mostly(judged.bounds.get(part, {}))])
-    return table("Parts of an update", ["part", "share", "ms", "best, ms", "mostly limited by"], rows)
+    return table(
+        "Parts of an update", ["part", "share", "ms", "best, ms", "mostly limited by"], rows
+    )
 
 
 def _changes(profile: Profile) -> str:
     judged = profile.verdict
     rows: list[list[Cell]] = [
-        [one.what, number(judged.gain(one), "{:.2f} ×"), "same" if one.same_training else "different", one.why]
+        [
+            one.what,
+            number(judged.gain(one), "{:.2f} ×"),
+            "same" if one.same_training else "different",
+            one.why,
+        ]
         for one in judged.changes
     ]
-    return table("Changes to try", ["change", "predicted speedup", "result of training", "why"], rows)
+    return table(
+        "Changes to try", ["change", "predicted speedup", "result of training", "why"], rows
+    )
 
 
 Values = Mapping[str, Any]
-# The speed that ratios compare, by `ratios_of`. On a CPU it is that of CPU time, as other programs take wall time.
+# The speed that ratios compare, by `ratios_of`. On a CPU it is that of CPU time, as other programs
+# take wall time.
 SPEED = {"wall": "tokens_per_s", "cpu": "tokens_per_cpu_s"}
 
 
 def draw_ladder(ladder: Values) -> str:
-    """Return an SVG with two bars for each rung, tokens per second and peak memory; the fastest rung's are blue."""
+    """Return an SVG with two bars for each rung, tokens per second and peak memory; the fastest
+    rung's are blue.
+    """
     from matplotlib.figure import Figure
 
     rungs = ladder["rungs"]
@@ -150,10 +177,19 @@ def draw_ladder(ladder: Values) -> str:
             axes.set_xlim(0, 1.6 * max(rung[key] or 0 for rung in rungs))
             for place, rung in enumerate(rungs):
                 if rung[key] is None:
-                    axes.text(0, place, "\u2002not available here", va="center", fontsize=8, color=MUTED)
+                    axes.text(
+                        0, place, "\u2002not available here", va="center", fontsize=8, color=MUTED
+                    )
                     continue
                 axes.barh(place, rung[key], height=0.62, color=ACCENT if rung is best else MUTED)
-                axes.text(rung[key], place, f"\u2002{_said(rung, key)}", va="center", fontsize=8, color=INK)
+                axes.text(
+                    rung[key],
+                    place,
+                    f"\u2002{_said(rung, key)}",
+                    va="center",
+                    fontsize=8,
+                    color=INK,
+                )
         left.set_yticks(range(len(rungs)), [rung["rung"] for rung in rungs])
         left.invert_yaxis()
         return svg(figure)
@@ -191,7 +227,11 @@ def ladder_page(title: str, ladder: Values, config: str) -> str:
         drawings=Drawings(),
         sections=[
             section("Speed and memory", _rung_bars(ladder["rungs"], best), whole=True),
-            section("All numbers", table("Rungs of the ladder", HEADS, rows(ladder["rungs"])), whole=True),
+            section(
+                "All numbers",
+                table("Rungs of the ladder", HEADS, rows(ladder["rungs"])),
+                whole=True,
+            ),
             section("Configuration", folded("config.toml", config), whole=True),
         ],
     )
@@ -203,7 +243,9 @@ def _rung_bars(rungs: Sequence[Values], best: Values) -> str:
     made = []
     for rung in rungs:
         cells = [
-            Bar("not available here", None) if rung[key] is None else Bar(_said(rung, key), rung[key] / most[key])
+            Bar("not available here", None)
+            if rung[key] is None
+            else Bar(_said(rung, key), rung[key] / most[key])
             for key in keys
         ]
         made.append((rung["rung"], rung is best, cells))
@@ -247,7 +289,9 @@ HEADS = (
 
 
 def rows(rungs: Sequence[Values]) -> list[list[Cell]]:
-    """Return the table's cells under `HEADS`; a rung that could not run has its name and the reason."""
+    """Return the table's cells under `HEADS`; a rung that could not run has its name and the
+    reason.
+    """
     made: list[list[Cell]] = []
     for rung in rungs:
         update_s, size = rung["update_s"], rung["peak_memory_bytes"]

@@ -6,7 +6,9 @@ _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def count(value: float, unit: str = "") -> str:
-    """Return three significant digits with an SI prefix: 1466 -> "1.47 k", 3_000_000 -> "3 M"; unit: "15.8 k tok/s"."""
+    """Return three significant digits with an SI prefix: 1466 -> "1.47 k", 3_000_000 -> "3 M";
+    unit: "15.8 k tok/s".
+    """
     for scale, prefix in _PREFIXES:
         if abs(value) >= 0.9995 * scale:
             return f"{_three_digits(value / scale)} {prefix}{' ' if unit else ''}{unit}"
@@ -19,7 +21,9 @@ def counted(number: int, noun: str) -> str:
 
 
 def binary(number: int) -> str:
-    """Return a number as the configuration takes it, in Ki or Mi if it is long: 524_288 -> "512Ki", 4096 -> "4096"."""
+    """Return a number as the configuration takes it, in Ki or Mi if it is long: 524_288 -> "512Ki",
+    4096 -> "4096".
+    """
     for scale, suffix in ((2**20, "Mi"), (2**10, "Ki")):
         if number >= 10_000 and number % scale == 0:
             return f"{number // scale}{suffix}"
@@ -38,7 +42,9 @@ def memory(value_bytes: float) -> str:
 
 
 def megabytes(value_bytes: float) -> str:
-    """Return bytes as MB (10^6), as files are counted: 10_100_000 -> "10.1 MB"; small ones in kB or bytes."""
+    """Return bytes as MB (10^6), as files are counted: 10_100_000 -> "10.1 MB"; small ones in kB or
+    bytes.
+    """
     if value_bytes < 1e3:
         return f"{value_bytes:.0f} bytes"
     return f"{value_bytes / 1e6:.1f} MB" if value_bytes >= 1e6 else f"{value_bytes / 1e3:.1f} kB"
@@ -52,7 +58,9 @@ def clock_time(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a length of time: 0.4 -> "0.4 s", 19.2 -> "19 s", 186 -> "3 min 06 s", 8000 -> "2 h 13 min"."""
+    """Return a length of time: 0.4 -> "0.4 s", 19.2 -> "19 s", 186 -> "3 min 06 s", 8000 -> "2 h 13
+    min".
+    """
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

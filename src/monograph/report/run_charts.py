@@ -21,11 +21,16 @@ def drawings_of(metrics: Sequence[Row], yardsticks: Yardsticks, moments: Moments
     """
     table = columns(metrics, keys())
     charts = [_chart(metric, table, metrics, yardsticks, moments) for metric in shown(table)]
-    ledger = next((row["memory"] for row in reversed(metrics) if (row.get("memory") or {}).get("measured")), None)
+    ledger = next(
+        (row["memory"] for row in reversed(metrics) if (row.get("memory") or {}).get("measured")),
+        None,
+    )
     return Drawings([table], charts, [_peak(ledger)] if ledger else [])
 
 
-def _chart(metric: Metric, table: Columns, metrics: Sequence[Row], yardsticks: Yardsticks, moments: Moments) -> Chart:
+def _chart(
+    metric: Metric, table: Columns, metrics: Sequence[Row], yardsticks: Yardsticks, moments: Moments
+) -> Chart:
     levels = yardsticks if metric is BITS_PER_BYTE else {}
     marks: list[Mark] = []
     note = ""
@@ -33,7 +38,9 @@ def _chart(metric: Metric, table: Columns, metrics: Sequence[Row], yardsticks: Y
         marks = _marks(table, sorted(moments))
     if metric is SPEED:
         skipped = [(row["update"], "") for row in metrics if row.get("skipped")]
-        marks = _marks(table, [*skipped, *((row["update"], "slower") for row in metrics if "slower" in row)])
+        marks = _marks(
+            table, [*skipped, *((row["update"], "slower") for row in metrics if "slower" in row)]
+        )
         note = f"{counted(len(skipped), 'update')} skipped, each marked below." if skipped else ""
     named = sum(bool(mark.label) for mark in marks)
     room = 1.15 + 0.16 * named  # above the curve, for the marks' words
@@ -51,10 +58,14 @@ def _chart(metric: Metric, table: Columns, metrics: Sequence[Row], yardsticks: Y
 
 
 def _marks(table: Columns, moments: Moments) -> list[Mark]:
-    """Return marks at the first row at or after each update; none for an update to which the run has not come."""
+    """Return marks at the first row at or after each update; none for an update to which the run
+    has not come.
+    """
     marks = list[Mark]()
     for update, words in moments:
-        row = next((row for row, at in enumerate(table["update"]) if at is not None and at >= update), None)
+        row = next(
+            (row for row, at in enumerate(table["update"]) if at is not None and at >= update), None
+        )
         if row is not None:
             marks.append(Mark(row, words))
     return marks

@@ -57,7 +57,8 @@ class About:
     Attributes:
         yardsticks: bits per byte by name.
         samples: (share of the run, 0 to 1; text that the model wrote then), shown side by side.
-        moments: (update, words) of what the learning rate's curve shows, such as the end of the warm-up.
+        moments: (update, words) of what the learning rate's curve shows, such as the end of the
+            warm-up.
         origin: (name, text) pairs on how the run was started: command, version, data.
         doubt: why what the run did is worth nothing, and what would help; empty if nothing says so.
     """
@@ -70,24 +71,34 @@ class About:
 
 
 def write_report(run_folder: Path, summary: Summary, metrics: Sequence[Row], about: About) -> None:
-    """Write `run_folder`/figures/*.png (sheet.png has them all) and `run_folder`/report.html, each whole or not at all.
+    """Write `run_folder`/figures/*.png (sheet.png has them all) and `run_folder`/report.html, each
+    whole or not at all.
 
     Args:
         run_folder: the run's folder.
-        summary: the object that `monograph train --json` prints; missing keys are left out, unknown keys go into the
-            table.
+        summary: the object that `monograph train --json` prints; missing keys are left out, unknown
+            keys go into the table.
         metrics: rows as `monograph.report.figures` describes them.
         about: what these do not say.
 
     Raises:
         DiskFull: there is no space for them.
     """
-    sheet, drawings = draw(metrics, about.yardsticks, _headline(summary), _subtitle(run_folder, summary))
-    write_pages(run_folder, run_page(run_folder, summary, metrics, about), [Picture("sheet", sheet), *drawings])
+    sheet, drawings = draw(
+        metrics, about.yardsticks, _headline(summary), _subtitle(run_folder, summary)
+    )
+    write_pages(
+        run_folder,
+        run_page(run_folder, summary, metrics, about),
+        [Picture("sheet", sheet), *drawings],
+    )
 
 
-def write_run_page(folder: Path, summary: Summary, metrics: Sequence[Row], about: About, state: str) -> None:
-    """Write the page of a run that has not ended, without figures; `state` says what it is, such as "in progress".
+def write_run_page(
+    folder: Path, summary: Summary, metrics: Sequence[Row], about: About, state: str
+) -> None:
+    """Write the page of a run that has not ended, without figures; `state` says what it is, such as
+    "in progress".
 
     Raises:
         DiskFull: there is no space for it.
@@ -95,7 +106,9 @@ def write_run_page(folder: Path, summary: Summary, metrics: Sequence[Row], about
     write_pages(folder, run_page(folder, summary, metrics, about, state), [])
 
 
-def run_page(run_folder: Path, summary: Summary, metrics: Sequence[Row], about: About, state: str = "") -> str:
+def run_page(
+    run_folder: Path, summary: Summary, metrics: Sequence[Row], about: About, state: str = ""
+) -> str:
     """Return a run's page as HTML; see `write_report` and `write_run_page`."""
     there = {key for key, value in summary.items() if value is not None}
     said = "Samples" if "reward" in there else "Samples, from the same prompt"
@@ -111,7 +124,10 @@ def run_page(run_folder: Path, summary: Summary, metrics: Sequence[Row], about: 
         drawings=drawings_of(metrics, about.yardsticks, about.moments),
         sections=[
             section(said, _samples(about.samples), whole=True),
-            column(section("Held-out scores", _evaluations(metrics)), section("Slowdowns", _slower(metrics))),
+            column(
+                section("Held-out scores", _evaluations(metrics)),
+                section("Slowdowns", _slower(metrics)),
+            ),
             column(
                 section("Summary", pairs(_rest(summary))),
                 section("How it was run", pairs(about.origin), config_of(run_folder)),
@@ -146,7 +162,10 @@ def _standing(summary: Summary, yardsticks: Yardsticks) -> str:
     ordered = sorted(yardsticks.items(), key=lambda item: -item[1])
     beaten = [f"{name} ({value:.2f})" for name, value in ordered if bits < value]
     ahead = [f"{name} ({value:.2f})" for name, value in ordered if bits >= value]
-    words = [f"below {_listed(beaten)}" if beaten else "", f"not yet below {_listed(ahead)}" if ahead else ""]
+    words = [
+        f"below {_listed(beaten)}" if beaten else "",
+        f"not yet below {_listed(ahead)}" if ahead else "",
+    ]
     sentence = "; ".join(filter(None, words))
     return f"{sentence[0].upper()}{sentence[1:]}, all on the same text."
 
@@ -166,10 +185,15 @@ def _subtitle(run_folder: Path, summary: Summary) -> str:
 
 
 def _rest(summary: Summary) -> list[tuple[str, str]]:
-    shown = {key for key, _, _ in _FIGURES} | {"schema", "run"}  # the schema is for programs, the run is the title
+    # The schema is for programs, the run is the title.
+    shown = {key for key, _, _ in _FIGURES} | {"schema", "run"}
     if not summary.get("compile_s"):
         shown.add("compile_s")
-    return [_named(key, value) for key, value in summary.items() if key not in shown and value is not None]
+    return [
+        _named(key, value)
+        for key, value in summary.items()
+        if key not in shown and value is not None
+    ]
 
 
 def _named(key: str, value: Any) -> tuple[str, str]:
@@ -213,7 +237,11 @@ _SCORES = {
 def _evaluations(metrics: Sequence[Row]) -> str:
     """Return a table of the held-out curve's points, for readers who want the numbers."""
     scored = [row for row in metrics if row.get("eval_loss") is not None or "eval_reward" in row]
-    columns = {key: column for key, column in _SCORES.items() if any(row.get(key) is not None for row in scored)}
+    columns = {
+        key: column
+        for key, column in _SCORES.items()
+        if any(row.get(key) is not None for row in scored)
+    }
     rows = [[number(row.get(key), form) for key, (_, form) in columns.items()] for row in scored]
     return table("Scores on held-out text", [head for head, _ in columns.values()], rows)
 
@@ -224,7 +252,11 @@ def _slower(metrics: Sequence[Row]) -> str:
     keys = ("tokens_per_s", "before")
     events = [(row["update"], row["slower"]) for row in metrics if "slower" in row]
     rows = [
-        [number(update, "{:,}"), *(number(event[key], "{:,.0f}") for key in keys), event["why"] or "unknown"]
+        [
+            number(update, "{:,}"),
+            *(number(event[key], "{:,.0f}") for key in keys),
+            event["why"] or "unknown",
+        ]
         for update, event in events
     ]
     return table("Moments at which the run became slower", heads, rows)
@@ -261,5 +293,7 @@ def _write_whole(path: Path, content: bytes) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
-            raise DiskFull(f"cannot write {path}: {error.strerror}; the run itself is complete and saved") from error
+            raise DiskFull(
+                f"cannot write {path}: {error.strerror}; the run itself is complete and saved"
+            ) from error
         raise

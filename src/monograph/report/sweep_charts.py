@@ -1,4 +1,6 @@
-"""Describe the charts of a sweep: its score against each setting that varies, and the curves of all members."""
+"""Describe the charts of a sweep: its score against each setting that varies, and the curves of all
+members.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,8 +14,11 @@ Curve = tuple[Mapping[str, Any], Sequence[Row]]
 SHADES = 4  # colours that can be told apart
 
 
-def drawings_of(settings: Sequence[Setting], curves: Sequence[Curve], key: str, unit: str) -> Drawings:
-    """Return a chart for each setting that has several values, and one with the curves of all members.
+def drawings_of(
+    settings: Sequence[Setting], curves: Sequence[Curve], key: str, unit: str
+) -> Drawings:
+    """Return a chart for each setting that has several values, and one with the curves of all
+    members.
 
     Args:
         settings: settings as `monograph.report.sweep_report` describes them.
@@ -31,11 +36,17 @@ def drawings_of(settings: Sequence[Setting], curves: Sequence[Curve], key: str, 
 def varied_in(settings: Sequence[Setting]) -> list[str]:
     """Return the names of the settings that have several values."""
     names = list(dict.fromkeys(name for setting in settings for name in setting["knobs"]))
-    return [name for name in names if len({repr(setting["knobs"].get(name)) for setting in settings}) > 1]
+    return [
+        name
+        for name in names
+        if len({repr(setting["knobs"].get(name)) for setting in settings}) > 1
+    ]
 
 
 def _against(settings: Sequence[Setting], name: str, unit: str, tables: list[Columns]) -> Chart:
-    """Return a chart of means over one setting: a line for each combination of the others, a dot for each member."""
+    """Return a chart of means over one setting: a line for each combination of the others, a dot
+    for each member.
+    """
     places, ticks, is_log = placed([setting["knobs"].get(name) for setting in settings])
     groups: dict[str, list[tuple[float, Setting]]] = {}
     for place, setting in zip(places, settings, strict=True):
@@ -54,10 +65,18 @@ def _against(settings: Sequence[Setting], name: str, unit: str, tables: list[Col
         lines.append(Line("mean", f"mean, {words}" if words else "mean", "line", at, shade))
         values = sorted(key for key in tables[at] if key.startswith("seed"))
         lines += [Line(key, "", "dots", at, shade) for key in values]
-    lines += [Line("best", "best", "star", at, 1) for at in {line.table for line in lines} if "best" in tables[at]]
+    lines += [
+        Line("best", "best", "star", at, 1)
+        for at in {line.table for line in lines}
+        if "best" in tables[at]
+    ]
     lost = [setting for setting in settings if None in setting["values"]]
     where = ", ".join(dict.fromkeys(text_of(setting["knobs"].get(name)) for setting in lost))
-    note = "Small dots are members, the band is one standard error." if len(groups) == 1 else "Small dots are members."
+    note = (
+        "Small dots are members, the band is one standard error."
+        if len(groups) == 1
+        else "Small dots are members."
+    )
     if lost:
         note += f" Members diverged at {name} {where}."
     scores = [value for setting in settings for value in setting["values"] if value is not None]
@@ -89,26 +108,37 @@ def _table(members: Sequence[tuple[float, Setting]]) -> Columns:
         for number in range(most):
             value = setting["values"][number] if number < len(setting["values"]) else None
             found[f"seed{number}"].append(rounded(value))
-    return {key: values for key, values in found.items() if any(value is not None for value in values)}
+    return {
+        key: values for key, values in found.items() if any(value is not None for value in values)
+    }
 
 
 def placed(values: Sequence[Any]) -> tuple[list[float], list[tuple[float, str]], bool]:
     """Return where values go on an axis, its ticks, and whether it is logarithmic.
 
-    It is if the values are numbers above 0 that span a factor of 8 or more; else values are placed in order.
+    It is if the values are numbers above 0 that span a factor of 8 or more; else values are placed
+    in order.
     """
-    numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
+    numbers = [
+        value for value in values if isinstance(value, int | float) and not isinstance(value, bool)
+    ]
     distinct = list(dict.fromkeys(values))
     if len(numbers) == len(values):
         distinct = sorted(distinct)
         if min(numbers) > 0 and max(numbers) >= 8 * min(numbers):
-            return [float(value) for value in numbers], [(float(one), text_of(one)) for one in distinct], True
+            return (
+                [float(value) for value in numbers],
+                [(float(one), text_of(one)) for one in distinct],
+                True,
+            )
     ticks = [(float(index), text_of(value)) for index, value in enumerate(distinct)]
     return [float(distinct.index(value)) for value in values], ticks, False
 
 
 def limits_of(values: Sequence[float]) -> tuple[float, float]:
-    """Return the limits of the scores' axis, without scores so far off that the rest would be one flat line."""
+    """Return the limits of the scores' axis, without scores so far off that the rest would be one
+    flat line.
+    """
     finite = sorted(value for value in values if math.isfinite(value)) or [0.0, 1.0]
     low = finite[0]
     high = min(finite[-1], 1.6 * finite[0])
@@ -117,7 +147,9 @@ def limits_of(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _curves(curves: Sequence[Curve], key: str, unit: str, tables: list[Columns]) -> Chart | None:
-    """Return a chart of each member's held-out scores over training, from evaluations on equally many rows."""
+    """Return a chart of each member's held-out scores over training, from evaluations on equally
+    many rows.
+    """
     settings = list(dict.fromkeys(described(knobs, but="seed") for knobs, _ in curves))
     lines = list[Line]()
     ends = list[float]()

@@ -1,8 +1,9 @@
 """Write a sweep's report: its figures as PNG files and one HTML page that needs nothing but itself.
 
-The figures show the held-out score against each knob, with error bars, and the curves of all members. A setting is a
-mapping with `knobs`, `mean`, `standard_error` (null for one seed), `values` (a score for each member; null if it
-diverged) and `standing` ("best", "tied" or ""). A curve is a pair of its member's knobs and rows of metrics.
+The figures show the held-out score against each knob, with error bars, and the curves of all
+members. A setting is a mapping with `knobs`, `mean`, `standard_error` (null for one seed), `values`
+(a score for each member; null if it diverged) and `standing` ("best", "tied" or ""). A curve is a
+pair of its member's knobs and rows of metrics.
 """
 
 from __future__ import annotations
@@ -20,7 +21,16 @@ from monograph.report.in_progress import refresh_s
 from monograph.report.markup import escaped
 from monograph.report.page import Cell, Drawings, config_of, number, page, pairs, section, table
 from monograph.report.run_report import write_pages
-from monograph.report.sweep_charts import Curve, Setting, described, drawings_of, limits_of, placed, text_of, varied_in
+from monograph.report.sweep_charts import (
+    Curve,
+    Setting,
+    described,
+    drawings_of,
+    limits_of,
+    placed,
+    text_of,
+    varied_in,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,8 +39,11 @@ Rows = Sequence[Mapping[str, Any]]
 MOST_TICKS = 10
 
 
-def draw_sweep(settings: Sequence[Setting], curves: Sequence[Curve], key: str, unit: str) -> list[Picture]:
-    """Return a figure for each knob that has several values, and one with the curves of all members.
+def draw_sweep(
+    settings: Sequence[Setting], curves: Sequence[Curve], key: str, unit: str
+) -> list[Picture]:
+    """Return a figure for each knob that has several values, and one with the curves of all
+    members.
 
     Args:
         settings: settings as described above.
@@ -40,7 +53,9 @@ def draw_sweep(settings: Sequence[Setting], curves: Sequence[Curve], key: str, u
     """
     varied = varied_in(settings)
     panels: dict[str, Callable[[Axes], None]] = {
-        f"against_{name.rpartition('.')[2]}": partial(_against, settings=settings, name=name, unit=unit)
+        f"against_{name.rpartition('.')[2]}": partial(
+            _against, settings=settings, name=name, unit=unit
+        )
         for name in varied
     }
     if any(row.get(key) is not None for _, rows in curves for row in rows):
@@ -50,7 +65,9 @@ def draw_sweep(settings: Sequence[Setting], curves: Sequence[Curve], key: str, u
 
 
 def _against(axes: Axes, settings: Sequence[Setting], name: str, unit: str) -> None:
-    """Draw a dot for every member, mean and standard error for every setting, and a mark where a member diverged."""
+    """Draw a dot for every member, mean and standard error for every setting, and a mark where a
+    member diverged.
+    """
     places, ticks, is_log = placed([setting["knobs"].get(name) for setting in settings])
     step = -(-len(ticks) // MOST_TICKS)
     labels = [text if index % step == 0 else "" for index, (_, text) in enumerate(ticks)]
@@ -60,13 +77,23 @@ def _against(axes: Axes, settings: Sequence[Setting], name: str, unit: str) -> N
     axes.set_xticks([], minor=True)
     axes.set_xticks([at for at, _ in ticks], labels)
     scored = [setting for setting in settings if setting["mean"] is not None]
-    low, high = limits_of([value for setting in scored for value in setting["values"] if value is not None])
+    low, high = limits_of(
+        [value for setting in scored for value in setting["values"] if value is not None]
+    )
     axes.set_ylim(low, high)
     for setting, place in zip(settings, places, strict=True):
         best, tied = setting["standing"] == "best", setting["standing"] == "tied"
         colour = ACCENT if best or tied else MUTED
         values = [value for value in setting["values"] if value is not None]
-        axes.plot([place] * len(values), values, "o", color=colour, alpha=0.35, markersize=3, markeredgewidth=0)
+        axes.plot(
+            [place] * len(values),
+            values,
+            "o",
+            color=colour,
+            alpha=0.35,
+            markersize=3,
+            markeredgewidth=0,
+        )
         if setting["mean"] is not None:
             error = setting["standard_error"] or 0.0
             axes.errorbar(
@@ -92,18 +119,26 @@ def _against(axes: Axes, settings: Sequence[Setting], name: str, unit: str) -> N
     axes.text(0.01, 0.98, words, transform=axes.transAxes, va="top", fontsize=7.5, color=MUTED)
 
 
-def _curves(axes: Axes, curves: Sequence[Curve], key: str, unit: str, varied: Sequence[str]) -> None:
-    """Draw each member's held-out scores over training, from evaluations on equally many rows, a shade per setting."""
+def _curves(
+    axes: Axes, curves: Sequence[Curve], key: str, unit: str, varied: Sequence[str]
+) -> None:
+    """Draw each member's held-out scores over training, from evaluations on equally many rows, a
+    shade per setting.
+    """
     axes.set_title(f"Held out, {unit}, all members")
     shades = list(dict.fromkeys(_shown(knobs, varied) for knobs, _ in curves))
     ends = []
     for knobs, rows in curves:
         scored = [row for row in rows if row.get(key) is not None and row.get("eval_rows")]
         fewest = min((row["eval_rows"] for row in scored), default=0)
-        if not (points := [(row["tokens"], row[key]) for row in scored if row["eval_rows"] == fewest]):
+        if not (
+            points := [(row["tokens"], row[key]) for row in scored if row["eval_rows"] == fewest]
+        ):
             continue
         share = (shades.index(_shown(knobs, varied)) + 1) / len(shades)
-        axes.plot(*zip(*points, strict=True), color=ACCENT, alpha=0.15 + 0.85 * share, linewidth=1.2)
+        axes.plot(
+            *zip(*points, strict=True), color=ACCENT, alpha=0.15 + 0.85 * share, linewidth=1.2
+        )
         ends.append(points[-1][1])
     low, high = limits_of(ends)
     axes.set_ylim(low, low + 1.6 * (high - low))
@@ -111,7 +146,16 @@ def _curves(axes: Axes, curves: Sequence[Curve], key: str, unit: str, varied: Se
     axes.set_xlabel("tokens", fontsize=8, loc="right", labelpad=1)
     if len(shades) > 1:
         words = f"pale: {shades[0]}   dark: {shades[-1]}"
-        axes.text(0.99, 0.98, words, transform=axes.transAxes, va="top", ha="right", fontsize=7.5, color=INK)
+        axes.text(
+            0.99,
+            0.98,
+            words,
+            transform=axes.transAxes,
+            va="top",
+            ha="right",
+            fontsize=7.5,
+            color=INK,
+        )
 
 
 def _shown(knobs: Mapping[str, Any], varied: Sequence[str]) -> str:
@@ -150,7 +194,8 @@ def write_page_so_far(
     origin: Sequence[tuple[str, str]],
     state: str,
 ) -> None:
-    """Write the page of a sweep that has not ended, without figures; `state` says what it is, such as "in progress".
+    """Write the page of a sweep that has not ended, without figures; `state` says what it is, such
+    as "in progress".
 
     Raises:
         DiskFull: there is no space for it.
@@ -202,7 +247,9 @@ def _commands(advice: Sequence[Mapping[str, Any]]) -> list[str]:
 def _headline(best: Mapping[str, Any] | None, *, so_far: bool) -> str:
     if best is None:
         return "No score yet" if so_far else "Every member diverged"
-    knobs = ", ".join(f"{key.rpartition('.')[2]} {text_of(value)}" for key, value in best["knobs"].items())
+    knobs = ", ".join(
+        f"{key.rpartition('.')[2]} {text_of(value)}" for key, value in best["knobs"].items()
+    )
     return f"{best['mean']:.3f} {best['unit']}{' at ' + knobs if knobs else ''}{' so far' if so_far else ''}"
 
 
@@ -226,20 +273,33 @@ def _settings(settings: Sequence[Setting], unit: str) -> str:
         score, error = (number(setting[key], "{:.4f}") for key in ("mean", "standard_error"))
         rows.append([score, error, (f"{lost} of {of}", lost), setting["standing"]])
     heads = [unit, "standard error", "diverged", "standing"]
-    return _with_knobs("Settings of the sweep", [setting["knobs"] for setting in settings], heads, rows)
+    return _with_knobs(
+        "Settings of the sweep", [setting["knobs"] for setting in settings], heads, rows
+    )
 
 
 def _members(members: Rows) -> str:
     rows: list[list[Cell]] = []
     for member in members:
         at = member["diverged"]
-        scores = [number(member.get(key), "{:.4f}") for key in ("eval_bits_per_byte", "eval_loss", "train_loss")]
-        rows.append([*scores, ("", None) if at is None else (f"at update {at:,}", at), member.get("run", "")])
+        scores = [
+            number(member.get(key), "{:.4f}")
+            for key in ("eval_bits_per_byte", "eval_loss", "train_loss")
+        ]
+        rows.append(
+            [
+                *scores,
+                ("", None) if at is None else (f"at update {at:,}", at),
+                member.get("run", ""),
+            ]
+        )
     heads = ["bits per byte", "held-out loss, nats", "training loss, nats", "diverged", "run"]
     return _with_knobs("Members of the sweep", [member["knobs"] for member in members], heads, rows)
 
 
-def _with_knobs(name: str, knobs: Rows, heads: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
+def _with_knobs(
+    name: str, knobs: Rows, heads: Sequence[str], rows: Sequence[Sequence[Cell]]
+) -> str:
     """Return a table whose first columns are the knobs."""
     keys = list(dict.fromkeys(key for point in knobs for key in point))
     cells = ([_knob(point.get(key)) for key in keys] for point in knobs)

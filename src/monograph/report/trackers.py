@@ -1,7 +1,7 @@
 """Show runs in TensorBoard, Weights & Biases, trackio or MLflow, whose libraries only that needs.
 
-What opens a run in a tracker puts it in the place of an earlier one of the same run, so no number is there twice. It
-uses no network unless the tracker's own settings say so.
+What opens a run in a tracker puts it in the place of an earlier one of the same run, so no number
+is there twice. It uses no network unless the tracker's own settings say so.
 """
 
 import importlib.util
@@ -57,10 +57,10 @@ def _tensorboard(name: str, key: str, settings: Settings, out: Path | None) -> T
         file.unlink()
     (out / name).mkdir(parents=True, exist_ok=True)
     began_s = time.time()
-    # TensorBoard's own EventFileWriter writes in a thread, whose errors it prints, and forgets in the last rows.
-    named = (
-        f"events.out.tfevents.{int(began_s):010d}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}{suffix}"
-    )
+    # TensorBoard's own EventFileWriter writes in a thread, whose errors it prints, and forgets in
+    # the last rows.
+    process = f"{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
+    named = f"events.out.tfevents.{int(began_s):010d}.{process}{suffix}"
     writer = RecordWriter(open(out / name / named, "xb"))
 
     def add(update: int, **what: object) -> None:
@@ -68,21 +68,32 @@ def _tensorboard(name: str, key: str, settings: Settings, out: Path | None) -> T
 
     def write(points: list[Point]) -> None:
         for update, numbers in points:
-            add(update, summary={"value": [{"tag": tag, "simple_value": number} for tag, number in numbers.items()]})
+            add(
+                update,
+                summary={
+                    "value": [
+                        {"tag": tag, "simple_value": number} for tag, number in numbers.items()
+                    ]
+                },
+            )
         writer.flush()
 
     writer.write(Event(wall_time=began_s, file_version="brain.Event:2").SerializeToString())
 
-    # This voids the earlier file, which stays since a TensorBoard that reads it would not find the next one without it.
+    # This voids the earlier file, which stays since a TensorBoard that reads it would not find the
+    # next one without it.
     add(0, session_log=SessionLog(status=SessionLog.START))
-    plain = {each: str(value) if isinstance(value, list) else value for each, value in settings.items()}
+    plain = {
+        each: str(value) if isinstance(value, list) else value for each, value in settings.items()
+    }
     add(0, summary=hparams_pb(plain, trial_id=key))
     return Tracker(write, writer.close, f"tensorboard --logdir {shell_words(out)}")
 
 
 def _wandb(name: str, key: str, settings: Settings, out: Path | None) -> Tracker:
     """Begin a run of wandb, offline unless WANDB_MODE says otherwise."""
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # it would report its own errors even if offline
+    # It would report its own errors even if offline.
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb
 
     place = out or Path(os.environ.get("WANDB_DIR", "."))
@@ -114,8 +125,14 @@ def _trackio(name: str, key: str, settings: Settings, out: Path | None) -> Track
         for earlier in trackio.Api().runs(PROJECT):
             if (earlier.config or {}).get("key") == key:
                 earlier.delete()
-    how = {"config": {**settings, "key": key}, "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
-    # In a context of its own, since `init` finishes the open run of this one, and a sweep's runs are open together.
+    how = {
+        "config": {**settings, "key": key},
+        "embed": False,
+        "auto_log_gpu": False,
+        "auto_log_cpu": False,
+    }
+    # In a context of its own, since `init` finishes the open run of this one, and a sweep's runs
+    # are open together.
     run = Context().run(trackio.init, PROJECT, name, **how)
     place = f"TRACKIO_DIR={shell_words(out.absolute())} " if out else ""
 
@@ -143,8 +160,11 @@ def _mlflow(name: str, key: str, settings: Settings, out: Path | None) -> Tracke
     from mlflow.entities import Metric, Param
     from mlflow.tracking import MlflowClient
 
-    logging.getLogger("mlflow").setLevel(logging.CRITICAL)  # it tells of each table of a new file, and errors twice
-    uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(out or Path()).absolute()}/mlflow.db"
+    # It tells of each table of a new file, and errors twice.
+    logging.getLogger("mlflow").setLevel(logging.CRITICAL)
+    uri = (
+        os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(out or Path()).absolute()}/mlflow.db"
+    )
     client = MlflowClient(uri)
     project = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
     experiment = client.get_experiment_by_name(project)
@@ -156,11 +176,19 @@ def _mlflow(name: str, key: str, settings: Settings, out: Path | None) -> Tracke
 
     def write(points: list[Point]) -> None:
         now_ms = int(1000 * time.time())
-        metrics = [Metric(*named, now_ms, update) for update, numbers in points for named in numbers.items()]
+        metrics = [
+            Metric(*named, now_ms, update)
+            for update, numbers in points
+            for named in numbers.items()
+        ]
         for begin in range(0, len(metrics), _BATCH):
             client.log_batch(run, metrics=metrics[begin : begin + _BATCH])
 
-    return Tracker(write, lambda: client.set_terminated(run), f"mlflow ui --backend-store-uri {shell_words(uri)}")
+    return Tracker(
+        write,
+        lambda: client.set_terminated(run),
+        f"mlflow ui --backend-store-uri {shell_words(uri)}",
+    )
 
 
 Opener = Callable[[str, str, Settings, Path | None], Tracker]
@@ -170,8 +198,8 @@ _TRACKERS = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio, 
 def tracker_named(name: str) -> Opener:
     """Return what opens a run in the tracker of a name.
 
-    Its arguments are the run's name; a key, which tells it from runs of that name in other folders; its settings; and
-    the folder for the tracker's files, where None means the tracker's own.
+    Its arguments are the run's name; a key, which tells it from runs of that name in other folders;
+    its settings; and the folder for the tracker's files, where None means the tracker's own.
 
     Raises:
         UsageError: there is no such tracker, or its library is not installed.

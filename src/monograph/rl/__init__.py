@@ -1,1 +1,3 @@
-"""Reinforcement learning: answers drawn from the weights in training, their rewards, and the loss that follows."""
+"""Reinforcement learning: answers drawn from the weights in training, their rewards, and the loss
+that follows.
+"""

@@ -1,11 +1,13 @@
-"""How much each drawn answer of a group weighs in an update: the advantages, from REINFORCE to GSPO.
+"""How much each drawn answer of a group weighs in an update: the advantages, from REINFORCE to
+GSPO.
 
 With a, the advantage, and s, the answer's share of the denominator, an update minimises
 
     loss = sum over answers i of group g, tokens t of  - a[i] w(rho[i, t]) / sum over i of s[i]
 
 r are the rewards of the G answers to a prompt, |o| is the number of tokens of an answer with the one that ends it, L
-the most tokens of one. rho is the probability of a token, or of an answer, divided by that with which it was drawn.
+the most tokens of one. rho is the probability of a token, or of an answer, divided by that with
+which it was drawn.
 
 | name      | a[i]                                   | s[i] | w                    | source             |
 |-----------|----------------------------------------|------|----------------------|--------------------|
@@ -19,15 +21,18 @@ the most tokens of one. rho is the probability of a token, or of an answer, divi
 
     clip(l, h)      min(rho a, clamp(rho, 1 - l, 1 + h) a) / a              (Schulman et al. 2017, 1707.06347)
     truncate(h)     min(rho, h), as a constant, times log pi
-    sequence(l, h)  clip(l, h) with rho of a whole answer: the exponential of the mean of its tokens' log rho
+    sequence(l, h)  clip(l, h) with rho of a whole answer: the exponential of the mean of its
+        tokens' log rho
 
-With one update of each draw rho is 1, up to rounding, and w is log pi, which has the same gradient there, as rounding
-alone could leave the narrow limits of gspo. Only cispo uses rho even then: it is truncated importance sampling.
+With one update of each draw rho is 1, up to rounding, and w is log pi, which has the same gradient
+there, as rounding alone could leave the narrow limits of gspo. Only cispo uses rho even then: it is
+truncated importance sampling.
 
-The gradients of reinforce, rloo and dr_grpo at rho = 1 are those of the expected reward, the last one times (G - 1) /
-(G L). Those of grpo and dapo are not: both divide by the group's standard deviation, and grpo also gives tokens of
-short right answers more weight, and of long wrong ones less. The standard deviation is the unbiased one. A group whose
-rewards are all equal, up to the rounding of sums (ROUNDING), has the advantage 0, exactly, except for reinforce.
+The gradients of reinforce, rloo and dr_grpo at rho = 1 are those of the expected reward, the last
+one times (G - 1) / (G L). Those of grpo and dapo are not: both divide by the group's standard
+deviation, and grpo also gives tokens of short right answers more weight, and of long wrong ones
+less. The standard deviation is the unbiased one. A group whose rewards are all equal, up to the
+rounding of sums (ROUNDING), has the advantage 0, exactly, except for reinforce.
 """
 
 import statistics
@@ -36,14 +41,16 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 _LEAST_DEVIATION = 1e-4
-# What rounding may add to a reward, relative to the larger of 1 and the largest reward. A sum of n parts is off by at
-# most n 2^-53 of the sum of their sizes, in whatever order it is made: this is room for 2^12 parts of together twice
-# that size. No reward means so little.
+# What rounding may add to a reward, relative to the larger of 1 and the largest reward. A sum of n
+# parts is off by at most n 2^-53 of the sum of their sizes, in whatever order it is made: this is
+# room for 2^12 parts of together twice that size. No reward means so little.
 ROUNDING = 2.0**-40
 
 
 class Ratio(NamedTuple):
-    """How a loss uses rho: "none" not at all, and else as the module says, with the numbers l and h."""
+    """How a loss uses rho: "none" not at all, and else as the module says, with the numbers l and
+    h.
+    """
 
     kind: Literal["none", "clip", "truncate", "sequence"]
     low: float = 0.0
@@ -69,7 +76,10 @@ class Weight(NamedTuple):
     @property
     def counts(self) -> bool:
         """Return whether the answer changes the gradient."""
-        return bool(self.factor if isinstance(self.factor, float | int) else any(self.factor)) or self.penalty > 0
+        return (
+            bool(self.factor if isinstance(self.factor, float | int) else any(self.factor))
+            or self.penalty > 0
+        )
 
 
 def are_equal(rewards: Sequence[float]) -> bool:
@@ -83,7 +93,8 @@ def are_equal(rewards: Sequence[float]) -> bool:
 
 def centred(rewards: Sequence[float]) -> list[float]:
     """Return the rewards less their mean, exact zeros if all are equal."""
-    if are_equal(rewards):  # divided by their deviation, differences of rounding would weigh like real ones
+    # Divided by their deviation, differences of rounding would weigh like real ones.
+    if are_equal(rewards):
         return [0.0] * len(rewards)
     mean = statistics.fmean(rewards)
     return [reward - mean for reward in rewards]
@@ -110,11 +121,16 @@ def _rloo(rewards: Sequence[float], lengths: Sequence[int], longest: int) -> lis
 
 
 def _per_answer(rewards: Sequence[float], lengths: Sequence[int], longest: int) -> list[Weight]:
-    return [Weight(value / length, 1) for value, length in zip(standardised(rewards), lengths, strict=True)]
+    return [
+        Weight(value / length, 1)
+        for value, length in zip(standardised(rewards), lengths, strict=True)
+    ]
 
 
 def _per_token(rewards: Sequence[float], lengths: Sequence[int], longest: int) -> list[Weight]:
-    return [Weight(value, length) for value, length in zip(standardised(rewards), lengths, strict=True)]
+    return [
+        Weight(value, length) for value, length in zip(standardised(rewards), lengths, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -122,12 +138,14 @@ class Advantage:
     """An advantage.
 
     Attributes:
-        weights: the weights of a group's answers, from the rewards, at least two; the numbers of tokens, with the one
-            that ends an answer; and the most tokens that an answer may have.
+        weights: the weights of a group's answers, from the rewards, at least two; the numbers of
+            tokens, with the one that ends an answer; and the most tokens that an answer may have.
         ratio: how rho is used, where more than one update is made of a draw.
-        divides: whether it divides by the deviation of the rewards, so that nothing can be added to them.
+        divides: whether it divides by the deviation of the rewards, so that nothing can be added to
+            them.
         by_length: whether tokens of long answers weigh less, and with them their KL term.
-        compares: whether answers are compared with others to their prompt, so that equal rewards teach nothing.
+        compares: whether answers are compared with others to their prompt, so that equal rewards
+            teach nothing.
     """
 
     weights: Callable[[Sequence[float], Sequence[int], int], list[Weight]]

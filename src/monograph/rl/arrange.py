@@ -1,4 +1,5 @@
-"""Arrange drawn answers in the rows of a window, read what is computed there back by answer, and describe groups.
+"""Arrange drawn answers in the rows of a window, read what is computed there back by answer, and
+describe groups.
 
 Shapes: R rows, T positions.
 """
@@ -28,7 +29,8 @@ class Options:
         prompts: prompts of an update.
         group: answers to each.
         max_new_tokens: most tokens of an answer.
-        masks_truncated: whether answers that this limit cuts are left out, as if they had not been drawn.
+        masks_truncated: whether answers that this limit cuts are left out, as if they had not been
+            drawn.
         truncation_penalty: what the reward of an answer that is cut is lowered by.
         temperature: divides the logits, when drawing and in the loss.
         advantage: the name of what weighs each answer.
@@ -37,8 +39,9 @@ class Options:
         kl: the KL term; None without one.
         length: T, the positions of a row.
         packed: whether rows hold several answers, one after the other.
-        exact: whether each answer has a row of its own, as long as decoding's, so that it is scored in the bits in
-            which it was drawn (`monograph.ops.attention`, "cached"); for eager mode on a CPU.
+        exact: whether each answer has a row of its own, as long as decoding's, so that it is scored
+            in the bits in which it was drawn (`monograph.ops.attention`, "cached"); for eager mode
+            on a CPU.
         seed: of the order of the prompts and of all draws.
         epochs: passes over the prompts; None: without end.
     """
@@ -86,8 +89,8 @@ Rollouts = Sequence[Rollout]
 def arranged(rollouts: Rollouts, weighed: Sequence[Weight], options: Options) -> Batch:
     """Return the window of these answers, as `PolicyLoss` reads it, [R, T] each.
 
-    Answers that weigh 0 add nothing to the gradient but their share of the denominator, so they take no row, and the
-    first row carries their shares.
+    Answers that weigh 0 add nothing to the gradient but their share of the denominator, so they
+    take no row, and the first row carries their shares.
 
     Args:
         rollouts: the answers; a prompt and its answer have at most T + 1 tokens.
@@ -95,14 +98,25 @@ def arranged(rollouts: Rollouts, weighed: Sequence[Weight], options: Options) ->
         options: the form of the rows.
     """
     alive = [index for index, weight in enumerate(weighed) if weight.counts]
-    inputs = np.array([len(rollouts[i].prompt_ids) + len(rollouts[i].token_ids) - 1 for i in alive], dtype=np.int64)
+    inputs = np.array(
+        [len(rollouts[i].prompt_ids) + len(rollouts[i].token_ids) - 1 for i in alive],
+        dtype=np.int64,
+    )
     length = options.length
     row_of = best_fit_decreasing(inputs, length) if options.packed else np.arange(len(alive))
     rows = int(row_of.max()) + 1 if alive else 1
     formed = ("states",) if any(rollout.states for rollout in rollouts) else ()
-    whole = {name: np.zeros((rows, length), dtype=np.int64) for name in ("tokens", "segments", "positions", *formed)}
+    whole = {
+        name: np.zeros((rows, length), dtype=np.int64)
+        for name in ("tokens", "segments", "positions", *formed)
+    }
     whole["targets"] = np.full((rows, length), IGNORE, dtype=np.int64)
-    names = ("factors", "shares", "drawn", *(("penalties", "reference") if any(r.reference for r in rollouts) else ()))
+    names = (
+        "factors",
+        "shares",
+        "drawn",
+        *(("penalties", "reference") if any(r.reference for r in rollouts) else ()),
+    )
     real = {name: np.zeros((rows, length), dtype=np.float64) for name in names}
     filled = np.zeros(rows, dtype=np.int64)
     documents = np.zeros(rows, dtype=np.int64)
@@ -114,25 +128,37 @@ def arranged(rollouts: Rollouts, weighed: Sequence[Weight], options: Options) ->
         end = begin + size
         answer = begin + len(rollout.prompt_ids) - 1
         documents[row] += 1
-        whole["tokens"][row, begin:end], whole["segments"][row, begin:end] = ids[:-1], documents[row]
+        whole["tokens"][row, begin:end], whole["segments"][row, begin:end] = (
+            ids[:-1],
+            documents[row],
+        )
         whole["positions"][row, begin:end] = np.arange(size)
         whole["targets"][row, answer:end] = rollout.token_ids
-        real["factors"][row, answer:end], real["drawn"][row, answer:end] = weight.factor, rollout.logprobs
+        real["factors"][row, answer:end], real["drawn"][row, answer:end] = (
+            weight.factor,
+            rollout.logprobs,
+        )
         real["shares"][row, answer] = weight.share
         if rollout.states:
             whole["states"][row, answer:end] = rollout.states
         if rollout.reference:
-            real["penalties"][row, answer:end], real["reference"][row, answer:end] = weight.penalty, rollout.reference
+            real["penalties"][row, answer:end], real["reference"][row, answer:end] = (
+                weight.penalty,
+                rollout.reference,
+            )
         filled[row] = end
     real["shares"][0, -1] += sum(weight.share for weight in weighed if not weight.counts)
-    if not any(weight.share for weight in weighed):  # all are left out, and an update needs something to divide by
+    # All are left out, and an update needs something to divide by.
+    if not any(weight.share for weight in weighed):
         real["shares"][0, -1] = 1
     if not options.packed:
         del whole["segments"], whole["positions"]
     return {name: torch.from_numpy(values) for name, values in (whole | real).items()}
 
 
-def judged(rollouts: Rollouts, rewards: Sequence[float], options: Options) -> tuple[list[Rollout], list[float]]:
+def judged(
+    rollouts: Rollouts, rewards: Sequence[float], options: Options
+) -> tuple[list[Rollout], list[float]]:
     """Return the answers of a group that count, and their rewards less what being cut costs."""
     kept = list[Rollout]()
     lowered = list[float]()
@@ -145,10 +171,15 @@ def judged(rollouts: Rollouts, rewards: Sequence[float], options: Options) -> tu
 
 
 def weighted(rollouts: Rollouts, rewards: Sequence[float], options: Options) -> list[Weight]:
-    """Return the weights of one group's answers, with the KL term; answers that are left out weigh nothing."""
+    """Return the weights of one group's answers, with the KL term; answers that are left out weigh
+    nothing.
+    """
     kept, rewards = judged(rollouts, rewards, options)
     weighed = iter(_compared(kept, rewards, options) if kept else ())
-    return [Weight(0.0, 0.0) if one.is_cut and options.masks_truncated else next(weighed) for one in rollouts]
+    return [
+        Weight(0.0, 0.0) if one.is_cut and options.masks_truncated else next(weighed)
+        for one in rollouts
+    ]
 
 
 def _compared(rollouts: Rollouts, rewards: Sequence[float], options: Options) -> list[Weight]:
@@ -159,15 +190,21 @@ def _compared(rollouts: Rollouts, rewards: Sequence[float], options: Options) ->
         rewards = [reward - kl.strength * each for reward, each in zip(rewards, far, strict=True)]
     times = 2 if len(rollouts) == 1 else 1  # all others are left out: it is compared with itself
     advantage = ADVANTAGES[options.advantage]
-    weighed = advantage.weights([*rewards] * times, lengths * times, options.max_new_tokens)[: len(rollouts)]
+    weighed = advantage.weights([*rewards] * times, lengths * times, options.max_new_tokens)[
+        : len(rollouts)
+    ]
     if kl is None or kl.estimator == "k1":
         return weighed
     # Where tokens of long answers weigh less, so does their KL term.
     penalties = [kl.strength / length if advantage.by_length else kl.strength for length in lengths]
-    return [weight._replace(penalty=penalty) for weight, penalty in zip(weighed, penalties, strict=True)]
+    return [
+        weight._replace(penalty=penalty) for weight, penalty in zip(weighed, penalties, strict=True)
+    ]
 
 
-def by_answer(compute: Callable[[Batch], Tensor], rollouts: Rollouts, options: Options, rows: int) -> list[list[float]]:
+def by_answer(
+    compute: Callable[[Batch], Tensor], rollouts: Rollouts, options: Options, rows: int
+) -> list[list[float]]:
     """Return what `compute` gives for the positions of each answer's tokens.
 
     Args:
@@ -177,7 +214,9 @@ def by_answer(compute: Callable[[Batch], Tensor], rollouts: Rollouts, options: O
         rows: rows that are computed at once.
     """
     # Each answer's factor is its number, from 1, by which its positions are found again.
-    window = arranged(rollouts, [Weight(number, 1) for number in range(1, len(rollouts) + 1)], options)
+    window = arranged(
+        rollouts, [Weight(number, 1) for number in range(1, len(rollouts) + 1)], options
+    )
     starts = range(0, len(window["tokens"]), rows)
     parts = ({name: tensor[at : at + rows] for name, tensor in window.items()} for at in starts)
     values = torch.cat([compute(part).double().cpu() for part in parts])
@@ -201,12 +240,15 @@ def described(groups: Sequence[Group]) -> dict[str, float]:
     """Return figures on the answers of an update.
 
     Returns:
-        dead: the share of groups that teach nothing; entropy: the mean of -log-probability of the drawn tokens, which
-        estimates the entropy a token; length: mean tokens of an answer; cut: the share of answers that did not end by
-        themselves; longest: tokens of the longest; drawn_tokens: of all answers.
+        dead: the share of groups that teach nothing; entropy: the mean of -log-probability of the
+        drawn tokens, which estimates the entropy a token; length: mean tokens of an answer; cut:
+        the share of answers that did not end by themselves; longest: tokens of the longest;
+        drawn_tokens: of all answers.
     """
     completions = [completion for group in groups for completion in group.completions]
-    logprobs = [one.processed_drawn for completion in completions for one in completion.logprobs or ()]
+    logprobs = [
+        one.processed_drawn for completion in completions for one in completion.logprobs or ()
+    ]
     return {
         "dead": statistics.fmean(not group.teaches for group in groups),
         "entropy": -statistics.fmean(logprobs),

@@ -1,8 +1,10 @@
-"""The form that all answers of a run have: a regular expression or a schema, compiled for the tokenizer's tokens.
+"""The form that all answers of a run have: a regular expression or a schema, compiled for the
+tokenizer's tokens.
 
-Only tokens after which an answer can still get the form are drawn, and learned from. A token is drawn from the softmax
-over the allowed tokens alone, and its log-probability is that of this distribution wherever it is computed: drawn, in
-the loss, of a reference or a teacher. So a token that had no alternative has the log-probability 0, and no gradient.
+Only tokens after which an answer can still get the form are drawn, and learned from. A token is
+drawn from the softmax over the allowed tokens alone, and its log-probability is that of this
+distribution wherever it is computed: drawn, in the loss, of a reference or a teacher. So a token
+    that had no alternative has the log-probability 0, and no gradient.
 
 Shapes: C positions, S states, V tokens.
 """
@@ -29,7 +31,9 @@ class AnswerForm:
         automaton: what decoding follows.
     """
 
-    def __init__(self, name: FormName, prompts: Prompts, ends: Collection[int], device: torch.device) -> None:
+    def __init__(
+        self, name: FormName, prompts: Prompts, ends: Collection[int], device: torch.device
+    ) -> None:
         """Compile a form.
 
         Args:
@@ -59,11 +63,15 @@ class AnswerForm:
         if (
             not self.automaton.counts and states * tokenizer.vocab_size <= _MOST_MASKS
         ):  # to compute a mask takes more memory than to look it up
-            each = [allowed(tables, torch.tensor([state], device=device)) for state in range(states)]
+            each = [
+                allowed(tables, torch.tensor([state], device=device)) for state in range(states)
+            ]
             self.allowed = functools.partial(_looked_up, torch.cat(each))
 
     def states(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the state before each of an answer's tokens, as `allowed` takes it; 0 allows every token."""
+        """Return the state before each of an answer's tokens, as `allowed` takes it; 0 allows every
+        token.
+        """
         state = 0
         found = list[int]()
         for token in token_ids:

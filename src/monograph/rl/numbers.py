@@ -1,4 +1,5 @@
-r"""Read a number from a text, as people, LaTeX and programs write it. One grammar serves answers and what they must be.
+r"""Read a number from a text, as people, LaTeX and programs write it. One grammar serves answers
+and what they must be.
 
     number    = [sign] [currency] [sign] value [magnitude]         at most one sign
     value     = decimal [exponent] | power | decimal "/" [sign] decimal | whole " " whole "/" whole
@@ -8,17 +9,21 @@ r"""Read a number from a text, as people, LaTeX and programs write it. One gramm
     power     = "10" ("^" | "**") [sign] digits
     magnitude = hundred, thousand, million, billion or trillion
 
-- A separator of groups is a comma, an apostrophe or what looks like one, an underscore, a thin, narrow or no-break
-  space, or LaTeX's `{,}`, `,\!`, `\,`, `\;`, `\:`, `~` and "\ ". Commas also part the groups of two of India. A space
-  of the keyboard parts nothing, as it also stands between two numbers.
-- A sign is a hyphen, a minus sign, an en dash or a plus sign. Between two numbers, as in 10-12, it is none.
-- Times is `\times`, `\cdot`, ×, · or *; a fraction may be `\frac` and its like, or one character such as ½.
+- A separator of groups is a comma, an apostrophe or what looks like one, an underscore, a thin,
+  narrow or no-break space, or LaTeX's `{,}`, `,\!`, `\,`, `\;`, `\:`, `~` and "\ ". Commas also
+  part the groups of two of India. A space of the keyboard parts nothing, as it also stands between
+  two numbers.
+- A sign is a hyphen, a minus sign, an en dash or a plus sign. Between two numbers, as in 10-12, it
+  is none.
+- Times is `\times`, `\cdot`, ×, · or *; a fraction may be `\frac` and its like, or one character
+  such as ½.
 - Digits of every script are digits, also raised ones in exponents.
-- Units count for nothing: "%" as well as words, `\text{...}` and degrees. A unit that follows without a space is one of
-  UNITS, so that 3x is no number.
+- Units count for nothing: "%" as well as words, `\text{...}` and degrees. A unit that follows
+  without a space is one of UNITS, so that 3x is no number.
 
-What joins digits otherwise makes no number: 3,5 (a decimal in one country, a list in another), 1.234,56, 1.2.3, 10:30,
-2^{10}, 3\sqrt{2}, 6*7. Such a text is not understood, and no part of it is taken for a number.
+What joins digits otherwise makes no number: 3,5 (a decimal in one country, a list in another),
+1.234,56, 1.2.3, 10:30, 2^{10}, 3\sqrt{2}, 6*7. Such a text is not understood, and no part of it is
+taken for a number.
 """
 
 import math
@@ -28,7 +33,8 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import NamedTuple
 
-MOST_DIGITS = 4000  # of a number, and of its exponent's value: more would take memory out of proportion
+# Of a number, and of its exponent's value: more would take memory out of proportion.
+MOST_DIGITS = 4000
 UNITS = frozenset(
     "m g s h L l W V A N J C F Hz km cm mm nm kg mg lb lbs oz ft in yd mi mph ml mL kW MW mAh st nd rd th am pm AM PM "
     "hr hrs min mins sec secs ms h day days week weeks hour hours minute minutes second seconds USD EUR GBP".split()
@@ -131,8 +137,12 @@ _JOINED = re.compile(
 
 
 def _decimal_of(separator: str) -> str:
-    """Return the expression of a decimal; `separator` is the name of the group that holds its first separator."""
-    grouped = rf"[1-9][0-9]{{0,2}}(?P<{separator}>[,'_{_GAP}])[0-9]{{3}}(?:(?P={separator})[0-9]{{3}})*"
+    """Return the expression of a decimal; `separator` is the name of the group that holds its first
+    separator.
+    """
+    grouped = (
+        rf"[1-9][0-9]{{0,2}}(?P<{separator}>[,'_{_GAP}])[0-9]{{3}}(?:(?P={separator})[0-9]{{3}})*"
+    )
     indian = "[1-9][0-9]?(?:,[0-9]{2})+,[0-9]{3}"
     return rf"(?:(?:{grouped}|{indian}|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 
@@ -193,11 +203,12 @@ class _Found(NamedTuple):
 
 
 def whole_number(answer: object) -> Fraction | None:
-    """Return the number that a record's answer is, or None if it is not one, or not understood whole.
+    """Return the number that a record's answer is, or None if it is not one, or not understood
+    whole.
 
     Args:
-        answer: a number; or a text in which what follows the last "####", or else what is in the last box, or else all
-            of it, has one number and otherwise only words.
+        answer: a number; or a text in which what follows the last "####", or else what is in the
+            last box, or else all of it, has one number and otherwise only words.
     """
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         return Fraction(repr(answer)) if math.isfinite(answer) else None
@@ -211,7 +222,8 @@ def whole_number(answer: object) -> Fraction | None:
 def last_number(completion: str) -> Fraction | None:
     """Return the number that an answer of the model ends with, or None if there is none.
 
-    It is the one in the last box, if there is a box that is closed, or else the last that is understood.
+    It is the one in the last box, if there is a box that is closed, or else the last that is
+    understood.
     """
     told, box = _boxed(completion)
     if box is not None:
@@ -221,7 +233,9 @@ def last_number(completion: str) -> Fraction | None:
 
 
 def _boxed(text: str) -> tuple[str, str | None]:
-    """Return the text as far as its boxes are closed, and what is in the last one; None without any."""
+    """Return the text as far as its boxes are closed, and what is in the last one; None without
+    any.
+    """
     for box in reversed(list(_BOX.finditer(text))):
         depth = 1
         for brace in _BRACE.finditer(text, box.end()):
@@ -240,15 +254,20 @@ def _only(text: str) -> Fraction | None:
         return None
     [(begin, end, value)] = things
     before, after = plain[:begin], plain[end:]
-    if "," in plain[begin:end] and before.endswith(("[", "(")):  # a list or a pair, or a number in brackets
+    # A list or a pair, or a number in brackets.
+    if "," in plain[begin:end] and before.endswith(("[", "(")):
         return None
-    fine = all(_WORDS.fullmatch(rest) and not _NUMBER_WORDS.search(rest) for rest in (before, after))
+    fine = all(
+        _WORDS.fullmatch(rest) and not _NUMBER_WORDS.search(rest) for rest in (before, after)
+    )
     return value if fine else None
 
 
 def _plain(text: str) -> str:
     """Return the text with one character for each sign and separator, and without LaTeX."""
-    text = _OTHER_DIGIT.sub(lambda found: str(unicodedata.decimal(found[0])), text.translate(_CHARACTERS))
+    text = _OTHER_DIGIT.sub(
+        lambda found: str(unicodedata.decimal(found[0])), text.translate(_CHARACTERS)
+    )
     text = _RAISED.sub(lambda found: f"^{found[0].translate(_LOWERED)}", text)
     text = _TIE.sub(_GAP, _VULGAR.sub(_vulgar, text))
     if "\\" in text or "{" in text:
@@ -288,7 +307,9 @@ def _opened(found: re.Match[str]) -> str:
         return f"{found['shift']}{_NONE}"
     if found["inner"] is not None:
         return _shown(found, "inner")
-    over, under = ((found[part] or found[f"{part}_digit"] or "").strip() for part in ("over", "under"))
+    over, under = (
+        (found[part] or found[f"{part}_digit"] or "").strip() for part in ("over", "under")
+    )
     if not (_SIMPLE.fullmatch(over) and _SIMPLE.fullmatch(under)):
         return _NONE
     return f"{_before_a_fraction(found)}{over}{_FRACTION}{under}"
@@ -327,7 +348,11 @@ def _things(plain: str) -> Iterator[_Found]:
 def _stands_alone(plain: str, begin: int, end: int, core: str) -> bool:
     """Return whether nothing before or after a thing of digits makes it another thing."""
     before = plain[max(0, begin - 12) : begin]
-    joined = _BEFORE.search(before) and not _MONEY_BEFORE.search(before) and not _RANGE_BEFORE.search(before)
+    joined = (
+        _BEFORE.search(before)
+        and not _MONEY_BEFORE.search(before)
+        and not _RANGE_BEFORE.search(before)
+    )
     if joined or _SIGN_IN_WORDS.search(before) or ("." in core and _WITHOUT_END.match(plain, end)):
         return False
     after = _AFTER.match(plain, end)
@@ -344,7 +369,9 @@ def _value(found: re.Match[str]) -> Fraction | None:
     if value is None or len(signs) > 1 or sum(map(str.isdigit, found["core"])) > MOST_DIGITS:
         return None
     number = _of_parts(value)
-    magnitudes = sum(power for name, power in _MAGNITUDES.items() for _ in re.findall(name, found["magnitude"]))
+    magnitudes = sum(
+        power for name, power in _MAGNITUDES.items() for _ in re.findall(name, found["magnitude"])
+    )
     if number is None or magnitudes > MOST_DIGITS:
         return None
     return (-1 if signs == ["-"] else 1) * number * 10**magnitudes

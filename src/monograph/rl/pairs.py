@@ -1,8 +1,10 @@
-"""Read pairs of answers, a chosen and a rejected one, and arrange them in rows to learn preferences from.
+"""Read pairs of answers, a chosen and a rejected one, and arrange them in rows to learn preferences
+from.
 
-Both answers of a pair, each after the prompt, stand in one row, so that a micro-batch never parts them. Several pairs
-share a row, each answer as a document of its own (law 9). A single answer that is labelled good or bad is paired with
-another record's answer to another prompt, written after its own, which kto compares it with.
+Both answers of a pair, each after the prompt, stand in one row, so that a micro-batch never parts
+them. Several pairs share a row, each answer as a document of its own (law 9). A single answer that
+is labelled good or bad is paired with another record's answer to another prompt, written after its
+own, which kto compares it with.
 
 Shape suffixes: D pairs, R rows, T positions of a row.
 """
@@ -57,11 +59,13 @@ class Pair(NamedTuple):
 
     Attributes:
         text: the prompt's text, or the JSON of a chat's messages.
-        chosen: the tokens of the prompt and the better answer, of which those of the answer are scored.
+        chosen: the tokens of the prompt and the better answer, of which those of the answer are
+            scored.
         rejected: the same for the other.
         bytes: UTF-8 bytes of both answers.
         chat: whether the answers are messages of chats.
-        label: 0 for pairs; for a single answer, `chosen`, with another prompt's as `rejected`, 1 if good and -1 if bad.
+        label: 0 for pairs; for a single answer, `chosen`, with another prompt's as `rejected`, 1 if
+            good and -1 if bad.
     """
 
     text: str
@@ -82,7 +86,14 @@ class PairRows(Rows):
         chats: whether the pairs are chats.
     """
 
-    def __init__(self, pairs: Sequence[Pair], name: str, tokenizer: Tokenizer, sequence_length: int, first: int):
+    def __init__(
+        self,
+        pairs: Sequence[Pair],
+        name: str,
+        tokenizer: Tokenizer,
+        sequence_length: int,
+        first: int,
+    ):
         """Arrange pairs.
 
         Args:
@@ -90,21 +101,26 @@ class PairRows(Rows):
             name: the source's name.
             tokenizer: the tokenizer of their tokens.
             sequence_length: T.
-            first: the number of the first answer; answers are numbered from 1 over all rows of a run.
+            first: the number of the first answer; answers are numbered from 1 over all rows of a
+                run.
         """
         self._chosen_D = np.array([len(pair.chosen.ids) for pair in pairs], dtype=np.int64)
         self.answers = 2 * len(pairs)
         self._first = first
         self.chats = any(pair.chat for pair in pairs)
-        self.labels = np.array([label for pair in pairs for label in (pair.label, 0)], dtype=np.int64)
+        self.labels = np.array(
+            [label for pair in pairs for label in (pair.label, 0)], dtype=np.int64
+        )
         super().__init__(_side(pairs, name), tokenizer, sequence_length, packed=True)
         self.most = 2 * int(np.diff(self._plan.offsets).max(initial=0))
 
     def window(self, indices_R: Int64) -> dict[str, Int64]:
-        """Return the rows with these indices, as `Rows.window` does, with the two answers of a pair as two documents.
+        """Return the rows with these indices, as `Rows.window` does, with the two answers of a pair
+        as two documents.
 
         Returns:
-            also `answers`, int64 [R, T]: an answer's number at the position of its first target, 0 elsewhere.
+            also `answers`, int64 [R, T]: an answer's number at the position of its first target, 0
+                elsewhere.
         """
         window = super().window(indices_R)
         pair_RT = self.owners(indices_R)
@@ -115,17 +131,23 @@ class PairRows(Rows):
         window["segments"] = np.where(inside_RT, 2 * window["segments"] - 1 + second_RT, 0)
         target_RT = window["targets"] != IGNORE
         goes_on_RT = np.zeros_like(target_RT)
-        goes_on_RT[:, 1:] = target_RT[:, :-1] & (window["segments"][:, 1:] == window["segments"][:, :-1])
+        goes_on_RT[:, 1:] = target_RT[:, :-1] & (
+            window["segments"][:, 1:] == window["segments"][:, :-1]
+        )
         number_RT = self._first + 2 * pair_RT + second_RT
         return window | {"answers": np.where(target_RT & ~goes_on_RT, number_RT, 0)}
 
     def empty(self, count: int) -> dict[str, Int64]:
         """Return `count` rows of padding, in the form of `window`."""
-        return super().empty(count) | {"answers": np.zeros((count, self.sequence_length), dtype=np.int64)}
+        return super().empty(count) | {
+            "answers": np.zeros((count, self.sequence_length), dtype=np.int64)
+        }
 
 
 def _side(pairs: Sequence[Pair], name: str) -> Side:
-    """Return the pairs as a side of which each pair is a document: one answer with its prompt after the other."""
+    """Return the pairs as a side of which each pair is a document: one answer with its prompt after
+    the other.
+    """
     tokens = list[int]()
     starts = [0]
     spans = list[int]()
@@ -149,8 +171,11 @@ def _side(pairs: Sequence[Pair], name: str) -> Side:
     )
 
 
-def loss_for(source: str | Sequence[str], asked: Asked = ANYTHING, skip_bad: bool = False) -> str | None:
-    """Return the usual loss for a source: dpo for pairs, kto for labelled answers, None for anything else.
+def loss_for(
+    source: str | Sequence[str], asked: Asked = ANYTHING, skip_bad: bool = False
+) -> str | None:
+    """Return the usual loss for a source: dpo for pairs, kto for labelled answers, None for
+    anything else.
 
     Raises:
         InputRefused, UsageError: as in `kind_of_records`, or nothing is there.
@@ -159,17 +184,20 @@ def loss_for(source: str | Sequence[str], asked: Asked = ANYTHING, skip_bad: boo
     return {Kind.PAIRS: "dpo", Kind.LABELLED: "kto"}.get(kind) if kind else None
 
 
-def read_pairs(reading: Mapping[str, Any], *, labelled: bool = False, progress: Progress | None = None) -> Corpus:
+def read_pairs(
+    reading: Mapping[str, Any], *, labelled: bool = False, progress: Progress | None = None
+) -> Corpus:
     """Read, tokenise and pack pairs, from JSON lines or tables.
 
-    A record has "chosen" and "rejected". They are texts, and "prompt" is the text before both of them, or is missing.
-    Or they are lists of messages, and "prompt" is a list of the messages before, or both are whole chats that differ
-    in their last message alone; the tokenizer's chat template then renders them, and what it writes for the last
-    message is the answer. With `labelled` a record has "completion", in the same forms, and "label", true or false.
+    A record has "chosen" and "rejected". They are texts, and "prompt" is the text before both of
+    them, or is missing. Or they are lists of messages, and "prompt" is a list of the messages
+    before, or both are whole chats that differ in their last message alone; the tokenizer's chat
+    template then renders them, and what it writes for the last message is the answer. With
+    `labelled` a record has "completion", in the same forms, and "label", true or false.
 
     Args:
-        reading: `source`, `tokenizer`, `sequence_length`, `held_out`, `ignore_keys` and `bad_records`, as
-            `monograph.corpus` takes them. Pairs are held out by their prompts.
+        reading: `source`, `tokenizer`, `sequence_length`, `held_out`, `ignore_keys` and
+            `bad_records`, as `monograph.corpus` takes them. Pairs are held out by their prompts.
         labelled: whether records have single answers.
         progress: see `monograph.data.progress`.
 
@@ -188,14 +216,20 @@ def read_pairs(reading: Mapping[str, Any], *, labelled: bool = False, progress: 
 
     def rendered(conversation: Conversation) -> Row:
         if not template:
-            template.append(Answers(tokenizer, Answering(every=False, truncate=False, longest=length)))
+            template.append(
+                Answers(tokenizer, Answering(every=False, truncate=False, longest=length))
+            )
         require_read(tokenizer, conversation.template_variables)
         return template[0].rows(conversation)[0]
 
     def read(where: str, record: Record) -> Pair | Fault:
         try:
             chat = _are_chats(record, keys)
-            answer = functools.partial(_of_chat, rendered) if chat else functools.partial(_of_text, tokenizer)
+            answer = (
+                functools.partial(_of_chat, rendered)
+                if chat
+                else functools.partial(_of_text, tokenizer)
+            )
             pair = (_labelled if labelled else _pair)(record, answer, chat)
         except Unusable as unusable:
             return unusable.fault
@@ -208,18 +242,43 @@ def read_pairs(reading: Mapping[str, Any], *, labelled: bool = False, progress: 
                 repeating.append(where)
         if (inputs := len(pair.chosen.ids) + len(pair.rejected.ids) - 1) <= length:
             return pair
-        both = "the answer and its prompt twice" if labelled else "the two answers, each after its prompt,"
-        return Fault("too long", f"{both} take {inputs} tokens, more than data.sequence_length = {length}: raise it")
+        both = (
+            "the answer and its prompt twice"
+            if labelled
+            else "the two answers, each after its prompt,"
+        )
+        return Fault(
+            "too long",
+            f"{both} take {inputs} tokens, more than data.sequence_length = {length}: raise it",
+        )
 
     needs = " and ".join(repr(key) for key in ((COMPLETION, LABEL) if labelled else keys))
-    parts = read_parts(reading, read, f"prefer.loss needs records with {needs}", progress, record_keys)
+    parts = read_parts(
+        reading, read, f"prefer.loss needs records with {needs}", progress, record_keys
+    )
     sides = (parts.train, parts.held_out)
     if labelled:
-        fixed = {"length": length, "skipped": parts.skipped, "refuse": reading["bad_records"] == "refuse"}
-        sides = _with_others(parts.train, parts.train, **fixed), _with_others(parts.held_out, parts.train, **fixed)
+        fixed = {
+            "length": length,
+            "skipped": parts.skipped,
+            "refuse": reading["bad_records"] == "refuse",
+        }
+        sides = (
+            _with_others(parts.train, parts.train, **fixed),
+            _with_others(parts.held_out, parts.train, **fixed),
+        )
         if not sides[0]:
-            raise InputRefused(f"{parts.sources.name}: no answer has room beside one to another prompt: give more")
-    decisive = [parts.sources.sha256, tokenizer.hash, length, reading["held_out"], reading["bad_records"], keys[0]]
+            raise InputRefused(
+                f"{parts.sources.name}: no answer has room beside one to another prompt: give more"
+            )
+    decisive = [
+        parts.sources.sha256,
+        tokenizer.hash,
+        length,
+        reading["held_out"],
+        reading["bad_records"],
+        keys[0],
+    ]
     decisive += [ignored.left_out] if ignored.left_out else []
     digest = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
     name = parts.sources.name
@@ -240,14 +299,21 @@ def _repeating_note(places: Sequence[str]) -> tuple[str, ...]:
 
 
 def _are_chats(record: Record, keys: Sequence[str]) -> bool:
-    """Return whether the answers under these keys are lists of messages, not texts; raise Unusable if neither."""
+    """Return whether the answers under these keys are lists of messages, not texts; raise Unusable
+    if neither.
+    """
     for key in keys:
         if key not in record:
             other, loss = {CHOSEN: (LABEL, "kto"), COMPLETION: (REJECTED, "dpo")}.get(key, ("", ""))
             hint = f"; such a record is for prefer.loss = {loss}" if other in record else ""
-            raise Unusable("no pair", f"has no key {short(key)}; its keys are {few(list(record))}{hint}")
+            raise Unusable(
+                "no pair", f"has no key {short(key)}; its keys are {few(list(record))}{hint}"
+            )
         if not isinstance(record[key], str | list):
-            raise Unusable("no pair", f"{short(key)} is {KINDS[type(record[key])]}, not a text or a list of messages")
+            raise Unusable(
+                "no pair",
+                f"{short(key)} is {KINDS[type(record[key])]}, not a text or a list of messages",
+            )
     first, last = record[keys[0]], record[keys[-1]]
     both = " and ".join(map(short, keys))
     if type(first) is not type(last):
@@ -268,7 +334,9 @@ def _of_text(tokenizer: Tokenizer, record: Record, key: str) -> _Answer:
         raise Unusable("no pair", message)
     chats = chat_only(record)
     if chats is not None:
-        raise InputRefused(f"{short(chats)} is for chats, and the answers are texts: remove it, or {IGNORE_KEY}")
+        raise InputRefused(
+            f"{short(chats)} is for chats, and the answers are texts: remove it, or {IGNORE_KEY}"
+        )
     prompt = _text(asked, PROMPT)
     answer = _text(record[key], key)
     return prompt, completed_row(tokenizer, prompt, answer), len(answer.encode())
@@ -290,22 +358,35 @@ def _of_chat(rendered: Callable[[Conversation], Row], record: Record, key: str) 
         require_copy(prompt, conversation.messages)
     *asked, last = conversation.messages
     if last["role"] != "assistant":
-        raise Unusable("no answer", f"{short(key)} ends with a message of {last['role']}, not of an assistant")
+        raise Unusable(
+            "no answer", f"{short(key)} ends with a message of {last['role']}, not of an assistant"
+        )
     if not trained_on(last):
-        raise Unusable("no answer", f"{short(key)} ends with a message of the weight 0: nothing of it would be learned")
+        raise Unusable(
+            "no answer",
+            f"{short(key)} ends with a message of the weight 0: nothing of it would be learned",
+        )
     size = len(last.get("content", "").encode())
     return json.dumps(asked, ensure_ascii=False), rendered(conversation), size
 
 
 def _pair(record: Record, answer: Callable[[Record, str], _Answer], chat: bool) -> Pair:
-    (asked, chosen, size), (other, rejected, more) = (answer(record, key) for key in (CHOSEN, REJECTED))
+    (asked, chosen, size), (other, rejected, more) = (
+        answer(record, key) for key in (CHOSEN, REJECTED)
+    )
     begins = [row.ids[: row.spans[0][0]] for row in (chosen, rejected)]
     if asked != other or begins[0] != begins[1]:
-        raise Unusable("differing prompts", f"{short(CHOSEN)} and {short(REJECTED)} differ before their last message")
+        raise Unusable(
+            "differing prompts",
+            f"{short(CHOSEN)} and {short(REJECTED)} differ before their last message",
+        )
     if chosen.ids == rejected.ids:
         maker = "chat template" if chat else "tokenizer"
         both = f"{short(CHOSEN)} and {short(REJECTED)}"
-        raise Unusable("equal answers", f"the {maker} makes both answers, {both}, the same text: nothing is preferred")
+        raise Unusable(
+            "equal answers",
+            f"the {maker} makes both answers, {both}, the same text: nothing is preferred",
+        )
     return Pair(asked, chosen, rejected, size + more, chat)
 
 
@@ -315,16 +396,23 @@ def _labelled(record: Record, answer: Callable[[Record, str], _Answer], chat: bo
     if not isinstance(label, bool | int | float | str) or label not in _LABELS:
         shown = short(label) if isinstance(label, str) else KINDS[type(label)]
         shown = f"{label:g}" if isinstance(label, int | float) else shown
-        found = f"is {shown}" if LABEL in record else f"is missing; its keys are {few(list(record))}"
+        found = (
+            f"is {shown}" if LABEL in record else f"is missing; its keys are {few(list(record))}"
+        )
         raise Unusable("no label", f"expected true or false under {short(LABEL)}, which {found}")
     asked, row, size = answer(record, COMPLETION)
     return Pair(asked, row, Row(row.ids[: row.spans[0][0] + 1], ()), size, chat, _LABELS[label])
 
 
 def _with_others(
-    pairs: Sequence[Pair], others: Sequence[Pair], length: int, skipped: dict[str, int], refuse: bool
+    pairs: Sequence[Pair],
+    others: Sequence[Pair],
+    length: int,
+    skipped: dict[str, int],
+    refuse: bool,
 ) -> list[Pair]:
-    """Return labelled answers, each paired with one of the others, to another prompt and short enough.
+    """Return labelled answers, each paired with one of the others, to another prompt and short
+    enough.
 
     Answers to one prompt that follow one another get different ones, as far as there are so many.
 
@@ -355,7 +443,9 @@ def _with_others(
         other = others[index].chosen
         shift = begin - begins[index]
         spans = tuple((one + shift, end + shift) for one, end in other.spans)
-        made.append(pair._replace(rejected=Row(pair.chosen.ids[:begin] + other.ids[begins[index] :], spans)))
+        made.append(
+            pair._replace(rejected=Row(pair.chosen.ids[:begin] + other.ids[begins[index] :], spans))
+        )
     return made
 
 

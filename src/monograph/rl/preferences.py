@@ -1,7 +1,8 @@
 """The losses of preferences: each compares the log-probabilities of two answers to one prompt.
 
 With log pi(o), the sum of the log-probabilities of an answer's tokens, |o|, their number, and h(o) = log pi(o) -
-log ref(o), where ref are the weights that a run begins from; w is the chosen answer and l the rejected one:
+log ref(o), where ref are the weights that a run begins from; w is the chosen answer and l the
+rejected one:
 
 | name   | loss of a pair                                                            | arXiv      |
 |--------|---------------------------------------------------------------------------|------------|
@@ -16,9 +17,10 @@ log ref(o), where ref are the weights that a run begins from; w is the chosen an
 
 B is beta, E label_smoothing, G gamma, D desirable_weight and U undesirable_weight.
 
-An update's loss is the mean over its pairs, or answers. IPO takes means over tokens, as its authors' code does. KTO's
-o' are answers of other records written after the prompts of an update's answers; their mean is over the whole update,
-however it is cut into micro-batches, so each update's rows are scored once before they are learned from.
+An update's loss is the mean over its pairs, or answers. IPO takes means over tokens, as its
+authors' code does. KTO's o' are answers of other records written after the prompts of an update's
+answers; their mean is over the whole update, however it is cut into micro-batches, so each update's
+rows are scored once before they are learned from.
 
 Shapes: B rows, T positions, N = B T, S places for answers, P pairs.
 """
@@ -74,19 +76,24 @@ def preference(name: str, **given: float | None) -> Preference:
     numbers = {parameter: value for parameter, value in given.items() if value is not None}
     for parameter, value in numbers.items():
         if parameter not in usual:
-            raise UsageError(f"prefer.{parameter} does not go with prefer.loss = {name}, which has {', '.join(usual)}")
+            raise UsageError(
+                f"prefer.{parameter} does not go with prefer.loss = {name}, which has {', '.join(usual)}"
+            )
         if not 0 <= value < _LARGEST:
             raise UsageError(f"prefer.{parameter} = {value}: expected a number from 0")
     parameters = usual | numbers
     if parameters["beta"] == 0:
         raise UsageError("prefer.beta = 0: expected a number above 0")
     if parameters.get("label_smoothing", 0) >= 0.5:
-        raise UsageError(f"prefer.label_smoothing = {parameters['label_smoothing']}: expected a share below 0.5")
+        raise UsageError(
+            f"prefer.label_smoothing = {parameters['label_smoothing']}: expected a share below 0.5"
+        )
     return Preference(name, parameters)
 
 
 class Answers(NamedTuple):
-    """Pairs of answers, [P] each: sums of log-probabilities, the reference's, numbers of tokens, and labels.
+    """Pairs of answers, [P] each: sums of log-probabilities, the reference's, numbers of tokens,
+    and labels.
 
     With labels, the chosen answers are the single ones and `expected` is z, 0-d.
     """
@@ -120,12 +127,16 @@ def _robust(pairs: Answers, *, beta: float, label_smoothing: float) -> Tensor:
     chosen, rejected = pairs.gains
     margin = beta * (chosen - rejected)
     right = 1 - label_smoothing
-    return (label_smoothing * logsigmoid(-margin) - right * logsigmoid(margin)) / (1 - 2 * label_smoothing)
+    return (label_smoothing * logsigmoid(-margin) - right * logsigmoid(margin)) / (
+        1 - 2 * label_smoothing
+    )
 
 
 def _ipo(pairs: Answers, *, beta: float) -> Tensor:
     chosen, rejected = pairs.gains
-    return (chosen / pairs.chosen_tokens - rejected / pairs.rejected_tokens - 1 / (2 * beta)).square()
+    return (
+        chosen / pairs.chosen_tokens - rejected / pairs.rejected_tokens - 1 / (2 * beta)
+    ).square()
 
 
 def _simpo(pairs: Answers, *, beta: float, gamma: float) -> Tensor:
@@ -136,11 +147,15 @@ def _simpo(pairs: Answers, *, beta: float, gamma: float) -> Tensor:
 def _orpo(pairs: Answers, *, beta: float) -> Tensor:
     # log(1 - e^m) of a mean m that rounds to 0 would be -inf.
     chosen, rejected = (mean.clamp_max(-1e-12) for mean in pairs.means)
-    odds = (chosen - torch.log(-torch.expm1(chosen))) - (rejected - torch.log(-torch.expm1(rejected)))
+    odds = (chosen - torch.log(-torch.expm1(chosen))) - (
+        rejected - torch.log(-torch.expm1(rejected))
+    )
     return -chosen - beta * logsigmoid(odds)
 
 
-def _kto(pairs: Answers, *, beta: float, desirable_weight: float, undesirable_weight: float) -> Tensor:
+def _kto(
+    pairs: Answers, *, beta: float, desirable_weight: float, undesirable_weight: float
+) -> Tensor:
     gain, _ = pairs.gains
     lost = torch.sigmoid(pairs.labels * (pairs.expected - gain) * beta)
     return torch.where(pairs.labels > 0, desirable_weight * lost, undesirable_weight * lost)
@@ -170,7 +185,9 @@ LOSSES = {
     "ipo": LossOfPairs(_ipo, {"beta": 0.1}),
     "simpo": LossOfPairs(_simpo, {"beta": 2.0, "gamma": 1.0}, compares=False),
     "orpo": LossOfPairs(_orpo, {"beta": 0.1}, compares=False),
-    "kto": LossOfPairs(_kto, {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0}, labelled=True),
+    "kto": LossOfPairs(
+        _kto, {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0}, labelled=True
+    ),
 }
 
 
@@ -184,22 +201,27 @@ class PreferenceLoss(nn.Module):
 
     sum = sum over pairs of `losses`, count = number of pairs, or of single answers
 
-    The batch holds, [B, T] int64 each: `tokens`, `targets`, `segments` and `positions`, where a chosen answer's segment
-    is odd and its rejected one's the next; and `answers`, an answer's number, above 0, where its first target is.
+    The batch holds, [B, T] int64 each: `tokens`, `targets`, `segments` and `positions`, where a
+    chosen answer's segment is odd and its rejected one's the next; and `answers`, an answer's
+    number, above 0, where its first target is.
 
     Attributes:
-        sides: rows whose reference the weights of the first update are; empty if the caller calls `remember`.
+        sides: rows whose reference the weights of the first update are; empty if the caller calls
+            `remember`.
         known: 0-d bool; whether that reference has been taken.
         reference: [A + 1] fp64, the reference's log-probability of each answer, by its number.
-        recording: 0-d bool; whether the log-probabilities that are computed become those of the reference.
+        recording: 0-d bool; whether the log-probabilities that are computed become those of the
+            reference.
         labels: [A + 1] int64, each answer's label, by its number.
-        apart: [2] fp64, the sum of h(o') since it was last set to zero, and the number of these answers.
+        apart: [2] fp64, the sum of h(o') since it was last set to zero, and the number of these
+            answers.
         expected: 0-d fp64, z during an update, else 0.
-        totals: [6] fp64, over all pairs since it was last set to zero: their number, how many have the chosen answer
-            ahead (half of those that tie), the sums of the margins and of the chosen answers' gains, and the numbers of
-            tokens and of chosen answers. An answer's gain is h, or its mean log-probability for a loss without a
-            reference; a margin is the difference of two gains. With labels, good answers count as chosen, one is ahead
-            if its gain has the sign of its label, and its margin is the product of the two.
+        totals: [6] fp64, over all pairs since it was last set to zero: their number, how many have
+            the chosen answer ahead (half of those that tie), the sums of the margins and of the
+            chosen answers' gains, and the numbers of tokens and of chosen answers. An answer's gain
+            is h, or its mean log-probability for a loss without a reference; a margin is the
+            difference of two gains. With labels, good answers count as chosen, one is ahead if its
+            gain has the sign of its label, and its margin is the product of the two.
     """
 
     reference: Tensor
@@ -231,7 +253,11 @@ class PreferenceLoss(nn.Module):
         self.register_buffer("totals", torch.zeros(6, dtype=torch.float64))
 
     def remember(
-        self, sides: Sequence[Rows], score: Callable[[Batch], object], rows: int, progress: Progress | None
+        self,
+        sides: Sequence[Rows],
+        score: Callable[[Batch], object],
+        rows: int,
+        progress: Progress | None,
     ) -> None:
         """Take the present weights as the reference.
 
@@ -265,7 +291,8 @@ class PreferenceLoss(nn.Module):
         Raises:
             UsageError: the reference is unknown, though updates have been made.
         """
-        # A capture rehearses updates at index 0, and puts the buffers back: then the reference is taken again.
+        # A capture rehearses updates at index 0, and puts the buffers back: then the reference is
+        # taken again.
         if self.sides and not self.known:
             if index:
                 raise UsageError(
@@ -309,7 +336,9 @@ class PreferenceLoss(nn.Module):
         tokens_S = zeros_S.index_add(0, place_N, kept_N.double())
         number_S = zeros_S.long().index_add(0, place_N, batch["answers"].flatten())
         reference_S = self.reference[number_S]
-        self.reference.index_put_((number_S,), torch.where(self.recording, log_S.detach(), reference_S))
+        self.reference.index_put_(
+            (number_S,), torch.where(self.recording, log_S.detach(), reference_S)
+        )
         there_P = number_S[::2] > 0
         pairs = Answers(
             log_S[::2],
@@ -331,7 +360,9 @@ class PreferenceLoss(nn.Module):
         tokens_P = pairs.chosen_tokens + pairs.rejected_tokens
         good_P = there_P
         if self.preference.labelled:
-            self.apart.add_(torch.stack([torch.where(there_P, rejected_P, 0.0).sum(), there_P.double().sum()]))
+            self.apart.add_(
+                torch.stack([torch.where(there_P, rejected_P, 0.0).sum(), there_P.double().sum()])
+            )
             margin_P = pairs.labels * chosen_P
             tokens_P = pairs.chosen_tokens
             good_P = pairs.labels > 0
@@ -351,9 +382,12 @@ class PreferenceLoss(nn.Module):
             gathered: returns the values of all ranks.
 
         Returns:
-            accuracy: the share of pairs with the chosen answer ahead; margin and chosen_gain: means; answer_tokens.
+            accuracy: the share of pairs with the chosen answer ahead; margin and chosen_gain:
+                means; answer_tokens.
         """
-        number, ahead, margin, gain, tokens, good = map(sum, zip(*gathered(self.totals.tolist()), strict=True))
+        number, ahead, margin, gain, tokens, good = map(
+            sum, zip(*gathered(self.totals.tolist()), strict=True)
+        )
         self.totals.zero_()
         pairs = max(1.0, number)
         return {

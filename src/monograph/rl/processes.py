@@ -1,24 +1,27 @@
-"""Score a model's answers by foreign code in processes of its own: programs by tests, any answers by a user's function.
+"""Score a model's answers by foreign code in processes of its own: programs by tests, any answers
+by a user's function.
 
-The tests of a program cannot be seen or cheated. Each solution runs in one process and its tests in another, and only
-plain data goes between the two: None, booleans, numbers, texts, lists, tuples, sets and dicts. So a result is compared
-where the solution cannot reach. A change that a function makes in its arguments is not seen, and classes and other
-objects do not get through.
+The tests of a program cannot be seen or cheated. Each solution runs in one process and its tests in
+another, and only plain data goes between the two: None, booleans, numbers, texts, lists, tuples,
+sets and dicts. So a result is compared where the solution cannot reach. A change that a function
+makes in its arguments is not seen, and classes and other objects do not get through.
 
-Both processes begin with an empty environment, without site-packages, with standard streams that lead nowhere, and
-with limits (`worker.LIMITS`): 5 s of processor time, 512 MiB of address space, no byte in a file, few open files. A
-filter of system calls forbids child processes and threads, and what no limit counts or what would outlive them: shared
-memory, queues and semaphores of System V and POSIX, keyrings, files in memory, new namespaces and mounts, sockets
-(`worker.FORBIDDEN`). They are killed with the trainer. If the system lets this user make namespaces, they also see no
-other process, and no file but the standard library and the system's libraries, read-only, in a root that is in memory
-and ends with them; `confinement` says whether it does. Where it does not, as in most containers, a solution can read
-and remove this user's files and end this user's processes, so that `rewards` refuses to begin unless it is told.
+Both processes begin with an empty environment, without site-packages, with standard streams that
+lead nowhere, and with limits (`worker.LIMITS`): 5 s of processor time, 512 MiB of address space, no
+byte in a file, few open files. A filter of system calls forbids child processes and threads, and
+what no limit counts or what would outlive them: shared memory, queues and semaphores of System V
+and POSIX, keyrings, files in memory, new namespaces and mounts, sockets (`worker.FORBIDDEN`). They
+are killed with the trainer. If the system lets this user make namespaces, they also see no other
+process, and no file but the standard library and the system's libraries, read-only, in a root that
+is in memory and ends with them; `confinement` says whether it does. Where it does not, as in most
+containers, a solution can read and remove this user's files and end this user's processes, so that
+`rewards` refuses to begin unless it is told.
 
 Root becomes nobody, unless the system forbids that, as in some containers.
 
-A score is a share of the tests, counted here: one verdict is read for each test, whatever the tests' process writes. A
-test passes if it runs to its end. What a solution raises arrives in the test as an exception of Python's own, but never
-as one that merely ends an iterator.
+A score is a share of the tests, counted here: one verdict is read for each test, whatever the
+tests' process writes. A test passes if it runs to its end. What a solution raises arrives in the
+test as an exception of Python's own, but never as one that merely ends an iterator.
 """
 
 import json
@@ -67,14 +70,17 @@ class Solutions:
         self._stopped = False
 
     def confinement(self) -> bool | None:
-        """Return whether solutions are kept from files and the network; None if none can run here at all."""
+        """Return whether solutions are kept from files and the network; None if none can run here
+        at all.
+        """
         [share] = self.scores([(_TRIAL, _TRIALS)])
         return share == 1 if share else None
 
     def scores(self, solutions: Sequence[tuple[str, Sequence[str]]]) -> list[float]:
         """Return the share of passed tests of each (code, tests).
 
-        The tests of a solution run one after another. Those that come after its death or after SECONDS have failed.
+        The tests of a solution run one after another. Those that come after its death or after
+        SECONDS have failed.
         """
         self._stopped = False
         with ThreadPoolExecutor(describe(torch.device("cpu")).cores) as pool:
@@ -101,7 +107,11 @@ class Solutions:
                 ours.sendall(json.dumps(job).encode() + b"\n")
                 ours.settimeout(0.1)
                 # A verdict for each test is read, and no more, whatever the process writes.
-                while said.count(b"\n") < len(tests) and not self._stopped and time.monotonic() < deadline:
+                while (
+                    said.count(b"\n") < len(tests)
+                    and not self._stopped
+                    and time.monotonic() < deadline
+                ):
                     with suppress(TimeoutError):
                         more = ours.recv(_MOST_VERDICT_BYTES * len(tests))
                         if not more:
@@ -132,11 +142,13 @@ ANSWER_SECONDS = 60.0  # for one answer, and for the imports of the file
 
 
 class Function:
-    """A function `score(prompt, completion, record)` of a Python file, whose process starts at the first call.
+    """A function `score(prompt, completion, record)` of a Python file, whose process starts at the
+    first call.
 
     It returns a number, or {name: number} of the parts whose sum the answer is worth.
 
-    What the function prints goes to standard error. The process ends with the thread that made the first call.
+    What the function prints goes to standard error. The process ends with the thread that made the
+    first call.
     """
 
     def __init__(self, code: Code, sha256: str) -> None:
@@ -160,20 +172,33 @@ class Function:
         with theirs:
             # In a session of its own, so that Ctrl-C does not end it: a run may still have to save.
             command = [sys.executable, "-P", "-u", worker.__file__, "function"]
-            self._process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=2, start_new_session=True)
+            self._process = subprocess.Popen(
+                command, stdin=theirs.fileno(), stdout=2, start_new_session=True
+            )
         self._ended = weakref.finalize(self, _end, self._process)
-        self._asked("rl.reward", source.decode("latin-1"), str(without_links(self._code.path)), self._code.function)
+        self._asked(
+            "rl.reward",
+            source.decode("latin-1"),
+            str(without_links(self._code.path)),
+            self._code.function,
+        )
 
-    def score(self, prompt: str, completion: str, record: Mapping[str, Any], where: str) -> dict[str, float]:
+    def score(
+        self, prompt: str, completion: str, record: Mapping[str, Any], where: str
+    ) -> dict[str, float]:
         """Return the function's score of an answer by part; a plain number is the part "".
 
         Raises:
-            InputRefused: see `start`; or the function raises, returns neither a finite number nor parts, takes more
-                than ANSWER_SECONDS, or ends its process. The message begins with `where`.
+            InputRefused: see `start`; or the function raises, returns neither a finite number nor
+                parts, takes more than ANSWER_SECONDS, or ends its process. The message begins with
+                `where`.
         """
         self.start()
         reply = self._asked(
-            where, self._code.function, worker.encoded([prompt, completion, record]), worker.encoded({})
+            where,
+            self._code.function,
+            worker.encoded([prompt, completion, record]),
+            worker.encoded({}),
         )
         score = worker.decoded(reply)
         if (parts := parts_of(score)) is None:
@@ -204,7 +229,9 @@ class Function:
             if not line.endswith(b"\n"):
                 self.close()  # a late reply must not be taken for that to the next call
         if not line.endswith(b"\n"):
-            raise self._refused(where, fault or f"ended its process (exit code {process.returncode})")
+            raise self._refused(
+                where, fault or f"ended its process (exit code {process.returncode})"
+            )
         raised, result = json.loads(line)
         if raised:
             raise self._refused(where, f"raised {raised}: {result}")

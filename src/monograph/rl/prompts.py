@@ -1,4 +1,6 @@
-"""Read the records of a run on judged answers, and prompts, in two parts: to learn from, and held out to measure on."""
+"""Read the records of a run on judged answers, and prompts, in two parts: to learn from, and held
+out to measure on.
+"""
 
 import hashlib
 import json
@@ -84,7 +86,8 @@ def read_parts(
         keys: the keys that a record may have; None: any.
 
     Raises:
-        InputRefused: a record is bad, and the message names its file and line; or nothing is left to learn from.
+        InputRefused: a record is bad, and the message names its file and line; or nothing is left
+            to learn from.
         UsageError: a source has a weight.
     """
     sides: tuple[list[Any], list[Any]] = ([], [])
@@ -100,17 +103,25 @@ def read_parts(
             else:
                 skipped[found.reason] += 1
     if not sides[0]:
-        raise InputRefused(f"{sources.name}: no record is left to train on; give more of them, or lower data.held_out")
+        raise InputRefused(
+            f"{sources.name}: no record is left to train on; give more of them, or lower data.held_out"
+        )
     return Parts(sources, *sides, dict(skipped))
 
 
-def _records(sources: Sources, needs: str, keys: RecordKeys | None) -> Iterator[tuple[str, dict[str, Any] | Fault]]:
+def _records(
+    sources: Sources, needs: str, keys: RecordKeys | None
+) -> Iterator[tuple[str, dict[str, Any] | Fault]]:
     """Yield (file and line, record or its fault)."""
     for file in sources.files:
         if file.weight != 1:
-            raise UsageError(f"data.source: {file.path} has a weight, which texts alone may have: leave it out")
+            raise UsageError(
+                f"data.source: {file.path} has a weight, which texts alone may have: leave it out"
+            )
         if not file.has_records:
-            raise InputRefused(f"{file.path}: {needs}: expected a file .jsonl, .ndjson, .parquet or .arrow")
+            raise InputRefused(
+                f"{file.path}: {needs}: expected a file .jsonl, .ndjson, .parquet or .arrow"
+            )
         if keys is not None:
             records = keyed_records(file, keys)
         elif file.suffix in LINES:
@@ -178,16 +189,19 @@ class Prompts:
         return self.tokenizer.vocab_size
 
 
-def read_prompts(reading: Mapping[str, Any], *, room: int, reward: Reward, progress: Progress | None = None) -> Prompts:
+def read_prompts(
+    reading: Mapping[str, Any], *, room: int, reward: Reward, progress: Progress | None = None
+) -> Prompts:
     """Read and tokenise prompts, from JSON lines or tables.
 
-    A record's prompt is a text, which gets the token that begins a document before it and is continued as it is, or a
-    list of messages, which the tokenizer's chat template renders up to where the answer begins.
+    A record's prompt is a text, which gets the token that begins a document before it and is
+    continued as it is, or a list of messages, which the tokenizer's chat template renders up to
+    where the answer begins.
 
     Args:
-        reading: `source`, `tokenizer`, `held_out`, `text_key` and `bad_records`, as `monograph.corpus` takes them.
-            Prompts are held out by their texts, so that equal ones stay together. They are under "prompt", or
-            `text_key`.
+        reading: `source`, `tokenizer`, `held_out`, `text_key` and `bad_records`, as
+            `monograph.corpus` takes them. Prompts are held out by their texts, so that equal ones
+            stay together. They are under "prompt", or `text_key`.
         room: most tokens of a prompt.
         reward: says what else a record must have.
         progress: see `monograph.data.progress`.
@@ -206,7 +220,9 @@ def read_prompts(reading: Mapping[str, Any], *, room: int, reward: Reward, progr
 
     def read(where: str, record: Record) -> Prompt | Fault:
         try:
-            prompt = _prompt(record, key, where, dated, (room, _ROOM), isinstance(reward, Taught), asked)
+            prompt = _prompt(
+                record, key, where, dated, (room, _ROOM), isinstance(reward, Taught), asked
+            )
         except Unusable as unusable:
             return unusable.fault
         except InputRefused as refused:
@@ -215,7 +231,14 @@ def read_prompts(reading: Mapping[str, Any], *, room: int, reward: Reward, progr
         return _rewarded(prompt, reward, refuse)
 
     parts = read_parts(reading, read, "rl.reward needs records with a prompt each", progress)
-    decisive = [parts.sources.sha256, own.hash, key, room, reading["held_out"], reading["bad_records"]]
+    decisive = [
+        parts.sources.sha256,
+        own.hash,
+        key,
+        room,
+        reading["held_out"],
+        reading["bad_records"],
+    ]
     decisive += [asked.left_out] if asked.left_out else []
     chats, longest = _kind_and_longest([*parts.train, *parts.held_out], key)
     notes = spelled.notes()
@@ -224,11 +247,21 @@ def read_prompts(reading: Mapping[str, Any], *, room: int, reward: Reward, progr
         notes = (*notes, f"the chat template reads the date; in all of these prompts it is {DAY}")
     fingerprint = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
     return Prompts(
-        parts.sources.name, own, parts.train, parts.held_out, fingerprint, chats, longest, parts.skipped, notes
+        parts.sources.name,
+        own,
+        parts.train,
+        parts.held_out,
+        fingerprint,
+        chats,
+        longest,
+        parts.skipped,
+        notes,
     )
 
 
-def prompts_of(records: Iterable[Record], tokenizer: Tokenizer, reward: Reward, room: int) -> Prompts:
+def prompts_of(
+    records: Iterable[Record], tokenizer: Tokenizer, reward: Reward, room: int
+) -> Prompts:
     """Return records as prompts, none of them held out.
 
     Args:
@@ -246,7 +279,9 @@ def prompts_of(records: Iterable[Record], tokenizer: Tokenizer, reward: Reward, 
     for number, record in enumerate(records, 1):
         where = f"record {number}"
         try:
-            made.append(_prompt(record, PROMPT, where, dated, most, isinstance(reward, Taught), ANYTHING))
+            made.append(
+                _prompt(record, PROMPT, where, dated, most, isinstance(reward, Taught), ANYTHING)
+            )
         except (Unusable, InputRefused) as unusable:
             raise InputRefused(f"{where}: {unusable}") from None
         reward.require(record, where)
@@ -266,15 +301,25 @@ _ROOM = "data.sequence_length less rl.max_new_tokens: raise one or lower the oth
 
 
 def _prompt(
-    record: Record, key: str, where: str, tokenizer: Tokenizer, room: tuple[int, str], taught: bool, asked: Asked
+    record: Record,
+    key: str,
+    where: str,
+    tokenizer: Tokenizer,
+    room: tuple[int, str],
+    taught: bool,
+    asked: Asked,
 ) -> Prompt:
     given = asked.given(record)
     text, ids = _read(given, key, tokenizer, room)
     told = taught and TEACHER_PROMPT in given
-    return Prompt(text, ids, record, where, _read(given, TEACHER_PROMPT, tokenizer, room)[1] if told else ())
+    return Prompt(
+        text, ids, record, where, _read(given, TEACHER_PROMPT, tokenizer, room)[1] if told else ()
+    )
 
 
-def _read(record: Record, key: str, tokenizer: Tokenizer, room: tuple[int, str]) -> tuple[str, tuple[int, ...]]:
+def _read(
+    record: Record, key: str, tokenizer: Tokenizer, room: tuple[int, str]
+) -> tuple[str, tuple[int, ...]]:
     """Return the text and the tokens of the prompt under a key; raise Unusable."""
     if key not in record:
         raise Unusable("no prompt", f"has no key {short(key)}; its keys are {few(list(record))}")
@@ -287,22 +332,30 @@ def _read(record: Record, key: str, tokenizer: Tokenizer, room: tuple[int, str])
         require_read(tokenizer, chat.template_variables)
         text = json.dumps(chat.messages, ensure_ascii=False)
         try:
-            ids = chat_ids(tokenizer, chat.messages, add_generation_prompt=True, **chat.template_variables)
+            ids = chat_ids(
+                tokenizer, chat.messages, add_generation_prompt=True, **chat.template_variables
+            )
         except (Unread, Unspeakable) as refused:
             raise Unusable("refused by the chat template", str(refused)) from None
     elif isinstance(value, str):
         text = sound(value, key)
         ids = [tokenizer.bos_id, *tokenizer.encode(value)]
     else:
-        raise Unusable("no prompt", f"{short(key)} is {KINDS[type(value)]}, not a text or a list of messages")
+        raise Unusable(
+            "no prompt", f"{short(key)} is {KINDS[type(value)]}, not a text or a list of messages"
+        )
     most, meaning = room
     if len(ids) > most:
-        raise Unusable("too long", f"the {key} has {len(ids)} tokens, more than {most}, which is {meaning}")
+        raise Unusable(
+            "too long", f"the {key} has {len(ids)} tokens, more than {most}, which is {meaning}"
+        )
     return text, tuple(ids)
 
 
 def _require_obeyed(record: Record, is_chat: bool) -> None:
-    """Refuse keys that would say something about the prompt and cannot: all others are the reward's."""
+    """Refuse keys that would say something about the prompt and cannot: all others are the
+    reward's.
+    """
     if record.get(FUNCTIONS) not in EMPTY:
         raise InputRefused(f"{short(FUNCTIONS)} is not read: {INSTEAD[FUNCTIONS]}, or {FOR_REWARD}")
     key = chat_only(record)

@@ -2,9 +2,10 @@
 
 The loss is given to the engine, and the answers are its windows:
 
-    engine = monograph.Resident(model, loss=monograph.policy_loss("dr_grpo"), optim=monograph.AdamW(lr=1e-5))
-    answers = monograph.rollouts(engine, tokenizer, records, "number", group=8, max_new_tokens=64)
-    for update in monograph.train(engine, answers, updates=200):
+    engine = monograph.Resident(model, loss=monograph.policy_loss("dr_grpo"),
+    optim=monograph.AdamW(lr=1e-5)) answers = monograph.rollouts(engine, tokenizer, records,
+    "number", group=8, max_new_tokens=64) for update in monograph.train(engine, answers,
+    updates=200):
         print(answers.numbers["reward"])
 """
 
@@ -84,18 +85,20 @@ def rollouts(
     seed: int = 0,
     trust_code: bool = False,
 ) -> Rollouts:
-    """Return the windows of `monograph.train` with answers that the engine's model draws when each is asked for.
+    """Return the windows of `monograph.train` with answers that the engine's model draws when each
+    is asked for.
 
-    A window has `group` answers to each of `prompts` prompts. On a CPU, in eager mode and at temperature 1, answers are
-    scored in the bits in which they were drawn. A KL term's reference is the weights at this call, so load a checkpoint
-    after it.
+    A window has `group` answers to each of `prompts` prompts. On a CPU, in eager mode and at
+    temperature 1, answers are scored in the bits in which they were drawn. A KL term's reference is
+    the weights at this call, so load a checkpoint after it.
 
     Args:
         engine: an engine of a language model, with a `policy_loss`.
         tokenizer: the model's.
         records: each with a "prompt", a text or a list of messages, and what the reward reads.
-        reward: a name as the key rl.reward takes it; or a `Reward`, such as `distill` returns; or a function of
-            (prompt, answer, record), called in this process, which returns a number, or {name: number} to be added up.
+        reward: a name as the key rl.reward takes it; or a `Reward`, such as `distill` returns; or a
+            function of (prompt, answer, record), called in this process, which returns a number, or
+            {name: number} to be added up.
         regex: the regular expression of the reward "regex".
         schema: the file of the reward "json-schema".
         prompts: prompts of a window.
@@ -103,28 +106,38 @@ def rollouts(
         max_new_tokens: most tokens of an answer.
         truncated: "keep" answers that this limit cuts, or "mask" them: leave them out of the loss.
         truncation_penalty: what the reward of an answer that is cut is lowered by.
-        draws: most times that a window draws, until it has as many groups of unequal rewards as prompts.
+        draws: most times that a window draws, until it has as many groups of unequal rewards as
+            prompts.
         epochs: passes over the prompts; None: without end.
         seed: of the prompts' order and of all draws.
-        trust_code: whether the programs of "python" may run where the system allows no namespaces to confine them.
+        trust_code: whether the programs of "python" may run where the system allows no namespaces
+            to confine them.
 
     Returns:
-        An iterator; its `numbers` are figures on the window that it returned last, and `state()` is its position.
+        An iterator; its `numbers` are figures on the window that it returned last, and `state()` is
+        its position.
 
     Raises:
         UsageError: an argument is out of range, or the engine has another loss.
-        InputRefused: a record has no prompt, one that leaves no room for an answer, or not what the reward reads.
+        InputRefused: a record has no prompt, one that leaves no room for an answer, or not what the
+            reward reads.
     """
     loss, model = engine.step.loss, engine.model
     if not isinstance(loss, PolicyLoss) or not isinstance(model, Llama):
-        raise UsageError("rollouts needs an engine of a language model with loss=monograph.policy_loss(...)")
-    _require_counts(prompts=prompts, group=group, max_new_tokens=max_new_tokens, draws=draws, epochs=epochs or 1)
+        raise UsageError(
+            "rollouts needs an engine of a language model with loss=monograph.policy_loss(...)"
+        )
+    _require_counts(
+        prompts=prompts, group=group, max_new_tokens=max_new_tokens, draws=draws, epochs=epochs or 1
+    )
     if isinstance(reward, str):
         reward = reward_of(reward, regex=regex, schema=schema)
     scorer = reward if isinstance(reward, Reward) else Called(reward)
     _require_scorer(scorer, loss, model, truncated, truncation_penalty)
     scorer.unconfined = scorer.unconfined or trust_code
-    asked = prompts_of(records, tokenizer, scorer, model.config.max_position_embeddings - max_new_tokens)
+    asked = prompts_of(
+        records, tokenizer, scorer, model.config.max_position_embeddings - max_new_tokens
+    )
     exact = engine.step.scope == "none" and engine.step.device.type == "cpu"
     options = Options(
         prompts,
@@ -158,29 +171,41 @@ def _require_counts(**counts: int) -> None:
             raise UsageError(f"{name} = {value!r}: expected a whole number from {least}")
 
 
-def _require_scorer(scorer: Reward, loss: PolicyLoss, model: Llama, truncated: str, truncation_penalty: float) -> None:
+def _require_scorer(
+    scorer: Reward, loss: PolicyLoss, model: Llama, truncated: str, truncation_penalty: float
+) -> None:
     """Refuse what does not go with what scores answers."""
     if truncated not in ("keep", "mask"):
         raise UsageError(f"truncated = {truncated!r}: expected 'keep' or 'mask'")
     if not isinstance(truncation_penalty, int | float) or not 0 <= truncation_penalty < math.inf:
         raise UsageError(f"truncation_penalty = {truncation_penalty!r}: expected a number from 0")
     if truncated == "mask" and truncation_penalty:
-        raise UsageError("truncation_penalty lowers the reward of answers that truncated = 'mask' leaves out")
+        raise UsageError(
+            "truncation_penalty lowers the reward of answers that truncated = 'mask' leaves out"
+        )
     if not isinstance(scorer, Taught):
         return
     if scorer.teacher is None:
         raise UsageError("a teacher is given as a model: reward=monograph.distill(teacher)")
     if scorer.teacher is model:
-        raise UsageError("the teacher is the model in training, which would be frozen: give a copy of it")
+        raise UsageError(
+            "the teacher is the model in training, which would be frozen: give a copy of it"
+        )
     if loss.kl or truncated == "mask" or truncation_penalty:
-        raise UsageError("a teacher says what each token is worth: leave kl, truncated and truncation_penalty out")
+        raise UsageError(
+            "a teacher says what each token is worth: leave kl, truncated and truncation_penalty out"
+        )
     theirs, own = scorer.teacher.config, model.config
-    if theirs.vocab_size != own.vocab_size or theirs.max_position_embeddings < own.max_position_embeddings:
+    if (
+        theirs.vocab_size != own.vocab_size
+        or theirs.max_position_embeddings < own.max_position_embeddings
+    ):
         raise UsageError("the teacher has another vocabulary or fewer positions than the model")
 
 
 def distill(teacher: Llama) -> Reward:
-    """Return a reward that a teacher gives: how much likelier it finds each token of an answer than the student does.
+    """Return a reward that a teacher gives: how much likelier it finds each token of an answer than
+    the student does.
 
     It lowers KL(student || teacher) on the student's own answers. The teacher is frozen. It reads a record's
     "teacher_prompt", if there is one, in place of the prompt.
@@ -204,13 +229,16 @@ def pairs(
     bad_records: str = "refuse",
     progress: Progress | None = None,
 ) -> Corpus:
-    """Read pairs of answers, or labelled ones, and arrange them in rows; `pairs(...).batches(...)` are their windows.
+    """Read pairs of answers, or labelled ones, and arrange them in rows; `pairs(...).batches(...)`
+    are their windows.
 
     Args:
-        source: a file or a pattern of files; `monograph.rl.pairs.read_pairs` says what a record has.
+        source: a file or a pattern of files; `monograph.rl.pairs.read_pairs` says what a record
+            has.
         tokenizer: the model's.
         labelled: whether records have single answers, labelled good or bad, for the loss kto.
-        sequence_length: T, positions of a row, which holds both answers of a pair, each after its prompt.
+        sequence_length: T, positions of a row, which holds both answers of a pair, each after its
+            prompt.
         held_out: the share of prompts that are held out.
         ignore_keys: keys of records that are left out; any other unknown key is refused.
         bad_records: "refuse" a bad record, or "skip" and count it.
@@ -236,12 +264,13 @@ def pairs(
 def preference_loss(pairs: Corpus, loss: str = "dpo", **parameters: float) -> PreferenceLoss:
     """Return the loss that compares the answers of pairs, for an engine.
 
-    The reference is the weights of the first update, with which all pairs are scored once before it; figures of an
-    evaluation mean something from then on. A loss belongs to one engine.
+    The reference is the weights of the first update, with which all pairs are scored once before
+    it; figures of an evaluation mean something from then on. A loss belongs to one engine.
 
     Args:
         pairs: what `monograph.pairs` returns.
-        loss: "dpo", "robust", "ipo", "simpo", "orpo" or "kto"; `monograph.rl.preferences` has their equations.
+        loss: "dpo", "robust", "ipo", "simpo", "orpo" or "kto"; `monograph.rl.preferences` has their
+            equations.
         parameters: those of the loss by their names, such as beta=0.1.
 
     Raises:
@@ -251,10 +280,16 @@ def preference_loss(pairs: Corpus, loss: str = "dpo", **parameters: float) -> Pr
     sides = [pairs.train, pairs.held_out]
     rows = [side for side in sides if isinstance(side, PairRows)]
     if len(rows) < len(sides):
-        raise UsageError("preference_loss compares pairs: give it what monograph.pairs(...) returns")
+        raise UsageError(
+            "preference_loss compares pairs: give it what monograph.pairs(...) returns"
+        )
     labels = np.concatenate([side.labels for side in rows])
     if chosen.labelled != bool(labels.any()):
-        kind = "labelled answers: read them with labelled=True" if chosen.labelled else "pairs, not labelled answers"
+        kind = (
+            "labelled answers: read them with labelled=True"
+            if chosen.labelled
+            else "pairs, not labelled answers"
+        )
         raise UsageError(f"loss = {loss!r} compares {kind}")
     made = PreferenceLoss(chosen, len(labels), max(side.most for side in rows))
     made.labels[1:] = torch.from_numpy(labels)

@@ -1,6 +1,7 @@
 """Score a model's answers: the rewards that `rl.reward` names.
 
-A user's function and a model's code run in processes of their own (`functions`, `solutions`), never in this one.
+A user's function and a model's code run in processes of their own (`functions`, `solutions`), never
+in this one.
 """
 
 import ast
@@ -46,11 +47,16 @@ class FormName(NamedTuple):
     @property
     def digest(self) -> str:
         """Return the hex sha256 of what is read from a file; empty if nothing is."""
-        return hashlib.sha256(json.dumps(self.value).encode()).hexdigest() if self.kind == "json_schema" else ""
+        return (
+            hashlib.sha256(json.dumps(self.value).encode()).hexdigest()
+            if self.kind == "json_schema"
+            else ""
+        )
 
 
 def form_named(regex: str | None, schema: str | None) -> FormName | None:
-    """Return the form that a regular expression or a file with a JSON schema describes; None if neither is given.
+    """Return the form that a regular expression or a file with a JSON schema describes; None if
+    neither is given.
 
     Raises:
         InputRefused: the file is no JSON, or missing.
@@ -84,9 +90,12 @@ class Reward:
 
     Attributes:
         field: the key that each record needs; None if it needs none.
-        digest: hex sha256 of what its scores depend on and is read from a file; empty if there is nothing.
-        teacher: the model whose probabilities of an answer's tokens are its score; None for all other rewards.
-        unconfined: whether the model's programs may run where the system keeps them from nothing; the caller decides.
+        digest: hex sha256 of what its scores depend on and is read from a file; empty if there is
+            nothing.
+        teacher: the model whose probabilities of an answer's tokens are its score; None for all
+            other rewards.
+        unconfined: whether the model's programs may run where the system keeps them from nothing;
+            the caller decides.
     """
 
     field: str | None = None
@@ -96,7 +105,9 @@ class Reward:
     unconfined = False
 
     def parts(self) -> dict[str, float]:
-        """Return the mean of each named part of the scores since the last call; empty if scores have no parts."""
+        """Return the mean of each named part of the scores since the last call; empty if scores
+        have no parts.
+        """
         return {}
 
     def require(self, record: Mapping[str, Any], where: str) -> None:
@@ -108,7 +119,9 @@ class Reward:
         if self.field is not None and not (self.field in record and self._fits(record[self.field])):
             missing = f"is missing; its keys are {few(list(record))}"
             found = f"is {_shown(record[self.field])}" if self.field in record else missing
-            raise InputRefused(f"{where}: rl.reward needs {self.expected} under {self.field!r}, which {found}")
+            raise InputRefused(
+                f"{where}: rl.reward needs {self.expected} under {self.field!r}, which {found}"
+            )
 
     def score(self, answers: Sequence[Answer]) -> list[float]:
         """Return the score of each answer, a finite number.
@@ -129,10 +142,14 @@ class Reward:
 
 
 class _Number(Reward):
-    """1 if the number that the completion ends with equals the one under "answer", else 0; see `numbers`."""
+    """1 if the number that the completion ends with equals the one under "answer", else 0; see
+    `numbers`.
+    """
 
     field = "answer"
-    expected = "one number (such as 9500, or a text that ends with #### 9500 or has it in \\boxed{})"
+    expected = (
+        "one number (such as 9500, or a text that ends with #### 9500 or has it in \\boxed{})"
+    )
 
     def _fits(self, value: Any) -> bool:
         return whole_number(value) is not None
@@ -144,7 +161,9 @@ class _Number(Reward):
 
 
 class _Exact(Reward):
-    """1 if the completion is the text under "answer" or one of the texts there, up to spaces around it, else 0."""
+    """1 if the completion is the text under "answer" or one of the texts there, up to spaces around
+    it, else 0.
+    """
 
     field, expected = "answer", "a text or a list of texts"
 
@@ -152,7 +171,9 @@ class _Exact(Reward):
         return _are_texts(value)
 
     def _one(self, answer: Answer) -> float:
-        return float(answer.completion.strip() in [text.strip() for text in _listed(answer.record["answer"])])
+        return float(
+            answer.completion.strip() in [text.strip() for text in _listed(answer.record["answer"])]
+        )
 
 
 class _Accepted(Reward):
@@ -162,11 +183,15 @@ class _Accepted(Reward):
         self._automaton, self.digest = automaton, digest
 
     def _one(self, answer: Answer) -> float:
-        return float(self._automaton.accepts(answer.completion.strip().encode("utf-8", "surrogatepass")))
+        return float(
+            self._automaton.accepts(answer.completion.strip().encode("utf-8", "surrogatepass"))
+        )
 
 
 class _Python(Reward):
-    """The share of the texts under "tests" that the completion's last fenced block, or else all of it, passes."""
+    """The share of the texts under "tests" that the completion's last fenced block, or else all of
+    it, passes.
+    """
 
     field, expected = "tests", "Python code that calls what it tests, a text or a list of texts,"
 
@@ -211,7 +236,9 @@ class _Python(Reward):
 
 
 class Called(Reward):
-    """What a function of (prompt, answer, record) returns: a number, or the sum of the parts that it names."""
+    """What a function of (prompt, answer, record) returns: a number, or the sum of the parts that
+    it names.
+    """
 
     def __init__(self, function: Callable[[str, str, Mapping[str, Any]], Any] | Function) -> None:
         """Take the function, which is called in this process."""
@@ -227,7 +254,8 @@ class Called(Reward):
         parts = self._scored(answer)
         for name, part in parts.items():
             self._parts[name].append(part)
-        return math.fsum(parts.values())  # rounded once, so that the order of the parts' names does not matter
+        # Rounded once, so that the order of the parts' names does not matter.
+        return math.fsum(parts.values())
 
     def _scored(self, answer: Answer) -> dict[str, float]:
         score = self._function(answer.prompt, answer.completion, answer.record)
@@ -235,7 +263,11 @@ class Called(Reward):
         with suppress(TypeError, ValueError, RuntimeError):  # of what is no plain data
             parts = parts_of(worker.decoded(worker.encoded(score)))
         if parts is None:
-            raise refused(answer.where, getattr(self._function, "__name__", "the reward"), f"returned {score!r:.60}")
+            raise refused(
+                answer.where,
+                getattr(self._function, "__name__", "the reward"),
+                f"returned {score!r:.60}",
+            )
         return parts
 
 
@@ -257,7 +289,8 @@ class _Own(Called):
 
 
 class Taught(Reward):
-    """The mean over an answer's tokens of log-probability of a teacher - of the student: minus the reverse KL.
+    """The mean over an answer's tokens of log-probability of a teacher - of the student: minus the
+    reverse KL.
 
     `Drawer.advantages` computes it, once the caller has loaded and set `teacher`.
     """
@@ -269,27 +302,35 @@ _FORMS = [*REWARDS, "regex", "json-schema", "teacher", "FILE.py:FUNCTION"]
 
 
 def reward_of(
-    name: str, vouched: Mapping[str, str] | None = None, *, regex: str | None = None, schema: str | None = None
+    name: str,
+    vouched: Mapping[str, str] | None = None,
+    *,
+    regex: str | None = None,
+    schema: str | None = None,
 ) -> Reward:
-    r"""Return the reward that `rl.reward` names; nothing is started before its first `require` or `score`.
+    r"""Return the reward that `rl.reward` names; nothing is started before its first `require` or
+    `score`.
 
-    - "number": 1 if the completion's last number equals the record's "answer": whole numbers exactly, others up to
-      TOLERANCE. The answer may be a number or a text such as "#### 1,234"; `monograph.rl.numbers` has the grammar.
-    - "exact": 1 if the completion is the record's "answer", a text or a list of accepted ones, up to spaces around it.
+    - "number": 1 if the completion's last number equals the record's "answer": whole numbers
+      exactly, others up to TOLERANCE. The answer may be a number or a text such as "#### 1,234";
+      `monograph.rl.numbers` has the grammar.
+    - "exact": 1 if the completion is the record's "answer", a text or a list of accepted ones, up
+      to spaces around it.
     - "regex": 1 if `regex` matches the whole completion, up to spaces around it; see `acceptor`.
-    - "json-schema": 1 if the completion is JSON that `schema` allows, up to spaces around it, in the compact
-      form that `generate --json-schema` writes.
-    - "python": the share of the record's "tests" that the completion's code passes; see `monograph.rl.processes`.
+    - "json-schema": 1 if the completion is JSON that `schema` allows, up to spaces around it, in
+      the compact form that `generate --json-schema` writes.
+    - "python": the share of the record's "tests" that the completion's code passes; see
+      `monograph.rl.processes`.
     - "teacher": see `Taught`; the caller loads the teacher.
-    - "FILE.py:FUNCTION": what the function returns for (prompt, completion, record), or the sum if it returns several
-      numbers by their names.
+    - "FILE.py:FUNCTION": what the function returns for (prompt, completion, record), or the sum if
+      it returns several numbers by their names.
 
     All but the last three give 1 or 0.
 
     Args:
         name: the reward's name.
-        vouched: the digest of each Python file that may run, by the value that names it; None if the caller names the
-            reward here and now, and so the file as it is.
+        vouched: the digest of each Python file that may run, by the value that names it; None if
+            the caller names the reward here and now, and so the file as it is.
         regex: the regular expression of the reward "regex".
         schema: the file of the reward "json-schema".
 
@@ -311,11 +352,15 @@ def reward_of(
     if name in ("regex", "json-schema"):
         form = form_named(regex, None) if name == "regex" else form_named(None, schema)
         if form is None:
-            raise UsageError(f"rl.reward = {name}: give rl.reward_{'regex' if name == 'regex' else 'schema'}, too")
+            raise UsageError(
+                f"rl.reward = {name}: give rl.reward_{'regex' if name == 'regex' else 'schema'}, too"
+            )
         return _Accepted(acceptor(*form), form.digest)
     near = difflib.get_close_matches(name, _FORMS[:-1], n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
-    raise UsageError(f"rl.reward = {name!r}: expected {', '.join(_FORMS[:-1])} or {_FORMS[-1]}{hint}")
+    raise UsageError(
+        f"rl.reward = {name!r}: expected {', '.join(_FORMS[:-1])} or {_FORMS[-1]}{hint}"
+    )
 
 
 def _shown(value: Any) -> str:
@@ -335,7 +380,8 @@ def _are_texts(value: Any) -> bool:
 
 
 def _tests_something(test: str) -> bool:
-    """Return whether this is Python that does more than define, and reads a name that neither it nor Python has.
+    """Return whether this is Python that does more than define, and reads a name that neither it
+    nor Python has.
 
     Tests in a function that nobody calls would pass for any solution.
     """
@@ -348,7 +394,9 @@ def _tests_something(test: str) -> bool:
     done = [node for line in tree.body if not isinstance(line, defining) for node in ast.walk(line)]
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
     own = {node.id for node in names if isinstance(node.ctx, ast.Store)} | set(dir(builtins))
-    return any(isinstance(node, ast.Call) for node in done) and any(node.id not in own for node in names)
+    return any(isinstance(node, ast.Call) for node in done) and any(
+        node.id not in own for node in names
+    )
 
 
 def _code(completion: str) -> str:

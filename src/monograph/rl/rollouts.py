@@ -1,9 +1,11 @@
-"""Draw answers from the weights in training, score them, and arrange them as the window of one update.
+"""Draw answers from the weights in training, score them, and arrange them as the window of one
+update.
 
-Answers are drawn when their update's turn comes, from the tensors that the update before has changed, and nothing is
-remembered from one draw to the next. A draw is a function of the weights, the prompt, the options and a seed made from
-(run, prompt's position in the order, answer's number in its group), whatever else is drawn at once. So a run that was
-killed while it drew simply draws again.
+Answers are drawn when their update's turn comes, from the tensors that the update before has
+changed, and nothing is remembered from one draw to the next. A draw is a function of the weights,
+the prompt, the options and a seed made from (run, prompt's position in the order, answer's number
+in its group), whatever else is drawn at once. So a run that was killed while it drew simply draws
+again.
 
 Shapes: R rows, T positions.
 """
@@ -39,15 +41,26 @@ from monograph.ops.attention import block_of
 from monograph.ops.filled import filled_up, whole
 from monograph.optim import holding
 from monograph.rl.advantages import ADVANTAGES, ROUNDING, Weight, are_equal
-from monograph.rl.arrange import Group, Options, Rollout, arranged, by_answer, described, judged, weighted
+from monograph.rl.arrange import (
+    Group,
+    Options,
+    Rollout,
+    arranged,
+    by_answer,
+    described,
+    judged,
+    weighted,
+)
 from monograph.rl.form import AnswerForm
 from monograph.rl.loss import PolicyLoss
 from monograph.rl.prompts import Prompt, Prompts
 from monograph.rl.rewards import Answer, Reward
 
 MOST_ROWS, MOST_PROMPTS = 256, 32  # answers that are drawn, and prompts that are read at once
-STEPS = 16  # between two looks at which answers have ended; each look costs as much as a step of a small model
-SOLVED = 1.0 - ROUNDING  # the reward from which on an answer counts as right: 0.7 + 0.2 + 0.1 is below 1 in floats
+# Between two looks at which answers have ended; each look costs as much as a step of a small model.
+STEPS = 16
+# The reward from which on an answer counts as right: 0.7 + 0.2 + 0.1 is below 1 in floats.
+SOLVED = 1.0 - ROUNDING
 HELD_OUT = 1 << 62  # the position of the first held-out prompt, beyond all that a run trains on
 
 
@@ -59,7 +72,8 @@ def decoded_rows(answers: int) -> int:
 def slots_of(options: Options, config: LlamaConfig, tokens: int) -> int:
     """Return the positions of a row for a prompt and its answer of up to so many tokens together.
 
-    Filled up, any number of rows that are scored exactly has as many positions as products are filled up to.
+    Filled up, any number of rows that are scored exactly has as many positions as products are
+    filled up to.
     """
     return min(filled_up(tokens), config.max_position_embeddings) if options.exact else tokens
 
@@ -70,12 +84,15 @@ class Sharing:
 
     Attributes:
         ranks: their number.
-        share: returns work(items), a value of JSON for each item, of which every rank computes a part.
+        share: returns work(items), a value of JSON for each item, of which every rank computes a
+            part.
         once: returns what a function gives on one rank, on all of them.
     """
 
     ranks: int = 1
-    share: Callable[[Callable[[Sequence[Any]], list[Any]], Sequence[Any]], list[Any]] = lambda work, items: work(items)
+    share: Callable[[Callable[[Sequence[Any]], list[Any]], Sequence[Any]], list[Any]] = (
+        lambda work, items: work(items)
+    )
     once: Callable[[Callable[[], list[float]]], list[float]] = lambda work: work()
 
 
@@ -83,7 +100,8 @@ class Drawer:
     """Draws answers from an engine's weights, and scores them.
 
     Attributes:
-        model: the model, whose weights are read where they are trained, or from a copy if ranks train rows of them.
+        model: the model, whose weights are read where they are trained, or from a copy if ranks
+            train rows of them.
     """
 
     def __init__(
@@ -95,7 +113,9 @@ class Drawer:
         updates: Callable[[], int],
         sharing: Sharing | None = None,
     ):
-        """Take the parts; `updates` returns the number of updates of the run, 0 as long as it is unknown."""
+        """Take the parts; `updates` returns the number of updates of the run, 0 as long as it is
+        unknown.
+        """
         self.sharing = sharing or Sharing()
         self.engine = engine
         self.prompts = prompts
@@ -104,7 +124,8 @@ class Drawer:
         self.updates = updates
         self.model = cast(Llama, engine.model)
         self.ends = prompts.ends(self.model.config)
-        self.reference: list[Tensor] | None = None  # the planes of the weights that the run begins from
+        # The planes of the weights that the run begins from.
+        self.reference: list[Tensor] | None = None
         self._made: tuple[Mode, Generator] | None = None
 
     def take(self, options: Options) -> None:
@@ -124,15 +145,20 @@ class Drawer:
 
     @property
     def slots(self) -> int:
-        """Return the positions of a row in which an answer is drawn, and those of one in which it is scored exactly."""
-        return slots_of(self.options, self.model.config, self.prompts.longest + self.options.max_new_tokens)
+        """Return the positions of a row in which an answer is drawn, and those of one in which it
+        is scored exactly.
+        """
+        return slots_of(
+            self.options, self.model.config, self.prompts.longest + self.options.max_new_tokens
+        )
 
     @property
     def generator(self) -> Generator:
         """Return the decoder, which runs as is best over the whole run.
 
         Raises:
-            OutOfDeviceMemory: the keys and values of one answer take more than half of the free memory.
+            OutOfDeviceMemory: the keys and values of one answer take more than half of the free
+                memory.
         """
         options = self.options
         model = self.model
@@ -140,8 +166,14 @@ class Drawer:
         step = self.engine.step
         answers = options.prompts * options.group
         weight = model.lm_head.weight
-        steps = self.updates() // options.updates * -(-answers // MOST_ROWS) * options.max_new_tokens
-        mode = mode_for(steps if step.scope != "none" else 0, weight.device.type, casts=step.precision.name != "fp32")
+        steps = (
+            self.updates() // options.updates * -(-answers // MOST_ROWS) * options.max_new_tokens
+        )
+        mode = mode_for(
+            steps if step.scope != "none" else 0,
+            weight.device.type,
+            casts=step.precision.name != "fp32",
+        )
         if self._made and self._made[0] == mode:
             return self._made[1]
         at_once = min(options.prompts, MOST_PROMPTS)
@@ -168,10 +200,13 @@ class Drawer:
 
     @contextmanager
     def _decoding(self) -> Iterator[None]:
-        # The graphs of blocks were made for training; and autocast computes as the training step does.
+        # The graphs of blocks were made for training; and autocast computes as the training step
+        # does.
         step = self.engine.step
         collects = gc.isenabled()
-        gc.disable()  # no answer refers to itself, and many make Python look through all its objects again and again
+        # No answer refers to itself, and many make Python look through all its objects again and
+        # again.
+        gc.disable()
         try:
             with modes_kept(step.model), capture.set_aside(step), step.context(), torch.no_grad():
                 step.model.eval()
@@ -181,14 +216,18 @@ class Drawer:
                 gc.enable()
 
     def draw(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Completion]:
-        """Return an answer to each prompt, with its log-probabilities, by its seed; ranks share the work.
+        """Return an answer to each prompt, with its log-probabilities, by its seed; ranks share the
+        work.
 
         Raises:
             Diverged: the model's logits are not finite.
         """
 
         def written(part: Sequence[tuple[Prompt, int]]) -> list[Any]:
-            return [(c.text, c.token_ids, c.finish_reason, c.logprobs) for c in self._draw(*zip(*part, strict=True))]
+            return [
+                (c.text, c.token_ids, c.finish_reason, c.logprobs)
+                for c in self._draw(*zip(*part, strict=True))
+            ]
 
         self._gather()
         drawn = self.sharing.share(written, list(zip(prompts, seeds, strict=True)))
@@ -205,19 +244,26 @@ class Drawer:
         most = self.options.max_new_tokens
         pairs = zip(prompts, seeds, strict=True)
         automaton = self.form.automaton if self.form else None
-        requests = [Request(prompt.ids, sampling, most, self.ends, automaton, seed=seed) for prompt, seed in pairs]
+        requests = [
+            Request(prompt.ids, sampling, most, self.ends, automaton, seed=seed)
+            for prompt, seed in pairs
+        ]
         generator = self.generator  # chosen while the step is captured, which it is not below
         with self._decoding():
             generator.forget()
             drawn = list(Generation(generator, requests, self.prompts.tokenizer, ()))
         for prompt, completion in zip(prompts, drawn, strict=True):
             if completion.finish_reason == "not_finite":
-                raise Diverged(f"{prompt.where}: the model's logits for an answer are not finite: lower optim.lr")
+                raise Diverged(
+                    f"{prompt.where}: the model's logits for an answer are not finite: lower optim.lr"
+                )
         return drawn
 
     @property
     def held(self) -> list[Tensor]:
-        """Return the tensors held beside the step: keys and values, the reference, a teacher's weights, a copy."""
+        """Return the tensors held beside the step: keys and values, the reference, a teacher's
+        weights, a copy.
+        """
         caches = [self._made[1].cache, self._made[1].reader.cache] if self._made else []
         teacher = self.reward.teacher.parameters() if self.reward.teacher else ()
         cached = (each for cache in caches for each in (*cache.keys, *cache.values))
@@ -230,10 +276,18 @@ class Drawer:
         options = self.options
         return replace(options, length=self.slots, packed=False) if options.exact else options
 
-    def rollouts(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Rollout]:
-        """Return the answers with the log-probabilities of their tokens, and the reference's if there is a KL term."""
-        # Raw ones are computed as the loss computes them; those drawn from have the sampler's own arithmetic.
-        drawn = [[one.drawn if self._is_raw else one.processed_drawn for one in c.logprobs or ()] for c in completions]
+    def rollouts(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion]
+    ) -> list[Rollout]:
+        """Return the answers with the log-probabilities of their tokens, and the reference's if
+        there is a KL term.
+        """
+        # Raw ones are computed as the loss computes them; those drawn from have the sampler's own
+        # arithmetic.
+        drawn = [
+            [one.drawn if self._is_raw else one.processed_drawn for one in c.logprobs or ()]
+            for c in completions
+        ]
         made = [
             Rollout(
                 prompt.ids,
@@ -254,32 +308,47 @@ class Drawer:
         return [rollout._replace(reference=own) for rollout, own in zip(made, near, strict=True)]
 
     def scored(self, rollouts: Sequence[Rollout], model: Llama) -> list[list[float]]:
-        """Return a model's log-probabilities of the answers' tokens, computed as the loss computes them, uncaptured."""
+        """Return a model's log-probabilities of the answers' tokens, computed as the loss computes
+        them, uncaptured.
+        """
         loss = cast(PolicyLoss, self.engine.step.loss)
         device = self.engine.step.device
 
         def log_probabilities(batch: Batch) -> Tensor:
-            return loss.log_probabilities(model, {name: each.to(device) for name, each in batch.items()})
+            return loss.log_probabilities(
+                model, {name: each.to(device) for name, each in batch.items()}
+            )
 
         def scored(part: Sequence[Rollout]) -> list[list[float]]:
             with self._decoding():
-                return by_answer(log_probabilities, part, self.arrangement, self.engine.micro_batch or len(part))
+                return by_answer(
+                    log_probabilities, part, self.arrangement, self.engine.micro_batch or len(part)
+                )
 
         return self.sharing.share(scored, rollouts)
 
-    def advantages(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[list[float]] | None:
-        """Return log-probability of the teacher - of the student for each answer's tokens; None without a teacher."""
+    def advantages(
+        self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]
+    ) -> list[list[float]] | None:
+        """Return log-probability of the teacher - of the student for each answer's tokens; None
+        without a teacher.
+        """
         if (teacher := self.reward.teacher) is None:
             return None
         pairs = zip(prompts, rollouts, strict=True)
-        told = [rollout._replace(prompt_ids=prompt.teacher_ids or prompt.ids) for prompt, rollout in pairs]
+        told = [
+            rollout._replace(prompt_ids=prompt.teacher_ids or prompt.ids)
+            for prompt, rollout in pairs
+        ]
         return [
             [one - other for one, other in zip(own, rollout.logprobs, strict=True)]
             for own, rollout in zip(self.scored(told, teacher), rollouts, strict=True)
         ]
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
-        """Return the rewards of these answers: see `Reward.score`, or the mean of a teacher's `advantages`."""
+        """Return the rewards of these answers: see `Reward.score`, or the mean of a teacher's
+        `advantages`.
+        """
         if self.reward.teacher is not None:
             found = self.advantages(prompts, self.rollouts(prompts, completions)) or []
             return [statistics.fmean(each) for each in found]
@@ -287,7 +356,9 @@ class Drawer:
         answers = [Answer(p.text, c.text, p.record, p.where) for p, c in pairs]
         scores = self.sharing.once(lambda: self.reward.score(answers))
         if len(scores) != len(prompts) or not all(map(math.isfinite, scores)):
-            raise InputRefused(f"{prompts[0].where}: the reward gave {scores!r:.60} for {len(prompts)} answers")
+            raise InputRefused(
+                f"{prompts[0].where}: the reward gave {scores!r:.60} for {len(prompts)} answers"
+            )
         return scores
 
     def sample(self) -> tuple[str, str, float]:
@@ -302,8 +373,8 @@ class Drawer:
         """Return figures on the rewards of groups of answers.
 
         Returns:
-            reward: the mean; pass_at_1 and pass_at_k: the share of right answers, and of groups with one, except with a
-            teacher, who calls none right.
+            reward: the mean; pass_at_1 and pass_at_k: the share of right answers, and of groups
+            with one, except with a teacher, who calls none right.
         """
         mean = {"reward": statistics.fmean(rewards)}
         group = self.options.group
@@ -314,27 +385,33 @@ class Drawer:
         return mean | dict(zip(("pass_at_1", "pass_at_k"), shares, strict=True))
 
     def measure(self) -> dict[str, float]:
-        """Return figures on a group of answers to each of the first held-out prompts, an update's number of them.
+        """Return figures on a group of answers to each of the first held-out prompts, an update's
+        number of them.
 
         Returns:
-            eval_reward, eval_pass_at_1 and eval_pass_at_k, as `passed` says; eval_prompts: their number.
+            eval_reward, eval_pass_at_1 and eval_pass_at_k, as `passed` says; eval_prompts: their
+            number.
         """
         group = self.options.group
         held = self.prompts.held_out[: self.options.prompts]
         asked = [prompt for prompt in held for _ in range(group)]
         # The same seeds each time, so that less of a change is chance.
-        answers = self.draw(asked, rollout_seeds(self.options.seed, range(HELD_OUT, HELD_OUT + len(held)), group))
+        answers = self.draw(
+            asked, rollout_seeds(self.options.seed, range(HELD_OUT, HELD_OUT + len(held)), group)
+        )
         figures = self.passed(self.score(asked, answers))
         figures |= {f"reward.{name}": mean for name, mean in self.reward.parts().items()}
-        return {f"eval_{name}": value for name, value in figures.items()} | {"eval_prompts": len(held)}
+        return {f"eval_{name}": value for name, value in figures.items()} | {
+            "eval_prompts": len(held)
+        }
 
 
 class Rollouts(Iterator[Batch]):
     """An iterator over the windows of a run, each drawn when it is asked for.
 
-    Window k has the answers to the prompts at positions start + k P .. start + (k + 1) P - 1 of the endless order that
-    the seed gives (`monograph.data.rows.rows_at`). It has the interface of `monograph.data.batches.Batches`, with
-    prompts in place of rows.
+    Window k has the answers to the prompts at positions start + k P .. start + (k + 1) P - 1 of the
+    endless order that the seed gives (`monograph.data.rows.rows_at`). It has the interface of
+    `monograph.data.batches.Batches`, with prompts in place of rows.
 
     Attributes:
         rows_per_window: P, the prompts of an update.
@@ -351,10 +428,13 @@ class Rollouts(Iterator[Batch]):
         self.skip = tuple((int(begin), int(end)) for begin, end in skip)
         self.numbers: dict[str, float] = {}
         self._window: Batch = {}
-        self._again, self.is_fresh = 0, True  # the first: updates that are still made of the last draw
+        # The first: updates that are still made of the last draw.
+        self._again, self.is_fresh = 0, True
 
     def __next__(self) -> Batch:
-        """Draw, score and weigh the answers of the next window, see `arranged`, or return the last one once more."""
+        """Draw, score and weigh the answers of the next window, see `arranged`, or return the last
+        one once more.
+        """
         if self._again:
             self._again = self._again - 1
             self.is_fresh = False
@@ -399,7 +479,8 @@ class Rollouts(Iterator[Batch]):
     def _drawn(self, at: Sequence[int]) -> tuple[list[Prompt], list[Completion]]:
         """Return a group of answers to the prompt at each position, with the prompt of each answer."""
         options, asked = self.drawer.options, self.drawer.prompts.train
-        order = rows_at(at[0], at[-1] - at[0] + 1, len(asked), options.seed)  # those between may be passed over
+        # Those between may be passed over.
+        order = rows_at(at[0], at[-1] - at[0] + 1, len(asked), options.seed)
         prompts = [asked[order[position - at[0]]] for position in at for _ in range(options.group)]
         return prompts, self.drawer.draw(prompts, rollout_seeds(options.seed, at, options.group))
 
@@ -407,7 +488,11 @@ class Rollouts(Iterator[Batch]):
         options, drawer = self.drawer.options, self.drawer
         rollouts = drawer.rollouts(prompts, completions)
         taught = drawer.advantages(prompts, rollouts)
-        rewards = [statistics.fmean(each) for each in taught] if taught else drawer.score(prompts, completions)
+        rewards = (
+            [statistics.fmean(each) for each in taught]
+            if taught
+            else drawer.score(prompts, completions)
+        )
         groups = []
         for first in range(0, len(prompts), options.group):
             own = slice(first, first + options.group)
@@ -418,14 +503,24 @@ class Rollouts(Iterator[Batch]):
             _, judgements = judged(rollouts[own], rewards[own], options)
             compared = judgements if ADVANTAGES[options.advantage].compares else [*judgements, 0.0]
             teaches = bool(taught) or not are_equal(compared)
-            groups.append(Group(prompts[first], completions[own], rollouts[own], rewards[own], weighed, teaches))
+            groups.append(
+                Group(
+                    prompts[first], completions[own], rollouts[own], rewards[own], weighed, teaches
+                )
+            )
         return groups
 
     def _next_positions(self) -> list[int]:
-        """Return the positions of the next window's prompts; fewer, or none, at the end of the last epoch."""
+        """Return the positions of the next window's prompts; fewer, or none, at the end of the last
+        epoch.
+        """
         options = self.drawer.options
         passed_over = sum(end - begin for begin, end in self.skip)
-        last = math.inf if options.epochs is None else options.epochs * len(self.drawer.prompts.train) + passed_over
+        last = (
+            math.inf
+            if options.epochs is None
+            else options.epochs * len(self.drawer.prompts.train) + passed_over
+        )
         at: list[int] = []
         position = self.rows_consumed
         while len(at) < self.rows_per_window and position < last:

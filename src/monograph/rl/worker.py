@@ -1,14 +1,17 @@
-"""Run foreign code of a reward in a process of its own: a solution, the tests of one, or a user's function.
+"""Run foreign code of a reward in a process of its own: a solution, the tests of one, or a user's
+function.
 
-`monograph.rl.processes` starts this program. It imports nothing of the package, so that it starts in a few hundredths
-of a second. It talks over sockets, not over its standard streams, which foreign code uses. A message is a line of JSON.
-The first argument is the role:
+`monograph.rl.processes` starts this program. It imports nothing of the package, so that it starts
+in a few hundredths of a second. It talks over sockets, not over its standard streams, which foreign
+code uses. A message is a line of JSON. The first argument is the role:
 
-    function: reads [source, path, function] and runs the source, then calls a function for each [name, arguments, named
-        arguments]. A reply is [null, result], or [name, message] of an exception.
+    function: reads [source, path, function] and runs the source, then calls a function for each
+        [name, arguments, named arguments]. A reply is [null, result], or [name, message] of an
+        exception.
     solution 0 FOLDER...: does the same, but confined, with no other files than those folders.
-    tests SOCKET FOLDER...: is confined, too. It reads [code, tests], sends the code to the solution at SOCKET, and
-        writes for each test whether it passed. The tests see the solution's functions through proxies.
+    tests SOCKET FOLDER...: is confined, too. It reads [code, tests], sends the code to the solution
+        at SOCKET, and writes for each test whether it passed. The tests see the solution's
+        functions through proxies.
 """
 
 import ast
@@ -57,7 +60,9 @@ _OPEN_TO_OTHERS = 4
 _NO_NEW_RIGHTS = 38
 _CAPABILITIES_VERSION = 0x20080522
 _FILTER_CALLS, _BY_PROGRAM = 22, 2
-ROOT = b"/proc"  # where a file system of its own becomes the root: every Linux has this folder, and no library is in it
+# Where a file system of its own becomes the root: every Linux has this folder, and no library is in
+# it.
+ROOT = b"/proc"
 
 
 class _Machine(NamedTuple):
@@ -74,10 +79,14 @@ class _Machine(NamedTuple):
     most: int
 
 
-MACHINES = {"x86_64": _Machine(0xC000003E, 0, (1 << 30) - 1), "aarch64": _Machine(0xC00000B7, 1, (1 << 31) - 1)}
-# System calls that fail, with their numbers on x86_64 and aarch64: those that make another process or thread; that hold
-# memory, or reach a process, that no limit of this process counts, and that may outlive it; that make namespaces and
-# file systems, with rights and memory of their own; and sockets, which lead to the network where no namespace hides it.
+MACHINES = {
+    "x86_64": _Machine(0xC000003E, 0, (1 << 30) - 1),
+    "aarch64": _Machine(0xC00000B7, 1, (1 << 31) - 1),
+}
+# System calls that fail, with their numbers on x86_64 and aarch64: those that make another process
+# or thread; that hold memory, or reach a process, that no limit of this process counts, and that
+# may outlive it; that make namespaces and file systems, with rights and memory of their own; and
+# sockets, which lead to the network where no namespace hides it.
 FORBIDDEN: dict[str, tuple[int, int | None]] = {
     "clone": (56, 220),
     "clone3": (435, 435),
@@ -136,7 +145,9 @@ class _Channel:
         os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
 
     def leave_children(self) -> None:
-        """Take the socket from this process's later children, which must not reply, nor keep it open."""
+        """Take the socket from this process's later children, which must not reply, nor keep it
+        open.
+        """
         os.register_at_fork(after_in_child=lambda: [os.dup2(0, each) for each in self._own])
 
     def send(self, value: object) -> None:
@@ -152,7 +163,8 @@ class _Channel:
 
 
 def _confine(folders: Sequence[str]) -> None:
-    """Take from this process all that `monograph.rl.processes` says, and as much of it as the system allows.
+    """Take from this process all that `monograph.rl.processes` says, and as much of it as the
+    system allows.
 
     Raises:
         OSError: it would be left with calls that no limit counts.
@@ -166,8 +178,10 @@ def _confine(folders: Sequence[str]) -> None:
             os.setresuid(NOBODY, NOBODY, NOBODY)
     libc.prctl(_NO_NEW_RIGHTS, 1, 0, 0, 0)
     libc.capset(struct.pack("Ii", _CAPABILITIES_VERSION, 0), bytes(24))
-    libc.prctl(_OPEN_TO_OTHERS, 0)  # where no namespace parts them, a solution must not look into its tests' process
-    libc.prctl(_END_WITH_PARENT, signal.SIGKILL)  # after the changes of rights, each of which cancels it
+    # Where no namespace parts them, a solution must not look into its tests' process.
+    libc.prctl(_OPEN_TO_OTHERS, 0)
+    # After the changes of rights, each of which cancels it.
+    libc.prctl(_END_WITH_PARENT, signal.SIGKILL)
     for limit, most in LIMITS.items():
         resource.setrlimit(limit, (most, most))
     _forbid(libc)
@@ -175,7 +189,9 @@ def _confine(folders: Sequence[str]) -> None:
 
 
 def _forbid(libc: ctypes.CDLL) -> None:
-    """Let the calls of FORBIDDEN fail in this process and its children, as those do that rights are missing for."""
+    """Let the calls of FORBIDDEN fail in this process and its children, as those do that rights are
+    missing for.
+    """
     machine = MACHINES.get(os.uname().machine)
     if machine is None:
         raise OSError(f"no filter of system calls is known for {os.uname().machine}")
@@ -188,7 +204,11 @@ def _forbid(libc: ctypes.CDLL) -> None:
     fail = 0x00050000 | errno.EPERM
     kill = 0x80000000
     number, architecture = 0, 4  # where they stand in what the kernel shows of a call
-    calls = [numbers[machine.column] for numbers in FORBIDDEN.values() if numbers[machine.column] is not None]
+    calls = [
+        numbers[machine.column]
+        for numbers in FORBIDDEN.values()
+        if numbers[machine.column] is not None
+    ]
     code = [
         (load, 0, 0, architecture),
         (jump_if_equal, 1, 0, machine.number),
@@ -199,16 +219,20 @@ def _forbid(libc: ctypes.CDLL) -> None:
         (end, 0, 0, allow),
         (end, 0, 0, fail),
     ]
-    program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *instruction) for instruction in code))
+    program = ctypes.create_string_buffer(
+        b"".join(struct.pack("HBBI", *instruction) for instruction in code)
+    )
     described = struct.pack("HxxxxxxQ", len(code), ctypes.addressof(program))
     if libc.prctl(_FILTER_CALLS, _BY_PROGRAM, described, 0, 0):
         raise OSError(ctypes.get_errno(), "the system takes no filter of system calls")
 
 
 def _hide(libc: ctypes.CDLL, folders: list[bytes]) -> None:
-    """Let this process see no network, no other process, and no files but the folders, read-only, and only if it can.
+    """Let this process see no network, no other process, and no files but the folders, read-only,
+    and only if it can.
 
-    Its root is a file system of its own, in memory, which ends with it: it leaves nothing behind, however it ends.
+    Its root is a file system of its own, in memory, which ends with it: it leaves nothing behind,
+    however it ends.
     """
     apart = _NEW_NETWORK | _NEW_PROCESSES | _NEW_IPC | _NEW_MOUNTS
     if libc.unshare(apart) and libc.unshare(apart | _NEW_USER):
@@ -220,11 +244,14 @@ def _hide(libc: ctypes.CDLL, folders: list[bytes]) -> None:
             failed = failed or libc.mount(folder, ROOT + folder, None, _BIND | _RECURSIVE, None)
         attributes = struct.pack("4Q", _READ_ONLY_WITHOUT_DEVICES, 0, 0, 0)
         size = len(attributes)
-        if not (failed or libc.syscall(_MOUNT_SETATTR, _FROM_HERE, ROOT, _WITH_MOUNTS_BELOW, attributes, size)):
+        if not (
+            failed
+            or libc.syscall(_MOUNT_SETATTR, _FROM_HERE, ROOT, _WITH_MOUNTS_BELOW, attributes, size)
+        ):
             os.chroot(ROOT)
             os.chdir("/")
-    # The first child is the namespace's first process: when it ends, the kernel ends all others in it. The second one
-    # is the one that is confined, so that it cannot touch the first.
+    # The first child is the namespace's first process: when it ends, the kernel ends all others in
+    # it. The second one is the one that is confined, so that it cannot touch the first.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     for _ in range(2):
         libc.prctl(_END_WITH_PARENT, signal.SIGKILL)
@@ -237,7 +264,9 @@ _KINDS: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple, "set": 
 
 
 def encoded(value: object) -> Any:
-    """Return plain data in JSON's types; a list is [kind, items]. A value of a subclass is sent as its base class."""
+    """Return plain data in JSON's types; a list is [kind, items]. A value of a subclass is sent as
+    its base class.
+    """
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, dict):
@@ -266,11 +295,13 @@ def _serve(channel: _Channel) -> None:
 
     def run(source: str, path: str, wanted: str | None) -> None:
         module.__file__ = path
-        sys.path.append(os.path.dirname(path))  # a file must find its neighbours, as it does when Python runs it
+        # A file must find its neighbours, as it does when Python runs it.
+        sys.path.append(os.path.dirname(path))
         # Latin-1 brought all bytes here: the source itself says in which encoding it is.
         exec(compile(source.encode("latin-1"), path, "exec"), module.__dict__)
         if wanted and not callable(getattr(module, wanted, None)):
-            import difflib  # needed here alone: every process of this program would start later by it
+            # Needed here alone: every process of this program would start later by it.
+            import difflib
 
             functions = [name for name, value in module.__dict__.items() if callable(value)]
             near = difflib.get_close_matches(wanted, functions, n=1)
@@ -301,7 +332,8 @@ def _test(parent: _Channel, solution: _Channel) -> None:
             result = decoded(value)
             fault = _exception(raised, value) if raised else None
         except Exception:
-            os._exit(0)  # a test that catches exceptions must not pass because the solution is dead, or lies
+            # A test that catches exceptions must not pass because the solution is dead, or lies.
+            os._exit(0)
         if fault:
             raise fault
         return result
@@ -318,12 +350,16 @@ def _test(parent: _Channel, solution: _Channel) -> None:
 def _exception(name: str, message: str) -> Exception:
     """Return the builtin exception of that name, else a RuntimeError.
 
-    Those that only end an iterator become one, too, as in generators (PEP 479): `all(map(f, cases))` would be true as
-    soon as f raises it.
+    Those that only end an iterator become one, too, as in generators (PEP 479):
+    `all(map(f, cases))` would be true as soon as f raises it.
     """
     kind = getattr(builtins, name, None)
     with suppress(TypeError):  # some take more than a message
-        if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, ENDS_OF_ITERATORS):
+        if (
+            isinstance(kind, type)
+            and issubclass(kind, Exception)
+            and not issubclass(kind, ENDS_OF_ITERATORS)
+        ):
             return kind(message)
     return RuntimeError(message)
 
@@ -331,7 +367,9 @@ def _exception(name: str, message: str) -> Exception:
 def _passes(test: str, call: Callable[..., Any]) -> bool:
     try:
         tree = ast.parse(test)
-        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - set(dir(builtins))
+        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - set(
+            dir(builtins)
+        )
         exec(compile(tree, "tests", "exec"), {name: functools.partial(call, name) for name in used})
     except BaseException:
         return False

@@ -1,1 +1,3 @@
-"""Manage a run outside of its training: folder, lock, metrics, models, signals that stop it, progress on screen."""
+"""Manage a run outside of its training: folder, lock, metrics, models, signals that stop it,
+progress on screen.
+"""

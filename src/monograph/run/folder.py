@@ -1,8 +1,9 @@
-"""Manage run folders: create them without races, lock them while in use, and log metrics as one JSON object a line.
+"""Manage run folders: create them without races, lock them while in use, and log metrics as one
+JSON object a line.
 
-A folder with a `run.lock` is a run: the file is a JSON record with the run's serial number and the current or last
-holder of the lock. A run has begun once `config.toml` exists; before that it has nothing worth keeping and counts as
-empty.
+A folder with a `run.lock` is a run: the file is a JSON record with the run's serial number and the
+current or last holder of the lock. A run has begun once `config.toml` exists; before that it has
+nothing worth keeping and counts as empty.
 """
 
 import errno
@@ -24,8 +25,26 @@ from pydantic import ConfigDict, ValidationError, create_model
 
 from monograph.errors import DiskFull, InputRefused, RunInUse, Unreadable
 from monograph.report import metrics
-from monograph.run.run_index import SWEEP, checkpoint_named, locked_in, parsed, placed, record, runs_in, serial
-from monograph.storage.reading import contents, entries, exists, is_file, is_folder, read_input, status, without_links
+from monograph.run.run_index import (
+    SWEEP,
+    checkpoint_named,
+    locked_in,
+    parsed,
+    placed,
+    record,
+    runs_in,
+    serial,
+)
+from monograph.storage.reading import (
+    contents,
+    entries,
+    exists,
+    is_file,
+    is_folder,
+    read_input,
+    status,
+    without_links,
+)
 from monograph.storage.writing import sync
 from monograph.terminal import shell_words
 
@@ -51,7 +70,8 @@ _RECORD = b'{"serial": '  # the first bytes of run.lock
 # What a row may have beside the metrics that are shown.
 _TIMES = ("wall_s", "forward_s", "backward_s", "passes_s", "optimizer_s")
 _NUMBERS = (*metrics.keys(), *_TIMES, "share")
-# A function that says why a folder in runs/ cannot be what `last` means, such as "is a sweep"; "" if it can be.
+# A function that says why a folder in runs/ cannot be what `last` means, such as "is a sweep"; ""
+# if it can be.
 WhyNot = Callable[[Path], str]
 # The entries of a row that commands rely on, with their types.
 _Row = create_model(
@@ -59,12 +79,15 @@ _Row = create_model(
     __config__=ConfigDict(strict=True),
     **dict.fromkeys(("update", "tokens", "diverged"), (int, 0)),  # type: ignore[call-overload]
     **dict.fromkeys(_NUMBERS, (float | None, None)),
-    summary=(create_model("_Summary", __config__=ConfigDict(strict=True), update=(int, 0)) | None, None),
+    summary=(
+        create_model("_Summary", __config__=ConfigDict(strict=True), update=(int, 0)) | None,
+        None,
+    ),
     sample=(str, ""),
 )
 
-# Descriptors of the locks that this process holds. A forked child inherits them, and the locks would outlive this
-# process unless the child closed them.
+# Descriptors of the locks that this process holds. A forked child inherits them, and the locks
+# would outlive this process unless the child closed them.
 _held: set[int] = set()
 
 
@@ -82,7 +105,8 @@ class Run:
 
     Attributes:
         folder: the run's folder.
-        at: the update of the checkpoint by whose folder the run was named; None means the newest checkpoint.
+        at: the update of the checkpoint by whose folder the run was named; None means the newest
+            checkpoint.
     """
 
     def __init__(self, folder: Path, at: int | None = None) -> None:
@@ -98,13 +122,17 @@ class Run:
 
     @classmethod
     def create(cls, out: str | Path | None = None, root: str | Path = DEFAULT_ROOT) -> Self:
-        """Make a new run in `out`, or in `root`/YYYY-MM-DD-HHMM, with -2, -3, ... after it if that minute has one.
+        """Make a new run in `out`, or in `root`/YYYY-MM-DD-HHMM, with -2, -3, ... after it if that
+        minute has one.
 
-        Raises InputRefused if `out` holds something or cannot be written, RunInUse if another process is writing a run
-        there, and DiskFull. A run in `out` that was killed before it had begun is replaced.
+        Raises InputRefused if `out` holds something or cannot be written, RunInUse if another
+        process is writing a run there, and DiskFull. A run in `out` that was killed before it had
+        begun is replaced.
         """
         with explained(Path(root if out is None else out)):
-            run = cls(claim_new_folder(Path(root)) if out is None else _claim_given_folder(Path(out)))
+            run = cls(
+                claim_new_folder(Path(root)) if out is None else _claim_given_folder(Path(out))
+            )
             others = locked_in(run.folder.parent)
             number = 1 + (serial(others[-1]) if others else 0)
             for other in others:
@@ -119,19 +147,22 @@ class Run:
 
     @classmethod
     def open(cls, name: str | Path, root: str | Path = DEFAULT_ROOT, *, saved: bool = True) -> Self:
-        """Return the run at path `name`; "last" is the newest run in `root`, and "last/..." a path inside one.
+        """Return the run at path `name`; "last" is the newest run in `root`, and "last/..." a path
+        inside one.
 
-        The folder of a checkpoint names the run at that update, `Run.at`. The newest run has the highest serial number,
-        which does not depend on the clock. With `saved`, "last" passes over newer runs without a checkpoint and newer
-        sweeps, which a line on standard error says. Raises InputRefused, also for a sweep, of which one run must be
-        named.
+        The folder of a checkpoint names the run at that update, `Run.at`. The newest run has the
+        highest serial number, which does not depend on the clock. With `saved`, "last" passes over
+        newer runs without a checkpoint and newer sweeps, which a line on standard error says.
+        Raises InputRefused, also for a sweep, of which one run must be named.
         """
         name = placed(Path(name))
         folder = _located(name, root, _why_no_model if saved else _why_not_begun)
         at = checkpoint_named(name)
         if is_file(folder / SWEEP):
             best = "best" if exists(folder / "best") else "members/000"
-            raise InputRefused(f"{folder} is a sweep: name one of its runs, such as {Path(name) / best}")
+            raise InputRefused(
+                f"{folder} is a sweep: name one of its runs, such as {Path(name) / best}"
+            )
         return cls(folder, at)
 
     @staticmethod
@@ -151,18 +182,25 @@ class Run:
 
     @property
     def handle(self) -> str:
-        """Return this run's name on a command line: "last" while it is the newest in ./runs, otherwise its path."""
+        """Return this run's name on a command line: "last" while it is the newest in ./runs,
+        otherwise its path.
+        """
         with suppress(Unreadable):  # if a run.lock cannot be read, the newest run is unknown
             runs = runs_in(DEFAULT_ROOT)
-            return "last" if runs and without_links(runs[-1]) == without_links(self.folder) else str(self.folder)
+            return (
+                "last"
+                if runs and without_links(runs[-1]) == without_links(self.folder)
+                else str(self.folder)
+            )
         return str(self.folder)
 
     @contextmanager
     def lock(self, new: bool = False) -> Iterator[None]:
-        """Hold the run's lock for the `with` block; the kernel frees it however the process ends (flock(2)).
+        """Hold the run's lock for the `with` block; the kernel frees it however the process ends
+        (flock(2)).
 
-        Raises RunInUse, which names the process and host that hold it, and InputRefused for a `new` run that another
-        process has begun since it was created here.
+        Raises RunInUse, which names the process and host that hold it, and InputRefused for a `new`
+        run that another process has begun since it was created here.
         """
         with _exclusive(self.lock_file) as descriptor:
             if new and self.begun:
@@ -173,10 +211,13 @@ class Run:
     def _sign(self, descriptor: int, number: int) -> None:
         """Write the run's number and the holder into run.lock.
 
-        Equal bytes at the beginning are not written again, so that even a power cut cannot lose the number. Leftover
-        bytes at the end are cut off last, so that a reader never sees an empty file.
+        Equal bytes at the beginning are not written again, so that even a power cut cannot lose the
+        number. Leftover bytes at the end are cut off last, so that a reader never sees an empty
+        file.
         """
-        content = json.dumps({"serial": number, "pid": os.getpid(), "host": socket.gethostname()}).encode()
+        content = json.dumps(
+            {"serial": number, "pid": os.getpid(), "host": socket.gethostname()}
+        ).encode()
         kept = len(os.path.commonprefix([contents(self.lock_file) or b"", content]))
         with explained(self.lock_file):
             os.lseek(descriptor, kept, os.SEEK_SET)
@@ -187,9 +228,12 @@ class Run:
     def log(self, *rows: Mapping[str, Any]) -> None:
         """Append each row to metrics.jsonl as one line; a kill after this returns does not lose it.
 
-        NaN and infinities are written as null, since JSON has neither. Raises DiskFull and then leaves no partial line.
+        NaN and infinities are written as null, since JSON has neither. Raises DiskFull and then
+        leaves no partial line.
         """
-        lines = (json.dumps(standard_json(row), allow_nan=False, separators=(", ", ": ")) for row in rows)
+        lines = (
+            json.dumps(standard_json(row), allow_nan=False, separators=(", ", ": ")) for row in rows
+        )
         content = "".join(f"{line}\n" for line in lines).encode()
         with explained(self.metrics), open(self.metrics, "ab", buffering=0) as file:
             before = os.fstat(file.fileno()).st_size
@@ -201,13 +245,16 @@ class Run:
                 raise
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the rows so far, without a last line that was cut off; raises InputRefused if one is damaged."""
+        """Return the rows so far, without a last line that was cut off; raises InputRefused if one
+        is damaged.
+        """
         content = self._metrics()
         return self._parsed(content[: content.rfind(b"\n") + 1])
 
     def _metrics(self) -> bytes:
         try:
-            return read_input(self.metrics, None)  # without a limit, since a long run's metrics must stay readable
+            # Without a limit, since a long run's metrics must stay readable.
+            return read_input(self.metrics, None)
         except FileNotFoundError:
             return b""
         except OSError as error:
@@ -220,7 +267,9 @@ class Run:
                 _Row.model_validate(row or None)
             except ValidationError:
                 instead = "put it back, or start a new run with --from"
-                raise InputRefused(f"{self.metrics}:{number}: not a row of metrics; {instead}") from None
+                raise InputRefused(
+                    f"{self.metrics}:{number}: not a row of metrics; {instead}"
+                ) from None
         return rows
 
     @property
@@ -230,7 +279,9 @@ class Run:
         return entry.st_size if entry else 0
 
     def sync_metrics(self) -> int:
-        """Flush the rows to disk, so that a power cut keeps them, before a checkpoint; return `metrics_offset`."""
+        """Flush the rows to disk, so that a power cut keeps them, before a checkpoint; return
+        `metrics_offset`.
+        """
         if exists(self.metrics):
             with explained(self.metrics):
                 sync(self.metrics)
@@ -248,7 +299,9 @@ class Run:
                 os.truncate(self.metrics, offset)
 
     def require_metrics(self, offset: int, sha256: str | None) -> None:
-        """Raise InputRefused if a row before byte `offset` is missing or damaged, or the rows' digest differs."""
+        """Raise InputRefused if a row before byte `offset` is missing or damaged, or the rows'
+        digest differs.
+        """
         instead = "put the file back, or start a new run from this one with --from"
         if self.metrics_offset < offset:
             raise InputRefused(
@@ -259,7 +312,9 @@ class Run:
             self._parsed(self._metrics()[:offset])
             digest = self.metrics_digest(offset)
             if sha256 not in (None, digest):
-                raise InputRefused(f"{self.metrics}: expected rows of sha256 {sha256}, found {digest}; {instead}")
+                raise InputRefused(
+                    f"{self.metrics}: expected rows of sha256 {sha256}, found {digest}; {instead}"
+                )
 
 
 def _located(name: str | Path, root: str | Path, why_not: WhyNot) -> Path:
@@ -291,7 +346,9 @@ def _located(name: str | Path, root: str | Path, why_not: WhyNot) -> Path:
 
 
 def _meant(name: str | Path, root: str | Path = DEFAULT_ROOT) -> str:
-    """Return the end of an error that says which run has this name in the folder of runs; empty if none has."""
+    """Return the end of an error that says which run has this name in the folder of runs; empty if
+    none has.
+    """
     path = Path(root) / name
     return f"; did you mean {path}?" if not exists(name) and is_file(path / "run.lock") else ""
 
@@ -317,7 +374,8 @@ def _why_no_model(folder: Path) -> str:
 
 
 def _newest(runs: Sequence[Path], inner: Sequence[str], why_not: WhyNot) -> Path:
-    """Return the newest of some runs, oldest first, that `last` can mean, or the path inside of the newest that has it.
+    """Return the newest of some runs, oldest first, that `last` can mean, or the path inside of the
+    newest that has it.
 
     If there is none, it is the newest of all, whose error says what is missing.
     """
@@ -380,14 +438,19 @@ def explained(path: Path) -> Iterator[None]:
         reason = error.strerror or str(error)
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
             first = "look at the disk" if error.errno == errno.EIO else "free some space"
-            raise DiskFull(f"cannot write {path}: {reason}; {first}, then go on with --resume") from error
-        raise InputRefused(f"cannot write {path}: {reason}; name another folder with --out") from error
+            raise DiskFull(
+                f"cannot write {path}: {reason}; {first}, then go on with --resume"
+            ) from error
+        raise InputRefused(
+            f"cannot write {path}: {reason}; name another folder with --out"
+        ) from error
 
 
 def claim_new_folder(root: Path) -> Path:
     """Make `root`/YYYY-MM-DD-HHMM, with -2, -3, ... after it if that minute has one already."""
     root.mkdir(parents=True, exist_ok=True)
-    folder = wanted = root / time.strftime("%Y-%m-%d-%H%M", time.localtime(time.time()))  # datetime ends at 9999
+    # Datetime ends at 9999.
+    folder = wanted = root / time.strftime("%Y-%m-%d-%H%M", time.localtime(time.time()))
     attempt = 1
     while True:
         try:
@@ -403,19 +466,24 @@ def _claim_given_folder(folder: Path) -> Path:
         raise InputRefused(f"{folder} is a file; name a folder that is new or empty")
     folder.mkdir(parents=True, exist_ok=True)
     if not exists(folder / "run.lock") and entries(folder):
-        raise InputRefused(f"{folder} is not empty and holds no run; name a folder that is new or empty")
+        raise InputRefused(
+            f"{folder} is not empty and holds no run; name a folder that is new or empty"
+        )
     return folder
 
 
 def _is_as_good_as_empty(folder: Path) -> bool:
     """Return whether `folder` holds only files of a run that was killed before it began."""
     record = contents(folder / "run.lock")
-    ours = record is not None and _RECORD.startswith(record.rstrip(b"\0")[: len(_RECORD)])  # it may be cut off
+    # It may be cut off.
+    ours = record is not None and _RECORD.startswith(record.rstrip(b"\0")[: len(_RECORD)])
     return ours and {path.name for path in entries(folder)} <= _BEFORE_IT_BEGAN
 
 
 def _drop_text(folder: Path) -> None:
-    """Remove the text of standard input from a run that was killed before it began, which a free lock shows."""
+    """Remove the text of standard input from a run that was killed before it began, which a free
+    lock shows.
+    """
     run = Run(folder)
     with suppress(RunInUse, InputRefused, Unreadable, OSError):
         if exists(folder / "stdin") and not run.begun:
@@ -433,8 +501,14 @@ def _in_use(folder: Path) -> RunInUse:
     holder: dict[str, Any] = {}
     with suppress(Unreadable):  # the run is in use even if its record is unreadable
         holder = record(folder)
-    who = f"process {holder['pid']} on {holder['host']}" if {"pid", "host"} <= holder.keys() else "another process"
-    return RunInUse(f"{folder} is in use by {who}; wait for it, stop it, or name another folder with --out")
+    who = (
+        f"process {holder['pid']} on {holder['host']}"
+        if {"pid", "host"} <= holder.keys()
+        else "another process"
+    )
+    return RunInUse(
+        f"{folder} is in use by {who}; wait for it, stop it, or name another folder with --out"
+    )
 
 
 def standard_json(value: object) -> Any:

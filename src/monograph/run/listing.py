@@ -1,4 +1,6 @@
-"""List runs with what a person chooses one by: kind, model, data, result, size and state, read from small files."""
+"""List runs with what a person chooses one by: kind, model, data, result, size and state, read from
+small files.
+"""
 
 import fcntl
 import os
@@ -13,7 +15,8 @@ from monograph.run.run_index import CONFIG, SWEEP, locked_in, parsed
 from monograph.storage.reading import contents, entries, exists, is_file, open_input, parse_json
 from monograph.terminal import shell_words
 
-PIECE_BYTES = 1 << 16  # what is read of the beginning and the end of a run's metrics, which may be long
+# What is read of the beginning and the end of a run's metrics, which may be long.
+PIECE_BYTES = 1 << 16
 FINISHED = "finished"
 RUNNING = "running"
 STOPPED = "stopped"
@@ -48,7 +51,8 @@ class Listed(NamedTuple):
 
     Attributes:
         folder: its folder.
-        kind: texts, conversations, preferences, rewards or, of a sweep, "sweep of N"; "" if that cannot be read.
+        kind: texts, conversations, preferences, rewards or, of a sweep, "sweep of N"; "" if that
+            cannot be read.
         model: what the model is or begins from.
         data: what it is trained on.
         value: its newest result; None before the first.
@@ -88,7 +92,11 @@ def listed(root: Path) -> list[Listed]:
         Unreadable: the system failed to read the folder.
     """
     inner = root / "members" if is_file(root / SWEEP) else root
-    begun = [folder for folder in locked_in(inner) if exists(folder / CONFIG) or exists(folder / "checkpoints")]
+    begun = [
+        folder
+        for folder in locked_in(inner)
+        if exists(folder / CONFIG) or exists(folder / "checkpoints")
+    ]
     return [_listed(folder) for folder in reversed(begun)]
 
 
@@ -184,7 +192,9 @@ def _config(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _metrics(folder: Path) -> tuple[dict[str, Any], list[bytes]]:
-    """Return the first row of a run's metrics, and the last lines, as many as a piece of the file has."""
+    """Return the first row of a run's metrics, and the last lines, as many as a piece of the file
+    has.
+    """
     path = folder / "metrics.jsonl"
     if not exists(path):
         return {}, []
@@ -193,7 +203,8 @@ def _metrics(folder: Path) -> tuple[dict[str, Any], list[bytes]]:
         begin = file.read(PIECE_BYTES)
         file.seek(max(0, size - PIECE_BYTES))
         end = file.read(PIECE_BYTES)
-    # The last line may be cut off while it is written, and the first one of the last piece begins in the middle.
+    # The last line may be cut off while it is written, and the first one of the last piece begins
+    # in the middle.
     lines = end[: end.rfind(b"\n") + 1].splitlines()
     if size > PIECE_BYTES:
         lines = lines[1:]
@@ -218,14 +229,18 @@ def _kind(config: Mapping[str, Mapping[str, Any]], first: Mapping[str, Any]) -> 
 
 
 def _result(kind: str, lines: Sequence[bytes]) -> tuple[float | None, Measure | None]:
-    """Return the newest result in lines of metrics, and what it is; only lines that may have one are parsed."""
+    """Return the newest result in lines of metrics, and what it is; only lines that may have one
+    are parsed.
+    """
     keys = [measure.key.encode() for measure in MEASURES[kind]]
     rows = (_row(line) for line in reversed(lines) if any(key in line for key in keys))
     return _newest(kind, rows)
 
 
 def _newest(kind: str, rows: Iterable[Mapping[str, Any]]) -> tuple[float | None, Measure | None]:
-    """Return the first result in rows, the newest of which comes first, of the measure that says most."""
+    """Return the first result in rows, the newest of which comes first, of the measure that says
+    most.
+    """
     found: dict[str, float] = {}
     best, *_ = MEASURES[kind]
     for row in rows:
@@ -236,7 +251,10 @@ def _newest(kind: str, rows: Iterable[Mapping[str, Any]]) -> tuple[float | None,
                 found.setdefault(measure.key, float(value))
         if best.key in found:
             break
-    return next(((found[measure.key], measure) for measure in MEASURES[kind] if measure.key in found), (None, None))
+    return next(
+        ((found[measure.key], measure) for measure in MEASURES[kind] if measure.key in found),
+        (None, None),
+    )
 
 
 def _model(config: Mapping[str, Mapping[str, Any]]) -> str:
@@ -259,8 +277,12 @@ def _data(config: Mapping[str, Mapping[str, Any]]) -> str:
     return f"{first} and {len(more)} more" if more else str(first)
 
 
-def _compared_on(kind: str, config: Mapping[str, Mapping[str, Any]], measure: Measure | None) -> tuple[str, ...]:
-    """Return what results of this kind depend on besides the model: the text, and for tokens the tokenizer."""
+def _compared_on(
+    kind: str, config: Mapping[str, Mapping[str, Any]], measure: Measure | None
+) -> tuple[str, ...]:
+    """Return what results of this kind depend on besides the model: the text, and for tokens the
+    tokenizer.
+    """
     data = config.get("data", {})
     parts = [kind, str(data.get("source")), str(data.get("held_out"))]
     if measure is not None and measure.unit == "nats/token":
@@ -279,7 +301,9 @@ def _in_use(folder: Path) -> bool:
 
 
 def _size_bytes(folder: Path) -> int:
-    """Return the bytes of a folder's files, without following links; what cannot be read counts as nothing."""
+    """Return the bytes of a folder's files, without following links; what cannot be read counts as
+    nothing.
+    """
     return sum(_sizes(str(folder)))
 
 

@@ -1,4 +1,6 @@
-"""Build a model from settings, or load one by name from a run, a Hugging Face folder or a weight file."""
+"""Build a model from settings, or load one by name from a run, a Hugging Face folder or a weight
+file.
+"""
 
 import hashlib
 from collections.abc import Callable, Collection, Mapping
@@ -53,7 +55,9 @@ from monograph.text.tokenizer_file import MAX_FILE_BYTES
 
 
 class Trained(NamedTuple):
-    """A run's newest model with its loss, tokenizer and checkpoint's state, and whether its weights are averaged."""
+    """A run's newest model with its loss, tokenizer and checkpoint's state, and whether its weights
+    are averaged.
+    """
 
     model: nn.Module
     loss: Loss
@@ -65,8 +69,8 @@ class Trained(NamedTuple):
 def build(recipe: Recipe) -> tuple[nn.Module, Loss]:
     """Return the module that a run starts from, and its loss.
 
-    Weights of a folder or file are mapped as fp32 (`monograph.graph.mmap_weights`); `materialize_` later reads those
-    that no plane has read, which are narrower or quantised by then.
+    Weights of a folder or file are mapped as fp32 (`monograph.graph.mmap_weights`); `materialize_`
+    later reads those that no plane has read, which are narrower or quantised by then.
 
     Raises:
         InputRefused: the folder or file cannot be used, or the sizes do not fit together.
@@ -78,20 +82,25 @@ def build(recipe: Recipe) -> tuple[nn.Module, Loss]:
     if recipe.code:
         return from_file(recipe, recipe.code)
     if recipe.init.endswith(".py"):
-        raise InputRefused(f"model.init = {recipe.init}: name the function that builds the module, {recipe.init}:NAME")
+        raise InputRefused(
+            f"model.init = {recipe.init}: name the function that builds the module, {recipe.init}:NAME"
+        )
     return _merged(_load(recipe.init, lambda line: None, torch.float32, recipe.sizes)), token_loss
 
 
 def load(folder: str | Path, warn: Warn = lambda line: None) -> tuple[Llama, Tokenizer | None]:
-    """Load a language model and its tokenizer from a run ("last" or a folder), a Hugging Face folder or a weight file.
+    """Load a language model and its tokenizer from a run ("last" or a folder), a Hugging Face
+    folder or a weight file.
 
-    The tokenizer is None if a folder has none; `monograph.save` and what reads or writes text then need another.
-    The model of a run is its newest checkpoint that passes verification, or the checkpoint whose folder is named, with
-    averaged weights if the run kept an average (`optim.ema`). The tokenizer.json of a weight file is in its folder.
-    Only for the name hf://OWNER/NAME is the network asked, see `monograph.run.repository.fetched`.
+    The tokenizer is None if a folder has none; `monograph.save` and what reads or writes text then
+    need another. The model of a run is its newest checkpoint that passes verification, or the
+    checkpoint whose folder is named, with averaged weights if the run kept an average
+    (`optim.ema`). The tokenizer.json of a weight file is in its folder. Only for the name
+    hf://OWNER/NAME is the network asked, see `monograph.run.repository.fetched`.
 
     Raises:
-        InputRefused: the name is none of these, or the files are damaged; the message says what is wrong.
+        InputRefused: the name is none of these, or the files are damaged; the message says what is
+            wrong.
         NoValidCheckpoint: the run has no valid checkpoint.
     """
     folder = fetched(folder)
@@ -104,7 +113,9 @@ def load(folder: str | Path, warn: Warn = lambda line: None) -> tuple[Llama, Tok
     return model, Tokenizer.from_file(path) if path else None
 
 
-def load_with_tokenizer(folder: str | Path, warn: Warn = lambda line: None) -> tuple[Llama, Tokenizer]:
+def load_with_tokenizer(
+    folder: str | Path, warn: Warn = lambda line: None
+) -> tuple[Llama, Tokenizer]:
     """Load a language model and its tokenizer, for what reads or writes text; see `load`.
 
     Raises:
@@ -118,20 +129,27 @@ def load_with_tokenizer(folder: str | Path, warn: Warn = lambda line: None) -> t
 
 
 def load_run(run: Run, warn: Warn = lambda line: None) -> tuple[Llama, Tokenizer, int]:
-    """Load a run's newest sound model, its tokenizer and the update after which it was saved; see `load`."""
+    """Load a run's newest sound model, its tokenizer and the update after which it was saved; see
+    `load`.
+    """
     checkpoint = recorded_state.newest(run, warn)
     model = materialize_(_merged(_of_run(run, checkpoint, None)[0]))
     return model, own_tokenizer(run, checkpoint.state), checkpoint.update
 
 
 def require_all_finite(model: nn.Module, folder: str | Path) -> None:
-    """Refuse a model with NaN or an infinity in a weight; raises InputRefused, which names the first such weight."""
+    """Refuse a model with NaN or an infinity in a weight; raises InputRefused, which names the
+    first such weight.
+    """
     for name, weight in model.named_parameters():
         require_finite(weight, f"{folder}: {name}")
 
 
-def load_to_export(folder: str | Path, warn: Warn = lambda line: None) -> tuple[Llama, Tokenizer, Packed | None]:
-    """Load a model for `save`, with weights still in their files and adapters unmerged, and a run's trained adapters.
+def load_to_export(
+    folder: str | Path, warn: Warn = lambda line: None
+) -> tuple[Llama, Tokenizer, Packed | None]:
+    """Load a model for `save`, with weights still in their files and adapters unmerged, and a run's
+    trained adapters.
 
     Raises:
         InputRefused, NoValidCheckpoint: see `load`.
@@ -157,8 +175,12 @@ def load_to_export(folder: str | Path, warn: Warn = lambda line: None) -> tuple[
     return model, tokenizer, stored
 
 
-def _of_run(run: Run, checkpoint: Checkpoint, dtype: torch.dtype | None) -> tuple[Llama, LlamaConfig]:
-    """Return a run's model, with its adapters unmerged if it has any, and the shape of the stored base."""
+def _of_run(
+    run: Run, checkpoint: Checkpoint, dtype: torch.dtype | None
+) -> tuple[Llama, LlamaConfig]:
+    """Return a run's model, with its adapters unmerged if it has any, and the shape of the stored
+    base.
+    """
     if checkpoint.state["model_config"] is None:
         init = checkpoint.state["recipe"]["init"]
         raise InputRefused(
@@ -171,7 +193,9 @@ def _of_run(run: Run, checkpoint: Checkpoint, dtype: torch.dtype | None) -> tupl
         model.sampling = checkpoint.state.get("sampling") or {}
         return model, model.config
     assert recipe.init is not None
-    model = _merged(_load(recipe.init, lambda line: None, dtype or _one_dtype(recipe.init), recipe.sizes))
+    model = _merged(
+        _load(recipe.init, lambda line: None, dtype or _one_dtype(recipe.init), recipe.sizes)
+    )
     base = model.config
     require_base(digest(model), recipe.base_sha256, recipe.init, run.folder)
     if recipe.vocabulary:
@@ -203,11 +227,19 @@ def _one_dtype(init: str) -> torch.dtype | None:
         return torch.float32  # merged in fewer bits, its adapters would give other weights
     if is_weight_file(init):
         return None
-    return torch.float32 if len({tensor.dtype for tensor in hub.read_headers_of(init)[1].values()}) > 1 else None
+    return (
+        torch.float32
+        if len({tensor.dtype for tensor in hub.read_headers_of(init)[1].values()}) > 1
+        else None
+    )
 
 
-def _load(folder: str | Path, warn: Warn, dtype: torch.dtype | None, sizes: Mapping[str, Any]) -> Llama:
-    """Return a model whose weights may still be in their files, and whose adapters are not merged yet."""
+def _load(
+    folder: str | Path, warn: Warn, dtype: torch.dtype | None, sizes: Mapping[str, Any]
+) -> Llama:
+    """Return a model whose weights may still be in their files, and whose adapters are not merged
+    yet.
+    """
     if run := run_named(folder):
         return _of_run(run, recorded_state.newest(run, warn), dtype)[0]
     if adapter.is_adapter(folder):
@@ -230,25 +262,31 @@ def _load(folder: str | Path, warn: Warn, dtype: torch.dtype | None, sizes: Mapp
     return hub.mapped_model(folder, dtype)
 
 
-def load_trained(run: Run, warn: Warn, precision: Precision | None = None, named: Collection[str] = ()) -> Trained:
-    """Load a run's newest sound model of any kind; a module from a Python file is built again by that file.
+def load_trained(
+    run: Run, warn: Warn, precision: Precision | None = None, named: Collection[str] = ()
+) -> Trained:
+    """Load a run's newest sound model of any kind; a module from a Python file is built again by
+    that file.
 
     Args:
         run: the run.
         warn: called with each line that the user should read.
-        precision: the precision in which a model with adapters will compute; a base in a 16-bit precision is kept in 16
-            bits.
+        precision: the precision in which a model with adapters will compute; a base in a 16-bit
+            precision is kept in 16 bits.
         named: every value of the run's settings that may name code, which its mark covers.
 
     Raises:
-        InputRefused: the Python file has changed or is not trusted, or its module does not fit the weights.
+        InputRefused: the Python file has changed or is not trusted, or its module does not fit the
+            weights.
         NoValidCheckpoint: the run has no valid checkpoint.
     """
     checkpoint = recorded_state.newest(run, warn)
     recipe = Recipe.recorded(checkpoint.state["recipe"])
     loss: Loss = token_loss
     if recipe.code or recipe.lora:
-        recipe = recipe._replace(vouched=require_trusted(run.config, named, [recipe.init], recipe.sha256))
+        recipe = recipe._replace(
+            vouched=require_trusted(run.config, named, [recipe.init], recipe.sha256)
+        )
         require_same_file(recipe, run)
         model, loss = build(recipe)
         if recipe.lora:
@@ -260,17 +298,28 @@ def load_trained(run: Run, warn: Warn, precision: Precision | None = None, named
         materialize_(model)
     else:
         model = _restored(run, checkpoint)
-    return Trained(model, loss, own_tokenizer(run, checkpoint.state), checkpoint.state, bool(averages(checkpoint)))
+    return Trained(
+        model,
+        loss,
+        own_tokenizer(run, checkpoint.state),
+        checkpoint.state,
+        bool(averages(checkpoint)),
+    )
 
 
 def weights_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Return a checkpoint's tensors of the model by name, averaged if the run kept an average."""
     average = averages(checkpoint)
-    return {name: average[name] if name in average else checkpoint.model[name] for name in checkpoint.model}
+    return {
+        name: average[name] if name in average else checkpoint.model[name]
+        for name in checkpoint.model
+    }
 
 
 def averages(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Return the averaged weights by the parameters' names; an empty mapping for a run that kept no average."""
+    """Return the averaged weights by the parameters' names; an empty mapping for a run that kept no
+    average.
+    """
     kept = [name for name in checkpoint.optimizer if name.startswith("ema.")]
     return {name.removeprefix("ema."): checkpoint.optimizer[name] for name in kept}
 
@@ -280,8 +329,9 @@ def own_tokenizer(run: Run, state: Mapping[str, Any]) -> Tokenizer:
 
     Args:
         run: the run.
-        state: the state of the run's checkpoint, which records the digests of the tokenizer and of the files next to
-            it; empty if there is no checkpoint. The user may add a chat template to a run without one.
+        state: the state of the run's checkpoint, which records the digests of the tokenizer and of
+            the files next to it; empty if there is no checkpoint. The user may add a chat template
+            to a run without one.
 
     Raises:
         InputRefused: a file is damaged or was replaced; the message says where to find a copy.
@@ -289,10 +339,15 @@ def own_tokenizer(run: Run, state: Mapping[str, Any]) -> Tokenizer:
     recorded = state.get("tokenizer")
     recorded_files = state.get("tokenizer_files")
     try:
-        own = hashlib.sha256((contents(run.tokenizer, MAX_FILE_BYTES) or b"").rstrip()).hexdigest() == recorded
+        own = (
+            hashlib.sha256((contents(run.tokenizer, MAX_FILE_BYTES) or b"").rstrip()).hexdigest()
+            == recorded
+        )
         tokenizer = Tokenizer.from_file(run.tokenizer, trusted=own)
         if recorded not in (None, tokenizer.digest):
-            raise InputRefused(f"{run.tokenizer}: expected content of sha256 {recorded}, found {tokenizer.digest}")
+            raise InputRefused(
+                f"{run.tokenizer}: expected content of sha256 {recorded}, found {tokenizer.digest}"
+            )
     except InputRefused as error:
         fault = str(error).rpartition("; ")[0] or str(error)
         copy = f"the folder that `monograph data build {shell_words(run.config)}` prints has a copy"
@@ -300,7 +355,9 @@ def own_tokenizer(run: Run, state: Mapping[str, Any]) -> Tokenizer:
     if recorded_files is None:  # no checkpoint, or one from before these files were recorded
         return tokenizer
     for name in sorted({*recorded_files, tokenizer_config.CONFIG}):
-        expected, there = (files.get(name, "nothing") for files in (recorded_files, tokenizer.config.digests))
+        expected, there = (
+            files.get(name, "nothing") for files in (recorded_files, tokenizer.config.digests)
+        )
         if expected != there:
             raise InputRefused(
                 f"{run.folder / name}: expected content of sha256 {expected}, found {there}; put it back as the run "
@@ -317,7 +374,9 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """
     own = kept_state(model)
     if odd := sorted(own.keys() ^ tensors.keys()):
-        raise InputRefused(f"the saved model does not fit: {odd[0]} is {'missing' if odd[0] in own else 'unknown'}")
+        raise InputRefused(
+            f"the saved model does not fit: {odd[0]} is {'missing' if odd[0] in own else 'unknown'}"
+        )
     for name, tensor in own.items():
         if tensor.shape != tensors[name].shape:
             raise InputRefused(
@@ -341,16 +400,21 @@ def save(
     `beside` writes what belongs beside the model into the folder before it gets its name.
 
     Raises:
-        UsageError: an unknown format or dtype, a missing package, or a module that is not a Llama in full precision.
+        UsageError: an unknown format or dtype, a missing package, or a module that is not a Llama
+            in full precision.
         InputRefused: the folder is not empty, or the format cannot express the model.
         DiskFull: there is no space left; nothing of this export remains.
     """
     check(format, dtype)
     model = unwrapped(model)
     if any(isinstance(part, FrozenWeight) for part in model.modules()):
-        raise UsageError("the model has weights in 8 or 4 bits: monograph.graph.lora.merge(model) first")
+        raise UsageError(
+            "the model has weights in 8 or 4 bits: monograph.graph.lora.merge(model) first"
+        )
     if not isinstance(model, Llama):
-        raise UsageError(f"save writes a language model of this package, not a {type(model).__name__}")
+        raise UsageError(
+            f"save writes a language model of this package, not a {type(model).__name__}"
+        )
     if format == "hf":
         if tokenizer is not None:
             try:
@@ -371,11 +435,19 @@ def check(format: str, dtype: str | None) -> None:
         UsageError: an unknown format or dtype, or a missing package.
     """
     if format not in ("hf", "gguf"):
-        near = "; did you mean hf?" if format == "safetensors" else did_you_mean(format, ("hf", "gguf"))
+        near = (
+            "; did you mean hf?"
+            if format == "safetensors"
+            else did_you_mean(format, ("hf", "gguf"))
+        )
         raise UsageError(f"--format {format}: expected hf or gguf{near}")
     if format == "hf" and dtype is not None:
-        raise UsageError(f"--dtype {dtype} is for --format gguf; a Hugging Face folder keeps the weights' dtype")
+        raise UsageError(
+            f"--dtype {dtype} is for --format gguf; a Hugging Face folder keeps the weights' dtype"
+        )
     if dtype is not None and dtype not in DTYPES:
-        raise UsageError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}{did_you_mean(dtype, DTYPES)}")
+        raise UsageError(
+            f"--dtype {dtype}: expected one of {', '.join(DTYPES)}{did_you_mean(dtype, DTYPES)}"
+        )
     if format == "gguf":
         package()

@@ -20,7 +20,12 @@ from monograph.run.screen import ASCII, BRAILLE, YARDSTICK_WIDTH, Screen, curve_
 LABEL_WIDTH = 10
 _TIME_COLUMN = 78  # where a stage's time ends
 _CURVE_ROWS = 8
-_LABEL_STYLES = {"done": "bold green", "stopped": "bold yellow", "warning": "bold yellow", "next": "bold cyan"}
+_LABEL_STYLES = {
+    "done": "bold green",
+    "stopped": "bold yellow",
+    "warning": "bold yellow",
+    "next": "bold cyan",
+}
 _CURVE_STYLES = {"scale": "dim", "curve": "cyan", "level": "dim", "name": ""}
 
 # A time, or a number and its unit.
@@ -35,16 +40,19 @@ def wrapped(text: str, width: int) -> list[str]:
 
 
 class Progress:
-    """The display of a run on standard error, from its first line to its last; it is never silent for long.
+    """The display of a run on standard error, from its first line to its last; it is never silent
+    for long.
 
         progress = Progress()
         progress.line("data", "Python's standard library, 612 files, 10.1 MB")
         with progress.stage("compile", "whole step") as stage: ...; stage.result = "0 graph breaks"
-        with TrainingBlock(progress.screen, updates=1465, tokens=3_000_000, yardsticks={...}) as block:
-            block.update(index, loss=4.9, tokens=450_000, tokens_per_s=15_800, memory_bytes=236_000_000)
+        with TrainingBlock(progress.screen, updates=1465, tokens=3_000_000, yardsticks={...}) as
+        block:
+            block.update(index, loss=4.9, tokens=450_000, tokens_per_s=15_800,
+            memory_bytes=236_000_000)
 
-    On a terminal the current stage or block is redrawn in place twice a second. Elsewhere a plain line is printed at
-    the end of each stage and, in between, now and then if something changed.
+    On a terminal the current stage or block is redrawn in place twice a second. Elsewhere a plain
+    line is printed at the end of each stage and, in between, now and then if something changed.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -53,7 +61,9 @@ class Progress:
 
     def header(self, text: str) -> None:
         """Print a line without a label, followed by an empty one."""
-        self.screen.print(*(Text(row, style="bold") for row in wrapped(text, self.screen.width)), Text(""))
+        self.screen.print(
+            *(Text(row, style="bold") for row in wrapped(text, self.screen.width)), Text("")
+        )
 
     def line(self, label: str, *texts: str) -> None:
         """Print `label` in its column and each of `texts` on a line of its own next to it, wrapped."""
@@ -67,7 +77,8 @@ class Progress:
 
     @contextmanager
     def watched(self, watch: Callable[[str], None]) -> Iterator[None]:
-        """Call `watch` for each report of a stage that begins in the `with` block; it may end the work by an exception.
+        """Call `watch` for each report of a stage that begins in the `with` block; it may end the
+        work by an exception.
 
         It gets the stage's text with what was reported.
         """
@@ -79,7 +90,9 @@ class Progress:
 
     @contextmanager
     def stage(self, label: str, text: str) -> Iterator[Stage]:
-        """Show a stage of work with its elapsed time while it runs; its line with the time stays on the screen."""
+        """Show a stage of work with its elapsed time while it runs; its line with the time stays on
+        the screen.
+        """
         stage = Stage(label, text, self._watch)
         try:
             with self.screen.live(lambda: [stage.running()], stage.running, stage.state):
@@ -104,11 +117,14 @@ class Stage:
 
     Attributes:
         label: the word in the left column; text: what the stage does.
-        outcome: words before the time of a stage that did not come to its end, such as "failed after ".
+        outcome: words before the time of a stage that did not come to its end, such as "failed
+            after ".
         result: the text shown after the time; the caller sets it.
     """
 
-    def __init__(self, label: str, text: str, watch: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self, label: str, text: str, watch: Callable[[str], None] = lambda _: None
+    ) -> None:
         self.label = label
         self.text = text
         self._watch = watch
@@ -118,7 +134,9 @@ class Stage:
         self._detail = ""
 
     def report(self, what: str, done: int, total: int | None = None) -> None:
-        """Show how far the work is, as in "file 3 of 10"; a `monograph.data.progress.Progress` callback."""
+        """Show how far the work is, as in "file 3 of 10"; a `monograph.data.progress.Progress`
+        callback.
+        """
         self._detail = f"   {what} {done:,}" + (f" of {total:,}" if total else "")
         self._watch(f"{self.text}: {self._detail.strip()}")
 
@@ -169,7 +187,10 @@ class _Display:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._live.__exit__(kind, error, trace)
         if kind is not None:
@@ -214,16 +235,18 @@ class _Display:
         done = self._done - self._start
         if self._outcome:
             return self._outcome + quantities.clock_time(elapsed_s)
-        if done <= 0 or self._done >= self._work:  # a run may go back before the update it resumed from
+        # A run may go back before the update it resumed from.
+        if done <= 0 or self._done >= self._work:
             return quantities.clock_time(elapsed_s)
         return f"{quantities.clock_time(elapsed_s / done * (self._work - self._done))} left"
 
 
 class TrainingBlock(_Display):
-    """A context manager that shows a run's bar, its held-out curve among the yardsticks, and its samples.
+    """A context manager that shows a run's bar, its held-out curve among the yardsticks, and its
+    samples.
 
-    On a terminal it is redrawn in place, and its last state stays. Elsewhere it prints a line of figures now and then,
-    samples as they come, and the curve at the end.
+    On a terminal it is redrawn in place, and its last state stays. Elsewhere it prints a line of
+    figures now and then, samples as they come, and the curve at the end.
 
     Args:
         screen: where it is shown.
@@ -251,10 +274,19 @@ class TrainingBlock(_Display):
         self._samples: list[tuple[float, str]] = []
 
     def _leave(self) -> None:
-        self._screen.print(*(self._region() if self._screen.is_live else [self._spoken(), *self._curve()]))
+        self._screen.print(
+            *(self._region() if self._screen.is_live else [self._spoken(), *self._curve()])
+        )
 
     def update(
-        self, at: int, *, loss: float, tokens_per_s: float, memory_bytes: int | None, skipped: int = 0, score: str = ""
+        self,
+        at: int,
+        *,
+        loss: float,
+        tokens_per_s: float,
+        memory_bytes: int | None,
+        skipped: int = 0,
+        score: str = "",
     ) -> None:
         """Report that update `at` (counted from 1) is done; cheap enough for every update."""
         parts = [score or f"loss {loss:.3f}", quantities.count(tokens_per_s, "tok/s")]
@@ -271,7 +303,9 @@ class TrainingBlock(_Display):
         super().ends_at(work)
 
     def held_out(self, at: int, tokens: int, value: float) -> None:
-        """Add a point after update `at` to the curve; after a resume the caller adds the earlier points, too."""
+        """Add a point after update `at` to the curve; after a resume the caller adds the earlier
+        points, too.
+        """
         self._held_out.append((at, tokens, value))
 
     def sample(self, share: float, text: str) -> None:
@@ -286,14 +320,18 @@ class TrainingBlock(_Display):
         return [*above, *self._curve(self._screen.height - len(samples) - len(above) - 3), *samples]
 
     def _spoken(self) -> Text:
-        held_out = f"   held-out {self._measure} {self._held_out[-1][2]:.2f}" if self._held_out else ""
+        held_out = (
+            f"   held-out {self._measure} {self._held_out[-1][2]:.2f}" if self._held_out else ""
+        )
         return super()._spoken().append(held_out)
 
     def _head(self) -> str:
         return f"  update {self._done:>{len(str(self._work))}}/{self._work} "
 
     def _time(self) -> str:
-        return super()._time() + (" so far" if self._done == self._start and not self._outcome else "")
+        return super()._time() + (
+            " so far" if self._done == self._start and not self._outcome else ""
+        )
 
     def _curve(self, spare_rows: int = _CURVE_ROWS) -> list[Text]:
         rows = min(_CURVE_ROWS, spare_rows)
@@ -308,7 +346,13 @@ class TrainingBlock(_Display):
         title = f"  held-out {self._measure}   {ys[-1]:.2f} now"
         note = "  on the same text" if self._yardsticks else ""
         heading = Text.assemble(title.ljust(width - YARDSTICK_WIDTH), (note, "dim"))
-        return [heading, *(Text.assemble(*((text, _CURVE_STYLES[role]) for role, text in row)) for row in pieces)]
+        return [
+            heading,
+            *(
+                Text.assemble(*((text, _CURVE_STYLES[role]) for role, text in row))
+                for row in pieces
+            ),
+        ]
 
     def _sample_line(self, share: float, text: str) -> Text:
         head = f"  sample at {share:.0%}".replace("%", " %").ljust(18)
@@ -320,12 +364,16 @@ def _labelled(label: str, text: str) -> Text:
 
 
 class SweepDisplay(_Display):
-    """A context manager that shows a sweep's bar and table, redrawn in place on a terminal, else as occasional lines.
+    """A context manager that shows a sweep's bar and table, redrawn in place on a terminal, else as
+    occasional lines.
 
-    Work is counted in updates of single members. `table` returns the table's lines; it is called again at `retell`.
+    Work is counted in updates of single members. `table` returns the table's lines; it is called
+    again at `retell`.
     """
 
-    def __init__(self, screen: Screen, work: int, table: Callable[[], Sequence[str]], done: int = 0) -> None:
+    def __init__(
+        self, screen: Screen, work: int, table: Callable[[], Sequence[str]], done: int = 0
+    ) -> None:
         super().__init__(screen, max(1, work), done)
         self._table = table
         self._lines = list(table())
@@ -361,4 +409,10 @@ class SweepDisplay(_Display):
         above = super()._region()
         room = max(2, self._screen.height - 2 - len(above))
         shown = self._lines if len(self._lines) <= room else [*self._lines[: room - 1], "..."]
-        return [*above, *(Text(f"  {line}", style="dim" if number == 0 else "") for number, line in enumerate(shown))]
+        return [
+            *above,
+            *(
+                Text(f"  {line}", style="dim" if number == 0 else "")
+                for number, line in enumerate(shown)
+            ),
+        ]

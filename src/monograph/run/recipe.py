@@ -1,7 +1,8 @@
-"""Describe what a module is built from (a shape, a folder, a Python file, an adapter), and compare it to a run's base.
+"""Describe what a module is built from (a shape, a folder, a Python file, an adapter), and compare
+it to a run's base.
 
-Checkpoints record the description. Of the model that a run begins from its weights are compared with those of adapters,
-and its tokens with a tokenizer's.
+Checkpoints record the description. Of the model that a run begins from its weights are compared
+with those of adapters, and its tokens with a tokenizer's.
 
 Shapes: V rows of the model's embedding.
 """
@@ -42,28 +43,31 @@ from monograph.text.tokenizer import Tokenizer
 
 # Entries that older checkpoints lack, or that none has.
 _ADDED = ("lora", "adapter", "base_sha256", "vocabulary", "family", "norm_eps")
-SHAPE_OF_SIZES = "micro"  # the preset that gives rope, head and initialisation to a shape given by sizes alone
+# The preset that gives rope, head and initialisation to a shape given by sizes alone.
+SHAPE_OF_SIZES = "micro"
 
 
 class Recipe(NamedTuple):
     """The inputs from which a module is built, as a checkpoint records them.
 
     Attributes:
-        init: None for a new Llama; "file.py:function" for any module; else a Hugging Face folder, a file of torch.save
-            or a run to start from.
+        init: None for a new Llama; "file.py:function" for any module; else a Hugging Face folder, a
+            file of torch.save or a run to start from.
         preset: the name of a new model's shape; "auto" if `sizes` give the whole shape.
-        sizes: sizes by their Hugging Face names. They override the preset's, are passed to `function` if it takes them,
-            and complete a file of torch.save.
+        sizes: sizes by their Hugging Face names. They override the preset's, are passed to
+            `function` if it takes them, and complete a file of torch.save.
         seed: seed of new weights, for torch's generator and for `function` if it takes a `seed`.
         sha256: digest of the file that holds the function; None if there is no such file.
-        lora: the options of adapters that are trained on frozen weights; None if the module itself is trained.
+        lora: the options of adapters that are trained on frozen weights; None if the module itself
+            is trained.
         adapter: the folder of a stored adapter to begin from; `init` is then its base.
         base_sha256: digest of the frozen weights as they are stored, if there are adapters.
-        vocabulary: (first id that the weights of `init` were not trained with, number of tokens), if rows were added
-            (`monograph.model.vocabulary.extend`); None otherwise.
+        vocabulary: (first id that the weights of `init` were not trained with, number of tokens),
+            if rows were added (`monograph.model.vocabulary.extend`); None otherwise.
         family: the family of a new model.
-        norm_eps: the rms_norm_eps of a new Llama that a checkpoint of its run, or of the run's parent, records; None
-            if none does: presets of hybrids once had another one. It is not recorded itself.
+        norm_eps: the rms_norm_eps of a new Llama that a checkpoint of its run, or of the run's
+            parent, records; None if none does: presets of hybrids once had another one. It is not
+            recorded itself.
         vouched: the digest of each Python file that may run, by the value of `init` that names it
             (`monograph.run.trust`). It is not recorded itself.
     """
@@ -83,8 +87,12 @@ class Recipe(NamedTuple):
 
     @classmethod
     def recorded(cls, saved: Mapping[str, Any]) -> Self:
-        """Return the recipe in a run's checkpoint, which `monograph.run.recorded_state` has checked before."""
-        recorded = [name for name in cls._fields if name in saved and name not in ("norm_eps", "vouched")]
+        """Return the recipe in a run's checkpoint, which `monograph.run.recorded_state` has checked
+        before.
+        """
+        recorded = [
+            name for name in cls._fields if name in saved and name not in ("norm_eps", "vouched")
+        ]
         values = {name: saved[name] for name in recorded}
         # Until version 0.2 a family was named before the preset, as in "olmo2:nano".
         family, _, preset = str(values["preset"]).rpartition(":")
@@ -93,11 +101,15 @@ class Recipe(NamedTuple):
         return cls(**values)
 
     def entries(self) -> dict[str, Any]:
-        """Return the recipe as a checkpoint records it, without usual values of entries that older ones lack."""
+        """Return the recipe as a checkpoint records it, without usual values of entries that older
+        ones lack.
+        """
         values = self._replace(norm_eps=None)._asdict()
         del values["vouched"]
         usual = self._field_defaults
-        return {key: value for key, value in values.items() if key not in _ADDED or value != usual[key]}
+        return {
+            key: value for key, value in values.items() if key not in _ADDED or value != usual[key]
+        }
 
     @property
     def code(self) -> Code | None:
@@ -108,7 +120,8 @@ class Recipe(NamedTuple):
         """Return this recipe with the digest of its file, or with the base of its adapter.
 
         Raises:
-            InputRefused: sizes do not fit together, or a folder or file cannot be used, as far as its headers show.
+            InputRefused: sizes do not fit together, or a folder or file cannot be used, as far as
+                its headers show.
         """
         if self.init and adapter.is_adapter(self.init):
             stored = adapter.read_adapter(self.init)
@@ -134,8 +147,8 @@ class Recipe(NamedTuple):
             sizes["rms_norm_eps"] = self.norm_eps
         if self.preset != "auto":
             return LlamaConfig.preset(self.preset, family=self.family, **sizes)
-        # As in the first Llama, there are as many key-value heads as heads, and the feed-forward layer has 8/3 of the
-        # width, rounded up to a multiple of 8.
+        # As in the first Llama, there are as many key-value heads as heads, and the feed-forward
+        # layer has 8/3 of the width, rounded up to a multiple of 8.
         wide = -(-8 * sizes["hidden_size"] // 3 // 8) * 8
         sizes = {"num_key_value_heads": 0, "intermediate_size": wide} | sizes
         return LlamaConfig.preset(SHAPE_OF_SIZES, family=self.family, **sizes)
@@ -180,12 +193,16 @@ def names_run(folder: str | Path) -> bool:
 
 
 def shape_in(folder: str) -> LlamaConfig | None:
-    """Return the shape in a Hugging Face folder's config.json; None for a model whose shape only loading tells."""
+    """Return the shape in a Hugging Face folder's config.json; None for a model whose shape only
+    loading tells.
+    """
     return hub.read_config(folder) if _is_model_folder(folder) else None
 
 
 def left_out_of(folder: str) -> str:
-    """Return which tensors of a Hugging Face folder are left out, as no text model has them, such as "a.*, b.*"."""
+    """Return which tensors of a Hugging Face folder are left out, as no text model has them, such
+    as "a.*, b.*".
+    """
     held = _is_model_folder(folder) and has_weights(Path(folder))
     return ", ".join(f"{name}*" for name in hub.left_out(folder)) if held else ""
 
@@ -196,12 +213,16 @@ def _is_model_folder(name: str) -> bool:
 
 
 def is_weight_file(name: str | Path) -> bool:
-    """Return whether a name, by its ending, is that of a file of torch.save, existing or not, and not a folder."""
+    """Return whether a name, by its ending, is that of a file of torch.save, existing or not, and
+    not a folder.
+    """
     return str(name).endswith(WEIGHT_FILES) and not is_folder(name)
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """A loader of bytes that were read before. Python's own reads the file again, or compiled code in __pycache__."""
+    """A loader of bytes that were read before. Python's own reads the file again, or compiled code
+    in __pycache__.
+    """
 
     source = b""
 
@@ -211,16 +232,18 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 def from_file(recipe: Recipe, code: Code) -> tuple[nn.Module, Loss]:
-    """Return the module that a Python file's function builds, and the file's loss or else the loss of tokens.
+    """Return the module that a Python file's function builds, and the file's loss or else the loss
+    of tokens.
 
     Raises:
-        InputRefused: the file or the function cannot be used or returns no usable module, or nobody vouches for the
-            file as it is.
+        InputRefused: the file or the function cannot be used or returns no usable module, or nobody
+            vouches for the file as it is.
     """
     where = f"model.init = {code.value!r}"
     function_name = code.function
     source = code.vouched_source(recipe.vouched.get(code.value))
-    # Dataclasses and Dynamo look up a class's module in sys.modules, where the file's own name may be taken.
+    # Dataclasses and Dynamo look up a class's module in sys.modules, where the file's own name may
+    # be taken.
     file = without_links(code.path)
     folder = str(file.parent)
     name = f"{OTHERS}{hashlib.sha256(str(file).encode()).hexdigest()[:8]}_{file.stem}"
@@ -235,7 +258,9 @@ def from_file(recipe: Recipe, code: Code) -> tuple[nn.Module, Loss]:
         loader.exec_module(module)
         function = getattr(module, function_name, None)
         if not callable(function):
-            hint = did_you_mean(function_name, [name for name, value in vars(module).items() if callable(value)])
+            hint = did_you_mean(
+                function_name, [name for name, value in vars(module).items() if callable(value)]
+            )
             raise InputRefused(f"{where}: {file} has no function {function_name!r}{hint}")
         takes = inspect.signature(function).parameters
         offered = {"seed": recipe.seed, **recipe.sizes}
@@ -243,11 +268,15 @@ def from_file(recipe: Recipe, code: Code) -> tuple[nn.Module, Loss]:
     except InputRefused:
         raise
     except (Exception, SystemExit) as error:
-        raise InputRefused(f"{where}: {file} failed: {type(error).__name__}: {said_by(error)}") from error
+        raise InputRefused(
+            f"{where}: {file} failed: {type(error).__name__}: {said_by(error)}"
+        ) from error
     if not isinstance(built, nn.Module):
         raise InputRefused(f"{where}: it returned {type(built).__name__}, expected an nn.Module")
     if empty := [name for name, parameter in built.named_parameters() if parameter.is_meta]:
-        raise InputRefused(f"{where}: {empty[0]} is on the meta device, without numbers: build the module on the CPU")
+        raise InputRefused(
+            f"{where}: {empty[0]} is on the meta device, without numbers: build the module on the CPU"
+        )
     if not hasattr(module, "loss") and not hasattr(built, "lm_head"):
         raise InputRefused(
             f"{where}: {file} has no loss(model, batch) -> (sum, count), and a {type(built).__name__} has no lm_head, "
@@ -255,7 +284,8 @@ def from_file(recipe: Recipe, code: Code) -> tuple[nn.Module, Loss]:
         )
     loss = getattr(module, "loss", token_loss)
     if not hasattr(loss, "fill"):
-        with suppress(AttributeError):  # a loss that takes no attributes has short micro-batches, not filled ones
+        # A loss that takes no attributes has short micro-batches, not filled ones.
+        with suppress(AttributeError):
             loss.fill = token_loss.fill  # the content of rows without targets
     return unwrap_(built), loss
 
@@ -275,12 +305,16 @@ class Vocabulary(NamedTuple):
     all: int
 
     def new(self, rows: int) -> range:
-        """Return the ids that a model of V rows was not trained with; if that is unknown, the ids without a row."""
+        """Return the ids that a model of V rows was not trained with; if that is unknown, the ids
+        without a row.
+        """
         return range(min(rows if self.own is None else self.own, rows), self.all)
 
 
 def tokenizer_in(folder: str | Path) -> Path | None:
-    """Find the tokenizer.json of a run, of a Hugging Face folder, or in a weight file's folder, or None."""
+    """Find the tokenizer.json of a run, of a Hugging Face folder, or in a weight file's folder, or
+    None.
+    """
     path = own_file(folder)
     if path is None and adapter.is_adapter(folder):
         return tokenizer_in(adapter.resolved_base(adapter.read_adapter(folder)))
@@ -305,15 +339,23 @@ def without_tokenizer(folder: str | Path) -> InputRefused:
 
 
 def tokenizer_named(name: str) -> str:
-    """Return the tokenizer.json of the run or checkpoint that a `tokenizer` setting names, else the setting itself."""
+    """Return the tokenizer.json of the run or checkpoint that a `tokenizer` setting names, else the
+    setting itself.
+    """
     run = None if name in ("auto", "bytes") else run_named(name)
     return str(run.tokenizer) if run else name
 
 
 def own_file(folder: str | Path) -> Path | None:
-    """Return the path of the tokenizer.json that belongs to a model's weights; None if a folder has none."""
+    """Return the path of the tokenizer.json that belongs to a model's weights; None if a folder has
+    none.
+    """
     run = run_named(folder)
-    return run.tokenizer if run else hub.tokenizer_file(Path(folder).parent if is_weight_file(folder) else folder)
+    return (
+        run.tokenizer
+        if run
+        else hub.tokenizer_file(Path(folder).parent if is_weight_file(folder) else folder)
+    )
 
 
 def compared(tokenizer: Tokenizer, base: str, named: str = "data.tokenizer") -> Vocabulary:
@@ -345,7 +387,8 @@ def extended(model: Llama, vocabulary: Vocabulary, base: str) -> list[int] | Non
         base: where the model comes from.
 
     Returns:
-        The arguments for `monograph.model.vocabulary.extend`, to repeat it later; None if there was nothing to do.
+        The arguments for `monograph.model.vocabulary.extend`, to repeat it later; None if there was
+        nothing to do.
 
     Raises:
         InputRefused: rows are missing, and which of the tokens are new cannot be known.
@@ -369,14 +412,23 @@ def _shown(text: str) -> str:
 
 def recorded(lora: Lora) -> dict[str, Any]:
     """Return the adapters' options as JSON values, for a recipe."""
-    values = {**vars(lora), "targets": lora.targets if isinstance(lora.targets, str) else list(lora.targets)}
+    values = {
+        **vars(lora),
+        "targets": lora.targets if isinstance(lora.targets, str) else list(lora.targets),
+    }
     values["tokens"] = list(lora.tokens)
     # Runs from before there were these lack them.
-    return {key: value for key, value in values.items() if value or key not in ("tokens", "rslora", "dora")}
+    return {
+        key: value
+        for key, value in values.items()
+        if value or key not in ("tokens", "rslora", "dora")
+    }
 
 
 def digest(module: nn.Module) -> str:
-    """Return the hex SHA-256 of a base's names, shapes and numbers; equal numbers in bf16 and fp32 give the same."""
+    """Return the hex SHA-256 of a base's names, shapes and numbers; equal numbers in bf16 and fp32
+    give the same.
+    """
     sha256 = hashlib.sha256()
     for name, tensor in sorted(unique_state(module).items()):
         narrow = tensor.is_floating_point() and tensor.dtype != torch.float64
@@ -387,7 +439,8 @@ def digest(module: nn.Module) -> str:
 
 
 def require_base_of(adapter: Adapter, base_sha256: str) -> None:
-    """Refuse a base whose weights differ from those that a stored adapter records, if it records any.
+    """Refuse a base whose weights differ from those that a stored adapter records, if it records
+    any.
 
     Raises:
         InputRefused: the base has other weights.
@@ -400,7 +453,8 @@ def require_base_of(adapter: Adapter, base_sha256: str) -> None:
 
 
 def require_base(actual: str | None, expected: str | None, init: str | None, folder: Path) -> None:
-    """Refuse a base whose digest differs from that of the base that a run's adapters were trained on.
+    """Refuse a base whose digest differs from that of the base that a run's adapters were trained
+    on.
 
     Raises:
         InputRefused: the base differs.

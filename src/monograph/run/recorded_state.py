@@ -1,7 +1,9 @@
-"""Check the state that a run's checkpoint records next to its tensors, and set random generators to it.
+"""Check the state that a run's checkpoint records next to its tensors, and set random generators to
+it.
 
-The digests of a checkpoint show that its bytes are those that were written, but anybody can write bytes and matching
-digests. So each reader of a run checks the types, the ranges and whether the parts agree, before it uses any of them.
+The digests of a checkpoint show that its bytes are those that were written, but anybody can write
+bytes and matching digests. So each reader of a run checks the types, the ranges and whether the
+parts agree, before it uses any of them.
 """
 
 import json
@@ -24,7 +26,8 @@ from monograph.run.folder import TEACHERS, Run
 from monograph.run.recipe import lora_of
 
 MOST_TOKENS = 2**24  # of a tokenizer, since a row of weights is made for each
-MOST = 10**15  # of updates, tokens, rows and bytes; no run has more, and a larger number would mean endless work
+# Of updates, tokens, rows and bytes; no run has more, and a larger number would mean endless work.
+MOST = 10**15
 _MOST_SHOWN = 60
 
 Natural = Annotated[int, Field(ge=0, le=MOST)]
@@ -36,7 +39,9 @@ Pair = Annotated[list[Natural], Field(min_length=2, max_length=2)]
 Int = Annotated[int, Field(strict=True)]
 Float = Annotated[float, Field(strict=True)]
 # The words of NumPy's generator MT19937, and its position among them.
-Words = Annotated[list[Annotated[Int, Field(ge=0, lt=2**32)]], Field(min_length=624, max_length=624)]
+Words = Annotated[
+    list[Annotated[Int, Field(ge=0, lt=2**32)]], Field(min_length=624, max_length=624)
+]
 Place = Annotated[Int, Field(ge=0, le=624)]
 _FROM_LIST = Field(strict=False)  # JSON has no tuples; the items stay strict
 
@@ -65,7 +70,8 @@ class _Position(Strict):
 
 class _Generators(Strict):
     python: Annotated[tuple[Int, list[Int], Float | None], _FROM_LIST]
-    numpy: Annotated[tuple[Literal["MT19937"], Words, Place, Int, Float], _FROM_LIST]  # unchecked by numpy
+    # Unchecked by numpy.
+    numpy: Annotated[tuple[Literal["MT19937"], Words, Place, Int, Float], _FROM_LIST]
     torch: Annotated[str, Field(pattern="^([0-9a-f]{2})*$")]
     cuda: Annotated[str, Field(pattern="^[0-9a-f]{32}$")] | None
 
@@ -117,7 +123,8 @@ class _State(Strict):
 
 
 def newest(run: Run, warn: Warn) -> Checkpoint:
-    """Load a run's newest checkpoint that passes verification, or the one of `run.at`, and check its state.
+    """Load a run's newest checkpoint that passes verification, or the one of `run.at`, and check
+    its state.
 
     Raises:
         InputRefused: the state is not one that a run records; see `require`.
@@ -149,16 +156,20 @@ def newest_state(run: Run) -> dict[str, Any]:
 
 
 def require_metrics(run: Run) -> None:
-    """Require the metrics whose digest the newest sound checkpoint of a run records; raises InputRefused."""
+    """Require the metrics whose digest the newest sound checkpoint of a run records; raises
+    InputRefused.
+    """
     if state := newest_state(run):
         run.require_metrics(state["metrics_offset"], state.get("metrics_sha256"))
 
 
 def require(state: Mapping[str, Any], update: int, run: Run) -> None:
-    """Require that a checkpoint's state has the entries, types and ranges of one that a run records.
+    """Require that a checkpoint's state has the entries, types and ranges of one that a run
+    records.
 
     Raises:
-        InputRefused: an entry is wrong; the message names the file, the entry and its value, and what was expected.
+        InputRefused: an entry is wrong; the message names the file, the entry and its value, and
+            what was expected.
     """
     folder = run.checkpoints / f"step-{update:08d}"
     try:
@@ -179,10 +190,14 @@ def _require(state: Mapping[str, Any], update: int, run: Run) -> None:
         what = fault["msg"].replace("Input should", "it should")
         raise InputRefused(f"{name} = {_shown(fault['input'])}: {what}") from None
     if known.engine.index != update:
-        raise InputRefused(f"engine.index = {known.engine.index}: expected {update}, as in MANIFEST.json")
+        raise InputRefused(
+            f"engine.index = {known.engine.index}: expected {update}, as in MANIFEST.json"
+        )
     begin, end = known.cooled or (update, known.length)
     if not begin <= end >= update:
-        raise InputRefused(f"length = {known.length}, cooled = {known.cooled}: they end before update {update}")
+        raise InputRefused(
+            f"length = {known.length}, cooled = {known.cooled}: they end before update {update}"
+        )
     if known.shape is not None:
         try:
             LlamaConfig.from_hf(known.shape)
@@ -190,20 +205,26 @@ def _require(state: Mapping[str, Any], update: int, run: Run) -> None:
             raise InputRefused(f"model_config: {error}") from None
     sampling = known.sampling or {}
     if unknown := sorted(sampling.keys() - sampling_defaults.checked(sampling, "sampling").keys()):
-        raise InputRefused(f"sampling.{unknown[0]} = {_shown(sampling[unknown[0]])}: no key of a number for sampling")
+        raise InputRefused(
+            f"sampling.{unknown[0]} = {_shown(sampling[unknown[0]])}: no key of a number for sampling"
+        )
     try:
         set_generators(state["random"], random.Random(), np.random.RandomState(), torch.Generator())
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise InputRefused(f"random: not the state of random generators ({error})") from None
     if known.data.seed != known.recipe.seed:
-        raise InputRefused(f"data.seed = {known.data.seed}: expected {known.recipe.seed}, as in its recipe")
+        raise InputRefused(
+            f"data.seed = {known.data.seed}: expected {known.recipe.seed}, as in its recipe"
+        )
     _require_adapters(known.recipe)
 
 
 def _require_adapters(recipe: _Recipe) -> None:
     first, tokens = recipe.vocabulary or (1, 2)
     if not 0 < first < tokens <= MOST_TOKENS:
-        raise InputRefused(f"recipe.vocabulary = [{first}, {tokens}]: expected the first new id and how many there are")
+        raise InputRefused(
+            f"recipe.vocabulary = [{first}, {tokens}]: expected the first new id and how many there are"
+        )
     if recipe.lora is None:
         return
     try:
@@ -214,7 +235,9 @@ def _require_adapters(recipe: _Recipe) -> None:
     except (TypeError, ValueError, KeyError, AttributeError, MonographError):
         good = False
     if not good:
-        raise InputRefused(f"recipe.lora = {_shown(recipe.lora)}: expected adapters, and recipe.init to be their base")
+        raise InputRefused(
+            f"recipe.lora = {_shown(recipe.lora)}: expected adapters, and recipe.init to be their base"
+        )
 
 
 def _shown(value: object) -> str:

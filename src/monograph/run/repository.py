@@ -1,4 +1,6 @@
-"""Fetch a model from the Hugging Face Hub, and push one there; only a name that begins with hf:// asks the network."""
+"""Fetch a model from the Hugging Face Hub, and push one there; only a name that begins with hf://
+asks the network.
+"""
 
 import importlib
 import re
@@ -29,7 +31,12 @@ FILES = (
     "monograph_base.json",
 )
 # Of these a plan needs what says a shape: the model's, or the adapters' and their base's name.
-SHAPE_FILES = ("config.json", "adapter_config.json", "adapter_model.safetensors", "monograph_base.json")
+SHAPE_FILES = (
+    "config.json",
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "monograph_base.json",
+)
 _NAME = re.compile(rf"{HUB}([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", re.ASCII)
 _UNREACHED = "the Hub cannot be reached; is HF_HUB_OFFLINE set?"
 _REASONS = {  # by the classes of huggingface_hub's errors, and of the errors of what it asks with
@@ -42,7 +49,8 @@ _REASONS = {  # by the classes of huggingface_hub's errors, and of the errors of
 
 
 def fetched(name: str | Path, files: tuple[str, ...] = FILES) -> str | Path:
-    """Return the folder of a model hf://OWNER/NAME[@REVISION] in the Hub's own cache, and any other name as it is.
+    """Return the folder of a model hf://OWNER/NAME[@REVISION] in the Hub's own cache, and any other
+    name as it is.
 
     Args:
         name: the name.
@@ -50,7 +58,8 @@ def fetched(name: str | Path, files: tuple[str, ...] = FILES) -> str | Path:
 
     Raises:
         UsageError: no such form of name, or the library `huggingface_hub` is not installed.
-        InputRefused: the Hub has no such model, refuses it, or cannot be reached while the cache lacks it.
+        InputRefused: the Hub has no such model, refuses it, or cannot be reached while the cache
+            lacks it.
         DiskFull: there is no room in the cache; what has arrived is used by the next attempt.
     """
     if not str(name).startswith(HUB):
@@ -58,12 +67,15 @@ def fetched(name: str | Path, files: tuple[str, ...] = FILES) -> str | Path:
     with _asking(str(name)) as (library, repository, revision):
         folder = library.snapshot_download(repository, revision=revision, allow_patterns=[*files])
     if not any(is_file(Path(folder, file)) for file in ("config.json", "adapter_config.json")):
-        raise InputRefused(f"{name}: has no config.json, so it is no model in the form of transformers")
+        raise InputRefused(
+            f"{name}: has no config.json, so it is no model in the form of transformers"
+        )
     return str(folder)
 
 
 def require_account(name: str) -> None:
-    """Require that the Hub can be reached and knows whose token is sent, before anything is exported.
+    """Require that the Hub can be reached and knows whose token is sent, before anything is
+    exported.
 
     Raises:
         UsageError, InputRefused: see `fetched`.
@@ -73,19 +85,26 @@ def require_account(name: str) -> None:
 
 
 def push(folder: Path, name: str) -> str:
-    """Make a folder's files the model of hf://OWNER/NAME[@REVISION], by one commit, and return its address.
+    """Make a folder's files the model of hf://OWNER/NAME[@REVISION], by one commit, and return its
+    address.
 
-    The same commit removes files of the model that was there before, which would be read with the new ones. A
-    repository that does not exist is made, and is private.
+    The same commit removes files of the model that was there before, which would be read with the
+    new ones. A repository that does not exist is made, and is private.
 
     Raises:
         UsageError, InputRefused: see `fetched`.
     """
-    new = {path.relative_to(folder).as_posix(): path for path in matching(folder / "**" / "*") if is_file(path)}
+    new = {
+        path.relative_to(folder).as_posix(): path
+        for path in matching(folder / "**" / "*")
+        if is_file(path)
+    }
     with _asking(name) as (library, repository, revision):
         api = library.HfApi()
         address = api.create_repo(repository, private=True, exist_ok=True)
-        there = [file for file in api.list_repo_files(repository, revision=revision) if file not in new]
+        there = [
+            file for file in api.list_repo_files(repository, revision=revision) if file not in new
+        ]
         stale = [file for file in there if any(_matches(file, pattern) for pattern in FILES)]
         changes = [library.CommitOperationAdd(file, str(path)) for file, path in new.items()]
         changes += map(library.CommitOperationDelete, stale)
@@ -99,7 +118,9 @@ def _matches(file: str, pattern: str) -> bool:
 
 @contextmanager
 def _asking(name: str) -> Iterator[tuple[Any, str, str | None]]:
-    """Yield the library, a repository's name and its revision, and turn the library's errors into lines."""
+    """Yield the library, a repository's name and its revision, and turn the library's errors into
+    lines.
+    """
     if not (match := _NAME.fullmatch(name)):
         raise UsageError(f"{name}: expected {HUB}OWNER/NAME, or {HUB}OWNER/NAME@REVISION")
     try:
@@ -111,7 +132,9 @@ def _asking(name: str) -> Iterator[tuple[Any, str, str | None]]:
         yield library, match[1], match[2]
     except Exception as error:  # the library and the network may raise anything
         if error_number(error) in FULL:
-            raise DiskFull(f"{name}: there is no room in the Hub's cache; free some, or set HF_HOME") from None
+            raise DiskFull(
+                f"{name}: there is no room in the Hub's cache; free some, or set HF_HOME"
+            ) from None
         kinds = [kind.__name__ for kind in type(error).__mro__]
         said = " ".join(str(getattr(error, "server_message", None) or error).split())[:160]
         if "HfHubHTTPError" in kinds:

@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from monograph.errors import Unreadable
-from monograph.storage.reading import contents, entries, is_file, is_folder, open_input, parse_json, without_links
+from monograph.storage.reading import (
+    contents,
+    entries,
+    is_file,
+    is_folder,
+    open_input,
+    parse_json,
+    without_links,
+)
 
 CONFIG = "config.toml"  # a folder with this file is a run that has begun
 SWEEP = "sweep.json"  # a run's folder with this file is a sweep's
@@ -19,15 +27,23 @@ _SERIAL = re.compile(rb'\{"serial": (\d{1,18})[,}]')
 
 
 def checkpoint_named(path: Path) -> int | None:
-    """Return the update of the checkpoint that a path RUN/checkpoints/step-UPDATE names; None for any other path."""
+    """Return the update of the checkpoint that a path RUN/checkpoints/step-UPDATE names; None for
+    any other path.
+    """
     inside = path.parent.name == "checkpoints" and not is_file(path / "run.lock")
     match = _CHECKPOINT.fullmatch(path.name) if inside else None
     return int(match[1]) if match else None
 
 
 def placed(path: Path) -> Path:
-    """Return the path, resolved only if that names a checkpoint: the path is a link to one, or `.` inside one."""
-    if checkpoint_named(path) is None and is_folder(path) and checkpoint_named(without_links(path)) is not None:
+    """Return the path, resolved only if that names a checkpoint: the path is a link to one, or `.`
+    inside one.
+    """
+    if (
+        checkpoint_named(path) is None
+        and is_folder(path)
+        and checkpoint_named(without_links(path)) is not None
+    ):
         return without_links(path)
     return path
 
@@ -38,10 +54,11 @@ def runs_in(root: Path) -> list[Path]:
 
 
 def locked_in(root: Path) -> list[Path]:
-    """Return the folders of `root` that have a run.lock, oldest first; those of equal number by name.
+    """Return the folders of `root` that have a run.lock, oldest first; those of equal number by
+    name.
 
-    Folders that this user may not read are left out. Raises Unreadable for other failures, since the newest run is then
-    unknown.
+    Folders that this user may not read are left out. Raises Unreadable for other failures, since
+    the newest run is then unknown.
     """
     folders = []
     for folder in entries(root):
@@ -60,7 +77,8 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def serial(folder: Path) -> int:
-    """Return a run's number, which counts from 1 in the order of creation in a folder; 0 if run.lock has none.
+    """Return a run's number, which counts from 1 in the order of creation in a folder; 0 if
+    run.lock has none.
 
     Each process rewrites the text after the number, so that may be cut off. Raises Unreadable.
     """
@@ -77,7 +95,8 @@ def record(folder: Path) -> dict[str, Any]:
 
 
 def wait_until_free(folder: Path, limit_s: float) -> bool:
-    """Wait until no other process holds the run's lock, at most `limit_s` seconds; return whether none does.
+    """Wait until no other process holds the run's lock, at most `limit_s` seconds; return whether
+    none does.
 
     If that cannot be asked, as the folder is gone, none does.
     """

@@ -1,7 +1,8 @@
-"""Show progress on a terminal, in a region that is redrawn in place, or as plain lines on another stream; draw curves.
+"""Show progress on a terminal, in a region that is redrawn in place, or as plain lines on another
+stream; draw curves.
 
-A curve is text, in Braille or in ASCII characters. A cell is one character. A dot is a part of a cell; a Braille cell
-(Unicode block U+2800) has 2 x 4 dots.
+A curve is text, in Braille or in ASCII characters. A cell is one character. A dot is a part of a
+cell; a Braille cell (Unicode block U+2800) has 2 x 4 dots.
 """
 
 import itertools
@@ -31,13 +32,17 @@ YARDSTICK_WIDTH = 18  # characters after it, such as "  order 6 1.87"
 
 
 class Cells(NamedTuple):
-    """A set of characters to draw with: the number of dots across and down a cell, and the character for lit dots."""
+    """A set of characters to draw with: the number of dots across and down a cell, and the
+    character for lit dots.
+    """
 
     across: int
     down: int
 
     def character(self, lit: set[Dot]) -> str:
-        """Return the character for the lit dots (column, row), at least one of them; row 0 is on top."""
+        """Return the character for the lit dots (column, row), at least one of them; row 0 is on
+        top.
+        """
         if self.across == 1:
             return {(0,): "'", (1,): ".", (0, 1): ":"}[tuple(sorted(row for _, row in lit))]
         return chr(0x2800 + sum(_BRAILLE_BIT[dot] for dot in lit))
@@ -66,12 +71,14 @@ def curve_pieces(
     x_end: float | None = None,
     cells: Cells = BRAILLE,
 ) -> list[list[Piece]]:
-    """Return the plot's rows as pieces (role, text); the roles to colour are "scale", "curve", "level" and "name".
+    """Return the plot's rows as pieces (role, text); the roles to colour are "scale", "curve",
+    "level" and "name".
 
-    Points (xs, ys), ascending in x, are joined; x runs from 0 to `x_end` (default: the last x). Each yardstick is a
-    dotted level with its name and value at the right, a row off if two would collide. The scale covers the yardsticks
-    and the curve's end. Values above 2.2 times the last one are drawn on the upper edge, since the steep start would
-    flatten the rest. Values that are not finite are left out.
+    Points (xs, ys), ascending in x, are joined; x runs from 0 to `x_end` (default: the last x).
+    Each yardstick is a dotted level with its name and value at the right, a row off if two would
+    collide. The scale covers the yardsticks and the curve's end. Values above 2.2 times the last
+    one are drawn on the upper edge, since the steep start would flatten the rest. Values that are
+    not finite are left out.
     """
     points = [(x, y) for x, y in zip(xs, ys, strict=True) if math.isfinite(y)]
     values = [y for _, y in points] + list(yardsticks.values())
@@ -80,7 +87,8 @@ def curve_pieces(
     high = max([reach, *yardsticks.values()])
     margin = max(0.04 * (high - low), 0.02)
     columns = width - SCALE_WIDTH - YARDSTICK_WIDTH
-    right = x_end or (points[-1][0] if points else 0.0) or 1.0  # before the first token, too, there is an axis
+    # Before the first token, too, there is an axis.
+    right = x_end or (points[-1][0] if points else 0.0) or 1.0
     grid = _Grid(cells, columns, height, low - margin, high + margin, right)
     curve = grid.by_cell(grid.joined(points))
     levels = grid.by_cell(dot for level in yardsticks.values() for dot in grid.dotted(level))
@@ -89,7 +97,8 @@ def curve_pieces(
     rows: list[list[Piece]] = []
     for row in range(height):
         pieces: list[Piece] = [("scale", f"{scale.get(row, ''):>{SCALE_WIDTH - 1}} ")]
-        for column in range(columns):  # the curve hides a level, since two lines in a cell are illegible
+        # The curve hides a level, since two lines in a cell are illegible.
+        for column in range(columns):
             role, lit = ("curve", curve) if (column, row) in curve else ("level", levels)
             dots = lit.get((column, row))
             pieces.append((role, cells.character(dots) if dots else " "))
@@ -99,7 +108,9 @@ def curve_pieces(
 
 @dataclass(frozen=True)
 class _Grid:
-    """The map from values to dots; dot (0, 0) is the upper left one; `rows` and `columns` count cells."""
+    """The map from values to dots; dot (0, 0) is the upper left one; `rows` and `columns` count
+    cells.
+    """
 
     cells: Cells
     columns: int
@@ -137,15 +148,23 @@ class _Grid:
         for (column, row), (next_column, next_row) in itertools.pairwise(corners):
             steps = max(abs(next_column - column), abs(next_row - row), 1)
             dots += [
-                (round(column + (next_column - column) * i / steps), round(row + (next_row - row) * i / steps))
+                (
+                    round(column + (next_column - column) * i / steps),
+                    round(row + (next_row - row) * i / steps),
+                )
                 for i in range(steps)
             ]
         return dots
 
     def scale_labels(self) -> dict[int, str]:
-        """Return y labels by cell row, at multiples of the finest of 0.1, 0.2, 0.5, ... that leaves a row between."""
+        """Return y labels by cell row, at multiples of the finest of 0.1, 0.2, 0.5, ... that leaves
+        a row between.
+        """
         rows_per_unit = self.rows / (self.high - self.low)
-        step = next((step for step in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50) if step * rows_per_unit >= 2), None)
+        step = next(
+            (step for step in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50) if step * rows_per_unit >= 2),
+            None,
+        )
         if step is None:
             return {}
         multiples = range(math.ceil(self.low / step), math.floor(self.high / step) + 1)
@@ -153,7 +172,9 @@ class _Grid:
 
 
 def _spread_names(yardsticks: Mapping[str, float], grid: _Grid) -> dict[int, str]:
-    """Return the yardsticks' labels by row: each in its own row, or the nearest free one above, or else below."""
+    """Return the yardsticks' labels by row: each in its own row, or the nearest free one above, or
+    else below.
+    """
     taken: dict[int, str] = {}
     for name, value in sorted(yardsticks.items(), key=lambda item: item[1]):
         wanted = grid.cell_row(value)
@@ -165,7 +186,9 @@ def _spread_names(yardsticks: Mapping[str, float], grid: _Grid) -> dict[int, str
 
 
 def _x_labels(x_end: float, columns: int) -> str:
-    """Return the labels of the x axis's quarters, each ending at its place, as far as gaps remain between them."""
+    """Return the labels of the x axis's quarters, each ending at its place, as far as gaps remain
+    between them.
+    """
     line = f"{quantities.count(x_end)} tokens".rjust(columns)
     for quarter in (3, 2, 1):
         label = quantities.count(x_end * quarter / 4)
@@ -178,24 +201,39 @@ def _x_labels(x_end: float, columns: int) -> str:
 WIDTH = 100  # longest line, in characters
 NARROWEST = 40  # printed lines are not cut below this; a narrower terminal wraps them
 REDRAW_S = 0.5  # interval of redrawing on a terminal
-# Elsewhere a line is printed after SPEAK_S, then after twice as long each time, up to SPEAK_AT_MOST_S.
+# Elsewhere a line is printed after SPEAK_S, then after twice as long each time, up to
+# SPEAK_AT_MOST_S.
 SPEAK_S, SPEAK_AT_MOST_S = 10.0, 60.0
 
 # ASCII for a stream that is not UTF-8; any other character that its encoding lacks becomes "?"
 _ASCII = str.maketrans(
-    {"━": "=", "─": "-", "·": "-", "…": "~", "⏎": "\\", "−": "-", "→": "->", "≤": "<=", "≥": ">=", "×": "x", "±": "+-"}
+    {
+        "━": "=",
+        "─": "-",
+        "·": "-",
+        "…": "~",
+        "⏎": "\\",
+        "−": "-",
+        "→": "->",
+        "≤": "<=",
+        "≥": ">=",
+        "×": "x",
+        "±": "+-",
+    }
 )
 
 
 class _Stream:
-    """A text stream that replaces characters its encoding lacks, and drops all output once a write has failed.
+    """A text stream that replaces characters its encoding lacks, and drops all output once a write
+    has failed.
 
     A closed terminal, or a pipe that nobody reads, must not end a run after hours of work.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream: TextIO | None = stream
-        self.encoding = stream.encoding or "utf-8"  # in-memory streams have no encoding and take any character
+        # In-memory streams have no encoding and take any character.
+        self.encoding = stream.encoding or "utf-8"
         self.is_utf8 = self.encoding.lower().replace("-", "") == "utf8"
 
     def write(self, text: str) -> int:
@@ -226,7 +264,8 @@ class _Stream:
 class Screen:
     """The lines printed to `stream` (default: standard error), with one live region below them.
 
-    Without support for escape sequences, lines are plain, without colour or redrawing. NO_COLOR only turns colour off.
+    Without support for escape sequences, lines are plain, without colour or redrawing. NO_COLOR
+    only turns colour off.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -247,7 +286,9 @@ class Screen:
 
     @property
     def width(self) -> int:
-        """Return how many characters fit a line: one less than the terminal has, as some wrap after the last."""
+        """Return how many characters fit a line: one less than the terminal has, as some wrap after
+        the last.
+        """
         return max(NARROWEST, min(WIDTH, self._console.width - 1)) if self._is_terminal else WIDTH
 
     @property
@@ -263,36 +304,51 @@ class Screen:
 
     @contextmanager
     def live(
-        self, region: Callable[[], list[Text]], status: Callable[[], Text], state: Callable[[], object]
+        self,
+        region: Callable[[], list[Text]],
+        status: Callable[[], Text],
+        state: Callable[[], object],
     ) -> Iterator[None]:
-        """Keep `region()` on the terminal during the `with` block; elsewhere print `status()` now and then.
+        """Keep `region()` on the terminal during the `with` block; elsewhere print `status()` now
+        and then.
 
-        It is printed only if `state()` differs from what it was the time before. All three are called from another
-        thread, so that progress shows while the main thread is busy. The region vanishes at the end. Any other text
-        written to standard error appears above it.
+        It is printed only if `state()` differs from what it was the time before. All three are
+        called from another thread, so that progress shows while the main thread is busy. The region
+        vanishes at the end. Any other text written to standard error appears above it.
         """
         if not self.is_live:
             with _every(REDRAW_S, _Speaker(self, status, state).speak):
                 yield
             return
         view = Live(
-            # Wrapped lines would take more rows than are redrawn, so lines are cut even on a narrow terminal.
-            get_renderable=lambda: Text("\n").join(_fitted(region(), max(1, min(self.width, self._console.width - 1)))),
+            # Wrapped lines would take more rows than are redrawn, so lines are cut even on a narrow
+            # terminal.
+            get_renderable=lambda: Text("\n").join(
+                _fitted(region(), max(1, min(self.width, self._console.width - 1)))
+            ),
             console=self._console,
             auto_refresh=False,
             transient=True,
             redirect_stdout=False,  # standard output is for results
             redirect_stderr=False,
         )
-        with redirect_stderr(_Above(self._console, sys.stderr)), view, _every(REDRAW_S, view.refresh):
+        with (
+            redirect_stderr(_Above(self._console, sys.stderr)),
+            view,
+            _every(REDRAW_S, view.refresh),
+        ):
             view.refresh()
             yield
 
 
 class _Speaker:
-    """What prints lines about a region that is not redrawn, at growing intervals and only where something changed."""
+    """What prints lines about a region that is not redrawn, at growing intervals and only where
+    something changed.
+    """
 
-    def __init__(self, screen: Screen, status: Callable[[], Text], state: Callable[[], object]) -> None:
+    def __init__(
+        self, screen: Screen, status: Callable[[], Text], state: Callable[[], object]
+    ) -> None:
         self._screen = screen
         self._status = status
         self._state = state
@@ -322,7 +378,10 @@ class _Above(FileProxy):
 
 def _fitted(lines: Sequence[Text], width: int) -> list[Text]:
     # A line with escaped characters loses its colours, because they refer to character positions.
-    fitted = [line if visible(line.plain) == line.plain else Text(visible(line.plain), line.style) for line in lines]
+    fitted = [
+        line if visible(line.plain) == line.plain else Text(visible(line.plain), line.style)
+        for line in lines
+    ]
     for line in fitted:
         line.truncate(width, overflow="ellipsis")
     return fitted

@@ -1,4 +1,6 @@
-"""Handle signals: the first asks the loop to finish its update and save, a second Ctrl-C leaves at once."""
+"""Handle signals: the first asks the loop to finish its update and save, a second Ctrl-C leaves at
+once.
+"""
 
 import os
 import signal
@@ -14,7 +16,8 @@ _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignal:
-    """The flags that signals set while its `with` block runs; the training loop reads them between updates.
+    """The flags that signals set while its `with` block runs; the training loop reads them between
+    updates.
 
         with StopSignal() as stop:
             for update in train(...):
@@ -24,10 +27,11 @@ class StopSignal:
     requested: the name of the first SIGINT, SIGTERM or SIGHUP; None until one arrives.
     save_requested: whether SIGUSR1 arrived; the loop sets it back once it has saved.
 
-    A SIGINT after the first stop signal ends the process at once with exit code 130. Nothing is lost, because a
-    checkpoint gets its name only once it is complete. `on_request(name)` runs at the first stop signal, between two
-    bytecodes of the main thread's work, so it should only print. The former handlers are restored when the block ends.
-    Only the main thread may enter the block, since Python runs signal handlers there.
+    A SIGINT after the first stop signal ends the process at once with exit code 130. Nothing is
+    lost, because a checkpoint gets its name only once it is complete. `on_request(name)` runs at
+    the first stop signal, between two bytecodes of the main thread's work, so it should only print.
+    The former handlers are restored when the block ends. Only the main thread may enter the block,
+    since Python runs signal handlers there.
     """
 
     def __init__(self, on_request: Callable[[str], None] | None = None) -> None:
@@ -56,7 +60,8 @@ class StopSignal:
         elif number == signal.SIGINT:
             if takes_escapes(sys.stderr):
                 with suppress(OSError):  # the terminal is gone
-                    os.write(sys.stderr.fileno(), b"\x1b[?25h\x1b[0m\n")  # show the cursor, end colours
+                    # Show the cursor, end colours.
+                    os.write(sys.stderr.fileno(), b"\x1b[?25h\x1b[0m\n")
             os._exit(130)
 
     def _save(self, number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,6 @@
-"""Open the model that a run starts from: what its name stands for is found out once, and then known."""
+"""Open the model that a run starts from: what its name stands for is found out once, and then
+known.
+"""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +19,8 @@ from monograph.storage.reading import is_folder
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that exists: a run, a Hugging Face folder, a file of torch.save, a Python function, or an adapter on one.
+    """A model that exists: a run, a Hugging Face folder, a file of torch.save, a Python function,
+    or an adapter on one.
 
     Attributes:
         name: what `model.init` says.
@@ -37,7 +40,9 @@ class ModelSource:
         return cls(name, read_adapter(name) if is_adapter(name) else None)
 
     def under(self, name: str) -> Self:
-        """Return the same model under another name, such as its full path; what is known of it stays known."""
+        """Return the same model under another name, such as its full path; what is known of it
+        stays known.
+        """
         adapter = self.adapter._replace(folder=Path(name)) if self.adapter else None
         same = type(self)(name, adapter)
         facts = ("run", "is_weight_file", "shape", "positions", *(("base",) if adapter else ()))
@@ -70,7 +75,9 @@ class ModelSource:
 
     @cached_property
     def shape(self) -> LlamaConfig | None:
-        """Return the shape in a Hugging Face folder's config.json; None for a model whose shape only loading tells."""
+        """Return the shape in a Hugging Face folder's config.json; None for a model whose shape
+        only loading tells.
+        """
         other = self.base.endswith(".py") or self.code or self.is_weight_file or self.run
         return hub.read_config(self.base) if not other and is_folder(self.base) else None
 
@@ -84,12 +91,15 @@ class ModelSource:
 
     @property
     def kept(self) -> str:
-        """Return the name under which a run records it: a run's folder, since `last` will soon name the new run."""
+        """Return the name under which a run records it: a run's folder, since `last` will soon name
+        the new run.
+        """
         return folder_named(self.run.named) if self.run and not self.adapter else self.name
 
     @cached_property
     def tokenizer(self) -> str:
-        """Return its tokenizer.json: an adapter's own, which may have more tokens than its base and a chat template.
+        """Return its tokenizer.json: an adapter's own, which may have more tokens than its base and
+        a chat template.
 
         Raises:
             InputRefused: there is none.
@@ -98,5 +108,7 @@ class ModelSource:
 
     @cached_property
     def own_tokenizer(self) -> str:
-        """Return the path of the tokenizer.json that belongs to what the name says, existing or not."""
+        """Return the path of the tokenizer.json that belongs to what the name says, existing or
+        not.
+        """
         return str(own_file(self.name))

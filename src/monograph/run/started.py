@@ -1,4 +1,6 @@
-"""Record how a run was started: a line of starts.jsonl for each process that began it or went on with it."""
+"""Record how a run was started: a line of starts.jsonl for each process that began it or went on
+with it.
+"""
 
 import json
 import platform
@@ -20,14 +22,19 @@ from monograph.terminal import shell_words
 
 
 def note_start(run: Run) -> None:
-    """Add this process's command, versions and time, and the commit of the working folder, to the run's record.
+    """Add this process's command, versions and time, and the commit of the working folder, to the
+    run's record.
 
     A run goes on without the record if it cannot be written.
     """
     start: dict[str, Any] = {
         "command": shell_words(_program(), *sys.argv[1:]),
         "time": time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(time.time())),
-        "versions": {"monograph": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": {
+            "monograph": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
     }
     with suppress(Unreadable, InputRefused, OSError, ValueError):
         start["commit"] = _commit()
@@ -37,7 +44,9 @@ def note_start(run: Run) -> None:
 
 
 def starts_of(run: Run) -> list[dict[str, Any]]:
-    """Return what `note_start` recorded, the oldest first, without damaged lines, as nothing needs them."""
+    """Return what `note_start` recorded, the oldest first, without damaged lines, as nothing needs
+    them.
+    """
     content = b""
     with suppress(Unreadable, OSError):
         content = contents(run.starts) or b""
@@ -61,7 +70,9 @@ def told(run: Run) -> list[tuple[str, str]]:
     pairs.append(("started", str(first.get("time"))))
     versions = first.get("versions")
     if isinstance(versions, dict):
-        pairs.append(("versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
+        pairs.append(
+            ("versions", ", ".join(f"{name} {version}" for name, version in versions.items()))
+        )
     if first.get("commit"):
         pairs.append(("git commit of your folder", str(first["commit"])))
     return pairs
@@ -74,9 +85,11 @@ def _program() -> str:
 
 
 def _commit() -> str:
-    """Return the commit that the working folder's git repository has checked out; "" outside a repository.
+    """Return the commit that the working folder's git repository has checked out; "" outside a
+    repository.
 
-    It is read from git's own files, since git itself would run programs that a repository's settings name.
+    It is read from git's own files, since git itself would run programs that a repository's
+    settings name.
     """
     folder = Path.cwd()
     repository = next((each for each in (folder, *folder.parents) if exists(each / ".git")), None)
@@ -91,7 +104,9 @@ def _commit() -> str:
     branch = head.removeprefix("ref: ")
     shared = git / (_text(git / "commondir") or ".")
     packed = (line.partition(" ") for line in _text(shared / "packed-refs").splitlines())
-    return _hash(_text(shared / branch)) or _hash(next((commit for commit, _, name in packed if name == branch), ""))
+    return _hash(_text(shared / branch)) or _hash(
+        next((commit for commit, _, name in packed if name == branch), "")
+    )
 
 
 def _text(path: Path) -> str:

@@ -1,14 +1,16 @@
-"""Decide whether the Python file that a run names may run: this user wrote the run here, or allows it now.
+"""Decide whether the Python file that a run names may run: this user wrote the run here, or allows
+it now.
 
-A run's config.toml ends with a mark, which is an HMAC of its text and of the code that it names, under a secret that
-only this user can read:
+A run's config.toml ends with a mark, which is an HMAC of its text and of the code that it names,
+under a secret that only this user can read:
 
     mark = HMAC-SHA256(secret, text, [(value, path of its file, SHA-256 of the file), ...])
 
-Here a value is that of a key that may name code, such as FILE.py:FUNCTION (`monograph.storage.code`). A mark is only
-made over files that the user named, or whose run has a valid mark. So a mark is invalid if it is copied to another run,
-or if the Python file was replaced or moved alone. A run that is moved as a whole keeps a valid mark. If no secret can
-be stored, this process makes a temporary one: training goes on, and a later command asks the user.
+Here a value is that of a key that may name code, such as FILE.py:FUNCTION
+(`monograph.storage.code`). A mark is only made over files that the user named, or whose run has a
+valid mark. So a mark is invalid if it is copied to another run, or if the Python file was replaced
+or moved alone. A run that is moved as a whole keeps a valid mark. If no secret can be stored, this
+process makes a temporary one: training goes on, and a later command asks the user.
 """
 
 import errno
@@ -52,14 +54,15 @@ def marked(text: str, digests: Mapping[str, str]) -> str:
 
     Args:
         text: the settings as TOML.
-        digests: the digest of each Python file that the settings name and this user vouches for, by the value that
-            names it.
+        digests: the digest of each Python file that the settings name and this user vouches for, by
+            the value that names it.
     """
     return f"{text}{_MARK}{_mark(text, digests, create=True)}\n"
 
 
 def is_ours(config: Path, named: Collection[str]) -> bool:
-    """Return whether this user wrote that config.toml on this machine and the code is unchanged; see `marked`.
+    """Return whether this user wrote that config.toml on this machine and the code is unchanged;
+    see `marked`.
 
     Args:
         config: the run's config.toml.
@@ -74,7 +77,8 @@ def is_ours(config: Path, named: Collection[str]) -> bool:
 def require_trusted(
     config: Path, named: Collection[str], runs: Collection[str | None], sha256: object = None
 ) -> Mapping[str, str]:
-    """Refuse to run the code that a run names, unless this user wrote the run here or said --trust-code.
+    """Refuse to run the code that a run names, unless this user wrote the run here or said
+    --trust-code.
 
     Args:
         config: the run's config.toml.
@@ -83,10 +87,12 @@ def require_trusted(
         sha256: the digest of the Python file that the run records; None if it records none.
 
     Returns:
-        The digest of each Python file that may run, by the value that names it: only bytes of that digest may run.
+        The digest of each Python file that may run, by the value that names it: only bytes of that
+        digest may run.
 
     Raises:
-        InputRefused: the code is not trusted, and the message names the file that would run; or it cannot be read.
+        InputRefused: the code is not trusted, and the message names the file that would run; or it
+            cannot be read.
     """
     running = [code for code in map(code_named, runs) if code is not None]
     if not running:
@@ -95,7 +101,9 @@ def require_trusted(
     if _by_word:
         return vouched
     covered = digests(named)
-    if _has_mark(config, covered) and all(covered.get(value) == digest for value, digest in vouched.items()):
+    if _has_mark(config, covered) and all(
+        covered.get(value) == digest for value, digest in vouched.items()
+    ):
         return vouched
     first = min(running, key=lambda code: code.value)
     if sha256 not in (None, vouched[first.value]):
@@ -120,16 +128,24 @@ def _has_mark(config: Path, covered: Mapping[str, str]) -> bool:
 
 def _mark(text: str, covered: Mapping[str, str], create: bool = False) -> str:
     codes = filter(None, map(code_named, covered))
-    programs = sorted((code.value, str(without_links(code.path)), covered[code.value]) for code in codes)
-    return hmac.new(_secret(state_root(), create), json.dumps([text, programs]).encode(), "sha256").hexdigest()
+    programs = sorted(
+        (code.value, str(without_links(code.path)), covered[code.value]) for code in codes
+    )
+    return hmac.new(
+        _secret(state_root(), create), json.dumps([text, programs]).encode(), "sha256"
+    ).hexdigest()
 
 
 def _secret(folder: Path, create: bool) -> bytes:
-    """Return this user's secret in the folder, or one for this process if it cannot be stored or kept private."""
+    """Return this user's secret in the folder, or one for this process if it cannot be stored or
+    kept private.
+    """
     try:
-        return _kept_secret(folder / f"secret-{os.geteuid()}", create)  # people may share the folder
+        # People may share the folder.
+        return _kept_secret(folder / f"secret-{os.geteuid()}", create)
     except Unreadable as error:
-        if error.errno not in (errno.EACCES, errno.EPERM):  # a secret may be there, which a new one would replace
+        # A secret may be there, which a new one would replace.
+        if error.errno not in (errno.EACCES, errno.EPERM):
             raise
         return _of_this_process()
 

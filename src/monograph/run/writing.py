@@ -17,8 +17,12 @@ from monograph.text.template import NAMED_FOLDER
 from monograph.text.tokenizer import Tokenizer
 
 
-def write_whole(path: Path, content: str | bytes, kept: str = "what was there before is untouched") -> None:
-    """Write a file so that a crash leaves either the old or the new content; raises DiskFull, which says `kept`."""
+def write_whole(
+    path: Path, content: str | bytes, kept: str = "what was there before is untouched"
+) -> None:
+    """Write a file so that a crash leaves either the old or the new content; raises DiskFull, which
+    says `kept`.
+    """
     partial = path.with_suffix(".partial")
     try:
         write_durably(partial, content, new=False)
@@ -30,7 +34,9 @@ def write_whole(path: Path, content: str | bytes, kept: str = "what was there be
 
 
 def write_tokenizer(run: Run, tokenizer: Tokenizer) -> None:
-    """Write tokenizer.json and the files next to it, each whole or not at all; tokenizer.json comes last."""
+    """Write tokenizer.json and the files next to it, each whole or not at all; tokenizer.json comes
+    last.
+    """
     for name, text in tokenizer.config.files().items():
         (run.folder / name).parent.mkdir(exist_ok=True)
         write_whole(run.folder / name, text)
@@ -38,7 +44,9 @@ def write_tokenizer(run: Run, tokenizer: Tokenizer) -> None:
 
 
 def mended_tokenizer(run: Run, tokenizer: Tokenizer) -> bool:
-    """Write the tokenizer of a run's text again if the run's file differs from it; return whether it was written."""
+    """Write the tokenizer of a run's text again if the run's file differs from it; return whether
+    it was written.
+    """
     with suppress(InputRefused):
         if Tokenizer.from_file(run.tokenizer).digest == tokenizer.digest:
             return False
@@ -55,11 +63,15 @@ class Parent(NamedTuple):
 
 def record_parent(run: Run, parent: Run, at: int | None) -> None:
     """Record where a run branches from, for a process that resumes it before its first checkpoint."""
-    write_whole(run.parent_file, json.dumps({"run": str(without_links(parent.folder)), "update": at}))
+    write_whole(
+        run.parent_file, json.dumps({"run": str(without_links(parent.folder)), "update": at})
+    )
 
 
 def recorded_parent(run: Run) -> Parent | None:
-    """Return the parent that `record_parent` wrote, or None if there is none. Raises InputRefused if damaged."""
+    """Return the parent that `record_parent` wrote, or None if there is none. Raises InputRefused
+    if damaged.
+    """
     content = contents(run.parent_file)
     if content is None:
         return None
@@ -69,13 +81,19 @@ def recorded_parent(run: Run) -> Parent | None:
             raise ValueError
         return Parent(Run(Path(record["run"])), record["update"])
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        raise InputRefused(f"{run.parent_file}: damaged; put it back, or start the run anew with --from") from None
+        raise InputRefused(
+            f"{run.parent_file}: damaged; put it back, or start the run anew with --from"
+        ) from None
 
 
 def discard(run: Run) -> None:
-    """Remove the folder of a new run that never began, so that `last` still names the newest one that did."""
+    """Remove the folder of a new run that never began, so that `last` still names the newest one
+    that did.
+    """
     templates = run.folder / NAMED_FOLDER
-    others = [run.folder / name for name in (*tokenizer_config.NAMES, "stdin", SWEEP)] + entries(templates)
+    others = [run.folder / name for name in (*tokenizer_config.NAMES, "stdin", SWEEP)] + entries(
+        templates
+    )
     written = [run.config, run.starts, run.parent_file, run.tokenizer, *others, run.lock_file]
     for path in [*written, *(entry for entry in entries(run.folder) if entry.suffix == ".partial")]:
         path.unlink(missing_ok=True)
@@ -87,7 +105,8 @@ def discard(run: Run) -> None:
 
 @contextmanager
 def results_folder(out: Path | None, root: Path) -> Iterator[Path]:
-    """Yield a folder for the block to fill: `out`, or `root`/YYYY-MM-DD-HHMM. If the block fails, remove the folder.
+    """Yield a folder for the block to fill: `out`, or `root`/YYYY-MM-DD-HHMM. If the block fails,
+    remove the folder.
 
     Raises:
         InputRefused: `out` is a file, holds something, or cannot be made.

@@ -1,4 +1,6 @@
-"""Writes answers in the words of the protocol and sends them, whole or piece by piece as a stream of events."""
+"""Writes answers in the words of the protocol and sends them, whole or piece by piece as a stream
+of events.
+"""
 
 import codecs
 import json
@@ -23,7 +25,9 @@ _ALWAYS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 
 async def send_error(send: Send, refused: Refused) -> None:
     """Answer with an error."""
-    await send_whole(send, as_json(error_of(refused)), status=refused.status, headers=refused.headers)
+    await send_whole(
+        send, as_json(error_of(refused)), status=refused.status, headers=refused.headers
+    )
 
 
 async def send_json(send: Send, value: object) -> None:
@@ -31,9 +35,15 @@ async def send_json(send: Send, value: object) -> None:
     await send_whole(send, as_json(value))
 
 
-async def send_whole(send: Send, body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> None:
+async def send_whole(
+    send: Send, body: bytes, status: int = 200, headers: dict[str, str] | None = None
+) -> None:
     """Answer with a body."""
-    await _start(send, status, {"content-type": "application/json", "content-length": str(len(body))} | (headers or {}))
+    await _start(
+        send,
+        status,
+        {"content-type": "application/json", "content-length": str(len(body))} | (headers or {}),
+    )
     await send({"type": "http.response.body", "body": body})
 
 
@@ -45,7 +55,11 @@ class Events:
 
     async def begin(self) -> None:
         """Send the head."""
-        await _start(self._send, 200, {"content-type": "text/event-stream; charset=utf-8", "x-accel-buffering": "no"})
+        await _start(
+            self._send,
+            200,
+            {"content-type": "text/event-stream; charset=utf-8", "x-accel-buffering": "no"},
+        )
 
     async def send(self, *values: bytes) -> None:
         """Send an event for each JSON value."""
@@ -57,7 +71,9 @@ class Events:
 
     async def end(self, *, done: bool = True) -> None:
         """End the stream; it is `done` if nothing went wrong."""
-        await self._send({"type": "http.response.body", "body": b"data: [DONE]\n\n" if done else b""})
+        await self._send(
+            {"type": "http.response.body", "body": b"data: [DONE]\n\n" if done else b""}
+        )
 
     async def _part(self, body: bytes) -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
@@ -109,7 +125,13 @@ class Writing:
     """
 
     def __init__(
-        self, text: Generation, stop: Sequence[str], likeliest: int | None, *, ends: bool = True, before: str = ""
+        self,
+        text: Generation,
+        stop: Sequence[str],
+        likeliest: int | None,
+        *,
+        ends: bool = True,
+        before: str = "",
     ):
         """Begin a text.
 
@@ -126,7 +148,10 @@ class Writing:
         self._index = text.index
         self._likeliest = likeliest
         self._waiting: list[tuple[int, Entry]] = []  # with the place of their first byte
-        self._place, self._offsets = 0, Offsets(self._tokenizer.lead(text.request.prompt_ids), len(before))
+        self._place, self._offsets = (
+            0,
+            Offsets(self._tokenizer.lead(text.request.prompt_ids), len(before)),
+        )
         self.tokens = 0
 
     def add(self, event: Event) -> Piece:
@@ -142,18 +167,26 @@ class Writing:
         if self._waiting and self._waiting[-1][1].token in self._unsaid and event.finish == "stop":
             self._waiting.pop()
         # A text that failed is refused before it comes here.
-        return Piece(self._index, new, self._certain(), "stop" if event.finish == "stop" else "length")
+        return Piece(
+            self._index, new, self._certain(), "stop" if event.finish == "stop" else "length"
+        )
 
     def _note(self, token: int, found: LogProbability, most: int) -> None:
         piece = self._tokenizer.pieces[token]
         offset = self._offsets.add(piece)
-        self._waiting.append((self._place, Entry(token, offset, found.drawn, found.likeliest[:most])))
+        self._waiting.append(
+            (self._place, Entry(token, offset, found.drawn, found.likeliest[:most]))
+        )
         self._place += len(piece)
 
     def _certain(self) -> list[Entry]:
-        """Return the tokens that begin in the part of the text that is certain, or that have no bytes and end it."""
+        """Return the tokens that begin in the part of the text that is certain, or that have no
+        bytes and end it.
+        """
         size, pieces = self._transcript.size, self._tokenizer.pieces
-        count = sum(place < size or (place == size and not pieces[e.token]) for place, e in self._waiting)
+        count = sum(
+            place < size or (place == size and not pieces[e.token]) for place, e in self._waiting
+        )
         certain, self._waiting = self._waiting[:count], self._waiting[count:]
         return [entry for _, entry in certain]
 
@@ -162,7 +195,9 @@ class Offsets:
     """Counts the whole characters before each token."""
 
     def __init__(self, lead: bytes, before: int = 0) -> None:
-        """Begin after so many characters; `lead` are bytes at the beginning that are no part of the text."""
+        """Begin after so many characters; `lead` are bytes at the beginning that are no part of the
+        text.
+        """
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._lead = lead
         self._count = before
@@ -176,7 +211,9 @@ class Offsets:
             self._lead = b""
             self._count += len(self._decoder.decode(piece))
         # Bytes that the token does not continue are a character by themselves.
-        return before + len(broken.decode(errors="replace")) * (piece[:1].decode(errors="ignore") != "")
+        return before + len(broken.decode(errors="replace")) * (
+            piece[:1].decode(errors="ignore") != ""
+        )
 
 
 def scored(tokenizer: Tokenizer, ids: Sequence[int], scores: Sequence[TokenScore]) -> list[Entry]:
@@ -187,9 +224,14 @@ def scored(tokenizer: Tokenizer, ids: Sequence[int], scores: Sequence[TokenScore
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
-    r"""Return the text of a token: a special token's name, and bytes that are no UTF-8 as `bytes:\xf0`."""
+    r"""Return the text of a token: a special token's name, and bytes that are no UTF-8 as
+    `bytes:\xf0`.
+    """
     if not (piece := bytes(tokenizer.pieces[token])):
-        return next((name for name, index in tokenizer.special.items() if index == token), f"token_id:{token}")
+        return next(
+            (name for name, index in tokenizer.special.items() if index == token),
+            f"token_id:{token}",
+        )
     try:
         return piece.decode()
     except UnicodeDecodeError:
@@ -205,11 +247,16 @@ class Answer:
     prefix = "cmpl-"
 
     def __init__(self, version: Version, seed: int, likeliest: int | None) -> None:
-        """Begin an answer of a version with this seed, in which tokens have so many of the likeliest beside them."""
+        """Begin an answer of a version with this seed, in which tokens have so many of the
+        likeliest beside them.
+        """
         self._tokenizer = version.tokenizer
         self._likeliest = likeliest
         self._same = b""
-        self._head: dict[str, Any] = {"id": self.prefix + uuid.uuid4().hex, "object": self.whole_name}
+        self._head: dict[str, Any] = {
+            "id": self.prefix + uuid.uuid4().hex,
+            "object": self.whole_name,
+        }
         self._rest = {
             "created": int(time.time()),
             "model": version.id,
@@ -221,12 +268,23 @@ class Answer:
         """Return the whole answer of whole texts as JSON."""
         # One by one, as `json` lets no other thread run meanwhile.
         choices = b",".join([as_json(self._choice(piece)) for piece in pieces])
-        return as_json(self._head | self._rest)[:-1] + b',"choices":[' + choices + b'],"usage":' + as_json(usage) + b"}"
+        return (
+            as_json(self._head | self._rest)[:-1]
+            + b',"choices":['
+            + choices
+            + b'],"usage":'
+            + as_json(usage)
+            + b"}"
+        )
 
     def piece(self, piece: Piece | None, usage: bool | shapes.Usage) -> bytes:
-        """Return a piece of a stream as JSON; its usage is null if `usage` is true, but for the last piece."""
+        """Return a piece of a stream as JSON; its usage is null if `usage` is true, but for the
+        last piece.
+        """
         if not self._same:  # all but the choice is the same in each piece
-            self._same = as_json(self._head | {"object": self.piece_name} | self._rest)[:-1] + b',"choices":'
+            self._same = (
+                as_json(self._head | {"object": self.piece_name} | self._rest)[:-1] + b',"choices":'
+            )
         choices = as_json([] if piece is None else [self._delta(piece)])
         said = b',"usage":' + as_json(None if isinstance(usage, bool) else usage) if usage else b""
         return self._same + choices + said + b"}"
@@ -243,18 +301,29 @@ class Answer:
 
     def _of_text(self, piece: Piece) -> shapes.CompletionPieceChoice:
         logprobs = None if self._likeliest is None else self._logprobs(piece.entries)
-        return {"index": piece.number, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish}
+        return {
+            "index": piece.number,
+            "text": piece.text,
+            "logprobs": logprobs,
+            "finish_reason": piece.finish,
+        }
 
     def _logprobs(self, entries: Sequence[Entry]) -> shapes.CompletionLogprobs:
         return {
             "tokens": [self._text(entry.token) for entry in entries],
-            "token_logprobs": [None if entry.value is None else _number(entry.value) for entry in entries],
-            "top_logprobs": [None if entry.value is None else self._by_text(entry) for entry in entries],
+            "token_logprobs": [
+                None if entry.value is None else _number(entry.value) for entry in entries
+            ],
+            "top_logprobs": [
+                None if entry.value is None else self._by_text(entry) for entry in entries
+            ],
             "text_offset": [entry.offset for entry in entries],
         }
 
     def _by_text(self, entry: Entry) -> dict[str, float]:
-        """Return the likeliest tokens and the chosen one by their texts, of which two tokens may have the same."""
+        """Return the likeliest tokens and the chosen one by their texts, of which two tokens may
+        have the same.
+        """
         found: dict[str, float] = {}
         for token, value in dict([*entry.likeliest, (entry.token, entry.value or 0.0)]).items():
             text = self._text(token)
@@ -289,7 +358,9 @@ class ChatAnswer(Answer):
 
     def _end(self, piece: Piece) -> dict[str, Any]:
         entries = [self._entry(entry) for entry in piece.entries]
-        said: shapes.ChatLogprobs | None = None if self._likeliest is None else {"content": entries, "refusal": None}
+        said: shapes.ChatLogprobs | None = (
+            None if self._likeliest is None else {"content": entries, "refusal": None}
+        )
         return {"logprobs": said, "finish_reason": piece.finish}
 
     def _entry(self, entry: Entry) -> shapes.ChatDrawnToken:
@@ -297,7 +368,11 @@ class ChatAnswer(Answer):
         return {**self._token(entry.token, entry.value or 0.0), "top_logprobs": likeliest}
 
     def _token(self, token: int, value: float) -> shapes.ChatToken:
-        return {"token": self._text(token), "logprob": _number(value), "bytes": list(self._tokenizer.pieces[token])}
+        return {
+            "token": self._text(token),
+            "logprob": _number(value),
+            "bytes": list(self._tokenizer.pieces[token]),
+        }
 
 
 def usage_of(prompt: int, drawn: int) -> shapes.Usage:

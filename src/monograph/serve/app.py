@@ -1,7 +1,9 @@
-"""The application: which address answers what, and what stands before it: who may ask, from where, and in which form.
+"""The application: which address answers what, and what stands before it: who may ask, from where,
+and in which form.
 
-Nothing else is even read. A page that someone else wrote must not reach the model through the user's browser. A rebound
-name shows in Host, a foreign page in Origin, and a request that needs no leave of the browser in its Content-Type.
+Nothing else is even read. A page that someone else wrote must not reach the model through the
+user's browser. A rebound name shows in Host, a foreign page in Origin, and a request that needs no
+leave of the browser in its Content-Type.
 """
 
 import asyncio
@@ -44,10 +46,13 @@ class Guard:
     """
 
     def __init__(self, app: ASGIApp, host: str, keys: Iterable[str], counted: Counted) -> None:
-        """Guard an application that listens at a host and is for those who have one of the keys, or for all."""
+        """Guard an application that listens at a host and is for those who have one of the keys, or
+        for all.
+        """
         self._app, self._counted = app, counted
         self._keys = [hashlib.sha256(key.encode()).digest() for key in keys]
-        # Whoever listens everywhere has no one name, but then there is a key, which a rebound page does not have.
+        # Whoever listens everywhere has no one name, but then there is a key, which a rebound page
+        # does not have.
         self._hosts = None if host in ("0.0.0.0", "::", "") else {*LOCAL, host.lower()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -72,8 +77,14 @@ class Guard:
         host = headers.get("host", "")
         origin = headers.get("origin")
         name = _name(host)
-        if len(headers.getlist("host")) != 1 or not name or (self._hosts is not None and name not in self._hosts):
-            raise Refused(403, f"this server is not {host!r:.80}: ask it by the name that it was started with")
+        if (
+            len(headers.getlist("host")) != 1
+            or not name
+            or (self._hosts is not None and name not in self._hosts)
+        ):
+            raise Refused(
+                403, f"this server is not {host!r:.80}: ask it by the name that it was started with"
+            )
         if origin is not None and origin.lower() != f"{scope['scheme']}://{host}".lower():
             raise Refused(403, f"pages of {origin!r:.80} may not use this server")
         name = self._client(headers.getlist("authorization")) if scope["path"] not in OPEN else ""
@@ -82,7 +93,9 @@ class Guard:
             raise Refused(415, "expected a body with the header Content-Type: application/json")
         charset = _CHARSET.search(parameters)
         if charset is not None and charset[1].lower() not in ("utf-8", "utf8", "us-ascii"):
-            raise Refused(415, f"the body is in {charset[1]!r:.40}: JSON is sent in UTF-8 (RFC 8259)")
+            raise Refused(
+                415, f"the body is in {charset[1]!r:.40}: JSON is sent in UTF-8 (RFC 8259)"
+            )
         return name
 
     def _client(self, given: list[str]) -> str:
@@ -93,15 +106,19 @@ class Guard:
         # All are compared, in the same time whether they fit or not.
         fits = [hmac.compare_digest(digest, own) for own in self._keys]
         if scheme.lower() != "bearer" or not any(fits):
-            message = "expected the header Authorization: Bearer KEY, with a key of the server's file"
+            message = (
+                "expected the header Authorization: Bearer KEY, with a key of the server's file"
+            )
             raise Refused(401, message, code="invalid_api_key", WWW_Authenticate="Bearer")
         return str(fits.index(True))
 
 
 def _require_one_length(scope: Scope, headers: Headers) -> None:
-    """Refuse a body of two lengths, which is how a request hides in another from a proxy in front (RFC 9112, 6.1).
+    """Refuse a body of two lengths, which is how a request hides in another from a proxy in front
+    (RFC 9112, 6.1).
 
-    HTTP/1.0 has no Transfer-Encoding. The connection is closed: whatever comes after such a body is not read.
+    HTTP/1.0 has no Transfer-Encoding. The connection is closed: whatever comes after such a body is
+    not read.
     """
     if "transfer-encoding" not in headers:
         return
@@ -109,7 +126,9 @@ def _require_one_length(scope: Scope, headers: Headers) -> None:
         both = "the request has both Transfer-Encoding and Content-Length: send one of them"
         raise Refused(400, both, Connection="close")
     if scope["http_version"] < "1.1":
-        raise Refused(400, "Transfer-Encoding is not for HTTP/1.0: send Content-Length", Connection="close")
+        raise Refused(
+            400, "Transfer-Encoding is not for HTTP/1.0: send Content-Length", Connection="close"
+        )
 
 
 def is_local(host: str) -> bool:
@@ -121,7 +140,9 @@ def is_local(host: str) -> bool:
 
 
 def _name(host: str) -> str:
-    """Return the name in a Host header, in small letters and without the port; "" if it is anything else."""
+    """Return the name in a Host header, in small letters and without the port; "" if it is anything
+    else.
+    """
     found = _HOST.fullmatch(host.lower())
     return found[1].strip("[]") if found else ""
 
@@ -135,7 +156,9 @@ PAGE = {
 
 
 def application(service: Service, host: str, keys: Sequence[str]) -> ASGIApp:
-    """Return the application of a service that listens at a host, for those who have one of the keys, or for all."""
+    """Return the application of a service that listens at a host, for those who have one of the
+    keys, or for all.
+    """
     about = _About(service)
     endpoints: dict[str, Any] = {
         "getPage": _page,
@@ -153,17 +176,29 @@ def application(service: Service, host: str, keys: Sequence[str]) -> ASGIApp:
     answering = Starlette(
         routes=[
             # A model's name may have slashes.
-            Route(each.path.replace("{name}", "{name:path}"), endpoints[each.name], methods=[each.method])
+            Route(
+                each.path.replace("{name}", "{name:path}"),
+                endpoints[each.name],
+                methods=[each.method],
+            )
             for each in OPERATIONS
         ],
-        exception_handlers={404: _missing, 405: _missing, Refused: _refused, Exception: _failed(service)},
+        exception_handlers={
+            404: _missing,
+            405: _missing,
+            Refused: _refused,
+            Exception: _failed(service),
+        },
     )
-    answering.router.redirect_slashes = False  # to an address that the client's Host would be a part of
+    # To an address that the client's Host would be a part of.
+    answering.router.redirect_slashes = False
     return Guard(answering, host, keys, service.counted)
 
 
 async def _page(request: Request) -> Response:
-    return Response(files(__package__).joinpath("page.html").read_bytes(), media_type="text/html", headers=PAGE)
+    return Response(
+        files(__package__).joinpath("page.html").read_bytes(), media_type="text/html", headers=PAGE
+    )
 
 
 async def _document(request: Request) -> Response:
@@ -184,7 +219,9 @@ class _About:
 
     async def models(self, request: Request) -> Response:
         version = self._service.newest
-        return JSONResponse({"object": "list", "data": list(map(version.shown, self._service.names(version)))})
+        return JSONResponse(
+            {"object": "list", "data": list(map(version.shown, self._service.names(version)))}
+        )
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -194,7 +231,10 @@ class _About:
     async def tokenizer(self, request: Request) -> Response:
         tokenizer = self._service.newest.tokenizer
         names = {index: name for name, index in tokenizer.special.items()}
-        ends = {f"{kind}_token": names.get(getattr(tokenizer, f"{kind}_id")) for kind in ("bos", "eos", "pad")}
+        ends = {
+            f"{kind}_token": names.get(getattr(tokenizer, f"{kind}_id"))
+            for kind in ("bos", "eos", "pad")
+        }
         template = tokenizer.config.template
         return JSONResponse(ends | {"chat_template": template and template.source})
 
@@ -208,7 +248,9 @@ class _About:
             raise Refused(400, f"prompt: {error}", "prompt") from None
         if request.add_special_tokens:
             ids = [version.tokenizer.bos_id, *ids]
-        elif text in version.tokenizer.special:  # so a client finds the ids of the names in /tokenizer_info
+        elif (
+            text in version.tokenizer.special
+        ):  # so a client finds the ids of the names in /tokenizer_info
             ids = [version.tokenizer.special[text]]
         return {"tokens": ids, "count": len(ids), "max_model_len": version.context}
 
@@ -242,7 +284,10 @@ async def _refused(request: Request, error: Any) -> Response:
 
 async def _missing(request: Request, error: Any) -> Response:
     what = "there is nothing at" if error.status_code == 404 else f"{request.method} is not for"
-    refused = Refused(error.status_code, f"{what} {request.scope['path']!r:.80}: GET /openapi.json says what there is")
+    refused = Refused(
+        error.status_code,
+        f"{what} {request.scope['path']!r:.80}: GET /openapi.json says what there is",
+    )
     return JSONResponse(error_of(refused), error.status_code, error.headers)
 
 

@@ -81,14 +81,21 @@ def _require_sound(value: object) -> None:
     for _ in range(MOST_DEPTH + 1):
         texts = [each for each in level if isinstance(each, str)]
         texts += [key for each in level if isinstance(each, dict) for key in each]
-        if any("\ud800" <= letter <= "\udfff" for text in texts if not text.isascii() for letter in text):
+        if any(
+            "\ud800" <= letter <= "\udfff"
+            for text in texts
+            if not text.isascii()
+            for letter in text
+        ):
             raise Refused(400, "a text has half of a surrogate pair, which is no Unicode")
         if not all(math.isfinite(each) for each in level if isinstance(each, float)):
             raise Refused(400, "a number is not finite")
         level = [inner for each in level if isinstance(each, dict | list) for inner in _inner(each)]
         if not level:
             return
-    raise Refused(400, f"the body has lists and objects inside each other more than {MOST_DEPTH} deep")
+    raise Refused(
+        400, f"the body has lists and objects inside each other more than {MOST_DEPTH} deep"
+    )
 
 
 def _inner(value: dict[str, Any] | list[Any]) -> Any:

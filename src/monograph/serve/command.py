@@ -72,7 +72,9 @@ def require_names(names: Sequence[str]) -> None:
 
 
 def allow_connections() -> None:
-    """Let the process have a file for each connection; many systems give it about a thousand in all."""
+    """Let the process have a file for each connection; many systems give it about a thousand in
+    all.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_CONNECTIONS + FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -84,7 +86,8 @@ def keys_in(path: Path) -> list[str]:
     """Return the keys in a file, one a line.
 
     Raises:
-        InputRefused: the file cannot be read, has no key, or has one that is too short to be secret or cannot be sent.
+        InputRefused: the file cannot be read, has no key, or has one that is too short to be secret
+            or cannot be sent.
     """
     try:
         # Some editors begin a file with a byte order mark.
@@ -103,7 +106,9 @@ def keys_in(path: Path) -> list[str]:
                 "letters, digits and signs"
             )
         if 0 < len(line.strip()) < 16:
-            raise InputRefused(f"--api-key-file {path}:{number}: expected a key of at least 16 characters")
+            raise InputRefused(
+                f"--api-key-file {path}:{number}: expected a key of at least 16 characters"
+            )
     if not keys:
         raise InputRefused(f"--api-key-file {path}: holds no key: write one on each line")
     return keys
@@ -112,12 +117,15 @@ def keys_in(path: Path) -> list[str]:
 @contextmanager
 def _listening(host: str, port: int) -> Iterator[socket.socket]:
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
         # Without the protocol asyncio would not send each part of an answer at once.
         with socket.socket(family, kind, protocol) as listening:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind(address)
-            listening.listen(BACKLOG)  # so that whoever asks early waits, or is told that the model is being loaded
+            # So that whoever asks early waits, or is told that the model is being loaded.
+            listening.listen(BACKLOG)
             yield listening
     except OSError as error:
         raise InputRefused(f"--host {host} --port {port}: {error.strerror}") from None
@@ -126,7 +134,9 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
 async def _serve(service: Service, host: str, keys: list[str], listening: socket.socket) -> None:
     server = _Server(configured(service, host, keys), service)
     serving = asyncio.create_task(server.serve([listening]))
-    begun = asyncio.create_task(_begin(service, server, host, listening.getsockname()[1], bool(keys)))
+    begun = asyncio.create_task(
+        _begin(service, server, host, listening.getsockname()[1], bool(keys))
+    )
     try:
         await serving
     finally:
@@ -136,13 +146,15 @@ async def _serve(service: Service, host: str, keys: list[str], listening: socket
                 with suppress(asyncio.CancelledError):
                     await begun  # raises what kept the model from being loaded
             finally:
-                # No thread may be inside a device's library when Python ends, as that aborts the process.
+                # No thread may be inside a device's library when Python ends, as that aborts the
+                # process.
                 service.end()
                 await asyncio.get_running_loop().shutdown_default_executor()
     if service.crashed is not None:
         raise service.crashed
     answered = counted(sum(service.counted.by_status.values()), "request")
-    drawn = service.owner.stock.drawn if service.ready else 0  # it may end before the model is loaded
+    # It may end before the model is loaded.
+    drawn = service.owner.stock.drawn if service.ready else 0
     _say(f"ended; {answered} answered, {counted(drawn, 'token')} written")
 
 
@@ -164,7 +176,9 @@ def configured(service: Service, host: str, keys: list[str]) -> uvicorn.Config:
     )
 
 
-async def _begin(service: Service, server: uvicorn.Server, host: str, port: int, needs_key: bool) -> None:
+async def _begin(
+    service: Service, server: uvicorn.Server, host: str, port: int, needs_key: bool
+) -> None:
     def end() -> None:
         server.should_exit = True
 
@@ -180,10 +194,18 @@ async def _begin(service: Service, server: uvicorn.Server, host: str, port: int,
 
 def _say_ready(service: Service, version: Version, host: str, port: int, needs_key: bool) -> None:
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    who = "clients must send a key" if needs_key else "only this machine can reach it (others: --host, --api-key-file)"
+    who = (
+        "clients must send a key"
+        if needs_key
+        else "only this machine can reach it (others: --host, --api-key-file)"
+    )
     if needs_key and is_local(host):
         who = "only this machine can reach it, with a key"
-    how = "chat template" if version.has_template else "no chat template: it continues the messages as text"
+    how = (
+        "chat template"
+        if version.has_template
+        else "no chat template: it continues the messages as text"
+    )
     print(
         f"ready     {address}   {version.id}: {version.size}; {how}\n"
         f"          OPENAI_BASE_URL={address}/v1   chat page: {address}/   {who}\n"
@@ -198,11 +220,15 @@ def _say(line: str) -> None:
 
 def _report(error: Exception) -> None:
     place = bug_report(sys.argv[1:])
-    warn(f"bug: {one_line(f'{type(error).__name__}: {said_by(error)}')[:200]}; please report it with {place}")
+    warn(
+        f"bug: {one_line(f'{type(error).__name__}: {said_by(error)}')[:200]}; please report it with {place}"
+    )
 
 
 class _Server(uvicorn.Server):
-    """A server that ends by SIGTERM or Ctrl-C once its requests have ended, and at once by a second one."""
+    """A server that ends by SIGTERM or Ctrl-C once its requests have ended, and at once by a second
+    one.
+    """
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
@@ -223,6 +249,10 @@ class _Server(uvicorn.Server):
 
     def _stop(self) -> None:
         self.force_exit = self.should_exit
-        if not self.should_exit and self._service.ready and (running := self._service.owner.stock.running):
+        if (
+            not self.should_exit
+            and self._service.ready
+            and (running := self._service.owner.stock.running)
+        ):
             _say(f"ending; {counted(running, 'text')} may be finished within {DRAIN_S} s")
         self.should_exit = True

@@ -1,12 +1,14 @@
 """Compiles the stop strings and constraints of requests in processes of their own, under limits.
 
-A stranger's schema may take the compiler more time or memory than its own budget counts. So this program, the maker,
-imports what compiling needs, is given the vocabulary once, and forks a child for each job. The kernel ends a child that
-uses too much. The server checks every number that a child sends, and unpickles nothing.
+A stranger's schema may take the compiler more time or memory than its own budget counts. So this
+program, the maker, imports what compiling needs, is given the vocabulary once, and forks a child
+for each job. The kernel ends a child that uses too much. The server checks every number that a
+child sends, and unpickles nothing.
 
-The maker's standard input is a socket to the server. It reads a line of JSON, [end ids, the length of each piece], and
-the pieces; then a line for each job, [[kind, value, lead in hexadecimal], seconds, bytes]. A reply (`_REPLY`) is how
-the child ended and what it wrote: `_HEAD`, the automaton's arrays and a text, which is a refusal if there is no state.
+The maker's standard input is a socket to the server. It reads a line of JSON, [end ids, the length
+of each piece], and the pieces; then a line for each job, [[kind, value, lead in hexadecimal],
+seconds, bytes]. A reply (`_REPLY`) is how the child ended and what it wrote: `_HEAD`, the
+automaton's arrays and a text, which is a refusal if there is no state.
 """
 
 import asyncio
@@ -50,12 +52,18 @@ MOST_WAITING = 32  # different constraints that wait to be compiled
 
 _START_S = 120.0  # the maker starts in a fraction of a second, on a busy machine in many
 _STOP = "stop"  # the kind of stop strings
-_NAMES = {"choices": "the choices", "regex": "the regular expression", "json_schema": "the JSON schema"}
+_NAMES = {
+    "choices": "the choices",
+    "regex": "the regular expression",
+    "json_schema": "the JSON schema",
+}
 _NAMES |= {_STOP: "the stop strings"}
-_REPLY = struct.Struct("<iQ")  # a child's exit code, or a signal's number below 0; how many bytes it wrote
+# A child's exit code, or a signal's number below 0; how many bytes it wrote.
+_REPLY = struct.Struct("<iQ")
 _MOST_REPLY_BYTES = 1 << 27  # no automaton of the compiler is that large
 _HEAD = struct.Struct("<4I")  # states, classes, effects, bytes of the text
-_ARRAYS = (np.int16, np.int16, np.int16, np.uint8, np.int32)  # next states, effects, classes, stops, all effects
+# Next states, effects, classes, stops, all effects.
+_ARRAYS = (np.int16, np.int16, np.int16, np.uint8, np.int32)
 _NO_MEMORY, _TOO_LONG = 100, 101  # in place of exit codes
 _END_WITH_PARENT = 1  # Linux's number, which Python does not name
 
@@ -67,9 +75,10 @@ class Busy(Exception):
 class Compiler:
     """Compiles stop strings and constraints in processes of their own, under limits.
 
-    Equal requests are given the same object, by which the decoder knows an automaton, as long as it is kept (`KEPT`,
-    `KEPT_BYTES`, the last used ones). Jobs run one after another. The first job starts the maker, which takes seconds,
-    and a job that finds it dead starts it again. A compiler belongs to one event loop.
+    Equal requests are given the same object, by which the decoder knows an automaton, as long as it
+    is kept (`KEPT`, `KEPT_BYTES`, the last used ones). Jobs run one after another. The first job
+    starts the maker, which takes seconds, and a job that finds it dead starts it again. A compiler
+    belongs to one event loop.
     """
 
     def __init__(self, pieces: Sequence[bytes], ends: Sequence[int]) -> None:
@@ -95,12 +104,13 @@ class Compiler:
 
         Args:
             kind: one of `monograph.automata.KINDS`.
-            value: the choices, the regular expression, or the schema as JSON text or as an object, all of UTF-8 and of
-                finite numbers, as `monograph.serve.body` lets through.
+            value: the choices, the regular expression, or the schema as JSON text or as an object,
+                all of UTF-8 and of finite numbers, as `monograph.serve.body` lets through.
             lead: bytes that come before the text and do not belong to it.
 
         Raises:
-            InputRefused: the value is too long, its compiler refuses it, or it needs more than a child may use.
+            InputRefused: the value is too long, its compiler refuses it, or it needs more than a
+                child may use.
             Busy: too many others wait.
             RuntimeError: the maker died twice, or the compiler is closed.
         """
@@ -108,9 +118,13 @@ class Compiler:
             value = json.dumps(value, ensure_ascii=False)
         texts = value if kind == "choices" else [value]
         if len(texts) > MOST_CHOICES:
-            raise InputRefused(f"{_NAMES[kind]}: {len(texts):,} texts; from 1 to {MOST_CHOICES:,} are compiled")
+            raise InputRefused(
+                f"{_NAMES[kind]}: {len(texts):,} texts; from 1 to {MOST_CHOICES:,} are compiled"
+            )
         if (count := len("".join(texts).encode())) > MOST_BYTES:
-            raise InputRefused(f"{_NAMES[kind]}: {count:,} bytes; at most {MOST_BYTES:,} are compiled")
+            raise InputRefused(
+                f"{_NAMES[kind]}: {count:,} bytes; at most {MOST_BYTES:,} are compiled"
+            )
         return await self._shared(kind, value, lead)
 
     async def stop_strings(self, strings: Sequence[str]) -> Automaton:
@@ -134,7 +148,8 @@ class Compiler:
             known = self._kept[key]
         else:
             await self._take_turn(kind, key)
-            # A job goes on if its request is cancelled now: whoever waits for the same takes what it made.
+            # A job goes on if its request is cancelled now: whoever waits for the same takes what
+            # it made.
             job = asyncio.create_task(self._compiled(kind, key))
             job.add_done_callback(lambda _: self._turn.release())
             known = await asyncio.shield(job)
@@ -143,7 +158,9 @@ class Compiler:
         return known
 
     async def _take_turn(self, kind: str, key: str) -> None:
-        """Wait until no job runs; of constraints one alone, so that stop strings, which take no time, wait for few."""
+        """Wait until no job runs; of constraints one alone, so that stop strings, which take no
+        time, wait for few.
+        """
         if kind == _STOP:
             await self._turn.acquire()
             return
@@ -161,7 +178,9 @@ class Compiler:
             return self._kept[key]
         code, written = await self._asked(f"[{key}, {PROCESSOR_S}, {MEMORY_BYTES}]\n".encode())
         try:
-            made: Automaton | str = _refusal(kind, code) if code else _automaton(written, self._vocabulary)
+            made: Automaton | str = (
+                _refusal(kind, code) if code else _automaton(written, self._vocabulary)
+            )
         except InputRefused as error:
             made = str(error)
         except (ValueError, struct.error):
@@ -172,7 +191,9 @@ class Compiler:
         return made
 
     async def _asked(self, line: bytes) -> tuple[int, bytearray]:
-        """Return the maker's reply to a job. If the maker is dead or dies, try once more with a new one."""
+        """Return the maker's reply to a job. If the maker is dead or dies, try once more with a new
+        one.
+        """
         for _ in range(2):
             try:
                 reader, writer = self._streams or await self._start()
@@ -194,9 +215,13 @@ class Compiler:
             self._streams = reader, writer = await asyncio.open_unix_connection(sock=ours)
             # A process that forks should have one thread.
             environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-            environment["PYTHONPATH"] = f"{Path(__file__).parents[2]}:{environment.get('PYTHONPATH', '')}"
+            environment["PYTHONPATH"] = (
+                f"{Path(__file__).parents[2]}:{environment.get('PYTHONPATH', '')}"
+            )
             command = [sys.executable, "-P", "-m", "monograph.serve.compiling"]
-            self._maker = subprocess.Popen(command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=environment)
+            self._maker = subprocess.Popen(
+                command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=environment
+            )
         writer.write(self._greeting)
         await _reply(reader, _START_S)
         return reader, writer
@@ -231,9 +256,17 @@ async def _reply(reader: asyncio.StreamReader, most_s: float) -> tuple[int, byte
 
 
 def _automaton(written: bytearray, vocabulary: int) -> Automaton:
-    """Return the automaton that a child wrote; raise InputRefused if it wrote a refusal, ValueError if neither."""
+    """Return the automaton that a child wrote; raise InputRefused if it wrote a refusal, ValueError
+    if neither.
+    """
     states, classes, effects, length = _HEAD.unpack_from(written)
-    shapes = ((states, classes), (states, classes), (vocabulary,), (states,), (effects, 4, COUNTERS))
+    shapes = (
+        (states, classes),
+        (states, classes),
+        (vocabulary,),
+        (states,),
+        (effects, 4, COUNTERS),
+    )
     arrays: list[Any] = []
     at = _HEAD.size
     for shape, kind in zip(shapes, _ARRAYS, strict=True):
@@ -247,9 +280,15 @@ def _automaton(written: bytearray, vocabulary: int) -> Automaton:
         raise InputRefused(text)
     next_SC, effect_SC, class_V, stops_S, effects_E4R = arrays
     # The device takes these numbers for indices.
-    inside = -1 <= next_SC.min() and next_SC.max() < states and 0 <= class_V.min() and class_V.max() < classes
+    inside = (
+        -1 <= next_SC.min()
+        and next_SC.max() < states
+        and 0 <= class_V.min()
+        and class_V.max() < classes
+    )
     inside = inside and 0 <= effect_SC.min() and effect_SC.max() < effects <= MAX_EFFECTS
-    # Counters that leave their bits would change the state; effects that are allowed nowhere are harmless.
+    # Counters that leave their bits would change the state; effects that are allowed nowhere are
+    # harmless.
     if not inside or stops_S.max() > 1 or not all(map(is_sound, effects_E4R.tolist())):
         raise ValueError
     known = tuple(Effect(*map(tuple, numbers)) for numbers in effects_E4R.tolist())
@@ -266,8 +305,13 @@ def _bytes(kept: Automaton | str) -> int:
 
 def main() -> None:
     """Answer jobs until the server closes the socket."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server's last requests are answered after a Ctrl-C, too
-    with suppress(ConnectionError), socket.socket(fileno=0) as channel, channel.makefile("rb") as reader:
+    # The server's last requests are answered after a Ctrl-C, too.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with (
+        suppress(ConnectionError),
+        socket.socket(fileno=0) as channel,
+        channel.makefile("rb") as reader,
+    ):
         ends, lengths = parse_json(reader.readline())
         pieces = [reader.read(length) for length in lengths]
         _import_everything()
@@ -286,7 +330,9 @@ def main() -> None:
 
 
 def _import_everything() -> None:
-    """Compile one of each kind: numpy imports parts of itself at their first use, and a child may open no file."""
+    """Compile one of each kind: numpy imports parts of itself at their first use, and a child may
+    open no file.
+    """
     end = 0
     parts = [b"", *(bytes([byte]) for byte in range(256)), b"ab", b'a"', b'{"', b'":']
     schema = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 9}}}
@@ -304,8 +350,14 @@ def _run(job: Any, pieces: Sequence[bytes], ends: Sequence[int], writing: int) -
         os.close(0)  # the socket
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + memory_bytes,) * 2)
-        resource.setrlimit(resource.RLIMIT_CPU, (processor_s, processor_s + 1))  # SIGXCPU, a second later SIGKILL
-        for nothing in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC):
+        # SIGXCPU, a second later SIGKILL.
+        resource.setrlimit(resource.RLIMIT_CPU, (processor_s, processor_s + 1))
+        for nothing in (
+            resource.RLIMIT_CORE,
+            resource.RLIMIT_FSIZE,
+            resource.RLIMIT_NOFILE,
+            resource.RLIMIT_NPROC,
+        ):
             resource.setrlimit(nothing, (0, 0))
         with open(writing, "wb", closefd=False) as pipe:
             pipe.writelines(_written(kind, value, bytes.fromhex(lead), pieces, ends))
@@ -318,10 +370,16 @@ def _run(job: Any, pieces: Sequence[bytes], ends: Sequence[int], writing: int) -
         os._exit(code)
 
 
-def _written(kind: str, value: Any, lead: bytes, pieces: Sequence[bytes], ends: Sequence[int]) -> list[Any]:
+def _written(
+    kind: str, value: Any, lead: bytes, pieces: Sequence[bytes], ends: Sequence[int]
+) -> list[Any]:
     """Return what a child writes: the parts of an automaton, or a refusal."""
     try:
-        automaton = stop_strings(value, pieces) if kind == _STOP else constraint(kind, value, pieces, ends, lead)
+        automaton = (
+            stop_strings(value, pieces)
+            if kind == _STOP
+            else constraint(kind, value, pieces, ends, lead)
+        )
     except InputRefused as error:
         text = str(error).encode(errors="replace")
         return [_HEAD.pack(0, 0, 0, len(text)), text]

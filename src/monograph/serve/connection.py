@@ -1,7 +1,8 @@
 """A client's connection, with the limits for which uvicorn and h11 have no option.
 
-A client may send nothing, read nothing or send what is no HTTP: it is left alone, and holds nothing for long. What they
-do by an option, the size of an unfinished head and the time between two requests, is in `command.configured`.
+A client may send nothing, read nothing or send what is no HTTP: it is left alone, and holds nothing
+for long. What they do by an option, the size of an unfinished head and the time between two
+requests, is in `command.configured`.
 """
 
 import asyncio
@@ -40,7 +41,8 @@ class _Requests(h11.Connection):
         try:
             event = super().next_event()
         except h11.RemoteProtocolError as error:
-            self.has_large_head = error.error_status_hint == 431  # of bytes that are no whole head yet
+            # Of bytes that are no whole head yet.
+            self.has_large_head = error.error_status_hint == 431
             raise
         if isinstance(event, h11.Request) and before - len(self.trailing_data[0]) > HEAD_BYTES:
             self.has_large_head = True
@@ -52,7 +54,9 @@ _LARGE_HEAD = f"the head of the request has more than {HEAD_BYTES:,} bytes"
 
 
 class Connection(H11Protocol):
-    """A connection that closes if no request comes for a while, nobody reads its answers, or others need its place."""
+    """A connection that closes if no request comes for a while, nobody reads its answers, or others
+    need its place.
+    """
 
     conn: _Requests
     _timer: asyncio.TimerHandle | None = None
@@ -67,13 +71,16 @@ class Connection(H11Protocol):
         self.conn = _Requests(h11.SERVER, HEAD_BYTES)
 
     def connection_made(self, transport: Any) -> None:
-        """Start the idle timer; where there are too many connections, the one that was idle longest makes room."""
+        """Start the idle timer; where there are too many connections, the one that was idle longest
+        makes room.
+        """
         super().connection_made(transport)
         self._since = self.loop.time()
         self._look()
         if len(self.connections) > MOST_CONNECTIONS:
             own = (each for each in self.connections if isinstance(each, Connection))
-            idle = [each for each in own if each.idle and not each.transport.is_closing()]  # this one is, too
+            # This one is, too.
+            idle = [each for each in own if each.idle and not each.transport.is_closing()]
             min(idle, key=lambda each: each._since).transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -82,7 +89,8 @@ class Connection(H11Protocol):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
-        self._unset_keepalive_if_required()  # uvicorn's own timer would keep what was reset in memory until it fires
+        # Uvicorn's own timer would keep what was reset in memory until it fires.
+        self._unset_keepalive_if_required()
 
     @property
     def idle(self) -> bool:
@@ -98,7 +106,9 @@ class Connection(H11Protocol):
             super().data_received(data)
 
     def handle_events(self) -> None:
-        """Read on while a request is answered; uvicorn would not, and so not see that its client has gone."""
+        """Read on while a request is answered; uvicorn would not, and so not see that its client
+        has gone.
+        """
         super().handle_events()
         if self._is_answering():
             self.flow.resume_reading()
@@ -120,7 +130,9 @@ class Connection(H11Protocol):
             self._stalled.cancel()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP, or no request that may be answered, if nothing else was answered, and close."""
+        """Answer what is no HTTP, or no request that may be answered, if nothing else was answered,
+        and close.
+        """
         if self.cycle is not None:
             self.cycle.disconnected = True  # it sends nothing any more
         what = _LARGE_HEAD if self.conn.has_large_head else "these bytes are no HTTP request"
@@ -129,7 +141,11 @@ class Connection(H11Protocol):
         kind = b"application/json"
         headers = [(b"content-type", kind), (b"content-length", size), (b"connection", b"close")]
         try:
-            for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+            for event in (
+                h11.Response(status_code=400, headers=headers),
+                h11.Data(data=body),
+                h11.EndOfMessage(),
+            ):
                 self.transport.write(self.conn.send(event) or b"")
         except h11.LocalProtocolError:  # another answer has begun, or none may have a body
             self.transport.abort()

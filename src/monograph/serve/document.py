@@ -12,7 +12,12 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from monograph import __version__
 from monograph.serve import shapes
-from monograph.serve.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from monograph.serve.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 
 _JSON, _EVENTS = "application/json", "text/event-stream"
 _PLACE = "#/components/schemas/{model}"
@@ -74,7 +79,13 @@ OPERATIONS = (
         CompletionRequest,
         {
             "a text": {"model": "last", "prompt": "Once upon a time", "max_tokens": 20, "seed": 1},
-            "scored": {"model": "last", "prompt": [[1, 2, 3]], "max_tokens": 0, "echo": True, "logprobs": 1},
+            "scored": {
+                "model": "last",
+                "prompt": [[1, 2, 3]],
+                "max_tokens": 0,
+                "echo": True,
+                "logprobs": 1,
+            },
             "in pieces": _ONCE | {"stream": True, "stream_options": {"include_usage": True}},
         },
         (404, 429),
@@ -98,7 +109,10 @@ OPERATIONS = (
             "JSON": {
                 "model": "last",
                 "messages": [{"role": "user", "content": "Which cat?"}],
-                "response_format": {"type": "json_schema", "json_schema": {"name": "cat", "schema": _CAT}},
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "cat", "schema": _CAT},
+                },
             },
             "in pieces": {
                 "model": "last",
@@ -111,7 +125,12 @@ OPERATIONS = (
         description="Writes n answers to the messages.",
     ),
     Operation(
-        "/v1/models", "listModels", "List the names of the model", "models", "All names.", {_JSON: shapes.Models}
+        "/v1/models",
+        "listModels",
+        "List the names of the model",
+        "models",
+        "All names.",
+        {_JSON: shapes.Models},
     ),
     Operation(
         "/v1/models/{name}",
@@ -187,7 +206,10 @@ OPERATIONS = (
     ),
 )
 
-_RETRY = {"description": "Seconds after which to try again.", "schema": {"type": "integer", "minimum": 1}}
+_RETRY = {
+    "description": "Seconds after which to try again.",
+    "schema": {"type": "integer", "minimum": 1},
+}
 
 
 class _Failure(NamedTuple):
@@ -200,7 +222,9 @@ class _Failure(NamedTuple):
 
 
 _FAILURES = {
-    400: _Failure("Wrong", "The body is no JSON object, or a field is unknown or wrong; param names it."),
+    400: _Failure(
+        "Wrong", "The body is no JSON object, or a field is unknown or wrong; param names it."
+    ),
     401: _Failure(
         "NoKey",
         "The server has keys, and the request has none of them.",
@@ -208,11 +232,17 @@ _FAILURES = {
     ),
     403: _Failure("Forbidden", "Host is not a name of this server, or Origin is another page's."),
     404: _Failure("NotFound", "There is no model of this name."),
-    405: _Failure("WrongMethod", "The address has another method.", {"Allow": {"schema": {"type": "string"}}}),
-    408: _Failure("Slow", "The body did not arrive within 30 s, or the text was not done after 600 s."),
+    405: _Failure(
+        "WrongMethod", "The address has another method.", {"Allow": {"schema": {"type": "string"}}}
+    ),
+    408: _Failure(
+        "Slow", "The body did not arrive within 30 s, or the text was not done after 600 s."
+    ),
     413: _Failure("TooLarge", "The body is larger than 1 MiB."),
     415: _Failure("WrongType", "Content-Type is not application/json."),
-    429: _Failure("Full", "As many texts wait as may.", {"Retry-After": _RETRY | {"required": True}}),
+    429: _Failure(
+        "Full", "As many texts wait as may.", {"Retry-After": _RETRY | {"required": True}}
+    ),
     500: _Failure("Failed", "The server failed: its terminal says why."),
     503: _Failure(
         "NotReady",
@@ -236,10 +266,17 @@ _ABOUT = (
 @cache
 def document() -> dict[str, Any]:
     """Return the document."""
-    types = {kind for each in OPERATIONS for kind in (each.request, *each.answer.values()) if kind is not None}
+    types = {
+        kind
+        for each in OPERATIONS
+        for kind in (each.request, *each.answer.values())
+        if kind is not None
+    }
     types.add(shapes.Error)
     adapters: list[Any] = [(kind, "validation", TypeAdapter(kind)) for kind in types]
-    schemas, definitions = TypeAdapter.json_schemas(adapters, ref_template=_PLACE, schema_generator=_Untitled)
+    schemas, definitions = TypeAdapter.json_schemas(
+        adapters, ref_template=_PLACE, schema_generator=_Untitled
+    )
     by_type = {kind: schema for (kind, _), schema in schemas.items()}
     return {
         "openapi": "3.1.0",
@@ -252,17 +289,23 @@ def document() -> dict[str, Any]:
         "servers": [{"url": "/"}],
         "security": [{"key": []}, {}],
         "tags": [{"name": tag} for tag in dict.fromkeys(each.tag for each in OPERATIONS)],
-        "paths": {each.path: {each.method.lower(): _described(each, by_type)} for each in OPERATIONS},
+        "paths": {
+            each.path: {each.method.lower(): _described(each, by_type)} for each in OPERATIONS
+        },
         "components": {
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer", "description": _KEY}},
-            "responses": {each.name: _failed(each, by_type[shapes.Error]) for each in _FAILURES.values()},
+            "responses": {
+                each.name: _failed(each, by_type[shapes.Error]) for each in _FAILURES.values()
+            },
             "schemas": definitions["$defs"],
         },
     }
 
 
 class _Untitled(GenerateJsonSchema):
-    """Makes schemas without titles, which would only repeat the names; an answer has no further fields."""
+    """Makes schemas without titles, which would only repeat the names; an answer has no further
+    fields.
+    """
 
     def typed_dict_schema(self, schema: Any) -> dict[str, Any]:
         further = {} if schema.get("cls") in shapes.EVENTS else {"additionalProperties": False}
@@ -279,13 +322,21 @@ def _untitled(value: object) -> Any:
     if not isinstance(value, dict):
         return value
     # A field may be called "title": then it is an object.
-    return {key: _untitled(each) for key, each in value.items() if key != "title" or not isinstance(each, str)}
+    return {
+        key: _untitled(each)
+        for key, each in value.items()
+        if key != "title" or not isinstance(each, str)
+    }
 
 
 def _described(operation: Operation, schemas: Mapping[Any, Any]) -> dict[str, Any]:
     content = {media: {"schema": schemas[kind]} for media, kind in operation.answer.items()}
     statuses = {*_OF_ALL, *operation.errors}
-    found: dict[str, Any] = {"operationId": operation.name, "summary": operation.summary, "tags": [operation.tag]}
+    found: dict[str, Any] = {
+        "operationId": operation.name,
+        "summary": operation.summary,
+        "tags": [operation.tag],
+    }
     if operation.description:
         found["description"] = operation.description
     if operation.is_open:
@@ -295,14 +346,21 @@ def _described(operation: Operation, schemas: Mapping[Any, Any]) -> dict[str, An
     if "{name}" in operation.path:
         said = "A name of GET /v1/models."
         kind = {"type": "string", "minLength": 1}
-        found["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": kind, "description": said}]
+        found["parameters"] = [
+            {"name": "name", "in": "path", "required": True, "schema": kind, "description": said}
+        ]
     if operation.request is not None:
         statuses.update(_OF_POSTED)
         examples = {name: {"value": value} for name, value in operation.examples.items()}
         body = {"schema": schemas[operation.request], "examples": examples}
         found["requestBody"] = {"required": True, "content": {_JSON: body}}
-    errors = {str(status): {"$ref": f"#/components/responses/{_FAILURES[status].name}"} for status in sorted(statuses)}
-    return found | {"responses": {"200": {"description": operation.said, "content": content}} | errors}
+    errors = {
+        str(status): {"$ref": f"#/components/responses/{_FAILURES[status].name}"}
+        for status in sorted(statuses)
+    }
+    return found | {
+        "responses": {"200": {"description": operation.said, "content": content}} | errors
+    }
 
 
 def _failed(failure: _Failure, schema: dict[str, Any]) -> dict[str, Any]:

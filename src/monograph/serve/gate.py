@@ -10,7 +10,8 @@ from monograph.serve.refused import Refused
 
 WAITING = 4  # texts that wait for each row
 WAITING_PROMPTS = 4  # whole contexts of prompts that wait for each row
-MOST_NUMBERS = 1 << 21  # log-probabilities of a request, each of which takes about 200 bytes until it is sent
+# Log-probabilities of a request, each of which takes about 200 bytes until it is sent.
+MOST_NUMBERS = 1 << 21
 MOST_SCORES = 4 * MOST_NUMBERS  # of all requests that have prompts scored and nothing written
 
 
@@ -29,7 +30,8 @@ class Gate:
         """Count for a decoder of `rows` rows, each with a context of `context` tokens."""
         self._owner = owner
         self.fit(rows, context)
-        self._entered: dict[Generation, tuple[float, float]] = {}  # when, and how many for each row there were then
+        # When, and how many for each row there were then.
+        self._entered: dict[Generation, tuple[float, float]] = {}
         self._tokens = 0  # of their prompts
         self._text_s = 1.0  # about how long a text takes
         self.refused = 0
@@ -49,7 +51,9 @@ class Gate:
 
     @property
     def most_at_once(self) -> int:
-        """Return how many texts may be written and wait together, so that no request may ever have more."""
+        """Return how many texts may be written and wait together, so that no request may ever have
+        more.
+        """
         return self._rows + self.most
 
     def enter(self, texts: Sequence[Generation]) -> None:

@@ -49,5 +49,13 @@ class Histogram:
         """Return its lines in Prometheus' text."""
         bounds = (*map(str, _BOUNDS), "+Inf")
         totals = [*itertools.accumulate(self._counts)]
-        buckets = (f'{name}_bucket{{le="{bound}"}} {total}' for bound, total in zip(bounds, totals, strict=True))
-        return [f"# TYPE {name} histogram", *buckets, f"{name}_sum {self._sum:.6f}", f"{name}_count {totals[-1]}"]
+        buckets = (
+            f'{name}_bucket{{le="{bound}"}} {total}'
+            for bound, total in zip(bounds, totals, strict=True)
+        )
+        return [
+            f"# TYPE {name} histogram",
+            *buckets,
+            f"{name}_sum {self._sum:.6f}",
+            f"{name}_count {totals[-1]}",
+        ]

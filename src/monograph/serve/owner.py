@@ -1,7 +1,7 @@
 """The thread that owns the models: it alone touches tensors, and all others ask it.
 
-A new version of the model takes new requests while those of the old one end on the old weights. What is asked is done
-between two blocks of steps, and events go to the event loop once a block.
+A new version of the model takes new requests while those of the old one end on the old weights.
+What is asked is done between two blocks of steps, and events go to the event loop once a block.
 """
 
 import asyncio
@@ -32,33 +32,47 @@ LEAST_POSITIONS = 8192
 STEPS = {"cuda": 16, "cpu": 1}  # of a block
 HURRIED_STEPS, CHUNKS = 4, 2  # see `Pace`
 _FILTERED: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9, "min_p": 0.1}
-_EVERYTHING: dict[str, Any] = {name: value for stage in STAGES.values() for name, value in stage.example.items()}
+_EVERYTHING: dict[str, Any] = {
+    name: value for stage in STAGES.values() for name, value in stage.example.items()
+}
 _EVERYTHING |= {"top_k": 0, "logit_bias": dict.fromkeys(range(MOST_BIASES), 0.0)}
 
 
 def chains(logprobs: int) -> list[Chain]:
-    """Return the chains that a step is made for, the cheapest first; the last one serves every request."""
+    """Return the chains that a step is made for, the cheapest first; the last one serves every
+    request.
+    """
 
     def chain(options: dict[str, Any], reported: int | None) -> Chain:
         # Two kinds of top-k, as a chain for small k alone reads few tokens.
         both = [
-            Sampling(**{**options, "top_k": k}, logprobs=reported) for k in ((0, 5) if "top_p" in options else (0,))
+            Sampling(**{**options, "top_k": k}, logprobs=reported)
+            for k in ((0, 5) if "top_p" in options else (0,))
         ]
         return replace(chain_of(both, MAX_STOP_IDS), processed=False)
 
-    kinds = ({"temperature": 1.0}, None), ({"temperature": 1.0}, logprobs), (_FILTERED, None), (_FILTERED, logprobs)
+    kinds = (
+        ({"temperature": 1.0}, None),
+        ({"temperature": 1.0}, logprobs),
+        (_FILTERED, None),
+        (_FILTERED, logprobs),
+    )
     return [*(chain(*kind) for kind in kinds), chain(_EVERYTHING, logprobs)]
 
 
 def positions(model: Llama, rows: int) -> int:
-    """Return how many positions each row has: the model's own, or half as often as it takes until so many rows fit.
+    """Return how many positions each row has: the model's own, or half as often as it takes until
+    so many rows fit.
 
-    They fit half of the free memory. Fewer than LEAST_POSITIONS are not for lack of memory: then there are fewer rows.
+    They fit half of the free memory. Fewer than LEAST_POSITIONS are not for lack of memory: then
+    there are fewer rows.
     """
     slots = model.config.max_position_embeddings
     half_bytes = describe().free_memory_bytes // 2
     dtype = model.lm_head.weight.dtype
-    while slots // 2 >= LEAST_POSITIONS and half_bytes < rows * KVCache.bytes_per_row(model.config, slots, dtype):
+    while slots // 2 >= LEAST_POSITIONS and half_bytes < rows * KVCache.bytes_per_row(
+        model.config, slots, dtype
+    ):
         slots //= 2
     return slots
 
@@ -74,7 +88,9 @@ class Generation:
         piecewise: whether it is told block by block; otherwise once, at its end.
     """
 
-    def __init__(self, request: Request, version: Version, index: int, inbox: "Inbox", piecewise: bool) -> None:
+    def __init__(
+        self, request: Request, version: Version, index: int, inbox: "Inbox", piecewise: bool
+    ) -> None:
         self.request = request
         self.version = version
         self.index = index
@@ -83,7 +99,9 @@ class Generation:
         self._event: Event | None = None
 
     def joined(self, event: Event) -> Event | None:
-        """Return what is to be told after a further event of a block, or None if that is nothing yet."""
+        """Return what is to be told after a further event of a block, or None if that is nothing
+        yet.
+        """
         if (old := self._event) is not None:
             old.token_ids.extend(event.token_ids)  # in place, as texts are long
             old.logprobs.extend(event.logprobs)
@@ -101,7 +119,9 @@ class Gone(Exception):
 
 
 class Stock(NamedTuple):
-    """What the owner has done so far: tokens drawn, blocks of steps, tokens of prompts that were known; rows in use."""
+    """What the owner has done so far: tokens drawn, blocks of steps, tokens of prompts that were
+    known; rows in use.
+    """
 
     drawn: int = 0
     blocks: int = 0
@@ -137,13 +157,17 @@ class _Lane:
         found = []
         for event in self.generator.advance():
             self.drawn += len(event.token_ids)
-            text = self.texts[event.number] if event.finish is None else self.texts.pop(event.number)
+            text = (
+                self.texts[event.number] if event.finish is None else self.texts.pop(event.number)
+            )
             if (told := text.joined(event)) is not None:
                 found.append((text, told))
         return found
 
     def cancel(self, text: Generation) -> None:
-        if (number := next((number for number, each in self.texts.items() if each is text), None)) is not None:
+        if (
+            number := next((number for number, each in self.texts.items() if each is text), None)
+        ) is not None:
             del self.texts[number]
             self.generator.cancel(number)
 
@@ -162,9 +186,12 @@ class Owner:
         self._crashed = crashed
         self._loop = asyncio.get_running_loop()
         self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._scores: deque[tuple[asyncio.Future[list[TokenScore]], Version, Sequence[int], int]] = deque()
+        self._scores: deque[
+            tuple[asyncio.Future[list[TokenScore]], Version, Sequence[int], int]
+        ] = deque()
         self._lanes: dict[Version, _Lane] = {}
-        self._dropped = [0, 0]  # tokens that versions drew, and that they did not read again, which are gone
+        # Tokens that versions drew, and that they did not read again, which are gone.
+        self._dropped = [0, 0]
         self._ended: Exception | None = None
         self._ending = False
         self._thread = threading.Thread(target=self._run, name="owner", daemon=True)
@@ -196,7 +223,10 @@ class Owner:
 
         def free() -> None:
             lane = self._lanes.pop(version)
-            self._dropped = [self._dropped[0] + lane.drawn, self._dropped[1] + lane.generator.reused]
+            self._dropped = [
+                self._dropped[0] + lane.drawn,
+                self._dropped[1] + lane.generator.reused,
+            ]
 
         self._ask(free)
 
@@ -214,7 +244,9 @@ class Owner:
 
     def cancel(self, text: Generation) -> None:
         """Forget a text; its row is free before the next block."""
-        self._ask(lambda: self._lanes[text.version].cancel(text) if text.version in self._lanes else None)
+        self._ask(
+            lambda: self._lanes[text.version].cancel(text) if text.version in self._lanes else None
+        )
 
     async def score(self, version: Version, ids: Sequence[int], likeliest: int) -> list[TokenScore]:
         """Score a text's tokens; see `monograph.evaluation.choices.score_tokens`."""
@@ -269,8 +301,15 @@ class Owner:
         if self._scores:  # one between two blocks
             done, version, ids, likeliest = self._scores.popleft()
             if not done.cancelled():
-                self._tell(_answer, done, score_tokens(version.model, ids, version.precision, likeliest))
-        found = [pair for lane in list(self._lanes.values()) if lane.generator.busy for pair in lane.advance()]
+                self._tell(
+                    _answer, done, score_tokens(version.model, ids, version.precision, likeliest)
+                )
+        found = [
+            pair
+            for lane in list(self._lanes.values())
+            if lane.generator.busy
+            for pair in lane.advance()
+        ]
         lanes = self._lanes.values()
         drawn = self._dropped[0] + sum(lane.drawn for lane in lanes)
         reused = self._dropped[1] + sum(lane.generator.reused for lane in lanes)

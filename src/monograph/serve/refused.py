@@ -13,7 +13,14 @@ class Refused(Exception):
         headers: further headers of the answer.
     """
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None, **headers: str):
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        **headers: str,
+    ):
         super().__init__(message)
         self.status = status
         self.param = param
@@ -23,6 +30,15 @@ class Refused(Exception):
 
 def error_of(refused: Refused) -> dict[str, Any]:
     """Return an error in the protocol's words."""
-    kind = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}.get(refused.status)
+    kind = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}.get(
+        refused.status
+    )
     kind = kind or ("invalid_request_error" if refused.status < 500 else "server_error")
-    return {"error": {"message": str(refused), "type": kind, "param": refused.param, "code": refused.code}}
+    return {
+        "error": {
+            "message": str(refused),
+            "type": kind,
+            "param": refused.param,
+            "code": refused.code,
+        }
+    }

@@ -1,7 +1,9 @@
-"""The requests that the server takes, as pydantic models: their fields, what each may be, and how each is refused.
+"""The requests that the server takes, as pydantic models: their fields, what each may be, and how
+each is refused.
 
-A field that would change the answer and is not built is refused, never ignored; a few that change nothing are accepted.
-Null is as good as nothing. `monograph.serve.document` describes the same models to clients.
+A field that would change the answer and is not built is refused, never ignored; a few that change
+nothing are accepted. Null is as good as nothing. `monograph.serve.document` describes the same
+models to clients.
 """
 
 import math
@@ -55,7 +57,9 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 @dataclass(frozen=True)
 class Expected:
-    """What a field must be, where its type alone does not say it well: it completes the sentence "expected ..."."""
+    """What a field must be, where its type alone does not say it well: it completes the sentence
+    "expected ...".
+    """
 
     words: str
     shows_value: bool = False
@@ -71,11 +75,15 @@ def within(allowed: Range) -> PlainValidator:
             raise Refused(400, f"{name} = {value!r:.80}: expected {allowed.expected}", name)
         return value
 
-    return PlainValidator(check, json_schema_input_type=Annotated[int if allowed.whole else float, bounds])
+    return PlainValidator(
+        check, json_schema_input_type=Annotated[int if allowed.whole else float, bounds]
+    )
 
 
 def not_supported(advice: str) -> PlainValidator:
-    """Return the check of a field that would change the text and is not built: it may only say that it is not used."""
+    """Return the check of a field that would change the text and is not built: it may only say that
+    it is not used.
+    """
 
     def check(value: object, info: ValidationInfo) -> None:
         name = str(info.field_name)
@@ -96,7 +104,10 @@ _NotSupported = Annotated[
 ]
 Ignored = Annotated[Any, WithJsonSchema({"description": "Is accepted and changes nothing."})]
 Nothing = Annotated[
-    Any, WithJsonSchema({"enum": [None, False, 0, "", [], {}], "description": "Any other value is refused."})
+    Any,
+    WithJsonSchema(
+        {"enum": [None, False, 0, "", [], {}], "description": "Any other value is refused."}
+    ),
 ]
 TokenId = Annotated[int, Field(ge=0, description="A token of the model's vocabulary.")]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
@@ -110,7 +121,11 @@ def _short(text: str) -> str:
 
 ShortText = Annotated[
     str,
-    Field(min_length=1, max_length=MOST_STOP_BYTES, description=f"Has at most {MOST_STOP_BYTES} bytes of UTF-8."),
+    Field(
+        min_length=1,
+        max_length=MOST_STOP_BYTES,
+        description=f"Has at most {MOST_STOP_BYTES} bytes of UTF-8.",
+    ),
     AfterValidator(_short),
 ]
 
@@ -123,9 +138,15 @@ def _prompts(value: object, info: ValidationInfo) -> list[str | list[int]]:
     name = info.field_name
     prompts = [value] if isinstance(value, str) or _are_ids(value) else value
     if not isinstance(prompts, list) or not 0 < len(prompts) <= MOST_PROMPTS:
-        raise Refused(400, f"{name}: expected a text, or a list of 1 to {MOST_PROMPTS:,} texts or lists of ids", name)
+        raise Refused(
+            400,
+            f"{name}: expected a text, or a list of 1 to {MOST_PROMPTS:,} texts or lists of ids",
+            name,
+        )
     if not (all(isinstance(each, str) for each in prompts) or all(map(_are_ids, prompts))):
-        raise Refused(400, f"{name}: expected texts, or lists of token ids, of which none is empty", name)
+        raise Refused(
+            400, f"{name}: expected texts, or lists of token ids, of which none is empty", name
+        )
     return prompts
 
 
@@ -138,7 +159,10 @@ Prompts = Annotated[
     list[str | list[int]],
     PlainValidator(
         _prompts,
-        json_schema_input_type=str | TokenIds | Annotated[list[str], _Several] | Annotated[list[TokenIds], _Several],
+        json_schema_input_type=str
+        | TokenIds
+        | Annotated[list[str], _Several]
+        | Annotated[list[TokenIds], _Several],
     ),
 ]
 
@@ -146,7 +170,9 @@ Prompts = Annotated[
 def _biases(value: object, info: ValidationInfo) -> dict[int, float]:
     name = info.field_name
     if not isinstance(value, dict) or len(value) > MOST_BIASES:
-        raise Refused(400, f"{name}: expected an object of at most {MOST_BIASES:,} biases by token id", name)
+        raise Refused(
+            400, f"{name}: expected an object of at most {MOST_BIASES:,} biases by token id", name
+        )
     for key, bias in value.items():
         if not (key.isascii() and key.isdecimal() and len(key) < 19):
             raise Refused(400, f"{name} has the key {key!r:.40}: expected a token id", name)
@@ -162,7 +188,10 @@ Biases = Annotated[
         _biases,
         json_schema_input_type=Annotated[
             dict[str, Annotated[float, Field(ge=BIAS.low, le=BIAS.high)]],
-            Field(max_length=MOST_BIASES, json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,18}$"}}),
+            Field(
+                max_length=MOST_BIASES,
+                json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,18}$"}},
+            ),
         ],
     ),
 ]
@@ -205,11 +234,15 @@ class Body(BaseModel):
         said = {name: value for name, value in body.items() if value is not None}
         for name in said:
             if name not in names:
-                raise Refused(400, f"there is no field {name!r:.80}{did_you_mean(name, names)}", name)
+                raise Refused(
+                    400, f"there is no field {name!r:.80}{did_you_mean(name, names)}", name
+                )
         return said
 
     @classmethod
-    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(
+        cls, core_schema: Any, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
         """Return the schema, in which every field that may be left out may be null, too."""
         schema = handler.resolve_ref_schema(handler(core_schema))
         for name, value in schema.get("properties", {}).items():
@@ -219,7 +252,11 @@ class Body(BaseModel):
 
 
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
-    value = {key: inner for key, inner in schema.items() if key not in ("default", "description", "title")}
+    value = {
+        key: inner
+        for key, inner in schema.items()
+        if key not in ("default", "description", "title")
+    }
     said = {key: schema[key] for key in ("default", "description") if schema.get(key) is not None}
     if not value or None in value.get("enum", ()):  # it allows null already
         return value | said
@@ -240,7 +277,9 @@ class Function(BaseModel):
     """The tool that is called."""
 
     name: str
-    arguments: dict[str, Any] | str | None = Field(None, description="An object, or its JSON as a text.")
+    arguments: dict[str, Any] | str | None = Field(
+        None, description="An object, or its JSON as a text."
+    )
 
 
 class Call(BaseModel):
@@ -257,7 +296,9 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 class Message(Body):
     """A part of the dialogue."""
 
-    role: Role = Field(description="Who says it. A model without a chat template knows user and assistant only.")
+    role: Role = Field(
+        description="Who says it. A model without a chat template knows user and assistant only."
+    )
     content: str | list[TextPart] | None = Field(
         None, description="What is said. It may be left out, or be null, beside tool_calls alone."
     )
@@ -265,9 +306,12 @@ class Message(Body):
     tool_calls: list[Call] | None = Field(
         None, description="Calls of tools that an assistant made, for templates that write them."
     )
-    tool_call_id: str | None = Field(None, description="The call that a tool answers, for templates that write it.")
+    tool_call_id: str | None = Field(
+        None, description="The call that a tool answers, for templates that write it."
+    )
     reasoning_content: str | None = Field(
-        None, description="An assistant's thoughts before the content, for templates that write them."
+        None,
+        description="An assistant's thoughts before the content, for templates that write them.",
     )
     thinking: str | None = Field(None, description="Another name of reasoning_content.")
     reasoning: str | None = Field(None, description="Another name of reasoning_content.")
@@ -343,7 +387,9 @@ class TokenizeRequest(Request):
 
 def _known_tokens(value: object, info: ValidationInfo) -> list[int]:
     known = range(info.context["vocabulary"]) if info.context else range(0)
-    if not isinstance(value, list) or not all(type(token) is int and token in known for token in value):
+    if not isinstance(value, list) or not all(
+        type(token) is int and token in known for token in value
+    ):
         raise Refused(400, f"tokens: expected a list of token ids from 0 to {known[-1]}", "tokens")
     return value
 
@@ -351,7 +397,9 @@ def _known_tokens(value: object, info: ValidationInfo) -> list[int]:
 class DetokenizeRequest(Request):
     """Tokens to be decoded."""
 
-    tokens: Annotated[list[int], PlainValidator(_known_tokens, json_schema_input_type=list[TokenId])]
+    tokens: Annotated[
+        list[int], PlainValidator(_known_tokens, json_schema_input_type=list[TokenId])
+    ]
     model: str | None = Field(None, description="Is ignored: the newest model's tokenizer is used.")
 
 
@@ -381,7 +429,10 @@ class TextRequest(Request):
         ),
     ]
     n: Annotated[
-        int, PlainValidator(_rows_at_most, json_schema_input_type=Annotated[int, Field(ge=1, le=MOST_PROMPTS)])
+        int,
+        PlainValidator(
+            _rows_at_most, json_schema_input_type=Annotated[int, Field(ge=1, le=MOST_PROMPTS)]
+        ),
     ] = Field(
         1,
         description="The number of texts for each prompt. At most as many as the server writes at once (--rows); text "
@@ -398,7 +449,8 @@ class TextRequest(Request):
         Field(max_length=MOST_STOPS),
         BeforeValidator(
             _in_a_list,
-            json_schema_input_type=ShortText | Annotated[list[ShortText], Field(max_length=MOST_STOPS)],
+            json_schema_input_type=ShortText
+            | Annotated[list[ShortText], Field(max_length=MOST_STOPS)],
         ),
         Expected(f"up to {MOST_STOPS} texts of 1 to {MOST_STOP_BYTES} bytes"),
     ] = Field([], description="The text ends before the first of these texts.")
@@ -410,7 +462,9 @@ class TextRequest(Request):
         "choice and response_format.",
         json_schema_extra={"maxLength": MAX_LENGTH},
     )
-    choice: Annotated[list[str] | None, FailFast(), Field(min_length=1), Expected("a list of texts")] = Field(
+    choice: Annotated[
+        list[str] | None, FailFast(), Field(min_length=1), Expected("a list of texts")
+    ] = Field(
         None,
         description=f"The text is one of these, which have at most {MOST_BYTES:,} bytes in all. Excludes regex and "
         "response_format.",
@@ -452,24 +506,34 @@ class TextRequest(Request):
         """
         given = []
         if isinstance(self.response_format, JsonSchemaFormat):
-            given.append(Limit("json_schema", self.response_format.json_schema.schema_, "response_format"))
+            given.append(
+                Limit("json_schema", self.response_format.json_schema.schema_, "response_format")
+            )
         if self.regex is not None:
             given.append(Limit("regex", self.regex, "regex"))
         if self.choice is not None:
             given.append(Limit("choices", self.choice, "choice"))
         if len(given) > 1:
-            raise Refused(400, f"{given[0].field} and {given[1].field}: give one of them", given[1].field)
+            raise Refused(
+                400, f"{given[0].field} and {given[1].field}: give one of them", given[1].field
+            )
         return given[0] if given else None
 
     @cached_property
     def sampling(self) -> Sampling:
         """How tokens are chosen, with a seed that is drawn where none was given."""
         options = {name: getattr(self, name) for name in OPTIONS}
-        return Sampling(**options, seed=secrets.randbelow(SEEDS) if self.seed is None else self.seed)
+        return Sampling(
+            **options, seed=secrets.randbelow(SEEDS) if self.seed is None else self.seed
+        )
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
-        if self.stream_options is not None and self.stream_options.model_fields_set and not self.stream:
+        if (
+            self.stream_options is not None
+            and self.stream_options.model_fields_set
+            and not self.stream
+        ):
             raise Refused(400, "stream_options is for a stream", "stream_options")
         _ = self.limit
         return self
@@ -478,11 +542,17 @@ class TextRequest(Request):
 # ── the sampler's options ─────────────────────────────────────────────────────────────────────────
 
 # `logprobs` is another number here, the seed has a field of its own, and the order is not built.
-_OPTIONS = {option.name: option for option in fields(Sampling) if option.name not in ("logprobs", "seed", "order")}
+_OPTIONS = {
+    option.name: option
+    for option in fields(Sampling)
+    if option.name not in ("logprobs", "seed", "order")
+}
 OPTIONS = frozenset(_OPTIONS)
 # Their types, where it is no number of a range.
 _TYPES: dict[str, Any] = {
-    "penalty_scope": Annotated[Scope, Expected(f"one of {', '.join(get_args(Scope))}", shows_value=True)],
+    "penalty_scope": Annotated[
+        Scope, Expected(f"one of {', '.join(get_args(Scope))}", shows_value=True)
+    ],
     "dry_sequence_breakers": Annotated[
         list[ShortText],
         FailFast(),
@@ -501,9 +571,14 @@ def with_options(model: type[_Model]) -> type[_Model]:
     said = _attributes(Sampling) | _DESCRIPTIONS
     added: dict[str, Any] = {}
     for name, option in _OPTIONS.items():
-        kind = _TYPES.get(name) or Annotated[int if RANGES[name].whole else float, within(RANGES[name])]
+        kind = (
+            _TYPES.get(name)
+            or Annotated[int if RANGES[name].whole else float, within(RANGES[name])]
+        )
         added[name] = kind, Field(_DEFAULTS.get(name, _default(option)), description=said.get(name))
-    return create_model(model.__name__, __base__=model, __module__=model.__module__, __doc__=model.__doc__, **added)
+    return create_model(
+        model.__name__, __base__=model, __module__=model.__module__, __doc__=model.__doc__, **added
+    )
 
 
 def _default(option: Option[Any]) -> Any:
@@ -516,7 +591,10 @@ def _attributes(described: type) -> dict[str, str]:
     """Return what the docstring of a class says of each attribute, in a sentence."""
     listed = (described.__doc__ or "").partition("Attributes:\n")[2]
     found = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", listed, re.MULTILINE)
-    return {name: f"{(said := ' '.join(text.replace('`', '').split()))[0].upper()}{said[1:]}" for name, text in found}
+    return {
+        name: f"{(said := ' '.join(text.replace('`', '').split()))[0].upper()}{said[1:]}"
+        for name, text in found
+    }
 
 
 # ── requests for texts ────────────────────────────────────────────────────────────────────────────
@@ -542,7 +620,9 @@ class CompletionRequest(TextRequest):
         description="Reports the log-probability of each token under the model's own distribution, and of so many of "
         "the likeliest tokens in its place.",
     )
-    best_of: Annotated[int, within(whole(1, 2**31 - 1))] = Field(1, description="Is not supported: at most n.")
+    best_of: Annotated[int, within(whole(1, 2**31 - 1))] = Field(
+        1, description="Is not supported: at most n."
+    )
 
     @property
     def most_tokens(self) -> int | None:
@@ -551,15 +631,21 @@ class CompletionRequest(TextRequest):
 
     @property
     def likeliest(self) -> int | None:
-        """How many of the likeliest tokens are reported with each; None: no log-probabilities at all."""
+        """How many of the likeliest tokens are reported with each; None: no log-probabilities at
+        all.
+        """
         return self.logprobs
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:
         if self.max_tokens == 0 and not self.echo:
-            raise Refused(400, "max_tokens is 0: only a request with echo asks for no token", "max_tokens")
+            raise Refused(
+                400, "max_tokens is 0: only a request with echo asks for no token", "max_tokens"
+            )
         if self.best_of > self.n:
-            raise Refused(400, "best_of is not supported: ask for n texts", "best_of", "unsupported_parameter")
+            raise Refused(
+                400, "best_of is not supported: ask for n texts", "best_of", "unsupported_parameter"
+            )
         if self.echo and self.stream:
             raise Refused(400, "echo is for a text that is not streamed", "echo")
         return self
@@ -573,23 +659,28 @@ class ChatRequest(TextRequest):
         list[dict[str, Any]],
         PlainValidator(
             _messages,
-            json_schema_input_type=Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)],
+            json_schema_input_type=Annotated[
+                list[Message], Field(min_length=1, max_length=MOST_MESSAGES)
+            ],
         ),
     ] = Field(
         description="The dialogue so far. The model's chat template puts it together; without one, the texts are "
         "joined and continued."
     )
     max_completion_tokens: Annotated[int | None, within(whole(1, 2**31 - 1))] = Field(
-        None, description="The most tokens of each text. If it is left out, the rest of the context."
+        None,
+        description="The most tokens of each text. If it is left out, the rest of the context.",
     )
     max_tokens: Annotated[int | None, within(whole(1, 2**31 - 1))] = Field(
         None, description="The older name of max_completion_tokens; both at once are refused."
     )
     logprobs: bool = Field(
-        False, description="Reports the log-probability of each token under the model's own distribution."
+        False,
+        description="Reports the log-probability of each token under the model's own distribution.",
     )
     top_logprobs: Annotated[int | None, within(whole(0, MOST_LOGPROBS))] = Field(
-        None, description="Reports so many of the likeliest tokens in the place of each. Needs logprobs."
+        None,
+        description="Reports so many of the likeliest tokens in the place of each. Needs logprobs.",
     )
     chat_template_kwargs: TemplateOptions = Field(
         TemplateOptions(), description="What the chat template reads beside the messages."
@@ -607,7 +698,9 @@ class ChatRequest(TextRequest):
 
     @property
     def likeliest(self) -> int | None:
-        """How many of the likeliest tokens are reported with each; None: no log-probabilities at all."""
+        """How many of the likeliest tokens are reported with each; None: no log-probabilities at
+        all.
+        """
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
@@ -651,7 +744,8 @@ def read(model: type[_Model], body: dict[str, Any], **context: int) -> _Model:
     Args:
         model: the kind of request.
         body: the JSON object.
-        context: what the server's model allows: "rows", the largest n, or "vocabulary", the number of token ids.
+        context: what the server's model allows: "rows", the largest n, or "vocabulary", the number
+            of token ids.
 
     Raises:
         Refused: a field is wrong; the error names it.

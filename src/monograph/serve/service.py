@@ -1,4 +1,6 @@
-"""What all requests share: the versions of the model, the thread that owns them, the gate before it, and counts."""
+"""What all requests share: the versions of the model, the thread that owns them, the gate before
+it, and counts.
+"""
 
 import asyncio
 from collections import Counter
@@ -67,7 +69,8 @@ class Service:
         self._compilers: dict[tuple[str, tuple[int, ...]], Compiler] = {}
 
     async def begin(self, ended: Callable[[], None]) -> Version:
-        """Load the model and make all that a request needs; `ended` is called if its thread ends by an error.
+        """Load the model and make all that a request needs; `ended` is called if its thread ends by
+        an error.
 
         Raises:
             MonographError: it cannot be loaded.
@@ -87,7 +90,9 @@ class Service:
         return version
 
     async def follow(self) -> None:
-        """Load each newer version, until an error that nobody foresaw; requests that have begun end with theirs."""
+        """Load each newer version, until an error that nobody foresaw; requests that have begun end
+        with theirs.
+        """
         why = ""  # the newest version cannot be loaded, as it was said
         while True:
             await asyncio.sleep(LOOK_S)
@@ -161,7 +166,8 @@ class Service:
 
     @asynccontextmanager
     async def version(self, name: str) -> AsyncIterator[Version]:
-        """Yield the newest version, which stays until the end of the block, if it has this name or any name will do.
+        """Yield the newest version, which stays until the end of the block, if it has this name or
+        any name will do.
 
         Raises:
             Refused: it has another.
@@ -170,7 +176,12 @@ class Service:
         if not self._any_name and name not in (names := self.names(version)):
             known = ", ".join(names)
             hint = "other names: `monograph serve` with --served-name or --any-name"
-            raise Refused(404, f"there is no model {name!r:.80}: expected {known} ({hint})", "model", "model_not_found")
+            raise Refused(
+                404,
+                f"there is no model {name!r:.80}: expected {known} ({hint})",
+                "model",
+                "model_not_found",
+            )
         self._users[version] += 1
         try:
             yield version
@@ -191,7 +202,10 @@ class Service:
         _ = self.newest  # or there is nothing to count yet
         stock = self.owner.stock
         lines = ["# TYPE monograph_requests_total counter"]
-        lines += [f'monograph_requests_total{{status="{key}"}} {n}' for key, n in self.counted.by_status.items()]
+        lines += [
+            f'monograph_requests_total{{status="{key}"}} {n}'
+            for key, n in self.counted.by_status.items()
+        ]
         numbers = {
             "rows gauge": self.rows,
             "rows_running gauge": stock.running,

@@ -1,4 +1,5 @@
-"""The forms of all answers, as the protocol has them: what writes them is typed by these, and the document shows them.
+"""The forms of all answers, as the protocol has them: what writes them is typed by these, and the
+document shows them.
 
 They are types alone: nothing is checked by them when an answer is made.
 """
@@ -16,9 +17,14 @@ Count = Annotated[int, Field(ge=0)]
 Length = Annotated[int, Field(ge=1)]
 Time = Annotated[int, Field(ge=0, description="Seconds since 1970.")]
 LogProbability = Annotated[float, Field(le=0, description="ln p, and -9999 where p is 0.")]
-Index = Annotated[int, Field(ge=0, description="The text's number: prompt p and text i of it have p * n + i.")]
+Index = Annotated[
+    int, Field(ge=0, description="The text's number: prompt p and text i of it have p * n + i.")
+]
 Ended = Annotated[
-    Finish, Field(description="stop: the text ended, or a stop text came. length: it reached its most tokens.")
+    Finish,
+    Field(
+        description="stop: the text ended, or a stop text came. length: it reached its most tokens."
+    ),
 ]
 MaybeEnded = Annotated[Finish | None, Field(description="Is null but in a text's last piece.")]
 
@@ -62,9 +68,12 @@ MaybeUsage = Annotated[Usage | None, Field(description="Is there with include_us
 class CompletionLogprobs(TypedDict):
     """The tokens of a text with their log-probabilities."""
 
-    tokens: Annotated[list[str], Field(description=r"Each token's text; bytes that are no UTF-8 as bytes:\xf0.")]
+    tokens: Annotated[
+        list[str], Field(description=r"Each token's text; bytes that are no UTF-8 as bytes:\xf0.")
+    ]
     token_logprobs: Annotated[
-        list[LogProbability | None], Field(description="Null for the first token of an echoed prompt.")
+        list[LogProbability | None],
+        Field(description="Null for the first token of an echoed prompt."),
     ]
     top_logprobs: Annotated[
         list[dict[str, LogProbability] | None],
@@ -73,7 +82,9 @@ class CompletionLogprobs(TypedDict):
             "token_id:17."
         ),
     ]
-    text_offset: Annotated[list[Count], Field(description="The number of characters before each token.")]
+    text_offset: Annotated[
+        list[Count], Field(description="The number of characters before each token.")
+    ]
 
 
 class CompletionChoice(TypedDict):
@@ -118,7 +129,9 @@ class ChatToken(TypedDict):
 
     token: str
     logprob: LogProbability
-    bytes: Annotated[list[Annotated[int, Field(ge=0, le=255)]], Field(description="The token's own bytes.")]
+    bytes: Annotated[
+        list[Annotated[int, Field(ge=0, le=255)]], Field(description="The token's own bytes.")
+    ]
 
 
 class ChatDrawnToken(ChatToken):
@@ -189,9 +202,15 @@ class ChatPiece(_Head):
 class ErrorBody(TypedDict):
     """What is wrong."""
 
-    message: Annotated[str, Field(description="One line, which names what is wrong and what to do.")]
+    message: Annotated[
+        str, Field(description="One line, which names what is wrong and what to do.")
+    ]
     type: Literal[
-        "invalid_request_error", "authentication_error", "permission_error", "rate_limit_error", "server_error"
+        "invalid_request_error",
+        "authentication_error",
+        "permission_error",
+        "rate_limit_error",
+        "server_error",
     ]
     param: Annotated[str | None, Field(description="The field that is wrong.")]
     code: (
@@ -217,8 +236,8 @@ class Error(TypedDict):
 class CompletionEvent(TypedDict):
     """A server-sent event of a stream.
 
-    The last one is [DONE], or an error in place of all that is missing. Lines that begin with a colon keep the
-    connection open.
+    The last one is [DONE], or an error in place of all that is missing. Lines that begin with a
+    colon keep the connection open.
     """
 
     data: Literal["[DONE]"] | Json[CompletionPiece | Error]
@@ -227,8 +246,8 @@ class CompletionEvent(TypedDict):
 class ChatEvent(TypedDict):
     """A server-sent event of a stream.
 
-    The last one is [DONE], or an error in place of all that is missing. Lines that begin with a colon keep the
-    connection open.
+    The last one is [DONE], or an error in place of all that is missing. Lines that begin with a
+    colon keep the connection open.
     """
 
     data: Literal["[DONE]"] | Json[ChatPiece | Error]
@@ -244,7 +263,9 @@ class Model(TypedDict):
     object: Literal["model"]
     created: Time
     owned_by: Literal["monograph"]
-    max_model_len: Annotated[int, Field(ge=1, description="The context: the most tokens of a prompt and its text.")]
+    max_model_len: Annotated[
+        int, Field(ge=1, description="The context: the most tokens of a prompt and its text.")
+    ]
     root: Annotated[str, Field(description="RUN@UPDATE, which the name stands for now.")]
     chat: Annotated[bool, Field(description="Whether the model has a chat template.")]
 

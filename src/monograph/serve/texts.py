@@ -1,4 +1,6 @@
-"""Answers requests for texts: reads what is asked, has it written and sends it, unless the client goes before."""
+"""Answers requests for texts: reads what is asked, has it written and sends it, unless the client
+goes before.
+"""
 
 import asyncio
 from asyncio import FIRST_COMPLETED
@@ -68,7 +70,9 @@ class Texts:
             if ended.done():
                 broken = self._service.ending
             elif not gone.done():
-                broken = Refused(408, f"the text was not done after {LONGEST_S:.0f} s", code="timeout")
+                broken = Refused(
+                    408, f"the text was not done after {LONGEST_S:.0f} s", code="timeout"
+                )
         except asyncio.CancelledError:
             broken = self._service.ending
         for task in (work, gone, ended):
@@ -102,8 +106,13 @@ class Texts:
                 return await self._send_scored(asked, version, prompts, send)
         inbox: Inbox = asyncio.Queue()
         requests = await self._requests(asked, version, prompts, client)
-        texts = [Generation(request, version, index, inbox, asked.stream) for index, request in enumerate(requests)]
-        answer = (ChatAnswer if self._is_chat else Answer)(version, asked.sampling.seed, asked.likeliest)
+        texts = [
+            Generation(request, version, index, inbox, asked.stream)
+            for index, request in enumerate(requests)
+        ]
+        answer = (ChatAnswer if self._is_chat else Answer)(
+            version, asked.sampling.seed, asked.likeliest
+        )
         used = sum(map(len, prompts))
         async with self._written(texts, began) as events:
             if asked.stream:
@@ -121,14 +130,19 @@ class Texts:
     def _read(self, body: bytes) -> Asked:
         given = parsed(body)
         rows = self._service.rows
-        return read(ChatRequest, given, rows=rows) if self._is_chat else read(CompletionRequest, given, rows=rows)
+        return (
+            read(ChatRequest, given, rows=rows)
+            if self._is_chat
+            else read(CompletionRequest, given, rows=rows)
+        )
 
     # ── what is asked ─────────────────────────────────────────────────────────────────────────
 
     def _prompts(self, asked: Asked, version: Version) -> list[list[int]]:
         """Return the ids of each prompt, which have room in the model's context."""
         field = "messages" if self._is_chat else "prompt"
-        limit = version.context * version.longest_piece  # no longer text has room, however it is cut into tokens
+        # No longer text has room, however it is cut into tokens.
+        limit = version.context * version.longest_piece
         given = asked.prompt if isinstance(asked, CompletionRequest) else []
         if any(isinstance(each, str) and len(each) > limit for each in given):
             raise _too_long(f"more than {version.context:,}", version, field)
@@ -136,7 +150,14 @@ class Texts:
             if isinstance(asked, CompletionRequest):
                 prompts = [self._ids(version, prompt) for prompt in given]
             elif version.has_template:
-                prompts = [chat_ids(version.tokenizer, asked.messages, add_generation_prompt=True, **asked.variables)]
+                prompts = [
+                    chat_ids(
+                        version.tokenizer,
+                        asked.messages,
+                        add_generation_prompt=True,
+                        **asked.variables,
+                    )
+                ]
             else:
                 prompts = [self._ids(version, joined(asked))]
         except MonographError as error:
@@ -152,17 +173,25 @@ class Texts:
         if isinstance(prompt, str):
             return [tokenizer.bos_id, *tokenizer.encode(prompt)]
         if any(not 0 <= token < tokenizer.vocab_size for token in prompt):
-            raise Refused(400, f"prompt: expected token ids from 0 to {tokenizer.vocab_size - 1}", "prompt")
+            raise Refused(
+                400, f"prompt: expected token ids from 0 to {tokenizer.vocab_size - 1}", "prompt"
+            )
         return prompt
 
-    async def _requests(self, asked: Asked, version: Version, prompts: Prompts, client: str) -> list[Request]:
-        """Return a request for each text, n for each prompt, whose seeds are those of `monograph generate`."""
+    async def _requests(
+        self, asked: Asked, version: Version, prompts: Prompts, client: str
+    ) -> list[Request]:
+        """Return a request for each text, n for each prompt, whose seeds are those of
+        `monograph generate`.
+        """
         tokenizer, sampling = version.tokenizer, asked.sampling
         if asked.likeliest is not None:
             sampling = replace(sampling, logprobs=min(asked.likeliest, tokenizer.vocab_size))
         leads = {bytes(tokenizer.lead(ids)) for ids in prompts}
         if any(text.startswith(" ") for text in asked.stop) and any(leads):
-            raise Refused(400, "stop: the tokenizer has every text begin with a space: leave it out", "stop")
+            raise Refused(
+                400, "stop: the tokenizer has every text begin with a space: leave it out", "stop"
+            )
         if asked.limit is not None and len(leads) > 1:
             raise Refused(400, "prompt: under a constraint, give an empty prompt alone", "prompt")
         try:
@@ -206,7 +235,9 @@ class Texts:
 
     @asynccontextmanager
     async def _written(self, texts: Sequence[Generation], began: float) -> AsyncIterator[Batches]:
-        """Have texts written; yields an iterator of their events, and cancels those that have not ended at the end."""
+        """Have texts written; yields an iterator of their events, and cancels those that have not
+        ended at the end.
+        """
         gate = self._service.gate
         running = set(texts)
 
@@ -233,7 +264,13 @@ class Texts:
             self._service.whole.add(clock() - began)
 
     async def _stream(
-        self, asked: Asked, texts: Sequence[Generation], answer: Answer, events: Batches, used: int, send: Send
+        self,
+        asked: Asked,
+        texts: Sequence[Generation],
+        answer: Answer,
+        events: Batches,
+        used: int,
+        send: Send,
     ) -> None:
         writings = {text: self._writing(text, asked) for text in texts}
         stream = Events(send)
@@ -254,36 +291,56 @@ class Texts:
         await stream.end()
 
     async def _whole(
-        self, asked: Asked, texts: Sequence[Generation], answer: Answer, events: Batches, prompts: Prompts, send: Send
+        self,
+        asked: Asked,
+        texts: Sequence[Generation],
+        answer: Answer,
+        events: Batches,
+        prompts: Prompts,
+        send: Send,
     ) -> None:
         version = texts[0].version
         echoes = [Piece(0, "", [], None)] * len(prompts)
         if isinstance(asked, CompletionRequest) and asked.echo:
             echoes = await self._echoes(asked, version, prompts)
         of = [echoes[text.index // asked.n] for text in texts]
-        writings = [self._writing(text, asked, echo.text) for text, echo in zip(texts, of, strict=True)]
-        pieces = [Piece(text.index, echo.text, [*echo.entries], None) for text, echo in zip(texts, of, strict=True)]
+        writings = [
+            self._writing(text, asked, echo.text) for text, echo in zip(texts, of, strict=True)
+        ]
+        pieces = [
+            Piece(text.index, echo.text, [*echo.entries], None)
+            for text, echo in zip(texts, of, strict=True)
+        ]
         async for batch in events:
             for text, event in batch:
                 new = writings[text.index].add(event)
                 old = pieces[text.index]
-                pieces[text.index] = Piece(new.number, old.text + new.text, old.entries + new.entries, new.finish)
+                pieces[text.index] = Piece(
+                    new.number, old.text + new.text, old.entries + new.entries, new.finish
+                )
         usage = usage_of(sum(map(len, prompts)), sum(writing.tokens for writing in writings))
         await _send(answer, pieces, usage, send)
 
     def _writing(self, text: Generation, asked: Asked, before: str = "") -> Writing:
-        # lm-evaluation-harness counts on an entry for each token; in a chat the protocol has none for the end.
+        # lm-evaluation-harness counts on an entry for each token; in a chat the protocol has none
+        # for the end.
         return Writing(text, asked.stop, asked.likeliest, ends=not self._is_chat, before=before)
 
-    async def _send_scored(self, asked: CompletionRequest, version: Version, prompts: Prompts, send: Send) -> None:
+    async def _send_scored(
+        self, asked: CompletionRequest, version: Version, prompts: Prompts, send: Send
+    ) -> None:
         """Answer with the prompts alone, n times each."""
         echoes = await self._echoes(asked, version, prompts)
         repeated = [echo for echo in echoes for _ in range(asked.n)]
-        pieces = [echo._replace(number=number, finish="length") for number, echo in enumerate(repeated)]
+        pieces = [
+            echo._replace(number=number, finish="length") for number, echo in enumerate(repeated)
+        ]
         answer = Answer(version, asked.sampling.seed, asked.likeliest)
         await _send(answer, pieces, usage_of(sum(map(len, prompts)), 0), send)
 
-    async def _echoes(self, asked: CompletionRequest, version: Version, prompts: Prompts) -> list[Piece]:
+    async def _echoes(
+        self, asked: CompletionRequest, version: Version, prompts: Prompts
+    ) -> list[Piece]:
         """Return each prompt as a piece, scored if log-probabilities are asked for."""
         echoes = []
         for prompt, ids in zip(asked.prompt, prompts, strict=True):
@@ -298,14 +355,17 @@ class Texts:
 
 
 async def _send(answer: Answer, pieces: Sequence[Piece], usage: shapes.Usage, send: Send) -> None:
-    """Send a whole answer, serialised in a worker thread if it has log-probabilities: they are thousands of numbers."""
+    """Send a whole answer, serialised in a worker thread if it has log-probabilities: they are
+    thousands of numbers.
+    """
     has_numbers = any(piece.entries for piece in pieces)
     made = asyncio.to_thread(answer.whole, pieces, usage) if has_numbers else None
     await send_whole(send, await made if made else answer.whole(pieces, usage))
 
 
 def joined(asked: ChatRequest) -> str:
-    """Return the messages of a chat with a model that has no template: a text, which the model goes on with.
+    """Return the messages of a chat with a model that has no template: a text, which the model goes
+    on with.
 
     Raises:
         Refused: a message is of nobody who speaks, or says more than its text.
@@ -314,8 +374,14 @@ def joined(asked: ChatRequest) -> str:
     if further:
         said = f"messages: the model has no chat template, so nothing reads {min(further)}: leave it out"
         raise Refused(400, said, "messages")
-    if strange := next((each["role"] for each in asked.messages if each["role"] not in ("user", "assistant")), None):
-        raise Refused(400, f"messages: the model has no chat template, so nobody has the role {strange}", "messages")
+    if strange := next(
+        (each["role"] for each in asked.messages if each["role"] not in ("user", "assistant")), None
+    ):
+        raise Refused(
+            400,
+            f"messages: the model has no chat template, so nobody has the role {strange}",
+            "messages",
+        )
     return "".join(each["content"] for each in asked.messages)
 
 
@@ -326,10 +392,14 @@ def _numbers(asked: Asked, version: Version, prompts: Prompts) -> int:
         Refused: they might take gigabytes.
     """
     most = version.context if asked.most_tokens is None else asked.most_tokens
-    tokens = asked.n * sum(min(most, version.context - len(ids)) + len(ids) * asked.echo for ids in prompts)
+    tokens = asked.n * sum(
+        min(most, version.context - len(ids)) + len(ids) * asked.echo for ids in prompts
+    )
     if (numbers := tokens * (1 + (asked.likeliest or 0))) > MOST_NUMBERS:
         asks = f"{numbers:,} of up to {tokens:,} tokens; a request may ask for {MOST_NUMBERS:,}"
-        raise Refused(400, f"logprobs: {asks}: ask for fewer, or for fewer tokens or texts", "logprobs")
+        raise Refused(
+            400, f"logprobs: {asks}: ask for fewer, or for fewer tokens or texts", "logprobs"
+        )
     return numbers
 
 

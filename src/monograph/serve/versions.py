@@ -1,4 +1,6 @@
-"""The model that is served: a run's newest checkpoint or a folder, loaded again when the run has moved on."""
+"""The model that is served: a run's newest checkpoint or a folder, loaded again when the run has
+moved on.
+"""
 
 import hashlib
 import json
@@ -35,13 +37,23 @@ class Version:
         names: other names, which later versions take over.
         model: the model.
         tokenizer: its tokenizer.
-        precision: the precision in which a text is scored, that of the run, as `monograph evaluate` does.
-        rows, context: texts written at once, and the most tokens of a prompt and its text, as the memory holds them.
+        precision: the precision in which a text is scored, that of the run, as `monograph evaluate`
+            does.
+        rows, context: texts written at once, and the most tokens of a prompt and its text, as the
+            memory holds them.
         created: when it was loaded, in seconds since 1970.
-        breakers: `monograph.decode.chain.breakers` of a tuple of texts, by its pieces; the last answers are kept.
+        breakers: `monograph.decode.chain.breakers` of a tuple of texts, by its pieces; the last
+            answers are kept.
     """
 
-    def __init__(self, identity: str, names: tuple[str, ...], model: Llama, tokenizer: Tokenizer, precision: Precision):
+    def __init__(
+        self,
+        identity: str,
+        names: tuple[str, ...],
+        model: Llama,
+        tokenizer: Tokenizer,
+        precision: Precision,
+    ):
         """Put the model on the device."""
         self._digest = digest(model)
         self.id = identity
@@ -105,7 +117,9 @@ class Source:
         self._seen = _NOTHING
 
     def moved(self) -> bool:
-        """Return whether there may be a version that was not loaded yet: a checkpoint's name is new, or the run is."""
+        """Return whether there may be a version that was not loaded yet: a checkpoint's name is
+        new, or the run is.
+        """
         now = self._versions()
         return now.run != self._seen.run or not now.checkpoints <= self._seen.checkpoints
 

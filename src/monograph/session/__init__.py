@@ -1,1 +1,3 @@
-"""Make a training run from settings or a checkpoint, report on it while it trains, and summarise it at its end."""
+"""Make a training run from settings or a checkpoint, report on it while it trains, and summarise it
+at its end.
+"""

@@ -13,15 +13,25 @@ from monograph.run.source import ModelSource
 from monograph.storage.code import folder_named
 from monograph.storage.reading import exists, without_links
 
-FIXED = ("lora.rank", "lora.alpha", "lora.rslora", "lora.dora", "lora.targets", "lora.dropout", "lora.base")
-# What the adapters are; new tokens are known only once the text's tokenizer is, so they are not fixed early.
+FIXED = (
+    "lora.rank",
+    "lora.alpha",
+    "lora.rslora",
+    "lora.dora",
+    "lora.targets",
+    "lora.dropout",
+    "lora.base",
+)
+# What the adapters are; new tokens are known only once the text's tokenizer is, so they are not
+# fixed early.
 ADAPTER_KEYS = (*FIXED, "lora.tokens")
 USUAL = Lora()
 RANK = f"lora.rank = {USUAL.rank}"
 
 
 def lora_of(settings: Settings) -> Lora | None:
-    """Return the adapters that the settings ask for, with usual values for open keys; None without adapters.
+    """Return the adapters that the settings ask for, with usual values for open keys; None without
+    adapters.
 
     The ids of tokens whose rows are trained together with them are left out.
     """
@@ -41,28 +51,38 @@ def lora_of(settings: Settings) -> Lora | None:
 
 
 def fixed_lora(settings: Settings, source: ModelSource | None) -> dict[str, Any]:
-    """Return values for all [lora] keys in FIXED and the base's full path; an empty mapping without adapters.
+    """Return values for all [lora] keys in FIXED and the base's full path; an empty mapping without
+    adapters.
 
     Args:
         settings: the run's settings.
         source: the model that the run starts from; None for a new one.
 
     Raises:
-        UsageError: there is no base or no rank, or the adapters differ from the stored ones that they begin from.
+        UsageError: there is no base or no rank, or the adapters differ from the stored ones that
+            they begin from.
     """
-    given = {key: settings.origins[key] for key in (*ADAPTER_KEYS, "lora.lr_ratio") if key in settings.origins}
+    given = {
+        key: settings.origins[key]
+        for key in (*ADAPTER_KEYS, "lora.lr_ratio")
+        if key in settings.origins
+    }
     if source and source.adapter:
         values = settings.values()
         said = {key: settings.said(key) for key in given}
         where = f"the adapter in {source.name}"
-        fixed = _as_stored(source.adapter, where, {key: values[key] for key in ADAPTER_KEYS}, given, said)
+        fixed = _as_stored(
+            source.adapter, where, {key: values[key] for key in ADAPTER_KEYS}, given, said
+        )
         return {**fixed, "model.init": folder_named(without_links(source.name))}
     if not given:
         return {}
     key, origin = next(iter(given.items()))
     lora = lora_of(settings)
     if lora is None:
-        raise UsageError(f"{origin}: {key} is of adapters, and none are trained: give their rank too, such as {RANK}")
+        raise UsageError(
+            f"{origin}: {key} is of adapters, and none are trained: give their rank too, such as {RANK}"
+        )
     if source is None:
         raise UsageError(
             f"{origin}: {key}: adapters are added to weights that exist and stay frozen, which those of a new model "
@@ -75,7 +95,8 @@ def fixed_lora(settings: Settings, source: ModelSource | None) -> dict[str, Any]
 
 
 def rates(rate: float | str, ratio: float | None, usual: float) -> dict[str, Any]:
-    """Return the optimizer's peak learning rate, and the group of adapters' parameters that have a multiple of it.
+    """Return the optimizer's peak learning rate, and the group of adapters' parameters that have a
+    multiple of it.
 
     These are B and, as in PEFT, the magnitudes (LoRA+, Hayou et al. 2024, arXiv 2402.12354).
 
@@ -102,7 +123,11 @@ def _values(lora: Lora) -> dict[str, Any]:
 
 
 def _as_stored(
-    adapter: Adapter, where: str, asked: Mapping[str, Any], given: Mapping[str, str], said: Mapping[str, str]
+    adapter: Adapter,
+    where: str,
+    asked: Mapping[str, Any],
+    given: Mapping[str, str],
+    said: Mapping[str, str],
 ) -> dict[str, Any]:
     """Return the values of a stored adapter, of which a run may change dropout and base.
 
@@ -116,7 +141,9 @@ def _as_stored(
     stored = _values(adapter.lora)
     free = {key: asked[key] for key in ("lora.dropout", "lora.base")}
     if asked["lora.tokens"] not in (None, "auto"):
-        raise UsageError(f"{given['lora.tokens']}: lora.tokens: {where} says which it has: leave it out")
+        raise UsageError(
+            f"{given['lora.tokens']}: lora.tokens: {where} says which it has: leave it out"
+        )
     for key in given.keys() & (stored.keys() - free.keys()):
         value, own = asked[key], stored[key]
         if value != own:

@@ -1,4 +1,6 @@
-"""What happens after each update of a run: its numbers are logged and shown, it is evaluated, sampled and saved."""
+"""What happens after each update of a run: its numbers are logged and shown, it is evaluated,
+sampled and saved.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,7 +51,12 @@ class AfterUpdate:
     """
 
     def __init__(
-        self, session: Session, report: Reporter, block: TrainingBlock, stop: StopSignal, progress: Progress
+        self,
+        session: Session,
+        report: Reporter,
+        block: TrainingBlock,
+        stop: StopSignal,
+        progress: Progress,
     ) -> None:
         """Score the weights that the run begins from, if it shows that, and start the clock."""
         self.session = session
@@ -57,12 +64,15 @@ class AfterUpdate:
         self.block = block
         self.stop_signal = stop
         self.progress = progress
-        # Reading an update's numbers waits for a GPU to finish it, as drawing answers from its weights does anyway.
+        # Reading an update's numbers waits for a GPU to finish it, as drawing answers from its
+        # weights does anyway.
         reads_each = not session.task.is_plain or session.engine.step.device.type == "cpu"
         self.log = MetricsLog(session.run, every=1 if reads_each else 10)
-        self._doubted_at = max(DOUBTED_AT, session.engine.index + 1)  # some updates may have come before this
+        # Some updates may have come before this.
+        self._doubted_at = max(DOUBTED_AT, session.engine.index + 1)
         self._graphs = compat.captured_graphs()
-        self._check_every = defaults.interval(session.updates, defaults.EVALUATIONS)  # whether the time suffices
+        # Whether the time suffices.
+        self._check_every = defaults.interval(session.updates, defaults.EVALUATIONS)
         session.training_since_s = clock()
         if not session.engine.index and session.task.scores_untrained:
             report.evaluate(block, 0, limit=None)
@@ -86,9 +96,13 @@ class AfterUpdate:
         if done == self._doubted_at and not is_last:
             self._doubt()
         stopping, asked, lost, skipping = session.world.any(
-            self.stop_signal.requested is not None, self.stop_signal.save_requested, log.is_lost, log.streak > 0
+            self.stop_signal.requested is not None,
+            self.stop_signal.save_requested,
+            log.is_lost,
+            log.streak > 0,
         )
-        # No checkpoint is due while updates are skipped, so that `go_back` finds one from before them.
+        # No checkpoint is due while updates are skipped, so that `go_back` finds one from before
+        # them.
         due = self._save_is_overdue or done % session.plan.save_every == 0
         saves = is_last or (session.can_save and ((due and not skipping) or stopping or asked))
         self._save_is_overdue = due and not session.can_save
@@ -172,6 +186,8 @@ class AfterUpdate:
         raise Stopped(f"saved at update {moment.done}; continue: {again}")
 
     def end(self) -> None:
-        """Refuse the end of a run that has stopped learning, then score and sample a last time; see `Reporter.end`."""
+        """Refuse the end of a run that has stopped learning, then score and sample a last time; see
+        `Reporter.end`.
+        """
         require_end(self.session, self.log)
         self.report.end(self.block)

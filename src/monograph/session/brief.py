@@ -14,9 +14,11 @@ from monograph.report.quantities import duration
 from monograph.session.session import Session
 from monograph.storage.cache_dir import is_compiled
 
-# On every machine that was measured, compiling a step that is not in the cache takes longer (benchmarks/start.py).
+# On every machine that was measured, compiling a step that is not in the cache takes longer
+# (benchmarks/start.py).
 LEAST_COMPILE_S = 20.0
-# What it usually takes there, and if it is in the cache; a run whose whole time is limited takes SHARE times that.
+# What it usually takes there, and if it is in the cache; a run whose whole time is limited takes
+# SHARE times that.
 COMPILE_S = 60.0
 CACHED_S = 12.0
 SHARE = 2.0
@@ -27,18 +29,33 @@ def compiled_key(session: Session, window: Batch) -> str:
     plan = session.plan
     machine = (describe().name, torch.get_num_threads())
     engine = session.engine
-    # A loss that says what an empty row holds has windows of all sizes filled up; those of answers have many sizes.
+    # A loss that says what an empty row holds has windows of all sizes filled up; those of answers
+    # have many sizes.
     own_rows = engine.micro_batch is None or fill_of(engine.step.loss, window) is None
-    shapes = {name: list(tensor.shape[0 if own_rows else 1 :]) for name, tensor in sorted(window.items())}
+    shapes = {
+        name: list(tensor.shape[0 if own_rows else 1 :]) for name, tensor in sorted(window.items())
+    }
     training = plan.training
-    rule = replace(training.optim, seed=0, lr=1.0)  # at most the rounding of narrow states depends on them
-    way = (training.precision, training.remat, training.compile, engine.micro_batch, rule, training.clip)
+    # At most the rounding of narrow states depends on them.
+    rule = replace(training.optim, seed=0, lr=1.0)
+    way = (
+        training.precision,
+        training.remat,
+        training.compile,
+        engine.micro_batch,
+        rule,
+        training.clip,
+    )
     objective = plan.job.objective if plan.job.objective.section else None
-    return repr((machine, torch.__version__, __version__, session.model_config, shapes, way, objective))
+    return repr(
+        (machine, torch.__version__, __version__, session.model_config, shapes, way, objective)
+    )
 
 
 def updates_given(session: Session) -> int:
-    """Return the number of updates that the settings give, or the epochs contain; 0 for a run by the clock."""
+    """Return the number of updates that the settings give, or the epochs contain; 0 for a run by
+    the clock.
+    """
     plan = session.plan
     task = session.task
     rows = session.batches.rows_per_window
@@ -50,11 +67,12 @@ def updates_given(session: Session) -> int:
 def why_uncompiled(session: Session, window: Batch, opening_s: float) -> str:
     """Return why a run is not worth compiling; "" if it is.
 
-    That is so if opening it again, for which `opening_s` is known, and its updates take less time than compiling would:
-    the time that the clock gives, or as many times one update as there are. A run by the clock makes updates while
-    another process compiles (`session.eager_start`), so that is the least that compiling takes; one of so many updates
-    waits for it, and it is what compiling usually takes. A run whose whole time is limited is not compiled, either, if
-    that would take a large share of it.
+    That is so if opening it again, for which `opening_s` is known, and its updates take less time
+    than compiling would: the time that the clock gives, or as many times one update as there are. A
+    run by the clock makes updates while another process compiles (`session.eager_start`), so that
+    is the least that compiling takes; one of so many updates waits for it, and it is what compiling
+    usually takes. A run whose whole time is limited is not compiled, either, if that would take a
+    large share of it.
 
     Args:
         session: a session at its beginning, with one trial step done.
@@ -73,7 +91,12 @@ def why_uncompiled(session: Session, window: Batch, opening_s: float) -> str:
         return ""
     training_s = math.inf if updates else 60 * plan.minutes
     if not updates:  # a short text ends a run before its time does
-        updates = session.task.most_updates(session.batches.rows_per_window, plan.training.optim.weight_decay) or 0
+        updates = (
+            session.task.most_updates(
+                session.batches.rows_per_window, plan.training.optim.weight_decay
+            )
+            or 0
+        )
     if updates and training_s >= least_s:
         training_s = min(training_s, updates * _update_s(session))
     if opening_s + training_s >= least_s:
@@ -82,9 +105,15 @@ def why_uncompiled(session: Session, window: Batch, opening_s: float) -> str:
 
 
 def _update_s(session: Session) -> float:
-    """Return the seconds of one update without a graph, drawing of answers included; nothing changes by it."""
+    """Return the seconds of one update without a graph, drawing of answers included; nothing
+    changes by it.
+    """
     engine = session.engine
-    with session.undisturbed(), engine.step.counters_kept(), closing(session.open_batches(0)) as batches:
+    with (
+        session.undisturbed(),
+        engine.step.counters_kept(),
+        closing(session.open_batches(0)) as batches,
+    ):
         began = clock()
         window = next(batches)
         drawn_s = clock() - began
@@ -96,7 +125,8 @@ def _update_s(session: Session) -> float:
 
 
 def expected_whole_s(session: Session, window: Batch, since_s: float) -> float:
-    """Return the seconds that a run by the clock will take in all, preparation and compiling counted.
+    """Return the seconds that a run by the clock will take in all, preparation and compiling
+    counted.
 
     Args:
         session: the session at its beginning.

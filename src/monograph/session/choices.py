@@ -1,7 +1,8 @@
-"""The choices of a run that can exclude one another, and rules that say which do, with the line of their refusal.
+"""The choices of a run that can exclude one another, and rules that say which do, with the line of
+their refusal.
 
-A rule is a value: `monograph.session.requirements` has the table of all, each objective adds its own, and
-docs/support.md is made from them.
+A rule is a value: `monograph.session.requirements` has the table of all, each objective adds its
+own, and docs/support.md is made from them.
 """
 
 import re
@@ -18,10 +19,12 @@ class Chosen:
 
     Attributes:
         init: `model.init`; is_code: whether it is a Python function.
-        rank: `lora.rank`; is_adapted: whether adapters are trained, perhaps those that a run begins from.
-        precision, remat, compile, memory, parallel, gather_dtype, tokens: the keys of [train].
+        rank: `lora.rank`; is_adapted: whether adapters are trained, perhaps those that a run begins
+        from. precision, remat, compile, memory, parallel, gather_dtype, tokens: the keys of
+        [train].
         packing: that of [data].
-        state, master_weights, ema, grad_clip, skip_spikes, schedule, min_lr_ratio, transfer, transfer_base: those of
+        state, master_weights, ema, grad_clip, skip_spikes, schedule, min_lr_ratio, transfer,
+        transfer_base: those of
             [optim].
     """
 
@@ -80,7 +83,9 @@ def _filled(text: str, *choices: Condition) -> str:
 
 
 class Exclusion(NamedTuple):
-    """Two choices that do not go together, and the line of their refusal, with names in braces for what was chosen."""
+    """Two choices that do not go together, and the line of their refusal, with names in braces for
+    what was chosen.
+    """
 
     one: Condition
     other: Condition

@@ -1,4 +1,6 @@
-"""Keep a whole run within the time that it is allowed: when its updates end, and what is done after them."""
+"""Keep a whole run within the time that it is allowed: when its updates end, and what is done after
+them.
+"""
 
 import math
 from dataclasses import dataclass
@@ -7,7 +9,8 @@ from monograph.device import clock
 from monograph.planner.defaults import CURVE_ROWS
 from monograph.session.session import Session
 
-SETTLED = 0.7  # of the time for updates, after which the machine's speed is known well enough to end them earlier
+# Of the time for updates, after which the machine's speed is known well enough to end them earlier.
+SETTLED = 0.7
 SCORING = 0.2  # of the whole time, which the last evaluation takes at most
 FIGURES = 0.5  # of what is kept for the report, which drawing its PNG files takes at least
 SAMPLE = 0.02  # of the whole time, which a sample before the end takes at most
@@ -15,7 +18,8 @@ SAMPLE = 0.02  # of the whole time, which a sample before the end takes at most
 
 @dataclass
 class Deadline:
-    """What a run's end costs, as far as it was measured, and the time that is left; a run without a limit has all.
+    """What a run's end costs, as far as it was measured, and the time that is left; a run without a
+    limit has all.
 
     Attributes:
         session: the run.
@@ -50,7 +54,11 @@ class Deadline:
         if math.isinf(session.left_s):
             return None
         row_s = self._row_s(per_update_s)
-        fitting = max(CURVE_ROWS, int(min(session.left_s, self._share_s(SCORING)) / row_s)) if row_s else math.inf
+        fitting = (
+            max(CURVE_ROWS, int(min(session.left_s, self._share_s(SCORING)) / row_s))
+            if row_s
+            else math.inf
+        )
         return int(fitting) if fitting < session.task.held_out_rows else None
 
     def allows(self, samples: float) -> bool:
@@ -64,14 +72,20 @@ class Deadline:
 
     @property
     def figures(self) -> bool:
-        """Return whether there is time to draw the report's PNG files, which takes most of what is kept for it."""
+        """Return whether there is time to draw the report's PNG files, which takes most of what is
+        kept for it.
+        """
         session = self.session
         return session.ends_s is None or session.ends_s - clock() >= FIGURES * session.end_s
 
     def end_s(self, per_update_s: float) -> float:
-        """Return the seconds of the last evaluation, the last sample and measuring the memory of an update."""
+        """Return the seconds of the last evaluation, the last sample and measuring the memory of an
+        update.
+        """
         row_s = self._row_s(per_update_s)
-        scoring_s = min(self.session.task.held_out_rows * row_s, max(self._share_s(SCORING), CURVE_ROWS * row_s))
+        scoring_s = min(
+            self.session.task.held_out_rows * row_s, max(self._share_s(SCORING), CURVE_ROWS * row_s)
+        )
         return scoring_s + self.sample_s + per_update_s
 
     def _row_s(self, per_update_s: float) -> float:

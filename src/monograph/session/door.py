@@ -1,7 +1,8 @@
 """Read a run's settings, once: `job_of` turns them into a `Job`, below which no settings are seen.
 
-What they name is found here: `last`, a run in the place of a model or a tokenizer, an adapter's base, copies of files
-that are gone. So is each "auto" for which neither the text nor the model's shape nor the device has to be known.
+What they name is found here: `last`, a run in the place of a model or a tokenizer, an adapter's
+base, copies of files that are gone. So is each "auto" for which neither the text nor the model's
+shape nor the device has to be known.
 """
 
 from pathlib import Path
@@ -29,7 +30,8 @@ from monograph.storage.reading import is_file
 from monograph.transfer import WidthTransfer
 
 WIDTH = "width"
-FINAL = 0.05  # share of the peak learning rate that the schedule falls to if optim.min_lr_ratio says nothing
+# Share of the peak learning rate that the schedule falls to if optim.min_lr_ratio says nothing.
+FINAL = 0.05
 
 
 def job_of(settings: Settings, *, built: bool = True) -> Job:
@@ -37,7 +39,8 @@ def job_of(settings: Settings, *, built: bool = True) -> Job:
 
     Args:
         settings: the run's settings.
-        built: whether the model will be built; if not, a folder with config.json and no weights will do.
+        built: whether the model will be built; if not, a folder with config.json and no weights
+            will do.
 
     Raises:
         InputRefused: a model, a tokenizer or an adapter cannot be used.
@@ -91,7 +94,8 @@ def job_of(settings: Settings, *, built: bool = True) -> Job:
         final=FINAL if optim.min_lr_ratio is None else optim.min_lr_ratio,
         asked_tokens=int(train.tokens_per_update),
         tokens_per_update=per_update,
-        updates=span.updates or (defaults.updates_of(span.tokens, per_update) if span.tokens else 0),
+        updates=span.updates
+        or (defaults.updates_of(span.tokens, per_update) if span.tokens else 0),
         span=span,
         intervals=intervals,
         keep=train.keep,
@@ -118,7 +122,9 @@ def _span(settings: Settings) -> AskedLength:
     is_timed = "train.minutes" in settings.origins
     if whole is not None and not is_timed:
         minutes = whole
-    return AskedLength(train.updates or 0, train.tokens or 0, train.epochs, minutes, whole, is_timed)
+    return AskedLength(
+        train.updates or 0, train.tokens or 0, train.epochs, minutes, whole, is_timed
+    )
 
 
 def _intervals(settings: Settings) -> Intervals:
@@ -147,7 +153,9 @@ class _Found(NamedTuple):
 
 
 def _found(settings: Settings, transfer: AskedTransfer | None, shape_alone: bool) -> _Found:
-    """Decide preset, lengths, tokenizer, adapters and the base of a width transfer; find what `model.init` names."""
+    """Decide preset, lengths, tokenizer, adapters and the base of a width transfer; find what
+    `model.init` names.
+    """
     model = settings.model
     source = ModelSource.open(model.init) if model.init else None
     chosen: dict[str, Any] = {}
@@ -166,7 +174,14 @@ def _found(settings: Settings, transfer: AskedTransfer | None, shape_alone: bool
     objective, values = opened(settings, length)
     chosen |= values
     family = model.family or FIRST_FAMILY
-    recipe = Recipe(model.init, preset, model.sizes(), settings.train.seed, family=family, vouched=settings.vouched)
+    recipe = Recipe(
+        model.init,
+        preset,
+        model.sizes(),
+        settings.train.seed,
+        family=family,
+        vouched=settings.vouched,
+    )
     recipe = recipe if shape_alone and not has_weights(Path(str(model.init))) else recipe.checked()
     if transfer:
         rule = transfer.of(None if model.init else recipe.shape(vocab_size=1))
@@ -174,8 +189,13 @@ def _found(settings: Settings, transfer: AskedTransfer | None, shape_alone: bool
     if (named := tokenizer_named(settings.data.tokenizer)) != settings.data.tokenizer:
         chosen["data.tokenizer"] = named
     if settings.data.tokenizer == "auto" and not shape_alone:
-        chosen["data.tokenizer"] = "bpe" if source is None or recipe.code else _own_tokenizer(source)
-    if chosen.get("data.tokenizer", settings.data.tokenizer) == "bpe" and settings.data.vocab_size is None:
+        chosen["data.tokenizer"] = (
+            "bpe" if source is None or recipe.code else _own_tokenizer(source)
+        )
+    if (
+        chosen.get("data.tokenizer", settings.data.tokenizer) == "bpe"
+        and settings.data.vocab_size is None
+    ):
         chosen["data.vocab_size"] = defaults.DEFAULT.vocabulary
     if per_update == "auto" and not objective.is_own_length:
         usual = max(defaults.DEFAULT.tokens_per_update, length)
@@ -183,7 +203,8 @@ def _found(settings: Settings, transfer: AskedTransfer | None, shape_alone: bool
     settings = settings.resolve(chosen, ORIGIN)
     if source is None:
         return _Found(settings, objective, recipe, None)
-    source = source.under(str(settings.model.init))  # what is recorded; errors until here show what was typed
+    # What is recorded; errors until here show what was typed.
+    source = source.under(str(settings.model.init))
     recipe = recipe._replace(init=source.base, adapter=source.name if source.adapter else None)
     return _Found(settings, objective, recipe, source)
 
@@ -202,7 +223,9 @@ def _own_tokenizer(source: ModelSource) -> str:
 
 def _said(values: dict[str, Any], section: str) -> str:
     """Return the keys of a section with their values, as an error shows them."""
-    return ", ".join(f"{key} = {value}" for key, value in values.items() if key.startswith(f"{section}."))
+    return ", ".join(
+        f"{key} = {value}" for key, value in values.items() if key.startswith(f"{section}.")
+    )
 
 
 def transfer_asked(settings: Settings) -> AskedTransfer | None:
@@ -221,7 +244,8 @@ def transfer_of(settings: Settings, config: LlamaConfig | None) -> WidthTransfer
         config: the model's shape; None if it is not a Llama whose weights are drawn here.
 
     Raises:
-        UsageError: transfer is asked for another kind of model, or the width does not keep the shape's ratios.
+        UsageError: transfer is asked for another kind of model, or the width does not keep the
+            shape's ratios.
     """
     asked = transfer_asked(settings)
     return asked.of(config) if asked else None
@@ -254,4 +278,6 @@ def _clip(norm: float | str, skip_spikes: bool | str, finds_spikes: bool) -> Cli
     """
     if norm == "none":
         return None
-    return Clip(float(norm), skip_spikes=finds_spikes if skip_spikes == "auto" else bool(skip_spikes))
+    return Clip(
+        float(norm), skip_spikes=finds_spikes if skip_spikes == "auto" else bool(skip_spikes)
+    )

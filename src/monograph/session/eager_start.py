@@ -1,8 +1,10 @@
-"""Begin a run with updates that are computed without a graph, while another process compiles the step.
+"""Begin a run with updates that are computed without a graph, while another process compiles the
+step.
 
-Where nothing is compiled yet, the compiler keeps one core busy for half a minute. A run that lasts by the clock, whose
-number of updates nobody can repeat anyway, trains on the other cores meanwhile. Once the compiled code is in the cache,
-the run takes it from there and saves its first checkpoint, so that what is resumed has one kind of updates only.
+Where nothing is compiled yet, the compiler keeps one core busy for half a minute. A run that lasts
+by the clock, whose number of updates nobody can repeat anyway, trains on the other cores meanwhile.
+Once the compiled code is in the cache, the run takes it from there and saves its first checkpoint,
+so that what is resumed has one kind of updates only.
 """
 
 import time
@@ -33,20 +35,30 @@ from monograph.session.rewind import windows
 from monograph.session.session import Session
 from monograph.session.setup import open_session, repeatable
 from monograph.session.warmup import compile_step
-from monograph.storage.cache_dir import calibration_file, is_compiled, keep_compiled, mark_compiled, python_aside
+from monograph.storage.cache_dir import (
+    calibration_file,
+    is_compiled,
+    keep_compiled,
+    mark_compiled,
+    python_aside,
+)
 from monograph.storage.writing import temporary_folder, write_durably, writing
 
 MARK = "eager"  # the entry of metrics.jsonl by which the rows of such updates are known
 PROCESS_BYTES = 2**30  # of libraries, text and compiler, beside the tensors of a step
 LONGEST_S = 600.0  # seconds after which the other process is not waited for
-_CHILD = "import sys; from monograph.session.eager_start import compile_run; compile_run(*sys.argv[1:])"
+_CHILD = (
+    "import sys; from monograph.session.eager_start import compile_run; compile_run(*sys.argv[1:])"
+)
 
 
 def pays(session: Session, key: str) -> bool:
-    """Return whether updates without a graph are possible, and compiling the step of this key takes time.
+    """Return whether updates without a graph are possible, and compiling the step of this key takes
+    time.
 
-    The clock decides on the run's length, a compiler runs on another core of this machine, the memory suffices for a
-    second process with the model, a new one of this package, and this step was not compiled on this machine before.
+    The clock decides on the run's length, a compiler runs on another core of this machine, the
+    memory suffices for a second process with the model, a new one of this package, and this step
+    was not compiled on this machine before.
     """
     plan = session.plan
     machine = describe()
@@ -54,7 +66,12 @@ def pays(session: Session, key: str) -> bool:
         return False
     if plan.training.compile == "none" or not has_spare_core(machine):
         return False
-    if plan.recipe.code or plan.expected is None or plan.memory == "stream" or not session.task.is_foreseen:
+    if (
+        plan.recipe.code
+        or plan.expected is None
+        or plan.memory == "stream"
+        or not session.task.is_foreseen
+    ):
         return False
     fits = 2 * (plan.expected.peak_memory_bytes + PROCESS_BYTES) < machine.free_memory_bytes
     return fits and not is_compiled(key)
@@ -66,7 +83,8 @@ def has_spare_core(machine: Device) -> bool:
 
 
 def begin(session: Session, window: Batch, progress: Progress, before: Callable[[], None]) -> bool:
-    """Update without a graph until another process has compiled the step, if that `pays`; then compile it here, too.
+    """Update without a graph until another process has compiled the step, if that `pays`; then
+    compile it here, too.
 
     The second time takes a few seconds, as the compiled code is in the cache.
 
@@ -95,12 +113,15 @@ def begin(session: Session, window: Batch, progress: Progress, before: Callable[
 
 
 def patience_s(session: Session) -> float:
-    """Return how long the other process is waited for: half of the time, if that of the whole run is limited."""
+    """Return how long the other process is waited for: half of the time, if that of the whole run
+    is limited.
+    """
     return min(patience_for(session.plan.minutes), session.left_s / 2)
 
 
 def patience_for(minutes: float, graphs: int = 1) -> float:
-    """Return for how many seconds of updates another process may compile, so that a run takes as long as is said.
+    """Return for how many seconds of updates another process may compile, so that a run takes as
+    long as is said.
 
     A short training on a busy machine would be over before that pays.
 
@@ -113,7 +134,8 @@ def patience_for(minutes: float, graphs: int = 1) -> float:
 
 @contextmanager
 def compiling(script: str, *arguments: str) -> Iterator[Callable[[], bool]]:
-    """Have another process compile on one core while the block trains on the others; it ends with the block.
+    """Have another process compile on one core while the block trains on the others; it ends with
+    the block.
 
     Args:
         script: the program of the other process.
@@ -133,12 +155,15 @@ def compiling(script: str, *arguments: str) -> Iterator[Callable[[], bool]]:
 
 
 def _update_eagerly(session: Session, window: Batch, patient_s: float, progress: Progress) -> bool:
-    """Update until the other process has compiled the step; return False if the run goes on without that.
+    """Update until the other process has compiled the step; return False if the run goes on without
+    that.
 
     A long training is worth compiling however long that takes.
     """
     engine, plan, task = session.engine, session.plan, session.task
-    most = task.most_updates(session.batches.rows_per_window, plan.training.optim.weight_decay) or MOST
+    most = (
+        task.most_updates(session.batches.rows_per_window, plan.training.optim.weight_decay) or MOST
+    )
     likely = Length(_likely_updates(session))
     engine.step.schedule = constant(resolve(plan, describe(), likely).warmup_updates)
     log = MetricsLog(session.run, every=1)
@@ -161,11 +186,13 @@ def _update_eagerly(session: Session, window: Batch, patient_s: float, progress:
                     break
             if not is_over():
                 stage.report("waiting for the compiler after update", engine.index)
-            while not is_over() and clock() - began < patient_s:  # a short text is read often enough before
+            # A short text is read often enough before.
+            while not is_over() and clock() - began < patient_s:
                 time.sleep(0.1)
             is_compiled_now = is_over()
             stage.result = f"{counted(engine.index, 'update')}, loss {log.last['train_loss']:.2f}"
-    # They count as an earlier process's, which adds its seconds to the time that the settings allow.
+    # They count as an earlier process's, which adds its seconds to the time that the settings
+    # allow.
     session.elapsed_s = spent_s
     session.started_s = session.started_s + spent_s
     session.training_since_s = clock()
@@ -181,12 +208,16 @@ def _likely_updates(session: Session) -> int:
         known = Calibration(calibration_file())
         beside = plan.job.objective.seconds_beside(plan, session.model_config, describe(), known)
         seconds += beside[0] if beside else 0.0
-    most = session.task.most_updates(session.batches.rows_per_window, plan.training.optim.weight_decay) or MOST
+    most = (
+        session.task.most_updates(session.batches.rows_per_window, plan.training.optim.weight_decay)
+        or MOST
+    )
     return defaults.updates_for(defaults.UPDATES_SHARE * 60 * plan.minutes, seconds, most)
 
 
 def compile_run(folder: str, window: str) -> None:
-    """Compile the step of a run that is not begun yet, so that the process that trains it finds it in the cache.
+    """Compile the step of a run that is not begun yet, so that the process that trains it finds it
+    in the cache.
 
     Args:
         folder: the run's folder.

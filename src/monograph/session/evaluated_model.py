@@ -1,4 +1,6 @@
-"""Load a model to evaluate, with its precision and tokenizer and, for a run, the text held out of its training."""
+"""Load a model to evaluate, with its precision and tokenizer and, for a run, the text held out of
+its training.
+"""
 
 import math
 from collections.abc import Sequence
@@ -23,21 +25,30 @@ from monograph.session.recorded import own_copies, run_settings, strange_text
 from monograph.text.tokenizer import Tokenizer
 
 LONGEST_ROW = 4096
-_READING = ("sequence_length", "packing", "text_key", "ignore_keys", "bad_records", "answers", "too_long")
+_READING = (
+    "sequence_length",
+    "packing",
+    "text_key",
+    "ignore_keys",
+    "bad_records",
+    "answers",
+    "too_long",
+)
 _TEXT = ("source", "weights", "held_out")
 
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """A model with its precision and its tokenizer; if it comes from a run, also the text that was held out.
+    """A model with its precision and its tokenizer; if it comes from a run, also the text that was
+    held out.
 
     Attributes:
         module: the model; loss: its loss; tokenizer: its tokenizer.
         precision: the precision in which it is evaluated, the run's own.
         reading: the arguments of `corpus` that say how to read any text.
         averaged: whether the weights are averages.
-        own_text: the further arguments of `corpus` that name the run's text, for use without --data; empty if the run
-            learned from judged answers.
+        own_text: the further arguments of `corpus` that name the run's text, for use without
+            --data; empty if the run learned from judged answers.
         fingerprint: the fingerprint of the run's text at training.
         strange: a warning to print before `own_text` is read; empty if the text is the user's own.
     """
@@ -54,9 +65,13 @@ class EvaluatedModel:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return (sum of losses, number of targets) of a batch, computed uncompiled in this model's precision."""
+        """Return (sum of losses, number of targets) of a batch, computed uncompiled in this model's
+        precision.
+        """
         with self.precision.context(default_device().type):
-            return self.loss(self.module, {name: tensor.to(default_device()) for name, tensor in batch.items()})
+            return self.loss(
+                self.module, {name: tensor.to(default_device()) for name, tensor in batch.items()}
+            )
 
 
 def require_finite(loss: float, name: str, text: str) -> None:
@@ -66,7 +81,9 @@ def require_finite(loss: float, name: str, text: str) -> None:
         InputRefused: the loss is NaN or infinite.
     """
     if not math.isfinite(loss):
-        raise InputRefused(f"{name}: its loss on {text} is {loss}: an output of the model is not finite")
+        raise InputRefused(
+            f"{name}: its loss on {text} is {loss}: an output of the model is not finite"
+        )
 
 
 def of_run(run: Run, warn: Warn) -> EvaluatedModel:
@@ -92,7 +109,9 @@ def of_folder(folder: str, warn: Warn) -> EvaluatedModel:
     """Load the model of a Hugging Face folder or weight file."""
     model, tokenizer = load_with_tokenizer(folder, warn)
     length = min(model.config.max_position_embeddings, LONGEST_ROW)
-    return EvaluatedModel(model, token_loss, tokenizer, Precision("fp32"), {"sequence_length": length})
+    return EvaluatedModel(
+        model, token_loss, tokenizer, Precision("fp32"), {"sequence_length": length}
+    )
 
 
 def mixed(members: Sequence[EvaluatedModel], name: str) -> EvaluatedModel:
@@ -100,7 +119,8 @@ def mixed(members: Sequence[EvaluatedModel], name: str) -> EvaluatedModel:
 
     loss = ln N - logsumexp over members of log p(target),   summed over targets in fp64
 
-    Each member computes in its own precision, and of each only the targets' log-probabilities are kept.
+    Each member computes in its own precision, and of each only the targets' log-probabilities are
+    kept.
 
     Raises:
         InputRefused: a member is no language model of this package, or their tokenizers differ.
@@ -123,7 +143,9 @@ def mixed(members: Sequence[EvaluatedModel], name: str) -> EvaluatedModel:
 
     together = nn.ModuleList(member.module for member in members)
     averaged = members[0].averaged
-    return replace(shortest, module=together, loss=loss, precision=Precision("fp32"), averaged=averaged)
+    return replace(
+        shortest, module=together, loss=loss, precision=Precision("fp32"), averaged=averaged
+    )
 
 
 def answered(
@@ -132,12 +154,21 @@ def answered(
     """Return a model's answers and its accuracy; see `evaluation.choices.choose`.
 
     Raises:
-        InputRefused: the model is not a Llama, so it is unknown how to score continuations of a question.
+        InputRefused: the model is not a Llama, so it is unknown how to score continuations of a
+            question.
     """
     if not isinstance(subject.module, Llama):
-        what = "a mixture" if isinstance(subject.module, nn.ModuleList) else "the run holds a module of its own, which"
+        what = (
+            "a mixture"
+            if isinstance(subject.module, nn.ModuleList)
+            else "the run holds a module of its own, which"
+        )
         raise InputRefused(f"{what} does not say what follows a question: give a text")
-    answers, shares = choose(subject.module, subject.tokenizer, questions, subject.precision, report, chat)
+    answers, shares = choose(
+        subject.module, subject.tokenizer, questions, subject.precision, report, chat
+    )
     if shares.cut:
-        warn(f"{counted(shares.cut, 'question')} did not fit the model's positions: the beginning was left out")
+        warn(
+            f"{counted(shares.cut, 'question')} did not fit the model's positions: the beginning was left out"
+        )
     return answers, shares

@@ -1,4 +1,6 @@
-"""Read what the card and the system tell of a run's speed, and notice when the run has become slower than it was."""
+"""Read what the card and the system tell of a run's speed, and notice when the run has become
+slower than it was.
+"""
 
 import importlib
 import os
@@ -25,37 +27,55 @@ _GAUGES: Mapping[str, Callable[[Any, Any], float]] = {
     "gpu_utilization_percent": lambda nvml, card: nvml.nvmlDeviceGetUtilizationRates(card).gpu,
     "gpu_memory_bytes": lambda nvml, card: nvml.nvmlDeviceGetMemoryInfo(card).used,
     "gpu_power_w": lambda nvml, card: nvml.nvmlDeviceGetPowerUsage(card) / 1000,
-    "gpu_temperature_c": lambda nvml, card: nvml.nvmlDeviceGetTemperature(card, nvml.NVML_TEMPERATURE_GPU),
-    "gpu_clock_hz": lambda nvml, card: nvml.nvmlDeviceGetClockInfo(card, nvml.NVML_CLOCK_SM) * 10**6,
+    "gpu_temperature_c": lambda nvml, card: nvml.nvmlDeviceGetTemperature(
+        card, nvml.NVML_TEMPERATURE_GPU
+    ),
+    "gpu_clock_hz": lambda nvml, card: (
+        nvml.nvmlDeviceGetClockInfo(card, nvml.NVML_CLOCK_SM) * 10**6
+    ),
 }
 _HINTS: Mapping[str, Callable[[Any, Any], float]] = {
     "limits": lambda nvml, card: nvml.nvmlDeviceGetCurrentClocksEventReasons(card),
     "processes": lambda nvml, card: len(nvml.nvmlDeviceGetComputeRunningProcesses(card)),
 }
 # What NVML's bits of reasons for a lower clock mean.
-_LIMITS = {0x04: "its power limit", 0x08: "its hardware", 0x20: "heat", 0x40: "heat", 0x80: "its power supply"}
+_LIMITS = {
+    0x04: "its power limit",
+    0x08: "its hardware",
+    0x20: "heat",
+    0x40: "heat",
+    0x80: "its power supply",
+}
 
 
 class Gauges:
-    """The numbers of a GPU, from NVIDIA's library where it is installed (nvidia-ml-py), and of this process's host.
+    """The numbers of a GPU, from NVIDIA's library where it is installed (nvidia-ml-py), and of this
+    process's host.
 
     The library asks the driver, so the device is not waited for. Whatever it refuses is left out.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Find the card by its UUID, as the library numbers cards in another order than CUDA_VISIBLE_DEVICES."""
+        """Find the card by its UUID, as the library numbers cards in another order than
+        CUDA_VISIBLE_DEVICES.
+        """
         self._nvml: Any = None
         self._read_s = float("-inf")
         self._cores = describe(device).cores
         if device.type == "cuda":
-            with suppress(Exception):  # it is missing, or finds no driver, or the device is a slice of a card
+            # It is missing, or finds no driver, or the device is a slice of a card.
+            with suppress(Exception):
                 nvml = importlib.import_module("pynvml")
                 nvml.nvmlInit()
-                self._card = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+                self._card = nvml.nvmlDeviceGetHandleByUUID(
+                    f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+                )
                 self._nvml = nvml
 
     def read(self) -> dict[str, float]:
-        """Return the card's numbers by their names in metrics.jsonl; none if they were read less than a second ago."""
+        """Return the card's numbers by their names in metrics.jsonl; none if they were read less
+        than a second ago.
+        """
         if self._nvml is None or clock() - self._read_s < READ_S:
             return {}
         self._read_s = clock()
@@ -68,7 +88,9 @@ class Gauges:
     def why(self, before: Mapping[str, float], now: Mapping[str, float]) -> str:
         """Return the likely reasons for a lower speed in words; "" if nothing tells any."""
         new = int(now.get("limits", 0)) & ~int(before.get("limits", 0))
-        slowed = dict.fromkeys(f"the GPU is slowed by {name}" for bit, name in _LIMITS.items() if bit & new)
+        slowed = dict.fromkeys(
+            f"the GPU is slowed by {name}" for bit, name in _LIMITS.items() if bit & new
+        )
         then = before.get("processes", 0)
         processes = now.get("processes", 0)
         more_bytes = now["swapped"] - before["swapped"]
@@ -76,8 +98,12 @@ class Gauges:
         reasons = [
             *slowed,
             f"{processes} processes use the GPU, {then} before" if processes > then else "",
-            f"{memory(more_bytes)} of its memory went to swap" if more_bytes > SWAPPED_BYTES else "",
-            f"load {now['load']:.1f} on {self._cores} cores, {before['load']:.1f} before" if loaded else "",
+            f"{memory(more_bytes)} of its memory went to swap"
+            if more_bytes > SWAPPED_BYTES
+            else "",
+            f"load {now['load']:.1f} on {self._cores} cores, {before['load']:.1f} before"
+            if loaded
+            else "",
         ]
         return "; ".join(filter(None, reasons))
 
@@ -95,9 +121,9 @@ class Alarm:
         slow:       median rate of a stretch < 0.7 × median of the medians of earlier stretches
         recovered:  median rate of a stretch ≥ 0.85 × that
 
-    Stretches that are slow are no part of what later ones are compared with. A median of rates does not see single
-    updates that waited for a compiler or a rewind. Of an even number of stretches the lower middle counts, so one fast
-    stretch at the beginning makes no alarm.
+    Stretches that are slow are no part of what later ones are compared with. A median of rates does
+    not see single updates that waited for a compiler or a rewind. Of an even number of stretches
+    the lower middle counts, so one fast stretch at the beginning makes no alarm.
     """
 
     def __init__(self, gauges: Gauges) -> None:
@@ -110,7 +136,9 @@ class Alarm:
         self._known = list[float]()
 
     def note(self, rate: float, seconds: float) -> dict[str, Any] | None:
-        """Take the rate of some seconds of training; return both rates and the likely reason if the run became slow."""
+        """Take the rate of some seconds of training; return both rates and the likely reason if the
+        run became slow.
+        """
         self._rates.append(rate)
         self._seconds += seconds
         if self._seconds < STRETCH_S or len(self._rates) < STRETCH:

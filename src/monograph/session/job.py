@@ -1,7 +1,9 @@
-"""What a run is to do, as its settings say it: what is trained, on what, from which weights, recorded where.
+"""What a run is to do, as its settings say it: what is trained, on what, from which weights,
+recorded where.
 
-`monograph.session.door` reads the settings and makes a `Job`; below it no settings are seen, no path that might be
-`last`, and no "auto" but those that the text, the model's shape or the device decide.
+`monograph.session.door` reads the settings and makes a `Job`; below it no settings are seen, no
+path that might be `last`, and no "auto" but those that the text, the model's shape or the device
+decide.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ class AskedTransfer(NamedTuple):
             config: the model's shape; None if it is not a Llama whose weights are drawn here.
 
         Raises:
-            UsageError: this is another kind of model, or the width does not keep the shape's ratios.
+            UsageError: this is another kind of model, or the width does not keep the shape's
+                ratios.
         """
         if config is None:
             raise UsageError(
@@ -63,7 +66,8 @@ class AskedLength(NamedTuple):
     """How long a run lasts.
 
     Attributes:
-        updates: its updates; 0 if other values, or the clock, give them. tokens: its tokens; 0, too.
+        updates: its updates; 0 if other values, or the clock, give them. tokens: its tokens; 0,
+            too.
         epochs: passes over the text; None if another value gives the length.
         minutes: minutes of training, used if neither updates nor epochs are given.
         wall_minutes: minutes of the whole run; None if they are not limited.
@@ -79,7 +83,9 @@ class AskedLength(NamedTuple):
 
 
 class Intervals(NamedTuple):
-    """Updates of the warm-up, between evaluations and between checkpoints; None where the run's length decides."""
+    """Updates of the warm-up, between evaluations and between checkpoints; None where the run's
+    length decides.
+    """
 
     warmup_updates: int | None
     eval_every: int | None
@@ -88,7 +94,8 @@ class Intervals(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """What a run is to do. Nothing here changes any more; what is still open is a field of `monograph.session.plan`.
+    """What a run is to do. Nothing here changes any more; what is still open is a field of
+    `monograph.session.plan`.
 
     Attributes:
         record: what config.toml says.
@@ -96,21 +103,25 @@ class Job:
         source: the model that the run starts from, opened; None for a new one.
         recipe: the checked recipe from which the model is built.
         sizes_said: the keys that shape the model, with their values, as an error shows them.
-        reading: the arguments of `monograph.corpus`, with copies in the place of files that are gone.
+        reading: the arguments of `monograph.corpus`, with copies in the place of files that are
+            gone.
         tokens: what decides which tokens are new to the model.
-        lora: the options of adapters, without the tokens whose rows are trained with them; None without adapters.
+        lora: the options of adapters, without the tokens whose rows are trained with them; None
+            without adapters.
         transfer: the width transfer that is asked for; None without.
-        optim: the optimizer, without the changes of width transfer; its rate and weight decay are usual ones where
-            `is_rate_open` and `is_decay_open` say so.
+        optim: the optimizer, without the changes of width transfer; its rate and weight decay are
+            usual ones where `is_rate_open` and `is_decay_open` say so.
         clip: the clipping of the gradient norm; None without clipping.
-        schedule_name: the learning rate's schedule; final: the share of the peak rate that it falls to.
+        schedule_name: the learning rate's schedule; final: the share of the peak rate that it falls
+            to.
         asked_tokens: tokens of an update, as they were asked for; tokens_per_update: in whole rows.
         updates: its updates, if they or its tokens are given; else 0.
         span: how long the run lasts.
         intervals: how often something is done.
         keep: the number of checkpoints that stay.
         precision: the precision of the arithmetic, or "auto".
-        parallel: how several devices share the work; gather_dtype: the dtype in which shared weights are sent.
+        parallel: how several devices share the work; gather_dtype: the dtype in which shared
+            weights are sent.
         micro_batch: rows that one device computes at once.
         compile: the scope of a graph.
         remat: what is recomputed.
@@ -147,7 +158,9 @@ class Job:
     memory: Literal["auto", "device", "stream"]
 
     def adapters(self, tokens: tuple[int, ...] = ()) -> Lora | None:
-        """Return the options of adapters with the ids of tokens whose rows are trained with them; None without."""
+        """Return the options of adapters with the ids of tokens whose rows are trained with them;
+        None without.
+        """
         return replace(self.lora, tokens=tokens) if self.lora else None
 
     def transfer_to(self, config: LlamaConfig | None) -> WidthTransfer | None:

@@ -1,4 +1,6 @@
-"""Measure a ladder of ways to train one model on one text, each of which changes one thing in another."""
+"""Measure a ladder of ways to train one model on one text, each of which changes one thing in
+another.
+"""
 
 import gc
 import statistics
@@ -63,7 +65,8 @@ class Rung(NamedTuple):
         name: the rung's name.
         change: the change in a few words.
         fields: the fields of `RungWay` that the change sets.
-        over: the rung whose way is changed; None: the last measured rung before this one whose `over` is also None.
+        over: the rung whose way is changed; None: the last measured rung before this one whose
+            `over` is also None.
     """
 
     name: str
@@ -76,16 +79,28 @@ class Rung(NamedTuple):
         return replace(way, **self.fields)
 
 
-# The first rungs make training faster, each on top of the one before; the others save memory, each by itself.
+# The first rungs make training faster, each on top of the one before; the others save memory, each
+# by itself.
 RUNGS = (
     Rung("eager", "fp32, dense logits, one parameter updated after another", {}),
-    Rung("compiled", "train.compile, of the forward and the backward pass alone", {"captured": True}),
-    Rung("fused loss and optimizer", "logits in chunks; one graph updates all parameters", {"fused": True}),
+    Rung(
+        "compiled", "train.compile, of the forward and the backward pass alone", {"captured": True}
+    ),
+    Rung(
+        "fused loss and optimizer",
+        "logits in chunks; one graph updates all parameters",
+        {"fused": True},
+    ),
     Rung("bf16", "train.precision=bf16", {"precision": "bf16"}),
     Rung("packed", "data.packing=packed", {"packing": "packed"}),
     Rung("CUDA graphs", "micro-steps are captured once and replayed", {"replayed": True}),
     Rung("fp8", "train.precision=fp8", {"precision": "fp8"}),
-    Rung("accumulation", f"train.micro_batch, {FEWER} times as many micro-steps", {"accumulated": True}, "packed"),
+    Rung(
+        "accumulation",
+        f"train.micro_batch, {FEWER} times as many micro-steps",
+        {"accumulated": True},
+        "packed",
+    ),
     Rung("recompute", "train.remat=full", {"remat": "full"}, "packed"),
     Rung("offload", "train.remat=offload, a graph per block", {"remat": "offload"}, "packed"),
     Rung("8-bit state", "optim.state=8bit", {"narrow_state": True}, "packed"),
@@ -99,14 +114,16 @@ class Climbed:
     """The measurements of a rung.
 
     Attributes:
-        seconds: the seconds of each timed update; cpu_seconds: this process's CPU time on all cores, which does not
-            count other programs.
+        seconds: the seconds of each timed update; cpu_seconds: this process's CPU time on all
+            cores, which does not count other programs.
         tokens: mean number of targets of an update.
         micro_batch: rows of a micro-batch.
         micro_steps: micro-batches of an update.
-        peak_memory_bytes: bytes of tensors at the peak of an update, with weights, gradients and optimizer state.
+        peak_memory_bytes: bytes of tensors at the peak of an update, with weights, gradients and
+            optimizer state.
         train_loss: nats per token, averaged over the last quarter of the updates.
-        held_out: scores after the last update, on the same rows for every rung; None if no text is held out.
+        held_out: scores after the last update, on the same rows for every rung; None if no text is
+            held out.
         compile_s: seconds spent on tracing and compiling.
         notes: lines that the engine and its step announced.
     """
@@ -152,7 +169,9 @@ class Unfused(OnDevice):
         kinds = step.optim.kinds(step.model)
         made = list[Plane]()
         for name, parameter in trainable(step.model).items():
-            [plane] = planes({name: parameter}, kinds, step.optim.state, master_weights=step.optim.master_weights)
+            [plane] = planes(
+                {name: parameter}, kinds, step.optim.state, master_weights=step.optim.master_weights
+            )
             plane.number = len(made)
             made.append(step.begun(plane))
         return made
@@ -163,7 +182,9 @@ class Unfused(OnDevice):
 
 
 def unfuse(engine: Engine) -> None:
-    """Give an engine that is not captured yet a loss that computes all logits at once, and an unfused update."""
+    """Give an engine that is not captured yet a loss that computes all logits at once, and an
+    unfused update.
+    """
     step = engine.step
     loss = TokenLoss("reference") if isinstance(step.loss, TokenLoss) else step.loss
     engine.step = Step(
@@ -185,7 +206,12 @@ WARM = 2
 HELD_OUT_ROWS = 64
 GRAPHS = ("whole", "blocks")
 # The settings that rungs change, with the values from which the ladder's plan is made.
-OWN = {"train.compile": "auto", "train.precision": "auto", "train.remat": "auto", "data.packing": "packed"}
+OWN = {
+    "train.compile": "auto",
+    "train.precision": "auto",
+    "train.remat": "auto",
+    "data.packing": "packed",
+}
 
 
 @dataclass
@@ -193,12 +219,15 @@ class Ladder:
     """The measurement of all rungs for one model on one text.
 
     Attributes:
-        plan: the plan that all rungs share, with every value decided except those that rungs change and the length.
-        texts: the corpus with documents "packed" into rows, and "padded", with a row for each document.
+        plan: the plan that all rungs share, with every value decided except those that rungs change
+            and the length.
+        texts: the corpus with documents "packed" into rows, and "padded", with a row for each
+            document.
         params: the number of the model's parameters.
         folder: the ladder's folder; no rung writes into it.
         most: the most updates of a rung; None if the settings give none.
-        updates: the number of updates of each rung, set by the time that the first measured rung takes.
+        updates: the number of updates of each rung, set by the time that the first measured rung
+            takes.
         machine: the device.
     """
 
@@ -218,28 +247,54 @@ class Ladder:
             UsageError: the settings have values that no rung can have.
         """
         if not plan.training.optim.master_weights:
-            raise UsageError("optim.master_weights = false keeps no fp32 weights, and a ladder begins in fp32")
-        given = [key for key in OWN if plan.record.settings.pinned().get(key, "auto") not in ("auto", *GRAPHS)]
+            raise UsageError(
+                "optim.master_weights = false keeps no fp32 weights, and a ladder begins in fp32"
+            )
+        given = [
+            key
+            for key in OWN
+            if plan.record.settings.pinned().get(key, "auto") not in ("auto", *GRAPHS)
+        ]
         if given:
-            progress.line("note", f"{', '.join(given)}: the rungs differ in this, whatever was given")
+            progress.line(
+                "note", f"{', '.join(given)}: the rungs differ in this, whatever was given"
+            )
         machine = describe()
         scope = plan.training.compile
         settings = plan.record.settings.resolve(OWN | {"train.minutes": RUNG_S / 60}, "ladder")
-        texts = {form: open_corpus({**plan.reading, "packing": form}, progress) for form in ("packed", "padded")}
+        texts = {
+            form: open_corpus({**plan.reading, "packing": form}, progress)
+            for form in ("packed", "padded")
+        }
         built = build_run(resolve(settings, machine), TextTask(texts["packed"]), machine)
         if built.plan.memory == "stream":
-            raise UsageError("train.memory = stream: a ladder is of a model that lives on the device")
+            raise UsageError(
+                "train.memory = stream: a ladder is of a model that lives on the device"
+            )
         # The scope is not the plan's, which depends on how fast earlier runs were.
         scope = scope if scope in GRAPHS else defaults.scopes(len(blocks(built.model)))[0]
         fixed = built.plan.training_with(compile=scope)
-        return cls(fixed, texts, parameter_count(built.model), folder, plan.updates or None, machine=machine)
+        return cls(
+            fixed,
+            texts,
+            parameter_count(built.model),
+            folder,
+            plan.updates or None,
+            machine=machine,
+        )
 
     def plan_of(self, way: RungWay) -> Plan:
-        """Return the plan of a way; padded updates have more rows, so that they have as many tokens as packed ones."""
+        """Return the plan of a way; padded updates have more rows, so that they have as many tokens
+        as packed ones.
+        """
         rows, scope = self.plan.training.window_rows, self.plan.training.compile
         micro = min(self.plan.training.rows, rows)
         if way.packing == "padded":
-            rows = round(rows * self.texts["packed"].stats.packed_share / self.texts["padded"].stats.packed_share)
+            rows = round(
+                rows
+                * self.texts["packed"].stats.packed_share
+                / self.texts["padded"].stats.packed_share
+            )
         by_block = way.streamed or way.remat == "offload"
         fixed: dict[str, Any] = {
             "train.compile": "none" if not way.captured else "blocks" if by_block else scope,
@@ -259,28 +314,43 @@ class Ladder:
         return resolve(settings, self.machine)
 
     def obstacle(self, way: RungWay, rung: Rung) -> str | None:
-        """Return why the rung cannot be measured on this machine or text; None if no reason is known."""
+        """Return why the rung cannot be measured on this machine or text; None if no reason is
+        known.
+        """
         plan = self.plan
         on_cpu = self.machine.type == "cpu"
-        no_adapters = None if plan.recipe.init else "model.init names no weights that could be frozen"
+        no_adapters = (
+            None if plan.recipe.init else "model.init names no weights that could be frozen"
+        )
         obstacles = {
             "compiled": compiler_obstacle() if on_cpu else None,
             "bf16": None if self.machine.has_bf16 else "this device has no bf16 arithmetic",
-            "CUDA graphs": "no CUDA device" if on_cpu else None if way.captured else "nothing is compiled",
+            "CUDA graphs": "no CUDA device"
+            if on_cpu
+            else None
+            if way.captured
+            else "nothing is compiled",
             "fp8": Precision(way.precision).obstacle(self.machine),
-            "accumulation": "a micro-batch has one row already" if plan.training.rows == 1 else None,
+            "accumulation": "a micro-batch has one row already"
+            if plan.training.rows == 1
+            else None,
             "offload": "a CPU's memory is the host's" if on_cpu else None,
-            "8-bit state": "all rungs have it: optim.state" if plan.training.optim.state == "8bit" else None,
+            "8-bit state": "all rungs have it: optim.state"
+            if plan.training.optim.state == "8bit"
+            else None,
             "adapters": "all rungs have them: lora.rank" if plan.recipe.lora else no_adapters,
             "streaming": "a CPU's memory is the host's" if on_cpu else None,
         }
         return obstacles.get(rung.name)
 
-    def climb(self, rung: Rung, before: RungWay, progress: Progress) -> tuple[RungWay, Climbed | str]:
+    def climb(
+        self, rung: Rung, before: RungWay, progress: Progress
+    ) -> tuple[RungWay, Climbed | str]:
         """Train and measure one rung.
 
         Returns:
-            The way that the next rung starts from, and the measurements or the reason why there are none.
+            The way that the next rung starts from, and the measurements or the reason why there are
+            none.
 
         Raises:
             UsageError, InputRefused, OutOfDeviceMemory: the first rung cannot be measured.

@@ -1,4 +1,6 @@
-"""Decide which tokens of a run are new to the model that it begins from, and whose rows are trained with adapters."""
+"""Decide which tokens of a run are new to the model that it begins from, and whose rows are trained
+with adapters.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,8 +22,8 @@ class NewTokens(NamedTuple):
 
     Attributes:
         tokenizer: the run's tokenizer.
-        vocabulary: the sizes of the model's tokenizer and the run's; None for a model that a Python function builds,
-            for any number of tokens.
+        vocabulary: the sizes of the model's tokenizer and the run's; None for a model that a Python
+            function builds, for any number of tokens.
         listed: ids that `lora.tokens` names.
         stored: ids whose rows a stored adapter has; None if the run begins from no stored adapter.
         init: the model, as `model.init` names it.
@@ -40,7 +42,8 @@ class NewTokens(NamedTuple):
         return self.vocabulary.new(rows) if self.vocabulary else range(0)
 
     def trained(self, rows: int) -> tuple[int, ...]:
-        """Return the ids whose rows are trained together with adapters: new and listed ones, or a stored adapter's.
+        """Return the ids whose rows are trained together with adapters: new and listed ones, or a
+        stored adapter's.
 
         Raises:
             InputRefused: a stored adapter has no row for a new token.
@@ -50,7 +53,9 @@ class NewTokens(NamedTuple):
             return tuple(sorted({*new, *self.listed}))
         if missing := [index for index in new if index not in self.stored]:
             unknown = f"{self.tokenizer.texts()[missing[0]]!r} is new to the base"
-            raise InputRefused(f"data.tokenizer: {unknown} and no row of the adapter: take the one next to it")
+            raise InputRefused(
+                f"data.tokenizer: {unknown} and no row of the adapter: take the one next to it"
+            )
         return self.stored
 
 
@@ -75,14 +80,16 @@ class TokenSource:
     listed_origin: str
 
     def compared(self, tokenizer: Tokenizer | None = None) -> NewTokens | None:
-        """Compare a run's tokens with those of the model that it begins from; return None for a new model.
+        """Compare a run's tokens with those of the model that it begins from; return None for a new
+        model.
 
         Args:
-            tokenizer: the text's tokenizer; None means the one that the settings name. If that is still to be trained,
-                its tokens are unknown, and the function returns None.
+            tokenizer: the text's tokenizer; None means the one that the settings name. If that is
+                still to be trained, its tokens are unknown, and the function returns None.
 
         Raises:
-            InputRefused: the tokenizer differs from the model's (the first such id is named), or cannot be read.
+            InputRefused: the tokenizer differs from the model's (the first such id is named), or
+                cannot be read.
             UsageError: `lora.tokens` names a text that is not a single token.
         """
         source = self.source
@@ -95,7 +102,9 @@ class TokenSource:
             tokenizer = Tokenizer.bytes() if file == "bytes" else Tokenizer.from_file(file)
         vocabulary = None if source.code else compared(tokenizer, source.base)
         stored = source.adapter.lora.tokens if source.adapter else None
-        return NewTokens(tokenizer, vocabulary, self._ids(tokenizer), stored, source.name, self.adapted)
+        return NewTokens(
+            tokenizer, vocabulary, self._ids(tokenizer), stored, source.name, self.adapted
+        )
 
     def _ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         ids = {text: tokenizer.id_of(text) for text in self.listed or ()}
@@ -105,7 +114,8 @@ class TokenSource:
         return tuple(index for index in ids.values() if index is not None)
 
     def planned(self) -> NewTokens | None:
-        """Return `compared` for a plan, which needs no tokenizer: None if the model's own is missing or refused.
+        """Return `compared` for a plan, which needs no tokenizer: None if the model's own is
+        missing or refused.
 
         Raises:
             InputRefused, UsageError: see `compared`, for a tokenizer that the settings name.
@@ -118,7 +128,8 @@ class TokenSource:
             return None
 
     def require(self) -> None:
-        """Refuse, before any text is read, a tokenizer that does not fit the base, and listed texts that are no tokens.
+        """Refuse, before any text is read, a tokenizer that does not fit the base, and listed texts
+        that are no tokens.
 
         Raises:
             InputRefused, UsageError: see `compared`.
@@ -129,7 +140,8 @@ class TokenSource:
             self.compared()
 
     def require_no_new(self, parent: str) -> None:
-        """Refuse a tokenizer with which a run cannot go on from another run's weights and optimizer state.
+        """Refuse a tokenizer with which a run cannot go on from another run's weights and optimizer
+        state.
 
         Raises:
             InputRefused: the tokenizer differs from the parent's; the first such id is named.
@@ -143,7 +155,9 @@ class TokenSource:
             )
 
 
-def tokens_of(settings: Settings, source: ModelSource | None, tokenizer: str, is_adapted: bool) -> TokenSource:
+def tokens_of(
+    settings: Settings, source: ModelSource | None, tokenizer: str, is_adapted: bool
+) -> TokenSource:
     """Return what the settings say of a run's tokens.
 
     Args:
@@ -165,19 +179,29 @@ def tokens_of(settings: Settings, source: ModelSource | None, tokenizer: str, is
 
 
 def token_notes(tokens: NewTokens | None, rows: int) -> tuple[str, ...]:
-    """Return the lines on tokens that `train` and `plan` print for a base with `rows` rows; usually none."""
+    """Return the lines on tokens that `train` and `plan` print for a base with `rows` rows; usually
+    none.
+    """
     if tokens is None:
         return ()
     lines = list[str]()
     new = tokens.new(rows)
     if new:
         begin = "its row begins as the mean" if len(new) == 1 else "their rows begin as the mean"
-        trained = f" and {'is' if len(new) == 1 else 'are'} trained with the adapters" if tokens.adapted else ""
+        trained = (
+            f" and {'is' if len(new) == 1 else 'are'} trained with the adapters"
+            if tokens.adapted
+            else ""
+        )
         lines.append(f"{counted(len(new), 'new token')}: {_some(tokens, new)}; {begin}{trained}")
     if others := [index for index in tokens.trained(rows) if tokens.adapted and index not in new]:
-        lines.append(f"{counted(len(others), 'token')} with rows of their own: {_some(tokens, others)}")
+        lines.append(
+            f"{counted(len(others), 'token')} with rows of their own: {_some(tokens, others)}"
+        )
     if tokens.vocabulary and tokens.vocabulary.own is None:
-        untold = "has no tokenizer.json to compare data.tokenizer with: its ids are taken as they are"
+        untold = (
+            "has no tokenizer.json to compare data.tokenizer with: its ids are taken as they are"
+        )
         lines.append(f"{tokens.init} {untold}")
     return tuple(lines)
 

@@ -1,8 +1,10 @@
-"""What the ways to learn have in common: texts, preferences and rewards each fill in an `Objective` and a `Task`.
+"""What the ways to learn have in common: texts, preferences and rewards each fill in an `Objective`
+and a `Task`.
 
-An objective is what the settings say: it is known before anything is read. A task is what it opens: the records of one
-run, with the loss, the windows and the figures that belong to them. The rooms around ask the two; none of them asks
-which kind it has. `monograph.session.objectives` has a file for each kind, and the table of all.
+An objective is what the settings say: it is known before anything is read. A task is what it opens:
+the records of one run, with the loss, the windows and the figures that belong to them. The rooms
+around ask the two; none of them asks which kind it has. `monograph.session.objectives` has a file
+for each kind, and the table of all.
 """
 
 from abc import ABC, abstractmethod
@@ -121,11 +123,14 @@ class Objective(ABC):
     """A way to learn, as the settings choose it.
 
     Attributes:
-        key: the key that chooses it; "" for texts, which are learned from where no key says otherwise.
+        key: the key that chooses it; "" for texts, which are learned from where no key says
+            otherwise.
         section: the section of keys that only this objective has; "" without one.
         excluded: the choices that do not go with this one, each with what to do instead.
-        is_own_length: whether other keys than `train.tokens_per_update` decide how much an update learns from.
-        answers_on_device: whether the run holds more than a step on the device, so that nothing can be streamed.
+        is_own_length: whether other keys than `train.tokens_per_update` decide how much an update
+            learns from.
+        answers_on_device: whether the run holds more than a step on the device, so that nothing can
+            be streamed.
         finds_spikes: whether the norm of an early gradient tells which later one is a spike.
     """
 
@@ -138,7 +143,9 @@ class Objective(ABC):
 
     @property
     def judges(self) -> bool:
-        """Return whether it learns from judged answers, which only a model that was trained before can give."""
+        """Return whether it learns from judged answers, which only a model that was trained before
+        can give.
+        """
         return bool(self.key)
 
     def is_chosen(self, settings: Settings) -> bool:
@@ -197,7 +204,8 @@ class Objective(ABC):
         return {}
 
     def largest_window(self, plan: Plan, config: LlamaConfig, slots: int) -> tuple[int, int]:
-        """Return the rows of an update and the tokens of a row, where these are fewer than the settings say.
+        """Return the rows of an update and the tokens of a row, where these are fewer than the
+        settings say.
 
         Args:
             plan: the run's plan.
@@ -209,7 +217,9 @@ class Objective(ABC):
     def seconds_beside(
         self, plan: Plan, config: LlamaConfig, machine: Device, known: Calibration
     ) -> tuple[float, bool] | None:
-        """Return the seconds of an update beside its step, and whether earlier runs corrected them; None without."""
+        """Return the seconds of an update beside its step, and whether earlier runs corrected them;
+        None without.
+        """
         return None
 
     @abstractmethod
@@ -221,14 +231,17 @@ class Objective(ABC):
         """
 
     def open_unjudged(self, plan: Plan, progress: Progress) -> "Task":
-        """Read the records as `open` does, for a process that judges no answer: nothing that judges them is started."""
+        """Read the records as `open` does, for a process that judges no answer: nothing that judges
+        them is started.
+        """
         return self.open(plan, progress)
 
 
 class Task(ABC):
     """The opened records of one run, with what belongs to them.
 
-    Until a session calls `begin`, only the records themselves, `loss`, `slots` and the epoch's size can be used.
+    Until a session calls `begin`, only the records themselves, `loss`, `slots` and the epoch's size
+    can be used.
 
     Attributes:
         data: the text, pairs or prompts.
@@ -239,9 +252,11 @@ class Task(ABC):
         answer_tokens: tokens of all answers so far; 0 in a run on texts.
         depends_on: what `data` is made from, for the message that it has changed.
         score: the name of the figure on held-out records, and its entry in the metrics.
-        is_plain: whether an update is nothing but a step on text, of which the planner knows how long it takes.
+        is_plain: whether an update is nothing but a step on text, of which the planner knows how
+            long it takes.
         is_steady: whether updates take equally long, so that a slow one tells of the machine.
-        is_ready: whether windows are made ahead of the update that asks for them, so that they cost no time.
+        is_ready: whether windows are made ahead of the update that asks for them, so that they cost
+            no time.
         is_foreseen: whether a step computes and holds nothing that no plan knows.
         saves_if_refused: whether a run whose windows fail saves what it has learned first.
         reaches_all: whether a trial step is to give each trained parameter a gradient.
@@ -292,7 +307,11 @@ class Task(ABC):
 
     def most_updates(self, rows_per_window: int, weight_decay: float) -> int | None:
         """Return after how many updates the records have been seen often enough; None: never."""
-        return defaults.most_updates(self.per_epoch, rows_per_window, weight_decay) if self.repeats else None
+        return (
+            defaults.most_updates(self.per_epoch, rows_per_window, weight_decay)
+            if self.repeats
+            else None
+        )
 
     @property
     def digests(self) -> dict[str, str]:
@@ -333,7 +352,8 @@ class Task(ABC):
         return True
 
     def keep_reference(self, resumed: bool) -> None:
-        """Keep the weights that the run begins from, or read them again, if answers are compared with theirs.
+        """Keep the weights that the run begins from, or read them again, if answers are compared
+        with theirs.
 
         Raises:
             InputRefused: they are lost or damaged.
@@ -341,7 +361,8 @@ class Task(ABC):
         """
 
     def score_reference(self, resumed: bool, rows_per_window: int, progress: Progress) -> None:
-        """Score all records by the weights that the run begins from, or read the scores again, if the loss needs them.
+        """Score all records by the weights that the run begins from, or read the scores again, if
+        the loss needs them.
 
         Raises:
             InputRefused: they are lost or damaged.
@@ -349,7 +370,9 @@ class Task(ABC):
         """
 
     def leave_uncompiled(self) -> None:
-        """Go on as a run of which nothing is compiled, which the plan now is; see `Session.complete`."""
+        """Go on as a run of which nothing is compiled, which the plan now is; see
+        `Session.complete`.
+        """
 
     @property
     def held(self) -> list[Tensor]:
@@ -383,7 +406,9 @@ class Task(ABC):
         """Return the tokens of the last update, without padding."""
 
     def figures(self, windows: Windows) -> dict[str, Any]:
-        """Return figures on the answers of the last update, for its row of the metrics; empty for texts."""
+        """Return figures on the answers of the last update, for its row of the metrics; empty for
+        texts.
+        """
         return {}
 
     @property
@@ -407,7 +432,9 @@ class Task(ABC):
 
     @abstractmethod
     def opening(self, config: LlamaConfig | None) -> Opening:
-        """Return the prompt of the samples that the run shows; `config` is the model's shape if it is a Llama."""
+        """Return the prompt of the samples that the run shows; `config` is the model's shape if it
+        is a Llama.
+        """
 
     def sample(self, opening: Opening, write: Callable[[], str | None]) -> str | None:
         """Return a sample with its prompt; None if the model writes nothing.
@@ -424,12 +451,17 @@ class Task(ABC):
         return {}
 
     def doubt(self, rows: Sequence[Mapping[str, Any]]) -> str:
-        """Return why what the run did so far is worth nothing, and what would help; empty if nothing says so."""
+        """Return why what the run did so far is worth nothing, and what would help; empty if
+        nothing says so.
+        """
         return ""
 
     @abstractmethod
     def standing(
-        self, rows: Sequence[Mapping[str, Any]], held_out: Evaluation | None, yardsticks: Mapping[str, float]
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        held_out: Evaluation | None,
+        yardsticks: Mapping[str, float],
     ) -> str:
         """Return how good the run has become, as the end of its last line.
 

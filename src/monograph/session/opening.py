@@ -29,7 +29,9 @@ class Opening(NamedTuple):
     command: str = "generate"
 
 
-def opening_of_prompt(text: str, ids: Sequence[int], is_chat: bool, form: tuple[str, ...]) -> Opening:
+def opening_of_prompt(
+    text: str, ids: Sequence[int], is_chat: bool, form: tuple[str, ...]
+) -> Opening:
     """Return a prompt that answers are drawn to.
 
     Args:
@@ -44,7 +46,8 @@ def opening_of_prompt(text: str, ids: Sequence[int], is_chat: bool, form: tuple[
 
 
 def opening_of(corpus: Corpus, config: LlamaConfig | None, is_chat: bool) -> Opening:
-    """Return a prompt from the held-out text, or else from the training text, short enough to be continued.
+    """Return a prompt from the held-out text, or else from the training text, short enough to be
+    continued.
 
     Args:
         corpus: the run's text.
@@ -52,8 +55,13 @@ def opening_of(corpus: Corpus, config: LlamaConfig | None, is_chat: bool) -> Ope
         is_chat: whether the text's records, if it has any, are chats.
     """
     rows = corpus.held_out if len(corpus.held_out) else corpus.train
-    # It may fill half of the positions; the first token of a document and a written token must fit in any case.
-    room = max(0, min(config.max_position_embeddings // 2, config.max_position_embeddings - 2)) if config else None
+    # It may fill half of the positions; the first token of a document and a written token must fit
+    # in any case.
+    room = (
+        max(0, min(config.max_position_embeddings // 2, config.max_position_embeddings - 2))
+        if config
+        else None
+    )
     if rows.conversations:
         ids = rows.first_prompt()
         ids = ids if room is None else ids[-max(1, room) :]
@@ -62,7 +70,9 @@ def opening_of(corpus: Corpus, config: LlamaConfig | None, is_chat: bool) -> Ope
             return Opening(asked, ids, (), (*_dashes(asked), asked))
         if len(asked) > _SHOWN_CHARS:  # keep the last whole words
             asked = "… " + (asked[-_SHOWN_CHARS:].split(maxsplit=1) or [""])[-1]
-        return Opening(f"{asked} ", ids, stop_ids(corpus.tokenizer, config.ends if config else ()), (), "chat")
+        return Opening(
+            f"{asked} ", ids, stop_ids(corpus.tokenizer, config.ends if config else ()), (), "chat"
+        )
     first_line = next(iter(rows.texts())).decode("utf-8", "replace").lstrip().partition("\n")[0]
     python = corpus.name == "stdlib"
     text = STDLIB_PROMPT if python else " ".join(first_line.split(" ")[:4])[:_SHOWN_CHARS]
@@ -72,7 +82,8 @@ def opening_of(corpus: Corpus, config: LlamaConfig | None, is_chat: bool) -> Ope
 
 
 def _dashes(prompt: str) -> tuple[str, ...]:
-    return ("--",) if prompt.startswith("-") else ()  # otherwise the prompt would be taken for an option
+    # Otherwise the prompt would be taken for an option.
+    return ("--",) if prompt.startswith("-") else ()
 
 
 def _shortened(corpus: Corpus, text: str, room: int | None) -> str:

@@ -21,7 +21,8 @@ OpenChoice = Literal["micro_batch", "compile", "remat", "memory"]
 
 @dataclass(frozen=True)
 class Plan:
-    """The decided values of a run. `monograph.session.resolve.resolve` sets them; other code only reads them.
+    """The decided values of a run. `monograph.session.resolve.resolve` sets them; other code only
+    reads them.
 
     Attributes:
         job: what the settings ask for.
@@ -29,21 +30,24 @@ class Plan:
         recipe: the checked recipe from which the model is built.
         reading: the arguments of `monograph.corpus`.
         seed: seed of the weights and of the order of rows.
-        training: how the model is trained, by all devices together except for `rows`, which are one device's; a `Work`
-            once the shape of a Llama is known, its optimizer with the changes of width transfer.
+        training: how the model is trained, by all devices together except for `rows`, which are one
+            device's; a `Work` once the shape of a Llama is known, its optimizer with the changes of
+            width transfer.
         minutes: minutes of training, used if neither updates nor epochs are given.
         wall_minutes: minutes of the whole run; None if they are not limited.
         epochs: passes over the text; None if another key gives the run's length.
-        schedule_name: the learning rate's schedule; final: the share of the peak rate that it falls to.
+        schedule_name: the learning rate's schedule; final: the share of the peak rate that it falls
+            to.
         parallel: how several devices share the work.
         gather_dtype: the dtype in which shared weights are sent.
         memory: where weights live.
-        open: the choices that the planner makes once the model's shape is known; until then `training` and `memory`
-            have their usual values there.
+        open: the choices that the planner makes once the model's shape is known; until then
+            `training` and `memory` have their usual values there.
         transfer: the rule by which rates are carried to this width; None without width transfer.
         expected: the planner's prediction for the step; None if the planner was not asked.
         beside: bytes that the run holds beside its step, by origin.
-        updates: updates of the whole run, 0 until known; warmup_updates, eval_every and save_every depend on it.
+        updates: updates of the whole run, 0 until known; warmup_updates, eval_every and save_every
+            depend on it.
     """
 
     job: Job
@@ -92,7 +96,9 @@ class Plan:
     @property
     def peak_memory_bytes(self) -> int | None:
         """Return the predicted bytes at the peak; None if the planner was not asked."""
-        return self.expected.peak_memory_bytes + sum(self.beside.values()) if self.expected else None
+        return (
+            self.expected.peak_memory_bytes + sum(self.beside.values()) if self.expected else None
+        )
 
     @property
     def placement(self) -> Placement | None:
@@ -131,7 +137,8 @@ class Shape(NamedTuple):
         like: the plan of another run of the same shape, whose choices are taken over.
         slots: the most tokens of a prompt and its answer; 0 as long as the prompts are unknown.
         per_epoch: rows of an epoch of the text; 0 as long as it is unknown.
-        minutes: how long a run by the clock trains; 0 for one whose share of the time is unknown, as in a sweep.
+        minutes: how long a run by the clock trains; 0 for one whose share of the time is unknown,
+            as in a sweep.
     """
 
     config: LlamaConfig | None
@@ -144,7 +151,9 @@ class Shape(NamedTuple):
 
 
 class Length(NamedTuple):
-    """The number of updates of a run, once that is known, and the default number of its evaluations."""
+    """The number of updates of a run, once that is known, and the default number of its
+    evaluations.
+    """
 
     updates: int
     evaluations: int = EVALUATIONS

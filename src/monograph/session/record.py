@@ -38,7 +38,8 @@ class ConfigRecord:
 
 
 def write_config(run: Run, settings: Settings, programs: Sequence[str] = ()) -> None:
-    """Write config.toml, whole or not at all, with this user's mark if the settings vouch for all code that they name.
+    """Write config.toml, whole or not at all, with this user's mark if the settings vouch for all
+    code that they name.
 
     Args:
         run: the run or the sweep's folder.

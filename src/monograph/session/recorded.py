@@ -1,4 +1,6 @@
-"""Read the settings in a run's config.toml, check that they are unchanged, and resume or branch from them."""
+"""Read the settings in a run's config.toml, check that they are unchanged, and resume or branch
+from them.
+"""
 
 import hashlib
 import os
@@ -30,10 +32,20 @@ from monograph.session.objectives import OBJECTIVES, objective_of
 from monograph.session.objectives.preferences import are_alike
 from monograph.session.plan import is_sharded
 from monograph.storage.code import HUB, digests
-from monograph.storage.reading import contents, entries, exists, is_file, is_folder, matching, resolved, without_links
+from monograph.storage.reading import (
+    contents,
+    entries,
+    exists,
+    is_file,
+    is_folder,
+    matching,
+    resolved,
+    without_links,
+)
 from monograph.terminal import shell_words
 
-# Settings that a branched run does not take over from its parent: the length, values that depend on it, and the ranks.
+# Settings that a branched run does not take over from its parent: the length, values that depend on
+# it, and the ranks.
 _OF_ONE_RUN = {
     *EXCLUSIVE[0],
     "train.eval_every",
@@ -47,7 +59,11 @@ _OF_ONE_RUN = {
 
 
 def run_settings(
-    run: Run, *, runs: Collection[str] = NAME_CODE, programs: Sequence[str] = (), recorded: str | None = None
+    run: Run,
+    *,
+    runs: Collection[str] = NAME_CODE,
+    programs: Sequence[str] = (),
+    recorded: str | None = None,
 ) -> Settings:
     """Return a run's settings; all code that reads a run's config.toml does so here.
 
@@ -56,11 +72,13 @@ def run_settings(
     Args:
         run: the run.
         runs: the keys whose code the caller may run.
-        programs: values that name code in a sweep's points, in addition to those of its config.toml; they may run, too.
+        programs: values that name code in a sweep's points, in addition to those of its
+            config.toml; they may run, too.
         recorded: the fingerprint of the settings; None: that in the run's newest sound checkpoint.
 
     Raises:
-        InputRefused: the file has changed since the run was begun, or it names code that this user does not trust.
+        InputRefused: the file has changed since the run was begun, or it names code that this user
+            does not trust.
         UsageError: the file is not a configuration, and no checkpoint records a fingerprint of it.
     """
     state = recorded_state.newest_state(run)
@@ -70,13 +88,19 @@ def run_settings(
     except UsageError as error:
         if expected is None:
             raise
-        digest = hashlib.sha256(text).hexdigest() if (text := contents(run.config)) is not None else "nothing"
+        digest = (
+            hashlib.sha256(text).hexdigest()
+            if (text := contents(run.config)) is not None
+            else "nothing"
+        )
         raise _changed(run, expected, f"{digest} ({error})") from None
     if expected not in (None, settings.fingerprint, written_fingerprint(run.config)):
         raise _changed(run, expected, settings.fingerprint)
     running = [*(settings.values()[key] for key in runs), *programs]
     sha256 = state.get("recipe", {}).get("sha256")
-    return settings.vouching(require_trusted(run.config, [*settings.programs, *programs], running, sha256))
+    return settings.vouching(
+        require_trusted(run.config, [*settings.programs, *programs], running, sha256)
+    )
 
 
 def settings_given(
@@ -87,12 +111,14 @@ def settings_given(
     files: tuple[str, ...] = FILES,
     faults: Sequence[MonographError] = (),
 ) -> Settings:
-    """Return the settings that a command line gives; with `runs_code` they vouch for the Python files that they name.
+    """Return the settings that a command line gives; with `runs_code` they vouch for the Python
+    files that they name.
 
-    Of a `model.init` of the Hub the given files are fetched. `faults` are what is wrong with other arguments.
+    Of a `model.init` of the Hub the given files are fetched. `faults` are what is wrong with other
+    arguments.
 
-    The user names a file by typing it, in the environment or in a TOML file of their own. What a TOML file of a run
-    names is the run's.
+    The user names a file by typing it, in the environment or in a TOML file of their own. What a
+    TOML file of a run names is the run's.
 
     Raises:
         InputRefused: see `run_settings`.
@@ -106,10 +132,14 @@ def settings_given(
     if vouched is None:
         return settings.vouching(digests(settings.programs))
     typed = [
-        value for key, value in settings.values().items() if key in NAME_CODE and not _is_from(toml, settings, key)
+        value
+        for key, value in settings.values().items()
+        if key in NAME_CODE and not _is_from(toml, settings, key)
     ]
     if strange := [value for value in settings.programs if value not in {*vouched, *typed}]:
-        raise InputRefused(f"{toml}: changed while it was read, and now names {strange[0]}; try again")
+        raise InputRefused(
+            f"{toml}: changed while it was read, and now names {strange[0]}; try again"
+        )
     return settings.vouching({**digests(typed), **vouched})
 
 
@@ -119,17 +149,19 @@ def _is_from(toml: Path | None, settings: Settings, key: str) -> bool:
 
 
 def _of_its_run(toml: Path | None, keys: Collection[str]) -> Mapping[str, str] | None:
-    """Check a TOML file that the user named as a run's settings are checked, if a run wrote it or it is in its folder.
+    """Check a TOML file that the user named as a run's settings are checked, if a run wrote it or
+    it is in its folder.
 
-    Links are followed. A mark in the file counts even outside of a run's folder, since a stranger may have left out the
-    files that make a folder a run. The line of `strange_text` is printed.
+    Links are followed. A mark in the file counts even outside of a run's folder, since a stranger
+    may have left out the files that make a folder a run. The line of `strange_text` is printed.
 
     Args:
         toml: the file; None: there is none.
         keys: the keys whose code may run.
 
     Returns:
-        The digest of each Python file that may run, by the value that names it; None if it is no file of a run.
+        The digest of each Python file that may run, by the value that names it; None if it is no
+        file of a run.
 
     Raises:
         InputRefused: see `run_settings`.
@@ -150,17 +182,21 @@ def _of_its_run(toml: Path | None, keys: Collection[str]) -> Mapping[str, str] |
 
 
 def own_copies(data: DataSection, origins: Mapping[str, str]) -> dict[str, Any]:
-    """Return `source` and `tokenizer` of [data] with files that are gone replaced by copies in the run's folder.
+    """Return `source` and `tokenizer` of [data] with files that are gone replaced by copies in the
+    run's folder.
 
-    A run keeps its tokenizer and the text that it read from standard input. It may have been moved since, as may the
-    run from which it was begun.
+    A run keeps its tokenizer and the text that it read from standard input. It may have been moved
+    since, as may the run from which it was begun.
 
     Args:
         data: the section [data].
         origins: the origins of its keys.
     """
     copies: dict[str, Any] = {}
-    for key, value, name in (("source", data.source, "stdin"), ("tokenizer", data.tokenizer, "tokenizer.json")):
+    for key, value, name in (
+        ("source", data.source, "stdin"),
+        ("tokenizer", data.tokenizer, "tokenizer.json"),
+    ):
         # The origin of a value is the file and the line, FILE:LINE.
         run = Run(Path(origins.get(f"data.{key}", "").rpartition(":")[0]).parent)
         items = [value] if isinstance(value, str) else value
@@ -172,13 +208,18 @@ def own_copies(data: DataSection, origins: Mapping[str, str]) -> dict[str, Any]:
 
 
 def fetched_model(settings: Settings, files: tuple[str, ...] = FILES) -> Settings:
-    """Return the settings with a `model.init` of the Hub fetched: it is then the folder of one commit in the cache.
+    """Return the settings with a `model.init` of the Hub fetched: it is then the folder of one
+    commit in the cache.
 
     Raises:
         UsageError, InputRefused, DiskFull: see `monograph.run.repository.fetched`.
     """
     init = settings.model.init
-    return settings.resolve({"model.init": fetched(init, files)}, init) if init and init.startswith(HUB) else settings
+    return (
+        settings.resolve({"model.init": fetched(init, files)}, init)
+        if init and init.startswith(HUB)
+        else settings
+    )
 
 
 def require_text(settings: Settings) -> None:
@@ -191,13 +232,16 @@ def require_text(settings: Settings) -> None:
     for place in [source] if isinstance(source, str) else source:
         folder = Path(os.path.expanduser(place))
         if is_file(folder / "run.lock") or checkpoint_named(folder) is not None:
-            raise UsageError(f"{place} is a run, no text: give its config.toml, or model.init={place}")
+            raise UsageError(
+                f"{place} is a run, no text: give its config.toml, or model.init={place}"
+            )
         if is_file(folder / "config.json") and entries(folder, "model"):
             raise UsageError(f"{place} is a model, no text: give it as model.init={place}")
 
 
 def strange_text(run: Run, source: str | Sequence[str], programs: Sequence[str]) -> str:
-    """Return a warning if another user's run names text outside of its own folder; otherwise an empty string.
+    """Return a warning if another user's run names text outside of its own folder; otherwise an
+    empty string.
 
     Args:
         run: the run.
@@ -206,15 +250,24 @@ def strange_text(run: Run, source: str | Sequence[str], programs: Sequence[str])
     """
     home = without_links(run.folder)
     places = [source] if isinstance(source, str) else source
-    outside = [item for item in places if item != "stdlib" and _leads_out(Path(os.path.expanduser(item)), home)]
+    outside = [
+        item
+        for item in places
+        if item != "stdlib" and _leads_out(Path(os.path.expanduser(item)), home)
+    ]
     if not outside or is_ours(run.config, programs):
         return ""
     return f"{run.folder} was not begun here, and names text outside of it, which is read: {', '.join(outside)}"
 
 
 def _leads_out(place: Path, home: Path) -> bool:
-    """Return whether a file, a folder, a pattern or a link among its matches leads out of the folder `home`."""
-    return any(home not in without_links(path).parents for path in [place, *matching(place), *matching(place / "**")])
+    """Return whether a file, a folder, a pattern or a link among its matches leads out of the
+    folder `home`.
+    """
+    return any(
+        home not in without_links(path).parents
+        for path in [place, *matching(place), *matching(place / "**")]
+    )
 
 
 def _changed(run: Run, expected: str, found: str) -> InputRefused:
@@ -225,7 +278,8 @@ def _changed(run: Run, expected: str, found: str) -> InputRefused:
 
 
 def settings_of(run: Run, given: Settings) -> Settings:
-    """Return the settings of a run to resume, with those given settings that a resumed run may change.
+    """Return the settings of a run to resume, with those given settings that a resumed run may
+    change.
 
     Raises:
         UsageError: a given setting contradicts the run's.
@@ -235,24 +289,34 @@ def settings_of(run: Run, given: Settings) -> Settings:
         raise InputRefused(
             f"{run.folder} was stopped before it began: start it with `monograph train --out {shell_words(run.folder)}`"
         )
-    own = run_settings(run, runs=() if isinstance(run, Follower) else NAME_CODE)  # rank 0 answers for all
-    per_update = defaults.in_whole_rows(int(own.train.tokens_per_update), int(own.data.sequence_length))
+    # Rank 0 answers for all.
+    own = run_settings(run, runs=() if isinstance(run, Follower) else NAME_CODE)
+    per_update = defaults.in_whole_rows(
+        int(own.train.tokens_per_update), int(own.data.sequence_length)
+    )
     for key, value in given.pinned().items():
         mine = own.values()[key]
         if (
             value in (mine, "auto")
-            or (key == "train.tokens" and own.train.updates == defaults.updates_of(value, per_update))
+            or (
+                key == "train.tokens"
+                and own.train.updates == defaults.updates_of(value, per_update)
+            )
             # The minutes in a TOML file have become the run's updates.
             or (key == "train.minutes" and given.origins[key] != "command line")
         ):
             continue
-        if key == "data.ignore_keys":  # an earlier version took unknown keys; others change the records' fingerprint
+        # An earlier version took unknown keys; others change the records' fingerprint.
+        if key == "data.ignore_keys":
             own = own.resolve({key: value}, given.origins[key])
             continue
-        if key in ("train.memory", "train.parallel", "train.gather_dtype"):  # the updates stay the same
+        # The updates stay the same.
+        if key in ("train.memory", "train.parallel", "train.gather_dtype"):
             # A run that is streamed, or gathered block by block, has no graph of the whole step.
             split = (value == "stream" or is_sharded(str(value))) and own.train.compile == "whole"
-            own = own.resolve({key: value} | ({"train.compile": "blocks"} if split else {}), given.origins[key])
+            own = own.resolve(
+                {key: value} | ({"train.compile": "blocks"} if split else {}), given.origins[key]
+            )
             continue
         if key in EXCLUSIVE[0]:
             epochs, updates = own.train.epochs, own.train.updates
@@ -275,10 +339,14 @@ def parent_named(name: str) -> Parent:
         parent = Run.open(name)
         return Parent(parent, parent.at)
     if not numbered:
-        raise UsageError(f"--from {name}: expected RUN or RUN@UPDATE with a whole number after the @, not {update!r}")
+        raise UsageError(
+            f"--from {name}: expected RUN or RUN@UPDATE with a whole number after the @, not {update!r}"
+        )
     parent = Run.open(run)
     if parent.at not in (None, int(update)):
-        raise UsageError(f"--from {name}: {run} is the checkpoint of update {parent.at}; leave one of them out")
+        raise UsageError(
+            f"--from {name}: {run} is the checkpoint of update {parent.at}; leave one of them out"
+        )
     return Parent(parent, int(update))
 
 
@@ -291,7 +359,8 @@ def _is_run(name: str) -> bool:
 
 
 def model_given(settings: Settings, name: str | None) -> tuple[Settings, str | None]:
-    """Return the settings and the run that `--from` names; a model's folder, which is no run, becomes model.init.
+    """Return the settings and the run that `--from` names; a model's folder, which is no run,
+    becomes model.init.
 
     Raises:
         UsageError: `--from` names a model's folder, and model.init is given, too.
@@ -299,18 +368,26 @@ def model_given(settings: Settings, name: str | None) -> tuple[Settings, str | N
     if name is None or names_run(name) or not is_file(Path(name, "config.json")):
         return settings, name
     if settings.model.init:
-        raise UsageError(f"--from {name} and model.init = {settings.model.init} both name a model; give one")
+        raise UsageError(
+            f"--from {name} and model.init = {settings.model.init} both name a model; give one"
+        )
     return settings.resolve({"model.init": name}, "--from"), None
 
 
 def branched(parent: Run, given: Settings) -> Settings:
-    """Return the settings of a new run: the given ones, and its parent's except those of `_OF_ONE_RUN`."""
+    """Return the settings of a new run: the given ones, and its parent's except those of
+    `_OF_ONE_RUN`.
+    """
     if not parent.begun and not entries(parent.checkpoints):
-        raise InputRefused(f"{parent.folder} was stopped before it began: nothing can start from it")
+        raise InputRefused(
+            f"{parent.folder} was stopped before it began: nothing can start from it"
+        )
     replaced = {"model.init": given.model.init is not None, "rl.reward": objective_of(given).judges}
     own = run_settings(parent, runs=[key for key in NAME_CODE if not replaced[key]])
     taken = _by_records(given, own)
-    if added := [key for key in ADAPTER_KEYS if key in taken and given.values()[key] != own.values()[key]]:
+    if added := [
+        key for key in ADAPTER_KEYS if key in taken and given.values()[key] != own.values()[key]
+    ]:
         raise UsageError(
             f"{given.origins[added[0]]}: {added[0]}: --from goes on with the weights that {parent.folder} trains and "
             f"their optimizer; for adapters on them start anew with model.init={parent.folder}"
@@ -327,19 +404,30 @@ def branched(parent: Run, given: Settings) -> Settings:
         tokens_of(given, source, tokenizer, is_adapted=False).require_no_new(str(parent.folder))
     taken -= {"optim.transfer", "optim.transfer_base"}
     taken |= {belonging for key in taken for belonging in BELONGS.get(key, ())}
-    closed = {key for group in EXCLUSIVE if not taken.isdisjoint(group) for key in group} | taken | _OF_ONE_RUN
+    closed = (
+        {key for group in EXCLUSIVE if not taken.isdisjoint(group) for key in group}
+        | taken
+        | _OF_ONE_RUN
+    )
     if given.model.init:  # that model brings its own shape
         closed |= {key for key in own.values() if key.startswith("model.")}
     kept = {key: value for key, value in own.pinned().items() if key not in closed}
-    kept |= {f"data.{key}": copy for key, copy in own_copies(own.data, own.origins).items() if f"data.{key}" in kept}
+    kept |= {
+        f"data.{key}": copy
+        for key, copy in own_copies(own.data, own.origins).items()
+        if f"data.{key}" in kept
+    }
     if "data.tokenizer" not in taken:
-        kept["data.tokenizer"] = str(parent.tokenizer)  # a newly trained BPE would change the meaning of the ids
+        # A newly trained BPE would change the meaning of the ids.
+        kept["data.tokenizer"] = str(parent.tokenizer)
         kept.pop("data.vocab_size", None)
     return given.resolve(kept, str(parent.config)).vouching({**own.vouched, **given.vouched})
 
 
 def _by_records(given: Settings, own: Settings) -> set[str]:
-    """Return the keys that a new run does not take from its parent: given ones, and those that its records decide."""
+    """Return the keys that a new run does not take from its parent: given ones, and those that its
+    records decide.
+    """
     taken = {*given.pinned()}
     objective = objective_of(given)
     if objective.judges:  # what the parent learned from is over

@@ -1,7 +1,8 @@
-"""Store what a run's answers are compared with: weights, or log-probabilities, as they were before the first update.
+"""Store what a run's answers are compared with: weights, or log-probabilities, as they were before
+the first update.
 
-For pairs these are the log-probabilities of all answers; for a KL term, as nobody knows the answers yet, they are the
-weights. Either is kept in the run's folder, where a resumed run reads it.
+For pairs these are the log-probabilities of all answers; for a KL term, as nobody knows the answers
+yet, they are the weights. Either is kept in the run's folder, where a resumed run reads it.
 """
 
 import hashlib
@@ -36,7 +37,9 @@ def verify_reference(run: Run) -> None:
         _stored(path)
 
 
-def write_reference(run: Run, fingerprint: str, tensors: Mapping[str, torch.Tensor], world: World) -> None:
+def write_reference(
+    run: Run, fingerprint: str, tensors: Mapping[str, torch.Tensor], world: World
+) -> None:
     """Store a reference in the run's folder, before the run's first checkpoint.
 
     Args:
@@ -48,13 +51,16 @@ def write_reference(run: Run, fingerprint: str, tensors: Mapping[str, torch.Tens
     Raises:
         DiskFull: there is no room for it.
     """
-    gathered = ((name, whole_rows(tensor)) for name, tensor in tensors.items())  # one at a time, by all ranks
+    # One at a time, by all ranks.
+    gathered = ((name, whole_rows(tensor)) for name, tensor in tensors.items())
     there = {name: whole.cpu() for name, whole in gathered if world.leads}
     if not world.leads:
         return
     # One entry, as safetensors writes several in any order.
     content = save(there, {"whose": f"{fingerprint} {_digest(there)}"})
-    write_whole(run.folder / REFERENCE, content, "nothing was trained yet: make room there, and start again")
+    write_whole(
+        run.folder / REFERENCE, content, "nothing was trained yet: make room there, and start again"
+    )
     sync(run.folder)
 
 
@@ -68,7 +74,9 @@ def read_reference(run: Run, fingerprint: str, tensors: Mapping[str, torch.Tenso
     if not exists(path):
         raise InputRefused(LOST.format(path, "missing"))
     stored, theirs = _stored(path)
-    like = all(name in stored and stored[name].shape == tensor.shape for name, tensor in tensors.items())
+    like = all(
+        name in stored and stored[name].shape == tensor.shape for name, tensor in tensors.items()
+    )
     if not like or theirs != fingerprint:
         raise InputRefused(LOST.format(path, DAMAGED))
     for name, tensor in tensors.items():

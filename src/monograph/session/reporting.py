@@ -1,4 +1,6 @@
-"""Show a run while it trains and write its results: the held-out curve, samples, figures, summary and last lines."""
+"""Show a run while it trains and write its results: the held-out curve, samples, figures, summary
+and last lines.
+"""
 
 import itertools
 import json
@@ -37,9 +39,12 @@ from monograph.storage.reading import contents, exists, is_folder, parse_json
 
 
 def finished(run: Run) -> dict[str, Any] | None:
-    """Return the summary of a run that has ended; None if it has not, or if its last checkpoint is gone."""
+    """Return the summary of a run that has ended; None if it has not, or if its last checkpoint is
+    gone.
+    """
     last: dict[str, Any] = {}
-    with suppress(InputRefused):  # a row is damaged; resuming from a checkpoint verifies the rows that stay
+    # A row is damaged; resuming from a checkpoint verifies the rows that stay.
+    with suppress(InputRefused):
         last = next(reversed(run.rows()), {})
     summary: dict[str, Any] | None = last.get("summary")
     if summary and not is_folder(run.checkpoints / f"step-{summary['update']:08d}"):
@@ -50,12 +55,14 @@ def finished(run: Run) -> dict[str, Any] | None:
 SAMPLE_SHARES = (0.15, 0.5, 1.0)
 SAMPLE_TOKENS = 48
 RECENT = 25  # updates whose rate is averaged
-DOUBTED_AT = 3  # updates, after which a run that learns nothing can be told from one that began badly
+# Updates, after which a run that learns nothing can be told from one that began badly.
+DOUBTED_AT = 3
 JUDGED_TOKENS = 160  # of each text whose lines Python's tokenizer judges at the end
 LARGEST_YARDSTICK_BYTES = 64_000_000
 YARDSTICKS_LEAVE_S = 120.0  # where less time is left for training, they are not computed
-# After COOLING_FROM of the time, a run that would take more than LATE times its time is shortened. Its updates then end
-# at END_SHARE of the time, which leaves the rest for the last evaluation and samples.
+# After COOLING_FROM of the time, a run that would take more than LATE times its time is shortened.
+# Its updates then end at END_SHARE of the time, which leaves the rest for the last evaluation and
+# samples.
 COOLING_FROM = 0.7
 LATE = 1.03
 END_SHARE = 0.97
@@ -65,7 +72,9 @@ class Reporter:
     """The reporter of one run, which shows it while it trains and its results at the end."""
 
     def __init__(self, session: Session, progress: Progress):
-        """Compute or look up the yardsticks, choose the prompt and read the rows of earlier processes of the run."""
+        """Compute or look up the yardsticks, choose the prompt and read the rows of earlier
+        processes of the run.
+        """
         self.session, self.progress = session, progress
         self.rows = session.run.rows()
         self.first = session.engine.index
@@ -105,13 +114,17 @@ class Reporter:
         return block
 
     def rate(self, updates: int, seconds: float, row: Mapping[str, Any]) -> float:
-        """Return the tokens per second of the last updates, the last of which has this row; notice if they are few."""
+        """Return the tokens per second of the last updates, the last of which has this row; notice
+        if they are few.
+        """
         self.update_s.append(seconds / updates)
         tokens = self.session.task.tokens_of(self.session.batches)
         self.rates.append(tokens / self.update_s[-1])
         self.read = {"tokens_per_s": self.rates[-1] or None, **self.gauges.read()}
         if self.session.task.is_steady and (slower := self.alarm.note(self.rates[-1], seconds)):
-            self.session.run.log({"update": row["update"], "tokens": row["tokens"], "slower": slower})
+            self.session.run.log(
+                {"update": row["update"], "tokens": row["tokens"], "slower": slower}
+            )
             now, before = (count(slower[name], "tok/s") for name in ("tokens_per_s", "before"))
             why = slower["why"] or "no cause found"
             self.progress.line("warning", f"slower: {now}, {before} before: {why}")
@@ -122,7 +135,9 @@ class Reporter:
         """Return the median seconds of the last few updates; 0 before the first."""
         return statistics.median_high(self.update_s) if self.update_s else 0.0
 
-    def evaluate(self, block: TrainingBlock, update: int, limit: int | None, **mark: object) -> None:
+    def evaluate(
+        self, block: TrainingBlock, update: int, limit: int | None, **mark: object
+    ) -> None:
         """Score held-out rows, or answers to held-out prompts, log the scores and show them.
 
         The row of the metrics has the entries of `mark`, too.
@@ -141,12 +156,15 @@ class Reporter:
             block.held_out(update, score.tokens, score.point)
 
     def sample(self, block: TrainingBlock, update: int) -> None:
-        """Log and show an answer to the first prompt with its reward, or a Llama's continuation of the run's prompt.
+        """Log and show an answer to the first prompt with its reward, or a Llama's continuation of
+        the run's prompt.
 
         Both always have the same random draws, so that a resumed run shows the same.
         """
         began = clock()
-        written = self.session.task.sample(self.opening, lambda: next(iter(self._write(1, SAMPLE_TOKENS)), None))
+        written = self.session.task.sample(
+            self.opening, lambda: next(iter(self._write(1, SAMPLE_TOKENS)), None)
+        )
         if written is None:
             return
         self.deadline.sample_s = clock() - began
@@ -155,7 +173,8 @@ class Reporter:
         block.sample(share, written)
 
     def keep_time(self, update: int) -> None:
-        """Begin the cool-down early if the time will not suffice, once the machine's speed is known well.
+        """Begin the cool-down early if the time will not suffice, once the machine's speed is known
+        well.
 
         Where the whole run's time is limited, a cool-down that takes too long is ended early, too.
         """
@@ -167,13 +186,21 @@ class Reporter:
                 self.progress.line("time", f"slower still: ending at update {ends:,}")
                 return
             slower = "updates take longer than measured at the start"
-            self.progress.line("time", f"{slower}: cooling down from update {update:,}, ending at {ends:,}")
+            self.progress.line(
+                "time", f"{slower}: cooling down from update {update:,}, ending at {ends:,}"
+            )
 
     def _too_late(self, update: int) -> int:
-        """Return the number of updates after which a run that is too slow should end; 0 if it is fast enough."""
+        """Return the number of updates after which a run that is too slow should end; 0 if it is
+        fast enough.
+        """
         session = self.session
         here_s = clock() - session.training_since_s
-        if session.budget_s is None or session.cooled or here_s < COOLING_FROM * (session.budget_s - session.elapsed_s):
+        if (
+            session.budget_s is None
+            or session.cooled
+            or here_s < COOLING_FROM * (session.budget_s - session.elapsed_s)
+        ):
             return 0
         spent = session.spent_s
         # The last evaluation and the last samples come after the updates.
@@ -181,7 +208,8 @@ class Reporter:
         until = END_SHARE * session.budget_s
         if spent + per_update * (session.updates - update) <= LATE * until:
             return 0
-        left = max(until - spent, (1 - COOLING_FROM) / 2 * session.budget_s)  # a cool-down is worth more than time
+        # A cool-down is worth more than time.
+        left = max(until - spent, (1 - COOLING_FROM) / 2 * session.budget_s)
         ends = update + updates_for(left, per_update, session.updates - update)
         return ends if ends < session.updates else 0
 
@@ -192,7 +220,9 @@ class Reporter:
         return max((clock() - self.session.training_since_s) / (update - self.first), self.recent_s)
 
     def end(self, block: TrainingBlock) -> None:
-        """Run the last evaluation, over all held-out rows, and draw the last sample, as far as there is time."""
+        """Run the last evaluation, over all held-out rows, and draw the last sample, as far as
+        there is time.
+        """
         agreed = self.session.world.agreed
         self.evaluate(block, self.session.updates, limit=agreed(self.deadline.rows(self.recent_s)))
         if agreed(self.deadline.allows(1)):
@@ -207,17 +237,27 @@ class Reporter:
 
     def _about(self, rows: Sequence[Mapping[str, Any]]) -> About:
         samples = [(row["share"], row["sample"]) for row in rows if "sample" in row]
-        origin = [*told(self.session.run), ("seed", str(self.session.plan.seed)), ("data", self.session.task.described)]
+        origin = [
+            *told(self.session.run),
+            ("seed", str(self.session.plan.seed)),
+            ("data", self.session.task.described),
+        ]
         if self.session.cooled:
             begun, end = self.session.cooled
             why = f"training was slower than measured at the start, so the cool-down began at update {begun:,}"
-            origin.append(("length", f"{end:,} updates instead of {self.session.plan.updates:,}: {why}"))
+            origin.append(
+                ("length", f"{end:,} updates instead of {self.session.plan.updates:,}: {why}")
+            )
         return About(self.yardsticks, samples, self._moments(rows), origin, self.doubt(rows))
 
     def doubt(self, rows: Sequence[Mapping[str, Any]]) -> str:
-        """Return why the updates so far are worth nothing, once there are enough of them to tell; else ""."""
+        """Return why the updates so far are worth nothing, once there are enough of them to tell;
+        else "".
+        """
         done = self.session.engine.index
-        return self.session.task.doubt(rows) if done >= min(DOUBTED_AT, self.session.updates) else ""
+        return (
+            self.session.task.doubt(rows) if done >= min(DOUBTED_AT, self.session.updates) else ""
+        )
 
     def _moments(self, rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, str]]:
         """Return the updates at which the learning rate's curve has a kink, with the reasons."""
@@ -236,7 +276,9 @@ class Reporter:
         return moments
 
     def finish(self) -> dict[str, Any]:
-        """Write the report, print the results and the next commands; return the summary, the object of `--json`."""
+        """Write the report, print the results and the next commands; return the summary, the object
+        of `--json`.
+        """
         session, progress = self.session, self.progress
         summary = self._summary()
         trained = duration(session.spent_s)
@@ -259,14 +301,23 @@ class Reporter:
         progress.line("", f"peak memory {needed}{compiled}   {skipped}   {session.run.folder}")
         held_out = session.task.held_out_rows
         if 0 < self.scored_rows < held_out:
-            progress.line("", f"scored on {self.scored_rows:,} of {held_out:,} held-out rows: no time for more")
+            progress.line(
+                "",
+                f"scored on {self.scored_rows:,} of {held_out:,} held-out rows: no time for more",
+            )
         if session.cooled:
             early = f"{session.updates:,} of {session.plan.updates:,} planned updates"
-            progress.line("", f"{early}: the machine was slower than measured at the start, so it cooled down early")
+            progress.line(
+                "",
+                f"{early}: the machine was slower than measured at the start, so it cooled down early",
+            )
         if why := self.doubt(rows):
             progress.line("warning", f"in all updates, {why}")
         if self.lines[1]:
-            progress.line("", f"{self.lines[0]} of {self.lines[1]} sampled lines are accepted by Python's tokenizer")
+            progress.line(
+                "",
+                f"{self.lines[0]} of {self.lines[1]} sampled lines are accepted by Python's tokenizer",
+            )
         progress.gap()
         self._next()
         return summary
@@ -277,13 +328,18 @@ class Reporter:
         if not session.budget_s:
             return ""
         planned = f" ({duration(session.budget_s)} planned)"
-        most = session.task.most_updates(session.batches.rows_per_window, session.plan.training.optim.weight_decay)
-        if most is not None and session.plan.updates >= most:  # the epochs ended the run, the time was only allowed
+        most = session.task.most_updates(
+            session.batches.rows_per_window, session.plan.training.optim.weight_decay
+        )
+        # The epochs ended the run, the time was only allowed.
+        if most is not None and session.plan.updates >= most:
             planned = f" ({duration(session.budget_s)} at most)"
         return planned
 
     def _in_all(self) -> str:
-        """Return how long a run whose whole time is limited took, and the limit; empty for other runs."""
+        """Return how long a run whose whole time is limited took, and the limit; empty for other
+        runs.
+        """
         ends_s, minutes = self.session.ends_s, self.session.plan.wall_minutes
         if ends_s is None or minutes is None:
             return ""
@@ -295,13 +351,19 @@ class Reporter:
         machine = describe(default_device())
         rows = session.run.rows()
         last: dict[str, Any] = next((row for row in reversed(rows) if "train_loss" in row), {})
-        rates = [row["tokens_per_s"] for row in rows[len(self.rows) :] if row.get("tokens_per_s")] or self.rates
+        rates = [
+            row["tokens_per_s"] for row in rows[len(self.rows) :] if row.get("tokens_per_s")
+        ] or self.rates
         rate = statistics.median(rates) if rates else None
         config = session.model_config
         peak = machine.peak_flops.get(session.plan.training.precision)
         peak = peak * session.world.size if peak else None
         length, adapters = session.plan.training.length, session.adapter_params
-        use = mfu(rate, flops_per_token(config, length, adapters), peak) if rate and config and peak else None
+        use = (
+            mfu(rate, flops_per_token(config, length, adapters), peak)
+            if rate and config and peak
+            else None
+        )
         return {
             "schema": "monograph.train/1",
             "run": str(session.run.folder),
@@ -329,10 +391,15 @@ class Reporter:
 
     def _next(self) -> None:
         name = self.session.run.handle
-        longer = ("my_texts/",) if self.python else ("--from", name)  # train on the user's own text, or go on
+        # Train on the user's own text, or go on.
+        longer = ("my_texts/",) if self.python else ("--from", name)
         more: list[tuple[str, ...]] = [("train", *longer, "--minutes", "30")]
         if self._writes:
-            more = [(self.opening.command, name, *self.opening.arguments), ("export", name, "--to", _free()), *more]
+            more = [
+                (self.opening.command, name, *self.opening.arguments),
+                ("export", name, "--to", _free()),
+                *more,
+            ]
         elif self.held_out:
             more = [("evaluate", name), *more]
         if (
@@ -344,7 +411,9 @@ class Reporter:
 
     @property
     def _writes(self) -> bool:
-        """Return whether the model can continue a text; a Llama with one position has no room for a second token."""
+        """Return whether the model can continue a text; a Llama with one position has no room for a
+        second token.
+        """
         config = self.session.model_config
         return config is not None and config.max_position_embeddings > 1
 
@@ -353,11 +422,24 @@ class Reporter:
             return []
         engine, step = self.session.engine, self.session.engine.step
         sampling = Sampling(temperature=0.7, top_k=50, seed=self.session.plan.seed)
-        with modes_kept(engine.model), step.averaged(), step.assembled() as model, graph.set_aside(step):
+        with (
+            modes_kept(engine.model),
+            step.averaged(),
+            step.assembled() as model,
+            graph.set_aside(step),
+        ):
             if not isinstance(model, Llama) or not self.session.world.leads:
                 return []
             tokenizer, opening = self.session.corpus.tokenizer, self.opening
-            written = generate(model, tokenizer, [opening.begun], sampling, max_tokens=tokens, stop=opening.stop, n=n)
+            written = generate(
+                model,
+                tokenizer,
+                [opening.begun],
+                sampling,
+                max_tokens=tokens,
+                stop=opening.stop,
+                n=n,
+            )
             return [completion.text for completion in written]
 
     def _yardsticks(self) -> dict[str, float]:
@@ -371,8 +453,12 @@ class Reporter:
             return parse_json(contents(kept) or b"")
         if self.session.left_s < YARDSTICKS_LEAVE_S:
             return {}
-        with self.progress.stage("yardstick", "gzip, xz, trigram and order-6 models of the same files") as stage:
-            values = yardsticks(b"".join(corpus.train.texts()), b"".join(corpus.held_out.texts()), stage.report)
+        with self.progress.stage(
+            "yardstick", "gzip, xz, trigram and order-6 models of the same files"
+        ) as stage:
+            values = yardsticks(
+                b"".join(corpus.train.texts()), b"".join(corpus.held_out.texts()), stage.report
+            )
             stage.result = ", ".join(f"{name} {value:.2f}" for name, value in values.items())
         # This file is only a cache: without it, the next run computes the yardsticks again.
         with suppress(OSError):
@@ -383,7 +469,8 @@ class Reporter:
 def _planned_memory(plan: Plan, slots: int) -> str:
     """Return the memory that was planned, as the end of the measured one; "" if none was.
 
-    As in the table of `monograph plan`, ~ marks what a formula estimates, where the memory suffices anyway.
+    As in the table of `monograph plan`, ~ marks what a formula estimates, where the memory suffices
+    anyway.
 
     Args:
         plan: the run's plan.

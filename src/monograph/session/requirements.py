@@ -1,7 +1,7 @@
 """Refuse settings that exclude one another or do not fit this machine or model.
 
-What excludes what is a table of rules (`exclusions`), of which docs/support.md is made; the rest are conditions that
-need the machine, the model's shape or the command.
+What excludes what is a table of rules (`exclusions`), of which docs/support.md is made; the rest
+are conditions that need the machine, the model's shape or the command.
 """
 
 import math
@@ -44,12 +44,20 @@ LEAST_BYTES = 2  # the least bytes of a parameter, its weight in 16 bits
 
 # ── what does not go together ───────────────────────────────────────────────────────────────────
 
-UNSHARDED = Condition("train.parallel = {parallel}", lambda made: not is_sharded(made.parallel), "none or ddp")
-SHARDED = Condition("train.parallel = {parallel}", lambda made: is_sharded(made.parallel), "fsdp or hsdp")
-SHARED = Condition("train.parallel = {parallel}", lambda made: made.parallel != "none", "ddp, fsdp or hsdp")
+UNSHARDED = Condition(
+    "train.parallel = {parallel}", lambda made: not is_sharded(made.parallel), "none or ddp"
+)
+SHARDED = Condition(
+    "train.parallel = {parallel}", lambda made: is_sharded(made.parallel), "fsdp or hsdp"
+)
+SHARED = Condition(
+    "train.parallel = {parallel}", lambda made: made.parallel != "none", "ddp, fsdp or hsdp"
+)
 HALVED = Condition("train.gather_dtype = bf16", lambda made: made.gather_dtype == "bf16")
 NOT_IN_BF16 = Condition(
-    "train.precision = {precision}", lambda made: made.precision not in ("auto", "bf16"), "fp32, fp16 or fp8"
+    "train.precision = {precision}",
+    lambda made: made.precision not in ("auto", "bf16"),
+    "fp32, fp16 or fp8",
 )
 WITHOUT_BF16 = Condition(
     "train.precision = {precision}", lambda made: made.precision in ("fp32", "fp16"), "fp32 or fp16"
@@ -69,13 +77,31 @@ _IN_BF16 = "optim.master_weights = false keeps the weights in bf16"
 # Of several, the first is said.
 OF_THE_STEP = (
     Exclusion(
-        OFFLOADED, WHOLE, "train.remat = offload crosses between graphs: with it train.compile is blocks or none"
+        OFFLOADED,
+        WHOLE,
+        "train.remat = offload crosses between graphs: with it train.compile is blocks or none",
     ),
     Exclusion(STREAMED, WHOLE, f"{_STAGED} train.compile is blocks or none, not whole"),
-    Exclusion(STREAMED, OFFLOADED, f"{_STAGED} train.remat is none, full, pointwise or a number, not offload"),
-    Exclusion(ADAPTED, STREAMED, "train.memory = stream fetches weights that are trained: with lora.rank it is device"),
-    Exclusion(ADAPTED, FP8, "train.precision = fp8 is for weights that are trained: with lora.rank take bf16 or fp32"),
-    Exclusion(HALVED, UNSHARDED, "train.gather_dtype = bf16 is of weights that ranks share out: take fsdp or hsdp"),
+    Exclusion(
+        STREAMED,
+        OFFLOADED,
+        f"{_STAGED} train.remat is none, full, pointwise or a number, not offload",
+    ),
+    Exclusion(
+        ADAPTED,
+        STREAMED,
+        "train.memory = stream fetches weights that are trained: with lora.rank it is device",
+    ),
+    Exclusion(
+        ADAPTED,
+        FP8,
+        "train.precision = fp8 is for weights that are trained: with lora.rank take bf16 or fp32",
+    ),
+    Exclusion(
+        HALVED,
+        UNSHARDED,
+        "train.gather_dtype = bf16 is of weights that ranks share out: take fsdp or hsdp",
+    ),
     without(HALVED, NOT_IN_BF16, "products read bf16 weights: take bf16"),
     without(HALVED, RANKED, "frozen weights stay as they are"),
     without(SHARED, NARROW, "gradients would be summed in bf16"),
@@ -83,16 +109,32 @@ OF_THE_STEP = (
     without(SHARDED, WHOLE, "blocks are gathered one by one: take blocks or none"),
 )
 OF_THE_OPTIMIZER = (
-    Exclusion(NARROW, STATE, f"{_IN_BF16}, and their moments: say optim.state = bf16, not {{state}}"),
-    Exclusion(NARROW, STREAMED, f"{_IN_BF16}, and train.memory = stream keeps them in full precision: leave one out"),
-    Exclusion(NARROW, WITHOUT_BF16, f"{_IN_BF16}, which train.precision = {{precision}} cannot use: take bf16 or fp8"),
+    Exclusion(
+        NARROW, STATE, f"{_IN_BF16}, and their moments: say optim.state = bf16, not {{state}}"
+    ),
+    Exclusion(
+        NARROW,
+        STREAMED,
+        f"{_IN_BF16}, and train.memory = stream keeps them in full precision: leave one out",
+    ),
+    Exclusion(
+        NARROW,
+        WITHOUT_BF16,
+        f"{_IN_BF16}, which train.precision = {{precision}} cannot use: take bf16 or fp8",
+    ),
     Exclusion(
         SKIPPING,
         UNCLIPPED,
         "optim.skip_spikes = true is of gradients that are clipped: give optim.grad_clip a number",
     ),
-    Exclusion(FALLING, CONSTANT, "optim.schedule = constant never falls: leave optim.min_lr_ratio out"),
-    Exclusion(BASED, UNTRANSFERRED, "optim.transfer_base is of width transfer: say optim.transfer = width, too"),
+    Exclusion(
+        FALLING, CONSTANT, "optim.schedule = constant never falls: leave optim.min_lr_ratio out"
+    ),
+    Exclusion(
+        BASED,
+        UNTRANSFERRED,
+        "optim.transfer_base is of width transfer: say optim.transfer = width, too",
+    ),
 )
 
 
@@ -152,20 +194,24 @@ def require_together(settings: Settings) -> None:
     objective = objective_of(settings)
     keys = [each.key for each in chosen_in(settings) if each.key]
     if len(keys) > 1:
-        raise UsageError(f"{keys[1]} does not go with {keys[0]}: a run learns from one of both: leave one out")
+        raise UsageError(
+            f"{keys[1]} does not go with {keys[0]}: a run learns from one of both: leave one out"
+        )
     refuse_excluded(choices, excluded_by(objective))
     objective.require_keys(settings)
     refuse_excluded(choices, OF_THE_OPTIMIZER)
 
 
 def require_possible(settings: Settings, machine: Device) -> None:
-    """Refuse a precision that this machine lacks and choices that exclude one another, before any text is read.
+    """Refuse a precision that this machine lacks and choices that exclude one another, before any
+    text is read.
 
     Raises:
         UsageError: a choice is impossible; the message names another.
     """
     require_together(settings)
-    if settings.optim.transfer != "none" and settings.optim.lr == "auto":  # the base's best rate is unknown
+    # The base's best rate is unknown.
+    if settings.optim.transfer != "none" and settings.optim.lr == "auto":
         raise UsageError(
             f"{settings.said('optim.transfer')} carries a learning rate that was found on a narrower model: give it "
             "as optim.lr (`monograph sweep` finds it)"
@@ -206,7 +252,8 @@ def require_texts(settings: Settings, command: str) -> None:
     """Refuse rewards and preferences for a command that knows only texts.
 
     Raises:
-        UsageError: `rl.reward` is given, or `prefer.loss`, or the records are pairs; the message names the command.
+        UsageError: `rl.reward` is given, or `prefer.loss`, or the records are pairs; the message
+            names the command.
     """
     known = with_records(settings)
     objective = objective_of(known)
@@ -214,13 +261,16 @@ def require_texts(settings: Settings, command: str) -> None:
         return
     key = objective.key
     origin = settings.origins.get(key, "data.source")
-    remedy = "leave it out" if key in settings.origins else f"its records are {objective.records(known)}"
+    remedy = (
+        "leave it out" if key in settings.origins else f"its records are {objective.records(known)}"
+    )
     only = f"is for `monograph train`; `monograph {command}` knows texts alone: {remedy}"
     raise UsageError(f"{origin}: {key} = {known.values()[key]} {only}")
 
 
 def require_positions(length: int, config: LlamaConfig | None) -> None:
-    """Refuse rows that are longer than a model has positions; None means that its shape is not known yet.
+    """Refuse rows that are longer than a model has positions; None means that its shape is not
+    known yet.
 
     Raises:
         InputRefused: the rows are longer; the message names both lengths.
@@ -234,9 +284,11 @@ def require_positions(length: int, config: LlamaConfig | None) -> None:
 
 
 def require_targets(lora: Lora | None, config: LlamaConfig | None) -> None:
-    """Refuse adapters' targets that a model does not have; None means that its shape is not known yet.
+    """Refuse adapters' targets that a model does not have; None means that its shape is not known
+    yet.
 
-    A rank above the shorter side of every target W is refused, too, since B A then has more numbers than W for no gain.
+    A rank above the shorter side of every target W is refused, too, since B A then has more numbers
+    than W for no gain.
 
     Raises:
         UsageError: the targets do not fit the model.
@@ -247,14 +299,18 @@ def require_targets(lora: Lora | None, config: LlamaConfig | None) -> None:
         layers = chosen_layers(Llama(config), lora)
     most = max(min(layer.weight.shape[-2:]) for layer in layers.values())
     if lora.rank > most:
-        raise UsageError(f"lora.rank = {lora.rank}: these layers' weights have rank {most} at most; lower it")
+        raise UsageError(
+            f"lora.rank = {lora.rank}: these layers' weights have rank {most} at most; lower it"
+        )
 
 
 def require_room(job: Job, config: LlamaConfig, machine: Device, limits: Limits) -> None:
-    """Refuse a new model whose weights alone exceed all available memory, before any part of it is built.
+    """Refuse a new model whose weights alone exceed all available memory, before any part of it is
+    built.
 
     Raises:
-        OutOfDeviceMemory: it does; the message names the keys that shape the model and the bytes needed and available.
+        OutOfDeviceMemory: it does; the message names the keys that shape the model and the bytes
+            needed and available.
     """
     needed = LEAST_BYTES * config.parameter_count()
     device_bytes = 0 if limits.shared else machine.memory_bytes

@@ -1,7 +1,9 @@
-"""Turn a job into the plan of a run: the only place that decides an "auto" by the model's shape or the device.
+"""Turn a job into the plan of a run: the only place that decides an "auto" by the model's shape or
+the device.
 
-A value is decided as soon as its inputs are known: sizes from the job alone, so that impossible ones are refused
-before any text is read; what fits the device from the model's shape; intervals from the number of updates.
+A value is decided as soon as its inputs are known: sizes from the job alone, so that impossible
+ones are refused before any text is read; what fits the device from the model's shape; intervals
+from the number of updates.
 """
 
 from dataclasses import replace
@@ -27,19 +29,28 @@ from monograph.session.requirements import require_room
 from monograph.storage.cache_dir import cache_root, calibration_file
 from monograph.text.tokenizer import parse
 
-# The policies among which the planner chooses for "auto"; a CPU has no other memory for the last, "offload".
+# The policies among which the planner chooses for "auto"; a CPU has no other memory for the last,
+# "offload".
 REMATS = ("none", "pointwise", 0.5, 0.25, "full", "offload")
-RANKING_FLOPS = 1e12  # any rate will do, since only the order of candidates of one precision matters
+# Any rate will do, since only the order of candidates of one precision matters.
+RANKING_FLOPS = 1e12
 
 
-def resolve(given: Settings | ConfigRecord | Plan, machine: Device, *known: Shape | Length, built: bool = True) -> Plan:
+def resolve(
+    given: Settings | ConfigRecord | Plan,
+    machine: Device,
+    *known: Shape | Length,
+    built: bool = True,
+) -> Plan:
     """Return the plan of a run, with every value decided whose inputs are known.
 
     Args:
-        given: the run's settings, as they are given or recorded, or the plan that was made from them before.
+        given: the run's settings, as they are given or recorded, or the plan that was made from
+            them before.
         machine: the device that the run trains on.
         known: facts that are known now: the model's shape, the number of updates.
-        built: whether the model will be built; if not, a folder with config.json and no weights will do.
+        built: whether the model will be built; if not, a folder with config.json and no weights
+            will do.
 
     Raises:
         InputRefused: a model, a tokenizer or an adapter cannot be used.
@@ -47,7 +58,9 @@ def resolve(given: Settings | ConfigRecord | Plan, machine: Device, *known: Shap
         UsageError: choices exclude one another.
     """
     settings = given.settings if isinstance(given, ConfigRecord) else given
-    plan = settings if isinstance(settings, Plan) else _sized(job_of(settings, built=built), machine)
+    plan = (
+        settings if isinstance(settings, Plan) else _sized(job_of(settings, built=built), machine)
+    )
     for fact in known:
         plan = _fitted(plan, machine, fact) if isinstance(fact, Shape) else _lasting(plan, fact)
     return plan
@@ -95,16 +108,20 @@ def _sized(job: Job, machine: Device) -> Plan:
         **_intervals(job, Length(job.updates)),
     ).training_with(**chosen)
     judged = job.objective.judged(plan)
-    return plan.training_with(judged=judged, packed=job.reading["packing"] == "packed" and judged != "exact")
+    return plan.training_with(
+        judged=judged, packed=job.reading["packing"] == "packed" and judged != "exact"
+    )
 
 
 # ── from the model's shape ──────────────────────────────────────────────────────────────────────
 
 
 def _fitted(plan: Plan, machine: Device, shape: Shape) -> Plan:
-    """Fix micro-batch, recomputation and graph scope: as given, else as planned for a Llama, else all rows at once.
+    """Fix micro-batch, recomputation and graph scope: as given, else as planned for a Llama, else
+    all rows at once.
 
-    The memory that a module other than a Llama needs is unknown. With several ranks, the share of one rank is planned.
+    The memory that a module other than a Llama needs is unknown. With several ranks, the share of
+    one rank is planned.
     """
     job = plan.job
     config = shape.config
@@ -113,13 +130,19 @@ def _fitted(plan: Plan, machine: Device, shape: Shape) -> Plan:
         beside = job.objective.bytes_beside(plan, config, machine, shape.slots, shape.ranks)
         plan = replace(plan, beside=beside)
     expected: Candidate | None = None
-    fixed: dict[str, Any] = {"micro_batch": share, "remat": "none", "compile": "whole", "memory": "device"}
+    fixed: dict[str, Any] = {
+        "micro_batch": share,
+        "remat": "none",
+        "compile": "whole",
+        "memory": "device",
+    }
     if shape.like:
         expected = shape.like.expected
         fixed = shape.like.choices
     elif config:
         expected = _planned(plan, config, machine, shape)
-        # If nothing can be compiled, the plan is for eager steps; the scope stays, and `prepare` prints the reason.
+        # If nothing can be compiled, the plan is for eager steps; the scope stays, and `prepare`
+        # prints the reason.
         holds = expected.work.compile
         holds = _scopes(plan.parallel, config)[0] if holds == "none" else holds
         fixed |= {"micro_batch": expected.work.rows, "remat": expected.work.remat, "compile": holds}
@@ -134,7 +157,10 @@ def _fitted(plan: Plan, machine: Device, shape: Shape) -> Plan:
     if job.is_decay_open and not plan.recipe.init:
         fields = fresh_fields(plan.recipe, name_of(optim), _epochs(plan, expected, shape))
         optim = replace(optim, weight_decay=fields.get("weight_decay", optim.weight_decay))
-    decided: dict[str, Any] = {"optim.name": name_of(optim), "train.precision": plan.training.precision}
+    decided: dict[str, Any] = {
+        "optim.name": name_of(optim),
+        "train.precision": plan.training.precision,
+    }
     decided["optim.weight_decay"] = optim.weight_decay
     if job.is_rate_open:
         decided["optim.lr"] = optim.lr
@@ -167,8 +193,11 @@ def _epochs(plan: Plan, expected: Candidate | None, shape: Shape) -> int:
     return plan.epochs or (round(updates * rows / shape.per_epoch) if shape.per_epoch else 1)
 
 
-def request_of(plan: Plan, config: LlamaConfig, machine: Device, tokens: tuple[int, ...] = ()) -> Request:
-    """Return the planner's input: what is given for training a model of this shape, and the choices that are open.
+def request_of(
+    plan: Plan, config: LlamaConfig, machine: Device, tokens: tuple[int, ...] = ()
+) -> Request:
+    """Return the planner's input: what is given for training a model of this shape, and the choices
+    that are open.
 
     Args:
         plan: the run's plan, from its settings alone.
@@ -200,7 +229,10 @@ def _scopes(parallel: str, config: LlamaConfig) -> tuple[Compile, ...]:
 
 def without(machine: Device, taken_bytes: int) -> Device:
     """Return the device as it is with so much of its memory taken."""
-    free_bytes, memory_bytes = machine.free_memory_bytes - taken_bytes, machine.memory_bytes - taken_bytes
+    free_bytes, memory_bytes = (
+        machine.free_memory_bytes - taken_bytes,
+        machine.memory_bytes - taken_bytes,
+    )
     return replace(machine, memory_bytes=memory_bytes, free_memory_bytes=free_bytes)
 
 
@@ -210,7 +242,8 @@ def _planned(plan: Plan, config: LlamaConfig, machine: Device, shape: Shape) -> 
     What a run with rewards holds beside its step is taken off; for ranks see `spared_bytes`.
 
     Raises:
-        OutOfDeviceMemory: nothing fits; the message names the nearest candidate and by how much it misses.
+        OutOfDeviceMemory: nothing fits; the message names the nearest candidate and by how much it
+            misses.
     """
     memory: Literal["auto", "device", "stream"] = "auto" if "memory" in plan.open else plan.memory
     objective = plan.job.objective
@@ -227,25 +260,36 @@ def _planned(plan: Plan, config: LlamaConfig, machine: Device, shape: Shape) -> 
         if plan.memory != "stream":
             kept = (training.lora.base, training.precision) if training.lora else None
             shared = sharing(plan.parallel, shape.ranks)
-            machine = without(machine, -spared_bytes(config.parameter_count(), plan.parallel, shared, kept))
+            machine = without(
+                machine, -spared_bytes(config.parameter_count(), plan.parallel, shared, kept)
+            )
             memory = "device"
     request = request_of(plan, config, machine, shape.tokens)
-    eager = request.scopes == ("none",) or (machine.type == "cpu" and compiler_obstacle() is not None)
-    scopes: tuple[Compile, ...] = ("none",) if eager else tuple(scope for scope in request.scopes if scope != "none")
+    eager = request.scopes == ("none",) or (
+        machine.type == "cpu" and compiler_obstacle() is not None
+    )
+    scopes: tuple[Compile, ...] = (
+        ("none",) if eager else tuple(scope for scope in request.scopes if scope != "none")
+    )
     rates = dict.fromkeys(request.precisions, RANKING_FLOPS)
     known = Calibration(calibration_file())
     limits = Limits.here(machine, planner.budget(machine), cache_root()[0])
-    limits = replace(limits, host_bytes=limits.host_bytes // shape.ranks)  # at worst all ranks are on this machine
+    # At worst all ranks are on this machine.
+    limits = replace(limits, host_bytes=limits.host_bytes // shape.ranks)
     require_room(plan.job, config, machine, limits)
     # A CPU has no other memory to stream from.
     memory = "device" if machine.type == "cpu" and memory == "auto" else memory
-    answer = planner.streamed_or_resident(replace(request, scopes=scopes), machine, rates, known, memory, limits)
+    answer = planner.streamed_or_resident(
+        replace(request, scopes=scopes), machine, rates, known, memory, limits
+    )
     too_large = answer.candidates and answer.nearest.peak_memory_bytes > machine.free_memory_bytes
     if not answer.candidates or (answer.chosen is None and too_large):
         raise OutOfDeviceMemory(answer.refusal)
     best = answer.nearest
     if isinstance(best, StreamCandidate):
-        return replace(best, placement=replace(best.placement, device=default_device(), folder=limits.folder))
+        return replace(
+            best, placement=replace(best.placement, device=default_device(), folder=limits.folder)
+        )
     return best
 
 
@@ -254,7 +298,10 @@ def _planned(plan: Plan, config: LlamaConfig, machine: Device, shape: Shape) -> 
 
 def _lasting(plan: Plan, length: Length) -> Plan:
     fixed = _intervals(plan.job, length)
-    decided = {f"{'optim' if key == 'warmup_updates' else 'train'}.{key}": value for key, value in fixed.items()}
+    decided = {
+        f"{'optim' if key == 'warmup_updates' else 'train'}.{key}": value
+        for key, value in fixed.items()
+    }
     decided |= {} if plan.epochs else {"train.updates": length.updates}
     return replace(plan, record=plan.record.noted(decided), updates=length.updates, **fixed)
 
@@ -274,21 +321,25 @@ def _intervals(job: Job, length: Length) -> dict[str, Any]:
 
 
 def shape_of(plan: Plan, tokens: NewTokens | None = None) -> LlamaConfig:
-    """Return the shape that a run's model will have, without reading text; a BPE is taken to reach its full size.
+    """Return the shape that a run's model will have, without reading text; a BPE is taken to reach
+    its full size.
 
     Args:
         plan: the run's plan.
         tokens: the run's new tokens, if they are known.
 
     Raises:
-        UsageError: the model is a user's module, a run or a weight file, whose shape only loading tells.
+        UsageError: the model is a user's module, a run or a weight file, whose shape only loading
+            tells.
         InputRefused: the folder holds no model.
     """
     recipe = plan.recipe
     tokenizer = str(plan.reading["tokenizer"])
     if source := plan.job.source:
         if not source.adapter and (source.code or source.is_weight_file or source.run):
-            raise UsageError(f"model.init = {source.base}: a plan is made for a preset, sizes or a Hugging Face folder")
+            raise UsageError(
+                f"model.init = {source.base}: a plan is made for a preset, sizes or a Hugging Face folder"
+            )
         return with_rows(hub.read_config(source.base), tokens)
     sizes: dict[str, Any] = {"max_position_embeddings": plan.training.length}
     if tokenizer == "bpe":

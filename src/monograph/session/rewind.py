@@ -1,4 +1,6 @@
-"""Handle a run whose updates are skipped one after another: go back and pass over the rows, or end it."""
+"""Handle a run whose updates are skipped one after another: go back and pass over the rows, or end
+it.
+"""
 
 import itertools
 import math
@@ -37,15 +39,17 @@ def windows(session: Session) -> Iterator[Batch]:
 
 
 def go_back(session: Session, log: MetricsLog, progress: Progress) -> MetricsLog:
-    """Restore the last checkpoint from before the skipped updates, and pass over the rows that led to them.
+    """Restore the last checkpoint from before the skipped updates, and pass over the rows that led
+    to them.
 
-    The rows of those updates and of as many before them are passed over, except rows that the checkpoint had seen. The
-    run's state records the rows that are passed over. The metrics go on from the checkpoint's, after a row that records
-    the rewind. Source: PaLM (Chowdhery et al. 2022, arXiv 2204.02311, section 5.1) went back and skipped rows by hand.
+    The rows of those updates and of as many before them are passed over, except rows that the
+    checkpoint had seen. The run's state records the rows that are passed over. The metrics go on
+    from the checkpoint's, after a row that records the rewind. Source: PaLM (Chowdhery et al. 2022,
+    arXiv 2204.02311, section 5.1) went back and skipped rows by hand.
 
     Args:
-        session: a session of which too many of the last updates were skipped, or whose weights became non-finite by
-            something other than an update.
+        session: a session of which too many of the last updates were skipped, or whose weights
+            became non-finite by something other than an update.
         log: the log of these updates.
         progress: the display that prints a line on it.
 
@@ -53,11 +57,12 @@ def go_back(session: Session, log: MetricsLog, progress: Progress) -> MetricsLog
         The log for the updates from now on.
 
     Raises:
-        Diverged: the run went back `MOST` times in a row, or there is no such checkpoint; the message names the first
-            value that is not finite.
+        Diverged: the run went back `MOST` times in a row, or there is no such checkpoint; the
+            message names the first value that is not finite.
     """
     log.flush()
-    # Ranks other than 0 have not read the metrics from before a resume, so rank 0's counts hold for all.
+    # Ranks other than 0 have not read the metrics from before a resume, so rank 0's counts hold for
+    # all.
     last, streak = session.world.agreed([log.last["update"], max(1, log.streak)])
     skip = session.batches.skip
     end = session.batches.rows_consumed
@@ -66,7 +71,9 @@ def go_back(session: Session, log: MetricsLog, progress: Progress) -> MetricsLog
     if in_a_row([*skip, (led_there, end)], rows) > MOST:
         raise _diverged(session, log)
     try:
-        sound = newest(session.world, session.run.checkpoints, lambda line: None, until=last - streak)
+        sound = newest(
+            session.world, session.run.checkpoints, lambda line: None, until=last - streak
+        )
     except NoValidCheckpoint:
         raise _diverged(session, log) from None
     spent_s = session.spent_s
@@ -80,24 +87,28 @@ def go_back(session: Session, log: MetricsLog, progress: Progress) -> MetricsLog
     session.run.log({"update": sound.update, "rewound_from": last, "passed_over_rows": stretch})
     session.save()
     passed = counted(stretch[1] - stretch[0], "row")
-    line = (
-        f"updates {last - streak + 1} to {last} were skipped: back to update {sound.update}, skipping {passed} of data"
-    )
+    skipped = f"updates {last - streak + 1} to {last} were skipped"
+    line = f"{skipped}: back to update {sound.update}, skipping {passed} of data"
     progress.line("warning", line)
     return MetricsLog(session.run, log.every)
 
 
 def in_a_row(stretches: Sequence[tuple[int, int]], rows: int) -> int:
-    """Return how many of the last stretches of rows have fewer than `BETWEEN` updates from one to the next."""
+    """Return how many of the last stretches of rows have fewer than `BETWEEN` updates from one to
+    the next.
+    """
     pairs = zip(stretches[::-1], stretches[-2::-1], strict=False)
-    return 1 + sum(1 for _ in itertools.takewhile(lambda pair: pair[0][0] - pair[1][1] < BETWEEN * rows, pairs))
+    return 1 + sum(
+        1 for _ in itertools.takewhile(lambda pair: pair[0][0] - pair[1][1] < BETWEEN * rows, pairs)
+    )
 
 
 def require_end(session: Session, log: MetricsLog) -> None:
     """Refuse the end of a run that has stopped learning.
 
     Raises:
-        Diverged: at least the second half of its updates were skipped, but too few of them for `go_back`.
+        Diverged: at least the second half of its updates were skipped, but too few of them for
+            `go_back`.
     """
     if 2 * log.streak >= session.updates:
         raise _diverged(session, log)
@@ -125,7 +136,9 @@ def autopsy(session: Session) -> str:
     size = session.engine.micro_batch or rows
     for begin in range(0, rows, size):
         try:
-            session.engine.trial({name: tensor[begin : begin + size] for name, tensor in window.items()})
+            session.engine.trial(
+                {name: tensor[begin : begin + size] for name, tensor in window.items()}
+            )
         except InputRefused as refusal:
             return str(refusal)
     return "computed once more, they are finite"

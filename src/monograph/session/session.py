@@ -55,18 +55,23 @@ class Session:
         eager_reason: why nothing was compiled; None if the step was.
         kernel: the attention kernel; None if kernels were not measured.
         world: the ranks that train the run together.
-        started_s: the time at which this process began with the run; training_since_s: at which it began to train.
+        started_s: the time at which this process began with the run; training_since_s: at which it
+            began to train.
         compile_s: seconds spent on tracing and compiling.
-        peak_bytes: bytes of tensors at the peak of an update, measured on a CPU after the last update; else None, as a
-            GPU counts them all the time.
-        elapsed_s: seconds of training before `training_since_s`, in earlier processes or before the step was compiled.
-        budget_s: seconds of training that the settings allow; None if they give only updates, tokens or epochs.
-        ends_s: the time of `clock` by which a new run is to be over, report included; None if that is not limited.
-        end_s: the seconds of these that are kept for what follows the training: saving and the report.
-        cooled: [first update, last update] of a cool-down that replaced the schedule because the machine is slower than
-            calibrated; None if none did.
-        begun_with: the fingerprint of the settings that a resumed run was begun with, perhaps by an earlier version;
-            None for a new run.
+        peak_bytes: bytes of tensors at the peak of an update, measured on a CPU after the last
+            update; else None, as a GPU counts them all the time.
+        elapsed_s: seconds of training before `training_since_s`, in earlier processes or before the
+            step was compiled.
+        budget_s: seconds of training that the settings allow; None if they give only updates,
+            tokens or epochs.
+        ends_s: the time of `clock` by which a new run is to be over, report included; None if that
+            is not limited.
+        end_s: the seconds of these that are kept for what follows the training: saving and the
+            report.
+        cooled: [first update, last update] of a cool-down that replaced the schedule because the
+            machine is slower than calibrated; None if none did.
+        begun_with: the fingerprint of the settings that a resumed run was begun with, perhaps by an
+            earlier version; None for a new run.
     """
 
     run: Run
@@ -100,7 +105,9 @@ class Session:
 
     @property
     def text(self) -> Corpus:
-        """Return the text of a session that can only be one on text, such as a sweep's or a profile's."""
+        """Return the text of a session that can only be one on text, such as a sweep's or a
+        profile's.
+        """
         assert isinstance(self.task.data, Corpus)
         return self.task.data
 
@@ -117,7 +124,11 @@ class Session:
     @property
     def adapter_params(self) -> int:
         """Return the number of trained parameters of a run with adapters; 0 for a run without."""
-        return 0 if self.plan.recipe.lora is None else sum(plane.param.numel() for plane in self.engine.step.planes)
+        return (
+            0
+            if self.plan.recipe.lora is None
+            else sum(plane.param.numel() for plane in self.engine.step.planes)
+        )
 
     @property
     def model_config(self) -> LlamaConfig | None:
@@ -131,11 +142,15 @@ class Session:
 
     @property
     def left_s(self) -> float:
-        """Return the seconds that are left for training before the run has to be over; infinite without a limit."""
+        """Return the seconds that are left for training before the run has to be over; infinite
+        without a limit.
+        """
         return math.inf if self.ends_s is None else max(0.0, self.ends_s - clock() - self.end_s)
 
     def scoring_s(self, rows: int, update_s: float) -> float:
-        """Return about how many seconds scoring so many held-out rows takes: a forward pass is a third of an update."""
+        """Return about how many seconds scoring so many held-out rows takes: a forward pass is a
+        third of an update.
+        """
         return rows / self.batches.rows_per_window * update_s / 3
 
     @property
@@ -178,27 +193,33 @@ class Session:
             "tokenizer_files": self.corpus.tokenizer.config.digests,
             "settings": self.begun_with or self.plan.record.fingerprint,
             "recipe": self.plan.recipe.entries(),
-            **({"attention": self.kernel} if self.kernel else {}),  # runs from before kernels were measured lack it
+            # Runs from before kernels were measured lack it.
+            **({"attention": self.kernel} if self.kernel else {}),
             **self.task.digests,
             "model_config": self.model_config.to_hf() if self.model_config else None,
             "sampling": dict(model.sampling) if isinstance(model, Llama) else None,
             "versions": _versions(),
         }
-        checkpoint = Checkpoint(update, state.model, state.optimizer, record, run=self.run.folder.name)
+        checkpoint = Checkpoint(
+            update, state.model, state.optimizer, record, run=self.run.folder.name
+        )
         save(self.world, self.run.checkpoints, checkpoint, max(keep, self.plan.job.keep))
 
     def non_finite(self) -> list[str]:
-        """Return the names of parameters that are not finite on some rank; an update alone never causes that."""
+        """Return the names of parameters that are not finite on some rank; an update alone never
+        causes that.
+        """
         state = self.engine.state().model
         names = dict(self.engine.model.named_parameters())
         return not_finite(self.world, {name: state[name] for name in names if name in state})
 
     def restore(self, checkpoint: Checkpoint, progress: Progress) -> None:
-        """Restore a checkpoint of this run: weights, optimizer, counters, random numbers, data position, metrics.
+        """Restore a checkpoint of this run: weights, optimizer, counters, random numbers, data
+        position, metrics.
 
         Raises:
-            InputRefused: the data, the settings or the model differs from those that the run was begun with, or the
-                state is not one that a run records.
+            InputRefused: the data, the settings or the model differs from those that the run was
+                begun with, or the state is not one that a run records.
         """
         state = checkpoint.state
         recorded_state.require(state, checkpoint.update, self.run)
@@ -224,13 +245,22 @@ class Session:
             checkpointing.remove_leftovers(self.run.checkpoints)
         then = state["versions"]
         now = _versions()
-        if changed := [f"{name} {then[name]}, now {now[name]}" for name in now if then[name] != now[name]]:
-            progress.line("warning", f"not bit for bit: the checkpoint was written by {', '.join(changed)}")
+        if changed := [
+            f"{name} {then[name]}, now {now[name]}" for name in now if then[name] != now[name]
+        ]:
+            progress.line(
+                "warning", f"not bit for bit: the checkpoint was written by {', '.join(changed)}"
+            )
 
     def _require_same(self, state: Mapping[str, Any]) -> None:
-        """Refuse a checkpoint's state if the settings, the text or the model have changed since the run was begun."""
+        """Refuse a checkpoint's state if the settings, the text or the model have changed since the
+        run was begun.
+        """
         instead = "put it back, or start a new run from this one with --from"
-        if state["settings"] not in (self.plan.record.fingerprint, written_fingerprint(self.run.config)):
+        if state["settings"] not in (
+            self.plan.record.fingerprint,
+            written_fingerprint(self.run.config),
+        ):
             raise InputRefused(
                 f"{self.run.config}: not what the run was begun with (expected settings of sha256 {state['settings']}, "
                 f"found {self.plan.record.fingerprint}): {instead}"
@@ -241,14 +271,19 @@ class Session:
             raise InputRefused(f"{what} ({self.task.depends_on} changed): {instead}")
         for entry, file in recorded_state.FILES.items():
             if state.get(entry) != self.task.digests.get(entry):
-                raise InputRefused(f"{self.run.folder / file}: not what the run was begun with: {instead}")
+                raise InputRefused(
+                    f"{self.run.folder / file}: not what the run was begun with: {instead}"
+                )
         saved = Recipe.recorded(state["recipe"])
         require_same_file(saved, self.run)
         require_base(self.plan.recipe.base_sha256, saved.base_sha256, saved.init, self.run.folder)
-        # Compared as shapes: an older checkpoint lacks keys that were added since, which have their defaults in it.
+        # Compared as shapes: an older checkpoint lacks keys that were added since, which have their
+        # defaults in it.
         shape = LlamaConfig.from_hf(state["model_config"]) if state["model_config"] else None
         if saved.entries() != self.plan.recipe.entries() or shape != self.model_config:
-            raise InputRefused(f"{self.run.config}: its model is not what the run was begun with: {instead}")
+            raise InputRefused(
+                f"{self.run.config}: its model is not what the run was begun with: {instead}"
+            )
 
     def adopt(self, checkpoint: Checkpoint) -> None:
         """Load a checkpoint's weights and optimizer state, and count updates from 0.
@@ -256,14 +291,18 @@ class Session:
         Raises:
             InputRefused: the tensors do not fit this model.
         """
-        self.engine.load_state(EngineState(checkpoint.model, checkpoint.optimizer, dict(checkpoint.state["engine"])))
+        self.engine.load_state(
+            EngineState(checkpoint.model, checkpoint.optimizer, dict(checkpoint.state["engine"]))
+        )
         self.engine.step.index = 0
         model = self.engine.model
-        if isinstance(model, Llama) and "sampling" in checkpoint.state:  # older runs did not keep it
+        # Older runs did not keep it.
+        if isinstance(model, Llama) and "sampling" in checkpoint.state:
             model.sampling = checkpoint.state["sampling"] or {}
 
     def branch(self, checkpoint: Checkpoint, parent: Run) -> None:
-        """Begin from another run's weights and optimizer state; its tokens and skipped updates do not count.
+        """Begin from another run's weights and optimizer state; its tokens and skipped updates do
+        not count.
 
         Raises:
             InputRefused: the state is not one that a run records.
@@ -275,7 +314,9 @@ class Session:
         self.engine.step.tokens.zero_()
         self.engine.step.skipped.zero_()
 
-    def open_batches(self, rows: int, seed: int | None = None, skip: Sequence[Sequence[int]] = ()) -> Windows:
+    def open_batches(
+        self, rows: int, seed: int | None = None, skip: Sequence[Sequence[int]] = ()
+    ) -> Windows:
         """Return the run's windows from row (or prompt) `rows` on, without the stretches in `skip`."""
         return self.task.windows(rows, seed, skip)
 
@@ -286,7 +327,9 @@ class Session:
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Restore the module's buffers (running means and the like) and random generators after the `with` block."""
+        """Restore the module's buffers (running means and the like) and random generators after the
+        `with` block.
+        """
         device = self.engine.step.device
         drawn = random_state(device)
         try:
@@ -296,7 +339,9 @@ class Session:
             restore_random(drawn, device)
 
     def complete(self, plan: Plan) -> None:
-        """Go on by a plan in which more is decided; once that is the number of updates, the schedule follows it."""
+        """Go on by a plan in which more is decided; once that is the number of updates, the
+        schedule follows it.
+        """
         self.plan = plan
         if plan.updates:
             self.engine.step.schedule = self.schedule()
@@ -304,10 +349,15 @@ class Session:
     def schedule(self) -> Schedule:
         """Return the learning rate's schedule, with the cool-down if one has begun."""
         course = self.plan.schedule(self.plan.updates)
-        return cool_down(course, self.cooled[0], self.cooled[1], self.plan.final) if self.cooled else course
+        return (
+            cool_down(course, self.cooled[0], self.cooled[1], self.plan.final)
+            if self.cooled
+            else course
+        )
 
     def account(self, update: int, **mark: object) -> None:
-        """Log the peak memory by origin, planned and measured, after the second update; later ones need no more.
+        """Log the peak memory by origin, planned and measured, after the second update; later ones
+        need no more.
 
         Its row has the entries of `mark`, too.
         """
@@ -322,22 +372,35 @@ class Session:
             self.run.log({"update": update, "memory": entries, **mark})
 
     def _remember_memory(self) -> None:
-        """Store a GPU's measured peak and its plan's traced peak for later plans, if the planned step is what ran.
+        """Store a GPU's measured peak and its plan's traced peak for later plans, if the planned
+        step is what ran.
 
         A captured micro-step is not stored, since it holds a memory pool that no plan knows.
         """
         step, planned = self.engine.step, self.plan.expected
-        if planned is None or planned.traced is None or step.device.type != "cuda" or is_replayed(step):
+        if (
+            planned is None
+            or planned.traced is None
+            or step.device.type != "cuda"
+            or is_replayed(step)
+        ):
             return
         if not (self.world.alone and self.task.is_foreseen):  # DDP adds buffers that no plan knows
             return
         work = planned.work
-        if (self.engine.micro_batch, step.scope, step.remat) == (work.rows, work.compile, named(work.remat)):
+        if (self.engine.micro_batch, step.scope, step.remat) == (
+            work.rows,
+            work.compile,
+            named(work.remat),
+        ):
             measured = peak_memory_bytes(step.device)
-            Calibration(calibration_file()).note_memory(describe(step.device), work, planned.traced, measured)
+            Calibration(calibration_file()).note_memory(
+                describe(step.device), work, planned.traced, measured
+            )
 
     def shorten(self, updates: int) -> None:
-        """Begin the cool-down now, to end after `updates` updates in all; checkpoints record it for a resume.
+        """Begin the cool-down now, to end after `updates` updates in all; checkpoints record it for
+        a resume.
 
         A cool-down that has begun goes on, and ends so.
         """
@@ -346,11 +409,16 @@ class Session:
 
 
 def _versions() -> dict[str, str]:
-    return {"monograph": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    return {
+        "monograph": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
 
 
-# The random generators that a module may draw from (for dropout and the like) are part of a run's state. The order of
-# rows, a Llama's weights and samples come from other generators, which are seeded anew each time.
+# The random generators that a module may draw from (for dropout and the like) are part of a run's
+# state. The order of rows, a Llama's weights and samples come from other generators, which are
+# seeded anew each time.
 
 
 def seed_all(number: int) -> None:
@@ -361,7 +429,8 @@ def seed_all(number: int) -> None:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Return the state of Python's, NumPy's and torch's generators (on the host and on `device`) as JSON values.
+    """Return the state of Python's, NumPy's and torch's generators (on the host and on `device`) as
+    JSON values.
 
     Raises:
         InputRefused: the model's code has replaced NumPy's bit generator.
@@ -370,7 +439,9 @@ def random_state(device: torch.device) -> dict[str, Any]:
     numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002
     kind, state = numpy["bit_generator"], numpy["state"]
     if kind != "MT19937":
-        raise InputRefused(f"numpy.random draws from {kind}: take set_bit_generator out of the model's file")
+        raise InputRefused(
+            f"numpy.random draws from {kind}: take set_bit_generator out of the model's file"
+        )
     return {
         "python": [version, list(words), gauss],
         "numpy": [kind, state["key"].tolist(), state["pos"], numpy["has_gauss"], numpy["gauss"]],

@@ -42,7 +42,8 @@ class BuiltRun(NamedTuple):
     """A model built from a plan, before it gets an engine.
 
     Attributes:
-        plan: the plan, with every value decided except the number of updates and values that depend on it.
+        plan: the plan, with every value decided except the number of updates and values that depend
+            on it.
         model: the model, with its weights on the host or still in their files.
         loss: the model's loss.
         notes: lines about the model's tokens that the user should read.
@@ -75,18 +76,30 @@ def open_session(
     world = world or World()
     machine = describe()
     plan = _as_begun(plan, run)
-    built = build_run(plan, task, machine, device, world.size, minutes=plan.minutes) if world.leads else None
+    built = (
+        build_run(plan, task, machine, device, world.size, minutes=plan.minutes)
+        if world.leads
+        else None
+    )
     decided = agreed_plan(world, built.plan if built else plan, machine)
     built = built or build_run(_as_begun(decided, run), task, machine, device, world.size)
     for line in built.notes:
         progress.line("tokens", line)
     if rate := getattr(_shape(built.model), "attention_dropout", 0):
-        progress.line("note", f"attention_dropout = {rate} stays in config.json; nothing is dropped in training here")
+        progress.line(
+            "note",
+            f"attention_dropout = {rate} stays in config.json; nothing is dropped in training here",
+        )
     if built.plan.recipe.init and (names := left_out_of(built.plan.recipe.init)):
         progress.line("note", f"only the text model is trained: {names} are left out")
-    if isinstance(built.model, Llama) and built.model.balance_factor and not isinstance(built.loss, TokenLoss):
+    if (
+        isinstance(built.model, Llama)
+        and built.model.balance_factor
+        and not isinstance(built.loss, TokenLoss)
+    ):
         progress.line(
-            "note", "output_router_logits = true balances experts by texts; rewards and pairs train without it"
+            "note",
+            "output_router_logits = true balances experts by texts; rewards and pairs train without it",
         )
     engine = make_engine(built, device, world)
     seed_all(built.plan.seed)
@@ -94,13 +107,16 @@ def open_session(
 
 
 def agreed_plan(world: World, plan: Plan, machine: Device) -> Plan:
-    """Return rank 0's plan on all ranks: the others make theirs from what rank 0 would record, each on its device."""
+    """Return rank 0's plan on all ranks: the others make theirs from what rank 0 would record, each
+    on its device.
+    """
     record = agreed(world, plan.record)
     return plan if world.leads else resolve(record, machine)
 
 
 def _as_begun(plan: Plan, run: Run) -> Plan:
-    """Return the plan of a hybrid with the rms_norm_eps that a checkpoint of its run, or of the run's parent, records.
+    """Return the plan of a hybrid with the rms_norm_eps that a checkpoint of its run, or of the
+    run's parent, records.
 
     Presets of hybrids had 1e-5 once; such a run goes on with that.
     """
@@ -113,7 +129,9 @@ def _as_begun(plan: Plan, run: Run) -> Plan:
     shape = state.get("model_config")
     if shape is None:
         return plan
-    return replace(plan, recipe=plan.recipe._replace(norm_eps=LlamaConfig.from_hf(shape).rms_norm_eps))
+    return replace(
+        plan, recipe=plan.recipe._replace(norm_eps=LlamaConfig.from_hf(shape).rms_norm_eps)
+    )
 
 
 def build_run(
@@ -131,13 +149,15 @@ def build_run(
         plan: the run's plan, from its settings alone.
         task: what the run learns from.
         machine: the device, for the planner.
-        device: where frozen weights go if there are adapters, each as soon as it has the dtype in which it is kept.
+        device: where frozen weights go if there are adapters, each as soon as it has the dtype in
+            which it is kept.
         ranks: number of processes that train the model together.
         like: the plan of another run of the same shape, whose choices are taken over.
         minutes: see `Shape`.
 
     Raises:
-        OutOfDeviceMemory: nothing fits according to the plan; raised before anything is built if the shape is known.
+        OutOfDeviceMemory: nothing fits according to the plan; raised before anything is built if
+            the shape is known.
         InputRefused: the model does not fit the text.
     """
     recipe = plan.recipe
@@ -162,7 +182,10 @@ def build_run(
         recipe = recipe._replace(vocabulary=extended(model, new.vocabulary, str(recipe.init)))
     if config := _shape(model):
         _require_fit(config, text.vocab_size, plan.training.length)
-    plan = replace(plan if known_shape else resolve(plan, machine, Shape(config, tokens, *facts)), recipe=recipe)
+    plan = replace(
+        plan if known_shape else resolve(plan, machine, Shape(config, tokens, *facts)),
+        recipe=recipe,
+    )
     if plan.transfer:
         plan.transfer.initialise_(model)
     if lora:
@@ -171,7 +194,14 @@ def build_run(
             require_base_of(start, str(recipe.base_sha256))
         # Under fsdp the base is rounded on the host, as no device need have room for all of it.
         there = None if is_sharded(plan.parallel) else device
-        put(model, lora, seed=plan.seed, start=start, precision=Precision(plan.training.precision), device=there)
+        put(
+            model,
+            lora,
+            seed=plan.seed,
+            start=start,
+            precision=Precision(plan.training.precision),
+            device=there,
+        )
     return BuiltRun(plan, model, task.loss(plan, model) or loss, notes)
 
 
@@ -213,24 +243,32 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if plan.memory == "stream":
         shared["placement"] = plan.placement or Placement(device)
-        return streamed_replica(model, world=world, **shared) if world else Streamed(model, **shared)
+        return (
+            streamed_replica(model, world=world, **shared) if world else Streamed(model, **shared)
+        )
     if world is None:
-        # On a CPU, mapped weights that are trained are copied from their file straight into the step's planes.
-        return Resident(materialize_(model, device, trained=device.type != "cpu").to(device), **shared)
+        # On a CPU, mapped weights that are trained are copied from their file straight into the
+        # step's planes.
+        return Resident(
+            materialize_(model, device, trained=device.type != "cpu").to(device), **shared
+        )
     if is_sharded(plan.parallel):
         halved = plan.gather_dtype == "bf16"
-        return Sharded(model, world=world, halved=halved, by_machine=plan.parallel == "hsdp", **shared)
+        return Sharded(
+            model, world=world, halved=halved, by_machine=plan.parallel == "hsdp", **shared
+        )
     return Replicated(materialize_(model, device).to(device), world=world, **shared)
 
 
 def repeatable(device: torch.device) -> None:
     """Make this process give the same bits each time, as resuming requires.
 
-    On several CPU threads Inductor sums an embedding's gradient with atomic additions, whose order varies. In torch's
-    deterministic mode it calls the ordered kernel instead, at no measurable cost (dev/log.md). On a GPU the mode costs
-    speed, so there the user decides.
+    On several CPU threads Inductor sums an embedding's gradient with atomic additions, whose order
+    varies. In torch's deterministic mode it calls the ordered kernel instead, at no measurable cost
+    (dev/log.md). On a GPU the mode costs speed, so there the user decides.
     """
     if device.type == "cpu":
         torch.use_deterministic_algorithms(True, warn_only=True)
-        # Filling new memory would cost time. Type checkers do not see that this module is replaced by a class.
+        # Filling new memory would cost time. Type checkers do not see that this module is replaced
+        # by a class.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

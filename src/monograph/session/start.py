@@ -1,4 +1,6 @@
-"""Open a run for training: read what it learns from, build the model, try a step, compile it and fix the length."""
+"""Open a run for training: read what it learns from, build the model, try a step, compile it and
+fix the length.
+"""
 
 import math
 from contextlib import ExitStack, closing, nullcontext
@@ -34,11 +36,14 @@ from monograph.session.setup import agreed_plan, open_session
 from monograph.session.warmup import choose_kernel, compile_step, fix_length, try_step
 from monograph.storage.reading import exists
 
-SHARE_OF_LEAST = 0.25  # of a run's whole time, from which on it is said that starting and ending it take so much
+# Of a run's whole time, from which on it is said that starting and ending it take so much.
+SHARE_OF_LEAST = 0.25
 
 
 class Started(NamedTuple):
-    """When the program was started, as a time of `clock`, and the seconds that it took until it began with the run."""
+    """When the program was started, as a time of `clock`, and the seconds that it took until it
+    began with the run.
+    """
 
     at_s: float
     took_s: float
@@ -110,7 +115,9 @@ def open_run(
     if resumed:
         compile_step(session, window, progress)
     else:
-        early = eager_start.begin(session, window, progress, partial(_score_untrained, session, progress))
+        early = eager_start.begin(
+            session, window, progress, partial(_score_untrained, session, progress)
+        )
     if not early:
         task.score_reference(resumed, session.batches.rows_per_window, progress)
     if not resumed:
@@ -130,7 +137,8 @@ def _score_untrained(session: Session, progress: Progress) -> None:
 
 
 def _require_time(plan: Plan, started: Started, doing: str) -> None:
-    """Require that a run of limited time has some left before its first update; `doing` is how far it has come.
+    """Require that a run of limited time has some left before its first update; `doing` is how far
+    it has come.
 
     Raises:
         UsageError: it has none.
@@ -145,7 +153,9 @@ def _require_time(plan: Plan, started: Started, doing: str) -> None:
 
 
 def _least(plan: Plan, started: Started) -> str:
-    """Return what a run of limited time takes besides reading and training, if that is much of it; else ""."""
+    """Return what a run of limited time takes besides reading and training, if that is much of it;
+    else "".
+    """
     limit_s = 60 * (plan.wall_minutes or math.inf)
     least_s = started.took_s * (1 + defaults.END_STARTS)
     if least_s <= SHARE_OF_LEAST * limit_s:
@@ -159,7 +169,11 @@ def _times(session: Session, window: Batch, asked_s: float) -> str:
     whole = f"about {duration(expected_whole_s(session, window, asked_s))} in all"
     if plan.wall_minutes is not None:
         whole = f"at most {duration(60 * plan.wall_minutes)} in all"
-    parts = "preparation and report" if plan.training.compile == "none" else "preparation, compiling and report"
+    parts = (
+        "preparation and report"
+        if plan.training.compile == "none"
+        else "preparation, compiling and report"
+    )
     training_s = min(60 * plan.minutes, session.left_s)
     if not training_s:
         return f"preparation left nothing of {duration(60 * (plan.wall_minutes or 0))}: one update, then the report"
@@ -190,7 +204,9 @@ def _opened(
 
 
 def _taken_up(session: Session, progress: Progress) -> bool:
-    """Resume from the run's newest checkpoint, or begin from another run's weights; return whether the run resumes."""
+    """Resume from the run's newest checkpoint, or begin from another run's weights; return whether
+    the run resumes.
+    """
     world = session.world
     folder = session.run
     warn = partial(progress.line, "warning")
@@ -199,18 +215,24 @@ def _taken_up(session: Session, progress: Progress) -> bool:
         session.restore(newest(world, folder.checkpoints, warn), progress)
         if world.leads and writing.mended_tokenizer(folder, session.corpus.tokenizer):
             warn(f"{folder.tokenizer}: was damaged, and is written again")
-        progress.line("resume", f"{folder.folder} from update {session.engine.index} of {session.updates}")
+        progress.line(
+            "resume", f"{folder.folder} from update {session.engine.index} of {session.updates}"
+        )
         return True
     folder.truncate_metrics(0)  # of a process that was stopped before its first checkpoint
     if parent := writing.recorded_parent(folder):
         begun = newest(world, parent.run.checkpoints, warn, at=parent.at)
         session.branch(begun, parent.run)
-        progress.line("from", f"weights and optimizer of {parent.run.folder} after update {begun.update}")
+        progress.line(
+            "from", f"weights and optimizer of {parent.run.folder} after update {begun.update}"
+        )
     return False
 
 
 def _keeping_stdin(run: Run, plan: Plan, progress: Progress) -> Plan:
-    """Keep the text of standard input in the run's folder, where resume, evaluation and branches read it again."""
+    """Keep the text of standard input in the run's folder, where resume, evaluation and branches
+    read it again.
+    """
     source = plan.reading["source"]
     named = [source] if isinstance(source, str) else source
     if "-" not in named:

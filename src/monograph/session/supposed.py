@@ -1,7 +1,8 @@
-"""Suppose what a plan is not told: weights that are not here, and what a run on another machine is trained with.
+"""Suppose what a plan is not told: weights that are not here, and what a run on another machine is
+trained with.
 
-A run decides by its text and the time that it has; a plan for a card that is named has neither. Nothing here changes
-what `monograph train` does.
+A run decides by its text and the time that it has; a plan for a card that is named has neither.
+Nothing here changes what `monograph train` does.
 """
 
 import json
@@ -25,17 +26,26 @@ ORIGIN = "plan"
 
 
 def shape_named(settings: Settings) -> LlamaConfig | None:
-    """Return the shape that a preset or sizes give, with the vocabulary that it is published with; None without."""
+    """Return the shape that a preset or sizes give, with the vocabulary that it is published with;
+    None without.
+    """
     model = settings.model
     if model.init is not None or (model.preset == "auto" and not model.hidden_size):
         return None
-    recipe = Recipe(None, model.preset, model.sizes(), settings.train.seed, family=model.family or FIRST_FAMILY)
-    return recipe.shape() if model.preset != "auto" else recipe.shape(vocab_size=defaults.DEFAULT.vocabulary)
+    recipe = Recipe(
+        None, model.preset, model.sizes(), settings.train.seed, family=model.family or FIRST_FAMILY
+    )
+    return (
+        recipe.shape()
+        if model.preset != "auto"
+        else recipe.shape(vocab_size=defaults.DEFAULT.vocabulary)
+    )
 
 
 @contextmanager
 def standing_in(settings: Settings) -> Iterator[Settings]:
-    """Yield the settings with a folder of the shape's config.json in place of weights that adapters or answers need.
+    """Yield the settings with a folder of the shape's config.json in place of weights that adapters
+    or answers need.
 
     Settings that train a new model, or name a model, stay as they are.
     """
@@ -45,12 +55,16 @@ def standing_in(settings: Settings) -> Iterator[Settings]:
         return
     with TemporaryDirectory(prefix="monograph-plan-") as folder:
         Path(folder, "config.json").write_text(json.dumps(shape.to_hf()))
-        without: dict[str, Any] = dict.fromkeys(f"model.{key}" for key in (*settings.model.sizes(), "family"))
+        without: dict[str, Any] = dict.fromkeys(
+            f"model.{key}" for key in (*settings.model.sizes(), "family")
+        )
         yield settings.resolve({**without, "model.init": folder}, ORIGIN)
 
 
 def usual(settings: Settings) -> Settings:
-    """Return the settings with open lengths, updates and vocabulary as models of that size are trained with."""
+    """Return the settings with open lengths, updates and vocabulary as models of that size are
+    trained with.
+    """
     init = settings.model.init
     data = settings.data
     train = settings.train
@@ -69,7 +83,11 @@ def usual(settings: Settings) -> Settings:
     else:
         most, per_update = defaults.usual_sizes(shape.parameter_count())
         most = min(most, shape.max_position_embeddings, given or most)
-        if "data.source" not in settings.origins and data.tokenizer == "auto" and data.vocab_size is None:
+        if (
+            "data.source" not in settings.origins
+            and data.tokenizer == "auto"
+            and data.vocab_size is None
+        ):
             chosen["model.vocab_size"] = max(shape.vocab_size, settings.model.vocab_size or 0)
     if length == "auto":
         length = chosen["data.sequence_length"] = most

@@ -1,4 +1,6 @@
-"""Prepare the first update: make a trial step, choose a kernel, capture the step, and fix the run's length."""
+"""Prepare the first update: make a trial step, choose a kernel, capture the step, and fix the run's
+length.
+"""
 
 import math
 from collections.abc import Callable
@@ -35,18 +37,25 @@ from monograph.session.session import Session
 from monograph.storage.cache_dir import calibration_file
 from monograph.stream import Streamed
 
-CURVE_SHARE = 0.125  # of the training of a run whose whole time is limited, which the points of its curve take
+# Of the training of a run whose whole time is limited, which the points of its curve take.
+CURVE_SHARE = 0.125
 
 
 def choose_kernel(session: Session, window: Batch, progress: Progress) -> None:
-    """Measure the kernels for the model's causal attention on the run's shapes, and choose the fastest.
+    """Measure the kernels for the model's causal attention on the run's shapes, and choose the
+    fastest.
 
-    A resumed run keeps the kernel that it was begun with, since another one rounds differently, unless this device
-    cannot run it. Nothing is measured on a CPU, which has one kernel, nor for packed rows, whose borders another
-    implementation handles (`monograph.model.llama.attention_mask`).
+    A resumed run keeps the kernel that it was begun with, since another one rounds differently,
+    unless this device cannot run it. Nothing is measured on a CPU, which has one kernel, nor for
+    packed rows, whose borders another implementation handles
+    (`monograph.model.llama.attention_mask`).
     """
     engine, model = session.engine, session.engine.model
-    if engine.step.device.type != "cuda" or not isinstance(model, Llama) or not is_causal(model, window):
+    if (
+        engine.step.device.type != "cuda"
+        or not isinstance(model, Llama)
+        or not is_causal(model, window)
+    ):
         return
     config, (rows, length) = model.config, window["tokens"].shape
     times = time_kernels(
@@ -73,12 +82,15 @@ def is_causal(model: Llama, window: Batch) -> bool:
 
 
 def chosen(times: dict[Kernel, float], before: Kernel | None) -> Kernel:
-    """Return the kernel used before if it was timed, and so runs on this device; else the fastest one."""
+    """Return the kernel used before if it was timed, and so runs on this device; else the fastest
+    one.
+    """
     return before if before in times else fastest(times)
 
 
 CALIBRATION_SHARE = 0.08  # of the time that there is for training, if that is limited
-CALIBRATION_S = 3.0  # long enough that a moment of other work on the machine changes the result little
+# Long enough that a moment of other work on the machine changes the result little.
+CALIBRATION_S = 3.0
 
 
 def calibrate(session: Session) -> float:
@@ -96,23 +108,31 @@ def calibrate(session: Session) -> float:
             engine.rehearse(window if session.task.is_ready else next(batches))
 
     with session.undisturbed():
-        return float(session.world.agreed(seconds_per_update(engine, update, session.world, time_s))) / each
+        return (
+            float(session.world.agreed(seconds_per_update(engine, update, session.world, time_s)))
+            / each
+        )
 
 
 def seconds_per_update(
-    engine: Engine, update: Callable[[], object], world: World | None = None, time_s: float = math.inf
+    engine: Engine,
+    update: Callable[[], object],
+    world: World | None = None,
+    time_s: float = math.inf,
 ) -> float:
-    """Return the seconds of an undisturbed update: the lower quartile over a few updates that are thrown away.
+    """Return the seconds of an undisturbed update: the lower quartile over a few updates that are
+    thrown away.
 
-    The quartile is low because a run that is planned too long cools down in time (`Reporter.keep_time`), while one that
-    is planned too short would waste time.
+    The quartile is low because a run that is planned too long cools down in time
+    (`Reporter.keep_time`), while one that is planned too short would waste time.
 
     Args:
         engine: the engine, whose counters are restored.
-        update: makes an update that changes no weight, such as one without targets, which is computed in full and then
-            not applied.
+        update: makes an update that changes no weight, such as one without targets, which is
+            computed in full and then not applied.
         world: the ranks that update together; rank 0 decides how often.
-        time_s: seconds of the run's training; the measurement takes a small share of them, or one update.
+        time_s: seconds of the run's training; the measurement takes a small share of them, or one
+            update.
     """
     times: list[float] = []
     world = world or World()
@@ -135,8 +155,8 @@ def seconds_per_update(
 def measure_memory(session: Session) -> None:
     """Measure the memory of an update on a CPU, where it is not counted during the run.
 
-    This is called after the run, since an additional update before could run out of memory. A failure here costs only
-    this figure.
+    This is called after the run, since an additional update before could run out of memory. A
+    failure here costs only this figure.
     """
     if session.engine.step.device.type != "cuda":
         with suppress(Exception):
@@ -144,11 +164,12 @@ def measure_memory(session: Session) -> None:
 
 
 def peak_bytes(session: Session) -> int:
-    """Return the bytes of tensors at the peak of an update: weights, gradients, optimizer state, activations, window.
+    """Return the bytes of tensors at the peak of an update: weights, gradients, optimizer state,
+    activations, window.
 
-    On a GPU torch's allocator has counted them since the last reset. On a CPU its events are recorded during an update
-    of two micro-batches, which is thrown away. The process's memory is not read instead, since libraries and the
-    compiler take hundreds of MB of it.
+    On a GPU torch's allocator has counted them since the last reset. On a CPU its events are
+    recorded during an update of two micro-batches, which is thrown away. The process's memory is
+    not read instead, since libraries and the compiler take hundreds of MB of it.
     """
     engine = session.engine
     if engine.step.device.type == "cuda":
@@ -161,7 +182,11 @@ def peak_bytes(session: Session) -> int:
         engine.rehearse({name: tensor[:rows] for name, tensor in window.items()})
     if isinstance(engine, Streamed):
         return live.peak_bytes + sum(engine.ledger()["device"].values())
-    flat = [value for plane in engine.step.planes for value in (plane.param, plane.grad, *plane.state.values())]
+    flat = [
+        value
+        for plane in engine.step.planes
+        for value in (plane.param, plane.grad, *plane.state.values())
+    ]
     frozen = [weight for weight in engine.model.parameters() if not weight.requires_grad]
     kept = [*frozen, *engine.model.buffers(), *flat, *window.values()]
     return live.peak_bytes + sum(tensor.nbytes for tensor in (*kept, *session.task.held))
@@ -178,7 +203,9 @@ def remember(session: Session, seconds: float) -> None:
     rows = session.batches.rows_per_window
     assert isinstance(session.plan.training, Work)
     micro_batch = engine.micro_batch or rows
-    work = replace(session.plan.training, rows=micro_batch, window_rows=rows, compile=engine.step.scope)
+    work = replace(
+        session.plan.training, rows=micro_batch, window_rows=rows, compile=engine.step.scope
+    )
     rate = peak_flops(machine, (work.precision,))[work.precision]
     Calibration(calibration_file()).note(machine, work, seconds, rate)
 
@@ -192,12 +219,16 @@ def mixing_rows(model: nn.Module) -> list[str]:
 
 
 def prepare(session: Session, progress: Progress) -> None:
-    """Run one eager trial step, then compile the step; if that fails, print the reason and train eagerly."""
+    """Run one eager trial step, then compile the step; if that fails, print the reason and train
+    eagerly.
+    """
     compile_step(session, try_step(session, progress), progress)
 
 
 def try_step(session: Session, progress: Progress) -> Batch:
-    """Run one eager trial step, print what it finds, and choose the attention kernel; return the step's window."""
+    """Run one eager trial step, print what it finds, and choose the attention kernel; return the
+    step's window.
+    """
     with session.undisturbed():
         window = next(session.open_batches(0))
         _try(session, window, progress)
@@ -211,10 +242,14 @@ def _try(session: Session, window: Batch, progress: Progress) -> None:
         stage.result = session.task.trial_result(trial)
     without = [name for name in trial.without_gradient if not starts_still(name)]
     if without and session.task.reaches_all:
-        progress.line("warning", f"no gradient reaches {', '.join(without[:3])}: its weights will not change")
+        progress.line(
+            "warning", f"no gradient reaches {', '.join(without[:3])}: its weights will not change"
+        )
     if left := engine.step.left_in_bf16:
         layers = counted(len(left), "linear layer")
-        progress.line("note", f"{layers} in bf16, not fp8: the sides of {left[0]} are no multiples of 16")
+        progress.line(
+            "note", f"{layers} in bf16, not fp8: the sides of {left[0]} are no multiples of 16"
+        )
     rows = session.batches.rows_per_window
     mixing = mixing_rows(engine.model)
     at_once = (engine.micro_batch or rows) * session.world.size
@@ -228,7 +263,9 @@ def _try(session: Session, window: Batch, progress: Progress) -> None:
 
 
 def compile_step(session: Session, window: Batch, progress: Progress) -> None:
-    """Capture the step for windows like this one; if that fails, print the reason and train eagerly."""
+    """Capture the step for windows like this one; if that fails, print the reason and train
+    eagerly.
+    """
     with session.undisturbed():
         _compile(session, window, progress)
 
@@ -240,9 +277,13 @@ def _compile(session: Session, window: Batch, progress: Progress) -> None:
     elif engine.step.device.type == "cpu" and (obstacle := compiler_obstacle()):
         session.eager_reason = obstacle
     else:
-        with progress.stage("compile", "one block for all" if scope == "blocks" else "whole step") as stage:
+        with progress.stage(
+            "compile", "one block for all" if scope == "blocks" else "whole step"
+        ) as stage:
             began = clock()
-            session.eager_reason = capture(engine, window, "blocks" if scope == "blocks" else "whole", session.kernel)
+            session.eager_reason = capture(
+                engine, window, "blocks" if scope == "blocks" else "whole", session.kernel
+            )
             session.compile_s = clock() - began
             replayed = ", micro-steps replayed" if graph.is_replayed(engine.step) else ""
             stage.result = "not possible" if session.eager_reason else f"0 graph breaks{replayed}"
@@ -250,24 +291,34 @@ def _compile(session: Session, window: Batch, progress: Progress) -> None:
         progress.line("eager", f"training without compiling: {session.eager_reason}")
 
 
-def capture(engine: Engine, window: Batch, scope: Scope, kernel: Kernel | None = None) -> str | None:
+def capture(
+    engine: Engine, window: Batch, scope: Scope, kernel: Kernel | None = None
+) -> str | None:
     """Capture the step of an engine; return why it stays eager, or None.
 
-    Where flex attention is impossible or slow, packed rows have dense masks, and the rest `kernel`, if one was chosen.
+    Where flex attention is impossible or slow, packed rows have dense masks, and the rest `kernel`,
+    if one was chosen.
     """
     model = engine.model
-    # Triton uses tensor cores from sm_80 on. Without them a T4 has 8 TFLOP/s for flex attention, and 65 for sdpa's.
-    old = isinstance(model, Llama) and engine.step.device.type == "cuda" and not describe(engine.step.device).has_bf16
+    # Triton uses tensor cores from sm_80 on. Without them a T4 has 8 TFLOP/s for flex attention,
+    # and 65 for sdpa's.
+    old = (
+        isinstance(model, Llama)
+        and engine.step.device.type == "cuda"
+        and not describe(engine.step.device).has_bf16
+    )
     reason = "flex_attention on an old GPU" if old else engine.capture(window, scope=scope)
     if reason and "flex_attention" in reason and isinstance(model, Llama):
-        # Its kernels may need more shared memory for large heads than this GPU has, and torch has none for an ensemble.
+        # Its kernels may need more shared memory for large heads than this GPU has, and torch has
+        # none for an ensemble.
         model.use_attention("sdpa", kernel or "torch")
         reason = engine.capture(window, scope=scope)
     return reason
 
 
 def _budget_s(session: Session, updates: int, update_s: float, progress: Progress) -> float:
-    """Return the seconds of training from now on that the settings allow; print a line if they are others than given.
+    """Return the seconds of training from now on that the settings allow; print a line if they are
+    others than given.
 
     Args:
         session: the session.
@@ -288,7 +339,9 @@ def _budget_s(session: Session, updates: int, update_s: float, progress: Progres
 
 
 def _curve_points(session: Session, update_s: float) -> tuple[int, float]:
-    """Return how often a run of limited time is scored for its curve, and about how many seconds that takes in all."""
+    """Return how often a run of limited time is scored for its curve, and about how many seconds
+    that takes in all.
+    """
     point_s = session.scoring_s(min(session.task.held_out_rows, defaults.CURVE_ROWS), update_s)
     if not point_s:
         return defaults.EVALUATIONS, 0.0
@@ -298,13 +351,17 @@ def _curve_points(session: Session, update_s: float) -> tuple[int, float]:
 
 
 def fix_length(session: Session, progress: Progress) -> None:
-    """Decide and print the number of updates: as given, as the epochs contain, or as the minutes allow."""
+    """Decide and print the number of updates: as given, as the epochs contain, or as the minutes
+    allow.
+    """
     plan = session.plan
     rows = session.batches.rows_per_window
     lasting = ""
     given = updates_given(session)
     if given > recorded_state.MOST:
-        raise UsageError(f"train.epochs = {plan.epochs}: they have {given:,} updates; give fewer, for at most 1e15")
+        raise UsageError(
+            f"train.epochs = {plan.epochs}: they have {given:,} updates; give fewer, for at most 1e15"
+        )
     updates = given
     evaluations = defaults.EVALUATIONS
     if not given or session.ends_s is not None:
@@ -318,11 +375,16 @@ def fix_length(session: Session, progress: Progress) -> None:
         training_s = defaults.UPDATES_SHARE * session.budget_s
         if session.ends_s is not None:
             evaluations, curve_s = _curve_points(session, seconds)
-            training_s = max(training_s / 4, training_s - curve_s - Deadline(session).end_s(seconds))
+            training_s = max(
+                training_s / 4, training_s - curve_s - Deadline(session).end_s(seconds)
+            )
         left = defaults.updates_for(training_s, seconds, most)
         session.budget_s = max(session.budget_s, left * seconds)  # of one update, at least
-        updates = max(left, min(most, session.engine.index + left))  # some were made before the step was compiled
-        lasting = f", about {duration(session.budget_s)}" + (" more" if session.engine.index else "")
+        # Some were made before the step was compiled.
+        updates = max(left, min(most, session.engine.index + left))
+        lasting = f", about {duration(session.budget_s)}" + (
+            " more" if session.engine.index else ""
+        )
         if updates >= most:
             lasting = f", about {duration(seconds * updates)}"
             if not given:

@@ -11,12 +11,15 @@ from monograph.loss import TokenLoss
 from monograph.step.step import Step
 
 
-def require_nothing_added(step: Step, empty: Mapping[str, Tensor], fill: Mapping[str, float]) -> None:
-    """Check that rows made of the loss's `fill` add nothing, before such rows are added to any micro-batch.
+def require_nothing_added(
+    step: Step, empty: Mapping[str, Tensor], fill: Mapping[str, float]
+) -> None:
+    """Check that rows made of the loss's `fill` add nothing, before such rows are added to any
+    micro-batch.
 
     Raises:
-        InputRefused: the loss counts targets in them, or adds something, so that results would depend on the
-            micro-batch.
+        InputRefused: the loss counts targets in them, or adds something, so that results would
+            depend on the micro-batch.
     """
     count = step.parameters.targets(empty)
     loss_sum = torch.zeros(())

@@ -14,8 +14,8 @@ Memory = tuple[Any, ...]  # storage, offset, shape and strides
 class ParameterGuard:
     """The trainable parameters of a module when a step moved them into its planes.
 
-    If they were replaced, frozen, moved or cast afterwards, the step would silently train memory that the module no
-    longer reads, or change weights that should stay.
+    If they were replaced, frozen, moved or cast afterwards, the step would silently train memory
+    that the module no longer reads, or change weights that should stay.
     """
 
     def __init__(self, module: nn.Module, planes: Sequence[Plane]):
@@ -27,7 +27,8 @@ class ParameterGuard:
         """Check that the module's parameters are still the same.
 
         Raises:
-            UsageError: they are not; the message names the first one that changed, and says what to do.
+            UsageError: they are not; the message names the first one that changed, and says what to
+                do.
         """
         if trained_memory(self.module) != self._before:
             raise UsageError(
@@ -49,23 +50,33 @@ class ParameterGuard:
         for name, parameter in now.items():
             if parameter.requires_grad and id(parameter) not in known:
                 return f"{name} became trainable"
-        moved = [name for name, p in self.parameters.items() if (id(p), memory(p)) not in self._before]
+        moved = [
+            name for name, p in self.parameters.items() if (id(p), memory(p)) not in self._before
+        ]
         if not moved:  # the parameters are the same, in other places
             return "a parameter was put in another place, tied or untied"
         return f"{moved[0]} was moved, cast or given other memory (.to(), .float(), .data = ...)"
 
 
 def trained_memory(module: nn.Module) -> list[tuple[int, Memory]]:
-    """Return the identities and memories of the trainable parameters, to compare with an earlier result."""
+    """Return the identities and memories of the trainable parameters, to compare with an earlier
+    result.
+    """
     held, waiting = [], [module]
     while waiting:  # module.parameters() would take six times as long, in every update
         part = waiting.pop()
         waiting += (child for child in part._modules.values() if child is not None)
-        held += [(id(p), memory(p)) for p in part._parameters.values() if p is not None and p.requires_grad]
+        held += [
+            (id(p), memory(p))
+            for p in part._parameters.values()
+            if p is not None and p.requires_grad
+        ]
     return held
 
 
 def memory(parameter: Tensor) -> Memory:
-    """Return a parameter's storage and its place there; for a sharded parameter, those of this rank's shard."""
+    """Return a parameter's storage and its place there; for a sharded parameter, those of this
+    rank's shard.
+    """
     own = getattr(parameter, "_local_tensor", parameter)
     return own.untyped_storage()._cdata, own.storage_offset(), own.shape, own.stride()

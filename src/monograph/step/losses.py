@@ -40,7 +40,9 @@ def of_the_update(
     score: Callable[[Sequence[Any]], None],
     sum_over_ranks: Callable[[Tensor], Tensor],
 ) -> Iterator[None]:
-    """Tell the loss in the block of which update it is a part, if it has `update_of`: see `monograph.loss`."""
+    """Tell the loss in the block of which update it is a part, if it has `update_of`: see
+    `monograph.loss`.
+    """
     update_of = getattr(loss, "update_of", None)
     with update_of(index, batches, score, sum_over_ranks) if callable(update_of) else nullcontext():
         yield

@@ -25,7 +25,9 @@ class OnDevice(Parameters):
     """The parameters of one module on one device; of a step's parameters this is the default."""
 
     def __init__(self, *, fused: bool | None = None):
-        """Take whether products add gradients (see `monograph.ops.fused_gradients`); None: where that saves work."""
+        """Take whether products add gradients (see `monograph.ops.fused_gradients`); None: where
+        that saves work.
+        """
         super().__init__()
         self._fused = fused
         self._adding = False  # whether they do
@@ -37,7 +39,8 @@ class OnDevice(Parameters):
         self._adding = fuses(step, on_cuda) if self._fused is None else self._fused
         if self._adding:
             siblings.fuse_known(step.model)
-        # Fused siblings are read as one matrix, so their parameters must lie next to each other in a plane.
+        # Fused siblings are read as one matrix, so their parameters must lie next to each other in
+        # a plane.
         in_order = siblings.side_by_side(step.model, trainable(step.model))
         made = planes(
             in_order,
@@ -65,7 +68,8 @@ class OnDevice(Parameters):
 
     def accumulate(self, batches: Sequence[Any]) -> None:
         """Add the gradient of each micro-batch to the planes."""
-        # Gradients are linked in each window, as `zero_grad()` may have set `.grad` to None since the last one.
+        # Gradients are linked in each window, as `zero_grad()` may have set `.grad` to None since
+        # the last one.
         self.step.link()
         for plane in self.step.planes:
             plane.round()
@@ -84,7 +88,9 @@ class OnDevice(Parameters):
             plane.grad.zero_()
 
     def apply(self) -> Tensor:
-        """Clip and apply the gradients of the planes, and set them to zero; return their norm before clipping."""
+        """Clip and apply the gradients of the planes, and set them to zero; return their norm
+        before clipping.
+        """
         grad_norm = self.step.clip_and_apply([plane.grad for plane in self.step.planes])
         self.discard()
         return grad_norm
@@ -98,8 +104,10 @@ def _fusing(planes: Sequence[Plane]) -> Iterator[None]:
 
 def fuses(step: Step, on_cuda: bool) -> bool:
     """Return whether a step's products can add gradients, and do so in less time."""
-    # A CPU computes separate siblings faster, and cannot add bf16 products to fp32 numbers. Code of others may ask for
-    # gradients itself, or by hooks.
+    # A CPU computes separate siblings faster, and cannot add bf16 products to fp32 numbers. Code of
+    # others may ask for gradients itself, or by hooks.
     own = type(step.loss) is TokenLoss and vars(type(step.model)).get("fuses", False)
-    hooked = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in step.model.parameters())
+    hooked = any(
+        p._backward_hooks or p._post_accumulate_grad_hooks for p in step.model.parameters()
+    )
     return on_cuda and step.precision.name in ("bf16", "fp16") and own and not hooked

@@ -1,7 +1,8 @@
-"""Say what a training step asks of its parameters: where they are, and how their gradients and updates are made.
+"""Say what a training step asks of its parameters: where they are, and how their gradients and
+updates are made.
 
-A step computes the equation of an update (`step.py`). Everything about it that depends on where the parameters are is
-a method here, and each engine implements them in a class of its own:
+A step computes the equation of an update (`step.py`). Everything about it that depends on where the
+parameters are is a method here, and each engine implements them in a class of its own:
 
     step/on_device.py            one module on one device       `OnDevice`
     ensemble/stacked.py          N members in one stack         `Stacked`
@@ -42,7 +43,8 @@ class Parameters(ABC):
     Attributes:
         step: the step; it is known from `place` on.
         device: the device that computes; None: that of the planes.
-        staged: whether a pass goes through the model stage by stage, so that it never is on the device as a whole.
+        staged: whether a pass goes through the model stage by stage, so that it never is on the
+            device as a whole.
         replays: whether a recorded micro-step may be replayed.
         differentiable: whether `sums` may be differentiated outside of `accumulate`.
         counters: tensors of a state in addition to the step's own counters, by name.
@@ -63,12 +65,15 @@ class Parameters(ABC):
 
     @abstractmethod
     def place(self, step: Step) -> list[Plane]:
-        """Move the step's trainable parameters into planes, once; the step has a model, loss and optimizer by then."""
+        """Move the step's trainable parameters into planes, once; the step has a model, loss and
+        optimizer by then.
+        """
 
     def captured(self, scope: Scope) -> list[Compilable[..., Any]]:
         """Return the functions that a capture of this scope compiles."""
         step = self.step
-        # In scope "blocks" the passes are functions of the blocks, and only the update is a function of the step.
+        # In scope "blocks" the passes are functions of the blocks, and only the update is a
+        # function of the step.
         return [step.forward, step.apply, step.evaluate] if scope == "whole" else [step.apply]
 
     # ── accumulate ──────────────────────────────────────────────────────────────────────────────
@@ -78,7 +83,9 @@ class Parameters(ABC):
         return nullcontext()
 
     def fusing(self) -> AbstractContextManager[None]:
-        """In the block products may add gradients to the planes, see `monograph.ops.fused_gradients`."""
+        """In the block products may add gradients to the planes, see
+        `monograph.ops.fused_gradients`.
+        """
         return nullcontext()
 
     def sums(self, batch: Any) -> Sums:
@@ -86,7 +93,9 @@ class Parameters(ABC):
         return pair(self.step.loss(self.step.model, batch))
 
     def targets(self, batch: Any) -> Tensor | None:
-        """Return the number of the batch's targets, if the loss can count them without a forward pass."""
+        """Return the number of the batch's targets, if the loss can count them without a forward
+        pass.
+        """
         loss = self.step.loss
         return counted(loss.count(batch), self.step.device) if counts(loss) else None
 
@@ -120,11 +129,14 @@ class Parameters(ABC):
 
     def add_squares(self, squares: Sequence[Tensor]) -> Tensor:
         """Add up the squares of all parts."""
-        # They are added one by one, as the bits of a sum of many depend on the code that computes it.
+        # They are added one by one, as the bits of a sum of many depend on the code that computes
+        # it.
         return functools.reduce(torch.add, squares)
 
     def directed(self, grads: Sequence[Tensor], scale: Tensor) -> AbstractContextManager[None]:
-        """In the block planes know what takes other ranks' rows, from their gradients and these gradients' factor."""
+        """In the block planes know what takes other ranks' rows, from their gradients and these
+        gradients' factor.
+        """
         return nullcontext()
 
     def update_plane(self, plane: Plane, total: Tensor, scale: Tensor, accepted: Tensor) -> None:
@@ -148,9 +160,13 @@ class Parameters(ABC):
         return None
 
     def assembled(self) -> AbstractContextManager[nn.Module]:
-        """In the block give a module that can be called on its own, all of its weights in one place."""
+        """In the block give a module that can be called on its own, all of its weights in one
+        place.
+        """
         return nullcontext(self.step.model)
 
     def gathered(self) -> nn.Module:
-        """Return a module with all weights as they are now, to be called on every rank; the same each time."""
+        """Return a module with all weights as they are now, to be called on every rank; the same
+        each time.
+        """
         return self.step.model

@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 
-Marks = Sequence[tuple[str, Any]]  # the names of parts, each with the time or the event at which it begins
+# The names of parts, each with the time or the event at which it begins.
+Marks = Sequence[tuple[str, Any]]
 
 
 class Parts:
-    """When the parts of an update begin. On a GPU events are noted there, so neither the host nor the device waits."""
+    """When the parts of an update begin. On a GPU events are noted there, so neither the host nor
+    the device waits.
+    """
 
     def __init__(self, device: torch.device):
         """Take the device that computes."""
@@ -20,7 +23,9 @@ class Parts:
         self._now = list[tuple[str, Any]]()
 
     def begin(self, part: str) -> None:
-        """End the part before and begin another; parts that begin inside a replayed graph are not told apart."""
+        """End the part before and begin another; parts that begin inside a replayed graph are not
+        told apart.
+        """
         if not self._cuda:
             self._now.append((part, time.perf_counter()))
         elif not torch.cuda.is_current_stream_capturing():
@@ -37,7 +42,8 @@ class Parts:
 
 
 def seconds(marks: Marks) -> dict[str, float]:
-    """Return the seconds of each part, `passes_s` where forward and backward are one launch; the device must be done.
+    """Return the seconds of each part, `passes_s` where forward and backward are one launch; the
+    device must be done.
 
     Empty if the engine does not go through these parts.
     """
@@ -45,5 +51,7 @@ def seconds(marks: Marks) -> dict[str, float]:
     found = Counter[str]()
     for (part, begun), (_, ended) in itertools.pairwise(marks) if "forward" in parts else ():
         name = part if "backward" in parts or part != "forward" else "passes"
-        found[f"{name}_s"] += ended - begun if isinstance(begun, float) else begun.elapsed_time(ended) / 1000
+        found[f"{name}_s"] += (
+            ended - begun if isinstance(begun, float) else begun.elapsed_time(ended) / 1000
+        )
     return dict(found)

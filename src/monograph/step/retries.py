@@ -1,6 +1,8 @@
-"""Repeat what did not fit the memory of a device in less of it, around the parameters of any engine.
+"""Repeat what did not fit the memory of a device in less of it, around the parameters of any
+engine.
 
-Fewer rows at once and recomputed blocks change no gradient (laws 2 and 3), so an update stays the same.
+Fewer rows at once and recomputed blocks change no gradient (laws 2 and 3), so an update stays the
+same.
 """
 
 import gc
@@ -21,7 +23,9 @@ T = TypeVar("T")
 
 
 class Share(NamedTuple):
-    """The micro-batches of a window that one rank computes: every `ranks`-th one, from the one of its number on."""
+    """The micro-batches of a window that one rank computes: every `ranks`-th one, from the one of
+    its number on.
+    """
 
     ranks: int = 1
     rank: int = 0
@@ -49,11 +53,14 @@ class Retries:
             recomputes: whether blocks may be recomputed to save memory.
         """
         if micro_batch is not None and not COUNT.holds(micro_batch):
-            raise UsageError(f"micro_batch = {micro_batch!r}: expected rows, at least 1, or None for all at once")
+            raise UsageError(
+                f"micro_batch = {micro_batch!r}: expected rows, at least 1, or None for all at once"
+            )
         self.micro_batch = micro_batch
         self.share = share
         self.captured: tuple[graph.Backend, Scope] | None = None
-        # Engines print nothing: a command shows the line in its progress, and a user of the library may set `print`.
+        # Engines print nothing: a command shows the line in its progress, and a user of the library
+        # may set `print`.
         self.announce: Callable[[str], None] = lambda line: None
         self._recomputes = recomputes
 
@@ -62,7 +69,8 @@ class Retries:
         return self.micro_batch or -(-rows // self.share.ranks)
 
     def fitting(self, step: Step, rows: Callable[[], int], work: Callable[[], T]) -> T:
-        """Return `work()`, a pass of the step; as long as the device's memory does not suffice, change and repeat it.
+        """Return `work()`, a pass of the step; as long as the device's memory does not suffice,
+        change and repeat it.
 
         Args:
             step: the step.
@@ -79,15 +87,18 @@ class Retries:
                 if not out_of_memory(error):
                     raise
                 message = str(error).splitlines()[0]
-            # This is outside the except block, where the traceback would keep the failed pass's tensors alive.
+            # This is outside the except block, where the traceback would keep the failed pass's
+            # tensors alive.
             self._step_down(step, rows(), message)
 
     def _step_down(self, step: Step, window_rows: int, message: str) -> None:
-        """Take less memory for the same update: no replayed micro-steps, else half the rows, else recomputed blocks."""
+        """Take less memory for the same update: no replayed micro-steps, else half the rows, else
+        recomputed blocks.
+        """
         rows = min(self.size(window_rows), window_rows)
         step.discard()
-        # The change that costs least comes first: replays save only launching, fewer rows cost some speed, and
-        # recomputed blocks cost about a third more computing.
+        # The change that costs least comes first: replays save only launching, fewer rows cost some
+        # speed, and recomputed blocks cost about a third more computing.
         if graph.give_back(step):
             change = f"{graph.ONE_BY_ONE} from now on"
         elif rows > 1:
@@ -104,7 +115,9 @@ class Retries:
         step.parameters.begin_again()
 
     def _recompute(self, step: Step) -> bool:
-        """Keep only the blocks' inputs from now on; return False if that is so already, or if there are no blocks."""
+        """Keep only the blocks' inputs from now on; return False if that is so already, or if there
+        are no blocks.
+        """
         if not self._recomputes or step.remat in (Remat.Full(), Remat.Offload()):
             return False
         graph.release(step)
@@ -121,7 +134,8 @@ class Retries:
 
 def emptied(device: torch.device) -> None:
     """Free what a failed pass held on a device."""
-    # Its tensors are in reference cycles of autograd, and the allocator keeps freed memory in pieces of the old size.
+    # Its tensors are in reference cycles of autograd, and the allocator keeps freed memory in
+    # pieces of the old size.
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -134,6 +148,7 @@ def rows_of(number: int) -> str:
 
 def out_of_memory(error: BaseException | None) -> bool:
     """Return whether the device's memory, or the host's, was too small."""
-    if isinstance(error, InputRefused):  # the trial step wraps a module's error in one with an explanation
+    # The trial step wraps a module's error in one with an explanation.
+    if isinstance(error, InputRefused):
         return out_of_memory(error.__cause__)
     return isinstance(error, torch.OutOfMemoryError) or (error is not None and host_is_full(error))

@@ -1,4 +1,6 @@
-"""Move whole files between memory and disk in blocks of 64 MiB, and compute each block's SHA-256 digest in threads."""
+"""Move whole files between memory and disk in blocks of 64 MiB, and compute each block's SHA-256
+digest in threads.
+"""
 
 import errno
 import hashlib
@@ -7,7 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-# One thread computes SHA-256 (0.3 to 2 GB/s, by processor) more slowly than a disk reads; hashlib releases the GIL.
+# One thread computes SHA-256 (0.3 to 2 GB/s, by processor) more slowly than a disk reads; hashlib
+# releases the GIL.
 BLOCK_BYTES = 64 * 1024 * 1024
 HASH_THREADS = min(8, os.cpu_count() or 1)
 MOST_PIECES = os.sysconf("SC_IOV_MAX")
@@ -16,7 +19,9 @@ Block = list[memoryview]
 
 
 def in_blocks(pieces: Iterable[memoryview]) -> Iterator[Block]:
-    """Regroup pieces of any length, without copying, into blocks of exactly BLOCK_BYTES (the last may be shorter)."""
+    """Regroup pieces of any length, without copying, into blocks of exactly BLOCK_BYTES (the last
+    may be shorter).
+    """
     block: Block = []
     room = BLOCK_BYTES
     for piece in pieces:
@@ -40,9 +45,9 @@ def write_file(path: Path, pieces: Iterable[memoryview]) -> list[str]:
         The SHA-256 digest of each block of BLOCK_BYTES.
 
     Raises:
-        OSError: with the path; also if the file exists. A failed fsync is never retried: the kernel may have dropped
-            the pages that it could not write, so that a second fsync would succeed and prove nothing (PostgreSQL's
-            "fsyncgate", 2018).
+        OSError: with the path; also if the file exists. A failed fsync is never retried: the kernel
+            may have dropped the pages that it could not write, so that a second fsync would succeed
+            and prove nothing (PostgreSQL's "fsyncgate", 2018).
     """
     try:
         with open(path, "xb", buffering=0) as file:
@@ -61,12 +66,19 @@ def write_file(path: Path, pieces: Iterable[memoryview]) -> list[str]:
 
 
 def read_pieces(descriptor: int, pieces: Iterable[memoryview]) -> list[str]:
-    """Fill the pieces from the file's start, and return the digest of each block of the bytes now in the pieces."""
-    return _digests(in_blocks(pieces), lambda at, block: _transfer(os.preadv, descriptor, block, at * BLOCK_BYTES))
+    """Fill the pieces from the file's start, and return the digest of each block of the bytes now
+    in the pieces.
+    """
+    return _digests(
+        in_blocks(pieces),
+        lambda at, block: _transfer(os.preadv, descriptor, block, at * BLOCK_BYTES),
+    )
 
 
 def digests_of(descriptor: int, length: int) -> list[str]:
-    """Return the digest of each block of the file's first `length` bytes, with a few blocks in memory at a time."""
+    """Return the digest of each block of the file's first `length` bytes, with a few blocks in
+    memory at a time.
+    """
     lengths = (min(BLOCK_BYTES, length - start) for start in range(0, length, BLOCK_BYTES))
     return read_pieces(descriptor, (memoryview(bytearray(size)) for size in lengths))
 
@@ -84,7 +96,9 @@ def digest_at(descriptor: int, index: int, length: int) -> bytes:
     return hashlib.sha256(block).digest()
 
 
-def _digests(blocks: Iterable[Block], fill: Callable[[int, Block], None] | None = None) -> list[str]:
+def _digests(
+    blocks: Iterable[Block], fill: Callable[[int, Block], None] | None = None
+) -> list[str]:
     def digest(index: int, block: Block) -> str:
         if fill is not None:
             fill(index, block)
@@ -97,14 +111,19 @@ def _digests(blocks: Iterable[Block], fill: Callable[[int, Block], None] | None 
         pending: list[Future[str]] = []
         for index, block in enumerate(blocks):
             pending.append(pool.submit(digest, index, block))
-            # A block may be a copy (from a device, or of a strided view), so keep only a few in memory.
+            # A block may be a copy (from a device, or of a strided view), so keep only a few in
+            # memory.
             if index >= HASH_THREADS:
                 pending[index - HASH_THREADS].result()
         return [future.result() for future in pending]
 
 
-def _transfer(call: Callable[[int, Sequence[memoryview], int], int], descriptor: int, block: Block, start: int) -> None:
-    """Repeat `os.pwritev` or `os.preadv`, which may move only a part of the block, until all of it has moved."""
+def _transfer(
+    call: Callable[[int, Sequence[memoryview], int], int], descriptor: int, block: Block, start: int
+) -> None:
+    """Repeat `os.pwritev` or `os.preadv`, which may move only a part of the block, until all of it
+    has moved.
+    """
     pieces = list(block)
     offset = start
     while pieces:

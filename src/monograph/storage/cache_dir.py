@@ -1,4 +1,6 @@
-"""Find the folders for data that can be made again (tokens, compiled code), and for state that must not be lost."""
+"""Find the folders for data that can be made again (tokens, compiled code), and for state that must
+not be lost.
+"""
 
 import hashlib
 import os
@@ -11,7 +13,8 @@ from pathlib import Path
 
 
 def cache_root(given: str | Path | None = None) -> tuple[Path, bool]:
-    """Return the cache folder (`given`, $MONOGRAPH_HOME or the system's), and whether the user chose it.
+    """Return the cache folder (`given`, $MONOGRAPH_HOME or the system's), and whether the user
+    chose it.
 
     If the user chose a folder that cannot be written, that is an error and no other folder is used.
     """
@@ -25,14 +28,21 @@ def cache_root(given: str | Path | None = None) -> tuple[Path, bool]:
 
 
 def state_root() -> Path:
-    """Return the folder for data that a user must not lose or share: $MONOGRAPH_HOME or the system's.
+    """Return the folder for data that a user must not lose or share: $MONOGRAPH_HOME or the
+    system's.
 
-    Relative paths are ignored: such a folder could belong to another user, the owner of the working directory.
+    Relative paths are ignored: such a folder could belong to another user, the owner of the working
+        directory.
     """
-    home, xdg = (Path(os.path.expanduser(os.environ.get(name, ""))) for name in ("MONOGRAPH_HOME", "XDG_STATE_HOME"))
+    home, xdg = (
+        Path(os.path.expanduser(os.environ.get(name, "")))
+        for name in ("MONOGRAPH_HOME", "XDG_STATE_HOME")
+    )
     if home.is_absolute():
         return home
-    return (xdg if xdg.is_absolute() else Path(os.path.expanduser("~")) / ".local" / "state") / "monograph"
+    return (
+        xdg if xdg.is_absolute() else Path(os.path.expanduser("~")) / ".local" / "state"
+    ) / "monograph"
 
 
 def calibration_file() -> Path:
@@ -41,17 +51,21 @@ def calibration_file() -> Path:
 
 
 def keep_compiled() -> None:
-    """Let torch keep compiled code in the cache folder, since its default is a temporary one, gone after a reboot.
+    """Let torch keep compiled code in the cache folder, since its default is a temporary one, gone
+    after a reboot.
 
-    $TORCHINDUCTOR_CACHE_DIR has precedence. If the cache folder cannot be written, torch's default stays. While this
-    process goes on, another one fills a new folder with what the first graph would wait for. A folder that has grown
-    beyond `MOST_COMPILED_BYTES` loses the half that was used longest ago.
+    $TORCHINDUCTOR_CACHE_DIR has precedence. If the cache folder cannot be written, torch's default
+    stays. While this process goes on, another one fills a new folder with what the first graph
+    would wait for. A folder that has grown beyond `MOST_COMPILED_BYTES` loses the half that was
+    used longest ago.
     """
     folder = compiled_folder()
     with suppress(OSError):
         new = not folder.exists()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK) and os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder)) == str(folder):
+        if os.access(folder, os.W_OK) and os.environ.setdefault(
+            "TORCHINDUCTOR_CACHE_DIR", str(folder)
+        ) == str(folder):
             if new:
                 python_aside(_FIRST_GRAPH)
             _trim(folder)
@@ -61,12 +75,15 @@ MOST_COMPILED_BYTES = 4 * 2**30  # a run's compiled step takes about 10 MB
 
 
 def compiled_folder() -> Path:
-    """Return the folder in which torch keeps compiled code unless $TORCHINDUCTOR_CACHE_DIR names another."""
+    """Return the folder in which torch keeps compiled code unless $TORCHINDUCTOR_CACHE_DIR names
+    another.
+    """
     return cache_root()[0] / "compiled"
 
 
 def files_in(folder: Path) -> list[tuple[float, int, Path]]:
-    """Return (time of last use, bytes, path) of each file in a folder and those below, the one used last first.
+    """Return (time of last use, bytes, path) of each file in a folder and those below, the one used
+    last first.
 
     Another process may remove some of them meanwhile.
     """
@@ -92,7 +109,8 @@ def _trim(folder: Path) -> None:
                 path.unlink()
 
 
-# It makes torch try the processor's vector instructions and compile its headers, which takes seconds.
+# It makes torch try the processor's vector instructions and compile its headers, which takes
+# seconds.
 _FIRST_GRAPH = """
 import torch
 from monograph.graph.capture import compiled
@@ -108,9 +126,11 @@ threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start
 
 
 def python_aside(code: str, *arguments: str) -> subprocess.Popen[bytes]:
-    """Let another process of this Python run this package's `code`, silently; it ends with this process at the latest.
+    """Let another process of this Python run this package's `code`, silently; it ends with this
+    process at the latest.
 
-    It reads `arguments` in sys.argv, and finds modules as this process does, but not in the working folder.
+    It reads `arguments` in sys.argv, and finds modules as this process does, but not in the working
+    folder.
     """
     command = [sys.executable, "-P", "-c", _ENDS_WITH_ITS_PARENT + code, *arguments]
     quiet = subprocess.DEVNULL
@@ -118,7 +138,9 @@ def python_aside(code: str, *arguments: str) -> subprocess.Popen[bytes]:
 
 
 def is_compiled(key: str) -> bool:
-    """Return whether the step of this key was compiled into the cache before; True if there is no cache."""
+    """Return whether the step of this key was compiled into the cache before; True if there is no
+    cache.
+    """
     return (mark := _mark(key)) is None or mark.exists()
 
 
@@ -136,8 +158,12 @@ def _mark(key: str) -> Path | None:
 
 
 def found_once(key: str, find: Callable[[], bool]) -> bool:
-    """Return what `find` returned when it was first called with this key, which the cache folder keeps."""
-    answers = {answer: cache_root()[0] / "found" / f"{digest(key)}.{answer}" for answer in (True, False)}
+    """Return what `find` returned when it was first called with this key, which the cache folder
+    keeps.
+    """
+    answers = {
+        answer: cache_root()[0] / "found" / f"{digest(key)}.{answer}" for answer in (True, False)
+    }
     with suppress(OSError):
         for answer, path in answers.items():
             if path.exists():

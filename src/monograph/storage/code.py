@@ -1,6 +1,8 @@
-"""Name a function in a Python file. Everything that asks whether a value names code, or reads such a file, asks here.
+"""Name a function in a Python file. Everything that asks whether a value names code, or reads such
+a file, asks here.
 
-What is code depends on the value alone, never on the files that lie around, since those may be a stranger's.
+What is code depends on the value alone, never on the files that lie around, since those may be a
+stranger's.
 """
 
 import hashlib
@@ -11,7 +13,8 @@ from pathlib import Path
 from monograph.errors import InputRefused
 from monograph.storage.reading import read_input
 
-MOST_CODE_BYTES = 16 * 1024 * 1024  # longer than any program that a person writes; a sparse file may be huge
+# Longer than any program that a person writes; a sparse file may be huge.
+MOST_CODE_BYTES = 16 * 1024 * 1024
 HUB = "hf://"  # a value that begins like this names a repository
 
 
@@ -57,7 +60,9 @@ class Code:
             InputRefused: no file may run, or this is not the one that may; or see `source`.
         """
         if sha256 is None:
-            raise InputRefused(f"{self.value}: nobody has said that {self.path} may run; name it on the command line")
+            raise InputRefused(
+                f"{self.value}: nobody has said that {self.path} may run; name it on the command line"
+            )
         source = self.source()
         if hashlib.sha256(source).hexdigest() != sha256:
             raise InputRefused(f"{self.value}: {self.path} changed after it was read; try again")
@@ -67,8 +72,9 @@ class Code:
 def code_named(value: str | None) -> Code | None:
     """Return the code that a value names, or None if it names something else.
 
-    A value is code if what stands before its last colon ends with .py and what stands after it is a Python name, unless
-    the value begins with HUB. A folder that is called so is named with a slash at the end.
+    A value is code if what stands before its last colon ends with .py and what stands after it is a
+    Python name, unless the value begins with HUB. A folder that is called so is named with a slash
+    at the end.
     """
     if value is None or value.startswith(HUB):
         return None
@@ -84,6 +90,8 @@ def folder_named(path: Path) -> str:
 
 
 def digests(values: Iterable[str | None]) -> Mapping[str, str]:
-    """Return the digest of each file that the values name as code, by value; raises like `Code.source`."""
+    """Return the digest of each file that the values name as code, by value; raises like
+    `Code.source`.
+    """
     codes = [code_named(value) for value in values]
     return {code.value: code.digest() for code in codes if code is not None}

@@ -1,8 +1,9 @@
 """Read files and folders without mistaking an unreadable file for a missing one.
 
-`Path.exists` and similar functions return False on some system errors, in newer Pythons on all of them, and `glob`
-finds no files in a folder that cannot be listed. A decision based on that (that a run has not begun, that a checkpoint
-is incomplete, that a number starts at 0) costs data. So all access to a user's files goes through this module.
+`Path.exists` and similar functions return False on some system errors, in newer Pythons on all of
+them, and `glob` finds no files in a folder that cannot be listed. A decision based on that (that a
+run has not begun, that a checkpoint is incomplete, that a number starts at 0) costs data. So all
+access to a user's files goes through this module.
 """
 
 import errno
@@ -24,7 +25,15 @@ from monograph.errors import InputRefused, Unreadable
 MOST_JSON_BYTES = 1 << 24  # an index of weights has about 100 bytes per tensor
 # Errors which make certain that nothing is there, or something other than a file.
 # ENXIO is a socket's.
-_CERTAIN = {errno.EINVAL, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO}
+_CERTAIN = {
+    errno.EINVAL,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.ENXIO,
+}
 _REMEDIES = {
     errno.EACCES: "check its permissions",
     errno.EPERM: "check its permissions",
@@ -35,7 +44,9 @@ _REMEDIES = {
 
 
 def error_number(error: BaseException) -> int | None:
-    """Return the errno of an error, or None; safetensors and torch only mention it in their messages."""
+    """Return the errno of an error, or None; safetensors and torch only mention it in their
+    messages.
+    """
     if number := getattr(error, "errno", None):
         return int(number)
     written = map(int, re.findall(r"\((?:os error )?(\d{1,3})\)", str(error)))
@@ -61,7 +72,8 @@ def readable(path: str | os.PathLike[str]) -> Iterator[None]:
     """Turn the system's errors in the block into `Unreadable`, except for those in `_CERTAIN`.
 
     Raises:
-        Unreadable: the system failed to read; the message names the file of the system's error, else `path`.
+        Unreadable: the system failed to read; the message names the file of the system's error,
+            else `path`.
         OSError: nothing is there, or something other than a file.
     """
     try:
@@ -82,9 +94,11 @@ def refusing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def open_input(path: Path) -> BinaryIO:
-    """Open a user's file for reading; nothing else in the package does. Wrap reads of the file in `readable`.
+    """Open a user's file for reading; nothing else in the package does. Wrap reads of the file in
+    `readable`.
 
-    Only regular files are opened: a FIFO may wait for its writer for ever, and a device may never end.
+    Only regular files are opened: a FIFO may wait for its writer for ever, and a device may never
+        end.
 
     Raises:
         Unreadable: see `readable`.
@@ -109,13 +123,16 @@ def read_input(path: Path, most_bytes: int | None = MOST_JSON_BYTES) -> bytes:
 
     Raises:
         Unreadable: see `readable`.
-        OSError: see `open_input`; or the file has more than `most_bytes` (None: no limit), and was not read.
+        OSError: see `open_input`; or the file has more than `most_bytes` (None: no limit), and was
+            not read.
     """
     with readable(path), open_input(path) as file:
         size = os.fstat(file.fileno()).st_size
         if most_bytes is not None and size > most_bytes:
             bound = f"{most_bytes >> 20} MiB" if most_bytes >> 20 else f"{most_bytes >> 10} KiB"
-            raise OSError(errno.EINVAL, f"is larger than {bound}, which no such file needs", str(path))
+            raise OSError(
+                errno.EINVAL, f"is larger than {bound}, which no such file needs", str(path)
+            )
         return file.read(size)
 
 
@@ -171,7 +188,9 @@ _KINDS = {
 
 
 def kind_of(path: str | os.PathLike[str]) -> str:
-    """Return what is there in words, such as "a folder", "a link to nothing" or "nothing"; raise Unreadable."""
+    """Return what is there in words, such as "a folder", "a link to nothing" or "nothing"; raise
+    Unreadable.
+    """
     own = status(path, follow=False)
     if own is None:
         return "nothing"
@@ -183,18 +202,26 @@ def kind_of(path: str | os.PathLike[str]) -> str:
 
 def free_bytes(folder: Path) -> int:
     """Return what is free on the disk of a folder, or of its nearest parent that exists."""
-    return shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if exists(path))).free
+    return shutil.disk_usage(
+        next(path for path in (folder, *folder.absolute().parents) if exists(path))
+    ).free
 
 
 def entries(folder: str | os.PathLike[str], prefix: str = "") -> list[Path]:
-    """Return a folder's entries that begin with `prefix`, sorted; [] if there is no such folder. Raise Unreadable."""
+    """Return a folder's entries that begin with `prefix`, sorted; [] if there is no such folder.
+    Raise Unreadable.
+    """
     with suppress(OSError, ValueError), readable(folder):
-        return [Path(folder, name) for name in sorted(os.listdir(folder)) if name.startswith(prefix)]
+        return [
+            Path(folder, name) for name in sorted(os.listdir(folder)) if name.startswith(prefix)
+        ]
     return []
 
 
 def matching(pattern: str | os.PathLike[str]) -> list[Path]:
-    """Return the paths that match a pattern like `glob.glob`, but raise Unreadable if a folder cannot be listed."""
+    """Return the paths that match a pattern like `glob.glob`, but raise Unreadable if a folder
+    cannot be listed.
+    """
     path = Path(pattern)
     return sorted(set(_matching(Path(path.anchor), path.parts[bool(path.anchor) :])), key=str)
 
@@ -237,18 +264,22 @@ def without_links(path: str | os.PathLike[str]) -> Path:
     """Return the absolute path, with links followed as far as the path exists.
 
     Raises:
-        InputRefused: links in the path form a circle, or it is not a valid path (it contains a NUL).
+        InputRefused: links in the path form a circle, or it is not a valid path (it contains a
+            NUL).
         Unreadable: a part of the path cannot be read.
     """
     try:
         with readable(path):
             return Path(path).resolve()
     except (OSError, RuntimeError, ValueError) as error:
-        raise InputRefused(f"{path}: is no path, or its links lead in a circle; name another") from error
+        raise InputRefused(
+            f"{path}: is no path, or its links lead in a circle; name another"
+        ) from error
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Return the path of a regular file in the folder; a link may only lead into Hugging Face's cache of that model.
+    """Return the path of a regular file in the folder; a link may only lead into Hugging Face's
+    cache of that model.
 
     Raises:
         InputRefused: the name contains a path, there is no such file, or a link leads elsewhere.
@@ -259,9 +290,14 @@ def inside(folder: Path, name: str) -> Path:
     home = resolved(folder)
     target = resolved(path)
     # A snapshot's own folder, or a folder in it.
-    homes = [home, *(above.parent / "blobs" for above in home.parents[:2] if above.name == "snapshots")]
+    homes = [
+        home,
+        *(above.parent / "blobs" for above in home.parents[:2] if above.name == "snapshots"),
+    ]
     if target.parent not in homes:
-        raise InputRefused(f"{path}: is a link out of its folder, to {target}; put the file itself there")
+        raise InputRefused(
+            f"{path}: is a link out of its folder, to {target}; put the file itself there"
+        )
     return path
 
 
@@ -285,10 +321,13 @@ def parse_json(text: str | bytes | bytearray) -> Any:
     """Parse JSON text in which no object has a key twice.
 
     Raises:
-        ValueError: the text is not JSON, or an object has a key twice (`KeyTwice`); see `json_fault`.
+        ValueError: the text is not JSON, or an object has a key twice (`KeyTwice`); see
+            `json_fault`.
         RecursionError: the text is nested too deeply.
     """
-    return _ONCE.decode(text if isinstance(text, str) else text.decode(json.detect_encoding(text), "surrogatepass"))
+    return _ONCE.decode(
+        text if isinstance(text, str) else text.decode(json.detect_encoding(text), "surrogatepass")
+    )
 
 
 def read_json(path: Path, instead: str = "", most_bytes: int = MOST_JSON_BYTES) -> dict[str, Any]:
@@ -300,7 +339,8 @@ def read_json(path: Path, instead: str = "", most_bytes: int = MOST_JSON_BYTES) 
         most_bytes: the largest size; a larger file is refused.
 
     Raises:
-        InputRefused: the file is missing, too large, or not a JSON object, or an object has a key twice.
+        InputRefused: the file is missing, too large, or not a JSON object, or an object has a key
+            twice.
         Unreadable: see `readable`.
     """
     try:
@@ -308,7 +348,9 @@ def read_json(path: Path, instead: str = "", most_bytes: int = MOST_JSON_BYTES) 
     except OSError as error:
         raise InputRefused(f"{path}: cannot be read: {error.strerror}{instead}") from None
     except (ValueError, RecursionError) as error:
-        raise InputRefused(f"{path}: cannot be read as JSON: {json_fault(error)}{instead}") from None
+        raise InputRefused(
+            f"{path}: cannot be read as JSON: {json_fault(error)}{instead}"
+        ) from None
     if not isinstance(values, dict):
         raise InputRefused(f"{path}: expected a JSON object{instead}")
     return values

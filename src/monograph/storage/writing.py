@@ -16,7 +16,8 @@ from monograph.storage.reading import entries, open_input
 _TEMPORARY, _LOCK = "monograph-", "in-use"
 
 
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # no room, over quota, above the limit on a file's size
+# No room, over quota, above the limit on a file's size.
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 FAILING = FULL | {errno.EIO}  # of the disk, and not of what was asked of it
 
 
@@ -25,8 +26,8 @@ def writing(folder: Path) -> Iterator[None]:
     """Turn the operating system's errors while writing under `folder` into Monograph's.
 
     Raises:
-        DiskFull: there is no room, the user is over quota, the file is too large for the system's limit, or the disk
-            fails.
+        DiskFull: there is no room, the user is over quota, the file is too large for the system's
+            limit, or the disk fails.
         InputRefused: writing failed for any other reason.
     """
     try:
@@ -47,13 +48,16 @@ def writing(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Yield a new folder that is removed after the block or, if this process is killed, by the next call of anyone.
+    """Yield a new folder that is removed after the block or, if this process is killed, by the next
+    call of anyone.
 
-    A locked file in the folder shows that its process lives; the kernel frees the lock however the process ends.
+    A locked file in the folder shows that its process lives; the kernel frees the lock however the
+    process ends.
     """
     with suppress(Unreadable):  # the parent folder of all temporary folders
         for other in entries(tempfile.gettempdir(), _TEMPORARY):
-            # OSError: the lock is held, or it or the folder is gone or half made. Unreadable: it is another user's.
+            # OSError: the lock is held, or it or the folder is gone or half made. Unreadable: it is
+            # another user's.
             with suppress(OSError, Unreadable), open_input(other / _LOCK) as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if other.lstat().st_uid == os.getuid():
@@ -61,7 +65,8 @@ def temporary_folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix=_TEMPORARY, ignore_cleanup_errors=True) as name:
         with open(Path(name, "new"), "xb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            os.rename(lock.name, Path(name, _LOCK))  # the file gets this name locked, so no process sees it unlocked
+            # The file gets this name locked, so no process sees it unlocked.
+            os.rename(lock.name, Path(name, _LOCK))
             yield Path(name)
 
 
@@ -81,7 +86,9 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def write_durably(path: Path, content: str | bytes, new: bool = True) -> None:
-    """Create a file, or replace its content if it need not be `new`, and wait until it is on the disk."""
+    """Create a file, or replace its content if it need not be `new`, and wait until it is on the
+    disk.
+    """
     with open(path, "xb" if new else "wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
@@ -89,7 +96,9 @@ def write_durably(path: Path, content: str | bytes, new: bool = True) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's content, or a folder's entries (new files, renames), would survive a power cut."""
+    """Wait until a file's content, or a folder's entries (new files, renames), would survive a
+    power cut.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

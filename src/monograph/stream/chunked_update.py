@@ -1,8 +1,10 @@
-"""Update one stage on the device, chunk by chunk: fetch a chunk, run the resident engine's own update, copy it back.
+"""Update one stage on the device, chunk by chunk: fetch a chunk, run the resident engine's own
+update, copy it back.
 
-A chunk is a part of a plane. Chunks take turns in staging buffers: while one is updated, others are filled or emptied.
-Chunks are updated between the micro-batches of another stage, so that copies run while that stage computes. Planes that
-are updated on the host are left to `monograph.stream.updates`.
+A chunk is a part of a plane. Chunks take turns in staging buffers: while one is updated, others are
+filled or emptied. Chunks are updated between the micro-batches of another stage, so that copies run
+while that stage computes. Planes that are updated on the host are left to
+`monograph.stream.updates`.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
@@ -20,8 +22,8 @@ from monograph.stream.slots import DeviceBuffer, StageOnDevice
 from monograph.stream.store import GRADIENT, REST, WEIGHTS, Buffer, Stage, StoredPlane
 
 STAGING_BUFFERS = 4
-# Elements of a chunk, a multiple of the 256 that share a scale in 8-bit moments: enough to use a link's and a device's
-# full rate, and few compared with a large model's blocks.
+# Elements of a chunk, a multiple of the 256 that share a scale in 8-bit moments: enough to use a
+# link's and a device's full rate, and few compared with a large model's blocks.
 MOST = 2**23
 HALF_DONE = "take fewer blocks a stage or fewer rows (train.micro_batch), and go on from the last checkpoint"
 UpdatePart = Callable[[Plane, Tensor | None, Tensor, Tensor, Tensor], None]
@@ -47,11 +49,13 @@ class Chunk(tuple[StoredPlane, int, int]):
         whole = stored.plane.param.numel() // len(slots)
         return replace(
             stored.plane,
-            # Muon orthogonalises whole matrices, so a chunk of a plane of matrices holds some of them whole.
+            # Muon orthogonalises whole matrices, so a chunk of a plane of matrices holds some of
+            # them whole.
             slots=slots[begin // whole : end // whole] if matrices else slots,
             param=tensors[WEIGHTS],
             grad=tensors[GRADIENT],
-            # It is a tensor, as a number would be a constant of the graph, and each chunk would compile its own graph.
+            # It is a tensor, as a number would be a constant of the graph, and each chunk would
+            # compile its own graph.
             start=torch.full((), stored.start + begin, dtype=torch.int64, device=device),
             state={name: tensors[name] for name in stored.moments},
         )
@@ -63,18 +67,30 @@ def chunks(stage: Stage) -> Iterator[Chunk]:
 
 
 def cut(planes: Iterable[StoredPlane], most: int) -> Iterator[Chunk]:
-    """Cut planes into chunks of at most `most` elements; a chunk of matrices has whole ones, and at least one."""
+    """Cut planes into chunks of at most `most` elements; a chunk of matrices has whole ones, and at
+    least one.
+    """
     for stored in planes:
         size = stored.plane.param.numel()
         whole = size // len(stored.plane.slots) if stored.plane.kind.matrix else 1
         step = max(1, most // whole) * whole
-        yield from (Chunk((stored, begin, min(size, begin + step))) for begin in range(0, size, step))
+        yield from (
+            Chunk((stored, begin, min(size, begin + step))) for begin in range(0, size, step)
+        )
 
 
 def to_fetch(chunk: Chunk, *, gradient: bool) -> dict[Hashable, Tensor]:
-    """Return by name a chunk's tensors that do not live on the device, the gradient only if `gradient`."""
-    away = {name: buffer for name, buffer in chunk[0].buffers.items() if buffer.space.home != Home.DEVICE}
-    return {name: chunk.part(buffer) for name, buffer in away.items() if gradient or name != GRADIENT}
+    """Return by name a chunk's tensors that do not live on the device, the gradient only if
+    `gradient`.
+    """
+    away = {
+        name: buffer
+        for name, buffer in chunk[0].buffers.items()
+        if buffer.space.home != Home.DEVICE
+    }
+    return {
+        name: chunk.part(buffer) for name, buffer in away.items() if gradient or name != GRADIENT
+    }
 
 
 @dataclass
@@ -92,7 +108,9 @@ class StagingBuffers:
 
 
 class Fetched(NamedTuple):
-    """A chunk on the device: its tensors by name, the spaces that its update writes, and its staging buffer."""
+    """A chunk on the device: its tensors by name, the spaces that its update writes, and its
+    staging buffer.
+    """
 
     chunk: Chunk
     parts: dict[str, Tensor]
@@ -107,13 +125,16 @@ class ChunkedUpdate:
         count: the number of its chunks.
     """
 
-    def __init__(self, stage: Stage, staging_buffers: StagingBuffers, gradients: StageOnDevice | None = None):
+    def __init__(
+        self, stage: Stage, staging_buffers: StagingBuffers, gradients: StageOnDevice | None = None
+    ):
         """Prepare the update; nothing is copied yet.
 
         Args:
             stage: the stage to update.
             staging_buffers: the memory that chunks are copied to.
-            gradients: the stage on the device, if its gradients are still in its slot; None if they are at home.
+            gradients: the stage on the device, if its gradients are still in its slot; None if they
+                are at home.
         """
         self.stage = stage
         self.staging_buffers = staging_buffers
@@ -130,13 +151,18 @@ class ChunkedUpdate:
 
     @torch.no_grad()  # it may be called with and without gradients, and must be one captured graph
     def work(
-        self, update_part: UpdatePart, scale: Tensor, accepted: Tensor, into: StageOnDevice | None = None
+        self,
+        update_part: UpdatePart,
+        scale: Tensor,
+        accepted: Tensor,
+        into: StageOnDevice | None = None,
     ) -> Iterator[None]:
-        """Update one chunk after another and copy it home, its weights also to the slot `into`, if given.
+        """Update one chunk after another and copy it home, its weights also to the slot `into`, if
+        given.
 
         Raises:
-            OutOfDeviceMemory: some chunks are updated and others are not, so the update can neither be repeated nor be
-                skipped.
+            OutOfDeviceMemory: some chunks are updated and others are not, so the update can neither
+                be repeated nor be skipped.
         """
         self.begin()
         while self._fetched:
@@ -148,10 +174,14 @@ class ChunkedUpdate:
                 ) from error
             self.begin()
             yield
-        # Copies of these weights in other slots are now outdated, and are fetched again when they are needed.
+        # Copies of these weights in other slots are now outdated, and are fetched again when they
+        # are needed.
         self.stage.version += 1
         if into is not None:
-            into.fetch(self.staging_buffers.lanes, [stored for stored in self.stage.stored if stored.on_host])
+            into.fetch(
+                self.staging_buffers.lanes,
+                [stored for stored in self.stage.stored if stored.on_host],
+            )
             into.slot.holds = (self.stage, self.stage.version)
 
     def _fetch(self, chunk: Chunk) -> None:
@@ -174,16 +204,29 @@ class ChunkedUpdate:
         self._fetched.append(Fetched(chunk, parts, spaces, staging))
 
     def _update(
-        self, fetched: Fetched, update_part: UpdatePart, scale: Tensor, accepted: Tensor, into: StageOnDevice | None
+        self,
+        fetched: Fetched,
+        update_part: UpdatePart,
+        scale: Tensor,
+        accepted: Tensor,
+        into: StageOnDevice | None,
     ) -> None:
         (stored, begin, end), parts, spaces, staging = fetched
         lanes = self.staging_buffers.lanes
         plane = fetched.chunk.plane(parts, scale.device)
-        lanes.compute(lambda: update_part(plane, parts.get(REST), parts[GRADIENT], scale, accepted), writes=spaces)
+        lanes.compute(
+            lambda: update_part(plane, parts.get(REST), parts[GRADIENT], scale, accepted),
+            writes=spaces,
+        )
         for name, buffer in stored.buffers.items():
             if name != GRADIENT and buffer.space.home != Home.DEVICE:
                 lanes.copy(fetched.chunk.part(buffer), parts[name], buffer.space, staging.space)
         if into is not None and stored.buffers[WEIGHTS].space.home != Home.DEVICE:
-            # Copied on the device, as the next pass needs these weights, which would else cross the link a second time.
+            # Copied on the device, as the next pass needs these weights, which would else cross the
+            # link a second time.
             target = into.planes[self.stage.stored.index(stored)].param[begin:end]
-            lanes.compute(lambda: target.copy_(parts[WEIGHTS]), reads=[staging.space], writes=[into.slot.weights.space])
+            lanes.compute(
+                lambda: target.copy_(parts[WEIGHTS]),
+                reads=[staging.space],
+                writes=[into.slot.weights.space],
+            )

@@ -1,8 +1,10 @@
-"""Predict a streamed update's time: a clock takes the device's place, and the walk runs on tensors without data.
+"""Predict a streamed update's time: a clock takes the device's place, and the walk runs on tensors
+without data.
 
-Each lane has a time of its own. A piece of work begins when its lane is free and all work that it waits for is done. A
-copy lasts bytes / bandwidth, and computing lasts as long as `Costs` says. Walk, slots, staging buffers, boundaries,
-lanes and waits are those that train, so the schedule that is timed is the real one.
+Each lane has a time of its own. A piece of work begins when its lane is free and all work that it
+waits for is done. A copy lasts bytes / bandwidth, and computing lasts as long as `Costs` says.
+Walk, slots, staging buffers, boundaries, lanes and waits are those that train, so the schedule that
+is timed is the real one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +40,8 @@ class Link(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """The seconds that computing takes: each pass for one micro-batch, and the update of one parameter.
+    """The seconds that computing takes: each pass for one micro-batch, and the update of one
+    parameter.
 
     Attributes:
         first_s: the forward pass of the parts before the blocks, such as the embedding.
@@ -103,7 +106,8 @@ class Clock:
     def run(self, work: LaneWork) -> Any:
         """Advance the lane by the time that the work takes; only computing is called, not copies."""
         lane = work.mark.lane
-        # As on real lanes, work begins after the work before it on its lane and after the work that it waits for.
+        # As on real lanes, work begins after the work before it on its lane and after the work that
+        # it waits for.
         begin = max([self.now[lane], *(self.done[mark] for mark in work.waits)])
         result = None
         if lane in ("compute", "host"):
@@ -114,13 +118,16 @@ class Clock:
             seconds = work.moved_bytes / (self.link.into if lane == "in" else self.link.out)
         worked = seconds
         # All lanes share one disk.
-        if lane != "compute" and any(space.home == Home.DISK for space in (*work.reads, *work.writes)):
+        if lane != "compute" and any(
+            space.home == Home.DISK for space in (*work.reads, *work.writes)
+        ):
             begin = max(begin, self._disk_free)
             of_disk = work.moved_bytes / self.link.disk
             self._disk_free = begin + of_disk
             self.busy_s[DISK] += of_disk
             seconds = max(seconds, of_disk)
-            worked = worked if lane == "host" else seconds  # the host is not busy while it waits for a file
+            # The host is not busy while it waits for a file.
+            worked = worked if lane == "host" else seconds
         self.now[lane] = self.done[work.mark] = begin + seconds
         self.busy_s[lane] += worked
         return result
@@ -134,13 +141,17 @@ class Pretend(Passes):
     """Passes that compute nothing and spend the clock's time instead."""
 
     def __init__(self, step: Step, clock: Clock, costs: Costs, state: Tensor):
-        """Take a `state` on the meta device, which stands for every micro-batch's state between stages."""
+        """Take a `state` on the meta device, which stands for every micro-batch's state between
+        stages.
+        """
         super().__init__(step)
         self.clock = clock
         self.costs = costs
         self.state = state
 
-    def bound(self, needed: Sequence[StageOnDevice], call: Callable[[], Any], backward: bool) -> Any:
+    def bound(
+        self, needed: Sequence[StageOnDevice], call: Callable[[], Any], backward: bool
+    ) -> Any:
         """Run a call; nothing reads the parameters."""
         return call()
 
@@ -159,7 +170,15 @@ class Pretend(Passes):
         self.clock.spend(self.costs.loss_s)
         return state
 
-    def again(self, planes: Sequence[Plane], state: Tensor, *, stage: Stage, further: Any, gradient: Tensor) -> Tensor:
+    def again(
+        self,
+        planes: Sequence[Plane],
+        state: Tensor,
+        *,
+        stage: Stage,
+        further: Any,
+        gradient: Tensor,
+    ) -> Tensor:
         """Spend `again_s` for each block."""
         self.clock.spend(self.costs.again_s * len(stage.blocks))
         return state
@@ -172,7 +191,9 @@ class Pretend(Passes):
         """Spend no time."""
         return [self.step.loss_sum]
 
-    def update_part(self, plane: Plane, rest: Tensor | None, total: Tensor, scale: Tensor, accepted: Tensor) -> None:
+    def update_part(
+        self, plane: Plane, rest: Tensor | None, total: Tensor, scale: Tensor, accepted: Tensor
+    ) -> None:
         """Spend `number_s` for each number."""
         self.clock.spend(self.costs.number_s * plane.param.numel())
 
@@ -185,7 +206,8 @@ def pretended(engine: Streamed, clock: Clock, micro_batches: int) -> UpdateTimin
     """Return the timing of an update in the middle of a training.
 
     Args:
-        engine: the engine of a model on the meta device, whose lanes the clock runs and whose passes are `Pretend`.
+        engine: the engine of a model on the meta device, whose lanes the clock runs and whose
+            passes are `Pretend`.
         clock: the clock, which afterwards stands at the end of the last update.
         micro_batches: the micro-batches of an update.
     """
@@ -193,7 +215,8 @@ def pretended(engine: Streamed, clock: Clock, micro_batches: int) -> UpdateTimin
     moved = walk.lanes.moved_bytes
     # A schedule depends on shapes alone, so that a model of any size is timed without its memory.
     with torch.device("meta"):  # for buffers on the host, too
-        # The first update is shorter than any later one, as no update before it is still being made.
+        # The first update is shorter than any later one, as no update before it is still being
+        # made.
         for _ in range(UPDATES):
             begin = clock.now["compute"]
             busy = dict(clock.busy_s)

@@ -27,12 +27,13 @@ from monograph.stream.slots import Passes
 
 
 class Streamed(Engine):
-    """An engine for a module whose weights, gradients and optimizer state need not fit on the device, to the same bits.
+    """An engine for a module whose weights, gradients and optimizer state need not fit on the
+    device, to the same bits.
 
-    The module is run stage by stage, all micro-batches of a window through one stage before the next: see
-    `monograph.stream.walk`. It needs `begin`, `end`, `parts_before` and `parts_after`, as `monograph.Llama` has them.
-    Losses, norms, weights and moments are those of `Resident` with the same arguments; weights that two stages share
-    (tied embeddings) may differ in their last bit.
+    The module is run stage by stage, all micro-batches of a window through one stage before the
+    next: see `monograph.stream.walk`. It needs `begin`, `end`, `parts_before` and `parts_after`, as
+    `monograph.Llama` has them. Losses, norms, weights and moments are those of `Resident` with the
+    same arguments; weights that two stages share (tied embeddings) may differ in their last bit.
 
     Attributes:
         placement: where buffers live.
@@ -66,16 +67,22 @@ class Streamed(Engine):
             schedule: factor of the learning rate for each update's index.
             clip: largest gradient norm, over all stages.
             precision: the compute dtype.
-            remat: what blocks recompute within a stage; between stages only their inputs are kept in any case.
+            remat: what blocks recompute within a stage; between stages only their inputs are kept
+                in any case.
             micro_batch: rows per micro-batch; None: the whole window at once.
-            placement: where buffers live and when weights are updated; by default all on the host, and in a sweep.
+            placement: where buffers live and when weights are updated; by default all on the host,
+                and in a sweep.
             lanes: the lanes that copy and compute; by default the device's own.
-            sum_over_ranks: sums a tensor over the processes that train together, if there are several.
-            retries: takes the place of `micro_batch`, and says what is changed when memory runs out.
-            passes: returns what computes a step's passes and updates; by default the module and the device do.
+            sum_over_ranks: sums a tensor over the processes that train together, if there are
+                several.
+            retries: takes the place of `micro_batch`, and says what is changed when memory runs
+                out.
+            passes: returns what computes a step's passes and updates; by default the module and the
+                device do.
         """
         self.placement = placement or Placement()
-        # This comes before anything is moved, as a refusal later would leave half of the model elsewhere.
+        # This comes before anything is moved, as a refusal later would leave half of the model
+        # elsewhere.
         _require_streamable(model, self.placement, clip, optim or AdamW())
         parameters = InStages(self.placement, lanes, sum_over_ranks, passes)
         step = Step(
@@ -97,17 +104,23 @@ class Streamed(Engine):
         """Add the window's exact gradient.
 
         Raises:
-            OutOfDeviceMemory: a micro-batch of one row does not fit, or memory ran out after some weights were updated.
+            OutOfDeviceMemory: a micro-batch of one row does not fit, or memory ran out after some
+                weights were updated.
         """
-        # The first window's gradient has changed the weights already, so a second one would be of other weights.
+        # The first window's gradient has changed the weights already, so a second one would be of
+        # other weights.
         if self.placement.when == "backward" and not self.walk.fresh:
-            raise UsageError("weights that are updated during the backward pass take one window an update")
+            raise UsageError(
+                "weights that are updated during the backward pass take one window an update"
+            )
         if self.walk.sum_over_ranks and not self.walk.fresh:
-            raise UsageError("several ranks take one window an update")  # the first one's sum would be summed again
+            # The first one's sum would be summed again.
+            raise UsageError("several ranks take one window an update")
         super().accumulate(window)
 
     def trial(self, window: Batch) -> Trial:
-        """Run the first micro-batch forward and backward, eagerly; weights and state stay as they are.
+        """Run the first micro-batch forward and backward, eagerly; weights and state stay as they
+        are.
 
         Raises:
             InputRefused: the forward pass raised, or the loss or a gradient is not finite.
@@ -115,7 +128,9 @@ class Streamed(Engine):
         batch = next(self._micro_batches(window))
         return self._fitting(window, lambda: self._tried(batch))
 
-    def capture(self, window: Batch, backend: graph.Backend = "inductor", scope: Scope = "blocks") -> str | None:
+    def capture(
+        self, window: Batch, backend: graph.Backend = "inductor", scope: Scope = "blocks"
+    ) -> str | None:
         """Compile one block for all blocks, the head and the updates; the scope is always "blocks"."""
         # torch refuses to call a compiled function in one thread while another one traces.
         self.walk.lanes.one_by_one = True
@@ -142,8 +157,8 @@ class Streamed(Engine):
         """Run a micro-batch through all stages and back, eagerly, and check each stage's gradients.
 
         Raises:
-            InputRefused: a pass raised, or the loss or a gradient is not finite; the message names the module or
-                parameter.
+            InputRefused: a pass raised, or the loss or a gradient is not finite; the message names
+                the module or parameter.
         """
         step = self.step
         bad = list[str]()
@@ -158,7 +173,8 @@ class Streamed(Engine):
                 elif not bool(gradient.any()):
                     missing.append(name)
 
-        step.choose_kept(batch)  # it runs a copy of the modules, so it comes before they are watched
+        # It runs a copy of the modules, so it comes before they are watched.
+        step.choose_kept(batch)
         with buffers_kept(step.model), running(step.model) as stack:
             try:
                 with all_or_nothing(step):
@@ -175,11 +191,15 @@ class Streamed(Engine):
         if not math.isfinite(mean):
             raise InputRefused(f"the loss is {mean}")
         if bad:
-            raise InputRefused(f"the loss is {mean:.4g}, but the gradient of {bad[-1]} is not finite ({len(bad)} such)")
+            raise InputRefused(
+                f"the loss is {mean:.4g}, but the gradient of {bad[-1]} is not finite ({len(bad)} such)"
+            )
         return Trial(mean, count, len(seen) - len(missing), tuple(reversed(missing)))
 
 
-def _require_streamable(model: nn.Module, placement: Placement, clip: float | Clip | None, optim: Optimizer) -> None:
+def _require_streamable(
+    model: nn.Module, placement: Placement, clip: float | Clip | None, optim: Optimizer
+) -> None:
     """Refuse a model or arguments that cannot be streamed."""
     if not isinstance(placement, Placement):
         raise UsageError(f"placement = {placement!r}: expected a monograph.Placement(...)")
@@ -189,6 +209,10 @@ def _require_streamable(model: nn.Module, placement: Placement, clip: float | Cl
             'clip=None, or when="next forward", which hides the update too'
         )
     if not optim.master_weights:
-        raise UsageError("memory = stream keeps full-precision weights: master_weights = False is for memory = device")
+        raise UsageError(
+            "memory = stream keeps full-precision weights: master_weights = False is for memory = device"
+        )
     if adapters(model):
-        raise UsageError("memory = stream fetches weights that are trained, not frozen ones: take memory = device")
+        raise UsageError(
+            "memory = stream fetches weights that are trained, not frozen ones: take memory = device"
+        )

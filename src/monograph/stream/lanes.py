@@ -1,27 +1,33 @@
-"""Order copies and computations in four lanes, with exactly the waits between lanes that the data require.
+"""Order copies and computations in four lanes, with exactly the waits between lanes that the data
+require.
 
-Work on one lane is done in the order in which it is given; work on different lanes is done at the same time. Each piece
-of work says which spaces it reads and writes, and the lanes derive what it has to wait for:
+Work on one lane is done in the order in which it is given; work on different lanes is done at the
+same time. Each piece of work says which spaces it reads and writes, and the lanes derive what it
+has to wait for:
 
     a reader waits for the last writer;     a writer waits for the last writer and for all readers since
 
-A wait is made only if no other wait implies it. A vector clock for each lane tells: it says how far each lane is known
-to have come when the lane's newest work is done (Mattern 1988, "Virtual Time and Global States of Distributed
-Systems"). So no wait is missing, none is superfluous, and nobody has to write them down.
+A wait is made only if no other wait implies it. A vector clock for each lane tells: it says how far
+each lane is known to have come when the lane's newest work is done (Mattern 1988, "Virtual Time and
+Global States of Distributed Systems"). So no wait is missing, none is superfluous, and nobody has
+to write them down.
 
-On a GPU each lane is a stream with an event after each piece of work; the host's lane is a thread. Several streams use
-the same memory without `record_stream`, which would keep memory until the other stream is seen to be done, and so take
-more of it than a plan counts. All memory is allocated on the compute lane's stream, which makes this safe:
+On a GPU each lane is a stream with an event after each piece of work; the host's lane is a thread.
+Several streams use the same memory without `record_stream`, which would keep memory until the other
+stream is seen to be done, and so take more of it than a plan counts. All memory is allocated on the
+compute lane's stream, which makes this safe:
 
     freed memory      the compute lane has waited for all copies from it, by writing its space (`Boundaries.passed`),
                       and the allocator gives it only to later work on this lane.
     new memory        the compute lane writes its space before any copy (`Boundaries.put`, `fetch`), so that copies wait
                       for this lane's earlier use of the memory.
-    all other memory  planes, slots and staging buffers live as long as the walk, whose construction ends in `finish`.
+    all other memory  planes, slots and staging buffers live as long as the walk, whose construction
+    ends in `finish`.
 
-The host's thread waits for events of streams, but no stream waits for the host: work that needs the host's results is
-launched only after the caller has waited for the host. So launched work always ends, and no wait can last for ever. The
-stage that computes during such a wait was launched before it.
+The host's thread waits for events of streams, but no stream waits for the host: work that needs the
+host's results is launched only after the caller has waited for the host. So launched work always
+ends, and no wait can last for ever. The stage that computes during such a wait was launched before
+it.
 """
 
 from collections import Counter, deque
@@ -84,7 +90,8 @@ class LaneWork(NamedTuple):
         call: the function that does it.
         reads: the spaces that it reads.
         writes: the spaces that it writes.
-        moved_bytes: bytes that it copies between homes; for work on the host, bytes that it reads and writes in files.
+        moved_bytes: bytes that it copies between homes; for work on the host, bytes that it reads
+            and writes in files.
     """
 
     mark: Mark
@@ -130,18 +137,32 @@ class Lanes:
         self.executor = executor
         self.one_by_one = False
         self.moved_bytes: Counter[tuple[Home, Home]] = Counter()
-        self._happened: dict[Lane, dict[Lane, int]] = {lane: dict.fromkeys(LANES, 0) for lane in LANES}
+        self._happened: dict[Lane, dict[Lane, int]] = {
+            lane: dict.fromkeys(LANES, 0) for lane in LANES
+        }
         self._at: dict[Mark, dict[Lane, int]] = {}
         self._most = 0
 
     def copy(self, target: Tensor, source: Tensor, writes: Space, reads: Space) -> None:
-        """Copy a part of one space to a part of another, on lane "in" to the device or "out" from it."""
+        """Copy a part of one space to a part of another, on lane "in" to the device or "out" from
+        it.
+        """
         lane: Lane = "in" if writes.home == Home.DEVICE else "out"
         self.moved_bytes[reads.home, writes.home] += source.nbytes
-        self._give(lane, lambda: target.copy_(source, non_blocking=True), (reads,), (writes,), source.nbytes)
+        self._give(
+            lane,
+            lambda: target.copy_(source, non_blocking=True),
+            (reads,),
+            (writes,),
+            source.nbytes,
+        )
 
-    def compute(self, call: Callable[[], T], reads: Iterable[Space] = (), writes: Iterable[Space] = ()) -> T:
-        """Run a call on the compute lane and return its result; it reads and writes no space but these."""
+    def compute(
+        self, call: Callable[[], T], reads: Iterable[Space] = (), writes: Iterable[Space] = ()
+    ) -> T:
+        """Run a call on the compute lane and return its result; it reads and writes no space but
+        these.
+        """
         result: T = self._give("compute", call, tuple(reads), tuple(writes), 0)
         return result
 
@@ -155,20 +176,26 @@ class Lanes:
         to_disk: int = 0,
     ) -> None:
         """Run a call on the host lane; of its spaces it reads and writes this many bytes in files."""
-        self.moved_bytes += Counter({(Home.DISK, Home.HOST): from_disk, (Home.HOST, Home.DISK): to_disk})
+        self.moved_bytes += Counter(
+            {(Home.DISK, Home.HOST): from_disk, (Home.HOST, Home.DISK): to_disk}
+        )
         self._give("host", call, tuple(reads), tuple(writes), from_disk + to_disk)
         if self.one_by_one:
             self.executor.finish()
 
     def finish(self) -> None:
-        """Wait until everything is done; afterwards every space may be read and written without waits."""
+        """Wait until everything is done; afterwards every space may be read and written without
+        waits.
+        """
         self.executor.finish()
         # Every lane knows of all earlier marks now, so they need not be kept.
         newest = {lane: self._happened[lane][lane] for lane in LANES}
         self._happened = {lane: dict(newest) for lane in LANES}
         self._at.clear()
 
-    def _give(self, lane: Lane, call: Callable[[], Any], reads: Spaces, writes: Spaces, moved_bytes: int) -> Any:
+    def _give(
+        self, lane: Lane, call: Callable[[], Any], reads: Spaces, writes: Spaces, moved_bytes: int
+    ) -> Any:
         happened = self._happened[lane]
         needed = [space.written for space in (*reads, *writes) if space.written]
         needed += [mark for space in writes for mark in space.read.values()]
@@ -183,7 +210,8 @@ class Lanes:
         waits = [mark for mark in waits if not self._implied(mark, waits)]
         happened[lane] += 1
         mark = Mark(lane, happened[lane])
-        # What is known to have happened when this is done: a lane that waits for it needs no further wait for that.
+        # What is known to have happened when this is done: a lane that waits for it needs no
+        # further wait for that.
         self._at[mark] = dict(happened)
         self._forget()
         for space in reads:
@@ -195,27 +223,38 @@ class Lanes:
         return self.executor.run(LaneWork(mark, tuple(waits), call, reads, writes, moved_bytes))
 
     def _forget(self) -> None:
-        """Drop marks that all lanes in use know to have happened, as none of them has to wait for these any more."""
+        """Drop marks that all lanes in use know to have happened, as none of them has to wait for
+        these any more.
+        """
         if len(self._at) < max(MARKS, self._most):
             return
         used = [happened for lane, happened in self._happened.items() if happened[lane]]
         known = {lane: min(happened[lane] for happened in used) for lane in LANES}
         self._at = {mark: at for mark, at in self._at.items() if mark.number > known[mark.lane]}
-        self._most = 2 * len(self._at)  # marks are next looked through when their number has doubled
+        # Marks are next looked through when their number has doubled.
+        self._most = 2 * len(self._at)
 
     def _known(self, mark: Mark) -> dict[Lane, int]:
-        """Return how far each lane has come at a mark; for a dropped mark, which a new lane may meet, only the mark."""
+        """Return how far each lane has come at a mark; for a dropped mark, which a new lane may
+        meet, only the mark.
+        """
         return self._at.get(mark, {mark.lane: mark.number})
 
     def _implied(self, mark: Mark, waits: list[Mark]) -> bool:
-        return any(self._known(other).get(mark.lane, 0) >= mark.number for other in waits if other != mark)
+        return any(
+            self._known(other).get(mark.lane, 0) >= mark.number for other in waits if other != mark
+        )
 
 
-EVENTS = 256  # events of each lane; when one is used again, its earlier work is long done, or a wait is a bit longer
+# Events of each lane; when one is used again, its earlier work is long done, or a wait is a bit
+# longer.
+EVENTS = 256
 
 
 class HostThread:
-    """A thread that does work in the order in which it is given; once a piece of work failed, it does no more."""
+    """A thread that does work in the order in which it is given; once a piece of work failed, it
+    does no more.
+    """
 
     def __init__(self) -> None:
         """Begin with no work; the thread starts with the first piece of it."""
@@ -226,7 +265,8 @@ class HostThread:
 
     def give(self, wait: Sequence[Callable[[], object]], call: Callable[[], object]) -> None:
         """Do the work once all of `wait` have returned; the caller goes on at once."""
-        # There is one thread, as a lane is an order; torch uses several threads inside a piece of work.
+        # There is one thread, as a lane is an order; torch uses several threads inside a piece of
+        # work.
         self._left.append(self._thread.submit(self._do, wait, call))
 
     def until(self, number: int | None = None) -> None:
@@ -255,9 +295,9 @@ class HostThread:
 class Streams:
     """An executor that launches work on a GPU; only `finish` waits until it is done.
 
-    Every EVENTS-th piece of work of a lane shares an event. To wait for an older piece of work is to wait for the
-    newest one with the same event: it comes later on the same lane, so the wait suffices, and it was launched before,
-    so the wait ends.
+    Every EVENTS-th piece of work of a lane shares an event. To wait for an older piece of work is
+    to wait for the newest one with the same event: it comes later on the same lane, so the wait
+    suffices, and it was launched before, so the wait ends.
     """
 
     def __init__(self, device: torch.device):
@@ -269,14 +309,21 @@ class Streams:
             "out": torch.cuda.Stream(device),
         }
         self._host = HostThread()
-        # Events are made once, as those made for each copy add up (prime-rl pull request 3200). They are blocking, so
-        # that the host's thread sleeps while it waits and leaves the core to others.
-        self._events = {lane: [torch.cuda.Event(blocking=True) for _ in range(EVENTS)] for lane in self._streams}
+        # Events are made once, as those made for each copy add up (prime-rl pull request 3200).
+        # They are blocking, so that the host's thread sleeps while it waits and leaves the core to
+        # others.
+        self._events = {
+            lane: [torch.cuda.Event(blocking=True) for _ in range(EVENTS)] for lane in self._streams
+        }
 
     def run(self, work: LaneWork) -> Any:
-        """Launch the work behind the work that it waits for; a result of computing is a tensor yet to be computed."""
+        """Launch the work behind the work that it waits for; a result of computing is a tensor yet
+        to be computed.
+        """
         if work.mark.lane == "host":
-            return self._host.give([self._event(mark).synchronize for mark in work.waits], work.call)
+            return self._host.give(
+                [self._event(mark).synchronize for mark in work.waits], work.call
+            )
         # A lane is one stream, so the order within a lane needs no event.
         stream = self._streams[work.mark.lane]
         for mark in work.waits:

@@ -50,7 +50,8 @@ class InStages(Parameters):
         Args:
             placement: where buffers live and when weights are updated.
             lanes: the lanes that copy and compute; None: the device's own.
-            sum_over_ranks: sums a tensor over the processes that train together; None for a single process.
+            sum_over_ranks: sums a tensor over the processes that train together; None for a single
+                process.
             passes: returns what computes a step's passes and updates.
         """
         super().__init__()
@@ -65,7 +66,9 @@ class InStages(Parameters):
     def walk(self) -> Walk:
         """Return the walk of micro-batches through the stages; its memory is made at first use."""
         lanes = self._lanes or Lanes(executor(self.placement.device))
-        return Walk(self.step, self.store, lanes, self.placement, self._sum_over_ranks, self._passes)
+        return Walk(
+            self.step, self.store, lanes, self.placement, self._sum_over_ranks, self._passes
+        )
 
     def place(self, step: Step) -> list[Plane]:
         """Move the planes of all stages to their homes."""
@@ -112,7 +115,9 @@ class InStages(Parameters):
         self.walk.discard()
 
     def begin_again(self) -> None:
-        """Do one thing after another if graphs are compiled anew, as torch cannot trace in one of several threads."""
+        """Do one thing after another if graphs are compiled anew, as torch cannot trace in one of
+        several threads.
+        """
         self.walk.lanes.one_by_one = self.step.scope != "none"
 
     def complete(self) -> None:
@@ -127,7 +132,9 @@ class InStages(Parameters):
         return self.walk.update()
 
     def at_rest(self, *, written: bool) -> None:
-        """Finish every update and its copies; if weights at home may be `written`, fetch them anew afterwards."""
+        """Finish every update and its copies; if weights at home may be `written`, fetch them anew
+        afterwards.
+        """
         self.walk.updates.flush()
         self.walk.lanes.finish()
         for stage in self.store.stages if written else ():
@@ -150,9 +157,12 @@ class InStages(Parameters):
 
     @contextmanager
     def assembled(self) -> Iterator[nn.Module]:
-        """In the block the module can be called as before it was stored: on the host, with its weights in fp32."""
+        """In the block the module can be called as before it was stored: on the host, with its
+        weights in fp32.
+        """
         self.at_rest(written=True)
-        # Split weights are bf16 at home, so a call would use the rounded weights alone; others may be on the device.
+        # Split weights are bf16 at home, so a call would use the rounded weights alone; others may
+        # be on the device.
         for entry in self.store.stored:
             averaged = entry.splits and self.step.holds_average
             entry.plane.hold((entry.plane.state["ema"] if averaged else entry.master()).cpu())

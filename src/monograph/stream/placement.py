@@ -29,24 +29,28 @@ class Placement:
 
     Attributes:
         device: the device that computes.
-        when: when weights are updated. "sweep": after the backward pass, stage by stage. "next forward": before each
-            stage's next forward pass, while the stage before it computes; the numbers are the same. "backward": as soon
-            as a stage's gradient is complete, which is then not kept; this needs training without clipping, and a
-            gradient that is not finite is refused stage by stage.
-        where: where weights are updated. "device": all buffers that an update needs are copied there and back. "host":
-            a plane whose buffers are all off the device is updated on the host, once its gradient and the decision on
-            the update have come, while the device computes until it needs the weights; a plane that has a buffer on the
-            device is updated on the device.
+        when: when weights are updated. "sweep": after the backward pass, stage by stage. "next
+            forward": before each stage's next forward pass, while the stage before it computes; the
+            numbers are the same. "backward": as soon as a stage's gradient is complete, which is
+            then not kept; this needs training without clipping, and a gradient that is not finite
+            is refused stage by stage.
+        where: where weights are updated. "device": all buffers that an update needs are copied
+            there and back. "host": a plane whose buffers are all off the device is updated on the
+            host, once its gradient and the decision on the update have come, while the device
+            computes until it needs the weights; a plane that has a buffer on the device is updated
+            on the device.
         blocks_per_stage: blocks that are fetched, run and updated together.
-        offload: whether the inputs of stages are kept on the host, so that the device's memory does not grow with the
-            depth.
-        on_device: buffers that stay on the device, as (stage, name of the buffer); their bytes never cross the link.
-        on_disk: names of buffers that lie in files, mapped into memory, unless they are on the device.
+        offload: whether the inputs of stages are kept on the host, so that the device's memory does
+            not grow with the depth.
+        on_device: buffers that stay on the device, as (stage, name of the buffer); their bytes
+            never cross the link.
+        on_disk: names of buffers that lie in files, mapped into memory, unless they are on the
+            device.
         folder: the folder of these files, which vanish with the process.
 
-    Buffers are named "weights", "rest" (the low halves of split weights), "gradient", and as in a checkpoint "exp_avg",
-    "exp_avg_sq", "momentum_buffer" and "ema", with 8-bit moments also `<name>_scale`. Stages are numbered from 0, the
-    stage before the blocks.
+    Buffers are named "weights", "rest" (the low halves of split weights), "gradient", and as in a
+    checkpoint "exp_avg", "exp_avg_sq", "momentum_buffer" and "ema", with 8-bit moments also
+    `<name>_scale`. Stages are numbered from 0, the stage before the blocks.
 
     Raises:
         UsageError: a value has no meaning.
@@ -67,17 +71,31 @@ class Placement:
         expected = {
             "device": (isinstance(self.device, torch.device), "a torch.device(...)"),
             "when": (self.when in get_args(When), f"one of {', '.join(map(repr, get_args(When)))}"),
-            "where": (self.where in get_args(Where), f"one of {', '.join(map(repr, get_args(Where)))}"),
-            "blocks_per_stage": (type(self.blocks_per_stage) is int and self.blocks_per_stage > 0, "1 or more"),
+            "where": (
+                self.where in get_args(Where),
+                f"one of {', '.join(map(repr, get_args(Where)))}",
+            ),
+            "blocks_per_stage": (
+                type(self.blocks_per_stage) is int and self.blocks_per_stage > 0,
+                "1 or more",
+            ),
             "offload": (type(self.offload) is bool, "True or False"),
-            "on_device": (_all(self.on_device, _is_of_a_stage), f"a set of (stage, buffer), buffers being {buffers}"),
-            "on_disk": (_all(self.on_disk, BUFFERS.__contains__), f"a set of buffers, of {buffers}"),
+            "on_device": (
+                _all(self.on_device, _is_of_a_stage),
+                f"a set of (stage, buffer), buffers being {buffers}",
+            ),
+            "on_disk": (
+                _all(self.on_disk, BUFFERS.__contains__),
+                f"a set of buffers, of {buffers}",
+            ),
         }
         for name, (fine, words) in expected.items():
             if not fine:
                 raise UsageError(f"Placement: {name} = {getattr(self, name)!r}: expected {words}")
         if self.device.type == "cuda" and not torch.cuda.is_available():
-            raise UsageError(f"Placement: device = {self.device}: torch finds no GPU; use torch.device('cpu')")
+            raise UsageError(
+                f"Placement: device = {self.device}: torch finds no GPU; use torch.device('cpu')"
+            )
 
     def home(self, stage: int, name: str) -> Home:
         """Return where a stage's buffer of that name lives."""
@@ -91,7 +109,13 @@ def _all(given: object, fine: Callable[[Any], bool]) -> bool:
 
 
 def _is_of_a_stage(pair: object) -> bool:
-    return isinstance(pair, tuple) and len(pair) == 2 and type(pair[0]) is int and pair[0] >= 0 and pair[1] in BUFFERS
+    return (
+        isinstance(pair, tuple)
+        and len(pair) == 2
+        and type(pair[0]) is int
+        and pair[0] >= 0
+        and pair[1] in BUFFERS
+    )
 
 
 def place(tensor: Tensor, home: Home, label: str, placement: Placement) -> Tensor:
@@ -99,28 +123,39 @@ def place(tensor: Tensor, home: Home, label: str, placement: Placement) -> Tenso
 
     Raises:
         DiskFull: a file does not fit, or the disk fails.
-        InputRefused: the host has not enough memory that a GPU can copy from, or the folder cannot hold a file.
+        InputRefused: the host has not enough memory that a GPU can copy from, or the folder cannot
+            hold a file.
     """
     if home == Home.DEVICE:
         # It is copied in any case: on a CPU it would share the host's memory otherwise.
         return tensor.to(placement.device, copy=True)
     on_disk = home == Home.DISK
-    memory = _mapped(tensor, label, placement.folder) if on_disk else on_host(tensor, label, placement.device)
+    memory = (
+        _mapped(tensor, label, placement.folder)
+        if on_disk
+        else on_host(tensor, label, placement.device)
+    )
     return memory.copy_(tensor)
 
 
 def _mapped(like: Tensor, label: str, folder: Path | None) -> Tensor:
-    """Return memory in a file without a name, whose blocks are allocated now, as a full disk later would be fatal."""
+    """Return memory in a file without a name, whose blocks are allocated now, as a full disk later
+    would be fatal.
+    """
     size = like.nbytes
     try:
         handle, path = tempfile.mkstemp(prefix="monograph-", suffix=".plane", dir=folder)
     except OSError as error:
         refusal = DiskFull if error.errno in FAILING else InputRefused
-        raise refusal(f"{folder or tempfile.gettempdir()}: cannot hold {label}: {error.strerror}") from None
+        raise refusal(
+            f"{folder or tempfile.gettempdir()}: cannot hold {label}: {error.strerror}"
+        ) from None
     Path(path).unlink()  # now, so that a killed process leaves no file
     try:
         os.posix_fallocate(handle, 0, max(size, 1))
-        return torch.from_file(f"/proc/self/fd/{handle}", shared=True, size=like.numel(), dtype=like.dtype)
+        return torch.from_file(
+            f"/proc/self/fd/{handle}", shared=True, size=like.numel(), dtype=like.dtype
+        )
     except (OSError, RuntimeError) as error:  # a RuntimeError if it cannot be mapped
         where = os.fstatvfs(handle)
         free = where.f_bavail * where.f_frsize
@@ -133,9 +168,10 @@ def _mapped(like: Tensor, label: str, folder: Path | None) -> Tensor:
 
 
 # ── page-locked memory ──────────────────────────────────────────────────────────────────────────
-# A copy between a GPU and the host's other memory goes through a small buffer, and the host waits for it. torch's own
-# allocator of page-locked memory rounds sizes up to a power of two (pytorch/pytorch#95823), which for most planes
-# wastes a third of the host's memory. So pages are mapped at their exact size and locked once.
+# A copy between a GPU and the host's other memory goes through a small buffer, and the host waits
+# for it. torch's own allocator of page-locked memory rounds sizes up to a power of two
+# (pytorch/pytorch#95823), which for most planes wastes a third of the host's memory. So pages are
+# mapped at their exact size and locked once.
 
 
 class _Locked(mmap.mmap):
@@ -144,23 +180,27 @@ class _Locked(mmap.mmap):
     address = 0
 
     def __del__(self) -> None:
-        if self.address:  # unlocked before they are unmapped, or the driver would take later pages there for these
+        # Unlocked before they are unmapped, or the driver would take later pages there for these.
+        if self.address:
             torch.cuda.cudart().cudaHostUnregister(self.address)
 
 
 def on_host(like: Tensor, label: str, device: torch.device) -> Tensor:
     """Return host memory of a tensor's shape and dtype, page-locked if `device` is a GPU.
 
-    For another device it is ordinary memory; for the meta device it is on the meta device, too. Arguments and errors
-    are those of `pinned`.
+    For another device it is ordinary memory; for the meta device it is on the meta device, too.
+    Arguments and errors are those of `pinned`.
     """
     if device.type == "cuda":
         return pinned(like, label)
-    return torch.empty(like.shape, dtype=like.dtype, device="meta" if device.type == "meta" else None)
+    return torch.empty(
+        like.shape, dtype=like.dtype, device="meta" if device.type == "meta" else None
+    )
 
 
 def pinned(like: Tensor, label: str) -> Tensor:
-    """Return page-locked memory of a tensor's shape and dtype, filled with zeros; its size is rounded up to pages.
+    """Return page-locked memory of a tensor's shape and dtype, filled with zeros; its size is
+    rounded up to pages.
 
     Args:
         like: a tensor with the shape and dtype.

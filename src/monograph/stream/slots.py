@@ -1,4 +1,5 @@
-"""Hold stages in slots, device memory that one stage after another is copied to, and run a stage's passes there.
+"""Hold stages in slots, device memory that one stage after another is copied to, and run a stage's
+passes there.
 
 A pass is of one micro-batch: forward, and later forward again with the backward pass.
 """
@@ -23,22 +24,28 @@ BLOCK_SLOTS = 2  # stages of blocks take turns in this many slots
 
 
 class DeviceBuffer:
-    """Device memory for tensors by name, which do not share memory, as a graph would copy inputs that overlap.
+    """Device memory for tensors by name, which do not share memory, as a graph would copy inputs
+    that overlap.
 
     Attributes:
         space: all of this memory, for the lanes.
     """
 
-    def __init__(self, name: str, held_in_turn: Iterable[Mapping[Key, Tensor]], device: torch.device):
+    def __init__(
+        self, name: str, held_in_turn: Iterable[Mapping[Key, Tensor]], device: torch.device
+    ):
         """Allocate enough memory to hold each of these sets of tensors, one set at a time."""
         self.space = Space(name, Home.DEVICE)
         sizes: dict[tuple[Key, torch.dtype], int] = {}
         for tensors in held_in_turn:
             for key, tensor in tensors.items():
-                # The dtype is a part of the key, as weights of one kind are bf16 where they are split, else fp32.
+                # The dtype is a part of the key, as weights of one kind are bf16 where they are
+                # split, else fp32.
                 at = key, tensor.dtype
                 sizes[at] = max(sizes.get(at, 0), tensor.numel())
-        self._memory = {at: torch.zeros(size, dtype=at[1], device=device) for at, size in sizes.items()}
+        self._memory = {
+            at: torch.zeros(size, dtype=at[1], device=device) for at, size in sizes.items()
+        }
 
     @property
     def size_bytes(self) -> int:
@@ -47,7 +54,10 @@ class DeviceBuffer:
 
     def take(self, tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
         """Return the memory for one set of tensors."""
-        return {key: self._memory[key, tensor.dtype][: tensor.numel()] for key, tensor in tensors.items()}
+        return {
+            key: self._memory[key, tensor.dtype][: tensor.numel()]
+            for key, tensor in tensors.items()
+        }
 
 
 def traveling(stage: Stage, name: str) -> dict[Key, Tensor]:
@@ -70,8 +80,12 @@ class Slot:
 
     def __init__(self, name: str, stages: list[Stage], device: torch.device):
         """Allocate enough memory for the largest of the stages."""
-        self.weights = DeviceBuffer(f"{name}, weights", [traveling(stage, WEIGHTS) for stage in stages], device)
-        self.gradients = DeviceBuffer(f"{name}, gradients", [traveling(stage, GRADIENT) for stage in stages], device)
+        self.weights = DeviceBuffer(
+            f"{name}, weights", [traveling(stage, WEIGHTS) for stage in stages], device
+        )
+        self.gradients = DeviceBuffer(
+            f"{name}, gradients", [traveling(stage, GRADIENT) for stage in stages], device
+        )
         self.holds: tuple[Stage, int] | None = None
 
 
@@ -88,7 +102,8 @@ class StageOnDevice:
         """Make planes of the slot's memory; nothing is copied."""
         self.stage, self.slot = stage, slot
         weights, gradients = (
-            room.take(traveling(stage, name)) for room, name in ((slot.weights, WEIGHTS), (slot.gradients, GRADIENT))
+            room.take(traveling(stage, name))
+            for room, name in ((slot.weights, WEIGHTS), (slot.gradients, GRADIENT))
         )
         self.planes = [
             replace(
@@ -122,7 +137,9 @@ class StageOnDevice:
 
     @contextmanager
     def parameters(self) -> Iterator[None]:
-        """In the block the model's parameters are the weights on the device, elsewhere those at home."""
+        """In the block the model's parameters are the weights on the device, elsewhere those at
+        home.
+        """
         before = [slot.parameter.data for plane in self.planes for slot in plane.slots]
         for plane in self.planes:
             plane.hold(plane.param)
@@ -147,7 +164,8 @@ class StageOnDevice:
 class Slots:
     """The slots of a model, and the stages in them.
 
-    Stages of blocks take turns in two slots. The first and the last stage take turns in a third one, unless they share
+    Stages of blocks take turns in two slots. The first and the last stage take turns in a third
+    one, unless they share
     weights: then each has a slot of its own, and the first stage stays in its slot.
     """
 
@@ -157,8 +175,15 @@ class Slots:
         first, *middle, last = stages
         # The last stage of a tied model reads weights of the first, so both are needed at once.
         ends = [[first], [last]] if tied else [[first, last]]
-        self.pools = [[Slot(f"slot of ends {n}", sharing, device)] for n, sharing in enumerate(ends)]
-        self.pools.append([Slot(f"slot {number}", middle, device) for number in range(min(BLOCK_SLOTS, len(middle)))])
+        self.pools = [
+            [Slot(f"slot of ends {n}", sharing, device)] for n, sharing in enumerate(ends)
+        ]
+        self.pools.append(
+            [
+                Slot(f"slot {number}", middle, device)
+                for number in range(min(BLOCK_SLOTS, len(middle)))
+            ]
+        )
         self._pool = dict.fromkeys(middle, self.pools[-1])
         self._pool |= {first: self.pools[0], last: self.pools[len(ends) - 1]}
 
@@ -169,7 +194,9 @@ class Slots:
         return sum(slot.weights.size_bytes + slot.gradients.size_bytes for slot in every)
 
     def fetch(self, stage: Stage) -> StageOnDevice:
-        """Return the stage with its current weights in a slot; they are copied unless they are there already."""
+        """Return the stage with its current weights in a slot; they are copied unless they are
+        there already.
+        """
         here = self.claim(stage)
         if here.slot.holds != (stage, stage.version):
             here.fetch(self.lanes, stage.stored)
@@ -187,14 +214,18 @@ class Slots:
 
 
 class _Called(Exception):
-    """Raised in place of the model's forward pass, with the arguments that the loss called the model with."""
+    """Raised in place of the model's forward pass, with the arguments that the loss called the
+    model with.
+    """
 
 
 class Passes:
-    """All that a walk computes: the passes of a model in stages, with the step's loss, and the updates between them.
+    """All that a walk computes: the passes of a model in stages, with the step's loss, and the
+    updates between them.
 
-    A pass runs while the model's parameters are those of the stage on the device, whose planes there are `planes`.
-    Copies are not computed, so a clock that pretends to compute has another class in this one's place.
+    A pass runs while the model's parameters are those of the stage on the device, whose planes
+    there are `planes`. Copies are not computed, so a clock that pretends to compute has another
+    class in this one's place.
     """
 
     def __init__(self, step: Step):
@@ -202,8 +233,12 @@ class Passes:
         self.step = step
         self.model = staged(step.model)
 
-    def bound(self, needed: Sequence[StageOnDevice], call: Callable[[], Any], backward: bool) -> Any:
-        """Run a call while the model's parameters are in the slots, and their gradients, too, if `backward`."""
+    def bound(
+        self, needed: Sequence[StageOnDevice], call: Callable[[], Any], backward: bool
+    ) -> Any:
+        """Run a call while the model's parameters are in the slots, and their gradients, too, if
+        `backward`.
+        """
         with ExitStack() as stack:
             stack.enter_context(self.step.parameters.fusing())
             for stage in needed:
@@ -213,10 +248,13 @@ class Passes:
             return call()
 
     def begin(self, batch: Any) -> tuple[Tensor, Any]:
-        """Return the first block's input, and the other arguments of blocks, from the loss's call of the model."""
+        """Return the first block's input, and the other arguments of blocks, from the loss's call
+        of the model.
+        """
 
         def called(*args: Any, **kwargs: Any) -> None:
-            # An exception keeps the loss from going on after the call, as the model has no output yet.
+            # An exception keeps the loss from going on after the call, as the model has no output
+            # yet.
             raise _Called(args, kwargs)
 
         try:
@@ -225,12 +263,18 @@ class Passes:
         except _Called as stopped:
             args, kwargs = stopped.args
         else:
-            raise UsageError("memory = stream: the loss did not call its model, which it must do once")
+            raise UsageError(
+                "memory = stream: the loss did not call its model, which it must do once"
+            )
         return self.model.begin(*args, **kwargs)
 
     def forward(self, stage: Stage, state: Tensor, further: Any) -> Tensor:
         """Return the output of a stage of blocks."""
-        with torch.no_grad(), self.step.context(), self._repeatable([block for _, block in stage.blocks]):
+        with (
+            torch.no_grad(),
+            self.step.context(),
+            self._repeatable([block for _, block in stage.blocks]),
+        ):
             return self._blocks(stage, state, further)
 
     def first(self, batch: Any) -> tuple[Tensor, Any]:
@@ -251,12 +295,21 @@ class Passes:
         self.step.differentiate(loss, loss_sum, count)
         return _gradient_of(state)
 
-    def again(self, planes: Sequence[Plane], state: Tensor, *, stage: Stage, further: Any, gradient: Tensor) -> Tensor:
+    def again(
+        self,
+        planes: Sequence[Plane],
+        state: Tensor,
+        *,
+        stage: Stage,
+        further: Any,
+        gradient: Tensor,
+    ) -> Tensor:
         """Add a stage's gradient; return the gradient of its input."""
         state = state.detach().requires_grad_()
         with self._tracing(planes):
             out = self._blocks(stage, state, further)
-        # Autograd's graph of a stage ends at its input, whose gradient is passed to the stage before as a tensor.
+        # Autograd's graph of a stage ends at its input, whose gradient is passed to the stage
+        # before as a tensor.
         out.backward(gradient)
         return _gradient_of(state)
 
@@ -271,8 +324,12 @@ class Passes:
         """Return the sum of squares of each part of a plane's gradient."""
         return self.step.squares(plane, grad)
 
-    def update_part(self, plane: Plane, rest: Tensor | None, total: Tensor, scale: Tensor, accepted: Tensor) -> None:
-        """Update a part of a plane on the device; split weights are joined before and split again afterwards."""
+    def update_part(
+        self, plane: Plane, rest: Tensor | None, total: Tensor, scale: Tensor, accepted: Tensor
+    ) -> None:
+        """Update a part of a plane on the device; split weights are joined before and split again
+        afterwards.
+        """
         if rest is None:
             self.step.update_plane(plane, total, scale, accepted)
             return
@@ -297,13 +354,14 @@ class Passes:
 
     @contextmanager
     def _repeatable(self, modules: Sequence[nn.Module]) -> Iterator[None]:
-        """In the block modules run that will run again for their gradient and must compute the same then.
+        """In the block modules run that will run again for their gradient and must compute the same
+        then.
 
         Raises:
             UsageError: a module drew a random number or wrote a buffer.
         """
-        # States are compared instead of refusing such modules, as a dropout may have rate 0 and a buffer may only be
-        # read.
+        # States are compared instead of refusing such modules, as a dropout may have rate 0 and a
+        # buffer may only be read.
         draws = self._draws()
         buffers = _written(modules)
         yield
@@ -323,7 +381,10 @@ class Passes:
     def _draws(self) -> list[Tensor]:
         """Return the states of torch's random generators."""
         device = self.step.device
-        return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+        return [
+            torch.get_rng_state(),
+            *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else []),
+        ]
 
     @contextmanager
     def _forward(self, instead: Callable[..., Any]) -> Iterator[None]:
@@ -337,7 +398,9 @@ class Passes:
 
     @contextmanager
     def _resumed(self, hidden: Tensor) -> Iterator[None]:
-        """In the block a call of the model returns its output from the last block's output `hidden`."""
+        """In the block a call of the model returns its output from the last block's output
+        `hidden`.
+        """
         calls = 0
 
         def ended(*args: Any, **kwargs: Any) -> Any:
@@ -357,7 +420,9 @@ class Passes:
 
 
 def _written(modules: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:
-    """Return each buffer's identity and version; one of them changes if the buffer is replaced or written in place."""
+    """Return each buffer's identity and version; one of them changes if the buffer is replaced or
+    written in place.
+    """
     named = (entry for module in modules for entry in module.named_buffers())
     return {name: (id(buffer), buffer._version) for name, buffer in named}
 

@@ -1,8 +1,9 @@
 """Store a model in stages, each with its planes, whose buffers live where the placement says.
 
-A stage is some consecutive blocks, or the parts before or after the blocks; it is fetched, recomputed and updated as a
-whole. Weights of linear layers that are computed with in bf16 are split into two halves (`split`) of 2 bytes each, of
-which one crosses the link for a pass. Other weights (gains, embedding and head) cross it as they are.
+A stage is some consecutive blocks, or the parts before or after the blocks; it is fetched,
+recomputed and updated as a whole. Weights of linear layers that are computed with in bf16 are split
+into two halves (`split`) of 2 bytes each, of which one crosses the link for a pass. Other weights
+(gains, embedding and head) cross it as they are.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,18 @@ from monograph.graph.experts import MULTIPLYING
 from monograph.graph.fused_linears import FusedLinears
 from monograph.graph.inspect import blocks
 from monograph.graph.siblings import families
-from monograph.optim import Kind, Optimizer, Plane, initialise, join, planes, split, split_, splittable, trainable
+from monograph.optim import (
+    Kind,
+    Optimizer,
+    Plane,
+    initialise,
+    join,
+    planes,
+    split,
+    split_,
+    splittable,
+    trainable,
+)
 from monograph.stream.lanes import Home, Space
 from monograph.stream.placement import Placement, on_host, place
 
@@ -25,7 +37,9 @@ WEIGHTS = "weights"
 REST = "rest"
 GRADIENT = "gradient"
 AT_ONCE = 2**22  # elements that are rounded or split at once, which takes some copies of them
-TURNS = 2  # sets of host memory in which stages' gradients take turns, where stages are updated in the backward pass
+# Sets of host memory in which stages' gradients take turns, where stages are updated in the
+# backward pass.
+TURNS = 2
 
 
 class Staged(Protocol):
@@ -38,7 +52,9 @@ class Staged(Protocol):
     parts_after: Sequence[nn.Module]  # modules whose parameters `end` and the loss read
 
     def begin(self, *args: object, **kwargs: object) -> tuple[Tensor, Sequence[tuple[object, ...]]]:
-        """Return the first block's input, and for each block its arguments after that of the block before."""
+        """Return the first block's input, and for each block its arguments after that of the block
+        before.
+        """
 
     def end(self, hidden: Tensor) -> Tensor:
         """Return the module's output from the last block's output."""
@@ -56,10 +72,13 @@ class StoredPlane:
     """A plane of one stage.
 
     Attributes:
-        plane: the plane, whose tensors are those of `buffers`; the model's parameters are views of it.
+        plane: the plane, whose tensors are those of `buffers`; the model's parameters are views of
+            it.
         start: index of its first element in the resident engine's plane of the same number.
-        buffers: its buffers by name: "weights", "rest" if weights are split, "gradient", and the optimizer's.
-        splits: whether "weights" are the high halves, in bf16, and "rest" the low halves of fp32 weights.
+        buffers: its buffers by name: "weights", "rest" if weights are split, "gradient", and the
+            optimizer's.
+        splits: whether "weights" are the high halves, in bf16, and "rest" the low halves of fp32
+            weights.
         on_host: whether it is updated on the host.
     """
 
@@ -70,7 +89,9 @@ class StoredPlane:
     on_host: bool
 
     def master(self) -> Tensor:
-        """Return the fp32 (or fp64) weights: a copy on the host if they are split, else the weights themselves."""
+        """Return the fp32 (or fp64) weights: a copy on the host if they are split, else the weights
+        themselves.
+        """
         weights = self.buffers[WEIGHTS].tensor
         # A device is filled, and has no room for copies.
         return join(weights.cpu(), self.buffers[REST].tensor.cpu()) if self.splits else weights
@@ -92,7 +113,8 @@ class Stage:
     Attributes:
         name: a name for messages.
         index: its index among the stages.
-        blocks: its blocks, each with its index among the model's blocks; empty in the first and the last stage.
+        blocks: its blocks, each with its index among the model's blocks; empty in the first and the
+            last stage.
         families: the linear layers of its blocks that are computed together.
         stored: its planes.
         version: the number of times that its weights were changed.
@@ -132,7 +154,9 @@ class Store:
         """Return the bytes of buffers by home; memory that stages share counts once."""
         sizes = dict.fromkeys(Home, 0)
         seen: dict[int, int] = {}
-        for tensor, space in (buffer for stored in self.stored for buffer in stored.buffers.values()):
+        for tensor, space in (
+            buffer for stored in self.stored for buffer in stored.buffers.values()
+        ):
             if not tensor.is_meta:
                 before = seen.get(tensor.data_ptr(), 0)
                 size = tensor.nbytes
@@ -147,7 +171,11 @@ def staged(module: nn.Module) -> Staged:
     Raises:
         UsageError: it cannot.
     """
-    if missing := [name for name in ("begin", "end", "parts_before", "parts_after") if not hasattr(module, name)]:
+    if missing := [
+        name
+        for name in ("begin", "end", "parts_before", "parts_after")
+        if not hasattr(module, name)
+    ]:
         raise UsageError(
             f"memory = stream runs a model stage by stage, and {type(module).__name__} has no {missing[0]}: give it "
             "begin, end, parts_before and parts_after as monograph.Llama has them, or use memory = device"
@@ -161,7 +189,12 @@ def staged(module: nn.Module) -> Staged:
 
 
 def stored(
-    module: nn.Module, kinds: Mapping[str, Kind], optim: Optimizer, *, rounds: bool, placement: Placement
+    module: nn.Module,
+    kinds: Mapping[str, Kind],
+    optim: Optimizer,
+    *,
+    rounds: bool,
+    placement: Placement,
 ) -> Store:
     """Move a module's parameters into stages; afterwards they are views of the stored weights.
 
@@ -177,11 +210,21 @@ def stored(
         InputRefused: memory or disk cannot hold it.
     """
     parts = staged(module)
-    # Parameters are told apart by identity: a tied parameter is one, and belongs to the first stage that has it.
+    # Parameters are told apart by identity: a tied parameter is one, and belongs to the first stage
+    # that has it.
     names = {id(p): name for name, p in trainable(module).items()}
-    linear = {id(m.weight) for block in blocks(module).values() for m in block.modules() if isinstance(m, MULTIPLYING)}
-    # Planes have the numbers and starts of the resident engine's, on which stochastic rounding depends.
-    numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds[name] for name in names.values()))}
+    linear = {
+        id(m.weight)
+        for block in blocks(module).values()
+        for m in block.modules()
+        if isinstance(m, MULTIPLYING)
+    }
+    # Planes have the numbers and starts of the resident engine's, on which stochastic rounding
+    # depends.
+    numbers = {
+        kind: number
+        for number, kind in enumerate(dict.fromkeys(kinds[name] for name in names.values()))
+    }
     reached = dict.fromkeys(kinds.values(), 0)
     store = Store()
     taken = set[int]()
@@ -190,19 +233,25 @@ def stored(
         store.tied = store.tied or bool(held.keys() & taken)
         own = {names[key]: p for key, p in held.items() if key not in taken}
         taken |= held.keys()
-        stage = Stage(stage_name, len(store.stages), run, [f for _, block in run for f in families(block)], [])
-        of_block = {names[id(p)]: at for at, block in run for p in block.parameters() if id(p) in names}
+        stage = Stage(
+            stage_name, len(store.stages), run, [f for _, block in run for f in families(block)], []
+        )
+        of_block = {
+            names[id(p)]: at for at, block in run for p in block.parameters() if id(p) in names
+        }
         for plane in planes(own, kinds, optim.state, parts=of_block):
             plane.number, start = numbers[plane.kind], reached[plane.kind]
             reached[plane.kind] += plane.param.numel()
             for part in plane.param.split(AT_ONCE) if rounds and not plane.param.is_meta else ():
                 part.copy_(splittable(part))
-            # The gradient is one zero for now, seen as many times as needed; `_kept` makes the real one.
+            # The gradient is one zero for now, seen as many times as needed; `_kept` makes the real
+            # one.
             plane.grad = plane.grad.new_zeros(()).expand_as(plane.grad)
             plane.hold(plane.param)
             initialise(plane, optim)
-            # Autocast rounds the weights of linear layers for its products. Other weights are looked up or computed
-            # with in fp32, and need all of their bits in each pass, so that splitting would save nothing.
+            # Autocast rounds the weights of linear layers for its products. Other weights are
+            # looked up or computed with in fp32, and need all of their bits in each pass, so that
+            # splitting would save nothing.
             splits = rounds and all(id(slot.parameter) in linear for slot in plane.slots)
             stage.stored.append(_kept(stage, plane, start, splits, placement))
         store.stages.append(stage)
@@ -213,33 +262,45 @@ def stored(
             f"Placement: on_device names stage {beyond[0]}, and the stages are 0 to {len(store.stages) - 1}"
         )
     if odd := [name for key, name in names.items() if key not in taken]:
-        raise UsageError(f"memory = stream: {odd[0]} is in no block and in neither parts_before nor parts_after")
+        raise UsageError(
+            f"memory = stream: {odd[0]} is in no block and in neither parts_before nor parts_after"
+        )
     return store
 
 
 def _stages(
     module: nn.Module, parts: Staged, blocks_per_stage: int
 ) -> Iterator[tuple[str, list[tuple[int, nn.Module]], Sequence[nn.Module]]]:
-    """Yield for each stage its name, its blocks with their indices, and the modules that have its parameters."""
+    """Yield for each stage its name, its blocks with their indices, and the modules that have its
+    parameters.
+    """
     yield "before the blocks", [], parts.parts_before
     of_model = list(blocks(module).values())
     for begin in range(0, len(of_model), blocks_per_stage):
         run = list(enumerate(of_model))[begin : begin + blocks_per_stage]
         last = run[-1][0]
-        yield f"block {begin}" if begin == last else f"blocks {begin}-{last}", run, [block for _, block in run]
+        yield (
+            f"block {begin}" if begin == last else f"blocks {begin}-{last}",
+            run,
+            [block for _, block in run],
+        )
     yield "after the blocks", [], parts.parts_after
 
 
-def _kept(stage: Stage, plane: Plane, start: int, splits: bool, placement: Placement) -> StoredPlane:
+def _kept(
+    stage: Stage, plane: Plane, start: int, splits: bool, placement: Placement
+) -> StoredPlane:
     """Move a plane's buffers to their homes; the parameters become views of the new weights.
 
-    Buffers are moved one by one, and the old one is freed before the next, so that no more than a stage exists twice.
+    Buffers are moved one by one, and the old one is freed before the next, so that no more than a
+    stage exists twice.
     """
     buffers: dict[str, Buffer] = {}
 
     def put(name: str, tensor: Tensor) -> Tensor:
         home = placement.home(stage.index, name)
-        if name == GRADIENT and placement.when == "backward":  # it is only in a slot, or in a set of `_take_turns`
+        # It is only in a slot, or in a set of `_take_turns`.
+        if name == GRADIENT and placement.when == "backward":
             home = Home.HOST
             tensor = tensor.to("meta")
         label = f"{stage.name}, plane {plane.number}, {name}"
@@ -254,28 +315,39 @@ def _kept(stage: Stage, plane: Plane, start: int, splits: bool, placement: Place
         hi, lo = _halves(plane.param)
         put(REST, lo)
     plane.param = put(WEIGHTS, hi if splits else plane.param)
-    buffers = {name: buffers[name] for name in (WEIGHTS, GRADIENT, *plane.state, REST) if name in buffers}
+    buffers = {
+        name: buffers[name] for name in (WEIGHTS, GRADIENT, *plane.state, REST) if name in buffers
+    }
     plane.hold(plane.param)
-    # A plane with a buffer on the device is updated there, as the buffer would have to come to the host and go back.
-    stays = placement.where == "host" and all(buffer.space.home != Home.DEVICE for buffer in buffers.values())
+    # A plane with a buffer on the device is updated there, as the buffer would have to come to the
+    # host and go back.
+    stays = placement.where == "host" and all(
+        buffer.space.home != Home.DEVICE for buffer in buffers.values()
+    )
     return StoredPlane(plane, buffers, start, splits, stays)
 
 
 def _halves(param: Tensor) -> tuple[Tensor, Tensor]:
     """Split a plane part by part, as splitting all of it at once would take several copies of it."""
     if param.is_meta:
-        return torch.empty_like(param, dtype=torch.bfloat16), torch.empty_like(param, dtype=torch.int16)
+        return torch.empty_like(param, dtype=torch.bfloat16), torch.empty_like(
+            param, dtype=torch.int16
+        )
     hi, lo = zip(*map(split, param.split(AT_ONCE)), strict=True)
     return torch.cat(hi), torch.cat(lo)
 
 
 def _take_turns(stages: Sequence[Stage], placement: Placement) -> None:
-    """Give planes that the host updates in the backward pass memory for gradients, the same in every TURNS-th stage.
+    """Give planes that the host updates in the backward pass memory for gradients, the same in
+    every TURNS-th stage.
 
-    So the next stage's gradient can come while a stage is updated, and the host holds only TURNS sets.
+    So the next stage's gradient can come while a stage is updated, and the host holds only TURNS
+    sets.
     """
     for turn in range(TURNS):
-        host_planes = [stored for stage in stages[turn::TURNS] for stored in stage.stored if stored.on_host]
+        host_planes = [
+            stored for stage in stages[turn::TURNS] for stored in stage.stored if stored.on_host
+        ]
         largest: dict[tuple[int, torch.dtype], Tensor] = {}
         for stored in host_planes:
             key = (stored.plane.number, stored.plane.grad.dtype)

@@ -1,10 +1,13 @@
-"""Walk over the stages, each with all micro-batches: forward, backward and the update, while the next stage is fetched.
+"""Walk over the stages, each with all micro-batches: forward, backward and the update, while the
+next stage is fetched.
 
-All micro-batches of a window go through a stage before the next stage, so weights cross the link once in each direction
-of an update, however many micro-batches there are. The forward pass keeps only the inputs of stages, on the device or
-on the host (`Boundaries`); in the backward pass a stage computes again what its gradient needs.
+All micro-batches of a window go through a stage before the next stage, so weights cross the link
+once in each direction of an update, however many micro-batches there are. The forward pass keeps
+only the inputs of stages, on the device or on the host (`Boundaries`); in the backward pass a stage
+computes again what its gradient needs.
 
-A state is the tensor that passes from one stage to the next for one micro-batch; an update has G micro-batches.
+A state is the tensor that passes from one stage to the next for one micro-batch; an update has G
+micro-batches.
 """
 
 import functools
@@ -23,21 +26,25 @@ from monograph.stream.slots import Passes, Slots, StageOnDevice
 from monograph.stream.store import GRADIENT, Stage, Store
 from monograph.stream.updates import Updates
 
-RINGS = 2  # sets of device memory for G states that come back from the host: one in use, one being filled
+# Sets of device memory for G states that come back from the host: one in use, one being filled.
+RINGS = 2
 
 
 class Boundaries:
     """The inputs of all stages but the first.
 
-    Kept on the device, they are (stages - 1) G states. Offloaded, they are at most 4 G states on the device for any
-    depth, 2 G of them for inputs that come back, and the host keeps the rest.
+    Kept on the device, they are (stages - 1) G states. Offloaded, they are at most 4 G states on
+    the device for any depth, 2 G of them for inputs that come back, and the host keeps the rest.
 
     Attributes:
-        most_bytes: the most bytes on the device at any moment: of inputs, and of the gradient of the input in use.
+        most_bytes: the most bytes on the device at any moment: of inputs, and of the gradient of
+            the input in use.
     """
 
     def __init__(self, lanes: Lanes, device: torch.device, *, offloaded: bool, last: int):
-        """Begin with no inputs; `last` is the index of the last stage, whose inputs are needed again at once."""
+        """Begin with no inputs; `last` is the index of the last stage, whose inputs are needed
+        again at once.
+        """
         self.lanes = lanes
         self.device = device
         self.offloaded = offloaded
@@ -59,22 +66,29 @@ class Boundaries:
         space = Space(f"input {g} of stage {stage}", Home.DEVICE)
         self._states[stage, g] = state, space
         self.most_bytes = max(self.most_bytes, self.device_bytes)
-        self.lanes.compute(lambda: None, writes=[space])  # the stage before wrote it: readers wait for its computation
+        # The stage before wrote it: readers wait for its computation.
+        self.lanes.compute(lambda: None, writes=[space])
         # The last stage's input stays: the backward pass needs it first.
         if keep and self.offloaded and stage != self.last:
             like = self._host.get((stage, g))
-            # Page-locked memory is slow to get, and the next update's inputs usually have the same shapes, so it is
-            # kept until a shape differs.
+            # Page-locked memory is slow to get, and the next update's inputs usually have the same
+            # shapes, so it is kept until a shape differs.
             if like is None or like[0].shape != state.shape or like[0].dtype != state.dtype:
                 label = f"kept input {g} of stage {stage}"
-                like = self._host[stage, g] = on_host(state, label, self.device), Space(label, Home.HOST)
+                like = self._host[stage, g] = (
+                    on_host(state, label, self.device),
+                    Space(label, Home.HOST),
+                )
             self.lanes.copy(like[0], state, like[1], space)
 
     def passed(self, stage: int, *, keep: bool) -> None:
-        """Release a stage's inputs on the device after its forward pass, if they are not kept there."""
+        """Release a stage's inputs on the device after its forward pass, if they are not kept
+        there.
+        """
         if stage == self.last or (keep and not self.offloaded):
             return
-        # This happens after all micro-batches, so that the allocator can give the memory to the next stage.
+        # This happens after all micro-batches, so that the allocator can give the memory to the
+        # next stage.
         for key in [key for key in self._states if key[0] == stage]:
             _, space = self._states.pop(key)
             # Later computations may reuse its memory: they wait for the copy.
@@ -92,7 +106,8 @@ class Boundaries:
             if ring is None or ring[0].shape != home.shape or ring[0].dtype != home.dtype:
                 memory = torch.empty(home.shape, dtype=home.dtype, device=self.device)
                 ring = self._rings[at] = memory, Space(f"ring {at}", Home.DEVICE)
-                self.lanes.compute(lambda: None, writes=[ring[1]])  # earlier computations may have used this memory
+                # Earlier computations may have used this memory.
+                self.lanes.compute(lambda: None, writes=[ring[1]])
             self.lanes.copy(ring[0], home, ring[1], its_space)
             self._states[stage, g] = ring
 
@@ -124,7 +139,8 @@ class Walk:
         boundaries: the inputs of stages.
         updates: the updates of stages.
         fresh: whether no gradient was added since the last update.
-        sum_over_ranks: sums a tensor over the processes that train together; None for a single process.
+        sum_over_ranks: sums a tensor over the processes that train together; None for a single
+            process.
     """
 
     def __init__(
@@ -136,16 +152,21 @@ class Walk:
         sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
         passes: Callable[[Step], Passes] = Passes,
     ):
-        """Allocate the device's memory; loss, context and update are those of `step`, which `passes` computes."""
+        """Allocate the device's memory; loss, context and update are those of `step`, which
+        `passes` computes.
+        """
         self.step = step
         self.store = store
         self.lanes = lanes
         self.placement = placement
         self.passes = passes(step)
         self.slots = Slots(store.stages, store.tied, lanes, placement.device)
-        self.boundaries = Boundaries(lanes, placement.device, offloaded=placement.offload, last=len(store.stages) - 1)
+        self.boundaries = Boundaries(
+            lanes, placement.device, offloaded=placement.offload, last=len(store.stages) - 1
+        )
         self.updates = Updates(step, store, lanes, placement, self.passes)
-        # Gradients at home need no zeros then: a slot's gradients are set to zero before they are first added to.
+        # Gradients at home need no zeros then: a slot's gradients are set to zero before they are
+        # first added to.
         self.fresh = True
         self.sum_over_ranks = sum_over_ranks
         lanes.finish()  # no lane knows of the work that made this memory and the planes
@@ -162,8 +183,8 @@ class Walk:
 
         Args:
             batches: the micro-batches of one window.
-            observe: a function that is called with each stage's planes on the device once its gradient is complete;
-                no update is made then.
+            observe: a function that is called with each stage's planes on the device once its
+                gradient is complete; no update is made then.
         """
         updates = self.updates
         if updates.waiting and observe:
@@ -184,7 +205,9 @@ class Walk:
                 continue
             if self.sum_over_ranks:
                 for plane in here.planes:
-                    self.lanes.compute(functools.partial(self._sum, plane, self.sum_over_ranks), here.writes)
+                    self.lanes.compute(
+                        functools.partial(self._sum, plane, self.sum_over_ranks), here.writes
+                    )
             if in_backward and here.stage is last:
                 updates.decide_by_losses()
             updates.measure(here)
@@ -202,11 +225,15 @@ class Walk:
         scores = []
         for g, batch in enumerate(batches):
             state, space = self.boundaries.take(last.index, g)
-            scores.append(self._compute(here, functools.partial(self.passes.score, state, batch), [space]))
+            scores.append(
+                self._compute(here, functools.partial(self.passes.score, state, batch), [space])
+            )
         return scores
 
     def _forward(self, batches: Sequence[Any], *, keep: bool) -> list[Any]:
-        """Run all stages but the last forward; return for each micro-batch the other arguments of its blocks."""
+        """Run all stages but the last forward; return for each micro-batch the other arguments of
+        its blocks.
+        """
         further: list[Any] = [None for _ in batches]
         self.updates.finish_begun()
         self.boundaries.clear()
@@ -218,13 +245,17 @@ class Walk:
                     work = functools.partial(self.passes.forward, stage, state, further[g])
                     output = self._compute(here, work, [space])
                 else:
-                    output, further[g] = self._compute(here, functools.partial(self.passes.first, batch))
+                    output, further[g] = self._compute(
+                        here, functools.partial(self.passes.first, batch)
+                    )
                 self.boundaries.put(stage.index + 1, g, output, keep=keep)
                 self.updates.update_some(len(batches))
             self.boundaries.passed(stage.index, keep=keep)
         return further
 
-    def _backward(self, here: StageOnDevice, g: int, batch: Any, further: list[Any], gradients: list[Any]) -> None:
+    def _backward(
+        self, here: StageOnDevice, g: int, batch: Any, further: list[Any], gradients: list[Any]
+    ) -> None:
         planes = [plane for stage in self._needed(here) for plane in stage.planes]
         first, last = self.store.stages[0], self.store.stages[-1]
         if here.stage is first:
@@ -236,7 +267,12 @@ class Walk:
             work = functools.partial(self.passes.loss, planes, state, batch)
         else:
             work = functools.partial(
-                self.passes.again, planes, state, stage=here.stage, further=further[g], gradient=gradients[g]
+                self.passes.again,
+                planes,
+                state,
+                stage=here.stage,
+                further=further[g],
+                gradient=gradients[g],
             )
         gradients[g] = self._compute(here, work, [space], backward=True)
 
@@ -254,13 +290,16 @@ class Walk:
                 ready = coming()
 
     def _next(self, stage: Stage, back: int) -> Callable[[], StageOnDevice]:
-        """Begin to fetch a stage's weights, or to update it; return a function that returns the stage on the device."""
+        """Begin to fetch a stage's weights, or to update it; return a function that returns the
+        stage on the device.
+        """
         if back:
             self.boundaries.fetch(stage.index, back)
         if stage not in self.updates.waiting:
             here = self.slots.fetch(stage)
             return lambda: here
-        # Weights that are updated on the device first go from there to the slot, instead of crossing the link again.
+        # Weights that are updated on the device first go from there to the slot, instead of
+        # crossing the link again.
         into = self.slots.claim(stage)
         self.updates.begin(stage, into)
         return lambda: self._finished(into)
@@ -270,13 +309,22 @@ class Walk:
         return into
 
     def _compute(
-        self, here: StageOnDevice, call: Callable[[], Any], also_reads: Sequence[Space] = (), *, backward: bool = False
+        self,
+        here: StageOnDevice,
+        call: Callable[[], Any],
+        also_reads: Sequence[Space] = (),
+        *,
+        backward: bool = False,
     ) -> Any:
-        """Run a call while the model's parameters are the stage's weights on the device, shared ones included."""
+        """Run a call while the model's parameters are the stage's weights on the device, shared
+        ones included.
+        """
         needed = self._needed(here)
         work = functools.partial(self.passes.bound, needed, call, backward)
         reads = [*also_reads, *(space for stage in needed for space in stage.reads)]
-        return self.lanes.compute(work, reads, [s for stage in needed for s in stage.writes] if backward else ())
+        return self.lanes.compute(
+            work, reads, [s for stage in needed for s in stage.writes] if backward else ()
+        )
 
     def _needed(self, here: StageOnDevice) -> list[StageOnDevice]:
         first, last = self.store.stages[0], self.store.stages[-1]
@@ -294,7 +342,8 @@ class Walk:
                 home = stored.buffers[GRADIENT]
                 if self.fresh:
                     self.lanes.compute(plane.grad.zero_, writes=stage.writes)
-                # A second window of the same update adds to the gradient that the first one left at home.
+                # A second window of the same update adds to the gradient that the first one left at
+                # home.
                 elif home.space.home != Home.DEVICE:
                     self.lanes.copy(plane.grad, home.tensor, stage.slot.gradients.space, home.space)
 

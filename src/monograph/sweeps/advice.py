@@ -1,7 +1,8 @@
-"""Say what a sweep's results mean and what to run next: whether a difference is real, more seeds, a longer axis.
+"""Say what a sweep's results mean and what to run next: whether a difference is real, more seeds, a
+longer axis.
 
-Every command begins with the sweep's own config.toml and its number of updates, so that new scores can be compared with
-the old ones.
+Every command begins with the sweep's own config.toml and its number of updates, so that new scores
+can be compared with the old ones.
 """
 
 import itertools
@@ -23,7 +24,8 @@ from monograph.terminal import shell_words
 BEYOND = 2  # values that are proposed beyond the end of an axis
 FEWEST_SEEDS = 4  # with fewer the noise itself is hardly known
 MOST_SEEDS = 16
-FEW_DEGREES = 3  # degrees of freedom below which what looks like a small difference may be a large one
+# Degrees of freedom below which what looks like a small difference may be a large one.
+FEW_DEGREES = 3
 LENGTHS = ("train.updates", "train.tokens", "train.epochs")
 
 
@@ -50,7 +52,10 @@ def advise(sweep: Sweep, table: Table) -> list[Advice]:
 def as_json(advices: Sequence[Advice]) -> list[dict[str, str | None]]:
     """Return advice as `--json` prints it: a text, and a command or null."""
     return [
-        {"text": each.text, "command": shell_words("monograph", *each.arguments) if each.arguments else None}
+        {
+            "text": each.text,
+            "command": shell_words("monograph", *each.arguments) if each.arguments else None,
+        }
         for each in advices
     ]
 
@@ -58,7 +63,9 @@ def as_json(advices: Sequence[Advice]) -> list[dict[str, str | None]]:
 def _diverged(best: Setting) -> Iterator[Advice]:
     if best.failed:
         lost = f"{len(best.failed)} of {len(best.members)}"
-        yield Advice(f"No setting is safe: even {_name(best)} diverged with {lost} seeds. Lower the learning rates.")
+        yield Advice(
+            f"No setting is safe: even {_name(best)} diverged with {lost} seeds. Lower the learning rates."
+        )
 
 
 def _edges(sweep: Sweep, table: Table, best: Setting) -> Iterator[Advice]:
@@ -73,15 +80,23 @@ def _edges(sweep: Sweep, table: Table, best: Setting) -> Iterator[Advice]:
         further = _accepted(sweep.settings, key, beyond(tried, upwards=upwards))
         if further:
             axes[key] = [value, *further]
-            ends.append(f"{shown(value)} is the {'largest' if upwards else 'smallest'} {short(key)}")
+            ends.append(
+                f"{shown(value)} is the {'largest' if upwards else 'smallest'} {short(key)}"
+            )
     if ends:
         text = f"{_listed(ends)} that this sweep tried, so the best may lie beyond. Go on there."
         yield Advice(text, _command(sweep, axes, len(best.members)))
 
 
 def _compared(sweep: Sweep, table: Table, best: Setting) -> Iterator[Advice]:
-    """Say whether the best setting is better than the others by more than chance, and if not, what would tell."""
-    rivals = [setting for setting in table.settings if setting.difference and len(setting.failed) <= len(best.failed)]
+    """Say whether the best setting is better than the others by more than chance, and if not, what
+    would tell.
+    """
+    rivals = [
+        setting
+        for setting in table.settings
+        if setting.difference and len(setting.failed) <= len(best.failed)
+    ]
     rivals.sort(key=_worse_by)
     if not rivals:
         return
@@ -99,14 +114,20 @@ def _compared(sweep: Sweep, table: Table, best: Setting) -> Iterator[Advice]:
     nearest = rivals[0]
     assert nearest.difference and nearest.difference.standard_error is not None
     bound = t_quantile(table.degrees) * nearest.difference.standard_error
-    others = "the others" if len(rivals) + 1 == len(table.settings) else "the others that did not diverge"
+    others = (
+        "the others"
+        if len(rivals) + 1 == len(table.settings)
+        else "the others that did not diverge"
+    )
     yield Advice(
         f"{_name(best)} is better than {others} by more than chance: the next, {_name(nearest)}, is worse by "
         f"{_worse_by(nearest):.3g} ± {bound:.2g} {table.unit} (95 %)."
     )
 
 
-def _unclear(sweep: Sweep, table: Table, best: Setting, tied: Sequence[Setting]) -> Iterator[Advice]:
+def _unclear(
+    sweep: Sweep, table: Table, best: Setting, tied: Sequence[Setting]
+) -> Iterator[Advice]:
     """Say which settings cannot be separated from the best, and by how many seeds they could."""
     assert table.noise is not None
     near = list[Setting]()
@@ -149,8 +170,9 @@ def beyond(ordered: Sequence[float], *, upwards: bool) -> list[float]:
         evenly spaced:  last + i · (last - first) / (n - 1)
         otherwise:      last · (last / first)^(i / (n - 1))        i = 1, 2
 
-    The second form is for positive values alone; a zero at the start of such an axis does not count. Where the first
-    form comes to zero or below, while all values are positive, each further value is half of the one before.
+    The second form is for positive values alone; a zero at the start of such an axis does not
+    count. Where the first form comes to zero or below, while all values are positive, each further
+    value is half of the one before.
 
     Args:
         ordered: two or more values in rising order.
@@ -174,11 +196,15 @@ def beyond(ordered: Sequence[float], *, upwards: bool) -> list[float]:
 
 def _is_even(ordered: Sequence[float]) -> bool:
     step = (ordered[-1] - ordered[0]) / (len(ordered) - 1)
-    return all(math.isclose(high - low, step, rel_tol=0.01) for low, high in itertools.pairwise(ordered))
+    return all(
+        math.isclose(high - low, step, rel_tol=0.01) for low, high in itertools.pairwise(ordered)
+    )
 
 
 def _accepted(settings: Settings, key: str, values: Sequence[float]) -> list[Any]:
-    """Return the values that the key and the other settings accept, as they are read from the command line."""
+    """Return the values that the key and the other settings accept, as they are read from the
+    command line.
+    """
     found = list[Any]()
     for value in values:
         with suppress(UsageError):
@@ -201,14 +227,20 @@ def _distinct(values: Sequence[Any]) -> list[Any]:
 
 
 def _command(sweep: Sweep, axes: Mapping[str, Sequence[Any]], seeds: int) -> tuple[str, ...]:
-    """Return the arguments of a sweep over these axes and so many seeds, each member as long as in `sweep`."""
+    """Return the arguments of a sweep over these axes and so many seeds, each member as long as in
+    `sweep`.
+    """
     words = [f"{key}={_axis(values)}" for key, values in axes.items()]
     return ("sweep", str(sweep.run.config), *words, *_seeds(sweep, seeds), *_length(sweep, axes))
 
 
 def _seeds(sweep: Sweep, number: int) -> list[str]:
-    """Return the axis of so many seeds, those of the sweep first; nothing if there is only the settings' seed."""
-    had = list(dict.fromkeys(point[SEED] for point in sweep.points if SEED in point)) or [sweep.settings.train.seed]
+    """Return the axis of so many seeds, those of the sweep first; nothing if there is only the
+    settings' seed.
+    """
+    had = list(dict.fromkeys(point[SEED] for point in sweep.points if SEED in point)) or [
+        sweep.settings.train.seed
+    ]
     unused = (seed for seed in itertools.count() if seed not in had)
     seeds = sorted([*had, *itertools.islice(unused, max(0, number - len(had)))])
     if len(seeds) == 1:
@@ -218,7 +250,9 @@ def _seeds(sweep: Sweep, number: int) -> list[str]:
 
 
 def _length(sweep: Sweep, axes: Mapping[str, Sequence[Any]]) -> list[str]:
-    """Return the number of updates, if the settings give a time instead and all members had the same number."""
+    """Return the number of updates, if the settings give a time instead and all members had the
+    same number.
+    """
     given = sweep.settings.values()
     if any(given[key] is not None or key in axes for key in LENGTHS):
         return []

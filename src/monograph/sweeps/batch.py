@@ -1,4 +1,5 @@
-"""Train several members at once: one engine, a session for each member, and the windows that they read.
+"""Train several members at once: one engine, a session for each member, and the windows that they
+read.
 
 Shapes: N members, R rows of a window.
 """
@@ -37,7 +38,9 @@ EVALUATIONS = 6  # evaluations of each member, if the settings give no interval
 
 
 class MemberWindows(Iterator[Batch]):
-    """The members' windows: [R, ...] shared by all members if they have one seed, else [N, R, ...], one for each."""
+    """The members' windows: [R, ...] shared by all members if they have one seed, else [N, R, ...],
+    one for each.
+    """
 
     def __init__(self, sessions: Sequence[Session]):
         """Make members of the same seed share one reader of rows."""
@@ -61,7 +64,9 @@ class MemberWindows(Iterator[Batch]):
 
 
 def stacked(windows: Sequence[Batch], which: Sequence[int]) -> Batch:
-    """Stack the members' windows to [N, R, ...]; `which` has the index of each member's window in `windows`."""
+    """Stack the members' windows to [N, R, ...]; `which` has the index of each member's window in
+    `windows`.
+    """
     return {name: torch.stack([windows[index][name] for index in which]) for name in windows[0]}
 
 
@@ -84,11 +89,15 @@ class MemberBatch:
     ended: dict[int, int] = field(default_factory=dict)
 
     def save(self) -> None:
-        """Write a checkpoint of every member that still learns; the random numbers that follow stay the same."""
-        # Each member keeps its previous checkpoint too, or a crash between two of them would leave no common update.
+        """Write a checkpoint of every member that still learns; the random numbers that follow stay
+        the same.
+        """
+        # Each member keeps its previous checkpoint too, or a crash between two of them would leave
+        # no common update.
         for place, session in enumerate(self.sessions):
             if place not in self.ended:
-                if isinstance(self.engine, Ensemble):  # it draws by its own seeds and counters, not from generators
+                # It draws by its own seeds and counters, not from generators.
+                if isinstance(self.engine, Ensemble):
                     seed_all(session.plan.seed)
                 session.save(keep=min(2, len(self.sessions)))
 
@@ -104,7 +113,8 @@ class MemberBatch:
 
 
 def models_of(members: Sequence[Member], text: Corpus, machine: Device) -> list[BuiltRun]:
-    """Build the members' models, with plans in which only the values that depend on the run's length are open.
+    """Build the members' models, with plans in which only the values that depend on the run's
+    length are open.
 
     The planner is asked once, for the first member; the others take over its choices.
 
@@ -113,7 +123,10 @@ def models_of(members: Sequence[Member], text: Corpus, machine: Device) -> list[
     """
     plans = [member.plan for member in members if member.plan]
     first = build_run(plans[0], TextTask(text), machine)
-    return [first, *(build_run(plan, TextTask(text), machine, like=first.plan) for plan in plans[1:])]
+    return [
+        first,
+        *(build_run(plan, TextTask(text), machine, like=first.plan) for plan in plans[1:]),
+    ]
 
 
 def of_length(built_runs: Sequence[BuiltRun], updates: int) -> list[BuiltRun]:
@@ -163,10 +176,12 @@ def set_schedules(engine: Engine, schedules: list[Schedule]) -> None:
 
 
 def refill(engine: Engine, fresh: Engine) -> bool:
-    """Make a captured engine train another model of the same shape from its beginning, as the engine `fresh` would.
+    """Make a captured engine train another model of the same shape from its beginning, as the
+    engine `fresh` would.
 
     Returns:
-        Whether it was done. It is not if more than weights and learning rate differ, as the graph fixes all the rest.
+        Whether it was done. It is not if more than weights and learning rate differ, as the graph
+        fixes all the rest.
     """
     old, new = engine.step.optim, fresh.step.optim
     seed = old.seed if old.state == "fp32" else new.seed  # the seed of stochastic rounding
@@ -179,9 +194,15 @@ def refill(engine: Engine, fresh: Engine) -> bool:
 
 
 def batch_of(
-    members: Sequence[Member], runs: Sequence[Run], built_runs: Sequence[BuiltRun], text: Corpus, engine: Engine
+    members: Sequence[Member],
+    runs: Sequence[Run],
+    built_runs: Sequence[BuiltRun],
+    text: Corpus,
+    engine: Engine,
 ) -> MemberBatch:
-    """Return a round with its sessions at their beginning; write settings and tokenizer of runs that lack them."""
+    """Return a round with its sessions at their beginning; write settings and tokenizer of runs
+    that lack them.
+    """
     schedule(engine, built_runs)
     batch = opened(members, runs, built_runs, text, engine)
     for session in batch.sessions:
@@ -191,7 +212,11 @@ def batch_of(
 
 
 def opened(
-    members: Sequence[Member], runs: Sequence[Run], built_runs: Sequence[BuiltRun], text: Corpus, engine: Engine
+    members: Sequence[Member],
+    runs: Sequence[Run],
+    built_runs: Sequence[BuiltRun],
+    text: Corpus,
+    engine: Engine,
 ) -> MemberBatch:
     """Return a round with its sessions at their beginning, of which nothing is written."""
     sessions = []
@@ -208,7 +233,8 @@ def begin_run(session: Session) -> None:
 
 
 def go_on(batch: MemberBatch, ended: dict[int, int], progress: Progress) -> int:
-    """Resume the members at the last update that all of them saved, and return it; 0 if there is none.
+    """Resume the members at the last update that all of them saved, and return it; 0 if there is
+    none.
 
     A member that had diverged by that update keeps its last checkpoint.
 
@@ -231,18 +257,27 @@ def go_on(batch: MemberBatch, ended: dict[int, int], progress: Progress) -> int:
     if isinstance(batch.engine, Ensemble):
         # Dropout depends on the number of micro-batches so far.
         rows = batch.sessions[0].batches.rows_per_window
-        batch.engine.stacked.members.draw.fill_(update * -(-rows // (batch.engine.micro_batch or rows)))
+        batch.engine.stacked.members.draw.fill_(
+            update * -(-rows // (batch.engine.micro_batch or rows))
+        )
     batch.windows = MemberWindows(batch.sessions)
     batch.freeze(lost)
     return update
 
 
 def _common(batch: MemberBatch, ended: dict[int, int]) -> int:
-    """Return the newest update at which every member that had not diverged by then has a sound checkpoint; else 0."""
-    saved = [{update for update, _ in checkpointing.candidates(session.run.checkpoints)} for session in batch.sessions]
+    """Return the newest update at which every member that had not diverged by then has a sound
+    checkpoint; else 0.
+    """
+    saved = [
+        {update for update, _ in checkpointing.candidates(session.run.checkpoints)}
+        for session in batch.sessions
+    ]
     for update in sorted(set().union(*saved), reverse=True):
         going = [place for place in range(len(saved)) if ended.get(place, update + 1) > update]
-        if going and all(update in saved[place] and _sound(batch.sessions[place], update) for place in going):
+        if going and all(
+            update in saved[place] and _sound(batch.sessions[place], update) for place in going
+        ):
             return update
     return 0
 

@@ -1,7 +1,9 @@
-"""Decide how many members train at once, from measured times of one member and of a few widths (members in a graph).
+"""Decide how many members train at once, from measured times of one member and of a few widths
+(members in a graph).
 
     T(K) = seconds of one update of K members in one graph; linear between measured widths, a + b·K
-    total(K) = updates · sum over rounds of T(members of the round) + seconds of compiling that is still to do
+    total(K) = updates · sum over rounds of T(members of the round) + seconds of compiling that is
+    still to do
 
 Wider is not always faster: where one member fills the device, T(K) is K · T(1) or worse.
 """
@@ -29,11 +31,21 @@ from monograph.session.brief import COMPILE_S, LEAST_COMPILE_S
 from monograph.session.eager_start import has_spare_core
 from monograph.session.resolve import resolve
 from monograph.session.setup import BuiltRun
-from monograph.sweeps.batch import EVALUATIONS, MemberBatch, batch_of, engine_of, models_of, of_length, refill, stacked
+from monograph.sweeps.batch import (
+    EVALUATIONS,
+    MemberBatch,
+    batch_of,
+    engine_of,
+    models_of,
+    of_length,
+    refill,
+    stacked,
+)
 from monograph.sweeps.spec import Group, Member
 
-# The speed of a wider graph is unknown before it is compiled. So it is tried only if it could save twice its compile
-# time: if it then saves nothing, the sweep takes at most half as long again as members one after another.
+# The speed of a wider graph is unknown before it is compiled. So it is tried only if it could save
+# twice its compile time: if it then saves nothing, the sweep takes at most half as long again as
+# members one after another.
 WORTH = 2.0
 
 
@@ -64,18 +76,23 @@ class Width(NamedTuple):
 
 
 def rounds(members: int, width: int) -> list[int]:
-    """Return the number of members of each round: few rounds, of sizes as equal as possible, larger ones first."""
+    """Return the number of members of each round: few rounds, of sizes as equal as possible, larger
+    ones first.
+    """
     count = -(-members // width)
     return [members // count + (index < members % count) for index in range(count)]
 
 
 def update_s(timed: Mapping[int, Timed], width: int) -> float:
-    """Return T(width), measured or linear between the nearest measured widths, never less than a narrower width's."""
+    """Return T(width), measured or linear between the nearest measured widths, never less than a
+    narrower width's.
+    """
     if width in timed:
         return timed[width].update_s
     below = max((measured for measured in timed if measured < width), default=1)
     above = min((measured for measured in timed if measured > width), default=None)
-    if above is None:  # beyond the widest measured width, a member is taken to cost as much as there on average
+    # Beyond the widest measured width, a member is taken to cost as much as there on average.
+    if above is None:
         return timed[below].update_s * width / below
     share = (width - below) / (above - below)
     line = timed[below].update_s + share * (timed[above].update_s - timed[below].update_s)
@@ -83,19 +100,25 @@ def update_s(timed: Mapping[int, Timed], width: int) -> float:
 
 
 def total_s(timed: Mapping[int, Timed], members: int, width: int, updates: int) -> float:
-    """Return the seconds until all members are trained; a new width is taken to compile as long as the nearest one."""
+    """Return the seconds until all members are trained; a new width is taken to compile as long as
+    the nearest one.
+    """
     sizes = rounds(members, width)
     new = {size for size in sizes if size not in timed}
-    compile_s = sum(timed[min(timed, key=lambda known: abs(known - size))].compile_s for size in new)
+    compile_s = sum(
+        timed[min(timed, key=lambda known: abs(known - size))].compile_s for size in new
+    )
     return updates * sum(update_s(timed, size) for size in sizes) + compile_s
 
 
-def next_width(timed: Mapping[int, Timed], members: int, most: int, updates: int, dearer: float = 1.0) -> int | None:
+def next_width(
+    timed: Mapping[int, Timed], members: int, most: int, updates: int, dearer: float = 1.0
+) -> int | None:
     """Return the width that is worth measuring next; None if there is none.
 
-    Width 1 comes first. Then comes the widest that fits, if it could save WORTH times its compile time, given that
-    K members take at least as long as one. After that comes the width that the linear T(K) predicts to be fastest,
-    if that is faster than all measured ones.
+    Width 1 comes first. Then comes the widest that fits, if it could save WORTH times its compile
+    time, given that K members take at least as long as one. After that comes the width that the
+    linear T(K) predicts to be fastest, if that is faster than all measured ones.
 
     Args:
         timed: the measurements so far.
@@ -106,7 +129,9 @@ def next_width(timed: Mapping[int, Timed], members: int, most: int, updates: int
     """
     if 1 not in timed:
         return 1
-    widths = {rounds(members, width)[0] for width in range(1, min(most, members) + 1)} - timed.keys()
+    widths = {
+        rounds(members, width)[0] for width in range(1, min(most, members) + 1)
+    } - timed.keys()
     if not widths:
         return None
     if len(timed) == 1:
@@ -123,9 +148,15 @@ def choose(timed: Mapping[int, Timed], members: int, updates: int) -> Width:
     best = min(sorted(timed), key=lambda width: total_s(timed, members, width, updates))
     alone = members * timed[1].update_s
     fused = [width for width in timed if width > 1]
-    shown = best if best > 1 or not fused else min(fused, key=lambda width: _together(timed, members, width))
+    shown = (
+        best
+        if best > 1 or not fused
+        else min(fused, key=lambda width: _together(timed, members, width))
+    )
     gain = alone / _together(timed, members, shown)
-    return Width(best, total_s(timed, members, best, updates), _why(timed, members, best, shown, gain))
+    return Width(
+        best, total_s(timed, members, best, updates), _why(timed, members, best, shown, gain)
+    )
 
 
 def _together(timed: Mapping[int, Timed], members: int, width: int) -> float:
@@ -145,20 +176,22 @@ def _why(timed: Mapping[int, Timed], members: int, best: int, shown: int, gain: 
     return f"{members} members, {several}: {gain:.2f}x over one after another ({measured})"
 
 
-# Compile time of a graph of several members relative to one member's (dev/log.md), and of a graph in the compiler's
-# cache relative to a new one (benchmarks/start.py).
+# Compile time of a graph of several members relative to one member's (dev/log.md), and of a graph
+# in the compiler's cache relative to a new one (benchmarks/start.py).
 DEARER, CACHED = 1.3, 0.23
 CURVE_ROWS = 16  # held-out rows scored for a point of a curve; the last point uses all
 
 
 class Timing:
-    """The timed widths of one group, and the engines captured for them, which later train the first round.
+    """The timed widths of one group, and the engines captured for them, which later train the first
+    round.
 
     Attributes:
         timed: the measurements by width.
         most: the number of members that fit at once.
         dearer: estimated compile time of a graph of several members relative to one member's.
-        refused: why no graph holds several members, in one line; empty if one does or it was not tried.
+        refused: why no graph holds several members, in one line; empty if one does or it was not
+            tried.
         row_s: seconds of scoring a held-out row by all members, by width.
         kept: the first members' models and their captured engine, by width.
     """
@@ -178,7 +211,9 @@ class Timing:
 
     @property
     def given_updates(self) -> int:
-        """Return the number of updates that the group's settings give; 0 if they give a time instead."""
+        """Return the number of updates that the group's settings give; 0 if they give a time
+        instead.
+        """
         plan = self.group.plan
         rows = self.text.train.per_epoch * (plan.epochs or 0)
         return plan.updates or -(-rows // plan.training.window_rows)
@@ -186,14 +221,17 @@ class Timing:
     def is_brief(self) -> bool:
         """Return whether all members train in less time without compiling than compiling takes.
 
-        That is so if the settings leave compiling open, and give a short time, or updates of which one is quick.
+        That is so if the settings leave compiling open, and give a short time, or updates of which
+        one is quick.
         """
         updates = self.given_updates
         plan = self.group.plan
         if "compile" not in plan.open or plan.memory == "stream":
             return False
         if not updates:  # where nobody trains meanwhile, the whole of compiling is waited for
-            return 60 * plan.minutes < (LEAST_COMPILE_S if has_spare_core(self.machine) else COMPILE_S)
+            return 60 * plan.minutes < (
+                LEAST_COMPILE_S if has_spare_core(self.machine) else COMPILE_S
+            )
         began = clock()
         built_runs = models_of(self.group.members[:1], self.text, self.machine)
         engine = engine_of(built_runs, False, self.device)
@@ -221,7 +259,11 @@ class Timing:
         Raises:
             OutOfDeviceMemory: not even one member fits.
         """
-        while (width := next_width(self.timed, len(self.group.members), self.most, updates, self.dearer)) is not None:
+        while (
+            width := next_width(
+                self.timed, len(self.group.members), self.most, updates, self.dearer
+            )
+        ) is not None:
             if width == 1:
                 self.timed[1] = self._time(1, progress)
                 continue
@@ -235,7 +277,9 @@ class Timing:
                 self.refused = str(error)
 
     def decide(self, updates: int) -> None:
-        """Fix the group's rounds by the widths timed so far, and drop the engines that no round needs."""
+        """Fix the group's rounds by the widths timed so far, and drop the engines that no round
+        needs.
+        """
         choice = choose(self.timed, len(self.group.members), updates)
         alone = f"{counted(len(self.group.members), 'member')}, one after another: {self.refused}"
         self.group.rounds = rounds(len(self.group.members), choice.members)
@@ -251,11 +295,14 @@ class Timing:
         rows = EVALUATIONS * CURVE_ROWS + len(self.text.held_out)
         return rows * sum(self.row_s.get(size, self.row_s[1]) for size in rounds)
 
-    def batch(self, members: Sequence[Member], runs: Sequence[Run], updates: int, progress: Progress) -> MemberBatch:
+    def batch(
+        self, members: Sequence[Member], runs: Sequence[Run], updates: int, progress: Progress
+    ) -> MemberBatch:
         """Return the members of a round, ready to train from their beginning.
 
-        The first round gets the engine that was timed, and a single member after it takes that engine over. Another
-        round of several members is built and captured again, which is fast because of the compiler's cache.
+        The first round gets the engine that was timed, and a single member after it takes that
+        engine over. Another round of several members is built and captured again, which is fast
+        because of the compiler's cache.
         """
         size = len(members)
         first = members[0] is self.group.members[0]
@@ -267,7 +314,12 @@ class Timing:
         if size == 1 and 1 in self.kept and refill(self.kept[1][1], engine):
             engine = self.kept[1][1]
         else:
-            capture(engine, first_window(built_runs, self.text), built_runs[0].plan.training.compile, progress)
+            capture(
+                engine,
+                first_window(built_runs, self.text),
+                built_runs[0].plan.training.compile,
+                progress,
+            )
             self.kept |= {1: (built_runs, engine)} if size == 1 else {}
         return batch_of(members, runs, built_runs, self.text, engine)
 
@@ -276,7 +328,9 @@ class Timing:
         for line in built_runs[0].notes if width == 1 else ():
             progress.line("tokens", line)
         if width == 1 and (plan := built_runs[0].plan.expected):
-            self.most = min(self.most, max(1, planner.budget(self.machine) // plan.peak_memory_bytes))
+            self.most = min(
+                self.most, max(1, planner.budget(self.machine) // plan.peak_memory_bytes)
+            )
         window = first_window(built_runs, self.text)
         engine = engine_of(built_runs, several(built_runs), self.device)
         began = clock()
@@ -284,7 +338,8 @@ class Timing:
         capture(engine, window, built_runs[0].plan.training.compile, progress)
         compile_s = clock() - began
         if width == 1 and compat.graphs_from_cache() > cached:
-            self.dearer = DEARER / CACHED  # relative to a cached graph; that of several members may not be cached
+            # Relative to a cached graph; that of several members may not be cached.
+            self.dearer = DEARER / CACHED
         with buffers_kept(engine.model, engine.step.loss):
             seconds = timed_update(engine, window)
             size = engine.micro_batch or CURVE_ROWS
@@ -303,11 +358,15 @@ def capture(engine: Engine, window: Batch, scope: str, progress: Progress) -> No
     what = "one member" if size == 1 else f"{counted(size, 'member')} in one graph"
     by_block = scope == "blocks" and not isinstance(engine, Ensemble)
     with progress.stage("compile", what) as stage, buffers_kept(engine.model, engine.step.loss):
-        stage.result = warmup.capture(engine, window, "blocks" if by_block else "whole") or "0 graph breaks"
+        stage.result = (
+            warmup.capture(engine, window, "blocks" if by_block else "whole") or "0 graph breaks"
+        )
 
 
 def timed_update(engine: Engine, window: Batch) -> float:
-    """Return the seconds of an update of all members; weights and counters are unchanged afterwards."""
+    """Return the seconds of an update of all members; weights and counters are unchanged
+    afterwards.
+    """
 
     def together() -> None:
         engine.accumulate(window)
@@ -338,11 +397,14 @@ def first_window(built_runs: Sequence[BuiltRun], text: Corpus) -> Batch:
     return stacked(windows, range(len(windows))) if several(built_runs) else windows[0]
 
 
-def lengths(timings: Sequence[Timing], least_tokens: int, progress: Progress, done: int = 0) -> list[int]:
-    """Return the number of updates for each group's members, as given or as the time allows, timing where needed.
+def lengths(
+    timings: Sequence[Timing], least_tokens: int, progress: Progress, done: int = 0
+) -> list[int]:
+    """Return the number of updates for each group's members, as given or as the time allows, timing
+    where needed.
 
-    Given minutes are those of the whole sweep. Every member then learns from equally many tokens, at least
-    `least_tokens`.
+    Given minutes are those of the whole sweep. Every member then learns from equally many tokens,
+    at least `least_tokens`.
 
     Args:
         timings: a timing for each group.
@@ -361,7 +423,9 @@ def lengths(timings: Sequence[Timing], least_tokens: int, progress: Progress, do
     budget_s = defaults.UPDATES_SHARE * 60 * minutes
     for timing in open_ended:
         timing.measure(1, progress)  # one member is always timed, whatever the length
-    per_token_s, evaluations_s = _costs(open_ended, [[1] * len(timing.group.members) for timing in open_ended])
+    per_token_s, evaluations_s = _costs(
+        open_ended, [[1] * len(timing.group.members) for timing in open_ended]
+    )
     tokens = max(least_tokens, _tokens_in(budget_s, per_token_s, evaluations_s))
     for timing in open_ended:
         updates = max(1, round(tokens / _size(timing)))
@@ -371,15 +435,21 @@ def lengths(timings: Sequence[Timing], least_tokens: int, progress: Progress, do
     tokens = _tokens_in(budget_s, per_token_s, evaluations_s)
     if tokens < least_tokens:
         longer = duration(least_tokens * per_token_s + evaluations_s)
-        progress.line("time", f"{longer} instead of {minutes:g} min: learning rates cannot be told apart sooner")
+        progress.line(
+            "time",
+            f"{longer} instead of {minutes:g} min: learning rates cannot be told apart sooner",
+        )
         tokens = least_tokens
     plans = [timing.group.plan for timing in timings]
     most = [
-        defaults.most_updates(timing.text.train.per_epoch, plan.training.window_rows, plan.training.optim.weight_decay)
+        defaults.most_updates(
+            timing.text.train.per_epoch, plan.training.window_rows, plan.training.optim.weight_decay
+        )
         for timing, plan in zip(timings, plans, strict=True)
     ]
     return [
-        timing.given_updates or min(limit, done + defaults.updates_for(tokens, _size(timing), limit))
+        timing.given_updates
+        or min(limit, done + defaults.updates_for(tokens, _size(timing), limit))
         for timing, limit in zip(timings, most, strict=True)
     ]
 
@@ -389,12 +459,19 @@ def _size(timing: Timing) -> int:
 
 
 def _costs(timings: Sequence[Timing], rounds: Sequence[Sequence[int]]) -> tuple[float, float]:
-    """Return (seconds in which every member trains on one token, seconds of all evaluations), for given rounds."""
+    """Return (seconds in which every member trains on one token, seconds of all evaluations), for
+    given rounds.
+    """
     pairs = list(zip(timings, rounds, strict=True))
-    per_token_s = sum(sum(update_s(timing.timed, size) for size in sizes) / _size(timing) for timing, sizes in pairs)
+    per_token_s = sum(
+        sum(update_s(timing.timed, size) for size in sizes) / _size(timing)
+        for timing, sizes in pairs
+    )
     return per_token_s, sum(timing.held_out_s(sizes) for timing, sizes in pairs)
 
 
 def _tokens_in(seconds: float, per_token_s: float, evaluations_s: float) -> float:
-    """Return how many tokens every member can train on in some seconds, of which evaluations take at most half."""
+    """Return how many tokens every member can train on in some seconds, of which evaluations take
+    at most half.
+    """
     return max(seconds / 2, seconds - evaluations_s) / per_token_s

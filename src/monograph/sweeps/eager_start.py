@@ -1,8 +1,10 @@
-"""Begin a sweep with updates that are computed without a graph, while another process compiles its graphs.
+"""Begin a sweep with updates that are computed without a graph, while another process compiles its
+graphs.
 
-It is done where a run does it (`monograph.session.eager_start`). Each group of members is a batch of its own, and all
-members make equally many updates, so that none has learned more than another. How many train at once is decided after
-that, from measured times of what was compiled; each round goes on from the members' checkpoints.
+It is done where a run does it (`monograph.session.eager_start`). Each group of members is a batch
+of its own, and all members make equally many updates, so that none has learned more than another.
+How many train at once is decided after that, from measured times of what was compiled; each round
+goes on from the members' checkpoints.
 """
 
 import time
@@ -22,17 +24,36 @@ from monograph.run.progress import Progress
 from monograph.run.recorded_state import MOST
 from monograph.schedule import constant
 from monograph.session.brief import compiled_key
-from monograph.session.eager_start import LONGEST_S, MARK, PROCESS_BYTES, compiling, has_spare_core, patience_for
+from monograph.session.eager_start import (
+    LONGEST_S,
+    MARK,
+    PROCESS_BYTES,
+    compiling,
+    has_spare_core,
+    patience_for,
+)
 from monograph.session.plan import Length
 from monograph.session.resolve import resolve
 from monograph.session.setup import BuiltRun
 from monograph.storage.cache_dir import is_compiled, mark_compiled
-from monograph.sweeps.batch import MemberBatch, begin_run, engine_of, models_of, of_length, opened, set_schedules
+from monograph.sweeps.batch import (
+    MemberBatch,
+    begin_run,
+    engine_of,
+    models_of,
+    of_length,
+    opened,
+    set_schedules,
+)
 from monograph.sweeps.concurrency import Timing, first_window, several
 from monograph.sweeps.folder import Sweep
 
-_CHILD = "import sys; from monograph.sweeps.progress import compile_sweep; compile_sweep(sys.argv[1])"
-HELD = 3  # times that a member's memory is taken at once: eagerly, and by both processes where they measure a width
+_CHILD = (
+    "import sys; from monograph.sweeps.progress import compile_sweep; compile_sweep(sys.argv[1])"
+)
+# Times that a member's memory is taken at once: eagerly, and by both processes where they measure a
+# width.
+HELD = 3
 
 
 @dataclass
@@ -52,7 +73,9 @@ class EagerStart:
     keys: list[str] = field(default_factory=list)
 
     def settle(self, updates: Sequence[int]) -> None:
-        """Write settings and a checkpoint of every member, now that the number of updates of each group is known."""
+        """Write settings and a checkpoint of every member, now that the number of updates of each
+        group is known.
+        """
         if not self.updates:
             return
         for (built_runs, batch), in_all in zip(self.groups, updates, strict=True):
@@ -73,8 +96,11 @@ class EagerStart:
 
 
 @contextmanager
-def begun(sweep: Sweep, timings: Sequence[Timing], progress: Progress, *, alone: bool) -> Iterator[EagerStart]:
-    """Train all members until another process has compiled the graphs, if that pays; hold their runs for the block.
+def begun(
+    sweep: Sweep, timings: Sequence[Timing], progress: Progress, *, alone: bool
+) -> Iterator[EagerStart]:
+    """Train all members until another process has compiled the graphs, if that pays; hold their
+    runs for the block.
 
     Args:
         sweep: the sweep, of which nothing was trained yet.
@@ -94,18 +120,26 @@ def begun(sweep: Sweep, timings: Sequence[Timing], progress: Progress, *, alone:
 
 
 def _is_possible(timings: Sequence[Timing]) -> bool:
-    """Return whether the clock decides on the length, and each group would be compiled on another core."""
+    """Return whether the clock decides on the length, and each group would be compiled on another
+    core.
+    """
     if not has_spare_core(timings[0].machine):
         return False
     plans = [timing.group.plan for timing in timings]
     return not any(
-        plan.updates or plan.epochs or plan.training.compile == "none" or plan.memory == "stream" or plan.recipe.code
+        plan.updates
+        or plan.epochs
+        or plan.training.compile == "none"
+        or plan.memory == "stream"
+        or plan.recipe.code
         for plan in plans
     )
 
 
 def _opened(start: EagerStart, sweep: Sweep, timings: Sequence[Timing], held: ExitStack) -> bool:
-    """Build the batch of each group; return False if memory does not hold all, no graph does, or all is compiled."""
+    """Build the batch of each group; return False if memory does not hold all, no graph does, or
+    all is compiled.
+    """
     needed_bytes = 2 * PROCESS_BYTES
     built = []
     windows = []
@@ -113,7 +147,11 @@ def _opened(start: EagerStart, sweep: Sweep, timings: Sequence[Timing], held: Ex
         try:
             built_runs = models_of(timing.group.members, timing.text, timing.machine)
             engine = engine_of(built_runs, several(built_runs), timing.device)
-        except (UsageError, InputRefused, OutOfDeviceMemory):  # which is said where one at a time is tried
+        except (
+            UsageError,
+            InputRefused,
+            OutOfDeviceMemory,
+        ):  # which is said where one at a time is tried
             return False
         if (expected := built_runs[0].plan.expected) is None:
             return False
@@ -128,10 +166,14 @@ def _opened(start: EagerStart, sweep: Sweep, timings: Sequence[Timing], held: Ex
         batch = opened(members, runs, built_runs, timing.text, engine)
         held.callback(batch.close)
         start.groups.append((built_runs, batch))
-        start.keys.append(f"{counted(len(members), 'member')} {compiled_key(batch.sessions[0], window)}")
+        start.keys.append(
+            f"{counted(len(members), 'member')} {compiled_key(batch.sessions[0], window)}"
+        )
     if all(map(is_compiled, start.keys)):
         return False
-    return all(_trains(batch, window) for (_, batch), window in zip(start.groups, windows, strict=True))
+    return all(
+        _trains(batch, window) for (_, batch), window in zip(start.groups, windows, strict=True)
+    )
 
 
 def _trains(batch: MemberBatch, window: Batch) -> bool:
@@ -152,7 +194,9 @@ def _train(start: EagerStart, sweep: Sweep, timings: Sequence[Timing], progress:
     batches = [batch for _, batch in start.groups]
     start.length, most = _lengths(timings, start)
     for built_runs, batch in start.groups:
-        plans = [resolve(built.plan, timings[0].machine, Length(start.length)) for built in built_runs]
+        plans = [
+            resolve(built.plan, timings[0].machine, Length(start.length)) for built in built_runs
+        ]
         set_schedules(batch.engine, [constant(plan.warmup_updates) for plan in plans])
     logs = [MetricsLogs([session.run for session in batch.sessions], every=1) for batch in batches]
     began = clock()
@@ -169,17 +213,23 @@ def _train(start: EagerStart, sweep: Sweep, timings: Sequence[Timing], progress:
             stage.report("update", start.updates)
             if is_over() or spent_s > patient_s or start.updates >= max(1, most // 2):
                 break
-        while not is_over() and clock() - began < patient_s:  # a short text is read often enough before
+        # A short text is read often enough before.
+        while not is_over() and clock() - began < patient_s:
             time.sleep(0.1)
         is_compiled_now = is_over()
         stage.result = f"{counted(start.updates, 'update')} of each member"
     if not is_compiled_now and patient_s < LONGEST_S:
         start.leave_uncompiled(timings)
-        progress.line("eager", f"training without compiling: the compiler was not ready in {duration(patient_s)}")
+        progress.line(
+            "eager",
+            f"training without compiling: the compiler was not ready in {duration(patient_s)}",
+        )
 
 
 def _lengths(timings: Sequence[Timing], start: EagerStart) -> tuple[int, int]:
-    """Return how many updates each member will probably make, and the most that the time can end with."""
+    """Return how many updates each member will probably make, and the most that the time can end
+    with.
+    """
     most = MOST
     seconds = 0.0
     for timing, (built_runs, _) in zip(timings, start.groups, strict=True):
@@ -189,7 +239,11 @@ def _lengths(timings: Sequence[Timing], start: EagerStart) -> tuple[int, int]:
         most = min(
             most,
             defaults.most_updates(
-                timing.text.train.per_epoch, plan.training.window_rows, plan.training.optim.weight_decay
+                timing.text.train.per_epoch,
+                plan.training.window_rows,
+                plan.training.optim.weight_decay,
             ),
         )
-    return defaults.updates_for(defaults.UPDATES_SHARE * 60 * timings[0].group.plan.minutes, seconds, most), most
+    return defaults.updates_for(
+        defaults.UPDATES_SHARE * 60 * timings[0].group.plan.minutes, seconds, most
+    ), most

@@ -1,4 +1,6 @@
-"""Manage a sweep's folder: a run's folder with sweep.json (task and results), a table, and a run for each member."""
+"""Manage a sweep's folder: a run's folder with sweep.json (task and results), a table, and a run
+for each member.
+"""
 
 import csv
 import hashlib
@@ -28,8 +30,8 @@ from monograph.sweeps.spec import ORIGIN, Member, carried, described
 from monograph.terminal import shell_words
 
 SCHEMA = "monograph.sweep/1"
-# The least number of tokens that a member of a sweep without arguments trains on, however slow the machine. With fewer,
-# the best rate would be that of the first few updates.
+# The least number of tokens that a member of a sweep without arguments trains on, however slow the
+# machine. With fewer, the best rate would be that of the first few updates.
 DEFAULT_TOKENS = 100_000
 
 
@@ -62,16 +64,19 @@ class Sweep:
 
     Attributes:
         run: the folder, which counts as a run's for `last`, its lock and its config.toml.
-        record: the content of sweep.json: `asked` (a digest of settings and points), `points`, `least_tokens` if the
-            sweep has no arguments, `distill` if a model learns from the members at the end, later `rounds` and
-            `updates` of the groups, the time spent so far, and the result.
+        record: the content of sweep.json: `asked` (a digest of settings and points), `points`,
+            `least_tokens` if the sweep has no arguments, `distill` if a model learns from the
+            members at the end, later `rounds` and `updates` of the groups, the time spent so far,
+            and the result.
     """
 
     def __init__(self, run: Run, record: dict[str, Any]):
         self.run, self.record = run, record
 
     @classmethod
-    def create(cls, out: Path | None, settings: Settings, points: Sequence[Point], target: Settings | None) -> Self:
+    def create(
+        cls, out: Path | None, settings: Settings, points: Sequence[Point], target: Settings | None
+    ) -> Self:
         """Create a sweep, or return the one in `out` if it has the same settings and points.
 
         Args:
@@ -117,7 +122,9 @@ class Sweep:
         if folder is None:
             sweeps = [run for run in runs_in(DEFAULT_ROOT) if is_file(run / SWEEP)]
             if not sweeps:
-                raise InputRefused(f"no sweep in {DEFAULT_ROOT}/ yet: start one with `monograph sweep`")
+                raise InputRefused(
+                    f"no sweep in {DEFAULT_ROOT}/ yet: start one with `monograph sweep`"
+                )
             folder = sweeps[-1]
         path = folder / SWEEP
         content = contents(path)
@@ -128,16 +135,22 @@ class Sweep:
             if record.pop("sha256") != _digest(record):
                 raise ValueError("not what was written")
             groups = _Record.model_validate(record).groups
-            if groups is not None and sum(sum(group.rounds) for group in groups) != len(record["points"]):
+            if groups is not None and sum(sum(group.rounds) for group in groups) != len(
+                record["points"]
+            ):
                 raise ValueError("other members")
             record["points"] = [_point(point) for point in record["points"]]
         except (ValueError, TypeError, KeyError, RecursionError, AttributeError):
-            raise InputRefused(f"{path}: damaged; put it back, or start the sweep anew in another folder") from None
+            raise InputRefused(
+                f"{path}: damaged; put it back, or start the sweep anew in another folder"
+            ) from None
         return cls(Run(folder), record)
 
     @property
     def settings(self) -> Settings:
-        """Return the settings that all members share, as given; raises InputRefused like `run_settings`."""
+        """Return the settings that all members share, as given; raises InputRefused like
+        `run_settings`.
+        """
         return run_settings(self.run, programs=self.programs, recorded=self.record.get("settings"))
 
     @property
@@ -147,11 +160,15 @@ class Sweep:
 
     @property
     def wide(self) -> Path:
-        """Return the path of the wide run's settings with the best knobs, written once these are known."""
+        """Return the path of the wide run's settings with the best knobs, written once these are
+        known.
+        """
         return self.run.folder / "wide.toml"
 
     def write_wide(self, best: Point) -> list[str]:
-        """Write the settings of the wide run with the best knobs of its proxy; return lines for the user."""
+        """Write the settings of the wide run with the best knobs of its proxy; return lines for the
+        user.
+        """
         if not self.record.get("target"):
             return []
         write_whole(self.wide, self.record["target"])
@@ -170,7 +187,9 @@ class Sweep:
         return Run(self.run.folder / "members" / f"{index:03d}")
 
     def forget_members(self) -> None:
-        """Remove what members of a sweep left that was stopped before it was known how long they train."""
+        """Remove what members of a sweep left that was stopped before it was known how long they
+        train.
+        """
         shutil.rmtree(self.run.folder / "members", ignore_errors=True)
 
     @contextmanager
@@ -200,13 +219,18 @@ class Sweep:
         table.writerow(["member", *knobs, *results])
         for index, member in enumerate(members):
             values = [member["knobs"].get(key) for key in knobs]
-            cells = [" ".join(map(str, value)) if isinstance(value, list | tuple) else value for value in values]
+            cells = [
+                " ".join(map(str, value)) if isinstance(value, list | tuple) else value
+                for value in values
+            ]
             table.writerow([index, *cells, *(member[key] for key in results)])
         write_whole(path, text.getvalue())
         return path
 
     def link_best(self, index: int) -> None:
-        """Make the link `best` point to the best member; on a file system without links, do nothing."""
+        """Make the link `best` point to the best member; on a file system without links, do
+        nothing.
+        """
         link = self.run.folder / "best"
         with suppress(OSError):
             temporary = link.with_name(".best")  # only a killed process can have left one
@@ -232,13 +256,18 @@ def seeds_of_best(folder: Path) -> dict[int, Run]:
     return {
         member["knobs"].get(SEED, index): sweep.member(index)
         for index, member in enumerate(members)
-        if member["diverged"] is None and {k: v for k, v in member["knobs"].items() if k != SEED} == best["knobs"]
+        if member["diverged"] is None
+        and {k: v for k, v in member["knobs"].items() if k != SEED} == best["knobs"]
     }
 
 
 def asked(settings: Settings, points: Sequence[Point]) -> str:
-    """Return the SHA-256 of a sweep's settings and points, which does not depend on the settings' origins."""
-    text = settings.to_toml() + "\n".join(described(point) + repr(sorted(point.items())) for point in points)
+    """Return the SHA-256 of a sweep's settings and points, which does not depend on the settings'
+    origins.
+    """
+    text = settings.to_toml() + "\n".join(
+        described(point) + repr(sorted(point.items())) for point in points
+    )
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -247,7 +276,9 @@ def _digest(record: dict[str, Any]) -> str:
 
 
 def _point(point: dict[str, Any]) -> Point:
-    """Return a point with its tuples restored, which JSON turns into lists, and in today's spellings."""
+    """Return a point with its tuples restored, which JSON turns into lists, and in today's
+    spellings.
+    """
     found = Point()
     for key, value in point.items():
         restored = tuple(value) if isinstance(value, list) else value

@@ -1,4 +1,6 @@
-"""Track and show a sweep while it runs: the rounds that remain, the progress, and each member's results so far."""
+"""Track and show a sweep while it runs: the rounds that remain, the progress, and each member's
+results so far.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,14 +42,17 @@ class SweepProgress:
     Attributes:
         sweep: the sweep's folder.
         members: all members; groups: the same members, grouped by what one graph can hold.
-        timings: a timing for each group, once prepared; updates: the number of updates of each group's members.
+        timings: a timing for each group, once prepared; updates: the number of updates of each
+            group's members.
         rate: targets per second of the last updates, over all members that train at once.
         done: number of updates so far, summed over this rank's members.
         page: the page of the sweep so far.
     """
 
     def __init__(self, sweep: Sweep, progress: Progress, world: World | None = None):
-        """Read the results of earlier processes; each of several ranks trains its share of the rounds."""
+        """Read the results of earlier processes; each of several ranks trains its share of the
+        rounds.
+        """
         self.sweep = sweep
         self.progress = progress
         self.world = world or World()
@@ -69,7 +74,11 @@ class SweepProgress:
     def batches(self) -> list[tuple[Timing, int, list[Member]]]:
         """Return this rank's rounds as (the group's timing, number of updates, members)."""
         pairs = zip(self.timings, self.updates, strict=True)
-        batches = [(timing, updates, members) for timing, updates in pairs for members in timing.group.batches()]
+        batches = [
+            (timing, updates, members)
+            for timing, updates in pairs
+            for members in timing.group.batches()
+        ]
         return batches[self.world.rank :: self.world.size]
 
     @property
@@ -102,14 +111,24 @@ class SweepProgress:
             for timing in self.timings:
                 if timing.is_brief():
                     timing.leave_uncompiled()
-                    self.progress.line("eager", "not compiled: the members train in less time than compiling takes")
+                    self.progress.line(
+                        "eager", "not compiled: the members train in less time than compiling takes"
+                    )
             self.sweep.forget_members()
             self._tell_time()
-            with eager_start.begun(self.sweep, self.timings, self.progress, alone=self.world.alone) as early:
-                self.updates = lengths(self.timings, self.least_tokens, self.progress, early.updates)
+            with eager_start.begun(
+                self.sweep, self.timings, self.progress, alone=self.world.alone
+            ) as early:
+                self.updates = lengths(
+                    self.timings, self.least_tokens, self.progress, early.updates
+                )
                 early.settle(self.updates)
             spread(self.groups, self.world.size)
-            begun = {"eager_updates": early.updates, "eager_length": early.length} if early.updates else {}
+            begun = (
+                {"eager_updates": early.updates, "eager_length": early.length}
+                if early.updates
+                else {}
+            )
             self.sweep.record["groups"] = [
                 {
                     "rounds": group.rounds,
@@ -141,13 +160,21 @@ class SweepProgress:
         return self.sweep.record.get("least_tokens", 0)  # type: ignore[no-any-return]
 
     def eager_updates_of(self, member: Member) -> tuple[int, int]:
-        """Return how many updates the member made before its graph was compiled, and those of their warm-up."""
-        saved = next(one for one, group in zip(self._saved, self.groups, strict=True) if member in group.members)
+        """Return how many updates the member made before its graph was compiled, and those of their
+        warm-up.
+        """
+        saved = next(
+            one
+            for one, group in zip(self._saved, self.groups, strict=True)
+            if member in group.members
+        )
         if not saved.get("eager_updates"):
             return 0, 0
         machine = describe()
         plan = resolve(member.settings, machine)
-        return saved["eager_updates"], resolve(plan, machine, Length(saved["eager_length"])).warmup_updates
+        return saved["eager_updates"], resolve(
+            plan, machine, Length(saved["eager_length"])
+        ).warmup_updates
 
     @property
     def _saved(self) -> list[dict[str, Any]]:
@@ -168,9 +195,14 @@ class SweepProgress:
             return
         compiled = [group for group in self.groups if group.plan.training.compile != "none"]
         training_s = 60 * plan.minutes
-        whole_s = self.spent_s + len(compiled) * (COMPILE_S + CACHED_S) + training_s + defaults.END_S
+        whole_s = (
+            self.spent_s + len(compiled) * (COMPILE_S + CACHED_S) + training_s + defaults.END_S
+        )
         parts = "preparation, compiling and report" if compiled else "preparation and report"
-        self.progress.line("time", f"{duration(training_s)} of training, about {duration(whole_s)} in all with {parts}")
+        self.progress.line(
+            "time",
+            f"{duration(training_s)} of training, about {duration(whole_s)} in all with {parts}",
+        )
 
     def _tell_plan(self) -> None:
         for group, updates, saved in zip(self.groups, self.updates, self._saved, strict=True):
@@ -185,7 +217,9 @@ class SweepProgress:
 
     def block(self) -> SweepDisplay:
         """Return the live bar and table."""
-        self.done = sum(updates * len(members) for _, updates, members in self.batches if self.all_over(members))
+        self.done = sum(
+            updates * len(members) for _, updates, members in self.batches if self.all_over(members)
+        )
         work = sum(updates * len(members) for _, updates, members in self.batches)
         return SweepDisplay(self.progress.screen, work, self.table, self.done)
 
@@ -194,7 +228,11 @@ class SweepProgress:
         return results.lines(results.compared(self.outcomes), self._lost())
 
     def _lost(self) -> dict[int, int]:
-        return {outcome.member.index: outcome.diverged for outcome in self.outcomes if outcome.diverged is not None}
+        return {
+            outcome.member.index: outcome.diverged
+            for outcome in self.outcomes
+            if outcome.diverged is not None
+        }
 
     def all_over(self, members: Sequence[Member]) -> bool:
         """Return whether each of these members has finished or diverged."""
@@ -206,7 +244,9 @@ class SweepProgress:
         return {place: at for place, at in places if at is not None}
 
     def resumed(self, batch: MemberBatch) -> int:
-        """Count the updates that earlier processes have done of a round; return them, summed over its members."""
+        """Count the updates that earlier processes have done of a round; return them, summed over
+        its members.
+        """
         before = len(batch.members) * batch.engine.index
         self.done += before
         return before
@@ -220,7 +260,9 @@ class SweepProgress:
         self._training_s += seconds
 
     def evaluate(self, batch: MemberBatch, update: int, *, last: bool) -> None:
-        """Score held-out rows by every member that still learns and record the scores; at the end, also score all."""
+        """Score held-out rows by every member that still learns and record the scores; at the end,
+        also score all.
+        """
         self._score(batch, update, CURVE_ROWS)
         if last:
             self._score(batch, update, None)
@@ -228,13 +270,17 @@ class SweepProgress:
 
     def _score(self, batch: MemberBatch, update: int, limit: int | None) -> None:
         rows = batch.sessions[0].text.held_out
-        measured = evaluate_members(batch.engine, rows, batch_rows=batch.engine.micro_batch or 16, limit=limit)
+        measured = evaluate_members(
+            batch.engine, rows, batch_rows=batch.engine.micro_batch or 16, limit=limit
+        )
         used = min(limit or len(rows), len(rows))
         tokens = torch.atleast_1d(batch.engine.step.tokens).tolist()
         for place, (session, score) in enumerate(zip(batch.sessions, measured, strict=True)):
             if place not in batch.ended:
                 scores = {"eval_loss": score.loss, "eval_bits_per_byte": score.bits_per_byte}
-                session.run.log({"update": update, "tokens": tokens[place], **scores, "eval_rows": used})
+                session.run.log(
+                    {"update": update, "tokens": tokens[place], **scores, "eval_rows": used}
+                )
 
     def _read(self, batch: MemberBatch) -> None:
         for member in batch.members:
@@ -250,7 +296,9 @@ class SweepProgress:
                     "params": session.params,
                     "eval_weights": "averaged" if session.plan.averaged else "last",
                 }
-                summary = results.summary(self.outcomes[batch.members[place].index].rows, session.run, known)
+                summary = results.summary(
+                    self.outcomes[batch.members[place].index].rows, session.run, known
+                )
                 session.run.log({"update": summary["update"], "summary": summary})
         self._read(batch)
 
@@ -275,7 +323,9 @@ class SweepProgress:
         write_page_so_far(folder, found, settings, curves, told(self.sweep.run), state)
 
     def finish(self) -> dict[str, Any]:
-        """Compare the settings, write tables and figures and print the results; return the object of `--json`."""
+        """Compare the settings, write tables and figures and print the results; return the object
+        of `--json`.
+        """
         table = results.compared(self.outcomes)
         self.sweep.record["tokens"] = sum(
             next((row["tokens"] for row in reversed(outcome.rows) if "train_loss" in row), 0)
@@ -293,7 +343,9 @@ class SweepProgress:
         with self.progress.stage("report", f"{report}, {path}"):
             table_lines = results.lines(table, self._lost())
             origin = told(self.sweep.run)
-            write_sweep_report(self.sweep.run.folder, result, results.drawn(table), _curves(self.outcomes), origin)
+            write_sweep_report(
+                self.sweep.run.folder, result, results.drawn(table), _curves(self.outcomes), origin
+            )
         self.progress.gap()
         for number, line in enumerate(table_lines):
             self.progress.line("members" if number == 0 else "", line)
@@ -305,12 +357,15 @@ class SweepProgress:
         for line in wide_lines:
             self.progress.line("width", line)
         spent = duration(self.sweep.record.get("elapsed_s", 0.0))
-        self.progress.line("done", f"{counted(len(self.members), 'member')} in {spent}   {self.sweep.run.folder}")
+        self.progress.line(
+            "done", f"{counted(len(self.members), 'member')} in {spent}   {self.sweep.run.folder}"
+        )
         return result
 
 
 def compile_sweep(folder: str) -> None:
-    """Compile the graphs of a sweep that is not begun yet, so that the process that trains it finds them in the cache.
+    """Compile the graphs of a sweep that is not begun yet, so that the process that trains it finds
+    them in the cache.
 
     Which graphs these are is measured here, as it will be there.
     """
@@ -323,4 +378,7 @@ def compile_sweep(folder: str) -> None:
 
 def _curves(outcomes: Sequence[Outcome]) -> list[Curve]:
     """Return each member's knobs, by their short names, and the rows of its metrics."""
-    return [({short(key): value for key, value in one.member.knobs.items()}, one.rows) for one in outcomes]
+    return [
+        ({short(key): value for key, value in one.member.knobs.items()}, one.rows)
+        for one in outcomes
+    ]

@@ -1,4 +1,6 @@
-"""Collect the results of a sweep: read each member's numbers, compare the settings, and make their tables."""
+"""Collect the results of a sweep: read each member's numbers, compare the settings, and make their
+tables.
+"""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -86,7 +88,8 @@ def outcome(sweep: Sweep, member: Member) -> Outcome:
 
 
 def mixture_of(name: str) -> list[Run]:
-    """Return the finished, finite members of the sweep if a name is SWEEP/mixture; none for any other name.
+    """Return the finished, finite members of the sweep if a name is SWEEP/mixture; none for any
+    other name.
 
     Raises:
         InputRefused: no member has finished, or the sweep's record is damaged.
@@ -100,7 +103,9 @@ def mixture_of(name: str) -> list[Run]:
     sweep = Sweep.open(folder)
     members = [run for run in map(sweep.member, range(len(sweep.points))) if finished(run)]
     if not members:
-        raise InputRefused(f"{name}: no member has finished: `monograph sweep --out {shell_words(folder)}` goes on")
+        raise InputRefused(
+            f"{name}: no member has finished: `monograph sweep --out {shell_words(folder)}` goes on"
+        )
     return members
 
 
@@ -108,11 +113,18 @@ def require_teachers(sweep: Sweep, ranks: int) -> None:
     """Refuse --distill for a sweep whose members cannot teach one model, before they are trained.
 
     Raises:
-        UsageError: they differ in what a token is, or in the length of rows; or the settings or `ranks` exclude it.
+        UsageError: they differ in what a token is, or in the length of rows; or the settings or
+            `ranks` exclude it.
     """
     settings = sweep.settings
     keys = {key for point in sweep.points for key in point}
-    of_tokens = ("data.tokenizer", "data.vocab_size", "data.sequence_length", "model.vocab_size", "model.init")
+    of_tokens = (
+        "data.tokenizer",
+        "data.vocab_size",
+        "data.sequence_length",
+        "model.vocab_size",
+        "model.init",
+    )
     obstacles = {
         **{f"{key} as an axis": key in keys for key in of_tokens},
         "a model.init that is a Python file": code_named(settings.model.init) is not None,
@@ -121,14 +133,16 @@ def require_teachers(sweep: Sweep, ranks: int) -> None:
         f"{ranks} processes": ranks > 1,
     }
     if odd := [what for what, is_so in obstacles.items() if is_so]:
-        raise UsageError(f"--distill trains one language model, on one device, on all members: leave out {odd[0]}")
+        raise UsageError(
+            f"--distill trains one language model, on one device, on all members: leave out {odd[0]}"
+        )
 
 
 def student_of(sweep: Sweep, outcomes: Sequence[Outcome], best: int) -> Run:
     """Return the run that learns from a sweep's finished members, begun if it was not.
 
-    It has the settings of the best member, another seed than any, and a graph for each block where the settings leave
-    that open, since a graph of the whole step would hold every teacher.
+    It has the settings of the best member, another seed than any, and a graph for each block where
+    the settings leave that open, since a graph of the whole step would hold every teacher.
 
     Raises:
         InputRefused: the members cannot teach one model.
@@ -142,7 +156,9 @@ def student_of(sweep: Sweep, outcomes: Sequence[Outcome], best: int) -> Run:
         write_teachers(run, [each.run for each in outcomes if each.summary])
         settings = run_settings(member.run)
         seeds = {each.member.settings.train.seed for each in outcomes}
-        changed: dict[str, Any] = {SEED: next(seed for seed in range(len(seeds) + 1) if seed not in seeds)}
+        changed: dict[str, Any] = {
+            SEED: next(seed for seed in range(len(seeds) + 1) if seed not in seeds)
+        }
         if member.member.settings.train.compile == "auto" and settings.train.compile == "whole":
             changed["train.compile"] = "blocks"
         write_config(run, settings.resolve(changed, ORIGIN))
@@ -150,7 +166,9 @@ def student_of(sweep: Sweep, outcomes: Sequence[Outcome], best: int) -> Run:
 
 
 def compared(outcomes: Sequence[Outcome]) -> Table:
-    """Return the settings compared by bits per byte, or by the loss in nats if some score has no bits per byte."""
+    """Return the settings compared by bits per byte, or by the loss in nats if some score has no
+    bits per byte.
+    """
     scored = [outcome.evaluation for outcome in outcomes if outcome.evaluation]
     in_bits = all(evaluation.get(BITS) is not None for evaluation in scored)
     key, unit = (BITS, "bits/byte") if in_bits else (NATS, "nats")
@@ -159,7 +177,8 @@ def compared(outcomes: Sequence[Outcome]) -> Table:
 
 
 def lines(table: Table, diverged: Mapping[int, int]) -> list[str]:
-    """Return the table as aligned lines: knobs, mean ± standard error over seeds, and standing against the best.
+    """Return the table as aligned lines: knobs, mean ± standard error over seeds, and standing
+    against the best.
 
     Args:
         table: the compared settings.
@@ -168,17 +187,26 @@ def lines(table: Table, diverged: Mapping[int, int]) -> list[str]:
     keys = list(dict.fromkeys(key for setting in table.settings for key in setting.knobs))
     rows = [[*map(short, keys), table.unit, ""]]
     for setting in table.settings:
-        unscored = setting.mean is None and not any(member in diverged for member in setting.members.values())
+        unscored = setting.mean is None and not any(
+            member in diverged for member in setting.members.values()
+        )
         value = "" if unscored else written(setting.mean)
         knobs = [shown(setting.knobs[key]) if key in setting.knobs else "" for key in keys]
         rows.append([*knobs, value, _standing(table, setting, diverged)])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def _standing(table: Table, setting: Setting, diverged: Mapping[int, int]) -> str:
     lost = [diverged[member] for member in setting.members.values() if member in diverged]
-    who = f"{len(lost)} of {len(setting.members)} diverged" if len(lost) < len(setting.members) else "diverged"
+    who = (
+        f"{len(lost)} of {len(setting.members)} diverged"
+        if len(lost) < len(setting.members)
+        else "diverged"
+    )
     return table.standing(setting, f"{who} at update {', '.join(map(str, lost))}" if lost else "")
 
 
@@ -190,13 +218,17 @@ def verdict(table: Table) -> str:
     return described(dict(best.knobs)) if best.knobs else f"member {table.best.member}"
 
 
-def as_json(outcomes: Sequence[Outcome], table: Table) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+def as_json(
+    outcomes: Sequence[Outcome], table: Table
+) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
     """Return (members, best) as `--json` prints them."""
     members = []
     for outcome in outcomes:
         folders = [folder for _, folder in candidates(outcome.run.checkpoints) if is_folder(folder)]
         scores = {key: outcome.evaluation.get(key) for key in (NATS, BITS)}
-        last: dict[str, Any] = next((row for row in reversed(outcome.rows) if "train_loss" in row), {})
+        last: dict[str, Any] = next(
+            (row for row in reversed(outcome.rows) if "train_loss" in row), {}
+        )
         members.append(
             {
                 "knobs": dict(outcome.member.knobs),
@@ -224,7 +256,9 @@ def as_json(outcomes: Sequence[Outcome], table: Table) -> tuple[list[dict[str, A
     }
 
 
-def summary(session_rows: Sequence[Mapping[str, Any]], run: Run, known: Mapping[str, Any]) -> dict[str, Any]:
+def summary(
+    session_rows: Sequence[Mapping[str, Any]], run: Run, known: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the summary that marks a member's run as finished, as the summary of any run does."""
     trained = [row for row in session_rows if "train_loss" in row]
     scored: Mapping[str, Any] = next((row for row in reversed(session_rows) if NATS in row), {})
@@ -257,8 +291,11 @@ def whole(sweep: Sweep, outcomes: Sequence[Outcome], table: Table) -> dict[str, 
     }
 
 
-def so_far(outcomes: Sequence[Outcome], table: Table, spent_s: float, rate: float) -> dict[str, Any]:
-    """Return what is known of a sweep that has not ended, in the form of `whole`, and how many members have finished.
+def so_far(
+    outcomes: Sequence[Outcome], table: Table, spent_s: float, rate: float
+) -> dict[str, Any]:
+    """Return what is known of a sweep that has not ended, in the form of `whole`, and how many
+    members have finished.
 
     Args:
         outcomes: the members' present outcomes.
@@ -292,7 +329,8 @@ def drawn(table: Table) -> list[dict[str, Any]]:
     ]
 
 
-FACTOR = 4.0  # `verify` allows this many times the difference between two ways to compute the same run alone
+# `verify` allows this many times the difference between two ways to compute the same run alone.
+FACTOR = 4.0
 
 
 def verify(outcome: Outcome, progress: Progress, eager: tuple[int, int] = (0, 0)) -> dict[str, Any]:
@@ -300,9 +338,9 @@ def verify(outcome: Outcome, progress: Progress, eager: tuple[int, int] = (0, 0)
 
         difference = max over updates of |member - alone|      equal = difference <= 4 · max |alone - alone, otherwise|
 
-    "Otherwise" means uncompiled or, if nothing is compiled, in micro-batches of half the size, which shows the effect
-    of rounding on this run. Every way rounds differently and training amplifies the differences, so no fixed bound
-    would do.
+    "Otherwise" means uncompiled or, if nothing is compiled, in micro-batches of half the size,
+    which shows the effect of rounding on this run. Every way rounds differently and training
+    amplifies the differences, so no fixed bound would do.
 
     Args:
         outcome: the member's.
@@ -317,7 +355,9 @@ def verify(outcome: Outcome, progress: Progress, eager: tuple[int, int] = (0, 0)
         raise InputRefused(f"{outcome.run.folder} has no updates to compare: train the sweep first")
     plan = resolve(run_settings(outcome.run), describe())
     text = open_corpus(plan.reading, progress)
-    compiled = plan.training.compile != "none" and (default_device().type == "cuda" or not compiler_obstacle())
+    compiled = plan.training.compile != "none" and (
+        default_device().type == "cuda" or not compiler_obstacle()
+    )
     alone = losses(plan, text, len(member), progress, compiled=compiled, eager=eager)
     if not compiled:
         half = {"train.micro_batch": max(1, plan.training.rows // 2)}
@@ -343,7 +383,10 @@ def verify(outcome: Outcome, progress: Progress, eager: tuple[int, int] = (0, 0)
 
 def largest(one: list[float], other: list[float]) -> float:
     """Return the largest difference at any update; nan and infinity are equal to themselves."""
-    return max(0.0 if a == b or (a != a and b != b) else abs(a - b) for a, b in zip(one, other, strict=True))
+    return max(
+        0.0 if a == b or (a != a and b != b) else abs(a - b)
+        for a, b in zip(one, other, strict=True)
+    )
 
 
 def first_schedule(course: Schedule, updates: int, warmup: int) -> Schedule:
@@ -359,18 +402,30 @@ def first_schedule(course: Schedule, updates: int, warmup: int) -> Schedule:
 
 
 def losses(
-    plan: Plan, text: Corpus, updates: int, progress: Progress, *, compiled: bool, eager: tuple[int, int] = (0, 0)
+    plan: Plan,
+    text: Corpus,
+    updates: int,
+    progress: Progress,
+    *,
+    compiled: bool,
+    eager: tuple[int, int] = (0, 0),
 ) -> list[float]:
-    """Train a run alone from its beginning, by the schedule that the member had, and return its training losses."""
+    """Train a run alone from its beginning, by the schedule that the member had, and return its
+    training losses.
+    """
     built = build_run(plan, TextTask(text), describe())
     engine = make_engine(built, default_device())
     engine.step.schedule = first_schedule(plan.schedule(plan.updates or updates), *eager)
     batches = text.batches(plan.training.tokens_per_update, seed=plan.seed)
     seed_all(plan.seed)
-    with progress.stage("alone", "compiled" if compiled else f"eager, micro-batches of {engine.micro_batch}") as stage:
+    with progress.stage(
+        "alone", "compiled" if compiled else f"eager, micro-batches of {engine.micro_batch}"
+    ) as stage:
         if compiled:
             capture(
-                engine, first_window([built], text), "blocks" if built.plan.training.compile == "blocks" else "whole"
+                engine,
+                first_window([built], text),
+                "blocks" if built.plan.training.compile == "blocks" else "whole",
             )
         on_device = []
         for update in train(engine, batches, updates):

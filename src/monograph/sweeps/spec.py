@@ -1,4 +1,6 @@
-"""Define the runs of a sweep: its settings and points, their members, and which members share a graph."""
+"""Define the runs of a sweep: its settings and points, their members, and which members share a
+graph.
+"""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +10,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from monograph.config import EXCLUSIVE, Settings, classify, load
-from monograph.config.axes import IN_ONE_GRAPH, SEED, Axis, Point, axes_and_faults, points, require_single_values
+from monograph.config.axes import (
+    IN_ONE_GRAPH,
+    SEED,
+    Axis,
+    Point,
+    axes_and_faults,
+    points,
+    require_single_values,
+)
 from monograph.config.keys import DEFAULT_MINUTES as DEFAULT_RUN_MINUTES
 from monograph.config.settings import NAME_CODE
 from monograph.device import describe
@@ -26,7 +36,8 @@ from monograph.storage.code import digests
 from monograph.storage.reading import is_file
 
 ORIGIN = "sweep"
-# Bjorck et al. 2024, "Scaling Optimal LR Across Token Horizons": the best rate falls as the number of tokens grows.
+# Bjorck et al. 2024, "Scaling Optimal LR Across Token Horizons": the best rate falls as the number
+# of tokens grows.
 HORIZON = "arXiv 2409.19913"
 
 
@@ -93,17 +104,23 @@ def members_of(settings: Settings, points: Sequence[Point]) -> list[Member]:
     Raises:
         UsageError: a point that gives no valid settings, or two that give the same.
     """
-    members = [Member(index, point, settings.resolve(point, ORIGIN)) for index, point in enumerate(points)]
+    members = [
+        Member(index, point, settings.resolve(point, ORIGIN)) for index, point in enumerate(points)
+    ]
     seen: dict[str, int] = {}
     for member in members:
         other = seen.setdefault(member.settings.fingerprint, member.index)
         if other != member.index:
-            raise UsageError(f"members {other} and {member.index} are equal: {described(member.knobs)}")
+            raise UsageError(
+                f"members {other} and {member.index} are equal: {described(member.knobs)}"
+            )
     return members
 
 
 def groups_of(members: Sequence[Member]) -> list[Group]:
-    """Return the members grouped by the values that cannot vary inside a graph, in the members' order."""
+    """Return the members grouped by the values that cannot vary inside a graph, in the members'
+    order.
+    """
     groups: dict[str, Group] = {}
     for member in members:
         shared = {key: value for key, value in member.knobs.items() if key not in IN_ONE_GRAPH}
@@ -112,7 +129,9 @@ def groups_of(members: Sequence[Member]) -> list[Group]:
 
 
 def spread(groups: Sequence[Group], ranks: int) -> None:
-    """Halve rounds in place, the largest first, until there is one for every rank or no round has two members."""
+    """Halve rounds in place, the largest first, until there is one for every rank or no round has
+    two members.
+    """
     while sum(len(group.rounds) for group in groups) < ranks:
         group = max(groups, key=lambda candidate: max(candidate.rounds))
         largest = max(group.rounds)
@@ -124,7 +143,9 @@ def spread(groups: Sequence[Group], ranks: int) -> None:
 
 def described(knobs: Point) -> str:
     """Return the knobs as text: `lr=0.001 seed=0`."""
-    return " ".join(f"{short(key)}={shown(value)}" for key, value in knobs.items()) or "nothing varied"
+    return (
+        " ".join(f"{short(key)}={shown(value)}" for key, value in knobs.items()) or "nothing varied"
+    )
 
 
 def short(key: str) -> str:
@@ -145,7 +166,8 @@ DEFAULT_MINUTES = 1.5  # of the whole sweep, if no arguments are given
 SEEDS = (0, 1)
 # Powers of 2 times the known rate, since two seeds cannot distinguish finer steps (docs/sweep.md).
 STEPS = range(-4, 4)
-# Settings that a sweep does not take over from a run: the varied ones, the length, and values that depend on that.
+# Settings that a sweep does not take over from a run: the varied ones, the length, and values that
+# depend on that.
 _NOT_TAKEN = {
     *EXCLUSIVE[0],
     "train.wall_minutes",
@@ -170,7 +192,8 @@ class SweepSpec(NamedTuple):
     Attributes:
         settings: the settings that all members share.
         points: the values that each member varies.
-        target: the settings of the wide run whose narrow proxies the members are; None if they are not proxies.
+        target: the settings of the wide run whose narrow proxies the members are; None if they are
+            not proxies.
     """
 
     settings: Settings
@@ -181,29 +204,33 @@ class SweepSpec(NamedTuple):
 def spec_of(arguments: Sequence[str], samples: int | None) -> SweepSpec:
     """Return the settings and points from the command line.
 
-    Without arguments, sweep eight learning rates and two seeds on the narrow proxy of the newest run's model, or of the
-    default model if there is no run. With arguments but no axis, sweep the same rates and seeds with the given
-    settings. If `optim.transfer` is on, the members are the narrow proxy from which it carries the rate over.
+    Without arguments, sweep eight learning rates and two seeds on the narrow proxy of the newest
+    run's model, or of the default model if there is no run. With arguments but no axis, sweep the
+    same rates and seeds with the given settings. If `optim.transfer` is on, the members are the
+    narrow proxy from which it carries the rate over.
 
     Raises:
         UsageError: an invalid key, value or axis; no held-out text to compare on; no proxy.
     """
     toml, overrides, faults = classify(arguments)
     fixed, axes, wrong = axes_and_faults(overrides)
-    first = {axis.key: axis.first for axis in axes}  # a shape is checked with a value for each of its sizes
+    # A shape is checked with a value for each of its sizes.
+    first = {axis.key: axis.first for axis in axes}
     try:
         if arguments:
             settings = settings_given(toml, fixed | first, runs_code=True, faults=[*faults, *wrong])
         else:
             settings = _of_newest_run()
     except UsageError:
-        # Several values of a key in a file are answered better than by what is wrong with them as one value. The file
-        # of a run that was damaged has been refused before this.
+        # Several values of a key in a file are answered better than by what is wrong with them as
+        # one value. The file of a run that was damaged has been refused before this.
         if toml is not None:
             require_single_values(toml)
         raise
     target: Settings | None = None
-    settings = settings.vouching(digests(value for axis in axes if axis.key in NAME_CODE for value in axis.values))
+    settings = settings.vouching(
+        digests(value for axis in axes if axis.key in NAME_CODE for value in axis.values)
+    )
     require_text(settings)
     require_texts(settings, "sweep")
     require_one_device(settings, "sweep")
@@ -211,7 +238,9 @@ def spec_of(arguments: Sequence[str], samples: int | None) -> SweepSpec:
         only = "is for `monograph train`; the members of a sweep share train.minutes: leave it out"
         raise UsageError(f"{settings.said('train.wall_minutes')} {only}")
     if settings.data.held_out == 0:
-        raise UsageError("data.held_out = 0: members are compared on held-out text; give it a share, such as 0.05")
+        raise UsageError(
+            "data.held_out = 0: members are compared on held-out text; give it a share, such as 0.05"
+        )
     if settings.optim.transfer != "none":
         settings, target = _proxy(settings)
     elif not arguments:
@@ -233,7 +262,8 @@ def _proxy(settings: Settings) -> tuple[Settings, Settings]:
     transfer = transfer_of(wide, shape)
     assert transfer is not None and shape is not None
     named = wide.resolve({"optim.transfer_base": transfer.base.hidden_size}, ORIGIN)
-    if settings.origins.get("train.minutes") == ORIGIN:  # these minutes are for the whole sweep, not for this run
+    # These minutes are for the whole sweep, not for this run.
+    if settings.origins.get("train.minutes") == ORIGIN:
         named = named.resolve({"train.minutes": DEFAULT_RUN_MINUTES}, ORIGIN)
     return narrow(wide, shape), named
 
@@ -246,7 +276,9 @@ def _usual_axes(settings: Settings) -> list[Axis]:
 
 
 def _of_newest_run() -> Settings:
-    """Return the settings of the newest run's model, text and optimizer, or the defaults; both for a short sweep."""
+    """Return the settings of the newest run's model, text and optimizer, or the defaults; both for
+    a short sweep.
+    """
     runs = [folder for folder in runs_in(DEFAULT_ROOT) if not is_file(folder / SWEEP)]
     short = {"train.minutes": DEFAULT_MINUTES}
     if not runs:
@@ -257,7 +289,9 @@ def _of_newest_run() -> Settings:
     if is_file(run.tokenizer):
         kept["data.tokenizer"] = str(run.tokenizer)
         kept.pop("data.vocab_size", None)  # it is of a tokenizer that is trained
-    return load(None, {}).resolve(kept, str(run.config)).resolve(short, ORIGIN).vouching(own.vouched)
+    return (
+        load(None, {}).resolve(kept, str(run.config)).resolve(short, ORIGIN).vouching(own.vouched)
+    )
 
 
 def continued(out: Path | None, arguments: Sequence[str], samples: int | None) -> bool:
@@ -266,11 +300,13 @@ def continued(out: Path | None, arguments: Sequence[str], samples: int | None) -
 
 
 def narrow(settings: Settings, config: LlamaConfig) -> Settings:
-    """Return the settings of the narrow proxy of a wide run: only the width differs, not the tokens per update.
+    """Return the settings of the narrow proxy of a wide run: only the width differs, not the tokens
+    per update.
 
     Args:
-        settings: the settings of the wide run, with transfer on. Values that depend on the model's size (tokenizer,
-            tokens per update) are fixed, or the proxy would choose its own. The learning rate may be left open.
+        settings: the settings of the wide run, with transfer on. Values that depend on the model's
+            size (tokenizer, tokens per update) are fixed, or the proxy would choose its own. The
+            learning rate may be left open.
         config: the shape of the wide model.
 
     Raises:
@@ -284,7 +320,8 @@ def narrow(settings: Settings, config: LlamaConfig) -> Settings:
 
 
 def carried(settings: Settings, proxy: Settings, updates: int, proxy_updates: int) -> list[str]:
-    """Return lines that say which of a proxy's best knobs carry over to the wide model and which do not.
+    """Return lines that say which of a proxy's best knobs carry over to the wide model and which do
+    not.
 
     Args:
         settings: the settings of the wide run, with tokens per update fixed.

@@ -1,1 +1,3 @@
-"""Turn text into token ids and back: tokenizers, chat templates and the rules of a chat; below models and data."""
+"""Turn text into token ids and back: tokenizers, chat templates and the rules of a chat; below
+models and data.
+"""

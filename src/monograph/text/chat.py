@@ -1,4 +1,6 @@
-"""Turn a chat into token ids, where control tokens come from the template and never from a message; find its stops."""
+"""Turn a chat into token ids, where control tokens come from the template and never from a message;
+find its stops.
+"""
 
 import json
 import re
@@ -12,11 +14,13 @@ from monograph.text.tokenizer import Tokenizer
 
 _PRIVATE_USE = range(0xE000, 0xF900)
 _SYSTEM = ("system", "developer")  # who says what holds for the whole chat
-_QUESTION, _ANSWER = "What is it?", "It is an answer."  # a chat of one turn, which every template can render
+# A chat of one turn, which every template can render.
+_QUESTION, _ANSWER = "What is it?", "It is an answer."
 
 
 def template_of(tokenizer: Tokenizer, tools: object = None) -> ChatTemplate:
-    """Return the tokenizer's chat template: with tools the one named "tool_use" if there is one, as in transformers.
+    """Return the tokenizer's chat template: with tools the one named "tool_use" if there is one, as
+    in transformers.
 
     Raises:
         InputRefused: the tokenizer has none.
@@ -27,22 +31,29 @@ def template_of(tokenizer: Tokenizer, tools: object = None) -> ChatTemplate:
             "(docs/finetune.md has one), or give plain text"
         )
     return (
-        tokenizer.config.template if tools is None else tokenizer.config.named.get(TOOL_USE, tokenizer.config.template)
+        tokenizer.config.template
+        if tools is None
+        else tokenizer.config.named.get(TOOL_USE, tokenizer.config.template)
     )
 
 
 def chat_ids(
-    tokenizer: Tokenizer, messages: Sequence[Message], add_generation_prompt: bool = False, **variables: Any
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    add_generation_prompt: bool = False,
+    **variables: Any,
 ) -> list[int]:
-    """Return the ids of a chat; it begins with a beginning-of-text token only if the template writes one.
+    """Return the ids of a chat; it begins with a beginning-of-text token only if the template
+    writes one.
 
     "<|im_start|>" inside a message means the letters that someone typed, not the token, so no message can end its turn.
-    To tell the two apart, a chat with such letters is rendered a second time, with a marker (a character that occurs
-    nowhere else) inside them; if this changes anything else in the text, the chat is refused.
+    To tell the two apart, a chat with such letters is rendered a second time, with a marker (a
+    character that occurs nowhere else) inside them; if this changes anything else in the text, the
+    chat is refused.
 
     Raises:
-        InputRefused: as in `ChatTemplate.render` and `for_template`, or the template does not copy such letters
-            unchanged.
+        InputRefused: as in `ChatTemplate.render` and `for_template`, or the template does not copy
+            such letters unchanged.
     """
     template = template_of(tokenizer, variables.get("tools"))
     read = for_template(template, messages, **variables)
@@ -53,10 +64,12 @@ def chat_ids(
 
 
 def require_read(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> None:
-    """Require that the chat template reads what stands beside a chat's messages, which would be lost otherwise.
+    """Require that the chat template reads what stands beside a chat's messages, which would be
+    lost otherwise.
 
     Raises:
-        InputRefused: it does not, or there is no template; the message names the first such variable.
+        InputRefused: it does not, or there is no template; the message names the first such
+            variable.
     """
     source = template_of(tokenizer, variables.get("tools")).source
     for name in variables:
@@ -68,7 +81,8 @@ def require_read(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> None:
 
 
 def require_system(text: str, messages: Sequence[Message]) -> None:
-    """Require that a rendered chat has what its system says, which some templates leave out without a word.
+    """Require that a rendered chat has what its system says, which some templates leave out without
+    a word.
 
     Raises:
         Unspeakable: it has not.
@@ -86,7 +100,8 @@ def require_system(text: str, messages: Sequence[Message]) -> None:
 
 
 def marker_for(tokenizer: Tokenizer, template: ChatTemplate, said: object) -> str:
-    """Return a character that is neither in `said` nor in the template, to split typed control tokens.
+    """Return a character that is neither in `said` nor in the template, to split typed control
+    tokens.
 
     It is "" if `said` has none of these.
 
@@ -98,7 +113,9 @@ def marker_for(tokenizer: Tokenizer, template: ChatTemplate, said: object) -> st
     taken = json.dumps(said, ensure_ascii=False, default=str) + template.source
     marker = next((chr(code) for code in _PRIVATE_USE if chr(code) not in taken), None)
     if marker is None:
-        raise InputRefused("a chat with all of Unicode's private characters and a control token is not supported")
+        raise InputRefused(
+            "a chat with all of Unicode's private characters and a control token is not supported"
+        )
     return marker
 
 
@@ -110,7 +127,8 @@ def rendered(
     add_generation_prompt: bool = False,
     **variables: object,
 ) -> str:
-    """Return a chat as text, with `marker` after the first letter of each control token that somebody typed.
+    """Return a chat as text, with `marker` after the first letter of each control token that
+    somebody typed.
 
     Raises:
         InputRefused: see `chat_ids`.
@@ -132,7 +150,8 @@ def rendered(
 def end_of_turn(tokenizer: Tokenizer) -> int | None:
     """Return the special token that the chat template writes after an answer.
 
-    None if the model has no template, or if the template writes only text there or changes the answer's letters.
+    None if the model has no template, or if the template writes only text there or changes the
+    answer's letters.
 
     Raises:
         InputRefused: the template does not render.
@@ -149,31 +168,41 @@ def end_of_turn(tokenizer: Tokenizer) -> int | None:
 def stop_ids(tokenizer: Tokenizer, own: Collection[int] = ()) -> tuple[int, ...]:
     """Return all ids that stop inference, without duplicates.
 
-    They are the tokenizer's end of text, the ids in generation_config.json, and the special token that the chat
-    template writes after an answer.
+    They are the tokenizer's end of text, the ids in generation_config.json, and the special token
+    that the chat template writes after an answer.
 
     Args:
         tokenizer: the text's tokenizer.
-        own: ids that end a document by the model's configuration; used if generation_config.json lists none.
+        own: ids that end a document by the model's configuration; used if generation_config.json
+            lists none.
 
     Raises:
         InputRefused: the template does not render.
     """
     known = () if tokenizer.config.stops else sorted({*own} & {*tokenizer.special.values()})
     ends = [tokenizer.eos_id, *tokenizer.config.stops, end_of_turn(tokenizer), *known]
-    return tuple(dict.fromkeys(end for end in ends if end is not None and end < tokenizer.vocab_size))
+    return tuple(
+        dict.fromkeys(end for end in ends if end is not None and end < tokenizer.vocab_size)
+    )
 
 
 def _typed(tokenizer: Tokenizer, said: object) -> list[str]:
     """Return the special tokens whose letters occur in `said`."""
-    letters = "\0".join(_texts(said))  # joined to search all texts at once, as there may be a thousand special tokens
+    # Joined to search all texts at once, as there may be a thousand special tokens.
+    letters = "\0".join(_texts(said))
     return [content for content in tokenizer.special if content in letters]
 
 
 def _texts(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    values = (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, list | tuple)
+        else ()
+    )
     for inner in values:
         yield from _texts(inner)
 

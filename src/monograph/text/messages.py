@@ -1,7 +1,8 @@
 """The keys of a chat's messages, and the form in which a chat template reads them.
 
-`monograph.data.messages` reads messages from records and requests. What a template makes of a key is known only where
-the template is, so a key that no table here has is refused here, unless this template reads it.
+`monograph.data.messages` reads messages from records and requests. What a template makes of a key
+is known only where the template is, so a key that no table here has is refused here, unless this
+template reads it.
 """
 
 from collections import Counter
@@ -32,7 +33,9 @@ MESSAGE_KEYS: Mapping[str, str] = MappingProxyType(
     }
 )
 # Keys that describe a message and change nothing, unless a template reads them.
-METADATA = frozenset("id index turn timestamp created_at date source model lang language country meta metadata".split())
+METADATA = frozenset(
+    "id index turn timestamp created_at date source model lang language country meta metadata".split()
+)
 WEIGHT = "weight"  # 0 in a message that was read; left out where it is 1
 CALLS = "tool_calls"
 THOUGHTS = frozenset({"reasoning_content", "thinking", "reasoning"})
@@ -44,18 +47,22 @@ class Unread(InputRefused):
 
 
 def for_template(
-    template: ChatTemplate, messages: Iterable[Message], counts: Counter[str] | None = None, **variables: object
+    template: ChatTemplate,
+    messages: Iterable[Message],
+    counts: Counter[str] | None = None,
+    **variables: object,
 ) -> list[dict[str, Any]]:
     """Return messages as a template reads them.
 
-    The weight of a message is left out. If a call's arguments are a text of JSON and this template writes a text as a
-    string inside JSON, so that it would be escaped twice, they become the object.
+    The weight of a message is left out. If a call's arguments are a text of JSON and this template
+    writes a text as a string inside JSON, so that it would be escaped twice, they become the
+    object.
 
     Args:
         template: the template.
         messages: the messages.
-        counts: gets the number of messages with each key that is left aside ("unread KEY"), and of arguments that
-            became objects ("parsed") or are the text of none ("kept").
+        counts: gets the number of messages with each key that is left aside ("unread KEY"), and of
+            arguments that became objects ("parsed") or are the text of none ("kept").
         variables: the template's other variables.
 
     Raises:
@@ -84,10 +91,16 @@ def for_template(
 def unread_notes(counts: Mapping[str, int]) -> list[str]:
     """Return lines for the user on what `for_template` counted."""
     notes = []
-    unread = [(key.removeprefix("unread "), count) for key, count in counts.items() if key.startswith("unread ")]
+    unread = [
+        (key.removeprefix("unread "), count)
+        for key, count in counts.items()
+        if key.startswith("unread ")
+    ]
     if unread:
         keys = ", ".join(f"{key} ({count:,})" for key, count in sorted(unread))
-        notes.append(f"keys of messages that the chat template does not read, and which change nothing: {keys}")
+        notes.append(
+            f"keys of messages that the chat template does not read, and which change nothing: {keys}"
+        )
     if counts["parsed"]:
         count = f"{counts['parsed']:,}"
         notes.append(
@@ -132,7 +145,11 @@ def _call(template: ChatTemplate, call: Any, counted: Counter[str]) -> Any:
 
 
 def _changes(
-    template: ChatTemplate, messages: Sequence[Message], number: int, key: str, variables: Mapping[str, Any]
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    number: int,
+    key: str,
+    variables: Mapping[str, Any],
 ) -> bool:
     """Return whether a key of a message changes what the template writes."""
     without = [dict(message) for message in messages]

@@ -1,14 +1,17 @@
-"""Render a chat template where it can do no harm: in a process of its own, under limits of memory and time.
+"""Render a chat template where it can do no harm: in a process of its own, under limits of memory
+and time.
 
-A template comes with a model from anywhere. Jinja's sandbox keeps it away from Python's internals, but not from endless
-loops and strings of gigabytes, which only the end of a process stops. This program imports nothing of the package, so
-that it starts in a tenth of a second.
+A template comes with a model from anywhere. Jinja's sandbox keeps it away from Python's internals,
+but not from endless loops and strings of gigabytes, which only the end of a process stops. This
+program imports nothing of the package, so that it starts in a tenth of a second.
 
-The first line of standard input is, in JSON, [the template's source, the date that it sees or null for today]. Each
-further line is a list of requests, each a text in JSON again: [the template's variables, null or two texts to put
-around what is tagged as an answer]. The reply to a line is a list of one {"text": ...} or {"error": ...} per request.
+The first line of standard input is, in JSON, [the template's source, the date that it sees or null
+for today]. Each further line is a list of requests, each a text in JSON again: [the template's
+variables, null or two texts to put around what is tagged as an answer]. The reply to a line is a
+list of one {"text": ...} or {"error": ...} per request.
 
-A template has the filters, functions and extensions that transformers gives it (`apply_chat_template`, release 5).
+A template has the filters, functions and extensions that transformers gives it
+(`apply_chat_template`, release 5).
 """
 
 import json
@@ -31,7 +34,9 @@ OLDEST = (3, 1, 6)  # older releases of jinja2 have known ways out of the sandbo
 
 
 class _Generation(jinja2.ext.Extension):
-    """The tag `{% generation %}` around an assistant's text, which renders to that text between two requested marks."""
+    """The tag `{% generation %}` around an assistant's text, which renders to that text between two
+    requested marks.
+    """
 
     tags = {"generation"}
 
@@ -62,7 +67,8 @@ class _Dict:
 class _Namespace(Namespace):
     """`namespace` for templates, without names that begin with an underscore."""
 
-    def __init__(*pairs: object, **values: object) -> None:  # no `self`, as a template may use this name
+    # No `self`, as a template may use this name.
+    def __init__(*pairs: object, **values: object) -> None:
         own = pairs[0]
         given = dict(*pairs[1:], **values)
         for name in given:
@@ -76,14 +82,22 @@ class _Namespace(Namespace):
 
 def _public(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"the name {name!r} in a namespace begins with an underscore")
+        raise jinja2.exceptions.SecurityError(
+            f"the name {name!r} in a namespace begins with an underscore"
+        )
 
 
 def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
 ) -> str:
     # Jinja's own filter escapes < and > for web pages.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message: object) -> None:
@@ -97,7 +111,9 @@ def compiled(source: str, day: str | None) -> jinja2.Template:
         return (datetime.fromisoformat(day) if day else datetime.now()).strftime(form)
 
     if tuple(int(part) for part in jinja2.__version__.split(".")[:3]) < OLDEST:
-        raise jinja2.exceptions.SecurityError(f"jinja2 {jinja2.__version__} is not safe; install 3.1.6 or newer")
+        raise jinja2.exceptions.SecurityError(
+            f"jinja2 {jinja2.__version__} is not safe; install 3.1.6 or newer"
+        )
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
@@ -121,16 +137,22 @@ def _pieces(template: jinja2.Template, variables: dict[str, Any], longest: int) 
 
 
 class _Renderer:
-    """A renderer of one template, compiled at the first request, so that its faults are in the reply."""
+    """A renderer of one template, compiled at the first request, so that its faults are in the
+    reply.
+    """
 
     def __init__(self, source: str, day: str | None) -> None:
         self._source, self._day = source, day
         self._template: jinja2.Template | None = None
 
     def __call__(self, asked: str) -> dict[str, str]:
-        # The limit counts whole seconds of processor time since the process began. At the limit the kernel ends it.
+        # The limit counts whole seconds of processor time since the process began. At the limit the
+        # kernel ends it.
         used = resource.getrusage(resource.RUSAGE_SELF)
-        resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + SECONDS, resource.RLIM_INFINITY))
+        resource.setrlimit(
+            resource.RLIMIT_CPU,
+            (int(used.ru_utime + used.ru_stime) + SECONDS, resource.RLIM_INFINITY),
+        )
         try:
             template = self._template = self._template or compiled(self._source, self._day)
             variables, marks = json.loads(asked)

@@ -1,4 +1,5 @@
-"""Render a model's chat template as transformers does: turn messages into the text that the model continues.
+"""Render a model's chat template as transformers does: turn messages into the text that the model
+continues.
 
 Templates are programs by strangers, so a separate process renders them (`sandbox`), never this one.
 """
@@ -30,7 +31,8 @@ MAX_SOURCE_BYTES = 1 << 16
 MOST_NAMED = 64
 _NAME = re.compile("[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 AT_ONCE = 16  # most renderings requested in one line
-PATIENCE_S = 30.0 + 2 * sandbox.SECONDS * AT_ONCE  # longest wait for the reply to one line, on a busy machine too
+# Longest wait for the reply to one line, on a busy machine too.
+PATIENCE_S = 30.0 + 2 * sandbox.SECONDS * AT_ONCE
 
 Message = Mapping[str, Any]  # "role", "content", and any other keys that a template reads
 # The names that transformers accepts for a model's reasoning; templates read the first.
@@ -54,15 +56,25 @@ class ChatTemplate:
         InputRefused: the source is larger than 64 KiB, which no model's template is.
     """
 
-    def __init__(self, source: str, where: str, tokens: Mapping[str, str] | None = None, day: str | None = None):
+    def __init__(
+        self,
+        source: str,
+        where: str,
+        tokens: Mapping[str, str] | None = None,
+        day: str | None = None,
+    ):
         if len(source.encode("utf-8", "surrogatepass")) > MAX_SOURCE_BYTES:
-            raise InputRefused(f"{where}: the chat template is larger than {MAX_SOURCE_BYTES >> 10} KiB")
+            raise InputRefused(
+                f"{where}: the chat template is larger than {MAX_SOURCE_BYTES >> 10} KiB"
+            )
         self.source = source
         self.tokens = dict(tokens or {})
         self.day = day
         self._where = where
-        self._end: Callable[[], object] | None = None  # ends the process that renders, if there is one
-        self._turn = threading.Lock()  # one thread at a time asks the process, or it would read another's chat
+        # Ends the process that renders, if there is one.
+        self._end: Callable[[], object] | None = None
+        # One thread at a time asks the process, or it would read another's chat.
+        self._turn = threading.Lock()
         self._ready: dict[str, dict[str, str]] = {}
 
     @functools.cached_property
@@ -81,19 +93,34 @@ class ChatTemplate:
 
     @functools.cached_property
     def wants_objects(self) -> bool:
-        """Return whether a call's arguments have to be an object, as a text of JSON would be escaped a second time.
+        """Return whether a call's arguments have to be an object, as a text of JSON would be
+        escaped a second time.
 
-        A call is rendered with its arguments in both forms. A template that writes the text as it is takes the text.
+        A call is rendered with its arguments in both forms. A template that writes the text as it
+        is takes the text.
         """
-        as_text, as_object = (self._called(arguments) for arguments in (json.dumps(_ARGUMENTS), _ARGUMENTS))
+        as_text, as_object = (
+            self._called(arguments) for arguments in (json.dumps(_ARGUMENTS), _ARGUMENTS)
+        )
         [needle] = _ARGUMENTS.values()
         return needle in as_object and json.dumps(_ARGUMENTS) not in as_text
 
     def _called(self, arguments: object) -> str:
         """Return a chat with a call of a tool; "" if the template refuses it."""
-        function = {"name": "probe", "description": "Probes.", "parameters": {"type": "object", "properties": {}}}
-        call = {"id": "probe0001", "type": "function", "function": {"name": "probe", "arguments": arguments}}
-        asked, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}
+        function = {
+            "name": "probe",
+            "description": "Probes.",
+            "parameters": {"type": "object", "properties": {}},
+        }
+        call = {
+            "id": "probe0001",
+            "type": "function",
+            "function": {"name": "probe", "arguments": arguments},
+        }
+        asked, answer = (
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        )
         try:
             return self.render([asked, answer], tools=[{"type": "function", "function": function}])
         except InputRefused:
@@ -104,8 +131,11 @@ class ChatTemplate:
         """Return whether the template marks the assistant's text by `{% generation %}`."""
         return re.search(r"\{%-?\+?\s*generation\b", self.source) is not None
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False, **variables: object) -> str:
-        """Return the chat as text with special tokens, equal to transformers' `apply_chat_template(tokenize=False)`.
+    def render(
+        self, messages: Sequence[Message], add_generation_prompt: bool = False, **variables: object
+    ) -> str:
+        """Return the chat as text with special tokens, equal to transformers'
+        `apply_chat_template(tokenize=False)`.
 
         Args:
             messages: the chat, each {"role": ..., "content": ...}, with values of JSON's types.
@@ -114,14 +144,15 @@ class ChatTemplate:
 
         Raises:
             Unspeakable: the template refuses the messages with a message of its own.
-            InputRefused: the template is not valid Jinja, or does what no template needs: reaches for Python's
-                internals, computes for more than 2 s, takes more than 512 MiB, or writes more than 64 times its input
-                and 1 MiB.
+            InputRefused: the template is not valid Jinja, or does what no template needs: reaches
+                for Python's internals, computes for more than 2 s, takes more than 512 MiB, or
+                writes more than 64 times its input and 1 MiB.
         """
         return self._rendered(self._request(messages, add_generation_prompt, variables, None))
 
     def expect(self, chats: Iterable[tuple[Sequence[Message], bool]], **variables: object) -> None:
-        """Render these (messages, add_generation_prompt) together, which is faster, for later calls of `render`.
+        """Render these (messages, add_generation_prompt) together, which is faster, for later calls
+        of `render`.
 
         Results of an earlier call of `expect` that were not used are dropped.
         """
@@ -129,15 +160,24 @@ class ChatTemplate:
         asked = [self._request(messages, prompt, variables, None) for messages, prompt in chats]
         for begin in range(0, len(asked), AT_ONCE):
             part = asked[begin : begin + AT_ONCE]
-            # If the process ended, each of these is rendered singly when it is needed, which shows the one at fault.
+            # If the process ended, each of these is rendered singly when it is needed, which shows
+            # the one at fault.
             self._ready |= zip(part, self._answers(part) or (), strict=False)
 
-    def tagged(self, messages: Sequence[Message], marks: tuple[str, str], **variables: object) -> str:
-        """Return the chat as text like `render`, with `marks` around the text that the template tags as an answer."""
+    def tagged(
+        self, messages: Sequence[Message], marks: tuple[str, str], **variables: object
+    ) -> str:
+        """Return the chat as text like `render`, with `marks` around the text that the template
+        tags as an answer.
+        """
         return self._rendered(self._request(messages, False, variables, marks))
 
     def _request(
-        self, messages: Sequence[Message], prompt: bool, variables: Mapping[str, Any], marks: tuple[str, str] | None
+        self,
+        messages: Sequence[Message],
+        prompt: bool,
+        variables: Mapping[str, Any],
+        marks: tuple[str, str] | None,
     ) -> str:
         """Return a request in the form that the process reads."""
         request = {
@@ -155,7 +195,9 @@ class ChatTemplate:
 
     def _rendered(self, request: str) -> str:
         if (answer := self._ready.pop(request, None)) is None:
-            fault = {"error": f"it computes for more than {sandbox.SECONDS} s, or breaks its interpreter"}
+            fault = {
+                "error": f"it computes for more than {sandbox.SECONDS} s, or breaks its interpreter"
+            }
             [answer] = self._answers([request]) or [fault]
         if "text" not in answer:
             refused = Unspeakable if answer["error"].startswith("TemplateError: ") else InputRefused
@@ -173,7 +215,8 @@ class ChatTemplate:
             with ours, theirs:
                 ours.settimeout(PATIENCE_S)
                 self._pipe = ours.makefile("rwb")
-                # In a session of its own, so that Ctrl-C does not end it: the run still has to save.
+                # In a session of its own, so that Ctrl-C does not end it: the run still has to
+                # save.
                 process = subprocess.Popen(
                     [sys.executable, "-P", sandbox.__file__],
                     stdin=theirs.fileno(),
@@ -204,25 +247,31 @@ def _end(process: subprocess.Popen[bytes], pipe: BufferedRWPair) -> None:
 
 
 def _with_reasoning(message: Message) -> dict[str, Any]:
-    """Return a message as transformers gives it to a template: without nulls, its thoughts under both names."""
+    """Return a message as transformers gives it to a template: without nulls, its thoughts under
+    both names.
+    """
     if not isinstance(message, Mapping):
         raise InputRefused(
             f"a chat's message is {type(message).__name__}: expected an object with a role and a content"
         )
     there = {key: value for key, value in message.items() if value is not None}
     thought = next((there[key] for key in _REASONING if key in there), None)
-    return there if thought is None else {"thinking": thought, **there, "reasoning_content": thought}
+    return (
+        there if thought is None else {"thinking": thought, **there, "reasoning_content": thought}
+    )
 
 
 def read_sources(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the sources of a folder's chat templates by name, as transformers reads them; {} if there is none.
+    """Return the sources of a folder's chat templates by name, as transformers reads them; {} if
+    there is none.
 
-    They are chat_template.jinja, named "default", and additional_chat_templates/NAME.jinja. If there is no such file,
-    they are in tokenizer_config.json: a text, named "default", or several with their names.
+    They are chat_template.jinja, named "default", and additional_chat_templates/NAME.jinja. If
+    there is no such file, they are in tokenizer_config.json: a text, named "default", or several
+        with their names.
 
     Raises:
-        InputRefused: a file cannot be read, is too large or not UTF-8, `chat_template` has another form, or there are
-            templates but none is named "default".
+        InputRefused: a file cannot be read, is too large or not UTF-8, `chat_template` has another
+            form, or there are templates but none is named "default".
     """
     path, config = folder / FILE, folder / "tokenizer_config.json"
     sources = {}
@@ -274,7 +323,11 @@ def _stored_sources(stored: Any, path: Path) -> dict[str, str]:
         sources = {DEFAULT: stored}
     if isinstance(stored, list) and all(isinstance(entry, dict) for entry in stored):
         sources = {entry.get("name"): entry.get("template") for entry in stored[:MOST_NAMED]}
-    texts = isinstance(sources, dict) and all(isinstance(text, str) for pair in sources.items() for text in pair)
+    texts = isinstance(sources, dict) and all(
+        isinstance(text, str) for pair in sources.items() for text in pair
+    )
     if not texts:
-        raise InputRefused(f"{path}: chat_template is {str(stored)[:60]!r}: expected a text, or texts by name")
+        raise InputRefused(
+            f"{path}: chat_template is {str(stored)[:60]!r}: expected a text, or texts by name"
+        )
     return dict(sources)

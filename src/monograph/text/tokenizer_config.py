@@ -1,7 +1,8 @@
-"""Read the files next to a tokenizer.json: special tokens by role, the chat template, ids that end a text.
+"""Read the files next to a tokenizer.json: special tokens by role, the chat template, ids that end
+a text.
 
-These files of a Hugging Face folder are all optional: tokenizer_config.json, chat_template.jinja, and
-generation_config.json or else config.json.
+These files of a Hugging Face folder are all optional: tokenizer_config.json, chat_template.jinja,
+and generation_config.json or else config.json.
 """
 
 import hashlib
@@ -17,7 +18,15 @@ from monograph.text.template import DEFAULT, FILE, NAMED_FOLDER, ChatTemplate, r
 CONFIG, _GENERATION = "tokenizer_config.json", "generation_config.json"
 NAMES = (CONFIG, _GENERATION, FILE)
 MAX_STOPS = 64
-_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_ROLES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 
 
 class TokenizerConfig(NamedTuple):
@@ -27,7 +36,8 @@ class TokenizerConfig(NamedTuple):
         tokens: contents of special tokens by role, such as {"eos_token": "<|im_end|>"}; a role may be missing.
         template: the chat template for chats without tools, or None.
         named: further chat templates by name; a chat with tools takes "tool_use".
-        stops: ids that end a text, by generation_config.json or, if that names none, by config.json.
+        stops: ids that end a text, by generation_config.json or, if that names none, by
+            config.json.
     """
 
     tokens: dict[str, str] = {}  # noqa: RUF012 (never written to)
@@ -48,8 +58,14 @@ class TokenizerConfig(NamedTuple):
         return self._replace(template=self.template.on(day), named=named)
 
     def files(self) -> dict[str, str]:
-        """Return {name: content} of the files from which transformers reads these settings, without empty files."""
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **self.tokens}
+        """Return {name: content} of the files from which transformers reads these settings, without
+        empty files.
+        """
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            **self.tokens,
+        }
         written = {CONFIG: _as_json(config)} if self.tokens else {}
         if self.template is not None:
             written[FILE] = self.template.source
@@ -60,24 +76,32 @@ class TokenizerConfig(NamedTuple):
 
     def named_files(self) -> dict[str, str]:
         """Return {path in the folder: content} of the named chat templates."""
-        return {f"{NAMED_FOLDER}/{name}.jinja": template.source for name, template in sorted(self.named.items())}
+        return {
+            f"{NAMED_FOLDER}/{name}.jinja": template.source
+            for name, template in sorted(self.named.items())
+        }
 
     @property
     def digests(self) -> dict[str, str]:
         """Return the hex sha256 of each of `files` by its name."""
-        return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in self.files().items()}
+        return {
+            name: hashlib.sha256(text.encode()).hexdigest() for name, text in self.files().items()
+        }
 
 
 def read(folder: Path) -> TokenizerConfig:
     """Read the files that exist in a folder.
 
     Raises:
-        InputRefused: a file cannot be read, or holds another type where a token, an id or a template is expected.
+        InputRefused: a file cannot be read, or holds another type where a token, an id or a
+            template is expected.
     """
     config = _read(folder, CONFIG)
     tokens = _tokens(config, folder / CONFIG)
     sources = read_sources(folder, config)
-    templates = {name: ChatTemplate(source, str(folder), tokens) for name, source in sources.items()}
+    templates = {
+        name: ChatTemplate(source, str(folder), tokens) for name, source in sources.items()
+    }
     template = templates.pop(DEFAULT, None)
     return TokenizerConfig(tokens, template, _stops(folder), templates)
 
@@ -111,7 +135,9 @@ def _stops(folder: Path) -> tuple[int, ...]:
 
 def _ids(stored: object, path: Path) -> tuple[int, ...]:
     stops: Sequence[object] = stored if isinstance(stored, list) else [stored]
-    ids = [stop for stop in stops if isinstance(stop, int) and not isinstance(stop, bool) and stop >= 0]
+    ids = [
+        stop for stop in stops if isinstance(stop, int) and not isinstance(stop, bool) and stop >= 0
+    ]
     if len(ids) < len(stops) or len(ids) > MAX_STOPS:
         raise InputRefused(
             f"{path}: eos_token_id is {str(stored)[:60]}: expected a token id or a list of at most {MAX_STOPS}"

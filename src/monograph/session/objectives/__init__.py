@@ -1,4 +1,6 @@
-"""Holds the ways to learn, a file for each: texts, preferences, rewards, and teachers, which add to texts."""
+"""Holds the ways to learn, a file for each: texts, preferences, rewards, and teachers, which add to
+texts.
+"""
 
 from monograph.config import Settings
 from monograph.errors import UsageError
@@ -16,7 +18,9 @@ OBJECTIVES: tuple[Objective, ...] = (Rewards(), Preferences(), Texts())
 
 
 def chosen_in(settings: Settings) -> list[Objective]:
-    """Return the objectives that the settings choose; the first counts, and more than one key is an error."""
+    """Return the objectives that the settings choose; the first counts, and more than one key is an
+    error.
+    """
     return [objective for objective in OBJECTIVES if objective.is_chosen(settings)]
 
 
@@ -47,14 +51,19 @@ def open_task(run: Run, plan: Plan, progress: Progress, ranks: int = 1) -> Task:
 
 
 def opened(settings: Settings, length: int) -> Opened:
-    """Return the objective that the settings choose, with its own keys decided; see `Objective.opened`.
+    """Return the objective that the settings choose, with its own keys decided; see
+    `Objective.opened`.
 
     Raises:
         UsageError: keys of another objective are given.
     """
     chosen = objective_of(settings)
     for key in settings.pinned():
-        others = (other for other in OBJECTIVES if other is not chosen and other.section == key.partition(".")[0])
+        others = (
+            other
+            for other in OBJECTIVES
+            if other is not chosen and other.section == key.partition(".")[0]
+        )
         for objective in others:
             raise UsageError(objective.unused(settings.origins[key], key, settings.as_written(key)))
     return chosen.opened(settings, length)

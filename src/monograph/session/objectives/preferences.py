@@ -1,7 +1,7 @@
 """Learn from preferences: pairs of answers, or single answers that are labelled good or bad.
 
-Most losses compare with a reference, the weights that the run begins from: the log-probabilities of all answers under
-them are computed once, before the first update, by the step's own evaluation.
+Most losses compare with a reference, the weights that the run begins from: the log-probabilities of
+all answers under them are computed once, before the first update, by the step's own evaluation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,9 +32,12 @@ from monograph.session.reference import read_reference, write_reference
 
 
 def with_records(settings: Settings) -> Settings:
-    """Return the settings with prefer.loss decided: as given, or the usual loss if the records are judged answers."""
+    """Return the settings with prefer.loss decided: as given, or the usual loss if the records are
+    judged answers.
+    """
     given = settings.values()
-    if any(given[key] is not None for key in ("data.text_key", "prefer.loss", "rl.reward")):  # they ask for a kind
+    # They ask for a kind.
+    if any(given[key] is not None for key in ("data.text_key", "prefer.loss", "rl.reward")):
         return settings
     asked = Asked.of(None, given["data.ignore_keys"])
     usual = loss_for(given["data.source"], asked, given["data.bad_records"] == "skip")
@@ -43,7 +46,10 @@ def with_records(settings: Settings) -> Settings:
 
 def are_alike(one: str | None, other: str | None) -> bool:
     """Return whether both losses learn from records of the same kind, pairs or labelled answers."""
-    return None not in (one, other) and len({preference(loss).labelled for loss in (one, other) if loss}) == 1
+    return (
+        None not in (one, other)
+        and len({preference(loss).labelled for loss in (one, other) if loss}) == 1
+    )
 
 
 def preference_of(settings: Settings) -> Preference:
@@ -91,9 +97,14 @@ class Preferences(Objective):
         return f"{origin}: {key} = {written} is of preferences: give prefer.loss, too, such as dpo"
 
     def opened(self, settings: Settings, length: int) -> Opened:
-        """Return this objective with the loss that the settings name, and the parameters that the loss has."""
+        """Return this objective with the loss that the settings name, and the parameters that the
+        loss has.
+        """
         chosen = preference_of(settings)
-        return Opened(Preferences(chosen), {f"prefer.{name}": value for name, value in chosen.parameters.items()})
+        return Opened(
+            Preferences(chosen),
+            {f"prefer.{name}": value for name, value in chosen.parameters.items()},
+        )
 
     def judged(self, plan: Plan) -> Judged:
         """Return that answers stand in rows."""
@@ -139,7 +150,9 @@ class PreferenceTask(RowsTask):
             )
         train, held = self.data.train, self.data.held_out
         assert isinstance(train, PairRows) and isinstance(held, PairRows)
-        loss = PreferenceLoss(self.preference, train.answers + held.answers, max(train.most, held.most))
+        loss = PreferenceLoss(
+            self.preference, train.answers + held.answers, max(train.most, held.most)
+        )
         loss.labels[1:] = torch.from_numpy(np.concatenate([train.labels, held.labels]))
         return loss
 
@@ -168,7 +181,8 @@ class PreferenceTask(RowsTask):
         with progress.stage("reference", "log-probabilities under the initial weights") as stage:
             sides = self.data.train, self.data.held_out
             loss.remember(sides, self.engine.evaluate, rows_per_window, stage.report)
-            loss.reference.copy_(self.world.sum(loss.reference))  # each answer is scored by one rank
+            # Each answer is scored by one rank.
+            loss.reference.copy_(self.world.sum(loss.reference))
             stage.result = f"of {counted(len(loss.reference) - 1, 'answer')}"
         write_reference(self.run, self.data.fingerprint, tensors, self.world)
 
@@ -191,7 +205,9 @@ class PreferenceTask(RowsTask):
         compared = self._loss.taken(self.world.gathered)
         figures = {"eval_loss": found.loss, "eval_bits_per_byte": found.bits_per_byte}
         figures |= {f"eval_{name}": compared[name] for name in ("accuracy", "margin")}
-        return HeldOutScore(self.answer_tokens, {**figures, "eval_rows": rows}, compared["accuracy"], found)
+        return HeldOutScore(
+            self.answer_tokens, {**figures, "eval_rows": rows}, compared["accuracy"], found
+        )
 
     def summary(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return how well answers were told apart in the end."""
@@ -199,12 +215,17 @@ class PreferenceTask(RowsTask):
         compared = [row for row in rows if "accuracy" in row]
         if not compared:
             return labelled
-        held: Mapping[str, Any] = next((row for row in reversed(rows) if "eval_accuracy" in row), {})
+        held: Mapping[str, Any] = next(
+            (row for row in reversed(rows) if "eval_accuracy" in row), {}
+        )
         last = {key: compared[-1][key] for key in ("tokens", "accuracy", "margin")}
         return {**last, "eval_accuracy": held.get("eval_accuracy"), **labelled}
 
     def standing(
-        self, rows: Sequence[Mapping[str, Any]], held_out: Evaluation | None, yardsticks: Mapping[str, float]
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        held_out: Evaluation | None,
+        yardsticks: Mapping[str, float],
     ) -> str:
         """Return how well held-out answers are told apart."""
         if not held_out:

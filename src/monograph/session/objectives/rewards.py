@@ -1,4 +1,6 @@
-"""Learn from rewards: prompts in place of text, answers that are drawn from the weights in training, their rewards."""
+"""Learn from rewards: prompts in place of text, answers that are drawn from the weights in
+training, their rewards.
+"""
 
 import hashlib
 import itertools
@@ -31,14 +33,29 @@ from monograph.rl.form import AnswerForm
 from monograph.rl.loss import Kl, PolicyLoss, penalty
 from monograph.rl.prompts import Prompts, read_prompts
 from monograph.rl.rewards import Reward, Taught, form_named, reward_of
-from monograph.rl.rollouts import MOST_PROMPTS, MOST_ROWS, Drawer, Rollouts, Sharing, decoded_rows, slots_of
+from monograph.rl.rollouts import (
+    MOST_PROMPTS,
+    MOST_ROWS,
+    Drawer,
+    Rollouts,
+    Sharing,
+    decoded_rows,
+    slots_of,
+)
 from monograph.run.folder import Run
 from monograph.run.models import load_with_tokenizer
 from monograph.run.progress import Progress
 from monograph.run.recipe import digest, run_named, shape_in
 from monograph.run.trust import is_all_trusted
 from monograph.session.choices import FP8, OF_CODE, STREAMED, Condition
-from monograph.session.objective import HeldOutScore, Objective, Opened, Task, Windows, held_out_said
+from monograph.session.objective import (
+    HeldOutScore,
+    Objective,
+    Opened,
+    Task,
+    Windows,
+    held_out_said,
+)
 from monograph.session.opening import Opening, opening_of_prompt
 from monograph.session.plan import FP32_BYTES, Plan, is_sharded, sharing
 from monograph.session.reference import read_reference, write_reference
@@ -46,7 +63,8 @@ from monograph.storage.cache_dir import calibration_file
 from monograph.storage.reading import without_links
 
 TEACHER = "teacher"
-TAUGHT_AS = "dapo"  # whose ratios a teacher's scores get, and whose denominator, the tokens of all answers
+# Whose ratios a teacher's scores get, and whose denominator, the tokens of all answers.
+TAUGHT_AS = "dapo"
 USUAL: dict[str, Any] = {
     "rl.advantage": "dr_grpo",
     "rl.prompts": 16,
@@ -77,13 +95,15 @@ class Rewards(Objective):
     Attributes:
         reward: the reward; regex, schema and teacher: what it needs, if anything.
         vouched: the digest of each Python file that may run, by the value that names it.
-        answer_form: what all answers match, a regular expression or the file of a schema; None each: they have any
-            form.
-        prompts: prompts of an update; group: answers to each; draws: draws of an update; updates: updates of a draw.
+        answer_form: what all answers match, a regular expression or the file of a schema; None
+            each: they have any form.
+        prompts: prompts of an update; group: answers to each; draws: draws of an update; updates:
+            updates of a draw.
         max_new_tokens: the most tokens of an answer; temperature: at which they are drawn.
         advantage: the advantage; None for a teacher's.
         kl: the term beside the reward; None without one.
-        masks_truncated: whether answers that are cut off are left out; truncation_penalty: what they lose else.
+        masks_truncated: whether answers that are cut off are left out; truncation_penalty: what
+            they lose else.
     """
 
     key = "rl.reward"
@@ -103,7 +123,8 @@ class Rewards(Objective):
     )
     is_own_length = True
     answers_on_device = True
-    finds_spikes = False  # gradients are 0 until some group differs, so the first that teaches would be taken for one
+    # Gradients are 0 until some group differs, so the first that teaches would be taken for one.
+    finds_spikes = False
 
     reward: str = ""
     regex: str | None = None
@@ -128,21 +149,27 @@ class Rewards(Objective):
 
     def unused(self, origin: str, key: str, written: str) -> str:
         """Return the refusal of another key of [rl] without a reward; see `Objective.unused`."""
-        return f"{origin}: {key} is of answers that are rewarded: give rl.reward, too, such as exact"
+        return (
+            f"{origin}: {key} is of answers that are rewarded: give rl.reward, too, such as exact"
+        )
 
     def require_keys(self, settings: Settings) -> None:
         """Refuse values of [rl] that do not go together; see `Objective.require_keys`."""
         _require_parameters(settings)
         rl = settings.rl
         if rl.truncated == "mask" and rl.truncation_penalty:
-            raise UsageError("rl.truncation_penalty lowers the reward of answers that rl.truncated = mask leaves out")
+            raise UsageError(
+                "rl.truncation_penalty lowers the reward of answers that rl.truncated = mask leaves out"
+            )
         penalty(rl.kl, rl.kl_coef, rl.entropy_coef, rl.advantage or USUAL["rl.advantage"], "rl.")
 
     def opened(self, settings: Settings, length: int) -> Opened:
-        """Return how answers are drawn and weighed, and values for all [rl] keys and for the tokens of an update.
+        """Return how answers are drawn and weighed, and values for all [rl] keys and for the tokens
+        of an update.
 
         Raises:
-            UsageError: keys are given that a teacher leaves without a meaning, or an answer has no room in a row.
+            UsageError: keys are given that a teacher leaves without a meaning, or an answer has no
+                room in a row.
         """
         rl = settings.rl
         given = settings.pinned()
@@ -162,7 +189,9 @@ class Rewards(Objective):
             worth = "a teacher says what each token is worth"
             useless = [key for key in _NOT_OF_TEACHERS if given.get(key, "none") != "none"]
             if useless:
-                raise UsageError(f"{settings.origins[useless[0]]}: {useless[0]}: {worth}: leave it out")
+                raise UsageError(
+                    f"{settings.origins[useless[0]]}: {useless[0]}: {worth}: leave it out"
+                )
             del values["rl.advantage"]
         if rl.teacher is not None:
             run = run_named(rl.teacher)  # record its path: `last` will soon name the new run
@@ -191,7 +220,9 @@ class Rewards(Objective):
             max_new_tokens=values["rl.max_new_tokens"],
             temperature=values["rl.temperature"],
             advantage=values.get("rl.advantage"),
-            kl=penalty(values["rl.kl"], rl.kl_coef, rl.entropy_coef, values.get("rl.advantage"), "rl."),
+            kl=penalty(
+                values["rl.kl"], rl.kl_coef, rl.entropy_coef, values.get("rl.advantage"), "rl."
+            ),
             masks_truncated=rl.truncated == "mask",
             truncation_penalty=rl.truncation_penalty or 0.0,
         )
@@ -206,8 +237,8 @@ class Rewards(Objective):
     ) -> dict[str, int]:
         """Return the bytes of answers, reference and teacher; see `Objective.bytes_beside`.
 
-        Keys and values take no more than half of the device's free memory (`Drawer`). Without `slots`, a prompt and
-        its answer may fill a row.
+        Keys and values take no more than half of the device's free memory (`Drawer`). Without
+        `slots`, a prompt and its answer may fill a row.
         """
         options = options_of(plan)
         training = plan.training
@@ -220,11 +251,15 @@ class Rewards(Objective):
         answers = rows * KVCache.bytes_per_row(config, slots, dtype, block_of(slots))
         beside = {"answers": min(answers, machine.free_memory_bytes // 2)}
         if is_sharded(plan.parallel):
-            beside["whole weights"] = copied_bytes(config, lora, training.precision, plan.gather_dtype == "bf16")
+            beside["whole weights"] = copied_bytes(
+                config, lora, training.precision, plan.gather_dtype == "bf16"
+            )
         if options.kl and options.kl.needs_reference:
             width = FP32_BYTES if training.optim.master_weights else 2
             # The weights that are trained wait in a second copy while the reference scores.
-            numbers = trained_numbers(config, lora, training.precision) // sharing(plan.parallel, ranks)
+            numbers = trained_numbers(config, lora, training.precision) // sharing(
+                plan.parallel, ranks
+            )
             beside["reference"] = 2 * width * numbers
         teacher = asked_of(plan).teacher
         shape = shape_in(teacher) if teacher else None
@@ -233,7 +268,9 @@ class Rewards(Objective):
         return beside
 
     def largest_window(self, plan: Plan, config: LlamaConfig, slots: int) -> tuple[int, int]:
-        """Return the rows of answers that are all as long as they may be; see `Objective.largest_window`."""
+        """Return the rows of answers that are all as long as they may be; see
+        `Objective.largest_window`.
+        """
         options = options_of(plan)
         answers = options.prompts * options.group
         if options.exact:
@@ -250,7 +287,9 @@ class Rewards(Objective):
         return (ratio or 1.0) * drawing_time(plan, config, machine), ratio is not None
 
     def open(self, plan: Plan, progress: Progress) -> "RewardTask":
-        """Read the run's prompts, and print how many there are; open the reward, which the task closes."""
+        """Read the run's prompts, and print how many there are; open the reward, which the task
+        closes.
+        """
         reward = reward_of(self.reward, self.vouched, regex=self.regex, schema=self.schema)
         reward.unconfined = is_all_trusted()
         try:
@@ -274,14 +313,19 @@ def _prompts(plan: Plan, reward: Reward, progress: Progress) -> Prompts:
         prompts = read_prompts(reading, room=room, reward=reward, progress=stage.report)
         asked = counted(len(prompts.train), "chat" if prompts.chats else "prompt")
         held = held_out_said(len(prompts.held_out), reading["held_out"])
-        skipped = f", {counted(sum(prompts.skipped.values()), 'bad record')} skipped" if prompts.skipped else ""
+        skipped = (
+            f", {counted(sum(prompts.skipped.values()), 'bad record')} skipped"
+            if prompts.skipped
+            else ""
+        )
         stage.result = f"{asked} of up to {counted(prompts.longest, 'token')}, {held}{skipped}"
     for line in prompts.notes:
         progress.line("note", line)
     if isinstance(reward, Taught) and objective.teacher is not None:
         with progress.stage("teacher", objective.teacher):
             reward.teacher = _teacher(objective.teacher, prompts, options)
-    # Another program, schema or teacher would give other rewards to the same answers, so a run belongs to this one.
+    # Another program, schema or teacher would give other rewards to the same answers, so a run
+    # belongs to this one.
     decisive = prompts.fingerprint + reward.digest
     decisive += digest(reward.teacher) if reward.teacher else ""
     form = form_named(*objective.answer_form)
@@ -301,7 +345,9 @@ def _require_parameters(settings: Settings) -> None:
         if rl.reward == reward and not given:
             raise UsageError(f"{settings.said('rl.reward')} needs rl.{name}: give it, too")
         if given and rl.reward != reward:
-            raise UsageError(f"{settings.said(f'rl.{name}')} is of rl.reward = {reward}, not {rl.reward}: leave it out")
+            raise UsageError(
+                f"{settings.said(f'rl.{name}')} is of rl.reward = {reward}, not {rl.reward}: leave it out"
+            )
 
 
 def _teacher(name: str, prompts: Prompts, options: Options) -> Llama:
@@ -312,7 +358,9 @@ def _teacher(name: str, prompts: Prompts, options: Options) -> Llama:
     """
     model, tokenizer = load_with_tokenizer(name)
     if tokenizer.hash != prompts.tokenizer.hash:
-        raise InputRefused(f"rl.teacher = {name}: its tokenizer is not the model's: answers have other tokens")
+        raise InputRefused(
+            f"rl.teacher = {name}: its tokenizer is not the model's: answers have other tokens"
+        )
     if model.config.max_position_embeddings < options.length:
         few = f"it has {model.config.max_position_embeddings} positions, fewer than data.sequence_length"
         raise InputRefused(f"rl.teacher = {name}: {few} = {options.length}")
@@ -354,7 +402,9 @@ def _compute_as(options: Options, model: Llama) -> None:
         model.use_attention("cached")
 
 
-def drawing_time(plan: Plan, config: LlamaConfig, machine: Device, prompt: int = 0, tokens: int = 0) -> float:
+def drawing_time(
+    plan: Plan, config: LlamaConfig, machine: Device, prompt: int = 0, tokens: int = 0
+) -> float:
     """Return the seconds of drawing an update's answers once, by a closed form alone.
 
     Args:
@@ -375,11 +425,15 @@ def drawing_time(plan: Plan, config: LlamaConfig, machine: Device, prompt: int =
         number_bytes,
         training.compile != "none",
     )
-    return drawing_s(config, drawing, machine, peak_flops(machine, (training.precision,))[training.precision])
+    return drawing_s(
+        config, drawing, machine, peak_flops(machine, (training.precision,))[training.precision]
+    )
 
 
 def drawing_kind(plan: Plan) -> str:
-    """Return the key of `Calibration` for how long drawing takes: adapters, and their base's bits, cost each step."""
+    """Return the key of `Calibration` for how long drawing takes: adapters, and their base's bits,
+    cost each step.
+    """
     lora = plan.training.lora
     return f"drawing, {plan.training.precision}, {f'adapters on {lora.base}' if lora else 'whole'}"
 
@@ -407,17 +461,26 @@ class RewardTask(Task):
         """Return the loss, and let the model compute as drawing asks of it.
 
         Raises:
-            InputRefused: the module cannot continue a text, or answers cannot have the form that the settings describe.
+            InputRefused: the module cannot continue a text, or answers cannot have the form that
+                the settings describe.
         """
         if not isinstance(model, Llama):
             name = type(model).__name__
-            raise InputRefused(f"model.init = {plan.recipe.init}: rl.reward needs a language model, not a {name}")
+            raise InputRefused(
+                f"model.init = {plan.recipe.init}: rl.reward needs a language model, not a {name}"
+            )
         options = options_of(plan)
         _compute_as(options, model)
         ratio = ratio_of(options.advantage, options.updates)
         described = form_named(*asked_of(plan).answer_form)
-        form = AnswerForm(described, self.data, self.data.ends(model.config), default_device()) if described else None
-        return PolicyLoss(options.temperature, ratio, options.kl, options.advantage, options.updates, form)
+        form = (
+            AnswerForm(described, self.data, self.data.ends(model.config), default_device())
+            if described
+            else None
+        )
+        return PolicyLoss(
+            options.temperature, ratio, options.kl, options.advantage, options.updates, form
+        )
 
     def slots(self, plan: Plan) -> int:
         """Return the most tokens of a prompt and its answer."""
@@ -438,7 +501,9 @@ class RewardTask(Task):
         super().begin(run, engine, world, plan)
         sharing = Sharing(world.size, world.shared, world.once)
         options = options_of(plan())
-        self.drawer = Drawer(engine, self.data, self.reward, options, lambda: plan().updates, sharing)
+        self.drawer = Drawer(
+            engine, self.data, self.reward, options, lambda: plan().updates, sharing
+        )
 
     def windows(self, position: int, seed: int | None, skip: Sequence[Sequence[int]]) -> Rollouts:
         """Return the windows of answers to the prompts from a position on."""
@@ -484,7 +549,9 @@ class RewardTask(Task):
         return self.drawer.held
 
     def remember(self) -> None:
-        """Store how long drawing took beside its closed form, if one process drew once for each update."""
+        """Store how long drawing took beside its closed form, if one process drew once for each
+        update.
+        """
         if self.drawer.options.draws > 1 or not self.world.alone:
             return
         plan = self.plan()
@@ -492,10 +559,13 @@ class RewardTask(Task):
         config = self.drawer.model.config
         rows = [row for row in self.run.rows() if "longest" in row][-CALIBRATING:]
         ratios = [
-            row["drawn_s"] / drawing_time(plan, config, machine, self.data.longest, row["longest"]) for row in rows
+            row["drawn_s"] / drawing_time(plan, config, machine, self.data.longest, row["longest"])
+            for row in rows
         ]
         if ratios:
-            Calibration(calibration_file()).note_ratio(machine, drawing_kind(plan), statistics.median(ratios))
+            Calibration(calibration_file()).note_ratio(
+                machine, drawing_kind(plan), statistics.median(ratios)
+            )
 
     @property
     def described(self) -> str:
@@ -531,7 +601,11 @@ class RewardTask(Task):
         if not self._needs_reference:
             del figures["kl"]
         if not windows.is_fresh:  # the answers are those of an update before
-            return {"ratio": figures["ratio"], "clipped": figures["clipped"], "tokens": self.answer_tokens}
+            return {
+                "ratio": figures["ratio"],
+                "clipped": figures["clipped"],
+                "tokens": self.answer_tokens,
+            }
         self.answer_tokens += int(windows.numbers["drawn_tokens"])
         return {**windows.numbers, "tokens": self.answer_tokens, **figures}
 
@@ -576,7 +650,10 @@ class RewardTask(Task):
             "tokens": drawn[-1]["tokens"],
             "reward_first": statistics.fmean(row["reward"] for row in drawn[:tenth]),
             "pass_at_1": None,
-            **{name: statistics.fmean(row[name] for row in last if name in row) for name in ("reward", *parts)},
+            **{
+                name: statistics.fmean(row[name] for row in last if name in row)
+                for name in ("reward", *parts)
+            },
             "eval_reward": held.get("eval_reward"),
             "eval_pass_at_1": held.get("eval_pass_at_1"),
             "drawn_minus_scored_max": max(row["drawn_minus_scored_max"] for row in drawn),
@@ -593,11 +670,20 @@ class RewardTask(Task):
         )
 
     def standing(
-        self, rows: Sequence[Mapping[str, Any]], held_out: Evaluation | None, yardsticks: Mapping[str, float]
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        held_out: Evaluation | None,
+        yardsticks: Mapping[str, float],
     ) -> str:
         """Return the reward at the end and at the start, and how far log-probabilities are apart."""
         end = self.summary(rows)
         held = f", held-out {end['eval_reward']:.3f}" if end["eval_reward"] is not None else ""
         apart = end["drawn_minus_scored_max"]
-        scored = f"; log-probabilities drawn and scored differ by up to {apart:.1g} nats" if apart else ""
-        return f"   reward {end['reward']:.3f} ({end['reward_first']:.3f} at the start){held}{scored}"
+        scored = (
+            f"; log-probabilities drawn and scored differ by up to {apart:.1g} nats"
+            if apart
+            else ""
+        )
+        return (
+            f"   reward {end['reward']:.3f} ({end['reward_first']:.3f} at the start){held}{scored}"
+        )

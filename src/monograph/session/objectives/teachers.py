@@ -1,4 +1,5 @@
-"""Learn from texts and from the members of a sweep: record these teachers, and open them again for the loss.
+"""Learn from texts and from the members of a sweep: record these teachers, and open them again for
+the loss.
 
 No key chooses them: a run whose folder has teachers.json has teachers, whatever its settings are.
 """
@@ -38,7 +39,9 @@ class _Teacher(Strict):
 
 
 class TeacherRecord(Strict):
-    """The entries of teachers.json: the targets' share, and each teacher's folder, from the sweep's, and weights."""
+    """The entries of teachers.json: the targets' share, and each teacher's folder, from the
+    sweep's, and weights.
+    """
 
     share: Annotated[FiniteFloat, Field(ge=0, le=1)]
     teachers: Annotated[list[_Teacher], Field(min_length=1)]
@@ -77,7 +80,9 @@ def taught(task: Task, run: Run, ranks: int) -> Task:
         return task
     if not isinstance(task, TextTask):
         without = _WITHOUT[3:].format(shell_words(run.folder))
-        raise UsageError(f"{run.folder} has a sweep's members as teachers, and they teach texts alone: {without}")
+        raise UsageError(
+            f"{run.folder} has a sweep's members as teachers, and they teach texts alone: {without}"
+        )
     return TaughtTask(task.data, run, content, ranks)
 
 
@@ -87,7 +92,9 @@ class TaughtTask(TextTask):
     is_foreseen = False
 
     def __init__(self, data: Corpus, run: Run, content: bytes, ranks: int):
-        """Take the text, the run's folder, the content of its teachers.json, and the number of processes."""
+        """Take the text, the run's folder, the content of its teachers.json, and the number of
+        processes.
+        """
         super().__init__(data)
         self.folder = run
         self.content = content
@@ -102,15 +109,21 @@ class TaughtTask(TextTask):
         """Return the loss with the teachers, which are loaded onto the device.
 
         Raises:
-            InputRefused: teachers.json is damaged, or a teacher is missing, changed or does not fit the model.
+            InputRefused: teachers.json is damaged, or a teacher is missing, changed or does not fit
+                the model.
             UsageError: the run is streamed, has adapters or is trained by several processes.
         """
         run = self.folder
         if plan.memory == "stream" or plan.recipe.lora or self.ranks > 1 or plan.parallel != "none":
             without = "train.memory = stream, train.parallel and lora.rank"
-            raise UsageError(f"{run.folder} learns from a sweep's members, on one device: leave out {without}")
+            raise UsageError(
+                f"{run.folder} learns from a sweep's members, on one device: leave out {without}"
+            )
         record = recorded_teachers(run, self.content)
-        return MixtureLoss([self._loaded(each, model).to(default_device()) for each in record.teachers], record.share)
+        return MixtureLoss(
+            [self._loaded(each, model).to(default_device()) for each in record.teachers],
+            record.share,
+        )
 
     def _loaded(self, recorded: _Teacher, model: nn.Module) -> Llama:
         run = self.folder
@@ -119,12 +132,22 @@ class TaughtTask(TextTask):
         try:
             loaded, tokenizer, _ = load_run(teacher)
         except (InputRefused, NoValidCheckpoint) as error:
-            raise InputRefused(f"{teacher.named}, a teacher of {run.folder}: {error}; put it back, {without}") from None
+            raise InputRefused(
+                f"{teacher.named}, a teacher of {run.folder}: {error}; put it back, {without}"
+            ) from None
         if digest(loaded) != recorded.sha256:
-            raise InputRefused(f"{teacher.named}, a teacher of {run.folder}, has changed: put it back, {without}")
+            raise InputRefused(
+                f"{teacher.named}, a teacher of {run.folder}, has changed: put it back, {without}"
+            )
         sizes = {both.config.vocab_size for both in (loaded, model) if isinstance(both, Llama)}
-        if tokenizer.hash != self.data.tokenizer.hash or not isinstance(model, Llama) or len(sizes) > 1:
-            raise InputRefused(f"{teacher.named}: a teacher of other tokens than {run.folder} has: {without[3:]}")
+        if (
+            tokenizer.hash != self.data.tokenizer.hash
+            or not isinstance(model, Llama)
+            or len(sizes) > 1
+        ):
+            raise InputRefused(
+                f"{teacher.named}: a teacher of other tokens than {run.folder} has: {without[3:]}"
+            )
         return loaded
 
 

@@ -48,13 +48,19 @@ def open_corpus(reading: Mapping[str, Any], progress: Progress) -> Corpus:
     for line in data.notes:
         progress.line("note", line)
     if stats.conversations:
-        progress.line("records" if data.tokenizer.config.template is None else "chats", _conversations(data))
+        progress.line(
+            "records" if data.tokenizer.config.template is None else "chats", _conversations(data)
+        )
         return data
     progress.line(
         "tokens",
         f"{count(stats.tokens)} tokens, vocabulary {data.vocab_size:,}, {stats.bytes_per_token:.2f} bytes/token, "
         f"rows {stats.packed_share:.1%} full; "
-        + (f"held out: {counted(held, 'document')}, {megabytes(stats.held_out_bytes)}" if held else "nothing held out"),
+        + (
+            f"held out: {counted(held, 'document')}, {megabytes(stats.held_out_bytes)}"
+            if held
+            else "nothing held out"
+        ),
     )
     return data
 
@@ -62,13 +68,18 @@ def open_corpus(reading: Mapping[str, Any], progress: Progress) -> Corpus:
 def _conversations(data: Corpus) -> str:
     stats, held = data.stats, data.held_out
     in_all = count(data.train.inputs)
-    # If a template writes earlier turns differently once more follow, each answer has its own sequence.
+    # If a template writes earlier turns differently once more follow, each answer has its own
+    # sequence.
     sequences = data.train.documents
     rows = f" in {counted(sequences, 'sequence')}" if sequences > stats.conversations else ""
     return (
         f"{counted(stats.conversations, data.record_noun)}{rows}, {count(stats.tokens)} of {in_all} tokens trained "
         f"({stats.trained_share:.1%}), rows {stats.packed_share:.1%} full; "
-        + (f"held out: {counted(held.conversations, data.record_noun)}" if held.conversations else "nothing held out")
+        + (
+            f"held out: {counted(held.conversations, data.record_noun)}"
+            if held.conversations
+            else "nothing held out"
+        )
     )
 
 
@@ -91,13 +102,19 @@ class RowsTask(Task):
         plan = self.plan()
         pin = self.engine.step.device.type == "cuda"
         seed = plan.seed if seed is None else seed
-        return self.data.batches(plan.training.tokens_per_update, seed, position, plan.epochs, pin, skip)
+        return self.data.batches(
+            plan.training.tokens_per_update, seed, position, plan.epochs, pin, skip
+        )
 
     @property
     def described(self) -> str:
         """Return the source of the text, and how large it is."""
         stats = self.data.stats
-        parts = [counted(stats.files, "file"), megabytes(stats.bytes), f"{count(stats.tokens)} tokens"]
+        parts = [
+            counted(stats.files, "file"),
+            megabytes(stats.bytes),
+            f"{count(stats.tokens)} tokens",
+        ]
         if stats.conversations:
             parts.append(counted(stats.conversations, "conversation"))
         return f"{self.data.name}: {', '.join(parts)}"
@@ -125,7 +142,9 @@ class RowsTask(Task):
 
     @property
     def scores_untrained(self) -> bool:
-        """Return whether answers are scored, of which a model that was trained before knows something."""
+        """Return whether answers are scored, of which a model that was trained before knows
+        something.
+        """
         return bool(self.data.stats.conversations)
 
     def scored(self, rows_per_window: int, limit: int | None) -> tuple[Evaluation, int] | None:
@@ -133,7 +152,8 @@ class RowsTask(Task):
         rows = self.data.held_out
         if len(rows) == 0:
             return None
-        # The engine cuts these batches into micro-batches, for all of which a streamed model crosses the link once.
+        # The engine cuts these batches into micro-batches, for all of which a streamed model
+        # crosses the link once.
         found = evaluate(self.engine, rows, batch_rows=rows_per_window, limit=limit)
         return found, min(limit or len(rows), len(rows))
 
@@ -164,17 +184,28 @@ class TextTask(RowsTask):
         if scored is None:
             return None
         found, rows = scored
-        figures = {"eval_loss": found.loss, "eval_bits_per_byte": found.bits_per_byte, "eval_rows": rows}
+        figures = {
+            "eval_loss": found.loss,
+            "eval_bits_per_byte": found.bits_per_byte,
+            "eval_rows": rows,
+        }
         return HeldOutScore(int(self.engine.step.tokens), figures, found.bits_per_byte, found)
 
     def standing(
-        self, rows: Sequence[Mapping[str, Any]], held_out: Evaluation | None, yardsticks: Mapping[str, float]
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        held_out: Evaluation | None,
+        yardsticks: Mapping[str, float],
     ) -> str:
-        """Return the held-out loss, beside that of the yardsticks or of the weights that the run began from."""
+        """Return the held-out loss, beside that of the yardsticks or of the weights that the run
+        began from.
+        """
         if not held_out:
             return ""
         if self.data.stats.conversations:
-            before = [row["eval_loss"] for row in rows if row.get("eval_loss") and not row["update"]]
+            before = [
+                row["eval_loss"] for row in rows if row.get("eval_loss") and not row["update"]
+            ]
             compared = f" ({before[0]:.3f} before)" if before else ""
             return f"   held-out answers {held_out.loss:.3f} nats/token{compared}"
         bits = held_out.bits_per_byte
@@ -183,7 +214,9 @@ class TextTask(RowsTask):
         ranked = sorted(yardsticks.items(), key=lambda item: -item[1])
         below = [f"{name} {value:.2f}" for name, value in ranked if bits < value]
         above = [f"{name} {value:.2f}" for name, value in ranked if bits >= value]
-        text = f"   held-out {bits:.2f} bits/byte" + (" of averaged weights" if self.plan().averaged else "")
+        text = f"   held-out {bits:.2f} bits/byte" + (
+            " of averaged weights" if self.plan().averaged else ""
+        )
         text += f"   below {', '.join(below)}" if below else ""
         return text + (f"; next: {above[0]} (train longer: --minutes)" if above else "")
 
