@@ -2,10 +2,9 @@
 16, 8 and 4 bits.
 
 Each way is predicted for a GPU (`predict.footprint`: a trace, nothing is computed). Then the ways
-    that fit this machine
-are run: on a CPU the 1B shape on shorter rows, measured by the allocator's own events and compared
-with the prediction for these rows; on a GPU the predicted shape itself. bf16, micro-batches of one
-row, a graph for each block.
+that fit this machine are run: on a CPU the 1B shape on shorter rows, measured by the allocator's
+own events and compared with the prediction for these rows; on a GPU the predicted shape itself.
+bf16, micro-batches of one row, a graph for each block.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Rows are packed: Monograph keeps their documents apart, transformers, eager and 
 row for one document (it has no other way without a GPU's kernels, and so its states leak from
 document to document). On rows of one document each the first losses must agree. A ratio above 1
 says how many times as many updates Monograph makes. Goal: 1.5 times as many as transformers
-    compiled.
+compiled.
 """
 
 from __future__ import annotations

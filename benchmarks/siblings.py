@@ -4,7 +4,7 @@ or layer by layer.
 The same two-layer Llama at several widths, eager and captured, its forward pass and its whole
 update; both ways take turns in one process. A ratio below 1 means that fused is faster. There is no
 goal: it is kept if it pays. `kept` says whether fused won so many of these rounds that a fair coin
-    would do so less than once in twenty times (sign test).
+would do so less than once in twenty times (sign test).
 """
 
 from __future__ import annotations

@@ -41,9 +41,8 @@ def vertex(lrs: Sequence[float], losses: Sequence[float]) -> Vertex:
         x = (x- + x0) / 2 + (x+ - x-) / 2 * -s- / (s+ - s-)
 
     which lies between the middles of the two intervals: less than a step from the best rate and
-        never outside the range
-    tried. It is finer than the best rate of a grid: chance decides which of two neighbours with
-    nearly the same loss is a grid's best, while the vertex lies between them.
+    never outside the range tried. It is finer than the best rate of a grid: chance decides which of
+    two neighbours with nearly the same loss is a grid's best, while the vertex lies between them.
 
     Args:
         lrs: distinct learning rates, in any order.

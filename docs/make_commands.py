@@ -2,7 +2,7 @@
 declares them.
 
 Usage: python docs/make_commands.py (rewrites the page between the markers; tests/test_readme.py
-    compares)
+compares)
 """
 
 from __future__ import annotations

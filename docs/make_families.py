@@ -1,7 +1,7 @@
 """Write the table of docs/model.md that says which law has which family of models as a member.
 
 Usage: python docs/make_families.py (rewrites docs/model.md between the markers;
-    tests/test_readme.py compares)
+tests/test_readme.py compares)
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 benchmarks/results/.
 
 Usage: python docs/make_numbers.py (rewrites them between the markers; tests/test_readme.py
-    compares)
+compares)
 """
 
 from __future__ import annotations

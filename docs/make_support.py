@@ -2,7 +2,7 @@
 the error.
 
 Usage: python docs/make_support.py (rewrites docs/support.md between the markers;
-    tests/test_support.py compares)
+tests/test_support.py compares)
 """
 
 from __future__ import annotations

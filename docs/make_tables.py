@@ -1,7 +1,7 @@
 """Write tables from the code: all keys (configuration), and the test of each value (support).
 
 Usage: python docs/make_tables.py (rewrites support.md and configuration.md; tests/test_readme.py
-    compares)
+compares)
 """
 
 from __future__ import annotations

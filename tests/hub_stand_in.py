@@ -2,7 +2,7 @@
 for, and no more.
 
 with stand_in() as hub: hub.url, hub.models["owner/name"] = [{file: bytes}, ...], one for each
-    commit
+commit
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class LlamaCpp:
         tokens.
 
         `among` are ids whose texts are whole characters: it reports nothing for a token that is a
-            part of one.
+        part of one.
         """
         never = [[index, False] for index in range(vocabulary) if index not in set(among)]
         answer = self._ask(

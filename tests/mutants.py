@@ -7,7 +7,7 @@ cosmic-ray makes the faults (another operator, comparison, number, a loop that d
 each in a copy of the project. A sample is drawn by the seed, so many for each room; faults in
 annotations change nothing and are left out. A fault is noticed if a test of the room's fails, or
 does not end. The others are printed, for a person to judge: some change nothing that can be seen,
-    for instance how fast it is.
+for instance how fast it is.
 
 The tests are run once without a fault, to see which functions each of them calls and how long it
 takes. A fault in a function is tried by the tests that call it, the quickest first, and by the

@@ -24,7 +24,7 @@ def keep_freed_memory() -> None:
 
     By default it returns blocks of some MB to the system, and every page of the next one then costs
     a fault: 5,000 faults in an update of `micro`, 27,000 if it is not compiled, and a tenth or a
-        third of its time (dev/log.md).
+    third of its time (dev/log.md).
     """
     if not _SET_BY_USER & os.environ.keys():
         with suppress(AttributeError, OSError):

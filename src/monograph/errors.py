@@ -92,7 +92,7 @@ class Unreadable(MonographError):
     """The system failed to read a file or folder, so its content is unknown.
 
     This is not an InputRefused: code that replaces or regenerates a damaged file must not do so
-        with an unread one.
+    with an unread one.
     """
 
     exit_code = 3

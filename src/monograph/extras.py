@@ -1,7 +1,7 @@
 """Say how the libraries of an extra are installed beside this installation, however it was made.
 
 The command names the libraries, never this package: its name on a package index may be a
-    stranger's.
+stranger's.
 """
 
 import importlib.metadata

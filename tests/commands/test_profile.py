@@ -1,7 +1,7 @@
 """Run: pytest tests/commands/test_profile.py
 
 `monograph profile`: a table, a verdict, a picture and a trace; no run is made, nothing is written
-    over.
+over.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Run: pytest tests/decode/test_on_a_gpu.py (needs a CUDA device)
 
 Captured and replayed: the tokens of the eager step, and nothing but four bytes a row and step leave
-    the device.
+the device.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 each case.
 
 Reads one case per line of stdin (JSON: file, function, folder, mode, at), answers one JSON line on
-    stdout.
+stdout.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ it be read.
 
 What is read is a sound file with something replaced, doubled or taken out, or made of parts that
 attack: sizes that no machine has, paths that lead elsewhere, programs where data belongs, nesting
-    without end. Raises what reading raises.
+without end. Raises what reading raises.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 
 A fork has a gibibyte of memory more than the process had, SECONDS of the processor for each input,
 and an audit hook that notes what no reading of a file may do: start a program, open a connection,
-    write outside of its folder, unpickle.
+write outside of its folder, unpickle.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Run: pytest tests/laws/test_a_row_is_alone.py    (filters through Inductor: -m slow)
 
 Law 7, second half: a row's token depends on its logits, its options, its seed and its position
-    alone.
+alone.
 """
 
 from __future__ import annotations

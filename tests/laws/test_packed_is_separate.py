@@ -240,7 +240,7 @@ def test_in_a_long_row_positions_must_restart():
     but exactness.
 
     That loss is what shows whether they arrive: a late angle carries the rounding of a large
-        number.
+    number.
     """
     documents, model = _documents([23] * 44), Llama(CONFIG)
     alone = _results(model, _alone, documents)

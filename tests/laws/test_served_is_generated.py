@@ -2,7 +2,7 @@
 tests/serve/test_guard.py).
 
 What the endpoint sends is what `generate` writes: for each prompt, options and seed, alone or in a
-    crowd.
+crowd.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ memory.
 That is NCCL's way, which takes no memory from torch's allocator either. The group is torch's own
 `cpu:gloo,cuda:nccl`, whose NCCL is made but never called. In `order.deferred` the host waits for
 each collective: a real card goes on while its host waits for another rank, and a pretended one does
-    not, so that both ranks would wait for ever.
+not, so that both ranks would wait for ever.
 """
 
 from __future__ import annotations

@@ -6,11 +6,10 @@ the kernel is computed when `launch` runs the work that it was given, perhaps la
 times.
 
 The numbers are those of a card within rounding: functions are rounded once, sums are added in
-    halves, products in
-float32 (never tf32). What raises instead, by name: block pointers, tensor descriptors (TMA),
-`tl.dot_scaled`, rounding towards 0, assembly other than Inductor's own. Of what a card leaves
-undefined, numbers that a mask takes away are 0, and programs of one launch run in the order of
-their numbers. One that waits for a later one waits for ever.
+halves, products in float32 (never tf32). What raises instead, by name: block pointers, tensor
+descriptors (TMA), `tl.dot_scaled`, rounding towards 0, assembly other than Inductor's own. Of what
+a card leaves undefined, numbers that a mask takes away are 0, and programs of one launch run in the
+order of their numbers. One that waits for a later one waits for ever.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ order.
 A piece of work is a function. Kernels and copies are given to the current stream by `launch`. In a
 capture they become nodes of the graph, and run when the graph is replayed. driver/order.c counts
 what streams were given and have done, and knows the events: it says which stream's next piece may
-    be done.
+be done.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 does).
 
 Nothing is downloaded or compiled: an interpreter and a compiler that only write down what they are
-    asked stand in.
+asked stand in.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A copy from or to memory that is not page-locked is made while the host waits, so nothing would
 overlap with it: what is streamed, offloaded or sampled would be right, and slow. Only what lies in
-    files is copied like that.
+files is copied like that.
 """
 
 from __future__ import annotations

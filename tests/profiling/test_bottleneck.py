@@ -1,7 +1,7 @@
 """Run: pytest tests/profiling/test_bottleneck.py
 
 Where time went and what binds a run: made-up runs that are each bound by exactly one thing, and
-    shares that add up.
+shares that add up.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Run: pytest tests/serve/test_bounds.py
 
 What one request may take: no client keeps the event loop from the others, and none asks for more
-    than there is.
+than there is.
 """
 
 from __future__ import annotations

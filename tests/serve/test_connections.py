@@ -1,7 +1,7 @@
 """Run: pytest tests/serve/test_connections.py
 
 What a client may do to a connection: send nothing, read nothing, send what is no HTTP, or close
-    when it likes.
+when it likes.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 on a GPU the bits)
 
 On a GPU also: TORCH_CUDA_SANITIZER=1 pytest tests/stream/test_cuda.py -m gpu, which watches every
-    stream's accesses.
+stream's accesses.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ so c is how many repetitions are left, and at most M - W are missing. Parts that
 other have counters of their own; there are COUNTERS of them, and a part that lies deeper is written
 out. While an automaton is built, operations are symbols beside the 256 bytes. Then
 `without_operations` moves each of them to the byte after it: a transition of bytes has an `Effect`,
-    which is what the operations on its way do together.
+which is what the operations on its way do together.
 
 A state and its counters are one number, so that a decoder keeps one number for a row:
 

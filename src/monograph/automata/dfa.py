@@ -95,7 +95,7 @@ class Positions:
 
     Positions that take the same bytes and have the same successors are merged, and so are common
     endings: the automaton of a character's UTF-8 sequences or of a schema's optional properties
-        stays small.
+    stays small.
 
     A loop is a placeholder for a part that may repeat without limit: it takes no byte and `closed`
     replaces it.

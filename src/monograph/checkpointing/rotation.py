@@ -2,8 +2,7 @@
 
 The order of a save's operations matters, since each must be durable before the next one relies on
 it: the files with their fsync, the manifest, the folder, its rename, the parent folder. Only then
-    are older checkpoints removed. There is
-one writer at a time: the caller holds the run's lock.
+are older checkpoints removed. There is one writer at a time: the caller holds the run's lock.
 """
 
 import errno

@@ -134,7 +134,7 @@ def layers(
 
     Recurrent layers also read their weights at each call. Their stored list of weights is made for
     cuDNN: it does not notice that `functional_call` exchanges a weight, and would hold tensors of a
-        finished transform.
+    finished transform.
 
     Args:
         recurrent: functions that recurrent layers and cells call, by torch's names: "lstm",

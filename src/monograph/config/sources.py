@@ -50,7 +50,7 @@ def load(
     dotted key.
 
     An override that is a `str` is read as text from a shell: "3e-4" is a number if the key takes
-        numbers.
+    numbers.
 
     Args:
         toml: the file.

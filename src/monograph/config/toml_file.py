@@ -40,7 +40,7 @@ def given_and_faults(path: Path) -> tuple[dict[str, Given], list[UsageError]]:
     file.
 
     That is: it cannot be read, is not TOML, has an unknown section or key, or a table in the place
-        of a value.
+    of a value.
     """
     try:
         text = _text(path)

@@ -25,7 +25,7 @@ class Batches(Iterator[Batch]):
     by `seed` (see `monograph.data.rows.shares_at`), with R = tokens_per_update // T. Epochs follow
     each other directly, so a window may hold the end of one and the beginning of the next. A row
     depends on (seed, position) alone: a run resumed from `state()` sees the rows that an
-        uninterrupted run would have seen, even with another tokens_per_update.
+    uninterrupted run would have seen, even with another tokens_per_update.
 
     Args:
         rows: the rows to draw from.

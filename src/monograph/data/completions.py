@@ -2,7 +2,7 @@
 on.
 
 No chat template takes part: the model reads the prompt as it is, continues it with the completion,
-    and ends the text.
+and ends the text.
 """
 
 from collections.abc import Iterator, Mapping

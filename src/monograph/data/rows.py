@@ -5,7 +5,7 @@ The order is a keyed permutation for each epoch, without state, so that the row 
 computed directly.
 
 Shape suffixes: D documents, P pieces, R rows, T positions of a row, N inputs of all requested
-    pieces, S shares.
+pieces, S shares.
 """
 
 import itertools

@@ -1,7 +1,7 @@
 """The stages between the penalties and the draw: each drops candidates or scales their scores.
 
 Each function is declared where it stands: which request needs it, and which numbers it reads of
-    each row.
+each row.
 
 In the equations x is a score, high the likeliest token's, S the sum of exp(x - high), and exp(x -
 high) / S the probability of a token among those that are left.

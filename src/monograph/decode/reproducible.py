@@ -153,7 +153,7 @@ def greatest_sum(scores_BV: Tensor, seed_B: Tensor, position_B: Tensor) -> Tenso
 
     In eager mode, where each operation reads and writes memory, a tenth of them finds the few
     tokens that it can be: torch's own logarithms make a sum wrong by 1e-5 at most, so it is missed
-        only if N others come that close to it.
+    only if N others come that close to it.
     """
     words_BV = _gumbel_words(seed_B, position_B, scores_BV.shape[-1])
     if torch.compiler.is_compiling():

@@ -23,7 +23,7 @@ def orthogonalised(
 
     Matrix i belongs to rank (first + i) mod W, so each is iterated on once in the world. A rank
     sends its rows of a matrix to the owner and gets them back: 2 n rows cols (W - 1) / W numbers
-        are sent in all.
+    are sent in all.
 
     Args:
         world: the ranks.

@@ -2,7 +2,7 @@
 several ranks.
 
 Shapes: P planes with such blocks, M moments of each, W ranks, E = 2 ends of a rank's rows, their
-    first and last block.
+first and last block.
 """
 
 from collections.abc import Sequence

@@ -4,7 +4,7 @@
 in pairs.
 
 Shape suffixes: D documents, U units (whole documents that follow one another), R rows, T positions,
-    N members.
+N members.
 """
 
 import math

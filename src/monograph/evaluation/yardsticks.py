@@ -32,9 +32,8 @@ def yardsticks(
     "trigram": add-one byte trigram counted on the train text.
     "gzip -9", "xz -9": size of the compressed held-out text, its files concatenated; a compressor
     adapts to the text
-        that it has read but does not know the train text.
-    "order 6": interpolated modified Kneser-Ney byte model with up to 6 bytes of context, counted on
-    the train text.
+    that it has read but does not know the train text. "order 6": interpolated modified Kneser-Ney
+    byte model with up to 6 bytes of context, counted on the train text.
 
     Each split is one run of bytes, so contexts reach across the ends of files. 10 MB of train text
     take about 3 s and 0.6 GB; both grow with the text. `progress(stage, done, total)` is called
@@ -90,7 +89,7 @@ def kneser_ney_bits_per_byte(train_bytes: bytes, held_out_bytes: bytes, order: i
     and, where that is undefined or not inside (0, i), (n_1 + 1) / (n_1 + 2·n_2 + 2), so that no
     byte has probability 0.
     Source: Chen and Goodman 1998, "An Empirical Study of Smoothing Techniques for Language
-        Modeling", section 3.
+    Modeling", section 3.
     """
     train = _as_array(train_bytes)
     held_out = _as_array(held_out_bytes)

@@ -2,7 +2,7 @@
 backward pass.
 
 Shapes: N outputs, K inputs, C = ceil(N K / 64) blocks of S = 64 numbers, G = ceil(C / 256) groups
-    of 256 blocks.
+of 256 blocks.
 """
 
 import math

@@ -6,7 +6,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, written with 
 (tests/laws/test_exported_is_original.py).
 
 Shape suffixes: V vocabulary, D hidden size, F = head dimension / 2 frequencies, R rows, C columns
-    of a matrix.
+of a matrix.
 """
 
 import functools

@@ -6,7 +6,7 @@ are. The bits are equal only if each product and each sum is rounded to fp32 in 
 sums run over a group from its first weight to its last, and no product is fused with a sum.
 
 Shape suffixes: B blocks of 256 neighbours of a row, G groups of a block, N = B G groups, W weights
-    of a group.
+of a group.
 """
 
 from typing import Any

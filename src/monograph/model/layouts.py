@@ -10,7 +10,7 @@ Each of these forms is a rule that is read in both directions, and a family's fi
 them.
 
 Shapes: E experts, I an expert's width, D hidden size, R rows of an expert's matrix, G blocks of 32
-    numbers of a row.
+numbers of a row.
 """
 
 import functools
@@ -282,7 +282,7 @@ def from_mxfp4(codes_and_scales: list[Tensor]) -> Tensor:
         [E, R, 32 G] bf16, made expert by expert.
 
     Source: Open Compute Project, "OCP Microscaling Formats (MX) Specification", version 1.0,
-        sections 5.3 and 6.3.
+    sections 5.3 and 6.3.
     """
     codes, scales = codes_and_scales
     table = torch.tensor(_FP4)

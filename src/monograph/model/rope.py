@@ -2,7 +2,7 @@
 heads by them.
 
 Shape suffixes: B batch, H heads, T positions, D head dimension, F = D / 2 frequencies; 1
-    broadcasts.
+broadcasts.
 """
 
 import math

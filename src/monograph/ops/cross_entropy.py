@@ -2,7 +2,7 @@
 vocabulary] logits.
 
 Shapes: N tokens, C tokens of one chunk, D hidden size, V vocabulary, K trained rows of a frozen
-    weight.
+weight.
 """
 
 from collections.abc import Callable, Iterator

@@ -11,7 +11,7 @@ Shape suffixes: B batch, T positions, H heads, E key dimension, V value dimensio
 positions of a chunk, M = B * H.
 
 Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks", arXiv 2412.06464; chunks: Yang et al.,
-    arXiv 2406.06484.
+arXiv 2406.06484.
 """
 
 from typing import Any

@@ -5,7 +5,7 @@ Megatron's fused ones do.
 
 The sum is part of the matrix product, and q(W) is the weight in the dtype of the products. Autograd
 gets no gradient of W: without this, each gradient would be written, cast and added by kernels of
-    their own.
+their own.
 
 Shapes: V rows, D channels, N rows and K columns of any matrices.
 """

@@ -36,7 +36,7 @@ def mixture_cross_entropy(
     constant. The second
     term is KL(m || q). A chunk's loss and both its gradients are computed together. Of the teachers' probabilities
     there are two at a time, [C, V]: the sum so far and the next. Source: Kim et al. 2025, arXiv
-        2509.14786.
+    2509.14786.
 
     Args:
         hidden_ND: [N, D] float; products run in this dtype (or in autocast's), softmax and sums in

@@ -352,7 +352,7 @@ def deepened(low: list[Sample], high: list[Sample], beyond: int) -> list[Sample]
     The difference between two corresponding samples is what each further block adds. Curves of the
     same length correspond sample by sample. Otherwise `high` has the samples of one more block
     somewhere in the middle: the curves correspond from their beginnings up to there, and from their
-        ends back to there.
+    ends back to there.
 
     Returns:
         The samples; None if the two correspondences together do not cover `low`.

@@ -70,7 +70,7 @@ def flops_per_token(config: LlamaConfig, sequence_length: int, adapter_parameter
 
     With adapters of A parameters next to frozen weights, 4 · N_matmul + 6 · A replaces 6 ·
     N_matmul: the gradient of a weight costs as much as the forward pass, and a frozen weight has
-        none.
+    none.
 
     A layer with an attention window w < T sees w · (1 - w / 2T) positions on average, as many as
     causal attention over rows of w · (2 - w / T) tokens. This length, rounded down, counts for the
@@ -309,7 +309,7 @@ class Calibration:
 
     Ratios are kept by device and precision, bytes by device, precision and scope. The file is a
     convenience: a damaged one counts as empty, one that cannot be read is not written over, and a
-        failed write is ignored.
+    failed write is ignored.
     """
 
     def __init__(self, file: Path) -> None:

@@ -2,9 +2,9 @@
 gaps by their cause.
 
 This needs no torch: intervals come from a profiler's trace (`monograph.profiling.trace`) or from a
-    test. On a CPU, host
-and device are one: in a busy interval an operator computes, and a gap is spent in Python, guards
-    and dispatch.
+test. On a CPU, host and device are one: in a busy interval an operator computes, and a gap is spent
+in Python, guards
+and dispatch.
 """
 
 from collections import Counter, defaultdict

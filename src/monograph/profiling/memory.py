@@ -29,7 +29,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     graphs hold for their replays. The latter counts twice unless the peak is reset after the
     captures. On a CPU this is the process's peak resident set, tensors, code and libraries
     together: VmHWM of /proc/self/status; where there is no /proc, ru_maxrss of getrusage, which
-        cannot be reset.
+    cannot be reset.
     """
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)  # empty before the first tensor

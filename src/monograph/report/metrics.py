@@ -2,7 +2,7 @@
 
 Pages, pictures, comparisons, the terminal and the check of a row's types read this table. A new
 number is a line here, and a value in a row: from `monograph.session.after_update`, or from an
-    objective's `figures`.
+objective's `figures`.
 """
 
 from collections.abc import Container

@@ -4,7 +4,7 @@ tokenizer's tokens.
 Only tokens after which an answer can still get the form are drawn, and learned from. A token is
 drawn from the softmax over the allowed tokens alone, and its log-probability is that of this
 distribution wherever it is computed: drawn, in the loss, of a reference or a teacher. So a token
-    that had no alternative has the log-probability 0, and no gradient.
+that had no alternative has the log-probability 0, and no gradient.
 
 Shapes: C positions, S states, V tokens.
 """

@@ -228,7 +228,7 @@ class Step:
         (`ema`).
 
         The weights may only be read: training or saving inside is lost or wrong afterwards. Buffers
-            are not averaged.
+        are not averaged.
         """
         if self.optim.ema is None or self.holds_average:
             yield

@@ -32,7 +32,7 @@ def state_root() -> Path:
     system's.
 
     Relative paths are ignored: such a folder could belong to another user, the owner of the working
-        directory.
+    directory.
     """
     home, xdg = (
         Path(os.path.expanduser(os.environ.get(name, "")))

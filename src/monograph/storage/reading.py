@@ -98,7 +98,7 @@ def open_input(path: Path) -> BinaryIO:
     `readable`.
 
     Only regular files are opened: a FIFO may wait for its writer for ever, and a device may never
-        end.
+    end.
 
     Raises:
         Unreadable: see `readable`.

@@ -267,7 +267,7 @@ def read_sources(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str,
 
     They are chat_template.jinja, named "default", and additional_chat_templates/NAME.jinja. If
     there is no such file, they are in tokenizer_config.json: a text, named "default", or several
-        with their names.
+    with their names.
 
     Raises:
         InputRefused: a file cannot be read, is too large or not UTF-8, `chat_template` has another
