@@ -151,7 +151,12 @@ def decoding(config: LlamaConfig, rows: int) -> dict[str, Numbers]:
         step(*arguments)
     with pretended.Products() as products:
         step(*arguments)
-    head = max(place for place, (library, _) in enumerate(whole.launches) if library == "cublas")
+    # The sampler follows the product with the head.
+    head = max(
+        place
+        for place, (library, name) in enumerate(whole.launches)
+        if library == "cublas" or name == "_project"
+    )
     sampler = pretended.Counted(whole.launches[head + 1 :])
     triton = sum(library == "triton" for library, _ in sampler.launches)
     sampler.kernels = whole.kernels[len(whole.kernels) - triton :]

@@ -9,7 +9,7 @@ has.
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from monograph import compat
 from monograph.automata import Automaton
@@ -41,6 +41,9 @@ from monograph.ops.attention import BLOCK
 from monograph.ops.filled import filled_up
 
 # Most tokens of a prompt that are read at once, by type of device.
+if TYPE_CHECKING:
+    from monograph.decode.fast_forward import FastForward
+
 CHUNKS = {"cuda": BLOCK, "cpu": BLOCK // 2}
 Mode = Literal["eager", "captured", "compiled"]
 _NOTHING: tuple[str, tuple[int, ...]] = "", ()
@@ -71,6 +74,7 @@ class Generator:
         automata: Collection[Automaton] | Arena = (),
         block: int | Pace | None = None,
         mode: Mode = "eager",
+        impl: Literal["auto", "reference"] = "auto",
     ) -> None:
         """Allocate the cache, the state and the tables of all rows.
 
@@ -88,6 +92,8 @@ class Generator:
                 reading hides nothing.
             mode: "compiled": the step is compiled, and on a GPU replayed as a CUDA graph;
                 "captured": only replayed.
+            impl: "reference": a step is the model's own forward pass; "auto": on a GPU, kernels of
+                its own compute it where they can (`monograph.decode.fast_forward.obstacle`).
         """
         weight = model.eval().lm_head.weight
         form = slots if isinstance(slots, Slots) else Slots(slots)
@@ -128,13 +134,15 @@ class Generator:
         )
         self.vocabulary = vocabulary
 
+        # Texts that are scored exactly have the bits of the model's own forward pass.
+        fast = None
+        if weight.is_cuda and impl == "auto" and not form.is_filled:
+            fast = _fast_forward(model, rows)
+
         def step(chain: Chain) -> Step:
             state = self.state.of(chain)
-            return wrap(
-                DecodeStep(
-                    model, state, self.cache, chain, self.knobs, self.tables, vocabulary
-                ).__call__
-            )
+            parts = (model, state, self.cache, chain, self.knobs, self.tables, vocabulary, fast)
+            return wrap(DecodeStep(*parts).__call__)
 
         self.steps = Steps(
             chains, step, recorder, few=self.compiled or recorder is not None or len(chains) == 1
@@ -481,3 +489,10 @@ class Generator:
         if ended:
             self._end(ended)
         return events
+
+
+def _fast_forward(model: Llama, rows: int) -> "FastForward | None":
+    # Imports Triton, which is only where torch computes on a GPU.
+    from monograph.decode.fast_forward import fast_forward
+
+    return fast_forward(model, rows)

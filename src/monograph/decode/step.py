@@ -22,6 +22,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -43,6 +44,9 @@ from monograph.decode.chain import (
 from monograph.decode.knobs import Chain, joint
 from monograph.graph.replay import WARM_UP, Recorder, Replays
 from monograph.model.llama import Llama
+
+if TYPE_CHECKING:
+    from monograph.decode.fast_forward import FastForward
 
 TOKEN_BITS = 24  # a code's lowest bits are the token, those above them the status
 MAX_STOP_IDS = 16  # of one row
@@ -247,6 +251,7 @@ class DecodeStep:
         tables: the automata of all rows.
         vocabulary: V, the size of the tokenizer's vocabulary; a model's may be larger, by ids that
             no text has.
+        fast: computes the logits in place of the model's forward pass; None: nothing does.
     """
 
     model: Llama
@@ -256,6 +261,7 @@ class DecodeStep:
     knobs: dict[str, Tensor]
     tables: Arena
     vocabulary: int
+    fast: FastForward | None = None
 
     @torch.no_grad()
     def __call__(
@@ -272,12 +278,7 @@ class DecodeStep:
         Final hidden states of the rows' last tokens, if they are known, are not computed.
         """
         state = self.state
-        if hidden_BD is None:
-            tokens_B1, positions_B1 = state.token_B[:, None], state.position_B[:, None]
-            hidden_BD = self.model(
-                tokens_B1, positions=positions_B1, cache=self.cache.first(blocks)
-            )[:, 0]
-        logits_BV = self.model.logits(hidden_BD)[:, : self.vocabulary]
+        logits_BV = self._logits(blocks, hidden_BD)[:, : self.vocabulary]
         rows = Rows(
             seed_B=state.seed_B,
             # The position of the token to be drawn, one after the token that is read.
@@ -295,6 +296,19 @@ class DecodeStep:
             raw = log_probabilities(logits_BV, drawn.token_B, self.chain.logprobs)
             state.report(raw, drawn.logprobs if self.chain.processed and drawn.logprobs else raw)
         self._advance(drawn, follows)
+
+    def _logits(self, blocks: int, hidden_BD: Tensor | None) -> Tensor:
+        state = self.state
+        # Autocast computes in another dtype than that of the weights, which the kernels read.
+        is_cast = torch.is_autocast_enabled("cuda")
+        if hidden_BD is None and self.fast is not None and not is_cast:
+            return self.fast.logits(state.token_B, state.position_B, self.cache, blocks)
+        if hidden_BD is None:
+            tokens_B1, positions_B1 = state.token_B[:, None], state.position_B[:, None]
+            hidden_BD = self.model(
+                tokens_B1, positions=positions_B1, cache=self.cache.first(blocks)
+            )[:, 0]
+        return self.model.logits(hidden_BD)
 
     def _advance(self, drawn: Drawn, follows: bool) -> None:
         """Apply the stop rules after a draw; rows that are not running stay as they are."""

@@ -1,0 +1,243 @@
+"""Compute a decode step's logits by the kernels of `monograph.ops.decode_kernels`, on a GPU.
+
+It is the forward pass of `monograph.model.llama.Llama` for one token per row. Up to 16 rows take
+five launches per layer. With more, torch's products are faster than the kernels', which would read
+the weights once for every 16 rows; attention remains one launch, and a layer has nine.
+
+`obstacle` says why a model cannot be computed this way; the model's own forward pass then serves,
+and is the reference that this one is tested against.
+
+Shape suffixes: B rows, D hidden size, V vocabulary, F half of a head's channels.
+"""
+
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from monograph.graph.fused_linears import Sibling
+from monograph.graph.siblings import fuse_known
+from monograph.model.families import Norms
+from monograph.model.layers import MLP, Attention, CentredRMSNorm, Linear, Mixture, RMSNorm
+from monograph.model.llama import Block, Llama
+from monograph.model.rope import cos_sin
+from monograph.ops.decode_kernels import (
+    ROWS,
+    Activation,
+    Norm,
+    attend,
+    project,
+    project_gated,
+    step_of,
+)
+from monograph.ops.rms_norm import rms_norm
+
+if TYPE_CHECKING:
+    from monograph.decode.cache import KVCache
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
+LEAST_HEAD = 32  # channels of a head: its halves are multiplied by tensor cores, 16 at a time
+
+
+def obstacle(model: Llama) -> str | None:
+    """Return why the kernels cannot compute decode steps of this model, or None if they can."""
+    weight = model.lm_head.weight
+    config = model.config
+    if not weight.is_cuda or torch.cuda.get_device_capability(weight.device) < (8, 0):
+        return "the kernels need a GPU of compute capability 8.0 or higher"
+    if weight.dtype not in _DTYPES:
+        return f"the kernels compute in fp32, fp16 or bf16, not {weight.dtype}"
+    if config.head_dim < LEAST_HEAD or config.head_dim & (config.head_dim - 1):
+        return f"the kernels need heads of 32, 64, 128 or 256 channels, not {config.head_dim}"
+    if config.rotary_dim != config.head_dim:
+        return "the kernels rotate all channels of a head, and this family only some"
+    if config.family.norms != Norms():
+        return "this family normalises what its layers add, which the kernels do not"
+    if config.family.clamped or config.family.activation[1] not in _ACTIVATIONS:
+        return "the kernels do not have this family's activation"
+    if not isinstance(model.scale_last, nn.Identity):
+        return "this family scales its logits"
+    summed = (
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_attention_heads * config.head_dim,
+    )
+    if not all(map(step_of, summed)):
+        return (
+            f"the kernels need widths that are multiples of 16, not {', '.join(map(str, summed))}"
+        )
+    reasons = (_obstacle_of_block(cast(Block, block), weight.dtype) for block in model.model.layers)
+    return next((reason for reason in reasons if reason), None)
+
+
+def _obstacle_of_block(block: Block, dtype: torch.dtype) -> str | None:
+    if block.mixes_by != "self_attn":
+        return "the kernels compute attention, and some layers have none"
+    if isinstance(block.mlp, Mixture):
+        return "the kernels do not compute mixtures of experts"
+    attention, mlp, *_ = _parts(block)
+    if attention.gated or attention.norms_all or attention.clip is not None:
+        return "this family changes queries and keys in a way that the kernels do not"
+    if not isinstance(attention.scale, nn.Identity) or not isinstance(block.scale, nn.Identity):
+        return "this family scales its heads or what its layers add"
+    for layer in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
+        if not isinstance(layer, Sibling) or layer.family.weight is None:
+            return "some projections do not lie side by side, because of adapters or hooks"
+    for layer in (attention.o_proj, mlp.down_proj):
+        if type(layer) is not Linear or layer._forward_hooks or layer._forward_pre_hooks:
+            return "some projections have adapters or hooks"
+    if any(parameter.dtype != dtype for parameter in block.parameters()):
+        return "the weights have several dtypes"
+    return None
+
+
+class _Parts(NamedTuple):
+    """The parts of a block, by their types."""
+
+    attention: Attention
+    mlp: MLP
+    before_attention: RMSNorm
+    before_mlp: RMSNorm
+
+
+def _parts(block: Block) -> _Parts:
+    parts = (block.self_attn, block.mlp, block.input_layernorm, block.post_attention_layernorm)
+    return _Parts(*parts)  # type: ignore[arg-type]  # a module's submodules have no types
+
+
+class FastForward:
+    """Decode steps of one model, whose weights are read wherever they are at each call."""
+
+    def __init__(self, model: Llama, rows: int) -> None:
+        """Prepare steps of so many rows of a model without an `obstacle`."""
+        self.model = model
+        pairs = model.config.num_key_value_heads
+        # Zero before and after each launch; all layers share it, as they run one after another.
+        self._counters_BJ = torch.zeros(
+            rows, pairs, dtype=torch.int32, device=model.lm_head.weight.device
+        )
+        self._activation = _ACTIVATIONS[model.config.family.activation[1]]
+        is_tile = rows <= ROWS
+        self._project = project if is_tile else _torch_project
+        self._project_gated = project_gated if is_tile else _torch_project_gated
+
+    def logits(self, token_B: Tensor, position_B: Tensor, cache: "KVCache", blocks: int) -> Tensor:
+        """Return the logits after one token per row, [B, V], and write its keys and values.
+
+        Args:
+            token_B: the tokens, int64.
+            position_B: their positions, int64.
+            cache: the cache of all rows.
+            blocks: how many of its blocks are read, the first ones.
+        """
+        model = self.model
+        turns = self._turns(position_B)
+        hidden_BD = model.scale_embedded(model.model.embed_tokens(token_B))
+        for index, block in enumerate(model.model.layers):
+            hidden_BD = self._block(
+                hidden_BD, index, cast(Block, block), turns, position_B, cache, blocks
+            )
+        return self._project(hidden_BD, model.lm_head.weight, _norm(model.model.norm))
+
+    def _turns(self, position_B: Tensor) -> list[tuple[Tensor, Tensor] | tuple[None, None]]:
+        """Return each layer's cosines and sines, [B, F]; (None, None) if it does not rotate."""
+        config = self.model.config
+        layers = range(config.num_hidden_layers)
+        kinds = dict.fromkeys(config.is_local(layer) for layer in layers if config.rotates(layer))
+        tables = {}
+        for kind in kinds:
+            cos_B11F, sin_B11F = cos_sin(position_B[:, None], config, torch.float32, kind)
+            tables[kind] = cos_B11F[:, 0, 0], sin_B11F[:, 0, 0]
+        return [
+            tables[config.is_local(layer)] if config.rotates(layer) else (None, None)
+            for layer in layers
+        ]
+
+    def _block(
+        self,
+        hidden_BD: Tensor,
+        index: int,
+        block: Block,
+        turns: list[tuple[Tensor, Tensor] | tuple[None, None]],
+        position_B: Tensor,
+        cache: "KVCache",
+        blocks: int,
+    ) -> Tensor:
+        config = self.model.config
+        attention, mlp, before_attention, before_mlp = _parts(block)
+        qkv_weight, qkv_bias = _together(attention.q_proj)
+        qkv_BX = self._project(hidden_BD, qkv_weight, _norm(before_attention), qkv_bias)
+        q_norm, k_norm = attention.q_norm, attention.k_norm
+        mixed_BX = attend(
+            qkv_BX,
+            cache.keys[index],
+            cache.values[index],
+            position_B,
+            self._counters_BJ,
+            blocks,
+            config.num_attention_heads,
+            config.head_dim**-0.5,
+            *turns[index],
+            q_norm.weight if isinstance(q_norm, RMSNorm) else None,
+            k_norm.weight if isinstance(k_norm, RMSNorm) else None,
+            config.rms_norm_eps,
+            isinstance(q_norm, CentredRMSNorm),
+            attention.sinks,
+            config.window(index),
+        )
+        output = attention.o_proj
+        hidden_BD = self._project(mixed_BX, output.weight, None, output.bias, hidden_BD)
+        gate_up_weight, _ = _together(mlp.gate_proj)
+        inner_BM = self._project_gated(
+            hidden_BD, gate_up_weight, _norm(before_mlp), self._activation
+        )
+        return self._project(inner_BM, mlp.down_proj.weight, None, None, hidden_BD)
+
+
+def _together(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """Return the weights and biases of a layer and its siblings, one after another in memory."""
+    family = cast(Sibling, layer).family
+    assert family.weight is not None
+    return family.weight, family.bias
+
+
+def _torch_project(
+    x_BK: Tensor,
+    weight_NK: Tensor,
+    norm: Norm | None = None,
+    bias_N: Tensor | None = None,
+    residual_BN: Tensor | None = None,
+) -> Tensor:
+    """Return what `project` returns, by torch's operators."""
+    y_BN = F.linear(x_BK if norm is None else _normalised(x_BK, norm), weight_NK, bias_N)
+    return y_BN if residual_BN is None else residual_BN + y_BN
+
+
+def _torch_project_gated(
+    x_BK: Tensor, weight_NK: Tensor, norm: Norm, activation: Activation
+) -> Tensor:
+    """Return what `project_gated` returns, by torch's operators."""
+    gate_BM, up_BM = F.linear(_normalised(x_BK, norm), weight_NK).chunk(2, -1)
+    if activation == "gelu":
+        return F.gelu(gate_BM, approximate="tanh") * up_BM
+    return F.silu(gate_BM) * up_BM
+
+
+def _normalised(x_BK: Tensor, norm: Norm) -> Tensor:
+    return rms_norm(x_BK, 1 + norm.gain_K if norm.is_centred else norm.gain_K, norm.eps)
+
+
+def _norm(layer: RMSNorm) -> Norm:
+    return Norm(layer.weight, layer.eps, isinstance(layer, CentredRMSNorm))
+
+
+def fast_forward(model: Llama, rows: int) -> FastForward | None:
+    """Return the fast decode steps of a model on a GPU, or None if something forbids them.
+
+    Its sibling projections are moved next to each other in memory (`fuse_siblings`), for which
+    prefill and the model's own forward pass are faster, too.
+    """
+    fuse_known(model)
+    return FastForward(model, rows) if obstacle(model) is None else None

@@ -1,0 +1,97 @@
+"""Run: pytest tests/decode/test_fast_forward.py (needs a CUDA device)
+
+A decode step by its own kernels writes what the model's own forward pass writes, and a row has the
+same bits beside any others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from batches import tiny_llama
+from monograph.decode.generator import Generator
+from monograph.decode.knobs import chain_of
+from monograph.decode.request import Request
+from monograph.decode.sampling import Sampling
+from monograph.model.llama import Llama
+from monograph.model.scaling import FULL, SLIDING
+
+pytestmark = pytest.mark.gpu
+SHAPE = {
+    "vocab_size": 259,
+    "max_position_embeddings": 400,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"model_type": "qwen2"},
+    "norms of heads, a window": {
+        "model_type": "qwen3",
+        "sliding_window": 40,
+        "layer_types": (SLIDING, FULL),
+    },
+}
+LONG, SHORT = (5, 6, 7) * 50, (5, 6, 7)
+
+
+def model_of(family: str, dtype: torch.dtype = torch.float32) -> Llama:
+    return tiny_llama(**SHAPE, **FAMILIES[family]).cuda().to(dtype)
+
+
+def written(
+    model: Llama, rows: int = 3, order: int = 1, **options: Any
+) -> list[tuple[list[int], list[Any]]]:
+    """Return tokens and log-probabilities of five texts, one with a longer prompt, by seed."""
+    machine = Generator(
+        model,
+        chain_of([Sampling(0.9, logprobs=1)]),
+        rows=rows,
+        slots=300,
+        vocabulary=259,
+        **{"mode": "captured", "block": 16} | options,
+    )
+    found: dict[int, tuple[int, list[int], list[Any]]] = {}
+    for seed in list(range(5))[::order]:
+        prompt = (*(LONG if seed == 2 else SHORT), seed + 9)
+        sampling = Sampling(0.9, seed=seed, logprobs=1)
+        found[machine.submit(Request(prompt, sampling, 12, ()))] = seed, [], []
+    for event in machine.run():
+        _, tokens, logprobs = found[event.number]
+        tokens += event.token_ids
+        logprobs += event.logprobs
+    return [(tokens, logprobs) for _, tokens, logprobs in sorted(found.values())]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_writes_what_the_models_own_forward_pass_writes(family: str) -> None:
+    ours = written(model_of(family), mode="eager")
+    reference = written(model_of(family), mode="eager", impl="reference")
+    same = sum(a[0] == b[0] for a, b in zip(ours, reference, strict=True))
+    assert same >= 4, "one near tie may part two ways to compute"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_log_probabilities_have_the_same_bits_in_any_batch_order_and_block(
+    dtype: torch.dtype,
+) -> None:
+    model = model_of("llama", dtype)
+    three = written(model)
+    assert written(model, rows=1) == three
+    assert written(model, rows=5, order=-1) == three
+    assert written(model, block=3) == three
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled_steps_write_what_captured_ones_write(family: str) -> None:
+    captured, compiled = (written(model_of(family), mode=mode) for mode in ("captured", "compiled"))
+    same = sum(a[0] == b[0] for a, b in zip(captured, compiled, strict=True))
+    assert same >= 4, "one near tie may part two ways to compute"

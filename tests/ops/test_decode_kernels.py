@@ -1,0 +1,239 @@
+"""Run: pytest tests/ops/test_decode_kernels.py (needs a CUDA device)
+
+The kernels of a decode step are as exact as the operators that they replace, and a row has the same
+bits alone as among others.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from monograph.model.rope import rotate
+from monograph.ops.attention import cached_attention
+from monograph.ops.rms_norm import rms_norm
+
+pytestmark = pytest.mark.gpu
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+EPS = 1e-5
+
+
+def kernels() -> Any:
+    """Return the module; Triton, which it imports, is only where a card is."""
+    from monograph.ops import decode_kernels
+
+    return decode_kernels
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    return ((found.cpu().double() - exact).norm() / exact.norm()).item()
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+class Case:
+    """Inputs of `project` and `project_gated`, and the numbers of torch's operators in a dtype."""
+
+    def __init__(self, dtype: torch.dtype, rows: int = 20, summed: int = 192, columns: int = 72):
+        self.x = normal(rows, summed, seed=0).to(dtype)
+        self.gain = (0.2 * normal(summed, seed=1)).to(dtype)
+        self.weight = (normal(columns, summed, seed=2) / summed**0.5).to(dtype)
+        self.bias = normal(columns, seed=3).to(dtype)
+        self.residual = normal(rows, columns, seed=4).to(dtype)
+
+    def projected(self, wide: torch.dtype, centred: bool, parts: str) -> Tensor:
+        x = self.x.to(wide)
+        gain = self.gain.to(wide) + 1 if centred else self.gain.to(wide)
+        x = rms_norm(x, gain, EPS) if "norm" in parts else x
+        y = F.linear(x, self.weight.to(wide), self.bias.to(wide) if "bias" in parts else None)
+        return y + self.residual.to(wide) if "residual" in parts else y
+
+    def gated(self, wide: torch.dtype, activation: str) -> Tensor:
+        x = rms_norm(self.x.to(wide), self.gain.to(wide), EPS)
+        gate, up = F.linear(x, self.weight.to(wide)).chunk(2, -1)
+        return (F.gelu(gate, approximate="tanh") if activation == "gelu" else F.silu(gate)) * up
+
+
+@DTYPES
+@pytest.mark.parametrize("parts", ["", "norm bias", "residual", "norm centred bias residual"])
+def test_a_projection_is_as_exact_as_torchs(dtype: torch.dtype, parts: str) -> None:
+    case, centred = Case(dtype), "centred" in parts
+    exact, torchs = (case.projected(wide, centred, parts) for wide in (torch.float64, dtype))
+    found = kernels().project(
+        case.x.cuda(),
+        case.weight.cuda(),
+        kernels().Norm(case.gain.cuda(), EPS, centred) if "norm" in parts else None,
+        case.bias.cuda() if "bias" in parts else None,
+        case.residual.cuda() if "residual" in parts else None,
+    )
+    assert error(found, exact) <= 2 * error(torchs, exact)
+
+
+@DTYPES
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_a_gated_projection_is_as_exact_as_torchs(dtype: torch.dtype, activation: Any) -> None:
+    case = Case(dtype)
+    exact, torchs = (case.gated(wide, activation) for wide in (torch.float64, dtype))
+    norm = kernels().Norm(case.gain.cuda(), EPS)
+    found = kernels().project_gated(case.x.cuda(), case.weight.cuda(), norm, activation)
+    assert error(found, exact) <= 2 * error(torchs, exact)
+
+
+@DTYPES
+def test_a_projected_row_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
+    case = Case(dtype)
+    norm = kernels().Norm(case.gain.cuda(), EPS)
+    x, weight = case.x.cuda(), case.weight.cuda()
+    of_all = kernels().project(x, weight, norm), kernels().project_gated(x, weight, norm, "silu")
+    for order in ([0], [3, 1], list(range(16)), list(range(19, -1, -1))):
+        rows = x[order].contiguous()
+        of_some = (
+            kernels().project(rows, weight, norm),
+            kernels().project_gated(rows, weight, norm, "silu"),
+        )
+        assert all(torch.equal(a[order], b) for a, b in zip(of_all, of_some, strict=True))
+
+
+class Cached:
+    """Rows at several positions of a cache with random keys and values."""
+
+    positions = torch.tensor([0, 31, 32, 77, 190])
+    slots, blocks = 32, 6
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        heads: tuple[int, int],
+        head_dim: int,
+        window: int | None = None,
+        sinks: bool = False,
+        norms: bool = False,
+        rotates: bool = True,
+    ):
+        self.heads, self.pairs = heads
+        self.head_dim, self.window, self.dtype = head_dim, window, dtype
+        rows, (query, pair) = len(self.positions), (heads[0] * head_dim, heads[1] * head_dim)
+        self.qkv = normal(rows, query + 2 * pair, seed=0).to(dtype)
+        shape = (self.blocks, rows, self.pairs, self.slots, head_dim)
+        # Slots from the new token's on hold what an earlier text may have left there.
+        self.keys = normal(*shape, seed=1).to(dtype)
+        self.values = normal(*shape, seed=2).to(dtype)
+        angles = self.positions[:, None] * 1e4 ** (-torch.arange(head_dim // 2) / (head_dim // 2))
+        self.turns = (angles.cos(), angles.sin()) if rotates else None
+        self.sink = normal(self.heads, seed=3).float() if sinks else None
+        self.gains = normal(2, head_dim, seed=4).to(dtype) if norms else None
+
+    def new_heads(self, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        sizes = [self.heads * self.head_dim, *2 * [self.pairs * self.head_dim]]
+        q, k, v = (
+            part.unflatten(-1, (1, -1, self.head_dim)).transpose(1, 2)
+            for part in self.qkv.to(wide).split(sizes, -1)
+        )
+        if self.gains is not None:
+            q, k = (rms_norm(x, g.to(wide), EPS) for x, g in zip((q, k), self.gains, strict=True))
+        if self.turns is not None:
+            narrow = torch.float64 if wide == torch.float64 else torch.float32
+            cos, sin = (each[:, None, None].to(narrow) for each in self.turns)
+            q, k = rotate(q, (cos, sin)), rotate(k, (cos, sin))
+        return q, k, v
+
+    def written(self, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+        _, k, v = self.new_heads(wide)
+        keys, values = self.keys.to(wide), self.values.to(wide)
+        for row, position in enumerate(self.positions.tolist()):
+            block, slot = divmod(position, self.slots)
+            keys[block, row, :, slot] = k[row, :, 0]
+            values[block, row, :, slot] = v[row, :, 0]
+        return keys, values
+
+    def attended(self, wide: torch.dtype) -> Tensor:
+        q, _, _ = self.new_heads(wide)
+        sink = None if self.sink is None else self.sink.to(wide)
+        cache = self.written(wide)
+        mixed = cached_attention(q, *cache, self.positions[:, None], self.window, False, sink)
+        return mixed[:, :, 0].flatten(1)
+
+    def by_kernel(
+        self, rows: list[int] | None = None, further: int = 0
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the rows' attention and the cache, which has further blocks that nobody sees."""
+        chosen = torch.tensor(list(range(len(self.positions))) if rows is None else rows)
+        cache = [
+            F.pad(each[:, chosen], (0,) * 8 + (0, further)).cuda()
+            for each in (self.keys, self.values)
+        ]
+        counters = torch.zeros(len(chosen), self.pairs, dtype=torch.int32, device="cuda")
+        turns = [each[chosen].float().cuda() for each in self.turns] if self.turns else [None, None]
+        gains = [None, None] if self.gains is None else [gain.cuda() for gain in self.gains]
+        for _ in range(2):  # the second launch finds the counters that the first one left
+            out = kernels().attend(
+                self.qkv[chosen].cuda(),
+                *cache,
+                self.positions[chosen].cuda(),
+                counters,
+                self.blocks + further,
+                self.heads,
+                self.head_dim**-0.5,
+                *turns,
+                *gains,
+                EPS,
+                False,
+                None if self.sink is None else self.sink.cuda(),
+                self.window,
+            )
+        assert not counters.any()
+        keys, values = (each[: self.blocks].cpu() for each in cache)
+        return out.cpu(), keys, values
+
+
+CACHED = {
+    "grouped": {"heads": (8, 2), "head_dim": 32},
+    "window": {"heads": (4, 4), "head_dim": 32, "window": 40},
+    "sinks": {"heads": (8, 1), "head_dim": 64, "sinks": True, "window": 100},
+    "norms of heads": {"heads": (4, 2), "head_dim": 32, "norms": True},
+    "no rotation": {"heads": (4, 2), "head_dim": 32, "rotates": False},
+}
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", CACHED)
+def test_attention_is_as_exact_as_torchs_and_writes_the_new_key(
+    dtype: torch.dtype, kind: str
+) -> None:
+    case = Cached(dtype, **CACHED[kind])
+    exact, torchs = case.attended(torch.float64), case.attended(dtype)
+    found, keys, values = case.by_kernel()
+    assert error(found, exact) <= 2 * error(torchs, exact)
+    exact_keys, _ = case.written(torch.float64)
+    torchs_keys, torchs_values = case.written(dtype)
+    assert error(keys, exact_keys) <= 2 * error(torchs_keys, exact_keys)
+    assert torch.equal(values, torchs_values)
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", CACHED)
+def test_a_rows_attention_has_the_same_bits_alone_and_in_a_longer_cache(
+    dtype: torch.dtype, kind: str
+) -> None:
+    case = Cached(dtype, **CACHED[kind])
+    found, _, _ = case.by_kernel()
+    for rows, further in product(([4], [1, 3], [4, 3, 2, 1, 0]), (0, 3)):
+        assert torch.equal(case.by_kernel(rows, further)[0], found[rows])
+
+
+def test_a_row_behind_the_blocks_that_are_read_leaves_its_counter_at_zero() -> None:
+    """Its numbers mean nothing, but the next text in its row begins from that counter."""
+    case = Cached(torch.float32, **CACHED["grouped"])
+    cache = case.keys.cuda(), case.values.cuda()
+    counters = torch.zeros(len(case.positions), case.pairs, dtype=torch.int32, device="cuda")
+    position = case.positions.cuda()
+    kernels().attend(case.qkv.cuda(), *cache, position, counters, 2, case.heads, 1.0)
+    assert not counters.any()
+    assert torch.equal(cache[0][2:].cpu(), case.keys[2:]), "it wrote to a block that is not read"
