@@ -204,7 +204,7 @@ def trained(folder: Path, case: str) -> Callable[[], Any]:
     from monograph.session.resolve import resolve
     from monograph.session.setup import BuiltRun, make_engine, open_session
     from monograph.stream import Placement, Streamed
-    from monograph.stream.placement import BUFFERS
+    from monograph.stream.placement import buffer_names
 
     keys = TRAINED[case] | {
         "model.init": str(folder / "base"), "data.tokenizer": "bytes", "data.sequence_length": 32, "optim.lr": 1e-4,
@@ -219,7 +219,7 @@ def trained(folder: Path, case: str) -> Callable[[], Any]:
         number = len(list(folder.glob("run*")))
         run = Run.create(folder / f"run{number}")
         return lambda: open_session(run, plan, TextTask(text), torch.device("cpu"), silent()).engine
-    on_disk = frozenset(BUFFERS) if "disk" in case else frozenset()
+    on_disk = frozenset(buffer_names()) if "disk" in case else frozenset()
 
     def masters() -> Any:
         # Without the plan, which would refuse an update that is too large for a small machine.

@@ -24,7 +24,6 @@ import torch
 from torch._inductor import config
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch.profiler import ProfilerActivity, profile
-from triton.runtime.jit import JITFunction
 
 # Where a benchmark is run by itself.
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
@@ -162,6 +161,8 @@ def watch() -> None:
         script = Path(sys.argv[0]).name
         command = f"python tests/pretended_gpu/environment.py run 90 python benchmarks/{script}"
         raise SystemExit(f"{script} counts on a pretended card (docs/gpu.md): {command}")
+    from triton.runtime.jit import JITFunction  # is only where torch computes on a GPU
+
     # Inductor then writes the bytes that a kernel moves next to its code.
     config.benchmark_kernel = True
     # Pretended times say nothing: the first of a kernel's configurations stands for what a card

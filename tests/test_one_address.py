@@ -38,7 +38,7 @@ class LionRule(Rule):
     arXiv 2302.06675).
     """
 
-    moments = ("exp_avg",)
+    moments = ("sign_momentum",)  # a name that no other rule has
 
     def update_(self, param, grad, *moments, optim, lr, weight_decay, accepted, over, **_):
         [m] = moments
@@ -138,7 +138,8 @@ def test_a_new_optimizer_is_its_formula():
 
 def test_a_new_optimizer_trains_streamed_and_stacked_as_resident():
     resident = trained(Resident(model(), optim=Lion(lr=0.01)))
-    streamed = trained(mono.Streamed(model(), optim=Lion(lr=0.01)))
+    kept = mono.Placement(on_device=frozenset({(1, "sign_momentum")}))  # as a plan may choose
+    streamed = trained(mono.Streamed(model(), optim=Lion(lr=0.01), placement=kept))
     for name, parameter in resident.model.state_dict().items():
         assert torch.equal(streamed.model.state_dict()[name], parameter), name
     stacked = mono.Ensemble([model(), model()], optim=Lion(lr=0.01))

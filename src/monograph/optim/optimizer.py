@@ -50,6 +50,17 @@ class Rule(ABC):
     """
 
     moments: tuple[str, ...]
+    _all_moments: ClassVar[dict[str, None]] = {}  # a set in the order in which they came
+
+    def __init_subclass__(cls) -> None:
+        """Note the names of the new rule's moments."""
+        super().__init_subclass__()
+        cls._all_moments.update(dict.fromkeys(cls.moments))
+
+    @staticmethod
+    def all_moments() -> tuple[str, ...]:
+        """Return the names of the moments of all rules, including those that a user has written."""
+        return tuple(Rule._all_moments)
 
     @abstractmethod
     def update_(

@@ -14,13 +14,19 @@ import torch
 from torch import Tensor
 
 from monograph.errors import DiskFull, InputRefused, UsageError
+from monograph.optim.optimizer import Rule
 from monograph.storage.writing import FAILING
 from monograph.stream.lanes import Home
 
 When = Literal["sweep", "next forward", "backward"]
 Where = Literal["device", "host"]
-_MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-BUFFERS = ("weights", "rest", "gradient", *_MOMENTS, *(f"{name}_scale" for name in _MOMENTS), "ema")
+
+
+def buffer_names() -> tuple[str, ...]:
+    """Return the names of all buffers that a stage of some optimizer may have."""
+    moments = Rule.all_moments()
+    scales = (f"{name}_scale" for name in moments)
+    return ("weights", "rest", "gradient", *moments, *scales, "ema")
 
 
 @dataclass(frozen=True)
@@ -49,8 +55,8 @@ class Placement:
         folder: the folder of these files, which vanish with the process.
 
     Buffers are named "weights", "rest" (the low halves of split weights), "gradient", and as in a
-    checkpoint "exp_avg", "exp_avg_sq", "momentum_buffer" and "ema", with 8-bit moments also
-    `<name>_scale`. Stages are numbered from 0, the stage before the blocks.
+    checkpoint the moments of the optimizer's rules ("exp_avg", "exp_avg_sq", "momentum_buffer") and
+    "ema", with 8-bit moments also `<name>_scale`. Stages are numbered from 0, the stage before the blocks.
 
     Raises:
         UsageError: a value has no meaning.
@@ -67,7 +73,7 @@ class Placement:
 
     def __post_init__(self) -> None:
         """Refuse values that have no meaning."""
-        buffers = ", ".join(BUFFERS)
+        buffers = ", ".join(buffer_names())
         expected = {
             "device": (isinstance(self.device, torch.device), "a torch.device(...)"),
             "when": (self.when in get_args(When), f"one of {', '.join(map(repr, get_args(When)))}"),
@@ -85,7 +91,7 @@ class Placement:
                 f"a set of (stage, buffer), buffers being {buffers}",
             ),
             "on_disk": (
-                _all(self.on_disk, BUFFERS.__contains__),
+                _all(self.on_disk, buffer_names().__contains__),
                 f"a set of buffers, of {buffers}",
             ),
         }
@@ -114,7 +120,7 @@ def _is_of_a_stage(pair: object) -> bool:
         and len(pair) == 2
         and type(pair[0]) is int
         and pair[0] >= 0
-        and pair[1] in BUFFERS
+        and pair[1] in buffer_names()
     )
 
 
