@@ -37,7 +37,7 @@ def trained(source: str, changes: list[str], updates: int, seed: int) -> dict[st
     """
     from first_run import plan_for, run
 
-    from monograph.optim.optimizers import Group
+    from monograph.optim import Group
     from monograph.run.progress import Progress
     from monograph.session.objectives.texts import open_corpus
 

@@ -15,6 +15,7 @@ from monograph import checkpointing
 from monograph.checkpointing import Checkpoint
 from monograph.checkpointing.folder import LargeFile
 from monograph.errors import InputRefused, UsageError
+from monograph.loss import Batch
 from monograph.ranges import COUNT
 from monograph.step import Update
 
@@ -76,7 +77,8 @@ class EngineState:
             InputRefused: it is no number, or list of numbers, of that shape and dtype.
         """
         with suppress(TypeError, ValueError, RuntimeError, OverflowError):
-            if (saved := torch.as_tensor(self.scalars[name], dtype=own.dtype)).shape == own.shape:
+            saved = torch.as_tensor(self.scalars[name], dtype=own.dtype)
+            if saved.shape == own.shape:
                 return saved
         raise InputRefused(
             f"the saved state's {name!r} does not fit: expected {own.dtype} numbers of {[*own.shape]}"
@@ -94,7 +96,7 @@ class Engine(Protocol):
     def index(self) -> int:
         """Return the number of updates done so far, skipped ones included."""
 
-    def accumulate(self, window: Any) -> None:
+    def accumulate(self, window: Batch) -> None:
         """Add the exact gradient of one update's window."""
 
     def update(self) -> Update:
@@ -107,7 +109,7 @@ class Engine(Protocol):
         """Continue from a state."""
 
 
-def train(engine: Engine, batches: Iterable[Any], updates: int | None = None) -> Iterator[Update]:
+def train(engine: Engine, batches: Iterable[Batch], updates: int | None = None) -> Iterator[Update]:
     """Train with one window for each update, and yield after each.
 
     Args:
@@ -188,4 +190,5 @@ def load_checkpoint(
     checkpoint = checkpointing.newest(Path(folder), warn)
     state = checkpoint.state
     engine.load_state(EngineState(checkpoint.model, checkpoint.optimizer, state["engine"]))
-    return state["data"]
+    position: dict[str, Any] = state["data"]
+    return position

@@ -102,7 +102,10 @@ def hidden_of(model: nn.Module, batch: Batch, **more: Tensor) -> tuple[Tensor, A
 
 
 def target_log_probabilities(
-    model: nn.Module, batch: Batch, temperature: float = 1.0, among: Any = None
+    model: nn.Module,
+    batch: Batch,
+    temperature: float = 1.0,
+    among: tuple[Callable[[Tensor], Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Return the log-probability of each target, [N], and of token 0 where there is none; see the
     operator.
@@ -158,7 +161,7 @@ def fill_of(loss: Loss, batch: Batch) -> Mapping[str, float] | None:
         UsageError: it names a tensor that the batch lacks, or its values are no numbers that the
             tensors can hold.
     """
-    fill: Any = getattr(loss, "fill", None)
+    fill: object = getattr(loss, "fill", None)
     if fill is None:
         return None
     if not isinstance(fill, Mapping) or not all(

@@ -5,7 +5,7 @@ same messages.
 import math
 import sys
 from numbers import Integral, Rational, Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsInt
 
 from monograph.errors import UsageError
 
@@ -35,7 +35,8 @@ class Range(NamedTuple):
         """Return whether the value is a number in this range."""
         if isinstance(value, bool) or not isinstance(value, Integral if self.whole else Real):
             return False
-        number: Any = value  # not converted to a float, which would round a large whole number
+        # numbers.Real compares with a float; it is not made one, which would round a large number.
+        number: Any = value
         if not self.whole and isinstance(value, Rational) and not -LARGEST <= number <= LARGEST:
             return False  # no float is that large
         low_holds = number > self.low if self.above else number >= self.low
@@ -50,7 +51,7 @@ class Range(NamedTuple):
         if not self.holds(value):
             raise UsageError(f"{name} = {value!r}: expected {self.expected}")
 
-    def integer(self, name: str, value: Any) -> int:
+    def integer(self, name: str, value: SupportsInt) -> int:
         """Return a value of any integer type, such as numpy's, as a Python int; raise UsageError
         like `require`.
         """

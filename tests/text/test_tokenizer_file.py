@@ -86,6 +86,8 @@ REFUSED = {
         {"type": "Sequence", "pretokenizers": [{**split("x"), "behavior": "Removed"}, BYTE_LEVEL]},
     ),
     "pre_tokenizer step .*add_prefix_space": changed("pre_tokenizer", BYTE_LEVEL | {"add_prefix_space": "yes"}),
+    "pre_tokenizer step 'ByteLevel'": changed("pre_tokenizer", "ByteLevel"),
+    "post_processor BertProcessing": changed("post_processor", "BertProcessing"),
     "post_processor RobertaProcessing": changed("post_processor", {"type": "RobertaProcessing"}),
     "post_processor TemplateProcessing": changed(
         "post_processor",

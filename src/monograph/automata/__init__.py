@@ -5,8 +5,7 @@ device.
 that only compiles constraints begins at once.
 """
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
 
 from monograph.automata.dfa import ByteAutomaton, compiled
 from monograph.automata.expression import Alternation, Expression, joined, literal
@@ -94,10 +93,10 @@ def _compiled(
         raise InputRefused(f"the {kind} constraint is nested too deep: make it flatter") from None
 
 
-def _expression(kind: str, value: Any, counted: bool) -> tuple[Expression, str]:
+def _expression(kind: str, value: object, counted: bool) -> tuple[Expression, str]:
     """Return an expression for the accepted texts, and its name in an error."""
     if kind == "choices":
-        if isinstance(value, str) or not value:
+        if isinstance(value, str) or not isinstance(value, Iterable) or not value:
             raise InputRefused("choices: expected a list of at least one text")
         return Alternation(tuple(literal(_utf8(text, "a choice")) for text in value)), "the choices"
     if kind == "regex":

@@ -10,10 +10,11 @@ import traceback
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import typer
 import typer.main
+from typer.core import TyperGroup
 
 from monograph import allocator, errors, interrupts, terminal
 from monograph.cli.typed import BadCommandLine, app, launched
@@ -138,9 +139,10 @@ def _follows() -> bool:
 
 
 @cache
-def command_tree() -> Any:
+def command_tree() -> TyperGroup:
     """Return all commands with their options, which typer derives from the functions' types."""
     tree = typer.main.get_command(app)
+    assert isinstance(tree, TyperGroup)
     for option in tree.params:
         if option.opts[0] in _COMPLETION:
             option.help = _COMPLETION[option.opts[0]]  # type: ignore[attr-defined]
@@ -219,7 +221,7 @@ def _with_resume_value(arguments: list[str]) -> list[str]:
     return arguments if is_run else [*arguments[:position], "last", *arguments[position:]]
 
 
-def _answered(error: Any, arguments: list[str]) -> str:
+def _answered(error: BadCommandLine, arguments: list[str]) -> str:
     from monograph.cli.answers import answered
 
     return answered(error, command_tree(), arguments)
@@ -292,7 +294,8 @@ def _unforeseen(error: BaseException, arguments: list[str]) -> int:
         if "torch" in sys.modules:
             from monograph.graph.trial import raised_at
 
-            where = f" for {at[1]} ({at[0]})" if (at := raised_at(error)) else ""
+            at = raised_at(error)
+            where = f" for {at[1]} ({at[0]})" if at else ""
         return _fail(
             f"the machine's memory, or the limit on this process, is too small{where}: use a smaller "
             "model, train.micro_batch or data.sequence_length",

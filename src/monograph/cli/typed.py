@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -18,7 +18,19 @@ from monograph import __version__, cards, interrupts
 from monograph.errors import UsageError
 
 if TYPE_CHECKING:
+    # Typer's copy of click. Its older releases import click itself, where these are the same.
+    from typer._click import Command, Context, HelpFormatter, Parameter
+    from typer._click.exceptions import UsageError as ClickUsageError
+
     from monograph.config import Settings
+
+    BadCommandLine = ClickUsageError
+else:
+    # The base of all exceptions for a wrong command line, in every release of typer, with its own
+    # click or without.
+    BadCommandLine = typer.BadParameter.__bases__[0]
+
+F = TypeVar("F", bound=Callable[..., int | None])
 
 # The headings of the help. It has them, and the commands under each, in the order in which this
 # file declares them.
@@ -29,7 +41,7 @@ UNDERSTAND = "Understand"
 EXAMPLE = "Example: "
 
 
-def bounds(each: Any) -> str:
+def bounds(each: Parameter | None) -> str:
     """Return the least and the largest number of an argument or option that has them: "at least 0",
     "0 to 65535".
     """
@@ -40,7 +52,12 @@ def bounds(each: Any) -> str:
     return f"at least {least:g}" if most is None else f"{least:g} to {most:g}"
 
 
-def _explain(heading: str, params: list[Any], formatter: Any) -> None:
+def help_of(each: Parameter) -> str | None:
+    """Return what an argument or option means."""
+    return getattr(each, "help", None)
+
+
+def _explain(heading: str, params: Sequence[Parameter], formatter: HelpFormatter) -> None:
     """Write arguments or options: what is typed, by names that say what it is, and what it means."""
     rows = []
     for each in params:
@@ -51,7 +68,7 @@ def _explain(heading: str, params: list[Any], formatter: Any) -> None:
         if each.default is not None and each.default is not False:
             details.insert(0, f"default: {each.default}")
         said = "; ".join(filter(None, details))
-        meaning = " ".join(filter(None, [each.help, f"[{said}]" if said else ""]))
+        meaning = " ".join(filter(None, [help_of(each), f"[{said}]" if said else ""]))
         rows.append((" ".join(filter(None, [*names, each.metavar])), meaning))
     if rows:
         with formatter.section(heading):
@@ -61,7 +78,7 @@ def _explain(heading: str, params: list[Any], formatter: Any) -> None:
 class _Explained(TyperCommand):
     """A command whose help names no types of Python, which mean nothing on a command line."""
 
-    def format_options(self, ctx: Any, formatter: Any) -> None:
+    def format_options(self, ctx: Context, formatter: HelpFormatter) -> None:
         """Write the arguments and the options."""
         shown = [each for each in self.get_params(ctx) if not getattr(each, "hidden", False)]
         for heading, kind in (("Arguments", "argument"), ("Options", "option")):
@@ -73,32 +90,35 @@ class _Listed(TyperGroup):
     sentences and examples.
     """
 
-    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+    def format_help_text(self, ctx: Context, formatter: HelpFormatter) -> None:
         """Write what the group is, and its commands."""
         super().format_help_text(ctx, formatter)
         for heading, commands in by_heading(self).items():
-            rows = [(command.name, first_sentence(command)) for command in commands]
+            rows = [(str(command.name), first_sentence(command)) for command in commands]
+            if heading:
+                rows.append(("example:", example(commands[0])))
             with formatter.section(heading or "Commands"):
-                formatter.write_dl([*rows, ("example:", example(commands[0]))] if heading else rows)
+                formatter.write_dl(rows)
 
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
+    def format_commands(self, ctx: Context, formatter: HelpFormatter) -> None:
         """Write nothing after the options."""
 
 
-def by_heading(group: Any) -> dict[str, list[Any]]:
+def by_heading(group: TyperGroup) -> dict[str, list[Command]]:
     """Return a group's commands by their headings; "" for those that have none."""
-    found: dict[str, list[Any]] = {}
+    found: dict[str, list[Command]] = {}
     for command in group.commands.values():
-        found.setdefault(command.rich_help_panel or "", []).append(command)
+        heading = getattr(command, "rich_help_panel", None)  # of a command or a group of typer
+        found.setdefault(heading or "", []).append(command)
     return found
 
 
-def first_sentence(command: Any) -> str:
+def first_sentence(command: Command) -> str:
     """Return the first paragraph of a command's help, which is one sentence."""
     return str(command.help).partition("\n\n")[0].replace("\n", " ")
 
 
-def example(command: Any) -> str:
+def example(command: Command) -> str:
     """Return the example of a command."""
     return str(command.epilog).removeprefix(EXAMPLE)
 
@@ -123,7 +143,7 @@ app.add_typer(
 )
 
 
-def _command(heading: str, example: str, said: str | None = None) -> Any:
+def _command(heading: str, example: str, said: str | None = None) -> Callable[[F], F]:
     """Declare a command under a heading of the help, and an example, with which its own help ends.
 
     `said` is its help, where that is more than the function's docstring.
@@ -149,15 +169,19 @@ AxisArguments = Annotated[
 ]
 
 
-def _fetched(context: typer.Context, names: Any) -> Any:
+def _fetched(context: typer.Context, names: str | list[str]) -> str | Path | list[str | Path]:
     if isinstance(names, list):
-        return [_fetched(context, name) for name in names]
+        return [_one_fetched(context, name) for name in names]
+    return _one_fetched(context, names)
+
+
+def _one_fetched(context: typer.Context, name: str) -> str | Path:
     # A shell that completes a line parses it, too.
-    if context.resilient_parsing or not names.startswith("hf://"):
-        return names
+    if context.resilient_parsing or not name.startswith("hf://"):
+        return name
     from monograph.run.repository import fetched
 
-    return fetched(names)
+    return fetched(name)
 
 
 Run = Annotated[
@@ -170,8 +194,15 @@ Run = Annotated[
 ]
 
 
-def _option(metavar: str, said: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, metavar=metavar, help=said, **more)
+def _option(
+    metavar: str,
+    said: str,
+    *names: str,
+    min: float | None = None,
+    max: float | None = None,
+    readable: bool = True,
+) -> Any:
+    return typer.Option(*names, metavar=metavar, help=said, min=min, max=max, readable=readable)
 
 
 def _flag(name: str, said: str, *names: str) -> Any:
@@ -223,9 +254,6 @@ Minutes = Annotated[
     float | None, _option("M", "train for this many minutes; short for train.minutes=M")
 ]
 Json = Annotated[bool, _flag("--json", "end stdout with one JSON object")]
-# The base of all exceptions for a wrong command line, in every release of typer, with its own click
-# or without.
-BadCommandLine: type[Exception] = typer.BadParameter.__bases__[0]
 # Commands that several processes run together; None is `monograph` alone.
 SHARED = (None, "train", "sweep")
 
@@ -238,7 +266,8 @@ def _monograph(
     if version:
         print(f"monograph {__version__}")
         raise typer.Exit
-    if (command := context.invoked_subcommand) not in SHARED and launched() > 1:
+    command = context.invoked_subcommand
+    if command not in SHARED and launched() > 1:
         raise UsageError(
             f"{launched()} processes were started: `monograph {command}` is one; leave the launcher out"
         )

@@ -2,8 +2,13 @@
 compiling most kernels.
 """
 
+from __future__ import annotations
+
 import functools
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torch._inductor.async_compile import AsyncCompile
 
 
 class _Source(NamedTuple):
@@ -30,10 +35,10 @@ def build_kernels_together() -> None:
         cache: dict[str, Any] = {}  # noqa: RUF012 - torch's own form
         entry_function = "kernels"
 
-    def collect(self: Any, argument_types: list[str], code: str) -> _Source:
+    def collect(self: AsyncCompile, argument_types: list[str], code: str) -> _Source:
         return _Source(argument_types, code)
 
-    def build(self: Any, scope: dict[str, Any]) -> None:
+    def build(self: AsyncCompile, scope: dict[str, Any]) -> None:
         sources = {name: value for name, value in scope.items() if isinstance(value, _Source)}
         threads = async_compile.get_compile_threads()
         files = _shared_out(sources, threads)
@@ -45,7 +50,7 @@ def build_kernels_together() -> None:
         ]
         wait(self, scope)
         for file, library in zip(files, libraries, strict=True):
-            made: Any = library()
+            made = library()
             scope.update(
                 {name: getattr(made, f"kernel_{number}") for number, name in enumerate(file)}
             )

@@ -4,7 +4,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ def hooks_kept() -> Iterator[None]:
     """Enable saved-tensor hooks again after the block if an error in a `torch.func` transform left
     them disabled.
     """
-    autograd: Any = torch._C._autograd
+    autograd: Any = torch._C._autograd  # its stub lacks a function
     enabled = autograd._saved_tensors_hooks_is_enabled()
     try:
         yield
@@ -160,7 +160,7 @@ def without_numbers() -> bool:
     return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
 
 
-def without_modes() -> Any:
+def without_modes() -> AbstractContextManager[object]:
     """Return a context that suspends the caller's dispatch modes, in which `torch.compile` would
     refuse to trace.
     """

@@ -5,23 +5,34 @@ Some functions direct or ask the partitioner, which decides what a compiled grap
 backward pass.
 """
 
+from __future__ import annotations
+
 import functools
 import importlib
 import operator
 import os
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 
+if TYPE_CHECKING:
+    from ctypes import CDLL
+
+    from torch._inductor.ir import TensorBox
+    from torch._ops import OpOverload
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 _WRITTEN_S = 2.0  # time in which another process finishes a library that it is writing
 
 
@@ -36,7 +47,8 @@ def remove_cut_off_libraries() -> None:
     """
     from torch._inductor.runtime.runtime_utils import cache_dir
 
-    if cut := [path for path in Path(cache_dir()).glob("*/*.so") if _cut_off(path)]:
+    cut = [path for path in Path(cache_dir()).glob("*/*.so") if _cut_off(path)]
+    if cut:
         time.sleep(_WRITTEN_S)
     for path in filter(_cut_off, cut):
         path.unlink(missing_ok=True)
@@ -77,13 +89,14 @@ def cats_in_parts() -> dict[str, int]:
     """Return the option by which each part of a concatenation has its own kernel."""
     from torch._inductor import config
 
-    if hasattr(config, name := "max_complex_pointwise_cat_inputs"):
+    name = "max_complex_pointwise_cat_inputs"
+    if hasattr(config, name):
         return {name: 0}
     # torch 2.11 has such an option for simple parts only.
     lowering: Any = importlib.import_module("torch._inductor.lowering")
     together = lowering.pointwise_cat
 
-    def cat(parts: Any, axis: int) -> Any:
+    def cat(parts: Sequence[TensorBox], axis: int) -> TensorBox:
         if config.max_pointwise_cat_inputs:
             return together(parts, axis)
         return lowering.TensorBox(lowering.ir.ConcatKernel.create(parts, axis))
@@ -112,14 +125,14 @@ def keep_strides_of_block_masks() -> None:
     flex.maybe_realize = fixed
 
 
-def graph_pass(rewrite: Callable[[Any], None], *files: str) -> object:
+def graph_pass(rewrite: Callable[[Graph], None], *files: str) -> object:
     """Return a pass for Inductor that calls `rewrite`; its key in the cache is the hash of its
     sources, `files`.
     """
     import torch._inductor.custom_graph_pass as passes
 
     class Pass(passes.CustomGraphPass):
-        def __call__(self, graph: Any) -> None:
+        def __call__(self, graph: Graph) -> None:
             rewrite(graph)
 
         def uuid(self) -> bytes:
@@ -128,16 +141,23 @@ def graph_pass(rewrite: Callable[[Any], None], *files: str) -> object:
     return Pass()
 
 
-def onednn_matmul(left: Any, right: Any) -> Any:
+def onednn_matmul(left: Tensor, right: Tensor) -> Tensor:
     """Return left [N, K] @ right [K, M], fp32 on a CPU, computed by oneDNN, which torch itself uses
     only for bf16.
     """
-    return torch.ops.mkldnn._linear_pointwise(left, right.T, None, "none", [], "")
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(left, right.T, None, "none", [], "")
+    return product
 
 
 def scaled_mm(
-    left: Any, right: Any, left_unit: Any, right_unit: Any, dtype: Any, *, fast: bool = False
-) -> Any:
+    left: Tensor,
+    right: Tensor,
+    left_unit: Tensor,
+    right_unit: Tensor,
+    dtype: torch.dtype,
+    *,
+    fast: bool = False,
+) -> Tensor:
     """Return (left * left_unit) @ (right * right_unit) in `dtype` for fp8 matrices; `right` is
     column-major.
 
@@ -148,7 +168,7 @@ def scaled_mm(
     )
 
 
-def native(source: str) -> Any:
+def native(source: str) -> CDLL:
     """Return the ctypes library of C++ source, compiled once for this processor and kept in
     Inductor's cache.
     """
@@ -158,7 +178,7 @@ def native(source: str) -> Any:
 
 
 @functools.cache
-def lower_to_call(operator: Any, function: Callable[..., None]) -> None:
+def lower_to_call(operator: OpOverload, function: Callable[..., None]) -> None:
     """Let Inductor call `function(left, right, out=...)` for a matrix product, bypassing torch's
     dispatcher.
 
@@ -171,21 +191,21 @@ def lower_to_call(operator: Any, function: Callable[..., None]) -> None:
 
     choice = ExternKernelChoice(function, name=operator.name().replace("::", "_"))
 
-    @register_lowering(operator, type_promotion_kind=None)  # type: ignore[untyped-decorator]
-    def _(left: Any, right: Any) -> Any:
+    @register_lowering(operator, type_promotion_kind=None)
+    def _(left: TensorBox, right: TensorBox) -> TensorBox:
         *_, layout, left, right = mm_args(left, right)
         return choice.bind((left, right), layout).output_node()
 
 
 @functools.cache
-def lower_to_memory(operator: Any) -> None:
+def lower_to_memory(operator: OpOverload) -> None:
     """Let Inductor compile `operator(value)` to the value itself, stored in memory and not fused
     into its readers.
     """
     from torch._inductor.lowering import register_lowering
 
-    @register_lowering(operator, type_promotion_kind=None)  # type: ignore[untyped-decorator]
-    def _(value: Any) -> Any:
+    @register_lowering(operator, type_promotion_kind=None)
+    def _(value: TensorBox) -> TensorBox:
         value.realize()
         return value
 
@@ -202,8 +222,8 @@ def watched_kernels() -> Iterator[None]:
     from torch._inductor.codecache import PyCodeCache
     from torch._inductor.select_algorithm import extern_kernels
 
-    def watched(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
+    def watched(name: str, kernel: Callable[_P, _T]) -> Callable[_P, _T]:
+        def call(*arguments: _P.args, **options: _P.kwargs) -> _T:
             with _RecordFunctionFast(name, arguments, {}):
                 return kernel(*arguments, **options)
 
@@ -251,7 +271,7 @@ def parse_no_events(watching: torch.profiler.profile) -> None:
 _LAST_REGION = 1 << 30
 
 
-def make_again(graph: Any) -> None:
+def make_again(graph: Graph) -> None:
     """Mark values computed from 8-bit integers, up to matrix products, for recomputation in the
     backward pass.
 
@@ -265,7 +285,7 @@ def make_again(graph: Any) -> None:
         for node in inputs
         if getattr(node.meta.get("val"), "dtype", None) in (torch.int8, torch.uint8)
     ]
-    again = set[Any]()
+    again = set[Node]()
     waiting = [user for node in codes for user in node.users]
     while waiting:
         node = waiting.pop()
@@ -281,7 +301,7 @@ def make_again(graph: Any) -> None:
         node.meta |= {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": _LAST_REGION}
 
 
-def keep_once(graph: Any) -> None:
+def keep_once(graph: Graph) -> None:
     """Mark values computed from inputs that the forward pass overwrites, such as running means, to
     be kept.
 
@@ -292,7 +312,8 @@ def keep_once(graph: Any) -> None:
     write = torch.ops.aten.copy_.default
     operators = get_default_op_list()
     copies = graph.find_nodes(op="call_function", target=write)
-    reading = [node.args[0] for node in copies if node.args[0].op == "placeholder"]
+    written = [node.args[0] for node in copies]
+    reading = [value for value in written if isinstance(value, Node) and value.op == "placeholder"]
     while reading:
         for user in reading.pop().users:
             # A view, or an item of several results, changes together with the input.
@@ -308,13 +329,13 @@ def keep_once(graph: Any) -> None:
                     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
-def mark_recomputed(graph: Any) -> None:
+def mark_recomputed(graph: Graph) -> None:
     """Mark the values that the backward pass must recompute or must not, in a graph of both passes."""
     make_again(graph)
     keep_once(graph)
 
 
-def aot_eager() -> Any:
+def aot_eager() -> Callable[..., Any]:
     """Return torch's backend of this name, which traces both passes and generates no code, with
     `mark_recomputed`.
     """
@@ -326,7 +347,9 @@ def aot_eager() -> Any:
     )
 
 
-def _partition(graph: Any, inputs: Any, **options: Any) -> Any:
+def _partition(
+    graph: GraphModule, inputs: object, **options: Any
+) -> tuple[GraphModule, GraphModule]:
     """Split a graph of both passes into two as Inductor does."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
@@ -334,7 +357,12 @@ def _partition(graph: Any, inputs: Any, **options: Any) -> Any:
     return min_cut_rematerialization_partition(graph, inputs, compiler="inductor", **options)
 
 
-def stored_by_graph(forward: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> int:
+def stored_by_graph(
+    forward: Callable[..., object],
+    module: torch.nn.Module,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+) -> int:
     """Return the bytes that a module's compiled forward graph keeps for its backward pass, without
     its inputs.
 
@@ -357,7 +385,7 @@ def stored_by_graph(forward: Callable[..., Any], module: Any, args: Any, kwargs:
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     stored: dict[int, int] = {}
 
-    def run(*tensors: Any) -> Any:
+    def run(*tensors: Tensor) -> list[Tensor]:
         given = list(leaves)
         for place, tensor in zip(places, tensors[len(own_tensors) :], strict=True):
             given[place] = tensor
@@ -371,16 +399,16 @@ def stored_by_graph(forward: Callable[..., Any], module: Any, args: Any, kwargs:
                 leaf for leaf in tree_leaves(forward(*args, **kwargs)) if isinstance(leaf, Tensor)
             ]
 
-    def storages(nodes: Any) -> list[Any]:
-        return [
-            value.untyped_storage()
-            for node in nodes
-            if isinstance(value := node.meta["val"], Tensor)
-        ]
+    def storages(nodes: Iterable[object]) -> list[torch.UntypedStorage]:
+        values = [node.meta["val"] for node in nodes if isinstance(node, Node)]
+        return [value.untyped_storage() for value in values if isinstance(value, Tensor)]
 
-    def partition(graph: Any, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
+    def partition(
+        graph: GraphModule, inputs: object, *, num_fwd_outputs: int, **options: Any
+    ) -> tuple[GraphModule, GraphModule]:
         parts = _partition(graph, inputs, num_fwd_outputs=num_fwd_outputs, **options)
-        outputs: Any = parts[0].graph.output_node().args[0]
+        outputs = parts[0].graph.output_node().args[0]
+        assert isinstance(outputs, list | tuple)
         stored.update(
             (storage._cdata, storage.nbytes()) for storage in storages(outputs[num_fwd_outputs:])
         )
@@ -422,7 +450,7 @@ def partitioned(
     )
 
 
-def activations_kept(share: float) -> AbstractContextManager[Any]:
+def activations_kept(share: float) -> AbstractContextManager[object]:
     """In the block, compile graphs that keep at most this share of the activations for the backward
     pass.
     """

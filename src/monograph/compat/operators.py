@@ -3,15 +3,19 @@
 import contextlib
 import importlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.utils.checkpoint as checkpoint
+from torch import Tensor
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
-def flops_of(operator: Any, args: Any, kwargs: Any, out: Any) -> int:
+def flops_of(operator: object, args: Sequence[Any], kwargs: Mapping[str, Any], out: object) -> int:
     """Return the FLOPs of an operator's call if it is a matrix product, a convolution or attention,
     else 0.
     """
@@ -32,7 +36,7 @@ def flops_of(operator: Any, args: Any, kwargs: Any, out: Any) -> int:
     )
 
 
-def writes_in_place(operator: Any) -> bool:
+def writes_in_place(operator: object) -> bool:
     """Return whether an operator changes one of its arguments."""
     schema = getattr(operator, "_schema", None)
     return schema is not None and bool(schema.is_mutable)
@@ -44,7 +48,10 @@ def in_transform() -> bool:
 
 
 def end_failed_capture(
-    graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any, stream: torch.cuda.Stream
+    graph: torch.cuda.CUDAGraph,
+    device: torch.device,
+    pool: tuple[int, int],
+    stream: torch.cuda.Stream,
 ) -> None:
     """Undo what torch leaves of a CUDA graph's capture that did not end.
 
@@ -84,7 +91,7 @@ def sums_gradients() -> bool:
     return torch._C._current_graph_task_id() >= 0 and not torch.is_grad_enabled()
 
 
-def functional(replaced: dict[str, Callable[..., Any]]) -> AbstractContextManager[None]:
+def functional(replaced: Mapping[str, Callable[..., Any]]) -> AbstractContextManager[None]:
     """In the block, replace functions of `torch.nn.functional` for callers that look them up there.
 
     A `TorchFunctionMode` would be the public way, but Dynamo (2.13) does not trace
@@ -94,7 +101,7 @@ def functional(replaced: dict[str, Callable[..., Any]]) -> AbstractContextManage
 
 
 @contextmanager
-def attributes(owner: Any, replaced: dict[str, Any]) -> Iterator[None]:
+def attributes(owner: object, replaced: Mapping[str, object]) -> Iterator[None]:
     """In the block, replace attributes of a module or class; inherited ones are shadowed."""
     before = {name: vars(owner)[name] for name in replaced if name in vars(owner)}
     try:
@@ -116,10 +123,23 @@ def integer_parameters() -> AbstractContextManager[None]:
     """
     make = torch.nn.Parameter.__new__
 
-    def made(kind: Any, data: Any = None, requires_grad: bool = True) -> Any:
+    def made(
+        kind: type[torch.nn.Parameter], data: Tensor | None = None, requires_grad: bool = True
+    ) -> torch.nn.Parameter:
         return make(kind, data, requires_grad and (data is None or data.is_floating_point()))
 
     return attributes(torch.nn.Parameter, {"__new__": staticmethod(made)})
+
+
+def _telling(function: Callable[_P, _T], tell: Callable[[], None]) -> Callable[_P, _T]:
+    """Return a function that calls `tell` before the function, where gradients are taken."""
+
+    def told(*arguments: _P.args, **keywords: _P.kwargs) -> _T:
+        if torch.is_grad_enabled():
+            tell()
+        return function(*arguments, **keywords)
+
+    return told
 
 
 @contextmanager
@@ -149,18 +169,13 @@ def layers(
     norm = torch.nn.modules.batchnorm._BatchNorm
     forward, checkpointed = norm.forward, checkpoint._checkpoint_without_reentrant_generator
 
-    def normed(self: Any, x: Any) -> Any:
+    def normed(self: torch.nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
         counted = (
             self.training and self.track_running_stats and self.num_batches_tracked is not None
         )
         return (
             average_of_batches(self, x) if counted and self.momentum is None else forward(self, x)
         )
-
-    def told(*arguments: Any, **keywords: Any) -> Any:
-        if torch.is_grad_enabled():
-            recomputing()
-        return checkpointed(*arguments, **keywords)
 
     weights = property(lambda self: [getattr(self, name) for name in self._flat_weights_names])
     with (
@@ -171,7 +186,10 @@ def layers(
         attributes(torch, {"_weight_norm": weight_norm}),
         attributes(older, {"_weight_norm": weight_norm}),
         attributes(norm, {"forward": normed}),
-        attributes(checkpoint, {"_checkpoint_without_reentrant_generator": told}),
+        attributes(
+            checkpoint,
+            {"_checkpoint_without_reentrant_generator": _telling(checkpointed, recomputing)},
+        ),
     ):
         yield
 
@@ -196,8 +214,9 @@ def loops_told(tell: Callable[[str], None]) -> Iterator[None]:
     a warning.
     """
 
-    def show(message: Any, *_: Any, **__: Any) -> None:
-        if name := str(message).partition("implemented the batching rule for ")[2]:
+    def show(message: object, *_: object, **__: object) -> None:
+        name = str(message).partition("implemented the batching rule for ")[2]
+        if name:
             tell(name.split(".")[0])
 
     warn_of_loops(True)

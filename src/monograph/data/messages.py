@@ -205,4 +205,4 @@ def _part(value: object, where: str) -> str:
 
 def trained_on(message: Mapping[str, Any]) -> bool:
     """Return whether a message that was read is an answer to train on."""
-    return message["role"] == "assistant" and message.get(WEIGHT, 1) != 0
+    return bool(message["role"] == "assistant" and message.get(WEIGHT, 1) != 0)

@@ -338,7 +338,8 @@ class Rows:
     def first_prompt(self) -> list[int]:
         """Return the ids of the first conversation up to where its first answer begins."""
         assert self._side.answers is not None
-        return self._side.tokens[: self._side.answers[0]].tolist()
+        ids: list[int] = self._side.tokens[: self._side.answers[0]].tolist()
+        return ids
 
     def in_order(self, batch_rows: int, limit: int | None = None) -> "Iterator[Batch]":
         """Yield every row once, or `limit` evenly spaced rows, in batches of `batch_rows` rows.

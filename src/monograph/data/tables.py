@@ -4,12 +4,14 @@ saved datasets.
 Shapes: N values of a column.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from monograph.data.reading import Damaged, imported, unpacked
 from monograph.data.records import (
@@ -32,6 +34,11 @@ from monograph.storage.reading import (
     read_json,
     unreadable,
 )
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from pyarrow import Array, DataType, RecordBatch, Scalar, Schema
 
 _BATCH_ROWS = 256
 _BATCH_BYTES = 1 << 24
@@ -83,7 +90,7 @@ def table_objects(path: Path, keys: Sequence[str]) -> Iterator[tuple[int, dict[s
                 yield number, _plain(pa, row, part.schema)
 
 
-def _rows(path: Path, part: Any) -> list[dict[str, Any]]:
+def _rows(path: Path, part: RecordBatch) -> list[dict[str, Any]]:
     """Return the rows of a sound batch as values of Python, whose dates have the years 1 to 9999."""
     try:
         return part.to_pylist()  # type: ignore[no-any-return]
@@ -95,7 +102,7 @@ def _rows(path: Path, part: Any) -> list[dict[str, Any]]:
         ) from None
 
 
-def _is_held(column: Any) -> bool:
+def _is_held(column: Array) -> bool:
     """Return whether Python's types hold all values of a column."""
     try:
         column.to_pylist()
@@ -104,7 +111,7 @@ def _is_held(column: Any) -> bool:
     return True
 
 
-def _unshared_bytes(pa: ModuleType, part: Any) -> int:
+def _unshared_bytes(pa: ModuleType, part: RecordBatch) -> int:
     """Return how much the values of a batch are once no text is stored for many rows, as
     dictionaries and views do.
 
@@ -132,7 +139,7 @@ def _unshared_bytes(pa: ModuleType, part: Any) -> int:
     return total
 
 
-def _lengths(pa: ModuleType, array: Any) -> Any:
+def _lengths(pa: ModuleType, array: Array) -> NDArray[np.int64]:
     """Return the bytes of each value of an array, int64 [N]; where they are no texts, each has its
     share of all.
     """
@@ -145,12 +152,8 @@ def _lengths(pa: ModuleType, array: Any) -> Any:
     if array.type in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary()):
         from pyarrow import compute
 
-        return (
-            compute.binary_length(array)
-            .fill_null(0)
-            .to_numpy(zero_copy_only=False)
-            .astype(np.int64)
-        )
+        bytes_N = compute.binary_length(array).fill_null(0).to_numpy(zero_copy_only=False)
+        return np.asarray(bytes_N, dtype=np.int64)
     return np.full(len(array), -(-array.nbytes // max(1, len(array))), dtype=np.int64)
 
 
@@ -176,7 +179,7 @@ def first_filled(path: Path, column: str) -> int | None:
 
 
 @contextmanager
-def _read_by_pyarrow(path: Path) -> Iterator[Any]:
+def _read_by_pyarrow(path: Path) -> Iterator[ModuleType]:
     """Yield the module pyarrow, and turn errors in the block into errors that name the file."""
     pa = imported("pyarrow", path, "parquet")
     try:
@@ -190,7 +193,7 @@ def _read_by_pyarrow(path: Path) -> Iterator[Any]:
         raise Damaged(path, f"is damaged ({' '.join(str(error).split())[:120]})") from None
 
 
-def _plain(pa: ModuleType, row: dict[str, Any], schema: Any) -> dict[str, Any] | Fault:
+def _plain(pa: ModuleType, row: dict[str, Any], schema: Schema) -> dict[str, Any] | Fault:
     """Return a row as values of JSON, without the nulls that tables hold where a row has no value."""
     try:
         there = {name: value for name, value in row.items() if value is not None}
@@ -205,7 +208,7 @@ def _plain(pa: ModuleType, row: dict[str, Any], schema: Any) -> dict[str, Any] |
     return values
 
 
-def _of_type(pa: ModuleType, value: Any, kind: Any) -> Any:
+def _of_type(pa: ModuleType, value: Any, kind: DataType) -> Any:
     """Return a value that pyarrow read from a type: structs without their nulls, and maps, too, as
     objects.
     """
@@ -227,7 +230,7 @@ def _of_type(pa: ModuleType, value: Any, kind: Any) -> Any:
     return value
 
 
-def _text(value: Any, key: str) -> str | Fault:
+def _text(value: Scalar, key: str) -> str | Fault:
     """Return the text of a pyarrow scalar, or its fault."""
     value = value.value if hasattr(value, "dictionary") else value
     if value is None or not value.is_valid:
@@ -241,19 +244,24 @@ def _text(value: Any, key: str) -> str | Fault:
         return not_utf8(error)
 
 
-def _parquet_columns(pa: ModuleType, path: Path, key: str) -> Iterator[Any]:
+def _parquet_columns(pa: ModuleType, path: Path, key: str) -> Iterator[Array]:
     # Read as a dictionary, a text that a file repeats a million times is in memory once.
     for part in _parquet_parts(pa, path, [key], read_dictionary=[key]):
         yield part.column(part.schema.get_field_index(key))
 
 
 def _parquet_parts(
-    pa: ModuleType, path: Path, keys: Sequence[str], **options: Any
-) -> Iterator[Any]:
+    pa: ModuleType, path: Path, keys: Sequence[str], read_dictionary: Sequence[str] | None = None
+) -> Iterator[RecordBatch]:
     from pyarrow import parquet
 
-    options |= {"pre_buffer": False, "buffer_size": 1 << 20}
-    with parquet.ParquetFile(path, page_checksum_verification=True, **options) as file:
+    with parquet.ParquetFile(
+        path,
+        page_checksum_verification=True,
+        pre_buffer=False,
+        buffer_size=1 << 20,
+        read_dictionary=read_dictionary,
+    ) as file:
         # Use the metadata of row groups only: reading that of a damaged column makes pyarrow end
         # the process.
         sizes = [
@@ -271,7 +279,7 @@ def _parquet_parts(
             raise Damaged(path, f"has {seen:,} rows, not the {rows:,} that it says")
 
 
-def _schema(pa: ModuleType, path: Path) -> Any:
+def _schema(pa: ModuleType, path: Path) -> Schema:
     if path.suffix.lower() == ".parquet":
         from pyarrow import parquet
 
@@ -280,7 +288,7 @@ def _schema(pa: ModuleType, path: Path) -> Any:
         return reader.schema
 
 
-def _arrow_columns(pa: ModuleType, path: Path, key: str) -> Iterator[Any]:
+def _arrow_columns(pa: ModuleType, path: Path, key: str) -> Iterator[Array]:
     for batch in _arrow_parts(pa, path, [key]):
         column = batch.column(batch.schema.get_field_index(key))
         if not pa.types.is_dictionary(column.type):
@@ -292,7 +300,7 @@ def _arrow_columns(pa: ModuleType, path: Path, key: str) -> Iterator[Any]:
         yield column
 
 
-def _arrow_parts(pa: ModuleType, path: Path, keys: Sequence[str]) -> Iterator[Any]:
+def _arrow_parts(pa: ModuleType, path: Path, keys: Sequence[str]) -> Iterator[RecordBatch]:
     with _arrow_reader(pa, path) as reader:
         count = getattr(reader, "num_record_batches", None)  # a stream states none
         with open_input(path) as file:
@@ -438,7 +446,7 @@ def _arrow_reader(pa: ModuleType, path: Path) -> Iterator[Any]:
         yield reader
 
 
-def _require_strings(pa: ModuleType, path: Path, schema: Any, key: str) -> None:
+def _require_strings(pa: ModuleType, path: Path, schema: Schema, key: str) -> None:
     columns = schema.get_all_field_indices(key)
     if len(columns) != 1:
         many = "several columns" if columns else "no column"

@@ -116,7 +116,7 @@ def _require_stackable(path: str, module: nn.Module, own: set[int]) -> None:
     if (
         isinstance(module, nn.RNNBase)
         and is_parametrized(module)
-        and _writes_buffers(module.parametrizations)
+        and _writes_buffers(module.get_submodule("parametrizations"))
     ):
         raise InputRefused(
             f"{path} ({type(module).__name__}) has a parametrization that writes its own buffers, as a spectral norm "
@@ -144,7 +144,7 @@ def _require_stackable(path: str, module: nn.Module, own: set[int]) -> None:
         )
 
 
-def _writes_buffers(parametrizations: Any) -> bool:
+def _writes_buffers(parametrizations: nn.Module) -> bool:
     """Return whether parametrizations write their buffers when they are evaluated in training mode."""
     with torch.no_grad(), modes_kept(parametrizations), buffers_kept(parametrizations.train()):
         before = [(id(buffer), buffer._version) for buffer in parametrizations.buffers()]
@@ -284,14 +284,14 @@ def _ties(module: nn.Module) -> set[tuple[str, ...]]:
     return {tuple(group) for group in shared(itertools.chain(*listed)).values()}
 
 
-def _equal(one: Any, other: Any, within: frozenset[tuple[int, int]]) -> bool:
+def _equal(one: object, other: object, within: frozenset[tuple[int, int]]) -> bool:
     """Return whether two attributes have equal values, also if they are different objects."""
     pair = (id(one), id(other))
     if one is other or pair in within:
         return True
     if type(one) is not type(other):
         return False
-    if isinstance(one, Tensor):
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
     mine = _parts(one)
     yours = _parts(other)
@@ -303,7 +303,7 @@ def _equal(one: Any, other: Any, within: frozenset[tuple[int, int]]) -> bool:
     )
 
 
-def _parts(value: object) -> tuple[Any, list[Any]]:
+def _parts(value: object) -> tuple[object, list[object]]:
     """Return a key to compare by ==, and further values to compare: together all that a call of the
     value may use.
     """
@@ -314,9 +314,9 @@ def _parts(value: object) -> tuple[Any, list[Any]]:
     return (key, list(own)), [*held, *own.values()]
 
 
-def _content(value: object) -> tuple[Any, list[Any]]:
-    key: Any = ""
-    held: list[Any] = []
+def _content(value: object) -> tuple[object, list[object]]:
+    key: object = ""
+    held: list[object] = []
     match value:
         case float() | complex():
             key = repr(value)  # 0.0 differs from -0.0, and NaN equals NaN

@@ -6,7 +6,7 @@ Shapes: N members, B batch, H heads, T queries, S keys, D head dimension.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -320,7 +320,20 @@ def _weight_norm(direction: Tensor, norm: Tensor, dim: int = 0) -> Tensor:
     return direction * (norm / lengths.view(norm.shape))
 
 
-def _average_of_batches(norm: Any, x: Tensor) -> Tensor:
+class _BatchNorm(Protocol):
+    """A batch norm that keeps running statistics."""
+
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+
+    def _check_input_dim(self, input: Tensor) -> None: ...
+
+
+def _average_of_batches(norm: _BatchNorm, x: Tensor) -> Tensor:
     """Compute a batch norm whose momentum is None: its statistics are means over the k batches seen
     so far.
 

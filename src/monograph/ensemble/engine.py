@@ -344,7 +344,7 @@ def _built(
     return members, [dict(vars(own)) if hasattr(own, "__dict__") else _plain(own) for own in knobs]
 
 
-def _plain(knobs: Any) -> dict[str, Any]:
+def _plain(knobs: Knobs | Mapping[str, Any]) -> dict[str, Any]:
     """Return knobs as a dict, without counting their values as read."""
     return dict(knobs.__getstate__() if isinstance(knobs, Knobs) else knobs)
 

@@ -176,21 +176,36 @@ def _rnn(
     return (act(given + F.linear(state[0], weight, bias)),)
 
 
-def _cell(step: Step, x: Tensor, state: Any, weight: Tensor, *of: Tensor | None) -> Any:
+def _cell(
+    step: Step, x: Tensor, state: Tensor | State, weight: Tensor, *of: Tensor | None
+) -> Tensor | State:
     """Run one step in time with the arguments of torch's cell kernels; `of` is weight_hh, bias_ih,
     bias_hh.
     """
     weight_hh, bias, bias_hh = (*of, None, None)[:3]
-    many = isinstance(state, tuple)
-    after = step(F.linear(x, weight, bias), state if many else (state,), weight_hh, bias_hh)
-    return after if many else after[0]
+    given = F.linear(x, weight, bias)
+    if isinstance(state, tuple):
+        return step(given, state, weight_hh, bias_hh)
+    return step(given, (state,), weight_hh, bias_hh)[0]
 
 
-def _layers(step: Step, x: Tensor, state: Any, weights: Any, *options: Any) -> State:
+def _layers(
+    step: Step,
+    x: Tensor,
+    state: Tensor | State,
+    weights: list[Tensor] | Tensor | State,
+    bias: bool,
+    layers: int,
+    dropout: float,
+    training: bool,
+    bidirectional: bool,
+    batch_first: bool = False,
+) -> State:
     """Return outputs [T, B, H] and last states [L, B, H] for x [T, B, I]; arguments are those of
     torch's kernels.
     """
-    bias, layers, dropout, training, bidirectional, batch_first = (*options, False)[:6]
+    # For a packed sequence torch gives the numbers of its rows before the state, so the state comes
+    # as the weights.
     if not isinstance(weights, list):
         raise CannotBatch(
             "it is given a packed sequence, whose steps have other numbers of rows: give it the padded rows, and take "

@@ -108,9 +108,8 @@ def merged(optims: Sequence[Optimizer], device: torch.device) -> Optimizer:
     """Return one optimizer whose betas and eps are tensors [N] where the members' differ."""
     one, other = zip(*(optim.betas for optim in optims), strict=True)
     # The learning rate is not merged, as it changes with each update and is in `Step.lr` [N].
-    betas: Any = _knob(one, device), _knob(other, device)
-    eps: Any = _knob([optim.eps for optim in optims], device)
-    return replace(optims[0], betas=betas, eps=eps)
+    eps = _knob([optim.eps for optim in optims], device)
+    return replace(optims[0], betas=(_knob(one, device), _knob(other, device)), eps=eps)
 
 
 def kinds(of_members: Sequence[Mapping[str, Kind]], device: torch.device) -> dict[str, Kind]:

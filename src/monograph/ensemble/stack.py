@@ -79,8 +79,8 @@ class Stack:
         self.module = copy.deepcopy(members[0], memo)
         # A key-value cache is no tensor, and useless where nothing is generated.
         for part in self.module.modules():
-            config: Any = getattr(part, "config", None)
-            if getattr(config, "use_cache", False):
+            config = getattr(part, "config", None)
+            if config is not None and getattr(config, "use_cache", False):
                 config.use_cache = False
         if not self._held:
             raise UsageError(

@@ -18,7 +18,7 @@ from monograph.errors import UsageError
 from monograph.graph.compilable import Compilable, Scope
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
-from monograph.loss import SHARES, constant, counted, counts, pair
+from monograph.loss import SHARES, Batch, constant, counted, counts, pair
 from monograph.optim import Optimizer, Plane, checked, planes, trainable
 from monograph.schedule import Schedule, factor_at
 from monograph.step import OnDevice, Step, Update, closed
@@ -83,7 +83,7 @@ class Stacked(OnDevice):
             if name not in self.counters
         }
 
-    def update_whole(self, batch: Any) -> Update:
+    def update_whole(self, batch: Batch) -> Update:
         """Do `accumulate(step, [batch])` and `update(step)`, in one graph where they are captured."""
         step = self.step
         self.members.stack.require_views(step.index)
@@ -94,7 +94,7 @@ class Stacked(OnDevice):
         self.members.draw += 1
         return closed(step, lr, grad_norm)
 
-    def _update_in_one(self, batch: Any, loss_factor: Tensor) -> Tensor:
+    def _update_in_one(self, batch: Batch, loss_factor: Tensor) -> Tensor:
         """Compute the gradient and update of a window of one micro-batch, whose gradient need not
         be kept to add to.
         """
@@ -164,7 +164,7 @@ class Stacked(OnDevice):
     def sums(self, batch: Any, parameters: Tensors | None = None) -> tuple[Tensor, Tensor]:
         """Return the members' sums of losses and numbers of targets, [N] each."""
 
-        def of_one(module: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        def of_one(module: nn.Module, batch: object) -> tuple[Tensor, Tensor]:
             return pair(self.step.loss(module, batch))
 
         size = self.members.stack.size
@@ -181,7 +181,7 @@ class Stacked(OnDevice):
         # Inside vmap, no tensor says whether it requires a gradient.
         return loss_sum, constant(count)
 
-    def targets(self, batch: Any) -> Tensor | None:
+    def targets(self, batch: object) -> Tensor | None:
         """Return the targets of each member's batch, [N], if the loss can count them."""
         loss = self.step.loss
         device = self.step.device
@@ -192,7 +192,7 @@ class Stacked(OnDevice):
         # It is vmapped, as a loss counts one member's batch and may index it by position.
         return torch.vmap(lambda batch: counted(loss.count(batch), device))(batch)
 
-    def accumulate(self, batches: Sequence[Any]) -> None:
+    def accumulate(self, batches: Sequence[object]) -> None:
         """Add the members' gradients of each micro-batch to the planes."""
         step = self.step
         self.members.stack.require_views(step.index)

@@ -390,7 +390,7 @@ def choose(
         _answer(question, [next(scores).log_probability for _ in question.choices])
         for question in questions
     ]
-    shares: list[Any] = [
+    shares: list[float | None] = [
         number for right in zip(*answers, strict=True) for number in mean(right)[:2]
     ]
     chance = statistics.fmean(1 / len(question.choices) for question in questions)

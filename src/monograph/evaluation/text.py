@@ -150,7 +150,8 @@ class Scores(NamedTuple):
     @property
     def bits_per_byte_N(self) -> NDArray[np.float64]:
         """Bits per byte of each member over all units."""
-        return self.bits_UN.sum(0) / self.bytes_U.sum()
+        per_byte_N: NDArray[np.float64] = self.bits_UN.sum(0) / self.bytes_U.sum()
+        return per_byte_N
 
 
 def by_document(engine: Evaluates, rows: Rows, progress: Progress | None = None) -> Scores:

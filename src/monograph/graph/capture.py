@@ -44,7 +44,7 @@ class Capturable(Protocol):
     scope: Scope | Literal["none"]
     recorder: Recorder | None
     announce: Callable[[str], None]
-    micro_step: Callable[[Any], None]
+    micro_step: Callable[[object], None]
     replaced: list[Replaced]
 
     @property

@@ -1,12 +1,13 @@
 """Mark the functions that a capture may replace by compiled ones."""
 
 from collections.abc import Callable
-from typing import Any, Generic, Literal, ParamSpec, TypeVar
+from typing import Generic, Literal, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
 Scope = Literal["whole", "blocks"]  # what one graph of a capture holds: the model, or a block of it
-Replaced = tuple[Any, str, Any]  # an object, the name of its attribute, and its own former value
+# An object, the name of its attribute, and its own former value.
+Replaced = tuple[object, str, object]
 
 
 class Compilable(Generic[P, T]):

@@ -9,11 +9,13 @@ Shapes: G groups, B rows, C and O channels of a group, and any number of further
 """
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node, map_arg
+from torch.fx.node import Argument
 
 LEAST = 2**21  # multiplications of a group, from which on groups are faster one by one (dev/log.md)
 aten = torch.ops.aten
@@ -61,13 +63,13 @@ _LIBRARY.impl("group_convolution", convolution, "CPU")
 _LIBRARY.impl("group_gradients", gradients, "CPU")
 
 
-@torch.library.register_fake("monograph::group_convolution", lib=_LIBRARY)
+@torch.library.register_fake("monograph::group_convolution", lib=_LIBRARY)  # type: ignore[untyped-decorator]  # torch's has no types
 def _(input_GBC: Tensor, weight_GOC: Tensor, *steps: list[int]) -> Tensor:
     one = convolution(input_GBC[:1], weight_GOC[:1], *steps)
     return one.new_empty(len(weight_GOC), *one.shape[1:])
 
 
-@torch.library.register_fake("monograph::group_gradients", lib=_LIBRARY)
+@torch.library.register_fake("monograph::group_gradients", lib=_LIBRARY)  # type: ignore[untyped-decorator]  # torch's has no types
 def _(
     grad_GBO: Tensor, input_GBC: Tensor, weight_GOC: Tensor, wanted: bool, *steps: list[int]
 ) -> tuple[Tensor, Tensor]:
@@ -139,7 +141,7 @@ def _pays(product: Node, weight: Node, groups: int) -> bool:
     return bool(out.numel() // groups * each[0].numel() >= LEAST)
 
 
-def _call(graph: Graph, target: Any, *args: Any) -> Node:
+def _call(graph: Graph, target: Callable[..., Any], *args: Argument) -> Node:
     node = graph.call_function(target, args)
     node.meta["val"] = target(*map_arg(args, lambda operand: operand.meta["val"]))
     return node

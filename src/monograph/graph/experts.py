@@ -17,7 +17,7 @@ Shapes: P rows, E experts, C of them for each row, N outputs, K inputs; of the b
 positions, and N = B T tokens.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from monograph.graph.frozen import FrozenWeight, Int8Weight, NF4Weight, dense_of
 from monograph.graph.grouped import added, grouped_linear, product, product_dtype
+from monograph.ops.autograd import Batched, Context
 
 
 class Balance(NamedTuple):
@@ -66,20 +67,21 @@ def _(weights: Tensor, probabilities: Tensor, further: Tensor) -> Tensor:
     return torch.empty_like(weights)
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+def _save(ctx: Context, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(inputs[2])
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+def _backward(ctx: Context, grad: Tensor) -> tuple[Tensor, Tensor, None]:
     return grad, ctx.saved_tensors[0], None
 
 
 @_balanced.register_vmap
-def _(info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor) -> tuple[Tensor, int]:
-    dims = zip(tensors, in_dims, strict=True)
-    return _balanced(
-        *(t.expand(info.batch_size, *t.shape) if d is None else t.movedim(d, 0) for t, d in dims)
-    ), 0
+def _(info: Batched, in_dims: tuple[int | None, ...], *tensors: Tensor) -> tuple[Tensor, int]:
+    members = (
+        tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+        for tensor, dim in zip(tensors, in_dims, strict=True)
+    )
+    return _balanced(*members), 0
 
 
 _balanced.register_autograd(_backward, setup_context=_save)
@@ -115,14 +117,27 @@ class ExpertLinear(nn.Module):
     """
 
     def __init__(
-        self, experts: int, in_features: int, out_features: int, bias: bool = False, **like: Any
+        self,
+        experts: int,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.experts = experts
         self.in_features = in_features
         self.out_features = out_features
-        self.weight = nn.Parameter(torch.empty(experts, out_features, in_features, **like))
-        self.bias = nn.Parameter(torch.empty(experts, out_features, **like)) if bias else None
+        self.weight = nn.Parameter(
+            torch.empty(experts, out_features, in_features, device=device, dtype=dtype)
+        )
+        self.bias = (
+            nn.Parameter(torch.empty(experts, out_features, device=device, dtype=dtype))
+            if bias
+            else None
+        )
 
     def forward(self, input: Tensor, ends_E: Tensor | None) -> Tensor:
         """Map rows [P, K] that are sorted by expert to [P, N]; without `ends`, all rows [..., P, K]
@@ -140,6 +155,12 @@ class ExpertLinear(nn.Module):
             return product
         bias_EN = self.bias.to(product.dtype)
         return product + bias_EN[:, None] if ends_E is None else added(product, bias_EN, ends_E)
+
+
+class _DequantisedContext(Context):
+    shape: tuple[int, ...]
+    grouped: bool  # rows are sorted by expert, and the first saved tensor is `ends_E`
+    shared: bool
 
 
 class _Dequantised(torch.autograd.Function):
@@ -165,16 +186,31 @@ class _Dequantised(torch.autograd.Function):
         return input @ weight_ENK.mT if ends_E is None else product(input, weight_ENK, ends_E)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(inputs[1], *inputs[3:])
-        ctx.shape = inputs[2]
-        ctx.shared = inputs[0].ndim < output.ndim
+    def setup_context(
+        ctx: _DequantisedContext,
+        inputs: tuple[
+            Tensor,
+            Tensor | None,
+            tuple[int, ...],
+            Tensor,
+            Tensor,
+            Tensor | None,
+            Tensor | None,
+            Tensor | None,
+        ],
+        output: Tensor,
+    ) -> None:
+        input, ends_E, shape, *held = inputs
+        ctx.save_for_backward(ends_E, *held)
+        ctx.shape = shape
+        ctx.grouped = ends_E is not None
+        ctx.shared = input.ndim < output.ndim
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: _DequantisedContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         ends_E, *held = ctx.saved_tensors
         weight_ENK = dense_of(ctx.shape, *held).to(grad.dtype)
-        if ends_E is not None:
+        if ctx.grouped:
             of_input = product(grad, weight_ENK.mT, ends_E)
         else:
             of_input = (grad @ weight_ENK).sum(0) if ctx.shared else grad @ weight_ENK

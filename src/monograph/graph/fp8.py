@@ -5,7 +5,7 @@ Shapes: M rows (all leading dimensions), K inputs, N outputs.
 """
 
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from monograph import compat
 from monograph.errors import UsageError
 from monograph.graph.lora import adapters
 from monograph.graph.siblings import families
+from monograph.ops.autograd import Context
 
 # Gradients need more range and fewer digits (Micikevicius et al. 2022, "FP8 Formats for Deep
 # Learning", 2209.05433).
@@ -114,13 +115,17 @@ def quantised(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (values.float() * scale).to(dtype), scale.reciprocal()
 
 
+class _LinearContext(Context):
+    input_dtype: torch.dtype
+
+
 class _Linear(torch.autograd.Function):
     """Compute the three products; the input is saved in fp8, the weight is rounded again in the
     backward pass.
     """
 
     @staticmethod
-    def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
+    def forward(ctx: _LinearContext, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
         x8_MK, x_unit = quantised(x_MK, FORWARD)
         w8_NK, w_unit = quantised(weight_NK, FORWARD)
         # The weight is in memory anyway; saving its rounding would hold one more copy until the
@@ -130,7 +135,7 @@ class _Linear(torch.autograd.Function):
         return compat.scaled_mm(x8_MK, w8_NK.t(), x_unit, w_unit, torch.bfloat16, fast=True)
 
     @staticmethod
-    def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: _LinearContext, dy_MN: Tensor) -> tuple[Tensor, Tensor]:
         x8_MK, x_unit, weight_NK = ctx.saved_tensors
         dy8_MN, dy_unit = quantised(dy_MN, BACKWARD)
         w8_NK, w_unit = quantised(weight_NK, FORWARD)

@@ -6,13 +6,13 @@ of 256 blocks.
 """
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from monograph.graph.grouped import product_dtype
+from monograph.ops.autograd import Context
 
 BLOCK, GROUP = 64, 256
 # Quantiles of a normal distribution that include -1, 0 and 1 (Dettmers et al. 2023, "QLoRA",
@@ -49,7 +49,7 @@ class FrozenWeight(nn.Module):
     def shape(self) -> tuple[int, ...]:
         """Return the weight's shape."""
         experts = (self.experts,) if hasattr(self, "experts") else ()
-        return (*experts, self.out_features, self.in_features)  # type: ignore[return-value]
+        return (*experts, self.out_features, self.in_features)
 
     def freeze(self, weight: Tensor) -> None:
         """Round a weight to codes and scales, which take its place."""
@@ -191,13 +191,17 @@ class _Int8Product(torch.autograd.Function):
         return y if y.dtype == x.dtype else y.to(x.dtype)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: Context, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
         ctx.save_for_backward(*inputs[1:])
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         codes_NK, scale_N = ctx.saved_tensors
         return (dy * scale_N).to(dy.dtype) @ codes_NK.to(dy.dtype), None, None
+
+
+class _NF4Context(Context):
+    shape: tuple[int, int]
 
 
 class _NF4Product(torch.autograd.Function):
@@ -219,12 +223,16 @@ class _NF4Product(torch.autograd.Function):
         return x @ _dense(codes, levels_C, steps_G, mean, table, N, K).to(x.dtype).mT
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(
+        ctx: _NF4Context,
+        inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, int],
+        output: Tensor,
+    ) -> None:
         ctx.save_for_backward(*inputs[1:-2])
         ctx.shape = inputs[-2:]
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: _NF4Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         codes, levels_C, steps_G, mean, table = ctx.saved_tensors
         return dy @ _dense(codes, levels_C, steps_G, mean, table, *ctx.shape).to(dy.dtype), *[
             None

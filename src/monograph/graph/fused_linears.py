@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from monograph import compat
 from monograph.graph.remat import storage_of
+from monograph.ops.autograd import Context
 from monograph.ops.fused_gradients import Fused, fused_of, linear
 
 
@@ -118,9 +119,10 @@ class FusedLinears:
         self.weight = _whole(self.weights)
         self.bias = _whole(self.biases)
         self.fused = None
+        fused = [getattr(weight, "fused", None) for weight in self.weights]
         if self.weight is None or (self.biases and self.bias is None):
             self.weight = self.bias = None
-        elif None not in (fused := [getattr(weight, "fused", None) for weight in self.weights]):
+        elif None not in fused:
             self.fused = Fused(*(_whole(list(parts)) for parts in zip(*fused, strict=True)))  # type: ignore[arg-type]
 
     def output(self, place: int, input: Tensor) -> Tensor | None:
@@ -184,16 +186,20 @@ class FusedLinears:
         return copied
 
 
+class _JoinedContext(Context):
+    sizes: list[int]
+
+
 class _Joined(torch.autograd.Function):
     """Return a tensor that is made of parts, and split its gradient among them."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, *parts: Tensor) -> Tensor:
+    def forward(ctx: _JoinedContext, whole: Tensor, *parts: Tensor) -> Tensor:
         ctx.sizes = [len(part) for part in parts]
         return whole.view_as(whole)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: _JoinedContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         return (None, *grad.split(ctx.sizes))
 
 

@@ -7,14 +7,13 @@ The two operators are opaque to a compiler, no shape depends on the groups, and 
 reads nothing. On a CPU they loop over groups, in fp32 on AMD processors in our own code, or are one
 batched product in 16 bits (`monograph.graph.grouped_batches`). On a GPU they are torch's grouped
 products where these leave the host alone: in bf16, on compute capability 9 and 10, with rows of
-whole 16 bytes; elsewhere batched products of blocks of rows (`monograph.graph.grouped_blocks`).
-Members under vmap become further groups.
+whole 16 bytes. Elsewhere they are batched products of blocks of rows
+(`monograph.graph.grouped_blocks`). Members under vmap become further groups.
 
 Shapes: P rows, E groups, N outputs, K inputs.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +22,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from monograph.graph import grouped_batches, grouped_blocks
 from monograph.graph.matmul import grouped_out, grouped_outer_out, mkl_is_slow
+from monograph.ops.autograd import Batched, Context
 from monograph.ops.filled import filled_up
 from monograph.ops.fused_gradients import fused_of
 
@@ -45,7 +45,8 @@ def grouped_linear(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tens
         ends_E: the row after each group's last one, int32, ascending; the last is P.
     """
     dtype = product_dtype(input_PK)
-    if (fused := fused_of(weight_ENK)) is None:
+    fused = fused_of(weight_ENK)
+    if fused is None:
         return product(input_PK.to(dtype), weight_ENK.to(dtype), ends_E)
     return _Fused.apply(input_PK.to(dtype), weight_ENK, fused.weight.to(dtype), fused.total, ends_E)
 
@@ -151,11 +152,11 @@ def _(left_PN: Tensor, right_PK: Tensor, ends_E: Tensor) -> Tensor:
     return left_PN.new_empty(ends_E.shape[0], left_PN.shape[1], right_PK.shape[1])
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+def _save(ctx: Context, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _backward(ctx: Any, grad_PN: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Context, grad_PN: Tensor) -> tuple[Tensor | None, ...]:
     input_PK, weight_ENK, ends_E = ctx.saved_tensors
     of_input, of_weight, _ = ctx.needs_input_grad
     return (
@@ -168,8 +169,12 @@ def _backward(ctx: Any, grad_PN: Tensor) -> tuple[Tensor | None, ...]:
 product.register_autograd(_backward, setup_context=_save)
 
 
-def _of_members(operator: Any) -> Any:
-    def batched(info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor) -> tuple[Tensor, int]:
+def _of_members(operator: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, int]]:
+    """Return the rule for a batched call: members are further groups."""
+
+    def batched(
+        info: Batched, in_dims: tuple[int | None, ...], *tensors: Tensor
+    ) -> tuple[Tensor, int]:
         members = info.batch_size
         one, other, ends = (
             tensor.expand(members, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
@@ -186,10 +191,14 @@ product.register_vmap(_of_members(product))
 _outer.register_vmap(_of_members(_outer))
 
 
+class _FusedContext(Context):
+    total: Tensor
+
+
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _FusedContext,
         input_PK: Tensor,
         weight_ENK: Tensor,
         rounded_ENK: Tensor,
@@ -201,7 +210,7 @@ class _Fused(torch.autograd.Function):
         return product(input_PK, rounded_ENK, ends_E)
 
     @staticmethod
-    def backward(ctx: Any, grad_PN: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: _FusedContext, grad_PN: Tensor) -> tuple[Tensor | None, ...]:
         input_PK, rounded_ENK, ends_E = ctx.saved_tensors
         ctx.total.add_(_outer(grad_PN, input_PK, ends_E))
         return product(grad_PN, rounded_ENK.mT, ends_E), None, None, None, None
@@ -216,11 +225,11 @@ class _Added(torch.autograd.Function):
         return rows_PN + bias_EN[(numbers_P1 >= ends_E).sum(-1)]
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: Context, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
         ctx.save_for_backward(inputs[2])
 
     @staticmethod
-    def backward(ctx: Any, grad_PN: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Context, grad_PN: Tensor) -> tuple[Tensor | None, ...]:
         ones_P1 = grad_PN.new_ones(grad_PN.shape[0], 1)
         return grad_PN, _outer(ones_P1, grad_PN, *ctx.saved_tensors)[:, 0], None
 
@@ -240,11 +249,11 @@ class _Rearranged(torch.autograd.Function):
         return rows_PD[order_P]
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: Context, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
         ctx.save_for_backward(inputs[2])
 
     @staticmethod
-    def backward(ctx: Any, grad_PD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Context, grad_PD: Tensor) -> tuple[Tensor | None, ...]:
         return grad_PD[ctx.saved_tensors[0]], None, None
 
 

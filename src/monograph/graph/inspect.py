@@ -34,7 +34,7 @@ def unique_state(module: nn.Module) -> dict[str, Tensor]:
         UsageError: as `own_state`.
     """
     # Tied tensors share address, size and strides; a view may share the address alone.
-    first_names: dict[tuple[int, int, Any], str] = {}
+    first_names: dict[tuple[int, int, tuple[int, ...]], str] = {}
     return {
         name: tensor
         for name, tensor in own_state(module).items()

@@ -39,7 +39,7 @@ from monograph.ranges import ABOVE_0, COUNT, DECAY
 
 Place = torch.device | None  # None: where the weights are
 Base = Literal["auto", "int8", "nf4"]
-BASES: dict[str, tuple[Any, Any]] = {
+BASES: dict[str, tuple[type[FrozenWeight], type[FrozenWeight]]] = {
     "int8": (Int8Linear, Int8Experts),
     "nf4": (NF4Linear, NF4Experts),
 }
@@ -273,9 +273,8 @@ def adapt(
 def chosen_layers(module: nn.Module, lora: Lora) -> dict[str, nn.Linear | ExpertLinear]:
     """Return the layers that get an adapter, by name; raises UsageError, see `adapt`."""
     chosen = inspect.targeted(module, lora.targets)
-    if lora.dora and (
-        experts := [name for name, layer in chosen.items() if isinstance(layer, ExpertLinear)]
-    ):
+    experts = [name for name, layer in chosen.items() if isinstance(layer, ExpertLinear)]
+    if lora.dora and experts:
         raise UsageError(
             f"lora.dora: {experts[0]} holds experts, which have no DoRA: leave it out, or the experts"
         )
@@ -307,7 +306,9 @@ def adapters(module: nn.Module) -> dict[str, AnyAdapted]:
 
 
 @torch.no_grad()
-def _adapt(layer: Any, lora: Lora, key: str, device: Place, dtype: torch.dtype | None) -> None:
+def _adapt(
+    layer: nn.Linear | ExpertLinear, lora: Lora, key: str, device: Place, dtype: torch.dtype | None
+) -> None:
     weight = next(p for name, p in layer.named_parameters() if name != "bias")
     wide = (
         kept_dtype(weight)
@@ -316,6 +317,7 @@ def _adapt(layer: Any, lora: Lora, key: str, device: Place, dtype: torch.dtype |
     )
     like: dict[str, Any] = {"device": device or weight.device, "dtype": dtype or wide}
     layer.__class__ = ADAPTED.get(type(layer), LoraLinear)
+    assert isinstance(layer, AnyAdapted)
     for name, inputs, outputs in (
         ("lora_A", layer.in_features, lora.rank),
         ("lora_B", lora.rank, layer.out_features),
@@ -380,7 +382,8 @@ def merged(layer: AnyAdapted) -> Tensor:
     wide = torch.promote_types(torch.promote_types(kept, layer.lora_B.weight.dtype), torch.float32)
     change = layer.lora_B.weight.to(wide) @ layer.lora_A.weight.to(wide)
     whole = weight.detach().to(wide, copy=True).add_(change, alpha=layer.scale)
-    if (magnitude := layer.lora_magnitude_vector) is not None:
+    magnitude = layer.lora_magnitude_vector
+    if magnitude is not None:
         whole *= (magnitude.to(wide) / row_norms(whole).to(magnitude.dtype))[:, None]
     return whole.to(kept)
 

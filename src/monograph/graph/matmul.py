@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from monograph import compat
 from monograph.compat import inductor
@@ -129,9 +130,9 @@ for _name, _function in (
     _LIBRARY.impl(_name, _function, "CPU")
 
 
-@torch.library.register_fake("monograph::onednn_matmul", lib=_LIBRARY)
-@torch.library.register_fake("monograph::small_matmul", lib=_LIBRARY)
-@torch.library.register_fake("monograph::batched_matmul", lib=_LIBRARY)
+@torch.library.register_fake("monograph::onednn_matmul", lib=_LIBRARY)  # type: ignore[untyped-decorator]  # torch's has no types
+@torch.library.register_fake("monograph::small_matmul", lib=_LIBRARY)  # type: ignore[untyped-decorator]  # torch's has no types
+@torch.library.register_fake("monograph::batched_matmul", lib=_LIBRARY)  # type: ignore[untyped-decorator]  # torch's has no types
 def _(left: Tensor, right: Tensor) -> Tensor:
     return left.new_empty(*left.shape[:-1], right.shape[-1])
 
@@ -202,7 +203,7 @@ def workspace_bytes(left_NK: Tensor, right_KM: Tensor) -> int:
     return left_NK.numel() * left_NK.element_size() if by_onednn and left_NK.stride(-1) != 1 else 0
 
 
-def _chosen(rows: int, depth: int, columns: int) -> Any:
+def _chosen(rows: int, depth: int, columns: int) -> OpOverload:
     size = rows * depth * columns
     if size >= LARGE:
         return torch.ops.monograph.onednn_matmul.default
@@ -211,7 +212,7 @@ def _chosen(rows: int, depth: int, columns: int) -> Any:
     return torch.ops.aten.mm.default
 
 
-def _chosen_batched(rows: int, depth: int, columns: int) -> Any:
+def _chosen_batched(rows: int, depth: int, columns: int) -> OpOverload:
     # There is no smallest size, because MKL is slow at batches of many small matrices (dev/log.md).
     if rows * depth * columns < LARGE and min(rows, columns) >= NARROWEST:
         return torch.ops.monograph.batched_matmul.default

@@ -5,7 +5,7 @@ weights takes no memory of its own, and converting it tensor by tensor takes the
 result and of one tensor.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -57,8 +57,12 @@ class MappedPieces(MappedWeight):
 
     @classmethod
     def __torch_function__(
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        cls,
+        function: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         """Call a function with weights in memory, unless it reads no numbers."""
         if function is Tensor.detach:
             with torch._C.DisableTorchFunctionSubclass():

@@ -15,7 +15,7 @@ import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
+    SelectiveCheckpointContext,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
@@ -34,6 +35,10 @@ from monograph.errors import UsageError
 from monograph.graph.inspect import blocks
 from monograph.graph.remat import OfBlock, Policy, Recording, Remat, record, within
 from monograph.graph.siblings import within_blocks
+
+Context = AbstractContextManager[object]
+# Makes those of a forward pass and of its repetition.
+Contexts = Callable[[], tuple[Context, Context]]
 
 
 class Lane:
@@ -102,7 +107,8 @@ class Parcel:
         assert self.coming is not None
         tensor, arrived = self.coming
         self.coming = None
-        if before := self.before and self.before():
+        before = self.before() if self.before else None
+        if before:
             before.call()
         # The copy is made on the lane's stream and read on the current one, which waits; the
         # allocator must know both.
@@ -117,15 +123,14 @@ _lane = functools.cache(Lane)  # one for each device
 
 
 def offloaded(
-    forward: Callable[..., Any], contexts: Callable[[], Any], *args: Any, **kwargs: Any
-) -> Any:
+    forward: Callable[..., object], contexts: Contexts, *args: object, **kwargs: Any
+) -> object:
     """Return `forward(*args, **kwargs)`; it is recomputed from a first argument that waits on the
     host.
 
     Args:
         forward: the forward pass of a block.
-        contexts: makes the contexts of the forward pass and of its repetition, see
-            `torch.utils.checkpoint`.
+        contexts: makes the contexts, see `torch.utils.checkpoint`.
         args: the block's positional arguments; the first is offloaded if it is a tensor.
         kwargs: its keyword arguments, which stay on the device.
     """
@@ -133,13 +138,12 @@ def offloaded(
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
     parcel = Parcel(args[0], _lane(args[0].device))
 
-    def opened(*rest: object, **kwargs: object) -> Any:
+    def opened(*rest: object, **kwargs: object) -> object:
         return forward(parcel.open(), *rest, **kwargs)
 
     return checkpoint(opened, *args[1:], use_reentrant=False, context_fn=contexts, **kwargs)
 
 
-Contexts = Callable[[], tuple[Any, Any]]
 Pass = Callable[[nn.Module], object]  # runs a module
 
 
@@ -152,7 +156,7 @@ class _Plan:
     """
 
     policy: OfBlock
-    inner: Callable[..., Any]
+    inner: Callable[..., object]
     contexts: Contexts | None = None
     # Blocks share a captured graph unless Dynamo sees them differ. It compares functions by their
     # code alone, which is the same for all contexts (dev/log.md), so this text tells them apart.
@@ -185,11 +189,11 @@ def follow(module: nn.Module, policy: Policy) -> None:
                 not isinstance(plan.inner, MethodType)
                 or plan.inner.__func__ is not type(block).forward
             ):
-                block.forward = plan.inner  # type: ignore[method-assign]
+                block.forward = plan.inner
         if block_policy in (Remat.Off(), Remat.Budget(1.0)):
             continue
         block.remat = _Plan(block_policy, block.forward)  # type: ignore[assignment]
-        block.forward = MethodType(_forward, block)  # type: ignore[method-assign]
+        block.forward = MethodType(_forward, block)
 
 
 def _for_each(policy: Policy, count: int) -> tuple[OfBlock, ...]:
@@ -213,7 +217,7 @@ def _for_each(policy: Policy, count: int) -> tuple[OfBlock, ...]:
     return policy.policies
 
 
-def innermost(block: nn.Module) -> tuple[Any, str]:
+def innermost(block: nn.Module) -> tuple[object, str]:
     """Return (owner, name) of the forward pass to compile for a block: inside of `Full` and
     `Offload`, else around.
     """
@@ -223,8 +227,16 @@ def innermost(block: nn.Module) -> tuple[Any, str]:
     return block, "forward"
 
 
-def _forward(block: Any, *args: Any, **kwargs: Any) -> Any:
-    plan: _Plan = block.remat
+class _Following(nn.Module):
+    """The type of a block that follows a policy, which keeps its class; there is no object of this
+    one.
+    """
+
+    remat: _Plan
+
+
+def _forward(block: _Following, *args: object, **kwargs: Any) -> object:
+    plan = block.remat
     if not torch.is_grad_enabled():  # no backward pass, so nothing to repeat
         return plan.inner(*args, **kwargs)
     if not torch.compiler.is_compiling():
@@ -250,12 +262,14 @@ def _keeping(names: frozenset[tuple[str, int]]) -> Contexts:
     call.
     """
 
-    def contexts() -> tuple[Any, Any]:
+    def contexts() -> tuple[Context, Context]:
         # torch passes only the operator, so its calls are counted: once in the forward pass, again
         # in the repetition.
         counts: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
 
-        def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        def policy(
+            context: SelectiveCheckpointContext, operator: object, *args: object, **kwargs: object
+        ) -> CheckpointPolicy:
             name = str(operator)
             seen = counts[context.is_recompute]
             seen[name] += 1
@@ -267,7 +281,7 @@ def _keeping(names: frozenset[tuple[str, int]]) -> Contexts:
     return contexts
 
 
-def _eager_contexts(block: nn.Module, contexts: Contexts | None) -> tuple[Any, Any]:
+def _eager_contexts(block: nn.Module, contexts: Contexts | None) -> tuple[Context, Context]:
     """Return the contexts of the forward pass and of its repetition, which sees the buffers of the
     first run.
     """
@@ -282,7 +296,7 @@ _Buffer = tuple[nn.Module, str, Tensor, Tensor]  # owner, name, tensor and a cop
 
 
 @contextmanager
-def _replayed(block: nn.Module, before: list[_Buffer], again: Any) -> Iterator[None]:
+def _replayed(block: nn.Module, before: list[_Buffer], again: Context) -> Iterator[None]:
     now = _buffers(block)
     _put(before)
     try:
@@ -388,8 +402,8 @@ def recorded(
     compiled = dict[Recording, int]()
 
     def noted(
-        name: str, block: nn.Module, inner: Callable[..., Any], *args: object, **kwargs: object
-    ) -> Any:
+        name: str, block: nn.Module, inner: Callable[..., object], *args: object, **kwargs: object
+    ) -> object:
         output, recording = record(inner, [*block.parameters(), *block.buffers()], *args, **kwargs)
         if captured and stored:
             if recording not in compiled:  # traced once for blocks that are alike
@@ -414,11 +428,12 @@ def recorded(
             for name, block in blocks(twin).items():
                 plan = block.__dict__.pop("remat", None)
                 inner = plan.inner if isinstance(plan, _Plan) else block.forward
-                block.forward = functools.partial(noted, name, block, inner)  # type: ignore[method-assign]
+                block.forward = functools.partial(noted, name, block, inner)
             run(twin)
         except Exception as error:  # a user's module may raise anything
             reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-    if missing := [name for name in blocks(module) if name not in recordings]:
+    missing = [name for name in blocks(module) if name not in recordings]
+    if missing:
         raise UsageError(
             f"a budget needs to know what {missing[0]} computes, and a pass without numbers did not get there "
             f"({reason}): use Remat.Full() or Remat.Off()"

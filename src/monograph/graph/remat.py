@@ -6,7 +6,7 @@ computing it again costs FLOPs.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -251,7 +251,7 @@ def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _bytes(tensors: Any) -> int:
+def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
@@ -279,7 +279,13 @@ class _Calls(TorchDispatchMode):
         # Keeps all tensors, so that no key of a storage is used twice.
         self.alive: list[Tensor] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         out = func(*args, **(kwargs or {}))
         inputs, outputs = (
             [t for t in tree_leaves(x) if isinstance(t, Tensor)] for x in ((args, kwargs), out)

@@ -282,7 +282,7 @@ class StaticInputs:
 
     def __init__(
         self,
-        function: Callable[[Any], None],
+        function: Callable[[object], None],
         recorder: Recorder,
         device: torch.device,
         host: Callable[[], HostState],
@@ -303,7 +303,7 @@ class StaticInputs:
         self._host = host
         self._announce = announce
         self._replays = Replays(lambda variant: self.function(self._inputs[variant][0]), recorder)
-        self._inputs: dict[Hashable, tuple[Any, list[Tensor]]] = {}
+        self._inputs: dict[Hashable, tuple[object, list[Tensor]]] = {}
         self._seen: HostState | None = None
         self._changed, self._voided = "", 0
         self._stopped = False
@@ -323,7 +323,7 @@ class StaticInputs:
         self._forget()
         return had_graphs
 
-    def __call__(self, batch: Any) -> None:
+    def __call__(self, batch: object) -> None:
         """Run the function on a batch."""
         if self._stopped or compat.without_numbers():
             self.function(batch)

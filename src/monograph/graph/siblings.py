@@ -3,10 +3,10 @@
 They are found by watching calls, not by names or classes.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from monograph.graph.inspect import blocks, buffers_kept, modes_kept, shared_par
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
+# See `fuse_siblings`.
+Example = Tensor | Mapping[str, object] | Sequence[object] | Callable[[], object]
+
 
 class Call(NamedTuple):
     """One call of a layer. It keeps the tensors alive, so that no other one gets the same id."""
@@ -25,7 +28,7 @@ class Call(NamedTuple):
     name: str
     input: Tensor
     version: int
-    mode: tuple[Any, ...]
+    mode: tuple[bool, bool, torch.dtype]
     output: Tensor
     output_version: int
 
@@ -37,10 +40,15 @@ def watched(module: nn.Module, run: Callable[[], object]) -> list[Call]:
     calls: list[Call] = []
 
     def seen(
-        name: str, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        name: str,
+        _layer: nn.Module,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        output: Tensor,
     ) -> None:
         values = [*args, *kwargs.values()]
-        if len(values) == 1 and isinstance(given := values[0], Tensor):
+        given = values[0] if len(values) == 1 else None
+        if isinstance(given, Tensor):
             calls.append(
                 Call(name, given, version_of(given), mode_of(given), output, version_of(output))
             )
@@ -69,7 +77,7 @@ def grouped(module: nn.Module, calls: list[Call]) -> tuple[list[list[str]], dict
     """Return groups of layers to fuse, by name, and the reasons why others that share an input
     cannot be fused.
     """
-    read: dict[str, list[tuple[Any, ...]]] = {}
+    read: dict[str, list[Hashable]] = {}
     changed = set()
     for call in calls:
         # One product serves all only if neither the tensor nor the modes of autocast and autograd
@@ -78,19 +86,20 @@ def grouped(module: nn.Module, calls: list[Call]) -> tuple[list[list[str]], dict
         # Outputs of siblings are views of one tensor, and autograd forbids changing those in place.
         if version_of(call.output) != call.output_version:
             changed.add(call.name)
-    readers: dict[Any, list[str]] = {}
+    readers: dict[Hashable, list[str]] = {}
     for name, tensors in read.items():
         readers.setdefault(tuple(tensors), []).append(name)
     obstacles = _obstacles(module) | dict.fromkeys(changed, "its output is changed in place")
     groups = list[list[str]]()
     separate = dict[str, str]()
     for names in readers.values():
-        alike: dict[Any, list[str]] = {}
+        alike: dict[Hashable, list[str]] = {}
         for name in names if len(names) > 1 else ():
             if name in obstacles:
                 separate[name] = obstacles[name]
             else:
-                layer: Any = module.get_submodule(name)
+                layer = module.get_submodule(name)
+                assert isinstance(layer, nn.Linear)  # no other layer is watched
                 alike.setdefault(_kind(layer), []).append(name)
         for group in alike.values():
             sequence = [call.name for call in calls if call.name in group]
@@ -106,7 +115,7 @@ def grouped(module: nn.Module, calls: list[Call]) -> tuple[list[list[str]], dict
     return groups, separate
 
 
-def _kind(layer: nn.Linear) -> tuple[Any, ...]:
+def _kind(layer: nn.Linear) -> Hashable:
     weight, bias = layer.weight, layer.bias
     return (
         weight.dtype,
@@ -163,7 +172,7 @@ class Fusion(NamedTuple):
         return f"{text}; separate: {alone}" if alone else text
 
 
-def fuse_siblings(module: nn.Module, example: object) -> Fusion:
+def fuse_siblings(module: nn.Module, example: Example) -> Fusion:
     """Let linear layers of a module that read one tensor compute together, in place.
 
         y_1, y_2, ... = split(x [W_1; W_2; ...]^T + [b_1; b_2; ...])
@@ -231,12 +240,10 @@ def fuse_known(module: nn.Module) -> None:
     obstacles = _obstacles(module)
     for name, part in module.named_modules():
         names = [f"{name}.{sibling}" for sibling in getattr(part, "siblings", ())]
-        layers: list[Any] = [module.get_submodule(layer) for layer in names]
-        if (
-            names
-            and not obstacles.keys() & set(names)
-            and len({_kind(layer) for layer in layers}) == 1
-        ):
+        parts = [module.get_submodule(layer) for layer in names]
+        layers = [layer for layer in parts if isinstance(layer, nn.Linear)]
+        fine = len(layers) == len(parts) and not obstacles.keys() & set(names)
+        if fine and len({_kind(layer) for layer in layers}) == 1:
             for family in _families(layers):
                 family.install()
     compat.allow_stashes_in_recomputed()
@@ -317,14 +324,19 @@ def _families(layers: list[nn.Linear]) -> list[FusedLinears]:
     """Return one family of all layers if their weights can be joined, else families of those that
     lie side by side.
     """
-    if len(layers) > 1 and (whole := FusedLinears(layers)).weight is not None:
-        return [whole]
+    if len(layers) > 1:
+        whole = FusedLinears(layers)
+        if whole.weight is not None:
+            return [whole]
     runs = [[layers[0]]]
     for one, other in pairwise(layers):
         near = adjacent([one.weight, other.weight]) and (
             one.bias is None or adjacent([one.bias, other.bias])
         )
-        runs[-1].append(other) if near else runs.append([other])
+        if near:
+            runs[-1].append(other)
+        else:
+            runs.append([other])
     return [FusedLinears(run) for run in runs if len(run) > 1]
 
 
@@ -358,11 +370,11 @@ def _install(
             separate |= {names[id(layer)]: reason for layer in family.layers}
 
 
-def _runner(module: nn.Module, example: Any) -> Callable[[], object]:
+def _runner(module: nn.Module, example: Example) -> Callable[[], object]:
     if isinstance(example, Tensor):
         return lambda: module(example)
     if isinstance(example, Mapping):
         return lambda: module(**example)
     if callable(example):
-        return example  # type: ignore[no-any-return]
+        return example
     return lambda: module(*example)

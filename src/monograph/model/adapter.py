@@ -89,7 +89,7 @@ class Adapter(NamedTuple):
     folder: Path
     lora: Lora
     base: str
-    tokens: Any = None
+    tokens: object = None
 
     def require(self, config: LlamaConfig | None) -> None:
         """Compare a base's shape with that of the base that the adapter was trained on, if the
@@ -191,8 +191,10 @@ def read_adapter(folder: str | Path) -> Adapter:
     return Adapter(Path(folder), lora, base if isinstance(base, str) else "", values.get(KEY))
 
 
-def _number(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value <= MOST_ALPHA
+def _number(value: object) -> bool:
+    return (
+        isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MOST_ALPHA
+    )
 
 
 def read_weights(adapter: Adapter, module: nn.Module) -> None:

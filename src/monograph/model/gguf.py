@@ -9,13 +9,15 @@ Shape suffixes: V vocabulary, D hidden size, F = head dimension / 2 frequencies,
 of a matrix.
 """
 
+from __future__ import annotations
+
 import functools
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -35,6 +37,9 @@ from monograph.model.llama import Llama
 from monograph.model.rope import inverse_frequencies
 from monograph.model.scaling import LINEAR, LinearScaling, Llama3Scaling, LongScaling, YarnScaling
 from monograph.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
 
 FILE = "model.gguf"
 BLOCK = 32  # weights that share one scale in Q8_0
@@ -148,7 +153,7 @@ def architecture(config: LlamaConfig) -> str:
     return _ARCHITECTURES.get(config.model_type, config.model_type)
 
 
-def package() -> Any:
+def package() -> ModuleType:
     """Return the package `gguf`; raise UsageError if it is not installed."""
     try:
         return importlib.import_module("gguf")
@@ -213,7 +218,8 @@ def _check_scores(config: LlamaConfig, instead: str) -> None:
             f"query_pre_attn_scalar = {config.query_pre_attn_scalar} is not head_dim = {config.head_dim}, as llama.cpp "
             f"takes it to be{instead}"
         )
-    if isinstance(scaling := config.rope_scaling, YarnScaling):
+    scaling = config.rope_scaling
+    if isinstance(scaling, YarnScaling):
         usual = scaling.usual_attention_factor(scaling.factor)
         truncates = scaling.truncate or not config.family.sinks  # see `_warn_of_positions`
         if (
@@ -271,7 +277,7 @@ def _context(config: LlamaConfig) -> int:
     return getattr(config.rope_scaling, "max_position_embeddings", config.max_position_embeddings)
 
 
-def _add_shape(gguf: ModuleType, writer: Any, config: LlamaConfig) -> None:
+def _add_shape(gguf: ModuleType, writer: GGUFWriter, config: LlamaConfig) -> None:
     writer.add_context_length(_context(config))
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -387,7 +393,8 @@ def _rope_divisors(config: LlamaConfig) -> dict[str, Tensor]:
     """Return the divisors of the rotary frequencies, [F] each, the form in which llama.cpp reads
     some scalings.
     """
-    if isinstance(scaling := config.rope_scaling, LongScaling):
+    scaling = config.rope_scaling
+    if isinstance(scaling, LongScaling):
         factors = {"long": scaling.long_factor, "short": scaling.short_factor}
         return {f"rope_factors_{name}.weight": torch.tensor(each) for name, each in factors.items()}
     if not isinstance(scaling, Llama3Scaling):
@@ -400,19 +407,19 @@ def _rope_divisors(config: LlamaConfig) -> dict[str, Tensor]:
 
 
 def write_tensors(
-    gguf: ModuleType, writer: Any, tensors: Sequence[Plain], kinds: dict[str, str]
+    gguf: ModuleType, writer: GGUFWriter, tensors: Sequence[Plain], kinds: dict[str, str]
 ) -> None:
     """Write a file's header and these tensors, each as the kind of its name, and close it."""
     for name, like, _ in tensors:
         stored = gguf.GGMLQuantizationType[kinds[name]]
         per_block, block_bytes = gguf.GGML_QUANT_SIZES[stored]
-        writer.add_tensor_info(
-            name, like.shape, None, like.numel() // per_block * block_bytes, raw_dtype=stored
-        )
+        size = like.numel() // per_block * block_bytes
+        writer.add_tensor_info(name, like.shape, None, size, raw_dtype=stored)  # type: ignore[arg-type]  # no dtype of numpy's
     try:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
+        assert writer.fout is not None
         (file,) = writer.fout
         writer.write_padding(file, file.tell())
         for name, _, read in tensors:

@@ -1,7 +1,9 @@
 """Give mixtures of experts and gated delta nets the names, sizes and order that llama.cpp reads."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,6 +13,9 @@ from monograph.graph.lora import Plain
 from monograph.model.config import LlamaConfig
 from monograph.model.layer_kinds import LENGTH_EPS
 from monograph.model.scaling import FULL, LINEAR
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
 
 ARCHITECTURES = {
     "qwen3_5_text": "qwen35",
@@ -56,7 +61,7 @@ def check_delta_nets(config: LlamaConfig, instead: str) -> None:
         )
 
 
-def add_delta_net_sizes(writer: Any, config: LlamaConfig) -> None:
+def add_delta_net_sizes(writer: GGUFWriter, config: LlamaConfig) -> None:
     """Write the sizes of the delta nets, and which layers they are."""
     writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
     writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
@@ -147,7 +152,7 @@ def check_experts(config: LlamaConfig, instead: str) -> None:
             )
 
 
-def add_expert_sizes(writer: Any, config: LlamaConfig) -> None:
+def add_expert_sizes(writer: GGUFWriter, config: LlamaConfig) -> None:
     """Write how many experts there are, how many compute a token, and how wide they are."""
     writer.add_expert_count(config.num_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)

@@ -13,11 +13,13 @@ probed for the text around each role's message, what was found is compared with 
 probe did not use, and the same is written in Go.
 """
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Callable, Sequence
 from itertools import chain, cycle, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from monograph.errors import InputRefused
 from monograph.model.config import LlamaConfig
@@ -25,6 +27,9 @@ from monograph.text.chat import end_of_turn, stop_ids
 from monograph.text.template import ChatTemplate
 from monograph.text.tokenizer import Tokenizer
 from monograph.text.tokenizer_file import KNOWN_PATTERNS
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
 
 # llama.h, llama_token_type
 _NORMAL = 1
@@ -58,7 +63,7 @@ _ALWAYS_STOP = frozenset(
 
 
 def add_words(
-    writer: Any, tokenizer: Tokenizer, config: LlamaConfig, warn: Callable[[str], None]
+    writer: GGUFWriter, tokenizer: Tokenizer, config: LlamaConfig, warn: Callable[[str], None]
 ) -> tuple[int, ...]:
     """Add a tokenizer to a file that is being written.
 
@@ -126,7 +131,7 @@ def add_words(
     return stops
 
 
-def _add_named_templates(writer: Any, tokenizer: Tokenizer) -> None:
+def _add_named_templates(writer: GGUFWriter, tokenizer: Tokenizer) -> None:
     """Add the chat templates with a name, by which llama.cpp finds that for chats with tools."""
     named = {
         re.sub("[^A-Za-z0-9]", "_", name): each.source
@@ -182,11 +187,11 @@ def _scores(content: dict[str, Any], tokens: list[str]) -> list[float]:
     rank_of: dict[str, int] = {}
     last = ""
     for rank, (left, right) in enumerate(merges):
-        if left + right != last and left + right in rank_of:
-            raise InputRefused(
-                f"the merges of token {left + right!r} do not follow one another{instead}"
-            )
-        rank_of.setdefault(last := left + right, rank)
+        token = left + right
+        if token != last and token in rank_of:
+            raise InputRefused(f"the merges of token {token!r} do not follow one another{instead}")
+        rank_of.setdefault(token, rank)
+        last = token
     known = {tuple(pair) for pair in merges}
     for token in tokens:
         for cut in range(1, len(token)):
@@ -242,7 +247,7 @@ def _begins_with_bos(
 
 
 def _add_stops(
-    writer: Any,
+    writer: GGUFWriter,
     tokenizer: Tokenizer,
     stops: tuple[int, ...],
     tokens: list[str],

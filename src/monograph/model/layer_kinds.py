@@ -2,12 +2,17 @@
 Needs no torch.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from monograph.errors import InputRefused
 from monograph.model.families import LINEAR_SIZES, Family, family
 from monograph.model.scaling import FULL, LINEAR, SLIDING, check_whole
+
+if TYPE_CHECKING:
+    from monograph.model.config import LlamaConfig
 
 # A limit for files that ask for a list of layers by two numbers; no trained decoder has as many.
 MOST_LAYERS = 10_000
@@ -110,7 +115,7 @@ def rotations_from_hf(values: Mapping[str, Any]) -> tuple[int, ...]:
     return () if all(each == 1 for each in listed[:layers]) else tuple(listed[:layers])
 
 
-def linear_sizes(config: Any) -> dict[str, int]:
+def linear_sizes(config: LlamaConfig) -> dict[str, int]:
     """Return the sizes of a LlamaConfig's delta nets, of which 0 stands for what follows from
     others.
 

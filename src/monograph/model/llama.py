@@ -15,7 +15,7 @@ heads, K key-value heads, E head dimension, F = E / 2, V vocabulary; 1 broadcast
 import hashlib
 import math
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -303,7 +303,7 @@ class Llama(nn.Module):
         segments: Tensor | None = None,
         positions: Tensor | None = None,
         shares: Tensor | None = None,
-    ) -> tuple[Tensor, list[tuple[Any, ...]]]:
+    ) -> tuple[Tensor, list[tuple[object, ...]]]:
         """Return the embedded tokens, and each block's further arguments.
 
         The arguments are those of `forward`, and `forward(x) = end(blocks(begin(x)))`. A caller
@@ -312,7 +312,7 @@ class Llama(nn.Module):
         """
         if positions is None:
             positions = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
-        layer_inputs: list[tuple[Any, ...]] = [
+        layer_inputs: list[tuple[object, ...]] = [
             *self.attention_inputs(tokens_BT, segments, positions)
         ]
         if shares is not None:

@@ -1,20 +1,22 @@
-"""Read, check and write the keys of mixtures of experts in a config.json. Needs no torch.
+"""Read, check and write the keys of mixtures of experts in a config.json. Needs no torch."""
 
-A `config` is a LlamaConfig, whose module imports this one.
-"""
+from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from monograph.errors import InputRefused
 from monograph.model.families import family
 from monograph.model.layer_kinds import layer_count
 from monograph.model.scaling import check_number, check_whole
 
+if TYPE_CHECKING:
+    from monograph.model.config import LlamaConfig
+
 LARGEST_FACTOR = 1e6  # of the balance, whose gradient is fp32
 
 
-def checked(config: Any) -> dict[str, Any]:
+def checked(config: LlamaConfig) -> dict[str, Any]:
     """Return the values of fields that follow from others, or have more than one spelling.
 
     Raises:
@@ -48,14 +50,16 @@ def checked(config: Any) -> dict[str, Any]:
     return found
 
 
-def _check_router(config: Any) -> None:
+def _check_router(config: LlamaConfig) -> None:
     for name in ("num_experts", "num_experts_per_tok"):
         check_whole(name, getattr(config, name))
-    if (factor := config.router_aux_loss_coef) > LARGEST_FACTOR:
+    factor = config.router_aux_loss_coef
+    chosen = config.num_experts_per_tok
+    if factor > LARGEST_FACTOR:
         raise InputRefused(
             f"router_aux_loss_coef = {factor}: expected a number from 0 to {LARGEST_FACTOR:g}"
         )
-    if (chosen := config.num_experts_per_tok) > config.num_experts:
+    if chosen > config.num_experts:
         raise InputRefused(
             f"num_experts_per_tok = {chosen}: expected at most the number of experts, {config.num_experts}"
         )
@@ -102,7 +106,7 @@ def from_hf(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def to_hf(config: Any) -> dict[str, Any]:
+def to_hf(config: LlamaConfig) -> dict[str, Any]:
     """Return the values of keys that a config.json spells otherwise than a `LlamaConfig`."""
     keys = config.family.keys
     found = dict[str, Any]()
@@ -115,7 +119,7 @@ def to_hf(config: Any) -> dict[str, Any]:
     return found
 
 
-def balance_factor(config: Any) -> float:
+def balance_factor(config: LlamaConfig) -> float:
     """Return the factor of each mixture's balance in the loss, router_aux_loss_coef / mixtures; 0:
     there is none.
     """

@@ -2,13 +2,18 @@
 draws by them.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from monograph.errors import InputRefused
 from monograph.storage.reading import inside, read_json, status
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
 
 Defaults = Mapping[str, bool | int | float]  # by their names in generation_config.json
 
@@ -64,7 +69,7 @@ def checked(values: Mapping[str, Any], where: str) -> dict[str, bool | int | flo
     return found
 
 
-def add_to_gguf(writer: Any, defaults: Defaults, context: int) -> None:
+def add_to_gguf(writer: GGUFWriter, defaults: Defaults, context: int) -> None:
     """Write the values that a GGUF file has keys for.
 
     Args:

@@ -2,12 +2,17 @@
 torch.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from monograph.errors import InputRefused
+
+if TYPE_CHECKING:
+    from monograph.model.config import LlamaConfig
 
 LARGEST_SIZE = 2**31 - 1
 FULL = "full_attention"
@@ -178,7 +183,8 @@ class LongScaling:
     def check_pairs(self, pairs: int) -> None:
         """Raise InputRefused unless there is a factor for each of so many pairs of channels."""
         for name in ("short_factor", "long_factor"):
-            if (count := len(getattr(self, name))) != pairs:
+            count = len(getattr(self, name))
+            if count != pairs:
                 raise InputRefused(
                     f"rope_scaling.{name} has {count} numbers: expected {pairs}, one for each pair"
                 )
@@ -212,10 +218,10 @@ class Rope(NamedTuple):
     `part` is the share of a head's channels that are rotated.
     """
 
-    theta: Any
+    theta: object
     scaling: Scaling | None
-    local_theta: Any = None
-    part: Any = 1.0
+    local_theta: object = None
+    part: object = 1.0
 
 
 def from_hf(
@@ -351,7 +357,7 @@ def _long(rope: dict[str, Any], longest: int) -> dict[str, Any]:
     return rope | {"max_position_embeddings": longest}
 
 
-def to_hf(config: Any) -> dict[str, Any]:
+def to_hf(config: LlamaConfig) -> dict[str, Any]:
     """Return the keys of a config.json that say a LlamaConfig's rotary positions."""
     theta = config.rope_theta
     scaling = config.rope_scaling

@@ -11,7 +11,7 @@ spite of their name. A table that has grown is also stored as a whole.
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ _THEIRS = ".token_adapter.trainable_tokens_delta"
 _OURS = f".{ROWS}"
 
 
-def read_tokens(value: Any, path: Path) -> tuple[int, ...]:
+def read_tokens(value: object, path: Path) -> tuple[int, ...]:
     """Return the ids in the configuration's value, which must be the same for all layers.
 
     Raises:
@@ -42,12 +42,18 @@ def read_tokens(value: Any, path: Path) -> tuple[int, ...]:
         raise InputRefused(
             f"{path}: {KEY} lists other tokens for one layer than for another, which is not read here"
         )
-    whole = isinstance(ids, list) and all(
-        type(token) is int and 0 <= token < MAX_VOCABULARY for token in ids
-    )
-    if not whole or len(set(ids)) < len(ids):
+    if not _are_tokens(ids):
         raise InputRefused(f"{path}: {KEY} = {str(value)[:60]}: expected ids of tokens, each once")
     return tuple(ids)
+
+
+def _are_tokens(ids: object) -> TypeGuard[list[int]]:
+    """Return whether these are ids of tokens, each once."""
+    if not isinstance(ids, list) or not all(
+        type(token) is int and 0 <= token < MAX_VOCABULARY for token in ids
+    ):
+        return False
+    return len(set(ids)) == len(ids)
 
 
 def written_tokens(module: nn.Module) -> list[int] | dict[str, list[int]] | None:
@@ -78,7 +84,8 @@ def own_rows(stored: Mapping[str, Stored], module: nn.Module, path: Path) -> dic
     for full, tensor in stored.items():
         name = full.removeprefix(PREFIX)
         layer_name = name.removesuffix(_THEIRS).removesuffix(_TABLE)
-        if (layer := layers.get(layer_name)) is None or name == layer_name:
+        layer = layers.get(layer_name)
+        if layer is None or name == layer_name:
             renamed[name] = tensor
         elif name.endswith(_TABLE):
             _require_same(full, tensor, layer, path)
@@ -140,11 +147,11 @@ def extend(model: Llama, known: int, tokens: int) -> None:
         known: number of tokens that the model was trained with, at most V.
         tokens: number of tokens of the tokenizer.
     """
-    layers: list[nn.Module] = [model.model.embed_tokens]
+    layers: list[nn.Embedding | nn.Linear] = [model.model.embed_tokens]
     if not model.config.tie_word_embeddings:
         layers.append(model.lm_head)
     for layer in layers:
-        weight: Any = layer.weight
+        weight = layer.weight
         keep(weight, weight.detach().to(kept_dtype(weight), copy=isinstance(weight, MappedWeight)))
         layer.weight = _extended(weight, known, tokens)
     model.config = replace(model.config, vocab_size=max(model.config.vocab_size, tokens))
@@ -152,7 +159,7 @@ def extend(model: Llama, known: int, tokens: int) -> None:
     model.model.embed_tokens.num_embeddings = model.lm_head.out_features = model.config.vocab_size
 
 
-def _extended(weight_VD: nn.Parameter, known: int, tokens: int) -> nn.Parameter:
+def _extended(weight_VD: Tensor, known: int, tokens: int) -> Tensor:
     missing = max(0, tokens - weight_VD.shape[0])
     extended_VD = (
         torch.cat([weight_VD, weight_VD.new_empty(missing, weight_VD.shape[1])])

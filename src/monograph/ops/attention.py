@@ -13,7 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    FlexKernelOptions,
+    flex_attention,
+)
 
 from monograph.ops.filled import filled_up
 
@@ -226,13 +231,13 @@ def _seen(heads: Heads, mask: Tensor | None) -> Tensor:
 def _flex(heads: Heads, mask: BlockMask, sink_H: Tensor | None) -> Tensor:
     # Without gradients and for fewer than 128 queries, torch 2.13 would take its kernel for
     # decoding, which reads these queries with wrong strides, or find none for grouped heads.
-    options: Any = {"FORCE_USE_FLEX_ATTENTION": True}
+    options: FlexKernelOptions = {"FORCE_USE_FLEX_ATTENTION": True}
     aux = None if sink_H is None else AuxRequest(lse=True)
     found: Any = flex_attention(
         *heads, block_mask=mask, enable_gqa=True, kernel_options=options, return_aux=aux
     )
     if sink_H is None:
-        return found  # type: ignore[no-any-return]
+        return found
     # exp(lse) / (exp(lse) + exp(sink)) is the share of the probabilities that the keys keep.
     share_BHT = (found[1].lse - sink_H[:, None]).sigmoid()
     return (found[0] * share_BHT[..., None]).to(heads[0].dtype)

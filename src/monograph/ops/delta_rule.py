@@ -14,11 +14,13 @@ Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks", arXiv 2412.06464; c
 arXiv 2406.06484.
 """
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from monograph.ops.autograd import Batched, Context
 
 CHUNK = 64  # most positions of a chunk
 Pair = tuple[Tensor, Tensor]
@@ -165,11 +167,11 @@ def _(strict: Tensor) -> Tensor:
     return strict.new_empty(strict.shape)
 
 
-def _keep_inverse(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+def _keep_inverse(ctx: Context, inputs: tuple[Tensor], output: Tensor) -> None:
     ctx.save_for_backward(output)
 
 
-def _unit_inverse_backward(ctx: Any, grad: Tensor) -> Tensor:
+def _unit_inverse_backward(ctx: Context, grad: Tensor) -> Tensor:
     (inverse,) = ctx.saved_tensors
     return -(inverse.mT @ grad @ inverse.mT).tril(-1)
 
@@ -216,12 +218,14 @@ def _(
     )
 
 
-def _keep_carried(ctx: Any, inputs: tuple[Tensor, ...], output: Pair) -> None:
+def _keep_carried(ctx: Context, inputs: tuple[Tensor, ...], output: Pair) -> None:
     _, reading, key, kept, _ = inputs
     ctx.save_for_backward(reading, key, kept, *output)
 
 
-def _carry_backward(ctx: Any, grad_states: Tensor, grad_corrections: Tensor) -> tuple[Tensor, ...]:
+def _carry_backward(
+    ctx: Context, grad_states: Tensor, grad_corrections: Tensor
+) -> tuple[Tensor, ...]:
     reading, key, kept, states, corrections = ctx.saved_tensors
     of_states, of_values = torch.ops.monograph.carry_back(
         grad_states, grad_corrections, reading, key, kept
@@ -240,12 +244,16 @@ def _carry_backward(ctx: Any, grad_states: Tensor, grad_corrections: Tensor) -> 
 _carry.register_autograd(_carry_backward, setup_context=_keep_carried)
 
 
-def _over_members(operator: Any) -> Any:
+def _over_members(
+    operator: Callable[..., Tensor | tuple[Tensor, ...]],
+) -> Callable[..., tuple[object, object]]:
     """Return the rule for a batched call: members are further rows, of the first axis but one or
     two.
     """
 
-    def rule(info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor) -> tuple[Any, Any]:
+    def rule(
+        info: Batched, in_dims: tuple[int | None, ...], *tensors: Tensor
+    ) -> tuple[object, object]:
         members = []
         for tensor, dim in zip(tensors, in_dims, strict=True):
             front = (

@@ -11,13 +11,14 @@ Shapes: V rows, D channels, N rows and K columns of any matrices.
 """
 
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from monograph import compat
+from monograph.ops.autograd import Context
 
 _linear, _embedding = F.linear, F.embedding
 
@@ -42,16 +43,19 @@ def fusing() -> AbstractContextManager[None]:
     return compat.functional({"linear": linear, "embedding": embedding})
 
 
-def fused_of(owner: Any) -> Fused | None:
+def fused_of(owner: object) -> Fused | None:
     """Return the attribute `fused` of a weight, or of several in one piece, inside of `fusing`,
     else None.
     """
     return getattr(owner, "fused", None) if F.linear is linear else None
 
 
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, owner: Any = None) -> Tensor:
+def linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, owner: object = None
+) -> Tensor:
     """Return `F.linear`, in the dtype of the products if the weight, or its `owner`, is fused."""
-    if (fused := fused_of(weight if owner is None else owner)) is None:
+    fused = fused_of(weight if owner is None else owner)
+    if fused is None:
         return _linear(input, weight, bias)
     kind = input.device.type
     dtype = (
@@ -62,46 +66,73 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, owner: Any
 
 
 def embedding(
-    input: Tensor, weight: Tensor, padding_idx: int | None = None, *others: Any, **named: Any
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
 ) -> Tensor:
-    """Return `F.embedding`; rows at `padding_idx` add no gradient."""
+    """Return `F.embedding`; rows at `padding_idx` add no gradient.
+
+    With `max_norm`, `scale_grad_by_freq` or `sparse` the weight's gradient is left to autograd.
+    """
     fused = fused_of(weight)
-    # The norm's exponent, 2, is given even without `max_norm`.
-    if fused is None or any(
-        value not in (None, False, 2.0) for value in (*others, *named.values())
-    ):
-        return _embedding(input, weight, padding_idx, *others, **named)
+    if fused is None or max_norm is not None or scale_grad_by_freq or sparse:
+        return _embedding(
+            input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
+        )
     return _Embedding.apply(input, weight, fused.total, padding_idx)
+
+
+class _LinearContext(Context):
+    total: Tensor
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, rounded: Tensor, total: Tensor
+        ctx: _LinearContext,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        rounded: Tensor,
+        total: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(input, rounded)
         ctx.total = total  # not saved, as other layers' backward passes may change it before
         return _linear(input, rounded, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: _LinearContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, rounded = ctx.saved_tensors
         rows = grad.flatten(0, -2)
         add_product_(ctx.total, rows, input.flatten(0, -2))
         return grad @ rounded, None, rows.sum(0) if ctx.needs_input_grad[2] else None, None, None
 
 
+class _EmbeddingContext(Context):
+    total: Tensor
+    padding_idx: int | None
+
+
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tokens: Tensor, weight: Tensor, total: Tensor, padding_idx: int | None
+        ctx: _EmbeddingContext,
+        tokens: Tensor,
+        weight: Tensor,
+        total: Tensor,
+        padding_idx: int | None,
     ) -> Tensor:
         ctx.save_for_backward(tokens)
-        ctx.total, ctx.padding_idx = total, padding_idx
+        ctx.total = total
+        ctx.padding_idx = padding_idx
         return _embedding(tokens, weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:  # type: ignore[override]
+    def backward(ctx: _EmbeddingContext, grad: Tensor) -> tuple[None, ...]:
         (tokens,) = ctx.saved_tensors
         if ctx.padding_idx is not None:
             grad = grad.masked_fill((tokens == ctx.padding_idx).unsqueeze(-1), 0)

@@ -5,11 +5,12 @@ Shapes: N tokens, C tokens of one chunk, D hidden size of any model, V vocabular
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from monograph.ops.autograd import Context
 from monograph.ops.cross_entropy import chunk_count, linear_cross_entropy
 from monograph.ops.fused_gradients import add_product_
 from monograph.ops.token_rows import Rows, replaced
@@ -70,6 +71,11 @@ def mixture_cross_entropy(
     return loss, kept_N.sum()
 
 
+class _MixedContext(Context):
+    dtype: torch.dtype
+    number: int
+
+
 class _Mixed(torch.autograd.Function):
     """Compute the loss and both gradients in one pass: that of the logits is q - share * onehot -
     (1 - share) * m.
@@ -77,7 +83,12 @@ class _Mixed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, how: Any, *taught: Tensor
+        ctx: _MixedContext,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        how: tuple[float, int],
+        *taught: Tensor,
     ) -> Tensor:
         share, chunks = how
         number = len(taught) // 2
@@ -100,7 +111,7 @@ class _Mixed(torch.autograd.Function):
         return torch.stack(terms).sum()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: _MixedContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden_ND, total_VD = ctx.saved_tensors
         own = (hidden_ND * grad).to(hidden_ND.dtype), (total_VD * grad).to(ctx.dtype)
         return *own, *(None,) * (2 + ctx.number)

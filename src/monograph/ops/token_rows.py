@@ -4,11 +4,13 @@ the table.
 Shapes: V rows of the table, D channels, K trained rows, N tokens; ... any leading dimensions.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from monograph.ops.autograd import Context
 
 
 class Rows(NamedTuple):
@@ -61,6 +63,11 @@ def linear(hidden: Tensor, weight_VD: Tensor, rows: Rows, bias_V: Tensor | None 
     return output.index_add(-1, rows.index_K, F.linear(hidden, change(weight_VD, rows)))
 
 
+class _LookupContext(Context):
+    rows: int
+    dtype: torch.dtype
+
+
 class _Lookup(torch.autograd.Function):
     """Look up the replaced rows; their gradient is a matrix product, because a scattered sum has no
     fixed order.
@@ -74,13 +81,16 @@ class _Lookup(torch.autograd.Function):
         return torch.where((slots >= 0).unsqueeze(-1), own, embedded)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(inputs[1])
-        ctx.rows = inputs[2].shape[0]
-        ctx.dtype = inputs[2].dtype
+    def setup_context(
+        ctx: _LookupContext, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor
+    ) -> None:
+        _, slots, values_KD = inputs
+        ctx.save_for_backward(slots)
+        ctx.rows = values_KD.shape[0]
+        ctx.dtype = values_KD.dtype
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:  # type: ignore[override]
+    def backward(ctx: _LookupContext, grad: Tensor) -> tuple[None, None, Tensor]:
         (slots,) = ctx.saved_tensors
         places_K = torch.arange(ctx.rows, device=slots.device)
         chosen_NK = (slots.flatten().unsqueeze(-1) == places_K).to(grad.dtype)

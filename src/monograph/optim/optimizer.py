@@ -173,8 +173,8 @@ class Optimizer(ABC):
     """
 
     lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
+    betas: tuple[Knob, Knob] = (0.9, 0.95)
+    eps: Knob = 1e-8
     weight_decay: float = 0.1
     groups: Sequence[Group] = ()
     ema: float | None = None
@@ -205,13 +205,11 @@ def _require_ranges(optim: Optimizer) -> None:
     NOT_NEGATIVE.require("lr", optim.lr)
     NOT_NEGATIVE.require("weight_decay", optim.weight_decay)
     # Tensors come from an ensemble, whose members' own optimizers were checked.
-    betas: Any = optim.betas
-    eps: Any = optim.eps
-    two = isinstance(betas, tuple | list) and len(betas) == 2
-    if not two or not all(isinstance(beta, Tensor) or DECAY.holds(beta) for beta in betas):
-        raise UsageError(f"betas = {betas!r}: expected two numbers, 0 or more and below 1")
-    if not isinstance(eps, Tensor):
-        ABOVE_0.require("eps", eps)
+    two = isinstance(optim.betas, tuple | list) and len(optim.betas) == 2
+    if not two or not all(isinstance(beta, Tensor) or DECAY.holds(beta) for beta in optim.betas):
+        raise UsageError(f"betas = {optim.betas!r}: expected two numbers, 0 or more and below 1")
+    if not isinstance(optim.eps, Tensor):
+        ABOVE_0.require("eps", optim.eps)
     if optim.ema is not None and not FRACTION.holds(optim.ema):
         raise UsageError(
             f"ema = {optim.ema!r}: expected a decay between 0 and 1, or None for no average"

@@ -197,7 +197,10 @@ def _matrices(flat: Tensor, plane: Plane) -> Tensor:
     between them.
     """
     shape = plane.kind.matrix or ()
-    return flat.unflatten(-1, (len(plane.slots), -1))[..., : math.prod(shape)].unflatten(-1, shape)
+    matrices: Tensor = flat.unflatten(-1, (len(plane.slots), -1))[
+        ..., : math.prod(shape)
+    ].unflatten(-1, shape)
+    return matrices
 
 
 def _over(stack: Tensor, knob: object) -> Any:

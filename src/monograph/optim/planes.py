@@ -93,7 +93,7 @@ class Plane:
             parameter.grad = None
             parameter.data = view
             if flat.dtype != self.grad.dtype:
-                parameter.grad_dtype = self.grad.dtype  # type: ignore[attr-defined]
+                parameter.grad_dtype = self.grad.dtype
 
     def link(self) -> None:
         """Point every parameter's `.grad` at the plane, even if it was set to something else."""
@@ -214,7 +214,8 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
         UsageError: there is none, they have different dtypes or devices, or `require_movable`
             refuses the module.
     """
-    if not (named := {name: p for name, p in module.named_parameters() if p.requires_grad}):
+    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if not named:
         raise UsageError("the module has no trainable parameter: every requires_grad is False")
     require_movable(module)
     # A plane is one buffer, with one dtype and on one device.

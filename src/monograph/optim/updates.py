@@ -107,7 +107,7 @@ def newton_schulz(matrices: Tensor, compute: torch.dtype) -> Tensor:
     for _ in range(ITERATIONS):
         A = X @ X.mT
         X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
-    orthogonal = X.to(matrices.dtype).view(wide.shape)
+    orthogonal: Tensor = X.to(matrices.dtype).view(wide.shape)
     return orthogonal.mT if tall else orthogonal
 
 

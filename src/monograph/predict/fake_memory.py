@@ -6,7 +6,7 @@ counted as they are dispatched; captured graphs are counted by walking their ker
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -136,7 +136,8 @@ class FakeMemory:
             if not isinstance(tensor, Tensor):
                 continue
             storage = tensor.untyped_storage()
-            if (key := id(storage)) in self._known:
+            key = id(storage)
+            if key in self._known:
                 continue
             origin = self._origin(tensor.shape)
             size_bytes = self._rounded(storage.nbytes())
@@ -224,8 +225,12 @@ class _Listener(TorchDispatchMode):
         self.memory = memory
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        self,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         result = function(*args, **(kwargs or {}))
         self.memory._note(result)
         inside_bytes = 0

@@ -10,7 +10,7 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops.attention import QUERIES
 from monograph.ops.cross_entropy import chunk_count, linear_cross_entropy, token_log_probabilities
+from monograph.ops.token_rows import Rows
 from monograph.optim import Optimizer
 from monograph.predict.fake_memory import ORIGINS, FakeMemory, Graphs, Sample
 from monograph.step import Clip, OnDevice, Step, accumulate, update
@@ -442,7 +443,7 @@ def _curves(work: Work, graphs: Graphs | None = None, *, updated: bool = True) -
         begins = [("forward", len(memory.curve))]
         forward = step.forward.now
 
-        def watched(batch: Any, loss_factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        def watched(batch: object, loss_factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             result = forward(batch, loss_factor)
             begins.append(("backward", len(memory.curve)))
             memory.origin = "workspace"
@@ -467,12 +468,15 @@ def _judging_head(device_type: str) -> Callable[..., tuple[Tensor, Tensor]]:
     """
 
     def head(
-        hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, **more: Any
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        *,
+        rows: Rows | None,
+        **more: object,
     ) -> tuple[Tensor, Tensor]:
         chunks = chunk_count(len(targets_N), len(weight_VD), device_type)
-        logs_N = token_log_probabilities(
-            hidden_ND, weight_VD, targets_N, rows=more["rows"], chunks=chunks
-        )
+        logs_N = token_log_probabilities(hidden_ND, weight_VD, targets_N, rows=rows, chunks=chunks)
         return -logs_N.sum(), (targets_N >= 0).sum()
 
     return head

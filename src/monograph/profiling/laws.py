@@ -264,7 +264,7 @@ class _Small:
         no_data = SimpleNamespace(state=dict)
         with _one_order(), temporary_folder() as folder:
             list(train(whole, [self.rows] * 2))
-            save_checkpoint(whole, no_data, folder)  # type: ignore[arg-type]
+            save_checkpoint(whole, no_data, folder)
             load_checkpoint(resumed, folder)
             return Compared(_differing(resumed, whole, self.rows), 0)
 

@@ -149,7 +149,7 @@ class Profile:
 
 def profile(
     engine: Engine,
-    windows: Iterable[Any],
+    windows: Iterable[Batch],
     file: str | Path,
     *,
     packed: float = 1.0,
@@ -209,7 +209,7 @@ class _Times(NamedTuple):
 
 
 def _watched(
-    engine: Engine, windows: Iterator[Any], update_s: float
+    engine: Engine, windows: Iterator[Batch], update_s: float
 ) -> tuple[torch.profiler.profile, float]:
     """Profile some updates a few times; return the profile that disturbed least, and the seconds of
     an update in it.
@@ -260,7 +260,7 @@ def _exported(watched: torch.profiler.profile, file: Path) -> dict[str, Any]:
     return trace
 
 
-def _each(engine: Engine, windows: Iterator[Any], count: int) -> list[_Times]:
+def _each(engine: Engine, windows: Iterator[Batch], count: int) -> list[_Times]:
     """Run `count` updates, and return the seconds of each."""
     times = []
     for _ in range(count):
@@ -283,7 +283,7 @@ def _update(engine: Engine, window: Batch) -> float:
     return clock() - began
 
 
-def _next(windows: Iterator[Any]) -> Any:
+def _next(windows: Iterator[Batch]) -> Batch:
     if (window := next(windows, None)) is None:
         raise UsageError(
             f"too few windows: a profile takes {NEEDED} updates; give more text, or more epochs"

@@ -151,7 +151,7 @@ def _is_event(row: Row) -> bool:
     )
 
 
-def rounded(value: Any) -> float | None:
+def rounded(value: float | None) -> float | None:
     """Return a number with five digits, more than a chart can show; None if it is none or not
     finite.
     """

@@ -260,7 +260,7 @@ def fastest(ladder: Values) -> Values:
 def gain(ladder: Values) -> float:
     """Return how many times as fast as the first rung the fastest is."""
     speed = SPEED[ladder["ratios_of"]]
-    return fastest(ladder)[speed] / ladder["rungs"][0][speed]
+    return float(fastest(ladder)[speed] / ladder["rungs"][0][speed])
 
 
 def standing(ladder: Values) -> str:

@@ -196,11 +196,11 @@ def _rest(summary: Summary) -> list[tuple[str, str]]:
     ]
 
 
-def _named(key: str, value: Any) -> tuple[str, str]:
+def _named(key: str, value: object) -> tuple[str, str]:
     """Return a key's name and its value for people; the key's ending tells the unit."""
     if key == "eval_weights":
         name = key
-        text = {"last": "final", "averaged": "moving average (EMA)"}[value]
+        text = {"last": "final", "averaged": "moving average (EMA)"}[str(value)]
     elif isinstance(value, Mapping):
         name = key
         text = ", ".join(f"{count:,} {what}" for what, count in value.items()) or "none"

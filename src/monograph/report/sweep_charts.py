@@ -175,6 +175,6 @@ def described(knobs: Mapping[str, Any], but: str = "") -> str:
     return " ".join(f"{name}={text_of(value)}" for name, value in named if name != but)
 
 
-def text_of(value: Any) -> str:
+def text_of(value: object) -> str:
     """Return a setting's value in at most four digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)

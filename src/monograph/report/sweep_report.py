@@ -131,9 +131,8 @@ def _curves(
     for knobs, rows in curves:
         scored = [row for row in rows if row.get(key) is not None and row.get("eval_rows")]
         fewest = min((row["eval_rows"] for row in scored), default=0)
-        if not (
-            points := [(row["tokens"], row[key]) for row in scored if row["eval_rows"] == fewest]
-        ):
+        points = [(row["tokens"], row[key]) for row in scored if row["eval_rows"] == fewest]
+        if not points:
             continue
         share = (shades.index(_shown(knobs, varied)) + 1) / len(shades)
         axes.plot(
@@ -307,6 +306,9 @@ def _with_knobs(
     return table(name, [*(key.rpartition(".")[2] for key in keys), *heads], whole)
 
 
-def _knob(value: Any) -> Cell:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return (text_of(value), value) if is_number else "" if value is None else str(value)
+def _knob(value: object) -> Cell:
+    if value is None:
+        return ""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return text_of(value), value
+    return str(value)

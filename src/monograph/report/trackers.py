@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from contextvars import Context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from monograph.errors import DiskFull, InputRefused, UsageError
 from monograph.extras import install_command
@@ -38,7 +38,7 @@ class Tracker(NamedTuple):
     """
 
     write: Callable[[list[Point]], None]
-    close: Callable[[], Any]
+    close: Callable[[], object]
     seen: str
 
 
@@ -143,7 +143,15 @@ def _trackio(name: str, key: str, settings: Settings, out: Path | None) -> Track
     return _watched(run, look, f"{place}trackio show --project {PROJECT}")
 
 
-def _watched(run: Any, look: Callable[[], Any], seen: str) -> Tracker:
+class _Open(Protocol):
+    """A run that is open in a library."""
+
+    def log(self, metrics: dict[str, float], *, step: int) -> object: ...
+
+    def finish(self) -> object: ...
+
+
+def _watched(run: _Open, look: Callable[[], None], seen: str) -> Tracker:
     """Have a look after a library has written, which raises no error where it cannot."""
 
     def write(points: list[Point]) -> None:
@@ -151,7 +159,11 @@ def _watched(run: Any, look: Callable[[], Any], seen: str) -> Tracker:
             run.log(numbers, step=update)
         look()
 
-    return Tracker(write, lambda: (run.finish(), look()), seen)
+    def close() -> None:
+        run.finish()
+        look()
+
+    return Tracker(write, close, seen)
 
 
 def _mlflow(name: str, key: str, settings: Settings, out: Path | None) -> Tracker:

@@ -374,7 +374,9 @@ def _value(found: re.Match[str]) -> Fraction | None:
     )
     if number is None or magnitudes > MOST_DIGITS:
         return None
-    return (-1 if signs == ["-"] else 1) * number * 10**magnitudes
+    sign = -1 if signs == ["-"] else 1
+    scale: int = 10**magnitudes
+    return sign * number * scale
 
 
 def _of_parts(value: re.Match[str]) -> Fraction | None:

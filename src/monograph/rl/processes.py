@@ -201,7 +201,8 @@ class Function:
             worker.encoded({}),
         )
         score = worker.decoded(reply)
-        if (parts := parts_of(score)) is None:
+        parts = parts_of(score)
+        if parts is None:
             raise self._refused(where, f"returned {score!r:.60}")
         return parts
 
@@ -242,15 +243,18 @@ class Function:
         return refused(where, self._code.value, fault)
 
 
-def parts_of(score: Any) -> dict[str, float] | None:
+def parts_of(score: object) -> dict[str, float] | None:
     """Return the parts of what a function returned for an answer; None if it is no score."""
     parts = score if isinstance(score, Mapping) and score else {"": score}
+    found: dict[str, float] = {}
     for name, part in parts.items():
         # NaN is in no range. Larger numbers would overflow in sums and gradients.
-        fine = isinstance(part, int | float) and abs(part) <= LARGEST
-        if not fine or not (isinstance(name, str) and (name == "" or name.isidentifier())):
+        if not isinstance(part, int | float) or not abs(part) <= LARGEST:
             return None
-    return {name: float(part) for name, part in parts.items()}
+        if not isinstance(name, str) or not (name == "" or name.isidentifier()):
+            return None
+        found[name] = float(part)
+    return found
 
 
 def refused(where: str, function: str, fault: str) -> InputRefused:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from monograph.automata import ByteAutomaton, acceptor
 from monograph.data.records import few
@@ -42,7 +42,7 @@ class FormName(NamedTuple):
     """A form of answers: `kind` and `value` as `monograph.automata.constraint` takes them."""
 
     kind: str
-    value: Any
+    value: str | dict[str, Any]
 
     @property
     def digest(self) -> str:
@@ -134,7 +134,7 @@ class Reward:
     def close(self) -> None:
         """End the processes and remove the files of this reward."""
 
-    def _fits(self, value: Any) -> bool:
+    def _fits(self, value: object) -> bool:
         return True
 
     def _one(self, answer: Answer) -> float:
@@ -151,7 +151,7 @@ class _Number(Reward):
         "one number (such as 9500, or a text that ends with #### 9500 or has it in \\boxed{})"
     )
 
-    def _fits(self, value: Any) -> bool:
+    def _fits(self, value: object) -> bool:
         return whole_number(value) is not None
 
     def _one(self, answer: Answer) -> float:
@@ -167,7 +167,7 @@ class _Exact(Reward):
 
     field, expected = "answer", "a text or a list of texts"
 
-    def _fits(self, value: Any) -> bool:
+    def _fits(self, value: object) -> bool:
         return _are_texts(value)
 
     def _one(self, answer: Answer) -> float:
@@ -201,7 +201,8 @@ class _Python(Reward):
     def require(self, record: Mapping[str, Any], where: str) -> None:
         super().require(record, where)
         if self._solutions is None:
-            if (confined := self._started().confinement()) is None:
+            confined = self._started().confinement()
+            if confined is None:
                 self.close()
                 raise InputRefused(
                     "rl.reward = python: no program can run in a process with limits here; it needs Linux on x86-64 or "
@@ -227,7 +228,7 @@ class _Python(Reward):
     def close(self) -> None:
         self._solutions = None
 
-    def _fits(self, value: Any) -> bool:
+    def _fits(self, value: object) -> bool:
         return _are_texts(value) and all(map(_tests_something, _listed(value)))
 
     def _started(self) -> Solutions:
@@ -235,14 +236,10 @@ class _Python(Reward):
         return self._solutions
 
 
-class Called(Reward):
-    """What a function of (prompt, answer, record) returns: a number, or the sum of the parts that
-    it names.
-    """
+class _InParts(Reward):
+    """The sum of the parts that a function names, or the number that it returns."""
 
-    def __init__(self, function: Callable[[str, str, Mapping[str, Any]], Any] | Function) -> None:
-        """Take the function, which is called in this process."""
-        self._function: Any = function
+    def __init__(self) -> None:
         self._parts: defaultdict[str, list[float]] = defaultdict(list)
 
     def parts(self) -> dict[str, float]:  # noqa: D102 - of the base class
@@ -258,6 +255,21 @@ class Called(Reward):
         return math.fsum(parts.values())
 
     def _scored(self, answer: Answer) -> dict[str, float]:
+        """Return what the function returns, by part."""
+        raise NotImplementedError
+
+
+class Called(_InParts):
+    """What a function of (prompt, answer, record) returns: a number, or the sum of the parts that
+    it names.
+    """
+
+    def __init__(self, function: Callable[[str, str, Mapping[str, Any]], object]) -> None:
+        """Take the function, which is called in this process."""
+        super().__init__()
+        self._function = function
+
+    def _scored(self, answer: Answer) -> dict[str, float]:
         score = self._function(answer.prompt, answer.completion, answer.record)
         parts = None
         with suppress(TypeError, ValueError, RuntimeError):  # of what is no plain data
@@ -271,11 +283,12 @@ class Called(Reward):
         return parts
 
 
-class _Own(Called):
+class _Own(_InParts):
     """The same for a function in a file, which is called in a process of its own."""
 
     def __init__(self, code: Code, sha256: str) -> None:
-        super().__init__(Function(code, sha256))
+        super().__init__()
+        self._function = Function(code, sha256)
         self.digest = sha256
 
     def require(self, record: Mapping[str, Any], where: str) -> None:
@@ -285,7 +298,7 @@ class _Own(Called):
         self._function.close()
 
     def _scored(self, answer: Answer) -> dict[str, float]:
-        return self._function.score(answer.prompt, answer.completion, answer.record, answer.where)  # type: ignore[no-any-return]
+        return self._function.score(answer.prompt, answer.completion, answer.record, answer.where)
 
 
 class Taught(Reward):
@@ -363,7 +376,7 @@ def reward_of(
     )
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """Return a value in one short line; of a long text the end, where an answer is."""
     text = repr(value)
     return text if len(text) <= MOST_SHOWN else f"...{text[-MOST_SHOWN:]}"
@@ -373,7 +386,7 @@ def _listed(value: str | list[str]) -> list[str]:
     return [value] if isinstance(value, str) else value
 
 
-def _are_texts(value: Any) -> bool:
+def _are_texts(value: object) -> TypeGuard[str | list[str]]:
     """Return whether this is a text, or a list of at least one."""
     texts = value if isinstance(value, list) else [value]
     return bool(texts) and all(isinstance(each, str) for each in texts)

@@ -17,6 +17,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -278,11 +279,13 @@ class _Posted:
         return await send_json(send, answer)
 
 
-async def _refused(request: Request, error: Any) -> Response:
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refused)
     return JSONResponse(error_of(error), error.status, error.headers)
 
 
-async def _missing(request: Request, error: Any) -> Response:
+async def _missing(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
     what = "there is nothing at" if error.status_code == 404 else f"{request.method} is not for"
     refused = Refused(
         error.status_code,

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
+from numpy.typing import NDArray
 
 from monograph.automata import Automaton, constraint, stop_strings
 from monograph.automata.counting import ALWAYS, COUNTERS, Effect, is_sound
@@ -99,7 +100,9 @@ class Compiler:
         self._maker: subprocess.Popen[bytes] | None = None
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
-    async def constraint(self, kind: str, value: Any, lead: bytes = b"") -> Automaton:
+    async def constraint(
+        self, kind: str, value: str | Sequence[str] | dict[str, Any], lead: bytes = b""
+    ) -> Automaton:
         """Return the automaton of a constraint; see `monograph.automata.constraint`.
 
         Args:
@@ -116,12 +119,13 @@ class Compiler:
         """
         if isinstance(value, dict):
             value = json.dumps(value, ensure_ascii=False)
-        texts = value if kind == "choices" else [value]
+        texts = [value] if isinstance(value, str) else value
         if len(texts) > MOST_CHOICES:
             raise InputRefused(
                 f"{_NAMES[kind]}: {len(texts):,} texts; from 1 to {MOST_CHOICES:,} are compiled"
             )
-        if (count := len("".join(texts).encode())) > MOST_BYTES:
+        count = len("".join(texts).encode())
+        if count > MOST_BYTES:
             raise InputRefused(
                 f"{_NAMES[kind]}: {count:,} bytes; at most {MOST_BYTES:,} are compiled"
             )
@@ -249,7 +253,8 @@ async def _reply(reader: asyncio.StreamReader, most_s: float) -> tuple[int, byte
         code, length = _REPLY.unpack(await reader.readexactly(_REPLY.size))
         written = bytearray()
         while len(written) < length:  # in parts, between which the server does other things
-            if not (part := await reader.read(min(1 << 18, length - len(written)))):
+            part = await reader.read(min(1 << 18, length - len(written)))
+            if not part:
                 raise EOFError
             written += part
         return code, written
@@ -267,7 +272,7 @@ def _automaton(written: bytearray, vocabulary: int) -> Automaton:
         (states,),
         (effects, 4, COUNTERS),
     )
-    arrays: list[Any] = []
+    arrays: list[NDArray[Any]] = []
     at = _HEAD.size
     for shape, kind in zip(shapes, _ARRAYS, strict=True):
         count = math.prod(shape) if states else 0
@@ -341,7 +346,9 @@ def _import_everything() -> None:
     stop_strings(["a", "ba"], parts)
 
 
-def _run(job: Any, pieces: Sequence[bytes], ends: Sequence[int], writing: int) -> NoReturn:
+def _run(
+    job: Sequence[Any], pieces: Sequence[bytes], ends: Sequence[int], writing: int
+) -> NoReturn:
     """Do a job under its limits, and end."""
     code = 1
     try:

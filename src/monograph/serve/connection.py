@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from monograph.serve.refused import Refused, error_of
 
@@ -61,7 +61,7 @@ class Connection(H11Protocol):
     conn: _Requests
     _timer: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
-    _seen: Any = None
+    _seen: RequestResponseCycle | None = None
     _since = 0.0  # when it became idle
     _ahead = 0
 
@@ -70,7 +70,7 @@ class Connection(H11Protocol):
         super().__init__(*given, **named)
         self.conn = _Requests(h11.SERVER, HEAD_BYTES)
 
-    def connection_made(self, transport: Any) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn narrows it
         """Start the idle timer; where there are too many connections, the one that was idle longest
         makes room.
         """

@@ -3,12 +3,19 @@
 `OPERATIONS` is the list of all addresses: the application routes by it, too.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
-from pydantic.json_schema import GenerateJsonSchema
+from pydantic.json_schema import (
+    DefsRef,
+    GenerateJsonSchema,
+    JsonSchemaKeyT,
+    JsonSchemaMode,
+    JsonSchemaValue,
+)
+from pydantic_core.core_schema import CoreSchema, TypedDictSchema
 
 from monograph import __version__
 from monograph.serve import shapes
@@ -307,11 +314,15 @@ class _Untitled(GenerateJsonSchema):
     fields.
     """
 
-    def typed_dict_schema(self, schema: Any) -> dict[str, Any]:
+    def typed_dict_schema(self, schema: TypedDictSchema) -> dict[str, Any]:
         further = {} if schema.get("cls") in shapes.EVENTS else {"additionalProperties": False}
         return super().typed_dict_schema(schema) | further
 
-    def generate_definitions(self, inputs: Any) -> Any:
+    def generate_definitions(
+        self, inputs: Sequence[tuple[JsonSchemaKeyT, JsonSchemaMode, CoreSchema]]
+    ) -> tuple[
+        dict[tuple[JsonSchemaKeyT, JsonSchemaMode], JsonSchemaValue], dict[DefsRef, JsonSchemaValue]
+    ]:
         schemas, definitions = super().generate_definitions(inputs)
         return schemas, {name: _untitled(schema) for name, schema in definitions.items()}
 

@@ -9,6 +9,7 @@ models to clients.
 import math
 import re
 import secrets
+from collections.abc import Mapping
 from dataclasses import Field as Option
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -29,6 +30,7 @@ from pydantic import (
     create_model,
     model_validator,
 )
+from pydantic_core import CoreSchema
 
 from monograph.automata.pattern import MAX_LENGTH
 from monograph.data.messages import message_of
@@ -204,12 +206,13 @@ def _messages(value: object, info: ValidationInfo) -> list[dict[str, Any]]:
     return [_message(f"{name}[{index}]", each) for index, each in enumerate(value)]
 
 
-def _message(name: str, value: Any) -> dict[str, Any]:
+def _message(name: str, value: object) -> dict[str, Any]:
     """Return a message, read as in training."""
     try:
         message = message_of(value, name, get_args(Role))
     except Unusable as unusable:
         raise Refused(400, str(unusable), "messages") from None
+    assert isinstance(value, Mapping)  # `message_of` refuses anything else
     for key in value.keys() - Message.model_fields:
         said = f"{name}: there is no field {key!r:.80}{did_you_mean(key, Message.model_fields)}"
         raise Refused(400, said, "messages")
@@ -241,7 +244,7 @@ class Body(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(
-        cls, core_schema: Any, handler: GetJsonSchemaHandler
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
         """Return the schema, in which every field that may be left out may be null, too."""
         schema = handler.resolve_ref_schema(handler(core_schema))
@@ -407,15 +410,15 @@ class Limit(NamedTuple):
     """A constraint: "choices", "regex" or "json_schema", its value, and the field that has it."""
 
     kind: str
-    value: Any
+    value: str | list[str] | dict[str, Any]
     field: str
 
 
-def _rows_at_most(value: Any, info: ValidationInfo) -> int:
+def _rows_at_most(value: object, info: ValidationInfo) -> int:
     allowed = whole(1, (info.context or {})["rows"])
-    if not allowed.holds(value):
+    if not isinstance(value, int) or not allowed.holds(value):
         raise Refused(400, f"n = {value!r:.80}: expected {allowed.expected}", "n")
-    return int(value)
+    return value
 
 
 class TextRequest(Request):
@@ -591,10 +594,8 @@ def _attributes(described: type) -> dict[str, str]:
     """Return what the docstring of a class says of each attribute, in a sentence."""
     listed = (described.__doc__ or "").partition("Attributes:\n")[2]
     found = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", listed, re.MULTILINE)
-    return {
-        name: f"{(said := ' '.join(text.replace('`', '').split()))[0].upper()}{said[1:]}"
-        for name, text in found
-    }
+    sentences = {name: " ".join(text.replace("`", "").split()) for name, text in found}
+    return {name: f"{said[0].upper()}{said[1:]}" for name, said in sentences.items()}
 
 
 # ── requests for texts ────────────────────────────────────────────────────────────────────────────

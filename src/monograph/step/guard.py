@@ -1,14 +1,14 @@
 """Notice when somebody changes a module's parameters after a step moved them into its planes."""
 
 from collections.abc import Sequence
-from typing import Any
 
-from torch import Tensor, nn
+from torch import SymInt, Tensor, nn
 
 from monograph.errors import UsageError
 from monograph.optim import Plane
 
-Memory = tuple[Any, ...]  # storage, offset, shape and strides
+# Storage, offset, shape and strides.
+Memory = tuple[int, int | SymInt, tuple[int, ...], tuple[int, ...]]
 
 
 class ParameterGuard:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +35,8 @@ def put_(loss: Loss, device: torch.device) -> None:
 def of_the_update(
     loss: Loss,
     index: int,
-    batches: Sequence[Any],
-    score: Callable[[Sequence[Any]], None],
+    batches: Sequence[object],
+    score: Callable[[Sequence[object]], None],
     sum_over_ranks: Callable[[Tensor], Tensor],
 ) -> Iterator[None]:
     """Tell the loss in the block of which update it is a part, if it has `update_of`: see

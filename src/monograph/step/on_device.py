@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -66,7 +66,7 @@ class OnDevice(Parameters):
         """In the block products add gradients to the planes, if they do at all."""
         return _fusing(self.step.planes) if self._adding else nullcontext()
 
-    def accumulate(self, batches: Sequence[Any]) -> None:
+    def accumulate(self, batches: Sequence[object]) -> None:
         """Add the gradient of each micro-batch to the planes."""
         # Gradients are linked in each window, as `zero_grad()` may have set `.grad` to None since
         # the last one.
@@ -76,7 +76,7 @@ class OnDevice(Parameters):
         for batch in batches:
             self.step.micro_step(batch)
 
-    def score(self, batches: Iterable[Any]) -> list[Sums]:
+    def score(self, batches: Iterable[object]) -> list[Sums]:
         """Return the sums of each micro-batch, without gradients."""
         step = self.step
         with unlinked(step.planes), step.context():

@@ -88,11 +88,11 @@ class Parameters(ABC):
         """
         return nullcontext()
 
-    def sums(self, batch: Any) -> Sums:
+    def sums(self, batch: object) -> Sums:
         """Return the batch's summed loss and the number of its targets."""
         return pair(self.step.loss(self.step.model, batch))
 
-    def targets(self, batch: Any) -> Tensor | None:
+    def targets(self, batch: object) -> Tensor | None:
         """Return the number of the batch's targets, if the loss can count them without a forward
         pass.
         """
@@ -100,11 +100,11 @@ class Parameters(ABC):
         return counted(loss.count(batch), self.step.device) if counts(loss) else None
 
     @abstractmethod
-    def accumulate(self, batches: Sequence[Any]) -> None:
+    def accumulate(self, batches: Sequence[object]) -> None:
         """Add the gradient of a window's micro-batches."""
 
     @abstractmethod
-    def score(self, batches: Iterable[Any]) -> list[Sums]:
+    def score(self, batches: Iterable[object]) -> list[Sums]:
         """Return the sums of each micro-batch, without gradients."""
 
     @abstractmethod

@@ -148,9 +148,8 @@ class Step:
         self.planes = self.parameters.place(self)
         self.device = self.parameters.device or self.planes[0].param.device
         put_(self.loss, self.device)
-        zeros = functools.partial(
-            torch.zeros, lead := self.planes[0].param.shape[:-1], device=self.device
-        )
+        lead = self.planes[0].param.shape[:-1]
+        zeros = functools.partial(torch.zeros, lead, device=self.device)
         # Never write a 0-d float64 tensor inside a captured function: torch 2.13 loses the mutation
         # (dev/log.md).
         self.lr, self.loss_sum, self.count = (zeros(dtype=torch.float64) for _ in range(3))
@@ -172,7 +171,7 @@ class Step:
         if self.parameters.replays and self.device.type == "cuda":
             self.recorder = CudaGraphs(self.device)
         self.announce: Callable[[str], None] = lambda line: None
-        self.micro_step: Callable[[Any], None] = self._micro_step
+        self.micro_step: Callable[[object], None] = self._micro_step
         self.forward = Compilable(self._forward)
         self.evaluate = Compilable(self.parameters.sums)
         self.apply = Compilable(self.parameters.apply)
@@ -181,7 +180,7 @@ class Step:
         self.guard = ParameterGuard(self.model, self.planes)
         self.parts = Parts(self.device)
 
-    def __call__(self, window: Iterable[Any]) -> Update:
+    def __call__(self, window: Iterable[object]) -> Update:
         """Accumulate over the window's micro-batches, then update."""
         accumulate(self, window)
         return update(self)
@@ -266,7 +265,7 @@ class Step:
             self.lr.fill_(lr)
         return lr
 
-    def count_window(self, batches: Sequence[Any]) -> None:
+    def count_window(self, batches: Sequence[object]) -> None:
         """Set the factor of the window's losses, from its targets if they can be counted
         beforehand.
 
@@ -274,12 +273,11 @@ class Step:
             UsageError: the module's parameters were changed since the step was made.
         """
         self.guard.require()
-        counts = [
-            count for batch in batches if (count := self.parameters.targets(batch)) is not None
-        ]
+        of_batches = [self.parameters.targets(batch) for batch in batches]
+        known = [count for count in of_batches if count is not None]
         total = (
-            self.sum_over_ranks(torch.stack(counts).sum(0))
-            if counts
+            self.sum_over_ranks(torch.stack(known).sum(0))
+            if known
             else torch.ones((), device=self.device)
         )
         self.loss_factor.copy_(reciprocal(total) * self.loss_scale)
@@ -299,7 +297,7 @@ class Step:
         self.loss_sum.copy_(totals[0])
         self.count.copy_(totals[1])
 
-    def choose_kept(self, batch: Any) -> None:
+    def choose_kept(self, batch: object) -> None:
         """Choose, once, which activations the recomputation policy keeps; this needs the shapes of
         a batch.
         """
@@ -327,7 +325,7 @@ class Step:
     # `clip_and_apply` once. Both do so by way of the parameters, as stages that come and go take
     # another way.
 
-    def _micro_step(self, batch: Any) -> None:
+    def _micro_step(self, batch: object) -> None:
         """Add a micro-batch's gradient, loss and count, in place in the device's memory and nowhere
         else.
         """
@@ -362,7 +360,7 @@ class Step:
     # called in the step's context, as autocast entered inside a captured function keeps it out of
     # torch's cache between runs.
 
-    def _forward(self, batch: Any, loss_factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _forward(self, batch: object, loss_factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         loss_sum, count = self.parameters.sums(batch)
         return self.scaled(loss_sum, loss_factor), loss_sum.detach(), count
 
@@ -452,7 +450,7 @@ class Step:
     # ── the formula of each optimizer is in optim/updates.py ────────────────────────────────────
 
 
-def _check(**given: Any) -> None:
+def _check(**given: object) -> None:
     """Refuse arguments of another type; None stands for the default."""
     expected: dict[str, tuple[Any, str]] = {
         "loss": (Callable, "a function of (model, batch) that returns (sum, count)"),
@@ -477,7 +475,7 @@ def _require_together(optim: Optimizer, precision: Precision) -> None:
         )
 
 
-def accumulate(step: Step, window: Iterable[Any]) -> None:
+def accumulate(step: Step, window: Iterable[object]) -> None:
     """Add the gradient of one update, whose micro-batches may be ragged, padded, few or many.
 
     Args:
@@ -492,7 +490,7 @@ def accumulate(step: Step, window: Iterable[Any]) -> None:
     if any(isinstance(batch, bool) for batch in batches):
         raise UsageError(f"a window is a list of micro-batches, and {batches[0]} is none")
 
-    def score(some: Sequence[Any]) -> None:
+    def score(some: Sequence[object]) -> None:
         with modes_kept(step.model), torch.no_grad():
             step.model.train(False)
             step.parameters.score(some)

@@ -7,10 +7,10 @@ while that stage computes. Planes that are updated on the host are left to
 `monograph.stream.updates`.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,7 +79,7 @@ def cut(planes: Iterable[StoredPlane], most: int) -> Iterator[Chunk]:
         )
 
 
-def to_fetch(chunk: Chunk, *, gradient: bool) -> dict[Hashable, Tensor]:
+def to_fetch(chunk: Chunk, *, gradient: bool) -> dict[str, Tensor]:
     """Return by name a chunk's tensors that do not live on the device, the gradient only if
     `gradient`.
     """
@@ -189,7 +189,7 @@ class ChunkedUpdate:
         staging = self.staging_buffers.next()
         lanes = self.staging_buffers.lanes
         away = to_fetch(chunk, gradient=self.gradients is None)
-        parts: dict[Any, Tensor] = staging.take(away)
+        parts = staging.take(away)
         spaces = [staging.space]
         for name, target in parts.items():
             lanes.copy(target, away[name], staging.space, stored.buffers[name].space)

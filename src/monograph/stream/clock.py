@@ -9,7 +9,7 @@ is timed is the real one.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,10 +19,11 @@ from monograph.step import Step
 from monograph.stream.engine import Streamed
 from monograph.stream.lanes import LANES, Home, Lane, LaneWork, Mark
 from monograph.stream.slots import HostPiece, Passes, StageOnDevice
-from monograph.stream.store import Stage
+from monograph.stream.store import Further, Stage
 
 UPDATES = 2  # updates that are run; every later update takes as long as the last of these
 DISK = "disk"
+T = TypeVar("T")
 
 
 class Link(NamedTuple):
@@ -149,23 +150,21 @@ class Pretend(Passes):
         self.costs = costs
         self.state = state
 
-    def bound(
-        self, needed: Sequence[StageOnDevice], call: Callable[[], Any], backward: bool
-    ) -> Any:
+    def bound(self, needed: Sequence[StageOnDevice], call: Callable[[], T], backward: bool) -> T:
         """Run a call; nothing reads the parameters."""
         return call()
 
-    def first(self, batch: Any) -> tuple[Tensor, Any]:
+    def first(self, batch: object) -> tuple[Tensor, Further]:
         """Spend `first_s`."""
         self.clock.spend(self.costs.first_s)
-        return self.state, None
+        return self.state, ()
 
-    def forward(self, stage: Stage, state: Tensor, further: Any) -> Tensor:
+    def forward(self, stage: Stage, state: Tensor, further: Further) -> Tensor:
         """Spend `forward_s` for each block."""
         self.clock.spend(self.costs.forward_s * len(stage.blocks))
         return state
 
-    def loss(self, planes: Sequence[Plane], state: Tensor, batch: Any) -> Tensor:
+    def loss(self, planes: Sequence[Plane], state: Tensor, batch: object) -> Tensor:
         """Spend `loss_s`."""
         self.clock.spend(self.costs.loss_s)
         return state
@@ -176,14 +175,14 @@ class Pretend(Passes):
         state: Tensor,
         *,
         stage: Stage,
-        further: Any,
+        further: Further,
         gradient: Tensor,
     ) -> Tensor:
         """Spend `again_s` for each block."""
         self.clock.spend(self.costs.again_s * len(stage.blocks))
         return state
 
-    def first_again(self, planes: Sequence[Plane], batch: Any, gradient: Tensor) -> None:
+    def first_again(self, planes: Sequence[Plane], batch: object, gradient: Tensor) -> None:
         """Spend `first_again_s`."""
         self.clock.spend(self.costs.first_again_s)
 

@@ -91,7 +91,7 @@ class InStages(Parameters):
         """In the block products add gradients to the planes, if they do at all."""
         return fusing() if self._adding else nullcontext()
 
-    def accumulate(self, batches: Sequence[Any]) -> None:
+    def accumulate(self, batches: Sequence[object]) -> None:
         """Walk through the stages with all micro-batches."""
         if self.placement.when == "backward":
             self.walk.updates.flush()
@@ -106,7 +106,7 @@ class InStages(Parameters):
             )
             raise self.walk.updates.failed from error
 
-    def score(self, batches: Iterable[Any]) -> list[Sums]:
+    def score(self, batches: Iterable[object]) -> list[Sums]:
         """Return the sums of each micro-batch, without gradients."""
         return self.walk.evaluate(list(batches))
 

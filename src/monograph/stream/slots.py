@@ -7,7 +7,7 @@ A pass is of one micro-batch: forward, and later forward again with the backward
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,11 @@ from monograph.errors import UsageError
 from monograph.optim import Plane, join, split_, unlinked
 from monograph.step import Step
 from monograph.stream.lanes import Home, Lanes, Space
-from monograph.stream.store import GRADIENT, WEIGHTS, Stage, StoredPlane, staged
+from monograph.stream.store import GRADIENT, WEIGHTS, Further, Stage, StoredPlane, staged
 
 Key = Hashable
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
 HostPiece = Callable[[Plane, Tensor | None], None]  # updates a part of a plane on the host
 BLOCK_SLOTS = 2  # stages of blocks take turns in this many slots
 
@@ -31,9 +33,7 @@ class DeviceBuffer:
         space: all of this memory, for the lanes.
     """
 
-    def __init__(
-        self, name: str, held_in_turn: Iterable[Mapping[Key, Tensor]], device: torch.device
-    ):
+    def __init__(self, name: str, held_in_turn: Iterable[Mapping[K, Tensor]], device: torch.device):
         """Allocate enough memory to hold each of these sets of tensors, one set at a time."""
         self.space = Space(name, Home.DEVICE)
         sizes: dict[tuple[Key, torch.dtype], int] = {}
@@ -52,7 +52,7 @@ class DeviceBuffer:
         """Return its bytes."""
         return sum(memory.nbytes for memory in self._memory.values())
 
-    def take(self, tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
+    def take(self, tensors: Mapping[K, Tensor]) -> dict[K, Tensor]:
         """Return the memory for one set of tensors."""
         return {
             key: self._memory[key, tensor.dtype][: tensor.numel()]
@@ -233,9 +233,7 @@ class Passes:
         self.step = step
         self.model = staged(step.model)
 
-    def bound(
-        self, needed: Sequence[StageOnDevice], call: Callable[[], Any], backward: bool
-    ) -> Any:
+    def bound(self, needed: Sequence[StageOnDevice], call: Callable[[], T], backward: bool) -> T:
         """Run a call while the model's parameters are in the slots, and their gradients, too, if
         `backward`.
         """
@@ -247,12 +245,12 @@ class Passes:
                     stage.link()
             return call()
 
-    def begin(self, batch: Any) -> tuple[Tensor, Any]:
+    def begin(self, batch: object) -> tuple[Tensor, Further]:
         """Return the first block's input, and the other arguments of blocks, from the loss's call
         of the model.
         """
 
-        def called(*args: Any, **kwargs: Any) -> None:
+        def called(*args: object, **kwargs: object) -> None:
             # An exception keeps the loss from going on after the call, as the model has no output
             # yet.
             raise _Called(args, kwargs)
@@ -268,7 +266,7 @@ class Passes:
             )
         return self.model.begin(*args, **kwargs)
 
-    def forward(self, stage: Stage, state: Tensor, further: Any) -> Tensor:
+    def forward(self, stage: Stage, state: Tensor, further: Further) -> Tensor:
         """Return the output of a stage of blocks."""
         with (
             torch.no_grad(),
@@ -277,17 +275,17 @@ class Passes:
         ):
             return self._blocks(stage, state, further)
 
-    def first(self, batch: Any) -> tuple[Tensor, Any]:
+    def first(self, batch: object) -> tuple[Tensor, Further]:
         """Return the first stage's output, and the other arguments of blocks."""
         with torch.no_grad(), self.step.context(), self._repeatable(self.model.parts_before):
             return self.begin(batch)
 
-    def score(self, state: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+    def score(self, state: Tensor, batch: object) -> tuple[Tensor, Tensor]:
         """Return the sum of losses and the number of targets, from the last stage's input."""
         with self.step.context(), self._resumed(state):
             return self.step.evaluate(batch)
 
-    def loss(self, planes: Sequence[Plane], state: Tensor, batch: Any) -> Tensor:
+    def loss(self, planes: Sequence[Plane], state: Tensor, batch: object) -> Tensor:
         """Add the loss and the last stage's gradient; return the gradient of its input."""
         state = state.detach().requires_grad_()
         with self._tracing(planes), self._resumed(state):
@@ -301,7 +299,7 @@ class Passes:
         state: Tensor,
         *,
         stage: Stage,
-        further: Any,
+        further: Further,
         gradient: Tensor,
     ) -> Tensor:
         """Add a stage's gradient; return the gradient of its input."""
@@ -313,7 +311,7 @@ class Passes:
         out.backward(gradient)
         return _gradient_of(state)
 
-    def first_again(self, planes: Sequence[Plane], batch: Any, gradient: Tensor) -> None:
+    def first_again(self, planes: Sequence[Plane], batch: object, gradient: Tensor) -> None:
         """Add the first stage's gradient."""
         with self._tracing(planes):
             state, _ = self.begin(batch)
@@ -341,7 +339,7 @@ class Passes:
         """Update a part of a plane on the host, by the function that does it there."""
         update(plane, rest)
 
-    def _blocks(self, stage: Stage, hidden: Tensor, further: Any) -> Tensor:
+    def _blocks(self, stage: Stage, hidden: Tensor, further: Further) -> Tensor:
         for at, block in stage.blocks:
             hidden = block(hidden, *further[at])
         return hidden
@@ -387,7 +385,7 @@ class Passes:
         ]
 
     @contextmanager
-    def _forward(self, instead: Callable[..., Any]) -> Iterator[None]:
+    def _forward(self, instead: Callable[..., Tensor | None]) -> Iterator[None]:
         """In the block a call of the model runs `instead`."""
         model = self.step.model
         model.forward = instead
@@ -403,7 +401,7 @@ class Passes:
         """
         calls = 0
 
-        def ended(*args: Any, **kwargs: Any) -> Any:
+        def ended(*args: object, **kwargs: object) -> Tensor:
             nonlocal calls
             # A captured loss runs this once, when it is traced, not at each call.
             if not torch.compiler.is_compiling():

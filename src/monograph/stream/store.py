@@ -41,6 +41,8 @@ AT_ONCE = 2**22  # elements that are rounded or split at once, which takes some 
 # backward pass.
 TURNS = 2
 
+Further = Sequence[tuple[object, ...]]  # each block's arguments after its first one
+
 
 class Staged(Protocol):
     """A module that can be trained stage by stage; `monograph.Llama` is one.
@@ -51,10 +53,8 @@ class Staged(Protocol):
     parts_before: Sequence[nn.Module]  # modules whose parameters `begin` reads
     parts_after: Sequence[nn.Module]  # modules whose parameters `end` and the loss read
 
-    def begin(self, *args: object, **kwargs: object) -> tuple[Tensor, Sequence[tuple[object, ...]]]:
-        """Return the first block's input, and for each block its arguments after that of the block
-        before.
-        """
+    def begin(self, *args: object, **kwargs: object) -> tuple[Tensor, Further]:
+        """Return the first block's input, and each block's further arguments."""
 
     def end(self, hidden: Tensor) -> Tensor:
         """Return the module's output from the last block's output."""

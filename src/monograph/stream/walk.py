@@ -13,7 +13,7 @@ micro-batches.
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,9 +23,10 @@ from monograph.step import Step
 from monograph.stream.lanes import Home, Lanes, Space
 from monograph.stream.placement import Placement, on_host
 from monograph.stream.slots import Passes, Slots, StageOnDevice
-from monograph.stream.store import GRADIENT, Stage, Store
+from monograph.stream.store import GRADIENT, Further, Stage, Store
 from monograph.stream.updates import Updates
 
+T = TypeVar("T")
 # Sets of device memory for G states that come back from the host: one in use, one being filled.
 RINGS = 2
 
@@ -178,7 +179,7 @@ class Walk:
 
     # ── there and back ──────────────────────────────────────────────────────────────────────────
 
-    def accumulate(self, batches: Sequence[Any], observe: Observe | None = None) -> None:
+    def accumulate(self, batches: Sequence[object], observe: Observe | None = None) -> None:
         """Add the gradient, losses and counts of the micro-batches.
 
         Args:
@@ -192,7 +193,7 @@ class Walk:
         updates.repeatable = True
         further = self._forward(batches, keep=True)
         first, *middle, last = self.store.stages
-        gradients: list[Any] = [None for _ in batches]
+        gradients: dict[int, Tensor] = {}  # of the states, by micro-batch
         in_backward = updates.in_backward and observe is None
         # The last stage comes first, as all other gradients are computed from its gradient.
         for here in self._visits([last, *reversed(middle), first], back=len(batches)):
@@ -217,7 +218,7 @@ class Walk:
         updates.finish_begun()
         self.fresh = False
 
-    def evaluate(self, batches: Sequence[Any]) -> list[tuple[Tensor, Tensor]]:
+    def evaluate(self, batches: Sequence[object]) -> list[tuple[Tensor, Tensor]]:
         """Return the sum of losses and the number of targets of each micro-batch."""
         self._forward(batches, keep=False)
         last = self.store.stages[-1]
@@ -230,11 +231,11 @@ class Walk:
             )
         return scores
 
-    def _forward(self, batches: Sequence[Any], *, keep: bool) -> list[Any]:
+    def _forward(self, batches: Sequence[object], *, keep: bool) -> list[Further]:
         """Run all stages but the last forward; return for each micro-batch the other arguments of
         its blocks.
         """
-        further: list[Any] = [None for _ in batches]
+        further: list[Further] = [() for _ in batches]
         self.updates.finish_begun()
         self.boundaries.clear()
         for here in self._visits(self.store.stages[:-1]):
@@ -254,7 +255,12 @@ class Walk:
         return further
 
     def _backward(
-        self, here: StageOnDevice, g: int, batch: Any, further: list[Any], gradients: list[Any]
+        self,
+        here: StageOnDevice,
+        g: int,
+        batch: object,
+        further: list[Further],
+        gradients: dict[int, Tensor],
     ) -> None:
         planes = [plane for stage in self._needed(here) for plane in stage.planes]
         first, last = self.store.stages[0], self.store.stages[-1]
@@ -311,11 +317,11 @@ class Walk:
     def _compute(
         self,
         here: StageOnDevice,
-        call: Callable[[], Any],
+        call: Callable[[], T],
         also_reads: Sequence[Space] = (),
         *,
         backward: bool = False,
-    ) -> Any:
+    ) -> T:
         """Run a call while the model's parameters are the stage's weights on the device, shared
         ones included.
         """

@@ -160,7 +160,7 @@ def _is_ordered(key: str, values: Sequence[Any]) -> bool:
     return all(map(_is_number, values)) and key not in AMOUNTS
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -265,7 +265,7 @@ def _axis(values: Sequence[Any]) -> str:
     return ",".join(f"[{typed(value)}]" if pairs else typed(value) for value in values)
 
 
-def typed(value: Any) -> str:
+def typed(value: object) -> str:
     """Return a value as it is typed on the command line, from which exactly this value is read."""
     if isinstance(value, bool):
         return str(value).lower()

@@ -180,7 +180,8 @@ class Sweep:
     @property
     def points(self) -> list[Point]:
         """Return the values that each member varies."""
-        return self.record["points"]
+        points: list[Point] = self.record["points"]
+        return points
 
     def member(self, index: int) -> Run:
         """Return a member's run folder, which may not exist yet."""

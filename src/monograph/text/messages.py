@@ -125,8 +125,11 @@ def _read(template: ChatTemplate, message: Message, counted: Counter[str]) -> di
     return read
 
 
-def _call(template: ChatTemplate, call: Any, counted: Counter[str]) -> Any:
-    function = call.get("function", call) if isinstance(call, dict) else None
+def _call(template: ChatTemplate, call: object, counted: Counter[str]) -> object:
+    """Return a call of a function, with its arguments as an object where the template wants that."""
+    if not isinstance(call, dict):
+        return call
+    function = call.get("function", call)
     if not isinstance(function, dict):
         return call
     text = function.get("arguments")

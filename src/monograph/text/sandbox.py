@@ -17,7 +17,7 @@ A template has the filters, functions and extensions that transformers gives it
 import json
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from typing import Any
 
@@ -49,7 +49,7 @@ class _Generation(jinja2.ext.Extension):
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.CallBlock(self.call_method("_inside"), [], [], body).set_lineno(line)
 
-    def _inside(self, caller: Any) -> str:
+    def _inside(self, caller: Callable[[], str]) -> str:
         begin, end = self.environment.generation_marks  # type: ignore[attr-defined]
         return f"{begin}{caller()}{end}"
 
@@ -60,8 +60,8 @@ class _Dict:
     def __call__(self, *pairs: object, **values: object) -> dict[Any, Any]:
         return dict(*pairs, **values)
 
-    def fromkeys(self, *keys: Any) -> dict[Any, Any]:
-        return dict.fromkeys(*keys)
+    def fromkeys(self, keys: Iterable[object], value: object = None, /) -> dict[Any, Any]:
+        return dict.fromkeys(keys, value)
 
 
 class _Namespace(Namespace):
@@ -88,10 +88,10 @@ def _public(name: object) -> None:
 
 
 def _tojson(
-    value: Any,
+    value: object,
     ensure_ascii: bool = False,
-    indent: Any = None,
-    separators: Any = None,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
     # Jinja's own filter escapes < and > for web pages.

@@ -6,7 +6,7 @@ take linear time, are accepted.
 """
 
 import re
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 MARK = "▁"
 PREPEND = {"type": "Prepend", "prepend": MARK}
@@ -46,7 +46,8 @@ class Marks(NamedTuple):
 
     def piece(self, token: str) -> bytes:
         """Return the bytes that a vocabulary entry stands for."""
-        if self.byte_tokens and (byte := _BYTE.fullmatch(token)):
+        byte = _BYTE.fullmatch(token) if self.byte_tokens else None
+        if byte:
             return bytes([int(byte[1], 16)])
         return token.replace(MARK, " ").encode()
 
@@ -56,7 +57,7 @@ def is_marked(normalizers: list[Any], pre_tokenizers: list[Any]) -> bool:
     return _REPLACE in normalizers or any(is_metaspace(step) for step in pre_tokenizers)
 
 
-def is_metaspace(step: object) -> bool:
+def is_metaspace(step: object) -> TypeGuard[dict[str, Any]]:
     """Return whether a pre-tokenizer is SentencePiece's, with its usual letter."""
     return (
         isinstance(step, dict)
@@ -135,7 +136,7 @@ def _decoded(decoders: list[Any], scheme: str, metaspaces: list[Any], byte_fallb
     return Marks(scheme, scheme_of(decoders[0]) != "never", byte_tokens=False)
 
 
-def pre_tokenizer(step: Any) -> dict[str, Any] | None:
+def pre_tokenizer(step: object) -> dict[str, Any] | None:
     """Return a pre-tokenizer in the library's current form, or None for an unknown one."""
     if is_metaspace(step):
         split = step.get("split", True) is True

@@ -194,7 +194,8 @@ class ChatTemplate:
             raise InputRefused(f"a chat's messages must be JSON: {error}") from None
 
     def _rendered(self, request: str) -> str:
-        if (answer := self._ready.pop(request, None)) is None:
+        answer = self._ready.pop(request, None)
+        if answer is None:
             fault = {
                 "error": f"it computes for more than {sandbox.SECONDS} s, or breaks its interpreter"
             }
@@ -233,7 +234,8 @@ class ChatTemplate:
         except OSError:  # it is gone, or has not answered in time
             reply = b""
         if reply.endswith(b"\n"):
-            return json.loads(reply)
+            pieces: list[dict[str, str]] = json.loads(reply)
+            return pieces
         self._end()
         self._end = None
         return None
@@ -314,20 +316,18 @@ def _read_source(folder: Path, name: str) -> str:
         raise InputRefused(f"{folder / name}: cannot be read as UTF-8 text: {error}") from None
 
 
-def _stored_sources(stored: Any, path: Path) -> dict[str, str]:
+def _stored_sources(stored: object, path: Path) -> dict[str, str]:
     """Return the templates by name of the value of `chat_template` in a tokenizer_config.json."""
-    sources = stored
     if stored is None:
         return {}
+    sources = stored
     if isinstance(stored, str):
         sources = {DEFAULT: stored}
     if isinstance(stored, list) and all(isinstance(entry, dict) for entry in stored):
         sources = {entry.get("name"): entry.get("template") for entry in stored[:MOST_NAMED]}
-    texts = isinstance(sources, dict) and all(
-        isinstance(text, str) for pair in sources.items() for text in pair
-    )
-    if not texts:
+    named = sources if isinstance(sources, dict) else None
+    if named is None or not all(isinstance(text, str) for pair in named.items() for text in pair):
         raise InputRefused(
             f"{path}: chat_template is {str(stored)[:60]!r}: expected a text, or texts by name"
         )
-    return dict(sources)
+    return dict(named)

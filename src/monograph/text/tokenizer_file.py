@@ -11,7 +11,7 @@ checks are allow-lists.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from monograph.errors import InputRefused
 from monograph.storage.reading import read_json
@@ -324,7 +324,7 @@ class Checked:
             pairs.append(pair)
         return pairs
 
-    def _normalizer(self, part: object) -> Any:
+    def _normalizer(self, part: object) -> object:
         for step in _steps(part, "normalizers"):
             known = step in [{"type": form} for form in NORMAL_FORMS]
             if not known and not (self.marks and step in sentence_pieces.KNOWN_NORMALIZERS):
@@ -333,7 +333,7 @@ class Checked:
                 )
         return part
 
-    def _pre_tokenizer(self, part: object) -> Any:
+    def _pre_tokenizer(self, part: object) -> object:
         steps = _steps(part, "pretokenizers")
         if self.marks:
             known = [
@@ -357,14 +357,14 @@ class Checked:
             return part
         return {"type": "Sequence", "pretokenizers": known} if known else None
 
-    def _post_processor(self, part: object) -> Any:
+    def _post_processor(self, part: object) -> object:
         ends = [[*item] for item in self.special.items()]
         for step in _steps(part, "processors"):
             kind = _kind(step)
             known = (
-                kind == "ByteLevel"
-                or (kind == "TemplateProcessing" and self._is_small_template(step))
-                or (kind in _ENDS and all(step.get(key) in ends for key in ("sep", "cls")))
+                _is(step, "ByteLevel")
+                or (_is(step, "TemplateProcessing") and self._is_small_template(step))
+                or (_is(step, *_ENDS) and all(step.get(key) in ends for key in ("sep", "cls")))
             )
             if not known:
                 raise self._refuse(
@@ -415,19 +415,24 @@ def _steps(part: object, key: str) -> list[Any]:
     return steps if isinstance(steps, list) else [steps]
 
 
-def _is_byte_level(step: Any) -> bool:
-    return _kind(step) == "ByteLevel" and isinstance(step.get("add_prefix_space"), bool)
+def _is(step: object, *kinds: str) -> TypeGuard[dict[str, Any]]:
+    """Return whether a step is an object of one of these types."""
+    return isinstance(step, dict) and _kind(step) in kinds
 
 
-def _is_digits(step: Any) -> bool:
-    return _kind(step) == "Digits" and isinstance(step.get("individual_digits"), bool)
+def _is_byte_level(step: object) -> TypeGuard[dict[str, Any]]:
+    return _is(step, "ByteLevel") and isinstance(step.get("add_prefix_space"), bool)
 
 
-def _is_known_split(step: Any) -> bool:
+def _is_digits(step: object) -> bool:
+    return _is(step, "Digits") and isinstance(step.get("individual_digits"), bool)
+
+
+def _is_known_split(step: object) -> bool:
     """Return whether a step splits text in linear time and drops nothing: at fixed letters or by a
     known pattern.
     """
-    if _kind(step) not in ("Split", "Punctuation") or step.get("behavior") not in _KEEPING:
+    if not _is(step, "Split", "Punctuation") or step.get("behavior") not in _KEEPING:
         return False
     pattern = step.get("pattern")
     at_letters = _kind(step) == "Punctuation" or (
