@@ -26,7 +26,7 @@ from monograph.automata import Automaton, constraint, stop_strings
 from monograph.automata.counting import COUNTERS, Effect
 from monograph.errors import InputRefused
 from monograph.serve import compiling
-from monograph.serve.body import parsed
+from monograph.serve.body import parse_body
 from monograph.serve.compiling import Compiler, _automaton, _written
 from monograph.serve.refused import Refused
 from monograph.serve.requests import CompletionRequest, read
@@ -198,7 +198,7 @@ def test_a_bomb_is_refused_while_the_server_goes_on(
 def test_stop_strings_wait_for_few_constraints_of_which_not_too_many_wait(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiling, "MOST_WAITING", 5)
+    monkeypatch.setattr(compiling, "MAX_WAITING", 5)
     served.start()
     served.asked.clear()
 
@@ -321,7 +321,9 @@ def schema(value: str) -> str:
 def test_what_no_compiler_expects_is_refused_in_the_request(field: str, words: str) -> None:
     with pytest.raises(Refused, match=words):
         read(
-            CompletionRequest, parsed(f'{{"model": "m", "prompt": "a", {field}}}'.encode()), rows=8
+            CompletionRequest,
+            parse_body(f'{{"model": "m", "prompt": "a", {field}}}'.encode()),
+            rows=8,
         )
 
 
@@ -329,7 +331,7 @@ def answered(value: str) -> bytearray:
     return bytearray(b"".join(map(bytes, _written("regex", value, b"", PIECES, [END]))))
 
 
-@pytest.mark.parametrize("limit", ["KEPT", "KEPT_BYTES"])
+@pytest.mark.parametrize("limit", ["KEPT", "MAX_CACHED_BYTES"])
 def test_the_last_used_automata_are_kept(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def go() -> None:
         compiler, asked = Compiler(PIECES, [END]), []

@@ -38,17 +38,17 @@ from monograph.errors import InputRefused
 from monograph.storage.reading import parse_json
 
 # of a request
-MOST_BYTES = 1 << 16
-MOST_CHOICES = 1_024
+MAX_CONSTRAINT_BYTES = 1 << 16
+MAX_CHOICES = 1_024
 # of a child, by the clock at last
 PROCESSOR_S = 2
 MEMORY_BYTES = 1 << 29
 LONGEST_S = 10.0
 # of the automata that are kept for further requests
 KEPT = 64
-KEPT_BYTES = 1 << 28
+MAX_CACHED_BYTES = 1 << 28
 
-MOST_WAITING = 32  # different constraints that wait to be compiled
+MAX_WAITING = 32  # different constraints that wait to be compiled
 
 _START_S = 120.0  # the maker starts in a fraction of a second, on a busy machine in many
 _STOP = "stop"  # the kind of stop strings
@@ -60,7 +60,7 @@ _NAMES = {
 _NAMES |= {_STOP: "the stop strings"}
 # A child's exit code, or a signal's number below 0; how many bytes it wrote.
 _REPLY = struct.Struct("<iQ")
-_MOST_REPLY_BYTES = 1 << 27  # no automaton of the compiler is that large
+_MAX_REPLY_BYTES = 1 << 27  # no automaton of the compiler is that large
 _HEAD = struct.Struct("<4I")  # states, classes, effects, bytes of the text
 # Next states, effects, classes, stops, all effects.
 _ARRAYS = (np.int16, np.int16, np.int16, np.uint8, np.int32)
@@ -76,7 +76,7 @@ class Compiler:
     """Compiles stop strings and constraints in processes of their own, under limits.
 
     Equal requests are given the same object, by which the decoder knows an automaton, as long as it
-    is kept (`KEPT`, `KEPT_BYTES`, the last used ones). Jobs run one after another. The first job
+    is kept (`KEPT`, `MAX_CACHED_BYTES`, the last used ones). Jobs run one after another. The first job
     starts the maker, which takes seconds, and a job that finds it dead starts it again. A compiler
     belongs to one event loop.
     """
@@ -117,13 +117,13 @@ class Compiler:
         if isinstance(value, dict):
             value = json.dumps(value, ensure_ascii=False)
         texts = value if kind == "choices" else [value]
-        if len(texts) > MOST_CHOICES:
+        if len(texts) > MAX_CHOICES:
             raise InputRefused(
-                f"{_NAMES[kind]}: {len(texts):,} texts; from 1 to {MOST_CHOICES:,} are compiled"
+                f"{_NAMES[kind]}: {len(texts):,} texts; from 1 to {MAX_CHOICES:,} are compiled"
             )
-        if (count := len("".join(texts).encode())) > MOST_BYTES:
+        if (count := len("".join(texts).encode())) > MAX_CONSTRAINT_BYTES:
             raise InputRefused(
-                f"{_NAMES[kind]}: {count:,} bytes; at most {MOST_BYTES:,} are compiled"
+                f"{_NAMES[kind]}: {count:,} bytes; at most {MAX_CONSTRAINT_BYTES:,} are compiled"
             )
         return await self._shared(kind, value, lead)
 
@@ -164,7 +164,7 @@ class Compiler:
         if kind == _STOP:
             await self._turn.acquire()
             return
-        if key not in self._waiting and len(self._waiting) >= MOST_WAITING:
+        if key not in self._waiting and len(self._waiting) >= MAX_WAITING:
             raise Busy
         self._waiting[key] += 1
         try:
@@ -186,7 +186,7 @@ class Compiler:
         except (ValueError, struct.error):
             made = _refusal(kind, code)
         self._kept[key] = made
-        while len(self._kept) > KEPT or sum(map(_bytes, self._kept.values())) > KEPT_BYTES:
+        while len(self._kept) > KEPT or sum(map(_bytes, self._kept.values())) > MAX_CACHED_BYTES:
             self._kept.popitem(last=False)
         return made
 
@@ -323,7 +323,7 @@ def main() -> None:
                 _run(parse_json(line), pieces, ends, writing)
             os.close(writing)
             with open(reading, "rb") as pipe:
-                written = pipe.read(_MOST_REPLY_BYTES)
+                written = pipe.read(_MAX_REPLY_BYTES)
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             channel.sendall(_REPLY.pack(code, len(written)))
             channel.sendall(written)

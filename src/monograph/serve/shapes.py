@@ -10,7 +10,7 @@ from pydantic import Field, Json
 from typing_extensions import TypedDict
 
 from monograph.decode.sampling import RANGES
-from monograph.serve.requests import MOST_LOGPROBS, TokenId
+from monograph.serve.requests import MAX_LOGPROBS, TokenId
 
 Finish = Literal["stop", "length"]
 Count = Annotated[int, Field(ge=0)]
@@ -137,7 +137,7 @@ class ChatToken(TypedDict):
 class ChatDrawnToken(ChatToken):
     """A token that was drawn, with the likeliest ones in its place."""
 
-    top_logprobs: Annotated[list[ChatToken], Field(max_length=MOST_LOGPROBS)]
+    top_logprobs: Annotated[list[ChatToken], Field(max_length=MAX_LOGPROBS)]
 
 
 class ChatLogprobs(TypedDict):
