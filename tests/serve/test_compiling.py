@@ -27,7 +27,7 @@ from monograph.automata.counting import COUNTERS, Effect
 from monograph.errors import InputRefused
 from monograph.serve import compiling
 from monograph.serve.body import parse_body
-from monograph.serve.compiling import Compiler, _automaton, _written
+from monograph.serve.compiling import Compiler, _read_automaton, _result_chunks
 from monograph.serve.refused import Refused
 from monograph.serve.requests import CompletionRequest, read
 
@@ -44,13 +44,13 @@ class Served:
         self.compiler = self.runner.run(self._made())
         self._numbers = itertools.count()
         self.asked: list[str] = []  # what the maker was asked
-        ask = self.compiler._asked
+        ask = self.compiler._ask_process
 
         async def asked(line: bytes) -> tuple[int, bytearray]:
             self.asked.append(line.decode())
             return await ask(line)
 
-        self.compiler._asked = asked  # type: ignore[method-assign]
+        self.compiler._ask_process = asked  # type: ignore[method-assign]
 
     async def _made(self) -> Compiler:
         return Compiler(PIECES, [END])
@@ -63,8 +63,8 @@ class Served:
 
     @property
     def maker(self) -> int:
-        assert self.compiler._maker is not None
-        return self.compiler._maker.pid
+        assert self.compiler._process is not None
+        return self.compiler._process.pid
 
 
 @pytest.fixture(scope="module")
@@ -328,10 +328,10 @@ def test_what_no_compiler_expects_is_refused_in_the_request(field: str, words: s
 
 
 def answered(value: str) -> bytearray:
-    return bytearray(b"".join(map(bytes, _written("regex", value, b"", PIECES, [END]))))
+    return bytearray(b"".join(map(bytes, _result_chunks("regex", value, b"", PIECES, [END]))))
 
 
-@pytest.mark.parametrize("limit", ["KEPT", "MAX_CACHED_BYTES"])
+@pytest.mark.parametrize("limit", ["MAX_CACHED", "MAX_CACHED_BYTES"])
 def test_the_last_used_automata_are_kept(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def go() -> None:
         compiler, asked = Compiler(PIECES, [END]), []
@@ -340,19 +340,19 @@ def test_the_last_used_automata_are_kept(limit: str, monkeypatch: pytest.MonkeyP
             asked.append(json.loads(line)[0][1])
             return 0, answered(asked[-1])
 
-        compiler._asked = ask  # type: ignore[method-assign]
+        compiler._ask_process = ask  # type: ignore[method-assign]
         for value in "abaacab":
             await compiler.constraint("regex", value)
         assert asked == ["a", "b", "c", "b"]
 
-    monkeypatch.setattr(compiling, limit, 2 if limit == "KEPT" else 2 * len(answered("a")))
+    monkeypatch.setattr(compiling, limit, 2 if limit == "MAX_CACHED" else 2 * len(answered("a")))
     asyncio.run(go())
 
 
 def test_a_child_that_lies_is_not_believed() -> None:
     """Its numbers would be indices on the device."""
     good = answered("ab")
-    automaton = _automaton(good, len(PIECES))
+    automaton = _read_automaton(good, len(PIECES))
     states, classes = automaton.next_SC.shape
     following, acting = 16, 16 + 2 * states * classes
     classing, stopping = 16 + 4 * states * classes, 16 + 4 * states * classes + 2 * len(PIECES)
@@ -366,17 +366,19 @@ def test_a_child_that_lies_is_not_believed() -> None:
     ]  # fmt: skip
     for at, lie in lies:
         with pytest.raises(ValueError):
-            _automaton(good[:at] + lie + good[at + len(lie) :], len(PIECES))
+            _read_automaton(good[:at] + lie + good[at + len(lie) :], len(PIECES))
     for wrong in (good[:-1], good + b"\0"):
         with pytest.raises(ValueError):
-            _automaton(wrong, len(PIECES))
+            _read_automaton(wrong, len(PIECES))
     with pytest.raises(ValueError):
-        _automaton(good, len(PIECES) + 1)
+        _read_automaton(good, len(PIECES) + 1)
 
 
 def test_effects_that_would_leave_the_counters_are_not_believed() -> None:
     """They would carry into the number of the state."""
-    (*head, text) = _written("json_schema", {"type": "string", "maxLength": 9}, b"", PIECES, [END])
+    (*head, text) = _result_chunks(
+        "json_schema", {"type": "string", "maxLength": 9}, b"", PIECES, [END]
+    )
     effects = head[-1]
     assert len(effects) > 2
     for part, value in (
@@ -389,7 +391,7 @@ def test_effects_that_would_leave_the_counters_are_not_believed() -> None:
         lie = effects.copy()
         lie[1, Effect._fields.index(part), 0] = value
         with pytest.raises(ValueError):
-            _automaton(
+            _read_automaton(
                 bytearray(b"".join(bytes(each) for each in (*head[:-1], lie, text))), len(PIECES)
             )
 
@@ -404,7 +406,7 @@ def test_an_answer_that_is_none_refuses_the_request_only(monkeypatch: pytest.Mon
             ) -> tuple[int, bytearray]:
                 return code, bytearray(written)
 
-            compiler._asked = ask  # type: ignore[method-assign]
+            compiler._ask_process = ask  # type: ignore[method-assign]
             with pytest.raises(
                 InputRefused, match=rf"made its compiler fail \({code}\): make it simpler"
             ):
@@ -448,7 +450,7 @@ async def child_of(maker: int) -> int:
     return int(children[0])
 
 
-def test_a_dead_maker_is_replaced(served: Served) -> None:
+def test_a_dead_process_is_replaced(served: Served) -> None:
     """Also in the middle of a job, which is done again; its child ends with it."""
 
     async def go() -> tuple[Automaton, int, int]:
@@ -467,7 +469,7 @@ def test_a_dead_maker_is_replaced(served: Served) -> None:
     assert gone(before) and before != after
 
 
-def test_ctrl_c_does_not_end_the_maker(served: Served) -> None:
+def test_ctrl_c_does_not_end_the_process(served: Served) -> None:
     """It goes to the whole group of processes, and the server still answers the requests that it
     has.
     """
@@ -482,7 +484,7 @@ def test_a_job_that_takes_too_long_by_the_clock_is_ended(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served.start()
-    monkeypatch.setattr(compiling, "LONGEST_S", 0.3)
+    monkeypatch.setattr(compiling, "WALL_CLOCK_S", 0.3)
     monkeypatch.setattr(compiling, "PROCESSOR_S", 60)
     maker = served.maker
     with pytest.raises(
@@ -509,7 +511,7 @@ def test_a_child_may_use_nothing_but_its_pipe(served: Served) -> None:
     served.runner.run(go())
 
 
-def test_the_maker_ends_with_its_server(served: Served) -> None:
+def test_the_process_ends_with_its_server(served: Served) -> None:
     served("regex", "after the clock")
     assert served.compiler._streams is not None
     served.compiler._streams[1].close()  # what the kernel does to a dead server's socket
@@ -535,4 +537,4 @@ def test_nothing_is_left_after_close(served: Served) -> None:
 
     for process in served.runner.run(go()):
         await_end(process)
-    assert served.compiler._maker is None
+    assert served.compiler._process is None
