@@ -43,7 +43,7 @@ class Served:
         self.runner = asyncio.Runner()
         self.compiler = self.runner.run(self._made())
         self._numbers = itertools.count()
-        self.asked: list[str] = []  # what the maker was asked
+        self.asked: list[str] = []  # the jobs that the process was sent
         ask = self.compiler._ask_process
 
         async def asked(line: bytes) -> tuple[int, bytearray]:
@@ -62,7 +62,7 @@ class Served:
         self("regex", f"start{next(self._numbers)}")
 
     @property
-    def maker(self) -> int:
+    def process(self) -> int:
         assert self.compiler._process is not None
         return self.compiler._process.pid
 
@@ -430,7 +430,7 @@ def await_end(process: int) -> None:
         time.sleep(0.01)
 
 
-async def child_of(maker: int) -> int:
+async def child_of(process: int) -> int:
     """Its child, once all limits are set."""
     wanted = {
         "cpu time": "2",
@@ -439,7 +439,7 @@ async def child_of(maker: int) -> int:
         "open files": "0",
         "processes": "0",
     }
-    while not (children := Path(f"/proc/{maker}/task/{maker}/children").read_text().split()):
+    while not (children := Path(f"/proc/{process}/task/{process}/children").read_text().split()):
         await asyncio.sleep(0.01)
     limits: dict[str, str] = {}
     while not wanted.items() <= limits.items():
@@ -454,13 +454,13 @@ def test_a_dead_process_is_replaced(served: Served) -> None:
     """Also in the middle of a job, which is done again; its child ends with it."""
 
     async def go() -> tuple[Automaton, int, int]:
-        before = served.maker
+        before = served.process
         os.kill(before, signal.SIGSTOP)
         job = asyncio.create_task(served.compiler.constraint("regex", "killed"))
         while not served.asked:
             await asyncio.sleep(0)
         os.kill(before, signal.SIGKILL)
-        return await job, before, served.maker
+        return await job, before, served.process
 
     served.start()
     served.asked.clear()
@@ -474,10 +474,10 @@ def test_ctrl_c_does_not_end_the_process(served: Served) -> None:
     has.
     """
     served.start()
-    before = served.maker
+    before = served.process
     os.kill(before, signal.SIGINT)
     served.start()
-    assert served.maker == before
+    assert served.process == before
 
 
 def test_a_job_that_takes_too_long_by_the_clock_is_ended(
@@ -486,12 +486,12 @@ def test_a_job_that_takes_too_long_by_the_clock_is_ended(
     served.start()
     monkeypatch.setattr(compiling, "WALL_CLOCK_S", 0.3)
     monkeypatch.setattr(compiling, "PROCESSOR_S", 60)
-    maker = served.maker
+    process = served.process
     with pytest.raises(
         InputRefused, match="^the JSON schema took more than 0.3 s to compile: make it simpler$"
     ):
         served("json_schema", BOMB | {"title": "another"})
-    assert gone(maker)
+    assert gone(process)
 
 
 def test_a_child_may_use_nothing_but_its_pipe(served: Served) -> None:
@@ -499,7 +499,7 @@ def test_a_child_may_use_nothing_but_its_pipe(served: Served) -> None:
         bomb = asyncio.create_task(
             served.compiler.constraint("json_schema", BOMB | {"title": "a third"})
         )
-        child = await child_of(served.maker)
+        child = await child_of(served.process)
         assert not any(
             os.readlink(link).startswith("socket") for link in Path(f"/proc/{child}/fd").iterdir()
         )
@@ -516,7 +516,7 @@ def test_the_process_ends_with_its_server(served: Served) -> None:
     assert served.compiler._streams is not None
     served.compiler._streams[1].close()  # what the kernel does to a dead server's socket
     served.runner.run(asyncio.sleep(0))
-    await_end(served.maker)
+    await_end(served.process)
 
 
 def test_nothing_is_left_after_close(served: Served) -> None:
@@ -526,14 +526,14 @@ def test_nothing_is_left_after_close(served: Served) -> None:
             served.compiler.constraint("json_schema", BOMB | {"title": "the last"})
         )
         waiting = asyncio.create_task(served.compiler.constraint("regex", "waiting"))
-        maker = served.maker
-        child = await child_of(maker)
+        process = served.process
+        child = await child_of(process)
         os.kill(child, signal.SIGSTOP)  # it does not end by itself
         served.compiler.close()
         for task in (bomb, waiting):
             with pytest.raises(RuntimeError, match="the compiler is closed"):
                 await task
-        return maker, child
+        return process, child
 
     for process in served.runner.run(go()):
         await_end(process)
