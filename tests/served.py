@@ -22,7 +22,7 @@ from batches import tiny_llama
 from clocks import HANG_S
 from monograph.graph.precision import Precision
 from monograph.model.llama import Llama
-from monograph.serve.command import configured
+from monograph.serve.command import server_config
 from monograph.serve.service import Service
 from monograph.serve.versions import LAST, Source, Version
 from monograph.text.tokenizer import Tokenizer
@@ -50,7 +50,7 @@ class Given(Source):
         self._next = (model, tokenizer)
         self.number += 1
 
-    def moved(self) -> bool:
+    def has_newer(self) -> bool:
         return self._seen != (self.number,)
 
     def load(self) -> Version:
@@ -116,7 +116,7 @@ class Served:
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.service = Service(self.source, self.said.append, self.bugs.append, **self._names)
-        self.server = _Quiet(configured(self.service, self._host, self._keys))
+        self.server = _Quiet(server_config(self.service, self._host, self._keys))
         with socket.socket(proto=socket.IPPROTO_TCP) as listening:
             listening.bind(("127.0.0.1", 0))
             self.port = listening.getsockname()[1]
@@ -179,9 +179,9 @@ class Served:
     def idle(self) -> bool:
         """Whether nothing runs, waits or is kept for a request."""
         service = self.service
-        lanes = service.owner._lanes.values()
+        decoders = service.owner._decoders.values()
         return (
-            not any(lane.generator.busy or lane.texts for lane in lanes)
+            not any(decoder.generator.busy or decoder.texts for decoder in decoders)
             and service.gate.waiting == 0
         )
 

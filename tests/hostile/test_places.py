@@ -308,13 +308,13 @@ def test_an_endpoint_goes_on_to_later_checkpoints(
     Tokenizer.bytes().save(run.tokenizer)
     saved(run, 1)
     source = Source(str(run.folder), 1, lambda line: None)
-    assert source.moved() and source.load().id == "run@1"
+    assert source.has_newer() and source.load().id == "run@1"
     kind(run.folder / LATE)
-    if source.moved():
+    if source.has_newer():
         assert source.load().id == "run@1"
-    assert not source.moved()
+    assert not source.has_newer()
     saved(run, 2)
-    assert source.moved() and source.load().id == "run@2" and not source.moved()
+    assert source.has_newer() and source.load().id == "run@2" and not source.has_newer()
 
 
 @pytest.mark.parametrize("kind", [each for each in KINDS if each is not unreadable], ids=words)

@@ -115,7 +115,7 @@ def test_a_request_in_a_crowd_is_generated(served: Served, requests: int) -> Non
     with ThreadPoolExecutor(16) as pool:
         found = list(pool.map(lambda each: served.texts(each[0], **each[1]), asked))
     assert found == [written(served, *each) for each in asked]
-    assert served.service.owner.stock.reused > 0
+    assert served.service.owner.counts.reused_tokens > 0
     assert len({text for [text] in found}) > 0.6 * requests
 
 
@@ -160,7 +160,7 @@ def test_texts_of_one_to_five_blocks_in_a_crowd_are_those_of_generate_and_of_ful
                 choice["logprobs"]["token_logprobs"] == kept
                 and len(kept) >= len(written.token_ids) - 1
             )
-        assert served.service.owner.stock.reused > BLOCK
+        assert served.service.owner.counts.reused_tokens > BLOCK
 
 
 def test_texts_of_a_request_are_those_of_generate_n(served: Served) -> None:
@@ -298,10 +298,8 @@ LONG = {"prompt": "abc", "max_tokens": 200, "temperature": 1.0, "seed": 1}
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_closed_socket_frees_its_row_within_two_blocks(served: Served, stream: bool) -> None:
     until(served.idle)
-    stock, generator = (
-        served.service.owner,
-        next(iter(served.service.owner._lanes.values())).generator,
-    )
+    owner = served.service.owner
+    generator = next(iter(owner._decoders.values())).generator
     blocks: list[int] = []
     cancel = generator.cancel
     pause, step = threading.Event(), generator.advance
@@ -311,14 +309,14 @@ def test_a_closed_socket_frees_its_row_within_two_blocks(served: Served, stream:
         return step()
 
     def noted(number: int) -> None:
-        blocks.append(stock.stock.blocks)
+        blocks.append(owner.counts.blocks)
         cancel(number)
 
     generator.cancel, generator.advance = noted, slow  # type: ignore[method-assign]
     try:
         connection = sent(served, LONG | {"stream": stream})
         until(lambda: generator.running == 1)
-        closed = stock.stock.blocks
+        closed = owner.counts.blocks
         connection.close()
         until(lambda: generator.running == 0)
     finally:
@@ -330,7 +328,7 @@ def test_a_closed_socket_frees_its_row_within_two_blocks(served: Served, stream:
 def test_the_queue_is_bounded_and_a_storm_leaves_nothing(served: Served) -> None:
     until(served.idle)
     answer, before = served.texts("abc", seed=9, **CALM), served.service.gate.cancelled
-    generator = next(iter(served.service.owner._lanes.values())).generator
+    generator = next(iter(served.service.owner._decoders.values())).generator
     step, released = generator.advance, threading.Event()
 
     def held() -> Any:
@@ -340,8 +338,8 @@ def test_the_queue_is_bounded_and_a_storm_leaves_nothing(served: Served) -> None
     generator.advance = held  # type: ignore[method-assign]  # or the queue might be empty before all have come
     try:
         storm = [sent(served, LONG | {"seed": seed, "stream": seed % 2 == 0}) for seed in range(60)]
-        until(lambda: served.service.gate.refused == 60 - ROWS - served.service.gate.most)
-        assert served.service.gate.waiting == served.service.gate.most
+        until(lambda: served.service.gate.refused == 60 - ROWS - served.service.gate.max_waiting)
+        assert served.service.gate.waiting == served.service.gate.max_waiting
         refused = served.post("/v1/completions", LONG)
     finally:
         generator.advance = step  # type: ignore[method-assign]
@@ -361,7 +359,7 @@ def test_requests_end_on_the_weights_on_which_they_began() -> None:
     body = LONG | {"seed": 2, "max_tokens": 30}
     with Served(old, tokenizer) as served, ThreadPoolExecutor(1) as pool:
         expected = served.texts(**body)
-        generator = next(iter(served.service.owner._lanes.values())).generator
+        generator = next(iter(served.service.owner._decoders.values())).generator
         step = generator.advance
         gate = threading.Event()
 
@@ -380,4 +378,4 @@ def test_requests_end_on_the_weights_on_which_they_began() -> None:
         rest = {name: value for name, value in body.items() if name != "prompt"}
         assert served.texts(**body) == written(served, "abc", rest)
         assert served.post("/v1/completions", body | {"model": "given@0"}).status == 404
-        until(lambda: len(served.service.owner._lanes) == 1)
+        until(lambda: len(served.service.owner._decoders) == 1)

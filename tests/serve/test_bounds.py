@@ -75,7 +75,7 @@ def test_breakers_are_few_and_short(served: Served, breakers: Any) -> None:
 
 def test_more_texts_than_ever_have_room_are_refused_for_good(served: Served) -> None:
     """A client would ask again after a 429, for ever."""
-    most = served.service.gate.most_at_once
+    most = served.service.gate.max_texts
     assert len(served.texts(["a"] * (most // ROWS), n=ROWS, max_tokens=1)) == most == 5 * ROWS
     answer = served.post(
         "/v1/completions", {"prompt": ["a"] * (most // ROWS + 1), "n": ROWS, "max_tokens": 1}
@@ -104,9 +104,9 @@ def test_log_probabilities_that_would_take_gigabytes_are_refused(
     served: Served, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], numbers: int
 ) -> None:
     body = {"prompt": [[5, 6, 7], [8, 9, 10]], "n": 2} | options
-    monkeypatch.setattr(texts, "MOST_NUMBERS", numbers)
+    monkeypatch.setattr(texts, "MAX_REQUEST_LOGPROBS", numbers)
     assert served.post("/v1/completions", body).status == 200
-    monkeypatch.setattr(texts, "MOST_NUMBERS", numbers - 1)
+    monkeypatch.setattr(texts, "MAX_REQUEST_LOGPROBS", numbers - 1)
     answer = served.post("/v1/completions", body)
     assert answer.status == 400 and answer.body["error"]["message"].startswith(
         f"logprobs: {numbers:,} of up to "
@@ -117,14 +117,14 @@ def test_prompts_that_are_scored_take_so_much_memory_and_no_more(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = {"prompt": [5, 6, 7], "max_tokens": 0, "echo": True, "logprobs": 1}
-    monkeypatch.setattr(gate, "MOST_SCORES", 9)
-    with served.service.gate.scoring(4):
+    monkeypatch.setattr(gate, "MAX_SCORED_LOGPROBS", 9)
+    with served.service.gate.reserve_logprobs(4):
         answer = served.post("/v1/completions", body)
         assert answer.status == 429 and answer.headers["retry-after"] == "10"
         assert served.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status == 200
-    with served.service.gate.scoring(3):
+    with served.service.gate.reserve_logprobs(3):
         assert served.post("/v1/completions", body).status == 200
-    while served.service.gate._scores:  # it is given back after the answer
+    while served.service.gate._reserved_logprobs:  # it is given back after the answer
         time.sleep(0.01)
 
 
@@ -139,7 +139,7 @@ def test_the_field_that_is_wrong_is_named(served: Served, name: str) -> None:
 def test_where_too_many_constraints_wait_one_more_is_to_come_again(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiling, "MOST_WAITING", 0)
+    monkeypatch.setattr(compiling, "MAX_WAITING", 0)
     answer = served.post("/v1/completions", {"prompt": "a", "regex": "[ab]+"})
     assert answer.status == 429 and answer.headers["retry-after"] == "10"
     assert served.post("/v1/completions", {"prompt": "a", "stop": "b"}).status == 200

@@ -195,7 +195,7 @@ def test_bodies_that_are_no_request_are_refused(served: Served) -> None:
     json_header = {"Content-Type": "application/json"}
     deep = b'{"model": "last", "prompt": ' + b"[" * 100 + b"]" * 100 + b"}"
     for body, said in (
-        (b"", "no JSON"), (b"{", "no JSON"), (b"[]", "not a JSON object"), (b'{"a": 1, "a": 2}', "twice"),
+        (b"", "not JSON"), (b"{", "not JSON"), (b"[]", "not a JSON object"), (b'{"a": 1, "a": 2}', "twice"),
         (b'{"prompt": "\xff"}', "UTF-8"), (b'{"prompt": "\\ud800"}', "surrogate"),
         (b'{"temperature": 1e999}', "finite"), (b'{"temperature": NaN}', "finite"),
         (deep, "64 deep"), (b"[" * 10**5, "nested"),

@@ -16,10 +16,10 @@ from monograph.errors import InputRefused, UsageError
 from monograph.serve.command import (
     BACKLOG,
     FILES,
-    MOST_CONNECTIONS,
+    MAX_CONNECTIONS,
     _listening,
     allow_connections,
-    keys_in,
+    read_keys,
     require_names,
 )
 
@@ -54,7 +54,7 @@ def test_there_are_files_for_all_connections() -> None:
         # It takes four rounds of the loop until one that makes room is closed.
         assert 4 * BACKLOG < FILES
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (
-            min(MOST_CONNECTIONS + FILES, hard),
+            min(MAX_CONNECTIONS + FILES, hard),
             hard,
         )
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -74,7 +74,7 @@ KEY = "a-key-of-sixteen"
 def test_a_file_of_keys_may_be_written_by_any_editor(tmp_path: Path, content: str) -> None:
     path = tmp_path / "keys"
     path.write_bytes(content.encode())
-    assert keys_in(path) == [KEY, f"second-{KEY}"]
+    assert read_keys(path) == [KEY, f"second-{KEY}"]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_a_key_that_nobody_could_send_is_refused_by_its_line(
     path = tmp_path / "keys"
     path.write_bytes(content.encode())
     with pytest.raises(InputRefused, match=words):
-        keys_in(path)
+        read_keys(path)
 
 
 @pytest.mark.parametrize("name", ["", "  ", "a\nb", "a\u200b", "x" * 201])
@@ -114,4 +114,4 @@ def test_a_file_of_keys_in_another_encoding_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_bytes(KEY.encode("utf-16"))
     with pytest.raises(InputRefused, match="it is not UTF-8"):
-        keys_in(path)
+        read_keys(path)

@@ -26,8 +26,8 @@ from monograph.automata import Automaton, constraint, stop_strings
 from monograph.automata.counting import COUNTERS, Effect
 from monograph.errors import InputRefused
 from monograph.serve import compiling
-from monograph.serve.body import parsed
-from monograph.serve.compiling import Compiler, _automaton, _written
+from monograph.serve.body import parse_body
+from monograph.serve.compiling import Compiler, _read_automaton, _result_chunks
 from monograph.serve.refused import Refused
 from monograph.serve.requests import CompletionRequest, read
 
@@ -43,14 +43,14 @@ class Served:
         self.runner = asyncio.Runner()
         self.compiler = self.runner.run(self._made())
         self._numbers = itertools.count()
-        self.asked: list[str] = []  # what the maker was asked
-        ask = self.compiler._asked
+        self.asked: list[str] = []  # the jobs that the process was sent
+        ask = self.compiler._ask_process
 
         async def asked(line: bytes) -> tuple[int, bytearray]:
             self.asked.append(line.decode())
             return await ask(line)
 
-        self.compiler._asked = asked  # type: ignore[method-assign]
+        self.compiler._ask_process = asked  # type: ignore[method-assign]
 
     async def _made(self) -> Compiler:
         return Compiler(PIECES, [END])
@@ -62,9 +62,9 @@ class Served:
         self("regex", f"start{next(self._numbers)}")
 
     @property
-    def maker(self) -> int:
-        assert self.compiler._maker is not None
-        return self.compiler._maker.pid
+    def process(self) -> int:
+        assert self.compiler._process is not None
+        return self.compiler._process.pid
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +198,7 @@ def test_a_bomb_is_refused_while_the_server_goes_on(
 def test_stop_strings_wait_for_few_constraints_of_which_not_too_many_wait(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiling, "MOST_WAITING", 5)
+    monkeypatch.setattr(compiling, "MAX_WAITING", 5)
     served.start()
     served.asked.clear()
 
@@ -321,15 +321,17 @@ def schema(value: str) -> str:
 def test_what_no_compiler_expects_is_refused_in_the_request(field: str, words: str) -> None:
     with pytest.raises(Refused, match=words):
         read(
-            CompletionRequest, parsed(f'{{"model": "m", "prompt": "a", {field}}}'.encode()), rows=8
+            CompletionRequest,
+            parse_body(f'{{"model": "m", "prompt": "a", {field}}}'.encode()),
+            rows=8,
         )
 
 
 def answered(value: str) -> bytearray:
-    return bytearray(b"".join(map(bytes, _written("regex", value, b"", PIECES, [END]))))
+    return bytearray(b"".join(map(bytes, _result_chunks("regex", value, b"", PIECES, [END]))))
 
 
-@pytest.mark.parametrize("limit", ["KEPT", "KEPT_BYTES"])
+@pytest.mark.parametrize("limit", ["MAX_CACHED", "MAX_CACHED_BYTES"])
 def test_the_last_used_automata_are_kept(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def go() -> None:
         compiler, asked = Compiler(PIECES, [END]), []
@@ -338,19 +340,19 @@ def test_the_last_used_automata_are_kept(limit: str, monkeypatch: pytest.MonkeyP
             asked.append(json.loads(line)[0][1])
             return 0, answered(asked[-1])
 
-        compiler._asked = ask  # type: ignore[method-assign]
+        compiler._ask_process = ask  # type: ignore[method-assign]
         for value in "abaacab":
             await compiler.constraint("regex", value)
         assert asked == ["a", "b", "c", "b"]
 
-    monkeypatch.setattr(compiling, limit, 2 if limit == "KEPT" else 2 * len(answered("a")))
+    monkeypatch.setattr(compiling, limit, 2 if limit == "MAX_CACHED" else 2 * len(answered("a")))
     asyncio.run(go())
 
 
 def test_a_child_that_lies_is_not_believed() -> None:
     """Its numbers would be indices on the device."""
     good = answered("ab")
-    automaton = _automaton(good, len(PIECES))
+    automaton = _read_automaton(good, len(PIECES))
     states, classes = automaton.next_SC.shape
     following, acting = 16, 16 + 2 * states * classes
     classing, stopping = 16 + 4 * states * classes, 16 + 4 * states * classes + 2 * len(PIECES)
@@ -364,17 +366,19 @@ def test_a_child_that_lies_is_not_believed() -> None:
     ]  # fmt: skip
     for at, lie in lies:
         with pytest.raises(ValueError):
-            _automaton(good[:at] + lie + good[at + len(lie) :], len(PIECES))
+            _read_automaton(good[:at] + lie + good[at + len(lie) :], len(PIECES))
     for wrong in (good[:-1], good + b"\0"):
         with pytest.raises(ValueError):
-            _automaton(wrong, len(PIECES))
+            _read_automaton(wrong, len(PIECES))
     with pytest.raises(ValueError):
-        _automaton(good, len(PIECES) + 1)
+        _read_automaton(good, len(PIECES) + 1)
 
 
 def test_effects_that_would_leave_the_counters_are_not_believed() -> None:
     """They would carry into the number of the state."""
-    (*head, text) = _written("json_schema", {"type": "string", "maxLength": 9}, b"", PIECES, [END])
+    (*head, text) = _result_chunks(
+        "json_schema", {"type": "string", "maxLength": 9}, b"", PIECES, [END]
+    )
     effects = head[-1]
     assert len(effects) > 2
     for part, value in (
@@ -387,7 +391,7 @@ def test_effects_that_would_leave_the_counters_are_not_believed() -> None:
         lie = effects.copy()
         lie[1, Effect._fields.index(part), 0] = value
         with pytest.raises(ValueError):
-            _automaton(
+            _read_automaton(
                 bytearray(b"".join(bytes(each) for each in (*head[:-1], lie, text))), len(PIECES)
             )
 
@@ -402,7 +406,7 @@ def test_an_answer_that_is_none_refuses_the_request_only(monkeypatch: pytest.Mon
             ) -> tuple[int, bytearray]:
                 return code, bytearray(written)
 
-            compiler._asked = ask  # type: ignore[method-assign]
+            compiler._ask_process = ask  # type: ignore[method-assign]
             with pytest.raises(
                 InputRefused, match=rf"made its compiler fail \({code}\): make it simpler"
             ):
@@ -426,7 +430,7 @@ def await_end(process: int) -> None:
         time.sleep(0.01)
 
 
-async def child_of(maker: int) -> int:
+async def child_of(process: int) -> int:
     """Its child, once all limits are set."""
     wanted = {
         "cpu time": "2",
@@ -435,7 +439,7 @@ async def child_of(maker: int) -> int:
         "open files": "0",
         "processes": "0",
     }
-    while not (children := Path(f"/proc/{maker}/task/{maker}/children").read_text().split()):
+    while not (children := Path(f"/proc/{process}/task/{process}/children").read_text().split()):
         await asyncio.sleep(0.01)
     limits: dict[str, str] = {}
     while not wanted.items() <= limits.items():
@@ -446,17 +450,17 @@ async def child_of(maker: int) -> int:
     return int(children[0])
 
 
-def test_a_dead_maker_is_replaced(served: Served) -> None:
+def test_a_dead_process_is_replaced(served: Served) -> None:
     """Also in the middle of a job, which is done again; its child ends with it."""
 
     async def go() -> tuple[Automaton, int, int]:
-        before = served.maker
+        before = served.process
         os.kill(before, signal.SIGSTOP)
         job = asyncio.create_task(served.compiler.constraint("regex", "killed"))
         while not served.asked:
             await asyncio.sleep(0)
         os.kill(before, signal.SIGKILL)
-        return await job, before, served.maker
+        return await job, before, served.process
 
     served.start()
     served.asked.clear()
@@ -465,29 +469,29 @@ def test_a_dead_maker_is_replaced(served: Served) -> None:
     assert gone(before) and before != after
 
 
-def test_ctrl_c_does_not_end_the_maker(served: Served) -> None:
+def test_ctrl_c_does_not_end_the_process(served: Served) -> None:
     """It goes to the whole group of processes, and the server still answers the requests that it
     has.
     """
     served.start()
-    before = served.maker
+    before = served.process
     os.kill(before, signal.SIGINT)
     served.start()
-    assert served.maker == before
+    assert served.process == before
 
 
 def test_a_job_that_takes_too_long_by_the_clock_is_ended(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served.start()
-    monkeypatch.setattr(compiling, "LONGEST_S", 0.3)
+    monkeypatch.setattr(compiling, "WALL_CLOCK_S", 0.3)
     monkeypatch.setattr(compiling, "PROCESSOR_S", 60)
-    maker = served.maker
+    process = served.process
     with pytest.raises(
         InputRefused, match="^the JSON schema took more than 0.3 s to compile: make it simpler$"
     ):
         served("json_schema", BOMB | {"title": "another"})
-    assert gone(maker)
+    assert gone(process)
 
 
 def test_a_child_may_use_nothing_but_its_pipe(served: Served) -> None:
@@ -495,7 +499,7 @@ def test_a_child_may_use_nothing_but_its_pipe(served: Served) -> None:
         bomb = asyncio.create_task(
             served.compiler.constraint("json_schema", BOMB | {"title": "a third"})
         )
-        child = await child_of(served.maker)
+        child = await child_of(served.process)
         assert not any(
             os.readlink(link).startswith("socket") for link in Path(f"/proc/{child}/fd").iterdir()
         )
@@ -507,12 +511,12 @@ def test_a_child_may_use_nothing_but_its_pipe(served: Served) -> None:
     served.runner.run(go())
 
 
-def test_the_maker_ends_with_its_server(served: Served) -> None:
+def test_the_process_ends_with_its_server(served: Served) -> None:
     served("regex", "after the clock")
     assert served.compiler._streams is not None
     served.compiler._streams[1].close()  # what the kernel does to a dead server's socket
     served.runner.run(asyncio.sleep(0))
-    await_end(served.maker)
+    await_end(served.process)
 
 
 def test_nothing_is_left_after_close(served: Served) -> None:
@@ -522,15 +526,15 @@ def test_nothing_is_left_after_close(served: Served) -> None:
             served.compiler.constraint("json_schema", BOMB | {"title": "the last"})
         )
         waiting = asyncio.create_task(served.compiler.constraint("regex", "waiting"))
-        maker = served.maker
-        child = await child_of(maker)
+        process = served.process
+        child = await child_of(process)
         os.kill(child, signal.SIGSTOP)  # it does not end by itself
         served.compiler.close()
         for task in (bomb, waiting):
             with pytest.raises(RuntimeError, match="the compiler is closed"):
                 await task
-        return maker, child
+        return process, child
 
     for process in served.runner.run(go()):
         await_end(process)
-    assert served.compiler._maker is None
+    assert served.compiler._process is None

@@ -39,7 +39,7 @@ def served() -> Iterator[Served]:
 def generator(served: Served, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The decoder, slowed down so that a text lasts for some seconds."""
     until(served.idle)
-    generator = next(iter(served.service.owner._lanes.values())).generator
+    generator = next(iter(served.service.owner._decoders.values())).generator
     step = generator.advance
 
     def slow() -> Any:
@@ -153,7 +153,7 @@ def test_a_head_has_at_most_so_many_bytes_however_it_comes(
             head("").replace(b"HTTP/1.1", b"HTTP/1.0") + CHUNKED,
             "Transfer-Encoding is not for HTTP/1.0",
         ),
-        (head("Transfer-Encoding: gzip, chunked", "", ""), "no HTTP request"),
+        (head("Transfer-Encoding: gzip, chunked", "", ""), "not an HTTP request"),
     ],
 )
 def test_a_body_of_two_lengths_is_refused_and_what_hides_in_it_is_not_answered(
@@ -205,10 +205,10 @@ def test_one_who_sent_more_and_closed_has_gone(
     until(lambda: generator.running == 1)
     client.sendall(extra)
     time.sleep(0.1)
-    before = served.service.owner.stock.blocks
+    before = served.service.owner.counts.blocks
     client.close()
     until(lambda: generator.running == 0)
-    assert served.service.owner.stock.blocks - before < 20  # of 250
+    assert served.service.owner.counts.blocks - before < 20  # of 250
 
 
 def test_requests_that_come_together_are_answered_one_after_another(served: Served) -> None:
@@ -273,7 +273,7 @@ def test_a_connection_that_was_reset_is_forgotten_at_once(served: Served) -> Non
 def test_idle_connections_lock_nobody_out(
     served: Served, generator: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "MOST_CONNECTIONS", 20)
+    monkeypatch.setattr(connection, "MAX_CONNECTIONS", 20)
     until(lambda: not served.server.server_state.connections)
     busy = connected(served, asked(ENDLESS | {"max_tokens": 50}, "Connection: close"))
     until(lambda: generator.running == 1)

@@ -46,7 +46,7 @@ def test_if_the_models_thread_raises_all_are_told_at_once() -> None:
     asked = [ENDLESS | {"stream": stream} for stream in (False, True)] * 4
     asked.append(ENDLESS | {"prompt": ["ab"] * 1000, "max_tokens": 0, "echo": True, "logprobs": 1})
     with Served(small(tokenizer), tokenizer) as served, ThreadPoolExecutor(len(asked)) as pool:
-        generator = next(iter(served.service.owner._lanes.values())).generator
+        generator = next(iter(served.service.owner._decoders.values())).generator
         step, goes_on = generator.advance, threading.Event()
 
         def held() -> Any:
@@ -73,7 +73,7 @@ def test_if_the_models_thread_raises_all_are_told_at_once() -> None:
             )
             assert last["message"] == "the model's thread has ended: the server is going down"
         assert time.monotonic() - began < 10
-        assert str(served.service.crashed) == "of /secret/path" and served.server.should_exit
+        assert str(served.service.crash_error) == "of /secret/path" and served.server.should_exit
 
 
 def test_who_is_refused_by_an_owner_that_has_raised_finds_why() -> None:
@@ -163,7 +163,7 @@ def test_a_text_that_is_not_done_when_the_server_ends_has_an_error_as_its_end(
     monkeypatch.setattr(command, "DRAIN_S", 0.3)
     tokenizer = Tokenizer.bytes()
     with Served(small(tokenizer), tokenizer) as served, ThreadPoolExecutor(2) as pool:
-        generator = next(iter(served.service.owner._lanes.values())).generator
+        generator = next(iter(served.service.owner._decoders.values())).generator
         step = generator.advance
 
         def slow() -> Any:
@@ -191,20 +191,20 @@ def test_a_version_that_cannot_be_loaded_ends_nothing_and_is_said_once(
     monkeypatch.setattr(service, "LOOK_S", 0.01)
     tokenizer, looks = Tokenizer.bytes(), list[None]()
     with Served(small(tokenizer), tokenizer) as served:
-        moved = served.source.moved
+        has_newer = served.source.has_newer
 
         def failing() -> bool:
             looks.append(None)
             raise OSError(5, "Input/output error")
 
-        served.source.moved = failing  # type: ignore[method-assign]
+        served.source.has_newer = failing  # type: ignore[method-assign]
         until(lambda: len(looks) > 5)
         assert served.said == ["still given@0: [Errno 5] Input/output error"]
         served.source.give(small(tokenizer, seed=1), tokenizer)
-        served.source.moved = moved  # type: ignore[method-assign]
+        served.source.has_newer = has_newer  # type: ignore[method-assign]
         until(lambda: served.service.newest.id == "given@1")
         assert served.texts("a", max_tokens=1)
-        served.source.moved = raising  # type: ignore[method-assign]
+        served.source.has_newer = raising  # type: ignore[method-assign]
         until(lambda: served.bugs)
         assert [str(bug) for bug in served.bugs] == ["of /secret/path"]
         assert served.texts("a", max_tokens=1)

@@ -225,7 +225,7 @@ def test_no_key_learns_what_another_asked(keyed: Served) -> None:
     }
 
     def reused(key: str) -> int:
-        before = keyed.service.owner.stock.reused
+        before = keyed.service.owner.counts.reused_tokens
         assert (
             keyed.post(
                 "/v1/completions", asked | {"max_tokens": 1}, Authorization=f"Bearer {key}"
@@ -236,7 +236,7 @@ def test_no_key_learns_what_another_asked(keyed: Served) -> None:
             keyed.post("/v1/completions", {"prompt": "b"}, Authorization=f"Bearer {key}").status
             == 200
         )
-        return keyed.service.owner.stock.reused - before
+        return keyed.service.owner.counts.reused_tokens - before
 
     other = "another-key-of-16+"
     assert reused(KEY) == 0 < reused(KEY)

@@ -287,7 +287,7 @@ def test_an_option_that_is_added_to_the_sampler_is_a_field(monkeypatch: pytest.M
 
 def test_what_has_no_type_of_its_own_is_as_it_is_read() -> None:
     texts = SCHEMAS["ChatRequest"]["properties"]
-    assert texts["choice"]["maxItems"] == compiling.MOST_CHOICES
+    assert texts["choice"]["maxItems"] == compiling.MAX_CHOICES
     assert (
         set(KINDS) == {"choices", "regex", "json_schema"}
         and {"choice", "regex", "response_format"} < texts.keys()

@@ -39,4 +39,4 @@ def test_what_the_document_allows_is_answered_and_all_else_refused(tmp_path: Pat
             cwd=tmp_path, capture_output=True, text=True, timeout=HANG_S, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-        assert served.service.counted.by_status[200] > 100 and served.idle()
+        assert served.service.request_counts.by_status[200] > 100 and served.idle()

@@ -64,7 +64,7 @@ def test_a_context_that_does_not_fit_the_memory_is_halved_and_said(
     tokenizer = Tokenizer.bytes()
     model = tiny_llama(vocab_size=tokenizer.vocab_size, max_position_embeddings=1024)
     room = 2 * ROWS * KVCache.bytes_per_row(model.config, 256, torch.float32)
-    monkeypatch.setattr(owner, "LEAST_POSITIONS", 128)
+    monkeypatch.setattr(owner, "MIN_POSITIONS", 128)
     monkeypatch.setattr(owner, "describe", lambda: SimpleNamespace(free_memory_bytes=room))
     with Served(model, tokenizer) as served:
         assert served.ask("GET", "/v1/models/last").body["max_model_len"] == 256
@@ -105,7 +105,7 @@ def test_as_many_prompts_may_wait_for_a_newer_version_as_its_context_says(
         while served.service.newest.model is not model:
             assert time.monotonic() < end
             time.sleep(0.01)
-        assert served.service.gate._most_tokens == (1 + WAITING_PROMPTS) * ROWS * 64
+        assert served.service.gate._max_prompt_tokens == (1 + WAITING_PROMPTS) * ROWS * 64
 
 
 def test_a_version_that_did_not_fit_is_tried_again_once_another_has_gone(
@@ -173,13 +173,16 @@ def test_counts_never_fall_when_a_version_goes() -> None:
     with Served(small(tokenizer), tokenizer) as served:
         for prompt in ("abc" * 40, "b", "abc" * 40):
             served.texts(prompt, max_tokens=5, logit_bias={"1": -100})
-        before = served.service.owner.stock
-        assert before.reused > 0
+        before = served.service.owner.counts
+        assert before.reused_tokens > 0
         served.source.give(small(tokenizer, seed=1), tokenizer)
         end = time.monotonic() + HANG_S
-        while len(served.service.owner._lanes) != 1 or served.service.newest.id != "given@1":
+        while len(served.service.owner._decoders) != 1 or served.service.newest.id != "given@1":
             assert time.monotonic() < end
             time.sleep(0.01)
         served.texts("b", max_tokens=5, logit_bias={"1": -100})
-        after = served.service.owner.stock
-    assert after.drawn == before.drawn + 5 and after.reused == before.reused
+        after = served.service.owner.counts
+    assert (
+        after.sampled_tokens == before.sampled_tokens + 5
+        and after.reused_tokens == before.reused_tokens
+    )

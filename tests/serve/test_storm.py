@@ -148,16 +148,20 @@ def storm(served: Served, seeds: range) -> None:
     while not served.idle() or state.connections or state.tasks or service._users.total():
         assert time.monotonic() < end
         time.sleep(0.01)
-    [lane] = service.owner._lanes.values()
-    machine = lane.generator
+    [decoder] = service.owner._decoders.values()
+    machine = decoder.generator
     assert not (
-        lane.texts or machine._waiting or any(machine._records) or gate._entered or gate._tokens
+        decoder.texts
+        or machine._waiting
+        or any(machine._records)
+        or gate._entries
+        or gate._prompt_tokens
     )
     assert len(machine._free) == machine.rows and not any(machine.tables._uses.values())  # type: ignore[attr-defined]
-    assert not service.owner._scores and not any(
+    assert not service.owner._score_jobs and not any(
         each._waiting for each in service._compilers.values()
     )
-    assert service.crashed is None and not served.bugs
+    assert service.crash_error is None and not served.bugs
 
 
 def resident() -> int:
@@ -185,7 +189,7 @@ def test_after_a_storm_of_broken_requests_all_is_as_before(
     before, seeds, service = served.texts(**ASKED), range(count), served.service
     storm(served, seeds)
     # How many go before they are answered is a matter of the clock.
-    while service.gate.cancelled <= count // 5 or not service.counted.by_status.keys() > {
+    while service.gate.cancelled <= count // 5 or not service.request_counts.by_status.keys() > {
         200,
         400,
         403,

@@ -1,6 +1,4 @@
-"""Writes answers in the words of the protocol and sends them, whole or piece by piece as a stream
-of events.
-"""
+"""Writes answers in the form of the protocol and sends them, whole or as a stream of events."""
 
 import codecs
 import json
@@ -16,222 +14,239 @@ from monograph.decode.request import Event, LogProbability
 from monograph.evaluation.choices import TokenScore
 from monograph.serve import shapes
 from monograph.serve.owner import Generation
-from monograph.serve.refused import Refused, error_of
+from monograph.serve.refused import Refused, error_body
 from monograph.serve.versions import Version
 from monograph.text.tokenizer import Tokenizer
 
-_ALWAYS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
+_COMMON_HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 
 
 async def send_error(send: Send, refused: Refused) -> None:
     """Answer with an error."""
-    await send_whole(
-        send, as_json(error_of(refused)), status=refused.status, headers=refused.headers
-    )
+    body = as_json(error_body(refused))
+    await send_body(send, body, status=refused.status, headers=refused.headers)
 
 
 async def send_json(send: Send, value: object) -> None:
     """Answer with a JSON value."""
-    await send_whole(send, as_json(value))
+    await send_body(send, as_json(value))
 
 
-async def send_whole(
+async def send_body(
     send: Send, body: bytes, status: int = 200, headers: dict[str, str] | None = None
 ) -> None:
-    """Answer with a body."""
-    await _start(
-        send,
-        status,
-        {"content-type": "application/json", "content-length": str(len(body))} | (headers or {}),
-    )
+    """Answer with a whole body of JSON."""
+    own_headers = {"content-type": "application/json", "content-length": str(len(body))}
+    await _send_start(send, status, own_headers | (headers or {}))
     await send({"type": "http.response.body", "body": body})
 
 
-class Events:
-    """An answer that is a stream of events."""
+class EventStream:
+    """An answer that is a stream of server-sent events."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
 
     async def begin(self) -> None:
-        """Send the head."""
-        await _start(
-            self._send,
-            200,
-            {"content-type": "text/event-stream; charset=utf-8", "x-accel-buffering": "no"},
-        )
+        """Send the status and the headers."""
+        headers = {"content-type": "text/event-stream; charset=utf-8", "x-accel-buffering": "no"}
+        await _send_start(self._send, 200, headers)
 
     async def send(self, *values: bytes) -> None:
         """Send an event for each JSON value."""
-        await self._part(b"".join(b"data: " + value + b"\n\n" for value in values))
+        await self._send_chunk(b"".join(b"data: " + value + b"\n\n" for value in values))
 
     async def ping(self) -> None:
-        """Send a comment, so that no proxy takes the connection for dead."""
-        await self._part(b": ping\n\n")
+        """Send a comment, so that no proxy closes the connection as dead."""
+        await self._send_chunk(b": ping\n\n")
 
     async def end(self, *, done: bool = True) -> None:
-        """End the stream; it is `done` if nothing went wrong."""
-        await self._send(
-            {"type": "http.response.body", "body": b"data: [DONE]\n\n" if done else b""}
-        )
+        """End the stream, after an event that says [DONE] if it is `done`."""
+        last = b"data: [DONE]\n\n" if done else b""
+        await self._send({"type": "http.response.body", "body": last})
 
-    async def _part(self, body: bytes) -> None:
+    async def _send_chunk(self, body: bytes) -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
 
-async def _start(send: Send, status: int, headers: dict[str, str]) -> None:
-    pairs = [(name.lower().encode(), value.encode()) for name, value in (_ALWAYS | headers).items()]
+async def _send_start(send: Send, status: int, headers: dict[str, str]) -> None:
+    all_headers = _COMMON_HEADERS | headers
+    pairs = [(name.lower().encode(), value.encode()) for name, value in all_headers.items()]
     await send({"type": "http.response.start", "status": status, "headers": pairs})
 
 
 def as_json(value: object) -> bytes:
-    """Return a value as JSON, without spaces."""
+    """Return a value as JSON without spaces."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
-_IMPOSSIBLE = -9999.0  # JSON has no infinity
+_MIN_LOGPROB = -9999.0  # stands for ln 0, as JSON has no infinity
 
 
 class Entry(NamedTuple):
     """A token with its log-probabilities.
 
     Attributes:
-        token: its id.
-        offset: the number of characters before it.
-        value: ln p of it; None for the first token of a text, before which there is nothing.
-        likeliest: (id, ln p) of the likeliest tokens at its place.
+        token: the token's id.
+        offset: the number of characters before the token.
+        logprob: ln p of the token; None for the first token of a prompt, which has no score.
+        likeliest: (id, ln p) of the likeliest tokens in its place.
     """
 
     token: int
     offset: int
-    value: float | None
+    logprob: float | None
     likeliest: Sequence[tuple[int, float]]
 
 
 class Piece(NamedTuple):
-    """What is new of a text: its number, characters, tokens, and how it ended, if it has."""
+    """A new piece of a text.
 
-    number: int
+    Attributes:
+        text_index: the text's number in the answer.
+        text: the new characters.
+        entries: the new tokens, if the answer reports tokens.
+        finish: how the text ended; None if it has not.
+    """
+
+    text_index: int
     text: str
     entries: list[Entry]
     finish: shapes.Finish | None
 
 
-class Writing:
-    """A text that comes event by event.
+class TextBuilder:
+    """Makes the pieces of a text from the decoder's events.
 
     Attributes:
-        tokens: how many were drawn.
+        token_count: the number of tokens that were sampled so far.
     """
 
     def __init__(
         self,
         text: Generation,
         stop: Sequence[str],
-        likeliest: int | None,
+        likeliest_count: int | None,
         *,
-        ends: bool = True,
-        before: str = "",
+        reports_end: bool = True,
+        echo: str = "",
     ):
-        """Begin a text.
+        """Begin an empty text.
 
         Args:
             text: the text.
-            stop: the strings before which it ends.
-            likeliest: how many tokens are reported beside each; None: no token is.
-            ends: whether the token that ends the text is reported, too.
-            before: the characters of an echoed prompt.
+            stop: the strings before which the text ends.
+            likeliest_count: how many of the likeliest tokens are reported with each token; None: no
+                tokens are reported.
+            reports_end: whether the token that ends the text is reported, too.
+            echo: the prompt's characters, if the answer repeats them before the text.
         """
+        prompt_ids = text.request.prompt_ids
         self._tokenizer = text.version.tokenizer
-        self._unsaid = () if ends else text.request.stop_ids
-        self._transcript = Transcript(self._tokenizer, stop, text.request.prompt_ids)
+        self._unreported_ids = () if reports_end else text.request.stop_ids
+        self._transcript = Transcript(self._tokenizer, stop, prompt_ids)
         self._index = text.index
-        self._likeliest = likeliest
-        self._waiting: list[tuple[int, Entry]] = []  # with the place of their first byte
-        self._place, self._offsets = (
-            0,
-            Offsets(self._tokenizer.lead(text.request.prompt_ids), len(before)),
-        )
-        self.tokens = 0
+        self._likeliest_count = likeliest_count
+        # Entries of tokens whose text is not certain yet, and the number of bytes before each token.
+        self._held: list[tuple[int, Entry]] = []
+        self._byte_count = 0
+        self._offsets = CharacterOffsets(self._tokenizer.lead(prompt_ids), len(echo))
+        self.token_count = 0
 
     def add(self, event: Event) -> Piece:
         """Take an event; return what became certain by it."""
-        self.tokens += len(event.token_ids)
-        new = self._transcript.add(event.token_ids)
-        if self._likeliest is not None:
-            for token, found in zip(event.token_ids, event.logprobs, strict=True):
-                self._note(token, found, self._likeliest)
+        self.token_count += len(event.token_ids)
+        new_text = self._transcript.add(event.token_ids)
+        if self._likeliest_count is not None:
+            for token, logprobs in zip(event.token_ids, event.logprobs, strict=True):
+                self._hold_entry(token, logprobs, self._likeliest_count)
         if event.finish is None:
-            return Piece(self._index, new, self._certain(), None)
-        new += self._transcript.finish()
-        if self._waiting and self._waiting[-1][1].token in self._unsaid and event.finish == "stop":
-            self._waiting.pop()
-        # A text that failed is refused before it comes here.
-        return Piece(
-            self._index, new, self._certain(), "stop" if event.finish == "stop" else "length"
-        )
+            return Piece(self._index, new_text, self._take_certain(), None)
+        new_text += self._transcript.finish()
+        # The other ways to fail are refused before the event comes here.
+        finish: shapes.Finish = "stop" if event.finish == "stop" else "length"
+        if finish == "stop" and self._held and self._held[-1][1].token in self._unreported_ids:
+            self._held.pop()
+        return Piece(self._index, new_text, self._take_certain(), finish)
 
-    def _note(self, token: int, found: LogProbability, most: int) -> None:
+    def _hold_entry(self, token: int, logprobs: LogProbability, likeliest_count: int) -> None:
         piece = self._tokenizer.pieces[token]
         offset = self._offsets.add(piece)
-        self._waiting.append(
-            (self._place, Entry(token, offset, found.drawn, found.likeliest[:most]))
-        )
-        self._place += len(piece)
+        entry = Entry(token, offset, logprobs.drawn, logprobs.likeliest[:likeliest_count])
+        self._held.append((self._byte_count, entry))
+        self._byte_count += len(piece)
 
-    def _certain(self) -> list[Entry]:
-        """Return the tokens that begin in the part of the text that is certain, or that have no
-        bytes and end it.
+    def _take_certain(self) -> list[Entry]:
+        """Remove and return the entries of tokens that begin in the certain part of the text.
+
+        A token without bytes at the end of that part is among them.
         """
-        size, pieces = self._transcript.size, self._tokenizer.pieces
-        count = sum(
-            place < size or (place == size and not pieces[e.token]) for place, e in self._waiting
-        )
-        certain, self._waiting = self._waiting[:count], self._waiting[count:]
+        certain_bytes = self._transcript.size
+        count = 0
+        for begin, entry in self._held:
+            is_empty = not self._tokenizer.pieces[entry.token]
+            if begin < certain_bytes or (begin == certain_bytes and is_empty):
+                count += 1
+        certain = self._held[:count]
+        self._held = self._held[count:]
         return [entry for _, entry in certain]
 
 
-class Offsets:
+class CharacterOffsets:
     """Counts the whole characters before each token."""
 
-    def __init__(self, lead: bytes, before: int = 0) -> None:
-        """Begin after so many characters; `lead` are bytes at the beginning that are no part of the
-        text.
+    def __init__(self, lead: bytes, count: int = 0) -> None:
+        """Begin after `count` characters.
+
+        Args:
+            lead: bytes at the beginning of the first token that are not part of the text.
+            count: the number of characters before the first token.
         """
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._lead = lead
-        self._count = before
+        self._count = count
 
     def add(self, piece: bytes) -> int:
-        """Return how many characters come before a token with these bytes, and count its own."""
-        before = self._count
-        broken = self._decoder.getstate()[0]
-        if piece:
-            piece = bytes(piece).removeprefix(self._lead)
+        """Return the number of characters before a token, and count the token's own.
+
+        Args:
+            piece: the token's bytes.
+        """
+        offset = self._count
+        incomplete = self._decoder.getstate()[0]
+        text_bytes = bytes(piece)
+        if text_bytes:
+            text_bytes = text_bytes.removeprefix(self._lead)
             self._lead = b""
-            self._count += len(self._decoder.decode(piece))
-        # Bytes that the token does not continue are a character by themselves.
-        return before + len(broken.decode(errors="replace")) * (
-            piece[:1].decode(errors="ignore") != ""
-        )
+            self._count += len(self._decoder.decode(text_bytes))
+        # An ASCII byte does not continue a character: what came before it is one by itself.
+        if text_bytes[:1].decode(errors="ignore") != "":
+            offset += len(incomplete.decode(errors="replace"))
+        return offset
 
 
-def scored(tokenizer: Tokenizer, ids: Sequence[int], scores: Sequence[TokenScore]) -> list[Entry]:
-    """Return the entries of a prompt, whose first token has no score."""
-    offsets = Offsets(tokenizer.lead(ids[:1]))
-    pairs = zip(ids, [(None, ()), *scores], strict=True)
-    return [Entry(token, offsets.add(tokenizer.pieces[token]), *found) for token, found in pairs]
+def prompt_entries(
+    tokenizer: Tokenizer, ids: Sequence[int], scores: Sequence[TokenScore]
+) -> list[Entry]:
+    """Return the entries of a prompt's tokens; the first token has no score."""
+    offsets = CharacterOffsets(tokenizer.lead(ids[:1]))
+    entries = []
+    for token, (logprob, likeliest) in zip(ids, [(None, ()), *scores], strict=True):
+        entries.append(Entry(token, offsets.add(tokenizer.pieces[token]), logprob, likeliest))
+    return entries
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
-    r"""Return the text of a token: a special token's name, and bytes that are no UTF-8 as
-    `bytes:\xf0`.
+    r"""Return the text of a token.
+
+    A special token has its name. Bytes that are not UTF-8 are written as `bytes:\xf0`.
     """
-    if not (piece := bytes(tokenizer.pieces[token])):
-        return next(
-            (name for name, index in tokenizer.special.items() if index == token),
-            f"token_id:{token}",
-        )
+    piece = bytes(tokenizer.pieces[token])
+    if not piece:
+        for name, index in tokenizer.special.items():
+            if index == token:
+                return name
+        return f"token_id:{token}"
     try:
         return piece.decode()
     except UnicodeDecodeError:
@@ -239,146 +254,161 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
 
 
 class Answer:
-    """The parts of an answer to one request."""
+    """Makes the JSON of the answer to one request for completions."""
 
-    # The names of the protocol: of a whole answer, of a piece, and the beginning of its id.
+    # The protocol's names of a whole answer and of an event, and the prefix of the answer's id.
     whole_name = "text_completion"
-    piece_name = "text_completion"
-    prefix = "cmpl-"
+    event_name = "text_completion"
+    id_prefix = "cmpl-"
 
-    def __init__(self, version: Version, seed: int, likeliest: int | None) -> None:
-        """Begin an answer of a version with this seed, in which tokens have so many of the
-        likeliest beside them.
+    def __init__(self, version: Version, seed: int, likeliest_count: int | None) -> None:
+        """Begin an answer.
+
+        Args:
+            version: the version of the model.
+            seed: the seed of the request.
+            likeliest_count: how many of the likeliest tokens are reported with each token; None: no
+                tokens are reported.
         """
         self._tokenizer = version.tokenizer
-        self._likeliest = likeliest
-        self._same = b""
-        self._head: dict[str, Any] = {
-            "id": self.prefix + uuid.uuid4().hex,
+        self._likeliest_count = likeliest_count
+        # All fields of an event before the value of "choices"; made when a stream begins.
+        self._event_head = b""
+        self._fields: dict[str, Any] = {
+            "id": self.id_prefix + uuid.uuid4().hex,
             "object": self.whole_name,
-        }
-        self._rest = {
             "created": int(time.time()),
             "model": version.id,
             "system_fingerprint": version.fingerprint,
             "seed": seed,
         }
 
-    def whole(self, pieces: Sequence[Piece], usage: shapes.Usage) -> bytes:
-        """Return the whole answer of whole texts as JSON."""
-        # One by one, as `json` lets no other thread run meanwhile.
+    def whole_json(self, pieces: Sequence[Piece], usage: shapes.Usage) -> bytes:
+        """Return the whole answer; each piece is a whole text."""
+        # One by one, because `json` lets no other thread run during a call.
         choices = b",".join([as_json(self._choice(piece)) for piece in pieces])
-        return (
-            as_json(self._head | self._rest)[:-1]
-            + b',"choices":['
-            + choices
-            + b'],"usage":'
-            + as_json(usage)
-            + b"}"
-        )
+        head = as_json(self._fields)[:-1]
+        return head + b',"choices":[' + choices + b'],"usage":' + as_json(usage) + b"}"
 
-    def piece(self, piece: Piece | None, usage: bool | shapes.Usage) -> bytes:
-        """Return a piece of a stream as JSON; its usage is null if `usage` is true, but for the
-        last piece.
-        """
-        if not self._same:  # all but the choice is the same in each piece
-            self._same = (
-                as_json(self._head | {"object": self.piece_name} | self._rest)[:-1] + b',"choices":'
-            )
-        choices = as_json([] if piece is None else [self._delta(piece)])
-        said = b',"usage":' + as_json(None if isinstance(usage, bool) else usage) if usage else b""
-        return self._same + choices + said + b"}"
+    def piece_json(self, piece: Piece, *, has_usage: bool) -> bytes:
+        """Return the event of a piece; if `has_usage`, it has a usage, which is null."""
+        usage = b',"usage":null' if has_usage else b""
+        return self._event_json(as_json([self._event_choice(piece)]), usage)
 
-    def begin(self, index: int) -> list[Piece]:
-        """Return the pieces with which a text begins in a stream."""
+    def usage_json(self, usage: shapes.Usage) -> bytes:
+        """Return the event that ends a stream with its usage, and has no choices."""
+        return self._event_json(b"[]", b',"usage":' + as_json(usage))
+
+    def first_pieces(self, index: int) -> list[Piece]:
+        """Return the pieces with which text number `index` begins in a stream."""
         return []
 
+    def _event_json(self, choices: bytes, usage: bytes) -> bytes:
+        if not self._event_head:
+            fields = self._fields | {"object": self.event_name}
+            self._event_head = as_json(fields)[:-1] + b',"choices":'
+        return self._event_head + choices + usage + b"}"
+
     def _choice(self, piece: Piece) -> Mapping[str, Any]:
-        return self._of_text(piece)
+        return self._completion_choice(piece)
 
-    def _delta(self, piece: Piece) -> Mapping[str, Any]:
-        return self._of_text(piece)
+    def _event_choice(self, piece: Piece) -> Mapping[str, Any]:
+        return self._completion_choice(piece)
 
-    def _of_text(self, piece: Piece) -> shapes.CompletionPieceChoice:
-        logprobs = None if self._likeliest is None else self._logprobs(piece.entries)
+    def _completion_choice(self, piece: Piece) -> shapes.CompletionPieceChoice:
+        logprobs = None if self._likeliest_count is None else self._logprobs(piece.entries)
         return {
-            "index": piece.number,
+            "index": piece.text_index,
             "text": piece.text,
             "logprobs": logprobs,
             "finish_reason": piece.finish,
         }
 
     def _logprobs(self, entries: Sequence[Entry]) -> shapes.CompletionLogprobs:
+        token_logprobs: list[float | None] = []
+        top_logprobs: list[dict[str, float] | None] = []
+        for entry in entries:
+            if entry.logprob is None:
+                token_logprobs.append(None)
+                top_logprobs.append(None)
+            else:
+                token_logprobs.append(_finite(entry.logprob))
+                top_logprobs.append(self._likeliest_by_text(entry))
         return {
-            "tokens": [self._text(entry.token) for entry in entries],
-            "token_logprobs": [
-                None if entry.value is None else _number(entry.value) for entry in entries
-            ],
-            "top_logprobs": [
-                None if entry.value is None else self._by_text(entry) for entry in entries
-            ],
+            "tokens": [self._token_text(entry.token) for entry in entries],
+            "token_logprobs": token_logprobs,
+            "top_logprobs": top_logprobs,
             "text_offset": [entry.offset for entry in entries],
         }
 
-    def _by_text(self, entry: Entry) -> dict[str, float]:
-        """Return the likeliest tokens and the chosen one by their texts, of which two tokens may
-        have the same.
-        """
-        found: dict[str, float] = {}
-        for token, value in dict([*entry.likeliest, (entry.token, entry.value or 0.0)]).items():
-            text = self._text(token)
-            found[f"token_id:{token}" if text in found else text] = _number(value)
-        return found
+    def _likeliest_by_text(self, entry: Entry) -> dict[str, float]:
+        """Return ln p of the likeliest tokens and of the sampled one, by their texts."""
+        by_token = dict([*entry.likeliest, (entry.token, entry.logprob or 0.0)])
+        by_text: dict[str, float] = {}
+        for token, value in by_token.items():
+            text = self._token_text(token)
+            if text in by_text:  # two tokens may have the same text
+                text = f"token_id:{token}"
+            by_text[text] = _finite(value)
+        return by_text
 
-    def _text(self, token: int) -> str:
+    def _token_text(self, token: int) -> str:
         return token_text(self._tokenizer, token)
 
 
 class ChatAnswer(Answer):
-    """The parts of an answer to a chat."""
+    """Makes the JSON of the answer to one request of a chat."""
 
     whole_name = "chat.completion"
-    piece_name = "chat.completion.chunk"
-    prefix = "chatcmpl-"
+    event_name = "chat.completion.chunk"
+    id_prefix = "chatcmpl-"
 
-    def begin(self, index: int) -> list[Piece]:
-        """Return the pieces with which a text begins in a stream: an empty one, which has the role."""
+    def first_pieces(self, index: int) -> list[Piece]:
+        """Return one empty piece, which `_event_choice` gives the role."""
         return [Piece(index, "", [], None)]
 
     def _choice(self, piece: Piece) -> Mapping[str, Any]:
         message: shapes.ChatMessage = {"role": "assistant", "content": piece.text, "refusal": None}
-        return {"index": piece.number, "message": message} | self._end(piece)
+        return {"index": piece.text_index, "message": message} | self._logprobs_and_finish(piece)
 
-    def _delta(self, piece: Piece) -> Mapping[str, Any]:
-        first = not piece.text and not piece.entries and piece.finish is None
-        delta: shapes.ChatDelta = {"content": piece.text} if piece.text else {}
-        if first:
+    def _event_choice(self, piece: Piece) -> Mapping[str, Any]:
+        delta: shapes.ChatDelta = {}
+        if piece.text:
+            delta = {"content": piece.text}
+        elif not piece.entries and piece.finish is None:
             delta = {"role": "assistant", "content": ""}
-        return {"index": piece.number, "delta": delta} | self._end(piece)
+        return {"index": piece.text_index, "delta": delta} | self._logprobs_and_finish(piece)
 
-    def _end(self, piece: Piece) -> dict[str, Any]:
-        entries = [self._entry(entry) for entry in piece.entries]
-        said: shapes.ChatLogprobs | None = (
-            None if self._likeliest is None else {"content": entries, "refusal": None}
-        )
-        return {"logprobs": said, "finish_reason": piece.finish}
+    def _logprobs_and_finish(self, piece: Piece) -> dict[str, Any]:
+        logprobs: shapes.ChatLogprobs | None = None
+        if self._likeliest_count is not None:
+            content = [self._sampled_token(entry) for entry in piece.entries]
+            logprobs = {"content": content, "refusal": None}
+        return {"logprobs": logprobs, "finish_reason": piece.finish}
 
-    def _entry(self, entry: Entry) -> shapes.ChatDrawnToken:
-        likeliest = [self._token(token, value) for token, value in entry.likeliest]
-        return {**self._token(entry.token, entry.value or 0.0), "top_logprobs": likeliest}
+    def _sampled_token(self, entry: Entry) -> shapes.ChatDrawnToken:
+        likeliest = [self._chat_token(token, logprob) for token, logprob in entry.likeliest]
+        # Only a prompt's first token has no log-probability, and a chat repeats no prompt.
+        sampled = self._chat_token(entry.token, entry.logprob or 0.0)
+        return {**sampled, "top_logprobs": likeliest}
 
-    def _token(self, token: int, value: float) -> shapes.ChatToken:
+    def _chat_token(self, token: int, logprob: float) -> shapes.ChatToken:
         return {
-            "token": self._text(token),
-            "logprob": _number(value),
+            "token": self._token_text(token),
+            "logprob": _finite(logprob),
             "bytes": list(self._tokenizer.pieces[token]),
         }
 
 
-def usage_of(prompt: int, drawn: int) -> shapes.Usage:
-    """Return how many tokens a request took."""
-    return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
+def token_usage(prompt_tokens: int, sampled_tokens: int) -> shapes.Usage:
+    """Return the usage of a request: the tokens of its prompts and of its texts."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": sampled_tokens,
+        "total_tokens": prompt_tokens + sampled_tokens,
+    }
 
 
-def _number(value: float) -> float:
-    return value if value > _IMPOSSIBLE else _IMPOSSIBLE
+def _finite(logprob: float) -> float:
+    # Not `max`, which would let NaN through.
+    return logprob if logprob > _MIN_LOGPROB else _MIN_LOGPROB

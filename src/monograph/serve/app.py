@@ -1,9 +1,9 @@
-"""The application: which address answers what, and what stands before it: who may ask, from where,
-and in which form.
+"""The application: which address answers what, and the guard before it.
 
-Nothing else is even read. A page that someone else wrote must not reach the model through the
-user's browser. A rebound name shows in Host, a foreign page in Origin, and a request that needs no
-leave of the browser in its Content-Type.
+The guard decides who may ask, from where, and in which form. The body of any other request is not
+even read. A foreign page must not reach the model through the user's browser. A page whose name was
+rebound to this server's address shows in Host, and a foreign page in Origin. A request that a
+browser sends without asking the server first shows in its Content-Type.
 """
 
 import asyncio
@@ -26,41 +26,50 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from monograph.errors import MonographError
 from monograph.serve import shapes
 from monograph.serve.answers import send_error, send_json
-from monograph.serve.body import Closed, parsed, read_body
+from monograph.serve.body import ClientGone, parse_body, read_body
 from monograph.serve.document import OPERATIONS, document
-from monograph.serve.metrics import Counted
-from monograph.serve.refused import Refused, error_of
+from monograph.serve.metrics import RequestCounts
+from monograph.serve.refused import Refused, error_body
 from monograph.serve.requests import DetokenizeRequest, TokenizeRequest, read
 from monograph.serve.service import Service
-from monograph.serve.texts import Texts
+from monograph.serve.texts import TextEndpoint
 
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:/?#@\[\]\\]+)(?::[0-9]*)?")
 _CHARSET = re.compile(r"(?:^|;)\s*charset\s*=\s*\"?([^\s;\"]+)", re.IGNORECASE)
 LOCAL = ("localhost", "127.0.0.1", "::1")
-OPEN = tuple(each.path for each in OPERATIONS if each.is_open)  # they need no key
+OPEN = tuple(each.path for each in OPERATIONS if each.is_open)  # addresses that need no key
 
 
 class Guard:
-    """An application that passes on only what is allowed.
+    """An application that passes allowed requests on to another one.
 
-    A request that it passes on has the name of its client in `scope["client_name"]`.
+    A request that is passed on has the name of its client in `scope["client_name"]`.
     """
 
-    def __init__(self, app: ASGIApp, host: str, keys: Iterable[str], counted: Counted) -> None:
-        """Guard an application that listens at a host and is for those who have one of the keys, or
-        for all.
+    def __init__(
+        self, app: ASGIApp, host: str, keys: Iterable[str], request_counts: RequestCounts
+    ) -> None:
+        """Guard an application.
+
+        Args:
+            app: the application.
+            host: the name or address at which the server listens.
+            keys: a client must send one of these; if there are none, every client may ask.
+            request_counts: counts the requests.
         """
-        self._app, self._counted = app, counted
-        self._keys = [hashlib.sha256(key.encode()).digest() for key in keys]
-        # Whoever listens everywhere has no one name, but then there is a key, which a rebound page
-        # does not have.
-        self._hosts = None if host in ("0.0.0.0", "::", "") else {*LOCAL, host.lower()}
+        self._app = app
+        self._request_counts = request_counts
+        self._key_digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        # A server that listens at all addresses may have any name. It also has keys, which a
+        # rebound page does not know.
+        listens_everywhere = host in ("0.0.0.0", "::", "")
+        self._hosts = None if listens_everywhere else {*LOCAL, host.lower()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer it with an error."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        send = self._counted.watched(scope, send)
+        send = self._request_counts.counting_send(scope, send)
         try:
             scope["client_name"] = self._require(scope)
         except Refused as refused:
@@ -68,87 +77,85 @@ class Guard:
         return await self._app(scope, receive, send)
 
     def _require(self, scope: Scope) -> str:
-        """Return the name of the client that may ask.
+        """Return the name of the client: the number of its key, or "" if it needs no key.
 
         Raises:
-            Refused: it may not.
+            Refused: the request is not allowed.
         """
         headers = Headers(scope=scope)
         _require_one_length(scope, headers)
-        host = headers.get("host", "")
+        self._require_host(headers)
         origin = headers.get("origin")
-        name = _name(host)
-        if (
-            len(headers.getlist("host")) != 1
-            or not name
-            or (self._hosts is not None and name not in self._hosts)
-        ):
-            raise Refused(
-                403, f"this server is not {host!r:.80}: ask it by the name that it was started with"
-            )
-        if origin is not None and origin.lower() != f"{scope['scheme']}://{host}".lower():
+        own_origin = f"{scope['scheme']}://{headers['host']}"
+        if origin is not None and origin.lower() != own_origin.lower():
             raise Refused(403, f"pages of {origin!r:.80} may not use this server")
-        name = self._client(headers.getlist("authorization")) if scope["path"] not in OPEN else ""
-        kind, _, parameters = headers.get("content-type", "").partition(";")
-        if scope["method"] == "POST" and kind.strip().lower() != "application/json":
+        client_name = ""
+        if self._key_digests and scope["path"] not in OPEN:
+            client_name = self._require_key(headers.getlist("authorization"))
+        media_type, _, parameters = headers.get("content-type", "").partition(";")
+        if scope["method"] == "POST" and media_type.strip().lower() != "application/json":
             raise Refused(415, "expected a body with the header Content-Type: application/json")
         charset = _CHARSET.search(parameters)
         if charset is not None and charset[1].lower() not in ("utf-8", "utf8", "us-ascii"):
-            raise Refused(
-                415, f"the body is in {charset[1]!r:.40}: JSON is sent in UTF-8 (RFC 8259)"
-            )
-        return name
+            message = f"the body is in {charset[1]!r:.40}: JSON is sent in UTF-8 (RFC 8259)"
+            raise Refused(415, message)
+        return client_name
 
-    def _client(self, given: list[str]) -> str:
-        if not self._keys:
-            return ""
-        scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
-        digest = hashlib.sha256(key.strip().encode("latin-1")).digest()  # the bytes that came
-        # All are compared, in the same time whether they fit or not.
-        fits = [hmac.compare_digest(digest, own) for own in self._keys]
-        if scheme.lower() != "bearer" or not any(fits):
+    def _require_host(self, headers: Headers) -> None:
+        host = headers.get("host", "")
+        name = _host_name(host)
+        is_known = self._hosts is None or name in self._hosts
+        if len(headers.getlist("host")) != 1 or not name or not is_known:
+            advice = "ask it by the name that it was started with"
+            raise Refused(403, f"this server is not {host!r:.80}: {advice}")
+
+    def _require_key(self, authorizations: list[str]) -> str:
+        scheme = key = ""
+        if len(authorizations) == 1:
+            scheme, _, key = authorizations[0].partition(" ")
+        # Starlette has decoded the header's bytes as Latin-1.
+        digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
+        # All keys are compared, each in constant time, so that the time does not tell a key.
+        matches = [hmac.compare_digest(digest, known) for known in self._key_digests]
+        if scheme.lower() != "bearer" or not any(matches):
             message = (
                 "expected the header Authorization: Bearer KEY, with a key of the server's file"
             )
             raise Refused(401, message, code="invalid_api_key", WWW_Authenticate="Bearer")
-        return str(fits.index(True))
+        return str(matches.index(True))
 
 
 def _require_one_length(scope: Scope, headers: Headers) -> None:
-    """Refuse a body of two lengths, which is how a request hides in another from a proxy in front
-    (RFC 9112, 6.1).
+    """Refuse a request whose body has two lengths, or a Transfer-Encoding in HTTP/1.0.
 
-    HTTP/1.0 has no Transfer-Encoding. The connection is closed: whatever comes after such a body is
-    not read.
+    A proxy in front may take the other length, so a second request could hide in the body (RFC
+    9112, 6.1). The connection is closed, and what comes after the body is not read.
     """
     if "transfer-encoding" not in headers:
         return
     if "content-length" in headers:
-        both = "the request has both Transfer-Encoding and Content-Length: send one of them"
-        raise Refused(400, both, Connection="close")
+        message = "the request has both Transfer-Encoding and Content-Length: send one of them"
+        raise Refused(400, message, Connection="close")
     if scope["http_version"] < "1.1":
-        raise Refused(
-            400, "Transfer-Encoding is not for HTTP/1.0: send Content-Length", Connection="close"
-        )
+        message = "Transfer-Encoding is not for HTTP/1.0: send Content-Length"
+        raise Refused(400, message, Connection="close")
 
 
 def is_local(host: str) -> bool:
-    """Return whether only this machine can reach an address."""
+    """Return whether only this machine can reach a host's address."""
     try:
         return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
 
 
-def _name(host: str) -> str:
-    """Return the name in a Host header, in small letters and without the port; "" if it is anything
-    else.
-    """
-    found = _HOST.fullmatch(host.lower())
-    return found[1].strip("[]") if found else ""
+def _host_name(header: str) -> str:
+    """Return the name in a Host header, in lower case and without the port; "" if it is invalid."""
+    match = _HOST.fullmatch(header.lower())
+    return match[1].strip("[]") if match else ""
 
 
-PAGE = {
+_PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
@@ -157,10 +164,8 @@ PAGE = {
 
 
 def application(service: Service, host: str, keys: Sequence[str]) -> ASGIApp:
-    """Return the application of a service that listens at a host, for those who have one of the
-    keys, or for all.
-    """
-    about = _About(service)
+    """Return the application of a service, behind a `Guard` with this host and these keys."""
+    about = _Information(service)
     endpoints: dict[str, Any] = {
         "getPage": _page,
         "getDocument": _document,
@@ -169,45 +174,41 @@ def application(service: Service, host: str, keys: Sequence[str]) -> ASGIApp:
         "listModels": about.models,
         "getModel": about.model,
         "describeTokenizer": about.tokenizer,
-        "tokenize": _Posted(about.tokenize),
-        "detokenize": _Posted(about.detokenize),
-        "complete": Texts(service, is_chat=False),
-        "chat": Texts(service, is_chat=True),
+        "tokenize": _JsonEndpoint(about.tokenize),
+        "detokenize": _JsonEndpoint(about.detokenize),
+        "complete": TextEndpoint(service, is_chat=False),
+        "chat": TextEndpoint(service, is_chat=True),
     }
-    answering = Starlette(
-        routes=[
-            # A model's name may have slashes.
-            Route(
-                each.path.replace("{name}", "{name:path}"),
-                endpoints[each.name],
-                methods=[each.method],
-            )
-            for each in OPERATIONS
-        ],
+    routes = []
+    for operation in OPERATIONS:
+        # A model's name may have slashes.
+        path = operation.path.replace("{name}", "{name:path}")
+        routes.append(Route(path, endpoints[operation.name], methods=[operation.method]))
+    app = Starlette(
+        routes=routes,
         exception_handlers={
-            404: _missing,
-            405: _missing,
-            Refused: _refused,
-            Exception: _failed(service),
+            404: _answer_missing,
+            405: _answer_missing,
+            Refused: _answer_refused,
+            Exception: _bug_handler(service),
         },
     )
-    # To an address that the client's Host would be a part of.
-    answering.router.redirect_slashes = False
-    return Guard(answering, host, keys, service.counted)
+    # A redirect would have an address that is made of the client's Host header.
+    app.router.redirect_slashes = False
+    return Guard(app, host, keys, service.request_counts)
 
 
 async def _page(request: Request) -> Response:
-    return Response(
-        files(__package__).joinpath("page.html").read_bytes(), media_type="text/html", headers=PAGE
-    )
+    page = files(__package__).joinpath("page.html").read_bytes()
+    return Response(page, media_type="text/html", headers=_PAGE_HEADERS)
 
 
 async def _document(request: Request) -> Response:
     return JSONResponse(await asyncio.to_thread(document))
 
 
-class _About:
-    """Handles the endpoints that write no text: state, names of the model, and its tokenizer."""
+class _Information:
+    """The endpoints that write no texts: the server's state, the model's names, its tokenizer."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -216,28 +217,30 @@ class _About:
         return JSONResponse({"status": "ok", "model": self._service.newest.id})
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self._service.metrics(), media_type="text/plain; version=0.0.4")
+        return Response(self._service.metrics_text(), media_type="text/plain; version=0.0.4")
 
     async def models(self, request: Request) -> Response:
         version = self._service.newest
-        return JSONResponse(
-            {"object": "list", "data": list(map(version.shown, self._service.names(version)))}
-        )
+        entries = [version.model_entry(name) for name in self._service.names_of(version)]
+        return JSONResponse({"object": "list", "data": entries})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        async with self._service.version(name) as version:
-            return JSONResponse(version.shown(name))
+        async with self._service.use_version(name) as version:
+            return JSONResponse(version.model_entry(name))
 
     async def tokenizer(self, request: Request) -> Response:
         tokenizer = self._service.newest.tokenizer
         names = {index: name for name, index in tokenizer.special.items()}
-        ends = {
-            f"{kind}_token": names.get(getattr(tokenizer, f"{kind}_id"))
-            for kind in ("bos", "eos", "pad")
-        }
         template = tokenizer.config.template
-        return JSONResponse(ends | {"chat_template": template and template.source})
+        return JSONResponse(
+            {
+                "bos_token": names.get(tokenizer.bos_id),
+                "eos_token": names.get(tokenizer.eos_id),
+                "pad_token": names.get(tokenizer.pad_id),
+                "chat_template": None if template is None else template.source,
+            }
+        )
 
     def tokenize(self, body: dict[str, Any]) -> shapes.Tokens:
         request = read(TokenizeRequest, body)
@@ -249,9 +252,8 @@ class _About:
             raise Refused(400, f"prompt: {error}", "prompt") from None
         if request.add_special_tokens:
             ids = [version.tokenizer.bos_id, *ids]
-        elif (
-            text in version.tokenizer.special
-        ):  # so a client finds the ids of the names in /tokenizer_info
+        elif text in version.tokenizer.special:
+            # So a client can look up the ids of the names in /tokenizer_info.
             ids = [version.tokenizer.special[text]]
         return {"tokens": ids, "count": len(ids), "max_model_len": version.context}
 
@@ -261,8 +263,8 @@ class _About:
         return {"prompt": tokenizer.decode(request.tokens)}
 
 
-class _Posted:
-    """An application that answers a JSON object with another."""
+class _JsonEndpoint:
+    """An application that answers a JSON object with another JSON object."""
 
     def __init__(self, answer: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
         self._answer = answer
@@ -270,33 +272,32 @@ class _Posted:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             body = await read_body(scope, receive)
-            # Elsewhere, as a large body takes a while, and the loop has others to serve.
-            answer = await asyncio.to_thread(lambda: self._answer(parsed(body)))
+            # In a worker thread, because a large body takes a while.
+            answer = await asyncio.to_thread(lambda: self._answer(parse_body(body)))
         except Refused as refused:
             return await send_error(send, refused)
-        except Closed:
+        except ClientGone:
             return None
         return await send_json(send, answer)
 
 
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Refused)
-    return JSONResponse(error_of(error), error.status, error.headers)
+async def _answer_refused(request: Request, error: Any) -> Response:
+    return JSONResponse(error_body(error), error.status, error.headers)
 
 
-async def _missing(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    what = "there is nothing at" if error.status_code == 404 else f"{request.method} is not for"
-    refused = Refused(
-        error.status_code,
-        f"{what} {request.scope['path']!r:.80}: GET /openapi.json says what there is",
-    )
-    return JSONResponse(error_of(refused), error.status_code, error.headers)
+async def _answer_missing(request: Request, error: Any) -> Response:
+    fault = "there is nothing at"
+    if error.status_code == 405:
+        fault = f"{request.method} is not for"
+    path = request.scope["path"]
+    message = f"{fault} {path!r:.80}: GET /openapi.json lists the addresses"
+    body = error_body(Refused(error.status_code, message))
+    return JSONResponse(body, error.status_code, error.headers)
 
 
-def _failed(service: Service) -> Callable[[Request, Exception], Awaitable[Response]]:
-    async def failed(request: Request, error: Exception) -> Response:
-        service.bug(error)
-        return JSONResponse(error_of(Refused(500, "a bug: the server's terminal says more")), 500)
+def _bug_handler(service: Service) -> Callable[[Request, Exception], Awaitable[Response]]:
+    async def report_and_answer(request: Request, error: Exception) -> Response:
+        service.report_bug(error)
+        return JSONResponse(error_body(Refused(500, "a bug: the server's terminal says more")), 500)
 
-    return failed
+    return report_and_answer

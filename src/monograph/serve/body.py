@@ -1,4 +1,4 @@
-"""Reads a request's body and its JSON within bounds."""
+"""Reads a request's body and its JSON, within limits."""
 
 import asyncio
 import json
@@ -11,56 +11,58 @@ from starlette.types import Receive, Scope
 from monograph.serve.refused import Refused
 from monograph.storage.reading import json_fault, parse_json
 
-BODY_S = 30.0  # for a body to arrive
-MOST_BODY = 1 << 20  # bytes
-MOST_DEPTH = 64  # of lists and objects inside each other
+BODY_TIMEOUT_S = 30.0
+MAX_BODY_BYTES = 1 << 20
+MAX_DEPTH = 64  # of nested lists and objects
 
 
-class Closed(Exception):
-    """The client has gone."""
+class ClientGone(Exception):
+    """The client has closed the connection."""
 
 
 async def read_body(scope: Scope, receive: Receive) -> bytes:
     """Return a request's body.
 
     Raises:
-        Refused: it is too large, or too slow.
-        Closed: the client has gone.
+        Refused: the body is too large, or arrives too slowly.
+        ClientGone: the client has closed the connection.
     """
-    too_large = Refused(413, f"the body is larger than {MOST_BODY:,} bytes")
-    declared = Headers(scope=scope).get("content-length", "0")
-    if declared.isdecimal() and int(declared[:19]) > MOST_BODY:
+    too_large = Refused(413, f"the body is larger than {MAX_BODY_BYTES:,} bytes")
+    declared_size = Headers(scope=scope).get("content-length", "0")
+    # 19 digits are enough to exceed the limit; Python refuses to convert thousands of them.
+    if declared_size.isdecimal() and int(declared_size[:19]) > MAX_BODY_BYTES:
         raise too_large
-    parts = list[bytes]()
+    chunks = list[bytes]()
     size = 0
-    more = True
+    has_more = True
     try:
-        async with asyncio.timeout(BODY_S):
-            while more:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            while has_more:
                 message = await receive()
                 if message["type"] == "http.disconnect":
-                    raise Closed
-                parts.append(message.get("body", b""))
-                size = size + len(parts[-1])
-                more = message.get("more_body", False)
-                if size > MOST_BODY:
+                    raise ClientGone
+                chunk = message.get("body", b"")
+                chunks.append(chunk)
+                size += len(chunk)
+                has_more = message.get("more_body", False)
+                if size > MAX_BODY_BYTES:
                     raise too_large
     except TimeoutError:
-        raise Refused(408, f"the body did not arrive within {BODY_S:.0f} s") from None
-    return b"".join(parts)
+        raise Refused(408, f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from None
+    return b"".join(chunks)
 
 
-async def closed(receive: Receive) -> None:
-    """Wait until the client has gone, once its body was read."""
+async def wait_until_gone(receive: Receive) -> None:
+    """Wait until the client closes the connection; its body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-def parsed(body: bytes) -> dict[str, Any]:
-    """Return a body's JSON object, in which every text is UTF-8 and every number finite.
+def parse_body(body: bytes) -> dict[str, Any]:
+    """Return a body's JSON object, in which every text is valid Unicode and every number finite.
 
     Raises:
-        Refused: it is none, or nested too deep.
+        Refused: the body is not such an object, or is nested too deep.
     """
     encoding = json.detect_encoding(body)
     if not encoding.startswith("utf-8"):
@@ -69,7 +71,7 @@ def parsed(body: bytes) -> dict[str, Any]:
         value = parse_json(body)
     except (ValueError, RecursionError) as error:
         fault = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else json_fault(error)
-        raise Refused(400, f"the body is no JSON: {fault}") from None
+        raise Refused(400, f"the body is not JSON: {fault}") from None
     if not isinstance(value, dict):
         raise Refused(400, "the body is not a JSON object")
     _require_sound(value)
@@ -78,25 +80,25 @@ def parsed(body: bytes) -> dict[str, Any]:
 
 def _require_sound(value: object) -> None:
     level = [value]
-    for _ in range(MOST_DEPTH + 1):
-        texts = [each for each in level if isinstance(each, str)]
-        texts += [key for each in level if isinstance(each, dict) for key in each]
-        if any(
-            "\ud800" <= letter <= "\udfff"
-            for text in texts
-            if not text.isascii()
-            for letter in text
-        ):
-            raise Refused(400, "a text has half of a surrogate pair, which is no Unicode")
-        if not all(math.isfinite(each) for each in level if isinstance(each, float)):
-            raise Refused(400, "a number is not finite")
-        level = [inner for each in level if isinstance(each, dict | list) for inner in _inner(each)]
-        if not level:
+    for _ in range(MAX_DEPTH + 1):
+        next_level = list[object]()
+        for item in level:
+            if isinstance(item, str):
+                _require_unicode(item)
+            elif isinstance(item, float) and not math.isfinite(item):
+                raise Refused(400, "a number is not finite")
+            elif isinstance(item, list):
+                next_level.extend(item)
+            elif isinstance(item, dict):
+                for key in item:
+                    _require_unicode(key)
+                next_level.extend(item.values())
+        if not next_level:
             return
-    raise Refused(
-        400, f"the body has lists and objects inside each other more than {MOST_DEPTH} deep"
-    )
+        level = next_level
+    raise Refused(400, f"the body's lists and objects are nested more than {MAX_DEPTH} deep")
 
 
-def _inner(value: dict[str, Any] | list[Any]) -> Any:
-    return value.values() if isinstance(value, dict) else value
+def _require_unicode(text: str) -> None:
+    if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise Refused(400, "a text has half of a surrogate pair, which is not Unicode")

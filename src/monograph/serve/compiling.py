@@ -1,14 +1,17 @@
 """Compiles the stop strings and constraints of requests in processes of their own, under limits.
 
 A stranger's schema may take the compiler more time or memory than its own budget counts. So this
-program, the maker, imports what compiling needs, is given the vocabulary once, and forks a child
-for each job. The kernel ends a child that uses too much. The server checks every number that a
-child sends, and unpickles nothing.
+module is also a program, the compiling process. It imports what compiling needs, gets the
+vocabulary once, and forks a child for each job. The kernel ends a child that uses too much. The
+server checks every number that a child sends, and unpickles nothing.
 
-The maker's standard input is a socket to the server. It reads a line of JSON, [end ids, the length
-of each piece], and the pieces; then a line for each job, [[kind, value, lead in hexadecimal],
-seconds, bytes]. A reply (`_REPLY`) is how the child ended and what it wrote: `_HEAD`, the
-automaton's arrays and a text, which is a refusal if there is no state.
+The process's standard input is a socket to the server. The process reads:
+
+- first a line of JSON, [stop ids, the length of each piece], and then the bytes of the pieces;
+- a line of JSON for each job, [[kind, value, lead in hexadecimal], CPU seconds, bytes of memory].
+
+For each job it sends `_REPLY` and what the child wrote: `_HEAD`, the automaton's arrays, and a text.
+An automaton without states stands for a refusal, and the text is its reason.
 """
 
 import asyncio
@@ -38,66 +41,70 @@ from monograph.automata.tokens import MAX_EFFECTS
 from monograph.errors import InputRefused
 from monograph.storage.reading import parse_json
 
-# of a request
-MOST_BYTES = 1 << 16
-MOST_CHOICES = 1_024
-# of a child, by the clock at last
+# Limits on a request.
+MAX_CONSTRAINT_BYTES = 1 << 16
+MAX_CHOICES = 1_024
+# Limits on a child. The last one is checked by the server's clock.
 PROCESSOR_S = 2
 MEMORY_BYTES = 1 << 29
-LONGEST_S = 10.0
-# of the automata that are kept for further requests
-KEPT = 64
-KEPT_BYTES = 1 << 28
+WALL_CLOCK_S = 10.0
+# Limits on the automata that are cached for further requests.
+MAX_CACHED = 64
+MAX_CACHED_BYTES = 1 << 28
 
-MOST_WAITING = 32  # different constraints that wait to be compiled
+MAX_WAITING = 32  # different constraints that wait to be compiled
 
-_START_S = 120.0  # the maker starts in a fraction of a second, on a busy machine in many
-_STOP = "stop"  # the kind of stop strings
+# The process starts in a fraction of a second; on a busy machine it takes many.
+_START_S = 120.0
+_STOP = "stop"  # the kind of a job that compiles stop strings
 _NAMES = {
     "choices": "the choices",
     "regex": "the regular expression",
     "json_schema": "the JSON schema",
+    _STOP: "the stop strings",
 }
-_NAMES |= {_STOP: "the stop strings"}
-# A child's exit code, or a signal's number below 0; how many bytes it wrote.
+# The child's exit code, or minus the number of the signal that ended it; how many bytes it wrote.
 _REPLY = struct.Struct("<iQ")
-_MOST_REPLY_BYTES = 1 << 27  # no automaton of the compiler is that large
+_MAX_REPLY_BYTES = 1 << 27  # more than any automaton of the compiler has
 _HEAD = struct.Struct("<4I")  # states, classes, effects, bytes of the text
-# Next states, effects, classes, stops, all effects.
-_ARRAYS = (np.int16, np.int16, np.int16, np.uint8, np.int32)
-_NO_MEMORY, _TOO_LONG = 100, 101  # in place of exit codes
-_END_WITH_PARENT = 1  # Linux's number, which Python does not name
+# The types of next_SC, effect_SC, class_V, stops_S and effects_E4R.
+_ARRAY_TYPES = (np.int16, np.int16, np.int16, np.uint8, np.int32)
+# In place of exit codes.
+_NO_MEMORY = 100
+_TOO_LONG = 101
+_PR_SET_PDEATHSIG = 1  # Linux's option of prctl, which Python does not name
 
 
 class Busy(Exception):
-    """As many constraints as may wait to be compiled do so."""
+    """Too many constraints wait to be compiled."""
 
 
 class Compiler:
     """Compiles stop strings and constraints in processes of their own, under limits.
 
-    Equal requests are given the same object, by which the decoder knows an automaton, as long as it
-    is kept (`KEPT`, `KEPT_BYTES`, the last used ones). Jobs run one after another. The first job
-    starts the maker, which takes seconds, and a job that finds it dead starts it again. A compiler
+    Results are cached, those that were used last. So equal requests get the same object, by which
+    the decoder recognises an automaton. Jobs run one after another. The first job starts the
+    compiling process, which takes seconds, and a job that finds it dead starts it again. A compiler
     belongs to one event loop.
     """
 
-    def __init__(self, pieces: Sequence[bytes], ends: Sequence[int]) -> None:
+    def __init__(self, pieces: Sequence[bytes], stop_ids: Sequence[int]) -> None:
         """Remember the vocabulary.
 
         Args:
             pieces: the bytes of each token, empty for special tokens (`Tokenizer.pieces`).
-            ends: the tokens that end a text.
+            stop_ids: the tokens that end a text.
         """
-        head = json.dumps([[int(token) for token in ends], [len(piece) for piece in pieces]])
-        self._greeting = head.encode() + b"\n" + b"".join(pieces)
+        head = json.dumps([[int(token) for token in stop_ids], [len(piece) for piece in pieces]])
+        self._vocabulary_message = head.encode() + b"\n" + b"".join(pieces)
         self._vocabulary = len(pieces)
-        self._kept: OrderedDict[str, Automaton | str] = OrderedDict()  # a text is a refusal
-        self._turn = asyncio.Lock()
-        self._constraint = asyncio.Lock()
-        self._waiting: Counter[str] = Counter()  # constraints that are to be compiled
-        self._closed = False
-        self._maker: subprocess.Popen[bytes] | None = None
+        # By the job; a text is the reason of a refusal.
+        self._cache: OrderedDict[str, Automaton | str] = OrderedDict()
+        self._job_lock = asyncio.Lock()
+        self._constraint_lock = asyncio.Lock()
+        self._waiting: Counter[str] = Counter()  # constraints that wait for their turn
+        self._is_closed = False
+        self._process: subprocess.Popen[bytes] | None = None
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def constraint(
@@ -107,286 +114,324 @@ class Compiler:
 
         Args:
             kind: one of `monograph.automata.KINDS`.
-            value: the choices, the regular expression, or the schema as JSON text or as an object,
-                all of UTF-8 and of finite numbers, as `monograph.serve.body` lets through.
-            lead: bytes that come before the text and do not belong to it.
+            value: the choices, the regular expression, or the schema as JSON text or as an object.
+                Texts are valid Unicode and numbers finite, as `monograph.serve.body` ensures.
+            lead: bytes that come before the text and are not part of it.
 
         Raises:
-            InputRefused: the value is too long, its compiler refuses it, or it needs more than a
-                child may use.
-            Busy: too many others wait.
-            RuntimeError: the maker died twice, or the compiler is closed.
+            InputRefused: the value is too long, its compiler refuses it, or it needs more time or
+                memory than a child may use.
+            Busy: too many other constraints wait.
+            RuntimeError: the compiling process died twice, or the compiler is closed.
         """
         if isinstance(value, dict):
             value = json.dumps(value, ensure_ascii=False)
-        texts = [value] if isinstance(value, str) else value
-        if len(texts) > MOST_CHOICES:
+        texts = value if kind == "choices" else [value]
+        if len(texts) > MAX_CHOICES:
             raise InputRefused(
-                f"{_NAMES[kind]}: {len(texts):,} texts; from 1 to {MOST_CHOICES:,} are compiled"
+                f"{_NAMES[kind]}: {len(texts):,} texts; from 1 to {MAX_CHOICES:,} are compiled"
             )
-        count = len("".join(texts).encode())
-        if count > MOST_BYTES:
+        size = len("".join(texts).encode())
+        if size > MAX_CONSTRAINT_BYTES:
             raise InputRefused(
-                f"{_NAMES[kind]}: {count:,} bytes; at most {MOST_BYTES:,} are compiled"
+                f"{_NAMES[kind]}: {size:,} bytes; at most {MAX_CONSTRAINT_BYTES:,} are compiled"
             )
-        return await self._shared(kind, value, lead)
+        return await self._cached_automaton(kind, value, lead)
 
     async def stop_strings(self, strings: Sequence[str]) -> Automaton:
         """Return the automaton of stop strings; see `monograph.automata.stop_strings`.
 
         Raises:
-            RuntimeError: the maker died twice, or the compiler is closed.
+            RuntimeError: the compiling process died twice, or the compiler is closed.
         """
-        return await self._shared(_STOP, strings, b"")
+        return await self._cached_automaton(_STOP, strings, b"")
 
     def close(self) -> None:
-        """End the maker, and with it its child; who waits for a job is given a RuntimeError."""
-        self._closed = True
-        self._end()
+        """End the compiling process and its child; callers that wait get a RuntimeError."""
+        self._is_closed = True
+        self._end_process()
 
-    async def _shared(self, kind: str, value: str | Sequence[str], lead: bytes) -> Automaton:
-        """Return the cached automaton, or compile in turn."""
+    async def _cached_automaton(
+        self, kind: str, value: str | Sequence[str], lead: bytes
+    ) -> Automaton:
+        """Return the cached automaton, or compile it when its turn comes."""
         key = json.dumps([kind, value, lead.hex()])
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            known = self._kept[key]
+        if key in self._cache:
+            self._cache.move_to_end(key)
+            result = self._cache[key]
         else:
-            await self._take_turn(kind, key)
-            # A job goes on if its request is cancelled now: whoever waits for the same takes what
-            # it made.
-            job = asyncio.create_task(self._compiled(kind, key))
-            job.add_done_callback(lambda _: self._turn.release())
-            known = await asyncio.shield(job)
-        if isinstance(known, str):
-            raise InputRefused(known)
-        return known
+            await self._acquire_job_lock(kind, key)
+            # If this request is cancelled now, the job still ends: equal requests may wait for it.
+            job = asyncio.create_task(self._compile(kind, key))
+            job.add_done_callback(lambda _: self._job_lock.release())
+            result = await asyncio.shield(job)
+        if isinstance(result, str):
+            raise InputRefused(result)
+        return result
 
-    async def _take_turn(self, kind: str, key: str) -> None:
-        """Wait until no job runs; of constraints one alone, so that stop strings, which take no
-        time, wait for few.
+    async def _acquire_job_lock(self, kind: str, key: str) -> None:
+        """Wait until no job runs.
+
+        Of all constraints only one at a time waits for the lock itself. So stop strings, which
+        compile at once, wait for at most two constraints.
         """
         if kind == _STOP:
-            await self._turn.acquire()
+            await self._job_lock.acquire()
             return
-        if key not in self._waiting and len(self._waiting) >= MOST_WAITING:
+        if key not in self._waiting and len(self._waiting) >= MAX_WAITING:
             raise Busy
         self._waiting[key] += 1
         try:
-            async with self._constraint:
-                await self._turn.acquire()
+            async with self._constraint_lock:
+                await self._job_lock.acquire()
         finally:
-            self._waiting -= Counter([key])
+            self._waiting -= Counter([key])  # unlike `-= 1`, removes a key whose count is 0
 
-    async def _compiled(self, kind: str, key: str) -> Automaton | str:
-        if key in self._kept:  # by an equal request, which had its turn before
-            return self._kept[key]
-        code, written = await self._asked(f"[{key}, {PROCESSOR_S}, {MEMORY_BYTES}]\n".encode())
+    async def _compile(self, kind: str, key: str) -> Automaton | str:
+        """Compile and cache an automaton; return it, or the reason of a refusal."""
+        if key in self._cache:  # an equal request has compiled it in the meantime
+            return self._cache[key]
+        job = f"[{key}, {PROCESSOR_S}, {MEMORY_BYTES}]\n".encode()
+        code, written = await self._ask_process(job)
+        result: Automaton | str
         try:
-            made: Automaton | str = (
-                _refusal(kind, code) if code else _automaton(written, self._vocabulary)
-            )
+            if code:
+                result = _failure_reason(kind, code)
+            else:
+                result = _read_automaton(written, self._vocabulary)
         except InputRefused as error:
-            made = str(error)
+            result = str(error)
         except (ValueError, struct.error):
-            made = _refusal(kind, code)
-        self._kept[key] = made
-        while len(self._kept) > KEPT or sum(map(_bytes, self._kept.values())) > KEPT_BYTES:
-            self._kept.popitem(last=False)
-        return made
+            result = _failure_reason(kind, code)
+        self._cache[key] = result
+        while self._is_cache_full():
+            self._cache.popitem(last=False)
+        return result
 
-    async def _asked(self, line: bytes) -> tuple[int, bytearray]:
-        """Return the maker's reply to a job. If the maker is dead or dies, try once more with a new
-        one.
+    def _is_cache_full(self) -> bool:
+        cached_bytes = sum(map(_size_bytes, self._cache.values()))
+        return len(self._cache) > MAX_CACHED or cached_bytes > MAX_CACHED_BYTES
+
+    async def _ask_process(self, job: bytes) -> tuple[int, bytearray]:
+        """Return how a job ended and what its child wrote.
+
+        If the process is dead or dies, ask a new one, once.
         """
         for _ in range(2):
             try:
-                reader, writer = self._streams or await self._start()
-                writer.write(line)
-                return await _reply(reader, LONGEST_S)
+                reader, writer = self._streams or await self._start_process()
+                writer.write(job)
+                return await _read_reply(reader, WALL_CLOCK_S)
             except BaseException as error:
-                self._end()  # a reply that comes later must not be taken for that to another job
+                # Otherwise a late reply would be taken for the reply to the next job.
+                self._end_process()
                 if isinstance(error, TimeoutError):
                     return _TOO_LONG, bytearray()
                 if not isinstance(error, OSError | EOFError):
                     raise
         raise RuntimeError("the process that compiles constraints died twice")
 
-    async def _start(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        if self._closed:
+    async def _start_process(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if self._is_closed:
             raise RuntimeError("the compiler is closed")
         ours, theirs = socket.socketpair()
         with theirs:
             self._streams = reader, writer = await asyncio.open_unix_connection(sock=ours)
             # A process that forks should have one thread.
             environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-            environment["PYTHONPATH"] = (
-                f"{Path(__file__).parents[2]}:{environment.get('PYTHONPATH', '')}"
-            )
+            # So that the process imports the same package as the server.
+            package_parent = Path(__file__).parents[2]
+            environment["PYTHONPATH"] = f"{package_parent}:{environment.get('PYTHONPATH', '')}"
             command = [sys.executable, "-P", "-m", "monograph.serve.compiling"]
-            self._maker = subprocess.Popen(
+            self._process = subprocess.Popen(
                 command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=environment
             )
-        writer.write(self._greeting)
-        await _reply(reader, _START_S)
+        writer.write(self._vocabulary_message)
+        await _read_reply(reader, _START_S)
         return reader, writer
 
-    def _end(self) -> None:
-        if self._maker is not None:
-            self._maker.kill()
-            self._maker.wait()
+    def _end_process(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
         if self._streams is not None:
-            self._streams[1].close()
-        self._maker = self._streams = None
+            _, writer = self._streams
+            writer.close()
+        self._process = None
+        self._streams = None
 
 
-def _refusal(kind: str, code: int) -> str:
-    limits = {
+def _failure_reason(kind: str, code: int) -> str:
+    reasons = {
         -signal.SIGXCPU: f"took more than {PROCESSOR_S} s of processor time to compile",
         _NO_MEMORY: f"took more than {MEMORY_BYTES >> 20} MiB of memory to compile",
-        _TOO_LONG: f"took more than {LONGEST_S:g} s to compile",
+        _TOO_LONG: f"took more than {WALL_CLOCK_S:g} s to compile",
     }
-    return f"{_NAMES[kind]} {limits.get(code, f'made its compiler fail ({code})')}: make it simpler"
+    reason = reasons.get(code, f"made its compiler fail ({code})")
+    return f"{_NAMES[kind]} {reason}: make it simpler"
 
 
-async def _reply(reader: asyncio.StreamReader, most_s: float) -> tuple[int, bytearray]:
-    async with asyncio.timeout(most_s):
-        code, length = _REPLY.unpack(await reader.readexactly(_REPLY.size))
+async def _read_reply(reader: asyncio.StreamReader, timeout_s: float) -> tuple[int, bytearray]:
+    """Return a child's exit code and what it wrote."""
+    async with asyncio.timeout(timeout_s):
+        code, size = _REPLY.unpack(await reader.readexactly(_REPLY.size))
         written = bytearray()
-        while len(written) < length:  # in parts, between which the server does other things
-            part = await reader.read(min(1 << 18, length - len(written)))
-            if not part:
+        # In chunks, between which the server does other things.
+        while len(written) < size:
+            chunk = await reader.read(min(1 << 18, size - len(written)))
+            if not chunk:
                 raise EOFError
-            written += part
+            written += chunk
         return code, written
 
 
-def _automaton(written: bytearray, vocabulary: int) -> Automaton:
-    """Return the automaton that a child wrote; raise InputRefused if it wrote a refusal, ValueError
-    if neither.
+def _read_automaton(written: bytearray, vocabulary: int) -> Automaton:
+    """Return the automaton that a child wrote, after checking every number in it.
+
+    Raises:
+        InputRefused: the child wrote a refusal.
+        ValueError: the bytes are neither an automaton nor a refusal.
+        struct.error: there are too few bytes.
     """
-    states, classes, effects, length = _HEAD.unpack_from(written)
-    shapes = (
-        (states, classes),
-        (states, classes),
-        (vocabulary,),
-        (states,),
-        (effects, 4, COUNTERS),
-    )
-    arrays: list[NDArray[Any]] = []
-    at = _HEAD.size
-    for shape, kind in zip(shapes, _ARRAYS, strict=True):
-        count = math.prod(shape) if states else 0
-        arrays.append(np.frombuffer(written, kind, count, at).reshape(shape if states else (0,)))
-        at += arrays[-1].nbytes
-    if len(written) != at + length:
+    states, classes, effects, text_size = _HEAD.unpack_from(written)
+    shapes: list[tuple[int, ...]] = [(0,)] * len(_ARRAY_TYPES)
+    if states:
+        shapes = [
+            (states, classes),
+            (states, classes),
+            (vocabulary,),
+            (states,),
+            (effects, len(Effect._fields), COUNTERS),
+        ]
+    arrays: list[Any] = []
+    offset = _HEAD.size
+    for shape, dtype in zip(shapes, _ARRAY_TYPES, strict=True):
+        array = np.frombuffer(written, dtype, math.prod(shape), offset).reshape(shape)
+        arrays.append(array)
+        offset += array.nbytes
+    if len(written) != offset + text_size:
         raise ValueError
-    text = written[len(written) - length :].decode(errors="replace")
+    text = written[offset:].decode(errors="replace")
     if not states:
         raise InputRefused(text)
     next_SC, effect_SC, class_V, stops_S, effects_E4R = arrays
-    # The device takes these numbers for indices.
-    inside = (
-        -1 <= next_SC.min()
-        and next_SC.max() < states
-        and 0 <= class_V.min()
-        and class_V.max() < classes
-    )
-    inside = inside and 0 <= effect_SC.min() and effect_SC.max() < effects <= MAX_EFFECTS
-    # Counters that leave their bits would change the state; effects that are allowed nowhere are
-    # harmless.
-    if not inside or stops_S.max() > 1 or not all(map(is_sound, effects_E4R.tolist())):
+    # The device uses these numbers as indices.
+    _require_within(next_SC, -1, states - 1)
+    _require_within(class_V, 0, classes - 1)
+    _require_within(effect_SC, 0, effects - 1)
+    _require_within(stops_S, 0, 1)
+    if effects > MAX_EFFECTS:
         raise ValueError
-    known = tuple(Effect(*map(tuple, numbers)) for numbers in effects_E4R.tolist())
-    if known[0] != ALWAYS:
+    # Counters that left their bits would change the state. An effect that is allowed for no value
+    # of the counters does no harm.
+    effect_numbers = effects_E4R.tolist()
+    if not all(map(is_sound, effect_numbers)):
         raise ValueError
-    return Automaton(text, next_SC, class_V, stops_S.view(np.bool_), effect_SC, known)
+    known_effects = tuple(Effect(*map(tuple, numbers)) for numbers in effect_numbers)
+    if known_effects[0] != ALWAYS:
+        raise ValueError
+    return Automaton(text, next_SC, class_V, stops_S.view(np.bool_), effect_SC, known_effects)
 
 
-def _bytes(kept: Automaton | str) -> int:
-    if isinstance(kept, str):
-        return len(kept)
-    return sum(array.nbytes for array in (kept.next_SC, kept.effect_SC, kept.class_V, kept.stops_S))
+def _require_within(array: Any, low: int, high: int) -> None:
+    if array.min() < low or array.max() > high:
+        raise ValueError
+
+
+def _size_bytes(cached: Automaton | str) -> int:
+    if isinstance(cached, str):
+        return len(cached)
+    arrays = (cached.next_SC, cached.effect_SC, cached.class_V, cached.stops_S)
+    return sum(array.nbytes for array in arrays)
 
 
 def main() -> None:
-    """Answer jobs until the server closes the socket."""
-    # The server's last requests are answered after a Ctrl-C, too.
+    """Do jobs until the server closes the socket."""
+    # After a Ctrl-C the server still answers its last requests.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with (
         suppress(ConnectionError),
         socket.socket(fileno=0) as channel,
         channel.makefile("rb") as reader,
     ):
-        ends, lengths = parse_json(reader.readline())
-        pieces = [reader.read(length) for length in lengths]
+        stop_ids, piece_sizes = parse_json(reader.readline())
+        pieces = [reader.read(size) for size in piece_sizes]
         _import_everything()
         channel.sendall(_REPLY.pack(0, 0))
         while line := reader.readline():
-            reading, writing = os.pipe()
+            read_end, write_end = os.pipe()
             child = os.fork()
-            if not child:
-                _run(parse_json(line), pieces, ends, writing)
-            os.close(writing)
-            with open(reading, "rb") as pipe:
-                written = pipe.read(_MOST_REPLY_BYTES)
-            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            if child == 0:
+                _run_job(parse_json(line), pieces, stop_ids, write_end)
+            os.close(write_end)
+            with open(read_end, "rb") as pipe:
+                written = pipe.read(_MAX_REPLY_BYTES)
+            _, status = os.waitpid(child, 0)
+            code = os.waitstatus_to_exitcode(status)
             channel.sendall(_REPLY.pack(code, len(written)))
             channel.sendall(written)
 
 
 def _import_everything() -> None:
-    """Compile one of each kind: numpy imports parts of itself at their first use, and a child may
-    open no file.
+    """Compile one constraint of each kind.
+
+    numpy imports parts of itself at their first use, and a child cannot open a file.
     """
-    end = 0
-    parts = [b"", *(bytes([byte]) for byte in range(256)), b"ab", b'a"', b'{"', b'":']
+    stop_id = 0
+    pieces = [b"", *(bytes([byte]) for byte in range(256)), b"ab", b'a"', b'{"', b'":']
     schema = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 9}}}
     for kind, value in (("json_schema", schema), ("regex", "a{2,3}|b"), ("choices", ["a", "b"])):
-        constraint(kind, value, parts, [end])
-    stop_strings(["a", "ba"], parts)
+        constraint(kind, value, pieces, [stop_id])
+    stop_strings(["a", "ba"], pieces)
 
 
-def _run(
-    job: Sequence[Any], pieces: Sequence[bytes], ends: Sequence[int], writing: int
+def _run_job(
+    job: Any, pieces: Sequence[bytes], stop_ids: Sequence[int], write_end: int
 ) -> NoReturn:
-    """Do a job under its limits, and end."""
+    """Do a job under its limits, write the result to a pipe, and end the process."""
     code = 1
     try:
         (kind, value, lead), processor_s, memory_bytes = job
-        ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
-        os.close(0)  # the socket
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + memory_bytes,) * 2)
-        # SIGXCPU, a second later SIGKILL.
-        resource.setrlimit(resource.RLIMIT_CPU, (processor_s, processor_s + 1))
-        for nothing in (
-            resource.RLIMIT_CORE,
-            resource.RLIMIT_FSIZE,
-            resource.RLIMIT_NOFILE,
-            resource.RLIMIT_NPROC,
-        ):
-            resource.setrlimit(nothing, (0, 0))
-        with open(writing, "wb", closefd=False) as pipe:
-            pipe.writelines(_written(kind, value, bytes.fromhex(lead), pieces, ends))
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.close(0)  # the socket to the server
+        _limit_child(processor_s, memory_bytes)
+        with open(write_end, "wb", closefd=False) as pipe:
+            pipe.writelines(_result_chunks(kind, value, bytes.fromhex(lead), pieces, stop_ids))
         code = 0
     except MemoryError:
         code = _NO_MEMORY
     except BaseException:
-        traceback.print_exc()  # a fault of the compiler's: the server's log has it
+        traceback.print_exc()  # a bug of the compiler; the server's log shows it
     finally:
         os._exit(code)
 
 
-def _written(
-    kind: str, value: Any, lead: bytes, pieces: Sequence[bytes], ends: Sequence[int]
+def _limit_child(processor_s: int, memory_bytes: int) -> None:
+    # The memory comes on top of what the parent uses.
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    address_bytes = pages * resource.getpagesize() + memory_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (address_bytes, address_bytes))
+    # The kernel sends SIGXCPU at the first limit, and SIGKILL at the second.
+    resource.setrlimit(resource.RLIMIT_CPU, (processor_s, processor_s + 1))
+    forbidden = (
+        resource.RLIMIT_CORE,
+        resource.RLIMIT_FSIZE,
+        resource.RLIMIT_NOFILE,
+        resource.RLIMIT_NPROC,
+    )
+    for limit in forbidden:
+        resource.setrlimit(limit, (0, 0))
+
+
+def _result_chunks(
+    kind: str, value: Any, lead: bytes, pieces: Sequence[bytes], stop_ids: Sequence[int]
 ) -> list[Any]:
-    """Return what a child writes: the parts of an automaton, or a refusal."""
+    """Return the buffers that a child writes: those of an automaton, or of a refusal."""
     try:
-        automaton = (
-            stop_strings(value, pieces)
-            if kind == _STOP
-            else constraint(kind, value, pieces, ends, lead)
-        )
+        if kind == _STOP:
+            automaton = stop_strings(value, pieces)
+        else:
+            automaton = constraint(kind, value, pieces, stop_ids, lead)
     except InputRefused as error:
         text = str(error).encode(errors="replace")
         return [_HEAD.pack(0, 0, 0, len(text)), text]

@@ -1,8 +1,8 @@
 """A client's connection, with the limits for which uvicorn and h11 have no option.
 
-A client may send nothing, read nothing or send what is no HTTP: it is left alone, and holds nothing
-for long. What they do by an option, the size of an unfinished head and the time between two
-requests, is in `command.configured`.
+A client that sends nothing, reads nothing or sends other bytes than HTTP may hold its connection
+only for a short time. Two limits are options of uvicorn, in `command.server_config`: the size of an
+unfinished head, and the time between two requests.
 """
 
 import asyncio
@@ -12,21 +12,22 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from monograph.serve.refused import Refused, error_of
+from monograph.serve.refused import Refused, error_body
 
-# of a request's head
-HEAD_BYTES = 1 << 14
-HEAD_S = 30.0
-STALL_S = 30.0  # for a client to read something of an answer that waits for it
-MOST_AHEAD = 1 << 16  # bytes of further requests that come before the answer to the first
-MOST_CONNECTIONS = 1000
+HEAD_BYTES = 1 << 14  # the largest head of a request
+HEAD_S = 30.0  # for a request's head to arrive
+STALL_S = 30.0  # for a client to read a part of an answer that fills the buffers
+MAX_AHEAD_BYTES = 1 << 16  # of further requests, before the first one is answered
+MAX_CONNECTIONS = 1000
 
 
 class _Requests(h11.Connection):
-    """The requests of a connection; h11 itself lets a large head pass if it comes whole.
+    """Reads the requests of a connection, and refuses every head of more than HEAD_BYTES.
+
+    h11 itself refuses a large head only if it does not arrive as a whole.
 
     Attributes:
-        has_large_head: whether that is what is wrong with the last bytes.
+        has_large_head: whether the last bytes were refused for a large head.
     """
 
     has_large_head = False
@@ -35,18 +36,20 @@ class _Requests(h11.Connection):
         """Return the next event.
 
         Raises:
-            h11.RemoteProtocolError: the bytes are no request that may be answered.
+            h11.RemoteProtocolError: the bytes are not a request, or its head is too large.
         """
-        before = len(self.trailing_data[0])
+        unread_bytes = len(self.trailing_data[0])
         try:
             event = super().next_event()
         except h11.RemoteProtocolError as error:
-            # Of bytes that are no whole head yet.
+            # h11 says so of an unfinished head.
             self.has_large_head = error.error_status_hint == 431
             raise
-        if isinstance(event, h11.Request) and before - len(self.trailing_data[0]) > HEAD_BYTES:
-            self.has_large_head = True
-            raise h11.RemoteProtocolError(_LARGE_HEAD)
+        if isinstance(event, h11.Request):
+            head_bytes = unread_bytes - len(self.trailing_data[0])
+            if head_bytes > HEAD_BYTES:
+                self.has_large_head = True
+                raise h11.RemoteProtocolError(_LARGE_HEAD)
         return event
 
 
@@ -54,110 +57,135 @@ _LARGE_HEAD = f"the head of the request has more than {HEAD_BYTES:,} bytes"
 
 
 class Connection(H11Protocol):
-    """A connection that closes if no request comes for a while, nobody reads its answers, or others
-    need its place.
+    """A connection that is closed if its client does nothing for too long.
+
+    It is closed if no request comes, if nobody reads the answers, or if it is idle and a new
+    connection needs its place.
     """
 
     conn: _Requests
-    _timer: asyncio.TimerHandle | None = None
-    _stalled: asyncio.TimerHandle | None = None
-    _seen: RequestResponseCycle | None = None
-    _since = 0.0  # when it became idle
-    _ahead = 0
+    _idle_timer: asyncio.TimerHandle | None = None
+    _stall_timer: asyncio.TimerHandle | None = None
+    _last_cycle: Any = None  # the request that was last answered when the idle timer started
+    _idle_since = 0.0  # the loop's time
+    _ahead_bytes = 0  # received while a request is answered
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        """Take what uvicorn gives."""
-        super().__init__(*given, **named)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        """Take uvicorn's arguments."""
+        super().__init__(*arguments, **options)
         self.conn = _Requests(h11.SERVER, HEAD_BYTES)
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn narrows it
-        """Start the idle timer; where there are too many connections, the one that was idle longest
-        makes room.
+    def connection_made(self, transport: Any) -> None:
+        """Start the idle timer; if there are too many connections, close one.
+
+        The one to be closed has been idle for the longest time.
         """
         super().connection_made(transport)
-        self._since = self.loop.time()
-        self._look()
-        if len(self.connections) > MOST_CONNECTIONS:
-            own = (each for each in self.connections if isinstance(each, Connection))
-            # This one is, too.
-            idle = [each for each in own if each.idle and not each.transport.is_closing()]
-            min(idle, key=lambda each: each._since).transport.abort()
+        self._idle_since = self.loop.time()
+        self._check_idle()
+        if len(self.connections) > MAX_CONNECTIONS:
+            # Never empty, since this connection is idle.
+            idle = [
+                other
+                for other in self.connections
+                if isinstance(other, Connection)
+                and other.is_idle
+                and not other.transport.is_closing()
+            ]
+            min(idle, key=lambda other: other._idle_since).transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the timers."""
-        for timer in (self._timer, self._stalled):
+        for timer in (self._idle_timer, self._stall_timer):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
-        # Uvicorn's own timer would keep what was reset in memory until it fires.
+        # Uvicorn's own timer would keep a connection that was reset in memory until it fires.
         self._unset_keepalive_if_required()
 
     @property
-    def idle(self) -> bool:
-        """Whether no request is being answered."""
+    def is_idle(self) -> bool:
+        """Whether no request is being read or answered."""
         return self.cycle is None or self.cycle.response_complete
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes, but of further requests not too many, and none where there may be none."""
-        self._ahead = self._ahead + len(data) if self._is_answering() else 0
-        if self._ahead > MOST_AHEAD:
+        """Take bytes, within the limit for further requests while one is answered."""
+        if self._is_answering():
+            self._ahead_bytes += len(data)
+        else:
+            self._ahead_bytes = 0
+        if self._ahead_bytes > MAX_AHEAD_BYTES:
             self.transport.abort()
-        elif not self._ahead or self.conn.their_state is not h11.MUST_CLOSE:
-            super().data_received(data)
+            return
+        # The client may have said that its request is the last one: then further bytes are ignored.
+        if self._ahead_bytes and self.conn.their_state is h11.MUST_CLOSE:
+            return
+        super().data_received(data)
 
     def handle_events(self) -> None:
-        """Read on while a request is answered; uvicorn would not, and so not see that its client
-        has gone.
+        """Go on to read while a request is answered.
+
+        Uvicorn would stop, and so would not see that the client has gone.
         """
         super().handle_events()
         if self._is_answering():
             self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
-        """Note when the connection became idle."""
-        self._since = self.loop.time()
+        """Remember when the connection became idle."""
+        self._idle_since = self.loop.time()
         super().on_response_complete()
 
     def pause_writing(self) -> None:
-        """Wait until the client reads, but not forever."""
+        """Wait until the client reads, for at most STALL_S."""
         super().pause_writing()
-        self._stalled = self.loop.call_later(STALL_S, self.transport.abort)
+        self._stall_timer = self.loop.call_later(STALL_S, self.transport.abort)
 
     def resume_writing(self) -> None:
         """Cancel the stall timer."""
         super().resume_writing()
-        if self._stalled is not None:
-            self._stalled.cancel()
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP, or no request that may be answered, if nothing else was answered,
-        and close.
+        """Answer bytes that are not a request, or whose head is too large, and close.
+
+        If another answer has begun, only close.
         """
         if self.cycle is not None:
-            self.cycle.disconnected = True  # it sends nothing any more
-        what = _LARGE_HEAD if self.conn.has_large_head else "these bytes are no HTTP request"
-        body = json.dumps(error_of(Refused(400, what))).encode()
-        size = str(len(body)).encode()
-        kind = b"application/json"
-        headers = [(b"content-type", kind), (b"content-length", size), (b"connection", b"close")]
+            self.cycle.disconnected = True  # so the earlier request sends nothing more
+        message = "these bytes are not an HTTP request"
+        if self.conn.has_large_head:
+            message = _LARGE_HEAD
+        body = json.dumps(error_body(Refused(400, message))).encode()
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        events = (
+            h11.Response(status_code=400, headers=headers),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        )
         try:
-            for event in (
-                h11.Response(status_code=400, headers=headers),
-                h11.Data(data=body),
-                h11.EndOfMessage(),
-            ):
+            for event in events:
                 self.transport.write(self.conn.send(event) or b"")
-        except h11.LocalProtocolError:  # another answer has begun, or none may have a body
+        except h11.LocalProtocolError:  # another answer has begun, or may not have a body
             self.transport.abort()
         else:
             self.transport.close()
 
     def _is_answering(self) -> bool:
-        return not self.idle and not self.cycle.more_body
+        # Not before the request's body is complete.
+        return not self.is_idle and not self.cycle.more_body
 
-    def _look(self) -> None:
-        if self.idle and self._timer is not None and self.cycle is self._seen:
-            self.transport.abort()  # it may be closed already, but for bytes that nobody reads
+    def _check_idle(self) -> None:
+        """Abort the connection if no request came since the last check; check again in HEAD_S."""
+        is_first_check = self._idle_timer is None
+        if self.is_idle and not is_first_check and self.cycle is self._last_cycle:
+            # Not `close`, which would wait until the client has read the last answer.
+            self.transport.abort()
             return
-        self._seen = self.cycle
-        self._timer = self.loop.call_later(HEAD_S, self._look)
+        self._last_cycle = self.cycle
+        self._idle_timer = self.loop.call_later(HEAD_S, self._check_idle)

@@ -1,6 +1,6 @@
 """The OpenAPI document, made from the types of the requests and of the answers.
 
-`OPERATIONS` is the list of all addresses: the application routes by it, too.
+`OPERATIONS` lists all addresses. The application takes its routes from it, too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,35 +26,36 @@ from monograph.serve.requests import (
     TokenizeRequest,
 )
 
-_JSON, _EVENTS = "application/json", "text/event-stream"
-_PLACE = "#/components/schemas/{model}"
-TEXT_ANSWER = "The texts: whole, or event by event if stream is true."
+_JSON = "application/json"
+_EVENTS = "text/event-stream"
+_SCHEMA_REFERENCE = "#/components/schemas/{model}"
+_TEXT_ANSWER = "The texts: whole, or event by event if stream is true."
 
 
 class Operation(NamedTuple):
-    """What an address does.
+    """An operation of the server: an address, what may be sent to it, and what it answers.
 
     Attributes:
         path: the address.
-        name: its name in the document, by which the application knows what answers it.
-        summary: what it does, in a few words.
-        tag: the kind of operation.
-        said: what its answer is.
-        answer: the type of the answer, by media type; None: an object or a text of no type.
-        request: the type of the body; None: it is read by GET.
+        name: the operation's name in the document and in the application's table of endpoints.
+        tag: the operation's group in the document.
+        summary: what the operation does, in a few words.
+        answer: what the answer is, in a few words.
+        answer_types: the type of the answer by media type.
+        request_type: the type of the body; None: the operation has no body, and its method is GET.
         examples: bodies by name.
-        errors: the statuses of errors beside those that every such operation may have.
-        is_open: whether it needs no key.
-        description: more of what it does.
+        errors: statuses of errors, besides those that all such operations may have.
+        is_open: whether the operation needs no key.
+        description: a sentence with more about the operation, or "".
     """
 
     path: str
     name: str
-    summary: str
     tag: str
-    said: str
-    answer: Mapping[str, Any]
-    request: type | None = None
+    summary: str
+    answer: str
+    answer_types: Mapping[str, Any]
+    request_type: type | None = None
     examples: Mapping[str, dict[str, Any]] = {}
     errors: tuple[int, ...] = ()
     is_open: bool = False
@@ -63,10 +64,10 @@ class Operation(NamedTuple):
     @property
     def method(self) -> str:
         """The HTTP method."""
-        return "GET" if self.request is None else "POST"
+        return "GET" if self.request_type is None else "POST"
 
 
-_CAT: dict[str, Any] = {
+_CAT_SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
         "name": {"type": "string", "maxLength": 20},
@@ -74,17 +75,17 @@ _CAT: dict[str, Any] = {
     },
     "required": ["name", "age"],
 }
-_ONCE = {"model": "last", "prompt": "Once", "max_tokens": 4, "temperature": 0}
+_SHORT_REQUEST = {"model": "last", "prompt": "Once", "max_tokens": 4, "temperature": 0}
 OPERATIONS = (
     Operation(
-        "/v1/completions",
-        "complete",
-        "Continue texts",
-        "texts",
-        TEXT_ANSWER,
-        {_JSON: shapes.Completion, _EVENTS: shapes.CompletionEvent},
-        CompletionRequest,
-        {
+        path="/v1/completions",
+        name="complete",
+        tag="texts",
+        summary="Continue texts",
+        answer=_TEXT_ANSWER,
+        answer_types={_JSON: shapes.Completion, _EVENTS: shapes.CompletionEvent},
+        request_type=CompletionRequest,
+        examples={
             "a text": {"model": "last", "prompt": "Once upon a time", "max_tokens": 20, "seed": 1},
             "scored": {
                 "model": "last",
@@ -93,20 +94,21 @@ OPERATIONS = (
                 "echo": True,
                 "logprobs": 1,
             },
-            "in pieces": _ONCE | {"stream": True, "stream_options": {"include_usage": True}},
+            "in pieces": _SHORT_REQUEST
+            | {"stream": True, "stream_options": {"include_usage": True}},
         },
-        (404, 429),
+        errors=(404, 429),
         description="Writes n texts after each prompt, or scores the prompt.",
     ),
     Operation(
-        "/v1/chat/completions",
-        "chat",
-        "Answer in a dialogue",
-        "texts",
-        TEXT_ANSWER,
-        {_JSON: shapes.Chat, _EVENTS: shapes.ChatEvent},
-        ChatRequest,
-        {
+        path="/v1/chat/completions",
+        name="chat",
+        tag="texts",
+        summary="Answer in a dialogue",
+        answer=_TEXT_ANSWER,
+        answer_types={_JSON: shapes.Chat, _EVENTS: shapes.ChatEvent},
+        request_type=ChatRequest,
+        examples={
             "an answer": {
                 "model": "last",
                 "messages": [{"role": "user", "content": "Who are you?"}],
@@ -118,7 +120,7 @@ OPERATIONS = (
                 "messages": [{"role": "user", "content": "Which cat?"}],
                 "response_format": {
                     "type": "json_schema",
-                    "json_schema": {"name": "cat", "schema": _CAT},
+                    "json_schema": {"name": "cat", "schema": _CAT_SCHEMA},
                 },
             },
             "in pieces": {
@@ -128,87 +130,87 @@ OPERATIONS = (
                 "stream": True,
             },
         },
-        (404, 429),
+        errors=(404, 429),
         description="Writes n answers to the messages.",
     ),
     Operation(
-        "/v1/models",
-        "listModels",
-        "List the names of the model",
-        "models",
-        "All names.",
-        {_JSON: shapes.Models},
+        path="/v1/models",
+        name="listModels",
+        tag="models",
+        summary="List the names of the model",
+        answer="All names.",
+        answer_types={_JSON: shapes.Models},
     ),
     Operation(
-        "/v1/models/{name}",
-        "getModel",
-        "Look a model up",
-        "models",
-        "The model.",
-        {_JSON: shapes.Model},
+        path="/v1/models/{name}",
+        name="getModel",
+        tag="models",
+        summary="Look a model up",
+        answer="The model.",
+        answer_types={_JSON: shapes.Model},
         errors=(404,),
     ),
     Operation(
-        "/tokenize",
-        "tokenize",
-        "Encode a text",
-        "tokens",
-        "Its tokens.",
-        {_JSON: shapes.Tokens},
-        TokenizeRequest,
-        {"a text": {"prompt": "Once upon"}},
+        path="/tokenize",
+        name="tokenize",
+        tag="tokens",
+        summary="Encode a text",
+        answer="Its tokens.",
+        answer_types={_JSON: shapes.Tokens},
+        request_type=TokenizeRequest,
+        examples={"a text": {"prompt": "Once upon"}},
     ),
     Operation(
-        "/detokenize",
-        "detokenize",
-        "Decode tokens",
-        "tokens",
-        "Their text.",
-        {_JSON: shapes.Decoded},
-        DetokenizeRequest,
-        {"three tokens": {"tokens": [1, 2, 3]}},
+        path="/detokenize",
+        name="detokenize",
+        tag="tokens",
+        summary="Decode tokens",
+        answer="Their text.",
+        answer_types={_JSON: shapes.Decoded},
+        request_type=DetokenizeRequest,
+        examples={"three tokens": {"tokens": [1, 2, 3]}},
     ),
     Operation(
-        "/tokenizer_info",
-        "describeTokenizer",
-        "Describe the tokenizer",
-        "tokens",
-        "Its special tokens and its chat template.",
-        {_JSON: shapes.TokenizerInfo},
+        path="/tokenizer_info",
+        name="describeTokenizer",
+        tag="tokens",
+        summary="Describe the tokenizer",
+        answer="Its special tokens and its chat template.",
+        answer_types={_JSON: shapes.TokenizerInfo},
     ),
     Operation(
-        "/health",
-        "getHealth",
-        "Ask whether texts are written",
-        "server",
-        "They are.",
-        {_JSON: shapes.Health},
+        path="/health",
+        name="getHealth",
+        tag="server",
+        summary="Ask whether texts are written",
+        answer="They are.",
+        answer_types={_JSON: shapes.Health},
         is_open=True,
     ),
     Operation(
-        "/metrics",
-        "getMetrics",
-        "Read the counts",
-        "server",
-        "Requests, tokens and times, in Prometheus' text format.",
-        {"text/plain": str},
+        path="/metrics",
+        name="getMetrics",
+        tag="server",
+        summary="Read the counts",
+        answer="Requests, tokens and times, in Prometheus' text format.",
+        answer_types={"text/plain": str},
     ),
     Operation(
-        "/openapi.json",
-        "getDocument",
-        "Read this document",
-        "server",
-        "This document.",
-        {_JSON: shapes.Document},
+        path="/openapi.json",
+        name="getDocument",
+        tag="server",
+        summary="Read this document",
+        answer="This document.",
+        answer_types={_JSON: shapes.Document},
         is_open=True,
     ),
     Operation(
-        "/",
-        "getPage",
-        "Open a page to talk to the model",
-        "server",
-        "The page.",
-        {"text/html": str},
+        path="/",
+        name="getPage",
+        tag="server",
+        summary="Open a page to talk to the model",
+        answer="The page.",
+        answer_types={"text/html": str},
         is_open=True,
     ),
 )
@@ -220,69 +222,84 @@ _RETRY = {
 
 
 class _Failure(NamedTuple):
-    """An answer with an error."""
+    """An answer with an error.
+
+    Attributes:
+        name: the answer's name in the document.
+        description: when it is sent.
+        headers: its own headers.
+        may_be_text: whether it may also be plain text instead of JSON.
+    """
 
     name: str
     description: str
     headers: Mapping[str, Any] = {}
-    is_text: bool = False  # or JSON
+    may_be_text: bool = False
 
 
 _FAILURES = {
     400: _Failure(
-        "Wrong", "The body is no JSON object, or a field is unknown or wrong; param names it."
+        name="Wrong",
+        description="The body is not a JSON object, or a field is unknown or wrong; param names the field.",
     ),
     401: _Failure(
-        "NoKey",
-        "The server has keys, and the request has none of them.",
-        {"WWW-Authenticate": {"required": True, "schema": {"const": "Bearer"}}},
+        name="NoKey",
+        description="The server needs a key, and the request has no valid one.",
+        headers={"WWW-Authenticate": {"required": True, "schema": {"const": "Bearer"}}},
     ),
-    403: _Failure("Forbidden", "Host is not a name of this server, or Origin is another page's."),
-    404: _Failure("NotFound", "There is no model of this name."),
+    403: _Failure(
+        name="Forbidden",
+        description="Host is not a name of this server, or Origin is not this server.",
+    ),
+    404: _Failure(name="NotFound", description="There is no model with this name."),
     405: _Failure(
-        "WrongMethod", "The address has another method.", {"Allow": {"schema": {"type": "string"}}}
+        name="WrongMethod",
+        description="The address has another method.",
+        headers={"Allow": {"schema": {"type": "string"}}},
     ),
     408: _Failure(
-        "Slow", "The body did not arrive within 30 s, or the text was not done after 600 s."
+        name="Slow",
+        description="The body did not arrive within 30 s, or the text was not done after 600 s.",
     ),
-    413: _Failure("TooLarge", "The body is larger than 1 MiB."),
-    415: _Failure("WrongType", "Content-Type is not application/json."),
+    413: _Failure(name="TooLarge", description="The body is larger than 1 MiB."),
+    415: _Failure(name="WrongType", description="Content-Type is not application/json."),
     429: _Failure(
-        "Full", "As many texts wait as may.", {"Retry-After": _RETRY | {"required": True}}
+        name="Full",
+        description="Too many texts or constraints wait.",
+        headers={"Retry-After": _RETRY | {"required": True}},
     ),
-    500: _Failure("Failed", "The server failed: its terminal says why."),
+    500: _Failure(name="Failed", description="The server failed: its terminal says why."),
     503: _Failure(
-        "NotReady",
-        "The model is being loaded, or its thread has ended; or there are too many connections, which the server says "
-        "in plain text.",
-        {"Retry-After": _RETRY},
-        is_text=True,
+        name="NotReady",
+        description="The model is being loaded, its thread has ended, or there are too many connections. The answer "
+        "for too many connections is plain text.",
+        headers={"Retry-After": _RETRY},
+        may_be_text=True,
     ),
 }
-_OF_ALL, _OF_POSTED = (403, 405, 500, 503), (400, 408, 413, 415)
-_KEY = "A key of the server's file (--api-key-file), if it was started with one."
+_ERRORS_OF_ALL = (403, 405, 500, 503)
+_ERRORS_OF_POST = (400, 408, 413, 415)
+_KEY = "A key of the server's file (--api-key-file), if the server was started with one."
 _ABOUT = (
     "A model of `monograph serve`, through an OpenAI-compatible API. A request with a seed always gets the same text, "
-    "however busy the server is. Every field that is left out has its default, and so has one that is null. A field "
-    "that is not listed is refused, and so is one that would change the text and is not supported. Beside OpenAI's "
-    "fields a request may have the options of `monograph.Sampling` (docs/generate.md), and a constraint: regex, choice "
-    "or response_format."
+    "however busy the server is. A field that is missing or null has its default. A field that is not listed is "
+    "refused, and so is a field that is not supported and would change the text. In addition to OpenAI's fields, a "
+    "request may have the options of `monograph.Sampling` (docs/generate.md), and a constraint: regex, choice or "
+    "response_format."
 )
 
 
 @cache
 def document() -> dict[str, Any]:
-    """Return the document."""
-    types = {
-        kind
-        for each in OPERATIONS
-        for kind in (each.request, *each.answer.values())
-        if kind is not None
-    }
-    types.add(shapes.Error)
+    """Return the OpenAPI document as a JSON object."""
+    types = {shapes.Error}
+    for operation in OPERATIONS:
+        types.update(operation.answer_types.values())
+        if operation.request_type is not None:
+            types.add(operation.request_type)
     adapters: list[Any] = [(kind, "validation", TypeAdapter(kind)) for kind in types]
     schemas, definitions = TypeAdapter.json_schemas(
-        adapters, ref_template=_PLACE, schema_generator=_Untitled
+        adapters, ref_template=_SCHEMA_REFERENCE, schema_generator=_SchemaGenerator
     )
     by_type = {kind: schema for (kind, _), schema in schemas.items()}
     return {
@@ -297,26 +314,27 @@ def document() -> dict[str, Any]:
         "security": [{"key": []}, {}],
         "tags": [{"name": tag} for tag in dict.fromkeys(each.tag for each in OPERATIONS)],
         "paths": {
-            each.path: {each.method.lower(): _described(each, by_type)} for each in OPERATIONS
+            each.path: {each.method.lower(): _operation_entry(each, by_type)} for each in OPERATIONS
         },
         "components": {
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer", "description": _KEY}},
             "responses": {
-                each.name: _failed(each, by_type[shapes.Error]) for each in _FAILURES.values()
+                each.name: _failure_entry(each, by_type[shapes.Error])
+                for each in _FAILURES.values()
             },
             "schemas": definitions["$defs"],
         },
     }
 
 
-class _Untitled(GenerateJsonSchema):
-    """Makes schemas without titles, which would only repeat the names; an answer has no further
-    fields.
-    """
+class _SchemaGenerator(GenerateJsonSchema):
+    """Makes schemas without titles, which only repeat names, and without further fields."""
 
-    def typed_dict_schema(self, schema: TypedDictSchema) -> dict[str, Any]:
-        further = {} if schema.get("cls") in shapes.EVENTS else {"additionalProperties": False}
-        return super().typed_dict_schema(schema) | further
+    def typed_dict_schema(self, schema: Any) -> dict[str, Any]:
+        made = super().typed_dict_schema(schema)
+        if schema.get("cls") in shapes.EVENTS:  # an event may have further fields
+            return made
+        return made | {"additionalProperties": False}
 
     def generate_definitions(
         self, inputs: Sequence[tuple[JsonSchemaKeyT, JsonSchemaMode, CoreSchema]]
@@ -324,59 +342,70 @@ class _Untitled(GenerateJsonSchema):
         dict[tuple[JsonSchemaKeyT, JsonSchemaMode], JsonSchemaValue], dict[DefsRef, JsonSchemaValue]
     ]:
         schemas, definitions = super().generate_definitions(inputs)
-        return schemas, {name: _untitled(schema) for name, schema in definitions.items()}
+        return schemas, {name: _without_titles(schema) for name, schema in definitions.items()}
 
 
-def _untitled(value: object) -> Any:
+def _without_titles(value: object) -> Any:
     if isinstance(value, list):
-        return [_untitled(each) for each in value]
+        return [_without_titles(each) for each in value]
     if not isinstance(value, dict):
         return value
-    # A field may be called "title": then it is an object.
+    # A field may have the name "title": then the value is an object.
     return {
-        key: _untitled(each)
+        key: _without_titles(each)
         for key, each in value.items()
         if key != "title" or not isinstance(each, str)
     }
 
 
-def _described(operation: Operation, schemas: Mapping[Any, Any]) -> dict[str, Any]:
-    content = {media: {"schema": schemas[kind]} for media, kind in operation.answer.items()}
-    statuses = {*_OF_ALL, *operation.errors}
-    found: dict[str, Any] = {
+def _operation_entry(operation: Operation, schemas: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the document's entry of an operation.
+
+    Args:
+        operation: the operation.
+        schemas: the schemas of all types.
+    """
+    statuses = {*_ERRORS_OF_ALL, *operation.errors}
+    entry: dict[str, Any] = {
         "operationId": operation.name,
         "summary": operation.summary,
         "tags": [operation.tag],
     }
     if operation.description:
-        found["description"] = operation.description
+        entry["description"] = operation.description
     if operation.is_open:
-        found["security"] = []
+        entry["security"] = []
     else:
         statuses.add(401)
     if "{name}" in operation.path:
-        said = "A name of GET /v1/models."
-        kind = {"type": "string", "minLength": 1}
-        found["parameters"] = [
-            {"name": "name", "in": "path", "required": True, "schema": kind, "description": said}
+        entry["parameters"] = [
+            {
+                "name": "name",
+                "in": "path",
+                "required": True,
+                "schema": {"type": "string", "minLength": 1},
+                "description": "A name of GET /v1/models.",
+            }
         ]
-    if operation.request is not None:
-        statuses.update(_OF_POSTED)
+    if operation.request_type is not None:
+        statuses.update(_ERRORS_OF_POST)
         examples = {name: {"value": value} for name, value in operation.examples.items()}
-        body = {"schema": schemas[operation.request], "examples": examples}
-        found["requestBody"] = {"required": True, "content": {_JSON: body}}
-    errors = {
-        str(status): {"$ref": f"#/components/responses/{_FAILURES[status].name}"}
-        for status in sorted(statuses)
-    }
-    return found | {
-        "responses": {"200": {"description": operation.said, "content": content}} | errors
-    }
+        body = {"schema": schemas[operation.request_type], "examples": examples}
+        entry["requestBody"] = {"required": True, "content": {_JSON: body}}
+    content = {media: {"schema": schemas[kind]} for media, kind in operation.answer_types.items()}
+    responses: dict[str, Any] = {"200": {"description": operation.answer, "content": content}}
+    for status in sorted(statuses):
+        reference = f"#/components/responses/{_FAILURES[status].name}"
+        responses[str(status)] = {"$ref": reference}
+    return entry | {"responses": responses}
 
 
-def _failed(failure: _Failure, schema: dict[str, Any]) -> dict[str, Any]:
-    content: dict[str, Any] = {_JSON: {"schema": schema}}
-    if failure.is_text:
+def _failure_entry(failure: _Failure, error_schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the document's entry of an answer with an error."""
+    content: dict[str, Any] = {_JSON: {"schema": error_schema}}
+    if failure.may_be_text:
         content["text/plain"] = {"schema": {"type": "string"}}
-    headers = {"headers": dict(failure.headers)} if failure.headers else {}
-    return {"description": failure.description, "content": content} | headers
+    entry: dict[str, Any] = {"description": failure.description, "content": content}
+    if failure.headers:
+        entry["headers"] = dict(failure.headers)
+    return entry

@@ -7,47 +7,51 @@ from collections import Counter
 from starlette.types import Message, Scope, Send
 
 
-class Counted:
+class RequestCounts:
     """Counts requests by status.
 
     Attributes:
-        by_status: how many were answered so.
+        by_status: the number of requests that were answered with each status.
     """
 
     def __init__(self) -> None:
         self.by_status: Counter[int] = Counter()
 
-    def watched(self, scope: Scope, send: Send) -> Send:
-        """Return a `send` that counts; `scope["answered"]` becomes whether an answer has begun."""
+    def counting_send(self, scope: Scope, send: Send) -> Send:
+        """Return a `send` that counts the request.
+
+        It also keeps `scope["answered"]`: whether an answer has begun.
+        """
         scope["answered"] = False
 
-        async def sent(message: Message) -> None:
+        async def count_and_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 scope["answered"] = True
                 self.by_status[message["status"]] += 1
             await send(message)
 
-        return sent
+        return count_and_send
 
 
-_BOUNDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)  # seconds
+_BOUNDS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 
 class Histogram:
-    """Counts durations by size, as Prometheus does."""
+    """A histogram of durations, as in Prometheus."""
 
     def __init__(self) -> None:
-        self._counts = [0] * (len(_BOUNDS) + 1)
-        self._sum = 0.0
+        self._counts = [0] * (len(_BOUNDS_S) + 1)
+        self._sum_s = 0.0
 
-    def add(self, seconds: float) -> None:
-        """Count one."""
-        self._counts[bisect_left(_BOUNDS, seconds)] += 1
-        self._sum += seconds
+    def add(self, duration_s: float) -> None:
+        """Count a duration."""
+        self._counts[bisect_left(_BOUNDS_S, duration_s)] += 1
+        self._sum_s += duration_s
 
     def lines(self, name: str) -> list[str]:
-        """Return its lines in Prometheus' text."""
-        bounds = (*map(str, _BOUNDS), "+Inf")
+        """Return the histogram's lines in Prometheus' text format."""
+        bounds = (*map(str, _BOUNDS_S), "+Inf")
+        # Prometheus' buckets are cumulative.
         totals = [*itertools.accumulate(self._counts)]
         buckets = (
             f'{name}_bucket{{le="{bound}"}} {total}'
@@ -56,6 +60,6 @@ class Histogram:
         return [
             f"# TYPE {name} histogram",
             *buckets,
-            f"{name}_sum {self._sum:.6f}",
+            f"{name}_sum {self._sum_s:.6f}",
             f"{name}_count {totals[-1]}",
         ]

@@ -8,8 +8,8 @@ class Refused(Exception):
 
     Attributes:
         status: the HTTP status.
-        param: the field that is wrong, if it is one.
-        code: OpenAI's word for it, if it has one.
+        param: the field that is wrong, or None.
+        code: OpenAI's name of the error, or None.
         headers: further headers of the answer.
     """
 
@@ -21,6 +21,7 @@ class Refused(Exception):
         code: str | None = None,
         **headers: str,
     ):
+        """Take the parts of the answer; an underscore in a header's name stands for a hyphen."""
         super().__init__(message)
         self.status = status
         self.param = param
@@ -28,16 +29,16 @@ class Refused(Exception):
         self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
 
 
-def error_of(refused: Refused) -> dict[str, Any]:
-    """Return an error in the protocol's words."""
-    kind = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}.get(
-        refused.status
-    )
-    kind = kind or ("invalid_request_error" if refused.status < 500 else "server_error")
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+def error_body(refused: Refused) -> dict[str, Any]:
+    """Return an error in the protocol's form."""
+    other = "invalid_request_error" if refused.status < 500 else "server_error"
     return {
         "error": {
             "message": str(refused),
-            "type": kind,
+            "type": _TYPES.get(refused.status, other),
             "param": refused.param,
             "code": refused.code,
         }

@@ -1,9 +1,8 @@
-"""The requests that the server takes, as pydantic models: their fields, what each may be, and how
-each is refused.
+"""The requests that the server takes, as pydantic models: their fields, and what each may be.
 
-A field that would change the answer and is not built is refused, never ignored; a few that change
-nothing are accepted. Null is as good as nothing. `monograph.serve.document` describes the same
-models to clients.
+A field of the protocol that is not supported is refused if it would change the answer, and ignored
+if it would not. A field that is null counts as missing. `monograph.serve.document` describes the
+same models to clients.
 """
 
 import math
@@ -39,17 +38,18 @@ from monograph.decode import Sampling
 from monograph.decode.sampling import BIAS, RANGES, Scope
 from monograph.errors import did_you_mean
 from monograph.ranges import Range, whole
-from monograph.serve.compiling import MOST_BYTES, MOST_CHOICES
+from monograph.serve.compiling import MAX_CHOICES, MAX_CONSTRAINT_BYTES
 from monograph.serve.refused import Refused
 
-MOST_LOGPROBS = 20
-MOST_BIASES = 1024
-MOST_MESSAGES = 1024
-MOST_PROMPTS = 1024
-MOST_STOPS = 4
-MOST_STOP_BYTES = 64
-MOST_BREAKERS = 64  # each is looked for in every token
-SEEDS = 1 << 53  # a seed that is drawn is below it: a page's numbers are floats
+MAX_LOGPROBS = 20
+MAX_BIASES = 1024
+MAX_MESSAGES = 1024
+MAX_PROMPTS = 1024
+MAX_STOPS = 4
+MAX_STOP_BYTES = 64
+MAX_BREAKERS = 64  # each of them is looked for in every token
+# A seed that the server chooses is below this: a page's numbers are floats, exact up to here.
+SEEDS = 1 << 53
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -59,16 +59,19 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 @dataclass(frozen=True)
 class Expected:
-    """What a field must be, where its type alone does not say it well: it completes the sentence
-    "expected ...".
+    """The words for a field's allowed values, where pydantic's own message is not clear.
+
+    Attributes:
+        words: end the sentence "expected ...".
+        shows_value: whether the message shows the wrong value, too.
     """
 
     words: str
     shows_value: bool = False
 
 
-def within(allowed: Range) -> PlainValidator:
-    """Return the check of a number, which refuses it with the range's own words."""
+def number_within(allowed: Range) -> PlainValidator:
+    """Return a validator that refuses numbers outside a range, with the range's own words."""
     bounds = Field(ge=allowed.low, le=allowed.high)
 
     def check(value: object, info: ValidationInfo) -> Any:
@@ -77,19 +80,23 @@ def within(allowed: Range) -> PlainValidator:
             raise Refused(400, f"{name} = {value!r:.80}: expected {allowed.expected}", name)
         return value
 
-    return PlainValidator(
-        check, json_schema_input_type=Annotated[int if allowed.whole else float, bounds]
-    )
+    kind = int if allowed.whole else float
+    return PlainValidator(check, json_schema_input_type=Annotated[kind, bounds])
 
 
 def not_supported(advice: str) -> PlainValidator:
-    """Return the check of a field that would change the text and is not built: it may only say that
-    it is not used.
+    """Return a validator of a field that is not supported and would change the text.
+
+    It accepts only values that turn the field off.
+
+    Args:
+        advice: what to do instead.
     """
 
     def check(value: object, info: ValidationInfo) -> None:
         name = str(info.field_name)
-        if value and value != "none":
+        is_off = not value or value == "none"
+        if not is_off:
             raise Refused(400, f"{name} is not supported: {advice}", name, "unsupported_parameter")
 
     return PlainValidator(check, json_schema_input_type=_NotSupported)
@@ -100,12 +107,12 @@ _NotSupported = Annotated[
     WithJsonSchema(
         {
             "enum": [None, False, 0, "", [], {}, "none"],
-            "description": "Would change the text and is not supported: any other value is refused.",
+            "description": "Is not supported, and would change the text: other values are refused.",
         }
     ),
 ]
 Ignored = Annotated[Any, WithJsonSchema({"description": "Is accepted and changes nothing."})]
-Nothing = Annotated[
+MustBeEmpty = Annotated[
     Any,
     WithJsonSchema(
         {"enum": [None, False, 0, "", [], {}], "description": "Any other value is refused."}
@@ -115,8 +122,8 @@ TokenId = Annotated[int, Field(ge=0, description="A token of the model's vocabul
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 
 
-def _short(text: str) -> str:
-    if len(text.encode()) > MOST_STOP_BYTES:
+def _require_short(text: str) -> str:
+    if len(text.encode()) > MAX_STOP_BYTES:
         raise ValueError
     return text
 
@@ -125,42 +132,40 @@ ShortText = Annotated[
     str,
     Field(
         min_length=1,
-        max_length=MOST_STOP_BYTES,
-        description=f"Has at most {MOST_STOP_BYTES} bytes of UTF-8.",
+        max_length=MAX_STOP_BYTES,
+        description=f"Has at most {MAX_STOP_BYTES} bytes of UTF-8.",
     ),
-    AfterValidator(_short),
+    AfterValidator(_require_short),
 ]
 
 
-def _in_a_list(value: object) -> Any:
+def _text_as_list(value: object) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _prompts(value: object, info: ValidationInfo) -> list[str | list[int]]:
+def _check_prompts(value: object, info: ValidationInfo) -> list[str | list[int]]:
     name = info.field_name
-    prompts = [value] if isinstance(value, str) or _are_ids(value) else value
-    if not isinstance(prompts, list) or not 0 < len(prompts) <= MOST_PROMPTS:
-        raise Refused(
-            400,
-            f"{name}: expected a text, or a list of 1 to {MOST_PROMPTS:,} texts or lists of ids",
-            name,
-        )
-    if not (all(isinstance(each, str) for each in prompts) or all(map(_are_ids, prompts))):
-        raise Refused(
-            400, f"{name}: expected texts, or lists of token ids, of which none is empty", name
-        )
+    is_one_prompt = isinstance(value, str) or _are_ids(value)
+    prompts = [value] if is_one_prompt else value
+    if not isinstance(prompts, list) or not 0 < len(prompts) <= MAX_PROMPTS:
+        expected = f"a text, or a list of 1 to {MAX_PROMPTS:,} texts or lists of ids"
+        raise Refused(400, f"{name}: expected {expected}", name)
+    are_texts = all(isinstance(prompt, str) for prompt in prompts)
+    if not are_texts and not all(map(_are_ids, prompts)):
+        raise Refused(400, f"{name}: expected texts, or lists of at least one token id", name)
     return prompts
 
 
 def _are_ids(value: object) -> bool:
+    # `isinstance` would accept booleans, too.
     return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
 
 
-_Several = Field(min_length=1, max_length=MOST_PROMPTS)
+_Several = Field(min_length=1, max_length=MAX_PROMPTS)
 Prompts = Annotated[
     list[str | list[int]],
     PlainValidator(
-        _prompts,
+        _check_prompts,
         json_schema_input_type=str
         | TokenIds
         | Annotated[list[str], _Several]
@@ -169,29 +174,30 @@ Prompts = Annotated[
 ]
 
 
-def _biases(value: object, info: ValidationInfo) -> dict[int, float]:
+def _check_biases(value: object, info: ValidationInfo) -> dict[int, float]:
     name = info.field_name
-    if not isinstance(value, dict) or len(value) > MOST_BIASES:
-        raise Refused(
-            400, f"{name}: expected an object of at most {MOST_BIASES:,} biases by token id", name
-        )
+    if not isinstance(value, dict) or len(value) > MAX_BIASES:
+        expected = f"an object of at most {MAX_BIASES:,} biases by token id"
+        raise Refused(400, f"{name}: expected {expected}", name)
     for key, bias in value.items():
-        if not (key.isascii() and key.isdecimal() and len(key) < 19):
+        # Up to 18 digits fit 64 bits.
+        is_id = key.isascii() and key.isdecimal() and len(key) <= 18
+        if not is_id:
             raise Refused(400, f"{name} has the key {key!r:.40}: expected a token id", name)
         if not BIAS.holds(bias):
             raise Refused(400, f"{name}[{int(key)}] = {bias!r:.80}: expected {BIAS.expected}", name)
-    # The protocol's least bias forbids a token; so does any bias of -100 here, to the last bit.
+    # -100, the protocol's lowest bias, is to forbid a token. Only -inf does so for every logit.
     return {int(key): -math.inf if bias == -100 else bias for key, bias in value.items()}
 
 
 Biases = Annotated[
     dict[int, float],
     PlainValidator(
-        _biases,
+        _check_biases,
         json_schema_input_type=Annotated[
             dict[str, Annotated[float, Field(ge=BIAS.low, le=BIAS.high)]],
             Field(
-                max_length=MOST_BIASES,
+                max_length=MAX_BIASES,
                 json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,18}$"}},
             ),
         ],
@@ -199,23 +205,23 @@ Biases = Annotated[
 ]
 
 
-def _messages(value: object, info: ValidationInfo) -> list[dict[str, Any]]:
+def _check_messages(value: object, info: ValidationInfo) -> list[dict[str, Any]]:
     name = str(info.field_name)
-    if not isinstance(value, list) or not 0 < len(value) <= MOST_MESSAGES:
-        raise Refused(400, f"{name}: expected a list of 1 to {MOST_MESSAGES:,} messages", name)
-    return [_message(f"{name}[{index}]", each) for index, each in enumerate(value)]
+    if not isinstance(value, list) or not 0 < len(value) <= MAX_MESSAGES:
+        raise Refused(400, f"{name}: expected a list of 1 to {MAX_MESSAGES:,} messages", name)
+    return [_read_message(f"{name}[{index}]", message) for index, message in enumerate(value)]
 
 
-def _message(name: str, value: object) -> dict[str, Any]:
-    """Return a message, read as in training."""
+def _read_message(name: str, value: Any) -> dict[str, Any]:
+    """Return a message as it is read for training, too."""
     try:
         message = message_of(value, name, get_args(Role))
     except Unusable as unusable:
         raise Refused(400, str(unusable), "messages") from None
     assert isinstance(value, Mapping)  # `message_of` refuses anything else
     for key in value.keys() - Message.model_fields:
-        said = f"{name}: there is no field {key!r:.80}{did_you_mean(key, Message.model_fields)}"
-        raise Refused(400, said, "messages")
+        hint = did_you_mean(key, Message.model_fields)
+        raise Refused(400, f"{name}: there is no field {key!r:.80}{hint}", "messages")
     return message
 
 
@@ -223,54 +229,52 @@ def _message(name: str, value: object) -> dict[str, Any]:
 
 
 class Body(BaseModel):
-    """An object in JSON, with no other fields than its own."""
+    """A JSON object; unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     @model_validator(mode="before")
     @classmethod
-    def _known(cls, body: object) -> Any:
-        """Return the fields that say something, all of which must be known."""
+    def _drop_nulls(cls, body: object) -> Any:
+        """Return the fields that are not null, all of which must be known."""
         if not isinstance(body, dict):
             return body
-        names = {field.alias or name for name, field in cls.model_fields.items()}
-        said = {name: value for name, value in body.items() if value is not None}
-        for name in said:
-            if name not in names:
-                raise Refused(
-                    400, f"there is no field {name!r:.80}{did_you_mean(name, names)}", name
-                )
-        return said
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        given = {name: value for name, value in body.items() if value is not None}
+        for name in given:
+            if name not in known:
+                hint = did_you_mean(name, known)
+                raise Refused(400, f"there is no field {name!r:.80}{hint}", name)
+        return given
 
     @classmethod
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        """Return the schema, in which every field that may be left out may be null, too."""
+        """Return the schema; in it every field that is not required may be null."""
         schema = handler.resolve_ref_schema(handler(core_schema))
         for name, value in schema.get("properties", {}).items():
             if name not in schema.get("required", ()):
-                schema["properties"][name] = _or_null(value)
+                schema["properties"][name] = _nullable(value)
         return schema
 
 
-def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
-    value = {
-        key: inner
-        for key, inner in schema.items()
-        if key not in ("default", "description", "title")
-    }
-    said = {key: schema[key] for key in ("default", "description") if schema.get(key) is not None}
-    if not value or None in value.get("enum", ()):  # it allows null already
-        return value | said
-    if "anyOf" not in value:
-        value = {"anyOf": [value]}
-    options = [each for each in value["anyOf"] if each != {"type": "null"}]
-    return value | {"anyOf": [*options, {"type": "null"}]} | said
+def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a field's schema, which also allows null."""
+    notes = ("default", "description", "title")
+    constraints = {key: inner for key, inner in schema.items() if key not in notes}
+    kept_notes = {key: schema[key] for key in notes[:2] if schema.get(key) is not None}
+    allows_null = not constraints or None in constraints.get("enum", ())
+    if allows_null:
+        return constraints | kept_notes
+    if "anyOf" not in constraints:
+        constraints = {"anyOf": [constraints]}
+    options = [option for option in constraints["anyOf"] if option != {"type": "null"}]
+    return constraints | {"anyOf": [*options, {"type": "null"}]} | kept_notes
 
 
 class TextPart(Body):
-    """A part of what is said."""
+    """A part of a message's content."""
 
     type: Literal["text"]
     text: str
@@ -300,10 +304,11 @@ class Message(Body):
     """A part of the dialogue."""
 
     role: Role = Field(
-        description="Who says it. A model without a chat template knows user and assistant only."
+        description="Who speaks. A model without a chat template knows user and assistant only."
     )
     content: str | list[TextPart] | None = Field(
-        None, description="What is said. It may be left out, or be null, beside tool_calls alone."
+        None,
+        description="What is said. Only a message with tool_calls may be without it.",
     )
     name: str | None = Field(None, description="The speaker's name, for templates that show it.")
     tool_calls: list[Call] | None = Field(
@@ -318,25 +323,25 @@ class Message(Body):
     )
     thinking: str | None = Field(None, description="Another name of reasoning_content.")
     reasoning: str | None = Field(None, description="Another name of reasoning_content.")
-    refusal: Nothing = None
-    annotations: Nothing = None
-    audio: Nothing = None
-    function_call: Nothing = None
+    refusal: MustBeEmpty = None
+    annotations: MustBeEmpty = None
+    audio: MustBeEmpty = None
+    function_call: MustBeEmpty = None
 
 
 class StreamOptions(Body):
-    """What a stream has beside its texts."""
+    """What a stream has in addition to its texts."""
 
     include_usage: bool = Field(
         False,
-        description="Sends one more piece at the end, which has no choices and has the usage. All others have usage "
-        "null.",
+        description="Sends one more piece at the end, which has the usage and no choices. In all other pieces usage "
+        "is null.",
     )
     include_obfuscation: bool | None = Field(None, description="Is ignored: nothing is obfuscated.")
 
 
 class TemplateOptions(Body):
-    """What the chat template reads beside the messages."""
+    """What the chat template reads in addition to the messages."""
 
     enable_thinking: bool | None = None
 
@@ -346,8 +351,8 @@ class JsonSchema(Body):
 
     schema_: dict[str, Any] = Field(
         alias="schema",
-        description=f"A bounded JSON schema of at most {MOST_BYTES:,} bytes; docs/constraints.md lists the keywords. "
-        "It is kept in any case, strict or not.",
+        description=f"A bounded JSON schema of at most {MAX_CONSTRAINT_BYTES:,} bytes; docs/constraints.md lists the "
+        "keywords. The text follows it whether strict is true or not.",
     )
     name: str | None = Field(None, description="Is ignored.")
     description: str | None = Field(None, description="Is ignored.")
@@ -368,7 +373,7 @@ class JsonSchemaFormat(Body):
 
 
 class Request(Body):
-    """What all requests may have: fields of the protocol that change nothing here."""
+    """The fields of all requests: those of the protocol that change nothing here."""
 
     user: Ignored = None
     metadata: Ignored = None
@@ -384,15 +389,17 @@ class TokenizeRequest(Request):
     """A text to be encoded."""
 
     prompt: str
-    add_special_tokens: bool = Field(True, description="Begins with the token that begins a text.")
+    add_special_tokens: bool = Field(True, description="Puts the token that begins a text first.")
     model: str | None = Field(None, description="Is ignored: the newest model's tokenizer is used.")
 
 
-def _known_tokens(value: object, info: ValidationInfo) -> list[int]:
+def _check_tokens(value: object, info: ValidationInfo) -> list[int]:
     known = range(info.context["vocabulary"]) if info.context else range(0)
-    if not isinstance(value, list) or not all(
+    # Not `isinstance` for the ids, which would accept booleans, too.
+    are_known = isinstance(value, list) and all(
         type(token) is int and token in known for token in value
-    ):
+    )
+    if not isinstance(value, list) or not are_known:
         raise Refused(400, f"tokens: expected a list of token ids from 0 to {known[-1]}", "tokens")
     return value
 
@@ -401,20 +408,26 @@ class DetokenizeRequest(Request):
     """Tokens to be decoded."""
 
     tokens: Annotated[
-        list[int], PlainValidator(_known_tokens, json_schema_input_type=list[TokenId])
+        list[int], PlainValidator(_check_tokens, json_schema_input_type=list[TokenId])
     ]
     model: str | None = Field(None, description="Is ignored: the newest model's tokenizer is used.")
 
 
-class Limit(NamedTuple):
-    """A constraint: "choices", "regex" or "json_schema", its value, and the field that has it."""
+class Constraint(NamedTuple):
+    """A constraint on the text.
+
+    Attributes:
+        kind: "choices", "regex" or "json_schema".
+        value: the choices, the expression or the schema.
+        field: the request's field that holds the constraint.
+    """
 
     kind: str
     value: str | list[str] | dict[str, Any]
     field: str
 
 
-def _rows_at_most(value: object, info: ValidationInfo) -> int:
+def _check_n(value: Any, info: ValidationInfo) -> int:
     allowed = whole(1, (info.context or {})["rows"])
     if not isinstance(value, int) or not allowed.holds(value):
         raise Refused(400, f"n = {value!r:.80}: expected {allowed.expected}", "n")
@@ -422,7 +435,7 @@ def _rows_at_most(value: object, info: ValidationInfo) -> int:
 
 
 class TextRequest(Request):
-    """What requests for texts have in common."""
+    """The fields that requests for texts have in common."""
 
     model: Annotated[
         str,
@@ -434,31 +447,31 @@ class TextRequest(Request):
     n: Annotated[
         int,
         PlainValidator(
-            _rows_at_most, json_schema_input_type=Annotated[int, Field(ge=1, le=MOST_PROMPTS)]
+            _check_n, json_schema_input_type=Annotated[int, Field(ge=1, le=MAX_PROMPTS)]
         ),
     ] = Field(
         1,
-        description="The number of texts for each prompt. At most as many as the server writes at once (--rows); text "
-        "i has a seed that follows from seed and i.",
+        description="The number of texts for each prompt, at most as many as the server writes at once (--rows). The "
+        "seed of text i follows from seed and i.",
     )
-    seed: Annotated[int | None, within(RANGES["seed"])] = Field(
+    seed: Annotated[int | None, number_within(RANGES["seed"])] = Field(
         None,
-        description="Decides all draws: an equal request with an equal seed has an equal text, whatever else the "
-        "server does. If it is left out, one is drawn, and the answer has it.",
+        description="Decides the sampling: an equal request with an equal seed gets an equal text, whatever else the "
+        "server does. If it is missing, the server chooses one, which the answer has.",
     )
     stop: Annotated[
         list[ShortText],
         FailFast(),
-        Field(max_length=MOST_STOPS),
+        Field(max_length=MAX_STOPS),
         BeforeValidator(
-            _in_a_list,
+            _text_as_list,
             json_schema_input_type=ShortText
-            | Annotated[list[ShortText], Field(max_length=MOST_STOPS)],
+            | Annotated[list[ShortText], Field(max_length=MAX_STOPS)],
         ),
-        Expected(f"up to {MOST_STOPS} texts of 1 to {MOST_STOP_BYTES} bytes"),
+        Expected(f"up to {MAX_STOPS} texts of 1 to {MAX_STOP_BYTES} bytes"),
     ] = Field([], description="The text ends before the first of these texts.")
     stream: bool = Field(False, description="Sends the text in pieces, as server-sent events.")
-    stream_options: StreamOptions | None = Field(None, description="Is for a stream only.")
+    stream_options: StreamOptions | None = Field(None, description="Is allowed only with stream.")
     regex: str | None = Field(
         None,
         description="The whole text matches this regular expression. docs/constraints.md lists the syntax. Excludes "
@@ -469,9 +482,9 @@ class TextRequest(Request):
         list[str] | None, FailFast(), Field(min_length=1), Expected("a list of texts")
     ] = Field(
         None,
-        description=f"The text is one of these, which have at most {MOST_BYTES:,} bytes in all. Excludes regex and "
-        "response_format.",
-        json_schema_extra={"maxItems": MOST_CHOICES},
+        description=f"The text is one of these, which together have at most {MAX_CONSTRAINT_BYTES:,} bytes. Excludes "
+        "regex and response_format.",
+        json_schema_extra={"maxItems": MAX_CHOICES},
     )
     response_format: Annotated[
         TextFormat | JsonSchemaFormat | None,
@@ -496,62 +509,58 @@ class TextRequest(Request):
     order: Annotated[Any, not_supported("leave it out")] = None
 
     @property
-    def usage(self) -> bool:
-        """Whether a last piece of the stream says how many tokens it took."""
+    def wants_usage(self) -> bool:
+        """Whether the last piece of the stream has the request's usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @cached_property
-    def limit(self) -> Limit | None:
-        """The constraint.
+    def constraint(self) -> Constraint | None:
+        """The constraint on the text, if there is one.
 
         Raises:
             Refused: there are two.
         """
-        given = []
+        found = []
         if isinstance(self.response_format, JsonSchemaFormat):
-            given.append(
-                Limit("json_schema", self.response_format.json_schema.schema_, "response_format")
-            )
+            schema = self.response_format.json_schema.schema_
+            found.append(Constraint("json_schema", schema, "response_format"))
         if self.regex is not None:
-            given.append(Limit("regex", self.regex, "regex"))
+            found.append(Constraint("regex", self.regex, "regex"))
         if self.choice is not None:
-            given.append(Limit("choices", self.choice, "choice"))
-        if len(given) > 1:
-            raise Refused(
-                400, f"{given[0].field} and {given[1].field}: give one of them", given[1].field
-            )
-        return given[0] if given else None
+            found.append(Constraint("choices", self.choice, "choice"))
+        if len(found) > 1:
+            first, second = found[0].field, found[1].field
+            raise Refused(400, f"{first} and {second}: give one of them", second)
+        return found[0] if found else None
 
     @cached_property
     def sampling(self) -> Sampling:
-        """How tokens are chosen, with a seed that is drawn where none was given."""
+        """How tokens are sampled; without a seed in the request, the seed is a random number."""
         options = {name: getattr(self, name) for name in OPTIONS}
-        return Sampling(
-            **options, seed=secrets.randbelow(SEEDS) if self.seed is None else self.seed
-        )
+        seed = secrets.randbelow(SEEDS) if self.seed is None else self.seed
+        return Sampling(**options, seed=seed)
 
     @model_validator(mode="after")
-    def _agrees(self) -> Self:
-        if (
-            self.stream_options is not None
-            and self.stream_options.model_fields_set
-            and not self.stream
-        ):
+    def _require_consistent(self) -> Self:
+        options = self.stream_options
+        has_stream_options = options is not None and bool(options.model_fields_set)
+        if has_stream_options and not self.stream:
             raise Refused(400, "stream_options is for a stream", "stream_options")
-        _ = self.limit
+        _ = self.constraint  # refuses two
         return self
 
 
 # ── the sampler's options ─────────────────────────────────────────────────────────────────────────
 
-# `logprobs` is another number here, the seed has a field of its own, and the order is not built.
+# The protocol's `logprobs` has another meaning, `seed` has a field above, and `order` is not
+# supported.
 _OPTIONS = {
     option.name: option
     for option in fields(Sampling)
     if option.name not in ("logprobs", "seed", "order")
 }
 OPTIONS = frozenset(_OPTIONS)
-# Their types, where it is no number of a range.
+# The types of the options that are not a number in a range.
 _TYPES: dict[str, Any] = {
     "penalty_scope": Annotated[
         Scope, Expected(f"one of {', '.join(get_args(Scope))}", shows_value=True)
@@ -559,26 +568,30 @@ _TYPES: dict[str, Any] = {
     "dry_sequence_breakers": Annotated[
         list[ShortText],
         FailFast(),
-        Field(max_length=MOST_BREAKERS),
-        Expected(f"up to {MOST_BREAKERS} texts of 1 to {MOST_STOP_BYTES} bytes"),
+        Field(max_length=MAX_BREAKERS),
+        Expected(f"up to {MAX_BREAKERS} texts of 1 to {MAX_STOP_BYTES} bytes"),
     ],
     "logit_bias": Biases,
 }
-# The protocol's own default is not that of `monograph generate`.
+# Where the protocol's default differs from that of `monograph generate`.
 _DEFAULTS: dict[str, Any] = {"temperature": 1.0}
 _DESCRIPTIONS = {"logit_bias": "What is added to the logits, by token id. -100 forbids a token."}
 
 
 def with_options(model: type[_Model]) -> type[_Model]:
-    """Return a model with a field for each option of `Sampling`, as it is declared there."""
-    said = _attributes(Sampling) | _DESCRIPTIONS
+    """Return the model with a further field for each option of `Sampling`.
+
+    The fields' ranges, defaults and descriptions are those of `Sampling`.
+    """
+    descriptions = _attribute_sentences(Sampling) | _DESCRIPTIONS
     added: dict[str, Any] = {}
     for name, option in _OPTIONS.items():
-        kind = (
-            _TYPES.get(name)
-            or Annotated[int if RANGES[name].whole else float, within(RANGES[name])]
-        )
-        added[name] = kind, Field(_DEFAULTS.get(name, _default(option)), description=said.get(name))
+        kind = _TYPES.get(name)
+        if kind is None:
+            allowed = RANGES[name]
+            kind = Annotated[int if allowed.whole else float, number_within(allowed)]
+        default = _DEFAULTS.get(name, _default(option))
+        added[name] = kind, Field(default, description=descriptions.get(name))
     return create_model(
         model.__name__, __base__=model, __module__=model.__module__, __doc__=model.__doc__, **added
     )
@@ -587,15 +600,18 @@ def with_options(model: type[_Model]) -> type[_Model]:
 def _default(option: Option[Any]) -> Any:
     if callable(option.default_factory):
         return option.default_factory()
+    # JSON has lists only.
     return list(option.default) if isinstance(option.default, tuple) else option.default
 
 
-def _attributes(described: type) -> dict[str, str]:
-    """Return what the docstring of a class says of each attribute, in a sentence."""
-    listed = (described.__doc__ or "").partition("Attributes:\n")[2]
-    found = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", listed, re.MULTILINE)
-    sentences = {name: " ".join(text.replace("`", "").split()) for name, text in found}
-    return {name: f"{said[0].upper()}{said[1:]}" for name, said in sentences.items()}
+def _attribute_sentences(described: type) -> dict[str, str]:
+    """Return a sentence for each attribute in the docstring of a class."""
+    attributes = (described.__doc__ or "").partition("Attributes:\n")[2]
+    sentences = {}
+    for name, text in re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", attributes, re.MULTILINE):
+        words = " ".join(text.replace("`", "").split())
+        sentences[name] = words[0].upper() + words[1:]
+    return sentences
 
 
 # ── requests for texts ────────────────────────────────────────────────────────────────────────────
@@ -606,43 +622,41 @@ class CompletionRequest(TextRequest):
     """Texts to be continued."""
 
     prompt: Prompts = Field(
-        description="What the text continues. A text is encoded and has the token that begins a text before it; ids "
-        "are taken as they are."
+        description="What the text continues. A prompt that is a text is encoded, after the token that begins a "
+        "text. A prompt of ids is used unchanged."
     )
-    max_tokens: Annotated[int, within(whole(0, 2**31 - 1))] = Field(
-        16, description="The most tokens of each text. 0 is for echo, and scores the prompt alone."
+    max_tokens: Annotated[int, number_within(whole(0, 2**31 - 1))] = Field(
+        16,
+        description="The maximum number of tokens of each text. 0 is allowed with echo, and only scores the prompt.",
     )
     echo: bool = Field(
         False,
-        description="Begins the answer with the prompt, whose log-probabilities are exact. Is not for a stream.",
+        description="Begins the answer with the prompt, whose log-probabilities are exact. Excludes stream.",
     )
-    logprobs: Annotated[int | None, within(whole(0, MOST_LOGPROBS))] = Field(
+    logprobs: Annotated[int | None, number_within(whole(0, MAX_LOGPROBS))] = Field(
         None,
-        description="Reports the log-probability of each token under the model's own distribution, and of so many of "
-        "the likeliest tokens in its place.",
+        description="Reports the log-probability of each token under the model's own distribution, and those of this "
+        "number of the likeliest tokens in its place.",
     )
-    best_of: Annotated[int, within(whole(1, 2**31 - 1))] = Field(
-        1, description="Is not supported: at most n."
+    best_of: Annotated[int, number_within(whole(1, 2**31 - 1))] = Field(
+        1, description="Is not supported: may be at most n."
     )
 
     @property
-    def most_tokens(self) -> int | None:
-        """The most tokens of each text."""
+    def token_limit(self) -> int | None:
+        """The maximum number of tokens of each text."""
         return self.max_tokens
 
     @property
-    def likeliest(self) -> int | None:
-        """How many of the likeliest tokens are reported with each; None: no log-probabilities at
-        all.
-        """
+    def likeliest_count(self) -> int | None:
+        """How many of the likeliest tokens are reported with each token; None: no tokens are."""
         return self.logprobs
 
     @model_validator(mode="after")
-    def _is_possible(self) -> Self:
+    def _require_possible(self) -> Self:
         if self.max_tokens == 0 and not self.echo:
-            raise Refused(
-                400, "max_tokens is 0: only a request with echo asks for no token", "max_tokens"
-            )
+            message = "max_tokens is 0: expected at least 1, or echo to score the prompt"
+            raise Refused(400, message, "max_tokens")
         if self.best_of > self.n:
             raise Refused(
                 400, "best_of is not supported: ask for n texts", "best_of", "unsupported_parameter"
@@ -659,67 +673,65 @@ class ChatRequest(TextRequest):
     messages: Annotated[
         list[dict[str, Any]],
         PlainValidator(
-            _messages,
+            _check_messages,
             json_schema_input_type=Annotated[
-                list[Message], Field(min_length=1, max_length=MOST_MESSAGES)
+                list[Message], Field(min_length=1, max_length=MAX_MESSAGES)
             ],
         ),
     ] = Field(
-        description="The dialogue so far. The model's chat template puts it together; without one, the texts are "
-        "joined and continued."
+        description="The dialogue so far. The model's chat template makes the prompt of it; without a template, the "
+        "prompt is the joined contents."
     )
-    max_completion_tokens: Annotated[int | None, within(whole(1, 2**31 - 1))] = Field(
+    max_completion_tokens: Annotated[int | None, number_within(whole(1, 2**31 - 1))] = Field(
         None,
-        description="The most tokens of each text. If it is left out, the rest of the context.",
+        description="The maximum number of tokens of each text. If it is missing, the rest of the context.",
     )
-    max_tokens: Annotated[int | None, within(whole(1, 2**31 - 1))] = Field(
-        None, description="The older name of max_completion_tokens; both at once are refused."
+    max_tokens: Annotated[int | None, number_within(whole(1, 2**31 - 1))] = Field(
+        None, description="The older name of max_completion_tokens. Excludes it."
     )
     logprobs: bool = Field(
         False,
         description="Reports the log-probability of each token under the model's own distribution.",
     )
-    top_logprobs: Annotated[int | None, within(whole(0, MOST_LOGPROBS))] = Field(
+    top_logprobs: Annotated[int | None, number_within(whole(0, MAX_LOGPROBS))] = Field(
         None,
-        description="Reports so many of the likeliest tokens in the place of each. Needs logprobs.",
+        description="Reports this number of the likeliest tokens in the place of each. Needs logprobs.",
     )
     chat_template_kwargs: TemplateOptions = Field(
-        TemplateOptions(), description="What the chat template reads beside the messages."
+        TemplateOptions(), description="What the chat template reads in addition to the messages."
     )
 
     @property
-    def variables(self) -> dict[str, Any]:
-        """What the chat's template reads beside the messages."""
+    def template_variables(self) -> dict[str, Any]:
+        """What the chat template reads in addition to the messages, by name."""
         return self.chat_template_kwargs.model_dump(exclude_none=True)
 
     @property
-    def most_tokens(self) -> int | None:
-        """The most tokens of each text; None: as many as the context holds."""
+    def token_limit(self) -> int | None:
+        """The maximum number of tokens of each text; None: as many as the context holds."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
-    def likeliest(self) -> int | None:
-        """How many of the likeliest tokens are reported with each; None: no log-probabilities at
-        all.
-        """
+    def likeliest_count(self) -> int | None:
+        """How many of the likeliest tokens are reported with each token; None: no tokens are."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def echo(self) -> bool:
-        """Whether the answer begins with the prompt: in a chat it never does."""
+        """Whether the answer begins with the prompt: never in a chat."""
         return False
 
     @model_validator(mode="after")
-    def _is_possible(self) -> Self:
+    def _require_possible(self) -> Self:
         if self.max_completion_tokens is not None and self.max_tokens is not None:
-            said = "max_tokens is the older name of max_completion_tokens: give one of them"
-            raise Refused(400, said, "max_tokens")
+            message = "max_tokens is the older name of max_completion_tokens: give one of them"
+            raise Refused(400, message, "max_tokens")
         if self.top_logprobs is not None and not self.logprobs:
             raise Refused(400, "top_logprobs needs logprobs to be true", "top_logprobs")
         return self
 
 
-Asked = CompletionRequest | ChatRequest
+AnyTextRequest = CompletionRequest | ChatRequest
 
 
 # ── reading ───────────────────────────────────────────────────────────────────────────────────────
@@ -740,13 +752,13 @@ _TYPE_WORDS = {
 
 
 def read(model: type[_Model], body: dict[str, Any], **context: int) -> _Model:
-    """Return a body as a request.
+    """Return a body as a request of type `model`.
 
     Args:
-        model: the kind of request.
+        model: the type of request.
         body: the JSON object.
-        context: what the server's model allows: "rows", the largest n, or "vocabulary", the number
-            of token ids.
+        context: numbers of the server's model: `rows`, the largest n of a request for texts, or
+            `vocabulary`, the number of token ids, for a request to decode tokens.
 
     Raises:
         Refused: a field is wrong; the error names it.
@@ -758,17 +770,21 @@ def read(model: type[_Model], body: dict[str, Any], **context: int) -> _Model:
 
 
 def _refusal(model: type[BaseModel], error: ValidationError) -> Refused:
-    """Return what is said of the first wrong field."""
-    first = error.errors(include_url=False)[0]
-    names = [step for step in first["loc"] if isinstance(step, str)]
-    name = names[-1]
-    is_missing = first["type"] == "missing"
-    if is_missing and len(names) == 1:
-        return Refused(400, f"{name} is missing: {_MISSING[name]}", name)
-    if is_missing or len(names) == 1:  # of what is inside a field, its own words say most
-        for expected in model.model_fields[names[0]].metadata:
+    """Return the refusal for the first wrong field."""
+    fault = error.errors(include_url=False)[0]
+    # From the request's own field to the wrong one inside it, without the indices of lists.
+    path = [step for step in fault["loc"] if isinstance(step, str)]
+    outer = path[0]
+    inner = path[-1]
+    is_missing = fault["type"] == "missing"
+    is_inside = len(path) > 1
+    if is_missing and not is_inside:
+        return Refused(400, f"{inner} is missing: {_MISSING[inner]}", inner)
+    # For a wrong value inside a field, pydantic's message is more exact than the field's words.
+    if is_missing or not is_inside:
+        for expected in model.model_fields[outer].metadata:
             if isinstance(expected, Expected):
-                shown = f" = {first['input']!r:.80}" if expected.shows_value else ""
-                return Refused(400, f"{names[0]}{shown}: expected {expected.words}", names[0])
-    words = _TYPE_WORDS.get(first["type"], first["msg"])
-    return Refused(400, f"{name} = {first['input']!r:.80}: expected {words}", name)
+                shown = f" = {fault['input']!r:.80}" if expected.shows_value else ""
+                return Refused(400, f"{outer}{shown}: expected {expected.words}", outer)
+    words = _TYPE_WORDS.get(fault["type"], fault["msg"])
+    return Refused(400, f"{inner} = {fault['input']!r:.80}: expected {words}", inner)

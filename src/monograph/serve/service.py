@@ -1,6 +1,4 @@
-"""What all requests share: the versions of the model, the thread that owns them, the gate before
-it, and counts.
-"""
+"""What all requests share: the model's versions, the owner's thread, the gate before it, counts."""
 
 import asyncio
 from collections import Counter
@@ -10,7 +8,7 @@ from contextlib import asynccontextmanager
 from monograph.errors import MonographError, OutOfDeviceMemory
 from monograph.serve.compiling import Compiler
 from monograph.serve.gate import Gate
-from monograph.serve.metrics import Counted, Histogram
+from monograph.serve.metrics import Histogram, RequestCounts
 from monograph.serve.owner import Gone, Owner
 from monograph.serve.refused import Refused
 from monograph.serve.versions import Source, Version
@@ -22,13 +20,15 @@ class Service:
     """A model that is served, for as long as the event loop runs.
 
     Attributes:
-        owner: the thread that owns the models.
-        gate: the bounds on what it is asked.
-        counted: requests by status.
-        first_token: how long requests took to their first token.
-        whole: how long they took in all.
-        crashed: the error that ended the owner, or None.
-        ended: is set once it has ended by an error.
+        source: where the model comes from.
+        owner: the thread that owns the models; it exists once the first version is loaded.
+        gate: the limits on what clients may ask for; it exists once the first version can be used.
+        request_counts: how many requests were answered, by status.
+        first_token_s: seconds from the start of a request to its first token.
+        request_s: seconds from the start of a request to its end.
+        report_bug: reports an unforeseen error.
+        crash_error: the error that ended the owner's thread, or None.
+        ended: is set once the owner's thread has ended by an error.
     """
 
     owner: Owner
@@ -38,51 +38,55 @@ class Service:
         self,
         source: Source,
         say: Callable[[str], None],
-        bug: Callable[[Exception], None],
+        report_bug: Callable[[Exception], None],
         *,
         aliases: Sequence[str] = (),
         any_name: bool = False,
     ) -> None:
-        """Take what is served.
+        """Set up a service; `begin` loads the model.
 
         Args:
-            source: the model.
+            source: where the model comes from.
             say: prints a line.
-            bug: reports an error that nobody foresaw.
+            report_bug: reports an unforeseen error.
             aliases: further names of the model.
-            any_name: whether a request may name the model as it likes.
+            any_name: whether a request may give the model any name.
         """
         self.source = source
-        self.counted = Counted()
-        self.bug = bug
+        self.request_counts = RequestCounts()
+        self.report_bug = report_bug
         self._aliases = tuple(aliases)
         self._any_name = any_name
-        self.first_token = Histogram()
-        self.whole = Histogram()
-        self.crashed: Exception | None = None
+        self.first_token_s = Histogram()
+        self.request_s = Histogram()
+        self.crash_error: Exception | None = None
         self.ended = asyncio.Event()
         self._say = say
-        self._unfit = False  # whether the newest version did not fit beside those that are used
+        # Whether the newest version lacked memory beside the versions that are in use.
+        self._newest_did_not_fit = False
         self._newest: Version | None = None
-        self._has_owner = False  # which is before its first version can be used
-        self._users: Counter[Version] = Counter()
+        self._has_owner = False
+        self._users: Counter[Version] = Counter()  # requests that use each version
+        # By the digest of the tokenizer and the ids that end a text.
         self._compilers: dict[tuple[str, tuple[int, ...]], Compiler] = {}
 
-    async def begin(self, ended: Callable[[], None]) -> Version:
-        """Load the model and make all that a request needs; `ended` is called if its thread ends by
-        an error.
+    async def begin(self, on_crash: Callable[[], None]) -> Version:
+        """Load the model and make all that a request needs.
+
+        Args:
+            on_crash: is called if an error ends the owner's thread.
 
         Raises:
-            MonographError: it cannot be loaded.
+            MonographError: the model cannot be loaded.
         """
 
-        def crashed(error: Exception) -> None:
-            self.crashed = error
+        def record_crash(error: Exception) -> None:
+            self.crash_error = error
             self.ended.set()
-            ended()
+            on_crash()
 
         version = await asyncio.to_thread(self.source.load)
-        self.owner = Owner(self.source.rows, crashed)
+        self.owner = Owner(self.source.rows, record_crash)
         self._has_owner = True
         await self.owner.add(version)
         self.gate = Gate(self.owner, version.rows, version.context)
@@ -90,63 +94,67 @@ class Service:
         return version
 
     async def follow(self) -> None:
-        """Load each newer version, until an error that nobody foresaw; requests that have begun end
-        with theirs.
+        """Load each newer version, until an unforeseen error.
+
+        Requests that have begun end with the version that they began with.
         """
-        why = ""  # the newest version cannot be loaded, as it was said
+        last_fault = ""  # why the newest version cannot be loaded, as it was printed
         while True:
             await asyncio.sleep(LOOK_S)
             try:
-                if not await asyncio.to_thread(self.source.moved):
-                    why = ""
+                if not await asyncio.to_thread(self.source.has_newer):
+                    last_fault = ""
                     continue
-                version, before = await asyncio.to_thread(self.source.load), self._newest
+                version = await asyncio.to_thread(self.source.load)
+                previous = self._newest
                 await self.owner.add(version)
             except (MonographError, OSError) as error:
-                if str(error) != why:
+                if str(error) != last_fault:
                     self._say(f"still {self._newest.id if self._newest else ''}: {error}")
-                why = str(error)
-                self._unfit = isinstance(error, OutOfDeviceMemory)
+                last_fault = str(error)
+                self._newest_did_not_fit = isinstance(error, OutOfDeviceMemory)
                 continue
             except Gone:
                 return
             except Exception as error:
-                self.bug(error)
+                self.report_bug(error)
                 return
-            why = ""
-            self.gate.fit(version.rows, version.context)
+            last_fault = ""
+            self.gate.set_sizes(version.rows, version.context)
             self._newest = version
             self._say(f"now {version.id}: {version.size}")
-            if before is not None and not self._users[before]:
-                self._drop(before)
+            if previous is not None and not self._users[previous]:
+                self._drop(previous)
 
     def end(self) -> None:
-        """End the thread and the processes."""
+        """End the owner's thread and the processes that compile."""
         for compiler in self._compilers.values():
             compiler.close()
         if self._has_owner:
             self.owner.end()
 
     @property
-    def ready(self) -> bool:
-        """Return whether requests are answered."""
-        return self._newest is not None and self.crashed is None
+    def is_ready(self) -> bool:
+        """Whether requests are answered."""
+        return self._newest is not None and self.crash_error is None
 
     @property
     def newest(self) -> Version:
-        """Return the version that takes new requests.
+        """The version that takes new requests.
 
         Raises:
-            Refused: there is none yet, or none any more.
+            Refused: no version is loaded yet, or the owner's thread has ended.
         """
-        if self._newest is None or self.crashed is not None:
-            what = "loading the model" if self.crashed is None else "the model's thread has ended"
-            raise Refused(503, what, code="unavailable", Retry_After="2")
+        if self._newest is None or self.crash_error is not None:
+            message = "loading the model"
+            if self.crash_error is not None:
+                message = "the model's thread has ended"
+            raise Refused(503, message, code="unavailable", Retry_After="2")
         return self._newest
 
     @property
     def rows(self) -> int:
-        """Return how many texts are written at once.
+        """The number of texts that are written at once.
 
         Raises:
             Refused: see `newest`.
@@ -154,34 +162,30 @@ class Service:
         return self.newest.rows
 
     @property
-    def ending(self) -> Refused:
-        """Return the shutdown error, or the crash that ended the owner."""
-        if self.crashed is not None:
+    def end_refusal(self) -> Refused:
+        """The answer to requests that the end of the server interrupts."""
+        if self.crash_error is not None:
             return Refused(500, "the model's thread has ended: the server is going down")
         return Refused(503, "the server is going down", code="unavailable")
 
-    def names(self, version: Version) -> list[str]:
-        """Return each name of a version once, the one of exactly its weights first."""
+    def names_of(self, version: Version) -> list[str]:
+        """Return each name of a version once, first the name of exactly its weights."""
         return list(dict.fromkeys((version.id, *version.names, *self._aliases)))
 
     @asynccontextmanager
-    async def version(self, name: str) -> AsyncIterator[Version]:
-        """Yield the newest version, which stays until the end of the block, if it has this name or
-        any name will do.
+    async def use_version(self, name: str) -> AsyncIterator[Version]:
+        """Yield the newest version; it is not dropped before the end of the block.
 
         Raises:
-            Refused: it has another.
+            Refused: the version does not have this name, and the service has not `any_name`.
         """
         version = self.newest
-        if not self._any_name and name not in (names := self.names(version)):
+        names = self.names_of(version)
+        if not self._any_name and name not in names:
             known = ", ".join(names)
             hint = "other names: `monograph serve` with --served-name or --any-name"
-            raise Refused(
-                404,
-                f"there is no model {name!r:.80}: expected {known} ({hint})",
-                "model",
-                "model_not_found",
-            )
+            message = f"there is no model {name!r:.80}: expected {known} ({hint})"
+            raise Refused(404, message, "model", "model_not_found")
         self._users[version] += 1
         try:
             yield version
@@ -190,42 +194,48 @@ class Service:
             if version is not self._newest and not self._users[version]:
                 self._drop(version)
 
-    def compiler(self, version: Version, ends: Sequence[int]) -> Compiler:
+    def compiler_for(self, version: Version, stop_ids: Sequence[int]) -> Compiler:
         """Return the compiler of automata for a version's tokenizer."""
-        key = version.tokenizer.digest, tuple(ends)
+        key = version.tokenizer.digest, tuple(stop_ids)
         if key not in self._compilers:
-            self._compilers[key] = Compiler(version.tokenizer.pieces, ends)
+            self._compilers[key] = Compiler(version.tokenizer.pieces, stop_ids)
         return self._compilers[key]
 
-    def metrics(self) -> str:
-        """Return all counts as Prometheus' text."""
-        _ = self.newest  # or there is nothing to count yet
-        stock = self.owner.stock
+    def metrics_text(self) -> str:
+        """Return all counts in Prometheus' text format.
+
+        Raises:
+            Refused: see `newest`.
+        """
+        _ = self.newest  # refuses while there is nothing to count
+        counts = self.owner.counts
         lines = ["# TYPE monograph_requests_total counter"]
-        lines += [
-            f'monograph_requests_total{{status="{key}"}} {n}'
-            for key, n in self.counted.by_status.items()
-        ]
-        numbers = {
-            "rows gauge": self.rows,
-            "rows_running gauge": stock.running,
-            "texts_waiting gauge": self.gate.waiting,
-            "texts_cancelled_total counter": self.gate.cancelled,
-            "requests_refused_total counter": self.gate.refused,
-            "tokens_drawn_total counter": stock.drawn,
-            "blocks_total counter": stock.blocks,
-            "prompt_tokens_reused_total counter": stock.reused,
-        }
-        for name, number in numbers.items():
-            lines += [f"# TYPE monograph_{name}", f"monograph_{name.split()[0]} {number}"]
-        lines += self.first_token.lines("monograph_first_token_seconds")
-        return "\n".join([*lines, *self.whole.lines("monograph_request_seconds")]) + "\n"
+        for status, number in self.request_counts.by_status.items():
+            lines.append(f'monograph_requests_total{{status="{status}"}} {number}')
+        values = (
+            ("rows", "gauge", self.rows),
+            ("rows_running", "gauge", counts.running_rows),
+            ("texts_waiting", "gauge", self.gate.waiting),
+            ("texts_cancelled_total", "counter", self.gate.cancelled),
+            ("requests_refused_total", "counter", self.gate.refused),
+            ("tokens_drawn_total", "counter", counts.sampled_tokens),
+            ("blocks_total", "counter", counts.blocks),
+            ("prompt_tokens_reused_total", "counter", counts.reused_tokens),
+        )
+        for name, kind, value in values:
+            lines += [f"# TYPE monograph_{name} {kind}", f"monograph_{name} {value}"]
+        lines += self.first_token_s.lines("monograph_first_token_seconds")
+        lines += self.request_s.lines("monograph_request_seconds")
+        return "\n".join(lines) + "\n"
 
     def _drop(self, version: Version) -> None:
         del self._users[version]
         self.owner.drop(version)
-        if self._unfit:
-            self._unfit = False
-            self.source.again()
-        for key in [key for key in self._compilers if key[0] != self.newest.tokenizer.digest]:
-            self._compilers.pop(key).close()
+        if self._newest_did_not_fit:
+            # Its memory is free now, so the newest version may fit.
+            self._newest_did_not_fit = False
+            self.source.load_again()
+        digest = self.newest.tokenizer.digest
+        for key in list(self._compilers):
+            if key[0] != digest:
+                self._compilers.pop(key).close()

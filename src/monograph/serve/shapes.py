@@ -1,7 +1,7 @@
-"""The forms of all answers, as the protocol has them: what writes them is typed by these, and the
-document shows them.
+"""The types of all answers, in the form of the protocol.
 
-They are types alone: nothing is checked by them when an answer is made.
+The code that makes an answer is type-checked against them, and the OpenAPI document is made from
+them. Nothing is checked at run time.
 """
 
 from typing import Annotated, Any, Literal, NotRequired
@@ -10,7 +10,7 @@ from pydantic import Field, Json
 from typing_extensions import TypedDict
 
 from monograph.decode.sampling import RANGES
-from monograph.serve.requests import MOST_LOGPROBS, TokenId
+from monograph.serve.requests import MAX_LOGPROBS, TokenId
 
 Finish = Literal["stop", "length"]
 Count = Annotated[int, Field(ge=0)]
@@ -18,19 +18,21 @@ Length = Annotated[int, Field(ge=1)]
 Time = Annotated[int, Field(ge=0, description="Seconds since 1970.")]
 LogProbability = Annotated[float, Field(le=0, description="ln p, and -9999 where p is 0.")]
 Index = Annotated[
-    int, Field(ge=0, description="The text's number: prompt p and text i of it have p * n + i.")
+    int, Field(ge=0, description="The text's number: text i of prompt p has p * n + i.")
 ]
 Ended = Annotated[
     Finish,
     Field(
-        description="stop: the text ended, or a stop text came. length: it reached its most tokens."
+        description="stop: the text ended, or a stop text came. length: it has the maximum of tokens."
     ),
 ]
-MaybeEnded = Annotated[Finish | None, Field(description="Is null but in a text's last piece.")]
+MaybeEnded = Annotated[
+    Finish | None, Field(description="Is null, except in the last piece of a text.")
+]
 
 
 class Usage(TypedDict):
-    """Tokens that the request took. A token that ends a text counts."""
+    """The tokens of a request. A token that ends a text counts."""
 
     prompt_tokens: Count
     completion_tokens: Count
@@ -38,16 +40,16 @@ class Usage(TypedDict):
 
 
 class _Head(TypedDict):
-    """What all answers with texts have."""
+    """The fields that all answers with texts have."""
 
     id: Annotated[str, Field(description="Is the same in all pieces of a stream.")]
     created: Time
-    model: Annotated[str, Field(description="RUN@UPDATE, whatever name was asked for.")]
+    model: Annotated[str, Field(description="RUN@UPDATE, whatever name the request has.")]
     system_fingerprint: Annotated[
         str,
         Field(
-            description="Is equal where the same request with the same seed has the same text: it stands for the "
-            "weights, the settings and the software."
+            description="Stands for the weights, the settings and the software: where it is equal, the same request "
+            "with the same seed has the same text."
         ),
     ]
     seed: Annotated[
@@ -55,12 +57,12 @@ class _Head(TypedDict):
         Field(
             ge=RANGES["seed"].low,
             le=RANGES["seed"].high,
-            description="The seed that was given, or the one that was drawn.",
+            description="The seed of the request, or the one that the server chose.",
         ),
     ]
 
 
-MaybeUsage = Annotated[Usage | None, Field(description="Is there with include_usage only.")]
+MaybeUsage = Annotated[Usage | None, Field(description="Is there only with include_usage.")]
 
 # ── /v1/completions ───────────────────────────────────────────────────────────────────────────────
 
@@ -69,7 +71,7 @@ class CompletionLogprobs(TypedDict):
     """The tokens of a text with their log-probabilities."""
 
     tokens: Annotated[
-        list[str], Field(description=r"Each token's text; bytes that are no UTF-8 as bytes:\xf0.")
+        list[str], Field(description=r"Each token's text. Bytes that are not UTF-8 are bytes:\xf0.")
     ]
     token_logprobs: Annotated[
         list[LogProbability | None],
@@ -78,8 +80,8 @@ class CompletionLogprobs(TypedDict):
     top_logprobs: Annotated[
         list[dict[str, LogProbability] | None],
         Field(
-            description="The likeliest tokens and the chosen one, by text; a second token with an equal text as "
-            "token_id:17."
+            description="ln p of the likeliest tokens and of the sampled one, by their texts. A second token with an "
+            "equal text is token_id:17."
         ),
     ]
     text_offset: Annotated[
@@ -114,7 +116,7 @@ class Completion(_Head):
 
 
 class CompletionPiece(_Head):
-    """One event of a stream. The pieces of a text, joined, are the text."""
+    """An event of a stream. A text is its joined pieces."""
 
     object: Literal["text_completion"]
     choices: list[CompletionPieceChoice]
@@ -135,9 +137,9 @@ class ChatToken(TypedDict):
 
 
 class ChatDrawnToken(ChatToken):
-    """A token that was drawn, with the likeliest ones in its place."""
+    """A token that was sampled, with the likeliest ones in its place."""
 
-    top_logprobs: Annotated[list[ChatToken], Field(max_length=MOST_LOGPROBS)]
+    top_logprobs: Annotated[list[ChatToken], Field(max_length=MAX_LOGPROBS)]
 
 
 class ChatLogprobs(TypedDict):
@@ -189,7 +191,7 @@ class Chat(_Head):
 
 
 class ChatPiece(_Head):
-    """One event of a stream. The contents of a text's pieces, joined, are the text."""
+    """An event of a stream. A text is the joined contents of its pieces."""
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatPieceChoice]
@@ -202,9 +204,7 @@ class ChatPiece(_Head):
 class ErrorBody(TypedDict):
     """What is wrong."""
 
-    message: Annotated[
-        str, Field(description="One line, which names what is wrong and what to do.")
-    ]
+    message: Annotated[str, Field(description="One line: what is wrong, and what to do.")]
     type: Literal[
         "invalid_request_error",
         "authentication_error",
@@ -236,8 +236,8 @@ class Error(TypedDict):
 class CompletionEvent(TypedDict):
     """A server-sent event of a stream.
 
-    The last one is [DONE], or an error in place of all that is missing. Lines that begin with a
-    colon keep the connection open.
+    The last event is [DONE], or an error if the rest is missing. Lines that begin with a colon keep
+    the connection open.
     """
 
     data: Literal["[DONE]"] | Json[CompletionPiece | Error]
@@ -246,14 +246,14 @@ class CompletionEvent(TypedDict):
 class ChatEvent(TypedDict):
     """A server-sent event of a stream.
 
-    The last one is [DONE], or an error in place of all that is missing. Lines that begin with a
-    colon keep the connection open.
+    The last event is [DONE], or an error if the rest is missing. Lines that begin with a colon keep
+    the connection open.
     """
 
     data: Literal["[DONE]"] | Json[ChatPiece | Error]
 
 
-EVENTS = (CompletionEvent, ChatEvent)  # an event may have a kind and an id, too
+EVENTS = (CompletionEvent, ChatEvent)  # an event may also have a kind and an id
 
 
 class Model(TypedDict):
@@ -264,9 +264,12 @@ class Model(TypedDict):
     created: Time
     owned_by: Literal["monograph"]
     max_model_len: Annotated[
-        int, Field(ge=1, description="The context: the most tokens of a prompt and its text.")
+        int,
+        Field(
+            ge=1, description="The context: the maximum number of tokens of a prompt and its text."
+        ),
     ]
-    root: Annotated[str, Field(description="RUN@UPDATE, which the name stands for now.")]
+    root: Annotated[str, Field(description="RUN@UPDATE: the weights that the name stands for now.")]
     chat: Annotated[bool, Field(description="Whether the model has a chat template.")]
 
 
@@ -295,7 +298,7 @@ class Tokens(TypedDict):
 class Decoded(TypedDict):
     """A decoded text."""
 
-    prompt: Annotated[str, Field(description="Bytes that are no UTF-8 are U+FFFD.")]
+    prompt: Annotated[str, Field(description="Bytes that are not UTF-8 are U+FFFD.")]
 
 
 class TokenizerInfo(TypedDict):
@@ -303,8 +306,8 @@ class TokenizerInfo(TypedDict):
 
     bos_token: Annotated[str | None, Field(description="Begins a text.")]
     eos_token: Annotated[str | None, Field(description="Ends a text.")]
-    pad_token: Annotated[str | None, Field(description="Fills up.")]
-    chat_template: Annotated[str | None, Field(description="In Jinja's language.")]
+    pad_token: Annotated[str | None, Field(description="Stands in unused positions.")]
+    chat_template: Annotated[str | None, Field(description="A Jinja template.")]
 
 
 Document = dict[str, Any]

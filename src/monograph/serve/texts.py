@@ -1,5 +1,6 @@
-"""Answers requests for texts: reads what is asked, has it written and sends it, unless the client
-goes before.
+"""Answers requests for texts: reads the request, has its texts written and sends them.
+
+If the client closes the connection, its texts are cancelled.
 """
 
 import asyncio
@@ -9,415 +10,480 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
 from starlette.types import Receive, Scope, Send
+from torch import Tensor
 
 from monograph.automata import Automaton
 from monograph.decode.reproducible import continuation_seed
-from monograph.decode.request import Event, Request
+from monograph.decode.request import Event
+from monograph.decode.request import Request as DecoderRequest
+from monograph.decode.sampling import Sampling
 from monograph.device import clock
 from monograph.errors import MonographError
 from monograph.serve import shapes
 from monograph.serve.answers import (
     Answer,
     ChatAnswer,
-    Events,
+    EventStream,
     Piece,
-    Writing,
+    TextBuilder,
     as_json,
-    scored,
+    prompt_entries,
+    send_body,
     send_error,
-    send_whole,
-    usage_of,
+    token_usage,
 )
-from monograph.serve.body import Closed, closed, parsed, read_body
+from monograph.serve.body import ClientGone, parse_body, read_body, wait_until_gone
 from monograph.serve.compiling import Busy
-from monograph.serve.gate import MOST_NUMBERS
+from monograph.serve.gate import MAX_REQUEST_LOGPROBS
 from monograph.serve.owner import Generation, Gone, Inbox
-from monograph.serve.refused import Refused, error_of
-from monograph.serve.requests import Asked, ChatRequest, CompletionRequest, read
+from monograph.serve.refused import Refused, error_body
+from monograph.serve.requests import AnyTextRequest, ChatRequest, CompletionRequest, read
 from monograph.serve.service import Service
 from monograph.serve.versions import Version
 from monograph.text.chat import chat_ids
 
-Prompts = Sequence[Sequence[int]]  # their ids
-Batches = AsyncIterator[list[tuple[Generation, Event]]]  # the events of texts, as they come
-LONGEST_S, PING_S = 600.0, 15.0  # of a request; between two signs of life
-_FAILED = {
+Prompts = Sequence[Sequence[int]]  # the ids of each prompt
+Batch = list[tuple[Generation, Event]]  # events that came together, each with its text
+REQUEST_TIMEOUT_S = 600.0
+PING_INTERVAL_S = 15.0  # a stream without new text sends a comment this often
+_FAILED_FINISHES = {
     "not_finite": (500, "the model's logits are not finite"),
     "nothing_allowed": (400, "bias, min_tokens and constraint together left no token to write"),
 }
 
 
-class Texts:
-    """An application that answers requests for texts, of a chat or not."""
+class TextEndpoint:
+    """An ASGI application that answers requests for texts: /v1/completions or the chat's."""
 
     def __init__(self, service: Service, is_chat: bool) -> None:
-        self._service, self._is_chat = service, is_chat
+        self._service = service
+        self._is_chat = is_chat
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request; what it asked for is cancelled as soon as the client has gone."""
+        """Answer a request; cancel its texts as soon as the client has gone."""
         try:
             body = await read_body(scope, receive)
         except Refused as refused:
             return await send_error(send, refused)
-        except Closed:
+        except ClientGone:
             return None
-        work = asyncio.create_task(self._answered(body, scope, send))
-        gone = asyncio.create_task(closed(receive))
-        ended = asyncio.create_task(self._service.ended.wait())
-        broken = None
+        response = asyncio.create_task(self._respond(body, scope, send))
+        client_gone = asyncio.create_task(wait_until_gone(receive))
+        owner_ended = asyncio.create_task(self._service.ended.wait())
+        tasks = {response, client_gone, owner_ended}
+        interruption = None
         try:
-            await asyncio.wait({work, gone, ended}, timeout=LONGEST_S, return_when=FIRST_COMPLETED)
-            if ended.done():
-                broken = self._service.ending
-            elif not gone.done():
-                broken = Refused(
-                    408, f"the text was not done after {LONGEST_S:.0f} s", code="timeout"
-                )
+            await asyncio.wait(tasks, timeout=REQUEST_TIMEOUT_S, return_when=FIRST_COMPLETED)
+            if owner_ended.done():
+                interruption = self._service.end_refusal
+            elif not client_gone.done():
+                message = f"the text was not done after {REQUEST_TIMEOUT_S:.0f} s"
+                interruption = Refused(408, message, code="timeout")
         except asyncio.CancelledError:
-            broken = self._service.ending
-        for task in (work, gone, ended):
+            interruption = self._service.end_refusal
+        for task in (response, client_gone, owner_ended):
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
-        if work.cancelled() and broken is not None:
-            await _fail(scope, send, broken)
+        # Otherwise the response was complete, or the client has gone.
+        if response.cancelled() and interruption is not None:
+            await _send_failure(scope, send, interruption)
 
-    async def _answered(self, body: bytes, scope: Scope, send: Send) -> None:
+    async def _respond(self, body: bytes, scope: Scope, send: Send) -> None:
         try:
-            asked = await asyncio.to_thread(self._read, body)
-            async with self._service.version(asked.model) as version:
-                await self._answer(asked, version, scope["client_name"], send)
+            # In a worker thread, because a large body takes a while.
+            request = await asyncio.to_thread(self._read, body)
+            async with self._service.use_version(request.model) as version:
+                await self._answer(request, version, scope["client_name"], send)
         except Refused as refused:
-            await _fail(scope, send, refused)
+            await _send_failure(scope, send, refused)
         except Gone:
-            await _fail(scope, send, self._service.ending)
+            await _send_failure(scope, send, self._service.end_refusal)
         except Exception as error:
-            self._service.bug(error)
-            await _fail(scope, send, Refused(500, "a bug: the server's terminal says more"))
+            self._service.report_bug(error)
+            failure = Refused(500, "a bug: the server's terminal says more")
+            await _send_failure(scope, send, failure)
 
-    async def _answer(self, asked: Asked, version: Version, client: str, send: Send) -> None:
-        began = clock()
-        if isinstance(asked, CompletionRequest) and asked.max_tokens != 0:
-            self._require_room(asked)
-        prompts = await asyncio.to_thread(self._prompts, asked, version)
-        numbers = 0 if asked.likeliest is None else _numbers(asked, version, prompts)
-        if isinstance(asked, CompletionRequest) and asked.max_tokens == 0:
-            with self._service.gate.scoring(numbers):
-                return await self._send_scored(asked, version, prompts, send)
+    async def _answer(
+        self, request: AnyTextRequest, version: Version, client: str, send: Send
+    ) -> None:
+        began_s = clock()
+        is_scoring = isinstance(request, CompletionRequest) and request.max_tokens == 0
+        if isinstance(request, CompletionRequest) and not is_scoring:
+            self._require_room(request)
+        prompts = await asyncio.to_thread(self._prompts, request, version)
+        logprob_count = 0
+        if request.likeliest_count is not None:
+            logprob_count = _count_logprobs(request, version, prompts)
+        if isinstance(request, CompletionRequest) and is_scoring:
+            with self._service.gate.reserve_logprobs(logprob_count):
+                return await self._send_scored(request, version, prompts, send)
         inbox: Inbox = asyncio.Queue()
-        requests = await self._requests(asked, version, prompts, client)
+        decoder_requests = await self._decoder_requests(request, version, prompts, client)
         texts = [
-            Generation(request, version, index, inbox, asked.stream)
-            for index, request in enumerate(requests)
+            Generation(decoder_request, version, index, inbox, request.stream)
+            for index, decoder_request in enumerate(decoder_requests)
         ]
-        answer = (ChatAnswer if self._is_chat else Answer)(
-            version, asked.sampling.seed, asked.likeliest
-        )
-        used = sum(map(len, prompts))
-        async with self._written(texts, began) as events:
-            if asked.stream:
-                await self._stream(asked, texts, answer, events, used, send)
+        answer_class = ChatAnswer if self._is_chat else Answer
+        answer = answer_class(version, request.sampling.seed, request.likeliest_count)
+        async with self._write(texts, began_s) as batches:
+            if request.stream:
+                await self._send_stream(request, texts, answer, batches, prompts, send)
             else:
-                await self._whole(asked, texts, answer, events, prompts, send)
+                await self._send_whole(request, texts, answer, batches, prompts, send)
         return None
 
-    def _require_room(self, asked: CompletionRequest) -> None:
-        count = len(asked.prompt) * asked.n
-        if count > (most := self._service.gate.most_at_once):
-            asks = f"{asked.n} for each of {len(asked.prompt):,} are {count:,} texts"
-            raise Refused(400, f"prompt: {asks}; a request may ask for {most:,} in all", "prompt")
+    def _require_room(self, request: CompletionRequest) -> None:
+        count = len(request.prompt) * request.n
+        limit = self._service.gate.max_texts
+        if count > limit:
+            product = f"{request.n} for each of {len(request.prompt):,} are {count:,} texts"
+            message = f"prompt: {product}; a request may ask for {limit:,} in all"
+            raise Refused(400, message, "prompt")
 
-    def _read(self, body: bytes) -> Asked:
-        given = parsed(body)
+    def _read(self, body: bytes) -> AnyTextRequest:
+        fields = parse_body(body)
         rows = self._service.rows
-        return (
-            read(ChatRequest, given, rows=rows)
-            if self._is_chat
-            else read(CompletionRequest, given, rows=rows)
-        )
+        if self._is_chat:
+            return read(ChatRequest, fields, rows=rows)
+        return read(CompletionRequest, fields, rows=rows)
 
-    # ── what is asked ─────────────────────────────────────────────────────────────────────────
+    # ── from a client's request to those of the decoder ───────────────────────────────────────
 
-    def _prompts(self, asked: Asked, version: Version) -> list[list[int]]:
-        """Return the ids of each prompt, which have room in the model's context."""
+    def _prompts(self, request: AnyTextRequest, version: Version) -> list[list[int]]:
+        """Return the ids of each prompt.
+
+        Raises:
+            Refused: a prompt has no room in the model's context, or is not one of the model's.
+        """
         field = "messages" if self._is_chat else "prompt"
-        # No longer text has room, however it is cut into tokens.
-        limit = version.context * version.longest_piece
-        given = asked.prompt if isinstance(asked, CompletionRequest) else []
-        if any(isinstance(each, str) and len(each) > limit for each in given):
-            raise _too_long(f"more than {version.context:,}", version, field)
+        if isinstance(request, CompletionRequest):
+            # A longer text has more tokens than the context, however it is cut into tokens.
+            max_characters = version.context * version.longest_piece
+            for prompt in request.prompt:
+                if isinstance(prompt, str) and len(prompt) > max_characters:
+                    raise _too_long(f"more than {version.context:,}", version, field)
         try:
-            if isinstance(asked, CompletionRequest):
-                prompts = [self._ids(version, prompt) for prompt in given]
-            elif version.has_template:
-                prompts = [
-                    chat_ids(
-                        version.tokenizer,
-                        asked.messages,
-                        add_generation_prompt=True,
-                        **asked.variables,
-                    )
-                ]
-            else:
-                prompts = [self._ids(version, joined(asked))]
+            prompts = self._encode_prompts(request, version)
         except MonographError as error:
             raise Refused(400, f"{field}: {error}", field) from None
+        max_ids = version.context - 1
+        if request.token_limit == 0:  # only scores the prompt, so needs no place for a new token
+            max_ids = version.context
         for ids in prompts:
-            if len(ids) >= version.context + (asked.most_tokens == 0):
+            if len(ids) > max_ids:
                 raise _too_long(f"{len(ids):,}", version, field)
         return prompts
 
+    def _encode_prompts(self, request: AnyTextRequest, version: Version) -> list[list[int]]:
+        if isinstance(request, CompletionRequest):
+            return [self._encode(version, prompt) for prompt in request.prompt]
+        if not version.has_template:
+            return [self._encode(version, joined_messages(request))]
+        ids = chat_ids(
+            version.tokenizer,
+            request.messages,
+            add_generation_prompt=True,
+            **request.template_variables,
+        )
+        return [ids]
+
     @staticmethod
-    def _ids(version: Version, prompt: str | list[int]) -> list[int]:
+    def _encode(version: Version, prompt: str | list[int]) -> list[int]:
         tokenizer = version.tokenizer
         if isinstance(prompt, str):
             return [tokenizer.bos_id, *tokenizer.encode(prompt)]
-        if any(not 0 <= token < tokenizer.vocab_size for token in prompt):
-            raise Refused(
-                400, f"prompt: expected token ids from 0 to {tokenizer.vocab_size - 1}", "prompt"
-            )
+        last = tokenizer.vocab_size - 1
+        if any(not 0 <= token <= last for token in prompt):
+            raise Refused(400, f"prompt: expected token ids from 0 to {last}", "prompt")
         return prompt
 
-    async def _requests(
-        self, asked: Asked, version: Version, prompts: Prompts, client: str
-    ) -> list[Request]:
-        """Return a request for each text, n for each prompt, whose seeds are those of
-        `monograph generate`.
+    async def _decoder_requests(
+        self, request: AnyTextRequest, version: Version, prompts: Prompts, client: str
+    ) -> list[DecoderRequest]:
+        """Return the decoder's requests, n for each prompt.
+
+        Text i of a prompt has the seed that `monograph generate` gives to its text i.
         """
-        tokenizer, sampling = version.tokenizer, asked.sampling
-        if asked.likeliest is not None:
-            sampling = replace(sampling, logprobs=min(asked.likeliest, tokenizer.vocab_size))
+        tokenizer = version.tokenizer
+        sampling = request.sampling
+        if request.likeliest_count is not None:
+            logprobs = min(request.likeliest_count, tokenizer.vocab_size)
+            sampling = replace(sampling, logprobs=logprobs)
         leads = {bytes(tokenizer.lead(ids)) for ids in prompts}
-        if any(text.startswith(" ") for text in asked.stop) and any(leads):
-            raise Refused(
-                400, "stop: the tokenizer has every text begin with a space: leave it out", "stop"
-            )
-        if asked.limit is not None and len(leads) > 1:
+        if any(leads) and any(text.startswith(" ") for text in request.stop):
+            message = "stop: the tokenizer begins every text with a space: leave out the stop's own"
+            raise Refused(400, message, "stop")
+        # An automaton is compiled for one lead.
+        if request.constraint is not None and len(leads) > 1:
             raise Refused(400, "prompt: under a constraint, give an empty prompt alone", "prompt")
-        try:
-            sampling.check_vocabulary(tokenizer.vocab_size)
-            breakers = tuple(sampling.dry_sequence_breakers) if sampling.dry_multiplier else ()
-            broken = await asyncio.to_thread(version.breakers, breakers) if breakers else None
-        except MonographError as error:
-            field = "logit_bias" if "logit_bias" in str(error) else "dry_sequence_breakers"
-            raise Refused(400, str(error), field) from None
-        ends = version.ends if self._is_chat and version.has_template else (tokenizer.eos_id,)
-        constraint, stop = await self._automata(asked, version, ends, leads.pop())
-        most = version.context if asked.most_tokens is None else asked.most_tokens
-        seeds = [continuation_seed(sampling.seed, index) for index in range(asked.n)]
+        breaker_V = await self._breaker_V(sampling, version)
+        stop_ids: Sequence[int] = (tokenizer.eos_id,)
+        if self._is_chat and version.has_template:
+            stop_ids = version.ends
+        constraint, stop = await self._automata(request, version, stop_ids, leads.pop())
+        max_tokens = version.context if request.token_limit is None else request.token_limit
+        seeds = [continuation_seed(sampling.seed, index) for index in range(request.n)]
         return [
-            Request(ids, sampling, most, ends, constraint, stop, broken, seed, client)
-            for ids in map(tuple, prompts)
+            DecoderRequest(
+                prompt_ids=tuple(ids),
+                sampling=sampling,
+                max_tokens=max_tokens,
+                stop_ids=tuple(stop_ids),
+                constraint=constraint,
+                stop=stop,
+                breaker_V=breaker_V,
+                seed=seed,
+                owner=client,
+            )
+            for ids in prompts
             for seed in seeds
         ]
 
+    @staticmethod
+    async def _breaker_V(sampling: Sampling, version: Version) -> Tensor | None:
+        """Return which tokens hold a text that ends a repetition for DRY, or None for no text.
+
+        Raises:
+            Refused: a bias is for a token that the model does not have, or a text is in no token.
+        """
+        try:
+            sampling.check_vocabulary(version.tokenizer.vocab_size)
+            breakers = tuple(sampling.dry_sequence_breakers)
+            if not breakers or not sampling.dry_multiplier:
+                return None
+            # In a worker thread, because each text is looked for in every token.
+            return await asyncio.to_thread(version.breakers, breakers)
+        except MonographError as error:
+            field = "logit_bias" if "logit_bias" in str(error) else "dry_sequence_breakers"
+            raise Refused(400, str(error), field) from None
+
     async def _automata(
-        self, asked: Asked, version: Version, ends: Sequence[int], lead: bytes
+        self, request: AnyTextRequest, version: Version, stop_ids: Sequence[int], lead: bytes
     ) -> tuple[Automaton | None, Automaton | None]:
-        compiler = self._service.compiler(version, ends)
+        """Return the automata of the constraint and of the stop strings; None if there are none."""
+        compiler = self._service.compiler_for(version, stop_ids)
         field = "stop"
         constraint = None
         stop = None
         try:
-            if asked.stop:
-                stop = await compiler.stop_strings(asked.stop)
-            if asked.limit is not None:
-                field = asked.limit.field
-                constraint = await compiler.constraint(asked.limit.kind, asked.limit.value, lead)
+            if request.stop:
+                stop = await compiler.stop_strings(request.stop)
+            if request.constraint is not None:
+                kind, value, field = request.constraint
+                constraint = await compiler.constraint(kind, value, lead)
         except MonographError as error:
             raise Refused(400, f"{field}: {error}", field) from None
         except Busy:
-            busy = f"{field}: too many constraints wait to be compiled: try again later"
-            raise Refused(429, busy, field, "rate_limit_exceeded", Retry_After="10") from None
+            message = f"{field}: too many constraints wait to be compiled: try again later"
+            raise Refused(429, message, field, "rate_limit_exceeded", Retry_After="10") from None
         return constraint, stop
 
-    # ── what is sent ──────────────────────────────────────────────────────────────────────────
+    # ── from the decoder's events to the answer ───────────────────────────────────────────────
 
     @asynccontextmanager
-    async def _written(self, texts: Sequence[Generation], began: float) -> AsyncIterator[Batches]:
-        """Have texts written; yields an iterator of their events, and cancels those that have not
-        ended at the end.
+    async def _write(
+        self, texts: Sequence[Generation], began_s: float
+    ) -> AsyncIterator[AsyncIterator[Batch]]:
+        """Have texts written; yield an iterator over batches of their events.
+
+        At the end of the block, texts that have not ended are cancelled.
         """
         gate = self._service.gate
         running = set(texts)
 
-        async def events() -> AsyncIterator[list[tuple[Generation, Event]]]:
-            first = True
+        async def batches() -> AsyncIterator[Batch]:
+            is_first = True
             while running:
-                if (batch := await _batch(texts[0].inbox)) and first:
-                    self._service.first_token.add(clock() - began)
-                    first = False
+                batch = await _next_batch(texts[0].inbox)
+                if batch and is_first:
+                    self._service.first_token_s.add(clock() - began_s)
+                    is_first = False
                 for text, event in batch:
                     if event.finish is not None:
                         running.discard(text)
                         gate.leave(text)
-                    if failed := _FAILED.get(str(event.finish)):
-                        raise Refused(*failed)
+                    failure = _FAILED_FINISHES.get(str(event.finish))
+                    if failure is not None:
+                        raise Refused(*failure)
                 yield batch
 
         gate.enter(texts)
         try:
-            yield events()
+            yield batches()
         finally:
             for text in list(running):
                 gate.leave(text, cancelled=True)
-            self._service.whole.add(clock() - began)
+            self._service.request_s.add(clock() - began_s)
 
-    async def _stream(
+    async def _send_stream(
         self,
-        asked: Asked,
+        request: AnyTextRequest,
         texts: Sequence[Generation],
         answer: Answer,
-        events: Batches,
-        used: int,
-        send: Send,
-    ) -> None:
-        writings = {text: self._writing(text, asked) for text in texts}
-        stream = Events(send)
-        begun = False
-        async for batch in events:
-            pieces = [writings[text].add(event) for text, event in batch]
-            if not begun:  # what is refused before the first token has a status of its own
-                begun = True
-                await stream.begin()
-                pieces = [piece for text in texts for piece in answer.begin(text.index)] + pieces
-            if said := [answer.piece(piece, asked.usage) for piece in pieces]:
-                await stream.send(*said)
-            elif not batch:
-                await stream.ping()
-        if asked.usage:
-            drawn = sum(writing.tokens for writing in writings.values())
-            await stream.send(answer.piece(None, usage_of(used, drawn)))
-        await stream.end()
-
-    async def _whole(
-        self,
-        asked: Asked,
-        texts: Sequence[Generation],
-        answer: Answer,
-        events: Batches,
+        batches: AsyncIterator[Batch],
         prompts: Prompts,
         send: Send,
     ) -> None:
-        version = texts[0].version
+        builders = {text: self._builder(text, request) for text in texts}
+        stream = EventStream(send)
+        has_begun = False
+        async for batch in batches:
+            pieces = [builders[text].add(event) for text, event in batch]
+            if not has_begun:
+                # Not earlier: an error before the first token is sent with its own status.
+                has_begun = True
+                await stream.begin()
+                first_pieces = [
+                    piece for text in texts for piece in answer.first_pieces(text.index)
+                ]
+                pieces = first_pieces + pieces
+            if pieces:
+                await stream.send(
+                    *(answer.piece_json(piece, has_usage=request.wants_usage) for piece in pieces)
+                )
+            elif not batch:
+                await stream.ping()
+        if request.wants_usage:
+            sampled = sum(builder.token_count for builder in builders.values())
+            await stream.send(answer.usage_json(token_usage(sum(map(len, prompts)), sampled)))
+        await stream.end()
+
+    async def _send_whole(
+        self,
+        request: AnyTextRequest,
+        texts: Sequence[Generation],
+        answer: Answer,
+        batches: AsyncIterator[Batch],
+        prompts: Prompts,
+        send: Send,
+    ) -> None:
         echoes = [Piece(0, "", [], None)] * len(prompts)
-        if isinstance(asked, CompletionRequest) and asked.echo:
-            echoes = await self._echoes(asked, version, prompts)
-        of = [echoes[text.index // asked.n] for text in texts]
-        writings = [
-            self._writing(text, asked, echo.text) for text, echo in zip(texts, of, strict=True)
-        ]
-        pieces = [
-            Piece(text.index, echo.text, [*echo.entries], None)
-            for text, echo in zip(texts, of, strict=True)
-        ]
-        async for batch in events:
+        if isinstance(request, CompletionRequest) and request.echo:
+            echoes = await self._echoes(request, texts[0].version, prompts)
+        builders = []
+        pieces = []
+        for text in texts:
+            echo = echoes[text.index // request.n]
+            builders.append(self._builder(text, request, echo.text))
+            pieces.append(Piece(text.index, echo.text, [*echo.entries], None))
+        async for batch in batches:
             for text, event in batch:
-                new = writings[text.index].add(event)
+                new = builders[text.index].add(event)
                 old = pieces[text.index]
                 pieces[text.index] = Piece(
-                    new.number, old.text + new.text, old.entries + new.entries, new.finish
+                    new.text_index, old.text + new.text, old.entries + new.entries, new.finish
                 )
-        usage = usage_of(sum(map(len, prompts)), sum(writing.tokens for writing in writings))
-        await _send(answer, pieces, usage, send)
+        sampled = sum(builder.token_count for builder in builders)
+        await _send_answer(answer, pieces, token_usage(sum(map(len, prompts)), sampled), send)
 
-    def _writing(self, text: Generation, asked: Asked, before: str = "") -> Writing:
-        # lm-evaluation-harness counts on an entry for each token; in a chat the protocol has none
-        # for the end.
-        return Writing(text, asked.stop, asked.likeliest, ends=not self._is_chat, before=before)
+    def _builder(self, text: Generation, request: AnyTextRequest, echo: str = "") -> TextBuilder:
+        # lm-evaluation-harness counts on an entry for each token, including the one that ends the
+        # text. In a chat the protocol has no entry for that one.
+        return TextBuilder(
+            text,
+            request.stop,
+            request.likeliest_count,
+            reports_end=not self._is_chat,
+            echo=echo,
+        )
 
     async def _send_scored(
-        self, asked: CompletionRequest, version: Version, prompts: Prompts, send: Send
+        self, request: CompletionRequest, version: Version, prompts: Prompts, send: Send
     ) -> None:
-        """Answer with the prompts alone, n times each."""
-        echoes = await self._echoes(asked, version, prompts)
-        repeated = [echo for echo in echoes for _ in range(asked.n)]
+        """Answer with each prompt n times, and no new text."""
+        echoes = await self._echoes(request, version, prompts)
+        repeated = [echo for echo in echoes for _ in range(request.n)]
         pieces = [
-            echo._replace(number=number, finish="length") for number, echo in enumerate(repeated)
+            echo._replace(text_index=index, finish="length") for index, echo in enumerate(repeated)
         ]
-        answer = Answer(version, asked.sampling.seed, asked.likeliest)
-        await _send(answer, pieces, usage_of(sum(map(len, prompts)), 0), send)
+        answer = Answer(version, request.sampling.seed, request.likeliest_count)
+        await _send_answer(answer, pieces, token_usage(sum(map(len, prompts)), 0), send)
 
     async def _echoes(
-        self, asked: CompletionRequest, version: Version, prompts: Prompts
+        self, request: CompletionRequest, version: Version, prompts: Prompts
     ) -> list[Piece]:
-        """Return each prompt as a piece, scored if log-probabilities are asked for."""
+        """Return each prompt as a piece, scored if the request asks for log-probabilities."""
         echoes = []
-        for prompt, ids in zip(asked.prompt, prompts, strict=True):
+        for prompt, ids in zip(request.prompt, prompts, strict=True):
             text = prompt if isinstance(prompt, str) else version.tokenizer.decode(ids)
             entries = []
-            if asked.likeliest is not None:
-                most = min(asked.likeliest, version.tokenizer.vocab_size)
-                scores = await self._service.owner.score(version, ids, most) if len(ids) > 1 else []
-                entries = scored(version.tokenizer, ids, scores)
+            if request.likeliest_count is not None:
+                scores = []
+                if len(ids) > 1:  # the first token has no score
+                    count = min(request.likeliest_count, version.tokenizer.vocab_size)
+                    scores = await self._service.owner.score(version, ids, count)
+                entries = prompt_entries(version.tokenizer, ids, scores)
             echoes.append(Piece(0, text, entries, None))
         return echoes
 
 
-async def _send(answer: Answer, pieces: Sequence[Piece], usage: shapes.Usage, send: Send) -> None:
-    """Send a whole answer, serialised in a worker thread if it has log-probabilities: they are
-    thousands of numbers.
-    """
-    has_numbers = any(piece.entries for piece in pieces)
-    made = asyncio.to_thread(answer.whole, pieces, usage) if has_numbers else None
-    await send_whole(send, await made if made else answer.whole(pieces, usage))
+async def _send_answer(
+    answer: Answer, pieces: Sequence[Piece], usage: shapes.Usage, send: Send
+) -> None:
+    if any(piece.entries for piece in pieces):
+        # In a worker thread, because log-probabilities are thousands of numbers to serialise.
+        body = await asyncio.to_thread(answer.whole_json, pieces, usage)
+    else:
+        body = answer.whole_json(pieces, usage)
+    await send_body(send, body)
 
 
-def joined(asked: ChatRequest) -> str:
-    """Return the messages of a chat with a model that has no template: a text, which the model goes
-    on with.
+def joined_messages(request: ChatRequest) -> str:
+    """Return the prompt for a model without a chat template: the messages' texts, joined.
 
     Raises:
-        Refused: a message is of nobody who speaks, or says more than its text.
+        Refused: a message has another role than user and assistant, or a key that only a template
+            would read.
     """
-    further = {key for each in asked.messages for key in each} - {"role", "content", "name"}
-    if further:
-        said = f"messages: the model has no chat template, so nothing reads {min(further)}: leave it out"
-        raise Refused(400, said, "messages")
-    if strange := next(
-        (each["role"] for each in asked.messages if each["role"] not in ("user", "assistant")), None
-    ):
-        raise Refused(
-            400,
-            f"messages: the model has no chat template, so nobody has the role {strange}",
-            "messages",
-        )
-    return "".join(each["content"] for each in asked.messages)
+    unread_keys = {key for message in request.messages for key in message}
+    unread_keys -= {"role", "content", "name"}
+    why = "messages: the model has no chat template, so"
+    if unread_keys:
+        raise Refused(400, f"{why} nothing reads {min(unread_keys)}: leave it out", "messages")
+    for message in request.messages:
+        if message["role"] not in ("user", "assistant"):
+            text = f"{why} it knows user and assistant only: change the role {message['role']}"
+            raise Refused(400, text, "messages")
+    return "".join(message["content"] for message in request.messages)
 
 
-def _numbers(asked: Asked, version: Version, prompts: Prompts) -> int:
-    """Return how many log-probabilities a request may have.
+def _count_logprobs(request: AnyTextRequest, version: Version, prompts: Prompts) -> int:
+    """Return the maximum number of log-probabilities of a request's answer.
 
     Raises:
         Refused: they might take gigabytes.
     """
-    most = version.context if asked.most_tokens is None else asked.most_tokens
-    tokens = asked.n * sum(
-        min(most, version.context - len(ids)) + len(ids) * asked.echo for ids in prompts
-    )
-    if (numbers := tokens * (1 + (asked.likeliest or 0))) > MOST_NUMBERS:
-        asks = f"{numbers:,} of up to {tokens:,} tokens; a request may ask for {MOST_NUMBERS:,}"
-        raise Refused(
-            400, f"logprobs: {asks}: ask for fewer, or for fewer tokens or texts", "logprobs"
+    max_new_tokens = version.context if request.token_limit is None else request.token_limit
+    tokens = 0
+    for ids in prompts:
+        echoed = len(ids) if request.echo else 0
+        tokens += request.n * (min(max_new_tokens, version.context - len(ids)) + echoed)
+    count = tokens * (1 + (request.likeliest_count or 0))
+    if count > MAX_REQUEST_LOGPROBS:
+        message = (
+            f"logprobs: {count:,} of up to {tokens:,} tokens; a request may ask for "
+            f"{MAX_REQUEST_LOGPROBS:,}: ask for fewer, or for fewer tokens or texts"
         )
-    return numbers
+        raise Refused(400, message, "logprobs")
+    return count
 
 
-async def _batch(inbox: Inbox) -> list[tuple[Generation, Event]]:
-    """Return the events that have come, or none if none comes for a while.
+async def _next_batch(inbox: Inbox) -> Batch:
+    """Wait for events; return all that have come, or none after PING_INTERVAL_S.
 
     Raises:
         Refused: the decoder has refused a text.
     """
     try:
-        async with asyncio.timeout(PING_S):
-            found = [await inbox.get()]
+        async with asyncio.timeout(PING_INTERVAL_S):
+            items = [await inbox.get()]
     except TimeoutError:
         return []
     while not inbox.empty():
-        found.append(inbox.get_nowait())
+        items.append(inbox.get_nowait())
     batch = []
-    for text, event in found:
+    for text, event in items:
         if isinstance(event, MonographError):
             raise Refused(400, str(event)) from event
         batch.append((text, event))
@@ -425,14 +491,17 @@ async def _batch(inbox: Inbox) -> list[tuple[Generation, Event]]:
 
 
 def _too_long(tokens: str, version: Version, field: str) -> Refused:
-    message = f"{field}: it has {tokens} tokens, and the model's context is {version.context:,}: shorten it"
+    message = (
+        f"{field}: it has {tokens} tokens, and the model's context is {version.context:,}: "
+        "shorten it"
+    )
     return Refused(400, message, field, "context_length_exceeded")
 
 
-async def _fail(scope: Scope, send: Send, refused: Refused) -> None:
-    """Say an error, in the middle of a stream if one has begun."""
+async def _send_failure(scope: Scope, send: Send, refused: Refused) -> None:
+    """Send an error: as an event if the answer has begun, since that is a stream then."""
     if not scope["answered"]:
         return await send_error(send, refused)
-    stream = Events(send)
-    await stream.send(as_json(error_of(refused)))
+    stream = EventStream(send)
+    await stream.send(as_json(error_body(refused)))
     return await stream.end(done=False)

@@ -1,5 +1,5 @@
-"""The model that is served: a run's newest checkpoint or a folder, loaded again when the run has
-moved on.
+"""The model that is served: a run's newest checkpoint, loaded again when a newer one appears, or a
+folder's.
 """
 
 import hashlib
@@ -30,20 +30,21 @@ LAST = "last"
 
 
 class Version:
-    """A model at one time, with what a request needs of it.
+    """The weights of one checkpoint or folder, with what a request needs of them.
 
     Attributes:
         id: the name of exactly these weights, RUN@UPDATE, or the folder's name.
-        names: other names, which later versions take over.
-        model: the model.
-        tokenizer: its tokenizer.
-        precision: the precision in which a text is scored, that of the run, as `monograph evaluate`
-            does.
-        rows, context: texts written at once, and the most tokens of a prompt and its text, as the
-            memory holds them.
-        created: when it was loaded, in seconds since 1970.
-        breakers: `monograph.decode.chain.breakers` of a tuple of texts, by its pieces; the last
-            answers are kept.
+        names: other names; later versions have them, too.
+        model: the model, on the device.
+        tokenizer: the model's tokenizer.
+        precision: the precision in which prompts are scored: that of the run, as in
+            `monograph evaluate`.
+        rows: how many texts are written at once; 0 until the version has a decoder.
+        context: the maximum number of tokens of a prompt and its text. The memory may hold fewer
+            than the model allows; a version's decoder sets it.
+        created: when the version was loaded, in seconds since 1970.
+        breakers: takes a tuple of texts, and returns which tokens contain one of them; see
+            `monograph.decode.chain.breakers`. The last answers are cached.
     """
 
     def __init__(
@@ -54,14 +55,13 @@ class Version:
         tokenizer: Tokenizer,
         precision: Precision,
     ):
-        """Put the model on the device."""
+        """Put the model on the device; the arguments are the attributes of the same names."""
         self._digest = digest(model)
         self.id = identity
         self.names = names
         self.tokenizer = tokenizer
         self.precision = precision
         self.model = model.to(default_device()).eval().requires_grad_(False)
-        # until it has a decoder
         self.rows = 0
         self.context = model.config.max_position_embeddings
         self.created = int(time.time())
@@ -69,32 +69,32 @@ class Version:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Return a digest of all that decides the bits of a text beside its request."""
-        decisive = [self._digest, self.rows, torch.__version__, __version__, str(default_device())]
-        return "fp_" + hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:12]
+        """A digest of everything except the request that decides the bits of a text."""
+        causes = [self._digest, self.rows, torch.__version__, __version__, str(default_device())]
+        return "fp_" + hashlib.sha256(json.dumps(causes).encode()).hexdigest()[:12]
 
     @property
     def size(self) -> str:
-        """Return how many texts of how many tokens it writes at once."""
+        """How many texts the version writes at once, and their positions, in words."""
         return f"{counted(self.rows, 'row')} of {self.context:,} positions"
 
     @property
     def has_template(self) -> bool:
-        """Return whether messages are put together by the model's own template."""
+        """Whether the model has a chat template."""
         return self.tokenizer.config.template is not None
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
-        """Return the ids that end an answer in a chat."""
+        """The ids that end an answer in a chat."""
         return stop_ids(self.tokenizer, self.model.config.ends)
 
     @cached_property
     def longest_piece(self) -> int:
-        """Return the bytes of the longest token."""
+        """The number of bytes of the longest token."""
         return max(map(len, self.tokenizer.pieces))
 
-    def shown(self, name: str) -> shapes.Model:
-        """Return the entry of /v1/models under one of its names."""
+    def model_entry(self, name: str) -> shapes.Model:
+        """Return the entry of /v1/models for one of the version's names."""
         return {
             "id": name,
             "object": "model",
@@ -107,26 +107,34 @@ class Version:
 
 
 class Source:
-    """What the command line names, and which of its versions was loaded last."""
+    """A run or folder whose versions are served; remembers which versions were loaded.
+
+    Attributes:
+        name: the name of the run or folder on the command line.
+        rows: the maximum number of rows in which texts are written.
+        warn: prints a warning.
+    """
 
     def __init__(self, name: str, rows: int, warn: Warn) -> None:
-        """Take a run, `last` or a folder, and the rows in which its texts are written."""
+        """Take the name of a run, `last` or a folder; see the attributes."""
         self.name = name
         self.rows = rows
         self.warn = warn
-        self._seen = _NOTHING
+        self._seen = _NO_VERSIONS
 
-    def moved(self) -> bool:
-        """Return whether there may be a version that was not loaded yet: a checkpoint's name is
-        new, or the run is.
+    def has_newer(self) -> bool:
+        """Return whether there may be a version that was not loaded yet.
+
+        There may be one if a checkpoint's name is new, or if `last` is another run now.
         """
         now = self._versions()
         return now.run != self._seen.run or not now.checkpoints <= self._seen.checkpoints
 
     def load(self) -> Version:
         """Load the newest sound version; see `monograph.run.models.load` for what it raises."""
-        # Looked up first: a checkpoint that comes meanwhile is then loaded by the next call.
-        self._seen, run = self._versions(), run_named(self.name)
+        # Before the checkpoint is chosen: one that is saved in between counts as new next time.
+        self._seen = self._versions()
+        run = run_named(self.name)
         if run is None:
             model, tokenizer = load_with_tokenizer(self.name, self.warn)
             name = without_links(self.name).name
@@ -136,24 +144,24 @@ class Source:
         name = without_links(run.folder).name
         return Version(f"{name}@{update}", (name, LAST), model, tokenizer, precision)
 
-    def again(self) -> None:
-        """Let the newest version count as one that was not loaded yet."""
-        self._seen = _NOTHING
+    def load_again(self) -> None:
+        """Make `has_newer` true, as if no version had been loaded."""
+        self._seen = _NO_VERSIONS
 
     def _versions(self) -> "_Versions":
         run = run_named(self.name)
         if run is None or run.at is not None:
             return _Versions(self.name, frozenset())
-        # All names, as the newest one may be damaged for good, or no checkpoint at all.
+        # All names, not just the newest: what has the newest name may be damaged for good.
         names = frozenset(folder.name for _, folder in candidates(run.checkpoints))
         return _Versions(str(without_links(run.folder)), names)
 
 
 class _Versions(NamedTuple):
-    """What a name stands for: a run, and the names of its checkpoints."""
+    """The run or folder that a source's name stands for, and the names of its checkpoints."""
 
     run: str
     checkpoints: frozenset[str]
 
 
-_NOTHING = _Versions("", frozenset())
+_NO_VERSIONS = _Versions("", frozenset())
