@@ -97,7 +97,7 @@ def arranged(rollouts: Rollouts, weighed: Sequence[Weight], options: Options) ->
         weighed: their weights.
         options: the form of the rows.
     """
-    alive = [index for index, weight in enumerate(weighed) if weight.counts]
+    alive = [index for index, weight in enumerate(weighed) if weight.changes_gradient]
     inputs = np.array(
         [len(rollouts[i].prompt_ids) + len(rollouts[i].token_ids) - 1 for i in alive],
         dtype=np.int64,
@@ -147,7 +147,7 @@ def arranged(rollouts: Rollouts, weighed: Sequence[Weight], options: Options) ->
                 rollout.reference,
             )
         filled[row] = end
-    real["shares"][0, -1] += sum(weight.share for weight in weighed if not weight.counts)
+    real["shares"][0, -1] += sum(weight.share for weight in weighed if not weight.changes_gradient)
     # All are left out, and an update needs something to divide by.
     if not any(weight.share for weight in weighed):
         real["shares"][0, -1] = 1
@@ -196,7 +196,9 @@ def _compared(rollouts: Rollouts, rewards: Sequence[float], options: Options) ->
     if kl is None or kl.estimator == "k1":
         return weighed
     # Where tokens of long answers weigh less, so does their KL term.
-    penalties = [kl.strength / length if advantage.by_length else kl.strength for length in lengths]
+    penalties = [
+        kl.strength / length if advantage.divides_by_length else kl.strength for length in lengths
+    ]
     return [
         weight._replace(penalty=penalty) for weight, penalty in zip(weighed, penalties, strict=True)
     ]

@@ -276,7 +276,7 @@ class PreferenceLoss(nn.Module):
                     meter.add(min(rows, len(side) - meter.done))
         finally:
             self.recording.fill_(False)
-            self.taken()  # figures of the weights on themselves say nothing
+            self.take_figures()  # figures of the weights on themselves say nothing
 
     @contextmanager
     def update_of(
@@ -375,7 +375,9 @@ class PreferenceLoss(nn.Module):
         """Return the number of pairs, 0-d int64."""
         return (batch["answers"] > 0).sum() // 2
 
-    def taken(self, gathered: Callable[[Any], list[Any]] = lambda own: [own]) -> dict[str, float]:
+    def take_figures(
+        self, gathered: Callable[[Any], list[Any]] = lambda own: [own]
+    ) -> dict[str, float]:
         """Return figures on all pairs since the last call: see `totals`.
 
         Args:

@@ -25,7 +25,7 @@ from monograph.ranges import COUNT
 from monograph.resident import Resident
 from monograph.rl.advantages import ADVANTAGES, ratio_of
 from monograph.rl.arrange import Options
-from monograph.rl.loss import PolicyLoss, penalty
+from monograph.rl.loss import PolicyLoss, kl_term
 from monograph.rl.pairs import PairRows, read_pairs
 from monograph.rl.preferences import PreferenceLoss, preference
 from monograph.rl.prompts import prompts_of
@@ -63,7 +63,7 @@ def policy_loss(
     if not (math.isfinite(temperature) and temperature > 0):
         raise UsageError(f"temperature = {temperature!r}: expected a number above 0")
     COUNT.require("updates", updates)
-    term = penalty(kl, kl_coef, entropy_coef, advantage)
+    term = kl_term(kl, kl_coef, entropy_coef, advantage)
     return PolicyLoss(temperature, ratio_of(advantage, updates), term, advantage, updates)
 
 

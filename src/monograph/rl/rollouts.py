@@ -40,7 +40,7 @@ from monograph.model.llama import Llama
 from monograph.ops.attention import block_of
 from monograph.ops.filled import filled_up, whole
 from monograph.optim import holding
-from monograph.rl.advantages import ADVANTAGES, ROUNDING, Weight, are_equal
+from monograph.rl.advantages import ADVANTAGES, ROUNDING, Weight, rewards_are_equal
 from monograph.rl.arrange import (
     Group,
     Options,
@@ -501,8 +501,10 @@ class Rollouts(Iterator[Batch]):
             else:
                 weighed = weighted(rollouts[own], rewards[own], options)
             _, judgements = judged(rollouts[own], rewards[own], options)
-            compared = judgements if ADVANTAGES[options.advantage].compares else [*judgements, 0.0]
-            teaches = bool(taught) or not are_equal(compared)
+            compared = (
+                judgements if ADVANTAGES[options.advantage].compares_answers else [*judgements, 0.0]
+            )
+            teaches = bool(taught) or not rewards_are_equal(compared)
             groups.append(
                 Group(
                     prompts[first], completions[own], rollouts[own], rewards[own], weighed, teaches
