@@ -232,7 +232,7 @@ def _misplaced(self: PreferenceLoss, pairs: room.Answers, there_P: Tensor) -> No
         ("dpo", None, "PreferenceLoss", _MeanOfMeans),
         ("simpo", None, "PairRows", _OneMore),
         ("orpo", room.Answers, "means", property(_without_end)),
-        ("dpo", PreferenceLoss, "_note", _misplaced),
+        ("dpo", PreferenceLoss, "_add_to_totals", _misplaced),
         ("kto", room.LOSSES, "kto", _attached),
         ("kto", room.LOSSES, "kto", _all_good),
         ("kto", PreferenceLoss, "update_of", _of_nothing),
