@@ -36,7 +36,7 @@ from monograph.graph import capture
 from monograph.graph.inspect import modes_kept
 from monograph.graph.precision import Precision
 from monograph.loss import IGNORE
-from monograph.rl.advantages import UNUSED, Ratio
+from monograph.rl.advantages import NO_RATIO, Ratio
 from monograph.rl.loss import PolicyLoss
 from monograph.rl.rollouts import Drawer
 from monograph.step.clip import Clip
@@ -61,11 +61,11 @@ class Way(NamedTuple):
 
 
 WAYS = {
-    "fp32": Way("fp32", True, False, UNUSED),
-    "bf16 same": Way("bf16", True, False, UNUSED),
-    "bf16": Way("bf16", False, False, UNUSED),
+    "fp32": Way("fp32", True, False, NO_RATIO),
+    "bf16 same": Way("bf16", True, False, NO_RATIO),
+    "bf16": Way("bf16", False, False, NO_RATIO),
     "bf16 truncated": Way("bf16", False, False, TRUNCATED),
-    "bf16 from fp32": Way("bf16", False, True, UNUSED),
+    "bf16 from fp32": Way("bf16", False, True, NO_RATIO),
     "bf16 from fp32 trunc": Way("bf16", False, True, TRUNCATED),
 }
 
@@ -160,10 +160,10 @@ class Trainer:
                 reason = engine.capture(window)
                 assert reason is None, reason
                 self.is_captured = True
-            loss.taken()
+            loss.take_figures()
             engine.accumulate(window)
             engine.update()
-            figures = loss.taken()
+            figures = loss.take_figures()
             shares.append(answers.numbers["pass_at_1"])
             means.append(figures["drawn_minus_scored"])
             most = max(most, figures["drawn_minus_scored_max"])

@@ -22,7 +22,7 @@ from daily import pairwise
 from monograph.model.llama import Llama
 from monograph.resident import Resident
 from monograph.rl import rollouts as room
-from monograph.rl.advantages import ADVANTAGES, Weight, centred, ratio_of
+from monograph.rl.advantages import ADVANTAGES, Weight, centred_rewards, ratio_of
 from monograph.rl.arrange import Rollout, arranged, weighted
 from monograph.rl.form import AnswerForm
 from monograph.rl.loss import PolicyLoss
@@ -230,7 +230,7 @@ def test_answers_of_a_form_follow_the_gradient_of_the_expected_reward_among_them
 
     loss = PolicyLoss(temperature, form=form)
     assert (mean(loss) + exact).norm() / exact.norm() < 1e-12
-    assert loss.taken()["drawn_minus_scored_max"] < 1e-12, (
+    assert loss.take_figures()["drawn_minus_scored_max"] < 1e-12, (
         "the ratio is over the tokens that could be drawn"
     )
     assert (mean(PolicyLoss(temperature)) + exact).norm() / exact.norm() > 1e-3, "without the form"
@@ -262,7 +262,7 @@ def test_answers_of_a_form_are_drawn_and_scored_as_such_and_forced_tokens_teach_
     engine = rollouts.drawer.engine
     window = next(rollouts)
     engine.accumulate(window)
-    assert engine.step.loss.taken()["drawn_minus_scored_max"] < 1e-5  # type: ignore[attr-defined]
+    assert engine.step.loss.take_figures()["drawn_minus_scored_max"] < 1e-5  # type: ignore[attr-defined]
     drawn = (window["targets"] != -100) & (window["states"] > 0)
     first = drawn & ~torch.roll(drawn, 1, dims=1)
     forced = (
@@ -381,16 +381,16 @@ def test_no_answer_that_teaches_still_is_a_window() -> None:
 
 FAULTS: dict[str, Callable[[Sequence[float], Sequence[int], int], list[Weight]]] = {
     "the mean of means": lambda r, n, longest: [
-        Weight(2 * value / length, 1) for value, length in zip(centred(r), n, strict=True)
+        Weight(2 * value / length, 1) for value, length in zip(centred_rewards(r), n, strict=True)
     ],
     "a baseline that holds the answer itself": lambda r, n, longest: [
-        Weight(v, 1) for v in centred(r)
+        Weight(v, 1) for v in centred_rewards(r)
     ],
     "the other answer's advantage": lambda r, n, longest: [
-        Weight(2 * v, 1) for v in centred(r)[::-1]
+        Weight(2 * v, 1) for v in centred_rewards(r)[::-1]
     ],
     "its own length as the share": lambda r, n, longest: [
-        Weight(2 * v, length) for v, length in zip(centred(r), n, strict=True)
+        Weight(2 * v, length) for v, length in zip(centred_rewards(r), n, strict=True)
     ],
 }
 
@@ -435,7 +435,7 @@ def test_groups_over_the_wrong_axis_are_noticed(monkeypatch: pytest.MonkeyPatch)
 
     def scored(*arguments: Any) -> list[float]:
         rewards = score(*arguments)
-        less_mean = [centred(rewards[place::3]) for place in range(3)]
+        less_mean = [centred_rewards(rewards[place::3]) for place in range(3)]
         given.extend(less_mean[place % 3][place // 3] for place in range(12))
         return rewards
 

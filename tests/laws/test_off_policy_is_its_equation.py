@@ -93,7 +93,7 @@ def apart(ratio: Ratio, kl: Kl | None, packed: bool, micro_batch: int | None) ->
     engine.accumulate(
         arranged(made, weighed, replace(OPTIONS, length=24, exact=False, packed=packed))
     )
-    assert 0 < loss.taken()["clipped"] < 1
+    assert 0 < loss.take_figures()["clipped"] < 1
     return float((flat_gradient(engine.model) - exact).norm() / exact.norm())
 
 
@@ -143,9 +143,9 @@ def _of_rows(
 @pytest.mark.parametrize(
     ("name", "fault", "ratio", "kl"),
     [
-        ("_gained", _unclipped, RATIOS[0], None),
-        ("_gained", _both_sides, RATIOS[0], None),
-        ("_of_answers", _of_rows, RATIOS[2], None),
+        ("_policy_terms", _unclipped, RATIOS[0], None),
+        ("_policy_terms", _both_sides, RATIOS[0], None),
+        ("_answer_means", _of_rows, RATIOS[2], None),
         ("", None, RATIOS[0], Kl("k3", 0.3)),
     ],
     ids=["unclipped", "without the minimum", "means over rows", "k2 for k3"],
@@ -173,7 +173,7 @@ def test_the_first_update_of_a_draw_is_on_policy(advantage: str) -> None:
         engine = each.drawer.engine
         engine.accumulate(next(each))
         gradients.append(flat_gradient(engine.model))
-        figures = engine.step.loss.taken()  # type: ignore[attr-defined]
+        figures = engine.step.loss.take_figures()  # type: ignore[attr-defined]
         assert (figures["ratio"], figures["clipped"], figures["drawn_minus_scored_max"]) == (
             1.0,
             0.0,
@@ -184,7 +184,7 @@ def test_the_first_update_of_a_draw_is_on_policy(advantage: str) -> None:
     again = next(rollouts)
     assert not rollouts.is_fresh and rollouts.is_between_draws
     rollouts.drawer.engine.accumulate(again)
-    assert rollouts.drawer.engine.step.loss.taken()["ratio"] != 1.0  # type: ignore[attr-defined]
+    assert rollouts.drawer.engine.step.loss.take_figures()["ratio"] != 1.0  # type: ignore[attr-defined]
     assert next(rollouts) is not again and rollouts.is_fresh
 
 
@@ -276,11 +276,11 @@ def test_the_reference_is_the_weights_of_the_beginning_and_the_model_keeps_its_o
     drawer, planes = rollouts.drawer, rollouts.drawer.engine.step.planes
     drawer.reference = [plane.param.clone() for plane in planes]
     drawer.engine.accumulate(next(rollouts))
-    assert drawer.engine.step.loss.taken()["kl"] == 0.0  # type: ignore[attr-defined]
+    assert drawer.engine.step.loss.take_figures()["kl"] == 0.0  # type: ignore[attr-defined]
     drawer.engine.update()
     before = [plane.param.clone() for plane in planes]
     drawer.engine.accumulate(next(rollouts))
-    assert drawer.engine.step.loss.taken()["kl"] != 0.0  # type: ignore[attr-defined]
+    assert drawer.engine.step.loss.take_figures()["kl"] != 0.0  # type: ignore[attr-defined]
     assert all(torch.equal(plane.param, param) for plane, param in zip(planes, before, strict=True))
 
 
@@ -306,7 +306,9 @@ def test_a_kl_term_weighs_tokens_as_the_objective_does(advantage: str) -> None:
     assert [each.penalty for each in weighed] == [
         0.3 / length if by_length else 0.3 for length in lengths
     ]
-    assert all(each.factor == 0 and each.counts for each in weighed), "a dead group has its KL term"
+    assert all(each.factor == 0 and each.changes_gradient for each in weighed), (
+        "a dead group has its KL term"
+    )
 
 
 @pytest.mark.parametrize("kl", [Kl("k2", 0.3), Kl("k3", 0.3)])

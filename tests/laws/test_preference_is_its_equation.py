@@ -232,7 +232,7 @@ def _misplaced(self: PreferenceLoss, pairs: room.Answers, there_P: Tensor) -> No
         ("dpo", None, "PreferenceLoss", _MeanOfMeans),
         ("simpo", None, "PairRows", _OneMore),
         ("orpo", room.Answers, "means", property(_without_end)),
-        ("dpo", PreferenceLoss, "_note", _misplaced),
+        ("dpo", PreferenceLoss, "_add_to_totals", _misplaced),
         ("kto", room.LOSSES, "kto", _attached),
         ("kto", room.LOSSES, "kto", _all_good),
         ("kto", PreferenceLoss, "update_of", _of_nothing),
@@ -271,7 +271,7 @@ def compared(precision: str, adapters: bool, captured: str = "") -> tuple[Reside
     loss.recording.fill_(True)
     evaluate(engine, rows, batch_rows=len(rows))
     loss.recording.fill_(False)
-    loss.taken()
+    loss.take_figures()
     return engine, rows
 
 
@@ -280,11 +280,11 @@ def test_the_first_loss_is_ln_2_to_the_bit(precision: str, adapters: bool) -> No
     engine, rows = compared(precision, adapters)
     first = engine.evaluate(window(rows))
     assert float(first[0] / first[1]) == pytest.approx(math.log(2), rel=1e-15)
-    assert engine.step.loss.taken()["margin"] == 0  # type: ignore[attr-defined]
+    assert engine.step.loss.take_figures()["margin"] == 0  # type: ignore[attr-defined]
     engine.accumulate(window(rows))
     engine.update()
     engine.evaluate(window(rows))
-    assert engine.step.loss.taken()["margin"] != 0  # type: ignore[attr-defined]
+    assert engine.step.loss.take_figures()["margin"] != 0  # type: ignore[attr-defined]
 
 
 def test_the_reference_of_adapters_is_the_base_in_the_same_bits() -> None:

@@ -47,11 +47,11 @@ def test_ratios_a_kl_term_and_a_form_are_captured(advantage: str, pattern: str) 
     engine = rollouts.drawer.engine
     rollouts.drawer.reference = [plane.param.clone() for plane in engine.step.planes]
     assert engine.capture(next(rollouts)) is None
-    loss.taken()
+    loss.take_figures()
     next(rollouts)  # the second window of the draw that the capture was made with
     for fresh in (True, False, True):
         engine.accumulate(next(rollouts))
-        figures = loss.taken()
+        figures = loss.take_figures()
         assert rollouts.is_fresh == fresh and abs(figures["ratio"] - 1) < (1e-4 if fresh else 0.5)
         assert int(engine.update().skipped) == 0
     assert figures["kl"] > 0

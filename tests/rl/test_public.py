@@ -52,7 +52,7 @@ def test_answers_to_rewards_get_better_and_say_so_by_part(captured: bool) -> Non
         rewards.append(answers.numbers["reward"])
         parts = answers.numbers["reward.low"] + answers.numbers["reward.short"]
         assert math.isclose(parts, rewards[-1], abs_tol=1e-6)
-        apart = engine.step.loss.taken()["drawn_minus_scored_max"]  # type: ignore[attr-defined]
+        apart = engine.step.loss.take_figures()["drawn_minus_scored_max"]  # type: ignore[attr-defined]
         assert apart < 1e-5 if captured else apart == 0
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.3
     assert answers.state()["rows"] == 12 * 4
@@ -147,7 +147,7 @@ def test_pairs_are_learned_from(name: str, beta: float, captured: bool, tmp_path
         )
     figures = []
     for update in monograph.train(engine, read.batches(256, seed=1), updates=16):
-        figures.append(loss.taken() | {"loss": float(update.loss)})
+        figures.append(loss.take_figures() | {"loss": float(update.loss)})
     if name != "orpo":
         assert figures[0]["accuracy"] == 0.5 and figures[0]["loss"] == pytest.approx(
             0.5 if labelled else math.log(2)

@@ -516,8 +516,8 @@ FLEES = "import os, time\ndef f():\n    if os.fork() == 0:\n        os.setsid()\
 def test_children_that_leave_the_process_group_end_with_their_namespace(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    limits = "    for limit, most in LIMITS.items():\n"
-    limits += "        resource.setrlimit(limit, (most, most))\n    _forbid(libc)\n"
+    limits = "    for limit, value in LIMITS.items():\n"
+    limits += "        resource.setrlimit(limit, (value, value))\n    _forbid(libc)\n"
     with_children = changed(monkeypatch, tmp_path, limits, "")
     assert score(with_children, FLEES, tests="assert f() == 2") == 1
     with_children.close()
@@ -569,7 +569,7 @@ def test_without_namespaces_nothing_runs_unless_told_and_then_within_limits(
 ) -> None:
     os.chmod(tmp_path.parents[0], 0o755)
     bare = changed(
-        monkeypatch, tmp_path, "    apart = _NEW_NETWORK", "    return\n    apart = _NEW_NETWORK"
+        monkeypatch, tmp_path, "    namespaces = _NEW_NETWORK", "    return\n    namespaces = _NEW_NETWORK"
     )
     if confined() is None:
         bare.close()

@@ -1,9 +1,10 @@
-"""Automata on the device, where they come and go while a decoder runs.
+"""Automata on the device, which are added and removed while a decoder runs.
 
 The decode step follows automata by gathers in tensors of fixed size, without the host. The tensors
-keep their sizes and places, so a captured step goes on to read them.
+keep their sizes and addresses, so a captured step can still read them.
 
-Shapes: V tokens; B rows; S states, N cells and E effects of all automata, A automata, R counters.
+Shapes: V tokens, B rows, C classes of tokens, A automata, R counters; S states, N cells and E
+effects of all automata. A cell is a pair of a state and a class.
 """
 
 from collections import Counter
@@ -20,13 +21,24 @@ from monograph.automata.dfa import STATE_MASK
 from monograph.automata.tokens import MAX_EFFECTS
 from monograph.errors import InputRefused
 
-# States of an arena: in FREE every token is allowed and no text is over, in DEAD none is allowed.
-FREE, DEAD = 0, 1
-NEVER = 1  # the effect that no counters allow; effect 0 is `ALWAYS`
+# The state in which every token is allowed and no text is over.
+FREE = 0
+# The state in which no token is allowed.
+DEAD = 1
+# The number of the effect that no counters allow; the effect 0 is `ALWAYS`.
+NEVER = 1
 
 
 class _Place(NamedTuple):
-    """An automaton, where its cells, states and effects begin, and its number."""
+    """The place of an automaton in the tables.
+
+    Attributes:
+        automaton: the automaton.
+        cell: the index of its first cell.
+        state: the index of its first state.
+        effect: the index of its first effect after `ALWAYS`.
+        number: its number, from 1.
+    """
 
     automaton: Automaton
     cell: int
@@ -38,20 +50,21 @@ class _Place(NamedTuple):
 class Arena:
     """Automata over one vocabulary as a few tensors of 6 N + 9 S + 16 E R + 2 A V bytes.
 
-    Each automaton has a place while a request uses it, and longer if nobody asks. Each row of a
-    batch has a state,
-    int64: FREE if it has no automaton, else a state of an automaton, with its counters.
+    An automaton has a place while a request uses it, and afterwards until another one needs the
+    place. Each row of a batch has a state, int64: FREE if it has no automaton, else a state of an
+    automaton together with its counters.
 
     Attributes:
-        cells: most cells of all automata.
-        states: most states of all.
-        automata: most automata.
-        effects: most effects of all but `ALWAYS`.
-        next_N: int32 [N], the state after each class of tokens, state by state; DEAD where the
-            token is forbidden.
-        effect_N: int16 [N], the effect on the counters; NEVER where the token is forbidden.
-        classes_C: int32 [C], the numbers from 0 of as many classes as an automaton may have.
+        cells: the maximum number of cells.
+        states: the maximum number of states.
+        automata: the maximum number of automata.
+        effects: the maximum number of effects, without `ALWAYS` and NEVER.
+        next_N: int32 [N], the next state for each state and class of tokens; DEAD if the token is
+            forbidden.
+        effect_N: int16 [N], the effect on the counters; NEVER if the token is forbidden.
+        classes_C: int32 [C], 0 to C - 1, where C is the maximum number of classes of an automaton.
         effects_4ER: int32 [4, E, R], least, most, keep and add of each effect.
+        shifts_R: int64 [R], the position of each counter's bits in a state.
         row_S: int32 [S], the index in `next_N` of each state's first cell.
         automaton_S: int32 [S], the number of each state's automaton, from 1; 0 for FREE and DEAD.
         stops_S: bool [S], whether the text is over in the state.
@@ -68,10 +81,17 @@ class Arena:
         effects: int = MAX_EFFECTS,
         classes: int = 1 << 13,
     ) -> None:
-        """Allocate tables of so many cells, states, automata and effects, all free.
+        """Allocate empty tables.
 
-        An automaton has at most so many classes; a step looks at as many, and at none per token of
-        a large vocabulary.
+        Args:
+            vocabulary: V.
+            device: where the tables are.
+            cells: the maximum number of cells of all automata.
+            states: the maximum number of states of all automata.
+            automata: the maximum number of automata.
+            effects: the maximum number of effects of all automata.
+            classes: C, the maximum number of classes of an automaton. A step reads this number of
+                cells for each row, which is less than the vocabulary.
         """
         self.cells = cells
         self.states = states
@@ -84,26 +104,31 @@ class Arena:
         self.effects_4ER = torch.zeros(4, 2 + effects, COUNTERS, dtype=torch.int32, device=device)
         self.stops_S = torch.zeros(states, dtype=torch.bool, device=device)
         self.class_AV = torch.zeros(1 + automata, vocabulary, dtype=torch.int16, device=device)
-        # FREE and DEAD have one cell each: FREE leads to FREE, DEAD to DEAD.
-        self.next_N[DEAD] = self.row_S[DEAD] = DEAD
+        # FREE and DEAD have one cell each, with their own index: FREE leads to FREE, DEAD to DEAD.
+        self.next_N[DEAD] = DEAD
+        self.row_S[DEAD] = DEAD
         self.effect_N[DEAD] = NEVER
-        self._write_effects(
-            0, [ALWAYS, ALWAYS._replace(least=(1,) * COUNTERS, most=(0,) * COUNTERS)]
-        )
-        # On the device, so that a captured step copies nothing.
+        never = ALWAYS._replace(least=(1,) * COUNTERS, most=(0,) * COUNTERS)
+        self._write_effects(0, [ALWAYS, never])
+        # These are on the device, so that a captured step copies nothing.
         self.classes_C = torch.arange(
             min(classes, vocabulary + 2), dtype=torch.int32, device=device
         )
         self.shifts_R = torch.tensor(SHIFTS, dtype=torch.int64, device=device)
         self._vocabulary = vocabulary
-        self._places: dict[int, _Place] = {}  # by identity, the longest unused first
+        # By the identity of the automaton, in the order in which they were last taken.
+        self._places: dict[int, _Place] = {}
         self._uses: Counter[int] = Counter()
 
     @classmethod
     def holding(
         cls, automata: Collection[Automaton], vocabulary: int, device: torch.device
     ) -> Self:
-        """Allocate as much as these automata take together; raises InputRefused like `require`."""
+        """Allocate tables with room for these automata together.
+
+        Raises:
+            InputRefused: see `require`.
+        """
         cells, states, effects = _sizes(automata)
         classes = max([1, *(automaton.next_SC.shape[1] for automaton in automata)])
         arena = cls(vocabulary, device, 2 + cells, 2 + states, len(automata), effects, classes)
@@ -111,74 +136,91 @@ class Arena:
         return arena
 
     def require(self, *automata: Automaton | None) -> None:
-        """Refuse the automata of one text if they never have room together; raises InputRefused."""
+        """Refuse the automata of one text if the tables are too small for them together.
+
+        Raises:
+            InputRefused: they are, or an automaton was made for another vocabulary.
+        """
         given = [automaton for automaton in automata if automaton is not None]
         for automaton in given:
-            if (made_for := len(automaton.class_V)) != self._vocabulary:
+            made_for = len(automaton.class_V)
+            if made_for != self._vocabulary:
                 raise InputRefused(
                     f"{automaton.where} was made for {made_for:,} tokens, not {self._vocabulary:,}"
                 )
-            if (classes := automaton.next_SC.shape[1]) > len(self.classes_C):
+            classes = automaton.next_SC.shape[1]
+            if classes > len(self.classes_C):
                 raise InputRefused(
                     f"{automaton.where}: it tells {classes:,} kinds of tokens apart, more than there is room for "
                     f"({len(self.classes_C):,}): make it simpler or shorter"
                 )
-        size, states, effects = _sizes(given)
-        enough = size + 2 <= self.cells and states + 2 <= self.states and effects <= self.effects
-        if not enough or len(given) > self.automata:
+        cells, states, effects = _sizes(given)
+        # FREE and DEAD take two states and two cells.
+        fits = cells + 2 <= self.cells and states + 2 <= self.states and effects <= self.effects
+        if not fits or len(given) > self.automata:
             raise InputRefused(
-                f"{' and '.join(each.where for each in given)}: {states:,} states and {size:,} cells are more than "
+                f"{' and '.join(each.where for each in given)}: {states:,} states and {cells:,} cells are more than "
                 f"there is room for ({self.states:,} and {self.cells:,}), or {effects:,} effects than "
                 f"{self.effects:,}: make it simpler or shorter"
             )
 
     def take(self, automaton: Automaton | None) -> int | None:
-        """Use an automaton once more; return the state in which its texts begin, or None if there
-        is no room now.
+        """Count a use of an automaton, which gets a place; return the state in which texts begin.
+
+        The state is FREE without an automaton, and None if there is no room now.
         """
         if automaton is None:
             return FREE
         key = id(automaton)
-        if (place := self._places.pop(key, None) or self._placed(automaton)) is None:
+        place = self._places.pop(key, None) or self._find_place(automaton)
+        if place is None:
             return None
         self._places[key] = place
         self._uses[key] += 1
         return place.state
 
     def give_back(self, automaton: Automaton | None) -> None:
-        """Use it once less; if nobody uses it, another may have its place."""
+        """End a use of an automaton. Without uses, it may lose its place to another one."""
         if automaton is not None:
             self._uses[id(automaton)] -= 1
 
     def clear(self) -> None:
-        """Forget what nobody uses, so that it is not in the way where it lies."""
+        """Free the places of all automata without uses."""
         for key in [key for key in self._places if not self._uses[key]]:
             del self._places[key], self._uses[key]
 
-    def _placed(self, automaton: Automaton) -> _Place | None:
-        while (place := self._free_place(automaton)) is None:
-            if (unused := next((key for key in self._places if not self._uses[key]), None)) is None:
+    def _find_place(self, automaton: Automaton) -> _Place | None:
+        """Write an automaton to a free place; None if there is no room.
+
+        It frees places without uses, the longest unused first, until the automaton fits.
+        """
+        place = self._free_place(automaton)
+        while place is None:
+            unused = next((key for key in self._places if not self._uses[key]), None)
+            if unused is None:
                 return None
             del self._places[unused], self._uses[unused]
-        self._write(*place)
+            place = self._free_place(automaton)
+        self._write(place)
         return place
 
     def _free_place(self, automaton: Automaton) -> _Place | None:
-        there = self._places.values()
-        number = next(
-            (n for n in range(1, 1 + self.automata) if all(n != place.number for place in there)),
-            None,
-        )
+        """Return a place for an automaton among the present ones; None if there is no room."""
+        places = self._places.values()
+        numbers = {place.number for place in places}
+        number = next((n for n in range(1, 1 + self.automata) if n not in numbers), None)
         cell = _gap(
-            [(p.cell, p.automaton.next_SC.size) for p in there], automaton.next_SC.size, self.cells
+            [(place.cell, place.automaton.next_SC.size) for place in places],
+            automaton.next_SC.size,
+            self.cells,
         )
         state = _gap(
-            [(p.state, len(p.automaton.next_SC)) for p in there],
+            [(place.state, len(place.automaton.next_SC)) for place in places],
             len(automaton.next_SC),
             self.states,
         )
         effect = _gap(
-            [(p.effect, len(p.automaton.effects) - 1) for p in there],
+            [(place.effect, len(place.automaton.effects) - 1) for place in places],
             len(automaton.effects) - 1,
             self.effects + 2,
         )
@@ -186,57 +228,66 @@ class Arena:
             return None
         return _Place(automaton, cell, state, effect, number)
 
-    def _write(self, automaton: Automaton, cell: int, state: int, effect: int, number: int) -> None:
-        """Write an automaton's table from `cell`, `state` and `effect` on."""
+    def _write(self, place: _Place) -> None:
+        """Write an automaton's tables to its place."""
+        automaton = place.automaton
+        cell = place.cell
+        state = place.state
+        effect = place.effect
         table_SC = automaton.next_SC.astype(np.int32)
         device = self.next_N.device
         states = slice(state, state + len(table_SC))
-        # A forbidden token's -1 becomes the dead state here, so that the device needs no case for
-        # it.
+        # The automaton has -1 for a forbidden token, which becomes DEAD here and needs no further case
+        # on the device.
         following = np.where(table_SC < 0, DEAD, table_SC + state).reshape(-1)
         rows = np.arange(len(table_SC), dtype=np.int32) * table_SC.shape[1] + cell
         self.next_N[cell : cell + table_SC.size] = torch.from_numpy(following.astype(np.int32)).to(
             device
         )
-        # The first effect is `ALWAYS`, which all automata share.
+        # An automaton's effect 0 is `ALWAYS`, which is common to all automata.
         effects = np.where(automaton.effect_SC > 0, automaton.effect_SC + (effect - 1), 0)
         effects = np.where(table_SC < 0, NEVER, effects).reshape(-1).astype(np.int16)
         self.effect_N[cell : cell + table_SC.size] = torch.from_numpy(effects).to(device)
         self._write_effects(effect, automaton.effects[1:])
         self.row_S[states] = torch.from_numpy(rows.astype(np.int32)).to(device)
-        self.automaton_S[states] = number
+        self.automaton_S[states] = place.number
         self.stops_S[states] = torch.from_numpy(automaton.stops_S).to(device)
-        self.class_AV[number] = torch.from_numpy(automaton.class_V).to(device)
+        self.class_AV[place.number] = torch.from_numpy(automaton.class_V).to(device)
 
     def _write_effects(self, first: int, effects: Sequence[Effect]) -> None:
-        """Write effects from the number `first` on."""
+        """Write effects to the indices from `first` on."""
         if effects:
-            written = torch.tensor(effects, dtype=torch.int32).transpose(0, 1)
-            self.effects_4ER[:, first : first + len(effects)] = written.to(self.effects_4ER.device)
+            effects_4ER = torch.tensor(effects, dtype=torch.int32).transpose(0, 1)
+            end = first + len(effects)
+            self.effects_4ER[:, first:end] = effects_4ER.to(self.effects_4ER.device)
 
 
 def _sizes(automata: Collection[Automaton]) -> tuple[int, int, int]:
-    """Return the cells, states and effects of automata."""
+    """Return the numbers of cells, states and effects of automata, without effect `ALWAYS`."""
     cells = sum(each.next_SC.size for each in automata)
-    return (
-        cells,
-        sum(len(each.next_SC) for each in automata),
-        sum(len(each.effects) - 1 for each in automata),
-    )
+    states = sum(len(each.next_SC) for each in automata)
+    effects = sum(len(each.effects) - 1 for each in automata)
+    return cells, states, effects
 
 
-def _gap(taken: list[tuple[int, int]], size: int, most: int) -> int | None:
-    """Return where so many entries find room between those that are taken (begin, size), or None."""
+def _gap(occupied: list[tuple[int, int]], size: int, capacity: int) -> int | None:
+    """Return the begin of the first gap with room for `size` entries; None if there is none.
+
+    Args:
+        occupied: (begin, size) of the occupied entries, in addition to those of FREE and DEAD.
+        size: the number of entries.
+        capacity: the number of entries of the table.
+    """
     begin = max(FREE, DEAD) + 1
-    for at, length in sorted(taken):
-        if begin + size <= at:
+    for occupied_begin, occupied_size in sorted(occupied):
+        if begin + size <= occupied_begin:
             return begin
-        begin = at + length
-    return begin if begin + size <= most else None
+        begin = occupied_begin + occupied_size
+    return begin if begin + size <= capacity else None
 
 
 def allowed(tables: Arena, state_B: Tensor) -> Tensor:
-    """Return which tokens may come next, those that do not lead to DEAD.
+    """Return the tokens that may come next, which do not lead to DEAD.
 
     Args:
         tables: the automata.
@@ -246,20 +297,22 @@ def allowed(tables: Arena, state_B: Tensor) -> Tensor:
         bool [B, V]; all true in state FREE, all false in state DEAD.
     """
     at_B = state_B & STATE_MASK
-    # Whether the counters allow an effect is found out for each effect, then for each class, and
-    # not for each token.
+    # Whether the counters allow an effect is computed for each effect and gathered for each class,
+    # which takes less time than computing it for each token.
     counts_BR = _counts(tables, state_B)
-    least_ER, most_ER = tables.effects_4ER[0], tables.effects_4ER[1]
+    least_ER = tables.effects_4ER[0]
+    most_ER = tables.effects_4ER[1]
     may_BE = ((counts_BR[:, None] >= least_ER) & (counts_BR[:, None] <= most_ER)).all(-1)
-    # Behind an automaton's last class come cells of others, which no token has.
+    # After an automaton's last class there are cells of other automata. No token has such a class.
     cell_BC = (tables.row_S[at_B][:, None] + tables.classes_C).clamp(max=tables.cells - 1)
     may_BC = may_BE.gather(1, tables.effect_N[cell_BC].long())
     return may_BC.gather(1, tables.class_AV[tables.automaton_S[at_B]].long())
 
 
 def advance(tables: Arena, state_B: Tensor, token_B: Tensor) -> Tensor:
-    """Return the states after one token of each row: DEAD after a forbidden token, FREE for rows in
-    FREE.
+    """Return the states after one token of each row.
+
+    A forbidden token leads to DEAD, and FREE leads to FREE.
 
     Args:
         tables: the automata.
@@ -281,8 +334,9 @@ def advance(tables: Arena, state_B: Tensor, token_B: Tensor) -> Tensor:
 
 
 def stopped(tables: Arena, state_B: Tensor) -> Tensor:
-    """Return whether each row's text is over: a stop string has occurred, or only an end token
-    could still come.
+    """Return whether each row's text is over.
+
+    It is if a stop string has occurred, or if only an end token may come.
 
     Args:
         tables: the automata.

@@ -1,20 +1,20 @@
-"""The cache of a fixed size: slot s of a row holds keys and values of position s; rows advance
-independently.
+"""Keys and values of a fixed number of positions: slot s of a row holds those of position s.
 
-A layer without attention has a recurrence instead, of one size for any number of positions.
+A layer without attention has a recurrence instead, whose size does not depend on the positions.
 
-A reader reads prompts into a cache of its own, from which rows copy their keys and values. Prompts
-are read in chunks of a fixed size at fixed positions, by passes of a fixed number of rows (one,
-unless a caller wants more), so that a prompt's keys and values depend on the prompt alone. So whole
-chunks that another prompt has in common with it need not be read again, if the recurrences of
-layers without attention are known there. The first decode step reads a prompt's last token, unless
-the reader does (`Slots.is_filled`).
+A reader reads prompts into its own cache, from which rows copy their keys and values. It reads
+chunks of a fixed size at fixed positions, by passes of a fixed number of rows (one by default), so
+the keys and values of a prompt depend on nothing else. If two prompts begin with the same whole
+chunks, these need not be read again. For layers without attention the recurrence after them must be
+known. The first decode step reads a prompt's last token, unless the reader does
+(`Slots.is_filled`).
 
 Shapes: N blocks, B rows, R rows of the reader's cache, K key-value heads, H query heads, C slots of
 a block, E head dimension, T positions of a chunk, D hidden size, 1 broadcasts.
 """
 
 import itertools
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
@@ -31,8 +31,9 @@ from monograph.ops.attention import BLOCK, Heads, cached_attention
 
 
 class KVCache:
-    """Keys and values of several rows, two tensors for each layer, zero where nothing was written;
-    and recurrences.
+    """Keys and values of several rows, two tensors for each layer, and recurrences.
+
+    Slots that have not been written are zero. The attributes are the arguments of the constructor.
     """
 
     def __init__(
@@ -43,19 +44,20 @@ class KVCache:
         seen_blocks: int | None = None,
         is_filled: bool = False,
     ) -> None:
-        """Take the memory.
+        """Take the tensors.
 
         Args:
-            keys: [N, B, K, C, E] for each layer; a layer without attention has no heads.
+            keys: [N, B, K, C, E] for each layer; K is 0 for a layer without attention.
             values: the same for values.
-            recurrences: those of the layers without attention.
-            seen_blocks: how many blocks attention reads, the first ones; None: all.
+            recurrences: by layer, those of the layers without attention.
+            seen_blocks: attention reads this number of first blocks; None: all blocks.
             is_filled: see `cached_attention`.
         """
         self.keys = keys
         self.values = values
         self.recurrences = recurrences
-        self.seen_blocks, self.is_filled = seen_blocks, is_filled
+        self.seen_blocks = seen_blocks
+        self.is_filled = is_filled
 
     @classmethod
     def allocate(
@@ -68,42 +70,27 @@ class KVCache:
         block: int = BLOCK,
     ) -> Self:
         """Allocate memory for at least `slots` positions of each row, in blocks of `block` slots."""
-        # Blocks are the outer axis, so that the first blocks, all that short texts need, lie in one
-        # piece of memory.
-        linear = [config.is_linear(layer) for layer in range(config.num_hidden_layers)]
-        heads = [0 if is_linear else config.num_key_value_heads for is_linear in linear]
-        shapes = [(-(-slots // block), rows, each, block, config.head_dim) for each in heads]
-        # A tensor for each layer: a captured graph that writes into a part of a tensor copies all
-        # of it (dev/log.md).
-        keys, values = (
-            [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes] for _ in range(2)
-        )
-        size = config.linear_key_head_dim
-        wide_size = config.linear_value_head_dim
-        count = config.linear_num_value_heads
-        inputs = (
-            config.linear_conv_kernel_dim,
-            2 * config.linear_num_key_heads * size + count * wide_size,
-        )
-        state = count, size, wide_size
-        wide = torch.promote_types(dtype, torch.float32)
-        recurrences = {
-            layer: Recurrence(
-                torch.zeros(rows, *inputs, dtype=dtype, device=device),
-                torch.zeros(rows, *state, dtype=wide, device=device),
-                torch.zeros(rows, dtype=torch.int64, device=device),
-                torch.full((rows,), torch.iinfo(torch.int64).max, device=device),
-            )
-            for layer in range(len(linear))
-            if linear[layer]
-        }
+        keys = list[Tensor]()
+        values = list[Tensor]()
+        recurrences = dict[int, Recurrence]()
+        for layer in range(config.num_hidden_layers):
+            is_linear = config.is_linear(layer)
+            heads = 0 if is_linear else config.num_key_value_heads
+            # Blocks are the outer axis, so that the first blocks, which are all that short texts
+            # need, are contiguous. Each layer has its own tensor, since a captured graph that writes
+            # to a part of a tensor copies all of it (dev/log.md).
+            shape = (math.ceil(slots / block), rows, heads, block, config.head_dim)
+            keys.append(torch.zeros(shape, dtype=dtype, device=device))
+            values.append(torch.zeros(shape, dtype=dtype, device=device))
+            if is_linear:
+                recurrences[layer] = _empty_recurrence(config, rows, dtype, device)
         return cls(keys, values, recurrences)
 
     @classmethod
     def bytes_per_row(
         cls, config: LlamaConfig, slots: int, dtype: torch.dtype, block: int = BLOCK
     ) -> int:
-        """Return how many bytes `allocate` takes for one row."""
+        """Return the number of bytes that `allocate` takes for one row."""
         cache = cls.allocate(config, 1, slots, dtype, torch.device("meta"), block)
         return sum(tensor.nbytes for tensor in (*cache.keys, *cache.values, *cache.carried()))
 
@@ -113,21 +100,21 @@ class KVCache:
         return self.keys[0].shape[3]
 
     def visible(self, slots: int) -> int:
-        """Return how many blocks to read for that many slots: a power of two, since each number has
-        a graph.
+        """Return how many blocks attention reads for this number of slots.
+
+        It is a power of two, or all blocks, since each number needs a graph.
         """
-        return min(self.keys[0].shape[0], 1 << (-(-slots // self.block) - 1).bit_length())
+        needed_blocks = math.ceil(slots / self.block)
+        return min(self.keys[0].shape[0], 1 << (needed_blocks - 1).bit_length())
 
     @property
     def sizes(self) -> list[int]:
-        """All that `visible` returns."""
+        """All numbers that `visible` can return."""
         blocks = self.keys[0].shape[0]
         return sorted({min(blocks, 1 << power) for power in range(blocks.bit_length() + 1)})
 
     def first(self, blocks: int) -> Self:
-        """Return a cache in the same memory, in which attention reads the first `blocks` blocks
-        only.
-        """
+        """Return a cache of the same tensors, in which attention reads only the first blocks."""
         return type(self)(self.keys, self.values, self.recurrences, blocks, self.is_filled)
 
     def attend(
@@ -138,81 +125,118 @@ class KVCache:
         window: int | None,
         sink_H: Tensor | None = None,
     ) -> Tensor:
-        """Store new keys and values at their positions; return the attention of the queries
-        (`cached_attention`).
+        """Store new keys and values at their positions, and return the attention of the queries.
+
+        Args:
+            layer_index: the layer.
+            heads: the new queries, keys and values.
+            positions_BT: their positions.
+            window: see `cached_attention`.
+            sink_H: see `cached_attention`.
         """
         query_BHTE, key_BKTE, value_BKTE = heads
-        keys_NBKCE, values_NBKCE = self.keys[layer_index], self.values[layer_index]
+        keys_NBKCE = self.keys[layer_index]
+        values_NBKCE = self.values[layer_index]
         rows_B1 = torch.arange(positions_BT.shape[0], device=positions_BT.device)[:, None]
         where = (positions_BT // self.block, rows_B1, slice(None), positions_BT % self.block)
-        # Write to the whole tensor and read a slice of it: a captured write to a slice copies the
-        # cache (dev/log.md).
+        # The write is to the whole tensor and not to a slice, since a captured write to a slice copies
+        # the cache (dev/log.md).
         keys_NBKCE[where] = key_BKTE.transpose(1, 2).to(keys_NBKCE.dtype)
         values_NBKCE[where] = value_BKTE.transpose(1, 2).to(values_NBKCE.dtype)
-        seen = slice(self.seen_blocks)
-        keys_NBKCE, values_NBKCE = keys_NBKCE[seen], values_NBKCE[seen]
         return cached_attention(
-            query_BHTE, keys_NBKCE, values_NBKCE, positions_BT, window, self.is_filled, sink_H
+            query_BHTE,
+            keys_NBKCE[: self.seen_blocks],
+            values_NBKCE[: self.seen_blocks],
+            positions_BT,
+            window,
+            self.is_filled,
+            sink_H,
         )
 
     def recurrence(self, layer_index: int) -> Recurrence:
-        """Return what a layer without attention has taken of each row."""
+        """Return the recurrence of a layer without attention."""
         return self.recurrences[layer_index]
 
     def begin(self, limits: Sequence[int]) -> None:
-        """Begin the recurrences of the first rows again, of which so many tokens each may be taken."""
+        """Reset all recurrences; those of row i will take at most limits[i] tokens."""
         for tensor in self.carried():
             tensor.zero_()
         for recurrence in self.recurrences.values():
             recurrence.limit_B[: len(limits)] = sent(limits, recurrence.limit_B.device)
 
     def carried(self) -> list[Tensor]:
-        """Return what recurrences have taken, tensors with a row for each of the cache's."""
+        """Return the tensors of all recurrences, with a row for each row of the cache."""
         return [tensor for recurrence in self.recurrences.values() for tensor in recurrence[:3]]
 
     def copy_rows(
-        self, rows: Sequence[int], source: Self, its_rows: Sequence[int], slots: int
+        self, rows: Sequence[int], source: Self, source_rows: Sequence[int], slots: int
     ) -> None:
-        """Copy rows of `source`, whose blocks are as long, to rows of this cache: the first slots,
-        and recurrences.
+        """Copy rows of another cache: keys and values of the first slots, and recurrences.
+
+        Args:
+            rows: the rows to write to.
+            source: the other cache, whose blocks have the same length.
+            source_rows: the rows to read.
+            slots: how many slots are copied, rounded up to whole blocks.
         """
-        self.copy_keys(rows, source, its_rows, slots)
-        into = sent(rows, self.keys[0].device)
-        out_of = sent(its_rows, self.keys[0].device)
-        for to, of in zip(self.carried(), source.carried(), strict=True):
-            to.index_copy_(0, into, of.index_select(0, out_of))
+        self.copy_keys(rows, source, source_rows, slots)
+        to_rows = sent(rows, self.keys[0].device)
+        from_rows = sent(source_rows, self.keys[0].device)
+        for target, origin in zip(self.carried(), source.carried(), strict=True):
+            target.index_copy_(0, to_rows, origin.index_select(0, from_rows))
 
     def copy_keys(
-        self, rows: Sequence[int], source: Self, its_rows: Sequence[int], slots: int
+        self, rows: Sequence[int], source: Self, source_rows: Sequence[int], slots: int
     ) -> None:
-        """Do the same without recurrences."""
-        blocks = -(-slots // self.block)
+        """Copy keys and values as `copy_rows` does, without recurrences."""
+        blocks = math.ceil(slots / self.block)
         device = self.keys[0].device
-        into = sent(rows, device)
-        out_of = sent(its_rows, device)
-        for to, of in zip((*self.keys, *self.values), (*source.keys, *source.values), strict=True):
-            to[:blocks].index_copy_(1, into, of[:blocks].index_select(1, out_of))
+        to_rows = sent(rows, device)
+        from_rows = sent(source_rows, device)
+        targets = (*self.keys, *self.values)
+        origins = (*source.keys, *source.values)
+        for target, origin in zip(targets, origins, strict=True):
+            target[:blocks].index_copy_(1, to_rows, origin[:blocks].index_select(1, from_rows))
 
     def clear(self, row: int | slice) -> None:
-        """Set a row, or several, to zero, as is needed after numbers that are not finite."""
-        # Attention weighs hidden slots with 0, and 0 times NaN is NaN.
+        """Set a row, or several, to zero, which is needed after numbers that are not finite."""
+        # Attention multiplies the values of hidden slots by 0, and 0 times NaN is NaN.
         for tensor in (*self.keys, *self.values):
             tensor[:, row] = 0
         for tensor in self.carried():
             tensor[row] = 0
 
 
+def _empty_recurrence(
+    config: LlamaConfig, rows: int, dtype: torch.dtype, device: torch.device
+) -> Recurrence:
+    """Return a recurrence that has taken no token, without a limit."""
+    key_size = config.linear_key_head_dim
+    value_size = config.linear_value_head_dim
+    heads = config.linear_num_value_heads
+    channels = 2 * config.linear_num_key_heads * key_size + heads * value_size
+    inputs_shape = (rows, config.linear_conv_kernel_dim, channels)
+    # The state has at least fp32.
+    state_dtype = torch.promote_types(dtype, torch.float32)
+    return Recurrence(
+        torch.zeros(inputs_shape, dtype=dtype, device=device),
+        torch.zeros(rows, heads, key_size, value_size, dtype=state_dtype, device=device),
+        torch.zeros(rows, dtype=torch.int64, device=device),
+        torch.full((rows,), torch.iinfo(torch.int64).max, device=device),
+    )
+
+
 class Slots(NamedTuple):
-    """The form of a cache, on which the bits of what is read from it may depend.
+    """The sizes of a cache, on which the bits of what is read from it may depend.
 
     Attributes:
         most: positions of each row.
-        block: slots of a block; fewer cost less for short texts.
-        prompts: prompts that are read at once.
-        is_filled: whether a text's numbers have the bits of a pass over all of it; see
-            `cached_attention`. Then all of a prompt is read before its first step, once for all
-            rows that continue it, as the step would compute the same bits for its last token.
-        longest: most tokens of a prompt; fewer cost less.
+        block: slots of a block; short texts take less time with short blocks.
+        prompts: number of prompts that are read at the same time.
+        is_filled: whether a text gets the bits of one pass over the whole text; see
+            `cached_attention`. The reader then reads a whole prompt, once for all rows that continue
+            it. The first step would compute the same bits for the last token.
+        longest: the maximum number of tokens of a prompt; a smaller one takes less time.
     """
 
     most: int
@@ -224,29 +248,32 @@ class Slots(NamedTuple):
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 Ids = tuple[int, ...]
-BORDERS = 8  # most recurrences that are kept
+# How many recurrences are kept, each after the first chunks of a prompt.
+BORDERS = 8
 
 
 class Reader:
-    """Reads prompts, one or several at once, into a cache that holds those that were read last.
+    """Reads prompts into a cache, which holds the keys and values of the last ones.
 
     Attributes:
-        chunk: tokens read at once.
-        whole: whether the last token is read, too.
-        last_RD: then its final hidden state in each row; R are the rows of the reader's cache.
+        chunk: the number of tokens of a pass.
+        rows: the number of prompts that are read at the same time.
+        cache: keys and values of the prompts.
+        whole: whether the last token of a prompt is read, too.
+        last_RD: if `whole`, the final hidden state of the last token of each row's prompt.
     """
 
     def __init__(
         self, model: Llama, slots: Slots, chunk: int, wrap: Wrap, recorder: Recorder | None = None
     ) -> None:
-        """Allocate a cache with a row for each of the prompts that are read at once.
+        """Allocate a cache with a row for each prompt that is read at the same time.
 
         Args:
             model: the language model, in evaluation mode.
-            slots: its form; no prompt is longer than its positions.
-            chunk: tokens read at once, a power of two up to the cache's block.
-            wrap: a function that compiles another, or returns it unchanged.
-            recorder: captures the pass over a chunk, or None.
+            slots: the sizes of the cache; a prompt is not longer than a row.
+            chunk: the number of tokens of a pass, a power of two up to the cache's block.
+            wrap: compiles a function, or returns it unchanged.
+            recorder: captures the pass over a chunk; None: it is not captured.
         """
         weight = model.lm_head.weight
         self.model = model
@@ -256,27 +283,34 @@ class Reader:
         self.cache = KVCache.allocate(
             model.config, self.rows, slots.most, weight.dtype, weight.device, slots.block
         )
-        self.cache.is_filled = self.whole = slots.is_filled
+        self.cache.is_filled = slots.is_filled
+        self.whole = slots.is_filled
         self.last_RD = weight.new_zeros(self.rows, model.config.hidden_size)
-        # What a pass reads and writes, at addresses that a captured one keeps.
+        # The tensors that a pass reads and writes; a captured pass needs fixed addresses.
         self._tokens_RT = torch.zeros(self.rows, chunk, dtype=torch.int64, device=weight.device)
         self._start_11 = torch.zeros(1, 1, dtype=torch.int64, device=weight.device)
         self._hidden_RTD = weight.new_zeros(
             self.rows, chunk if self.whole else 0, model.config.hidden_size
         )
         self._passes = Replays(wrap(self._read_chunk), recorder)
-        # Recurrences after whole chunks of prompts, by owner and tokens; those that were used last
-        # come last.
+        # The recurrences after whole chunks of prompts, by owner and tokens, the last used last.
         self._borders: OrderedDict[tuple[str, Ids], list[Tensor]] = OrderedDict()
-        self._held: list[Ids] = []  # the prompts in its rows, and
-        self._owner = ""  # whose they are
-        self._interrupted = False  # whether a pass was begun and not ended
-        self._left: list[int] = []  # where the chunks begin that are still to be read
+        # The prompts of the rows, and their owner.
+        self._held: list[Ids] = []
+        self._owner = ""
+        # Whether a pass was begun and not finished.
+        self._interrupted = False
+        # The first positions of the chunks that are not read yet.
+        self._left: list[int] = []
 
     def begin(self, prompts: Iterable[Ids], further: Iterable[Ids] = (), owner: str = "") -> bool:
-        """Take the first of these prompts of one owner; return whether it was not held before.
+        """Take prompts to read, unless the first one is held; return whether they were taken.
 
-        If it has to be read, so are as many of the others, and then of the further ones, as fit.
+        Args:
+            prompts: prompts of one owner, at least one. The first one is needed, and others are
+                read with it if there are rows for them.
+            further: prompts that get the rows that are left.
+            owner: the owner.
         """
         wanted = [self.part(prompt) for prompt in prompts]
         if wanted[0] in self._held and owner == self._owner:
@@ -284,8 +318,9 @@ class Reader:
         self._owner = owner
         held = dict.fromkeys(wanted)
         for prompt in further:
+            # There may be thousands of further prompts.
             if len(held) >= self.rows:
-                break  # thousands may wait
+                break
             held[self.part(prompt)] = None
         self._held = list(held)[: self.rows]
         self._begin()
@@ -296,70 +331,80 @@ class Reader:
         self.cache.begin([len(tokens) for tokens in self._held])
 
     def skip(self, source: KVCache, row: int, tokens: int) -> int:
-        """Copy the first whole chunks of so many tokens from a row that has them; return how many
-        tokens these are.
+        """Copy the first whole chunks of the prompt from a row that has them.
+
+        Args:
+            source: the cache of the row.
+            row: the row.
+            tokens: how many first tokens of the prompt the row has.
+
+        Returns:
+            the number of tokens that need not be read.
         """
-        if (known := self._known(tokens // self.chunk * self.chunk)) > 0:
+        known = self._restore(tokens // self.chunk * self.chunk)
+        if known > 0:
             self.cache.copy_keys([0], source, [row], known)
             self._left = [begin for begin in self._left if begin >= known]
         return known
 
-    def _known(self, tokens: int) -> int:
-        """Return how many of the first tokens the recurrences are known after, and give them to the
-        cache.
+    def _restore(self, tokens: int) -> int:
+        """Restore the recurrences after as many of the first `tokens` tokens as they are known for.
+
+        It returns the number of these tokens, which is `tokens` if the model has no recurrences.
         """
         if not self.cache.recurrences:
             return tokens
         for known in range(tokens, 0, -self.chunk):
-            if border := self._borders.get(key := (self._owner, self._held[0][:known])):
+            key = (self._owner, self._held[0][:known])
+            border = self._borders.get(key)
+            if border:
                 self._borders.move_to_end(key)
-                for to, of in zip(self.cache.carried(), border, strict=True):
-                    to.copy_(of)
+                for target, origin in zip(self.cache.carried(), border, strict=True):
+                    target.copy_(origin)
                 return known
         return 0
 
     def go_on(self, chunks: int | None = None) -> int:
-        """Read at most so many chunks (None: all that are left); return how many were read."""
-        if self._interrupted:  # some recurrences have taken a chunk that others have not
+        """Read at most this number of chunks, and return how many were read; None: all chunks."""
+        # After an interrupted pass the recurrences of some layers are a chunk ahead of the others.
+        if self._interrupted:
             self._begin()
-        some = self._left[:chunks]
-        for begin in some:
+        begins = self._left[:chunks]
+        for begin in begins:
             self._interrupted = bool(self.cache.recurrences)
             self._read(begin)
             self._interrupted = False
-            self._left.remove(begin)  # one by one, as an interrupt may come before all is read
+            # Chunks are removed one by one, since an interrupt may come before the last one is read.
+            self._left.remove(begin)
             self._remember(begin + self.chunk)
-        return len(some)
+        return len(begins)
 
     def _remember(self, read: int) -> None:
-        """Keep the recurrences after the first so many tokens of a prompt that is read alone."""
-        if self.cache.recurrences and self.rows == 1 and read <= len(self._held[0]):
-            self._borders[self._owner, self._held[0][:read]] = [
-                tensor.clone() for tensor in self.cache.carried()
-            ]
-            if len(self._borders) > BORDERS:
-                self._borders.popitem(last=False)
+        """Keep the recurrences after the first `read` tokens of a prompt that is read alone."""
+        if not self.cache.recurrences or self.rows > 1 or read > len(self._held[0]):
+            return
+        key = (self._owner, self._held[0][:read])
+        self._borders[key] = [tensor.clone() for tensor in self.cache.carried()]
+        if len(self._borders) > BORDERS:
+            self._borders.popitem(last=False)
 
     @property
     def ready(self) -> bool:
-        """Whether all that was begun is read."""
+        """Whether all chunks are read."""
         return not self._left
 
     def rows_of(self, prompts: Iterable[Ids]) -> list[int]:
-        """Return the rows of the cache with these prompts; the list ends before the first that is
-        not held.
-        """
-        row = {tokens: row for row, tokens in enumerate(self._held)}
-        return [
-            row[tokens] for tokens in itertools.takewhile(row.__contains__, map(self.part, prompts))
-        ]
+        """Return the cache's rows of these prompts, up to the first prompt that is not held."""
+        row_of = {tokens: row for row, tokens in enumerate(self._held)}
+        held = itertools.takewhile(row_of.__contains__, map(self.part, prompts))
+        return [row_of[tokens] for tokens in held]
 
     def part(self, prompt: Ids) -> Ids:
-        """Return the tokens of a prompt that are read: all but the last one, unless `whole`."""
+        """Return the tokens of a prompt that are read: all if `whole`, else all but the last one."""
         return prompt if self.whole else prompt[:-1]
 
     def forget(self) -> None:
-        """Clear the cache: it may hold numbers that are not finite."""
+        """Clear the cache, which may hold numbers that are not finite."""
         self.cache.clear(slice(None))
         self._borders.clear()
         self._held = []
@@ -367,26 +412,31 @@ class Reader:
         self._interrupted = False
 
     def warm_up(self) -> None:
-        """Capture every variant of a pass; nothing is held afterwards."""
+        """Capture every variant of a pass; no prompt is held afterwards."""
         if self._passes.captures:
             for blocks in self.cache.sizes:
                 self._passes.run(WARM_UP, blocks)
             self.forget()
 
     def _read(self, begin: int) -> None:
-        # With fixed chunks at fixed positions a prompt's numbers depend on it alone, and few graphs
-        # are captured.
+        """Read the chunk that begins at this position, of all prompts."""
         end = begin + self.chunk
-        parts = [tokens[begin:end] for tokens in self._held] + [()] * (self.rows - len(self._held))
-        self._tokens_RT.copy_(
-            sent([part + (0,) * (self.chunk - len(part)) for part in parts], self.device)
-        )
+        parts = [tokens[begin:end] for tokens in self._held]
+        parts += [()] * (self.rows - len(self._held))
+        padded = [part + (0,) * (self.chunk - len(part)) for part in parts]
+        self._tokens_RT.copy_(sent(padded, self.device))
         self._start_11.fill_(begin)
         self._passes.run(1, self.cache.visible(end))
         if self.whole:
-            ends = {row: len(tokens) - 1 - begin for row, tokens in enumerate(self._held)}
-            ends = {row: at for row, at in ends.items() if 0 <= at < self.chunk}
-            self.last_RD[list(ends)] = self._hidden_RTD[list(ends), list(ends.values())]
+            # The rows whose prompts end in this chunk, and the place of their last tokens in it.
+            rows = list[int]()
+            places = list[int]()
+            for row, tokens in enumerate(self._held):
+                place = len(tokens) - 1 - begin
+                if 0 <= place < self.chunk:
+                    rows.append(row)
+                    places.append(place)
+            self.last_RD[rows] = self._hidden_RTD[rows, places]
 
     @torch.no_grad()
     def _read_chunk(self, blocks: int) -> None:
@@ -396,6 +446,7 @@ class Reader:
         hidden_RTD = self.model(
             self._tokens_RT, positions=positions_RT, cache=self.cache.first(blocks)
         )
-        # A compiled pass that keeps nothing leaves out what follows the last keys and values.
+        # Otherwise the hidden states are unused, and a compiled pass computes nothing after the last
+        # layer's keys and values.
         if self.whole:
             self._hidden_RTD.copy_(hidden_RTD)

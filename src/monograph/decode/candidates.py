@@ -1,13 +1,14 @@
-"""The tokens that can still be drawn, and the one search that every truncation needs.
+"""The tokens that filters have left, and the search that every filter needs.
 
-A token has two numbers: its edited logit, by which tokens are ranked, and its score, by which they
-are weighed. A score is the distance to the largest logit over the temperature, so it rounds: two
-logits that differ may have one score. A rank never depends on that. A token that a filter drops has
-the score -inf, so one tensor holds the tokens that are left, tokens that are level stay or go
-together, and no filter ever sorts or scatters. Where every request of a chain keeps a few of the
-likeliest tokens only (`top_k`), the stages after that filter look at those few alone.
+A token has two numbers: its edited logit gives its rank, and its score gives its weight. A score is
+the difference to the largest logit, divided by the temperature. This rounds, so two different
+logits may have the same score, but a rank never depends on rounding. A token that a filter drops
+has the score -inf. So one tensor holds the tokens that are left, tokens with equal logits are kept
+or dropped together, and no filter sorts or scatters. If every request of a chain has a small
+`top_k`, the stages from there on read only the few likeliest tokens.
 
-Shapes: B rows, V vocabulary, N scores of each row (all V, or the few that are left), W the window.
+Shapes: B rows, V vocabulary, N tokens of each row (all V, or the few likeliest ones), W the window,
+G groups, M members of a group, P pivots.
 """
 
 from collections.abc import Callable
@@ -21,30 +22,31 @@ from monograph.ops.materialize import materialize
 
 Truncation = Literal["window", "search", "sort"]
 
-# How many of the nearest tokens "window" looks at.
+# The number of tokens that "window" reads, which are those with the smallest distances.
 WINDOW = 256
-# How many tokens a group has where the window is looked for by the groups' maxima; 8 take as long,
+# The size of the groups by whose maxima `largest` finds the window. With 8 it takes as long, and with
 # 32 half as long again (dev/log.md).
 _GROUP = 16
-# "search" fixes the bits of a distance from the top, two at a time; the first two are those of a
-# signed number.
-_SIGNED = 30
-_DIGITS = range(30, -1, -2)
+# "search" finds the 32 bits of a distance from the highest bit down, two at a time. These are the
+# positions of the lower bit of each pair; the first pair has the sign.
+_SHIFTS = range(30, -1, -2)
+_SIGN_SHIFT = 30
 
 
 class Candidates(NamedTuple):
-    """The tokens of each row's vocabulary that are left.
+    """The tokens that filters have left in each row.
 
     Attributes:
-        logits_BN: fp32, the edited logits, as they are; -inf where a token is not allowed.
+        logits_BN: fp32, the edited logits; -inf where a token is not allowed. Filters do not change
+            them.
         scores_BN: fp32, at most `high`; -inf where a token was dropped.
         ids_BN: int64, the tokens' ids; None: the whole vocabulary, in its order.
         high_B1: fp32, the score of the likeliest token that is left.
-        held_B1: bool, False where the window was too small for a filter's answer.
-        ranked_BW: int64, where the largest logits are, in descending order, once a filter asked for
-            them; None in a search.
-        truncation: how `reach` finds its answer.
-        few: how many of the likeliest tokens are looked at once top-k is done; None: all.
+        held_B1: bool, False where the window was too small for the result of a filter.
+        ranked_BW: int64, the indices of the largest logits, in descending order; None until a filter
+            needs them, and always in a search.
+        truncation: how `reach` finds the radius.
+        few: the number of likeliest tokens that top-k and the stages after it read; None: all.
     """
 
     logits_BN: Tensor
@@ -57,19 +59,16 @@ class Candidates(NamedTuple):
     few: int | None
 
     def weigh(self, scores_BN: Tensor) -> Tensor:
-        """Return fixed-point exp(score - high) of the tokens that are left, 0 of the others; int64
-        [B, N].
-        """
-        return torch.where(
-            scores_BN > -torch.inf, weight((scores_BN - self.high_B1).clamp(max=0)), 0
-        )
+        """Return fixed-point exp(score - high), and 0 for dropped tokens; int64 [B, N]."""
+        weight_BN = weight((scores_BN - self.high_B1).clamp(max=0))
+        return torch.where(scores_BN > -torch.inf, weight_BN, 0)
 
     def total(self) -> Tensor:
         """Return the sum of all weights, int64 [B, 1]."""
         return self.weigh(self.scores_BN).sum(-1, keepdim=True)
 
     def left(self) -> Tensor:
-        """Return how many tokens are left, int64 [B, 1]."""
+        """Return the number of tokens that are left, int64 [B, 1]."""
         return one_each(self.scores_BN).sum(-1, keepdim=True)
 
     def keep(self, kept_BN: Tensor, used_B1: Tensor) -> Self:
@@ -79,66 +78,81 @@ class Candidates(NamedTuple):
     def likeliest(
         self, weigh: Callable[[Tensor], Tensor], target_B1: Tensor, used_B1: Tensor
     ) -> Self:
-        """Keep the largest logits that together weigh the target, and those level with the last."""
+        """Keep the likeliest tokens that together have the target weight.
+
+        Tokens with the same logit as the last of them are kept, too.
+
+        Args:
+            weigh: see `reach`.
+            target_B1: see `reach`.
+            used_B1: the rows that use the filter.
+        """
         ranked = self.ranked()
         radius_B1, held_B1 = reach(ranked, weigh, target_B1)
         return ranked.keep(self.logits_BN >= -radius_B1, used_B1).flag(held_B1, used_B1)
 
     def flag(self, held_B1: Tensor, used_B1: Tensor) -> Self:
-        """Note where the window did not hold the answer of a filter that the row uses."""
+        """Clear `held_B1` in rows that use a filter whose result the window did not hold."""
         return self._replace(held_B1=self.held_B1 & (held_B1 | ~used_B1))
 
     def ranked(self) -> Self:
-        """Add `ranked_BW`, for a filter that counts from the likeliest down; the next such filter
-        uses it again.
+        """Add `ranked_BW`, for a filter that counts from the likeliest token down.
+
+        A search needs no `ranked_BW`.
         """
         if self.ranked_BW is not None or self.truncation == "search":
             return self
-        return self._replace(
-            ranked_BW=largest(self.logits_BN, _width(self.logits_BN, self.truncation))[1]
-        )
+        _, ranked_BW = largest(self.logits_BN, _width(self.logits_BN, self.truncation))
+        return self._replace(ranked_BW=ranked_BW)
 
     def nearest(self) -> Self:
-        """Return only the `few` likeliest tokens, if this is not all; where more are kept `cut_off`
-        says so.
+        """Return the `few` likeliest tokens, or all if they are not more.
+
+        `cut_off` tells where filters may keep other tokens.
         """
-        # Only for "window": the two others are exact, so they look at every token.
+        # Only "window" does this. "search" and "sort" are exact, so they read all tokens.
         if self.few is None or self.truncation != "window" or self.few >= self.logits_BN.shape[-1]:
             return self
         logits_BW, ids_BW = largest(self.logits_BN, self.few)
-        places_BW = torch.arange(self.few, device=ids_BW.device).expand_as(ids_BW)
         scores_BW = self.scores_BN.gather(-1, ids_BW)
+        # `largest` has ranked them.
+        ranked_BW = torch.arange(self.few, device=ids_BW.device).expand_as(ids_BW)
         return self._replace(
-            logits_BN=logits_BW, scores_BN=scores_BW, ids_BN=ids_BW, ranked_BW=places_BW
+            logits_BN=logits_BW, scores_BN=scores_BW, ids_BN=ids_BW, ranked_BW=ranked_BW
         )
 
     def cut_off(self) -> Tensor:
-        """Return whether a token that `nearest` left out could be among those that are kept, bool
-        [B, 1].
+        """Return whether filters may keep a token that `nearest` left out, bool [B, 1].
 
-        The tokens that filters leave have no gaps in the order of the logits: there are more only
-        if the last one that is looked at is kept, or none of them is.
+        The kept tokens are consecutive in the order of the logits. So a token that was left out can
+        be kept only if the last token here is kept, or if none is.
         """
         if self.ids_BN is None:
             return torch.zeros_like(self.held_B1)
-        least_B1 = self.logits_BN.amin(-1, keepdim=True)
-        last_B1 = ((self.logits_BN == least_B1) & (self.scores_BN > -torch.inf)).any(
-            -1, keepdim=True
-        )
-        return last_B1 | (self.left() == 0)
+        smallest_B1 = self.logits_BN.amin(-1, keepdim=True)
+        is_last_BN = self.logits_BN == smallest_B1
+        keeps_last_B1 = (is_last_BN & (self.scores_BN > -torch.inf)).any(-1, keepdim=True)
+        return keeps_last_B1 | (self.left() == 0)
 
 
 def one_each(scores_BN: Tensor) -> Tensor:
-    """Return a weight of 1 for every token that is left, int64 [B, N]."""
+    """Return a weight of 1 for every token that is left, and 0 for dropped ones, int64 [B, N]."""
     return (scores_BN > -torch.inf).long()
 
 
 def everything(logits_BV: Tensor, truncation: Truncation, few: int | None = None) -> Candidates:
-    """Return all tokens, with scores counted from the largest logit down."""
-    greatest_B1 = logits_BV.amax(-1, keepdim=True)
-    high_B1 = torch.zeros_like(greatest_B1)
+    """Return all tokens; a score is the difference to the largest logit."""
+    largest_B1 = logits_BV.amax(-1, keepdim=True)
+    high_B1 = torch.zeros_like(largest_B1)
     return Candidates(
-        logits_BV, logits_BV - greatest_B1, None, high_B1, high_B1 == 0, None, truncation, few
+        logits_BN=logits_BV,
+        scores_BN=logits_BV - largest_B1,
+        ids_BN=None,
+        high_B1=high_B1,
+        held_B1=high_B1 == 0,
+        ranked_BW=None,
+        truncation=truncation,
+        few=few,
     )
 
 
@@ -148,44 +162,43 @@ def reach(
     target_B1: Tensor,
     distance: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the radius in which tokens weigh the target: min{r: sum of weigh(s) over distance(s)
-    <= r is >= target}.
+    """Return the smallest radius within which the tokens have the target weight.
 
-    Top-k is reach with weights 1 and target k; top-p with probabilities; typical with another
-    distance. Weights are integers, so the three ways to find the radius give the same bits.
+        radius = min{r: sum of weigh(s) over tokens with distance(s) <= r  >=  target}
+
+    Top-k has the weights 1 and the target k, top-p has probabilities as weights, and typical has
+    another distance. Weights are integers, so the three truncations give the same bits.
 
     Args:
         candidates: the tokens.
-        weigh: from scores [B, N] to int64 weights [B, N]; 0 for a token that does not count.
+        weigh: returns int64 weights [B, N] of scores [B, N]; 0 for a token that does not count.
         target_B1: int64, at least 1 and at most the sum of all weights.
-        distance: from scores to numbers; None: minus the logit.
+        distance: returns the distances of scores; None: the distance is minus the logit.
 
     Returns:
-        radius_B1 fp32, and held_B1 bool: False where the window's weight is less than the target.
+        radius_B1: fp32.
+        held_B1: bool, False where the window's weight is less than the target.
     """
     scores_BN = candidates.scores_BN
     distance_BN = -candidates.logits_BN if distance is None else distance(scores_BN)
     if candidates.truncation == "search":
-        # Else every pass of the search computes the exponentials again: three times the time
-        # (dev/log.md).
+        # Without this, Inductor computes the exponentials again in every pass of the search, which
+        # takes three times as long (dev/log.md).
         weight_BN = materialize(weigh(scores_BN))
-        return _search(distance_BN, weight_BN, target_B1), torch.ones_like(
-            target_B1, dtype=torch.bool
-        )
-    places_BW = candidates.ranked_BW
-    # `ranked_BW` counts from the likeliest down, so it is of no use to another distance.
+        radius_B1 = _search(distance_BN, weight_BN, target_B1)
+        return radius_B1, torch.ones_like(target_B1, dtype=torch.bool)
+    nearest_BW = candidates.ranked_BW
+    # `ranked_BW` has the order of minus the logit, which another distance does not have.
     if distance is not None:
-        places_BW = distance_BN.topk(
-            _width(scores_BN, candidates.truncation), largest=False
-        ).indices
-    assert places_BW is not None, (
+        width = _width(scores_BN, candidates.truncation)
+        nearest_BW = distance_BN.topk(width, largest=False).indices
+    assert nearest_BW is not None, (
         "a filter that counts from the likeliest down calls ranked() first"
     )
-    reached_BW = weigh(scores_BN.gather(-1, places_BW)).cumsum(-1) >= target_B1
-    distance_BW = distance_BN.gather(-1, places_BW)
-    return torch.where(reached_BW, distance_BW, torch.inf).amin(-1, keepdim=True), reached_BW[
-        :, -1:
-    ]
+    reached_BW = weigh(scores_BN.gather(-1, nearest_BW)).cumsum(-1) >= target_B1
+    distance_BW = distance_BN.gather(-1, nearest_BW)
+    radius_B1 = torch.where(reached_BW, distance_BW, torch.inf).amin(-1, keepdim=True)
+    return radius_B1, reached_BW[:, -1:]
 
 
 def largest(scores_BV: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -194,43 +207,49 @@ def largest(scores_BV: Tensor, width: int) -> tuple[Tensor, Tensor]:
     if vocabulary <= _GROUP * width:
         values_BW, ids_BW = scores_BV.topk(width)
         return values_BW, ids_BW
-    if spare := -vocabulary % _GROUP:
-        scores_BV = torch.nn.functional.pad(scores_BV, (0, spare), value=-torch.inf)
-    # The largest scores lie in the `width` groups with the largest maxima, and to look for these
-    # first takes half the time. Member m of group g is the id m * groups + g: neighbours as groups
-    # take longer (dev/log.md).
+    padding = -vocabulary % _GROUP
+    if padding:
+        scores_BV = torch.nn.functional.pad(scores_BV, (0, padding), value=-torch.inf)
+    # The largest scores are in the `width` groups with the largest maxima. To find these groups first
+    # takes half as long. Member m of group g is the id m * groups + g, since groups of neighbouring
+    # ids take longer (dev/log.md).
     members_BMG = scores_BV.view(rows, _GROUP, -1)
     groups_BW = members_BMG.amax(1).topk(width, sorted=False).indices
-    values_BW, places_BW = (
-        members_BMG.gather(2, groups_BW[:, None].expand(-1, _GROUP, -1)).flatten(1).topk(width)
-    )
-    group_BW = groups_BW.gather(-1, places_BW % width)
-    return values_BW, places_BW // width * members_BMG.shape[-1] + group_BW
+    of_groups_BMW = members_BMG.gather(2, groups_BW[:, None].expand(-1, _GROUP, -1))
+    values_BW, index_BW = of_groups_BMW.flatten(1).topk(width)
+    member_BW = index_BW // width
+    group_BW = groups_BW.gather(-1, index_BW % width)
+    return values_BW, member_BW * members_BMG.shape[-1] + group_BW
 
 
 def _width(scores_BN: Tensor, truncation: Truncation) -> int:
+    """Return the number of tokens that a truncation ranks: all for "sort", else WINDOW."""
     return scores_BN.shape[-1] if truncation == "sort" else min(WINDOW, scores_BN.shape[-1])
 
 
 def _search(distance_BV: Tensor, weight_BV: Tensor, target_B1: Tensor) -> Tensor:
-    """Find the radius of `reach` over the whole vocabulary, on whole numbers that order as the
-    floats do.
+    """Return the radius of `reach` over the whole vocabulary; fp32 [B, 1].
+
+    The radius is the largest r for which the tokens with distances below r have less than the target
+    weight. It is searched in integers that have the order of the floats, from the highest bits down.
     """
     key_B1V = _ordered(distance_BV.view(torch.int32))[:, None]
-    weight_B1V, target_B11 = weight_BV[:, None], target_B1[:, None]
+    weight_B1V = weight_BV[:, None]
+    target_B11 = target_B1[:, None]
     radius_B11 = torch.zeros_like(target_B11, dtype=torch.int32)
-    # Two bits a pass: the vocabulary is read half as often as with one.
-    for shift in _DIGITS:
-        first = -2 if shift == _SIGNED else 0
-        steps = torch.arange(first + 1, first + 4, dtype=torch.int32, device=distance_BV.device)
-        pivot_BP1 = radius_B11 + (steps * (1 << shift))[:, None]
+    # A pass finds two bits, so the vocabulary is read half as often as with one bit.
+    for shift in _SHIFTS:
+        # The pair of bits with the sign has the values -2 to 1, and the others 0 to 3.
+        lowest = -2 if shift == _SIGN_SHIFT else 0
+        steps_P = torch.arange(lowest + 1, lowest + 4, dtype=torch.int32, device=distance_BV.device)
+        pivot_BP1 = radius_B11 + (steps_P * (1 << shift))[:, None]
         below_BP1 = torch.where(key_B1V < pivot_BP1, weight_B1V, 0).sum(-1, keepdim=True)
-        digit_B11 = (below_BP1 < target_B11).sum(1, keepdim=True, dtype=torch.int32)
-        radius_B11 = radius_B11 + (digit_B11 + first) * (1 << shift)
+        fitting_B11 = (below_BP1 < target_B11).sum(1, keepdim=True, dtype=torch.int32)
+        radius_B11 = radius_B11 + (fitting_B11 + lowest) * (1 << shift)
     return _ordered(radius_B11[:, 0]).view(torch.float32)
 
 
 def _ordered(bits: Tensor) -> Tensor:
-    """Return the bits of a float as an int32 that orders as it does, and back; any shape."""
-    # As integers, the bits of negative floats order backwards: all but the sign are turned.
+    """Return the bits of floats as int32 with the order of the floats, or turn them back; any shape."""
+    # The bits of negative floats have the reverse order, so all of them but the sign are inverted.
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)

@@ -1,13 +1,13 @@
-"""Turns logits into tokens on the device: edits, temperature and truncations in the chain's order,
-then the draw.
+"""The sampler on the device: it edits logits, applies temperature and filters in the chain's order,
+and samples a token.
 
-Edits come before any filter: a bias for ids, a minimum of tokens, penalties for earlier ids. All
-are pure functions of tensors with static shapes that never wait for the device, so they are the
-same in eager mode, compiled, captured and replayed. Arithmetic is in fp32 for every dtype of the
-model.
+Edits precede all filters: a bias for ids, a minimum number of tokens, a constraint, penalties for
+earlier ids. All are pure functions of tensors with static shapes, and never wait for the device. So
+they give the same in eager mode, compiled, captured and replayed. Arithmetic is in fp32 for every
+dtype of the model.
 
-Shapes: B rows, V vocabulary, M ids that are listed for a row, padded with -1, T positions of a row,
-N some tokens of each row.
+Shapes: B rows, V vocabulary, M listed ids of a row, padded with -1, T positions of a row, N some
+tokens of each row.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,45 +23,37 @@ from monograph.decode.reproducible import greatest, greatest_sum, gumbel_noise_o
 from monograph.decode.sampling import Sampling
 from monograph.errors import UsageError
 
-# The dtype of counts of ids. On a CPU Inductor vectorises int32 but not int16, with which every
-# loop that was fused with the counts became scalar (dev/log.md).
+# The dtype of counts of ids. On a CPU Inductor does not vectorise int16, nor any loop that it fuses
+# with such counts (dev/log.md).
 COUNTS = torch.int32
 
 
 def _add_at(logits_BV: Tensor, ids_BM: Tensor, values_BM: Tensor) -> Tensor:
-    """Return logits[b, ids[b, m]] + values[b, m]; an id of -1 adds nothing, and -inf forbids the
-    id.
-    """
-    # The length of a list is part of the graph, so lists are padded; padding adds 0 to id 0.
-    listed_BM = ids_BM >= 0
+    """Return the logits with values[b, m] added at the id ids[b, m]; -inf forbids the id."""
+    # Lists are padded with the id -1, since their length is part of the graph. Padding adds 0 to the
+    # id 0.
+    is_listed_BM = ids_BM >= 0
     return logits_BV.scatter_add(
-        -1, torch.where(listed_BM, ids_BM, 0), torch.where(listed_BM, values_BM, 0.0)
+        -1, torch.where(is_listed_BM, ids_BM, 0), torch.where(is_listed_BM, values_BM, 0.0)
     )
 
 
 def _forbid_until(
-    logits_BV: Tensor, ids_BM: Tensor, generated_B1: Tensor, least_B1: Tensor
+    logits_BV: Tensor, ids_BM: Tensor, generated_B1: Tensor, min_tokens_B1: Tensor
 ) -> Tensor:
-    """Return logits that are -inf at the listed ids in rows that have drawn fewer than `least`
-    tokens.
-    """
-    early_BM = (generated_B1 < least_B1).expand_as(ids_BM)
-    return _add_at(
-        logits_BV,
-        ids_BM,
-        torch.where(early_BM, -torch.inf, torch.zeros_like(ids_BM, dtype=torch.float32)),
-    )
+    """Return logits that are -inf at the listed ids in rows with fewer than `min_tokens` tokens."""
+    is_early_BM = (generated_B1 < min_tokens_B1).expand_as(ids_BM)
+    zeros_BM = torch.zeros_like(ids_BM, dtype=torch.float32)
+    return _add_at(logits_BV, ids_BM, torch.where(is_early_BM, -torch.inf, zeros_BM))
 
 
 def repetition(logits_BV: Tensor, seen_BV: Tensor, penalty_B1: Tensor) -> Tensor:
-    """Return x / r if x > 0 else x r for the ids seen before (Keskar et al. 2019, CTRL;
-    transformers, llama.cpp).
+    """Return x / r if x > 0, else x r, for earlier ids, and x for all others.
+
+    The source is Keskar et al. 2019, CTRL; transformers and llama.cpp do the same.
     """
-    return torch.where(
-        seen_BV,
-        torch.where(logits_BV > 0, logits_BV / penalty_B1, logits_BV * penalty_B1),
-        logits_BV,
-    )
+    penalised_BV = torch.where(logits_BV > 0, logits_BV / penalty_B1, logits_BV * penalty_B1)
+    return torch.where(seen_BV, penalised_BV, logits_BV)
 
 
 def counted(
@@ -70,19 +62,19 @@ def counted(
     """Return x - count f - (count > 0) p, with the frequency and presence penalties f and p of
     OpenAI's API.
     """
-    return (
-        logits_BV - counts_BV.float() * frequency_B1 - torch.where(counts_BV > 0, presence_B1, 0.0)
-    )
+    frequency_BV = counts_BV.float() * frequency_B1
+    presence_BV = torch.where(counts_BV > 0, presence_B1, 0.0)
+    return logits_BV - frequency_BV - presence_BV
 
 
 class Past(NamedTuple):
-    """The ids that were written in each row, prompt and output, and what they repeat.
+    """The ids of each row, in prompt and output, and their repetitions.
 
     Attributes:
         history_BT: int32, the id at each position.
-        repeats_BT: int32, the length of the longest run of tokens without a breaker that ends both
-            at the position and at the end of the text.
-        breaker_BV: bool, the ids that no repetition goes across.
+        repeats_BT: int32, the length of the longest sequence of tokens that ends at the position and
+            also at the end of the text, and contains no breaker.
+        breaker_BV: bool, the sequence breakers, which no repetition contains.
     """
 
     history_BT: Tensor
@@ -90,37 +82,38 @@ class Past(NamedTuple):
     breaker_BV: Tensor
 
     def add(self, token_B: Tensor, position_B: Tensor, moved_B: Tensor) -> None:
-        """Add the tokens drawn at these positions, in place; only rows in `moved_B` change."""
-        # A position's length follows from its left neighbour's, so no repetition is searched.
-        places_T = torch.arange(self.history_BT.shape[1], device=token_B.device)
-        again_BT = (self.history_BT == token_B[:, None]) & (places_T < position_B[:, None])
-        again_BT &= ~self.breaker_BV.gather(-1, token_B[:, None])
-        longer_BT = torch.where(
-            again_BT, torch.nn.functional.pad(self.repeats_BT[:, :-1], (1, 0)) + 1, 0
-        )
-        self.repeats_BT.copy_(torch.where(moved_B[:, None], longer_BT, self.repeats_BT))
+        """Add the tokens sampled at these positions, in place; only rows in `moved_B` change."""
+        positions_T = torch.arange(self.history_BT.shape[1], device=token_B.device)
+        is_same_BT = (self.history_BT == token_B[:, None]) & (positions_T < position_B[:, None])
+        is_same_BT &= ~self.breaker_BV.gather(-1, token_B[:, None])
+        # A repetition that ends at a position is one token longer than the one that ended at the
+        # position before it, so no repetition is searched for.
+        before_BT = torch.nn.functional.pad(self.repeats_BT[:, :-1], (1, 0))
+        repeats_BT = torch.where(is_same_BT, before_BT + 1, 0)
+        self.repeats_BT.copy_(torch.where(moved_B[:, None], repeats_BT, self.repeats_BT))
         self.history_BT.scatter_(-1, position_B[:, None], token_B[:, None].to(torch.int32))
 
     def begin(self, row: int, prompt_ids: Sequence[int], breaker_V: Tensor | None) -> None:
-        """Write a prompt to its row, in place."""
+        """Write a prompt to its row, in place; without a breaker_V the row has no breakers."""
         ids_T = torch.tensor(prompt_ids)
         self.breaker_BV[row] = False if breaker_V is None else breaker_V
-        broken = [] if breaker_V is None else breaker_V[ids_T].nonzero()[:, 0].tolist()
-        # No repetition goes across a breaker, so none is longer than the ids since the last
-        # breaker.
-        since = len(prompt_ids) - 1 - (broken[-1] if broken else -1)
+        last_breaker = -1
+        if breaker_V is not None:
+            breaker_positions = breaker_V[ids_T].nonzero()[:, 0].tolist()
+            last_breaker = breaker_positions[-1] if breaker_positions else -1
+        # No repetition is longer than the number of ids after the last breaker.
+        longest = len(prompt_ids) - 1 - last_breaker
+        repeats = [min(length, longest) for length in _repeats(prompt_ids)]
         self.history_BT[row, : len(prompt_ids)] = ids_T
-        self.repeats_BT[row, : len(prompt_ids)] = torch.tensor(
-            [min(length, since) for length in _repeats(prompt_ids)]
-        )
+        self.repeats_BT[row, : len(prompt_ids)] = torch.tensor(repeats)
 
 
 @torch.library.custom_op("monograph::largest_at", mutates_args=())
 def largest_at(values_BT: Tensor, ids_BT: Tensor, vocabulary: int) -> Tensor:
     """Return for each id the largest of its values, at least 0, [B, V]."""
-    # This is a custom operator, since Inductor (torch 2.13) lets `scatter_reduce` write over zeros
-    # that other kernels may have read before: logits that a top-k reads whole came out without the
-    # penalty.
+    # This is a custom operator because of a fault of Inductor (torch 2.13): `scatter_reduce` may write
+    # to the zeros after other kernels have read them. A top-k that reads all logits then got them
+    # without the penalty.
     return values_BT.new_zeros(values_BT.shape[0], vocabulary).scatter_reduce(
         -1, ids_BT, values_BT, "amax"
     )
@@ -132,60 +125,64 @@ def _(values_BT: Tensor, ids_BT: Tensor, vocabulary: int) -> Tensor:
 
 
 def dry(logits_BV: Tensor, past: Past, position_B1: Tensor, knobs: Mapping[str, Tensor]) -> Tensor:
-    """Return x - m b^(L - a) for ids that would continue a repetition of L >= a tokens (DRY, P. E.
-    Weidmann 2024).
+    """Return x - m b^(L - a) for ids that would continue a repetition of L >= a tokens.
 
-    L is the length of the longest end of the text that also stands right before an earlier place of
-    the id. A sequence breaker is never penalised.
+    This is DRY (P. E. Weidmann 2024). L is the length of the longest sequence that ends the text and
+    also precedes an earlier occurrence of the id. A sequence breaker has no penalty.
 
     Args:
         logits_BV: fp32.
-        past: the ids that were written.
-        position_B1: int64, the position of the token to be drawn.
+        past: the ids of prompt and output.
+        position_B1: int64, the position of the token to be sampled.
         knobs: "dry_multiplier" m, "dry_base" b, "dry_allowed_length" a, "dry_penalty_last_n", [B,
             1] each.
     """
-    allowed_B1, last_n_B1 = knobs["dry_allowed_length"], knobs["dry_penalty_last_n"]
-    # The last position has no token after it, so it begins no repetition.
-    places_T = torch.arange(past.history_BT.shape[1] - 1, device=logits_BV.device)
+    allowed_B1 = knobs["dry_allowed_length"]
+    last_n_B1 = knobs["dry_penalty_last_n"]
+    # The token after the last position is not known, so a repetition cannot end there.
+    positions_T = torch.arange(past.history_BT.shape[1] - 1, device=logits_BV.device)
     start_B1 = torch.where(last_n_B1 < 0, 0, (position_B1 - last_n_B1).clamp(min=0))
-    # A repetition may not reach back beyond the window.
-    length_BT = past.repeats_BT[:, :-1].long().minimum(places_T - start_B1 + 1)
-    counted_BT = (length_BT >= allowed_B1) & (places_T >= start_B1) & (places_T < position_B1 - 1)
-    counted_BT &= knobs["dry_multiplier"] > 0
+    # A repetition does not begin before the window.
+    length_BT = past.repeats_BT[:, :-1].long().minimum(positions_T - start_B1 + 1)
+    counts_BT = (
+        (length_BT >= allowed_B1) & (positions_T >= start_B1) & (positions_T < position_B1 - 1)
+    )
+    counts_BT &= knobs["dry_multiplier"] > 0
     exponent_BT = (length_BT - allowed_B1).clamp(min=0)
-    # The power is a product of squares in fp64, which rounds alike everywhere; no library promises
-    # the bits of its pow.
+    # The power is a product of squares in fp64, which has the same bits everywhere, unlike the pow of
+    # libraries.
     power_BT = torch.ones_like(exponent_BT, dtype=torch.float64)
     square_B1 = knobs["dry_base"].double()
     for bit in range(past.history_BT.shape[1].bit_length()):
         power_BT = torch.where((exponent_BT >> bit) & 1 == 1, power_BT * square_B1, power_BT)
         square_B1 = square_B1 * square_B1
-    # The penalty stays finite, as an infinite one would forbid the id.
+    # The penalty must stay finite, since an infinite one would forbid the id.
     penalty_BT = (knobs["dry_multiplier"].double() * power_BT).clamp(
         max=torch.finfo(torch.float32).max
     )
-    penalty_BT = torch.where(counted_BT, penalty_BT.float(), 0.0)
-    worst_BV = largest_at(penalty_BT, past.history_BT[:, 1:].long(), logits_BV.shape[-1])
-    return torch.where(past.breaker_BV, logits_BV, logits_BV - worst_BV)
+    penalty_BT = torch.where(counts_BT, penalty_BT.float(), 0.0)
+    penalty_BV = largest_at(penalty_BT, past.history_BT[:, 1:].long(), logits_BV.shape[-1])
+    return torch.where(past.breaker_BV, logits_BV, logits_BV - penalty_BV)
 
 
 def _repeats(ids: Sequence[int]) -> list[int]:
-    """Return the length of the longest run that ends at each position and at the end (Z-algorithm,
-    backwards).
+    """Return the length of the longest sequence that ends at each position and at the end of `ids`.
+
+    This is the Z-algorithm on the reversed ids. It takes time in proportion to their number.
     """
-    # Linear in the prompt's length, where comparing all pairs of positions would be quadratic.
-    turned = ids[::-1]
+    reverse = ids[::-1]
     repeats = [0] * len(ids)
-    left = right = 0
-    for place in range(1, len(ids)):
-        length = min(right - place, repeats[place - left]) if place < right else 0
-        while place + length < len(ids) and turned[length] == turned[place + length]:
+    # The match that reaches furthest right: reverse[left:right] equals the beginning of `reverse`.
+    left = 0
+    right = 0
+    for start in range(1, len(ids)):
+        length = min(right - start, repeats[start - left]) if start < right else 0
+        while start + length < len(ids) and reverse[length] == reverse[start + length]:
             length += 1
-        repeats[place] = length
-        if place + length > right:
-            left = place
-            right = place + length
+        repeats[start] = length
+        if start + length > right:
+            left = start
+            right = start + length
     return repeats[::-1]
 
 
@@ -195,41 +192,46 @@ def breakers(texts: Sequence[str], pieces: Sequence[bytes]) -> Tensor:
     Raises:
         UsageError: a text is in no token, so it would have no effect.
     """
-    # Half of a surrogate pair is in no token.
-    wanted = [text.encode("utf-8", "surrogatepass") for text in texts]
-    holds = [[text in bytes(piece) for piece in pieces] for text in wanted]
-    for text, held in zip(texts, holds, strict=True):
-        if not any(held):
+    if not texts:
+        return torch.zeros(len(pieces), dtype=torch.bool)
+    # With "surrogatepass", half of a surrogate pair is refused below and is not an encoding error.
+    encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
+    contained = [[text in bytes(piece) for piece in pieces] for text in encoded]
+    for text, in_pieces in zip(texts, contained, strict=True):
+        if not any(in_pieces):
             raise UsageError(
                 f"dry_sequence_breakers: no token contains {text!r}; give a text that one token holds"
             )
-    return torch.tensor(holds).any(0) if holds else torch.zeros(len(pieces), dtype=torch.bool)
+    return torch.tensor(contained).any(0)
 
 
 def first_counts(
     sampling: Sampling, prompt_ids: Sequence[int], vocabulary: int
 ) -> tuple[Tensor, Tensor]:
-    """Return a row's counts before its first draw, and the counts of the prompt that penalties see;
-    int32 [V] each.
+    """Return a row's counts of ids before its first sampled token.
 
-    The first are zero, or with the scope "all" those of the prompt.
+    Returns:
+        counts_V: int32 [V], zeros, or for the scope "all" the counts of the prompt.
+        prompt_V: int32 [V], the counts of the prompt, or of the part that penalties see.
     """
-    seen = prompt_ids[-sampling.penalty_last_n :] if sampling.penalty_last_n > 0 else prompt_ids
-    prompt_V = torch.bincount(torch.tensor(seen, dtype=torch.int64), minlength=vocabulary).to(
-        COUNTS
-    )
-    return prompt_V if sampling.penalty_scope == "all" else torch.zeros_like(prompt_V), prompt_V
+    seen = prompt_ids
+    if sampling.penalty_last_n > 0:
+        seen = prompt_ids[-sampling.penalty_last_n :]
+    seen_ids = torch.tensor(seen, dtype=torch.int64)
+    prompt_V = torch.bincount(seen_ids, minlength=vocabulary).to(COUNTS)
+    counts_V = prompt_V if sampling.penalty_scope == "all" else torch.zeros_like(prompt_V)
+    return counts_V, prompt_V
 
 
-def count_drawn(counts_BV: Tensor, token_B: Tensor, running_B: Tensor, times: int = 1) -> None:
-    """Add the drawn tokens of the running rows to the counts, in place, each so many times."""
-    # `index_put_`, because a captured `scatter_add_` copies all counts (dev/log.md).
+def count_drawn(counts_BV: Tensor, token_B: Tensor, counted_B: Tensor, times: int = 1) -> None:
+    """Add `times` to the count of each row's token, in place, in the rows of `counted_B`."""
+    # It uses `index_put_`, since a captured `scatter_add_` copies all counts (dev/log.md).
     rows_B = torch.arange(len(token_B), device=token_B.device)
-    counts_BV.index_put_((rows_B, token_B), times * running_B.to(counts_BV.dtype), accumulate=True)
+    counts_BV.index_put_((rows_B, token_B), times * counted_B.to(counts_BV.dtype), accumulate=True)
 
 
-# Statuses of a row's draw. All but OK stop the row; after OVERFLOW the host repeats the draw with
-# "search".
+# The statuses of sampling in a row; see `Drawn`. All but OK stop the row. After OVERFLOW the host
+# samples again, with "search".
 OK = 0
 NAN = 1
 DEAD = 2
@@ -243,13 +245,14 @@ class Rows(NamedTuple):
 
     Attributes:
         seed_B: int64.
-        position_B: int64, the absolute position of the token to be drawn.
-        generated_B: int64, tokens drawn so far.
-        knobs: by name, fp32 or int64 [B], lists of ids [B, M] (`new_knobs`).
-        counts_BV: int32, how often each id was drawn, added to the counts of `first_counts`.
-        prompt_BV: bool, whether an id is in the prompt; int32, how often, if penalties see a
-            window.
-        past: the ids that were written.
+        position_B: int64, the absolute position of the token to be sampled.
+        generated_B: int64, the number of sampled tokens.
+        knobs: the numbers of the stages by name, fp32 or int64 [B], or lists of ids [B, M]
+            (`new_knobs`).
+        counts_BV: int32, the counts of `first_counts` plus those of the sampled ids.
+        prompt_BV: bool, whether an id is in the prompt; if penalties see a window, int32, how often
+            it is in the window.
+        past: the ids of prompt and output.
         mu_B: fp32, the surprise in bits that mirostat allows.
     """
 
@@ -264,8 +267,12 @@ class Rows(NamedTuple):
 
 
 class LogProbabilities(NamedTuple):
-    """Natural logarithms of probabilities, fp32: of the chosen tokens, [B], and of the N likeliest
-    with ids, [B, N].
+    """Log-probabilities, natural.
+
+    Attributes:
+        chosen_B: fp32, of the sampled tokens.
+        ids_BN: int64, the N likeliest tokens.
+        values_BN: fp32, of the N likeliest tokens.
     """
 
     chosen_B: Tensor
@@ -274,14 +281,14 @@ class LogProbabilities(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """The drawn tokens and how each draw ended.
+    """The sampled tokens.
 
     Attributes:
         token_B: int64, 0 where the status is not OK.
         status_B: int32. OK; NAN: a logit is NaN or +inf; DEAD: no token is allowed; OVERFLOW: the
             window did not hold all tokens that a filter keeps.
-        logprobs: under the distribution drawn from, -inf where it has fewer tokens than are
-            reported; None where the chain reports none.
+        logprobs: under the distribution that is sampled from; -inf in places for which it has too
+            few tokens; None if the chain does not need them.
     """
 
     token_B: Tensor
@@ -296,71 +303,73 @@ def sample(
     chain: Chain,
     truncation: Truncation = "window",
 ) -> Drawn:
-    """Draw one token per row: argmax over the kept tokens of score + g, g = Gumbel noise of (seed,
-    position, id).
+    """Sample one token per row.
 
-    The argmax of scores with Gumbel noise is a draw from their softmax (Gumbel 1954; Maddison et
-    al. 2014). A row with temperature 0 takes the argmax of its edited logits, the lowest id among
-    equals.
+    The token is the argmax over the kept tokens of score + g, where g is Gumbel noise, a function of
+    (seed, position, id). This samples from the softmax of the scores (Gumbel 1954; Maddison et al.
+    2014). A row with temperature 0 takes the argmax of its edited logits. The lowest id of equal
+    ones is taken.
 
     Args:
         logits_BV: [B, V], any float dtype.
         rows: the options and the state of each row.
-        allowed_BV: [B, V] bool, tokens that a constraint allows; None: all.
+        allowed_BV: [B, V] bool, the tokens that a constraint allows; None: all tokens.
         chain: the stages.
-        truncation: how filters find their thresholds. "window" reads the likeliest tokens only and
-            reports OVERFLOW where they are too few; "search" and "sort" read all tokens. Where the
-            window is enough, all three give the same bits.
+        truncation: how filters find their thresholds. "window" reads only the likeliest tokens, and
+            reports OVERFLOW if they are too few; "search" and "sort" read all tokens. If the window
+            suffices, all three give the same bits.
     """
     raw_BV = logits_BV.float()
-    # argmax ignores scores of -inf, so an edit that forbids a token needs no further mask.
-    # A NaN or +inf makes the row's greatest NaN, also at a token that a mask forbids.
+    # A NaN or +inf becomes NaN, even at a forbidden token, so that the row's maximum is NaN. A
+    # forbidden token is -inf, which argmax ignores.
     edited_BV = torch.where(raw_BV < torch.inf, edited(raw_BV, rows, allowed_BV, chain), torch.nan)
     greatest_B1 = edited_BV.amax(-1, keepdim=True)
     held_B = torch.ones_like(rows.position_B, dtype=torch.bool)
     token_B = edited_BV.argmax(-1)
-    # Only these need the probabilities that are drawn from.
-    reports = (chain.logprobs is not None and chain.processed) or "mirostat" in chain.stages
-    logprobs = _of_one(token_B, chain.logprobs or 0) if reports else None
+    # Only these need the probabilities that are sampled from.
+    is_reported = chain.logprobs is not None and chain.processed
+    logprobs = None
+    if is_reported or "mirostat" in chain.stages:
+        logprobs = _of_one(token_B, chain.logprobs or 0)
     if chain.draws:
         greedy_B = rows.knobs["temperature"] <= 0
         candidates = narrowed(edited_BV, rows, chain, truncation)
-        token_B = torch.where(greedy_B, token_B, _drawn_from(candidates, rows))
-        # A greedy row ignores the filters, so none can have overflowed.
+        token_B = torch.where(greedy_B, token_B, _sampled_from(candidates, rows))
+        # A greedy row ignores the filters, so their overflow does not matter.
         held_B = candidates.held_B1[:, 0] | greedy_B
         if logprobs is not None:
-            drawn = _processed(candidates, token_B, chain.logprobs or 0)
-            # Both are computed and `where` picks, since the host may not decide by a tensor.
-            pairs = zip(logprobs, drawn, strict=True)
+            of_greedy = logprobs
+            of_sampled = _processed(candidates, token_B, chain.logprobs or 0)
+            # Both are computed for all rows, since the host does not know which rows are greedy.
+            greedy_B1 = greedy_B[:, None]
             logprobs = LogProbabilities(
-                *(
-                    torch.where(greedy_B if a.ndim == 1 else greedy_B[:, None], a, b)
-                    for a, b in pairs
-                )
+                torch.where(greedy_B, of_greedy.chosen_B, of_sampled.chosen_B),
+                torch.where(greedy_B1, of_greedy.ids_BN, of_sampled.ids_BN),
+                torch.where(greedy_B1, of_greedy.values_BN, of_sampled.values_BN),
             )
-    sound_B = greatest_B1[:, 0] < torch.inf
-    # The gravest status is set last: a filter's answer means nothing in a row with a NaN.
+    is_number_B = greatest_B1[:, 0] < torch.inf
+    # NAN is set last, since the other statuses mean nothing in a row with a NaN.
     status_B = torch.where(held_B, OK, OVERFLOW)
     status_B = torch.where(greatest_B1[:, 0] == -torch.inf, DEAD, status_B)
-    status_B = torch.where(sound_B, status_B, NAN).to(torch.int32)
+    status_B = torch.where(is_number_B, status_B, NAN).to(torch.int32)
     return Drawn(torch.where(status_B == OK, token_B, 0), status_B, logprobs)
 
 
-def _drawn_from(candidates: Candidates, rows: Rows) -> Tensor:
-    """Return the tokens with the greatest score plus noise, the lowest id among equals; [B]."""
-    scores_BN, ids_BN = candidates.scores_BN, candidates.ids_BN
+def _sampled_from(candidates: Candidates, rows: Rows) -> Tensor:
+    """Return the tokens with the largest score plus noise, the lowest id of equal ones; [B]."""
+    scores_BN = candidates.scores_BN
+    ids_BN = candidates.ids_BN
     if ids_BN is None:
         return greatest_sum(scores_BN, rows.seed_B, rows.position_B)
     return greatest(scores_BN + gumbel_noise_of(rows.seed_B, rows.position_B, ids_BN), ids_BN)
 
 
 def narrowed(edited_BV: Tensor, rows: Rows, chain: Chain, truncation: Truncation) -> Candidates:
-    """Apply the chain's temperature and truncations, in its order, to edited logits."""
-    # A list of ids has its own length for each graph; filters read only the numbers, one for each
-    # row.
+    """Apply the chain's temperature and filters, in its order, to edited logits."""
+    # Filters read only the knobs with one number for each row, not the lists of ids.
     knobs = {name: value[:, None] for name, value in rows.knobs.items() if value.ndim == 1}
     if "xtc" in chain.stages:
-        # This number is none of the noise's, so it is independent of the token that is drawn.
+        # This number is independent of the noise, and so of the sampled token.
         knobs["xtc_uniform"] = row_uniform(rows.seed_B, rows.position_B)[:, None]
     if rows.mu_B is not None:
         knobs["mu"] = rows.mu_B[:, None]
@@ -369,34 +378,36 @@ def narrowed(edited_BV: Tensor, rows: Rows, chain: Chain, truncation: Truncation
         if stage not in EDITS:
             before = candidates
             candidates = FILTERS[stage].apply(candidates, knobs)
-            # `kept_at_most` has already raised top_k's k to min_keep; later stages read fewer
-            # tokens.
-            if "min_keep" in knobs and stage != "top_k" and not FILTERS[stage].is_temperature:
+            if "min_keep" not in knobs or FILTERS[stage].is_temperature:
+                continue
+            # `kept_at_most` makes top_k itself keep min_keep tokens. The stages after it may read
+            # fewer tokens, so `before` and `candidates` would differ in shape.
+            if stage != "top_k":
                 candidates = _with_at_least(knobs["min_keep"], before, candidates)
     return candidates
 
 
-def _with_at_least(least_B1: Tensor, before: Candidates, after: Candidates) -> Candidates:
-    """Return the tokens that a filter left, or in rows with fewer than `least` the `least`
-    likeliest before it.
+def _with_at_least(min_keep_B1: Tensor, before: Candidates, after: Candidates) -> Candidates:
+    """Return the tokens that a filter left, but at least `min_keep` of those before it.
+
+    In a row with fewer tokens these are the likeliest ones before the filter.
     """
-    least_B1 = least_B1.minimum(before.left())
-    short_B1 = after.left() < least_B1
-    kept = before.likeliest(one_each, least_B1.clamp(min=1), short_B1)
+    min_keep_B1 = min_keep_B1.minimum(before.left())
+    too_few_B1 = after.left() < min_keep_B1
+    kept = before.likeliest(one_each, min_keep_B1.clamp(min=1), too_few_B1)
     return after._replace(
-        scores_BN=torch.where(short_B1, kept.scores_BN, after.scores_BN),
-        high_B1=torch.where(short_B1, kept.high_B1, after.high_B1),
-        held_B1=torch.where(short_B1, kept.held_B1, after.held_B1),
+        scores_BN=torch.where(too_few_B1, kept.scores_BN, after.scores_BN),
+        high_B1=torch.where(too_few_B1, kept.high_B1, after.high_B1),
+        held_B1=torch.where(too_few_B1, kept.held_B1, after.held_B1),
     )
 
 
 def edited(logits_BV: Tensor, rows: Rows, allowed_BV: Tensor | None, chain: Chain) -> Tensor:
-    """Apply bias, minimum of tokens, the constraint's mask and penalties to logits; fp32."""
-    # All edits come before any filter, since they change which token is likelier.
+    """Return logits with bias, minimum of tokens, the constraint's mask and penalties; fp32."""
     knobs = rows.knobs
     if "bias" in chain.stages:
         logits_BV = _add_at(logits_BV, knobs["bias_ids"], knobs["bias_values"])
-    # After bias, so that a bias cannot bring back a stop token.
+    # This follows the bias, which must not allow a stop token again.
     if "min_tokens" in chain.stages:
         logits_BV = _forbid_until(
             logits_BV, knobs["stop_ids"], rows.generated_B[:, None], knobs["min_tokens"][:, None]
@@ -409,10 +420,8 @@ def edited(logits_BV: Tensor, rows: Rows, allowed_BV: Tensor | None, chain: Chai
         logits_BV = repetition(logits_BV, seen_BV, knobs["repetition_penalty"][:, None])
     if "counted" in chain.stages:
         assert rows.counts_BV is not None
-        frequency_B1, presence_B1 = (
-            knobs["frequency_penalty"][:, None],
-            knobs["presence_penalty"][:, None],
-        )
+        frequency_B1 = knobs["frequency_penalty"][:, None]
+        presence_B1 = knobs["presence_penalty"][:, None]
         logits_BV = counted(logits_BV, rows.counts_BV, frequency_B1, presence_B1)
     if "dry" in chain.stages:
         assert rows.past is not None
@@ -424,9 +433,7 @@ def edited(logits_BV: Tensor, rows: Rows, allowed_BV: Tensor | None, chain: Chai
 
 
 def log_probabilities(logits_BV: Tensor, token_B: Tensor, n: int) -> LogProbabilities:
-    """Return the log softmax of raw logits, without edits and temperature, of the tokens and the n
-    likeliest; fp32.
-    """
+    """Return log softmax of the raw logits, fp32, of the given tokens and of the n likeliest."""
     values_BV = logits_BV.float().log_softmax(-1)
     likeliest = values_BV.topk(n, dim=-1)
     return LogProbabilities(
@@ -435,28 +442,30 @@ def log_probabilities(logits_BV: Tensor, token_B: Tensor, n: int) -> LogProbabil
 
 
 def _processed(candidates: Candidates, token_B: Tensor, n: int) -> LogProbabilities:
-    """Return log-probabilities under the distribution that the candidates are drawn from."""
-    ids_BN, high_B1 = candidates.ids_BN, candidates.high_B1
-    values_BN = candidates.scores_BN - high_B1 - log_total(candidates)
+    """Return log-probabilities under the softmax of the candidates' scores."""
+    ids_BN = candidates.ids_BN
+    values_BN = candidates.scores_BN - candidates.high_B1 - log_total(candidates)
     if ids_BN is None:
         chosen_B = values_BN.gather(-1, token_B[:, None])[:, 0]
     else:
         chosen_B = torch.where(ids_BN == token_B[:, None], values_BN, -torch.inf).amax(-1)
-    # If `nearest` left fewer than n tokens, pad: a report always has n places.
-    few = min(n, values_BN.shape[-1])
-    likeliest = values_BN.topk(few, dim=-1)
-    places_BN = likeliest.indices if ids_BN is None else ids_BN.gather(-1, likeliest.indices)
-    # Padding has the probability 0, like a token that was dropped.
-    ids_BN = torch.nn.functional.pad(places_BN, (0, n - few))
+    available = min(n, values_BN.shape[-1])
+    likeliest = values_BN.topk(available, dim=-1)
+    likeliest_ids_BN = likeliest.indices
+    if ids_BN is not None:
+        likeliest_ids_BN = ids_BN.gather(-1, likeliest.indices)
+    # `nearest` may have left fewer than n tokens. Padding has the probability 0, as a token has that
+    # was dropped.
+    padding = (0, n - available)
     return LogProbabilities(
-        chosen_B, ids_BN, torch.nn.functional.pad(likeliest.values, (0, n - few), value=-torch.inf)
+        chosen_B,
+        torch.nn.functional.pad(likeliest_ids_BN, padding),
+        torch.nn.functional.pad(likeliest.values, padding, value=-torch.inf),
     )
 
 
 def _of_one(token_B: Tensor, n: int) -> LogProbabilities:
-    """Return log-probabilities under the distribution that gives the one token of each row the
-    probability 1.
-    """
+    """Return log-probabilities if the given token of each row has the probability 1."""
     ids_BN = token_B[:, None].expand(-1, n)
     first_N = torch.arange(n, device=token_B.device) == 0
     chosen_B = torch.zeros_like(token_B, dtype=torch.float32)

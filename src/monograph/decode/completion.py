@@ -1,11 +1,12 @@
 """Continues prompts with text.
 
-Text is given out while ids come, in whole characters, and without an end that may still turn out to
-be a stop string.
+Text is returned while ids are sampled. It has only whole characters, and its end is held back as
+long as it may be the beginning of a stop string.
 """
 
 import codecs
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -31,55 +32,68 @@ from monograph.text.tokenizer import Tokenizer
 
 
 class Transcript:
-    """The text of one completion, made from ids as they come.
+    """The text of one completion, which grows with its ids.
 
     Attributes:
         token_ids: all ids so far.
-        text: the part of their text that is certain: it has no incomplete character and no
-            beginning of a stop string, and after `finish` it ends before the first stop string.
-        size: the bytes of all ids that `text` is made of, with an incomplete character.
+        text: the part of the ids' text that is certain. It does not end with an incomplete character
+            or the beginning of a stop string. After `finish` it ends before the first stop string.
+        size: the number of bytes of `text` and of an incomplete character after it, before errors
+            are replaced.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, stop: Sequence[str] = (), before: Sequence[int] = ()
     ) -> None:
-        """Begin an empty text after the ids `before`; it will end before the first occurrence of a
-        string in `stop`.
+        """Begin an empty text.
+
+        Args:
+            tokenizer: the tokenizer of the ids.
+            stop: the text ends before the first of these strings.
+            before: the ids before the text.
         """
-        self._lead = tokenizer.lead(before)  # a space that the tokenizer puts before the text
+        # A space that the tokenizer adds before the text.
+        self._lead = tokenizer.lead(before)
         self._tokenizer = tokenizer
         self._stop = [text.encode() for text in stop]
-        # The bytes of one character may be spread over several tokens.
+        # It is incremental, since several tokens may share the bytes of one character.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = b""
         self.token_ids: list[int] = []
-        self.text, self.size = "", 0
+        self.text = ""
+        self.size = 0
 
     def add(self, ids: Iterable[int]) -> str:
-        """Take more ids; return the text that became certain by them."""
+        """Add ids, and return the text that has become certain."""
         ids = list(ids)
         self.token_ids += ids
         self._held += b"".join([self._tokenizer.pieces[index] for index in ids])
         return self._append(len(self._held) - self._uncertain())
 
     def finish(self) -> str:
-        """Return the rest of the text, up to a stop string, once no more ids come."""
-        places = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
-        return self._append(min(places, default=len(self._held)), final=True)
+        """End the text, and return its rest up to a stop string."""
+        places = [self._held.find(stop) for stop in self._stop]
+        found = [place for place in places if place >= 0]
+        return self._append(min(found, default=len(self._held)), final=True)
 
     def _uncertain(self) -> int:
-        """Return how many of the held bytes come after the first place where a stop string stands
-        or may begin.
+        """Return how many of the held bytes follow the first place of a possible stop string.
+
+        A stop string stands there, or the held bytes end with its beginning.
         """
+        if not self._stop:
+            return 0
         held = self._held
-        for at in range(len(held) if self._stop else 0):
-            if any(stop.startswith(held[at:]) or held.startswith(stop, at) for stop in self._stop):
-                return len(held) - at
+        for place in range(len(held)):
+            for stop in self._stop:
+                if held.startswith(stop, place) or stop.startswith(held[place:]):
+                    return len(held) - place
         return 0
 
     def _append(self, size: int, *, final: bool = False) -> str:
-        """Move the first `size` held bytes to the text; return the text that is new."""
-        certain, self._held = self._held[:size], self._held[size:]
+        """Move the first `size` held bytes to the text, and return the new text."""
+        certain = self._held[:size]
+        self._held = self._held[size:]
         self.size += size
         if certain:
             certain = certain.removeprefix(self._lead)
@@ -89,11 +103,13 @@ class Transcript:
         return new
 
 
-# The number of steps from which on compiling saves time (dev/log.md; on a GPU an estimate, not
+# The smallest number of steps for which compiling saves time (dev/log.md; on a GPU an estimate, not
 # measured yet).
 WORTH_COMPILING = {"cuda": 4_000, "cpu": 20_000}
-MOST_TEXTS = whole(1, 10**15)  # of each prompt: a sequence of 2^63 has no len()
-MOST_ROWS = {"cuda": 64, "cpu": 8}  # requests that run at once
+# The number of texts of each prompt. It is limited because len() fails for a sequence of 2^63.
+MOST_TEXTS = whole(1, 10**15)
+# The maximum number of requests that run at the same time.
+MOST_ROWS = {"cuda": 64, "cpu": 8}
 
 
 @dataclass(frozen=True)
@@ -101,11 +117,11 @@ class Completion:
     """A text that the model wrote after a prompt.
 
     Attributes:
-        text: the text without the prompt and the stop string.
-        token_ids: the drawn ids, with the stop id.
-        finish_reason: "stop" at a stop id or a stop string, "length" at max_tokens or the context's
-            end, "not_finite" if the model's logits were not finite, "nothing_allowed" if bias and
-            constraint left no token.
+        text: the text, without the prompt and the stop string.
+        token_ids: the sampled ids, including the stop id.
+        finish_reason: "stop" at a stop id or a stop string, "length" at max_tokens or the end of the
+            context, "not_finite" if the model's logits were not finite, "nothing_allowed" if bias
+            and constraint forbid all tokens.
         logprobs: one for each id; None unless `Sampling.logprobs` asks for them.
     """
 
@@ -124,8 +140,8 @@ class Piece(NamedTuple):
 
     Attributes:
         number: the completion's number; completions are numbered prompt by prompt.
-        text: the text that is new.
-        completion: the completion once it is whole, else None.
+        text: the new text.
+        completion: the completion, once it has ended; else None.
     """
 
     number: int
@@ -135,8 +151,13 @@ class Piece(NamedTuple):
 
 @dataclass
 class _Writing:
-    """A completion that has begun and was not given out as a whole yet; `pending` is text that
-    waits for its turn.
+    """A completion that has begun, and whose end has not been yielded.
+
+    Attributes:
+        transcript: its text.
+        logprobs: one for each id; None if they are not asked for.
+        pending: the text that has not been yielded.
+        finish: how it ended; None while it runs.
     """
 
     transcript: Transcript
@@ -146,12 +167,12 @@ class _Writing:
 
 
 class Generation:
-    """Completions that are being written; iterating over it, or over `stream`, writes them.
+    """Completions that are written while one iterates over this object or over `stream`.
 
     Attributes:
-        generator: the decoder of the requests, which counts what that took.
-        count: completions in all.
-        tokens: tokens drawn so far.
+        generator: the decoder of the requests.
+        count: the number of completions.
+        tokens: the number of tokens that have been sampled.
     """
 
     def __init__(
@@ -162,9 +183,15 @@ class Generation:
         stop: Sequence[str],
         n: int = 0,
     ):
-        """Take any number of requests; the generator gets each when it is about to have a free row.
+        """Take the requests, which are submitted as rows become free.
 
-        With `n` there are so many texts for each, which differ in their seeds.
+        Args:
+            generator: the decoder.
+            requests: any number of requests.
+            tokenizer: the model's tokenizer.
+            stop: the strings before which a text ends.
+            n: the number of texts for each request, each with its own seed; 0: one text, with the
+                request's seed.
         """
         self.generator = generator
         self.count = len(requests) * (n or 1)
@@ -179,10 +206,11 @@ class Generation:
         return (piece.completion for piece in self.stream() if piece.completion is not None)
 
     def stream(self) -> Iterator[Piece]:
-        """Yield text as it comes, completion by completion, even where several are written at once."""
+        """Yield new text, completion by completion, although several are written at the same time."""
+        # The index of the completion of each submitted request.
         indices: dict[int, int] = {}
         writings: dict[int, _Writing] = {}
-        # Made when they are asked for, as n may be large.
+        # This is a generator, since n may be large.
         continued = (
             request._replace(seed=continuation_seed(request.sampling.seed, index))
             for request in self._requests
@@ -190,16 +218,15 @@ class Generation:
         )
         waiting = iter(enumerate(continued if self._n else self._requests))
 
-        def submit(most: int) -> None:
-            for index, request in itertools.islice(waiting, most):
+        def submit(count: int) -> None:
+            for index, request in itertools.islice(waiting, count):
                 logprobs = None if request.sampling.logprobs is None else list[LogProbability]()
                 writings[index] = _Writing(
                     Transcript(self._tokenizer, self._stop, request.prompt_ids), logprobs
                 )
                 indices[self.generator.submit(request)] = index
 
-        # As many requests wait as run, so that a row whose request ends finds the next one in the
-        # queue.
+        # As many requests wait as run, so that the queue has a request for each row that becomes free.
         submit(2 * self.generator.rows)
         current = 0
         for event in self.generator.run():
@@ -213,18 +240,20 @@ class Generation:
                 writing.finish = event.finish
                 del indices[event.number]
                 submit(1)
-            # A later completion's text waits here until its turn.
-            while (first := writings.get(current)) is not None:
-                text = first.pending
-                first.pending = ""
-                if first.finish is None:
+            # The text of later completions is pending until all earlier ones have ended.
+            while current in writings:
+                writing = writings[current]
+                text = writing.pending
+                writing.pending = ""
+                if writing.finish is None:
                     if text:
                         yield Piece(current, text, None)
                     break
-                whole = Completion(
-                    first.transcript.text, first.transcript.token_ids, first.finish, first.logprobs
+                transcript = writing.transcript
+                completion = Completion(
+                    transcript.text, transcript.token_ids, writing.finish, writing.logprobs
                 )
-                yield Piece(current, text, whole)
+                yield Piece(current, text, completion)
                 del writings[current]
                 current += 1
 
@@ -245,67 +274,71 @@ def generate(
     Args:
         model: the language model; it is put into evaluation mode.
         tokenizer: the model's tokenizer.
-        prompts: texts, which get the token that begins a document before them, or ids, which are
-            taken as they are.
-        sampling: how tokens are chosen, for all prompts, or a list with one for each prompt and one
-            order in all. A prompt's tokens do not depend on the options of the others.
-        max_tokens: most tokens to write after a prompt.
-        stop: strings before which a text ends, and ids with which it ends; the id that ends a
-            document is always one.
-        n: continuations per prompt; the first has the draws of `sampling.seed`, the others those of
-            seeds made from it.
+        prompts: texts, before which the token that begins a document is put, or sequences of ids,
+            which are not changed.
+        sampling: how tokens are sampled, for all prompts; or a list with one for each prompt, all
+            with the same order; None: `Sampling()`. A prompt's tokens do not depend on the options
+            of others.
+        max_tokens: the maximum number of tokens to write after a prompt.
+        stop: strings before which a text ends, and ids with which it ends. The id that ends a
+            document always ends a text.
+        n: the number of continuations of each prompt. The first one has `sampling.seed`, and the
+            others have seeds that are made from it.
         constraint: an automaton of the allowed texts (`monograph.automata`); None: any text.
 
     Returns:
         An iterable of completions, prompt by prompt, which are written while one iterates over it.
 
     Raises:
-        InputRefused: a prompt leaves no room in the model's context.
+        InputRefused: a prompt fills the model's context.
         OutOfDeviceMemory: the keys and values of one row do not fit.
         UsageError: there is no prompt, max_tokens or n is below 1, a stop string is empty, a text
-            is given for a list, there are not as many samplings as prompts, or `Sampling` refuses.
+            is given instead of a list, the number of samplings is not that of the prompts, or
+            `Sampling` refuses an option.
     """
     max_tokens = COUNT.integer("max_tokens", max_tokens)
     n = MOST_TEXTS.integer("n", n)
     prompts = _listed("prompts", prompts)
     stop = _listed("stop", stop)
-    if wrong := [
-        given
-        for given in prompts
-        if isinstance(given, bytes | Mapping) or not isinstance(given, Iterable)
-    ]:
-        raise UsageError(f"prompts: expected texts, or sequences of ids, not {wrong[0]!r}")
+    for prompt in prompts:
+        if isinstance(prompt, bytes | Mapping) or not isinstance(prompt, Iterable):
+            raise UsageError(f"prompts: expected texts, or sequences of ids, not {prompt!r}")
     if not prompts:
         raise UsageError("prompts: expected at least one; an empty text begins a document")
     if "" in stop:
         raise UsageError(
             "stop: an empty string would stop every text at once; give the text to stop at"
         )
-    require_ids("stop", ids := [item for item in stop if not isinstance(item, str)], tokenizer)
+    given_stop_ids = [item for item in stop if not isinstance(item, str)]
+    require_ids("stop", given_stop_ids, tokenizer)
     samplings = Sampling.of_each(sampling, len(prompts), tokenizer.vocab_size)
     strings = [item for item in stop if isinstance(item, str)]
-    stop_ids = tuple(dict.fromkeys([tokenizer.eos_id, *map(int, ids)]))
+    stop_ids = tuple(dict.fromkeys([tokenizer.eos_id, *map(int, given_stop_ids)]))
     stop_automaton = stop_strings(strings, tokenizer.pieces) if strings else None
     # Prompts with the same sequence breakers share one search of the vocabulary.
     breakers_of = cache(lambda texts: breakers(texts, tokenizer.pieces))
     bare = unwrapped(model)
     requests = [
         Request(
-            tuple(prompt_ids(bare, tokenizer, prompt)),
-            options,
-            max_tokens,
-            stop_ids,
-            constraint,
-            stop_automaton,
-            breakers_of(tuple(options.dry_sequence_breakers)) if options.dry_multiplier else None,
+            prompt_ids=tuple(prompt_ids(bare, tokenizer, prompt)),
+            sampling=options,
+            max_tokens=max_tokens,
+            stop_ids=stop_ids,
+            constraint=constraint,
+            stop=stop_automaton,
+            breaker_V=(
+                breakers_of(tuple(options.dry_sequence_breakers))
+                if options.dry_multiplier
+                else None
+            ),
         )
         for prompt, options in zip(prompts, samplings, strict=True)
     ]
-    _require_beginnings(strings, requests, tokenizer)
-    model.eval()  # the copy that `unwrapped` may make would leave it in training mode
-    return Generation(
-        generator_for(bare, requests, n, tokenizer.vocab_size), requests, tokenizer, strings, n
-    )
+    _refuse_leading_spaces(strings, requests, tokenizer)
+    # The generator puts `bare` into evaluation mode, which may be a copy of the model.
+    model.eval()
+    generator = generator_for(bare, requests, n, tokenizer.vocab_size)
+    return Generation(generator, requests, tokenizer, strings, n)
 
 
 def _listed(name: str, given: Iterable[Any]) -> list[Any]:
@@ -316,9 +349,10 @@ def _listed(name: str, given: Iterable[Any]) -> list[Any]:
     return list(given)
 
 
-def _require_beginnings(
+def _refuse_leading_spaces(
     strings: Sequence[str], requests: Sequence[Request], tokenizer: Tokenizer
 ) -> None:
+    """Refuse stop strings that begin with a space if the tokenizer adds a space before texts."""
     for text in strings:
         if text.startswith(" ") and any(tokenizer.lead(request.prompt_ids) for request in requests):
             raise UsageError(
@@ -327,21 +361,22 @@ def _require_beginnings(
 
 
 def generator_for(model: Llama, requests: Sequence[Request], n: int, vocabulary: int) -> Generator:
-    """Return a generator for `n` times these requests, with at most MOST_ROWS rows.
+    """Return a generator for `n` texts of each request, with at most MOST_ROWS rows.
 
     Keys and values take at most half of the free memory.
 
     Raises:
-        OutOfDeviceMemory: one row takes more than that.
+        OutOfDeviceMemory: one row takes more than half of the free memory.
     """
-    config, weight = model.config, model.lm_head.weight
+    config = model.config
+    weight = model.lm_head.weight
     device = weight.device.type
     count = n * len(requests)
     longest = max(requests, key=lambda request: len(request.prompt_ids))
     slots = min(len(longest.prompt_ids) + longest.max_tokens, config.max_position_embeddings)
     rows = rows_that_fit(model, Slots(slots), min(count, MOST_ROWS[device]), "ask for fewer tokens")
-    steps = -(-count // rows) * min(longest.max_tokens, slots - 1)
-    # One request stands for all, as `generate` gives them the same constraint and stop strings.
+    steps = math.ceil(count / rows) * min(longest.max_tokens, slots - 1)
+    # `generate` gives all requests the same constraint and stop strings, so one has all automata.
     return Generator(
         model,
         chain_of([request.sampling for request in requests], len(longest.stop_ids)),
@@ -354,20 +389,26 @@ def generator_for(model: Llama, requests: Sequence[Request], n: int, vocabulary:
 
 
 def mode_for(steps: int, device: str, casts: bool) -> Mode:
-    """Return how to run so many steps on a type of device, under autocast if it `casts`."""
+    """Return the mode of a decoder.
+
+    Args:
+        steps: the number of steps that it will run.
+        device: the type of device.
+        casts: whether it runs under autocast.
+    """
     if steps >= WORTH_COMPILING[device]:
         return "compiled"
-    # Autocast keeps the weights that it has rounded, and a captured step would read these for ever.
+    # Autocast caches rounded weights, which a captured step would read forever.
     return "eager" if casts else "captured"
 
 
 def rows_that_fit(model: Llama, form: Slots, most: int, advice: str) -> int:
-    """Return as many rows of a cache as half of the free memory holds, at most `most`.
+    """Return the number of rows of a cache that fit into half of the free memory, at most `most`.
 
     Raises:
-        OutOfDeviceMemory: it does not hold one; the message ends with the advice.
+        OutOfDeviceMemory: one row does not fit; the message ends with the advice.
     """
-    # Half, because logits, the sampler and the caller need memory, too.
+    # The other half is for logits, the sampler and the caller.
     half_bytes = describe().free_memory_bytes // 2
     row_bytes = KVCache.bytes_per_row(
         model.config, form.most, model.lm_head.weight.dtype, form.block
@@ -381,8 +422,12 @@ def rows_that_fit(model: Llama, form: Slots, most: int, advice: str) -> int:
 
 
 def require_ids(what: str, ids: Sequence[object], tokenizer: Tokenizer) -> None:
-    """Refuse ids that a tokenizer does not have; unchecked they would stand for other ids or be an
-    index error.
+    """Refuse ids that a tokenizer does not have.
+
+    Otherwise they would be read as other ids, or raise an IndexError.
+
+    Raises:
+        UsageError: an id is unknown; the message begins with `what`.
     """
     last = tokenizer.vocab_size - 1
     known = Range(f"an id of the tokenizer, from 0 to {last}", 0, last, whole=True)
@@ -393,11 +438,16 @@ def require_ids(what: str, ids: Sequence[object], tokenizer: Tokenizer) -> None:
 def prompt_ids(
     model: Llama, tokenizer: Tokenizer, prompt: str | Sequence[int] | Tensor
 ) -> list[int]:
-    """Return the ids of a prompt: a text's after the id that begins a document, given ids as they
-    are.
+    """Return the ids of a prompt.
+
+    Args:
+        model: the language model.
+        tokenizer: its tokenizer.
+        prompt: a text, before which the id that begins a document is put; or ids, which are not
+            changed.
 
     Raises:
-        InputRefused: the ids leave no room in the model's context, or there are none.
+        InputRefused: the ids fill the model's context, or there are none.
         UsageError: the tokenizer does not have an id.
     """
     if isinstance(prompt, str):
@@ -405,11 +455,11 @@ def prompt_ids(
     else:
         ids = list(prompt.tolist() if isinstance(prompt, Tensor) else prompt)
     require_ids("a prompt", ids, tokenizer)
+    if not ids:
+        raise InputRefused("the prompt has no tokens: give at least one id, or a text")
     context = model.config.max_position_embeddings
-    if not 0 < len(ids) < context:
+    if len(ids) >= context:
         raise InputRefused(
             f"the prompt has {len(ids)} tokens, but the model's context is {context}: shorten it to below {context}"
-            if ids
-            else "the prompt has no tokens: give at least one id, or a text"
         )
     return ids

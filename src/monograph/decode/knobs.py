@@ -1,11 +1,11 @@
-"""A chain, the ordered stages that a set of requests needs, and its knobs, the numbers that the
-stages read.
+"""Chains and knobs.
 
-The chain is part of the graph: another chain is another graph. A knob is a tensor with one entry
-per row, so a request is admitted by writing its row. In a row that does not use a stage, its knobs
-have the values at which the stage is off.
+A chain has the ordered stages that a set of requests needs. Each chain has its own graph. Knobs are
+the numbers that the stages read: tensors with one entry per row. A request gets a row by writing
+its values there. In a row that does not use a stage, the stage's knobs have the values at which it
+is off.
 
-Shapes: B rows, M ids that are listed for a row, padded with -1.
+Shapes: B rows, M listed ids of a row, padded with -1.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -21,28 +21,29 @@ from monograph.decode.stages import Knob, SamplerStage, options
 from monograph.device import sent
 from monograph.errors import UsageError
 
-# The largest k of top-k after which the stages read 2 k tokens instead of all, and the fewest that
-# they read then.
-FEW, LEAST_FEW = 128, 64
+# With a top-k of at most MAX_FEW, the stages after it read only about 2 k tokens, but at least
+# MIN_FEW.
+MAX_FEW = 128
+MIN_FEW = 64
 
 
-def _sees(sampling: Sampling) -> bool:
-    """Return whether penalties see any earlier token."""
+def _has_window(sampling: Sampling) -> bool:
+    """Return whether penalties see earlier tokens."""
     return sampling.penalty_last_n != 0
 
 
-def _repeats(sampling: Sampling) -> bool:
-    return _sees(sampling) and sampling.repetition_penalty != 1
+def _penalises_repetition(sampling: Sampling) -> bool:
+    return _has_window(sampling) and sampling.repetition_penalty != 1
 
 
-def _counts(sampling: Sampling) -> bool:
-    return _sees(sampling) and (sampling.frequency_penalty != 0 or sampling.presence_penalty != 0)
+def _penalises_counts(sampling: Sampling) -> bool:
+    has_penalty = sampling.frequency_penalty != 0 or sampling.presence_penalty != 0
+    return _has_window(sampling) and has_penalty
 
 
-# The edits of the logits, in the order in which they are made (an automaton's mask comes after
-# min_tokens), and two that change how other stages work: last_n, a window for the penalties, and
-# min_keep, a least number for the filters. The knobs of bias and min_tokens that hold ids are
-# lists, whose lengths the chain gives: see `knobs_of`.
+# The edits of the logits, in their order; the mask of an automaton follows min_tokens. Two of them
+# change other stages: last_n is the window of the penalties, and min_keep the minimum number of
+# tokens that a filter keeps. bias and min_tokens also have lists of ids as knobs, see `knobs_of`.
 _EDITS = (
     SamplerStage("bias", lambda s: bool(s.logit_bias), {}, {"logit_bias": {0: 0.0}}),
     SamplerStage(
@@ -50,23 +51,23 @@ _EDITS = (
     ),
     SamplerStage(
         "last_n",
-        lambda s: s.penalty_last_n > 0 and (_repeats(s) or _counts(s)),
+        lambda s: s.penalty_last_n > 0 and (_penalises_repetition(s) or _penalises_counts(s)),
         options("penalty_last_n")
         | {"counts_prompt": Knob(lambda s: s.penalty_scope == "all", is_whole=True)},
         {"penalty_last_n": 8, "repetition_penalty": 1.1},
     ),
     SamplerStage(
         "repetition",
-        _repeats,
-        {"repetition_penalty": Knob(lambda s: s.repetition_penalty if _sees(s) else 1.0)},
+        _penalises_repetition,
+        {"repetition_penalty": Knob(lambda s: s.repetition_penalty if _has_window(s) else 1.0)},
         {"repetition_penalty": 1.1},
     ),
     SamplerStage(
         "counted",
-        _counts,
+        _penalises_counts,
         {
-            "frequency_penalty": Knob(lambda s: s.frequency_penalty if _sees(s) else 0.0),
-            "presence_penalty": Knob(lambda s: s.presence_penalty if _sees(s) else 0.0),
+            "frequency_penalty": Knob(lambda s: s.frequency_penalty if _has_window(s) else 0.0),
+            "presence_penalty": Knob(lambda s: s.presence_penalty if _has_window(s) else 0.0),
         },
         {"frequency_penalty": 0.1, "presence_penalty": 0.1},
     ),
@@ -90,20 +91,21 @@ STAGES: Mapping[str, SamplerStage] = {stage.name: stage for stage in _EDITS} | F
 
 @dataclass(frozen=True)
 class Chain:
-    """The stages of a graph, in order, and the sizes that are part of it.
+    """The stages of a graph, in order, and the sizes that are part of the graph.
 
     Attributes:
-        stages: names from EDITS, then from FILTERS; without a temperature every row takes its
-            likeliest token.
+        stages: names of EDITS, then of FILTERS. Without a temperature every row takes its likeliest
+            token.
         bias_ids: length of a row's list of biased ids; a power of two, or 0.
         stop_ids: length of a row's list of stop tokens that min_tokens forbids; a power of two, or
             0.
-        logprobs: how many of the likeliest tokens are reported in addition to the drawn one; None:
-            no report.
-        few: how many of the likeliest tokens include, ties apart, all that top-k keeps in every row
-            that draws; None where a row may keep more than FEW tokens.
-        processed: whether a report has the probabilities that were drawn from; if not, those of the
-            raw logits stand in their place, which are the same in rows without edits and filters at
+        logprobs: how many of the likeliest tokens are reported in addition to the sampled one;
+            None: no report.
+        few: the number of likeliest tokens that top-k and the stages after it read. It is above the
+            k of every row that samples, so these tokens include all that top-k keeps, unless many
+            have equal logits. None: all tokens.
+        processed: whether a report has the probabilities that are sampled from. Otherwise it repeats
+            those of the raw logits, which are the same in rows without edits and filters at
             temperature 1.
     """
 
@@ -116,36 +118,31 @@ class Chain:
 
     @property
     def draws(self) -> bool:
-        """Whether a row may draw at random."""
+        """Whether a row may sample at random."""
         return "temperature" in self.stages or "dynamic_temperature" in self.stages
 
     def has(self, *stages: str) -> bool:
-        """Return whether it has one of these stages."""
+        """Return whether the chain has one of these stages."""
         return any(stage in self.stages for stage in stages)
 
-    def covers(self, least: Self) -> bool:
-        """Return whether the chain has all stages of another, in its order, and room for its ids."""
-        if "dynamic_temperature" in least.stages and "dynamic_temperature" not in self.stages:
+    def covers(self, other: Self) -> bool:
+        """Return whether this chain serves every request that the other one serves.
+
+        It needs the other's stages in the same order, and room for the other's lists and reports.
+        """
+        if "dynamic_temperature" in other.stages and "dynamic_temperature" not in self.stages:
             return False
-        # A dynamic temperature whose range is 0 is a fixed one.
-        wanted, here = (
-            [stage.removeprefix("dynamic_") for stage in chain.stages] for chain in (least, self)
-        )
-        in_order = [stage for stage in here if stage in wanted] == wanted
-        reported = least.logprobs is None or (
-            self.logprobs is not None and least.logprobs <= self.logprobs
-        )
+        # A dynamic temperature with the range 0 is a fixed one.
+        other_stages = [stage.removeprefix("dynamic_") for stage in other.stages]
+        own_stages = [stage.removeprefix("dynamic_") for stage in self.stages]
+        if [stage for stage in own_stages if stage in other_stages] != other_stages:
+            return False
+        if other.logprobs is not None and (self.logprobs is None or other.logprobs > self.logprobs):
+            return False
         # A chain that reads few tokens could miss some of those that a larger k keeps.
-        held = (
-            self.few is None or not least.draws or (least.few is not None and least.few <= self.few)
-        )
-        return (
-            in_order
-            and reported
-            and held
-            and least.bias_ids <= self.bias_ids
-            and least.stop_ids <= self.stop_ids
-        )
+        if self.few is not None and other.draws and (other.few is None or other.few > self.few):
+            return False
+        return other.bias_ids <= self.bias_ids and other.stop_ids <= self.stop_ids
 
 
 def chain_of(samplings: Sequence[Sampling], stop_ids: int = 0) -> Chain:
@@ -153,15 +150,15 @@ def chain_of(samplings: Sequence[Sampling], stop_ids: int = 0) -> Chain:
 
     Args:
         samplings: the options of the requests, at least one.
-        stop_ids: the most stop tokens that a request has, for min_tokens.
+        stop_ids: the maximum number of stop tokens of a request, for min_tokens.
 
     Raises:
-        UsageError: the requests do not have the same order, or it leaves out a stage that is on.
+        UsageError: the requests do not have the same order, or the order lacks a stage that is on.
     """
     orders = sorted({sampling.order for sampling in samplings})
     if len({sampling.stages for sampling in samplings}) > 1:
         raise UsageError(
-            f"order is {' and '.join(orders)} in one batch: expected one order, its stages are one graph"
+            f"order is {' and '.join(orders)} in one batch: expected one order, since its stages are one graph"
         )
 
     def needed(*names: str) -> tuple[str, ...]:
@@ -173,67 +170,69 @@ def chain_of(samplings: Sequence[Sampling], stop_ids: int = 0) -> Chain:
 
     edits = needed(*EDITS)
     stages = needed(*samplings[0].stages)
-    if left_out := set(needed(*ORDERS["hf"])) - set(stages):
+    left_out = set(needed(*ORDERS["hf"])) - set(stages)
+    if left_out:
         raise UsageError(
             f"order = {orders[0]!r} leaves out {min(left_out)}, which is on: name it, or turn it off"
         )
     if needed("dynamic_temperature"):
         stages = tuple(stage.replace("temperature", "dynamic_temperature") for stage in stages)
-    # mirostat is last, as it steers by the distribution that is drawn from.
+    # mirostat is last, since it depends on the distribution that is sampled from.
     return Chain(
-        edits + stages + needed("mirostat"),
-        _room(max(len(sampling.logit_bias) for sampling in samplings)),
-        _room(stop_ids) if "min_tokens" in edits else 0,
-        max(
+        stages=edits + stages + needed("mirostat"),
+        bias_ids=_list_length(max(len(sampling.logit_bias) for sampling in samplings)),
+        stop_ids=_list_length(stop_ids) if "min_tokens" in edits else 0,
+        logprobs=max(
             (sampling.logprobs for sampling in samplings if sampling.logprobs is not None),
             default=None,
         ),
-        _few(samplings),
+        few=_few(samplings),
     )
 
 
 def joint(chains: Collection[Chain], whole: Chain) -> Chain:
-    """Return the smallest chain that covers all of these, with the order, the lists' lengths and
-    the report of `whole`.
+    """Return the smallest chain that covers all chains.
+
+    It has the order, the lengths of lists and the report of `whole`.
 
     Args:
-        chains: at least one.
+        chains: the chains, at least one.
         whole: a chain that covers all of them.
     """
-    wanted = {stage for chain in chains for stage in chain.stages}
-    if "dynamic_temperature" in whole.stages and "dynamic_temperature" not in wanted:
+    needed = {stage for chain in chains for stage in chain.stages}
+    if "dynamic_temperature" in whole.stages and "dynamic_temperature" not in needed:
         whole = replace(
             whole, stages=tuple(stage.replace("dynamic_", "") for stage in whole.stages)
         )
-    wanted = {stage.replace("dynamic_", "") for stage in wanted}
-    few = [chain.few for chain in chains if chain.draws]
+    needed = {stage.replace("dynamic_", "") for stage in needed}
+    few_of_chains = [chain.few for chain in chains if chain.draws]
+    few = None
+    if None not in few_of_chains:
+        few = max((each for each in few_of_chains if each is not None), default=None)
     return replace(
         whole,
-        stages=tuple(stage for stage in whole.stages if stage.replace("dynamic_", "") in wanted),
-        bias_ids=whole.bias_ids if "bias" in wanted else 0,
-        stop_ids=whole.stop_ids if "min_tokens" in wanted else 0,
+        stages=tuple(stage for stage in whole.stages if stage.replace("dynamic_", "") in needed),
+        bias_ids=whole.bias_ids if "bias" in needed else 0,
+        stop_ids=whole.stop_ids if "min_tokens" in needed else 0,
         logprobs=None if all(chain.logprobs is None for chain in chains) else whole.logprobs,
-        few=None if None in few else max((each for each in few if each is not None), default=None),
+        few=few,
     )
 
 
 def _few(samplings: Sequence[Sampling]) -> int | None:
-    """Return how many of the likeliest tokens include all that top-k keeps; None if the stages must
-    read all tokens.
-    """
-    # Twice the largest k, as bf16 logits are often level, and a power of two, so that most other k
-    # need no other graph.
+    """Return `Chain.few` of these requests; None if the stages must read all tokens."""
     kept = [kept_at_most(sampling) for sampling in samplings if sampling.temperature > 0]
-    return (
-        max(LEAST_FEW, _room(2 * max(kept)))
-        if kept and min(kept) != 0 and max(kept) <= FEW
-        else None
-    )
+    # 0 is a request without top-k, which keeps all tokens.
+    if not kept or min(kept) == 0 or max(kept) > MAX_FEW:
+        return None
+    # Twice the largest k leaves room for equal logits, which are frequent in bf16.
+    return max(MIN_FEW, _list_length(2 * max(kept)))
 
 
-def _room(entries: int) -> int:
-    """Return a power of two for the length of a list, so that a few more entries need no other
-    graph; 0 for 0.
+def _list_length(entries: int) -> int:
+    """Return the smallest power of two with room for the entries; 0 for no entries.
+
+    So a few more entries do not need another graph.
     """
     return 1 << (entries - 1).bit_length() if entries else 0
 
@@ -243,11 +242,10 @@ def knobs_of(sampling: Sampling, chain: Chain, stop_ids: Sequence[int] = ()) -> 
 
     Args:
         sampling: the request's options.
-        chain: a chain that serves the request, see `Chain.serves`.
+        chain: a chain that covers the request's smallest chain.
         stop_ids: the request's stop tokens, which min_tokens forbids at first.
     """
-    # A chain may have stages that this request does not use: the values of their knobs change no
-    # bit.
+    # For stages that the request does not use, the values turn the stage off and change no bit.
     values: dict[str, Any] = {}
     for name in chain.stages:
         if name == "bias":
@@ -260,17 +258,23 @@ def knobs_of(sampling: Sampling, chain: Chain, stop_ids: Sequence[int] = ()) -> 
 
 
 _OFF = Sampling(temperature=1.0)
-_WHOLE = {name for stage in STAGES.values() for name, knob in stage.knobs.items() if knob.is_whole}
-_WHOLE |= {"bias_ids", "stop_ids"}
+_INT_KNOBS = {
+    name for stage in STAGES.values() for name, knob in stage.knobs.items() if knob.is_whole
+}
+_INT_KNOBS |= {"bias_ids", "stop_ids"}
 
 
 def new_knobs(chain: Chain, rows: int, device: torch.device) -> dict[str, Tensor]:
-    """Return knobs that turn all stages off, with the temperature 1: fp32 or int64 [B], lists of
-    ids [B, M].
+    """Return knobs that turn all stages off, at the temperature 1.
+
+    Returns:
+        by name, fp32 or int64 [B], and lists [B, M].
     """
     return {
         name: torch.tensor(
-            [value] * rows, dtype=torch.int64 if name in _WHOLE else torch.float32, device=device
+            [value] * rows,
+            dtype=torch.int64 if name in _INT_KNOBS else torch.float32,
+            device=device,
         )
         for name, value in knobs_of(_OFF, chain).items()
     }
@@ -282,9 +286,9 @@ def write_rows(
     """Write the values of several requests, such as those of `knobs_of`, into their rows, in place.
 
     Args:
-        columns: by name, [B, ...] each; those that no request has a value for stay as they are.
+        columns: tensors by name, [B, ...] each; those that have no values do not change.
         rows: the row of each request.
-        values: by name, the same names for every request.
+        values: each request's values by name, with the same names for all requests.
     """
     for name in values[0]:
         column = columns[name]

@@ -1,19 +1,19 @@
-"""The noise of a draw, and the exp and log that a draw needs: functions of their arguments alone,
-to the bit.
+"""The noise of sampling, and an exp and a log whose bits depend on their arguments alone.
 
-No library promises that its exp has the same bits inside a graph as outside, or in the vectorised
-part of a loop as in its remainder; a token could then depend on the batch that its row is in. Here
-IEEE 754 rounds every operation correctly, and weights are summed as integers, whose order does not
-matter. The polynomials and the two-part ln 2 are those of Cephes (S. Moshier, netlib.org/cephes,
-expf and logf).
+The exp of a library may have other bits inside a graph than outside, or in the vectorised part of a
+loop than in its remainder. A token could then depend on the other rows of its batch. Here every
+operation is one that IEEE 754 rounds correctly, and weights are summed as integers, whose order does
+not matter. The polynomials and the two-part ln 2 are those of Cephes (S. Moshier,
+netlib.org/cephes, expf and logf).
 
-The noise is a pure function of (seed, position, vocabulary id) by a counter-based generator,
-without state and without the host. A replayed graph repeats its draws, and a row's noise does not
-depend on which row it is, on the other rows, or on which filters are on.
+The noise is a pure function of (seed, position, vocabulary id) by a counter-based generator, without
+state and without the host. So a replayed graph samples the same tokens, and a row's noise does not
+depend on the row's index, on other rows or on the filters.
 
-Shapes: B rows, V vocabulary, N some ids of each row.
+Shapes: B rows, V vocabulary, N some ids of each row, P positions.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -23,9 +23,11 @@ from monograph.ops.philox import LOW32, Words, philox
 
 LN2_HIGH = 0.693359375
 LN2_LOW = -2.12194440e-4
-# The bits of sqrt(1/2). With them subtracted, the exponent bits of x are k in x = m 2^k, m in
-# [sqrt(1/2), sqrt 2).
-_ROOT_HALF, _MANTISSA_BITS = 0x3F3504F3, 23
+# The bits of sqrt(1/2). If they are subtracted from the bits of x, the exponent bits of the
+# difference are k in x = m 2^k, with m in [sqrt(1/2), sqrt 2).
+_ROOT_HALF = 0x3F3504F3
+_MANTISSA_BITS = 23
+# The coefficients of the polynomials, the highest power first.
 _LOG = (
     *(7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1),
     *(-1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1),
@@ -39,8 +41,8 @@ _EXP = (
     5.0000001201e-1,
 )
 
-# The integer that stands for a weight of 1. A sum of up to 2^20 - 1 weights stays below 2^63. A
-# weight loses at most 2^-43 of the likeliest token's weight; over a vocabulary of 2^17 that makes
+# UNIT is the integer of a weight of 1. A sum of up to 2^20 - 1 weights stays below 2^63. Rounding
+# changes a weight by at most 2^-43 of the likeliest token's weight. Over a vocabulary of 2^17 that is
 # 2^-26, less than the rounding of fp32.
 UNIT_BITS = 43
 UNIT = 1 << UNIT_BITS
@@ -53,17 +55,17 @@ def log(x: Tensor) -> Tensor:
 
 
 def log1p_negative(u: Tensor) -> Tensor:
-    """Return ln(1 - u) of fp32 numbers in [0, 1), with a relative error near 0 as small as
-    elsewhere.
-    """
+    """Return ln(1 - u) of fp32 numbers in [0, 1), with a small relative error even near 0."""
     mantissa, exponent = _split(1 - u)
-    # 1 - u loses digits of a small u; where the exponent is 0, the mantissa less 1 is -u, which has
-    # all of them.
+    # 1 - u loses digits of a small u. Where the exponent is 0, mantissa - 1 is replaced by -u, which
+    # has all digits.
     return _log(torch.where(exponent == 0, -u, mantissa - 1), exponent)
 
 
 def weight(x: Tensor) -> Tensor:
-    """Return exp(x), x <= 0, as a fixed-point integer: round(2^43 exp r) >> -k, where x = k ln 2 + r, |r| <= ln 2 / 2.
+    """Return exp(x), x <= 0, as a fixed-point integer.
+
+    It is round(2^43 exp r) >> -k, where x = k ln 2 + r and |r| <= ln 2 / 2.
 
     Args:
         x: fp32, -inf allowed.
@@ -71,18 +73,22 @@ def weight(x: Tensor) -> Tensor:
     Returns:
         int64 in [0, 2^43]: exactly 2^43 at 0, and 0 below about -30.
     """
-    x = x.clamp(min=-60.0)  # the weight is 0 long before, and -inf becomes finite
+    # The weight of -60 is 0 already. The clamp makes -inf finite.
+    x = x.clamp(min=-60.0)
     halvings = (x * -1.44269504088896341).round()
     rest = (x + halvings * LN2_HIGH) + halvings * LN2_LOW
     power = (_horner(_EXP, rest) * (rest * rest) + rest + 1) * float(UNIT)
-    # A NaN, whose row is stopped, becomes an arbitrary integer; the clamp keeps its shift defined.
+    # A NaN becomes an arbitrary integer, since its row is stopped anyway. The clamp makes the shift
+    # defined.
     return power.to(torch.int64) >> halvings.to(torch.int64).clamp(0, 62)
 
 
 def _horner(coefficients: tuple[float, ...], x: Tensor) -> Tensor:
+    """Return the value of a polynomial at x."""
     value = x * coefficients[0]
     for coefficient in coefficients[1:-1]:
-        value = value.add_(coefficient).mul_(x)  # in place, without memory for each step
+        # In place, so that no step allocates memory.
+        value = value.add_(coefficient).mul_(x)
     return value.add_(coefficients[-1])
 
 
@@ -101,8 +107,9 @@ def _log(fraction: Tensor, exponent: Tensor) -> Tensor:
     return fraction + correction + exponent * LN2_HIGH
 
 
+# How many tokens `greatest_sum` compares exactly in eager mode.
 _CONTENDERS = 4
-# The purposes of random numbers, which are the fourth word of the counter.
+# The purposes of random numbers: the fourth word of the counter.
 _GUMBEL = 0
 _ROW = 1
 _CONTINUATION = 2
@@ -110,29 +117,27 @@ _ROLLOUT = 3
 
 
 def uniform(word: Tensor) -> Tensor:
-    """Return min((word + 1/2) 2^-32, 1 - 2^-24), fp32: after rounding to fp32 it is neither 0 nor
-    1.
-    """
+    """Return min((word + 1/2) 2^-32, 1 - 2^-24), fp32, which is neither 0 nor 1 after rounding."""
     return ((word.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
 
 
 def gumbel(word: Tensor) -> Tensor:
-    """Return -ln(-ln(1 - u)), fp32, finite for every word; large values, which win, come from
-    small, dense u.
+    """Return -ln(-ln(1 - u)), fp32, which is finite for every word.
+
+    Large values decide which token is sampled. They come from small u, where fp32 is dense.
     """
     return -log(-log1p_negative(uniform(word)))
 
 
 def gumbel_noise(seed_B: Tensor, position_B: Tensor, vocabulary: int) -> Tensor:
-    """Return standard Gumbel noise (Gumbel 1954) for the token at a position, one number per
-    vocabulary id.
+    """Return standard Gumbel noise (Gumbel 1954) for the token at a position, a number for each id.
 
-    Id v has word v mod 4 of the counter (v // 4, position, 0), so one call of Philox serves four
+    The id v has word v mod 4 of the counter (v // 4, position, 0), so one call of Philox serves four
     ids.
 
     Args:
         seed_B: [B] int64, 0 or more.
-        position_B: [B] int64, 0 or more, the absolute position of the token to be drawn.
+        position_B: [B] int64, 0 or more, the absolute position of the token to be sampled.
         vocabulary: V.
 
     Returns:
@@ -143,17 +148,17 @@ def gumbel_noise(seed_B: Tensor, position_B: Tensor, vocabulary: int) -> Tensor:
 
 def _gumbel_words(seed_B: Tensor, position_B: Tensor, vocabulary: int) -> Tensor:
     # One call of Philox for each id would take 1.7 times as long (dev/log.md).
-    fours = torch.arange(-(-vocabulary // 4), device=seed_B.device)
-    words = torch.stack(_words(seed_B[:, None], position_B[:, None], fours, _GUMBEL), -1)
+    calls = torch.arange(math.ceil(vocabulary / 4), device=seed_B.device)
+    words = torch.stack(_words(seed_B[:, None], position_B[:, None], calls, _GUMBEL), -1)
     return words.flatten(1)[:, :vocabulary]
 
 
 def greatest_sum(scores_BV: Tensor, seed_B: Tensor, position_B: Tensor) -> Tensor:
-    """Return the ids with the greatest score plus noise, the lowest among equals; int64 [B].
+    """Return the ids with the largest score plus noise, the lowest of equal ones; int64 [B].
 
-    In eager mode, where each operation reads and writes memory, a tenth of them finds the few
-    tokens that it can be: torch's own logarithms make a sum wrong by 1e-5 at most, so it is missed
-    only if N others come that close to it.
+    In eager mode each operation reads and writes memory. So torch's logarithms first find the
+    _CONTENDERS tokens with the largest sums, with a tenth of the operations. Their error is at most
+    1e-5, so the right token is missed only if that many others come so close to it.
     """
     words_BV = _gumbel_words(seed_B, position_B, scores_BV.shape[-1])
     if torch.compiler.is_compiling():
@@ -164,15 +169,13 @@ def greatest_sum(scores_BV: Tensor, seed_B: Tensor, position_B: Tensor) -> Tenso
 
 
 def greatest(values_BN: Tensor, ids_BN: Tensor) -> Tensor:
-    """Return the ids of the greatest values, the lowest among equals, which need not be in the
-    order of ids; [B].
-    """
+    """Return the ids of the largest values, the lowest of equal ones, for ids in any order; [B]."""
     last_B1 = ids_BN.amax(-1, keepdim=True)
     return torch.where(values_BN == values_BN.amax(-1, keepdim=True), ids_BN, last_B1).amin(-1)
 
 
 def gumbel_noise_of(seed_B: Tensor, position_B: Tensor, ids_BN: Tensor) -> Tensor:
-    """Return the same bits as `gumbel_noise`, for these ids alone, int64 [B, N]; [B, N] fp32."""
+    """Return the noise of some ids, int64 [B, N], with the bits of `gumbel_noise`; [B, N] fp32."""
     words = _words(seed_B[:, None], position_B[:, None], ids_BN >> 2, _GUMBEL)
     chosen_BN = words[0]
     for number, word in enumerate(words[1:], 1):
@@ -186,27 +189,24 @@ def row_uniform(seed_B: Tensor, position_B: Tensor) -> Tensor:
 
 
 def continuation_seed(seed: int, index: int) -> int:
-    """Return the seed of the `index`-th of several continuations of one prompt: 63 bits of
-    Philox(seed, index).
-    """
-    return int(
-        _seeds(_words(torch.tensor(seed), torch.tensor(0), torch.tensor(index), _CONTINUATION))
-    )
+    """Return the seed of continuation `index` of a prompt: 63 bits of Philox(seed, index)."""
+    words = _words(torch.tensor(seed), torch.tensor(0), torch.tensor(index), _CONTINUATION)
+    return int(_seeds(words))
 
 
 def rollout_seeds(seed: int, positions: Sequence[int], group: int) -> list[int]:
-    """Return the seeds of `group` answers to the prompt at each position: 63 bits of Philox(seed,
-    position, answer).
+    """Return the seeds of `group` answers to the prompt at each position, prompt by prompt.
+
+    A seed is 63 bits of Philox(seed, position, answer).
     """
     position_P1 = torch.tensor(positions)[:, None]
-    words = _words(
-        torch.tensor(seed), position_P1, torch.arange(group).expand(len(positions), group), _ROLLOUT
-    )
+    answers = torch.arange(group).expand(len(positions), group)
+    words = _words(torch.tensor(seed), position_P1, answers, _ROLLOUT)
     return _seeds(words).flatten().tolist()
 
 
 def _seeds(words: Words) -> Tensor:
-    # A seed is an int64 of 0 or more, hence 63 bits.
+    # A seed is an int64 of 0 or more, so it has 63 bits.
     return (words[0] << 31) | (words[1] >> 1)
 
 

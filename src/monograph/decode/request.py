@@ -1,7 +1,7 @@
-"""A request for a text, what the host keeps of it while it runs, and the way of its drawn ids to
+"""A request for a text, the host's record of a running request, and the transfer of sampled ids to
 the host.
 
-Shapes: R lines of a ring, N log-probabilities.
+Shapes: R lines of a ring, V vocabulary.
 """
 
 import math
@@ -24,18 +24,17 @@ class Request(NamedTuple):
     """A prompt and the options of one text to write after it.
 
     Attributes:
-        prompt_ids: at least one id.
-        sampling: how tokens are chosen; its seed decides the draws.
-        max_tokens: most tokens to write, at least 1; fewer are written where the row's positions
-            end before.
-        stop_ids: ids that end the text.
+        prompt_ids: the prompt, at least one id.
+        sampling: how tokens are sampled.
+        max_tokens: the maximum number of tokens to write, at least 1; the row's positions may end
+            earlier.
+        stop_ids: the ids that end the text.
         constraint: the automaton of the allowed texts; None: any text.
-        stop: the automaton of the stop strings; None: there are none.
-        breaker_V: bool, the ids that no repetition goes across (`chain.breakers`); None: there are
-            none.
-        seed: the seed of the draws in place of the sampling's, so that many requests can have one;
-            None: that one.
-        owner: who asks; keys and values of another owner's prompts are not read again for it.
+        stop: the automaton of the stop strings; None: no stop strings.
+        breaker_V: bool [V], the sequence breakers (`chain.breakers`); None: no breakers.
+        seed: replaces the seed of `sampling`, so that many requests can share one `Sampling`; None:
+            the seed of `sampling`.
+        owner: the owner of the request, who never gets keys and values of another owner's prompts.
     """
 
     prompt_ids: tuple[int, ...]
@@ -50,16 +49,15 @@ class Request(NamedTuple):
 
 
 class LogProbability(NamedTuple):
-    """Natural logarithms of the probabilities of a drawn token and of the likeliest tokens at its
-    place.
+    """Natural log-probabilities of a sampled token and of the likeliest tokens at its position.
 
     Attributes:
-        drawn: of the drawn token under the model's raw logits, before any stage.
+        drawn: of the sampled token under the model's raw logits, before any stage.
         likeliest: (id, value) of the likeliest tokens under the raw logits.
-        processed_drawn: of the drawn token under the distribution drawn from, after all stages; 0
-            at temperature 0.
-        processed_likeliest: (id, value) of the likeliest tokens under that; fewer where fewer
-            tokens were left.
+        processed_drawn: of the sampled token under the distribution that it is sampled from, after
+            all stages; 0 at temperature 0.
+        processed_likeliest: (id, value) of the likeliest tokens under that distribution; fewer if
+            filters left fewer tokens.
     """
 
     drawn: float
@@ -73,9 +71,9 @@ class Event(NamedTuple):
 
     Attributes:
         number: the request's number, from `Generator.submit`.
-        token_ids: the ids drawn since its last event.
+        token_ids: the ids that were sampled since the request's last event.
         finish: how the request ended; None while it runs.
-        logprobs: one for each id if the request asks for them, else none.
+        logprobs: one for each id if the request asks for them, else empty.
     """
 
     number: int
@@ -99,13 +97,14 @@ class Record:
     Attributes:
         number: the request's number.
         request: the request.
-        limit: most tokens that it may draw.
+        limit: the maximum number of tokens that it may sample.
         least: the smallest chain that serves it.
-        launched: steps that were started for it, and so the most tokens that it can have drawn.
-        received: tokens that the host has read.
-        exact: whether the fast truncation once could not decide a draw. From then on the request
-            runs with the exact one, with a new record, so that the host skips the codes of the
-            steps in which the row waited.
+        launched: the number of steps that were started for it; it has sampled at most so many
+            tokens.
+        received: the number of tokens that the host has read.
+        exact: whether the fast truncation once was UNDECIDED. From then on the request runs with the
+            exact truncation, and with a new record, so that the host skips the codes of the steps
+            in which the row waited.
     """
 
     number: int
@@ -118,8 +117,12 @@ class Record:
 
 
 class Block(NamedTuple):
-    """Steps that were started together: how many, the half of the outbox with their codes, and each
-    row's record.
+    """Steps that were started together.
+
+    Attributes:
+        steps: the number of steps.
+        half: the half of the outbox with their codes.
+        records: each row's record at the start; None for a free row.
     """
 
     steps: int
@@ -128,13 +131,14 @@ class Block(NamedTuple):
 
 
 class Pace(NamedTuple):
-    """How long running requests and those that wait for a row wait for each other.
+    """How long running requests and requests that wait for a row wait for each other.
 
     Attributes:
-        steps: of a block, between two reads of the host.
-        hurried: most steps of a block while a request waits for a row, or for its first tokens.
-        chunks: most chunks of prompts that are read between two blocks if as many requests run as
-            can begin; more where more can begin, as all of them wait for few; None: all.
+        steps: the number of steps of a block, between two reads of the host.
+        hurried: the maximum number of steps while a request waits for a row or its first tokens.
+        chunks: the maximum number of chunks of prompts that are read between two blocks, if at most
+            as many requests can start as run. If n times as many can start, it is n times as much.
+            None: no maximum.
     """
 
     steps: int
@@ -143,15 +147,14 @@ class Pace(NamedTuple):
 
 
 class Outbox:
-    """The way of the rings' lines to the host; of the two halves of a ring the host reads one, the
-    device writes one.
+    """Copies the lines of rings to the host.
 
-    A half is written again two blocks later, so a block must be read before the block after the
-    next begins.
+    A ring has two halves: the host reads one while the device writes the other. A half is written
+    again two blocks later, so a block must be read before the block after the next begins.
 
     Attributes:
-        lines: lines of half a ring.
-        bytes_out: bytes that were copied to the host.
+        lines: the number of lines of half a ring.
+        bytes_out: the number of bytes that were copied to the host.
     """
 
     def __init__(self, rings: Sequence[Tensor]) -> None:
@@ -161,7 +164,7 @@ class Outbox:
         self.lines = self._rings[0].shape[1]
         self.bytes_out = 0
         cuda = rings[0].is_cuda
-        # Page-locked, since the host would wait for a copy to other memory.
+        # Copies to pinned memory are asynchronous; the host would wait for a copy to other memory.
         self._host = [torch.empty_like(ring, device="cpu", pin_memory=cuda) for ring in self._rings]
         self._stream = torch.cuda.Stream(rings[0].device) if cuda else None
         self._events = [torch.cuda.Event() for _ in range(2)] if cuda else []
@@ -171,8 +174,10 @@ class Outbox:
         line_1.fill_(self._half * self.lines)
 
     def send(self, steps: int) -> int:
-        """Start to copy the lines of a block of steps to the host; return the number of its half,
-        for `read`.
+        """Start to copy the lines of a block of steps to the host.
+
+        Returns:
+            the number of the block's half, for `read`.
         """
         half = self._half
         self._half = 1 - self._half
@@ -185,7 +190,7 @@ class Outbox:
             for source, target in pairs:
                 target.copy_(source)
             return half
-        # On a separate stream, so that the next block runs while this one's lines are copied.
+        # The copy is on a separate stream, so that the next block runs at the same time.
         self._stream.wait_stream(torch.cuda.current_stream(self._rings[0].device))
         with torch.cuda.stream(self._stream):
             for source, target in pairs:
@@ -194,8 +199,9 @@ class Outbox:
         return half
 
     def read(self, half: int, steps: int) -> list[Tensor]:
-        """Return a block's lines, [steps, ...] on the host, which are valid until the block after
-        the next is sent.
+        """Wait for a block's lines, and return them, [steps, ...] on the host.
+
+        They are valid until the block after the next is sent.
         """
         if self._events:
             self._events[half].synchronize()
@@ -203,9 +209,7 @@ class Outbox:
 
 
 def drawn(codes: Sequence[int]) -> tuple[list[int], Status]:
-    """Return the tokens that a row drew in a block, and the status with which it stopped, or
-    RUNNING.
-    """
+    """Return the tokens that a row sampled in a block, and the row's status after it."""
     tokens = []
     status = Status.RUNNING.value
     for code in codes:
@@ -218,20 +222,32 @@ def drawn(codes: Sequence[int]) -> tuple[list[int], Status]:
 
 
 def reported(rings: Sequence[Tensor], count: int, wanted: int) -> list[LogProbability]:
-    """Return a row's log-probabilities in a block; a token that could not be drawn (-inf) is left
-    out.
+    """Return a row's log-probabilities in a block.
+
+    Args:
+        rings: the row's lines of `State.values_RBN` and `State.ids_RBN`.
+        count: the number of sampled tokens.
+        wanted: the number of likeliest tokens to report. Fewer are reported if others have the
+            probability 0.
     """
-    found = []
-    for values, ids in zip(*(ring[:count].tolist() for ring in rings), strict=True):
-        # Of the likeliest that are reported, under each of the two distributions.
-        most = len(ids) // 2
-        likeliest, possible = (
-            [
-                pair
-                for pair in zip(ids[at : at + wanted], values[at + past :], strict=False)
-                if pair[1] > -math.inf
-            ]
-            for at, past in ((0, 1), (most, 2))
+    values_ring, ids_ring = rings
+    reports = []
+    for values, ids in zip(values_ring[:count].tolist(), ids_ring[:count].tolist(), strict=True):
+        # The first half of a line is under the raw logits, the second half under the distribution
+        # that is sampled from. A half of the values begins with the sampled token.
+        half = len(ids) // 2
+        reports.append(
+            LogProbability(
+                drawn=values[0],
+                likeliest=_possible(ids[:half], values[1 : half + 1], wanted),
+                processed_drawn=values[half + 1],
+                processed_likeliest=_possible(ids[half:], values[half + 2 :], wanted),
+            )
         )
-        found.append(LogProbability(values[0], likeliest, values[most + 1], possible))
-    return found
+    return reports
+
+
+def _possible(ids: list[int], values: list[float], wanted: int) -> list[tuple[int, float]]:
+    """Return the first `wanted` pairs of id and log-probability, without those of probability 0."""
+    pairs = zip(ids[:wanted], values[:wanted], strict=True)
+    return [(token, value) for token, value in pairs if value > -math.inf]

@@ -1,6 +1,4 @@
-"""The options by which the tokens of one request are chosen, with their ranges and the values that
-turn them off.
-"""
+"""The options of sampling of a request, with their ranges and the values that turn them off."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,8 +10,8 @@ from monograph.ranges import Range, between, whole
 
 Scope = Literal["output", "all"]
 
-# The temperature and the filters. transformers has the temperature first, llama.cpp last. A stage
-# that one of them lacks is placed next to a similar one.
+# The orders of the temperature and the filters. transformers has the temperature first, llama.cpp
+# last. A stage that one of them lacks is placed next to a similar stage.
 ORDERS = {
     "hf": (
         "temperature",
@@ -40,8 +38,7 @@ ORDERS = {
         "temperature",
     ),
 }
-# Inclusive ranges. The upper ends keep fp32 arithmetic finite, and no sensible value lies above
-# them.
+# Inclusive ranges. The upper ends keep fp32 arithmetic finite. No useful value is above them.
 _LARGEST = 1e6
 RANGES = {
     **dict.fromkeys(("temperature", "temperature_range"), between(0, _LARGEST)),
@@ -51,17 +48,20 @@ RANGES = {
     ),
     "top_n_sigma": between(0, _LARGEST),
     **dict.fromkeys(("xtc_probability", "xtc_threshold"), between(0, 1)),
-    "repetition_penalty": between(1 / _LARGEST, _LARGEST),  # positive logits are divided by it
+    # Positive logits are divided by it, so it is not 0.
+    "repetition_penalty": between(1 / _LARGEST, _LARGEST),
     **dict.fromkeys(("frequency_penalty", "presence_penalty"), between(-_LARGEST, _LARGEST)),
     "dry_multiplier": between(0, _LARGEST),
-    "dry_base": between(1, _LARGEST),  # below 1 the penalty of a longer repetition would be smaller
+    # Below 1 the penalty of a longer repetition would be smaller.
+    "dry_base": between(1, _LARGEST),
     **dict.fromkeys(("mirostat_tau", "mirostat_eta"), between(0, _LARGEST)),
     **dict.fromkeys(("top_k", "min_keep"), whole(0, 2**31 - 1)),
     "penalty_last_n": whole(-1, 2**31 - 1),
     "dry_allowed_length": whole(0, 2**31 - 1),
     "dry_penalty_last_n": whole(-1, 2**31 - 1),
     "min_tokens": whole(0, 2**31 - 1),
-    "seed": whole(0, 2**63 - 1),  # an int64 on the device
+    # The seed is an int64 on the device.
+    "seed": whole(0, 2**63 - 1),
     "logprobs": whole(0, 1000),
 }
 _TOKEN_ID = Range("a token id, 0 or more", 0, math.inf, whole=True)
@@ -157,22 +157,27 @@ class Sampling:
     order: str = "hf"
 
     def __post_init__(self) -> None:
-        """Refuse values outside their range with one line each."""
+        """Refuse values outside their range.
+
+        Raises:
+            UsageError: a value is refused; the message names the option.
+        """
         for name, allowed in RANGES.items():
-            if name != "logprobs" or self.logprobs is not None:
-                value = getattr(self, name)
-                allowed.require(name, value)
-                if allowed.whole:  # numpy's integers become Python's
-                    object.__setattr__(self, name, int(value))
+            if name == "logprobs" and self.logprobs is None:
+                continue
+            value = getattr(self, name)
+            allowed.require(name, value)
+            if allowed.whole:
+                # This turns an integer of numpy into one of Python.
+                object.__setattr__(self, name, int(value))
         if self.penalty_scope not in get_args(Scope):
             raise UsageError(
                 f"penalty_scope = {self.penalty_scope!r}: expected one of {', '.join(get_args(Scope))}"
             )
-        # A plain string is refused, as it would be a sequence of its letters.
         breakers = self.dry_sequence_breakers
-        if not isinstance(breakers, list | tuple) or not all(
-            isinstance(text, str) and text for text in breakers
-        ):
+        # A plain string is refused, since it would be read as a sequence of its letters.
+        is_list = isinstance(breakers, list | tuple)
+        if not is_list or not all(isinstance(text, str) and text for text in breakers):
             raise UsageError(
                 f"dry_sequence_breakers = {breakers!r}: expected a list of texts, none of them empty"
             )
@@ -181,8 +186,10 @@ class Sampling:
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """The temperature and the filters in their order, whether they are on or not."""
-        return ORDERS.get(self.order) or tuple(name.strip() for name in self.order.split(","))
+        """The temperature and the filters in their order, including those that are off."""
+        if self.order in ORDERS:
+            return ORDERS[self.order]
+        return tuple(name.strip() for name in self.order.split(","))
 
     def _check_order(self) -> None:
         known = f"{' or '.join(ORDERS)}, or with commas any of {', '.join(ORDERS['hf'])}"
@@ -211,16 +218,20 @@ class Sampling:
     def of_each(
         cls, given: Self | Sequence[Self] | None, count: int, vocabulary: int
     ) -> list[Self]:
-        """Return options for each of `count` prompts, given one for all (None: `Sampling()`) or a
-        list.
+        """Return the options of each of `count` prompts.
+
+        Args:
+            given: the options for all prompts, or a list with those of each; None: `Sampling()`.
+            count: the number of prompts.
+            vocabulary: the size of the vocabulary.
 
         Raises:
-            UsageError: `given` is neither or has another length, or `check_vocabulary` refuses.
+            UsageError: `given` is neither, or has another length, or `check_vocabulary` refuses an
+                option.
         """
         options = [given or cls()] * count if isinstance(given, cls | None) else given
-        if not isinstance(options, list | tuple) or not all(
-            isinstance(one, cls) for one in options
-        ):
+        is_list = isinstance(options, list | tuple)
+        if not is_list or not all(isinstance(each, cls) for each in options):
             raise UsageError(
                 f"sampling = {given!r}: expected one monograph.Sampling(...), or a list of one each prompt"
             )
@@ -228,16 +239,16 @@ class Sampling:
             raise UsageError(
                 f"sampling: {len(options)} for {count} prompts; give one, or one for each prompt"
             )
-        for one in options:
-            one.check_vocabulary(vocabulary)
+        for each in options:
+            each.check_vocabulary(vocabulary)
         return list(options)
 
     def check_vocabulary(self, vocabulary: int) -> None:
-        """Refuse a bias for an id outside a vocabulary of this size, and more log-probabilities
-        than it has ids.
+        """Refuse options that do not fit a vocabulary of this size.
 
         Raises:
-            UsageError: the message names the id or the number.
+            UsageError: a bias is for an id outside it, or more log-probabilities are asked for than
+                it has ids.
         """
         if self.logprobs is not None and self.logprobs > vocabulary:
             raise UsageError(

@@ -1,6 +1,4 @@
-"""What a stage of the sampler declares: when a request needs it, and the numbers that it reads of
-each row.
-"""
+"""The declaration of a stage of the sampler: which request needs it, and which numbers it reads."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,11 +9,11 @@ from monograph.decode.sampling import RANGES, Sampling
 
 @dataclass(frozen=True)
 class Knob:
-    """A number that a stage reads of each row.
+    """A number that a stage reads for each row.
 
     Attributes:
-        value: returns a request's number.
-        is_whole: whether it is an int64, not an fp32.
+        value: returns the number of a request.
+        is_whole: whether the number is an int64; otherwise it is an fp32.
     """
 
     value: Callable[[Sampling], Any]
@@ -23,7 +21,7 @@ class Knob:
 
 
 def options(*names: str) -> dict[str, Knob]:
-    """Return knobs that are options of the same names."""
+    """Return knobs whose values are the options of these names."""
     return {name: Knob(_Option(name), RANGES[name].whole) for name in names}
 
 
@@ -41,10 +39,10 @@ class SamplerStage:
 
     Attributes:
         name: its name in `Chain.stages`.
-        is_needed: returns whether a request needs it.
-        knobs: the numbers that it reads of each row, by name. In a row that does not need it they
-            turn it off.
-        example: options with which a request needs it.
+        is_needed: returns whether a request needs the stage.
+        knobs: the numbers that it reads for each row, by name. In a row that does not need the
+            stage, they turn it off.
+        example: options of a request that needs the stage.
     """
 
     name: str

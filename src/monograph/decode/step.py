@@ -1,14 +1,18 @@
 """One step of decoding: the model, the sampler and the stop rules as one graph over preallocated
 tensors.
 
-    hidden = model(token, position, cache)      logits = head(hidden)        allowed = automaton's mask
-    token' = draw(chain(logits, allowed))       status' = stop rules         ring line = token' + status' * 2^24
+    hidden = model(token, position, cache)
+    logits = head(hidden)
+    allowed = mask of the automaton
+    token' = sample(chain(logits, allowed))
+    status' = stop rules
+    line of the ring = token' + status' * 2^24
 
 The same function runs eagerly, compiled and replayed as a CUDA graph. The host reads nothing here.
-Each step writes its results to one line of each ring of `State`. The lines of a block of steps go
-to the host in one copy for each ring, and the host waits for it only when it reads them (`Outbox`).
-Requests over the same rows may have several chains; `Steps` has a step for each, of which each
-block of steps takes one.
+Each step writes its results to one line of each ring of `State`. The lines of a block of steps are
+copied to the host together, once for each ring, and the host waits for the copy only when it reads
+them (`Outbox`). If requests need different chains, `Steps` has a step for each chain, and a block of
+steps uses one of them.
 
 Shape suffixes: B rows, V vocabulary, M stop ids, T positions of a row, R lines of a ring, N
 log-probabilities, D hidden size; 1 broadcasts.
@@ -22,7 +26,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,26 +49,25 @@ from monograph.decode.knobs import Chain, joint
 from monograph.graph.replay import WARM_UP, Recorder, Replays
 from monograph.model.llama import Llama
 
-if TYPE_CHECKING:
-    from monograph.decode.fast_forward import FastForward
-
-TOKEN_BITS = 24  # a code's lowest bits are the token, those above them the status
-MAX_STOP_IDS = 16  # of one row
+# A code has the token in its lowest bits, and the status above them.
+TOKEN_BITS = 24
+# The maximum number of stop ids of a row.
+MAX_STOP_IDS = 16
 
 
 class Status(IntEnum):
     """The status of a row.
 
     Attributes:
-        FREE: it has had no request yet.
-        RUNNING: it draws a token at every step.
-        STOP: it drew a stop id, a token that completes a stop string, or one after which only an
-            end token may come.
-        LENGTH: it drew as many tokens as it may.
-        NOT_FINITE: its logits have a NaN or +inf.
-        NOTHING_ALLOWED: no token was left to draw.
-        UNDECIDED: the fast truncation could not decide which tokens may be drawn; the row waits for
-            the exact one.
+        FREE: the row has no request.
+        RUNNING: the row samples a token at every step.
+        STOP: the row sampled a stop id, a token that completes a stop string, or a token after which
+            only an end token may come.
+        LENGTH: the row sampled the maximum number of tokens.
+        NOT_FINITE: the row's logits have a NaN or +inf.
+        NOTHING_ALLOWED: all tokens are forbidden.
+        UNDECIDED: the fast truncation could not decide which tokens a filter keeps; the row waits
+            for the exact truncation.
     """
 
     FREE = 0
@@ -76,6 +79,7 @@ class Status(IntEnum):
     UNDECIDED = 6
 
 
+# The statuses of steps that sampled a token.
 HAS_TOKEN = (Status.RUNNING, Status.STOP, Status.LENGTH)
 
 
@@ -83,27 +87,27 @@ HAS_TOKEN = (Status.RUNNING, Status.STOP, Status.LENGTH)
 class State:
     """The state of all rows; int64 unless stated otherwise.
 
-    Tensors that may be None are None if the chain does not need them.
+    A tensor is None if the chain does not need it.
 
     Attributes:
         token_B: the last token, which the next step reads.
-        position_B: the last token's position.
-        seed_B: the seed of the row's draws.
-        generated_B: tokens drawn so far.
-        limit_B: most tokens that may be drawn.
+        position_B: the position of the last token.
+        seed_B: the seed of the row.
+        generated_B: the number of sampled tokens.
+        limit_B: the maximum number of sampled tokens.
         status_B: a `Status`.
-        stop_ids_BM: ids that end the row, padded with -1.
+        stop_ids_BM: the ids that end the text, padded with -1.
         constraint_B: the state of the automaton of allowed texts, with its counters.
         stopping_B: the state of the automaton of stop strings.
-        counts_BV: int32, how often each id was drawn (`Rows`).
-        prompt_BV: whether an id is in the prompt, bool, or how often, int32 (`Rows`).
-        past: the ids that were written.
+        counts_BV: int32, see `Rows`.
+        prompt_BV: bool or int32, see `Rows`.
+        past: the ids of prompt and output.
         mu_B: fp32, the surprise in bits that mirostat allows.
         line_1: the next line of the rings.
-        ring_RB: int32, the code of each step for the host, token + status * 2^24.
-        values_RBN: fp32, log-probabilities: of the drawn token, then of the likeliest; first under
-            the raw logits, then under the distribution drawn from.
-        ids_RBN: int32, the likeliest ids, in the same order.
+        ring_RB: int32, the code of each step, token + status * 2^24.
+        values_RBN: fp32, the log-probability of the sampled token and then of the likeliest tokens,
+            under the raw logits; then the same under the distribution that is sampled from.
+        ids_RBN: int32, the ids of the likeliest tokens, in the same order.
     """
 
     token_B: Tensor
@@ -129,77 +133,96 @@ class State:
         cls, rows: int, slots: int, vocabulary: int, lines: int, chain: Chain, device: torch.device
     ) -> State:
         """Allocate the state of rows that are all free."""
-        n = chain.logprobs
-        counted, counted_prompt, past = _needed(chain)
+        logprobs = chain.logprobs
+        needed = _NeededState.of(chain)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        # A window of the last n tokens drops the prompt's ids one by one, so it needs their number.
-        known = COUNTS if "last_n" in chain.stages else torch.bool
-        of_past = (slots, torch.int32), (slots, torch.int32), (vocabulary, torch.bool)
+        # A window of the last n tokens removes one token of the prompt at a time, so the prompt's
+        # ids must be counted.
+        prompt_dtype = COUNTS if "last_n" in chain.stages else torch.bool
+        past = None
+        if needed.past:
+            past = Past(
+                history_BT=zeros(rows, slots, dtype=torch.int32),
+                repeats_BT=zeros(rows, slots, dtype=torch.int32),
+                breaker_BV=zeros(rows, vocabulary, dtype=torch.bool),
+            )
+        values = None
+        ids = None
+        if logprobs is not None:
+            values = zeros(lines, rows, 2 * (1 + logprobs), dtype=torch.float32)
+            ids = zeros(lines, rows, 2 * logprobs, dtype=torch.int32)
         return cls(
-            **{
-                f"{name}_B": zeros(rows)
-                for name in ("token", "position", "seed", "generated", "limit", "status")
-            },
+            token_B=zeros(rows),
+            position_B=zeros(rows),
+            seed_B=zeros(rows),
+            generated_B=zeros(rows),
+            limit_B=zeros(rows),
+            status_B=zeros(rows),
             stop_ids_BM=zeros(rows, MAX_STOP_IDS) - 1,
             constraint_B=zeros(rows),
             stopping_B=zeros(rows),
-            counts_BV=zeros(rows, vocabulary, dtype=COUNTS) if counted else None,
-            prompt_BV=zeros(rows, vocabulary, dtype=known) if counted_prompt else None,
-            past=Past(*(zeros(rows, size, dtype=dtype) for size, dtype in of_past))
-            if past
-            else None,
+            counts_BV=zeros(rows, vocabulary, dtype=COUNTS) if needed.counts else None,
+            prompt_BV=zeros(rows, vocabulary, dtype=prompt_dtype) if needed.prompt else None,
+            past=past,
             mu_B=zeros(rows, dtype=torch.float32),
             line_1=zeros(1),
             ring_RB=zeros(lines, rows, dtype=torch.int32),
-            values_RBN=None if n is None else zeros(lines, rows, 2 * (1 + n), dtype=torch.float32),
-            ids_RBN=None if n is None else zeros(lines, rows, 2 * n, dtype=torch.int32),
+            values_RBN=values,
+            ids_RBN=ids,
         )
 
     def of(self, chain: Chain) -> State:
-        """Return the same tensors without those that a smaller chain does not need, and so leaves
-        as they are.
+        """Return the same tensors, without those that a smaller chain does not need.
+
+        A step of that chain leaves them unchanged.
         """
-        counted, counted_prompt, past = _needed(chain)
+        needed = _NeededState.of(chain)
         return replace(
             self,
-            counts_BV=self.counts_BV if counted else None,
-            prompt_BV=self.prompt_BV if counted_prompt else None,
-            past=self.past if past else None,
+            counts_BV=self.counts_BV if needed.counts else None,
+            prompt_BV=self.prompt_BV if needed.prompt else None,
+            past=self.past if needed.past else None,
             values_RBN=None if chain.logprobs is None else self.values_RBN,
             ids_RBN=None if chain.logprobs is None else self.ids_RBN,
         )
 
     def report(self, raw: LogProbabilities, drawn: LogProbabilities) -> None:
-        """Write a step's log-probabilities, raw and of the distribution drawn from, to the line
-        that `write` fills.
+        """Write a step's log-probabilities to the present line of the rings.
+
+        Args:
+            raw: under the raw logits.
+            drawn: under the distribution that is sampled from.
         """
         if self.values_RBN is not None and self.ids_RBN is not None:
             values_BN = torch.cat(
                 [raw.chosen_B[:, None], raw.values_BN, drawn.chosen_B[:, None], drawn.values_BN], 1
             )
             ids_BN = torch.cat([raw.ids_BN, drawn.ids_BN], dim=1)
-            # `line_1` is a tensor, as a replayed graph would write to the line of the capture if it
+            # `line_1` is a tensor, since a captured graph would always write to the same line if it
             # were a number.
             self.values_RBN.index_copy_(0, self.line_1, values_BN[None])
             self.ids_RBN.index_copy_(0, self.line_1, ids_BN[None].to(torch.int32))
 
     def write(self, moved_B: Tensor, status_B: Tensor) -> None:
-        """Write the step's codes to the ring and take the new statuses; `moved_B` are the rows that
-        drew a token.
+        """Write the step's codes to the ring, and the new statuses and counts to the state.
+
+        Args:
+            moved_B: bool, the rows that sampled a token.
+            status_B: the new statuses.
         """
-        # All is in place: a captured graph reads and writes these addresses at every replay.
+        # All writes are in place: a captured graph uses the same addresses at every replay.
         self.generated_B += moved_B
         self.position_B += moved_B
         self.status_B.copy_(status_B)
         if self.counts_BV is not None:
             count_drawn(self.counts_BV, self.token_B, moved_B)
-        # This comes after the position has moved, as `past` takes the position of the new token.
+        # `past` needs the position of the new token, so this follows the change of the position.
         if self.past is not None:
             self.past.add(self.token_B, self.position_B, moved_B)
-        # One number holds token and status, so that fewer bytes go to the host.
+        # One number has token and status, so that fewer bytes are copied to the host.
         codes_B = self.token_B + (status_B << TOKEN_BITS)
         self.ring_RB.index_copy_(0, self.line_1, codes_B[None].to(torch.int32))
         self.line_1 += 1
@@ -214,44 +237,57 @@ class State:
         assert self.counts_BV is not None and self.past is not None
         n_B = knobs["penalty_last_n"]
         history_BT = self.past.history_BT
-        place_B = self.position_B - n_B
-        gone_B = moved_B & (n_B > 0) & (place_B >= 0)
-        token_B = history_BT.gather(-1, place_B.clamp(min=0, max=history_BT.shape[1] - 1)[:, None])[
-            :, 0
-        ].long()
-        # A token of the prompt is in the prompt's counts, and in the other counts only with
-        # "counts_prompt".
-        of_prompt_B = place_B <= self.position_B - self.generated_B
-        counted_B = ~of_prompt_B | (knobs["counts_prompt"] > 0)
-        for counts_BV, left_B in ((self.counts_BV, counted_B), (self.prompt_BV, of_prompt_B)):
-            if counts_BV is not None:
-                count_drawn(counts_BV, token_B, gone_B & left_B, -1)
+        left_position_B = self.position_B - n_B
+        leaves_B = moved_B & (n_B > 0) & (left_position_B >= 0)
+        index_B1 = left_position_B.clamp(min=0, max=history_BT.shape[1] - 1)[:, None]
+        token_B = history_BT.gather(-1, index_B1)[:, 0].long()
+        # `prompt_BV` counts the tokens of the prompt. `counts_BV` counts the output, and the prompt
+        # only with "counts_prompt".
+        of_prompt_B = left_position_B <= self.position_B - self.generated_B
+        in_counts_B = ~of_prompt_B | (knobs["counts_prompt"] > 0)
+        if self.counts_BV is not None:
+            count_drawn(self.counts_BV, token_B, leaves_B & in_counts_B, -1)
+        if self.prompt_BV is not None:
+            count_drawn(self.prompt_BV, token_B, leaves_B & of_prompt_B, -1)
 
 
-def _needed(chain: Chain) -> tuple[bool, bool, bool]:
-    """Return whether a chain needs the counts of drawn ids, those of the prompt's, and the ids that
-    were written.
+class _NeededState(NamedTuple):
+    """Which optional tensors of `State` a chain needs.
+
+    Attributes:
+        counts: the counts of sampled ids.
+        prompt: the ids of the prompt.
+        past: the ids at all positions.
     """
-    return chain.has("repetition", "counted"), chain.has("repetition"), chain.has("last_n", "dry")
+
+    counts: bool
+    prompt: bool
+    past: bool
+
+    @classmethod
+    def of(cls, chain: Chain) -> _NeededState:
+        return cls(
+            counts=chain.has("repetition", "counted"),
+            prompt=chain.has("repetition"),
+            past=chain.has("last_n", "dry"),
+        )
 
 
 @dataclass(eq=False, repr=False)
 class DecodeStep:
-    """A model with the state, the cache and the automata of its rows; a call draws one token in
-    every running row.
+    """A model with the state, the cache and the automata of its rows.
 
-    The parts are shared and not copied.
+    A call samples one token in every running row. The parts are shared and not copied.
 
     Attributes:
         model: the language model, in evaluation mode.
         state: the state of the rows.
         cache: keys and values of the rows.
         chain: the sampler's stages.
-        knobs: the options that the stages read, for each row (`new_knobs`).
+        knobs: the numbers that the stages read, for each row (`new_knobs`).
         tables: the automata of all rows.
-        vocabulary: V, the size of the tokenizer's vocabulary; a model's may be larger, by ids that
-            no text has.
-        fast: computes the logits in place of the model's forward pass; None: nothing does.
+        vocabulary: V, the size of the tokenizer's vocabulary. The model's may be larger; the
+            additional ids are never sampled.
     """
 
     model: Llama
@@ -271,17 +307,21 @@ class DecodeStep:
         follows: bool = True,
         hidden_BD: Tensor | None = None,
     ) -> None:
-        """Draw one token; see `sample` for `truncation`.
+        """Sample one token in every running row.
 
-        Attention reads the first `blocks` blocks of the cache, which must hold the position of
-        every running row. Automata are followed if `follows`; else no running row has one.
-        Final hidden states of the rows' last tokens, if they are known, are not computed.
+        Args:
+            blocks: attention reads the first `blocks` blocks of the cache, which must include the
+                position of every running row.
+            truncation: see `sample`.
+            follows: whether automata are followed; False: no running row has an automaton.
+            hidden_BD: the final hidden states of the rows' last tokens, if they are known; None:
+                they are computed.
         """
         state = self.state
         logits_BV = self._logits(blocks, hidden_BD)[:, : self.vocabulary]
         rows = Rows(
             seed_B=state.seed_B,
-            # The position of the token to be drawn, one after the token that is read.
+            # The position of the token to be sampled, which follows the token that is read.
             position_B=state.position_B + 1,
             generated_B=state.generated_B,
             knobs=self.knobs,
@@ -294,7 +334,10 @@ class DecodeStep:
         drawn = sample(logits_BV, rows, allowed_BV, self.chain, truncation)
         if self.chain.logprobs is not None:
             raw = log_probabilities(logits_BV, drawn.token_B, self.chain.logprobs)
-            state.report(raw, drawn.logprobs if self.chain.processed and drawn.logprobs else raw)
+            processed = raw
+            if self.chain.processed and drawn.logprobs:
+                processed = drawn.logprobs
+            state.report(raw, processed)
         self._advance(drawn, follows)
 
     def _logits(self, blocks: int, hidden_BD: Tensor | None) -> Tensor:
@@ -311,36 +354,34 @@ class DecodeStep:
         return self.model.logits(hidden_BD)
 
     def _advance(self, drawn: Drawn, follows: bool) -> None:
-        """Apply the stop rules after a draw; rows that are not running stay as they are."""
+        """Apply the stop rules after a token was sampled; rows that are not running do not change."""
         state = self.state
         # Plain ints, since Dynamo does not treat an IntEnum as a number.
         running = Status.RUNNING.value
         stop = Status.STOP.value
         length = Status.LENGTH.value
         running_B = state.status_B == running
-        # All rows are computed, and `where` drops the results of those that do not run: the host
-        # decides nothing.
+        # All rows are computed, and `where` drops the results of rows that do not run, so the host
+        # need not know which rows run.
         moved_B = running_B & (drawn.status_B == OK)
         state.token_B.copy_(torch.where(moved_B, drawn.token_B, state.token_B))
         ended_B = (state.token_B[:, None] == state.stop_ids_BM).any(-1)
         if follows:
             for states_B in (state.constraint_B, state.stopping_B):
-                states_B.copy_(
-                    torch.where(moved_B, advance(self.tables, states_B, state.token_B), states_B)
-                )
+                advanced_B = advance(self.tables, states_B, state.token_B)
+                states_B.copy_(torch.where(moved_B, advanced_B, states_B))
             ended_B |= stopped(self.tables, state.stopping_B) | stopped(
                 self.tables, state.constraint_B
             )
-        full_B = state.generated_B + 1 >= state.limit_B
-        # A row that stops at the last token that it may draw has the status STOP.
-        after_B = torch.where(ended_B, stop, torch.where(full_B, length, running))
-        # NAN, DEAD, OVERFLOW (from 1) become NOT_FINITE, NOTHING_ALLOWED, UNDECIDED, which have the
-        # same order.
+        at_limit_B = state.generated_B + 1 >= state.limit_B
+        # A row that stops with the last token of its limit has the status STOP.
+        after_B = torch.where(ended_B, stop, torch.where(at_limit_B, length, running))
+        # NAN, DEAD and OVERFLOW are 1 to 3. NOT_FINITE, NOTHING_ALLOWED and UNDECIDED have the same
+        # order.
         failed_B = drawn.status_B + (Status.NOT_FINITE.value - 1)
         status_B = torch.where(moved_B, after_B, torch.where(running_B, failed_B, state.status_B))
         state.write(moved_B, status_B)
-        # This comes after `write`, which has counted the new token and moved the position, and so
-        # the window.
+        # This follows `write`, which counts the new token and moves the window's end.
         if "last_n" in self.chain.stages:
             state.forget(moved_B, self.knobs)
         if "mirostat" in self.chain.stages:
@@ -354,14 +395,14 @@ Step = Callable[..., None]
 
 
 class Steps:
-    """A step for each chain, made when it is first used, and captured if there is a recorder.
+    """A step for each chain. A step is made at its first use, and captured if there is a recorder.
 
     Attributes:
-        chains: the chains that are given; the last one covers every request.
+        chains: the given chains; the last one covers every request.
         replays: the calls and captures of all steps.
-        of: a function that returns the step of a chain.
-        chosen: a function that returns the chain for a block of requests, given their smallest
-            chains as a frozenset.
+        of: returns the step of a chain.
+        chosen: returns the chain for a block of steps, given the frozenset of the smallest chains
+            of its requests.
     """
 
     def __init__(
@@ -375,10 +416,10 @@ class Steps:
 
         Args:
             chains: see the class.
-            made: a function that makes the step of a chain.
-            recorder: a recorder that captures steps, or None.
-            few: whether to make steps for these chains alone, as each takes time; otherwise for any
-                that is asked for.
+            made: makes the step of a chain.
+            recorder: captures steps; None: steps are not captured.
+            few: whether to make steps only for these chains, since making a step takes time;
+                otherwise a step may have any smaller chain.
         """
         self.chains = tuple(chains)
         self.replays = Replays(self._call, recorder)
@@ -388,15 +429,22 @@ class Steps:
 
     def _chosen(self, least: frozenset[Chain]) -> Chain:
         smallest = joint(least, self.chains[-1])
-        return next(c for c in self.chains if c.covers(smallest)) if self._few else smallest
+        if not self._few:
+            return smallest
+        return next(chain for chain in self.chains if chain.covers(smallest))
 
     def warm_up(self, sizes: Sequence[int], begin: Callable[[], None]) -> None:
-        """Capture every variant of a step that reads so many blocks; `begin` is called before each."""
+        """Capture every variant of a step.
+
+        Args:
+            sizes: the numbers of blocks of the cache that a step may read.
+            begin: called before each variant.
+        """
         truncations: tuple[Truncation, ...] = ("window", "search")
         if self.replays.captures:
             for variant in itertools.product(self.chains, sizes, truncations, (False, True)):
                 begin()
                 self.replays.run(WARM_UP, *variant)
 
-    def _call(self, chain: Chain, *variant: object) -> None:
-        self.of(chain)(*variant)
+    def _call(self, chain: Chain, *arguments: object) -> None:
+        self.of(chain)(*arguments)

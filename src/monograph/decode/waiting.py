@@ -9,13 +9,13 @@ from monograph.decode.request import Request
 
 
 class Entry(NamedTuple):
-    """A request that waits.
+    """A waiting request.
 
     Attributes:
-        number: the one that its events carry.
+        number: the request's number, which its events have.
         request: the request.
-        least: the smallest chain that serves it.
-        knobs: values of the knobs of its row.
+        least: the smallest chain that serves the request.
+        knobs: the values of the knobs of its row.
     """
 
     number: int
@@ -25,12 +25,14 @@ class Entry(NamedTuple):
 
 
 class Waiting:
-    """Requests in the order in which they get rows: each owner's as they came, and the owners in
-    turn.
+    """Requests in the order in which they get rows.
+
+    Owners take turns, one request each. An owner's requests keep the order in which they came.
     """
 
     def __init__(self) -> None:
-        self._by_owner: dict[str, deque[Entry]] = {}  # the owner whose turn is next first
+        # The owner whose turn is next comes first.
+        self._by_owner: dict[str, deque[Entry]] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._by_owner.values()))
@@ -49,17 +51,15 @@ class Waiting:
 
     @property
     def first(self) -> Entry:
-        """Return the request that is next."""
+        """Return the next request."""
         return next(iter(self))
 
     def add(self, entry: Entry) -> None:
-        """Put a request behind those of its owner."""
+        """Add a request after those of its owner."""
         self._by_owner.setdefault(entry.request.owner, deque()).append(entry)
 
     def take(self) -> Entry:
-        """Remove and return the request that is next; its owner's next turn comes after all
-        others'.
-        """
+        """Remove and return the next request; its owner's next turn follows those of all others."""
         owner = next(iter(self._by_owner))
         entries = self._by_owner.pop(owner)
         entry = entries.popleft()
@@ -68,14 +68,14 @@ class Waiting:
         return entry
 
     def prefer(self, entry: Entry) -> None:
-        """Let a request that waits be the next one."""
+        """Make a waiting request the next one."""
         entries = self._by_owner.pop(entry.request.owner)
         entries.remove(entry)
         entries.appendleft(entry)
         self._by_owner = {entry.request.owner: entries, **self._by_owner}
 
     def remove(self, number: int) -> None:
-        """Forget the request with this number, if it waits."""
+        """Remove the request with this number, if it waits."""
         for owner, entries in self._by_owner.items():
             for entry in entries:
                 if entry.number == number:

@@ -1,13 +1,13 @@
-"""How much each drawn answer of a group weighs in an update: the advantages, from REINFORCE to
-GSPO.
+"""The weight of each sampled answer of a group in an update: the advantages, from REINFORCE to GSPO.
 
-With a, the advantage, and s, the answer's share of the denominator, an update minimises
+An update minimises
 
     loss = sum over answers i of group g, tokens t of  - a[i] w(rho[i, t]) / sum over i of s[i]
 
-r are the rewards of the G answers to a prompt, |o| is the number of tokens of an answer with the one that ends it, L
-the most tokens of one. rho is the probability of a token, or of an answer, divided by that with
-which it was drawn.
+where a[i] is the advantage of answer i, s[i] its share of the denominator, r are the rewards of the
+G answers to a prompt, |o| is the number of tokens of an answer including the one that ends it, and L
+is the maximum number of tokens of an answer. rho is the probability of a token, or of an answer,
+divided by the probability with which it was sampled.
 
 | name      | a[i]                                   | s[i] | w                    | source             |
 |-----------|----------------------------------------|------|----------------------|--------------------|
@@ -19,20 +19,20 @@ which it was drawn.
 | cispo     | (r[i] - mean r) / (std r + 1e-4)       | |o|  | truncate(5)          | arXiv 2506.13585   |
 | gspo      | (r[i] - mean r) / (std r + 1e-4) / |o| | 1    | sequence(3e-4, 4e-4) | arXiv 2507.18071   |
 
-    clip(l, h)      min(rho a, clamp(rho, 1 - l, 1 + h) a) / a              (Schulman et al. 2017, 1707.06347)
-    truncate(h)     min(rho, h), as a constant, times log pi
-    sequence(l, h)  clip(l, h) with rho of a whole answer: the exponential of the mean of its
-        tokens' log rho
+    clip(l, h)      min(rho a, clamp(rho, 1 - l, 1 + h) a) / a  (Schulman et al. 2017, 1707.06347)
+    truncate(h)     min(rho, h) log pi, where min(rho, h) is a constant of the gradient
+    sequence(l, h)  clip(l, h), where rho is of a whole answer: the exponential of the mean of its
+                    tokens' log rho
 
-With one update of each draw rho is 1, up to rounding, and w is log pi, which has the same gradient
-there, as rounding alone could leave the narrow limits of gspo. Only cispo uses rho even then: it is
-truncated importance sampling.
+If each sample is used for one update, rho is 1 up to rounding, and w is log pi, which has the same
+gradient there: rounding alone could leave the narrow limits of gspo. Only cispo uses rho even then,
+as truncated importance sampling.
 
-The gradients of reinforce, rloo and dr_grpo at rho = 1 are those of the expected reward, the last
-one times (G - 1) / (G L). Those of grpo and dapo are not: both divide by the group's standard
-deviation, and grpo also gives tokens of short right answers more weight, and of long wrong ones
-less. The standard deviation is the unbiased one. A group whose rewards are all equal, up to the
-rounding of sums (ROUNDING), has the advantage 0, exactly, except for reinforce.
+At rho = 1 the gradients of reinforce, rloo and dr_grpo are those of the expected reward, that of
+dr_grpo times (G - 1) / (G L). The gradients of grpo and dapo are not: both divide by the group's
+standard deviation, and grpo also gives the tokens of short right answers more weight and those of
+long wrong answers less. The standard deviation is the unbiased one. If all rewards of a group are
+equal up to ROUNDING, the advantage is exactly 0, except for reinforce.
 """
 
 import statistics
@@ -40,16 +40,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-_LEAST_DEVIATION = 1e-4
-# What rounding may add to a reward, relative to the larger of 1 and the largest reward. A sum of n
-# parts is off by at most n 2^-53 of the sum of their sizes, in whatever order it is made: this is
-# room for 2^12 parts of together twice that size. No reward means so little.
+# Added to a deviation, so that nearly equal rewards are not divided by nearly 0.
+_DEVIATION_EPSILON = 1e-4
+# How far rounding may move a reward, relative to the larger of 1 and the largest reward. In any order,
+# a sum of n parts is off by at most n 2^-53 of the sum of the parts' sizes. The limit allows for 2^12
+# parts whose sizes sum to twice the largest reward. A real difference of rewards is larger.
 ROUNDING = 2.0**-40
 
 
 class Ratio(NamedTuple):
-    """How a loss uses rho: "none" not at all, and else as the module says, with the numbers l and
-    h.
+    """How a loss uses rho.
+
+    Attributes:
+        kind: "none", if it does not use rho, or a function w of the module's table.
+        low: l of that function.
+        high: h of that function.
     """
 
     kind: Literal["none", "clip", "truncate", "sequence"]
@@ -57,14 +62,14 @@ class Ratio(NamedTuple):
     high: float = 0.0
 
 
-UNUSED = Ratio("none")
+NO_RATIO = Ratio("none")
 
 
 class Weight(NamedTuple):
     """An answer's part in an update.
 
     Attributes:
-        factor: the factor of each of its tokens, or a factor for each.
+        factor: the factor of all its tokens, or one factor for each token.
         share: its share of the denominator.
         penalty: the factor of each token's KL term.
     """
@@ -74,62 +79,64 @@ class Weight(NamedTuple):
     penalty: float = 0.0
 
     @property
-    def counts(self) -> bool:
+    def changes_gradient(self) -> bool:
         """Return whether the answer changes the gradient."""
-        return (
-            bool(self.factor if isinstance(self.factor, float | int) else any(self.factor))
-            or self.penalty > 0
-        )
+        if isinstance(self.factor, float | int):
+            has_factor = self.factor != 0
+        else:
+            has_factor = any(self.factor)
+        return has_factor or self.penalty > 0
 
 
-def are_equal(rewards: Sequence[float]) -> bool:
-    """Return whether rewards differ by nothing but the rounding of sums; true without any."""
+def rewards_are_equal(rewards: Sequence[float]) -> bool:
+    """Return whether rewards are equal up to ROUNDING; true if there are none."""
     if not rewards:
         return True
-    least = min(rewards)
-    most = max(rewards)
-    return most - least <= ROUNDING * max(1.0, -least, most)
+    smallest = min(rewards)
+    largest = max(rewards)
+    return largest - smallest <= ROUNDING * max(1.0, -smallest, largest)
 
 
-def centred(rewards: Sequence[float]) -> list[float]:
-    """Return the rewards less their mean, exact zeros if all are equal."""
-    # Divided by their deviation, differences of rounding would weigh like real ones.
-    if are_equal(rewards):
+def centred_rewards(rewards: Sequence[float]) -> list[float]:
+    """Return the rewards minus their mean; exact zeros if all are equal up to ROUNDING."""
+    # A division by the deviation would make differences by rounding as large as real ones.
+    if rewards_are_equal(rewards):
         return [0.0] * len(rewards)
     mean = statistics.fmean(rewards)
     return [reward - mean for reward in rewards]
 
 
-def standardised(rewards: Sequence[float]) -> list[float]:
-    """Return the rewards less their mean, divided by their deviation."""
-    deviation = statistics.stdev(rewards) + _LEAST_DEVIATION
-    return [value / deviation for value in centred(rewards)]
+def standardised_rewards(rewards: Sequence[float]) -> list[float]:
+    """Return the rewards minus their mean, divided by their standard deviation + 1e-4."""
+    deviation = statistics.stdev(rewards) + _DEVIATION_EPSILON
+    return [value / deviation for value in centred_rewards(rewards)]
 
 
-def _reinforce(rewards: Sequence[float], lengths: Sequence[int], longest: int) -> list[Weight]:
+def _reinforce(rewards: Sequence[float], lengths: Sequence[int], max_tokens: int) -> list[Weight]:
     return [Weight(reward, 1) for reward in rewards]
 
 
-def _dr_grpo(rewards: Sequence[float], lengths: Sequence[int], longest: int) -> list[Weight]:
-    return [Weight(value, longest) for value in centred(rewards)]
+def _dr_grpo(rewards: Sequence[float], lengths: Sequence[int], max_tokens: int) -> list[Weight]:
+    return [Weight(value, max_tokens) for value in centred_rewards(rewards)]
 
 
-def _rloo(rewards: Sequence[float], lengths: Sequence[int], longest: int) -> list[Weight]:
+def _rloo(rewards: Sequence[float], lengths: Sequence[int], max_tokens: int) -> list[Weight]:
     # r[i] - (S - r[i]) / (G - 1) = G / (G - 1) (r[i] - S / G), where S is the sum of all G rewards
     size = len(rewards)
-    return [Weight(value * size / (size - 1), 1) for value in centred(rewards)]
+    return [Weight(value * size / (size - 1), 1) for value in centred_rewards(rewards)]
 
 
-def _per_answer(rewards: Sequence[float], lengths: Sequence[int], longest: int) -> list[Weight]:
+def _per_answer(rewards: Sequence[float], lengths: Sequence[int], max_tokens: int) -> list[Weight]:
     return [
         Weight(value / length, 1)
-        for value, length in zip(standardised(rewards), lengths, strict=True)
+        for value, length in zip(standardised_rewards(rewards), lengths, strict=True)
     ]
 
 
-def _per_token(rewards: Sequence[float], lengths: Sequence[int], longest: int) -> list[Weight]:
+def _per_token(rewards: Sequence[float], lengths: Sequence[int], max_tokens: int) -> list[Weight]:
     return [
-        Weight(value, length) for value, length in zip(standardised(rewards), lengths, strict=True)
+        Weight(value, length)
+        for value, length in zip(standardised_rewards(rewards), lengths, strict=True)
     ]
 
 
@@ -138,36 +145,40 @@ class Advantage:
     """An advantage.
 
     Attributes:
-        weights: the weights of a group's answers, from the rewards, at least two; the numbers of
-            tokens, with the one that ends an answer; and the most tokens that an answer may have.
-        ratio: how rho is used, where more than one update is made of a draw.
-        divides: whether it divides by the deviation of the rewards, so that nothing can be added to
-            them.
-        by_length: whether tokens of long answers weigh less, and with them their KL term.
-        compares: whether answers are compared with others to their prompt, so that equal rewards
-            teach nothing.
+        weights: returns the weights of a group's answers. It is given their rewards, at least two,
+            their numbers of tokens including the one that ends an answer, and the maximum number of
+            tokens of an answer.
+        ratio: how rho is used if each sample is used for several updates.
+        divides_by_deviation: whether it divides by the deviation of the rewards. A term that is
+            added to the rewards would then be divided, too.
+        divides_by_length: whether it divides by the number of an answer's tokens. The answer's KL
+            term is then divided, too.
+        compares_answers: whether it compares the answers to a prompt, so that a group with equal
+            rewards has no gradient.
     """
 
     weights: Callable[[Sequence[float], Sequence[int], int], list[Weight]]
     ratio: Ratio = Ratio("clip", 0.2, 0.2)
-    divides: bool = True
-    by_length: bool = False
-    compares: bool = True
+    divides_by_deviation: bool = True
+    divides_by_length: bool = False
+    compares_answers: bool = True
 
 
 # The names that the key rl.advantage takes.
 ADVANTAGES = {
-    "dr_grpo": Advantage(_dr_grpo, divides=False),
-    "rloo": Advantage(_rloo, divides=False),
-    "grpo": Advantage(_per_answer, by_length=True),
+    "dr_grpo": Advantage(_dr_grpo, divides_by_deviation=False),
+    "rloo": Advantage(_rloo, divides_by_deviation=False),
+    "grpo": Advantage(_per_answer, divides_by_length=True),
     "dapo": Advantage(_per_token, Ratio("clip", 0.2, 0.28)),
-    "reinforce": Advantage(_reinforce, divides=False, compares=False),
+    "reinforce": Advantage(_reinforce, divides_by_deviation=False, compares_answers=False),
     "cispo": Advantage(_per_token, Ratio("truncate", 0.0, 5.0)),
-    "gspo": Advantage(_per_answer, Ratio("sequence", 3e-4, 4e-4), by_length=True),
+    "gspo": Advantage(_per_answer, Ratio("sequence", 3e-4, 4e-4), divides_by_length=True),
 }
 
 
 def ratio_of(advantage: str, updates: int) -> Ratio:
-    """Return how an advantage uses rho, for a number of updates that are made of each draw."""
+    """Return how an advantage uses rho if each sample is used for this number of updates."""
     ratio = ADVANTAGES[advantage].ratio
-    return UNUSED if updates == 1 and ratio.kind != "truncate" else ratio
+    if updates == 1 and ratio.kind != "truncate":
+        return NO_RATIO
+    return ratio

@@ -1,4 +1,4 @@
-"""Arrange drawn answers in the rows of a window, read what is computed there back by answer, and
+"""Arrange sampled answers in the rows of a window, split values of the window by answer, and
 describe groups.
 
 Shapes: R rows, T positions.
@@ -23,27 +23,27 @@ from monograph.rl.prompts import Prompt
 
 @dataclass(frozen=True)
 class Options:
-    """How answers are drawn and weighed.
+    """How answers are sampled and weighed.
 
     Attributes:
-        prompts: prompts of an update.
-        group: answers to each.
-        max_new_tokens: most tokens of an answer.
-        masks_truncated: whether answers that this limit cuts are left out, as if they had not been
-            drawn.
-        truncation_penalty: what the reward of an answer that is cut is lowered by.
-        temperature: divides the logits, when drawing and in the loss.
-        advantage: the name of what weighs each answer.
-        draws: most times that an update draws, until it has enough groups that teach.
-        updates: updates that are made of each draw.
-        kl: the KL term; None without one.
+        prompts: number of prompts of an update.
+        group: number of answers to each prompt.
+        max_new_tokens: maximum number of tokens of an answer.
+        temperature: divides the logits, in sampling and in the loss.
+        advantage: a name of `ADVANTAGES`.
+        draws: how often an update may sample, until it has enough groups that teach.
         length: T, the positions of a row.
-        packed: whether rows hold several answers, one after the other.
-        exact: whether each answer has a row of its own, as long as decoding's, so that it is scored
-            in the bits in which it was drawn (`monograph.ops.attention`, "cached"); for eager mode
-            on a CPU.
-        seed: of the order of the prompts and of all draws.
-        epochs: passes over the prompts; None: without end.
+        packed: whether a row holds several answers, one after the other.
+        exact: whether each answer has its own row, which is as long as a row of decoding. The answer
+            then gets the same bits when it is scored as when it was sampled
+            (`monograph.ops.attention`, "cached"). This is for eager mode on a CPU.
+        seed: the seed of the order of prompts and of all sampling.
+        epochs: passes over the prompts; None: endless.
+        updates: updates that are made of each sample.
+        kl: the KL term; None: no such term.
+        masks_truncated: whether answers that are cut at max_new_tokens are left out, as if they had
+            not been sampled.
+        truncation_penalty: is subtracted from the reward of an answer that is cut.
     """
 
     prompts: int
@@ -69,10 +69,10 @@ class Rollout(NamedTuple):
     Attributes:
         prompt_ids: the prompt.
         token_ids: the answer.
-        logprobs: the log-probability with which each of its tokens was drawn.
-        reference: the reference's log-probability of each; empty without a KL term.
-        is_cut: whether the answer did not end by itself.
-        states: the state of the form's automaton before each token; empty if answers have any form.
+        logprobs: the log-probability with which each token of the answer was sampled.
+        reference: the reference's log-probability of each token; empty without a KL term.
+        is_cut: whether the answer was cut at the maximum number of tokens.
+        states: the state of the form's automaton before each token; empty without a form.
     """
 
     prompt_ids: Sequence[int]
@@ -89,15 +89,15 @@ Rollouts = Sequence[Rollout]
 def arranged(rollouts: Rollouts, weighed: Sequence[Weight], options: Options) -> Batch:
     """Return the window of these answers, as `PolicyLoss` reads it, [R, T] each.
 
-    Answers that weigh 0 add nothing to the gradient but their share of the denominator, so they
-    take no row, and the first row carries their shares.
+    An answer that does not change the gradient counts only in the denominator. It gets no place in a
+    row, and its share is added to the first row.
 
     Args:
         rollouts: the answers; a prompt and its answer have at most T + 1 tokens.
-        weighed: their weights.
-        options: the form of the rows.
+        weighed: the weights of the answers.
+        options: the length of rows, and whether they are packed.
     """
-    alive = [index for index, weight in enumerate(weighed) if weight.counts]
+    alive = [index for index, weight in enumerate(weighed) if weight.changes_gradient]
     inputs = np.array(
         [len(rollouts[i].prompt_ids) + len(rollouts[i].token_ids) - 1 for i in alive],
         dtype=np.int64,
@@ -105,155 +105,171 @@ def arranged(rollouts: Rollouts, weighed: Sequence[Weight], options: Options) ->
     length = options.length
     row_of = best_fit_decreasing(inputs, length) if options.packed else np.arange(len(alive))
     rows = int(row_of.max()) + 1 if alive else 1
-    formed = ("states",) if any(rollout.states for rollout in rollouts) else ()
-    whole = {
-        name: np.zeros((rows, length), dtype=np.int64)
-        for name in ("tokens", "segments", "positions", *formed)
-    }
-    whole["targets"] = np.full((rows, length), IGNORE, dtype=np.int64)
-    names = (
-        "factors",
-        "shares",
-        "drawn",
-        *(("penalties", "reference") if any(r.reference for r in rollouts) else ()),
-    )
-    real = {name: np.zeros((rows, length), dtype=np.float64) for name in names}
-    filled = np.zeros(rows, dtype=np.int64)
-    documents = np.zeros(rows, dtype=np.int64)
+    int_names = ["tokens", "segments", "positions"]
+    if any(rollout.states for rollout in rollouts):
+        int_names.append("states")
+    ints = {name: np.zeros((rows, length), dtype=np.int64) for name in int_names}
+    ints["targets"] = np.full((rows, length), IGNORE, dtype=np.int64)
+    float_names = ["factors", "shares", "drawn"]
+    if any(rollout.reference for rollout in rollouts):
+        float_names += ["penalties", "reference"]
+    floats = {name: np.zeros((rows, length), dtype=np.float64) for name in float_names}
+    filled = np.zeros(rows, dtype=np.int64)  # positions of each row that are filled
+    segments = np.zeros(rows, dtype=np.int64)  # answers of each row so far
     for index, row, size in zip(alive, row_of.tolist(), inputs.tolist(), strict=True):
         rollout = rollouts[index]
         weight = weighed[index]
         begin = int(filled[row])
         ids = [*rollout.prompt_ids, *rollout.token_ids]
         end = begin + size
+        # The last position of the prompt predicts the first token of the answer.
         answer = begin + len(rollout.prompt_ids) - 1
-        documents[row] += 1
-        whole["tokens"][row, begin:end], whole["segments"][row, begin:end] = (
-            ids[:-1],
-            documents[row],
-        )
-        whole["positions"][row, begin:end] = np.arange(size)
-        whole["targets"][row, answer:end] = rollout.token_ids
-        real["factors"][row, answer:end], real["drawn"][row, answer:end] = (
-            weight.factor,
-            rollout.logprobs,
-        )
-        real["shares"][row, answer] = weight.share
+        segments[row] += 1
+        ints["tokens"][row, begin:end] = ids[:-1]
+        ints["segments"][row, begin:end] = segments[row]
+        ints["positions"][row, begin:end] = np.arange(size)
+        ints["targets"][row, answer:end] = rollout.token_ids
+        floats["factors"][row, answer:end] = weight.factor
+        floats["drawn"][row, answer:end] = rollout.logprobs
+        floats["shares"][row, answer] = weight.share
         if rollout.states:
-            whole["states"][row, answer:end] = rollout.states
+            ints["states"][row, answer:end] = rollout.states
         if rollout.reference:
-            real["penalties"][row, answer:end], real["reference"][row, answer:end] = (
-                weight.penalty,
-                rollout.reference,
-            )
+            floats["penalties"][row, answer:end] = weight.penalty
+            floats["reference"][row, answer:end] = rollout.reference
         filled[row] = end
-    real["shares"][0, -1] += sum(weight.share for weight in weighed if not weight.counts)
-    # All are left out, and an update needs something to divide by.
+    floats["shares"][0, -1] += sum(
+        weight.share for weight in weighed if not weight.changes_gradient
+    )
+    # If all answers are left out, the denominator must not be 0.
     if not any(weight.share for weight in weighed):
-        real["shares"][0, -1] = 1
+        floats["shares"][0, -1] = 1
     if not options.packed:
-        del whole["segments"], whole["positions"]
-    return {name: torch.from_numpy(values) for name, values in (whole | real).items()}
+        del ints["segments"], ints["positions"]
+    return {name: torch.from_numpy(values) for name, values in (ints | floats).items()}
 
 
 def judged(
     rollouts: Rollouts, rewards: Sequence[float], options: Options
 ) -> tuple[list[Rollout], list[float]]:
-    """Return the answers of a group that count, and their rewards less what being cut costs."""
+    """Return the answers of a group that are not left out, and their rewards minus penalties."""
     kept = list[Rollout]()
     lowered = list[float]()
-    for one, reward in zip(rollouts, rewards, strict=True):
-        if one.is_cut and options.masks_truncated:
+    for rollout, reward in zip(rollouts, rewards, strict=True):
+        if rollout.is_cut and options.masks_truncated:
             continue
-        kept.append(one)
-        lowered.append(reward - options.truncation_penalty if one.is_cut else reward)
+        kept.append(rollout)
+        lowered.append(reward - options.truncation_penalty if rollout.is_cut else reward)
     return kept, lowered
 
 
 def weighted(rollouts: Rollouts, rewards: Sequence[float], options: Options) -> list[Weight]:
-    """Return the weights of one group's answers, with the KL term; answers that are left out weigh
-    nothing.
+    """Return the weights of one group's answers, with the KL term.
+
+    The weight of an answer that is left out is 0.
     """
     kept, rewards = judged(rollouts, rewards, options)
-    weighed = iter(_compared(kept, rewards, options) if kept else ())
-    return [
-        Weight(0.0, 0.0) if one.is_cut and options.masks_truncated else next(weighed)
-        for one in rollouts
-    ]
+    weights_of_kept = iter(_weights_of_kept(kept, rewards, options) if kept else ())
+    weights = list[Weight]()
+    for rollout in rollouts:
+        is_left_out = rollout.is_cut and options.masks_truncated
+        weights.append(Weight(0.0, 0.0) if is_left_out else next(weights_of_kept))
+    return weights
 
 
-def _compared(rollouts: Rollouts, rewards: Sequence[float], options: Options) -> list[Weight]:
+def _weights_of_kept(
+    rollouts: Rollouts, rewards: Sequence[float], options: Options
+) -> list[Weight]:
     lengths = [len(rollout.token_ids) for rollout in rollouts]
     kl = options.kl
     if kl is not None and kl.estimator == "k1":
-        far = [sum(rollout.logprobs) - sum(rollout.reference) for rollout in rollouts]
-        rewards = [reward - kl.strength * each for reward, each in zip(rewards, far, strict=True)]
-    times = 2 if len(rollouts) == 1 else 1  # all others are left out: it is compared with itself
+        log_ratios = [sum(rollout.logprobs) - sum(rollout.reference) for rollout in rollouts]
+        rewards = [
+            reward - kl.strength * log_ratio
+            for reward, log_ratio in zip(rewards, log_ratios, strict=True)
+        ]
+    # An advantage needs two answers. If all but one are left out, that one is compared with itself.
+    times = 2 if len(rollouts) == 1 else 1
     advantage = ADVANTAGES[options.advantage]
-    weighed = advantage.weights([*rewards] * times, lengths * times, options.max_new_tokens)[
-        : len(rollouts)
-    ]
+    weights = advantage.weights([*rewards] * times, lengths * times, options.max_new_tokens)
+    weights = weights[: len(rollouts)]
     if kl is None or kl.estimator == "k1":
-        return weighed
-    # Where tokens of long answers weigh less, so does their KL term.
-    penalties = [kl.strength / length if advantage.by_length else kl.strength for length in lengths]
+        return weights
+    penalties = [kl.strength] * len(lengths)
+    if advantage.divides_by_length:
+        penalties = [kl.strength / length for length in lengths]
     return [
-        weight._replace(penalty=penalty) for weight, penalty in zip(weighed, penalties, strict=True)
+        weight._replace(penalty=penalty) for weight, penalty in zip(weights, penalties, strict=True)
     ]
 
 
 def by_answer(
     compute: Callable[[Batch], Tensor], rollouts: Rollouts, options: Options, rows: int
 ) -> list[list[float]]:
-    """Return what `compute` gives for the positions of each answer's tokens.
+    """Return the values that `compute` returns at the positions of each answer's tokens.
 
     Args:
-        compute: from a batch of at most `rows` rows to [R T].
+        compute: returns [R T] values of a batch of at most `rows` rows.
         rollouts: the answers.
-        options: the form of the rows.
-        rows: rows that are computed at once.
+        options: the length of rows, and whether they are packed.
+        rows: the number of rows that are computed at the same time.
     """
-    # Each answer's factor is its number, from 1, by which its positions are found again.
-    window = arranged(
-        rollouts, [Weight(number, 1) for number in range(1, len(rollouts) + 1)], options
-    )
-    starts = range(0, len(window["tokens"]), rows)
-    parts = ({name: tensor[at : at + rows] for name, tensor in window.items()} for at in starts)
-    values = torch.cat([compute(part).double().cpu() for part in parts])
+    # Each answer's factor is its number, from 1. All other positions have the factor 0, so a stable
+    # sort by the factor puts them first, and then the positions of one answer after the other.
+    numbers = [Weight(number, 1) for number in range(1, len(rollouts) + 1)]
+    window = arranged(rollouts, numbers, options)
+    values = list[Tensor]()
+    for first in range(0, len(window["tokens"]), rows):
+        batch = {name: tensor[first : first + rows] for name, tensor in window.items()}
+        values.append(compute(batch).double().cpu())
     order = torch.argsort(window["factors"].flatten(), stable=True)
-    lengths = [len(one.token_ids) for one in rollouts]
-    return [part.tolist() for part in values[order][len(order) - sum(lengths) :].split(lengths)]
+    lengths = [len(rollout.token_ids) for rollout in rollouts]
+    of_answers = torch.cat(values)[order][len(order) - sum(lengths) :]
+    return [part.tolist() for part in of_answers.split(lengths)]
 
 
 class Group(NamedTuple):
-    """The answers to one prompt."""
+    """The answers to one prompt.
+
+    Attributes:
+        prompt: the prompt.
+        completions: the answers as they were decoded.
+        rollouts: the answers with their log-probabilities.
+        rewards: the answers' rewards, before penalties.
+        weights: the answers' weights.
+        teaches: whether the rewards give a gradient; a KL term is not counted.
+    """
 
     prompt: Prompt
     completions: Sequence[Completion]
     rollouts: Sequence[Rollout]
     rewards: Sequence[float]
     weights: Sequence[Weight]
-    teaches: bool  # whether the rewards say anything, whatever a KL term does
+    teaches: bool
 
 
 def described(groups: Sequence[Group]) -> dict[str, float]:
     """Return figures on the answers of an update.
 
     Returns:
-        dead: the share of groups that teach nothing; entropy: the mean of -log-probability of the
-        drawn tokens, which estimates the entropy a token; length: mean tokens of an answer; cut:
-        the share of answers that did not end by themselves; longest: tokens of the longest;
-        drawn_tokens: of all answers.
+        dead: the share of groups that teach nothing.
+        entropy: the mean of -log-probability of the sampled tokens, which estimates the entropy per
+            token.
+        length: the mean number of tokens of an answer.
+        longest: the number of tokens of the longest answer.
+        cut: the share of answers that were cut.
+        drawn_tokens: the number of tokens of all answers.
     """
     completions = [completion for group in groups for completion in group.completions]
+    lengths = [len(completion.token_ids) for completion in completions]
     logprobs = [
-        one.processed_drawn for completion in completions for one in completion.logprobs or ()
+        token.processed_drawn for completion in completions for token in completion.logprobs or ()
     ]
     return {
         "dead": statistics.fmean(not group.teaches for group in groups),
         "entropy": -statistics.fmean(logprobs),
-        "length": statistics.fmean(len(completion.token_ids) for completion in completions),
-        "longest": max(len(completion.token_ids) for completion in completions),
+        "length": statistics.fmean(lengths),
+        "longest": max(lengths),
         "cut": statistics.fmean(completion.finish_reason == "length" for completion in completions),
-        "drawn_tokens": sum(len(completion.token_ids) for completion in completions),
+        "drawn_tokens": sum(lengths),
     }

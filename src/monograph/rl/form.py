@@ -1,10 +1,10 @@
-"""The form that all answers of a run have: a regular expression or a schema, compiled for the
-tokenizer's tokens.
+"""The form of all answers of a run: a regular expression or a schema, compiled for the tokenizer's
+tokens.
 
-Only tokens after which an answer can still get the form are drawn, and learned from. A token is
-drawn from the softmax over the allowed tokens alone, and its log-probability is that of this
-distribution wherever it is computed: drawn, in the loss, of a reference or a teacher. So a token
-that had no alternative has the log-probability 0, and no gradient.
+A token is allowed if the answer can still get the form after it. Tokens are sampled from the softmax
+over the allowed tokens. The sampler, the loss, the reference and a teacher all compute
+log-probabilities of this distribution. So a token without an allowed alternative has the
+log-probability 0 and no gradient.
 
 Shapes: C positions, S states, V tokens.
 """
@@ -21,14 +21,16 @@ from monograph.errors import InputRefused
 from monograph.rl.prompts import Prompts
 from monograph.rl.rewards import FormName
 
-_MOST_MASKS = 1 << 28  # bytes of the masks of all states
+# Up to this size, in bytes, the masks of all states are computed once and looked up.
+_MAX_MASK_BYTES = 1 << 28
 
 
 class AnswerForm:
     """A form over a tokenizer's tokens.
 
     Attributes:
-        automaton: what decoding follows.
+        automaton: the automaton that decoding follows.
+        allowed: returns the masks of the allowed tokens, bool [C, V], in the states [C].
     """
 
     def __init__(
@@ -38,19 +40,19 @@ class AnswerForm:
 
         Args:
             name: the form.
-            prompts: the prompts, after which the tokenizer may begin every text with a space.
-            ends: tokens that end an answer.
-            device: where the loss follows it.
+            prompts: the prompts. After them the tokenizer may begin every text with a space.
+            ends: the tokens that end an answer.
+            device: the device of the loss.
 
         Raises:
-            InputRefused: it cannot be used with these tokens or prompts.
+            InputRefused: the form cannot be used with these tokens or prompts.
         """
         tokenizer = prompts.tokenizer
         leads = {tokenizer.lead(prompt.ids) for prompt in (*prompts.train, *prompts.held_out)}
         if len(leads) > 1:
             raise InputRefused(
-                f"{prompts.name}: the tokenizer begins answers with a space after some prompts, and after others not: "
-                "answers cannot have a form"
+                f"{prompts.name}: the tokenizer begins answers with a space after some prompts but not after others, "
+                "so answers cannot have a form"
             )
         self.automaton = constraint(name.kind, name.value, tokenizer.pieces, ends, leads.pop())
         tables = Arena.holding([self.automaton], tokenizer.vocab_size, device)
@@ -59,26 +61,27 @@ class AnswerForm:
         self._start = start
         self.allowed: Callable[[Tensor], Tensor] = functools.partial(allowed, tables)
         states = len(tables.row_S)
-        # A state with counters has many masks.
-        if (
-            not self.automaton.counts and states * tokenizer.vocab_size <= _MOST_MASKS
-        ):  # to compute a mask takes more memory than to look it up
-            each = [
+        # Looking a mask up takes less memory than computing it. A state of an automaton with counters
+        # has many masks.
+        fits = states * tokenizer.vocab_size <= _MAX_MASK_BYTES
+        if fits and not self.automaton.counts:
+            masks = [
                 allowed(tables, torch.tensor([state], device=device)) for state in range(states)
             ]
-            self.allowed = functools.partial(_looked_up, torch.cat(each))
+            self.allowed = functools.partial(_look_up, torch.cat(masks))
 
     def states(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the state before each of an answer's tokens, as `allowed` takes it; 0 allows every
-        token.
+        """Return the state before each of an answer's tokens, as `allowed` takes it.
+
+        The state 0 allows every token.
         """
         state = 0
-        found = list[int]()
+        states = list[int]()
         for token in token_ids:
-            found.append(self._start + state)
+            states.append(self._start + state)
             state = self.automaton.after(state, token)
-        return found
+        return states
 
 
-def _looked_up(masks_SV: Tensor, state_C: Tensor) -> Tensor:
+def _look_up(masks_SV: Tensor, state_C: Tensor) -> Tensor:
     return masks_SV[state_C]

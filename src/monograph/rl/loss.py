@@ -1,11 +1,10 @@
-"""The loss of reinforcement learning: the log-probabilities of drawn tokens, each times the weight
-of its answer.
+"""The loss of reinforcement learning: the log-probability of each sampled token, times the weight of
+its answer.
 
-The weights and what is done with rho, the ratio of a token's probability to the one with which it
-was drawn, are in `monograph.rl.advantages`; the form that answers may have is in
-`monograph.rl.form`.
+`monograph.rl.advantages` defines the weights and the use of rho, the ratio of a token's probability
+to the probability with which it was sampled. `monograph.rl.form` restricts answers to a form.
 
-Shapes: B rows, T positions, N = B T.
+Shapes: B rows, T positions, N = B T, S = B (T + 1) segments, one for padding in each row.
 """
 
 import math
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from monograph.errors import UsageError
 from monograph.loss import IGNORE, Batch, target_log_probabilities
-from monograph.rl.advantages import ADVANTAGES, UNUSED, Ratio
+from monograph.rl.advantages import ADVANTAGES, NO_RATIO, Ratio
 from monograph.rl.form import AnswerForm
 
 Estimator = Literal["k1", "k2", "k3", "entropy"]
@@ -26,16 +25,23 @@ KLS: tuple[Estimator, ...] = ("k1", "k2", "k3")
 
 
 class Kl(NamedTuple):
-    """A term that holds the model near its reference, the weights that the run begins from.
+    """A term that keeps the model near its reference, the weights that the run begins from.
 
-    With l = log pi - log ref of a drawn token: k1 takes strength times the sum of an answer's l
-    from its reward; k2 adds strength times l^2 / 2 to a token's loss, and k3 adds strength times
-    e^-l - 1 + l. On policy, the gradient of
-    k1 is that of KL(pi || ref) of whole answers. Those of k2 and k3 are of the next token, at the places that answers
-    come to: of KL(pi || ref) and of KL(ref || pi) (Tang and Munos 2025, arXiv 2506.09477).
+    With l = log pi - log ref of a sampled token:
 
-    "entropy" is k2 with a reference that finds all tokens equally likely: its gradient is that of
-    minus the entropy of the next token, at these places.
+        k1       subtracts strength times the sum of an answer's l from the answer's reward
+        k2       adds strength times l^2 / 2 to a token's loss
+        k3       adds strength times e^-l - 1 + l to a token's loss
+        entropy  is k2 with a reference that gives all tokens the same probability
+
+    On policy, the gradient of k1 is the gradient of KL(pi || ref) of whole answers. At the positions
+    that answers reach, the gradients of k2 and k3 are those of KL(pi || ref) and KL(ref || pi) of the
+    next token (Tang and Munos 2025, arXiv 2506.09477). The gradient of entropy is that of minus the
+    entropy of the next token.
+
+    Attributes:
+        estimator: the name of the term.
+        strength: its factor, above 0.
     """
 
     estimator: Estimator
@@ -47,37 +53,36 @@ class Kl(NamedTuple):
         return self.estimator != "entropy"
 
 
-def penalty(
+def kl_term(
     kl: str | None,
     kl_coef: float | None,
     entropy_coef: float | None,
     advantage: str | None,
     section: str = "",
 ) -> Kl | None:
-    """Return the term that is added to the loss or taken from the reward; None without one.
+    """Return the term that is added to the loss or subtracted from the reward; None: no such term.
 
     Args:
-        kl: "k1", "k2" or "k3"; "none" or None: no such term.
-        kl_coef: its strength.
-        entropy_coef: the strength of a term for even choices; None: no such term.
-        advantage: the name of the advantage; None for a teacher.
-        section: what the names have before them in messages, such as "rl.".
+        kl: "k1", "k2" or "k3"; "none" or None: no KL term.
+        kl_coef: the strength of the KL term.
+        entropy_coef: the strength of a term that favours entropy; None: no such term.
+        advantage: the name of the advantage; None: a teacher scores the answers.
+        section: the prefix of these names in messages, such as "rl.".
 
     Raises:
-        UsageError: a strength is missing or of nothing, or the terms do not go together or with the
-            objective.
+        UsageError: a strength is missing or not above 0, both terms are asked for, or k1 is asked
+            for with a teacher or with an advantage that divides by the deviation.
     """
     for name, value in (("kl_coef", kl_coef), ("entropy_coef", entropy_coef)):
         if value is not None and not 0 < value < math.inf:
             raise UsageError(f"{section}{name} = {value}: expected a number above 0")
+    choices = f"{', '.join(KLS[:-1])} or {KLS[-1]}"
     if kl in (None, "none"):
         if kl_coef is not None:
-            raise UsageError(
-                f"{section}kl_coef is the strength of {section}kl: say {', '.join(KLS[:-1])} or {KLS[-1]}"
-            )
+            raise UsageError(f"{section}kl_coef is the strength of {section}kl: say {choices}")
         return None if entropy_coef is None else Kl("entropy", entropy_coef)
     if kl not in KLS:
-        raise UsageError(f"{section}kl = {kl!r}: expected {', '.join(KLS[:-1])} or {KLS[-1]}")
+        raise UsageError(f"{section}kl = {kl!r}: expected {choices}")
     if kl_coef is None:
         raise UsageError(
             f"{section}kl = {kl}: say how strong it is, such as {section}kl_coef = 0.05"
@@ -86,35 +91,63 @@ def penalty(
         raise UsageError(
             f"{section}entropy_coef does not go with {section}kl = {kl}: leave one of them out"
         )
-    if kl == "k1" and (advantage is None or ADVANTAGES[advantage].divides):
-        undivided = [name for name, each in ADVANTAGES.items() if not each.divides]
-        raise UsageError(
-            f"{section}kl = k1 is a part of the reward, which {section}advantage = {advantage} divides by its "
-            f"deviation: take {', '.join(undivided)}, or k2 or k3"
-        )
+    if kl == "k1":
+        if advantage is None:
+            raise UsageError(
+                f"{section}kl = k1 changes the rewards of whole answers, but a teacher scores each token: "
+                f"leave {section}kl out"
+            )
+        if ADVANTAGES[advantage].divides_by_deviation:
+            undivided = [name for name, each in ADVANTAGES.items() if not each.divides_by_deviation]
+            raise UsageError(
+                f"{section}kl = k1 is a part of the reward, which {section}advantage = {advantage} divides by its "
+                f"deviation: take {', '.join(undivided)}, or k2 or k3"
+            )
     return Kl(kl, kl_coef)
 
 
-class PolicyLoss(nn.Module):
-    """The weighted negative log-probabilities of drawn tokens, for a model as `TokenLoss` takes it.
-
-    sum = - sum over positions with targets != -100 of factors * w + penalties * k
-    count = sum of shares
-
-    where w is log softmax(hidden @ head.T / temperature)[target], or what `monograph.rl.advantages`
-    says of it with the ratio rho, and k is the estimate of `Kl`.
-
-    The batch holds, all [B, T]: `tokens` and `targets`, and for packed rows `segments` and
-    `positions`, int64; and `factors` and `shares` (see `Weight`), 0 where nothing is drawn, and
-    `drawn`, the log-probability with which decoding drew each target, fp64. With a KL term it also
-    holds `penalties` and `reference`, the reference's log-probability. A row without `segments` has
-    one answer. With a form, w is over the tokens that it allows, and the batch holds `states`,
-    int64.
+class Totals(NamedTuple):
+    """Sums over targets, in the order of `PolicyLoss.totals`: 0-d fp64 tensors, or floats.
 
     Attributes:
-        totals: [6] fp64, over all micro-batches since it was last set to zero: the sum of |log-probability - drawn|,
-            the largest, the number of targets, the sum of rho, how many targets are clipped, and
-            the sum of log-probability - reference.
+        gap_sum: the sum of |log-probability - sampled log-probability|.
+        gap_max: the largest of these differences.
+        targets: the number of targets.
+        ratio_sum: the sum of rho.
+        clipped: the number of targets whose rho is clipped.
+        kl_sum: the sum of log-probability - reference; 0 without a reference.
+    """
+
+    gap_sum: Any
+    gap_max: Any
+    targets: Any
+    ratio_sum: Any
+    clipped: Any
+    kl_sum: Any
+
+
+class PolicyLoss(nn.Module):
+    """The weighted negative log-probability of sampled tokens, for a model as `TokenLoss` takes it.
+
+        sum = sum of penalties * k - factors * w over positions with targets != -100
+        count = sum of shares
+
+    where w is log softmax(hidden @ head.T / temperature)[target], or the function of the ratio rho
+    that `monograph.rl.advantages` defines, and k is the estimate of `Kl`.
+
+    The batch holds, [B, T] each:
+        tokens, targets: int64.
+        segments, positions: int64, of packed rows. A row without segments has one answer.
+        factors, shares: fp64, see `Weight`; 0 where nothing is sampled.
+        drawn: fp64, the log-probability with which each target was sampled.
+        penalties, reference: fp64, with a KL term: see `Weight`, and the reference's
+            log-probability of each target.
+        states: int64, with a form: the state of its automaton. The softmax is then over the tokens
+            that the form allows there.
+
+    Attributes:
+        totals: [6] fp64, `Totals` over all micro-batches since `take_figures` was last called.
+        fill: what pads each entry of a batch; 0 if it is not named.
     """
 
     totals: Tensor
@@ -123,14 +156,21 @@ class PolicyLoss(nn.Module):
     def __init__(
         self,
         temperature: float = 1.0,
-        ratio: Ratio = UNUSED,
+        ratio: Ratio = NO_RATIO,
         kl: Kl | None = None,
         advantage: str = "dr_grpo",
         updates: int = 1,
         form: AnswerForm | None = None,
     ):
-        """Take the temperature with which tokens are drawn, the use of rho, the KL term, and
-        `Options`' next three.
+        """Take the settings of the loss.
+
+        Args:
+            temperature: divides the logits, as it does when tokens are sampled.
+            ratio: how rho is used.
+            kl: the KL term; None: no such term.
+            advantage: the name of the advantage, which `monograph.rollouts` reads here.
+            updates: updates that are made of each sample, which `monograph.rollouts` reads here.
+            form: the form of the answers; None: any.
         """
         super().__init__()
         self.form = form
@@ -139,99 +179,120 @@ class PolicyLoss(nn.Module):
         self.kl = kl
         self.advantage = advantage
         self.updates = updates
-        self.register_buffer("totals", torch.zeros(6, dtype=torch.float64))
+        self.register_buffer("totals", torch.zeros(len(Totals._fields), dtype=torch.float64))
 
     def forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return sum and count; see the class."""
         kept_N = batch["targets"].flatten() != IGNORE
         log_N = self.log_probabilities(model, batch)
-        drawn_N = batch["drawn"].flatten()
+        sampled_log_N = batch["drawn"].flatten()
         factors_N = batch["factors"].flatten().to(log_N.dtype)
-        apart_N = torch.where(kept_N, log_N - drawn_N.to(log_N.dtype), 0.0)
-        rho_N = (
-            self._of_answers(apart_N, kept_N, batch) if self.ratio.kind == "sequence" else apart_N
-        ).exp()
-        gained_N, clipped_N = self._gained(log_N, rho_N, factors_N)
-        terms_N = gained_N
-        far_N = torch.zeros_like(log_N)
+        log_ratio_N = torch.where(kept_N, log_N - sampled_log_N.to(log_N.dtype), 0.0)
+        if self.ratio.kind == "sequence":
+            log_ratio_N = self._answer_means(log_ratio_N, kept_N, batch)
+        rho_N = log_ratio_N.exp()
+        terms_N, clipped_N = self._policy_terms(log_N, rho_N, factors_N)
+        kl_log_ratio_N = torch.zeros_like(log_N)
         if "reference" in batch:
-            # Elsewhere the difference is of nothing, and its exponential could overflow to a
-            # gradient of NaN.
-            far_N = torch.where(kept_N, log_N - batch["reference"].flatten().to(log_N.dtype), 0.0)
-        if self.kl is not None and self.kl.estimator != "k1":  # which is in the rewards
-            near_N = (
-                torch.expm1(-far_N) + far_N if self.kl.estimator == "k3" else far_N.square() / 2
-            )
-            terms_N = gained_N - batch["penalties"].flatten().to(log_N.dtype) * near_N
+            # Where there is no target, the difference means nothing, and its exponential could
+            # overflow to a gradient of NaN.
+            reference_N = batch["reference"].flatten().to(log_N.dtype)
+            kl_log_ratio_N = torch.where(kept_N, log_N - reference_N, 0.0)
+        # k1 is a part of the rewards.
+        if self.kl is not None and self.kl.estimator != "k1":
+            if self.kl.estimator == "k3":
+                kl_N = torch.expm1(-kl_log_ratio_N) + kl_log_ratio_N
+            else:
+                kl_N = kl_log_ratio_N.square() / 2
+            terms_N = terms_N - batch["penalties"].flatten().to(log_N.dtype) * kl_N
         with torch.no_grad():
-            exact_N = torch.where(kept_N, (log_N - drawn_N).abs(), 0.0).double()
-            total, largest, number, *sums = self.totals.unbind()
-            more = [
-                torch.where(kept_N, each, 0.0).double().sum() for each in (rho_N, clipped_N, far_N)
-            ]
-            now = (
-                total + exact_N.sum(),
-                torch.maximum(largest, exact_N.amax()),
-                number + kept_N.sum(),
-            )
-            self.totals.copy_(
-                torch.stack([*now, *(old + new for old, new in zip(sums, more, strict=True))])
-            )
+            # The difference has the type of `sampled_log_N`, fp64.
+            gap_N = torch.where(kept_N, (log_N - sampled_log_N).abs(), 0.0).double()
+            self._add_to_totals(kept_N, gap_N, rho_N, clipped_N, kl_log_ratio_N)
         return -torch.where(kept_N, terms_N, 0.0).sum(), self.count(batch)
 
     def log_probabilities(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the log-probability of each target, [N], and of token 0 where there is no target."""
-        states = batch.get("states")
-        among = (self.form.allowed, states.flatten()) if self.form and states is not None else None
+        among = None
+        if self.form and "states" in batch:
+            among = (self.form.allowed, batch["states"].flatten())
         return target_log_probabilities(model, batch, self.temperature, among)
 
-    def _gained(self, log_N: Tensor, rho_N: Tensor, factors_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each position's part of what is maximised, and whether its ratio is clipped."""
+    def _policy_terms(
+        self, log_N: Tensor, rho_N: Tensor, factors_N: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return factors * w of each position, which is maximised, and whether rho is clipped."""
         kind, low, high = self.ratio
         if kind == "none":
             return log_N * factors_N, torch.zeros_like(log_N)
         if kind == "truncate":
             return rho_N.detach().clamp_max(high) * log_N * factors_N, rho_N > high
         within_N = rho_N.clamp(1 - low, 1 + high)
-        return torch.minimum(rho_N * factors_N, within_N * factors_N), (
-            rho_N - within_N
-        ) * factors_N > 0
+        terms_N = torch.minimum(rho_N * factors_N, within_N * factors_N)
+        return terms_N, (rho_N - within_N) * factors_N > 0
 
-    def _of_answers(self, values_N: Tensor, kept_N: Tensor, batch: Batch) -> Tensor:
+    def _answer_means(self, values_N: Tensor, kept_N: Tensor, batch: Batch) -> Tensor:
         """Return at each position the mean of the values over the targets of its answer."""
         rows, length = batch["targets"].shape
         segments = batch["segments"] if "segments" in batch else torch.zeros_like(batch["targets"])
-        # An answer has at most as many places as a row has positions.
-        place_N = (
-            torch.arange(rows, device=values_N.device)[:, None] * (length + 1) + segments
-        ).flatten()
-        zeros_S = torch.zeros(rows * (length + 1), dtype=torch.float64, device=values_N.device)
-        sums_S = zeros_S.index_add(0, place_N, values_N.double())
-        counts_S = zeros_S.index_add(0, place_N, kept_N.double())
-        return (sums_S / counts_S.clamp_min(1))[place_N].to(values_N.dtype)
+        # A row has the segments 0 (padding) to at most `length`, if each answer has one position.
+        segments_per_row = length + 1
+        first_B = torch.arange(rows, device=values_N.device)[:, None] * segments_per_row
+        segment_N = (first_B + segments).flatten()
+        zeros_S = torch.zeros(rows * segments_per_row, dtype=torch.float64, device=values_N.device)
+        sums_S = zeros_S.index_add(0, segment_N, values_N.double())
+        counts_S = zeros_S.index_add(0, segment_N, kept_N.double())
+        return (sums_S / counts_S.clamp_min(1))[segment_N].to(values_N.dtype)
+
+    def _add_to_totals(
+        self,
+        kept_N: Tensor,
+        gap_N: Tensor,
+        rho_N: Tensor,
+        clipped_N: Tensor,
+        kl_log_ratio_N: Tensor,
+    ) -> None:
+        before = Totals(*self.totals.unbind())
+        ratio, clipped, kl = (
+            torch.where(kept_N, each_N, 0.0).double().sum()
+            for each_N in (rho_N, clipped_N, kl_log_ratio_N)
+        )
+        after = Totals(
+            gap_sum=before.gap_sum + gap_N.sum(),
+            gap_max=torch.maximum(before.gap_max, gap_N.amax()),
+            targets=before.targets + kept_N.sum(),
+            ratio_sum=before.ratio_sum + ratio,
+            clipped=before.clipped + clipped,
+            kl_sum=before.kl_sum + kl,
+        )
+        self.totals.copy_(torch.stack([*after]))
 
     def count(self, batch: Batch) -> Tensor:
         """Return the sum of the shares, 0-d fp64."""
         return batch["shares"].sum()
 
-    def taken(self, gathered: Callable[[Any], list[Any]] = lambda own: [own]) -> dict[str, float]:
-        """Return figures on all targets since the last call; see `totals`.
+    def take_figures(
+        self, gathered: Callable[[Any], list[Any]] = lambda own: [own]
+    ) -> dict[str, float]:
+        """Set `totals` to zero, and return figures on all targets since the last call.
 
         Args:
             gathered: returns the values of all ranks.
 
         Returns:
-            drawn_minus_scored, drawn_minus_scored_max; ratio: mean rho; clipped: share of targets;
-            kl: nats a token.
+            drawn_minus_scored: the mean of |log-probability - sampled log-probability|.
+            drawn_minus_scored_max: the largest of these differences.
+            ratio: the mean of rho.
+            clipped: the share of targets whose rho is clipped.
+            kl: nats a token from the reference; 0 without one.
         """
-        totals, largest, *others = zip(*gathered(self.totals.tolist()), strict=True)
-        total, targets, rho, clipped, far = map(sum, (totals, *others))
+        ranks = [Totals(*values) for values in gathered(self.totals.tolist())]
         self.totals.zero_()
-        number = max(1.0, targets)
+        targets = max(1.0, sum(rank.targets for rank in ranks))
         return {
-            "drawn_minus_scored": total / number,
-            "drawn_minus_scored_max": max(largest),
-            "ratio": rho / number,
-            "clipped": clipped / number,
-            "kl": far / number,
+            "drawn_minus_scored": sum(rank.gap_sum for rank in ranks) / targets,
+            "drawn_minus_scored_max": max(rank.gap_max for rank in ranks),
+            "ratio": sum(rank.ratio_sum for rank in ranks) / targets,
+            "clipped": sum(rank.clipped for rank in ranks) / targets,
+            "kl": sum(rank.kl_sum for rank in ranks) / targets,
         }

@@ -1,29 +1,32 @@
-r"""Read a number from a text, as people, LaTeX and programs write it. One grammar serves answers
-and what they must be.
+r"""Read numbers from texts, as people, LaTeX and programs write them.
+
+The same grammar reads the answers of a model and the right answers of records:
 
     number    = [sign] [currency] [sign] value [magnitude]         at most one sign
     value     = decimal [exponent] | power | decimal "/" [sign] decimal | whole " " whole "/" whole
     decimal   = whole ["." digits] | "." digits
-    whole     = digits | digits in groups of three, parted by one and the same separator
+    whole     = digits | digits in groups of three with the same separator between all groups
     exponent  = ("e" | "E") [sign] digits | times power
     power     = "10" ("^" | "**") [sign] digits
     magnitude = hundred, thousand, million, billion or trillion
 
-- A separator of groups is a comma, an apostrophe or what looks like one, an underscore, a thin,
-  narrow or no-break space, or LaTeX's `{,}`, `,\!`, `\,`, `\;`, `\:`, `~` and "\ ". Commas also
-  part the groups of two of India. A space of the keyboard parts nothing, as it also stands between
-  two numbers.
+- A separator of groups is a comma, an apostrophe or a similar character, an underscore, a thin,
+  narrow or no-break space, or LaTeX's `{,}`, `,\!`, `\,`, `\;`, `\:`, `~` or "\ ". Commas may also
+  separate the Indian groups of two digits. An ordinary space is not a separator, since it also
+  stands between two numbers.
 - A sign is a hyphen, a minus sign, an en dash or a plus sign. Between two numbers, as in 10-12, it
-  is none.
-- Times is `\times`, `\cdot`, ×, · or *; a fraction may be `\frac` and its like, or one character
-  such as ½.
-- Digits of every script are digits, also raised ones in exponents.
-- Units count for nothing: "%" as well as words, `\text{...}` and degrees. A unit that follows
-  without a space is one of UNITS, so that 3x is no number.
+  is not a sign.
+- Times is `\times`, `\cdot`, ×, · or *. A fraction may also be `\frac` or a variant of it, or one
+  character such as ½.
+- The digits of all scripts are digits, and so are superscript digits in exponents.
+- Units are ignored: "%", words, `\text{...}` and degrees. If a unit follows without a space, it must
+  be one of UNITS, so that 3x is not a number.
 
-What joins digits otherwise makes no number: 3,5 (a decimal in one country, a list in another),
-1.234,56, 1.2.3, 10:30, 2^{10}, 3\sqrt{2}, 6*7. Such a text is not understood, and no part of it is
-taken for a number.
+Digits that are joined in another way are not a number, and no part of them is read as one: 3,5 (a
+decimal in one country, a list in another), 1.234,56, 1.2.3, 10:30, 2^{10}, 3\sqrt{2}, 6*7.
+
+Terms of this file: a token is a sequence of joined digits, a number or not. A plain text has one
+character for each sign and separator, and no LaTeX.
 """
 
 import math
@@ -33,17 +36,22 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import NamedTuple
 
-# Of a number, and of its exponent's value: more would take memory out of proportion.
-MOST_DIGITS = 4000
+# The maximum number of a number's digits, and the maximum value of its exponent. Larger ones would
+# take too much memory.
+MAX_DIGITS = 4000
 UNITS = frozenset(
     "m g s h L l W V A N J C F Hz km cm mm nm kg mg lb lbs oz ft in yd mi mph ml mL kW MW mAh st nd rd th am pm AM PM "
     "hr hrs min mins sec secs ms h day days week weeks hour hours minute minutes second seconds USD EUR GBP".split()
 )
 
-_GAP = "\u00a0"  # stands for every space that may part groups of digits
-_NONE = "\ufffc"  # stands for what makes its neighbour no number, such as a root
+# In a plain text, replaces every space that may separate groups of digits.
+_GAP = "\u00a0"
+# In a plain text, replaces a part that keeps its neighbours from being numbers, such as a root.
+_NONE = "\ufffc"
+# In a plain text, the line of a fraction.
 _FRACTION = "\u2044"
-_MARKS = "\u02b0-\u02ff\u0300-\u036f"  # signs that look like separators, and accents
+# Characters that look like separators, and accents.
+_MARKS = "\u02b0-\u02ff\u0300-\u036f"
 _MINUS = "\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d"
 _CHARACTERS = str.maketrans(
     dict.fromkeys(_MINUS, "-")
@@ -56,13 +64,14 @@ _CHARACTERS = str.maketrans(
     | dict.fromkeys("’‘‛´`′＇\u02b9\u02bb\u02bc\u02bd\u02c8", "'")
 )
 _OTHER_DIGIT = re.compile(r"[^\D0-9]")
-_RAISED = re.compile(r"[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
-_LOWERED = str.maketrans("⁺⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "+-0123456789")
-_VULGAR = re.compile(rf"(?P<whole>[0-9]?)[ {_GAP}]?(?P<part>[¼½¾⅐-⅞])")
+_SUPERSCRIPT = re.compile(r"[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
+_SUPERSCRIPT_TO_ASCII = str.maketrans("⁺⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "+-0123456789")
+_FRACTION_CHARACTER = re.compile(rf"(?P<whole>[0-9]?)[ {_GAP}]?(?P<part>[¼½¾⅐-⅞])")
 
 # ── LaTeX ─────────────────────────────────────────────────────────────────────────────────────────
 
-_DEEPEST = 12  # braces in braces
+# The maximum depth of braces in braces.
+_MAX_DEPTH = 12
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BRACE = re.compile(r"(?<!\\)[{}]")
 _ARGUMENT = r"\s*(?:\{{(?P<{0}>[^{{}}]*)\}}|(?P<{0}_digit>[0-9]))"
@@ -72,11 +81,13 @@ _INNERMOST = re.compile(
     r"|(?P<shift>[\^_])\s*\{(?P<shifted>[^{}]*)\}"
     r"|(?<!\\)\{(?P<inner>[^{}]*)\}"
 )
-_SHOWN_AS_IT_IS = frozenset(
+# Commands that show their argument unchanged.
+_SHOWS_ARGUMENT = frozenset(
     "text textbf textit textrm textsf texttt textnormal mathrm mathbf mathit mathsf mathtt mbox hbox operatorname emph "
     "underline bm boldsymbol boxed fbox".split()
 )
-_OF_LAYOUT = frozenset(
+# Commands that only change the layout, or stand between words.
+_LAYOUT = frozenset(
     "begin end label tag color hspace vspace phantom left right big Big bigg Bigg bigl bigr Bigl Bigr quad qquad "
     "displaystyle textstyle scriptstyle limits newline hline therefore because implies iff Rightarrow rightarrow "
     "Longrightarrow longrightarrow to approx simeq sim equiv square blacksquare checkmark boxed fbox rm bf it "
@@ -107,14 +118,14 @@ _SIGNS = {
     "pounds": "£",
 }
 _COMMAND = re.compile(r"\\(?:(?P<name>[a-zA-Z]+)|(?P<sign>[^a-zA-Z]))")
-_PARTS = re.compile(r"\\[,;: ]|\\thinspace(?![a-zA-Z])|\\>")
+_THIN_SPACE = re.compile(r"\\[,;: ]|\\thinspace(?![a-zA-Z])|\\>")
 
 # ── numbers ───────────────────────────────────────────────────────────────────────────────────────
 
 _MAGNITUDES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _CURRENCY = "$€£¥₹₩"
-# Digits with all that may join them to one thing, a number or not.
-_JOINED = re.compile(
+# A token: digits with all characters that join them, a number or not.
+_TOKEN = re.compile(
     rf"""
     (?P<lead>
         (?: (?: (?<![\w)\]{_NONE}-])[-+](?=[^ ]) | (?:\A|(?<=[=(:$])|(?<=[=:][ ]))[ ]*[-+][ ]+ ) )?
@@ -137,9 +148,7 @@ _JOINED = re.compile(
 
 
 def _decimal_of(separator: str) -> str:
-    """Return the expression of a decimal; `separator` is the name of the group that holds its first
-    separator.
-    """
+    """Return the regular expression of a decimal; `separator` names the group of its separator."""
     grouped = (
         rf"[1-9][0-9]{{0,2}}(?P<{separator}>[,'_{_GAP}])[0-9]{{3}}(?:(?P={separator})[0-9]{{3}})*"
     )
@@ -157,16 +166,21 @@ _VALUE = re.compile(
 _SIMPLE = re.compile(rf"[-+]?{_decimal_of('by')}")
 _SPACED = re.compile(rf"[ ]*([×÷*/^{_FRACTION}+])[ ]*")
 _SPACES = re.compile(" {2,}")
-_TIE = re.compile("(?<=[0-9])~(?=[0-9])")  # LaTeX's no-break space
+# LaTeX's no-break space.
+_TIE = re.compile("(?<=[0-9])~(?=[0-9])")
 _TIMES_TEN = re.compile(r"(?<=[0-9]) ?[xX] ?(?=10 ?(?:\^|\*\*))")
-_RAISED_UNIT = re.compile(r"(?<=[A-Za-z]) ?\^ ?[23](?![0-9])")
+_POWER_OF_UNIT = re.compile(r"(?<=[A-Za-z]) ?\^ ?[23](?![0-9])")
 
+# What keeps the digits after it from being a number.
 _BEFORE = re.compile(
     rf"(?:[A-Za-z0-9_^/×÷±\\-]|[A-Za-z)\]]\.|[0-9]\(|[A-Za-z0-9)][ ]?\*+[ ]?|[×÷±][ ]|{_NONE}[ {_GAP}]?)\Z"
 )
+# A currency before a number.
 _MONEY_BEFORE = re.compile(r"(?:(?<![A-Za-z])(?:Rs\.?|USD|US|EUR|GBP))\Z")
 _SIGN_IN_WORDS = re.compile(r"(?:minus|negative)[ ]\Z", re.IGNORECASE)
+# The first number of a range, and its hyphen.
 _RANGE_BEFORE = re.compile(r"[\w)\]]-\Z")
+# What keeps the digits before it from being a number, unless its letter or word is a unit.
 _AFTER = re.compile(
     rf"""
       \.?[ {_GAP}]?{_NONE}
@@ -181,8 +195,9 @@ _AFTER = re.compile(
     """,
     re.VERBOSE,
 )
-_WITHOUT_END = re.compile(r"\.\.|…")
-# What may stand around the number that an answer is: words, their signs, and signs of layout.
+# Dots after a decimal, which goes on without end.
+_ELLIPSIS = re.compile(r"\.\.|…")
+# What may stand around the number of a right answer: words, punctuation and signs of layout.
 _WORDS = re.compile(
     rf"(?:[-/](?=[^\W\d_]))?(?:[^\W\d_]|[\s.,;:?()\[\]\"'%°#=≈*|~{_CURRENCY}]|(?<=[^\W\d_])[-/](?=[^\W\d_]))*"
 )
@@ -194,8 +209,14 @@ _NUMBER_WORDS = re.compile(
 )
 
 
-class _Found(NamedTuple):
-    """A thing of digits in a text: its place, and its value if it is a number."""
+class _Token(NamedTuple):
+    """A token of a plain text.
+
+    Attributes:
+        begin: the index of its first character.
+        end: the index after its last character.
+        value: its value; None if it is not a number.
+    """
 
     begin: int
     end: int
@@ -203,38 +224,42 @@ class _Found(NamedTuple):
 
 
 def whole_number(answer: object) -> Fraction | None:
-    """Return the number that a record's answer is, or None if it is not one, or not understood
-    whole.
+    """Return the number that is a record's right answer.
 
     Args:
-        answer: a number; or a text in which what follows the last "####", or else what is in the
-            last box, or else all of it, has one number and otherwise only words.
+        answer: a number or a text. Of a text, the part after the last "####" is read, and of this
+            part only the content of the last box, if there is a box. What is read must have one
+            number, and otherwise only words.
+
+    Returns:
+        the number; None if the answer is not such a number or text.
     """
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         return Fraction(repr(answer)) if math.isfinite(answer) else None
     if not isinstance(answer, str):
         return None
-    told = answer.rpartition("####")[2]
-    box = _boxed(told)[1]
-    return _only(told if box is None else box)
+    after_mark = answer.rpartition("####")[2]
+    _, box = _boxed(after_mark)
+    return _only_number(after_mark if box is None else box)
 
 
 def last_number(completion: str) -> Fraction | None:
-    """Return the number that an answer of the model ends with, or None if there is none.
+    """Return the number that an answer of the model ends with; None if there is no number.
 
-    It is the one in the last box, if there is a box that is closed, or else the last that is
-    understood.
+    If the answer has a closed box, this is the number in the last closed box, and otherwise the last
+    number of the answer.
     """
-    told, box = _boxed(completion)
+    complete, box = _boxed(completion)
     if box is not None:
-        return _only(box)
-    values = [found.value for found in _things(_plain(told)) if found.value is not None]
+        return _only_number(box)
+    values = [token.value for token in _tokens(_plain(complete)) if token.value is not None]
     return values[-1] if values else None
 
 
 def _boxed(text: str) -> tuple[str, str | None]:
-    """Return the text as far as its boxes are closed, and what is in the last one; None without
-    any.
+    """Return the text before its first open box, and the content of the last closed box.
+
+    The content is None if there is no closed box.
     """
     for box in reversed(list(_BOX.finditer(text))):
         depth = 1
@@ -242,64 +267,69 @@ def _boxed(text: str) -> tuple[str, str | None]:
             depth += 1 if brace[0] == "{" else -1
             if depth == 0:
                 return text, text[box.end() : brace.start()]
-        text = text[: box.start()]  # a cut has left it open, and may have left out digits
+        # The answer was cut in this box, whose last number may lack digits.
+        text = text[: box.start()]
     return text, None
 
 
-def _only(text: str) -> Fraction | None:
-    """Return the number of a text that has one, and otherwise only words."""
+def _only_number(text: str) -> Fraction | None:
+    """Return the number of a text that has one number and otherwise only words, else None."""
     plain = _plain(text).strip().removesuffix(".")
-    things = list(_things(plain))
-    if len(things) != 1:
+    tokens = list(_tokens(plain))
+    if len(tokens) != 1:
         return None
-    [(begin, end, value)] = things
-    before, after = plain[:begin], plain[end:]
-    # A list or a pair, or a number in brackets.
+    [(begin, end, value)] = tokens
+    before = plain[:begin]
+    after = plain[end:]
+    # "(1,234" may begin a list or a pair.
     if "," in plain[begin:end] and before.endswith(("[", "(")):
         return None
-    fine = all(
-        _WORDS.fullmatch(rest) and not _NUMBER_WORDS.search(rest) for rest in (before, after)
-    )
-    return value if fine else None
+    for rest in (before, after):
+        if not _WORDS.fullmatch(rest) or _NUMBER_WORDS.search(rest):
+            return None
+    return value
 
 
 def _plain(text: str) -> str:
-    """Return the text with one character for each sign and separator, and without LaTeX."""
-    text = _OTHER_DIGIT.sub(
-        lambda found: str(unicodedata.decimal(found[0])), text.translate(_CHARACTERS)
-    )
-    text = _RAISED.sub(lambda found: f"^{found[0].translate(_LOWERED)}", text)
-    text = _TIE.sub(_GAP, _VULGAR.sub(_vulgar, text))
+    """Return the plain text; see the module."""
+    text = text.translate(_CHARACTERS)
+    text = _OTHER_DIGIT.sub(lambda found: str(unicodedata.decimal(found[0])), text)
+    text = _SUPERSCRIPT.sub(lambda found: f"^{found[0].translate(_SUPERSCRIPT_TO_ASCII)}", text)
+    text = _FRACTION_CHARACTER.sub(_fraction_of_character, text)
+    text = _TIE.sub(_GAP, text)
     if "\\" in text or "{" in text:
         text = _without_latex(text)
-    return _RAISED_UNIT.sub("", _TIMES_TEN.sub("×", _SPACES.sub(" ", text)))
+    text = _SPACES.sub(" ", text)
+    text = _TIMES_TEN.sub("×", text)
+    return _POWER_OF_UNIT.sub("", text)
 
 
-def _vulgar(found: re.Match[str]) -> str:
+def _fraction_of_character(found: re.Match[str]) -> str:
     part = unicodedata.normalize("NFKC", found["part"])
     return f"{found['whole']} {part}" if found["whole"] else part
 
 
 def _without_latex(text: str) -> str:
-    # LaTeX skips spaces, so those after a command part nothing.
+    # LaTeX ignores spaces after a command.
     text = re.sub(r"\\!\s*", "", text.replace("\\\\", "\n"))
-    text = _PARTS.sub(_GAP, text)
-    for _ in range(_DEEPEST):
-        shorter = _INNERMOST.sub(_opened, text)
+    text = _THIN_SPACE.sub(_GAP, text)
+    for _ in range(_MAX_DEPTH):
+        shorter = _INNERMOST.sub(_without_braces, text)
         if shorter == text:
             break
         text = shorter
-    text = re.sub(r"\\[dtc]?frac[^\n]*", _NONE, text)  # what its parts are was not understood
+    # The numerator and denominator of a remaining fraction could not be read.
+    text = re.sub(r"\\[dtc]?frac[^\n]*", _NONE, text)
     text = _COMMAND.sub(_command, text)
     return re.sub(r"\^ ?°", "°", text)
 
 
-def _opened(found: re.Match[str]) -> str:
-    """Return what innermost braces hold, with the command before them."""
+def _without_braces(found: re.Match[str]) -> str:
+    """Return the plain text of innermost braces and the command before them."""
     if found["name"] is not None:
-        if found["name"] in _SHOWN_AS_IT_IS:
+        if found["name"] in _SHOWS_ARGUMENT:
             return _shown(found, "argument")
-        return " " if found["name"] in _OF_LAYOUT else _NONE
+        return " " if found["name"] in _LAYOUT else _NONE
     if found["shift"] is not None:
         shifted = found["shifted"].strip()
         if found["shift"] == "^" and re.fullmatch(r"[-+]?[0-9]+|°|\\circ|\\degree", shifted):
@@ -307,25 +337,26 @@ def _opened(found: re.Match[str]) -> str:
         return f"{found['shift']}{_NONE}"
     if found["inner"] is not None:
         return _shown(found, "inner")
-    over, under = (
-        (found[part] or found[f"{part}_digit"] or "").strip() for part in ("over", "under")
-    )
+    over = (found["over"] or found["over_digit"] or "").strip()
+    under = (found["under"] or found["under_digit"] or "").strip()
     if not (_SIMPLE.fullmatch(over) and _SIMPLE.fullmatch(under)):
         return _NONE
-    return f"{_before_a_fraction(found)}{over}{_FRACTION}{under}"
+    return f"{_space_before_fraction(found)}{over}{_FRACTION}{under}"
 
 
-def _before_a_fraction(found: re.Match[str]) -> str:
-    """Return what parts a fraction from a digit before it, with which it makes a mixed number."""
-    return " " if found.start() > 0 and found.string[found.start() - 1].isdigit() else ""
+def _space_before_fraction(found: re.Match[str]) -> str:
+    """Return a space if a digit precedes the fraction, which makes a mixed number, else ""."""
+    follows_digit = found.start() > 0 and found.string[found.start() - 1].isdigit()
+    return " " if follows_digit else ""
 
 
 def _shown(found: re.Match[str], part: str) -> str:
     text = found[part]
     if _FRACTION in text:
-        return _before_a_fraction(found) + text
-    # Words are no part of a digit's neighbour, as other signs may be.
-    return f" {text} " if any(letter.isalpha() for letter in text) else text
+        return _space_before_fraction(found) + text
+    # Spaces separate words from digits beside them. Other characters may belong to these digits.
+    has_letters = any(letter.isalpha() for letter in text)
+    return f" {text} " if has_letters else text
 
 
 def _command(found: re.Match[str]) -> str:
@@ -334,26 +365,29 @@ def _command(found: re.Match[str]) -> str:
         return " " if sign in "()[]\n" else sign
     if name in _SIGNS:
         return _SIGNS[name]
-    return " " if name in _OF_LAYOUT or name in _SHOWN_AS_IT_IS else _NONE
+    return " " if name in _LAYOUT or name in _SHOWS_ARGUMENT else _NONE
 
 
-def _things(plain: str) -> Iterator[_Found]:
-    """Find the things of digits in a plain text, numbers or not."""
-    for found in _JOINED.finditer(plain):
+def _tokens(plain: str) -> Iterator[_Token]:
+    """Yield the tokens of a plain text."""
+    for found in _TOKEN.finditer(plain):
         begin, end = found.span()
-        value = _value(found) if _stands_alone(plain, begin, end, found["core"]) else None
-        yield _Found(begin, end, value)
+        value = None
+        if _stands_alone(plain, begin, end, found["core"]):
+            value = _value(found)
+        yield _Token(begin, end, value)
 
 
 def _stands_alone(plain: str, begin: int, end: int, core: str) -> bool:
-    """Return whether nothing before or after a thing of digits makes it another thing."""
+    """Return whether the text before and after a token leaves it a number."""
+    # No expression for the text before looks at more than 12 characters.
     before = plain[max(0, begin - 12) : begin]
-    joined = (
-        _BEFORE.search(before)
-        and not _MONEY_BEFORE.search(before)
-        and not _RANGE_BEFORE.search(before)
-    )
-    if joined or _SIGN_IN_WORDS.search(before) or ("." in core and _WITHOUT_END.match(plain, end)):
+    is_joined = _BEFORE.search(before) is not None
+    if _MONEY_BEFORE.search(before) or _RANGE_BEFORE.search(before):
+        is_joined = False
+    if is_joined or _SIGN_IN_WORDS.search(before):
+        return False
+    if "." in core and _ELLIPSIS.match(plain, end):
         return False
     after = _AFTER.match(plain, end)
     if after is None:
@@ -363,28 +397,31 @@ def _stands_alone(plain: str, begin: int, end: int, core: str) -> bool:
 
 
 def _value(found: re.Match[str]) -> Fraction | None:
-    """Return the number that a thing of digits is by the grammar; None if it is none."""
+    """Return the value of a token by the grammar of the module; None if it is not a number."""
     signs = [sign for sign in found["lead"] if sign in "+-"]
     value = _VALUE.fullmatch(_SPACED.sub(r"\1", found["core"]))
-    if value is None or len(signs) > 1 or sum(map(str.isdigit, found["core"])) > MOST_DIGITS:
+    if value is None or len(signs) > 1:
         return None
-    number = _of_parts(value)
-    magnitudes = sum(
-        power for name, power in _MAGNITUDES.items() for _ in re.findall(name, found["magnitude"])
+    digits = sum(map(str.isdigit, found["core"]))
+    if digits > MAX_DIGITS:
+        return None
+    unsigned = _unsigned(value)
+    exponent = sum(
+        power * len(re.findall(name, found["magnitude"])) for name, power in _MAGNITUDES.items()
     )
-    if number is None or magnitudes > MOST_DIGITS:
+    if unsigned is None or exponent > MAX_DIGITS:
         return None
     sign = -1 if signs == ["-"] else 1
-    scale: int = 10**magnitudes
-    return sign * number * scale
+    return sign * unsigned * 10**exponent
 
 
-def _of_parts(value: re.Match[str]) -> Fraction | None:
+def _unsigned(value: re.Match[str]) -> Fraction | None:
+    """Return the number of a match of _VALUE; None if its exponent or denominator is invalid."""
     if value["alone"]:
         return _power(value["alone"])
     if value["decimal"]:
-        more = _power(value["power"] or f"10^{value['exponent'] or 0}")
-        return None if more is None else _decimal(value["decimal"]) * more
+        power = _power(value["power"] or f"10^{value['exponent'] or 0}")
+        return None if power is None else _decimal(value["decimal"]) * power
     over = value["over"]
     under = value["under"]
     whole = Fraction(0)
@@ -393,7 +430,10 @@ def _of_parts(value: re.Match[str]) -> Fraction | None:
         under = value["of"]
         whole = _decimal(value["whole"])
     divisor = _decimal(under)
-    if divisor == 0 or (value["whole"] and _decimal(over) >= divisor):
+    if divisor == 0:
+        return None
+    # The fraction of a mixed number is below 1.
+    if value["whole"] and _decimal(over) >= divisor:
         return None
     return whole + _decimal(over) / divisor
 
@@ -404,4 +444,4 @@ def _decimal(text: str) -> Fraction:
 
 def _power(text: str) -> Fraction | None:
     exponent = int(re.split(r"\^|\*\*", text)[1])
-    return Fraction(10) ** exponent if abs(exponent) <= MOST_DIGITS else None
+    return Fraction(10) ** exponent if abs(exponent) <= MAX_DIGITS else None

@@ -1,10 +1,9 @@
-"""Read pairs of answers, a chosen and a rejected one, and arrange them in rows to learn preferences
-from.
+"""Read pairs of answers, a chosen and a rejected one, and arrange them in rows.
 
-Both answers of a pair, each after the prompt, stand in one row, so that a micro-batch never parts
-them. Several pairs share a row, each answer as a document of its own (law 9). A single answer that
-is labelled good or bad is paired with another record's answer to another prompt, written after its
-own, which kto compares it with.
+A row holds both answers of a pair, each after the prompt, so a micro-batch never separates them.
+Several pairs share a row; each answer is a separate document of the row (law 9). For kto, a single
+answer that is labelled good or bad is paired with an answer to another prompt, which is put after
+the prompt of the first answer.
 
 Shape suffixes: D pairs, R rows, T positions of a row.
 """
@@ -50,22 +49,21 @@ from monograph.rl.prompts import Record, own_tokenizer, read_parts
 from monograph.text.chat import require_read
 from monograph.text.tokenizer import Tokenizer
 
-# What a label may be: true, 1 and "true" are equal, and so are false, 0 and "false".
+# The values of a label. The keys True and False also match 1 and 0.
 _LABELS = {True: 1, "true": 1, "True": 1, False: -1, "false": -1, "False": -1}
 
 
 class Pair(NamedTuple):
-    """Two answers to one prompt.
+    """Two answers to one prompt, or a single labelled answer.
 
     Attributes:
         text: the prompt's text, or the JSON of a chat's messages.
-        chosen: the tokens of the prompt and the better answer, of which those of the answer are
-            scored.
-        rejected: the same for the other.
-        bytes: UTF-8 bytes of both answers.
+        chosen: the tokens of the prompt and of the better answer; its spans are the answer's tokens.
+            A labelled answer is here, too, whether it is good or bad.
+        rejected: the same for the other answer; for a labelled answer, the answer to another prompt.
+        bytes: UTF-8 bytes of the record's answers.
         chat: whether the answers are messages of chats.
-        label: 0 for pairs; for a single answer, `chosen`, with another prompt's as `rejected`, 1 if
-            good and -1 if bad.
+        label: 1 for a good answer, -1 for a bad one, 0 for a pair.
     """
 
     text: str
@@ -77,13 +75,15 @@ class Pair(NamedTuple):
 
 
 class PairRows(Rows):
-    """Rows that hold whole pairs; each row of `Rows`' own plan has pairs as its documents.
+    """Rows that hold whole pairs.
+
+    For the base class a pair is one document; `window` splits it into the two answers.
 
     Attributes:
-        answers: answers of all rows.
-        labels: int64 [answers], each answer's label, 0 if it has none.
-        most: most answers of a row.
-        chats: whether the pairs are chats.
+        answers: the number of answers of all rows.
+        labels: int64 [answers], each answer's label; 0 if it has none.
+        most: the maximum number of answers of a row.
+        chats: whether the answers are messages of chats.
     """
 
     def __init__(
@@ -97,14 +97,13 @@ class PairRows(Rows):
         """Arrange pairs.
 
         Args:
-            pairs: the pairs, each of at most `sequence_length` + 1 tokens.
+            pairs: the pairs, each of at most `sequence_length` + 1 tokens in its two rows.
             name: the source's name.
-            tokenizer: the tokenizer of their tokens.
+            tokenizer: the tokenizer of the pairs' tokens.
             sequence_length: T.
-            first: the number of the first answer; answers are numbered from 1 over all rows of a
-                run.
+            first: the number of the first answer. The answers of a run are numbered from 1.
         """
-        self._chosen_D = np.array([len(pair.chosen.ids) for pair in pairs], dtype=np.int64)
+        self._chosen_lengths_D = np.array([len(pair.chosen.ids) for pair in pairs], dtype=np.int64)
         self.answers = 2 * len(pairs)
         self._first = first
         self.chats = any(pair.chat for pair in pairs)
@@ -115,38 +114,41 @@ class PairRows(Rows):
         self.most = 2 * int(np.diff(self._plan.offsets).max(initial=0))
 
     def window(self, indices_R: Int64) -> dict[str, Int64]:
-        """Return the rows with these indices, as `Rows.window` does, with the two answers of a pair
-        as two documents.
+        """Return the rows with these indices; the two answers of a pair are two documents.
 
         Returns:
-            also `answers`, int64 [R, T]: an answer's number at the position of its first target, 0
-                elsewhere.
+            the entries of `Rows.window`, and
+            answers: int64 [R, T], an answer's number at its first target, 0 elsewhere.
         """
         window = super().window(indices_R)
         pair_RT = self.owners(indices_R)
         inside_RT = pair_RT >= 0
-        chosen_RT = self._chosen_D[pair_RT] if len(self._chosen_D) else np.zeros_like(pair_RT)
-        second_RT = inside_RT & (window["positions"] >= chosen_RT)
-        window["positions"] = window["positions"] - np.where(second_RT, chosen_RT, 0)
-        window["segments"] = np.where(inside_RT, 2 * window["segments"] - 1 + second_RT, 0)
-        target_RT = window["targets"] != IGNORE
-        goes_on_RT = np.zeros_like(target_RT)
-        goes_on_RT[:, 1:] = target_RT[:, :-1] & (
-            window["segments"][:, 1:] == window["segments"][:, :-1]
-        )
-        number_RT = self._first + 2 * pair_RT + second_RT
-        return window | {"answers": np.where(target_RT & ~goes_on_RT, number_RT, 0)}
+        # The number of the chosen answer's tokens, where the rejected answer begins.
+        length_RT = np.zeros_like(pair_RT)
+        if len(self._chosen_lengths_D):
+            length_RT = self._chosen_lengths_D[pair_RT]
+        is_rejected_RT = inside_RT & (window["positions"] >= length_RT)
+        window["positions"] = window["positions"] - np.where(is_rejected_RT, length_RT, 0)
+        # The pair s of a row has the segments 2 s - 1 and 2 s.
+        window["segments"] = np.where(inside_RT, 2 * window["segments"] - 1 + is_rejected_RT, 0)
+        is_target_RT = window["targets"] != IGNORE
+        follows_target_RT = np.zeros_like(is_target_RT)
+        is_same_answer = window["segments"][:, 1:] == window["segments"][:, :-1]
+        follows_target_RT[:, 1:] = is_target_RT[:, :-1] & is_same_answer
+        number_RT = self._first + 2 * pair_RT + is_rejected_RT
+        return window | {"answers": np.where(is_target_RT & ~follows_target_RT, number_RT, 0)}
 
     def empty(self, count: int) -> dict[str, Int64]:
-        """Return `count` rows of padding, in the form of `window`."""
+        """Return `count` rows of padding, with the entries of `window`."""
         return super().empty(count) | {
             "answers": np.zeros((count, self.sequence_length), dtype=np.int64)
         }
 
 
 def _side(pairs: Sequence[Pair], name: str) -> Side:
-    """Return the pairs as a side of which each pair is a document: one answer with its prompt after
-    the other.
+    """Return a side whose documents are the pairs.
+
+    A document is the chosen answer after its prompt, and then the rejected one after its prompt.
     """
     tokens = list[int]()
     starts = [0]
@@ -174,14 +176,18 @@ def _side(pairs: Sequence[Pair], name: str) -> Side:
 def loss_for(
     source: str | Sequence[str], asked: Asked = ANYTHING, skip_bad: bool = False
 ) -> str | None:
-    """Return the usual loss for a source: dpo for pairs, kto for labelled answers, None for
-    anything else.
+    """Return the default loss for a source.
+
+    Returns:
+        "dpo" for pairs, "kto" for labelled answers, None for anything else.
 
     Raises:
-        InputRefused, UsageError: as in `kind_of_records`, or nothing is there.
+        InputRefused, UsageError: see `kind_of_records`; or there is no source.
     """
     kind = kind_of_records(located(source), asked, skip_bad)
-    return {Kind.PAIRS: "dpo", Kind.LABELLED: "kto"}.get(kind) if kind else None
+    if kind is Kind.PAIRS:
+        return "dpo"
+    return "kto" if kind is Kind.LABELLED else None
 
 
 def read_pairs(
@@ -189,30 +195,35 @@ def read_pairs(
 ) -> Corpus:
     """Read, tokenise and pack pairs, from JSON lines or tables.
 
-    A record has "chosen" and "rejected". They are texts, and "prompt" is the text before both of
-    them, or is missing. Or they are lists of messages, and "prompt" is a list of the messages
-    before, or both are whole chats that differ in their last message alone; the tokenizer's chat
-    template then renders them, and what it writes for the last message is the answer. With
-    `labelled` a record has "completion", in the same forms, and "label", true or false.
+    A record has "chosen" and "rejected":
+    - Both are texts, and "prompt" is the text before them, or is missing.
+    - Both are lists of messages, and "prompt" is a list of the messages before them. Without
+      "prompt", both are whole chats, which differ only in their last message. The tokenizer's chat
+      template renders them, and the answer is what it writes for the last message.
+
+    With `labelled` a record has "completion", in the same forms, and "label", true or false.
 
     Args:
         reading: `source`, `tokenizer`, `sequence_length`, `held_out`, `ignore_keys` and
-            `bad_records`, as `monograph.corpus` takes them. Pairs are held out by their prompts.
+            `bad_records`, as `monograph.corpus` takes them. Pairs with equal prompts are held out
+            together.
         labelled: whether records have single answers.
         progress: see `monograph.data.progress`.
 
     Raises:
-        InputRefused: a record is bad, or a pair too long for a row; see also `read_parts`.
+        InputRefused: a record is bad, or a pair is too long for a row; see also `read_parts`.
         UsageError: the tokenizer would have to be trained, or a source has a weight.
     """
     tokenizer = own_tokenizer(reading, "prefer.loss")
     length = int(reading["sequence_length"])
-    template: list[Answers] = []  # made when the first chat is read, as texts need no template
+    # The template, once the first chat has been read; texts need no template.
+    template: list[Answers] = []
     keys = (COMPLETION,) if labelled else (CHOSEN, REJECTED)
     ignored = Asked.of(None, reading.get("ignore_keys"))
     record_keys = RecordKeys(Kind.LABELLED if labelled else Kind.PAIRS, ignored, is_chosen=True)
     spelled = Spelled(tokenizer)
-    repeating = list[str]()  # places of records whose answers begin with the prompt
+    # The places of records whose answers begin with the prompt.
+    repeating = list[str]()
 
     def rendered(conversation: Conversation) -> Row:
         if not template:
@@ -225,12 +236,11 @@ def read_pairs(
     def read(where: str, record: Record) -> Pair | Fault:
         try:
             chat = _are_chats(record, keys)
-            answer = (
-                functools.partial(_of_chat, rendered)
-                if chat
-                else functools.partial(_of_text, tokenizer)
-            )
-            pair = (_labelled if labelled else _pair)(record, answer, chat)
+            read_answer: _ReadAnswer = functools.partial(_answer_of_text, tokenizer)
+            if chat:
+                read_answer = functools.partial(_answer_of_chat, rendered)
+            read_pair = _labelled if labelled else _pair
+            pair = read_pair(record, read_answer, chat)
         except Unusable as unusable:
             return unusable.fault
         except InputRefused as refused:
@@ -240,34 +250,35 @@ def read_pairs(
             prompt = record.get(PROMPT)
             if prompt and all(record[key].startswith(prompt) for key in keys):
                 repeating.append(where)
-        if (inputs := len(pair.chosen.ids) + len(pair.rejected.ids) - 1) <= length:
+        inputs = len(pair.chosen.ids) + len(pair.rejected.ids) - 1
+        if inputs <= length:
             return pair
-        both = (
-            "the answer and its prompt twice"
-            if labelled
-            else "the two answers, each after its prompt,"
-        )
+        texts = "the two answers, each after its prompt,"
+        if labelled:
+            texts = "the answer and its prompt twice"
         return Fault(
             "too long",
-            f"{both} take {inputs} tokens, more than data.sequence_length = {length}: raise it",
+            f"{texts} take {inputs} tokens, more than data.sequence_length = {length}: raise it",
         )
 
-    needs = " and ".join(repr(key) for key in ((COMPLETION, LABEL) if labelled else keys))
+    needed_keys = (COMPLETION, LABEL) if labelled else keys
+    needs = " and ".join(map(repr, needed_keys))
     parts = read_parts(
         reading, read, f"prefer.loss needs records with {needs}", progress, record_keys
     )
-    sides = (parts.train, parts.held_out)
+    train_pairs = parts.train
+    held_out_pairs = parts.held_out
     if labelled:
-        fixed = {
-            "length": length,
-            "skipped": parts.skipped,
-            "refuse": reading["bad_records"] == "refuse",
-        }
-        sides = (
-            _with_others(parts.train, parts.train, **fixed),
-            _with_others(parts.held_out, parts.train, **fixed),
+        add_others = functools.partial(
+            _with_others,
+            others=parts.train,
+            length=length,
+            skipped=parts.skipped,
+            refuse=reading["bad_records"] == "refuse",
         )
-        if not sides[0]:
+        train_pairs = add_others(parts.train)
+        held_out_pairs = add_others(parts.held_out)
+        if not train_pairs:
             raise InputRefused(
                 f"{parts.sources.name}: no answer has room beside one to another prompt: give more"
             )
@@ -279,19 +290,23 @@ def read_pairs(
         reading["bad_records"],
         keys[0],
     ]
-    decisive += [ignored.left_out] if ignored.left_out else []
+    if ignored.left_out:
+        decisive.append(ignored.left_out)
     digest = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
     name = parts.sources.name
-    train = PairRows(sides[0], name, tokenizer, length, 1)
-    held = PairRows(sides[1], name, tokenizer, length, 1 + train.answers)
-    stats = stats_of(len(parts.sources.files), parts.skipped, train, held)
+    train = PairRows(train_pairs, name, tokenizer, length, first=1)
+    held_out = PairRows(held_out_pairs, name, tokenizer, length, first=1 + train.answers)
+    stats = stats_of(len(parts.sources.files), parts.skipped, train, held_out)
     of_template = template[0].notes({}, "") if template else ()
     notes = (*record_keys.notes(), *of_template, *spelled.notes(), *_repeating_note(repeating))
-    return Corpus(name, tokenizer, train, held, digest, stats, notes, Path())
+    return Corpus(name, tokenizer, train, held_out, digest, stats, notes, Path())
 
 
 def _repeating_note(places: Sequence[str]) -> tuple[str, ...]:
-    """Return a line for the user on records whose answers begin with their prompt, or none."""
+    """Return a line for the user on records whose answers begin with their prompt.
+
+    Without such records there is no line.
+    """
     if not places:
         return ()
     found = f"answers begin with their prompt in records: {len(places):,}, the first {places[0]}"
@@ -299,13 +314,18 @@ def _repeating_note(places: Sequence[str]) -> tuple[str, ...]:
 
 
 def _are_chats(record: Record, keys: Sequence[str]) -> bool:
-    """Return whether the answers under these keys are lists of messages, not texts; raise Unusable
-    if neither.
+    """Return whether the answers under these keys are lists of messages, and not texts.
+
+    Raises:
+        Unusable: they are neither, or the record lacks a key, or they are equal.
     """
     for key in keys:
         if key not in record:
-            other, loss = {CHOSEN: (LABEL, "kto"), COMPLETION: (REJECTED, "dpo")}.get(key, ("", ""))
-            hint = f"; such a record is for prefer.loss = {loss}" if other in record else ""
+            hint = ""
+            if key == CHOSEN and LABEL in record:
+                hint = "; such a record is for prefer.loss = kto"
+            elif key == COMPLETION and REJECTED in record:
+                hint = "; such a record is for prefer.loss = dpo"
             raise Unusable(
                 "no pair", f"has no key {short(key)}; its keys are {few(list(record))}{hint}"
             )
@@ -323,40 +343,50 @@ def _are_chats(record: Record, keys: Sequence[str]) -> bool:
     return isinstance(first, list)
 
 
-# An answer of a record: the prompt as text, the tokens of both, and the answer's bytes.
-_Answer = tuple[str, Row, int]
+class _Answer(NamedTuple):
+    """An answer of a record.
+
+    Attributes:
+        prompt: the prompt's text, or the JSON of its messages.
+        row: the tokens of prompt and answer.
+        bytes: UTF-8 bytes of the answer.
+    """
+
+    prompt: str
+    row: Row
+    bytes: int
 
 
-def _of_text(tokenizer: Tokenizer, record: Record, key: str) -> _Answer:
-    asked = record.get(PROMPT, "")
-    if isinstance(asked, list):
+# Reads the answer under a key of a record.
+_ReadAnswer = Callable[[Record, str], _Answer]
+
+
+def _answer_of_text(tokenizer: Tokenizer, record: Record, key: str) -> _Answer:
+    given_prompt = record.get(PROMPT, "")
+    if isinstance(given_prompt, list):
         message = f"{short(PROMPT)} is a list of messages, but the answers are texts: give lists of messages"
         raise Unusable("no pair", message)
-    chats = chat_only(record)
-    if chats is not None:
+    chat_key = chat_only(record)
+    if chat_key is not None:
         raise InputRefused(
-            f"{short(chats)} is for chats, and the answers are texts: remove it, or {IGNORE_KEY}"
+            f"{short(chat_key)} is for chats, and the answers are texts: remove it, or {IGNORE_KEY}"
         )
-    prompt = _text(asked, PROMPT)
-    answer = _text(record[key], key)
-    return prompt, completed_row(tokenizer, prompt, answer), len(answer.encode())
-
-
-def _text(value: object, key: str) -> str:
-    found = sound(value, key)
-    if not found and key != PROMPT:
+    prompt = sound(given_prompt, PROMPT)
+    answer = sound(record[key], key)
+    if not answer:
         raise Unusable("empty answer", f"{short(key)} is empty")
-    return found
+    return _Answer(prompt, completed_row(tokenizer, prompt, answer), len(answer.encode()))
 
 
-def _of_chat(rendered: Callable[[Conversation], Row], record: Record, key: str) -> _Answer:
+def _answer_of_chat(rendered: Callable[[Conversation], Row], record: Record, key: str) -> _Answer:
     prompt = record.get(PROMPT)
-    before = prompt if isinstance(prompt, list) else []  # with a text, the answers are whole chats
-    beside = {name: value for name, value in record.items() if name in CHAT_KEYS}
-    conversation = read_conversation({MESSAGES: [*before, *record[key]], **beside})
+    # If the prompt is a text or missing, the answers are whole chats.
+    before = prompt if isinstance(prompt, list) else []
+    chat_keys = {name: value for name, value in record.items() if name in CHAT_KEYS}
+    conversation = read_conversation({MESSAGES: [*before, *record[key]], **chat_keys})
     if isinstance(prompt, str):
         require_copy(prompt, conversation.messages)
-    *asked, last = conversation.messages
+    *prompt_messages, last = conversation.messages
     if last["role"] != "assistant":
         raise Unusable(
             "no answer", f"{short(key)} ends with a message of {last['role']}, not of an assistant"
@@ -367,70 +397,93 @@ def _of_chat(rendered: Callable[[Conversation], Row], record: Record, key: str) 
             f"{short(key)} ends with a message of the weight 0: nothing of it would be learned",
         )
     size = len(last.get("content", "").encode())
-    return json.dumps(asked, ensure_ascii=False), rendered(conversation), size
+    return _Answer(json.dumps(prompt_messages, ensure_ascii=False), rendered(conversation), size)
 
 
-def _pair(record: Record, answer: Callable[[Record, str], _Answer], chat: bool) -> Pair:
-    (asked, chosen, size), (other, rejected, more) = (
-        answer(record, key) for key in (CHOSEN, REJECTED)
+def _pair(record: Record, read_answer: _ReadAnswer, chat: bool) -> Pair:
+    chosen = read_answer(record, CHOSEN)
+    rejected = read_answer(record, REJECTED)
+    chosen_prompt_ids, rejected_prompt_ids = (
+        answer.row.ids[: answer.row.spans[0][0]] for answer in (chosen, rejected)
     )
-    begins = [row.ids[: row.spans[0][0]] for row in (chosen, rejected)]
-    if asked != other or begins[0] != begins[1]:
+    if chosen.prompt != rejected.prompt or chosen_prompt_ids != rejected_prompt_ids:
         raise Unusable(
             "differing prompts",
             f"{short(CHOSEN)} and {short(REJECTED)} differ before their last message",
         )
-    if chosen.ids == rejected.ids:
+    if chosen.row.ids == rejected.row.ids:
         maker = "chat template" if chat else "tokenizer"
         both = f"{short(CHOSEN)} and {short(REJECTED)}"
         raise Unusable(
             "equal answers",
             f"the {maker} makes both answers, {both}, the same text: nothing is preferred",
         )
-    return Pair(asked, chosen, rejected, size + more, chat)
+    return Pair(chosen.prompt, chosen.row, rejected.row, chosen.bytes + rejected.bytes, chat)
 
 
-def _labelled(record: Record, answer: Callable[[Record, str], _Answer], chat: bool) -> Pair:
-    """Return an answer with its label, next to its prompt alone; see `_with_others`."""
+def _labelled(record: Record, read_answer: _ReadAnswer, chat: bool) -> Pair:
+    """Return an answer with its label. It has no other answer yet; see `_with_others`."""
     label = record.get(LABEL)
     if not isinstance(label, bool | int | float | str) or label not in _LABELS:
-        shown = short(label) if isinstance(label, str) else KINDS[type(label)]
-        shown = f"{label:g}" if isinstance(label, int | float) else shown
-        found = (
-            f"is {shown}" if LABEL in record else f"is missing; its keys are {few(list(record))}"
-        )
-        raise Unusable("no label", f"expected true or false under {short(LABEL)}, which {found}")
-    asked, row, size = answer(record, COMPLETION)
-    return Pair(asked, row, Row(row.ids[: row.spans[0][0] + 1], ()), size, chat, _LABELS[label])
+        if LABEL not in record:
+            problem = f"is missing; its keys are {few(list(record))}"
+        elif isinstance(label, str):
+            problem = f"is {short(label)}"
+        elif isinstance(label, int | float):
+            problem = f"is {label:g}"
+        else:
+            problem = f"is {KINDS[type(label)]}"
+        raise Unusable("no label", f"expected true or false under {short(LABEL)}, which {problem}")
+    prompt, row, size = read_answer(record, COMPLETION)
+    # The prompt and one token: the least room that another answer takes in the row.
+    prompt_and_token = Row(row.ids[: row.spans[0][0] + 1], ())
+    return Pair(prompt, row, prompt_and_token, size, chat, _LABELS[label])
 
 
 def _with_others(
     pairs: Sequence[Pair],
+    *,
     others: Sequence[Pair],
     length: int,
     skipped: dict[str, int],
     refuse: bool,
 ) -> list[Pair]:
-    """Return labelled answers, each paired with one of the others, to another prompt and short
-    enough.
+    """Return labelled answers, each paired with one of `others` to another prompt.
 
-    Answers to one prompt that follow one another get different ones, as far as there are so many.
+    The other answer must fit into a row together with the labelled one. Consecutive answers to the
+    same prompt get different other answers, as long as there are enough of them.
+
+    Args:
+        pairs: the labelled answers.
+        others: the labelled answers to choose from.
+        length: T.
+        skipped: counts the labelled answers that no other answer fits.
+        refuse: whether such an answer is refused, and not counted.
 
     Raises:
-        InputRefused: there is none, and `refuse` says that this is not to be counted in `skipped`.
+        InputRefused: `refuse` is set, and no other answer fits.
     """
-    made = []
-    begins = [other.chosen.spans[0][0] for other in others]
-    sizes = [len(other.chosen.ids) - begin for other, begin in zip(others, begins, strict=True)]
-    after = _next_prompts(others)
-    since = 0
+    paired = []
+    prompt_lengths = [other.chosen.spans[0][0] for other in others]
+    answer_lengths = [
+        len(other.chosen.ids) - prompt_length
+        for other, prompt_length in zip(others, prompt_lengths, strict=True)
+    ]
+    next_prompts = _next_prompts(others)
+    # How many of the pairs just before have the same prompt.
+    repeats = 0
     for number, pair in enumerate(pairs):
-        since = since + 1 if number and pairs[number - 1].text == pair.text else 0
-        begin = pair.chosen.spans[0][0]
-        room = length + 1 - len(pair.chosen.ids) - begin
-        first = after[number % len(others)] + since
-        around = ((first + step) % len(others) for step in range(len(others)))
-        index = next((i for i in around if sizes[i] <= room and others[i].text != pair.text), None)
+        is_repeat = number > 0 and pairs[number - 1].text == pair.text
+        repeats = repeats + 1 if is_repeat else 0
+        prompt_length = pair.chosen.spans[0][0]
+        room = length + 1 - len(pair.chosen.ids) - prompt_length
+        first = next_prompts[number % len(others)] + repeats
+        index = None
+        for step in range(len(others)):
+            candidate = (first + step) % len(others)
+            if answer_lengths[candidate] <= room and others[candidate].text != pair.text:
+                index = candidate
+                break
         if index is None and refuse:
             raise InputRefused(
                 "prefer.loss = kto compares an answer with those to other prompts, and none has room beside that to "
@@ -441,17 +494,17 @@ def _with_others(
             skipped["no other answer has room"] = skipped.get("no other answer has room", 0) + 1
             continue
         other = others[index].chosen
-        shift = begin - begins[index]
-        spans = tuple((one + shift, end + shift) for one, end in other.spans)
-        made.append(
-            pair._replace(rejected=Row(pair.chosen.ids[:begin] + other.ids[begins[index] :], spans))
-        )
-    return made
+        ids = pair.chosen.ids[:prompt_length] + other.ids[prompt_lengths[index] :]
+        shift = prompt_length - prompt_lengths[index]
+        spans = tuple((begin + shift, end + shift) for begin, end in other.spans)
+        paired.append(pair._replace(rejected=Row(ids, spans)))
+    return paired
 
 
 def _next_prompts(pairs: Sequence[Pair]) -> list[int]:
-    """Return for each pair the index of the next one with another prompt, or of the first."""
-    after = [0] * len(pairs)
+    """Return for each pair the index of the next pair with another prompt, or 0 if there is none."""
+    following = [0] * len(pairs)
     for index in range(len(pairs) - 2, -1, -1):
-        after[index] = index + 1 if pairs[index + 1].text != pairs[index].text else after[index + 1]
-    return after
+        differs = pairs[index + 1].text != pairs[index].text
+        following[index] = index + 1 if differs else following[index + 1]
+    return following

@@ -1,27 +1,28 @@
-"""Score a model's answers by foreign code in processes of its own: programs by tests, any answers
-by a user's function.
+"""Score a model's answers by foreign code in separate processes: programs by their tests, any
+answers by a user's function.
 
-The tests of a program cannot be seen or cheated. Each solution runs in one process and its tests in
-another, and only plain data goes between the two: None, booleans, numbers, texts, lists, tuples,
-sets and dicts. So a result is compared where the solution cannot reach. A change that a function
-makes in its arguments is not seen, and classes and other objects do not get through.
+A program can neither read its tests nor cheat them. A solution runs in one process and its tests in
+another, and only plain data passes between the two: None, booleans, numbers, texts, lists, tuples,
+sets and dicts. So results are compared where the solution has no access. The tests do not see how a
+function changes its arguments, and cannot use classes or other objects of the solution.
 
-Both processes begin with an empty environment, without site-packages, with standard streams that
-lead nowhere, and with limits (`worker.LIMITS`): 5 s of processor time, 512 MiB of address space, no
-byte in a file, few open files. A filter of system calls forbids child processes and threads, and
-what no limit counts or what would outlive them: shared memory, queues and semaphores of System V
-and POSIX, keyrings, files in memory, new namespaces and mounts, sockets (`worker.FORBIDDEN`). They
-are killed with the trainer. If the system lets this user make namespaces, they also see no other
-process, and no file but the standard library and the system's libraries, read-only, in a root that
-is in memory and ends with them; `confinement` says whether it does. Where it does not, as in most
-containers, a solution can read and remove this user's files and end this user's processes, so that
-`rewards` refuses to begin unless it is told.
+Both processes start with an empty environment, without site-packages, with standard streams of
+/dev/null, and with limits (`worker.LIMITS`): 5 s of processor time, 512 MiB of address space, no
+writing to files, few open files. A filter (`worker.FORBIDDEN`) refuses system calls that create
+processes and threads, and those whose effects no limit counts or that outlive the process: shared
+memory, queues and semaphores of System V and POSIX, keyrings, files in memory, new namespaces and
+mounts, sockets. The processes are killed when the trainer ends. Root becomes nobody, unless the
+system forbids that, as in some containers.
 
-Root becomes nobody, unless the system forbids that, as in some containers.
+If the system allows this user to make namespaces, the processes see no other process, and only the
+files of the standard library and of the system's libraries, read-only, in a root in memory that
+ends with them. `Solutions.confinement` tells whether the system allows it. If not, as in most
+containers, a solution can read and remove this user's files and end this user's processes.
+`monograph.rl.rewards` then refuses to begin, unless the user has allowed it.
 
-A score is a share of the tests, counted here: one verdict is read for each test, whatever the
-tests' process writes. A test passes if it runs to its end. What a solution raises arrives in the
-test as an exception of Python's own, but never as one that merely ends an iterator.
+A score is the share of passed tests. It is computed in the trainer, which reads one verdict for each
+test, whatever the tests' process writes. A test passes if it runs to its end. An exception of the
+solution arrives in the test as a builtin exception, but never as one that ends an iterator.
 """
 
 import json
@@ -47,22 +48,26 @@ from monograph.storage.code import Code
 from monograph.storage.reading import is_folder, without_links
 from monograph.terminal import one_line
 
-_MOST_VERDICT_BYTES = len(b"false\n")
-SECONDS = 10.0  # for all tests of one solution
+_MAX_VERDICT_BYTES = len(b"false\n")
+# The time limit for all tests of one solution.
+SECONDS = 10.0
+# A solution and its tests. The first test passes if solutions can run at all, and the second one if
+# they see no files of the system.
 _TRIAL = "import heapq, os\ndef least(of): return heapq.nsmallest(1, of)\ndef sees(path): return os.path.exists(path)"
 _TRIALS = ["assert least([3, 2]) == [2]", "assert not sees('/etc')"]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process that began a session, with all of its process group, and wait for it."""
-    if process.returncode is None:  # its number is still its own
+    """Kill a process that began a session, with its whole process group, and wait for its end."""
+    # Once the process has been waited for, the system may give its number to another process.
+    if process.returncode is None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
 class Solutions:
-    """Scores programs, as many at once as there are cores."""
+    """Scores programs, as many at the same time as there are cores."""
 
     def __init__(self) -> None:
         libraries = {str(Path(os.__file__).parents[1]), "/lib", "/lib64", "/usr/lib", "/usr/lib64"}
@@ -70,17 +75,15 @@ class Solutions:
         self._stopped = False
 
     def confinement(self) -> bool | None:
-        """Return whether solutions are kept from files and the network; None if none can run here
-        at all.
-        """
+        """Return whether the system hides files and the network; None if no solution can run."""
         [share] = self.scores([(_TRIAL, _TRIALS)])
         return share == 1 if share else None
 
     def scores(self, solutions: Sequence[tuple[str, Sequence[str]]]) -> list[float]:
         """Return the share of passed tests of each (code, tests).
 
-        The tests of a solution run one after another. Those that come after its death or after
-        SECONDS have failed.
+        The tests of a solution run one after another. Tests that have not passed when a process dies
+        or SECONDS are over have failed.
         """
         self._stopped = False
         with ThreadPoolExecutor(describe(torch.device("cpu")).cores) as pool:
@@ -94,37 +97,37 @@ class Solutions:
     def _share(self, solution: tuple[str, Sequence[str]]) -> float:
         code, tests = solution
         deadline = time.monotonic() + SECONDS
-        said = b""
+        verdicts = b""
         processes = []
-        ours, judges = socket.socketpair()
-        asking, asked = socket.socketpair()
+        # The trainer talks to the tests, and the tests talk to the solution.
+        trainer_end, tests_end = socket.socketpair()
+        caller_end, solution_end = socket.socketpair()
         try:
-            with judges, asking, asked:
-                processes.append(self._start("solution", asked))
-                processes.append(self._start("tests", judges, asking.fileno()))
-            with suppress(ConnectionError):  # they died
+            with tests_end, caller_end, solution_end:
+                processes.append(self._start("solution", solution_end))
+                processes.append(self._start("tests", tests_end, caller_end.fileno()))
+            # The connection breaks if the tests' process dies.
+            with suppress(ConnectionError):
                 job = [code.encode("utf-8", "surrogatepass").decode("latin-1"), tests]
-                ours.sendall(json.dumps(job).encode() + b"\n")
-                ours.settimeout(0.1)
-                # A verdict for each test is read, and no more, whatever the process writes.
-                while (
-                    said.count(b"\n") < len(tests)
-                    and not self._stopped
-                    and time.monotonic() < deadline
-                ):
+                trainer_end.sendall(json.dumps(job).encode() + b"\n")
+                trainer_end.settimeout(0.1)
+                # One verdict is read for each test, and no more, whatever the process writes.
+                while verdicts.count(b"\n") < len(tests):
+                    if self._stopped or time.monotonic() >= deadline:
+                        break
                     with suppress(TimeoutError):
-                        more = ours.recv(_MOST_VERDICT_BYTES * len(tests))
-                        if not more:
+                        received = trainer_end.recv(_MAX_VERDICT_BYTES * len(tests))
+                        if not received:
                             break
-                        said += more
+                        verdicts += received
         finally:
             for process in processes:
                 _end(process)
-            ours.close()
-        return said.split(b"\n")[: len(tests)].count(b"true") / len(tests)
+            trainer_end.close()
+        return verdicts.split(b"\n")[: len(tests)].count(b"true") / len(tests)
 
     def _start(self, role: str, channel: socket.socket, other: int = 0) -> subprocess.Popen[bytes]:
-        # In a session of its own, so that Ctrl-C does not end it: a run may still have to save.
+        # A new session keeps Ctrl-C from ending the process, since the run may still have to save.
         return subprocess.Popen(
             [sys.executable, "-I", "-S", worker.__file__, role, str(other), *self._folders],
             stdin=channel.fileno(),
@@ -137,27 +140,27 @@ class Solutions:
         )
 
 
+# The largest absolute value of a score.
 LARGEST = 1e6
-ANSWER_SECONDS = 60.0  # for one answer, and for the imports of the file
+# The time limit for one answer, and for running the file at first.
+ANSWER_SECONDS = 60.0
 
 
 class Function:
-    """A function `score(prompt, completion, record)` of a Python file, whose process starts at the
-    first call.
+    """A function `score(prompt, completion, record)` of a Python file, run in a separate process.
 
-    It returns a number, or {name: number} of the parts whose sum the answer is worth.
-
-    What the function prints goes to standard error. The process ends with the thread that made the
-    first call.
+    It returns a number, or {name: number} of parts, whose sum is the score. Its output goes to
+    standard error. The process starts at the first call, and ends with the thread that made it.
     """
 
     def __init__(self, code: Code, sha256: str) -> None:
-        """Take the function, and the digest of the file that may run."""
-        self._code, self._sha256 = code, sha256
+        """Take the function, and the digest that the file must have."""
+        self._code = code
+        self._sha256 = sha256
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the process and run the file in it, if that has not been done.
+        """Start the process and run the file in it, unless that has been done.
 
         Raises:
             InputRefused: the file cannot be read, raises an exception, or has no such function.
@@ -166,17 +169,18 @@ class Function:
         if self._process is not None:
             return
         source = self._code.vouched_source(self._sha256)
-        self._socket, theirs = socket.socketpair()
+        self._socket, child_end = socket.socketpair()
         self._socket.settimeout(ANSWER_SECONDS)
         self._replies = self._socket.makefile("rb")
-        with theirs:
-            # In a session of its own, so that Ctrl-C does not end it: a run may still have to save.
+        with child_end:
+            # A new session keeps Ctrl-C from ending the process, since the run may still have to save.
             command = [sys.executable, "-P", "-u", worker.__file__, "function"]
             self._process = subprocess.Popen(
-                command, stdin=theirs.fileno(), stdout=2, start_new_session=True
+                command, stdin=child_end.fileno(), stdout=2, start_new_session=True
             )
-        self._ended = weakref.finalize(self, _end, self._process)
-        self._asked(
+        # Also called if this object is collected without `close`.
+        self._end_process = weakref.finalize(self, _end, self._process)
+        self._ask(
             "rl.reward",
             source.decode("latin-1"),
             str(without_links(self._code.path)),
@@ -186,15 +190,15 @@ class Function:
     def score(
         self, prompt: str, completion: str, record: Mapping[str, Any], where: str
     ) -> dict[str, float]:
-        """Return the function's score of an answer by part; a plain number is the part "".
+        """Return the parts of the function's score of an answer; a plain number is the part "".
 
         Raises:
-            InputRefused: see `start`; or the function raises, returns neither a finite number nor
-                parts, takes more than ANSWER_SECONDS, or ends its process. The message begins with
-                `where`.
+            InputRefused: see `start`; or the function raises an exception, returns neither a number
+                within +-LARGEST nor such parts, takes more than ANSWER_SECONDS, or ends its process.
+                The message begins with `where`.
         """
         self.start()
-        reply = self._asked(
+        reply = self._ask(
             where,
             self._code.function,
             worker.encoded([prompt, completion, record]),
@@ -209,47 +213,53 @@ class Function:
     def close(self) -> None:
         """End the process and its children; a later call starts a new one."""
         if self._process is not None:
-            self._ended()
+            self._end_process()
             self._replies.close()
             self._socket.close()
             self._process = None
 
-    def _asked(self, where: str, *message: object) -> Any:
+    def _ask(self, where: str, *message: object) -> Any:
+        """Send a message and return the reply; `where` begins the message of an error."""
         process = self._process
-        line = b""
-        fault = None
         assert process
+        reply = b""
+        problem = None
         try:
             self._socket.sendall(json.dumps(message).encode() + b"\n")
-            line = self._replies.readline()
+            reply = self._replies.readline()
         except TimeoutError:
-            fault = f"took more than {ANSWER_SECONDS:.0f} s"
+            problem = f"took more than {ANSWER_SECONDS:.0f} s"
         except ConnectionError:
-            pass  # the process is dead
+            # The process is dead, as the incomplete reply shows.
+            pass
         finally:
-            if not line.endswith(b"\n"):
-                self.close()  # a late reply must not be taken for that to the next call
-        if not line.endswith(b"\n"):
-            raise self._refused(
-                where, fault or f"ended its process (exit code {process.returncode})"
-            )
-        raised, result = json.loads(line)
+            if not reply.endswith(b"\n"):
+                # A late reply must not be read as the reply to the next call.
+                self.close()
+        if not reply.endswith(b"\n"):
+            problem = problem or f"ended its process (exit code {process.returncode})"
+            raise self._refused(where, problem)
+        raised, result = json.loads(reply)
         if raised:
             raise self._refused(where, f"raised {raised}: {result}")
         return result
 
-    def _refused(self, where: str, fault: str) -> InputRefused:
+    def _refused(self, where: str, problem: str) -> InputRefused:
+        """End the process, and return the error."""
         self.close()
-        return refused(where, self._code.value, fault)
+        return refused(where, self._code.value, problem)
 
 
-def parts_of(score: object) -> dict[str, float] | None:
-    """Return the parts of what a function returned for an answer; None if it is no score."""
+def parts_of(score: Any) -> dict[str, float] | None:
+    """Return the named parts of a function's score of an answer; None if it is not a score."""
     parts = score if isinstance(score, Mapping) and score else {"": score}
     found: dict[str, float] = {}
     for name, part in parts.items():
-        # NaN is in no range. Larger numbers would overflow in sums and gradients.
-        if not isinstance(part, int | float) or not abs(part) <= LARGEST:
+        # The comparison is false for NaN. Larger numbers would overflow in sums and gradients.
+        if not (isinstance(part, int | float) and abs(part) <= LARGEST):
+            return None
+        # The name "" is that of a plain number.
+        if not (isinstance(name, str) and (name == "" or name.isidentifier())):
             return None
         if not isinstance(name, str) or not (name == "" or name.isidentifier()):
             return None
@@ -257,8 +267,8 @@ def parts_of(score: object) -> dict[str, float] | None:
     return found
 
 
-def refused(where: str, function: str, fault: str) -> InputRefused:
-    """Return the error of a function that scores no answer."""
+def refused(where: str, function: str, problem: str) -> InputRefused:
+    """Return the error of a function that has not returned a score."""
     number = f"a number from -{LARGEST:g} to {LARGEST:g}"
     advice = f"correct it, so that it returns {number}, or such numbers by name, for every answer"
-    return InputRefused(one_line(f"{where}: {function} {fault}: {advice}"))
+    return InputRefused(one_line(f"{where}: {function} {problem}: {advice}"))

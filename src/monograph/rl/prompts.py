@@ -1,5 +1,6 @@
-"""Read the records of a run on judged answers, and prompts, in two parts: to learn from, and held
-out to measure on.
+"""Read the records of a run on rewards or preferences, and prompts from them.
+
+The records are split in two parts: one to train on, and one that is held out to measure on.
 """
 
 import hashlib
@@ -36,7 +37,8 @@ from monograph.text.messages import Unread
 from monograph.text.template import Unspeakable
 from monograph.text.tokenizer import Tokenizer, parse
 
-Record = Mapping[str, Any]  # a record as it was read
+# A record as it was read.
+Record = Mapping[str, Any]
 
 
 class Parts(NamedTuple):
@@ -44,7 +46,7 @@ class Parts(NamedTuple):
 
     Attributes:
         sources: the files.
-        train: the items to learn from, at least one.
+        train: the items to train on, at least one.
         held_out: the items to measure on.
         skipped: {reason: count} of the records that were skipped.
     """
@@ -56,10 +58,14 @@ class Parts(NamedTuple):
 
 
 def own_tokenizer(reading: Mapping[str, Any], key: str) -> Tokenizer:
-    """Return the tokenizer that a run's model has.
+    """Return the tokenizer of a run's model.
+
+    Args:
+        reading: `tokenizer` and `vocab_size`, as `monograph.corpus` takes them.
+        key: the key that needs the tokenizer, for messages.
 
     Raises:
-        UsageError: it would have to be trained; the message names `key`, which needs it.
+        UsageError: the tokenizer would have to be trained.
     """
     own = parse(reading["tokenizer"], reading.get("vocab_size"))
     if not isinstance(own, Tokenizer):
@@ -79,34 +85,36 @@ def read_parts(
     """Read records from JSON lines or tables.
 
     Args:
-        reading: `source`, `held_out` and `bad_records`, as `monograph.corpus` takes them.
-        item: makes an item of (file and line, record), or says what is wrong with it.
+        reading: `source`, `weights`, `held_out` and `bad_records`, as `monograph.corpus` takes them.
+        item: returns the item of (file and line, record), or the record's fault.
         needs: says what a record must have, for messages.
         progress: see `monograph.data.progress`.
         keys: the keys that a record may have; None: any.
 
     Raises:
-        InputRefused: a record is bad, and the message names its file and line; or nothing is left
-            to learn from.
+        InputRefused: a record is bad, and the message names its file and line; or no record is left
+            to train on.
         UsageError: a source has a weight.
     """
-    sides: tuple[list[Any], list[Any]] = ([], [])
+    train = list[Any]()
+    held_out = list[Any]()
     skipped: Counter[str] = Counter()
     with temporary_folder() as spool:
         sources = find(reading["source"], spool, progress, reading.get("weights"))
         for where, record in _records(sources, needs, keys):
-            found = record if isinstance(record, Fault) else item(where, record)
-            if not isinstance(found, Fault):
-                sides[_is_held(found.text, reading["held_out"])].append(found)
+            result = record if isinstance(record, Fault) else item(where, record)
+            if not isinstance(result, Fault):
+                is_held_out = _is_held_out(result.text, reading["held_out"])
+                (held_out if is_held_out else train).append(result)
             elif reading["bad_records"] == "refuse":
-                raise InputRefused(f"{where}: {found.detail}; or set data.bad_records = skip")
+                raise InputRefused(f"{where}: {result.detail}; or set data.bad_records = skip")
             else:
-                skipped[found.reason] += 1
-    if not sides[0]:
+                skipped[result.reason] += 1
+    if not train:
         raise InputRefused(
             f"{sources.name}: no record is left to train on; give more of them, or lower data.held_out"
         )
-    return Parts(sources, *sides, dict(skipped))
+    return Parts(sources, train, held_out, dict(skipped))
 
 
 def _records(
@@ -116,7 +124,7 @@ def _records(
     for file in sources.files:
         if file.weight != 1:
             raise UsageError(
-                f"data.source: {file.path} has a weight, which texts alone may have: leave it out"
+                f"data.source: {file.path} has a weight, which only texts may have: leave it out"
             )
         if not file.has_records:
             raise InputRefused(
@@ -131,19 +139,23 @@ def _records(
         yield from ((f"{file.path}:{number}", record) for number, record in records)
 
 
-def _is_held(text: str, share: float) -> bool:
+def _is_held_out(text: str, share: float) -> bool:
+    """Return whether the first 48 bits of the text's hash are in this share of their range.
+
+    So equal texts are on the same side.
+    """
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big") < share * 2**48
 
 
 class Prompt(NamedTuple):
-    """A text to answer.
+    """A prompt.
 
     Attributes:
         text: the prompt as rewards get it: a text, or the JSON of a chat's messages.
-        ids: its tokens, at least one.
-        record: the whole record, from which a reward reads what is right.
+        ids: the prompt's tokens, at least one.
+        record: the whole record, which rewards read.
         where: the record's file and line, for messages.
-        teacher_ids: the tokens that a teacher reads in place of the prompt; empty: the same.
+        teacher_ids: the tokens that a teacher reads instead of the prompt; empty: the prompt's.
     """
 
     text: str
@@ -158,15 +170,15 @@ class Prompts:
     """The prompts of a run.
 
     Attributes:
-        name: the source as it was given.
+        name: the source as the user gave it.
         tokenizer: the model's tokenizer.
-        train: prompts to draw answers to.
-        held_out: prompts to measure on; empty if none were held out.
-        fingerprint: hex sha256 of everything on which the prompts and their order depend.
+        train: the prompts to train on.
+        held_out: the prompts to measure on; empty if none are held out.
+        fingerprint: hex sha256 of everything that decides the prompts and their order.
         chats: whether prompts are messages of a chat, not texts.
-        longest: tokens of the longest prompt, a teacher's included.
+        longest: the number of tokens of the longest prompt, including the teacher's prompts.
         skipped: {reason: count} of the records that were skipped.
-        notes: lines for the user on the prompts.
+        notes: lines for the user.
     """
 
     name: str
@@ -180,12 +192,14 @@ class Prompts:
     notes: tuple[str, ...] = ()
 
     def ends(self, config: LlamaConfig) -> tuple[int, ...]:
-        """Return the tokens that end an answer of a model."""
-        return stop_ids(self.tokenizer, config.ends) if self.chats else (self.tokenizer.eos_id,)
+        """Return the tokens that end an answer of the model with this configuration."""
+        if self.chats:
+            return stop_ids(self.tokenizer, config.ends)
+        return (self.tokenizer.eos_id,)
 
     @property
     def vocab_size(self) -> int:
-        """Return the number of the tokenizer's ids."""
+        """Return the number of ids of the tokenizer."""
         return self.tokenizer.vocab_size
 
 
@@ -194,137 +208,182 @@ def read_prompts(
 ) -> Prompts:
     """Read and tokenise prompts, from JSON lines or tables.
 
-    A record's prompt is a text, which gets the token that begins a document before it and is
-    continued as it is, or a list of messages, which the tokenizer's chat template renders up to
-    where the answer begins.
+    A prompt is a text, or a list of messages. A text follows the token that begins a document. The
+    tokenizer's chat template renders messages up to where the answer begins.
 
     Args:
-        reading: `source`, `tokenizer`, `held_out`, `text_key` and `bad_records`, as
-            `monograph.corpus` takes them. Prompts are held out by their texts, so that equal ones
-            stay together. They are under "prompt", or `text_key`.
-        room: most tokens of a prompt.
-        reward: says what else a record must have.
+        reading: `source`, `tokenizer`, `held_out`, `text_key`, `ignore_keys` and `bad_records`, as
+            `monograph.corpus` takes them. Equal prompts are held out together. A record has its
+            prompt under `text_key`, or under "prompt" if `text_key` is not given.
+        room: the maximum number of tokens of a prompt.
+        reward: requires what else a record must have.
         progress: see `monograph.data.progress`.
 
     Raises:
-        InputRefused: a record is bad or its prompt too long; see also `read_parts`.
+        InputRefused: a record is bad or its prompt is too long; see also `read_parts`.
         UsageError: the tokenizer would have to be trained, or a source has a weight.
     """
-    own = own_tokenizer(reading, "rl.reward")
+    tokenizer = own_tokenizer(reading, "rl.reward")
     key = PROMPT if reading["text_key"] in (None, TEXT) else reading["text_key"]
     asked = Asked.of(None, reading.get("ignore_keys"))
     refuse = reading["bad_records"] == "refuse"
 
-    dated = own.on(DAY)
-    spelled = Spelled(own)
+    reader = _Reader(
+        key=key,
+        tokenizer=tokenizer.on(DAY),
+        room=_Room(
+            room, "data.sequence_length less rl.max_new_tokens: raise one or lower the other"
+        ),
+        for_teacher=isinstance(reward, Taught),
+        asked=asked,
+    )
+    spelled = Spelled(tokenizer)
 
     def read(where: str, record: Record) -> Prompt | Fault:
         try:
-            prompt = _prompt(
-                record, key, where, dated, (room, _ROOM), isinstance(reward, Taught), asked
-            )
+            prompt = _prompt(record, where, reader)
         except Unusable as unusable:
             return unusable.fault
         except InputRefused as refused:
             raise InputRefused(f"{where}: {refused}") from None
         spelled.see(where, texts_of(record, key))
-        return _rewarded(prompt, reward, refuse)
+        return _checked(prompt, reward, refuse)
 
     parts = read_parts(reading, read, "rl.reward needs records with a prompt each", progress)
     decisive = [
         parts.sources.sha256,
-        own.hash,
+        tokenizer.hash,
         key,
         room,
         reading["held_out"],
         reading["bad_records"],
     ]
-    decisive += [asked.left_out] if asked.left_out else []
+    if asked.left_out:
+        decisive.append(asked.left_out)
     chats, longest = _kind_and_longest([*parts.train, *parts.held_out], key)
     notes = spelled.notes()
-    if chats and template_of(own).reads_the_date:
+    if chats and template_of(tokenizer).reads_the_date:
         decisive.append(DAY)
         notes = (*notes, f"the chat template reads the date; in all of these prompts it is {DAY}")
     fingerprint = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
     return Prompts(
-        parts.sources.name,
-        own,
-        parts.train,
-        parts.held_out,
-        fingerprint,
-        chats,
-        longest,
-        parts.skipped,
-        notes,
+        name=parts.sources.name,
+        tokenizer=tokenizer,
+        train=parts.train,
+        held_out=parts.held_out,
+        fingerprint=fingerprint,
+        chats=chats,
+        longest=longest,
+        skipped=parts.skipped,
+        notes=notes,
     )
 
 
 def prompts_of(
     records: Iterable[Record], tokenizer: Tokenizer, reward: Reward, room: int
 ) -> Prompts:
-    """Return records as prompts, none of them held out.
+    """Return the prompts of records; none is held out.
 
     Args:
-        records: as `read_prompts` reads them from files, at least one.
-        tokenizer: the model's.
-        reward: says what else a record must have.
-        room: most tokens of a prompt.
+        records: records as `read_prompts` reads them from files, at least one.
+        tokenizer: the model's tokenizer.
+        reward: requires what else a record must have.
+        room: the maximum number of tokens of a prompt.
 
     Raises:
-        InputRefused: there is no record, or one is bad; the message has its number, from 1.
+        InputRefused: there is no record, or a record is bad; the message has its number, from 1.
     """
-    made = list[Prompt]()
-    dated = tokenizer.on(DAY)
-    most = room, "the model's positions less max_new_tokens: lower that"
+    prompts = list[Prompt]()
+    reader = _Reader(
+        key=PROMPT,
+        tokenizer=tokenizer.on(DAY),
+        room=_Room(room, "the model's positions less max_new_tokens: lower that"),
+        for_teacher=isinstance(reward, Taught),
+        asked=ANYTHING,
+    )
     for number, record in enumerate(records, 1):
         where = f"record {number}"
         try:
-            made.append(
-                _prompt(record, PROMPT, where, dated, most, isinstance(reward, Taught), ANYTHING)
-            )
+            prompts.append(_prompt(record, where, reader))
         except (Unusable, InputRefused) as unusable:
             raise InputRefused(f"{where}: {unusable}") from None
         reward.require(record, where)
-    if not made:
+    if not prompts:
         raise InputRefused("there are no records: give some, each with a 'prompt'")
-    return Prompts("records", tokenizer, made, [], "", *_kind_and_longest(made, PROMPT), {})
+    chats, longest = _kind_and_longest(prompts, PROMPT)
+    return Prompts(
+        name="records",
+        tokenizer=tokenizer,
+        train=prompts,
+        held_out=[],
+        fingerprint="",
+        chats=chats,
+        longest=longest,
+        skipped={},
+    )
 
 
 def _kind_and_longest(prompts: Sequence[Prompt], key: str) -> tuple[bool, int]:
-    """Return whether some prompts are chats, and the tokens of the longest."""
+    """Return whether any prompt is a chat, and the number of tokens of the longest prompt."""
     chats = any(not isinstance(prompt.record[key], str) for prompt in prompts)
     return chats, max(len(ids) for prompt in prompts for ids in (prompt.ids, prompt.teacher_ids))
 
 
 FOR_REWARD = "name it in data.ignore_keys, if only the reward reads it"
-_ROOM = "data.sequence_length less rl.max_new_tokens: raise one or lower the other"
 
 
-def _prompt(
-    record: Record,
-    key: str,
-    where: str,
-    tokenizer: Tokenizer,
-    room: tuple[int, str],
-    taught: bool,
-    asked: Asked,
-) -> Prompt:
-    given = asked.given(record)
-    text, ids = _read(given, key, tokenizer, room)
-    told = taught and TEACHER_PROMPT in given
-    return Prompt(
-        text, ids, record, where, _read(given, TEACHER_PROMPT, tokenizer, room)[1] if told else ()
-    )
+class _Room(NamedTuple):
+    """The maximum number of tokens of a prompt.
+
+    Attributes:
+        tokens: the number.
+        meaning: where the number comes from and what to do about it, for messages.
+    """
+
+    tokens: int
+    meaning: str
 
 
-def _read(
-    record: Record, key: str, tokenizer: Tokenizer, room: tuple[int, str]
-) -> tuple[str, tuple[int, ...]]:
-    """Return the text and the tokens of the prompt under a key; raise Unusable."""
+class _Reader(NamedTuple):
+    """How a record's prompt is read.
+
+    Attributes:
+        key: the key of the prompt.
+        tokenizer: the tokenizer, whose template reads the date `DAY`.
+        room: the maximum number of tokens.
+        for_teacher: whether the prompt of a teacher is read, too.
+        asked: the keys that are ignored.
+    """
+
+    key: str
+    tokenizer: Tokenizer
+    room: _Room
+    for_teacher: bool
+    asked: Asked
+
+
+def _prompt(record: Record, where: str, reader: _Reader) -> Prompt:
+    """Return the prompt of a record.
+
+    Raises:
+        Unusable: the record has no usable prompt.
+        InputRefused: the record has a key that cannot be followed.
+    """
+    given = reader.asked.given(record)
+    text, ids = _text_and_ids(given, reader.key, reader)
+    teacher_ids: tuple[int, ...] = ()
+    if reader.for_teacher and TEACHER_PROMPT in given:
+        _, teacher_ids = _text_and_ids(given, TEACHER_PROMPT, reader)
+    return Prompt(text, ids, record, where, teacher_ids)
+
+
+def _text_and_ids(record: Record, key: str, reader: _Reader) -> tuple[str, tuple[int, ...]]:
+    """Return the text and the tokens of the prompt under a key; the errors are those of `_prompt`."""
+    tokenizer = reader.tokenizer
     if key not in record:
         raise Unusable("no prompt", f"has no key {short(key)}; its keys are {few(list(record))}")
     value = record[key]
-    _require_obeyed(record, is_chat=isinstance(value, list))
+    _require_followable(record, is_chat=isinstance(value, list))
     if isinstance(value, list):
         messages = read_messages(value, key)
         require_question(messages, key)
@@ -344,17 +403,19 @@ def _read(
         raise Unusable(
             "no prompt", f"{short(key)} is {KINDS[type(value)]}, not a text or a list of messages"
         )
-    most, meaning = room
-    if len(ids) > most:
+    room = reader.room
+    if len(ids) > room.tokens:
         raise Unusable(
-            "too long", f"the {key} has {len(ids)} tokens, more than {most}, which is {meaning}"
+            "too long",
+            f"the {key} has {len(ids)} tokens, more than {room.tokens}, which is {room.meaning}",
         )
     return text, tuple(ids)
 
 
-def _require_obeyed(record: Record, is_chat: bool) -> None:
-    """Refuse keys that would say something about the prompt and cannot: all others are the
-    reward's.
+def _require_followable(record: Record, is_chat: bool) -> None:
+    """Refuse keys that are about the prompt but cannot be followed.
+
+    All other keys are for the reward.
     """
     if record.get(FUNCTIONS) not in EMPTY:
         raise InputRefused(f"{short(FUNCTIONS)} is not read: {INSTEAD[FUNCTIONS]}, or {FOR_REWARD}")
@@ -365,11 +426,17 @@ def _require_obeyed(record: Record, is_chat: bool) -> None:
         )
 
 
-def _rewarded(prompt: Prompt, reward: Reward, refuse: bool) -> Prompt | Fault:
+def _checked(prompt: Prompt, reward: Reward, refuse: bool) -> Prompt | Fault:
+    """Return the prompt, or a fault if its record lacks what the reward reads.
+
+    Raises:
+        InputRefused: the reward cannot be used, or the record is bad and `refuse` is set.
+    """
     try:
         reward.require(prompt.record, prompt.where)
     except InputRefused as refused:
-        if refuse or not str(refused).startswith(prompt.where):  # the reward itself cannot be used
+        # A message that does not begin with the record's place is about the reward itself.
+        if refuse or not str(refused).startswith(prompt.where):
             raise
         return Fault("no answer", "")
     return prompt

@@ -1,11 +1,11 @@
-"""What the library offers of this room: train on judged answers with an engine of one's own.
+"""The public functions of this room: train an engine on rewards, a teacher or preferences.
 
-The loss is given to the engine, and the answers are its windows:
+The engine is given the loss, and the answers are its windows:
 
-    engine = monograph.Resident(model, loss=monograph.policy_loss("dr_grpo"),
-    optim=monograph.AdamW(lr=1e-5)) answers = monograph.rollouts(engine, tokenizer, records,
-    "number", group=8, max_new_tokens=64) for update in monograph.train(engine, answers,
-    updates=200):
+    loss = monograph.policy_loss("dr_grpo")
+    engine = monograph.Resident(model, loss=loss, optim=monograph.AdamW(lr=1e-5))
+    answers = monograph.rollouts(engine, tokenizer, records, "number", max_new_tokens=64)
+    for update in monograph.train(engine, answers, updates=200):
         print(answers.numbers["reward"])
 """
 
@@ -25,7 +25,7 @@ from monograph.ranges import COUNT
 from monograph.resident import Resident
 from monograph.rl.advantages import ADVANTAGES, ratio_of
 from monograph.rl.arrange import Options
-from monograph.rl.loss import PolicyLoss, penalty
+from monograph.rl.loss import PolicyLoss, kl_term
 from monograph.rl.pairs import PairRows, read_pairs
 from monograph.rl.preferences import PreferenceLoss, preference
 from monograph.rl.prompts import prompts_of
@@ -45,25 +45,26 @@ def policy_loss(
     kl_coef: float | None = None,
     entropy_coef: float | None = None,
 ) -> PolicyLoss:
-    """Return the loss of answers that are rewarded, for an engine; see `rollouts`.
+    """Return the loss of answers with rewards, for an engine; see `rollouts`.
 
     Args:
-        advantage: a name of `monograph.rl.advantages`, which has their equations.
-        temperature: divides the logits, of the draws and in the loss.
-        updates: updates that are made of each draw.
-        kl: "none", "k1", "k2" or "k3", a term as `monograph.rl.loss.Kl` describes it.
-        kl_coef: its strength.
-        entropy_coef: the strength of a term for even choices, in place of `kl`.
+        advantage: a name of `monograph.rl.advantages`, which has the equations.
+        temperature: divides the logits, in sampling and in the loss.
+        updates: updates that are made of each sample.
+        kl: "k1", "k2" or "k3", see `monograph.rl.loss.Kl`; "none": no KL term.
+        kl_coef: the strength of the KL term.
+        entropy_coef: the strength of a term that favours entropy, instead of a KL term; None: no
+            such term.
 
     Raises:
-        UsageError: a value is out of range.
+        UsageError: a value is out of range, or the values do not go together.
     """
     if advantage not in ADVANTAGES:
         raise UsageError(f"advantage = {advantage!r}: expected one of {', '.join(ADVANTAGES)}")
     if not (math.isfinite(temperature) and temperature > 0):
         raise UsageError(f"temperature = {temperature!r}: expected a number above 0")
     COUNT.require("updates", updates)
-    term = penalty(kl, kl_coef, entropy_coef, advantage)
+    term = kl_term(kl, kl_coef, entropy_coef, advantage)
     return PolicyLoss(temperature, ratio_of(advantage, updates), term, advantage, updates)
 
 
@@ -85,44 +86,45 @@ def rollouts(
     seed: int = 0,
     trust_code: bool = False,
 ) -> Rollouts:
-    """Return the windows of `monograph.train` with answers that the engine's model draws when each
-    is asked for.
+    """Return windows for `monograph.train`, whose answers the engine's model samples on demand.
 
     A window has `group` answers to each of `prompts` prompts. On a CPU, in eager mode and at
-    temperature 1, answers are scored in the bits in which they were drawn. A KL term's reference is
-    the weights at this call, so load a checkpoint after it.
+    temperature 1, an answer's log-probabilities have the same bits in the loss as in sampling. The
+    reference of a KL term is the weights at this call, so load a checkpoint after it.
 
     Args:
         engine: an engine of a language model, with a `policy_loss`.
-        tokenizer: the model's.
-        records: each with a "prompt", a text or a list of messages, and what the reward reads.
-        reward: a name as the key rl.reward takes it; or a `Reward`, such as `distill` returns; or a
-            function of (prompt, answer, record), called in this process, which returns a number, or
-            {name: number} to be added up.
+        tokenizer: the model's tokenizer.
+        records: records with a "prompt", which is a text or a list of messages, and the keys that
+            the reward reads.
+        reward: a value of the key rl.reward; or a `Reward`, such as `distill` returns; or a function
+            of (prompt, answer, record), called in this process, which returns a number, or
+            {name: number} of parts, whose sum is the score.
         regex: the regular expression of the reward "regex".
         schema: the file of the reward "json-schema".
-        prompts: prompts of a window.
-        group: answers to each, at least two.
-        max_new_tokens: most tokens of an answer.
-        truncated: "keep" answers that this limit cuts, or "mask" them: leave them out of the loss.
-        truncation_penalty: what the reward of an answer that is cut is lowered by.
-        draws: most times that a window draws, until it has as many groups of unequal rewards as
-            prompts.
-        epochs: passes over the prompts; None: without end.
-        seed: of the prompts' order and of all draws.
-        trust_code: whether the programs of "python" may run where the system allows no namespaces
-            to confine them.
+        prompts: number of prompts of a window.
+        group: number of answers to each prompt, at least two.
+        max_new_tokens: maximum number of tokens of an answer.
+        truncated: "keep" or "mask" answers that are cut at max_new_tokens; the loss leaves masked
+            answers out.
+        truncation_penalty: is subtracted from the reward of an answer that is cut.
+        draws: how often a window may sample, until it has `prompts` groups of unequal rewards.
+        epochs: passes over the prompts; None: endless.
+        seed: the seed of the order of prompts and of all sampling.
+        trust_code: whether the programs of the reward "python" may run if the system has no
+            namespaces to confine them.
 
     Returns:
-        An iterator; its `numbers` are figures on the window that it returned last, and `state()` is
+        An iterator. Its `numbers` are figures on the window that it returned last, and `state()` is
         its position.
 
     Raises:
         UsageError: an argument is out of range, or the engine has another loss.
-        InputRefused: a record has no prompt, one that leaves no room for an answer, or not what the
-            reward reads.
+        InputRefused: a record has no prompt, a prompt is too long, or a record lacks the keys that
+            the reward reads.
     """
-    loss, model = engine.step.loss, engine.model
+    loss = engine.step.loss
+    model = engine.model
     if not isinstance(loss, PolicyLoss) or not isinstance(model, Llama):
         raise UsageError(
             "rollouts needs an engine of a language model with loss=monograph.policy_loss(...)"
@@ -135,30 +137,31 @@ def rollouts(
     scorer = reward if isinstance(reward, Reward) else Called(reward)
     _require_scorer(scorer, loss, model, truncated, truncation_penalty)
     scorer.unconfined = scorer.unconfined or trust_code
-    asked = prompts_of(
-        records, tokenizer, scorer, model.config.max_position_embeddings - max_new_tokens
-    )
+    max_prompt_tokens = model.config.max_position_embeddings - max_new_tokens
+    read = prompts_of(records, tokenizer, scorer, max_prompt_tokens)
+    # Only these compute an answer's log-probabilities with the same bits in sampling and in the loss.
     exact = engine.step.scope == "none" and engine.step.device.type == "cpu"
     options = Options(
-        prompts,
-        group,
-        max_new_tokens,
-        loss.temperature,
-        loss.advantage,
-        draws,
-        asked.longest + max_new_tokens,
-        not exact,
-        exact,
-        seed,
-        epochs,
-        loss.updates,
-        loss.kl,
-        truncated == "mask",
-        truncation_penalty,
+        prompts=prompts,
+        group=group,
+        max_new_tokens=max_new_tokens,
+        temperature=loss.temperature,
+        advantage=loss.advantage,
+        draws=draws,
+        length=read.longest + max_new_tokens,
+        packed=not exact,
+        exact=exact,
+        seed=seed,
+        epochs=epochs,
+        updates=loss.updates,
+        kl=loss.kl,
+        masks_truncated=truncated == "mask",
+        truncation_penalty=truncation_penalty,
     )
     if exact:
         model.use_attention("cached")
-    drawer = Drawer(engine, asked, scorer, options, lambda: 0)
+    # The number of updates is unknown here, which 0 stands for.
+    drawer = Drawer(engine, read, scorer, options, updates=lambda: 0)
     if loss.kl and loss.kl.needs_reference:
         drawer.reference = [plane.param.clone() for plane in engine.step.planes]
     return Rollouts(drawer)
@@ -166,15 +169,15 @@ def rollouts(
 
 def _require_counts(**counts: int) -> None:
     for name, value in counts.items():
-        least = 2 if name == "group" else 1
-        if not COUNT.holds(value) or value < least:
-            raise UsageError(f"{name} = {value!r}: expected a whole number from {least}")
+        minimum = 2 if name == "group" else 1
+        if not COUNT.holds(value) or value < minimum:
+            raise UsageError(f"{name} = {value!r}: expected a whole number from {minimum}")
 
 
 def _require_scorer(
     scorer: Reward, loss: PolicyLoss, model: Llama, truncated: str, truncation_penalty: float
 ) -> None:
-    """Refuse what does not go with what scores answers."""
+    """Refuse truncation and a teacher that do not go together, or not with loss and model."""
     if truncated not in ("keep", "mask"):
         raise UsageError(f"truncated = {truncated!r}: expected 'keep' or 'mask'")
     if not isinstance(truncation_penalty, int | float) or not 0 <= truncation_penalty < math.inf:
@@ -204,14 +207,14 @@ def _require_scorer(
 
 
 def distill(teacher: Llama) -> Reward:
-    """Return a reward that a teacher gives: how much likelier it finds each token of an answer than
-    the student does.
+    """Freeze a teacher, and return its reward, which compares it with the student on each token.
 
-    It lowers KL(student || teacher) on the student's own answers. The teacher is frozen. It reads a record's
-    "teacher_prompt", if there is one, in place of the prompt.
+    The reward of a token is the teacher's log-probability - the student's. It lowers
+    KL(student || teacher) on the student's own answers. If a record has a "teacher_prompt", the
+    teacher reads that instead of the prompt.
 
     Args:
-        teacher: a model with the student's tokenizer, on its device.
+        teacher: a model with the student's tokenizer, on the student's device.
     """
     reward = Taught()
     reward.teacher = teacher.requires_grad_(False).train(False)
@@ -229,23 +232,25 @@ def pairs(
     bad_records: str = "refuse",
     progress: Progress | None = None,
 ) -> Corpus:
-    """Read pairs of answers, or labelled ones, and arrange them in rows; `pairs(...).batches(...)`
-    are their windows.
+    """Read pairs of answers, or labelled answers, and arrange them in rows.
 
     Args:
-        source: a file or a pattern of files; `monograph.rl.pairs.read_pairs` says what a record
-            has.
-        tokenizer: the model's.
+        source: a file or a pattern of files; `monograph.rl.pairs.read_pairs` describes a record.
+        tokenizer: the model's tokenizer.
         labelled: whether records have single answers, labelled good or bad, for the loss kto.
-        sequence_length: T, positions of a row, which holds both answers of a pair, each after its
-            prompt.
+        sequence_length: T, the positions of a row. A row holds both answers of a pair, each after
+            the prompt.
         held_out: the share of prompts that are held out.
-        ignore_keys: keys of records that are left out; any other unknown key is refused.
+        ignore_keys: keys of records that are ignored; None: none. Any other unknown key is refused.
         bad_records: "refuse" a bad record, or "skip" and count it.
         progress: see `monograph.data.progress`.
 
+    Returns:
+        the rows; their windows are `pairs(...).batches(...)`.
+
     Raises:
-        InputRefused: a record is bad, or a pair too long.
+        InputRefused: a record is bad, or a pair is too long.
+        UsageError: an argument is out of range.
     """
     if bad_records not in ("refuse", "skip"):
         raise UsageError(f"bad_records = {bad_records!r}: must be 'refuse' or 'skip'")
@@ -264,14 +269,15 @@ def pairs(
 def preference_loss(pairs: Corpus, loss: str = "dpo", **parameters: float) -> PreferenceLoss:
     """Return the loss that compares the answers of pairs, for an engine.
 
-    The reference is the weights of the first update, with which all pairs are scored once before
-    it; figures of an evaluation mean something from then on. A loss belongs to one engine.
+    The reference is the weights before the first update. All pairs are scored with them once, just
+    before that update, so figures of an evaluation have no meaning earlier. A loss belongs to one
+    engine.
 
     Args:
-        pairs: what `monograph.pairs` returns.
-        loss: "dpo", "robust", "ipo", "simpo", "orpo" or "kto"; `monograph.rl.preferences` has their
+        pairs: the result of `monograph.pairs`.
+        loss: "dpo", "robust", "ipo", "simpo", "orpo" or "kto"; `monograph.rl.preferences` has the
             equations.
-        parameters: those of the loss by their names, such as beta=0.1.
+        parameters: parameters of the loss by name, such as beta=0.1.
 
     Raises:
         UsageError: there is no such loss, or it does not go with these answers.
@@ -285,13 +291,12 @@ def preference_loss(pairs: Corpus, loss: str = "dpo", **parameters: float) -> Pr
         )
     labels = np.concatenate([side.labels for side in rows])
     if chosen.labelled != bool(labels.any()):
-        kind = (
-            "labelled answers: read them with labelled=True"
-            if chosen.labelled
-            else "pairs, not labelled answers"
-        )
-        raise UsageError(f"loss = {loss!r} compares {kind}")
-    made = PreferenceLoss(chosen, len(labels), max(side.most for side in rows))
-    made.labels[1:] = torch.from_numpy(labels)
-    made.sides = rows if chosen.needs_reference else ()
-    return made
+        if chosen.labelled:
+            expected = "labelled answers: read them with labelled=True"
+        else:
+            expected = "pairs, not labelled answers"
+        raise UsageError(f"loss = {loss!r} compares {expected}")
+    result = PreferenceLoss(chosen, len(labels), max(side.most for side in rows))
+    result.labels[1:] = torch.from_numpy(labels)
+    result.sides = rows if chosen.needs_reference else ()
+    return result

@@ -1,16 +1,15 @@
-"""Run foreign code of a reward in a process of its own: a solution, the tests of one, or a user's
-function.
+"""Run foreign code of a reward in a separate process: a solution, its tests, or a user's function.
 
-`monograph.rl.processes` starts this program. It imports nothing of the package, so that it starts
-in a few hundredths of a second. It talks over sockets, not over its standard streams, which foreign
-code uses. A message is a line of JSON. The first argument is the role:
+`monograph.rl.processes` starts this program. It imports nothing from the package, so that it starts
+in a few hundredths of a second. It communicates over sockets, since foreign code may use the
+standard streams. A message is a line of JSON. The first argument is the role:
 
-    function: reads [source, path, function] and runs the source, then calls a function for each
+    function: reads [source, path, function] and runs the source. Then it calls a function for each
         [name, arguments, named arguments]. A reply is [null, result], or [name, message] of an
         exception.
-    solution 0 FOLDER...: does the same, but confined, with no other files than those folders.
-    tests SOCKET FOLDER...: is confined, too. It reads [code, tests], sends the code to the solution
-        at SOCKET, and writes for each test whether it passed. The tests see the solution's
+    solution 0 FOLDER...: does the same, but is confined, and sees only the files of these folders.
+    tests SOCKET FOLDER...: is also confined. It reads [code, tests], sends the code to the solution
+        at SOCKET, and writes for each test whether it passed. The tests call the solution's
         functions through proxies.
 """
 
@@ -30,7 +29,8 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any, NamedTuple
 
-MOST_BYTES = 1 << 26  # of a message, more than a record may have
+# The maximum size of a message, which is more than that of a record.
+MAX_BYTES = 1 << 26
 LIMITS = {
     resource.RLIMIT_CPU: 5,  # seconds of processor time
     resource.RLIMIT_AS: 1 << 29,  # bytes of address space
@@ -40,9 +40,12 @@ LIMITS = {
     resource.RLIMIT_CORE: 0,
 }
 ENDS_OF_ITERATORS = (StopIteration, StopAsyncIteration)
-LONGEST_S = 20.0  # if the trainer died before this process could ask to end with it
-NOBODY = 65534  # the user without rights
-# Linux's numbers, which Python does not name.
+# How long a confined process may live. This matters only if the trainer died before the process could
+# ask the system to end it with the trainer.
+LONGEST_S = 20.0
+# The user without rights.
+NOBODY = 65534
+# Linux's constants, which Python does not define.
 _NEW_NETWORK = 1 << 30
 _NEW_PROCESSES = 1 << 29
 _NEW_USER = 1 << 28
@@ -52,16 +55,16 @@ _PRIVATE = 1 << 18
 _BIND = 1 << 12
 _RECURSIVE = 1 << 14
 _MOUNT_SETATTR = 442
-_FROM_HERE = -100
+_CURRENT_FOLDER = -100
 _WITH_MOUNTS_BELOW = 0x8000
 _READ_ONLY_WITHOUT_DEVICES = 7
 _END_WITH_PARENT = 1
 _OPEN_TO_OTHERS = 4
 _NO_NEW_RIGHTS = 38
 _CAPABILITIES_VERSION = 0x20080522
-_FILTER_CALLS, _BY_PROGRAM = 22, 2
-# Where a file system of its own becomes the root: every Linux has this folder, and no library is in
-# it.
+_FILTER_CALLS = 22
+_BY_PROGRAM = 2
+# Where the new root is mounted. Every Linux has this folder, and no library is in it.
 ROOT = b"/proc"
 
 
@@ -69,24 +72,27 @@ class _Machine(NamedTuple):
     """A kind of processor, as Linux's system calls know it.
 
     Attributes:
-        number: what a filter sees as its name.
-        column: the place of its numbers in FORBIDDEN.
-        most: the largest number of a call; beyond it are the calls of another kind, such as x32.
+        number: its identifier in a filter of system calls.
+        column: the index of its system calls in the values of FORBIDDEN.
+        largest: the largest number of its system calls; larger numbers are of another interface,
+            such as x32.
     """
 
     number: int
     column: int
-    most: int
+    largest: int
 
 
 MACHINES = {
     "x86_64": _Machine(0xC000003E, 0, (1 << 30) - 1),
     "aarch64": _Machine(0xC00000B7, 1, (1 << 31) - 1),
 }
-# System calls that fail, with their numbers on x86_64 and aarch64: those that make another process
-# or thread; that hold memory, or reach a process, that no limit of this process counts, and that
-# may outlive it; that make namespaces and file systems, with rights and memory of their own; and
-# sockets, which lead to the network where no namespace hides it.
+# System calls that fail, with their numbers on x86_64 and aarch64. They
+# - create a process or thread,
+# - hold memory that no limit counts and that may outlive this process,
+# - reach other processes,
+# - create namespaces and file systems, which have their own rights and memory, or
+# - open sockets, which lead to the network unless a namespace hides it.
 FORBIDDEN: dict[str, tuple[int, int | None]] = {
     "clone": (56, 220),
     "clone3": (435, 435),
@@ -137,65 +143,69 @@ FORBIDDEN: dict[str, tuple[int, int | None]] = {
 
 
 class _Channel:
-    """Lines of JSON in both directions over a socket, whose number then leads nowhere."""
+    """Lines of JSON in both directions over a socket."""
 
     def __init__(self, descriptor: int) -> None:
-        self._own = os.dup(descriptor), os.dup(descriptor)
-        self._reader, self._writer = os.fdopen(self._own[0], "rb"), os.fdopen(self._own[1], "wb")
+        """Take over the socket; its descriptor is then of /dev/null, so foreign code cannot use it."""
+        self._descriptors = os.dup(descriptor), os.dup(descriptor)
+        self._reader = os.fdopen(self._descriptors[0], "rb")
+        self._writer = os.fdopen(self._descriptors[1], "wb")
         os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
 
-    def leave_children(self) -> None:
-        """Take the socket from this process's later children, which must not reply, nor keep it
-        open.
+    def close_in_children(self) -> None:
+        """Close the socket in later children of this process.
+
+        They must neither reply nor keep the socket open.
         """
-        os.register_at_fork(after_in_child=lambda: [os.dup2(0, each) for each in self._own])
+        os.register_at_fork(
+            after_in_child=lambda: [os.dup2(0, descriptor) for descriptor in self._descriptors]
+        )
 
     def send(self, value: object) -> None:
         self._writer.write(json.dumps(value).encode() + b"\n")
         self._writer.flush()
 
     def receive(self) -> Any:
-        """Read a message; raise EOFError if there is none any more, or it is too long."""
-        line = self._reader.readline(MOST_BYTES)
+        """Read a message; raise EOFError if the socket is closed or the message too long."""
+        line = self._reader.readline(MAX_BYTES)
         if not line.endswith(b"\n"):
             raise EOFError
         return json.loads(line)
 
 
 def _confine(folders: Sequence[str]) -> None:
-    """Take from this process all that `monograph.rl.processes` says, and as much of it as the
-    system allows.
+    """Confine this process as `monograph.rl.processes` says, as far as the system allows.
 
     Raises:
-        OSError: it would be left with calls that no limit counts.
+        OSError: system calls cannot be filtered, which is always needed.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     _hide(libc, [folder.encode() for folder in folders])
-    if os.geteuid() == 0:  # root has no limit of processes, and may do too much
+    # The limit on processes does not hold for root, who also has too many rights.
+    if os.geteuid() == 0:
         with suppress(OSError):
             os.setgroups([])
             os.setresgid(NOBODY, NOBODY, NOBODY)
             os.setresuid(NOBODY, NOBODY, NOBODY)
     libc.prctl(_NO_NEW_RIGHTS, 1, 0, 0, 0)
     libc.capset(struct.pack("Ii", _CAPABILITIES_VERSION, 0), bytes(24))
-    # Where no namespace parts them, a solution must not look into its tests' process.
+    # Without namespaces, a solution could otherwise read the memory of its tests' process.
     libc.prctl(_OPEN_TO_OTHERS, 0)
-    # After the changes of rights, each of which cancels it.
+    # This comes after the changes of rights, since each of them cancels it.
     libc.prctl(_END_WITH_PARENT, signal.SIGKILL)
-    for limit, most in LIMITS.items():
-        resource.setrlimit(limit, (most, most))
+    for limit, value in LIMITS.items():
+        resource.setrlimit(limit, (value, value))
     _forbid(libc)
-    sys.set_int_max_str_digits(0)  # a long number is a fair result; processor time is limited
+    # A long number is a valid result. The limit on processor time bounds its conversion.
+    sys.set_int_max_str_digits(0)
 
 
 def _forbid(libc: ctypes.CDLL) -> None:
-    """Let the calls of FORBIDDEN fail in this process and its children, as those do that rights are
-    missing for.
-    """
+    """Let the calls of FORBIDDEN fail with EPERM in this process and its children."""
     machine = MACHINES.get(os.uname().machine)
     if machine is None:
         raise OSError(f"no filter of system calls is known for {os.uname().machine}")
-    # instructions of the kernel's small machine
+    # Instructions of BPF, the kernel's virtual machine.
     load = 0x20
     jump_if_equal = 0x15
     jump_if_above = 0x25
@@ -203,7 +213,9 @@ def _forbid(libc: ctypes.CDLL) -> None:
     allow = 0x7FFF0000
     fail = 0x00050000 | errno.EPERM
     kill = 0x80000000
-    number, architecture = 0, 4  # where they stand in what the kernel shows of a call
+    # Offsets in the kernel's description of a call.
+    number = 0
+    architecture = 4
     calls = [
         numbers[machine.column]
         for numbers in FORBIDDEN.values()
@@ -214,7 +226,7 @@ def _forbid(libc: ctypes.CDLL) -> None:
         (jump_if_equal, 1, 0, machine.number),
         (end, 0, 0, kill),
         (load, 0, 0, number),
-        (jump_if_above, len(calls) + 1, 0, machine.most),
+        (jump_if_above, len(calls) + 1, 0, machine.largest),
         *((jump_if_equal, len(calls) - index, 0, call) for index, call in enumerate(calls)),
         (end, 0, 0, allow),
         (end, 0, 0, fail),
@@ -227,31 +239,38 @@ def _forbid(libc: ctypes.CDLL) -> None:
         raise OSError(ctypes.get_errno(), "the system takes no filter of system calls")
 
 
-def _hide(libc: ctypes.CDLL, folders: list[bytes]) -> None:
-    """Let this process see no network, no other process, and no files but the folders, read-only,
-    and only if it can.
+def _mount_root(libc: ctypes.CDLL, folders: list[bytes]) -> bool:
+    """Mount a root in memory, with the folders in it, read-only; return whether that succeeded."""
+    # The functions of libc return 0 if they succeed.
+    if libc.mount(None, b"/", None, _PRIVATE | _RECURSIVE, None):
+        return False
+    if libc.mount(b"tmpfs", ROOT, b"tmpfs", 0, b"size=64k,mode=755"):
+        return False
+    for folder in folders:
+        os.makedirs(ROOT + folder, exist_ok=True)
+        if libc.mount(folder, ROOT + folder, None, _BIND | _RECURSIVE, None):
+            return False
+    attributes = struct.pack("4Q", _READ_ONLY_WITHOUT_DEVICES, 0, 0, 0)
+    error = libc.syscall(
+        _MOUNT_SETATTR, _CURRENT_FOLDER, ROOT, _WITH_MOUNTS_BELOW, attributes, len(attributes)
+    )
+    return not error
 
-    Its root is a file system of its own, in memory, which ends with it: it leaves nothing behind,
-    however it ends.
+
+def _hide(libc: ctypes.CDLL, folders: list[bytes]) -> None:
+    """Hide the network, other processes and files from this process, if the system allows that.
+
+    The process then sees only the files of the folders, read-only. Its root is a file system in
+    memory, which disappears with the process, however the process ends.
     """
-    apart = _NEW_NETWORK | _NEW_PROCESSES | _NEW_IPC | _NEW_MOUNTS
-    if libc.unshare(apart) and libc.unshare(apart | _NEW_USER):
+    namespaces = _NEW_NETWORK | _NEW_PROCESSES | _NEW_IPC | _NEW_MOUNTS
+    if libc.unshare(namespaces) and libc.unshare(namespaces | _NEW_USER):
         return
-    failed = libc.mount(None, b"/", None, _PRIVATE | _RECURSIVE, None)
-    if not (failed or libc.mount(b"tmpfs", ROOT, b"tmpfs", 0, b"size=64k,mode=755")):
-        for folder in folders:
-            os.makedirs(ROOT + folder, exist_ok=True)
-            failed = failed or libc.mount(folder, ROOT + folder, None, _BIND | _RECURSIVE, None)
-        attributes = struct.pack("4Q", _READ_ONLY_WITHOUT_DEVICES, 0, 0, 0)
-        size = len(attributes)
-        if not (
-            failed
-            or libc.syscall(_MOUNT_SETATTR, _FROM_HERE, ROOT, _WITH_MOUNTS_BELOW, attributes, size)
-        ):
-            os.chroot(ROOT)
-            os.chdir("/")
-    # The first child is the namespace's first process: when it ends, the kernel ends all others in
-    # it. The second one is the one that is confined, so that it cannot touch the first.
+    if _mount_root(libc, folders):
+        os.chroot(ROOT)
+        os.chdir("/")
+    # The first child is the first process of the namespace: when it ends, the kernel ends all other
+    # processes there. The second child is the confined one, so that it cannot end the first.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     for _ in range(2):
         libc.prctl(_END_WITH_PARENT, signal.SIGKILL)
@@ -264,8 +283,12 @@ _KINDS: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple, "set": 
 
 
 def encoded(value: object) -> Any:
-    """Return plain data in JSON's types; a list is [kind, items]. A value of a subclass is sent as
-    its base class.
+    """Return plain data in JSON's types; a container becomes [kind, items].
+
+    A value of a subclass becomes one of its base class.
+
+    Raises:
+        TypeError: the value is not plain data.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -274,7 +297,9 @@ def encoded(value: object) -> Any:
     for kind, types in ("list", list), ("tuple", tuple), ("set", (set, frozenset)):
         if isinstance(value, types):
             return [kind, [encoded(each) for each in value]]
-    if callable(item := getattr(value, "item", None)):  # a number of numpy, or of a tensor
+    # A scalar of numpy or of torch has a method `item`, which returns it as a number.
+    item = getattr(value, "item", None)
+    if callable(item):
         return encoded(item())
     raise TypeError(f"{type(value).__name__} is no plain data")
 
@@ -291,16 +316,17 @@ def decoded(value: object) -> Any:
 
 def _serve(channel: _Channel) -> None:
     module = ModuleType("foreign")
-    sys.modules["foreign"] = module  # dataclasses look their module up
+    # Dataclasses look up their module there.
+    sys.modules["foreign"] = module
 
     def run(source: str, path: str, wanted: str | None) -> None:
         module.__file__ = path
-        # A file must find its neighbours, as it does when Python runs it.
+        # The file can import modules of its folder, as if Python ran it.
         sys.path.append(os.path.dirname(path))
-        # Latin-1 brought all bytes here: the source itself says in which encoding it is.
+        # The message holds the source's bytes as Latin-1. The source itself declares its encoding.
         exec(compile(source.encode("latin-1"), path, "exec"), module.__dict__)
         if wanted and not callable(getattr(module, wanted, None)):
-            # Needed here alone: every process of this program would start later by it.
+            # Imported only here, since it would delay the start of each process.
             import difflib
 
             functions = [name for name, value in module.__dict__.items() if callable(value)]
@@ -308,10 +334,10 @@ def _serve(channel: _Channel) -> None:
             hint = f"; did you mean {near[0]}?" if near else ""
             raise NameError(f"the file has no function {wanted!r}{hint}")
 
-    def call(name: str, places: object, named: object) -> Any:
+    def call(name: str, positional: object, named: object) -> Any:
         if not hasattr(module, name):
             raise NameError(f"name {name!r} is not defined")
-        return getattr(module, name)(*decoded(places), **decoded(named))
+        return getattr(module, name)(*decoded(positional), **decoded(named))
 
     perform: Callable[..., Any] = run
     while True:
@@ -325,52 +351,53 @@ def _serve(channel: _Channel) -> None:
 
 
 def _test(parent: _Channel, solution: _Channel) -> None:
-    def asked(*message: object) -> Any:
+    def ask(*message: object) -> Any:
         try:
             solution.send(message)
             raised, value = solution.receive()
             result = decoded(value)
-            fault = _exception(raised, value) if raised else None
+            error = _exception(raised, value) if raised else None
         except Exception:
-            # A test that catches exceptions must not pass because the solution is dead, or lies.
+            # The solution is dead or sends invalid replies. A test that catches exceptions must not
+            # pass because of that.
             os._exit(0)
-        if fault:
-            raise fault
+        if error:
+            raise error
         return result
 
-    def call(name: str, /, *places: object, **named: object) -> Any:
-        return asked(name, encoded(places), encoded(named))
+    def call(name: str, /, *positional: object, **named: object) -> Any:
+        return ask(name, encoded(positional), encoded(named))
 
     code, tests = parent.receive()
-    asked(code, "solution", None)
+    ask(code, "solution", None)
     for test in tests:
         parent.send(_passes(test, call))
 
 
 def _exception(name: str, message: str) -> Exception:
-    """Return the builtin exception of that name, else a RuntimeError.
+    """Return the builtin exception of this name, or else a RuntimeError.
 
-    Those that only end an iterator become one, too, as in generators (PEP 479):
-    `all(map(f, cases))` would be true as soon as f raises it.
+    An exception that ends an iterator becomes a RuntimeError, as in generators (PEP 479). Otherwise
+    `all(map(f, cases))` would be true if f raised it.
     """
     kind = getattr(builtins, name, None)
-    with suppress(TypeError):  # some take more than a message
-        if (
-            isinstance(kind, type)
-            and issubclass(kind, Exception)
-            and not issubclass(kind, ENDS_OF_ITERATORS)
-        ):
-            return kind(message)
-    return RuntimeError(message)
+    if not isinstance(kind, type) or not issubclass(kind, Exception):
+        return RuntimeError(message)
+    if issubclass(kind, ENDS_OF_ITERATORS):
+        return RuntimeError(message)
+    try:
+        return kind(message)
+    except TypeError:
+        # Some exceptions need more arguments than a message.
+        return RuntimeError(message)
 
 
 def _passes(test: str, call: Callable[..., Any]) -> bool:
     try:
         tree = ast.parse(test)
-        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - set(
-            dir(builtins)
-        )
-        exec(compile(tree, "tests", "exec"), {name: functools.partial(call, name) for name in used})
+        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        proxies = {name: functools.partial(call, name) for name in names - set(dir(builtins))}
+        exec(compile(tree, "tests", "exec"), proxies)
     except BaseException:
         return False
     return True
@@ -383,7 +410,7 @@ def main(role: str, descriptor: str = "0", *folders: str) -> None:
         _confine(folders)
     elif sys.platform == "linux":
         ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
-    channels[0].leave_children()
+    channels[0].close_in_children()
     with suppress(EOFError, ConnectionError):
         _test(*channels) if role == "tests" else _serve(*channels)
 

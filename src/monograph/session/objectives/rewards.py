@@ -30,7 +30,7 @@ from monograph.report.quantities import counted
 from monograph.rl.advantages import ratio_of
 from monograph.rl.arrange import Options
 from monograph.rl.form import AnswerForm
-from monograph.rl.loss import Kl, PolicyLoss, penalty
+from monograph.rl.loss import Kl, PolicyLoss, kl_term
 from monograph.rl.prompts import Prompts, read_prompts
 from monograph.rl.rewards import Reward, Taught, form_named, reward_of
 from monograph.rl.rollouts import (
@@ -161,7 +161,7 @@ class Rewards(Objective):
             raise UsageError(
                 "rl.truncation_penalty lowers the reward of answers that rl.truncated = mask leaves out"
             )
-        penalty(rl.kl, rl.kl_coef, rl.entropy_coef, rl.advantage or USUAL["rl.advantage"], "rl.")
+        kl_term(rl.kl, rl.kl_coef, rl.entropy_coef, rl.advantage or USUAL["rl.advantage"], "rl.")
 
     def opened(self, settings: Settings, length: int) -> Opened:
         """Return how answers are drawn and weighed, and values for all [rl] keys and for the tokens
@@ -220,7 +220,7 @@ class Rewards(Objective):
             max_new_tokens=values["rl.max_new_tokens"],
             temperature=values["rl.temperature"],
             advantage=values.get("rl.advantage"),
-            kl=penalty(
+            kl=kl_term(
                 values["rl.kl"], rl.kl_coef, rl.entropy_coef, values.get("rl.advantage"), "rl."
             ),
             masks_truncated=rl.truncated == "mask",
@@ -597,7 +597,7 @@ class RewardTask(Task):
         """Return rewards, lengths and the like of the answers of the last update."""
         loss = self.engine.step.loss
         assert isinstance(windows, Rollouts) and isinstance(loss, PolicyLoss)
-        figures = loss.taken(self.world.gathered)
+        figures = loss.take_figures(self.world.gathered)
         if not self._needs_reference:
             del figures["kl"]
         if not windows.is_fresh:  # the answers are those of an update before
