@@ -106,10 +106,10 @@ def test_targets_are_suffixes_or_a_whole_regular_expression(targets, found):
         ),
         (("proj",), "no linear layer is called 'proj'"),
         (("lm_head",), "lm_head is the head, whose weight the loss reads"),
-        (("embed_tokens",), "model.embed_tokens is no plain linear layer but Embedding"),
+        (("embed_tokens",), "model.embed_tokens is not a plain linear layer but Embedding"),
         ("q_proj", r'matches no whole name .* write a list, \["q_proj"\]'),
         ("x.*", "matches no whole name of a linear layer such as model.layers.0.self_attn.q_proj"),
-        ("(", "is no regular expression"),
+        ("(", "is not a regular expression"),
     ],
 )
 def test_a_target_that_is_nothing_is_refused_with_what_there_is(targets, words):
@@ -128,7 +128,7 @@ def test_what_cannot_have_an_adapter_is_refused():
         adapt(model, SMALL)
     tied = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     tied[1].weight = tied[0].weight
-    with pytest.raises(UsageError, match="0.weight is 1.weight too"):
+    with pytest.raises(UsageError, match="0.weight and 1.weight are one tensor"):
         adapt(tied, SMALL)
     with pytest.raises(UsageError, match="fp8"):
         use(model, [name for name, _ in model.named_parameters()])

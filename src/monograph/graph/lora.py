@@ -272,7 +272,7 @@ def adapt(
 
 def chosen_layers(module: nn.Module, lora: Lora) -> dict[str, nn.Linear | ExpertLinear]:
     """Return the layers that get an adapter, by name; raises UsageError, see `adapt`."""
-    chosen = inspect.targeted(module, lora.targets)
+    chosen = inspect.targeted_layers(module, lora.targets)
     if lora.dora and (
         experts := [name for name, layer in chosen.items() if isinstance(layer, ExpertLinear)]
     ):
