@@ -228,7 +228,7 @@ def _parts(step: Capturable, compiler: Compiler) -> list[Replaced]:
     shared = compiler(_run)  # one function, so that blocks that are alike share its graph
     new: list[Replaced] = [(step.model, "blocks_captured", True)]
     for block in model_blocks.values():
-        owner, name = recompute.innermost(block)
+        owner, name = recompute.forward_to_compile(block)
         forward = getattr(owner, name)
         # Dynamo shares a graph between blocks only if the block is an argument of the compiled
         # function (dev/log.md).
