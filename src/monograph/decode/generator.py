@@ -38,7 +38,7 @@ from monograph.graph.capture import compiled as compile_function
 from monograph.graph.replay import CudaGraphs, Replays
 from monograph.model.llama import Llama
 from monograph.ops.attention import BLOCK
-from monograph.ops.filled import filled_up
+from monograph.ops.filled import padded_count
 
 # Most tokens of a prompt that are read at once, by type of device.
 CHUNKS = {"cuda": BLOCK, "cpu": BLOCK // 2}
@@ -106,7 +106,7 @@ class Generator:
         longest = min(form.most, CHUNKS[weight.device.type], model.config.max_position_embeddings)
         # A pass over a chunk has as many rows as the chunk has tokens, times the prompts that are
         # read at once.
-        wanted = filled_up(form.longest) if form.is_filled else form.longest
+        wanted = padded_count(form.longest) if form.is_filled else form.longest
         chunk = min(1 << longest.bit_length() - 1, 1 << (wanted - 1).bit_length())
         recorder = CudaGraphs(weight.device) if mode != "eager" and weight.is_cuda else None
         self.reader = Reader(model, form, chunk, wrap, recorder)

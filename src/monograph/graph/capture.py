@@ -297,7 +297,7 @@ def compiled(
         marks = compat.graph_pass(compat.mark_recomputed, inductor.__file__)
         first = compat.graph_pass(convolutions.rewrite, convolutions.__file__)
         options = (
-            matmul.passes()
+            matmul.inductor_options()
             | {"joint_custom_pre_pass": first, "joint_custom_post_pass": marks}
             | {**more}
         )

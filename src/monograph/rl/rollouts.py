@@ -38,7 +38,7 @@ from monograph.loss import Batch
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops.attention import block_of
-from monograph.ops.filled import filled_up, whole
+from monograph.ops.filled import padded_count, unpadded_count
 from monograph.optim import holding
 from monograph.rl.advantages import ADVANTAGES, ROUNDING, Weight, are_equal
 from monograph.rl.arrange import (
@@ -66,7 +66,7 @@ HELD_OUT = 1 << 62  # the position of the first held-out prompt, beyond all that
 
 def decoded_rows(answers: int) -> int:
     """Return the number of rows in which so many answers are decoded at once."""
-    return min(filled_up(answers), MOST_ROWS)
+    return min(padded_count(answers), MOST_ROWS)
 
 
 def slots_of(options: Options, config: LlamaConfig, tokens: int) -> int:
@@ -75,7 +75,7 @@ def slots_of(options: Options, config: LlamaConfig, tokens: int) -> int:
     Filled up, any number of rows that are scored exactly has as many positions as products are
     filled up to.
     """
-    return min(filled_up(tokens), config.max_position_embeddings) if options.exact else tokens
+    return min(padded_count(tokens), config.max_position_embeddings) if options.exact else tokens
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,9 @@ class Drawer:
         form = Slots(self.slots, block_of(self.slots), at_once, options.exact, prompts.longest)
         own = -(-answers // self.sharing.ranks)
         # Memory may hold fewer of them than are wanted.
-        rows = whole(rows_that_fit(model, form, decoded_rows(own), "lower rl.max_new_tokens"))
+        rows = unpadded_count(
+            rows_that_fit(model, form, decoded_rows(own), "lower rl.max_new_tokens")
+        )
         chain = chain_of([Sampling(temperature=options.temperature, logprobs=0)], len(self.ends))
         chain = replace(chain, processed=not self._is_raw)
         with modes_kept(model):
