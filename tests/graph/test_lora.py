@@ -224,7 +224,8 @@ def test_a_merged_weight_has_the_dtype_of_the_others(base, dtype, tmp_path):
 def test_experts_have_no_magnitudes():
     model = tiny_llama(model_type="olmoe", num_experts=2, num_experts_per_tok=1)
     with pytest.raises(
-        UsageError, match=r"lora.dora: model\..*experts.up_proj holds experts, for which there is no DoRA"
+        UsageError,
+        match=r"lora.dora: model\..*experts.up_proj holds experts, for which there is no DoRA",
     ):
         adapt(model, Lora(4, targets=("up_proj",), dora=True))
     assert (
