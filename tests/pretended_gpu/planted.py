@@ -122,8 +122,7 @@ FAULTS = [
     Fault("graph/replay.py", "leaf.device != self._device", "False", "tests/graph/test_static_inputs.py"),
     Fault("graph/capture.py", "    return isinstance(step.micro_step, StaticInputs) and step.micro_step.give_back()",
           "    return False", f"{REPLAYED} -k pool"),
-    Fault("graph/capture.py", 'return "blocks are recomputed between graphs" if scope == "blocks" and remat !='
-          " Remat.Off() else None", "return None", f"{REPLAYED} -k sent_to"),
+    Fault("graph/capture.py", 'return "blocks are recomputed between graphs"', "return None", f"{REPLAYED} -k sent_to"),
     Fault("graph/capture.py", '[(step.model, "blocks_captured", True)]', "[]",
           "tests/laws/test_packed_is_separate.py -m gpu -k blocks_that"),
     Fault("step/step.py", "self.recorder = CudaGraphs(self.device)", "pass", LAUNCHED),
