@@ -35,7 +35,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from monograph.device import clock, default_device
 from monograph.graph.capture import capture
-from monograph.graph.recompute import recorded
+from monograph.graph.recompute import record_blocks
 from monograph.graph.remat import Choice, Policy, Remat, front, within
 from monograph.loss import token_loss
 from monograph.model.config import LlamaConfig
@@ -140,7 +140,7 @@ def policy(way: Way, model: Llama, batch: dict[str, torch.Tensor]) -> Policy:
         return Remat.Budget(way.share)
     if way.name == "spread":
         recordings = list(
-            recorded(model, lambda twin: token_loss(twin, batch), captured=True).values()
+            record_blocks(model, lambda twin: token_loss(twin, batch), captured=True).values()
         )
         first, inputs = recordings[0], sum(recording.input_bytes for recording in recordings)
         limit = way.share * (len(recordings) * first.stored_bytes + inputs) - inputs

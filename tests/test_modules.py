@@ -135,8 +135,8 @@ def test_a_state_dict_of_copies_or_other_data_is_refused() -> None:
     sparse.register_buffer("few", torch.eye(3).to_sparse())
     for engine in ENGINES.values():
         for module, words in (
-            (cloning, "state_dict has 'weight', which is no parameter or buffer"),
-            (Versioned(3, 2), "state_dict has '_extra_state', which is no parameter or buffer"),
+            (cloning, "state_dict has 'weight', which is not a parameter or buffer"),
+            (Versioned(3, 2), "state_dict has '_extra_state', which is not a parameter or buffer"),
             (complex_, "turns is complex, which a checkpoint cannot hold"),
             (sparse, "few is sparse, which a checkpoint cannot hold"),
         ):

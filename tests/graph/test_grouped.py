@@ -134,7 +134,7 @@ def test_our_own_products_are_as_exact_as_the_librarys_and_a_row_has_the_same_bi
     try:
         torch.set_num_threads(threads)
         for own in (True, False):
-            monkeypatch.setattr(grouped, "_by_own_code", lambda _, own=own: own)
+            monkeypatch.setattr(grouped, "_uses_own_code", lambda _, own=own: own)
             found[own] = (
                 grouped.product(rows, weight, ends), grouped.product(grad, weight.mT, ends),
                 grouped._outer(grad, rows, ends),
@@ -149,7 +149,7 @@ def test_our_own_products_are_as_exact_as_the_librarys_and_a_row_has_the_same_bi
     outer = torch.stack([one.T @ other for one, other in zip(*parts, strict=True)])
     for mine, naive, true in zip(found[True], found[False], (*exact, outer), strict=True):
         assert error_within(mine, naive, true)
-    monkeypatch.setattr(grouped, "_by_own_code", lambda _: True)
+    monkeypatch.setattr(grouped, "_uses_own_code", lambda _: True)
     alone = grouped.product(rows[[77]], weight[[2]], torch.tensor([1], dtype=torch.int32))
     assert torch.equal(alone[0], found[True][0][77])
 
@@ -177,9 +177,10 @@ def test_products_in_blocks_and_in_one_batch_are_those_of_a_loop(sizes, seed, mo
     rows, weight, grad, ends = drawn(sizes, seed)
     expected = grouped.product(rows, weight, ends), grouped._outer(grad, rows, ends)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grouped_blocks, "MOST", most)
-        patch.setattr(grouped_blocks, "LEAST_ROWS", 2)
-        patch.setattr(grouped_batches, "LEAST", 2)
+        patch.setattr(grouped_blocks, "MAX_COPIED_NUMBERS", most)
+        patch.setattr(grouped_blocks, "MIN_BLOCK_ROWS", 2)
+        patch.setattr(grouped_batches, "MIN_MEAN_ROWS", 2)
+        patch.setattr(grouped_batches, "CAPACITY_UNIT", 2)
         for way in (grouped_blocks, grouped_batches):
             for mine, its in zip(
                 (way.product(rows, weight, ends), way.outer(grad, rows, ends)),
@@ -195,7 +196,7 @@ def test_a_row_in_16_bits_has_the_same_bits_in_one_batch_and_alone(monkeypatch):
     found = {}
     for batched in (True, False):
         if not batched:
-            monkeypatch.setattr(grouped, "_by_batches", lambda *_: False)
+            monkeypatch.setattr(grouped, "_uses_batches", lambda *_: False)
         narrow = [each.detach().bfloat16() for each in (rows, weight, grad)]
         found[batched] = (
             grouped.product(*narrow[:2], ends),
@@ -230,7 +231,7 @@ def test_products_in_16_bits_have_no_new_shape_when_rows_move_between_groups(mon
 def test_there_are_few_blocks_and_their_number_does_not_depend_on_the_groups(rows, blocks):
     for ends in (torch.full((64,), rows), torch.arange(1, 65) * rows // 64):
         made = grouped_blocks._blocks(ends, rows)
-        assert len(made.group_B) <= blocks and made.filled_BC.sum() == rows
+        assert len(made.group_B) <= blocks and made.has_row_BC.sum() == rows
 
 
 @pytest.mark.gpu

@@ -25,7 +25,7 @@ from monograph.graph.lora import (
     kept_state,
     merge,
     narrow,
-    starts_still,
+    may_start_without_gradient,
 )
 from monograph.graph.precision import Precision
 from monograph.graph.siblings import fuse_siblings, unfuse_siblings
@@ -106,10 +106,10 @@ def test_targets_are_suffixes_or_a_whole_regular_expression(targets, found):
         ),
         (("proj",), "no linear layer is called 'proj'"),
         (("lm_head",), "lm_head is the head, whose weight the loss reads"),
-        (("embed_tokens",), "model.embed_tokens is no plain linear layer but Embedding"),
+        (("embed_tokens",), "model.embed_tokens is not a plain linear layer but Embedding"),
         ("q_proj", r'matches no whole name .* write a list, \["q_proj"\]'),
         ("x.*", "matches no whole name of a linear layer such as model.layers.0.self_attn.q_proj"),
-        ("(", "is no regular expression"),
+        ("(", "is not a regular expression"),
     ],
 )
 def test_a_target_that_is_nothing_is_refused_with_what_there_is(targets, words):
@@ -128,7 +128,7 @@ def test_what_cannot_have_an_adapter_is_refused():
         adapt(model, SMALL)
     tied = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     tied[1].weight = tied[0].weight
-    with pytest.raises(UsageError, match="0.weight is 1.weight too"):
+    with pytest.raises(UsageError, match="0.weight and 1.weight are one tensor"):
         adapt(tied, SMALL)
     with pytest.raises(UsageError, match="fp8"):
         use(model, [name for name, _ in model.named_parameters()])
@@ -224,7 +224,8 @@ def test_a_merged_weight_has_the_dtype_of_the_others(base, dtype, tmp_path):
 def test_experts_have_no_magnitudes():
     model = tiny_llama(model_type="olmoe", num_experts=2, num_experts_per_tok=1)
     with pytest.raises(
-        UsageError, match=r"lora.dora: model\..*experts.up_proj holds experts, which have no DoRA"
+        UsageError,
+        match=r"lora.dora: model\..*experts.up_proj holds experts, for which there is no DoRA",
     ):
         adapt(model, Lora(4, targets=("up_proj",), dora=True))
     assert (
@@ -271,7 +272,7 @@ def test_only_a_stands_still_at_first():
     (loss / count).backward()
     still = {name for name, p in model.named_parameters() if p.requires_grad and not p.grad.any()}
     assert (
-        still == {name for name, p in model.named_parameters() if starts_still(name)}
+        still == {name for name, p in model.named_parameters() if may_start_without_gradient(name)}
         and len(still) == 14
     )
     assert len(LINEAR) == 7

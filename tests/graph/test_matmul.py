@@ -80,7 +80,7 @@ def test_our_product_is_the_same_bits_on_several_threads():
 @pytest.mark.parametrize("name", ["small_matmul", "onednn_matmul"])
 def test_captured_gradients_are_as_exact_as_eager_ones(name, monkeypatch):
     target = getattr(torch.ops.monograph, name).default
-    monkeypatch.setattr(matmul, "LARGE", 2**27 if name == "small_matmul" else 2**18)
+    monkeypatch.setattr(matmul, "ONEDNN_FROM", 2**27 if name == "small_matmul" else 2**18)
     monkeypatch.setattr(matmul, "mkl_is_slow", lambda: True)
     taken, rewrite = [], matmul.rewrite
 
@@ -142,7 +142,7 @@ def test_where_mkl_is_slow_each_size_goes_to_the_fastest(sizes, dtype, chosen, m
 def test_mkl_is_slow_where_it_was_once_measured_so(slow, monkeypatch, tmp_path):
     monkeypatch.setenv("MONOGRAPH_HOME", str(tmp_path))
     monkeypatch.setattr(matmul, "cpu_model", lambda: ("some CPU", {"avx512f"}))
-    monkeypatch.setattr(matmul, "SLOW", 0.0 if slow else float("inf"))
+    monkeypatch.setattr(matmul, "SLOW_MKL_RATIO", 0.0 if slow else float("inf"))
     assert matmul.mkl_is_slow.__wrapped__() == slow
     monkeypatch.setattr(matmul, "_onednn_is_faster", lambda: not slow)
     assert matmul.mkl_is_slow.__wrapped__() == slow, (
@@ -213,7 +213,7 @@ def test_a_batched_product_that_is_only_read_turned_round_is_computed_so():
     left, right = stacks((33, 64, 40))
     for function, of_bmm in ((turned, True), (read_both_ways, False)):
         traced = make_fx(function)(left, right)
-        matmul._turn(
+        matmul._compute_transposed(
             traced.graph,
             traced.graph.find_nodes(op="call_function", target=torch.ops.aten.permute.default)[-1],
         )

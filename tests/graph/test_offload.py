@@ -16,7 +16,7 @@ from batches import captured_to_train, flat_gradient, packed, tiny_llama
 from monograph.graph import recompute
 from monograph.graph.capture import CaptureFailed, capture
 from monograph.graph.precision import Precision
-from monograph.graph.recompute import Lane, Parcel, offloaded
+from monograph.graph.recompute import CopyStream, OffloadedInput, checkpoint_offloaded
 from monograph.graph.remat import Remat
 from monograph.optim import AdamW
 from monograph.resident import Resident
@@ -69,41 +69,41 @@ def test_a_budget_is_not_asked_of_it():
     step([packed(3)])
 
 
-class Watched(Lane):
-    """A lane that notes what crosses."""
+class Watched(CopyStream):
+    """A copy stream that notes what crosses."""
 
     def __init__(self):
         super().__init__(CPU)
         self.seen = []
 
-    def out(self, tensor):
+    def to_host(self, tensor):
         self.seen.append(("out", float(tensor[0])))
-        return super().out(tensor)
+        return super().to_host(tensor)
 
-    def back(self, on_host, device):
+    def to_device(self, on_host, device):
         self.seen.append(("back", float(on_host[0])))
-        return super().back(on_host, device)
+        return super().to_device(on_host, device)
 
 
 def test_inputs_leave_the_device_and_each_is_called_one_block_early(monkeypatch):
-    lane, alive, recomputed = Watched(), [], []
-    monkeypatch.setattr(recompute, "_lane", lambda device: lane)
+    stream, alive, recomputed = Watched(), [], []
+    monkeypatch.setattr(recompute, "_copy_stream", lambda device: stream)
 
     def block(x):
         alive.append(weakref.ref(x))
-        recomputed.append([each for each in lane.seen if each[0] == "back"])
+        recomputed.append([each for each in stream.seen if each[0] == "back"])
         return x.sin().cos() + 1.0
 
     x = torch.tensor([0.25, 0.5], requires_grad=True)
     hidden = x
     for _ in range(4):
-        hidden = offloaded(block, lambda: (_nothing(), _nothing()), hidden)
+        hidden = checkpoint_offloaded(block, lambda: (_nothing(), _nothing()), hidden)
     gc.collect()
     assert [ref() is None for ref in alive] == [False, True, True, True], (
         "only the first belongs to somebody else"
     )
     hidden.sum().backward()
-    sent = [value for way, value in lane.seen if way == "out"]
+    sent = [value for way, value in stream.seen if way == "out"]
     # Before block i is recomputed the inputs of blocks i and i - 1 have been called, and no other.
     assert recomputed[4:] == [
         [("back", sent[j]) for j in range(3, max(i - 1, 0) - 1, -1)] for i in (3, 2, 1, 0)
@@ -120,10 +120,10 @@ def _nothing():
     return torch.enable_grad()
 
 
-def test_a_parcel_comes_back_as_often_as_it_is_opened():
-    parcel = Parcel(torch.arange(3.0).requires_grad_(), Lane(CPU))
-    first = parcel.open()
-    again, later = parcel.open(), parcel.open()
+def test_an_offloaded_input_comes_back_as_often_as_it_is_taken():
+    offloaded_input = OffloadedInput(torch.arange(3.0).requires_grad_(), CopyStream(CPU))
+    first = offloaded_input.take()
+    again, later = offloaded_input.take(), offloaded_input.take()
     assert torch.equal(first, again) and torch.equal(first, later) and again.requires_grad
     assert again.data_ptr() != first.data_ptr()
 
@@ -138,7 +138,7 @@ def test_a_block_that_is_given_no_tensor_is_recomputed_as_it_is():
             return self.inner(x).tanh()
 
     block, x = Block(), torch.ones(2, 3)
-    out = offloaded(block.forward, lambda: (_nothing(), _nothing()), x=x)
+    out = checkpoint_offloaded(block.forward, lambda: (_nothing(), _nothing()), x=x)
     out.sum().backward()
     assert block.inner.weight.grad is not None
 

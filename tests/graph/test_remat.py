@@ -15,7 +15,7 @@ from batches import LENGTH, packed, ragged, tiny_llama
 from monograph import compat
 from monograph.errors import UsageError
 from monograph.graph.inspect import blocks
-from monograph.graph.recompute import choose_kept, follow, recorded
+from monograph.graph.recompute import choose_kept, follow, record_blocks
 from monograph.graph.remat import Choice, Remat, front, named, within
 from monograph.loss import token_loss
 from scripts import ROOT, script
@@ -106,7 +106,7 @@ def test_a_llama_s_products_are_the_closed_form():
     not computed again.
     """
     rows, model = 4, tiny_llama()
-    recordings = recorded(model, lambda twin: token_loss(twin, ragged(rows)), captured=False)
+    recordings = record_blocks(model, lambda twin: token_loss(twin, ragged(rows)), captured=False)
     assert list(recordings) == ["model.layers.0", "model.layers.1"]
     tokens, (recording, other) = rows * LENGTH, recordings.values()
     assert recording == other
@@ -120,7 +120,7 @@ def test_a_llama_s_products_are_the_closed_form():
     assert recording.stored_bytes > sum(p.stored_bytes for p in recording.products)
     # The hidden states; cosine and sine are shared.
     assert unit < recording.input_bytes < 1.1 * unit
-    [compiled, _] = recorded(
+    [compiled, _] = record_blocks(
         model, lambda twin: token_loss(twin, ragged(rows)), captured=True
     ).values()
     assert (
@@ -140,7 +140,9 @@ def test_flex_attention_is_recorded_as_one_product(monkeypatch):
     usual, flex = tiny_llama(hidden_size=64), tiny_llama(hidden_size=64)
     flex.use_attention("flex")
     recordings = [
-        recorded(model, lambda twin: token_loss(twin, packed(4)), captured=True)["model.layers.0"]
+        record_blocks(model, lambda twin: token_loss(twin, packed(4)), captured=True)[
+            "model.layers.0"
+        ]
         for model in (usual, flex)
     ]
     names, others = (
@@ -173,5 +175,5 @@ def test_a_graph_of_a_block_is_traced_for_budgets_alone(policy, asked, monkeypat
     follow(model, policy)
     choose_kept(model, lambda twin: token_loss(twin, ragged(4)), captured=True)
     assert len(graphs) == asked
-    kept = [block.remat.kept for block in blocks(model).values()]
+    kept = [block.remat.kept_names for block in blocks(model).values()]
     assert kept[0] == kept[1] and bool(kept[0]) == (policy != Remat.Full())

@@ -28,20 +28,23 @@ from laws.replaying import (
 )
 from monograph.graph.capture import capture, release
 from monograph.graph.remat import Remat
-from monograph.graph.replay import MOST
+from monograph.graph.replay import MAX_SHAPES
 from monograph.loss import TokenLoss
 from tape import Tape
 
 
 def test_another_shape_is_another_graph_and_too_many_are_called():
     lines: list[str] = []
-    windows = [ragged(4, seed=seed, length=8 + seed % (MOST + 2)) for seed in range(5 * (MOST + 2))]
+    windows = [
+        ragged(4, seed=seed, length=8 + seed % (MAX_SHAPES + 2))
+        for seed in range(5 * (MAX_SHAPES + 2))
+    ]
     expected = trained(engine(), windows)
     made = replaying(engine(), lines)
     assert_same_bits(trained(made, windows), expected)
-    assert len(made.step.recorder.graphs) == made.step.micro_step.captured == MOST
+    assert len(made.step.recorder.graphs) == made.step.micro_step.captured == MAX_SHAPES
     assert lines == [
-        f"micro-steps are launched one by one: batches have more than {MOST} shapes, the others"
+        f"micro-steps are launched one by one: batches have more than {MAX_SHAPES} shapes, the others"
     ]
 
 
@@ -190,8 +193,8 @@ class Replaces(TokenLoss):
     [
         (Reads, "the host waits for the device at _local_scalar_dense"),
         (Draws, "it draws random numbers on the host (Python's or NumPy's)"),
-        (Counts, "calls is another from batch to batch: keep it in a tensor"),
-        (Replaces, "mean is another from batch to batch: keep it in a tensor"),
+        (Counts, "calls changes from batch to batch: keep it in a tensor"),
+        (Replaces, "mean changes from batch to batch: keep it in a tensor"),
     ],
 )
 def test_what_the_host_does_is_said_once_and_called(loss, why):

@@ -307,7 +307,7 @@ def combinations(world: World, by_day: bool) -> dict[str, dict[str, float]]:
 
 def kept_results(module: Any) -> list[str]:
     """What the blocks keep for the backward pass."""
-    return [getattr(block.__dict__.get("remat"), "kept", "") for block in module.model.layers]
+    return [getattr(block.__dict__.get("remat"), "kept_names", "") for block in module.model.layers]
 
 
 def halved_weights(world: World, by_day: bool) -> dict[str, float]:

@@ -243,7 +243,7 @@ def test_names_copies_and_taking_it_back():
 @pytest.mark.parametrize(
     ("policy", "line"),
     [
-        (Remat.PerLayer((Remat.Full(),)), "has 1 policies and the module 2 blocks"),
+        (Remat.PerLayer((Remat.Full(),)), "has 1 policies, but the module has 2 blocks"),
         (Remat.PerLayer((Remat.Full(), "full")), "holds 'full': expected the policy of one block"),
         (Remat.Full, "expected one of monograph.Remat's"),
         ("full", "expected one of monograph.Remat's"),

@@ -40,7 +40,7 @@ from monograph.graph.capture import compiled as compile_function
 from monograph.graph.replay import CudaGraphs, Replays
 from monograph.model.llama import Llama
 from monograph.ops.attention import BLOCK
-from monograph.ops.filled import filled_up
+from monograph.ops.filled import padded_count
 
 # The maximum number of tokens of a prompt in one pass, by type of device.
 CHUNKS = {"cuda": BLOCK, "cpu": BLOCK // 2}
@@ -114,11 +114,11 @@ class Generator:
         if self.compiled:
             compat.allow_variants()
         wrap: Wrap = compile_function if self.compiled else lambda function: function
-        # A chunk is a power of two: at most `limit`, and no longer than the longest prompt needs. A
-        # pass computes all tokens of a chunk, however few are used.
-        limit = min(form.most, CHUNKS[weight.device.type], model.config.max_position_embeddings)
-        needed = filled_up(form.longest) if form.is_filled else form.longest
-        chunk = min(1 << limit.bit_length() - 1, 1 << (needed - 1).bit_length())
+        longest = min(form.most, CHUNKS[weight.device.type], model.config.max_position_embeddings)
+        # A pass over a chunk has as many rows as the chunk has tokens, times the prompts that are
+        # read at once.
+        wanted = padded_count(form.longest) if form.is_filled else form.longest
+        chunk = min(1 << longest.bit_length() - 1, 1 << (wanted - 1).bit_length())
         recorder = CudaGraphs(weight.device) if mode != "eager" and weight.is_cuda else None
         self.reader = Reader(model, form, chunk, wrap, recorder)
         self.cache = KVCache.allocate(

@@ -16,7 +16,7 @@ from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizat
 
 from monograph.errors import InputRefused
 from monograph.graph.fused_linears import Sibling
-from monograph.graph.inspect import buffers_kept, modes_kept, shared
+from monograph.graph.inspect import buffers_kept, modes_kept, shared_tensors
 from monograph.optim.planes import require_movable
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -281,7 +281,7 @@ def _ties(module: nn.Module) -> set[tuple[str, ...]]:
         module.named_parameters(remove_duplicate=False),
         module.named_buffers(remove_duplicate=False),
     )
-    return {tuple(group) for group in shared(itertools.chain(*listed)).values()}
+    return {tuple(group) for group in shared_tensors(itertools.chain(*listed)).values()}
 
 
 def _equal(one: object, other: object, within: frozenset[tuple[int, int]]) -> bool:

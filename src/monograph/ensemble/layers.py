@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from monograph import compat
 from monograph.errors import InputRefused
-from monograph.graph.inspect import running
+from monograph.graph.inspect import running_modules
 from monograph.ops.philox import LOW32, philox
 
 OUTSIDE = "outside of the module"
@@ -69,7 +69,7 @@ class Watch:
         """In the block, observe what runs."""
         with (
             register_module_forward_pre_hook(lambda module, _: self._called.add(module)),
-            running(self.module) as self.where,
+            running_modules(self.module) as self.where,
             compat.loops_told(self._tell),
         ):
             yield

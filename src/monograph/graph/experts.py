@@ -24,8 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from monograph.graph.frozen import FrozenWeight, Int8Weight, NF4Weight, dense_of
-from monograph.graph.grouped import added, grouped_linear, product, product_dtype
-from monograph.ops.autograd import Batched, Context
+from monograph.graph.grouped import add_bias, grouped_linear, product, product_dtype
 
 
 class Balance(NamedTuple):
@@ -154,7 +153,7 @@ class ExpertLinear(nn.Module):
         if self.bias is None:
             return product
         bias_EN = self.bias.to(product.dtype)
-        return product + bias_EN[:, None] if ends_E is None else added(product, bias_EN, ends_E)
+        return product + bias_EN[:, None] if ends_E is None else add_bias(product, bias_EN, ends_E)
 
 
 class _DequantisedContext(Context):

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from itertools import chain
 from operator import itemgetter
 from types import SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -22,112 +22,141 @@ from monograph.graph.experts import ExpertLinear
 from monograph.graph.frozen import Int8Linear, NF4Linear
 
 M = TypeVar("M", bound=nn.Module)
-_OWN = {"_modules", "_parameters", "_buffers"}
-_WRAPPED = "_orig_mod"  # the name by which `torch.compile(module)` holds the module
+# Attributes of every module that hold its submodules, parameters and buffers.
+_REGISTRIES = {"_modules", "_parameters", "_buffers"}
+# The submodule of `torch.compile(module)` that is the module itself.
+_COMPILED_SUBMODULE = "_orig_mod"
 
 
 def unique_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict with tied tensors once, under their first name (as Hugging Face stores
-    them).
+    """Return the state dict with each tied tensor once, under its first name, as Hugging Face does.
 
     Raises:
-        UsageError: as `own_state`.
+        UsageError: see `loadable_state`.
     """
-    # Tied tensors share address, size and strides; a view may share the address alone.
-    first_names: dict[tuple[int, int, tuple[int, ...]], str] = {}
-    return {
-        name: tensor
-        for name, tensor in own_state(module).items()
-        if first_names.setdefault((tensor.data_ptr(), tensor.numel(), tensor.stride()), name)
-        == name
-    }
+    first_names: dict[tuple[int, int, Any], str] = {}
+    state: dict[str, Tensor] = {}
+    for name, tensor in loadable_state(module).items():
+        # Tied tensors share address, size and strides; a view may share the address alone.
+        key = (tensor.data_ptr(), tensor.numel(), tensor.stride())
+        if first_names.setdefault(key, name) == name:
+            state[name] = tensor
+    return state
 
 
-def own_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict, if a checkpoint can hold it and be loaded into the module.
+def loadable_state(module: nn.Module) -> dict[str, Tensor]:
+    """Return the state dict, after checking that it can be saved and loaded into the module.
 
     Raises:
         UsageError: the state dict has a complex or sparse tensor, or an entry that is not one of
             the module's parameters and buffers, such as a hook's copy.
     """
     state: dict[str, Tensor] = module.state_dict()
-    live = {_memory(tensor) for tensor in chain(module.parameters(), module.buffers())}
+    module_storages = {
+        _storage_key(tensor) for tensor in chain(module.parameters(), module.buffers())
+    }
     for name, value in state.items():
         if isinstance(value, Tensor) and (value.layout != torch.strided or value.is_complex()):
             kind = "complex" if value.is_complex() else "sparse"
             raise UsageError(
-                f"{name} is {kind}, which a checkpoint cannot hold: make it a buffer with persistent=False, or keep "
-                "real numbers, as torch.view_as_real gives them"
+                f"{name} is {kind}, which a checkpoint cannot hold: make it a buffer with persistent=False, or store "
+                "it as real numbers with torch.view_as_real"
             )
-        if not isinstance(value, Tensor) or _memory(value) not in live:
+        if not isinstance(value, Tensor) or _storage_key(value) not in module_storages:
             raise UsageError(
-                f"the module's state_dict has {name!r}, which is no parameter or buffer but a copy or other data: what "
-                "is loaded would not reach the module; take out its state_dict hook, or get_extra_state"
+                f"the module's state_dict has {name!r}, which is not a parameter or buffer but a copy or other data. "
+                "A loaded value would not reach the module: remove its state_dict hook or get_extra_state"
             )
     return state
 
 
-def _memory(tensor: Tensor) -> int:
-    """Return a key of the tensor's storage; a sharded tensor's is that of its local shard."""
-    own = getattr(tensor, "_local_tensor", tensor)
-    return int(own.untyped_storage()._cdata) if own.layout == torch.strided else id(own)
+def _storage_key(tensor: Tensor) -> int:
+    """Return a key of the tensor's storage, or of its local shard's if the tensor is sharded."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    return int(local.untyped_storage()._cdata) if local.layout == torch.strided else id(local)
 
 
-def in_the_same_memory(module: nn.Module) -> tuple[str, str] | None:
-    """Return the names of a trainable parameter and of another tensor that overlap in memory, or
-    None.
+class _Extent(NamedTuple):
+    """The bytes of a storage that a tensor spans.
 
-    The two would stop sharing numbers when the parameter is moved. The other one may be a
-    parameter, a buffer or an attribute, also in lists and dicts. One tensor with two names does not
-    count.
+    Attributes:
+        begin_byte: offset of the tensor's first byte.
+        end_byte: offset of the byte after its last one.
+        name: the tensor's name in the module.
+        tensor: the tensor, or its local shard if it is sharded.
+        is_trained: whether the tensor is a trainable parameter.
     """
-    trained = {
+
+    begin_byte: int
+    end_byte: int
+    name: str
+    tensor: Any
+    is_trained: bool
+
+
+def overlapping_tensors(module: nn.Module) -> tuple[str, str] | None:
+    """Return the names of a trainable parameter and of a tensor that overlaps it in memory, or None.
+
+    When the parameter is moved to other memory, the two would stop sharing numbers. The second
+    tensor may be a parameter, a buffer or an attribute, including attributes in lists and dicts.
+    One tensor under two names does not count.
+    """
+    extents_by_storage = dict[int, list[_Extent]]()
+    for extent in _extents(module):
+        extents_by_storage.setdefault(_storage_key(extent.tensor), []).append(extent)
+    for extents in extents_by_storage.values():
+        # Only tensors whose spans intersect can overlap, so the slow exact test runs for them alone.
+        earlier = list[_Extent]()
+        for extent in sorted(extents, key=itemgetter(0, 1, 2)):
+            earlier = [other for other in earlier if other.end_byte > extent.begin_byte]
+            for other in earlier:
+                if not (extent.is_trained or other.is_trained):
+                    continue
+                if np.shares_memory(_address_map(other.tensor), _address_map(extent.tensor)):
+                    return other.name, extent.name
+            earlier.append(extent)
+    return None
+
+
+def _extents(module: nn.Module) -> Iterator[_Extent]:
+    """Yield the extent of every dense tensor of a module once, attributes included."""
+    trained_names = {
         id(parameter): name
         for name, parameter in module.named_parameters()
         if parameter.requires_grad
     }
-    by_storage = dict[int, list[tuple[int, int, str, Any, bool]]]()
     seen = set[int]()
-    for path, part in module.named_modules():
-        # Until its first call, spectral norm keeps the weight itself where its hook later puts the
-        # normalised one.
-        passing = {
-            hook.name for hook in part._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)
+    for path, submodule in module.named_modules():
+        # Until its first call, spectral norm has the weight itself in the attribute into which its
+        # hook later writes the normalised weight.
+        replaced_in_forward = {
+            hook.name
+            for hook in submodule._forward_pre_hooks.values()
+            if isinstance(hook, SpectralNorm)
         }
-        attributes = {**part._parameters, **part._buffers, **vars(part)}
-        named = [
-            (f"{path}.{key}" if path else key, attributes[key])
-            for key in attributes
-            if key not in _OWN | passing
-        ]
-        for name, tensor in chain.from_iterable(
-            _tensors_in(value, name, seen) for name, value in named
-        ):
-            if tensor.layout == torch.strided and not is_lazy(tensor):
-                # The local shard of a sharded tensor.
-                own = getattr(tensor, "_local_tensor", tensor)
-                first = int(own.storage_offset()) * own.element_size()
-                is_trained = id(tensor) in trained
-                place = (first, _end_byte(own), trained.get(id(tensor), name), own, is_trained)
-                by_storage.setdefault(_memory(own), []).append(place)
-    for places in by_storage.values():
-        # Only a tensor that begins before the end of an earlier one can overlap it; the exact test
-        # is slow.
-        open_before = list[tuple[int, str, Any, bool]]()
-        for first, end, name, own, is_trained in sorted(places, key=itemgetter(0, 1, 2)):
-            open_before = [before for before in open_before if before[0] > first]
-            for _, other_name, other, other_trained in open_before:
-                if (is_trained or other_trained) and np.shares_memory(
-                    _bytes_of(other), _bytes_of(own)
-                ):
-                    return other_name, name
-            open_before.append((end, name, own, is_trained))
-    return None
+        skipped = _REGISTRIES | replaced_in_forward
+        attributes = {**submodule._parameters, **submodule._buffers, **vars(submodule)}
+        for key, value in attributes.items():
+            if key in skipped:
+                continue
+            attribute_name = f"{path}.{key}" if path else key
+            for name, tensor in _tensors_in(value, attribute_name, seen):
+                if tensor.layout != torch.strided or is_lazy(tensor):
+                    continue
+                local = getattr(tensor, "_local_tensor", tensor)
+                yield _Extent(
+                    begin_byte=int(local.storage_offset()) * local.element_size(),
+                    end_byte=_end_byte(local),
+                    name=trained_names.get(id(tensor), name),
+                    tensor=local,
+                    is_trained=id(tensor) in trained_names,
+                )
 
 
 def _tensors_in(value: object, name: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in a value, its lists and its dicts, with names; objects in `seen` are left
-    out.
+    """Yield each tensor in a value, its lists and its dicts, with a name.
+
+    Objects whose id is in `seen` are skipped; the ids of all others are added to it.
     """
     if not isinstance(value, Tensor | dict | list | tuple) or id(value) in seen:
         return
@@ -144,67 +173,75 @@ def _tensors_in(value: object, name: str, seen: set[int]) -> Iterator[tuple[str,
 
 def _end_byte(tensor: Tensor) -> int:
     """Return the offset in its storage of the first byte after a tensor."""
-    steps = sum(
+    if tensor.numel() == 0:
+        return int(tensor.storage_offset()) * tensor.element_size()
+    last_element = sum(
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
-    return (
-        int(tensor.storage_offset() + (steps + 1 if tensor.numel() else 0)) * tensor.element_size()
-    )
+    return int(tensor.storage_offset() + last_element + 1) * tensor.element_size()
 
 
-def _bytes_of(tensor: Tensor) -> Any:
-    """Return a NumPy array that covers the tensor's bytes at their offsets in the storage; reading
-    it would crash.
+def _address_map(tensor: Tensor) -> Any:
+    """Return a NumPy array of the tensor's byte offsets for `np.shares_memory`.
+
+    Its addresses are offsets in the storage, so reading the array would crash.
     """
     size = tensor.element_size()
-    layout = {
+    interface = {
         "shape": (*tensor.shape, size),
         "strides": (*(size * stride for stride in tensor.stride()), 1),
+        # Plus 1, because NumPy refuses the address 0.
+        "data": (1 + size * tensor.storage_offset(), True),
+        "typestr": "|u1",
+        "version": 3,
     }
-    place = {"data": (1 + size * tensor.storage_offset(), True), "typestr": "|u1", "version": 3}
-    return np.asarray(SimpleNamespace(__array_interface__=layout | place))
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
-def original(module: M) -> M:
-    """Return the module that `torch.compile` wrapped, or the module itself; its parts may be
-    wrapped.
+def uncompiled_module(module: M) -> M:
+    """Return the module that `torch.compile` wrapped, or the module itself if it is not wrapped.
+
+    Its submodules may still be wrapped.
 
     Raises:
-        UsageError: it is no module; `torch.compile` returns none for a module that is compiled
-            already.
+        UsageError: `module` is not a module. `torch.compile` returns a function for a module that
+            is already compiled.
     """
     if not isinstance(module, nn.Module):
         raise UsageError(f"model is a {type(module).__name__}: expected a torch.nn.Module")
-    return original(cast(M, module._modules[_WRAPPED])) if _WRAPPED in module._modules else module
+    if _COMPILED_SUBMODULE not in module._modules:
+        return module
+    return uncompiled_module(cast(M, module._modules[_COMPILED_SUBMODULE]))
 
 
 def unwrapped(module: M) -> M:
-    """Return the module without `torch.compile`'s wrappers, which add to names; the module itself
-    stays as it is.
+    """Return the module without `torch.compile`'s wrappers, which would add to the names of state.
 
-    Modules that contain a wrapper are copied; the copies share all tensors.
+    The module itself is not changed: modules that contain a wrapper are copied. The copies share
+    all tensors.
     """
-    module = original(module)
-    parts = {
-        name: None if part is None else unwrapped(part) for name, part in module._modules.items()
+    module = uncompiled_module(module)
+    children = {
+        name: None if child is None else unwrapped(child) for name, child in module._modules.items()
     }
-    if all(parts[name] is part for name, part in module._modules.items()):
+    if all(children[name] is child for name, child in module._modules.items()):
         return module
-    bare = copy.copy(module)
-    bare._modules = parts
-    return bare
+    module_copy = copy.copy(module)
+    module_copy._modules = children
+    return module_copy
 
 
 def unwrap_(module: M) -> M:
-    """Remove `torch.compile`'s wrappers from a module in place, and return it; the step is compiled
-    instead.
+    """Remove `torch.compile`'s wrappers from a module in place, and return it.
+
+    The whole step is compiled instead.
     """
-    module = original(module)
-    for part in list(module.modules()):
-        for name, child in list(part._modules.items()):
+    module = uncompiled_module(module)
+    for parent in list(module.modules()):
+        for name, child in list(parent._modules.items()):
             # Write only where there is a wrapper: TorchScript modules cannot be written to.
-            if child is not None and _WRAPPED in child._modules:
-                part._modules[name] = original(child)
+            if child is not None and _COMPILED_SUBMODULE in child._modules:
+                parent._modules[name] = uncompiled_module(child)
     return module
 
 
@@ -212,40 +249,43 @@ def blocks(module: nn.Module) -> dict[str, nn.Module]:
     """Return the module's blocks by name, in order: the layers between its embedding and its head.
 
     A block is a module with submodules in an `nn.ModuleList` or `nn.Sequential` that is not itself
-    inside a block. A linear layer is no block, even with an adapter's submodules.
+    inside a block. A linear layer is never a block, even if it has an adapter's submodules.
     """
     by_name: dict[str, nn.Module] = {}
-    inside: set[nn.Module] = set()
-    for name, holder in module.named_modules():
-        # `named_modules` yields the outermost list first.
-        if holder in inside or not isinstance(holder, (nn.ModuleList, nn.Sequential)):
+    inside_blocks: set[nn.Module] = set()
+    for name, container in module.named_modules():
+        # `named_modules` yields the outermost container first.
+        if container in inside_blocks or not isinstance(container, (nn.ModuleList, nn.Sequential)):
             continue
-        for index, child in holder.named_children():
-            if next(child.children(), None) is not None and not isinstance(child, nn.Linear):
+        for index, child in container.named_children():
+            has_submodules = next(child.children(), None) is not None
+            if has_submodules and not isinstance(child, nn.Linear):
                 by_name[f"{name}.{index}" if name else index] = child
-                inside |= set(child.modules())
+                inside_blocks |= set(child.modules())
     return by_name
 
 
-def parts(module: nn.Module) -> dict[str, str]:
-    """Return the name of each parameter's block; parameters outside of blocks are "before" or
-    "after" them.
+def parameter_blocks(module: nn.Module) -> dict[str, str]:
+    """Return the name of each parameter's block, by the parameter's name.
+
+    Parameters before the first block have "before", all others outside of blocks have "after".
     """
     block_names = list(blocks(module))
-    owner = dict[str, str]()
+    block_of = dict[str, str]()
     outside = "before"
     for name, _ in module.named_parameters():
         block = next((block for block in block_names if name.startswith(f"{block}.")), None)
-        outside = "after" if block else outside
-        owner[name] = block or outside
-    return owner
+        if block:
+            outside = "after"
+        block_of[name] = block or outside
+    return block_of
 
 
 @contextmanager
-def running(module: nn.Module) -> Iterator[list[str]]:
+def running_modules(module: nn.Module) -> Iterator[list[str]]:
     """Yield a list of the modules whose forward pass is running, as `name (Class)`, innermost last.
 
-    A module that raised stays in the list.
+    The list is updated as modules run. A module that raised stays in it.
     """
     stack: list[str] = []
     names = {child: name or type(module).__name__ for name, child in module.named_modules()}
@@ -256,9 +296,9 @@ def running(module: nn.Module) -> Iterator[list[str]]:
     def leave(_child: nn.Module, _inputs: object, _output: object) -> None:
         stack.pop()
 
-    # Before all other hooks, so that a module is in the list when a hook of its own raises.
     with ExitStack() as hooks:
         for child in names:
+            # Before the module's own hooks, so that it is in the list if one of them raises.
             hooks.enter_context(child.register_forward_pre_hook(enter, prepend=True))
             hooks.enter_context(child.register_forward_hook(leave))
         yield stack
@@ -266,71 +306,89 @@ def running(module: nn.Module) -> Iterator[list[str]]:
 
 @contextmanager
 def buffers_kept(*modules: object) -> Iterator[None]:
-    """Restore the modules' buffers (running means and the like) after the `with` block, also
-    replaced ones.
+    """Restore the modules' buffers, such as running means, after the `with` block.
 
-    Frozen parameters, which a forward pass may write (as a teacher's), are restored as well, unless
-    they are larger than the trained ones together: a copy of an adapter's base would take too much
-    memory. Objects that are not modules, such as a loss function, are ignored.
+    Buffers that the block replaced by other tensors are restored too. So are frozen parameters,
+    since a forward pass may write a teacher's, unless they are together larger than the trained
+    ones: a copy of an adapter's base would take too much memory. Objects that are not modules, such
+    as a loss function, are ignored.
     """
-    parts = [
-        part for module in modules if isinstance(module, nn.Module) for part in module.modules()
+    submodules = [
+        submodule
+        for module in modules
+        if isinstance(module, nn.Module)
+        for submodule in module.modules()
     ]
-    kept = [(owner, name, buffer) for owner in parts for name, buffer in owner._buffers.items()]
-    values = [None if buffer is None else buffer.clone() for _, _, buffer in kept]
-    parameters = {id(p): p for part in parts for p in part.parameters(recurse=False)}.values()
+    buffers = [
+        (owner, name, buffer) for owner in submodules for name, buffer in owner._buffers.items()
+    ]
+    buffer_copies = [None if buffer is None else buffer.clone() for _, _, buffer in buffers]
+    parameters = {
+        id(parameter): parameter
+        for owner in submodules
+        for parameter in owner.parameters(recurse=False)
+    }.values()
     frozen = [parameter for parameter in parameters if not parameter.requires_grad]
-    frozen = [] if 2 * sum(p.nbytes for p in frozen) > sum(p.nbytes for p in parameters) else frozen
-    copies = [parameter.detach().clone() for parameter in frozen]
+    frozen_bytes = sum(parameter.nbytes for parameter in frozen)
+    trained_bytes = sum(parameter.nbytes for parameter in parameters) - frozen_bytes
+    if frozen_bytes > trained_bytes:
+        frozen = []
+    frozen_copies = [parameter.detach().clone() for parameter in frozen]
     try:
         yield
     finally:
-        for parameter, copied in zip(frozen, copies, strict=True):
+        for parameter, parameter_copy in zip(frozen, frozen_copies, strict=True):
             # Unchanged mapped weights must not be written: they lie in a file.
-            if not torch.equal(parameter, copied):
-                parameter.data.copy_(copied)
-        for (owner, name, buffer), value in zip(kept, values, strict=True):
+            if not torch.equal(parameter, parameter_copy):
+                parameter.data.copy_(parameter_copy)
+        for (owner, name, buffer), buffer_copy in zip(buffers, buffer_copies, strict=True):
             owner._buffers[name] = buffer
-            if buffer is not None and value is not None:
-                write(buffer, value)
+            if buffer is not None and buffer_copy is not None:
+                write(buffer, buffer_copy)
 
 
 def write(tensor: Tensor, value: Tensor) -> None:
-    """Copy a value of the same shape into a tensor, which may be expanded: each element in memory
-    is written once.
+    """Copy a value of the same shape into a tensor, which may be expanded.
+
+    torch refuses to write an expanded tensor, so each element in memory is written once.
     """
     if tensor.layout == torch.strided and 0 in tensor.stride():
-        once = tuple(slice(None if stride else 1) for stride in tensor.stride())
-        tensor, value = tensor[once], value[once]
+        # The whole of each dimension, or its first index if all its indices are one element.
+        distinct = tuple(slice(None if stride else 1) for stride in tensor.stride())
+        tensor = tensor[distinct]
+        value = value[distinct]
     tensor.copy_(value)
 
 
 @contextmanager
 def modes_kept(module: nn.Module) -> Iterator[None]:
-    """Restore after the `with` block which submodules are in training mode: frozen norms, for
-    example, may not be.
+    """Restore each submodule's training mode after the `with` block.
+
+    The modes may differ: frozen norms, for example, may be in evaluation mode.
     """
-    modes = [(part, part.training) for part in module.modules()]
+    modes = [(submodule, submodule.training) for submodule in module.modules()]
     try:
         yield
     finally:
-        for part, training in modes:
-            part.training = training
+        for submodule, training in modes:
+            submodule.training = training
 
 
 ALL_LINEAR = "all-linear"
-MOST_NAMES = 12  # of layers that exist, in a message
+_MAX_NAMES_SHOWN = 12  # of existing layers, in a message
 
 
 def linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
-    """Return every plain linear layer of a module but the head, by name."""
-    head = head_of(module)  # left out, because the loss reads its weight without calling it
-    # The output of another forward pass may be nothing to which an adapter's could be added.
-    plain = {nn.Linear.forward, Int8Linear.forward, NF4Linear.forward}
+    """Return every plain linear layer of a module except the head, by name."""
+    head = head_of(module)  # excluded, because the loss reads its weight without calling it
+    # An adapter's output is added to the layer's, which needs to be a plain product for that.
+    plain_forwards = {nn.Linear.forward, Int8Linear.forward, NF4Linear.forward}
     return {
         name: layer
         for name, layer in module.named_modules()
-        if isinstance(layer, nn.Linear) and type(layer).forward in plain and layer is not head
+        if isinstance(layer, nn.Linear)
+        and type(layer).forward in plain_forwards
+        and layer is not head
     }
 
 
@@ -342,14 +400,15 @@ def expert_layers(module: nn.Module) -> dict[str, ExpertLinear]:
 
 
 def head_of(module: nn.Module) -> Any:
-    """Return the layer that computes logits over the vocabulary, if it has transformers' usual
-    name, or None.
+    """Return the layer that computes logits over the vocabulary, or None if it is not found.
+
+    It is found by the names that transformers uses.
     """
     head = getattr(module, "get_output_embeddings", lambda: None)()
     return head if head is not None else getattr(module, "lm_head", None)
 
 
-def targeted(
+def targeted_layers(
     module: nn.Module, targets: str | Iterable[str]
 ) -> dict[str, nn.Linear | ExpertLinear]:
     """Return the layers that `targets` chooses, by name; see `monograph.graph.lora.Lora.targets`.
@@ -357,77 +416,93 @@ def targeted(
     Raises:
         UsageError: see `monograph.graph.lora.adapt`.
     """
-    linear: dict[str, nn.Linear | ExpertLinear] = {**linear_layers(module)}
+    candidates: dict[str, nn.Linear | ExpertLinear] = {**linear_layers(module)}
     if targets != ALL_LINEAR:
-        linear |= expert_layers(module)
+        candidates |= expert_layers(module)
     if targets == ALL_LINEAR:
-        chosen = set(linear)
+        chosen = set(candidates)
     elif isinstance(targets, str):
-        if not (chosen := {name for name in linear if _matches(targets, name)}):
-            hint = (
-                f'; for the last part of a name write a list, ["{targets}"]'
-                if _ends(linear, targets)
-                else ""
-            )
-            raise UsageError(
-                f"lora.targets: the regular expression {targets!r} matches no whole name of a linear layer such as "
-                f"{', '.join(list(linear)[:2]) or 'none'}{hint}"
-            )
+        chosen = _names_matching(candidates, targets)
     else:
-        by_target = {target: _ends(linear, target) for target in targets}
-        for target in (target for target, layers in by_target.items() if not layers):
-            raise UsageError(_idle(module, target, linear))
-        chosen = set().union(*by_target.values())
-    _require_own_weights(module, chosen)
-    return {name: linear[name] for name in linear if name in chosen}
+        chosen = set()
+        for target in targets:
+            names = _names_ending_in(target, candidates)
+            if not names:
+                raise UsageError(_unknown_target_message(module, target, candidates))
+            chosen |= names
+    _require_untied_weights(module, chosen)
+    return {name: candidates[name] for name in candidates if name in chosen}
 
 
-def _matches(expression: str, name: str) -> bool:
+def _names_matching(candidates: Iterable[str], expression: str) -> set[str]:
+    """Return the names that a regular expression matches as a whole.
+
+    Raises:
+        UsageError: `expression` is not a regular expression, or matches no name.
+    """
     try:
-        return re.fullmatch(expression, name) is not None
+        names = {name for name in candidates if re.fullmatch(expression, name)}
     except re.error as error:
         raise UsageError(
-            f"lora.targets = {expression!r} is no regular expression: {error}"
+            f"lora.targets = {expression!r} is not a regular expression: {error}"
         ) from None
+    if names:
+        return names
+    hint = ""
+    if _names_ending_in(expression, candidates):
+        hint = f'; to match the last part of a name, write a list, ["{expression}"]'
+    examples = ", ".join(list(candidates)[:2]) or "none"
+    raise UsageError(
+        f"lora.targets: the regular expression {expression!r} matches no whole name of a linear layer such as "
+        f"{examples}{hint}"
+    )
 
 
-def _ends(names: Iterable[str], target: str) -> set[str]:
+def _names_ending_in(target: str, names: Iterable[str]) -> set[str]:
+    """Return the names whose last parts, separated by dots, are `target`."""
     return {name for name in names if name == target or name.endswith(f".{target}")}
 
 
-def _idle(module: nn.Module, target: str, linear: Mapping[str, nn.Module]) -> str:
-    layers = {
-        name: layer for name, layer in module.named_modules() if name and _ends([name], target)
-    }
-    there = (
-        f"there are {', '.join(sorted({name.rpartition('.')[2] for name in linear})[:MOST_NAMES])}"
-    )
-    if not layers:
-        return f"lora.targets: no linear layer is called {target!r}; {there}"
-    name, layer = next(iter(layers.items()))
+def _unknown_target_message(
+    module: nn.Module, target: str, candidates: Mapping[str, nn.Module]
+) -> str:
+    last_parts = sorted({name.rpartition(".")[2] for name in candidates})
+    existing = f"there are {', '.join(last_parts[:_MAX_NAMES_SHOWN])}"
+    named = [
+        (name, layer)
+        for name, layer in module.named_modules()
+        if name and _names_ending_in(target, [name])
+    ]
+    if not named:
+        return f"lora.targets: no linear layer is called {target!r}; {existing}"
+    name, layer = named[0]
     if layer is head_of(module):
-        return f"lora.targets: {name} is the head, whose weight the loss reads without calling it; {there}"
-    return f"lora.targets: {name} is no plain linear layer but {type(layer).__name__}; {there}"
+        return f"lora.targets: {name} is the head, whose weight the loss reads without calling it; {existing}"
+    return (
+        f"lora.targets: {name} is not a plain linear layer but {type(layer).__name__}; {existing}"
+    )
 
 
 def shared_parameters(module: nn.Module) -> dict[int, list[str]]:
-    """Return the names of each parameter that has more than one, by the parameter's id."""
-    return shared(module.named_parameters(remove_duplicate=False))
+    """Return the names of each parameter that has several names, by the parameter's id."""
+    return shared_tensors(module.named_parameters(remove_duplicate=False))
 
 
-def shared(named: Iterable[tuple[str, Tensor]]) -> dict[int, list[str]]:
-    """Return the names of each tensor that has more than one, by the tensor's id."""
-    owners: dict[int, list[str]] = {}
-    for name, tensor in named:
-        owners.setdefault(id(tensor), []).append(name)
-    return {key: names for key, names in owners.items() if len(names) > 1}
+def shared_tensors(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[int, list[str]]:
+    """Return the names of each tensor that has several names, by the tensor's id."""
+    names_by_id: dict[int, list[str]] = {}
+    for name, tensor in named_tensors:
+        names_by_id.setdefault(id(tensor), []).append(name)
+    return {key: names for key, names in names_by_id.items() if len(names) > 1}
 
 
-def _require_own_weights(module: nn.Module, chosen: set[str]) -> None:
-    # Merging an adapter into a shared weight would change the other layer, too.
+def _require_untied_weights(module: nn.Module, layer_names: set[str]) -> None:
+    """Refuse layers that share a parameter: merging an adapter would change the other layer too."""
     for names in shared_parameters(module).values():
-        if tied := [name for name in names if name.rpartition(".")[0] in chosen]:
-            other = next(name for name in names if name != tied[0])
+        chosen = [name for name in names if name.rpartition(".")[0] in layer_names]
+        if chosen:
+            other = next(name for name in names if name != chosen[0])
             raise UsageError(
-                f"lora.targets: {tied[0]} is {other} too, so an adapter on it could not be merged"
+                f"lora.targets: {chosen[0]} and {other} are one tensor, so an adapter on it could not be merged: "
+                "leave this layer out"
             )

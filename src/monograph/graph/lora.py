@@ -1,13 +1,14 @@
-"""Add low-rank adapters to the linear layers of any module, in place; the base weights keep their
-names and bits.
+"""Add low-rank adapters to the linear layers of any module, in place.
 
-The rows of a few tokens may be trained along with them (`monograph.graph.token_rows`).
-`plain_parameters` yields the weights with adapters merged in, one at a time; `narrow` stores frozen
-weights in the 16 bits that products read.
+The base weights keep their names and bits. The rows of a few tokens may be trained along with the
+adapters (`monograph.graph.token_rows`). `plain_parameters` yields the weights with adapters merged
+in, one at a time. `narrow` stores frozen weights in the 16 bits that products read.
 
 Source: Hu et al. 2021, "LoRA", arXiv 2106.09685; Kalajdzievski 2023, "rsLoRA", arXiv 2312.03732;
-Liu et al. 2024, "DoRA", arXiv 2402.09353. Order of operations, initial values and names are PEFT's.
-Shapes: N outputs, K inputs, R rank.
+Liu et al. 2024, "DoRA", arXiv 2402.09353. The order of operations, initial values and names are
+PEFT's.
+
+Shapes: N outputs, K inputs, R rank, E experts.
 """
 
 import functools
@@ -52,18 +53,18 @@ class Lora:
     Attributes:
         rank: R.
         alpha: the adapter's output is multiplied by `scale`, alpha / rank.
-        targets: "all-linear": every linear layer but the head and the experts of mixtures, as in
+        targets: "all-linear": every linear layer except the head and the experts of mixtures, as in
             PEFT; another string: a regular expression that matches whole names; a tuple: the last
-            parts of names, also of experts'.
+            parts of names, which may be those of experts.
         dropout: probability with which elements of an adapter's input are dropped in training.
-        base: how the weights of all linear layers but the head, and of experts, are kept: "auto"
-            (as they are), "int8" or "nf4".
+        base: how the weights of experts and of all linear layers except the head are kept: "auto"
+            (unchanged), "int8" or "nf4".
         tokens: ids of tokens whose rows of embedding and head are trained as well, in ascending
             order.
-        rslora: whether `scale` is alpha / sqrt(rank) instead, with which a larger rank learns no
-            slower.
-        dora: whether the length of each row of a weight is trained apart from its direction, see
-            `Adapted`.
+        rslora: whether `scale` is alpha / sqrt(rank) instead, so that a larger rank does not learn
+            more slowly.
+        dora: whether the length of each row of a weight is trained separately from its direction,
+            see `Adapted`.
     """
 
     rank: int = 16
@@ -87,7 +88,7 @@ class Lora:
         DECAY.require("dropout", self.dropout)
         if self.base not in get_args(Base):
             raise UsageError(f"base = {self.base!r}: expected one of {', '.join(get_args(Base))}")
-        if not {type(self.rslora), type(self.dora)} == {bool}:
+        if type(self.rslora) is not bool or type(self.dora) is not bool:
             raise UsageError(
                 f"rslora = {self.rslora!r}, dora = {self.dora!r}: expected True or False"
             )
@@ -97,9 +98,7 @@ class Factor(nn.Linear):
     """One of an adapter's two matrices, uninitialised until `adapt` fills it."""
 
     def reset_parameters(self) -> None:
-        """Leave the memory as it is: nn.Linear's own method would advance the process's random
-        generator.
-        """
+        """Do nothing: nn.Linear's own method would advance the process's random generator."""
 
 
 class Adapted(nn.Linear):
@@ -108,9 +107,16 @@ class Adapted(nn.Linear):
         y = W x + b + s B A D(x)
         y = W x + b + g (W D(x) + s B A D(x)) - W D(x),   g = m / ||W + s B A||     with a magnitude
 
-    A is `lora_A.weight` [R, K], B is `lora_B.weight` [N, R], D is dropout in training. m is
-    `lora_magnitude_vector` [N], or None. Norms are those of rows, and constants in the backward
-    pass (DoRA, section 4.3).
+    D is dropout in training, and the identity otherwise. Norms are those of rows, and constants in
+    the backward pass (DoRA, section 4.3).
+
+    Attributes:
+        lora_A: its weight is A, [R, K].
+        lora_B: its weight is B, [N, R].
+        lora_dropout: D.
+        lora_magnitude_vector: m, [N]; None without a magnitude.
+        lora_norms: [N], the norms of the rows of W; only with a magnitude.
+        scale: s.
     """
 
     lora_A: nn.Linear
@@ -123,38 +129,36 @@ class Adapted(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Map [..., K] to [..., N], in the dtype of the base layer's output."""
         output = super().forward(input)
-        given = input.dtype
-        # Without autocast, a linear layer wants its weight's dtype. With dropout the input is cast
-        # under autocast as well, so that the mask's factor 1 / (1 - p) is not rounded to fewer
-        # bits.
-        if not torch.is_autocast_enabled(input.device.type) or isinstance(
-            self.lora_dropout, nn.Dropout
-        ):
+        input_dtype = input.dtype
+        has_dropout = isinstance(self.lora_dropout, nn.Dropout)
+        # Without autocast, a linear layer needs its weight's dtype. With dropout the input is cast
+        # under autocast too, so that the mask's factor 1 / (1 - p) is not rounded to fewer bits.
+        if has_dropout or not torch.is_autocast_enabled(input.device.type):
             input = input.to(self.lora_A.weight.dtype)
         dropped = self.lora_dropout(input)
         inner = self.lora_A(dropped)
-        # In a graph, scaling [..., R] instead of [..., N] is cheaper, forward and backward, and no
-        # scaled copy of either is kept. Eager code has PEFT's order, and so its bits.
-        change = (
-            self.lora_B(inner * self.scale)
-            if torch.compiler.is_compiling()
-            else self.lora_B(inner) * self.scale
-        )
+        if torch.compiler.is_compiling():
+            # In a graph, scaling [..., R] is cheaper than scaling [..., N], forward and backward,
+            # and no scaled copy is kept.
+            change = self.lora_B(inner * self.scale)
+        else:
+            # Eager code has PEFT's order of operations, and so its bits.
+            change = self.lora_B(inner) * self.scale
         if self.lora_magnitude_vector is None:
             return (output + change).to(output.dtype)
-        drops = self.training and isinstance(self.lora_dropout, nn.Dropout)
-        plain = super().forward(dropped.to(given)) if drops else output
+        is_dropping = has_dropout and self.training
+        base = super().forward(dropped.to(input_dtype)) if is_dropping else output
         A = self.lora_A.weight.detach()
         scaled_B = self.lora_B.weight.detach() * self.scale
-        of_A = super().forward(A.to(given))  # it costs as much as R tokens more
+        base_of_A = super().forward(A.to(input_dtype))  # A W^T costs as much as R more tokens
         if self.bias is not None:
-            plain, of_A = plain - self.bias, of_A - self.bias
-        gain = self.lora_magnitude_vector / sum_row_norms(self.lora_norms, of_A, A, scaled_B).to(
-            A.dtype
-        )
-        # In this order the output has the base's bits where m is the norm, and one tensor waits for
-        # the backward pass.
-        return (output + (gain * (plain + change) - plain)).to(output.dtype)
+            base = base - self.bias
+            base_of_A = base_of_A - self.bias
+        norms = sum_row_norms(self.lora_norms, base_of_A, A, scaled_B).to(A.dtype)
+        gain = self.lora_magnitude_vector / norms
+        # In this order of operations the output has the base's bits where m is the norm, and only
+        # one tensor is kept for the backward pass.
+        return (output + (gain * (base + change) - base)).to(output.dtype)
 
 
 class ExpertFactor(ExpertLinear):
@@ -162,7 +166,12 @@ class ExpertFactor(ExpertLinear):
 
 
 class AdaptedExperts(ExpertLinear):
-    """Experts with an adapter for each: y = W_e x + s B_e A_e D(x), A [E, R, K], B [E, N, R]."""
+    """Experts with an adapter for each.
+
+        y = W_e x + s B_e A_e D(x)
+
+    A is `lora_A.weight`, [E, R, K]; B is `lora_B.weight`, [E, N, R]; D is dropout in training.
+    """
 
     lora_A: ExpertFactor
     lora_B: ExpertFactor
@@ -216,40 +225,41 @@ def adapt(
     dtype: torch.dtype | None = None,
     device: Place = None,
 ) -> dict[str, AnyAdapted]:
-    """Freeze a module and give its linear layers adapters; only these, and rows of tokens, are
-    trained then.
+    """Freeze a module and give its linear layers adapters.
 
-    The layers stay the same objects and keep their names: `q_proj.weight` gets
-    `q_proj.lora_A.weight`, uniform in +-1 / sqrt(K), and `q_proj.lora_B.weight`, zero, so that the
-    module computes the same bits as before.
+    Only the adapters and the rows of `lora.tokens` are trained from then on. The layers stay the
+    same objects and keep their names. `q_proj.weight` gets `q_proj.lora_A.weight`, uniform in
+    +-1 / sqrt(K), and `q_proj.lora_B.weight`, zero, so the module computes the same bits as before.
 
     Args:
         module: any module with its weights.
         lora: options of the adapters.
         seed: seeds the initial values of A, together with the layer's name.
-        dtype: dtype of the adapters; None: the weights', but fp32 where these have fewer bits.
+        dtype: dtype of the adapters; None: the weights' dtype, or fp32 if that has fewer bits.
         device: device of the adapters and of a quantised base, whose layers move there one by one;
-            None: the weights'.
+            None: the weights' device.
 
     Returns:
         The adapted layers by name.
 
     Raises:
-        UsageError: a target matches nothing, no plain linear layer, the head, a layer that shares
-            its weight, or experts with `dora`; the module has adapters or fused siblings already;
-            tokens' rows cannot be trained, see `put_rows`.
+        UsageError: a target matches nothing, a layer that is not a plain linear layer, the head, a
+            layer that shares its weight, or experts with `dora`; the module has adapters or fused
+            siblings already; the rows of tokens cannot be trained, see `put_rows`.
     """
     module = inspect.unwrap_(module)
     if families(module):
-        raise UsageError("an adapter belongs to one layer: unfuse_siblings(model) first")
+        raise UsageError(
+            "the module has fused siblings, but an adapter belongs to one layer: unfuse_siblings(model) first"
+        )
     if adapters(module):
         raise UsageError("the module has adapters already: merge(module) first")
     chosen = chosen_layers(module, lora)
     if lora.tokens:
         put_rows(module, lora.tokens, dtype)
-    rows = {id(table.token_rows) for table in tables(module).values()}
+    token_rows = {id(table.token_rows) for table in tables(module).values()}
     for parameter in module.parameters():
-        parameter.requires_grad_(id(parameter) in rows)
+        parameter.requires_grad_(id(parameter) in token_rows)
     if lora.base != "auto":
         shared = inspect.shared_parameters(module)
         for layer in (
@@ -259,7 +269,8 @@ def adapt(
             weight = layer.weight
             if id(weight) in shared:  # another layer reads it, and needs a dense weight
                 continue
-            layer.__class__ = BASES[lora.base][isinstance(layer, ExpertLinear)]
+            linear_class, expert_class = BASES[lora.base]
+            layer.__class__ = expert_class if isinstance(layer, ExpertLinear) else linear_class
             layer.freeze(weight)  # type: ignore[operator]
             # Layer by layer, so that the device never holds the base before it is quantised.
             if device is not None:
@@ -271,22 +282,31 @@ def adapt(
 
 
 def chosen_layers(module: nn.Module, lora: Lora) -> dict[str, nn.Linear | ExpertLinear]:
-    """Return the layers that get an adapter, by name; raises UsageError, see `adapt`."""
-    chosen = inspect.targeted(module, lora.targets)
-    experts = [name for name, layer in chosen.items() if isinstance(layer, ExpertLinear)]
-    if lora.dora and experts:
-        raise UsageError(
-            f"lora.dora: {experts[0]} holds experts, which have no DoRA: leave it out, or the experts"
-        )
+    """Return the layers that get an adapter, by name.
+
+    Raises:
+        UsageError: see `adapt`.
+    """
+    chosen = inspect.targeted_layers(module, lora.targets)
+    if not lora.dora:
+        return chosen
+    for name, layer in chosen.items():
+        if isinstance(layer, ExpertLinear):
+            raise UsageError(
+                f"lora.dora: {name} holds experts, for which there is no DoRA: leave out lora.dora, or the experts"
+            )
     return chosen
 
 
 @torch.no_grad()
 def measure(module: nn.Module, fresh: bool = True) -> None:
-    """Take the norms of the rows of W, as it is kept now, for layers with a magnitude; if `fresh`
-    it begins as these.
+    """Register the norms of the rows of W, in its present bits, in layers with a magnitude.
 
     It is called again after W was rounded.
+
+    Args:
+        module: a module with adapters.
+        fresh: whether the magnitudes are set to these norms.
     """
     for layer in adapters(module).values():
         if layer.lora_magnitude_vector is not None:
@@ -306,33 +326,40 @@ def adapters(module: nn.Module) -> dict[str, AnyAdapted]:
 
 
 @torch.no_grad()
-def _adapt(
-    layer: nn.Linear | ExpertLinear, lora: Lora, key: str, device: Place, dtype: torch.dtype | None
-) -> None:
+def _adapt(layer: Any, lora: Lora, key: str, device: Place, dtype: torch.dtype | None) -> None:
+    """Give a layer an adapter.
+
+    Args:
+        layer: a linear layer or a layer of experts.
+        lora: the adapter's options.
+        key: seeds the initial values of A.
+        device: see `adapt`.
+        dtype: see `adapt`.
+    """
     weight = next(p for name, p in layer.named_parameters() if name != "bias")
-    wide = (
-        kept_dtype(weight)
-        if kept_dtype(weight) in (torch.float32, torch.float64)
-        else torch.float32
-    )
-    like: dict[str, Any] = {"device": device or weight.device, "dtype": dtype or wide}
+    if dtype is None:
+        is_wide = kept_dtype(weight) in (torch.float32, torch.float64)
+        dtype = kept_dtype(weight) if is_wide else torch.float32
+    options: dict[str, Any] = {"device": device or weight.device, "dtype": dtype}
     layer.__class__ = ADAPTED.get(type(layer), LoraLinear)
     assert isinstance(layer, AnyAdapted)
     for name, inputs, outputs in (
         ("lora_A", layer.in_features, lora.rank),
         ("lora_B", lora.rank, layer.out_features),
     ):
-        factor: nn.Module = Factor(inputs, outputs, bias=False, **like)
+        factor: nn.Module
         if isinstance(layer, ExpertLinear):
-            factor = ExpertFactor(layer.experts, inputs, outputs, **like)
+            factor = ExpertFactor(layer.experts, inputs, outputs, **options)
+        else:
+            factor = Factor(inputs, outputs, bias=False, **options)
         setattr(layer, name, factor)
     layer.lora_dropout = nn.Dropout(lora.dropout) if lora.dropout else nn.Identity()
     layer.scale = lora.scale
-    magnitude = nn.Parameter(torch.empty(layer.out_features, **like)) if lora.dora else None
+    magnitude = nn.Parameter(torch.empty(layer.out_features, **options)) if lora.dora else None
     layer.register_parameter("lora_magnitude_vector", magnitude)
     layer.lora_B.weight.zero_()
     if not weight.is_meta:
-        # A is seeded by its name and drawn on the CPU, so that it depends neither on other layers
+        # A is seeded by its name and sampled on the CPU, so that it depends neither on other layers
         # nor on the device.
         seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "little")
         generator = torch.Generator().manual_seed(seed)
@@ -345,14 +372,14 @@ def _adapt(
 
 @torch.no_grad()
 def merge(module: nn.Module) -> None:
-    """Turn every adapted layer, one after another, into a plain linear layer that computes the
-    same; see `merged`.
+    """Turn every adapted layer, one after another, into a plain linear layer that computes the same.
 
-    A quantised weight becomes dense, in the dtype of all other weights if they have one in common,
-    else in fp32. The rows of tokens are written into their tables. Frozen weights stay frozen.
+    A quantised weight becomes dense: in the dtype of all other weights if they share one, else in
+    fp32. The rows of tokens are written into their tables. Frozen weights stay frozen. See
+    `merged`.
     """
-    plain = [m for m in module.modules() if not isinstance(m, (*FACTORS, FrozenWeight))]
-    dtypes = {kept_dtype(p) for m in plain for p in m.parameters(recurse=False)}
+    dense_modules = [m for m in module.modules() if not isinstance(m, (*FACTORS, FrozenWeight))]
+    dtypes = {kept_dtype(p) for m in dense_modules for p in m.parameters(recurse=False)}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
     for layer in adapters(module).values():
         weight = merged(layer)
@@ -372,39 +399,46 @@ def merge(module: nn.Module) -> None:
 
 @torch.no_grad()
 def merged(layer: AnyAdapted) -> Tensor:
-    """Return a layer's weight with its adapter merged in, a new tensor [N, K], or [E, N, K] of
-    experts.
+    """Return a layer's weight with its adapter merged in.
 
-    round(W + s B A),   the sum in fp32 (fp64 if W or B is), rounded once to W's dtype; with a magnitude, round(g (...))
+        round(W + s B A),   with a magnitude  round(g (W + s B A))
+
+    The sum is fp32, or fp64 if W or B is, and is rounded once to W's dtype.
+
+    Returns:
+        A new tensor, [N, K], or [E, N, K] of experts.
     """
     weight = _base_weight(layer)
-    kept = kept_dtype(weight)
-    wide = torch.promote_types(torch.promote_types(kept, layer.lora_B.weight.dtype), torch.float32)
-    change = layer.lora_B.weight.to(wide) @ layer.lora_A.weight.to(wide)
-    whole = weight.detach().to(wide, copy=True).add_(change, alpha=layer.scale)
+    weight_dtype = kept_dtype(weight)
+    adapted_dtype = torch.promote_types(weight_dtype, layer.lora_B.weight.dtype)
+    sum_dtype = torch.promote_types(adapted_dtype, torch.float32)
+    change = layer.lora_B.weight.to(sum_dtype) @ layer.lora_A.weight.to(sum_dtype)
+    total = weight.detach().to(sum_dtype, copy=True).add_(change, alpha=layer.scale)
     magnitude = layer.lora_magnitude_vector
     if magnitude is not None:
-        whole *= (magnitude.to(wide) / row_norms(whole).to(magnitude.dtype))[:, None]
-    return whole.to(kept)
+        total *= (magnitude.to(sum_dtype) / row_norms(total).to(magnitude.dtype))[:, None]
+    return total.to(weight_dtype)
 
 
 def kept_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return the state for a checkpoint: the whole state dict, or with adapters all but the frozen
-    parameters.
+    """Return the state for a checkpoint.
+
+    It is the whole state dict, or without frozen parameters if the module has adapters.
     """
     state = inspect.unique_state(module)
     if not adapters(module):
         return state
-    # All names of tied parameters, as the state may have any of them.
-    frozen = {
+    # All names of tied parameters, because the state may have any of them.
+    frozen_names = {
         name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad
     }
-    return {name: tensor for name, tensor in state.items() if name not in frozen}
+    return {name: tensor for name, tensor in state.items() if name not in frozen_names}
 
 
-def starts_still(name: str) -> bool:
-    """Return whether a parameter's first gradient may be zero: A's, since B is zero, or that of
-    absent tokens' rows.
+def may_start_without_gradient(name: str) -> bool:
+    """Return whether a parameter's first gradient may be zero.
+
+    That of A is, since B is zero; that of the rows of tokens is, if these tokens are absent.
     """
     return name.endswith((".lora_A.weight", f".{ROWS}"))
 
@@ -424,31 +458,30 @@ class Plain(NamedTuple):
 
 
 def plain_parameters(module: nn.Module) -> Iterator[Plain]:
-    """Yield the parameters of a module as `merge` would leave them, each once; the module itself
-    stays as it is.
+    """Yield each parameter that a module would have after `merge`; the module is not changed.
 
-    Adapters must be on plain weights, not on quantised ones. `read` raises InputRefused for NaN or
-    an infinity.
+    Adapters must be on dense weights, not on quantised ones. `read` raises InputRefused if a value
+    is NaN or infinite.
     """
     module = inspect.unwrapped(module)
     adapted = adapters(module)
-    with_rows = tables(module)
-    trained = {
+    tables_with_rows = tables(module)
+    trained_ids = {
         id(p)
         for child in module.modules()
         if isinstance(child, FACTORS)
         for p in child.parameters()
     }
-    trained |= {id(layer.lora_magnitude_vector) for layer in adapted.values()}
-    trained |= {id(table.token_rows) for table in with_rows.values()}
-    # Not the state dict: a tied head appears once.
+    trained_ids |= {id(layer.lora_magnitude_vector) for layer in adapted.values()}
+    trained_ids |= {id(table.token_rows) for table in tables_with_rows.values()}
+    # Not the state dict, in which a tied head appears twice.
     for name, parameter in module.named_parameters():
-        if id(parameter) in trained:
+        if id(parameter) in trained_ids:
             continue
-        holder, _, last = name.rpartition(".")
-        layer, table = (
-            (adapted.get(holder), with_rows.get(holder)) if last == "weight" else (None, None)
-        )
+        owner, _, attribute = name.rpartition(".")
+        is_weight = attribute == "weight"
+        layer = adapted.get(owner) if is_weight else None
+        table = tables_with_rows.get(owner) if is_weight else None
         like = torch.empty(parameter.shape, dtype=kept_dtype(parameter), device="meta")
         yield Plain(name, like, functools.partial(_read, name, parameter, layer, table))
 
@@ -456,46 +489,55 @@ def plain_parameters(module: nn.Module) -> Iterator[Plain]:
 def _read(
     name: str, parameter: nn.Parameter, layer: AnyAdapted | None, table: TableWithRows | None
 ) -> Tensor:
+    """Return the value of a parameter of the merged module.
+
+    Args:
+        name: the parameter's name.
+        parameter: the parameter.
+        layer: the adapted layer whose weight it is, or None.
+        table: the layer with trained rows whose weight it is, or None.
+    """
     if layer is not None:
         return require_finite(merged(layer), name)
     value = parameter.detach().to(kept_dtype(parameter))
-    return require_finite(value if table is None else replaced(value, table.rows).detach(), name)
+    if table is not None:
+        value = replaced(value, table.rows).detach()
+    return require_finite(value, name)
 
 
 def narrow(
     module: nn.Module, dtype: torch.dtype, more: Iterable[nn.Module] = (), device: Place = None
 ) -> None:
-    """Round frozen fp32 weights and biases of linear layers, including the head, once to autocast's
-    dtype.
+    """Round the frozen fp32 weights and biases of linear layers, including the head, in place.
 
-    The bits are those to which autocast would round them at each call.
+    They get the bits to which autocast would round them at each call.
 
     Args:
         module: a module with adapters.
-        dtype: autocast's.
+        dtype: autocast's dtype.
         more: other modules whose weights are read in that dtype only.
-        device: where these weights are moved, one after another; None: they stay.
+        device: where these weights are moved, one after another; None: they are not moved.
     """
     readers = {
         m for m in module.modules() if isinstance(m, MULTIPLYING) and not isinstance(m, FACTORS)
-    } | set(more)
+    }
+    readers |= set(more)
     # A weight that another module reads as well, such as a tied embedding, keeps its precision.
-    elsewhere = {
+    read_elsewhere = {
         id(p) for m in module.modules() if m not in readers for p in m.parameters(recurse=False)
     }
     parameters = {
         id(p): p
         for m in readers
-        for p in map(m._parameters.get, ("weight", "bias"))
+        for p in (m._parameters.get("weight"), m._parameters.get("bias"))
         if p is not None
     }
-    wide = [
+    to_round = [
         p
         for key, p in parameters.items()
-        if key not in elsewhere and kept_dtype(p) == torch.float32
+        if key not in read_elsewhere and kept_dtype(p) == torch.float32
     ]
-    for parameter in in_file_order(wide):
-        moved = parameter.data.to(
-            device or parameter.device, copy=isinstance(parameter, MappedWeight)
-        )
+    for parameter in in_file_order(to_round):
+        is_mapped = isinstance(parameter, MappedWeight)
+        moved = parameter.data.to(device or parameter.device, copy=is_mapped)
         keep(parameter, moved.to(dtype))

@@ -1,11 +1,15 @@
 """Replace fp32 matrix products in captured graphs on CPUs where torch's own library, MKL, is slow.
 
-MKL uses half of the vector width of some processors with AVX-512, such as AMD's Zen 5. There,
-products up to `LARGE` are computed by `matmul.cpp`, whose calls cost almost nothing, and larger
-ones by oneDNN, which torch includes and uses for bf16 anyway (dev/log.md). Eager code keeps MKL and
-is the reference.
+MKL uses half of the vector width of some processors with AVX-512, such as AMD's Zen 5. There, the
+number of multiplications of a product chooses who computes it (dev/log.md):
 
-Shapes: B products at once, N rows, K summed, M columns.
+    products of two matrices    MKL below `NATIVE_FROM`, oneDNN from `ONEDNN_FROM`, `matmul.cpp` in between
+    batches of products         `matmul.cpp` below `ONEDNN_FROM`, MKL from there
+
+MKL also keeps products that are too narrow for `matmul.cpp` (`MIN_NATIVE_WIDTH`). Eager code uses
+MKL for all products and is the reference.
+
+Shapes: B products at once, N rows, K summed, M columns; P rows in E groups.
 """
 
 import functools
@@ -23,14 +27,18 @@ from monograph.compat import inductor
 from monograph.device import clock, cpu_model
 from monograph.storage.cache_dir import found_once
 
-# Numbers of multiplications from and up to which `matmul.cpp` is the fastest of the three. MKL has
-# the cheapest call for smaller products (dev/log.md).
-SMALLEST, LARGE = 2**18, 2**27
-NARROWEST = 32  # narrower products leave most of a tile of 8 x 32 empty
+# Multiplications from which `matmul.cpp` is faster than MKL, whose call is the cheapest.
+NATIVE_FROM = 2**18
+# Multiplications from which `matmul.cpp` is no longer the fastest.
+ONEDNN_FROM = 2**27
+# Rows and columns that `matmul.cpp` needs: less would leave most of a tile of 8 x 32 empty.
+MIN_NATIVE_WIDTH = 32
 SOURCE = Path(__file__).with_suffix(".cpp")
-# Times as fast as MKL that oneDNN is where MKL is slow; a Zen 5 has 2.2, a Xeon 0.9 (dev/log.md).
-SLOW = 1.4
-# Plain registration: `torch.library.custom_op` adds 10 microseconds to every call.
+# MKL counts as slow if oneDNN is more than this many times as fast: 2.2 times on a Zen 5, 0.9 on a
+# Xeon (dev/log.md).
+SLOW_MKL_RATIO = 1.4
+# Operators are defined in a library, because `torch.library.custom_op` adds 10 microseconds to
+# every call.
 _LIBRARY = torch.library.Library("monograph", "DEF")
 
 
@@ -38,15 +46,14 @@ _LIBRARY = torch.library.Library("monograph", "DEF")
 def mkl_is_slow() -> bool:
     """Return whether MKL wastes this CPU's vector width in fp32: whether oneDNN is far faster.
 
-    A machine is measured once, as the choice decides on the bits of a run, which may be resumed.
+    A machine is measured once and the answer is stored: it decides the bits of a run, so a resumed
+    run must get the same answer.
     """
     name, flags = cpu_model()
-    built_in = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-    return (
-        built_in
-        and "avx512f" in flags
-        and found_once(f"slow MKL {name} {torch.__version__}", _onednn_is_faster)
-    )
+    has_both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+    if not has_both or "avx512f" not in flags:
+        return False
+    return found_once(f"slow MKL {name} {torch.__version__}", _onednn_is_faster)
 
 
 def _onednn_is_faster() -> bool:
@@ -57,12 +64,13 @@ def _onednn_is_faster() -> bool:
         product(left, right)
         return clock() - start
 
-    # In turns, and the best time of each, which other processes can hardly change. The caller may
-    # be in a mode whose tensors have no numbers, or in autocast.
+    # Without the caller's modes, which may be autocast or one that makes tensors without numbers.
     with compat.without_modes(), torch.autocast("cpu", enabled=False):
+        # The two take turns, and the best time of each counts: other processes hardly change it.
         times = [(seconds(torch.mm), seconds(onednn)) for _ in range(10)]
-    mkl_s, onednn_s = (min(column) for column in zip(*times, strict=True))
-    return mkl_s > SLOW * onednn_s
+    mkl_s = min(mkl for mkl, _ in times)
+    onednn_s = min(onednn for _, onednn in times)
+    return mkl_s > SLOW_MKL_RATIO * onednn_s
 
 
 def onednn(left_NK: Tensor, right_KM: Tensor) -> Tensor:
@@ -71,7 +79,15 @@ def onednn(left_NK: Tensor, right_KM: Tensor) -> Tensor:
 
 
 def native(left: Tensor, right: Tensor) -> Tensor:
-    """Return left @ right [N, M] or B such products [B, N, M], fp32, by `matmul.cpp`; any strides."""
+    """Return left @ right, fp32, by `matmul.cpp`.
+
+    Args:
+        left: [N, K], or [B, N, K] for B products; any strides.
+        right: [K, M], or [B, K, M]; any strides.
+
+    Returns:
+        [N, M], or [B, N, M].
+    """
     out = left.new_empty(*left.shape[:-1], right.shape[-1])
     native_out(left, right, out=out)
     return out
@@ -81,41 +97,54 @@ def native_out(left: Tensor, right: Tensor, *, out: Tensor) -> None:
     """Write left @ right to `out`, contiguous; see `native`."""
     operands = left.data_ptr(), *left.stride(), right.data_ptr(), *right.stride()
     name = {2: "matmul", 3: "batched"}[out.ndim]
-    _native(name, (out.ndim, out.ndim))(*left.shape, out.shape[-1], *operands, out.data_ptr())
+    multiply = _native_function(name, (out.ndim, out.ndim))
+    multiply(*left.shape, out.shape[-1], *operands, out.data_ptr())
 
 
 def grouped_out(left_PK: Tensor, right_EKM: Tensor, ends_E: Tensor, *, out: Tensor) -> None:
-    """Write the product of each group's rows with its matrix to `out` [P, M], contiguous, fp32, by
-    `matmul.cpp`.
+    """Write the product of each group's rows with its matrix, by `matmul.cpp`.
+
+    Args:
+        left_PK: rows, fp32, sorted by group; any strides.
+        right_EKM: the groups' matrices, fp32; any strides.
+        ends_E: the row after each group's last one, int32.
+        out: [P, M], fp32, contiguous.
     """
     operands = left_PK.data_ptr(), *left_PK.stride(), right_EKM.data_ptr(), *right_EKM.stride()
-    _native("grouped", (2, 3))(
-        len(ends_E), ends_E.data_ptr(), *right_EKM.shape[1:], *operands, out.data_ptr()
-    )
+    multiply = _native_function("grouped", (2, 3))
+    multiply(len(ends_E), ends_E.data_ptr(), *right_EKM.shape[1:], *operands, out.data_ptr())
 
 
 def grouped_outer_out(left_PN: Tensor, right_PM: Tensor, ends_E: Tensor, *, out: Tensor) -> None:
-    """Write left[rows].T @ right[rows] of each group's rows to `out` [E, N, M], contiguous, fp32,
-    by `matmul.cpp`.
+    """Write left[rows].T @ right[rows] of each group's rows, by `matmul.cpp`.
+
+    Args:
+        left_PN: rows, fp32, sorted by group; any strides.
+        right_PM: rows, fp32, sorted by group; any strides.
+        ends_E: the row after each group's last one, int32.
+        out: [E, N, M], fp32, contiguous.
     """
     operands = left_PN.data_ptr(), *left_PN.stride(), right_PM.data_ptr(), *right_PM.stride()
-    _native("grouped_outer", (2, 2))(
-        len(ends_E), ends_E.data_ptr(), *out.shape[1:], *operands, out.data_ptr()
-    )
+    multiply = _native_function("grouped_outer", (2, 2))
+    multiply(len(ends_E), ends_E.data_ptr(), *out.shape[1:], *operands, out.data_ptr())
 
 
 @functools.cache
-def _native(name: str, dimensions: tuple[int, int]) -> Callable[..., None]:
-    """Return a function of `matmul.cpp` by its operands' dimensions; the first call compiles the
-    file in a second.
+def _native_function(name: str, dimensions: tuple[int, int]) -> Callable[..., None]:
+    """Return a function of `matmul.cpp`; the first call compiles the file, which takes a second.
+
+    Args:
+        name: the function's name.
+        dimensions: the number of dimensions of the left and of the right operand.
     """
     function: Callable[..., None] = getattr(compat.native(SOURCE.read_text()), name)
-    left, right = ([c_void_p, *[c_long] * number] for number in dimensions)
-    sizes = (
-        [c_long, c_void_p, c_long, c_long]
-        if name.startswith("grouped")
-        else [c_long] * (dimensions[0] + 1)
-    )
+    left_dimensions, right_dimensions = dimensions
+    left = [c_void_p, *[c_long] * left_dimensions]
+    right = [c_void_p, *[c_long] * right_dimensions]
+    if name.startswith("grouped"):
+        sizes = [c_long, c_void_p, c_long, c_long]
+    else:
+        sizes = [c_long] * (left_dimensions + 1)
     function.argtypes = [*sizes, *left, *right, c_void_p]  # type: ignore[attr-defined]
     function.restype = None  # type: ignore[attr-defined]
     return function
@@ -137,53 +166,64 @@ def _(left: Tensor, right: Tensor) -> Tensor:
     return left.new_empty(*left.shape[:-1], right.shape[-1])
 
 
-def passes() -> dict[str, Any]:
-    """Return the pass as an option of `torch.compile` with Inductor."""
+def inductor_options() -> dict[str, Any]:
+    """Return `rewrite` as an option of `torch.compile`; register direct calls of `matmul.cpp`."""
     if mkl_is_slow():
-        # Bypassing torch's dispatcher, a call takes 2.3 microseconds instead of 4.3 (dev/log.md).
+        # Calls bypass torch's dispatcher, and take 2.3 microseconds instead of 4.3 (dev/log.md).
         compat.lower_to_call(torch.ops.monograph.small_matmul.default, native_out)
         compat.lower_to_call(torch.ops.monograph.batched_matmul.default, native_out)
     return {"post_grad_custom_post_pass": compat.graph_pass(rewrite, __file__, inductor.__file__)}
 
 
 def rewrite(graph: torch.fx.Graph) -> None:
-    """Transpose batched products of which only the transpose is read; choose an operator for each
-    CPU fp32 product.
+    """Change a graph's products in place.
+
+    A batched product is transposed if only its transpose is read. Then each fp32 product on a CPU
+    gets the operator that is the fastest for its size.
     """
-    # First, because the loop below also chooses for the products that are made here.
+    # First, because the loop below also chooses operators for the products that are made here.
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.permute.default):
-        _turn(graph, node)
+        _compute_transposed(graph, node)
     if not mkl_is_slow():
         return
-    for target, choose in (
-        (torch.ops.aten.mm.default, _chosen),
-        (torch.ops.aten.bmm.default, _chosen_batched),
+    for target, choose_operator in (
+        (torch.ops.aten.mm.default, _operator_of_mm),
+        (torch.ops.aten.bmm.default, _operator_of_bmm),
     ):
         for node in graph.find_nodes(op="call_function", target=target):
-            product, depth = node.meta["val"], node.args[0].meta["val"].shape[-1]
+            product = node.meta["val"]
+            depth = node.args[0].meta["val"].shape[-1]
             if product.dtype == torch.float32 and product.device.type == "cpu":
-                node.target = choose(product.shape[-2], depth, product.shape[-1])
+                node.target = choose_operator(product.shape[-2], depth, product.shape[-1])
 
 
-def _turn(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    """Replace (L R)^T by R^T L^T, which is contiguous: under vmap, gradients of weights come
-    transposed.
+def _compute_transposed(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    """Replace the transpose (L R)^T of a batched product by R^T L^T, which is contiguous.
+
+    Under vmap, gradients of weights are such transposes. Nothing is changed if the node is another
+    permutation, or if the product has other readers.
+
+    Args:
+        graph: the graph.
+        node: a permutation in it.
     """
     product, order = node.args
     assert isinstance(product, torch.fx.Node) and isinstance(order, Sequence)
     is_bmm = product.target is torch.ops.aten.bmm.default
     if not is_bmm or len(product.users) > 1 or list(order) != [0, 2, 1]:
         return
-    # Every new node needs its `val`, from which shapes, dtypes and devices are read.
-    turned = []
+    # Later passes read shapes, dtypes and devices from the `val` of every node, so new nodes need
+    # one.
+    operands = []
     with graph.inserting_before(product):
         for operand in reversed(product.args):
             assert isinstance(operand, torch.fx.Node)
-            turned.append(graph.call_function(torch.ops.aten.permute.default, (operand, [0, 2, 1])))
-            turned[-1].meta["val"] = operand.meta["val"].mT
-        new = graph.call_function(torch.ops.aten.bmm.default, tuple(turned))
-    new.meta["val"] = node.meta["val"].contiguous()
-    node.replace_all_uses_with(new)
+            transposed = graph.call_function(torch.ops.aten.permute.default, (operand, [0, 2, 1]))
+            transposed.meta["val"] = operand.meta["val"].mT
+            operands.append(transposed)
+        transposed_product = graph.call_function(torch.ops.aten.bmm.default, tuple(operands))
+    transposed_product.meta["val"] = node.meta["val"].contiguous()
+    node.replace_all_uses_with(transposed_product)
     graph.erase_node(node)
     graph.erase_node(product)
 
@@ -191,29 +231,31 @@ def _turn(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
 def workspace_bytes(left_NK: Tensor, right_KM: Tensor) -> int:
     """Return the bytes of temporary memory that a product of two matrices on a CPU takes.
 
-    oneDNN copies a transposed left operand; in bf16 only parts of it at a time, some hundred kB,
-    which count as 0.
+    oneDNN copies a transposed left operand in fp32. In bf16 it copies parts one after another; they
+    take some hundred kB and count as 0.
     """
-    rows, depth = left_NK.shape
-    columns = right_KM.shape[1]
-    by_onednn = (
-        mkl_is_slow() and _chosen(rows, depth, columns) is torch.ops.monograph.onednn_matmul.default
-    )
-    by_onednn &= left_NK.dtype == torch.float32
-    return left_NK.numel() * left_NK.element_size() if by_onednn and left_NK.stride(-1) != 1 else 0
+    is_transposed = left_NK.stride(-1) != 1
+    if left_NK.dtype != torch.float32 or not is_transposed or not mkl_is_slow():
+        return 0
+    operator = _operator_of_mm(*left_NK.shape, right_KM.shape[1])
+    if operator is not torch.ops.monograph.onednn_matmul.default:
+        return 0
+    return left_NK.numel() * left_NK.element_size()
 
 
-def _chosen(rows: int, depth: int, columns: int) -> OpOverload:
-    size = rows * depth * columns
-    if size >= LARGE:
+def _operator_of_mm(rows: int, depth: int, columns: int) -> Any:
+    """Return the fastest operator for an fp32 product of two matrices where MKL is slow."""
+    multiplications = rows * depth * columns
+    if multiplications >= ONEDNN_FROM:
         return torch.ops.monograph.onednn_matmul.default
-    if size >= SMALLEST and min(rows, columns) >= NARROWEST:
+    if multiplications >= NATIVE_FROM and min(rows, columns) >= MIN_NATIVE_WIDTH:
         return torch.ops.monograph.small_matmul.default
     return torch.ops.aten.mm.default
 
 
-def _chosen_batched(rows: int, depth: int, columns: int) -> OpOverload:
-    # There is no smallest size, because MKL is slow at batches of many small matrices (dev/log.md).
-    if rows * depth * columns < LARGE and min(rows, columns) >= NARROWEST:
+def _operator_of_bmm(rows: int, depth: int, columns: int) -> Any:
+    """Return the fastest operator for a batch of fp32 products of this size where MKL is slow."""
+    # There is no lower limit, because MKL is slow at batches of many small matrices (dev/log.md).
+    if rows * depth * columns < ONEDNN_FROM and min(rows, columns) >= MIN_NATIVE_WIDTH:
         return torch.ops.monograph.batched_matmul.default
     return torch.ops.aten.bmm.default

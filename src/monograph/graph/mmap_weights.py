@@ -1,8 +1,8 @@
 """Keep weights in a memory-mapped file until they are copied, one by one, to where they are used.
 
 The operating system can drop pages of a mapped file when memory is short. So a model of mapped
-weights takes no memory of its own, and converting it tensor by tensor takes the memory of the
-result and of one tensor.
+weights takes no memory of its own. Converting it tensor by tensor takes the memory of the result
+and of one tensor.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class MappedWeight(nn.Parameter):
-    """A parameter in a mapped file, not read yet, in the dtype in which it is stored.
+    """A parameter in a mapped file that has not been read yet, in its stored dtype.
 
     Attributes:
         becomes: the dtype in which it will be kept, which can hold every number of the stored
@@ -29,10 +29,13 @@ class MappedWeight(nn.Parameter):
 
 
 class Pieces(NamedTuple):
-    """Tensors in mapped files of which a weight is made, and its shape and dtype.
+    """Tensors in mapped files of which one weight is made.
 
     Attributes:
-        join: makes it, such as `torch.stack`.
+        parts: the tensors.
+        join: makes the weight of `parts`, such as `torch.stack`.
+        shape: the weight's shape.
+        dtype: the weight's dtype.
     """
 
     parts: list[Tensor]
@@ -42,11 +45,11 @@ class Pieces(NamedTuple):
 
 
 class MappedPieces(MappedWeight):
-    """Several mapped tensors as one parameter, which is made of them at each reading.
+    """Several mapped tensors as one parameter, which is made of them each time it is read.
 
-    Its own data is one number, expanded to the weight's shape, which no function reads: shape,
-    dtype and place are this number's, `detach` keeps the tensors apart, and every other function of
-    torch gets the weight.
+    The parameter's own data is a single number, expanded to the weight's shape. It gives the
+    parameter its shape, dtype and device, and is never read: `detach` returns another
+    `MappedPieces`, and every function of torch that reads numbers gets the weight itself.
     """
 
     pieces: Pieces
@@ -57,23 +60,20 @@ class MappedPieces(MappedWeight):
 
     @classmethod
     def __torch_function__(
-        cls,
-        function: Callable[..., object],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        """Call a function with weights in memory, unless it reads no numbers."""
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Call a function; if it reads numbers, it gets weights in memory."""
         if function is Tensor.detach:
             with torch._C.DisableTorchFunctionSubclass():
                 return _of_pieces(args[0].pieces, args[0].becomes, args[0].detach())
-        if function not in _READ_NOTHING:
+        if function not in _FUNCTIONS_WITHOUT_NUMBERS:
             args, kwargs = tree_map_only(MappedPieces, MappedPieces.read, (args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs or {})
 
 
-_READ_NOTHING = {
+# Functions of torch that read no numbers of a tensor, but its shape, its place or its flags.
+_FUNCTIONS_WITHOUT_NUMBERS = {
     *(
         getattr(Tensor, name)
         for name in ("size", "dim", "numel", "requires_grad_", "untyped_storage", "is_complex")
@@ -95,13 +95,14 @@ _READ_NOTHING = {
 
 
 def mapped(stored: Tensor | Pieces, becomes: torch.dtype) -> Tensor:
-    """Return a parameter over a tensor in a mapped file, or over what is made of several.
+    """Return a parameter over a tensor in a mapped file, or over the pieces of one.
 
-    If `becomes` cannot hold its numbers it is rounded now, because readers must see the numbers
-    that will be kept.
+    If `becomes` cannot hold all numbers of the stored dtype, this returns a rounded copy in memory
+    instead, because readers must see the numbers that will be kept.
     """
     if torch.promote_types(stored.dtype, becomes) != becomes:
-        return (stored.join(stored.parts) if isinstance(stored, Pieces) else stored).to(becomes)
+        tensor = stored.join(stored.parts) if isinstance(stored, Pieces) else stored
+        return tensor.to(becomes)
     if isinstance(stored, Pieces):
         return _of_pieces(stored, becomes, torch.zeros(1, dtype=stored.dtype).expand(stored.shape))
     parameter = MappedWeight(stored)
@@ -109,9 +110,10 @@ def mapped(stored: Tensor | Pieces, becomes: torch.dtype) -> Tensor:
     return parameter
 
 
-def _of_pieces(pieces: Pieces, becomes: torch.dtype, number: Tensor) -> MappedPieces:
-    weight = MappedPieces(number)
-    weight.pieces, weight.becomes = pieces, becomes
+def _of_pieces(pieces: Pieces, becomes: torch.dtype, data: Tensor) -> MappedPieces:
+    weight = MappedPieces(data)
+    weight.pieces = pieces
+    weight.becomes = becomes
     return weight
 
 
@@ -121,19 +123,20 @@ def require_finite(tensor: Tensor, name: str) -> Tensor:
     Raises:
         InputRefused: it holds NaN or an infinity.
     """
-    # The extremes of a tensor with a NaN are NaN. Unlike a mask of all elements they take no
-    # memory.
-    if tensor.numel() and not all(
-        bool(extreme.isfinite()) for extreme in tensor.detach().aminmax()
-    ):
+    if tensor.numel() == 0:
+        return tensor
+    # The extremes of a tensor with a NaN are NaN. Unlike a mask of all elements, computing them
+    # takes no memory.
+    least, greatest = tensor.detach().aminmax()
+    if not (bool(least.isfinite()) and bool(greatest.isfinite())):
         raise InputRefused(
-            f"{name} holds NaN or infinity, with which a model computes nothing: take sound weights"
+            f"{name} holds NaN or infinity, so the model's outputs would be NaN: use another copy of the weights"
         )
     return tensor
 
 
 def kept_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype in which a tensor is or will be kept."""
+    """Return the dtype in which a tensor is kept, or will be kept if it is still mapped."""
     return tensor.becomes if isinstance(tensor, MappedWeight) else tensor.dtype
 
 
@@ -141,28 +144,32 @@ def keep(parameter: Tensor, data: Tensor) -> None:
     """Replace a parameter's data; a mapped parameter becomes an ordinary one."""
     parameter.data = data
     if isinstance(parameter, MappedWeight):
-        vars(parameter).clear()  # what it becomes, and its pieces
-        # The object stays the same, so that tied layers and other holders see the new numbers.
+        vars(parameter).clear()  # `becomes` and `pieces`
+        # The object stays the same, so that tied layers and other owners see the new numbers.
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 def in_file_order(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Sort mapped parameters by their place in the file, so that it is read from beginning to end."""
-    return sorted(parameters, key=_place)
+    """Sort mapped parameters by their place in the file, so that it is read from beginning to end.
+
+    Parameters that are not mapped come first.
+    """
+    return sorted(parameters, key=_address)
 
 
-def _place(parameter: nn.Parameter) -> int:
+def _address(parameter: nn.Parameter) -> int:
+    if not isinstance(parameter, MappedWeight):
+        return 0
     first = parameter.pieces.parts[0] if isinstance(parameter, MappedPieces) else parameter
-    return first.data_ptr() if isinstance(parameter, MappedWeight) else 0
+    return first.data_ptr()
 
 
 def materialize_(module: M, device: torch.device | None = None, trained: bool = True) -> M:
-    """Copy a module's mapped weights into memory, one after another in the order of the file;
-    return the module.
+    """Copy a module's mapped weights into memory, one after another, and return the module.
 
     Args:
-        module: any; without mapped weights it stays as it is.
-        device: where to; None: the host.
+        module: any module; without mapped weights it is not changed.
+        device: where the weights are copied; None: the host.
         trained: whether to include trained weights, which a step on the host can copy straight into
             its planes.
     """
@@ -172,6 +179,6 @@ def materialize_(module: M, device: torch.device | None = None, trained: bool = 
         if isinstance(p, MappedWeight) and (trained or not p.requires_grad)
     ]
     for weight in in_file_order(still_mapped):
-        # Move first and convert then: the stored dtype is the smaller one.
+        # Moved before it is converted, because the stored dtype is the smaller one.
         keep(weight, weight.data.to(device or "cpu", copy=True).to(kept_dtype(weight)))
     return module

@@ -1,13 +1,14 @@
-"""Make the blocks of any module follow a policy of recomputation, in place; names and checkpoints
-stay the same.
+"""Make the blocks of any module follow a recomputation policy, in place.
 
-Each block's forward pass is wrapped in `torch.utils.checkpoint`. One function of the block's
-operators decides which results are kept; torch calls it while it runs eagerly, and the compiler
-calls it while it traces.
+The names of the module's parameters and the checkpoints stay the same.
 
-Under `Offload` a block's input, the one stored tensor, waits unchanged in the host's memory. It is
-copied there while the block computes, and back while the next block is recomputed, in both
-directions on a separate stream.
+Each block's forward pass is wrapped in `torch.utils.checkpoint`. A function decides for each of the
+block's operators whether its result is kept. torch calls this function while it runs a block
+eagerly, and the compiler calls it while it traces a block.
+
+Under `Offload` a block's input, the only tensor that the block keeps, waits in the host's memory.
+It is copied there while the block computes, and back while the following block is recomputed. Both
+copies run on a separate stream.
 """
 
 import copy
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,139 +37,163 @@ from monograph.graph.inspect import blocks
 from monograph.graph.remat import OfBlock, Policy, Recording, Remat, record, within
 from monograph.graph.siblings import within_blocks
 
-Context = AbstractContextManager[object]
-# Makes those of a forward pass and of its repetition.
-Contexts = Callable[[], tuple[Context, Context]]
+# ---- inputs in the host's memory -----------------------------------------------------------------
 
 
-class Lane:
-    """A separate stream for copies between a device and its host, with the parcel sent last.
+class CopyStream:
+    """A separate stream for copies between a device and its host.
 
-    On a CPU, which has one memory and no streams, tensors are copied all the same, in order.
+    A CPU has one memory and no streams; there tensors are copied at once.
+
+    Attributes:
+        stream: the CUDA stream; None on a CPU.
+        last_sent: a weak reference to the input that was offloaded last; None before the first.
     """
 
     def __init__(self, device: torch.device):
-        """Open a lane of a device."""
+        """Open a stream of a device."""
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.last: weakref.ref[Parcel] | None = None
+        self.last_sent: weakref.ref[OffloadedInput] | None = None
 
-    def out(self, tensor: Tensor) -> Tensor:
-        """Start a copy to page-locked host memory and return it; later work on this lane sees it
-        complete.
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """Start a copy to pinned host memory and return the copy.
+
+        Later work on this stream sees the copy complete.
         """
         on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.stream is not None)
         if self.stream is None:
             return on_host.copy_(tensor)
-        # The tensor may still be computed on the current stream.
+        # The current stream may still be computing the tensor.
         self.stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(self.stream):
             on_host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(self.stream)  # its memory is not used again before the copy is made
+        # The allocator must not reuse the tensor's memory before it is copied.
+        tensor.record_stream(self.stream)
         return on_host
 
-    def back(self, on_host: Tensor, device: torch.device) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Start the copy back; return the tensor, and on a GPU the event of the copy's end."""
+    def to_device(
+        self, on_host: Tensor, device: torch.device
+    ) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Start the copy back to the device.
+
+        Returns:
+            The tensor on the device, and the event of the copy's end; None on a CPU.
+        """
         if self.stream is None:
             return on_host.clone(), None
         with torch.cuda.stream(self.stream):
             return on_host.to(device, non_blocking=True), self.stream.record_event()
 
 
-class Parcel:
-    """A block's input and its copy on the host: the first `open` returns the input itself, later
-    ones the copy.
+class OffloadedInput:
+    """A block's input and its copy on the host.
+
+    The first `take` returns the input itself, later ones return copies from the host.
     """
 
-    def __init__(self, tensor: Tensor, lane: Lane):
-        """Send a copy to the host; the tensor is kept until the parcel is opened."""
-        self.lane = lane
+    def __init__(self, tensor: Tensor, stream: CopyStream):
+        """Start the copy to the host; the tensor itself is held until the first `take`."""
+        self.stream = stream
         self.device = tensor.device
         self.differentiable = tensor.requires_grad
         self.tensor: Tensor | None = tensor
-        self.on_host = lane.out(tensor.detach())
-        self.coming: tuple[Tensor, torch.cuda.Event | None] | None = None
-        self.before = lane.last  # a weak reference: strong ones would keep all earlier parcels
-        lane.last = weakref.ref(self)
+        self.on_host = stream.to_host(tensor.detach())
+        self.prefetched: tuple[Tensor, torch.cuda.Event | None] | None = None
+        # A weak reference, because strong ones would keep all earlier inputs alive.
+        self.sent_before = stream.last_sent
+        stream.last_sent = weakref.ref(self)
 
-    def call(self) -> None:
+    def prefetch(self) -> None:
         """Start the copy back to the device, unless the tensor is there or its copy has started."""
-        if self.tensor is None and self.coming is None:
-            self.coming = self.lane.back(self.on_host, self.device)
+        if self.tensor is None and self.prefetched is None:
+            self.prefetched = self.stream.to_device(self.on_host, self.device)
 
-    def open(self) -> Tensor:
-        """Return the tensor; if it comes from the host, call the parcel sent before it, which is
-        needed next.
+    def take(self) -> Tensor:
+        """Return the tensor on the device.
+
+        If it comes from the host, this also prefetches the input that was offloaded before this
+        one: the backward pass needs that one next.
         """
         if self.tensor is not None:
             tensor = self.tensor
             self.tensor = None
             return tensor
-        self.call()
-        assert self.coming is not None
-        tensor, arrived = self.coming
-        self.coming = None
-        before = self.before() if self.before else None
-        if before:
-            before.call()
-        # The copy is made on the lane's stream and read on the current one, which waits; the
-        # allocator must know both.
+        self.prefetch()
+        assert self.prefetched is not None
+        tensor, arrived = self.prefetched
+        self.prefetched = None
+        needed_next = self.sent_before() if self.sent_before else None
+        if needed_next:
+            needed_next.prefetch()
         if arrived is not None:
+            # The copy is written on the copy stream and read on the current one: the current stream
+            # must wait for it, and the allocator must know that both use its memory.
             stream = torch.cuda.current_stream(self.device)
             stream.wait_event(arrived)
             tensor.record_stream(stream)
         return tensor.requires_grad_(self.differentiable)
 
 
-_lane = functools.cache(Lane)  # one for each device
+_copy_stream = functools.cache(CopyStream)  # one for each device
 
 
-def offloaded(
-    forward: Callable[..., object], contexts: Contexts, *args: object, **kwargs: Any
-) -> object:
-    """Return `forward(*args, **kwargs)`; it is recomputed from a first argument that waits on the
-    host.
+def checkpoint_offloaded(
+    forward: Callable[..., Any], contexts: Callable[[], Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Return `forward(*args, **kwargs)`, which is recomputed from a first argument kept on the host.
 
     Args:
         forward: the forward pass of a block.
-        contexts: makes the contexts, see `torch.utils.checkpoint`.
+        contexts: makes the contexts of the forward pass and of its recomputation, see
+            `torch.utils.checkpoint`.
         args: the block's positional arguments; the first is offloaded if it is a tensor.
         kwargs: its keyword arguments, which stay on the device.
     """
     if not args or not isinstance(args[0], Tensor):
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-    parcel = Parcel(args[0], _lane(args[0].device))
+    offloaded_input = OffloadedInput(args[0], _copy_stream(args[0].device))
 
-    def opened(*rest: object, **kwargs: object) -> object:
-        return forward(parcel.open(), *rest, **kwargs)
+    def forward_from_offloaded(*further_args: object, **kwargs: object) -> Any:
+        return forward(offloaded_input.take(), *further_args, **kwargs)
 
-    return checkpoint(opened, *args[1:], use_reentrant=False, context_fn=contexts, **kwargs)
+    return checkpoint(
+        forward_from_offloaded, *args[1:], use_reentrant=False, context_fn=contexts, **kwargs
+    )
 
 
+# ---- policies ------------------------------------------------------------------------------------
+
+Contexts = Callable[[], tuple[Any, Any]]  # makes those of the forward pass and of its recomputation
 Pass = Callable[[nn.Module], object]  # runs a module
 
 
 @dataclass
 class _Plan:
-    """A block's policy, its own forward pass, and the contexts that make torch keep the policy's
-    results.
+    """How a block follows its policy; it is the block's attribute `remat`.
 
-    `kept` lists the results that `contexts` keep; "" for none.
+    Attributes:
+        policy: the block's policy.
+        own_forward: the forward pass that the block had before it followed a policy.
+        contexts: make torch keep the results that the policy chose; None if it keeps none.
+        kept_names: these results, as text; "" for none.
     """
 
     policy: OfBlock
-    inner: Callable[..., object]
+    own_forward: Callable[..., Any]
     contexts: Contexts | None = None
     # Blocks share a captured graph unless Dynamo sees them differ. It compares functions by their
-    # code alone, which is the same for all contexts (dev/log.md), so this text tells them apart.
-    kept: str = ""
+    # code alone, which is the same for all contexts (dev/log.md). It compares this text by value.
+    kept_names: str = ""
 
 
 def follow(module: nn.Module, policy: Policy) -> None:
-    """Let every block of a module follow the policy from now on; `Remat.Off` undoes an earlier one.
+    """Make every block of a module follow the policy instead of an earlier one.
+
+    `Remat.Off()` gives the blocks their own forward passes back.
 
     Raises:
-        UsageError: the module has no blocks, another number than the policy, or a block without a
-            forward pass.
+        UsageError: the module has no blocks, the policy is not for as many blocks as it has, or a
+            block has no forward pass.
     """
     by_name = blocks(module)
     policies = _for_each(policy, len(by_name))
@@ -178,149 +203,167 @@ def follow(module: nn.Module, policy: Policy) -> None:
                 raise UsageError(
                     f"{name} ({type(block).__name__}) has no forward pass to recompute: use Remat.Off()"
                 )
-        within_blocks(module)  # a block is repeated alone, without siblings in another one
+        # A block is recomputed alone, so it must not need fused siblings in another block.
+        within_blocks(module)
     for block, block_policy in zip(by_name.values(), policies, strict=True):
         plan = block.__dict__.pop("remat", None)
         if isinstance(plan, _Plan):
-            del block.forward
-            # The class's method comes back by itself; another function that a user had assigned is
-            # put back.
-            if (
-                not isinstance(plan.inner, MethodType)
-                or plan.inner.__func__ is not type(block).forward
-            ):
-                block.forward = plan.inner
+            del block.forward  # the class's own method is visible again
+            if not _is_method_of_class(plan.own_forward, block):
+                # A function that a user had assigned to the block.
+                block.forward = plan.own_forward  # type: ignore[method-assign]
         if block_policy in (Remat.Off(), Remat.Budget(1.0)):
             continue
         block.remat = _Plan(block_policy, block.forward)  # type: ignore[assignment]
-        block.forward = MethodType(_forward, block)
+        block.forward = MethodType(_forward_with_policy, block)  # type: ignore[method-assign]
 
 
-def _for_each(policy: Policy, count: int) -> tuple[OfBlock, ...]:
+def _is_method_of_class(forward: Callable[..., Any], block: nn.Module) -> bool:
+    return isinstance(forward, MethodType) and forward.__func__ is type(block).forward
+
+
+def _for_each(policy: Policy, block_count: int) -> tuple[OfBlock, ...]:
+    """Return the policy of each block.
+
+    Raises:
+        UsageError: see `follow`.
+    """
     if not isinstance(policy, Policy):
         raise UsageError(
             f"remat = {policy!r}: expected a policy such as Remat.Full() or Remat.Budget(0.5)"
         )
     if not isinstance(policy, Remat.PerLayer):
-        if not count and policy != Remat.Off():
+        if not block_count and policy != Remat.Off():
             raise UsageError(
-                "nothing to recompute: the module has no block, which is a module with parts inside an nn.ModuleList "
-                "or nn.Sequential; use Remat.Off()"
+                "nothing to recompute: the module has no block, which is a module with submodules inside an "
+                "nn.ModuleList or nn.Sequential; use Remat.Off()"
             )
-        return (policy,) * count
-    if len(policy.policies) != count:
+        return (policy,) * block_count
+    if len(policy.policies) != block_count:
         raise UsageError(
-            f"Remat.PerLayer has {len(policy.policies)} policies and the module {count} blocks"
+            f"Remat.PerLayer has {len(policy.policies)} policies, but the module has {block_count} blocks: "
+            "give one policy for each block"
         )
-    if odd := [entry for entry in policy.policies if not isinstance(entry, OfBlock)]:
-        raise UsageError(f"Remat.PerLayer holds {odd[0]!r}: expected the policy of one block")
+    for block_policy in policy.policies:
+        if not isinstance(block_policy, OfBlock):
+            raise UsageError(
+                f"Remat.PerLayer holds {block_policy!r}: expected the policy of one block"
+            )
     return policy.policies
 
 
-def innermost(block: nn.Module) -> tuple[object, str]:
-    """Return (owner, name) of the forward pass to compile for a block: inside of `Full` and
-    `Offload`, else around.
+def forward_to_compile(block: nn.Module) -> tuple[Any, str]:
+    """Return where a block's forward pass to compile is stored, as (owner, attribute name).
+
+    Under `Full` and `Offload` the block's own forward pass is compiled, and recomputation stays
+    outside of the graph. Under all other policies the graph includes recomputation.
     """
     plan = block.__dict__.get("remat")
     if isinstance(plan, _Plan) and plan.policy in (Remat.Full(), Remat.Offload()):
-        return plan, "inner"
+        return plan, "own_forward"
     return block, "forward"
 
 
-class _Following(nn.Module):
-    """The type of a block that follows a policy, which keeps its class; there is no object of this
-    one.
-    """
-
-    remat: _Plan
-
-
-def _forward(block: _Following, *args: object, **kwargs: Any) -> object:
-    plan = block.remat
-    if not torch.is_grad_enabled():  # no backward pass, so nothing to repeat
-        return plan.inner(*args, **kwargs)
+def _forward_with_policy(block: Any, *args: Any, **kwargs: Any) -> Any:
+    plan: _Plan = block.remat
+    if not torch.is_grad_enabled():  # there is no backward pass, so nothing is recomputed
+        return plan.own_forward(*args, **kwargs)
     if not torch.compiler.is_compiling():
         contexts = functools.partial(_eager_contexts, block, plan.contexts)
         if isinstance(plan.policy, Remat.Offload):
-            return offloaded(plan.inner, contexts, *args, **kwargs)
-        return checkpoint(plan.inner, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+            return checkpoint_offloaded(plan.own_forward, contexts, *args, **kwargs)
+        return checkpoint(
+            plan.own_forward, *args, use_reentrant=False, context_fn=contexts, **kwargs
+        )
     if isinstance(plan.policy, Remat.Offload):
         raise UsageError(
-            "Remat.Offload() moves tensors between graphs: capture the step with scope blocks, or not"
+            "Remat.Offload() moves tensors to the host between graphs, so it cannot be inside one: capture the step "
+            "with scope blocks, or do not capture it"
         )
-    if plan.contexts is None or not plan.kept:
-        return checkpoint(plan.inner, *args, use_reentrant=False, **kwargs)
-    return checkpoint(plan.inner, *args, use_reentrant=False, context_fn=plan.contexts, **kwargs)
+    if plan.contexts is None or not plan.kept_names:
+        return checkpoint(plan.own_forward, *args, use_reentrant=False, **kwargs)
+    return checkpoint(
+        plan.own_forward, *args, use_reentrant=False, context_fn=plan.contexts, **kwargs
+    )
 
 
 # ---- results to keep -----------------------------------------------------------------------------
 
 
-@functools.cache  # one function for equal blocks, so that they share one compiled graph
-def _keeping(names: frozenset[tuple[str, int]]) -> Contexts:
-    """Return contexts that keep the named results, each an operator's name and the number of its
-    call.
+@functools.cache  # one function for equal sets of names, so that equal blocks share a captured graph
+def _contexts_keeping(names: frozenset[tuple[str, int]]) -> Contexts:
+    """Return contexts that keep the named results.
+
+    A name is an operator's name and the number of the call among the block's calls of it, from 0.
     """
 
-    def contexts() -> tuple[Context, Context]:
-        # torch passes only the operator, so its calls are counted: once in the forward pass, again
-        # in the repetition.
-        counts: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
+    def contexts() -> tuple[Any, Any]:
+        # torch passes only the operator, so its calls are counted here: in the forward pass, and
+        # separately in the recomputation.
+        call_counts: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
 
         def policy(
             context: SelectiveCheckpointContext, operator: object, *args: object, **kwargs: object
         ) -> CheckpointPolicy:
             name = str(operator)
-            seen = counts[context.is_recompute]
-            seen[name] += 1
-            kept = (name, seen[name] - 1) in names
-            return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
+            counts = call_counts[context.is_recompute]
+            is_kept = (name, counts[name]) in names
+            counts[name] += 1
+            return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.MUST_RECOMPUTE
 
         return create_selective_checkpoint_contexts(policy)
 
     return contexts
 
 
-def _eager_contexts(block: nn.Module, contexts: Contexts | None) -> tuple[Context, Context]:
-    """Return the contexts of the forward pass and of its repetition, which sees the buffers of the
-    first run.
+def _eager_contexts(block: nn.Module, contexts: Contexts | None) -> tuple[Any, Any]:
+    """Return the contexts of the forward pass and of its recomputation.
+
+    The recomputation reads the buffers as they were before the forward pass, and leaves them as
+    they were before the recomputation. Otherwise a module that changes its buffers as it runs, such
+    as running means or power iterations, would change them twice.
     """
-    # Without this, a module that changes its buffers as it runs (running means, power iterations)
-    # changes them twice.
-    first, again = contexts() if contexts else (nullcontext(), nullcontext())
-    before = _buffers(block)
-    return first, _replayed(block, before, again) if before else again
+    first, recomputation = contexts() if contexts else (nullcontext(), nullcontext())
+    buffers = _copy_buffers(block)
+    if not buffers:
+        return first, recomputation
+    return first, _with_buffers(block, buffers, recomputation)
 
 
-_Buffer = tuple[nn.Module, str, Tensor, Tensor]  # owner, name, tensor and a copy of its value
+class _BufferCopy(NamedTuple):
+    owner: nn.Module
+    name: str
+    tensor: Tensor
+    value: Tensor  # a copy of the tensor
 
 
 @contextmanager
-def _replayed(block: nn.Module, before: list[_Buffer], again: Context) -> Iterator[None]:
-    now = _buffers(block)
-    _put(before)
+def _with_buffers(block: nn.Module, buffers: list[_BufferCopy], context: Any) -> Iterator[None]:
+    """Enter the context with these values in a block's buffers; restore the present ones after it."""
+    present = _copy_buffers(block)
+    _restore_buffers(buffers)
     try:
-        with again:
+        with context:
             yield
     finally:
-        _put(now)
+        _restore_buffers(present)
 
 
-def _buffers(block: nn.Module) -> list[_Buffer]:
+def _copy_buffers(block: nn.Module) -> list[_BufferCopy]:
     return [
-        (m, name, t, t.clone())
-        for m in block.modules()
-        for name, t in m.named_buffers(recurse=False)
+        _BufferCopy(owner, name, tensor, tensor.clone())
+        for owner in block.modules()
+        for name, tensor in owner.named_buffers(recurse=False)
     ]
 
 
-def _put(buffers: list[_Buffer]) -> None:
-    for owner, name, tensor, value in buffers:
-        # Another block may have saved the tensor for its backward pass, where torch checks that it
-        # has not changed.
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
-            tensor.copy_(value)
-        owner._buffers[name] = tensor  # the module may have replaced it
+def _restore_buffers(buffers: list[_BufferCopy]) -> None:
+    for buffer in buffers:
+        # Another block may have saved the tensor for its backward pass, where torch would refuse it
+        # if its version had changed.
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(buffer.tensor):
+            buffer.tensor.copy_(buffer.value)
+        buffer.owner._buffers[buffer.name] = buffer.tensor  # the module may have replaced it
 
 
 # ---- budgets -------------------------------------------------------------------------------------
@@ -332,115 +375,141 @@ def choose_kept(
     *,
     captured: bool,
     device: torch.device | None = None,
-    whole: nn.Module | None = None,
+    unsharded: nn.Module | None = None,
 ) -> None:
-    """Choose which results blocks with a `Pointwise` or `Budget` policy keep, from one pass with
-    fake tensors.
+    """Choose which results blocks with a `Pointwise` or `Budget` policy keep, and note them there.
+
+    The choice needs one pass with fake tensors.
 
     Args:
         module: a module whose blocks follow a policy.
         run: runs a module on a batch; it is given a copy with fake tensors.
-        whole: the module with tensors of its own shapes, if those of `module` are sharded.
-        device: where the blocks will compute, if the module's tensors are elsewhere, as those of a
-            streamed one are.
-        captured: whether the blocks will run in a compiled graph, where they may compute and keep
-            other tensors.
+        captured: whether the blocks will run in a compiled graph, which may compute and keep other
+            tensors than an eager pass.
+        device: where the blocks will compute, if the module's tensors are elsewhere, such as those
+            of a streamed module; None if they are there.
+        unsharded: the module with tensors of full shapes, if those of `module` are sharded; None
+            otherwise.
 
     Raises:
         UsageError: the pass does not reach every block.
     """
-    plans = {name: block.__dict__.get("remat") for name, block in blocks(module).items()}
-    choosing = {
-        name: plan
-        for name, plan in plans.items()
-        if isinstance(plan, _Plan) and isinstance(plan.policy, (Remat.Pointwise, Remat.Budget))
-    }
-    if not choosing:
+    plans = dict[str, _Plan]()
+    for name, block in blocks(module).items():
+        plan = block.__dict__.get("remat")
+        if isinstance(plan, _Plan) and isinstance(plan.policy, (Remat.Pointwise, Remat.Budget)):
+            plans[name] = plan
+    if not plans:
         return
     if captured:
         compat.quiet_selective_recompute()
-    budgeted = any(isinstance(plan.policy, Remat.Budget) for plan in choosing.values())
-    recordings = recorded(whole or module, run, device, captured=captured, stored=budgeted)
-    for name, plan in choosing.items():
-        names = _kept_of(plan.policy, recordings[name])
-        plan.contexts, plan.kept = (_keeping(names), str(sorted(names))) if names else (None, "")
+    recordings = record_blocks(
+        unsharded or module,
+        run,
+        device,
+        captured=captured,
+        with_stored_bytes=any(isinstance(plan.policy, Remat.Budget) for plan in plans.values()),
+    )
+    for name, plan in plans.items():
+        kept = _results_to_keep(plan.policy, recordings[name])
+        plan.contexts = _contexts_keeping(kept) if kept else None
+        plan.kept_names = str(sorted(kept)) if kept else ""
 
 
-def _kept_of(policy: OfBlock, recording: Recording) -> frozenset[tuple[str, int]]:
-    curve = recording.curve()
-    limit = curve[-1].stored_bytes
+def _results_to_keep(policy: OfBlock, recording: Recording) -> frozenset[tuple[str, int]]:
+    choices = recording.curve()
     if isinstance(policy, Remat.Budget):
-        limit = round(policy.fraction * recording.stored_bytes)
-    chosen = within(curve, limit)
-    return frozenset(chosen.what) if chosen else frozenset()
+        limit_bytes = round(policy.fraction * recording.stored_bytes)
+    else:
+        limit_bytes = choices[-1].stored_bytes  # all products
+    choice = within(choices, limit_bytes)
+    return frozenset(choice.what) if choice else frozenset()
 
 
-def recorded(
+def record_blocks(
     module: nn.Module,
     run: Pass,
     device: torch.device | None = None,
     *,
     captured: bool,
-    stored: bool = True,
+    with_stored_bytes: bool = True,
 ) -> dict[str, Recording]:
     """Return a recording of each block of a module, by name.
 
-    Nothing is allocated, and neither the module nor the random state is changed.
+    Tensors are fake, so no memory is allocated for them. Neither the module nor the random state is
+    changed.
 
     Args:
         module: see `choose_kept`.
         run: see `choose_kept`.
         device: see `choose_kept`.
         captured: see `choose_kept`.
-        stored: whether to compute `stored_bytes` of captured blocks, which a budget needs; one
-            block of each kind is traced as a graph for it.
+        with_stored_bytes: whether to compute `stored_bytes` of captured blocks, which a budget
+            needs. One block of each kind is traced as a graph for this.
 
     Raises:
         UsageError: the pass does not reach every block.
     """
     recordings = dict[str, Recording]()
-    compiled = dict[Recording, int]()
+    bytes_stored_by_graph = dict[Recording, int]()
 
-    def noted(
-        name: str, block: nn.Module, inner: Callable[..., object], *args: object, **kwargs: object
-    ) -> object:
-        output, recording = record(inner, [*block.parameters(), *block.buffers()], *args, **kwargs)
-        if captured and stored:
-            if recording not in compiled:  # traced once for blocks that are alike
-                compiled[recording] = compat.stored_by_graph(inner, block, args, kwargs)
-            # Recomputed operators between products are fused into the kernels that read them and
-            # cost no measurable time (dev/log.md).
-            recording = recording._replace(stored_bytes=compiled[recording], rest_flops=0)
+    def forward_and_record(
+        name: str,
+        block: nn.Module,
+        own_forward: Callable[..., Any],
+        *args: object,
+        **kwargs: object,
+    ) -> Any:
+        state = [*block.parameters(), *block.buffers()]
+        output, recording = record(own_forward, state, *args, **kwargs)
+        if captured and with_stored_bytes:
+            if recording not in bytes_stored_by_graph:  # equal blocks are traced once
+                bytes_stored_by_graph[recording] = compat.stored_by_graph(
+                    own_forward, block, args, kwargs
+                )
+            # No `rest_flops`: recomputed operators between products are fused into the kernels that
+            # read them, and cost no measurable time (dev/log.md).
+            recording = recording._replace(
+                stored_bytes=bytes_stored_by_graph[recording], rest_flops=0
+            )
         recordings.setdefault(name, recording)
         return output
 
     state = (*module.parameters(), *module.buffers())
-    # The planner's module has fake tensors already, which work in their own mode only.
+    # The planner's module has fake tensors already, which work only in the mode that made them.
     mode = next(
-        (t.fake_mode for t in state if isinstance(t, FakeTensor)),
+        (tensor.fake_mode for tensor in state if isinstance(tensor, FakeTensor)),
         FakeTensorMode(allow_non_fake_inputs=True),
     )
-    empty = {id(t): t if isinstance(t, FakeTensor) else _fake(t, mode, device) for t in state}
+    fake_by_id = {
+        id(tensor): tensor if isinstance(tensor, FakeTensor) else _fake(tensor, mode, device)
+        for tensor in state
+    }
+    compiling = compat.as_if_compiling() if captured else nullcontext()
     reason = "they did not run"
-    with mode, torch.enable_grad(), compat.as_if_compiling() if captured else nullcontext():
+    with mode, torch.enable_grad(), compiling:
         try:
-            twin = copy.deepcopy(module, dict(empty))
-            for name, block in blocks(twin).items():
+            # `deepcopy` takes what this dict has for an object's id instead of copying the object.
+            fake_module = copy.deepcopy(module, dict(fake_by_id))
+            for name, block in blocks(fake_module).items():
                 plan = block.__dict__.pop("remat", None)
-                inner = plan.inner if isinstance(plan, _Plan) else block.forward
-                block.forward = functools.partial(noted, name, block, inner)
-            run(twin)
+                own_forward = plan.own_forward if isinstance(plan, _Plan) else block.forward
+                block.forward = functools.partial(  # type: ignore[method-assign]
+                    forward_and_record, name, block, own_forward
+                )
+            run(fake_module)
         except Exception as error:  # a user's module may raise anything
             reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
     missing = [name for name in blocks(module) if name not in recordings]
     if missing:
         raise UsageError(
-            f"a budget needs to know what {missing[0]} computes, and a pass without numbers did not get there "
+            f"a budget needs to know what {missing[0]} computes, but a pass with fake tensors did not reach it "
             f"({reason}): use Remat.Full() or Remat.Off()"
         )
     return recordings
 
 
 def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device | None) -> Tensor:
+    """Return a fake tensor or parameter of the tensor's shape and dtype, on `device` if given."""
     moved = mode.from_tensor(tensor).detach().to(device or tensor.device)
     return nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved

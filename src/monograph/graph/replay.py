@@ -1,9 +1,8 @@
-"""Run device work many times with little work on the host: on a GPU it is captured once and
-replayed.
+"""Run device work many times with little work on the host: capture it once on a GPU and replay it.
 
 A function of a batch is replayed by copying every batch to the addresses that the capture read
-(`StaticInputs`). A captured graph keeps the decisions that the host made, so the values behind them
-are compared before each replay (`HostState`).
+(`StaticInputs`). A captured graph keeps the decisions that the host made during the capture, so the
+values behind these decisions are compared before each replay (`HostState`).
 """
 
 import functools
@@ -20,8 +19,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from monograph import compat
 
-# Calls before a capture: the first one compiles, and after both, libraries have allocated all they
-# need.
+# Calls before a capture: the first one compiles, and after the second one libraries have allocated
+# all the memory that they need.
 WARM_UP = 2
 Work = Callable[[], None]
 
@@ -37,7 +36,11 @@ class Recorder(Protocol):
     """A device that can capture work."""
 
     def warm_up(self, work: Work) -> str | None:
-        """Do the work under the conditions of a capture; return why it cannot be captured, or None."""
+        """Do the work under the conditions of a capture.
+
+        Returns:
+            The reason why it cannot be captured, or None.
+        """
 
     def record(self, work: Work) -> Graph:
         """Capture the device work that `work` launches, without running it.
@@ -48,9 +51,7 @@ class Recorder(Protocol):
 
 
 class NotReplayable(Exception):
-    """The error of work that can be called but not captured; the calls that were made before it are
-    done.
-    """
+    """The error of work that can be called but not captured; earlier calls have done their work."""
 
 
 class CudaGraphs:
@@ -59,46 +60,45 @@ class CudaGraphs:
     def __init__(self, device: torch.device):
         """Make a stream and a pool on a device of this process."""
         self.device = device
-        # Warm-ups use the captures' stream: autograd accumulates a gradient on the parameter's
-        # first stream.
+        # Warm-ups use the same stream as captures, because autograd accumulates a gradient on the
+        # stream that used the parameter first.
         self._stream = torch.cuda.Stream(device)
         # Graphs may share a pool, because no result in it is read after a replay.
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, work: Work) -> str | None:
-        """Call the work on the captures' stream while watching the host; see `Recorder.warm_up`."""
+        """Call the work on the captures' stream, and watch the host; see `Recorder.warm_up`."""
         current = torch.cuda.current_stream(self.device)
-        drawn = torch.get_rng_state()
+        generator_state = torch.get_rng_state()
         self._stream.wait_stream(current)
         try:
             with torch.cuda.stream(self._stream), _host_waits() as waits:
                 work()
-        finally:  # also after an error, later work must wait for the work that was launched
+        finally:
+            # After an error too, because later work must wait for the work that was launched.
             current.wait_stream(self._stream)
         if waits:
             return f"the host waits for the device at {waits[0]}"
         # A replay would use the numbers that were drawn during the capture.
-        return (
-            None
-            if torch.equal(drawn, torch.get_rng_state())
-            else "it draws random numbers on the host (torch)"
-        )
+        if not torch.equal(generator_state, torch.get_rng_state()):
+            return "it draws random numbers on the host (torch)"
+        return None
 
     def record(self, work: Work) -> Graph:
-        """Capture the work; other threads, such as one that fills page-locked memory, may go on
-        meanwhile.
-        """
+        """Capture the work; other threads, such as one that fills pinned memory, may run meanwhile."""
         graph = torch.cuda.CUDAGraph()
         begun = False
         current = torch.cuda.current_stream(self.device)
         try:
+            # "thread_local", because the other threads may call what a capture forbids.
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
             ):
                 begun = True
                 work()
         except BaseException:
-            torch.cuda.set_stream(current)  # torch leaves its own one if the capture cannot end
+            # torch leaves the capture's stream current if the capture cannot end.
+            torch.cuda.set_stream(current)
             if begun:
                 compat.end_failed_capture(graph, self.device, self._pool, self._stream)
             raise
@@ -107,46 +107,53 @@ class CudaGraphs:
 
 @contextmanager
 def _host_waits() -> Iterator[list[str]]:
-    """Yield a list of the places (FILE:LINE) where the host waited for the device, which is filled
-    after the block.
+    """Yield a list of the places (FILE:LINE) where the host waited for the device.
+
+    The list is filled after the `with` block.
     """
-    before = torch.cuda.get_sync_debug_mode()
+    mode_before = torch.cuda.get_sync_debug_mode()
     waits = list[str]()
-    with warnings.catch_warnings(record=True) as seen:
-        # By default, Python shows a line's warning once in a process.
+    with warnings.catch_warnings(record=True) as caught:
+        # By default, Python shows a line's warning only once in a process.
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
             yield waits
         finally:
-            torch.cuda.set_sync_debug_mode(before)
-    for warning in seen:
-        if "called a synchronizing CUDA operation" in str(warning.message):
+            torch.cuda.set_sync_debug_mode(mode_before)
+    for warning in caught:
+        message = str(warning.message)
+        if "called a synchronizing CUDA operation" in message:
             waits.append(f"{warning.filename}:{warning.lineno}")
-        # All other warnings are passed on, except torch's note on the debug mode.
-        elif "Synchronization debug mode" not in str(warning.message):
+        # All other warnings are issued again, except torch's note on the debug mode.
+        elif "Synchronization debug mode" not in message:
             warnings.warn_explicit(
                 warning.message, warning.category, warning.filename, warning.lineno
             )
 
 
 class Replays:
-    """A function whose only effect is on device memory, with a captured graph for each variant of
-    its arguments.
+    """A function whose only effect is on device memory, with one graph for each variant.
 
-    The first calls of a variant are ordinary ones, so that the function never runs more often than
-    it is asked to.
+    A variant is a tuple of the function's arguments. Its first calls are ordinary ones, and its
+    last ordinary call comes before the capture, so the function runs as often as it is asked to.
     """
 
     def __init__(self, function: Callable[..., None], recorder: Recorder | None) -> None:
-        """Take a function and the recorder that captures it; without one it is called every time."""
-        self._function, self._recorder = function, recorder
+        """Take a function and the recorder that captures it.
+
+        Args:
+            function: the function.
+            recorder: captures it; None: the function is called every time.
+        """
+        self._function = function
+        self._recorder = recorder
         self._calls: dict[Hashable, int] = {}
         self._graphs: dict[Hashable, Graph] = {}
 
     @property
     def variants(self) -> int:
-        """Return how many variants ran."""
+        """Return how many variants were called since the last `forget`."""
         return len(self._calls)
 
     @property
@@ -168,27 +175,33 @@ class Replays:
         """Run the function `times` times with the arguments `variant`.
 
         Raises:
-            NotReplayable: the function ran, and cannot be captured; the message says why.
+            NotReplayable: the function ran, but cannot be captured; the message says why.
         """
         for _ in range(times):
-            if (graph := self._graphs.get(variant)) is not None:
+            graph = self._graphs.get(variant)
+            if graph is not None:
                 graph.replay()
                 continue
-            calls = self._calls[variant] = self._calls.get(variant, 0) + 1
+            calls = self._calls.get(variant, 0) + 1
+            self._calls[variant] = calls
             work = functools.partial(self._function, *variant)
             if self._recorder is None:
                 work()
             elif calls < WARM_UP:
                 self._recorder.warm_up(work)
             else:
-                self._graphs[variant] = _captured(work, self._recorder)
+                self._graphs[variant] = _call_and_capture(work, self._recorder)
 
 
-def _captured(work: Work, recorder: Recorder) -> Graph:
-    """Call the work a last time, then capture it."""
-    drawn = _host_random_numbers()
+def _call_and_capture(work: Work, recorder: Recorder) -> Graph:
+    """Call the work a last time, then capture it.
+
+    Raises:
+        NotReplayable: see `Replays.run`.
+    """
+    generator_states = _host_generator_states()
     obstacle = recorder.warm_up(work)
-    if obstacle is None and drawn != _host_random_numbers():
+    if obstacle is None and generator_states != _host_generator_states():
         obstacle = "it draws random numbers on the host (Python's or NumPy's)"
     if obstacle is not None:
         raise NotReplayable(obstacle)
@@ -200,9 +213,8 @@ def _captured(work: Work, recorder: Recorder) -> Graph:
     raise NotReplayable(f"the capture failed: {message}")
 
 
-def _host_random_numbers() -> tuple[object, ...]:
-    """Return the states of Python's and NumPy's generators."""
-    # The global generator, which users' code may draw from.
+def _host_generator_states() -> tuple[object, ...]:
+    """Return the states of Python's and NumPy's global generators, which users' code may use."""
     _, keys, position, *_ = np.random.get_state()
     return random.getstate(), bytes(np.asarray(keys)), position
 
@@ -211,73 +223,79 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 class HostState:
-    """A record of plain values, identities of tensors and `requires_grad` flags in objects at one
-    moment.
+    """A record of what the host can decide on: plain values, tensors' identities, `requires_grad`.
 
-    Numbers in tensors may change, because a graph reads them where they are. State outside of the
-    objects, in a global variable or on a class, is not recorded.
+    Numbers in tensors may change, because a graph reads them at their addresses. State outside of
+    the recorded objects, in a global variable or on a class, is not recorded.
     """
 
-    def __init__(self, *owners: object, **named: object):
-        """Record the attributes of objects; of a module also those of its submodules.
+    def __init__(self, *owners: object, **owner_by_attribute: object):
+        """Record the attributes of objects, and those of a module's submodules.
 
         Args:
             owners: the objects.
-            named: further attributes that must stay the same objects, as attribute=owner.
+            owner_by_attribute: further attributes, as attribute=owner; their values must stay the
+                same objects.
         """
         self._values: list[tuple[dict[str, Any], str, Any]] = []
         self._names: list[tuple[dict[str, Any], frozenset[str]]] = []
-        self._gradients: list[tuple[nn.Parameter, bool]] = []
+        self._requires_grad: list[tuple[nn.Parameter, bool]] = []
         for owner in owners:
             for part in owner.modules() if isinstance(owner, nn.Module) else (owner,):
-                self._look(part)
-        self._values += [
-            (vars(owner), name, vars(owner).get(name)) for name, owner in named.items()
-        ]
+                self._record(part)
+        for name, owner in owner_by_attribute.items():
+            self._values.append((vars(owner), name, vars(owner).get(name)))
 
-    def _look(self, part: object) -> None:
-        attributes = getattr(part, "__dict__", {})
+    def _record(self, owner: object) -> None:
+        """Record the attributes of one object, without its submodules."""
+        attributes = getattr(owner, "__dict__", {})
         tensors = {name: value for name, value in attributes.items() if isinstance(value, Tensor)}
         plain = {name: value for name, value in attributes.items() if isinstance(value, PLAIN)}
         self._values += [(attributes, name, value) for name, value in (tensors | plain).items()]
         self._names.append((attributes, frozenset(attributes)))
-        if isinstance(part, nn.Module):
-            for registered in (part._parameters, part._buffers):
+        if isinstance(owner, nn.Module):
+            for registered in (owner._parameters, owner._buffers):
                 self._values += [(registered, name, value) for name, value in registered.items()]
-            self._gradients += [
-                (p, p.requires_grad) for p in part._parameters.values() if p is not None
+            self._requires_grad += [
+                (p, p.requires_grad) for p in owner._parameters.values() if p is not None
             ]
 
     def changed(self) -> str | None:
         """Return the name of an attribute that has changed, is new or is gone, or None."""
-        for attributes, name, value in self._values:
-            # Types are compared as well: a graph for 1 may differ from one for 1.0 or True.
-            now = attributes.get(name)
-            if now is not value and (
-                isinstance(value, Tensor) or type(now) is not type(value) or now != value
-            ):
+        for attributes, name, recorded in self._values:
+            if not _is_unchanged(attributes.get(name), recorded):
                 return name
         for attributes, names in self._names:
             if len(attributes) != len(names):
                 return min(attributes.keys() ^ names)
-        return (
-            "requires_grad"
-            if any(p.requires_grad is not flag for p, flag in self._gradients)
-            else None
-        )
+        for parameter, flag in self._requires_grad:
+            if parameter.requires_grad is not flag:
+                return "requires_grad"
+        return None
 
 
-MOST = 4  # captured shapes of a batch, and times that a change on the host may void the captures
+def _is_unchanged(value: Any, recorded: Any) -> bool:
+    """Return whether a value is the recorded object or an equal plain value."""
+    if value is recorded:
+        return True
+    # Types are compared as well: a graph for 1 may differ from one for 1.0 or True.
+    if isinstance(recorded, Tensor) or type(value) is not type(recorded):
+        return False
+    return bool(value == recorded)
+
+
+MAX_SHAPES = 4  # of batches that are captured
+MAX_VOIDED = 4  # times that a change on the host may void the captures
 
 
 class StaticInputs:
-    """A replacement for `function(batch)`, whose only effect is on device memory: called at first,
-    then replayed.
+    """A replacement for `function(batch)` that calls the function at first and then replays it.
 
         copy the batch's tensors to the buffers of its shapes;  replay the work of function(buffers)
 
-    A batch may be any pytree of tensors on the device and plain values. If it cannot be replayed,
-    the function is called, and `announce` gets the reason in one line.
+    The function's only effect must be on device memory. A batch may be any pytree of tensors on the
+    device and plain values. If a batch cannot be replayed, the function is called, and `announce`
+    gets the reason in one line.
     """
 
     def __init__(
@@ -300,14 +318,16 @@ class StaticInputs:
         """
         self.function = function
         self._device = device
-        self._host = host
+        self._record_host = host
         self._announce = announce
         self._replays = Replays(lambda variant: self.function(self._inputs[variant][0]), recorder)
-        self._inputs: dict[Hashable, tuple[object, list[Tensor]]] = {}
-        self._seen: HostState | None = None
-        self._changed, self._voided = "", 0
-        self._stopped = False
-        self._said = set[str]()
+        # Of each variant, the batch that captures read, and its leaves.
+        self._inputs: dict[Hashable, tuple[Any, list[Tensor]]] = {}
+        self._host_state: HostState | None = None
+        self._changed_attribute = ""
+        self._times_voided = 0
+        self._stopped = False  # whether the function is called from now on
+        self._announced = set[str]()
 
     @property
     def captured(self) -> int:
@@ -315,8 +335,10 @@ class StaticInputs:
         return self._replays.captured
 
     def give_back(self) -> bool:
-        """Free all memory; return whether there was a graph. If so, the function is called from now
-        on.
+        """Free all memory, and replay nothing from now on if there was a graph.
+
+        Returns:
+            Whether there was a graph.
         """
         had_graphs = self.captured > 0
         self._stopped |= had_graphs
@@ -329,10 +351,11 @@ class StaticInputs:
             self.function(batch)
             return
         self._void_if_changed()
-        leaves, form = tree_flatten(batch)
-        variant = (str(form), *(_bound(leaf) for leaf in leaves))
-        if obstacle := self._obstacle(variant, leaves):
-            self._say(obstacle)
+        leaves, structure = tree_flatten(batch)
+        variant = (str(structure), *(_leaf_key(leaf) for leaf in leaves))
+        obstacle = self._obstacle(variant, leaves)
+        if obstacle:
+            self._announce_once(obstacle)
             self.function(batch)
             return
         if variant not in self._inputs:
@@ -340,23 +363,25 @@ class StaticInputs:
             buffers = [
                 torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves
             ]
-            self._inputs[variant] = tree_unflatten(buffers, form), buffers
-        for buffer, leaf in zip(self._inputs[variant][1], leaves, strict=True):
+            self._inputs[variant] = tree_unflatten(buffers, structure), buffers
+        _, buffers = self._inputs[variant]
+        for buffer, leaf in zip(buffers, leaves, strict=True):
             if isinstance(leaf, Tensor):
                 buffer.copy_(leaf)
         try:
             self._replays.run(1, variant)
-        except NotReplayable as reason:  # this batch is done; the next ones will be called
+        except NotReplayable as reason:
+            # The function ran for this batch; for later batches it will be called.
             self._stopped = True
             self._forget()
-            self._say(str(reason))
+            self._announce_once(str(reason))
 
     def _obstacle(self, variant: Hashable, leaves: list[Any]) -> str | None:
         """Return why the function must be called with this batch, or None if it can be replayed."""
         # A value that changes with every batch would need a capture for every batch.
-        if self._voided > MOST:
+        if self._times_voided > MAX_VOIDED:
             self._stopped = True
-            return f"{self._changed} is another from batch to batch: keep it in a tensor"
+            return f"{self._changed_attribute} changes from batch to batch: keep it in a tensor"
         for leaf in leaves:
             if not isinstance(leaf, (Tensor, *PLAIN)):
                 return f"a batch holds a {type(leaf).__name__}"
@@ -365,29 +390,36 @@ class StaticInputs:
             # A replay would add the gradient to the buffer instead of the caller's tensor.
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 return "a batch holds a tensor that wants a gradient"
-        full = variant not in self._inputs and len(self._inputs) == MOST
-        return f"batches have more than {MOST} shapes, the others" if full else None
+        if variant not in self._inputs and len(self._inputs) == MAX_SHAPES:
+            return f"batches have more than {MAX_SHAPES} shapes, the others"
+        return None
 
     def _void_if_changed(self) -> None:
         """Forget all captures if the host's state that the function reads has changed."""
-        if changed := self._seen and self._seen.changed():
-            self._forget()
-            self._changed, self._voided = changed, self._voided + 1
-        self._seen = self._seen or self._host()
+        if self._host_state is not None:
+            changed = self._host_state.changed()
+            if changed:
+                self._forget()
+                self._changed_attribute = changed
+                self._times_voided += 1
+        if self._host_state is None:
+            self._host_state = self._record_host()
 
-    def _say(self, reason: str) -> None:
-        if reason not in self._said:
-            self._said.add(reason)
+    def _announce_once(self, reason: str) -> None:
+        if reason not in self._announced:
+            self._announced.add(reason)
             self._announce(reason)
 
     def _forget(self) -> None:
+        """Free the graphs and their buffers; the next batch records the host's state again."""
         self._replays.forget()
         self._inputs.clear()
-        self._seen = None
+        self._host_state = None
 
 
-def _bound(leaf: object) -> Hashable:
-    """Return the properties of a batch's leaf that a graph depends on: a tensor's shape and dtype,
-    or a plain value.
+def _leaf_key(leaf: object) -> Hashable:
+    """Return what a graph depends on of a batch's leaf.
+
+    This is a tensor's shape and dtype, or a plain value and its type.
     """
     return (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf)

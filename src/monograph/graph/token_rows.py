@@ -1,7 +1,7 @@
 """Train the rows of a few tokens as a separate parameter of a frozen embedding and a frozen head.
 
-PEFT calls them trainable tokens. There are two such parameters, as reading a token needs its row of
-the embedding and writing it needs its row of the head, or one if embedding and head are tied.
+PEFT calls them trainable tokens. Reading a token needs its row of the embedding, writing it needs
+its row of the head. So there are two such parameters, or one if embedding and head are tied.
 
 Shapes: V tokens in the vocabulary, D channels, K tokens trained.
 """
@@ -21,8 +21,13 @@ ROWS = "token_rows"  # the parameter's name, next to `weight`
 
 
 class TableWithRows(nn.Module):
-    """Base class of layers with a frozen `weight` [V, D] of which K rows are trained in
-    `token_rows` [K, D].
+    """Base class of layers with a frozen table of which K rows are trained.
+
+    Attributes:
+        weight: [V, D], the frozen table.
+        token_rows: [K, D], the trained rows.
+        token_index: [K] int64, the position of each trained row in the table.
+        token_slots: [V] int64, the number of each token's trained row; -1 if it has none.
     """
 
     weight: Tensor
@@ -56,68 +61,75 @@ class TokenHead(TableWithRows, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map [..., D] to [..., V]; see `monograph.ops.token_rows.linear`."""
-        # Adding the rows' difference to the table's logits keeps the bits of untouched rows, and
-        # copies no table.
+        # `linear` adds the rows' difference to the table's logits. This keeps the bits of all other
+        # rows, and copies no table.
         return linear(input, self.weight, self.rows, self.bias)
 
 
 def put_rows(module: nn.Module, tokens: Sequence[int], dtype: torch.dtype | None = None) -> None:
-    """Give the rows of tokens a parameter, in place; its initial values are the table's, so that no
-    bit changes.
+    """Make the rows of tokens a parameter of the embedding and of the head, in place.
+
+    Its initial values are the table's, so the module computes the same bits as before.
 
     Args:
         module: has one embedding or `get_input_embeddings()`, and a head as `lm_head` or
             `get_output_embeddings()`.
         tokens: distinct ids.
-        dtype: dtype of the rows; None: the table's, but fp32 where that has fewer bits.
+        dtype: dtype of the rows; None: the table's dtype, or fp32 if that has fewer bits.
 
     Raises:
         UsageError: there are no such layers, they are of another kind, or an id has no row in them.
+            Nothing is changed then.
     """
     embedding = _embedding(module)
     head = head_of(module)
-    for layer, plain, role in (
-        (embedding, nn.Embedding, "an embedding"),
-        (head, nn.Linear, "a head"),
+    for layer, expected, role in (
+        (embedding, nn.Embedding, "embedding"),
+        (head, nn.Linear, "head"),
     ):
-        if getattr(type(layer), "forward", None) is not plain.forward:
-            kind = "none that can be told" if layer is None else f"a {type(layer).__name__}"
+        if getattr(type(layer), "forward", None) is not expected.forward:
+            kind = "none that can be found" if layer is None else f"a {type(layer).__name__}"
             raise UsageError(
-                f"lora.tokens: rows of {role} are trained of an nn.{plain.__name__}, and {type(module).__name__} has "
-                f"{kind}: give it get_input_embeddings() and get_output_embeddings()"
+                f"lora.tokens: rows can be trained only if the {role} is an nn.{expected.__name__}, but "
+                f"{type(module).__name__} has {kind}: give it get_input_embeddings() and get_output_embeddings()"
             )
     for layer in (embedding, head):
         rows = layer.weight.shape[0]
-        if beyond := [token for token in tokens if not 0 <= token < rows]:
-            raise UsageError(
-                f"lora.tokens: id {beyond[0]} has no row in a table of {rows}: it needs its tokenizer.json"
-            )
-    # All checks come first, so that a refusal changes nothing.
-    tied = head.weight is embedding.weight
-    _put(embedding, TokenEmbedding, tokens, dtype)
-    _put(head, TokenHead, tokens, dtype)
-    if tied:
+        for token in tokens:
+            if not 0 <= token < rows:
+                raise UsageError(
+                    f"lora.tokens: id {token} has no row in a table of {rows}: it needs its tokenizer.json"
+                )
+    are_tied = head.weight is embedding.weight
+    _put_rows_into(embedding, TokenEmbedding, tokens, dtype)
+    _put_rows_into(head, TokenHead, tokens, dtype)
+    if are_tied:
         head.token_rows = embedding.token_rows
 
 
 def _embedding(module: nn.Module) -> Any:
-    if (embedding := getattr(module, "get_input_embeddings", lambda: None)()) is not None:
+    """Return the module's embedding of tokens, or None if it is not found."""
+    embedding = getattr(module, "get_input_embeddings", lambda: None)()
+    if embedding is not None:
         return embedding
     embeddings = [layer for layer in module.modules() if isinstance(layer, nn.Embedding)]
     return embeddings[0] if len(embeddings) == 1 else None
 
 
 @torch.no_grad()
-def _put(
-    layer: nn.Module, kind: type[TableWithRows], tokens: Sequence[int], dtype: torch.dtype | None
+def _put_rows_into(
+    layer: nn.Module,
+    layer_class: type[TableWithRows],
+    tokens: Sequence[int],
+    dtype: torch.dtype | None,
 ) -> None:
     weight: Tensor = layer.weight  # type: ignore[assignment]
     index = torch.tensor(tokens, dtype=torch.int64, device=weight.device)
     slots = torch.full((weight.shape[0],), -1, device=weight.device)
     slots.index_copy_(0, index, torch.arange(len(tokens), device=weight.device))
-    layer.__class__ = kind
-    wide = dtype or torch.promote_types(kept_dtype(weight), torch.float32)
-    layer.token_rows = nn.Parameter(weight.detach()[index].to(wide))
+    layer.__class__ = layer_class
+    rows_dtype = dtype or torch.promote_types(kept_dtype(weight), torch.float32)
+    layer.token_rows = nn.Parameter(weight.detach()[index].to(rows_dtype))
     # Not part of checkpoints, because the options name the tokens.
     layer.register_buffer("token_index", index, persistent=False)
     layer.register_buffer("token_slots", slots, persistent=False)
@@ -125,11 +137,11 @@ def _put(
 
 def tables(module: nn.Module) -> dict[str, TableWithRows]:
     """Return the layers with trained rows by name; of a tied pair only the first."""
-    by_rows: dict[int, tuple[str, TableWithRows]] = {}
+    first_by_rows: dict[int, tuple[str, TableWithRows]] = {}
     for name, layer in module.named_modules():
         if isinstance(layer, TableWithRows):
-            by_rows.setdefault(id(layer.token_rows), (name, layer))
-    return dict(by_rows.values())
+            first_by_rows.setdefault(id(layer.token_rows), (name, layer))
+    return dict(first_by_rows.values())
 
 
 def rows_of(layer: nn.Module) -> Rows | None:
@@ -139,11 +151,14 @@ def rows_of(layer: nn.Module) -> Rows | None:
 
 @torch.no_grad()
 def merge_rows(module: nn.Module) -> None:
-    """Write the rows into their tables, rounded once to the tables' dtype, and make the layers
-    plain again.
+    """Write the rows into their tables, rounded once to the tables' dtype.
+
+    The layers become plain embeddings and linear layers again.
     """
-    for layer in [child for child in module.modules() if isinstance(child, TableWithRows)]:
-        keep(layer.weight, replaced(layer.weight.detach().to(kept_dtype(layer.weight)), layer.rows))
+    layers = [child for child in module.modules() if isinstance(child, TableWithRows)]
+    for layer in layers:
+        table = layer.weight.detach().to(kept_dtype(layer.weight))
+        keep(layer.weight, replaced(table, layer.rows))
         for name in (ROWS, "token_index", "token_slots"):
             delattr(layer, name)
         layer.__class__ = nn.Embedding if isinstance(layer, TokenEmbedding) else nn.Linear  # type: ignore[assignment]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from monograph.errors import InputRefused, MonographError, host_is_full, said_by
-from monograph.graph.inspect import buffers_kept, original, running, unwrap_
+from monograph.graph.inspect import buffers_kept, running_modules, uncompiled_module, unwrap_
 
 # Prefix of the names of Python modules made from files that model.init names.
 OTHERS = "monograph_init_"
@@ -54,7 +54,7 @@ def trial(module: nn.Module, loss: Callable[[], tuple[Tensor, Tensor]]) -> Trial
             or a gradient is not finite (the message names the first module whose output is not
             finite, or the parameter).
     """
-    module = original(module)
+    module = uncompiled_module(module)
     # Calling `torch.compile`'s wrappers would compile, so they are taken out and put back
     # afterwards.
     wrapped = [(part._modules, part._modules.copy()) for part in module.modules()]
@@ -134,7 +134,7 @@ def _naming_failures(module: nn.Module) -> Iterator[None]:
     """Turn an exception of the forward pass into one line that names the innermost module it came
     from.
     """
-    with running(module) as inside:
+    with running_modules(module) as inside:
         try:
             yield
         except (

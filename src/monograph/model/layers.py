@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from monograph.graph.experts import Balance, ExpertLinear, Router
-from monograph.graph.grouped import rearranged
+from monograph.graph.grouped import permute_rows
 from monograph.model.config import LlamaConfig
 from monograph.model.families import Family
 from monograph.model.rope import CosSin, rotate
@@ -304,8 +304,8 @@ class Experts(nn.Module):
         numbers_E1 = torch.arange(self.gate_proj.experts, device=expert_P.device)[:, None]
         ends_E = (expert_P <= numbers_E1).sum(-1, dtype=torch.int32)
         pairs_PD = hidden_ND[:, None].expand(-1, count, -1).flatten(0, 1)
-        out_PD = self._gated(rearranged(pairs_PD, order_P, inverse_P), ends_E)
-        out_NkD = rearranged(out_PD, inverse_P, order_P).unflatten(0, (-1, count))
+        out_PD = self._gated(permute_rows(pairs_PD, order_P, inverse_P), ends_E)
+        out_NkD = permute_rows(out_PD, inverse_P, order_P).unflatten(0, (-1, count))
         return (out_NkD * weights_Nk[..., None]).sum(1).to(hidden_ND.dtype)
 
 

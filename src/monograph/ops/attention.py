@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import (
     flex_attention,
 )
 
-from monograph.ops.filled import filled_up
+from monograph.ops.filled import padded_count
 
 BLOCK = 128  # slots
 LEAST_BLOCK = 16
@@ -57,7 +57,7 @@ def cached_attention(
         positions_BT: int64, below N C; their slots have been written.
         window: number of positions that a query sees, its own the last of them; None: all up to its
             own.
-        is_filled: products have `filled_up(M)` rows, so that a step of decoding has the bits of a
+        is_filled: products have `padded_count(M)` rows, so that a step of decoding has the bits of a
             pass over the whole text; it takes a tenth more time or two.
         sink_H: see `attention`.
 
@@ -113,8 +113,8 @@ def _product(left: Tensor, right_NBKXY: Tensor, wide: torch.dtype, is_filled: bo
     `is_filled`.
     """
     rows = left.shape[-2]
-    if is_filled and filled_up(rows) > rows:
-        filled = F.pad(left, (0, 0, 0, filled_up(rows) - rows))
+    if is_filled and padded_count(rows) > rows:
+        filled = F.pad(left, (0, 0, 0, padded_count(rows) - rows))
         return _product(filled, right_NBKXY, wide, is_filled)[..., :rows, :]
     # Autocast makes queries narrower than the cache, which has the weights' dtype.
     if left.dtype == wide or left.dtype != right_NBKXY.dtype or not left.is_cuda:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from monograph.errors import UsageError
-from monograph.graph.inspect import in_the_same_memory, own_state
+from monograph.graph.inspect import loadable_state, overlapping_tensors
 from monograph.graph.mmap_weights import keep, kept_dtype
 from monograph.ops.fused_gradients import Fused
 from monograph.optim.formats import FORMATS
@@ -182,7 +182,7 @@ def require_movable(module: nn.Module) -> None:
 
     Raises:
         UsageError: a parameter has no shape yet, cannot be trained in its dtype or shares its
-            memory with another tensor; or `own_state` refuses the module.
+            memory with another tensor; or `loadable_state` refuses the module.
     """
     for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
         if is_lazy(tensor):
@@ -199,12 +199,12 @@ def require_movable(module: nn.Module) -> None:
             raise UsageError(
                 f"{name} is {tensor.dtype}: expected float32, float64 or bfloat16, to train it in"
             )
-    if pair := in_the_same_memory(module):
+    if pair := overlapping_tensors(module):
         raise UsageError(
             f"{pair[0]} and {pair[1]} lie in the same memory, and would come apart when parameters move: register one "
             "Parameter under both names, or compute one from the other where it is read"
         )
-    own_state(module)
+    loadable_state(module)
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:

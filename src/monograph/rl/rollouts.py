@@ -38,7 +38,7 @@ from monograph.loss import Batch
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops.attention import block_of
-from monograph.ops.filled import filled_up, whole
+from monograph.ops.filled import padded_count, unpadded_count
 from monograph.optim import holding
 from monograph.rl.advantages import ADVANTAGES, ROUNDING, Weight, rewards_are_equal
 from monograph.rl.arrange import (
@@ -70,8 +70,8 @@ HELD_OUT = 1 << 62
 
 
 def decoded_rows(answers: int) -> int:
-    """Return the number of rows in which this number of answers is decoded at the same time."""
-    return min(filled_up(answers), MOST_ROWS)
+    """Return the number of rows in which so many answers are decoded at once."""
+    return min(padded_count(answers), MOST_ROWS)
 
 
 def slots_of(options: Options, config: LlamaConfig, tokens: int) -> int:
@@ -80,9 +80,7 @@ def slots_of(options: Options, config: LlamaConfig, tokens: int) -> int:
     For exact scoring the number is padded as `monograph.ops.filled` says. So is then the number of
     positions of any number of rows.
     """
-    if not options.exact:
-        return tokens
-    return min(filled_up(tokens), config.max_position_embeddings)
+    return min(padded_count(tokens), config.max_position_embeddings) if options.exact else tokens
 
 
 @dataclass(frozen=True)
@@ -186,14 +184,13 @@ class Drawer:
         mode = mode_for(decode_steps, weight.device.type, casts=step.precision.name != "fp32")
         if self._made and self._made[0] == mode:
             return self._made[1]
-        prompts_at_once = min(options.prompts, MOST_PROMPTS)
-        slots = Slots(
-            self.slots, block_of(self.slots), prompts_at_once, options.exact, prompts.longest
-        )
-        answers_of_rank = math.ceil(answers / self.sharing.ranks)
-        # Memory may hold fewer rows than there are answers.
-        rows = whole(
-            rows_that_fit(model, slots, decoded_rows(answers_of_rank), "lower rl.max_new_tokens")
+        at_once = min(options.prompts, MOST_PROMPTS)
+        most = options.max_new_tokens
+        form = Slots(self.slots, block_of(self.slots), at_once, options.exact, prompts.longest)
+        own = -(-answers // self.sharing.ranks)
+        # Memory may hold fewer of them than are wanted.
+        rows = unpadded_count(
+            rows_that_fit(model, form, decoded_rows(own), "lower rl.max_new_tokens")
         )
         chain = chain_of([Sampling(temperature=options.temperature, logprobs=0)], len(self.ends))
         chain = replace(chain, processed=not self._is_raw)

@@ -15,7 +15,7 @@ from monograph.engine import Engine
 from monograph.errors import UsageError
 from monograph.graph import capture as graph
 from monograph.graph.compilable import Scope
-from monograph.graph.lora import starts_still
+from monograph.graph.lora import may_start_without_gradient
 from monograph.graph.precision import Precision
 from monograph.loss import Batch
 from monograph.model.llama import Llama
@@ -240,7 +240,7 @@ def _try(session: Session, window: Batch, progress: Progress) -> None:
     with progress.stage("trial", "one eager step") as stage:
         trial = engine.trial(window)
         stage.result = session.task.trial_result(trial)
-    without = [name for name in trial.without_gradient if not starts_still(name)]
+    without = [name for name in trial.without_gradient if not may_start_without_gradient(name)]
     if without and session.task.reaches_all:
         progress.line(
             "warning", f"no gradient reaches {', '.join(without[:3])}: its weights will not change"

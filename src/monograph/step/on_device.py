@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from monograph.graph import siblings
-from monograph.graph.inspect import parts
+from monograph.graph.inspect import parameter_blocks
 from monograph.graph.remat import Remat
 from monograph.loss import TokenLoss
 from monograph.ops.fused_gradients import fusing
@@ -47,7 +47,7 @@ class OnDevice(Parameters):
             step.optim.kinds(step.model),
             step.optim.state,
             master_weights=step.optim.master_weights,
-            parts=parts(step.model),
+            parts=parameter_blocks(step.model),
         )
         siblings.part_moved(step.model)
         begun = [step.begun(plane) for plane in made]

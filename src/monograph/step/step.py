@@ -309,7 +309,7 @@ class Step:
                     lambda twin: self.loss(twin, batch),
                     captured=captured,
                     device=self.device,
-                    whole=self.parameters.whole(),
+                    unsharded=self.parameters.whole(),
                 )
             self.kept_for = captured
 

@@ -9,7 +9,7 @@ from monograph.engine import Engine
 from monograph.errors import InputRefused, MonographError, UsageError
 from monograph.graph import capture as graph
 from monograph.graph.compilable import Scope
-from monograph.graph.inspect import buffers_kept, running
+from monograph.graph.inspect import buffers_kept, running_modules
 from monograph.graph.lora import adapters
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Policy
@@ -175,7 +175,7 @@ class Streamed(Engine):
 
         # It runs a copy of the modules, so it comes before they are watched.
         step.choose_kept(batch)
-        with buffers_kept(step.model), running(step.model) as stack:
+        with buffers_kept(step.model), running_modules(step.model) as stack:
             try:
                 with all_or_nothing(step):
                     step.count_window([batch])
