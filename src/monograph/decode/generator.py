@@ -42,6 +42,9 @@ from monograph.model.llama import Llama
 from monograph.ops.attention import BLOCK
 from monograph.ops.filled import padded_count
 
+if TYPE_CHECKING:
+    from monograph.decode.fast_forward import FastForward
+
 # The maximum number of tokens of a prompt in one pass, by type of device.
 CHUNKS = {"cuda": BLOCK, "cpu": BLOCK // 2}
 Mode = Literal["eager", "captured", "compiled"]
@@ -99,6 +102,8 @@ class Generator:
             block: steps between two reads of the host, or a pace; None: 16 on a GPU and 1 on a CPU.
             mode: "compiled": the step is compiled, and on a GPU replayed as a CUDA graph;
                 "captured": it is only replayed; "eager": neither.
+            impl: "reference": a step is the model's own forward pass; "auto": on a GPU, special
+                kernels compute it where they can (`monograph.decode.fast_forward.obstacle`).
         """
         weight = model.eval().lm_head.weight
         form = slots if isinstance(slots, Slots) else Slots(slots)
@@ -114,11 +119,11 @@ class Generator:
         if self.compiled:
             compat.allow_variants()
         wrap: Wrap = compile_function if self.compiled else lambda function: function
-        longest = min(form.most, CHUNKS[weight.device.type], model.config.max_position_embeddings)
-        # A pass over a chunk has as many rows as the chunk has tokens, times the prompts that are
-        # read at once.
-        wanted = padded_count(form.longest) if form.is_filled else form.longest
-        chunk = min(1 << longest.bit_length() - 1, 1 << (wanted - 1).bit_length())
+        # A chunk is a power of two: at most `limit`, and no longer than the longest prompt needs. A
+        # pass computes all tokens of a chunk, however few are used.
+        limit = min(form.most, CHUNKS[weight.device.type], model.config.max_position_embeddings)
+        needed = padded_count(form.longest) if form.is_filled else form.longest
+        chunk = min(1 << limit.bit_length() - 1, 1 << (needed - 1).bit_length())
         recorder = CudaGraphs(weight.device) if mode != "eager" and weight.is_cuda else None
         self.reader = Reader(model, form, chunk, wrap, recorder)
         self.cache = KVCache.allocate(
@@ -138,6 +143,11 @@ class Generator:
             self.tables = Arena.holding(automata, vocabulary, weight.device)
         self.vocabulary = vocabulary
 
+        # Texts that are scored exactly have the bits of the model's own forward pass.
+        fast = None
+        if weight.is_cuda and impl == "auto" and not form.is_filled:
+            fast = _fast_forward(model, rows)
+
         def make_step(chain: Chain) -> Step:
             step = DecodeStep(
                 model=model,
@@ -147,6 +157,7 @@ class Generator:
                 knobs=self.knobs,
                 tables=self.tables,
                 vocabulary=vocabulary,
+                fast=fast,
             )
             return wrap(step.__call__)
 

@@ -26,7 +26,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +48,9 @@ from monograph.decode.chain import (
 from monograph.decode.knobs import Chain, joint
 from monograph.graph.replay import WARM_UP, Recorder, Replays
 from monograph.model.llama import Llama
+
+if TYPE_CHECKING:
+    from monograph.decode.fast_forward import FastForward
 
 # A code has the token in its lowest bits, and the status above them.
 TOKEN_BITS = 24
@@ -288,6 +291,7 @@ class DecodeStep:
         tables: the automata of all rows.
         vocabulary: V, the size of the tokenizer's vocabulary. The model's may be larger; the
             additional ids are never sampled.
+        fast: computes the logits in place of the model's forward pass; None: nothing does.
     """
 
     model: Llama

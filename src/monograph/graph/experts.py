@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from monograph.graph.frozen import FrozenWeight, Int8Weight, NF4Weight, dense_of
 from monograph.graph.grouped import add_bias, grouped_linear, product, product_dtype
+from monograph.ops.autograd import Batched, Context
 
 
 class Balance(NamedTuple):

@@ -25,6 +25,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from monograph.graph import grouped_batches, grouped_blocks
 from monograph.graph.matmul import grouped_out, grouped_outer_out, mkl_is_slow
+from monograph.ops.autograd import Batched, Context
 from monograph.ops.filled import padded_count
 from monograph.ops.fused_gradients import fused_of
 
@@ -176,11 +177,11 @@ def _backward(ctx: Context, grad_PN: Tensor) -> tuple[Tensor | None, ...]:
 product.register_autograd(_backward, setup_context=_save)
 
 
-def _vmap_rule(operator: Any) -> Any:
+def _vmap_rule(operator: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, int]]:
     """Return a rule of vmap that computes all members' groups in one call of the operator."""
 
     def call_with_members_as_groups(
-        info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor
+        info: Batched, in_dims: tuple[int | None, ...], *tensors: Tensor
     ) -> tuple[Tensor, int]:
         members = info.batch_size
         left, right, ends = (
@@ -198,6 +199,10 @@ def _vmap_rule(operator: Any) -> Any:
 
 product.register_vmap(_vmap_rule(product))
 _outer.register_vmap(_vmap_rule(_outer))
+
+
+class _FusedContext(Context):
+    total: Tensor
 
 
 class _FusedGrouped(torch.autograd.Function):

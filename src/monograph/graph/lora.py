@@ -326,7 +326,9 @@ def adapters(module: nn.Module) -> dict[str, AnyAdapted]:
 
 
 @torch.no_grad()
-def _adapt(layer: Any, lora: Lora, key: str, device: Place, dtype: torch.dtype | None) -> None:
+def _adapt(
+    layer: nn.Linear | ExpertLinear, lora: Lora, key: str, device: Place, dtype: torch.dtype | None
+) -> None:
     """Give a layer an adapter.
 
     Args:
@@ -518,7 +520,7 @@ def narrow(
         more: other modules whose weights are read in that dtype only.
         device: where these weights are moved, one after another; None: they are not moved.
     """
-    readers = {
+    readers: set[nn.Module] = {
         m for m in module.modules() if isinstance(m, MULTIPLYING) and not isinstance(m, FACTORS)
     }
     readers |= set(more)

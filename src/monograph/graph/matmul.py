@@ -237,13 +237,14 @@ def workspace_bytes(left_NK: Tensor, right_KM: Tensor) -> int:
     is_transposed = left_NK.stride(-1) != 1
     if left_NK.dtype != torch.float32 or not is_transposed or not mkl_is_slow():
         return 0
-    operator = _operator_of_mm(*left_NK.shape, right_KM.shape[1])
+    rows, depth = left_NK.shape
+    operator = _operator_of_mm(rows, depth, right_KM.shape[1])
     if operator is not torch.ops.monograph.onednn_matmul.default:
         return 0
     return left_NK.numel() * left_NK.element_size()
 
 
-def _operator_of_mm(rows: int, depth: int, columns: int) -> Any:
+def _operator_of_mm(rows: int, depth: int, columns: int) -> OpOverload:
     """Return the fastest operator for an fp32 product of two matrices where MKL is slow."""
     multiplications = rows * depth * columns
     if multiplications >= ONEDNN_FROM:
@@ -253,7 +254,7 @@ def _operator_of_mm(rows: int, depth: int, columns: int) -> Any:
     return torch.ops.aten.mm.default
 
 
-def _operator_of_bmm(rows: int, depth: int, columns: int) -> Any:
+def _operator_of_bmm(rows: int, depth: int, columns: int) -> OpOverload:
     """Return the fastest operator for a batch of fp32 products of this size where MKL is slow."""
     # There is no lower limit, because MKL is slow at batches of many small matrices (dev/log.md).
     if rows * depth * columns < ONEDNN_FROM and min(rows, columns) >= MIN_NATIVE_WIDTH:

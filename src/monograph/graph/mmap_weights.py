@@ -60,8 +60,12 @@ class MappedPieces(MappedWeight):
 
     @classmethod
     def __torch_function__(
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        cls,
+        function: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         """Call a function; if it reads numbers, it gets weights in memory."""
         if function is Tensor.detach:
             with torch._C.DisableTorchFunctionSubclass():

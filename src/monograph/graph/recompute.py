@@ -37,6 +37,10 @@ from monograph.graph.inspect import blocks
 from monograph.graph.remat import OfBlock, Policy, Recording, Remat, record, within
 from monograph.graph.siblings import within_blocks
 
+Context = AbstractContextManager[object]
+# Makes those of a forward pass and of its recomputation.
+Contexts = Callable[[], tuple[Context, Context]]
+
 # ---- inputs in the host's memory -----------------------------------------------------------------
 
 
@@ -138,8 +142,8 @@ _copy_stream = functools.cache(CopyStream)  # one for each device
 
 
 def checkpoint_offloaded(
-    forward: Callable[..., Any], contexts: Callable[[], Any], *args: Any, **kwargs: Any
-) -> Any:
+    forward: Callable[..., object], contexts: Contexts, *args: object, **kwargs: Any
+) -> object:
     """Return `forward(*args, **kwargs)`, which is recomputed from a first argument kept on the host.
 
     Args:
@@ -153,7 +157,7 @@ def checkpoint_offloaded(
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
     offloaded_input = OffloadedInput(args[0], _copy_stream(args[0].device))
 
-    def forward_from_offloaded(*further_args: object, **kwargs: object) -> Any:
+    def forward_from_offloaded(*further_args: object, **kwargs: object) -> object:
         return forward(offloaded_input.take(), *further_args, **kwargs)
 
     return checkpoint(
@@ -163,7 +167,6 @@ def checkpoint_offloaded(
 
 # ---- policies ------------------------------------------------------------------------------------
 
-Contexts = Callable[[], tuple[Any, Any]]  # makes those of the forward pass and of its recomputation
 Pass = Callable[[nn.Module], object]  # runs a module
 
 
@@ -179,7 +182,7 @@ class _Plan:
     """
 
     policy: OfBlock
-    own_forward: Callable[..., Any]
+    own_forward: Callable[..., object]
     contexts: Contexts | None = None
     # Blocks share a captured graph unless Dynamo sees them differ. It compares functions by their
     # code alone, which is the same for all contexts (dev/log.md). It compares this text by value.
@@ -211,11 +214,11 @@ def follow(module: nn.Module, policy: Policy) -> None:
             del block.forward  # the class's own method is visible again
             if not _is_method_of_class(plan.own_forward, block):
                 # A function that a user had assigned to the block.
-                block.forward = plan.own_forward  # type: ignore[method-assign]
+                block.forward = plan.own_forward
         if block_policy in (Remat.Off(), Remat.Budget(1.0)):
             continue
         block.remat = _Plan(block_policy, block.forward)  # type: ignore[assignment]
-        block.forward = MethodType(_forward_with_policy, block)  # type: ignore[method-assign]
+        block.forward = MethodType(_forward_with_policy, block)
 
 
 def _is_method_of_class(forward: Callable[..., Any], block: nn.Module) -> bool:
@@ -252,7 +255,7 @@ def _for_each(policy: Policy, block_count: int) -> tuple[OfBlock, ...]:
     return policy.policies
 
 
-def forward_to_compile(block: nn.Module) -> tuple[Any, str]:
+def forward_to_compile(block: nn.Module) -> tuple[object, str]:
     """Return where a block's forward pass to compile is stored, as (owner, attribute name).
 
     Under `Full` and `Offload` the block's own forward pass is compiled, and recomputation stays
@@ -264,8 +267,14 @@ def forward_to_compile(block: nn.Module) -> tuple[Any, str]:
     return block, "forward"
 
 
-def _forward_with_policy(block: Any, *args: Any, **kwargs: Any) -> Any:
-    plan: _Plan = block.remat
+class _BlockWithPolicy(nn.Module):
+    """The type of a block that follows a policy. There is no object of this class: a block keeps its own."""
+
+    remat: _Plan
+
+
+def _forward_with_policy(block: _BlockWithPolicy, *args: object, **kwargs: Any) -> object:
+    plan = block.remat
     if not torch.is_grad_enabled():  # there is no backward pass, so nothing is recomputed
         return plan.own_forward(*args, **kwargs)
     if not torch.compiler.is_compiling():
@@ -297,7 +306,7 @@ def _contexts_keeping(names: frozenset[tuple[str, int]]) -> Contexts:
     A name is an operator's name and the number of the call among the block's calls of it, from 0.
     """
 
-    def contexts() -> tuple[Any, Any]:
+    def contexts() -> tuple[Context, Context]:
         # torch passes only the operator, so its calls are counted here: in the forward pass, and
         # separately in the recomputation.
         call_counts: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
@@ -316,7 +325,7 @@ def _contexts_keeping(names: frozenset[tuple[str, int]]) -> Contexts:
     return contexts
 
 
-def _eager_contexts(block: nn.Module, contexts: Contexts | None) -> tuple[Any, Any]:
+def _eager_contexts(block: nn.Module, contexts: Contexts | None) -> tuple[Context, Context]:
     """Return the contexts of the forward pass and of its recomputation.
 
     The recomputation reads the buffers as they were before the forward pass, and leaves them as
@@ -338,7 +347,7 @@ class _BufferCopy(NamedTuple):
 
 
 @contextmanager
-def _with_buffers(block: nn.Module, buffers: list[_BufferCopy], context: Any) -> Iterator[None]:
+def _with_buffers(block: nn.Module, buffers: list[_BufferCopy], context: Context) -> Iterator[None]:
     """Enter the context with these values in a block's buffers; restore the present ones after it."""
     present = _copy_buffers(block)
     _restore_buffers(buffers)
@@ -456,10 +465,10 @@ def record_blocks(
     def forward_and_record(
         name: str,
         block: nn.Module,
-        own_forward: Callable[..., Any],
+        own_forward: Callable[..., object],
         *args: object,
         **kwargs: object,
-    ) -> Any:
+    ) -> object:
         state = [*block.parameters(), *block.buffers()]
         output, recording = record(own_forward, state, *args, **kwargs)
         if captured and with_stored_bytes:
@@ -494,9 +503,7 @@ def record_blocks(
             for name, block in blocks(fake_module).items():
                 plan = block.__dict__.pop("remat", None)
                 own_forward = plan.own_forward if isinstance(plan, _Plan) else block.forward
-                block.forward = functools.partial(  # type: ignore[method-assign]
-                    forward_and_record, name, block, own_forward
-                )
+                block.forward = functools.partial(forward_and_record, name, block, own_forward)
             run(fake_module)
         except Exception as error:  # a user's module may raise anything
             reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"

@@ -412,7 +412,8 @@ def _value(found: re.Match[str]) -> Fraction | None:
     if unsigned is None or exponent > MAX_DIGITS:
         return None
     sign = -1 if signs == ["-"] else 1
-    return sign * unsigned * 10**exponent
+    scale: int = 10**exponent
+    return sign * unsigned * scale
 
 
 def _unsigned(value: re.Match[str]) -> Fraction | None:

@@ -250,7 +250,7 @@ class _Python(Reward):
     def close(self) -> None:
         self._solutions = None
 
-    def _fits(self, value: Any) -> bool:
+    def _fits(self, value: object) -> bool:
         return _are_texts(value) and all(map(_tests_something, _as_list(value)))
 
     def _started(self) -> Solutions:
@@ -258,11 +258,8 @@ class _Python(Reward):
         return self._solutions
 
 
-class Called(Reward):
-    """The score that a function of (prompt, answer, record) returns.
-
-    The function returns a number, or {name: number} of parts, whose sum is the score.
-    """
+class _InParts(Reward):
+    """The sum of the parts that a function names, or the number that it returns."""
 
     def __init__(self) -> None:
         self._parts: defaultdict[str, list[float]] = defaultdict(list)
@@ -285,8 +282,9 @@ class Called(Reward):
 
 
 class Called(_InParts):
-    """What a function of (prompt, answer, record) returns: a number, or the sum of the parts that
-    it names.
+    """The score that a function of (prompt, answer, record) returns.
+
+    The function returns a number, or {name: number} of parts, whose sum is the score.
     """
 
     def __init__(self, function: Callable[[str, str, Mapping[str, Any]], object]) -> None:
@@ -309,7 +307,7 @@ class Called(_InParts):
         return parts
 
 
-class _CalledFromFile(Called):
+class _CalledFromFile(_InParts):
     """The same for a function in a file, which is called in a separate process."""
 
     def __init__(self, code: Code, sha256: str) -> None:
@@ -406,7 +404,7 @@ def reward_of(
     )
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """Return a value in one short line, shortened to its end, where the answer of a long text is."""
     text = repr(value)
     return text if len(text) <= MAX_SHOWN_CHARACTERS else f"...{text[-MAX_SHOWN_CHARACTERS:]}"
@@ -416,7 +414,7 @@ def _as_list(value: str | list[str]) -> list[str]:
     return [value] if isinstance(value, str) else value
 
 
-def _are_texts(value: Any) -> bool:
+def _are_texts(value: object) -> TypeGuard[str | list[str]]:
     """Return whether this is a text, or a list of at least one text."""
     texts = value if isinstance(value, list) else [value]
     return bool(texts) and all(isinstance(each, str) for each in texts)

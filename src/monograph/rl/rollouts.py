@@ -70,7 +70,7 @@ HELD_OUT = 1 << 62
 
 
 def decoded_rows(answers: int) -> int:
-    """Return the number of rows in which so many answers are decoded at once."""
+    """Return the number of rows in which this number of answers is decoded at the same time."""
     return min(padded_count(answers), MOST_ROWS)
 
 
@@ -80,7 +80,9 @@ def slots_of(options: Options, config: LlamaConfig, tokens: int) -> int:
     For exact scoring the number is padded as `monograph.ops.filled` says. So is then the number of
     positions of any number of rows.
     """
-    return min(padded_count(tokens), config.max_position_embeddings) if options.exact else tokens
+    if not options.exact:
+        return tokens
+    return min(padded_count(tokens), config.max_position_embeddings)
 
 
 @dataclass(frozen=True)
@@ -184,13 +186,14 @@ class Drawer:
         mode = mode_for(decode_steps, weight.device.type, casts=step.precision.name != "fp32")
         if self._made and self._made[0] == mode:
             return self._made[1]
-        at_once = min(options.prompts, MOST_PROMPTS)
-        most = options.max_new_tokens
-        form = Slots(self.slots, block_of(self.slots), at_once, options.exact, prompts.longest)
-        own = -(-answers // self.sharing.ranks)
-        # Memory may hold fewer of them than are wanted.
+        prompts_at_once = min(options.prompts, MOST_PROMPTS)
+        slots = Slots(
+            self.slots, block_of(self.slots), prompts_at_once, options.exact, prompts.longest
+        )
+        answers_of_rank = math.ceil(answers / self.sharing.ranks)
+        # Memory may hold fewer rows than there are answers.
         rows = unpadded_count(
-            rows_that_fit(model, form, decoded_rows(own), "lower rl.max_new_tokens")
+            rows_that_fit(model, slots, decoded_rows(answers_of_rank), "lower rl.max_new_tokens")
         )
         chain = chain_of([Sampling(temperature=options.temperature, logprobs=0)], len(self.ends))
         chain = replace(chain, processed=not self._is_raw)

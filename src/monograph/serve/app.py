@@ -281,11 +281,13 @@ class _JsonEndpoint:
         return await send_json(send, answer)
 
 
-async def _answer_refused(request: Request, error: Any) -> Response:
+async def _answer_refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refused)
     return JSONResponse(error_body(error), error.status, error.headers)
 
 
-async def _answer_missing(request: Request, error: Any) -> Response:
+async def _answer_missing(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
     fault = "there is nothing at"
     if error.status_code == 405:
         fault = f"{request.method} is not for"

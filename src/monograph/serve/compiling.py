@@ -126,7 +126,7 @@ class Compiler:
         """
         if isinstance(value, dict):
             value = json.dumps(value, ensure_ascii=False)
-        texts = value if kind == "choices" else [value]
+        texts = [value] if isinstance(value, str) else value
         if len(texts) > MAX_CHOICES:
             raise InputRefused(
                 f"{_NAMES[kind]}: {len(texts):,} texts; from 1 to {MAX_CHOICES:,} are compiled"
@@ -303,7 +303,7 @@ def _read_automaton(written: bytearray, vocabulary: int) -> Automaton:
             (states,),
             (effects, len(Effect._fields), COUNTERS),
         ]
-    arrays: list[Any] = []
+    arrays: list[NDArray[Any]] = []
     offset = _HEAD.size
     for shape, dtype in zip(shapes, _ARRAY_TYPES, strict=True):
         array = np.frombuffer(written, dtype, math.prod(shape), offset).reshape(shape)
@@ -386,7 +386,7 @@ def _import_everything() -> None:
 
 
 def _run_job(
-    job: Any, pieces: Sequence[bytes], stop_ids: Sequence[int], write_end: int
+    job: Sequence[Any], pieces: Sequence[bytes], stop_ids: Sequence[int], write_end: int
 ) -> NoReturn:
     """Do a job under its limits, write the result to a pipe, and end the process."""
     code = 1

@@ -66,7 +66,9 @@ class Connection(H11Protocol):
     conn: _Requests
     _idle_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
-    _last_cycle: Any = None  # the request that was last answered when the idle timer started
+    _last_cycle: RequestResponseCycle | None = (
+        None  # the request that was last answered when the idle timer started
+    )
     _idle_since = 0.0  # the loop's time
     _ahead_bytes = 0  # received while a request is answered
 
@@ -75,7 +77,7 @@ class Connection(H11Protocol):
         super().__init__(*arguments, **options)
         self.conn = _Requests(h11.SERVER, HEAD_BYTES)
 
-    def connection_made(self, transport: Any) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn narrows it
         """Start the idle timer; if there are too many connections, close one.
 
         The one to be closed has been idle for the longest time.

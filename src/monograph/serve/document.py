@@ -292,7 +292,7 @@ _ABOUT = (
 @cache
 def document() -> dict[str, Any]:
     """Return the OpenAPI document as a JSON object."""
-    types = {shapes.Error}
+    types: set[type] = {shapes.Error}
     for operation in OPERATIONS:
         types.update(operation.answer_types.values())
         if operation.request_type is not None:
@@ -330,7 +330,7 @@ def document() -> dict[str, Any]:
 class _SchemaGenerator(GenerateJsonSchema):
     """Makes schemas without titles, which only repeat names, and without further fields."""
 
-    def typed_dict_schema(self, schema: Any) -> dict[str, Any]:
+    def typed_dict_schema(self, schema: TypedDictSchema) -> dict[str, Any]:
         made = super().typed_dict_schema(schema)
         if schema.get("cls") in shapes.EVENTS:  # an event may have further fields
             return made
