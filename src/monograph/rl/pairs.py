@@ -12,7 +12,7 @@ Shape suffixes: D pairs, R rows, T positions of a row.
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +39,7 @@ from monograph.data.forms import (
 from monograph.data.kinds import kind_of_records
 from monograph.data.loss_mask import Answering, Answers, Row
 from monograph.data.messages import trained_on
+from monograph.data.options import ReadingOptions
 from monograph.data.progress import Progress
 from monograph.data.records import KINDS, Fault, Unusable, few, short, sound
 from monograph.data.rows import IGNORE, Int64, Rows
@@ -185,7 +186,7 @@ def loss_for(
 
 
 def read_pairs(
-    reading: Mapping[str, Any], *, labelled: bool = False, progress: Progress | None = None
+    reading: ReadingOptions, *, labelled: bool = False, progress: Progress | None = None
 ) -> Corpus:
     """Read, tokenise and pack pairs, from JSON lines or tables.
 
@@ -196,8 +197,7 @@ def read_pairs(
     `labelled` a record has "completion", in the same forms, and "label", true or false.
 
     Args:
-        reading: `source`, `tokenizer`, `sequence_length`, `held_out`, `ignore_keys` and
-            `bad_records`, as `monograph.corpus` takes them. Pairs are held out by their prompts.
+        reading: how they are read; rows are always packed. Pairs are held out by their prompts.
         labelled: whether records have single answers.
         progress: see `monograph.data.progress`.
 
@@ -206,10 +206,10 @@ def read_pairs(
         UsageError: the tokenizer would have to be trained, or a source has a weight.
     """
     tokenizer = own_tokenizer(reading, "prefer.loss")
-    length = int(reading["sequence_length"])
+    length = int(reading.sequence_length)
     template: list[Answers] = []  # made when the first chat is read, as texts need no template
     keys = (COMPLETION,) if labelled else (CHOSEN, REJECTED)
-    ignored = Asked.of(None, reading.get("ignore_keys"))
+    ignored = Asked.of(None, reading.ignore_keys)
     record_keys = RecordKeys(Kind.LABELLED if labelled else Kind.PAIRS, ignored, is_chosen=True)
     spelled = Spelled(tokenizer)
     repeating = list[str]()  # places of records whose answers begin with the prompt
@@ -258,10 +258,10 @@ def read_pairs(
     )
     sides = (parts.train, parts.held_out)
     if labelled:
-        fixed = {
+        fixed: dict[str, Any] = {
             "length": length,
             "skipped": parts.skipped,
-            "refuse": reading["bad_records"] == "refuse",
+            "refuse": not reading.skips_bad,
         }
         sides = (
             _with_others(parts.train, parts.train, **fixed),
@@ -275,8 +275,8 @@ def read_pairs(
         parts.sources.sha256,
         tokenizer.hash,
         length,
-        reading["held_out"],
-        reading["bad_records"],
+        reading.held_out,
+        reading.bad_records,
         keys[0],
     ]
     decisive += [ignored.left_out] if ignored.left_out else []

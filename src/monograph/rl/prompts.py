@@ -22,6 +22,7 @@ from monograph.data.forms import (
 )
 from monograph.data.loss_mask import DAY
 from monograph.data.messages import read_messages
+from monograph.data.options import ReadingOptions
 from monograph.data.progress import Progress
 from monograph.data.records import EMPTY, KINDS, Fault, Unusable, few, json_objects, short, sound
 from monograph.data.sources import LINES, Sources, find
@@ -55,22 +56,22 @@ class Parts(NamedTuple):
     skipped: dict[str, int]
 
 
-def own_tokenizer(reading: Mapping[str, Any], key: str) -> Tokenizer:
+def own_tokenizer(reading: ReadingOptions, key: str) -> Tokenizer:
     """Return the tokenizer that a run's model has.
 
     Raises:
         UsageError: it would have to be trained; the message names `key`, which needs it.
     """
-    own = parse(reading["tokenizer"], reading.get("vocab_size"))
+    own = parse(reading.tokenizer, reading.vocab_size)
     if not isinstance(own, Tokenizer):
         raise UsageError(
-            f"data.tokenizer = {reading['tokenizer']}: {key} needs a model's tokenizer: name one by model.init"
+            f"data.tokenizer = {reading.tokenizer}: {key} needs a model's tokenizer: name one by model.init"
         )
     return own
 
 
 def read_parts(
-    reading: Mapping[str, Any],
+    reading: ReadingOptions,
     item: Callable[[str, Record], Any | Fault],
     needs: str,
     progress: Progress | None = None,
@@ -79,7 +80,7 @@ def read_parts(
     """Read records from JSON lines or tables.
 
     Args:
-        reading: `source`, `held_out` and `bad_records`, as `monograph.corpus` takes them.
+        reading: how they are read.
         item: makes an item of (file and line, record), or says what is wrong with it.
         needs: says what a record must have, for messages.
         progress: see `monograph.data.progress`.
@@ -93,12 +94,12 @@ def read_parts(
     sides: tuple[list[Any], list[Any]] = ([], [])
     skipped: Counter[str] = Counter()
     with temporary_folder() as spool:
-        sources = find(reading["source"], spool, progress, reading.get("weights"))
+        sources = find(reading.source, spool, progress, reading.weights)
         for where, record in _records(sources, needs, keys):
             found = record if isinstance(record, Fault) else item(where, record)
             if not isinstance(found, Fault):
-                sides[_is_held(found.text, reading["held_out"])].append(found)
-            elif reading["bad_records"] == "refuse":
+                sides[_is_held(found.text, reading.held_out)].append(found)
+            elif not reading.skips_bad:
                 raise InputRefused(f"{where}: {found.detail}; or set data.bad_records = skip")
             else:
                 skipped[found.reason] += 1
@@ -190,7 +191,7 @@ class Prompts:
 
 
 def read_prompts(
-    reading: Mapping[str, Any], *, room: int, reward: Reward, progress: Progress | None = None
+    reading: ReadingOptions, *, room: int, reward: Reward, progress: Progress | None = None
 ) -> Prompts:
     """Read and tokenise prompts, from JSON lines or tables.
 
@@ -199,9 +200,8 @@ def read_prompts(
     where the answer begins.
 
     Args:
-        reading: `source`, `tokenizer`, `held_out`, `text_key` and `bad_records`, as
-            `monograph.corpus` takes them. Prompts are held out by their texts, so that equal ones
-            stay together. They are under "prompt", or `text_key`.
+        reading: how they are read. Prompts are held out by their texts, so that equal ones stay
+            together. They are under "prompt", or `text_key`.
         room: most tokens of a prompt.
         reward: says what else a record must have.
         progress: see `monograph.data.progress`.
@@ -211,9 +211,9 @@ def read_prompts(
         UsageError: the tokenizer would have to be trained, or a source has a weight.
     """
     own = own_tokenizer(reading, "rl.reward")
-    key = PROMPT if reading["text_key"] in (None, TEXT) else reading["text_key"]
-    asked = Asked.of(None, reading.get("ignore_keys"))
-    refuse = reading["bad_records"] == "refuse"
+    key = PROMPT if reading.text_key in (None, TEXT) else reading.text_key
+    asked = Asked.of(None, reading.ignore_keys)
+    refuse = not reading.skips_bad
 
     dated = own.on(DAY)
     spelled = Spelled(own)
@@ -231,14 +231,7 @@ def read_prompts(
         return _rewarded(prompt, reward, refuse)
 
     parts = read_parts(reading, read, "rl.reward needs records with a prompt each", progress)
-    decisive = [
-        parts.sources.sha256,
-        own.hash,
-        key,
-        room,
-        reading["held_out"],
-        reading["bad_records"],
-    ]
+    decisive = [parts.sources.sha256, own.hash, key, room, reading.held_out, reading.bad_records]
     decisive += [asked.left_out] if asked.left_out else []
     chats, longest = _kind_and_longest([*parts.train, *parts.held_out], key)
     notes = spelled.notes()
