@@ -50,9 +50,9 @@ def run(plan: Plan, text: Corpus, points: int, rows: int, progress: Progress) ->
     updates, tokens = plan.updates, plan.training.tokens_per_update
     engine = make_engine(built, default_device())
     engine.step.schedule = plan.schedule(updates)
-    batches = text.batches(tokens, seed=plan.seed, pin=engine.step.device.type == "cuda")
-    with progress.stage("compile", f"{updates} updates, seed {plan.seed}") as stage:
-        window = next(text.batches(tokens, seed=plan.seed))
+    batches = text.batches(tokens, seed=plan.job.seed, pin=engine.step.device.type == "cuda")
+    with progress.stage("compile", f"{updates} updates, seed {plan.job.seed}") as stage:
+        window = next(text.batches(tokens, seed=plan.job.seed))
         if built.plan.training.compile == "none":
             stage.result = "not asked for"
         elif obstacle := engine.capture(window):
@@ -79,7 +79,7 @@ def run(plan: Plan, text: Corpus, points: int, rows: int, progress: Progress) ->
     batches.close()
     return {
         "updates": updates,
-        "seed": plan.seed,
+        "seed": plan.job.seed,
         "parameters": sum(parameter.numel() for parameter in engine.model.parameters()),
         "lr": engine.step.optim.lr,
         "tokens_per_update": tokens,
@@ -192,7 +192,7 @@ def main() -> None:
         overrides |= SMOKE
         args.updates, args.seeds, args.points, args.rows = [2, 4], [0], 2, 2
     progress = Progress()
-    text = open_corpus(plan_for(overrides, 1, 0).reading, progress)
+    text = open_corpus(plan_for(overrides, 1, 0).job.reading, progress)
     lines = levels(yardsticks(b"".join(text.train.texts()), b"".join(text.held_out.texts())))
     found = harness.result(
         "first-run", {"overrides": overrides, "rows": args.rows, "smoke": args.smoke}

@@ -226,7 +226,7 @@ def trained(folder: Path, case: str) -> Callable[[], Any]:
         recipe = Recipe(str(folder / "base"), "auto", {}, 0)
         model, loss = build(recipe)
         if case.startswith("train"):
-            return make_engine(BuiltRun(plan, model, loss), torch.device("cpu"))
+            return make_engine(BuiltRun(plan, recipe, model, loss), torch.device("cpu"))
         placement = Placement(on_disk=on_disk, folder=folder)
         return Streamed(model, optim=AdamW(), precision=Precision("bf16"), placement=placement)
 

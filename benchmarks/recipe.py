@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,8 @@ def trained(source: str, changes: list[str], updates: int, seed: int) -> dict[st
         plan.training.optim, **rule, groups=(*groups, *plan.training.optim.groups)
     )
     progress = Progress()
-    text = open_corpus(plan.reading, progress)
-    found = run(plan.training_with(optim=changed), text, 1, 1, progress)
+    text = open_corpus(plan.job.reading, progress)
+    found = run(plan.having(replace(plan.training, optim=changed)), text, 1, 1, progress)
     return {"bits_per_byte": found["final"]["bits_per_byte"], "training_s": found["training_s"]}
 
 

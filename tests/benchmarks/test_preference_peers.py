@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from monograph.data.options import ReadingOptions
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.rl.pairs import read_pairs
@@ -36,7 +37,7 @@ def rows(tmp_path):
         "source": str(tmp_path / "pairs.jsonl"), "tokenizer": "bytes", "sequence_length": 48, "held_out": 0.0,
         "bad_records": "refuse",
     }  # fmt: skip
-    return read_pairs(reading).train
+    return read_pairs(ReadingOptions(**reading)).train
 
 
 def small():

@@ -511,9 +511,9 @@ def test_first_run_takes_a_presets_defaults_from_the_plan(script):
     first_run = script("first_run")
     default = first_run.defaults.DEFAULT
     plan = first_run.plan_for({"model.preset": default.preset}, 3, 7)
-    assert (plan.reading["tokenizer"], plan.reading["vocab_size"]) == ("bpe", default.vocabulary)
+    assert (plan.job.reading.tokenizer, plan.job.reading.vocab_size) == ("bpe", default.vocabulary)
     assert plan.training.tokens_per_update == default.tokens_per_update
-    assert (plan.updates, plan.seed) == (3, 7)
+    assert (plan.updates, plan.job.seed) == (3, 7)
 
 
 @pytest.mark.slow

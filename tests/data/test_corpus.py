@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import time
 
@@ -9,6 +10,7 @@ import pytest
 
 from clocks import least_s
 from monograph.data.corpus import corpus
+from monograph.data.options import ReadingOptions
 from monograph.errors import InputRefused, UsageError
 
 
@@ -157,3 +159,13 @@ render_row(corpus(sys.argv[1], tokenizer="bytes", sequence_length=16), 0, True)
 print("torch" in sys.modules)
 """
     assert python(script, str(texts)) == "False\n"
+
+
+def test_the_options_that_rooms_pass_on_are_the_arguments_of_corpus_with_its_usual_values() -> None:
+    arguments = inspect.signature(corpus).parameters
+    usual = {
+        name: each.default
+        for name, each in arguments.items()
+        if name not in ("source", "cache", "progress")
+    }
+    assert vars(ReadingOptions("stdlib")) == {"source": "stdlib", **usual}

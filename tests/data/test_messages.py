@@ -18,6 +18,7 @@ from monograph.data.conversations import Conversation, conversation_text
 from monograph.data.corpus import corpus
 from monograph.data.loss_mask import Answering, Answers
 from monograph.data.messages import ROLES, message_of, read_messages
+from monograph.data.options import ReadingOptions
 from monograph.data.records import Unusable
 from monograph.decode import Sampling
 from monograph.errors import InputRefused
@@ -107,7 +108,7 @@ def completed(folder: Path, tokenizer: Tokenizer, chat: Messages) -> Any:
 
 
 def judged(folder: Path, tokenizer: Tokenizer, record: dict[str, Any], labelled: bool) -> Any:
-    usual = {
+    usual: dict[str, Any] = {
         "tokenizer": str(folder),
         "sequence_length": 4000,
         "held_out": 0.0,
@@ -119,7 +120,7 @@ def judged(folder: Path, tokenizer: Tokenizer, record: dict[str, Any], labelled:
         else {"chosen": "a", "rejected": "b"}
     )
     (folder / "r.jsonl").write_text(json.dumps(record) + "\n" + json.dumps(other))
-    rows = read_pairs({"source": str(folder / "r.jsonl"), **usual}, labelled=labelled).train
+    rows = read_pairs(ReadingOptions(str(folder / "r.jsonl"), **usual), labelled=labelled).train
     return rows._side.tokens.tolist(), rows._side.answers.tolist()  # type: ignore[attr-defined, union-attr]
 
 
@@ -135,9 +136,9 @@ def labelled(folder: Path, tokenizer: Tokenizer, chat: Messages) -> Any:
 
 def rewarded(folder: Path, tokenizer: Tokenizer, chat: Messages) -> Any:
     (folder / "r.jsonl").write_text(json.dumps({"prompt": chat[:-1], "answer": "4"}))
-    usual = {"tokenizer": str(folder), "text_key": "text", "held_out": 0.0, "bad_records": "refuse"}
+    usual: dict[str, Any] = {"tokenizer": str(folder), "text_key": "text", "held_out": 0.0}
     prompts = read_prompts(
-        {"source": str(folder / "r.jsonl"), **usual}, room=4000, reward=reward_of("exact")
+        ReadingOptions(str(folder / "r.jsonl"), **usual), room=4000, reward=reward_of("exact")
     )
     return [(prompt.text, prompt.ids) for prompt in prompts.train]
 

@@ -13,6 +13,7 @@ import pytest
 
 from dialogues import said, speaking
 from monograph.data.corpus import corpus
+from monograph.data.options import ReadingOptions
 from monograph.data.spelled import Spelled
 from monograph.rl.pairs import read_pairs
 from monograph.rl.prompts import read_prompts
@@ -28,15 +29,15 @@ def of_texts(path: Path, folder: Path) -> tuple[str, ...]:
 
 
 def of_pairs(path: Path, folder: Path) -> tuple[str, ...]:
-    return read_pairs(reading(path, folder)).notes
+    return read_pairs(ReadingOptions(**reading(path, folder))).notes
 
 
 def of_answers(path: Path, folder: Path) -> tuple[str, ...]:
-    return read_pairs(reading(path, folder), labelled=True).notes
+    return read_pairs(ReadingOptions(**reading(path, folder)), labelled=True).notes
 
 
 def of_prompts(path: Path, folder: Path) -> tuple[str, ...]:
-    return read_prompts(reading(path, folder), room=200, reward=Reward()).notes
+    return read_prompts(ReadingOptions(**reading(path, folder)), room=200, reward=Reward()).notes
 
 
 def reading(path: Path, folder: Path) -> dict[str, Any]:

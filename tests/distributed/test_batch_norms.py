@@ -46,7 +46,9 @@ def normed() -> nn.Module:
 
 def plan(parallel: str, rows: int, device: str) -> Any:
     training = Training(rows=rows, length=1, optim=AdamW(lr=1e-2), clip=0.5)
-    made = SimpleNamespace(training=training, memory="device", parallel=parallel)
+    made = SimpleNamespace(
+        training=training, memory="device", job=SimpleNamespace(parallel=parallel)
+    )
     return SimpleNamespace(model=normed(), loss=loss, plan=made), SimpleNamespace(type=device)
 
 

@@ -19,6 +19,7 @@ from monograph.automata import acceptor
 from monograph.data.conversations import Conversation, conversation_text
 from monograph.data.corpus import corpus
 from monograph.data.loss_mask import Answering, Answers
+from monograph.data.options import ReadingOptions
 from monograph.data.records import Fault, Unusable
 from monograph.data.tables import table_objects
 from monograph.errors import InputRefused
@@ -140,12 +141,9 @@ def test_two_answers_follow_one_prompt_or_are_refused(
 ) -> None:
     tokenizer = speaking(tmp_path, template)
     (tmp_path / "pairs.jsonl").write_text(json.dumps(record))
-    reading = {
-        "source": str(tmp_path / "pairs.jsonl"),
-        "tokenizer": str(tmp_path),
-        "sequence_length": 300,
-    }
-    reading |= {"held_out": 0.0, "bad_records": "refuse"}
+    reading = ReadingOptions(
+        str(tmp_path / "pairs.jsonl"), tokenizer=str(tmp_path), sequence_length=300, held_out=0.0
+    )
     if answers is None:
         with pytest.raises(InputRefused, match=r"pairs\.jsonl:1: "):
             read_pairs(reading)
@@ -171,14 +169,11 @@ def test_a_prompt_ends_where_an_answer_may_begin(
 ) -> None:
     speaking(tmp_path, "chatml")
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": prompt}))
-    reading = {
-        "source": str(tmp_path / "p.jsonl"),
-        "tokenizer": str(tmp_path),
-        "held_out": 0.0,
-        "text_key": "text",
-    }
+    reading = ReadingOptions(
+        str(tmp_path / "p.jsonl"), tokenizer=str(tmp_path), held_out=0.0, text_key="text"
+    )
     with pytest.raises(InputRefused, match=r"p\.jsonl:1: .*an answer follows"):
-        read_prompts(reading | {"bad_records": "refuse"}, room=90, reward=Reward())
+        read_prompts(reading, room=90, reward=Reward())
 
 
 # ── records ───────────────────────────────────────────────────────────────────────────────────────

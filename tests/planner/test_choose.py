@@ -41,7 +41,7 @@ def test_a_way_keeps_every_fact_of_the_training_that_it_does_not_choose():
         "judged": "rows",
         "optim": AdamW(lr=2.0),
     }
-    asked = LLAMA_3_8B.having(**facts)
+    asked = LLAMA_3_8B.having(replace(LLAMA_3_8B.training, **facts))
     work = asked.work(("fp16", "blocks", 0.5), 2, H200)
     chosen = {
         "rows": 2,

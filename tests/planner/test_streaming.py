@@ -175,7 +175,9 @@ def test_weights_stay_first_and_evenly_through_the_depth():
 
 def test_only_without_clipping_weights_are_updated_in_the_backward_pass():
     assert {way.when for way in ways(ASKED, H200)} == {"sweep", "next forward"}
-    assert "backward" in {way.when for way in ways(ASKED.having(clip=None), H200)}
+    assert "backward" in {
+        way.when for way in ways(ASKED.having(replace(ASKED.training, clip=None)), H200)
+    }
 
 
 def test_the_best_fits_and_the_others_say_why_they_are_not():
@@ -222,7 +224,7 @@ def test_what_was_said_to_fit_fits():
     state = (
         "8bit" if "8bit would fit" in asked_refused(device_bytes=SMALL, host_bytes=GIB) else "bf16"
     )
-    other = ASKED.having(optim=AdamW(state=state))
+    other = ASKED.having(replace(ASKED.training, optim=AdamW(state=state)))
     assert streamed(other, H200, limits, H200.peak_flops)
 
 
@@ -290,7 +292,9 @@ def test_the_host_updates_where_its_memory_is_fast_beside_the_link():
     assert chosen == {1e9: "device", 1e13: "host"}
     assert {way.where for way in ways(ASKED, H200)} == {"device", "host"}
     for optim in (AdamW(state="8bit"), Muon()):
-        assert {way.where for way in ways(ASKED.having(optim=optim), H200)} == {"device"}
+        assert {
+            way.where for way in ways(ASKED.having(replace(ASKED.training, optim=optim)), H200)
+        } == {"device"}
 
 
 def test_a_stage_that_is_updated_at_home_stays_there_as_a_whole_or_on_the_device():

@@ -19,12 +19,13 @@ from dialogues import TOOLS, said
 from monograph.config import load
 from monograph.config.sources import classify
 from monograph.data.corpus import Corpus, corpus
+from monograph.data.options import ReadingOptions
 from monograph.errors import InputRefused, UsageError
 from monograph.evaluation.choices import hold_questions
 from monograph.rl.pairs import read_pairs
 from monograph.rl.prompts import read_prompts
 from monograph.rl.rewards import Reward, Taught
-from monograph.session.objectives.preferences import with_records
+from monograph.session.objectives import with_records
 from monograph.text.tokenizer import Tokenizer
 from record_files import PROMPTS, RECORDS, SOURCES, Records, Source, last_with, reader
 from scripts import script
@@ -80,11 +81,11 @@ def learned(
 ) -> Any:
     """Everything that a run learns from records of this name, with the source's notes."""
     if name in PROMPTS:
-        reading = {"source": source, "tokenizer": tokenizer, "text_key": None, **COMMON, **data}
+        reading = ReadingOptions(source, tokenizer=tokenizer, **{**COMMON, **data})
         prompts = read_prompts(reading, room=LENGTH, reward=reward or Reward())
         return [(prompt.text, prompt.ids, prompt.teacher_ids) for prompt in prompts.train], ()
     if name in JUDGED:
-        reading = {"source": source, "tokenizer": tokenizer, **COMMON, **data}
+        reading = ReadingOptions(source, tokenizer=tokenizer, **{**COMMON, **data})
         pairs = read_pairs(reading, labelled=RECORDS[name][1] == "kto")
         return windows(pairs), pairs.notes
     text = corpus(source, tokenizer=tokenizer, **{**COMMON, **data})
@@ -648,13 +649,7 @@ def test_a_prompt_to_reward_obeys_or_refuses_what_would_change_it_and_gives_the_
             InputRefused, match="a.jsonl:1: 'functions' is not read: write them under 'tools'"
         ):
             learned("text to reward", source, tokenizer)
-        reading = {
-            "source": source,
-            "tokenizer": tokenizer,
-            "text_key": None,
-            "ignore_keys": "functions",
-            **COMMON,
-        }
+        reading = ReadingOptions(source, tokenizer=tokenizer, ignore_keys="functions", **COMMON)
         [prompt] = read_prompts(reading, room=LENGTH, reward=Reward()).train
         assert prompt.record["weight"] == 3 and prompt.record["functions"] == TOOLS
 
@@ -686,12 +681,14 @@ def test_an_ignored_key_is_part_of_the_fingerprint_only_if_it_would_say_what_is_
     source = lines(tmp_path / "a.jsonl", *every(name))
 
     def fingerprint(ignored: str | list[str] | None) -> str:
-        reading = {"source": source, "tokenizer": tokenizer, **COMMON, "ignore_keys": ignored}
+        reading = ReadingOptions(source, tokenizer=tokenizer, ignore_keys=ignored, **COMMON)
         if name in PROMPTS:
-            return read_prompts(
-                {**reading, "text_key": None}, room=LENGTH, reward=Reward()
-            ).fingerprint
-        return read_pairs(reading).fingerprint if name in JUDGED else corpus(**reading).fingerprint
+            return read_prompts(reading, room=LENGTH, reward=Reward()).fingerprint
+        return (
+            read_pairs(reading).fingerprint
+            if name in JUDGED
+            else corpus(**vars(reading)).fingerprint
+        )
 
     assert (
         fingerprint(None)

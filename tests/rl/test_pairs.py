@@ -11,6 +11,7 @@ import pytest
 
 from dialogues import said, speaking
 from monograph.data.corpus import Corpus
+from monograph.data.options import ReadingOptions
 from monograph.errors import InputRefused, UsageError
 from monograph.rl.pairs import PairRows, loss_for, read_pairs
 from monograph.text.tokenizer import Tokenizer
@@ -22,8 +23,8 @@ def write(path: Path, *records: Any) -> Path:
 
 
 def read(source: Path, labelled: bool = False, **more: Any) -> Corpus:
-    usual = {"tokenizer": "bytes", "sequence_length": 64, "held_out": 0.0, "bad_records": "refuse"}
-    return read_pairs({"source": str(source), **usual, **more}, labelled=labelled)
+    usual: dict[str, Any] = {"tokenizer": "bytes", "sequence_length": 64, "held_out": 0.0}
+    return read_pairs(ReadingOptions(str(source), **{**usual, **more}), labelled=labelled)
 
 
 def documents(rows: PairRows) -> list[tuple[int, list[int], list[int]]]:

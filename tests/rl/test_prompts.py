@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dialogues import said, speaking
+from monograph.data.options import ReadingOptions
 from monograph.errors import InputRefused, UsageError
 from monograph.rl.prompts import Prompts, prompts_of, read_prompts
 from monograph.rl.rewards import Reward, reward_of
@@ -21,9 +22,14 @@ def write(path: Path, *records: Any) -> Path:
 
 
 def read(source: Path | str, reward: Reward | None = None, room: int = 30, **more: Any) -> Prompts:
-    usual = {"tokenizer": "bytes", "held_out": 0.0, "text_key": "text", "bad_records": "refuse"}
+    usual: dict[str, Any] = {
+        "tokenizer": "bytes",
+        "held_out": 0.0,
+        "text_key": "text",
+        "bad_records": "refuse",
+    }
     return read_prompts(
-        {"source": str(source), **usual, **more}, room=room, reward=reward or Reward()
+        ReadingOptions(str(source), **{**usual, **more}), room=room, reward=reward or Reward()
     )
 
 

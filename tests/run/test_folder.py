@@ -21,8 +21,8 @@ from modes import binding_modes
 from monograph.errors import InputRefused, RunInUse, Unreadable
 from monograph.run.folder import Run
 from monograph.run.models import load
-from monograph.run.recipe import Recipe
 from monograph.run.run_index import wait_until_free
+from monograph.run.source import ModelSource
 
 SOURCE = Path(monograph.__file__).parents[1]
 
@@ -170,7 +170,7 @@ def test_the_name_of_a_run_alone_is_answered_with_its_path(
     lock = Path("runs/mine/run.lock")
     lock.parent.mkdir(parents=True)
     lock.touch()
-    for find in (Run.open, load, lambda name: Recipe(name, "auto", {}, 0).checked()):
+    for find in (Run.open, load, lambda name: ModelSource.open(name).require_headers({})):
         with pytest.raises(InputRefused, match=r"no such folder; did you mean runs/mine\?$"):
             find("mine")
         with pytest.raises(InputRefused, match="no such folder") as refused:

@@ -18,6 +18,7 @@ from monograph.model.llama import Llama
 from monograph.run.folder import Run
 from monograph.run.models import build, load, load_trained, load_weights, save
 from monograph.run.recipe import Recipe, tokenizer_of
+from monograph.run.source import ModelSource, checked
 from monograph.run.trust import marked
 from monograph.storage.code import digests
 from monograph.text.tokenizer import Tokenizer
@@ -142,12 +143,14 @@ def test_a_file_finds_its_neighbours(tmp_path: Path) -> None:
 
 def test_a_recipe_knows_its_file_by_its_bytes(file: Path) -> None:
     recipe = Recipe(f"{file}:build", "auto", {}, 0)
-    first = recipe.checked()
+    source = ModelSource.open(f"{file}:build")
+    first = checked(recipe, source)
     assert (
-        first == recipe.checked() and Recipe.recorded(first._asdict()).entries() == first.entries()
+        first == checked(recipe, source)
+        and Recipe.recorded(first._asdict()).entries() == first.entries()
     )
     file.write_text(MODULE + "\n")
-    assert recipe.checked() != first
+    assert checked(recipe, source) != first
 
 
 @pytest.mark.parametrize("text", ["folder", "last", "a:b", "own.pyc:x"])
@@ -156,7 +159,9 @@ def test_what_is_no_file(text: str) -> None:
 
 
 def test_a_run_of_an_own_module(file: Path, tmp_path: Path) -> None:
-    recipe = Recipe(f"{file}:build", "auto", {"vocab_size": 9}, 0).checked()
+    recipe = checked(
+        Recipe(f"{file}:build", "auto", {"vocab_size": 9}, 0), ModelSource.open(f"{file}:build")
+    )
     model, _ = built(recipe)
     with torch.no_grad():
         model.weight.fill_(2.0)

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from monograph.errors import InputRefused
+from monograph.model import hub
 from monograph.model.config import LlamaConfig
 from monograph.run.folder import Run
 from monograph.run.source import ModelSource
@@ -36,6 +38,20 @@ def test_a_folder_is_read_once(here: Path) -> None:
     (here / "config.json").unlink()
     for same in (source, source.under(f"{here}/.")):
         assert same.positions == 32 and not same.run and not same.is_weight_file
+
+
+def test_the_headers_are_checked_against_the_configuration_that_was_read(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = LlamaConfig.preset("nano", vocab_size=64, max_position_embeddings=32)
+    (here / "config.json").write_text(json.dumps(shape.to_hf()))
+    source = ModelSource.open(str(here))
+    assert source.shape
+    monkeypatch.setattr(
+        hub, "read_config", lambda folder: pytest.fail("config.json is read a second time")
+    )
+    with pytest.raises(InputRefused, match="model.safetensors"):
+        source.require_headers({})
 
 
 def test_an_adapter_is_known_by_its_name_and_its_weights_by_its_base(here: Path) -> None:

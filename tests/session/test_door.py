@@ -15,19 +15,23 @@ from monograph.text.tokenizer import Tokenizer
 
 def test_a_job_leaves_open_what_the_shape_or_the_device_decides_and_nothing_else() -> None:
     job = job_of(load(None, {}, {}))
-    is_open = {"precision", "micro_batch", "compile", "remat", "memory"}
-    assert {name for name, value in vars(job).items() if value == "auto"} == is_open
+    assert job.open == {"precision", "micro_batch", "compile", "remat", "memory"}
     assert job.is_rate_open and job.is_decay_open and set(job.intervals) == {None}
-    assert "auto" not in job.reading.values() and job.reading["tokenizer"] == "bpe"
+    assert "auto" not in vars(job.reading).values() and job.reading.tokenizer == "bpe"
     given = {
         "train.eval_every": 3,
         "optim.lr": 1e-3,
         "optim.weight_decay": 0.1,
         "train.tokens": 2**20,
     }
+    given |= {"train.remat": "full", "train.micro_batch": 2, "train.memory": "device"}
     told = job_of(load(None, given, {}))
     assert told.intervals.eval_every == 3 and not told.is_rate_open and not told.is_decay_open
-    assert told.updates == 2**20 // told.tokens_per_update and told.span.tokens == 2**20
+    assert told.open == {"precision", "compile"} and (told.training.remat, told.training.rows) == (
+        "full",
+        2,
+    )
+    assert told.updates == 2**20 // told.training.tokens_per_update and told.span.tokens == 2**20
 
 
 def test_a_job_names_the_run_that_was_the_last(
@@ -39,7 +43,7 @@ def test_a_job_names_the_run_that_was_the_last(
         write_config(run, load(None, {"train.updates": 1}, {}))
         write_tokenizer(run, Tokenizer.bytes())
     job = job_of(load(None, {"data.tokenizer": "last"}, {}))
-    assert job.reading["tokenizer"] == job.tokens.tokenizer == "runs/first/tokenizer.json"
+    assert job.reading.tokenizer == job.tokens.tokenizer == "runs/first/tokenizer.json"
     assert job.record.settings.data.tokenizer == "runs/first/tokenizer.json"
 
 

@@ -21,7 +21,7 @@ from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session import eager_start
 from monograph.session.eager_start import MARK, compile_run, compiled_key, pays
-from monograph.session.objectives.preferences import with_records
+from monograph.session.objectives import with_records
 from monograph.session.record import write_config
 from monograph.session.resolve import resolve
 from monograph.session.session import Session
@@ -55,11 +55,12 @@ def test_it_pays_where_the_clock_gives_the_length_and_nothing_is_compiled(
     key = compiled_key(session, window)
     assert pays(session, key)
     whole = session.plan
+    by_epochs = replace(whole.job, span=whole.job.span._replace(epochs=2))
     others = [
         replace(whole, **change)
-        for change in ({"updates": 20}, {"epochs": 2}, {"memory": "stream"})
+        for change in ({"updates": 20}, {"job": by_epochs}, {"memory": "stream"})
     ]  # type: ignore[arg-type]
-    for session.plan in (*others, whole.training_with(compile="none")):
+    for session.plan in (*others, whole.having(replace(whole.training, compile="none"))):
         assert not pays(session, key), session.plan
     session.plan = whole
     for change in ({"cores": 1}, {"free_memory_bytes": 2**30}, {"type": "cuda"}):

@@ -258,7 +258,7 @@ def test_the_peak_is_the_one_that_is_predicted(folder: Path) -> None:
     _, found = made.climb(rung("fused loss and optimizer"), RungWay(packing="packed"), Progress())
     assert not isinstance(found, str)
     plan, text = made.plan, made.texts["packed"]
-    config = module.build_run(plan, TextTask(text), made.machine).plan.recipe.shape()
+    config = module.build_run(plan, TextTask(text), made.machine).recipe.shape()
     work = Work(
         config, rows=8, length=256, optim=type(plan.training.optim)(), compile="none", window_rows=8
     )

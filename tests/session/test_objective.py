@@ -5,6 +5,7 @@ A way to learn that the package does not have, in one file: nothing else has to 
 
 from __future__ import annotations
 
+import ast
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -96,7 +97,7 @@ class LogitObjective(Objective):
         return str(settings.data.source).endswith(".logits")
 
     def open(self, plan: Plan, progress: Progress) -> LogitTask:
-        return LogitTask(Logits(Path(str(plan.reading["source"]))))
+        return LogitTask(Logits(Path(str(plan.job.reading.source))))
 
 
 class LogitTask(Task):
@@ -214,3 +215,26 @@ def test_a_run_with_teachers_is_a_task_of_its_own_and_they_teach_texts_alone(
         match=r"teach texts alone: go on without teachers in a new run, with --from \S+led$",
     ):
         taught(LogitTask(text), run, 1)
+
+
+def test_no_other_room_knows_an_objective_that_a_key_chooses() -> None:
+    """Such a room would ask which one a run has; what differs between them is something that an
+    `Objective` says.
+    """
+    source = Path(objectives.__file__).parents[2]
+    named = {type(each).__name__ for each in objectives.OBJECTIVES if each.is_named}
+    own = {
+        path
+        for path in source.rglob("*.py")
+        if path.is_relative_to(source / "session" / "objectives")
+    }
+    files = {path: ast.parse(path.read_text()) for path in source.rglob("*.py") if path not in own}
+    imported = {
+        f"{path.relative_to(source)}: {alias.name}"
+        for path, tree in files.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and "session.objectives" in (node.module or "")
+        for alias in node.names
+    }
+    assert any(each.endswith(": OBJECTIVES") for each in imported)
+    assert {each for each in imported if each.rpartition(": ")[2] in named} == set()

@@ -324,6 +324,7 @@ def planned(
         batches=SimpleNamespace(rows_per_window=2),
         task=task,
         engine=SimpleNamespace(index=0),
+        recipe=SimpleNamespace(lora=None),
         elapsed_s=0.0,
         ends_s=None,
         left_s=math.inf,

@@ -168,7 +168,9 @@ def test_a_machine_that_has_just_slowed_down_is_taken_at_its_present_speed() -> 
 def test_each_kink_of_the_learning_rate_has_its_reason(
     eager: int, warmup: int, cooled: list[int] | None, expected: list[tuple[int, str]]
 ) -> None:
-    session = SimpleNamespace(plan=SimpleNamespace(warmup_updates=warmup), cooled=cooled)
+    session = SimpleNamespace(
+        plan=SimpleNamespace(intervals=SimpleNamespace(warmup_updates=warmup)), cooled=cooled
+    )
     rows = [
         {"update": update, **({"eager": True} if update <= eager else {})}
         for update in range(1, 100)
@@ -186,7 +188,7 @@ def test_a_sample_makes_no_graphs_of_blocks() -> None:
     )
     assert engine.capture(packed(6), "eager", "blocks") is None
     graphs = compat.captured_graphs()
-    plan = SimpleNamespace(seed=0)
+    plan = SimpleNamespace(job=SimpleNamespace(seed=0))
     session = SimpleNamespace(
         engine=engine, corpus=SimpleNamespace(tokenizer=tokenizer), plan=plan, world=World()
     )

@@ -23,7 +23,7 @@ from monograph.optim import AdamW
 from monograph.planner import defaults
 from monograph.predict.estimate import estimate_bytes
 from monograph.predict.footprint import Footprint
-from monograph.run.recipe import Recipe
+from monograph.run.source import ModelSource
 from monograph.session import setup
 from monograph.session.objectives.rewards import Rewards
 from monograph.session.objectives.texts import TextTask
@@ -125,7 +125,8 @@ def test_what_nothing_fits_is_refused_before_its_weights_are_made(
     monkeypatch.setattr(setup, "build", lambda recipe: pytest.fail("built"))
     keys = {"model__preset": "8b", **pinned}
     if folder:
-        monkeypatch.setattr(Recipe, "checked", lambda self: self)  # here is no file of weights
+        # Here is no file of weights.
+        monkeypatch.setattr(ModelSource, "require_headers", lambda self, sizes: None)
         (tmp_path / "config.json").write_text(json.dumps(LlamaConfig.preset("8b").to_hf()))
         keys = {"model__init": str(tmp_path), "data__tokenizer": "bytes", **pinned}
     text = SimpleNamespace(
@@ -304,7 +305,9 @@ def test_only_presets_that_were_measured_have_fields_of_muon_of_their_own():
 def test_the_decay_of_a_new_small_model_grows_with_its_epochs(keys, epoch_rows, decay):
     given = sized(**({"model__preset": "micro", "train__tokens_per_update": 2048} | keys))
     assert given.training.window_rows == 8
-    found = resolve(given, CARD, shape(given)._replace(per_epoch=epoch_rows, minutes=given.minutes))
+    found = resolve(
+        given, CARD, shape(given)._replace(per_epoch=epoch_rows, minutes=given.job.span.minutes)
+    )
     assert found.training.optim.weight_decay == pytest.approx(decay)
     assert found.record.settings.optim.weight_decay == found.training.optim.weight_decay, (
         "a resumed run reads it"

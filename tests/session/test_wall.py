@@ -7,7 +7,6 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -148,8 +147,7 @@ def test_where_preparation_took_all_the_time_it_is_said(still: float) -> None:
 def test_a_time_that_hardly_suffices_to_start_and_end_is_noted_before_anything_is_read(
     minutes: float | None, said: bool
 ) -> None:
-    plan: Any = SimpleNamespace(wall_minutes=minutes)
-    least = _least(plan, Started(0.0, 4.0))
+    least = _least(minutes, Started(0.0, 4.0))
     assert (
         least == "to start and to end a run takes about 10 s of 12 s; reading comes on top"
     ) == said

@@ -103,7 +103,9 @@ def alone(member: Member, text: Corpus) -> list[float]:
 
 def test_a_save_changes_nothing_of_what_a_member_alone_draws_next() -> None:
     """Its dropout draws from torch's generator, where members of a batch have their own."""
-    session: Any = SimpleNamespace(plan=SimpleNamespace(seed=3), save=lambda keep: None)
+    session: Any = SimpleNamespace(
+        plan=SimpleNamespace(job=SimpleNamespace(seed=3)), save=lambda keep: None
+    )
     engine = Resident(nn.Linear(3, 2), loss=lambda model, window: (model(window["x"]).sum(), 1))
     alone: Any = MemberBatch([], engine, [session], None)  # type: ignore[arg-type]
     torch.manual_seed(5)

@@ -183,7 +183,12 @@ def test_it_is_for_a_length_by_the_clock_that_is_compiled(
         "cores": 2,
     } | change
     training = SimpleNamespace(compile=facts["compile"])
-    plan = SimpleNamespace(recipe=SimpleNamespace(code=None), training=training, **facts)
+    span = SimpleNamespace(epochs=facts["epochs"])
+    plan = SimpleNamespace(
+        job=SimpleNamespace(recipe=SimpleNamespace(code=None), span=span),
+        training=training,
+        **facts,
+    )
     timing: Any = SimpleNamespace(
         machine=SimpleNamespace(**facts), group=SimpleNamespace(plan=plan)
     )

@@ -17,6 +17,7 @@ from tokenizers import pre_tokenizers
 from daily import nightly
 from monograph.data.conversations import Conversation
 from monograph.data.loss_mask import Answering, Answers
+from monograph.data.options import ReadingOptions
 from monograph.evaluation.choices import encode_pair
 from monograph.rl.pairs import PairRows, read_pairs
 from monograph.text.tokenizer import Tokenizer
@@ -101,7 +102,7 @@ def test_an_answer_of_a_pair_or_a_label_follows_its_prompt_as_it_is(
     text_of = {index: text for text, index in tokenizer.special.items()}
     config = {name: text_of[index] for name, index in names.items()}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    usual = {
+    usual: dict[str, Any] = {
         "tokenizer": str(tmp_path),
         "sequence_length": 256,
         "held_out": 0.0,
@@ -111,7 +112,7 @@ def test_an_answer_of_a_pair_or_a_label_follows_its_prompt_as_it_is(
     labels = [{"prompt": prompt, "completion": answer, "label": True} for prompt, answer in CASES]
     for name, records, labelled in (("pairs.jsonl", both, False), ("labels.jsonl", labels, True)):
         (tmp_path / name).write_text("".join(json.dumps(record) + "\n" for record in records))
-        rows = read_pairs({"source": str(tmp_path / name), **usual}, labelled=labelled).train
+        rows = read_pairs(ReadingOptions(str(tmp_path / name), **usual), labelled=labelled).train
         assert isinstance(rows, PairRows)
         tokens, starts, edges = rows._side.tokens, rows._side.starts, rows._side.answers
         assert edges is not None and len(starts) - 1 == len(CASES) == len(edges) / 4

@@ -560,24 +560,25 @@ def generate(
     json: Json = False,
 ) -> None:
     """Continue a text, or answer a prompt, with a trained model."""
+    from monograph.commands.generate import Options
     from monograph.commands.generate import run as command
 
-    numbers = {
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "seed": seed,
-    }
-    constraints = {"choices": choice, "regex": regex, "json_schema": json_schema}
-    how = {
-        "numbers": numbers,
-        "pairs": sampler or [],
-        "constraints": constraints,
-        "chat": chat,
-        "json": json,
-    }
-    how |= {"n": n, "max_tokens": max_tokens, "stop": stop or []}
+    options = Options(
+        numbers={
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "seed": seed,
+        },
+        pairs=sampler or [],
+        n=n,
+        max_tokens=max_tokens,
+        stop=stop or [],
+        constraints={"choices": choice, "regex": regex, "json_schema": json_schema},
+        chat=chat,
+        json=json,
+    )
     if chat and not prompts and file is None:
         if json or n > 1:
             raise UsageError(
@@ -585,9 +586,9 @@ def generate(
             )
         from monograph.commands.chat import run as converse
 
-        interrupts.working(converse)(run, system=None, **how)
+        interrupts.working(converse)(run, system=None, options=options)
         return
-    interrupts.working(command)(run, prompts or [], file=file, **how)
+    interrupts.working(command)(run, prompts or [], file=file, options=options)
 
 
 @_command(USE, "monograph chat last")
@@ -613,25 +614,25 @@ def chat(
     From a pipe it answers each line as a message of one chat.
     """
     from monograph.commands.chat import run as command
+    from monograph.commands.generate import Options
 
-    numbers = {
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "seed": seed,
-    }
-    constraints = {"choices": choice, "regex": regex, "json_schema": json_schema}
-    how = {
-        "numbers": numbers,
-        "pairs": sampler or [],
-        "constraints": constraints,
-        "chat": True,
-        "json": False,
-    }
-    interrupts.working(command)(
-        run, system=system, n=1, max_tokens=max_tokens, stop=stop or [], **how
+    options = Options(
+        numbers={
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "seed": seed,
+        },
+        pairs=sampler or [],
+        n=1,
+        max_tokens=max_tokens,
+        stop=stop or [],
+        constraints={"choices": choice, "regex": regex, "json_schema": json_schema},
+        chat=True,
+        json=False,
     )
+    interrupts.working(command)(run, system=system, options=options)
 
 
 @_command(USE, "monograph serve last")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from monograph.commands.generate import Asked, Message, Model, Options, constrained, open_model
 from monograph.decode import Sampling
@@ -140,9 +140,8 @@ class Chat:
         self.messages = [*said, {"role": "assistant", "content": "".join(pieces)}]
 
 
-def run(run: str, *, system: str | None, **asked_for: Any) -> None:
-    """Answer each line of standard input; see the command line's help and `Options`."""
-    options = Options(**asked_for)
+def run(run: str, *, system: str | None, options: Options) -> None:
+    """Answer each line of standard input; see the command line's help."""
     model = open_model(run, options)
     if model.tokenizer.config.template is None:
         raise InputRefused(

@@ -171,7 +171,7 @@ def _side(name: str) -> _Side:
     for subject in subjects:
         subject.module.to(default_device()).eval()
     knobs = tuple({"seed": seed} for seed in runs) if len(runs) > 1 else ()
-    speed = _speed(next(iter(runs.values()))) if runs else None
+    speed = _speed(next(iter(runs.values()))) if runs and not subjects[0].drew_answers else None
     return _Side(name, subjects, knobs, speed, tuple(runs.values()))
 
 
@@ -283,15 +283,10 @@ def _asked(sides: Sequence[_Side], data: list[str], chat: bool, report: Report) 
 
 
 def _speed(run: Run) -> float | None:
-    """Return the median training speed; None for a sweep's member, as members train together, and
-    for drawn tokens.
-    """
-    rows = run.rows()
-    if is_file(without_links(run.folder).parent.parent / SWEEP) or any(
-        "reward" in row for row in rows
-    ):
+    """Return the median training speed; None for a sweep's member, as members train together."""
+    if is_file(without_links(run.folder).parent.parent / SWEEP):
         return None
-    rates = [row["tokens_per_s"] for row in rows if row.get("tokens_per_s")]
+    rates = [row["tokens_per_s"] for row in run.rows() if row.get("tokens_per_s")]
     return statistics.median(rates) if rates else None
 
 

@@ -22,7 +22,7 @@ def show(settings: Settings, *, row: int | None) -> None:
     """
     require_texts(settings, "data")
     plan = resolve(settings, describe())
-    corpus = open_corpus(plan.reading, Progress())
+    corpus = open_corpus(plan.job.reading, Progress())
     if row is None:
         stats = corpus.stats
         print(f"{corpus.name}: {_chats(corpus) if stats.conversations else _texts(corpus)}")
@@ -58,5 +58,5 @@ def _chats(corpus: Corpus) -> str:
 def build(settings: Settings) -> None:
     """Tokenise and cache the text, and print the folder."""
     require_texts(settings, "data")
-    corpus = open_corpus(resolve(settings, describe()).reading, Progress())
+    corpus = open_corpus(resolve(settings, describe()).job.reading, Progress())
     print(f"{corpus.folder}: {corpus.stats.tokens:,} tokens, fingerprint {corpus.fingerprint[:16]}")

@@ -296,11 +296,8 @@ def constrained(model: Model, given: Sequence[Asked]) -> Model:
     return model
 
 
-def run(run: str, prompts: list[str], *, file: Path | None, **asked_for: Any) -> None:
-    """Print each prompt with its continuation as it is written; see the command line's help and
-    `Options`.
-    """
-    options = Options(**asked_for)
+def run(run: str, prompts: list[str], *, file: Path | None, options: Options) -> None:
+    """Print each prompt with its continuation as it is written; see the command line's help."""
     model = open_model(run, options)
     sampling = model.sampling
     records = prompts_of(file, options.chat, sampling, model.tokenizer.vocab_size) if file else ()

@@ -21,7 +21,7 @@ from monograph.predict.roofline import Calibration, peak_flops
 from monograph.report.quantities import gibibytes
 from monograph.session.job import Job
 from monograph.session.new_tokens import token_notes
-from monograph.session.objectives.preferences import with_records
+from monograph.session.objectives import with_records
 from monograph.session.plan import Plan
 from monograph.session.requirements import (
     notes_on,
@@ -100,13 +100,13 @@ def _plan(asked: Asked, target: Device, limits: Limits, json: bool) -> None:
     request = request_of(plan, config, target, new.trained(rows) if new else ())
     known = Calibration(calibration_file())
     peaks = peak_flops(target, request.precisions)
-    memory = "device" if objective.answers_on_device else job.memory
+    memory = "device" if objective.answers_on_device else plan.asked_memory
     answer = streamed_or_resident(request, target, peaks, known, memory, limits)
     for line in (*notes_on(plan, target), *token_notes(new, rows)):
         print(f"note     {line}")
     seconds = objective.seconds_beside(plan, config, target, known)
     drawing = None if seconds is None else Drawing(*seconds, beside)
-    fresh = plan.recipe.init is None
+    fresh = job.recipe.init is None
     length = _length(plan, answer, config, open_end=asked.elsewhere and fresh)
     choices = _choices(asked, job, target)
     changes = better(answer, request, peaks, choices, limits) if target.type == "cuda" else []
@@ -126,14 +126,14 @@ def _length(plan: Plan, answer: Answer, config: LlamaConfig, open_end: bool) -> 
     if plan.updates:
         return Length(plan.updates, plan.updates * per_update)
     is_timed = plan.job.span.is_timed
-    if open_end and not plan.epochs and not is_timed:
+    if open_end and not plan.job.span.epochs and not is_timed:
         parameters = config.parameter_count()
         updates = updates_of(TOKENS_PER_PARAMETER * parameters, per_update)
         return Length(
             updates, updates * per_update, f"{TOKENS_PER_PARAMETER} a parameter; or train.tokens=N"
         )
     if answer.candidates and is_timed:
-        updates = max(1, int(60 * plan.minutes / answer.nearest.update_s))
+        updates = max(1, int(60 * plan.job.span.minutes / answer.nearest.update_s))
         return Length(updates, updates * per_update, "what the time allows")
     return Length()
 
@@ -150,7 +150,7 @@ def _choices(asked: Asked, job: Job, target: Device) -> Choices:
             (change, shape) for change, shape in presets if shape.parameter_count() < numbers
         )
     existing = job.recipe.init is not None
-    streams = not job.objective.judges and job.lora is None
+    streams = job.objective.can_stream and job.training.lora is None
     halves = next((name for name in ("bf16", "fp16") if name in target.peak_flops), "")
     return Choices(existing, smaller, asked.elsewhere, streams, halves)
 

@@ -139,9 +139,9 @@ def _open(plan: Plan, folder: Path, progress: Progress) -> Session:
 
 def _watched(session: Session, folder: Path, progress: Progress) -> Profile:
     plan, share = session.plan, session.text.stats.packed_share
-    whole = 1.0 if plan.reading["packing"] == "padded" else share
+    whole = share if plan.job.reading.is_packed else 1.0
     rows = session.text.batches(
-        plan.training.tokens_per_update, seed=plan.seed, pin=default_device().type == "cuda"
+        plan.training.tokens_per_update, seed=plan.job.seed, pin=default_device().type == "cuda"
     )
     try:
         with progress.stage("profile", "timing a few updates (discarded)") as stage:

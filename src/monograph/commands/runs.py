@@ -95,8 +95,8 @@ def _near(text: str) -> str:
 def _result(run: Listed) -> str:
     if run.value is None or run.measure is None:
         return "none yet"
-    if run.measure.key == "eval_accuracy":
-        return f"{run.value:.1%} right"
+    if run.measure.is_share:
+        return f"{run.value:.1%} {run.measure.unit.removeprefix('share ')}"
     of = " (best member)" if run.kind.startswith("sweep") else ""
     return f"{run.value:.3f} {run.measure.unit}{of}"
 

@@ -10,27 +10,25 @@ from typing import Any
 
 from monograph.commands.train import run as train_one
 from monograph.config import Settings
-from monograph.device import clock, default_device, describe
+from monograph.device import default_device, describe
 from monograph.distributed.world import World, place
-from monograph.errors import Diverged, Stopped, UsageError
+from monograph.errors import Diverged, UsageError
 from monograph.loop import train
-from monograph.run.metrics_log import MetricsLogs
 from monograph.run.progress import Progress, SweepDisplay
 from monograph.run.signals import StopSignal
 from monograph.run.started import note_start
 from monograph.session import ranks
-from monograph.session.ranks import command, show
+from monograph.session.ranks import show
 from monograph.session.reporting import finished
 from monograph.session.setup import repeatable
 from monograph.storage.cache_dir import keep_compiled
 from monograph.storage.reading import is_file
 from monograph.sweeps import results, spec
+from monograph.sweeps.after_update import AfterUpdate
 from monograph.sweeps.batch import MemberBatch, go_on
 from monograph.sweeps.folder import Sweep
 from monograph.sweeps.progress import SweepProgress
 from monograph.sweeps.results import require_teachers
-
-EVERY = 10  # updates between two reads of losses from the device
 
 
 def run(
@@ -169,7 +167,6 @@ def _round(
     progress: Progress,
 ) -> None:
     """Train the members of a batch together, from where they stand to their end."""
-    engine, plan = batch.engine, batch.sessions[0].plan
     had_metrics = any(session.run.metrics_offset for session in batch.sessions)
     if not go_on(batch, state.ended(batch.members), progress):
         if had_metrics:
@@ -178,45 +175,15 @@ def _round(
             )
         batch.save()
     block.resume(state.resumed(batch))
-    logs = MetricsLogs([session.run for session in batch.sessions], EVERY)
-    began = clock()
-    since = engine.index
-    for update in train(engine, batch.windows, updates):
-        done = update.index + 1
-        last, stopping = done == updates, stop.requested is not None
-        written = logs.add(
-            update,
-            {"tokens_per_s": state.rate / len(batch.members) or None, "wall_s": state.spent_s},
-        )
-        if written or last or stopping:
-            logs.flush()
-            state.trained(batch, done - since, clock() - began)
-            block.update(state.done, state.figures)
-            since = done
-            began = clock()
-            batch.freeze(
-                {place: logs.ended[place] for place in logs.diverged(updates if last else None)}
-            )
-        paused = clock()
-        all_lost = len(batch.ended) == len(batch.members)
-        if done % plan.eval_every == 0 or last or all_lost:
-            logs.flush()
-            state.evaluate(batch, done, last=last)
-            block.retell()
-        if done % plan.save_every == 0 or stopping or stop.save_requested or last:
-            logs.flush()
-            stop.save_requested = False
-            batch.save()
-        if state.world.leads:
-            state.page.refresh()
-        began += clock() - paused
-        if stopping and not (last or all_lost):
-            if state.world.leads:
-                state.page.write("stopped")
-            again = command("sweep", "--out", str(state.sweep.run.folder))
-            raise Stopped(f"saved at update {done} of {updates}; continue: {again}")
-        if all_lost:
-            block.spare(len(batch.members) * (updates - done))
+    after = AfterUpdate(batch, updates, state, block, stop)
+    for update in train(batch.engine, batch.windows, updates):
+        moment = after.note(update)
+        with after.paused():
+            after.evaluate(moment)
+            after.save(moment)
+        after.stop(moment)
+        if moment.all_lost:
+            after.spare(moment)
             break
     state.ends(batch)
     batch.close()

@@ -16,8 +16,7 @@ from monograph.run.progress import Progress
 from monograph.run.signals import StopSignal
 from monograph.session import ranks, recorded
 from monograph.session.after_update import AfterUpdate
-from monograph.session.objectives import objective_of
-from monograph.session.objectives.preferences import with_records
+from monograph.session.objectives import objective_of, with_records
 from monograph.session.ranks import show
 from monograph.session.recorded import strange_text
 from monograph.session.reporting import Reporter, finished

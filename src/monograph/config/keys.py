@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Mapping
 from decimal import Decimal
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -127,14 +127,25 @@ class Key(NamedTuple):
     choices: Mapping[str, str]
 
 
+class _Said(TypedDict):
+    """What a field of a section says of its key; see `_key`."""
+
+    expected: str
+    usual: object
+    otherwise: str
+    example: object
+    auto: str
+    choices: Mapping[str, str]
+
+
 def _key(
     default: Any,
     expected: str,
     meaning: str,
     *,
-    usual: Any = None,
+    usual: object = None,
     otherwise: str = "",
-    example: Any = None,
+    example: object = None,
     auto: str = "",
     choices: Mapping[str, str] = MappingProxyType({}),
 ) -> Any:
@@ -152,16 +163,17 @@ def _key(
         auto: what "auto" stands for, of a key that takes it.
         choices: what each word that it takes stands for, besides "auto".
     """
-    said = {
-        "expected": expected,
-        "usual": usual,
-        "otherwise": otherwise,
-        "example": example,
-        "auto": auto,
-    }
+    said = _Said(
+        expected=expected,
+        usual=usual,
+        otherwise=otherwise,
+        example=example,
+        auto=auto,
+        choices=dict(choices),
+    )
     if auto:
         meaning = f"{meaning} auto: {auto}."
-    return Field(default, description=meaning, json_schema_extra={**said, "choices": dict(choices)})
+    return Field(default, description=meaning, json_schema_extra=cast(dict[str, Any], said))
 
 
 def _choice(
@@ -169,16 +181,27 @@ def _choice(
     meaning: str,
     choices: Mapping[str, str],
     *,
+    usual: object = None,
+    otherwise: str = "",
+    example: object = None,
     also: str = "",
     auto: str = "",
-    **more: Any,
 ) -> Any:
     """Define a key that takes one of some words, each with what it stands for, "auto", or what
     `also` says.
     """
     words = [*(["auto"] if auto else []), *choices, *([also] if also else [])]
     expected = f"{', '.join(words[:-1])} or {words[-1]}"
-    return _key(default, expected, meaning, auto=auto, choices=choices, **more)
+    return _key(
+        default,
+        expected,
+        meaning,
+        usual=usual,
+        otherwise=otherwise,
+        example=example,
+        auto=auto,
+        choices=choices,
+    )
 
 
 class Section(BaseModel):
@@ -802,7 +825,7 @@ def described(key: str) -> Key:
     """Return what a key means and takes."""
     section, _, name = key.partition(".")
     field = SECTIONS[section].model_fields[name]
-    said: Any = field.json_schema_extra
+    said = cast(_Said, field.json_schema_extra)
     default = said["usual"] if field.default is None else field.default
     return Key(
         str(field.description),

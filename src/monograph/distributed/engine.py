@@ -9,7 +9,7 @@ window's micro-batches go to the ranks in turn.
 """
 
 from dataclasses import replace
-from typing import Any, final
+from typing import TypedDict, Unpack, final
 
 from torch import nn
 
@@ -19,11 +19,26 @@ from monograph.distributed.rows import OwnRows
 from monograph.distributed.sharded import Shards
 from monograph.distributed.world import World
 from monograph.engine import Engine
+from monograph.graph.precision import Precision
+from monograph.graph.remat import Policy
 from monograph.loop import EngineState
-from monograph.loss import Batch
-from monograph.step import Step, accumulate
+from monograph.loss import Loss
+from monograph.optim import Optimizer
+from monograph.schedule import Schedule
+from monograph.step import Clip, Step
 from monograph.stream.engine import Streamed
 from monograph.stream.placement import Placement
+
+
+class StepOptions(TypedDict, total=False):
+    """The arguments of `Step` that an engine passes on."""
+
+    loss: Loss
+    optim: Optimizer | None
+    schedule: Schedule | None
+    clip: float | Clip | None
+    precision: Precision | None
+    remat: Policy | None
 
 
 @final
@@ -36,7 +51,12 @@ class Replicated(Engine):
     """
 
     def __init__(
-        self, model: nn.Module, *, world: World, micro_batch: int | None = None, **others: Any
+        self,
+        model: nn.Module,
+        *,
+        world: World,
+        micro_batch: int | None = None,
+        **others: Unpack[StepOptions],
     ):
         """Build the step on the module's device.
 
@@ -50,15 +70,6 @@ class Replicated(Engine):
         step = Step(model, sum_over_ranks=world.sum, parameters=self.replicas, **others)
         super().__init__(lambda: step, Together(micro_batch, self.replicas))
         self.replicas.wrap()
-
-    def accumulate(self, window: Batch) -> None:
-        """Add the window's exact gradient, as `Engine.accumulate` does."""
-
-        def work() -> None:
-            self.replicas.summed = []
-            accumulate(self.step, self._micro_batches(window))
-
-        self._fitting(window, work)
 
 
 @final
@@ -79,7 +90,7 @@ class Sharded(Engine):
         micro_batch: int | None = None,
         halved: bool = False,
         by_machine: bool = False,
-        **others: Any,
+        **others: Unpack[StepOptions],
     ):
         """Give each rank its rows; the arguments are those of `Replicated`, and the last two of
         `Shards`.
@@ -102,7 +113,7 @@ def streamed_replica(
     world: World,
     micro_batch: int | None = None,
     placement: Placement | None = None,
-    **others: Any,
+    **others: Unpack[StepOptions],
 ) -> Streamed:
     """Return the engine of a module that every rank streams whole from its host; gradients are
     summed stage by stage.

@@ -48,6 +48,10 @@ class Replicas(ByRank):
                 self.parallel(None, self.step.loss_factor).backward()
         self.buckets = self.summed
 
+    def begin(self) -> None:
+        """Count the sums of the window's gradients from the first one."""
+        self.summed = []
+
     def begin_again(self) -> None:
         """Wrap the module anew."""
         self.wrap()

@@ -227,7 +227,7 @@ class World:
 
     def summing(self, tensor: Tensor) -> torch.futures.Future[Tensor]:
         """Start summing a tensor over ranks in place; return the future of the sum; a collective."""
-        work: Any = dist.all_reduce(tensor, async_op=True)
+        work = dist.all_reduce(tensor, async_op=True)
         return work.get_future().then(lambda done: done.value()[0])  # type: ignore[no-any-return]
 
     def exchange(self, tensor: Tensor, sent: list[int], received: list[int]) -> Tensor:

@@ -185,14 +185,20 @@ def left_out(folder: str | Path) -> list[str]:
     )[1]
 
 
-def read_headers_of(folder: str | Path) -> tuple[LlamaConfig, dict[str, Stored]]:
+def read_headers_of(
+    folder: str | Path, config: LlamaConfig | None = None
+) -> tuple[LlamaConfig, dict[str, Stored]]:
     """Return a folder's configuration and the headers of its tensors, which agree in name, shape
     and dtype.
+
+    Args:
+        folder: as in `mapped_model`.
+        config: the folder's configuration, if it has been read.
 
     Raises:
         InputRefused: as `mapped_model`.
     """
-    config = read_config(folder)
+    config = config or read_config(folder)
     stored, _ = _text_tensors(
         read_headers(Path(folder)), _config_json(Path(folder))[1].get("model_type")
     )

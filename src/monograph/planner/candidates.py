@@ -4,7 +4,6 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from monograph.device import Device
 from monograph.predict.estimate import estimate_bytes, trained_adapters
@@ -54,16 +53,16 @@ class Request:
         small = [size for size in range(1, math.isqrt(self.rows) + 1) if self.rows % size == 0]
         return sorted({*small, *(self.rows // size for size in small)})
 
-    def having(self, **facts: Any) -> "Request":
-        """Return the request for another training, which differs in these fields of `Work`."""
-        return replace(self, training=replace(self.training, **facts))
+    def having(self, training: Work) -> "Request":
+        """Return the request for another training, with the same choices open."""
+        return replace(self, training=training)
 
     def of_tokens(self, tokens_per_update: int, length: int) -> "Request":
         """Return the request for updates of so many tokens, in whole rows of `length` and in one
         row at least.
         """
         rows = max(1, tokens_per_update // length)
-        return self.having(rows=rows, window_rows=rows, length=length)
+        return self.having(replace(self.training, rows=rows, window_rows=rows, length=length))
 
     def work(self, way: Ways, rows: int, device: Device) -> Work:
         """Return one way to train with micro-batches of `rows`."""

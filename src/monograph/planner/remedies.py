@@ -100,7 +100,7 @@ def remedies(
     if choices.may_stream:
         yield from itertools.islice(_streamed(request, device, peaks, limits), 1)
     smaller = (
-        (change, "a smaller model", request.having(config=shape))
+        (change, "a smaller model", request.having(replace(request.training, config=shape)))
         for change, shape in choices.smaller
     )
     yield from itertools.islice(_fitting(smaller, device, peaks), 1)
@@ -137,7 +137,9 @@ def fastest(request: Request, device: Device, peaks: ByDtype) -> Candidate | Non
 
 def _numerics(request: Request, choices: Choices) -> Iterator[Changed]:
     """Yield (change, cost, request) for narrower numbers, and for adapters in place of all weights."""
-    optim, lora = request.training.optim, request.training.lora
+    training = request.training
+    optim = training.optim
+    lora = training.lora
     if request.precisions == ("fp32",) and choices.halves:
         change = f"train.precision={choices.halves}"
         yield change, "products in 16 bits", replace(request, precisions=(choices.halves,))
@@ -145,22 +147,35 @@ def _numerics(request: Request, choices: Choices) -> Iterator[Changed]:
         if lora.base == "auto":
             eight = replace(lora, base="int8")
             four = replace(lora, base="nf4")
-            yield "lora.base=int8", "frozen weights rounded to 8 bits", request.having(lora=eight)
-            yield "lora.base=nf4", "frozen weights rounded to 4 bits", request.having(lora=four)
+            yield (
+                "lora.base=int8",
+                "frozen weights rounded to 8 bits",
+                request.having(replace(training, lora=eight)),
+            )
+            yield (
+                "lora.base=nf4",
+                "frozen weights rounded to 4 bits",
+                request.having(replace(training, lora=four)),
+            )
         return
     if optim.state == "fp32":
-        narrow = request.having(optim=replace(optim, state="8bit"))
+        narrow = request.having(replace(training, optim=replace(optim, state="8bit")))
         yield "optim.state=8bit", "moments rounded to 8 bits", narrow
         if request.precisions == ("bf16",):
-            halved = request.having(optim=replace(optim, state="bf16", master_weights=False))
+            whole = replace(optim, state="bf16", master_weights=False)
+            halved = request.having(replace(training, optim=whole))
             change = "optim.state=bf16 optim.master_weights=false"
             yield change, "weights, moments in 16 bits", halved
     if choices.existing:
-        adapted = request.having(optim=AdamW())
+        adapted = replace(training, optim=AdamW(), lora=Lora())
         rank = Lora().rank
-        yield f"lora.rank={rank}", "adapters in place of all weights", adapted.having(lora=Lora())
+        yield f"lora.rank={rank}", "adapters in place of all weights", request.having(adapted)
         change = f"lora.rank={rank} lora.base=nf4"
-        yield change, "adapters on weights of 4 bits", adapted.having(lora=Lora(base="nf4"))
+        yield (
+            change,
+            "adapters on weights of 4 bits",
+            request.having(replace(adapted, lora=Lora(base="nf4"))),
+        )
 
 
 def _shorter(request: Request) -> Iterator[Changed]:

@@ -355,7 +355,8 @@ def _remedy(request: Request, device: Device, limits: Limits) -> str:
             else [request.training.optim.state, *narrow]
         ):
             other = request.of_tokens(tokens, request.training.length)
-            other = other.having(optim=replace(request.training.optim, state=state))
+            optim = replace(request.training.optim, state=state)
+            other = other.having(replace(other.training, optim=optim))
             if _fitting(other, device, replace(limits, disk_bytes=0)):
                 fewer = (
                     ""

@@ -11,9 +11,9 @@ Shape suffixes: D pairs, R rows, T positions of a row.
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,7 @@ from monograph.data.forms import (
 from monograph.data.kinds import kind_of_records
 from monograph.data.loss_mask import Answering, Answers, Row
 from monograph.data.messages import trained_on
+from monograph.data.options import ReadingOptions
 from monograph.data.progress import Progress
 from monograph.data.records import KINDS, Fault, Unusable, few, short, sound
 from monograph.data.rows import IGNORE, Int64, Rows
@@ -191,7 +192,7 @@ def loss_for(
 
 
 def read_pairs(
-    reading: Mapping[str, Any], *, labelled: bool = False, progress: Progress | None = None
+    reading: ReadingOptions, *, labelled: bool = False, progress: Progress | None = None
 ) -> Corpus:
     """Read, tokenise and pack pairs, from JSON lines or tables.
 
@@ -204,8 +205,7 @@ def read_pairs(
     With `labelled` a record has "completion", in the same forms, and "label", true or false.
 
     Args:
-        reading: `source`, `tokenizer`, `sequence_length`, `held_out`, `ignore_keys` and
-            `bad_records`, as `monograph.corpus` takes them. Pairs with equal prompts are held out
+        reading: how they are read; rows are always packed. Pairs with equal prompts are held out
             together.
         labelled: whether records have single answers.
         progress: see `monograph.data.progress`.
@@ -215,11 +215,11 @@ def read_pairs(
         UsageError: the tokenizer would have to be trained, or a source has a weight.
     """
     tokenizer = own_tokenizer(reading, "prefer.loss")
-    length = int(reading["sequence_length"])
+    length = int(reading.sequence_length)
     # The template, once the first chat has been read; texts need no template.
     template: list[Answers] = []
     keys = (COMPLETION,) if labelled else (CHOSEN, REJECTED)
-    ignored = Asked.of(None, reading.get("ignore_keys"))
+    ignored = Asked.of(None, reading.ignore_keys)
     record_keys = RecordKeys(Kind.LABELLED if labelled else Kind.PAIRS, ignored, is_chosen=True)
     spelled = Spelled(tokenizer)
     # The places of records whose answers begin with the prompt.
@@ -274,7 +274,7 @@ def read_pairs(
             others=parts.train,
             length=length,
             skipped=parts.skipped,
-            refuse=reading["bad_records"] == "refuse",
+            refuse=not reading.skips_bad,
         )
         train_pairs = add_others(parts.train)
         held_out_pairs = add_others(parts.held_out)
@@ -286,8 +286,8 @@ def read_pairs(
         parts.sources.sha256,
         tokenizer.hash,
         length,
-        reading["held_out"],
-        reading["bad_records"],
+        reading.held_out,
+        reading.bad_records,
         keys[0],
     ]
     if ignored.left_out:

@@ -23,6 +23,7 @@ from monograph.data.forms import (
 )
 from monograph.data.loss_mask import DAY
 from monograph.data.messages import read_messages
+from monograph.data.options import ReadingOptions
 from monograph.data.progress import Progress
 from monograph.data.records import EMPTY, KINDS, Fault, Unusable, few, json_objects, short, sound
 from monograph.data.sources import LINES, Sources, find
@@ -57,26 +58,26 @@ class Parts(NamedTuple):
     skipped: dict[str, int]
 
 
-def own_tokenizer(reading: Mapping[str, Any], key: str) -> Tokenizer:
+def own_tokenizer(reading: ReadingOptions, key: str) -> Tokenizer:
     """Return the tokenizer of a run's model.
 
     Args:
-        reading: `tokenizer` and `vocab_size`, as `monograph.corpus` takes them.
+        reading: how records are read.
         key: the key that needs the tokenizer, for messages.
 
     Raises:
         UsageError: the tokenizer would have to be trained.
     """
-    own = parse(reading["tokenizer"], reading.get("vocab_size"))
+    own = parse(reading.tokenizer, reading.vocab_size)
     if not isinstance(own, Tokenizer):
         raise UsageError(
-            f"data.tokenizer = {reading['tokenizer']}: {key} needs a model's tokenizer: name one by model.init"
+            f"data.tokenizer = {reading.tokenizer}: {key} needs a model's tokenizer: name one by model.init"
         )
     return own
 
 
 def read_parts(
-    reading: Mapping[str, Any],
+    reading: ReadingOptions,
     item: Callable[[str, Record], Any | Fault],
     needs: str,
     progress: Progress | None = None,
@@ -85,7 +86,7 @@ def read_parts(
     """Read records from JSON lines or tables.
 
     Args:
-        reading: `source`, `weights`, `held_out` and `bad_records`, as `monograph.corpus` takes them.
+        reading: how they are read.
         item: returns the item of (file and line, record), or the record's fault.
         needs: says what a record must have, for messages.
         progress: see `monograph.data.progress`.
@@ -100,13 +101,13 @@ def read_parts(
     held_out = list[Any]()
     skipped: Counter[str] = Counter()
     with temporary_folder() as spool:
-        sources = find(reading["source"], spool, progress, reading.get("weights"))
+        sources = find(reading.source, spool, progress, reading.weights)
         for where, record in _records(sources, needs, keys):
             result = record if isinstance(record, Fault) else item(where, record)
             if not isinstance(result, Fault):
-                is_held_out = _is_held_out(result.text, reading["held_out"])
+                is_held_out = _is_held_out(result.text, reading.held_out)
                 (held_out if is_held_out else train).append(result)
-            elif reading["bad_records"] == "refuse":
+            elif not reading.skips_bad:
                 raise InputRefused(f"{where}: {result.detail}; or set data.bad_records = skip")
             else:
                 skipped[result.reason] += 1
@@ -204,7 +205,7 @@ class Prompts:
 
 
 def read_prompts(
-    reading: Mapping[str, Any], *, room: int, reward: Reward, progress: Progress | None = None
+    reading: ReadingOptions, *, room: int, reward: Reward, progress: Progress | None = None
 ) -> Prompts:
     """Read and tokenise prompts, from JSON lines or tables.
 
@@ -212,9 +213,8 @@ def read_prompts(
     tokenizer's chat template renders messages up to where the answer begins.
 
     Args:
-        reading: `source`, `tokenizer`, `held_out`, `text_key`, `ignore_keys` and `bad_records`, as
-            `monograph.corpus` takes them. Equal prompts are held out together. A record has its
-            prompt under `text_key`, or under "prompt" if `text_key` is not given.
+        reading: how they are read. Equal prompts are held out together. A record has its prompt under
+            `text_key`, or under "prompt" if `text_key` is not given.
         room: the maximum number of tokens of a prompt.
         reward: requires what else a record must have.
         progress: see `monograph.data.progress`.
@@ -224,9 +224,9 @@ def read_prompts(
         UsageError: the tokenizer would have to be trained, or a source has a weight.
     """
     tokenizer = own_tokenizer(reading, "rl.reward")
-    key = PROMPT if reading["text_key"] in (None, TEXT) else reading["text_key"]
-    asked = Asked.of(None, reading.get("ignore_keys"))
-    refuse = reading["bad_records"] == "refuse"
+    key = PROMPT if reading.text_key in (None, TEXT) else reading.text_key
+    asked = Asked.of(None, reading.ignore_keys)
+    refuse = not reading.skips_bad
 
     reader = _Reader(
         key=key,
@@ -255,8 +255,8 @@ def read_prompts(
         tokenizer.hash,
         key,
         room,
-        reading["held_out"],
-        reading["bad_records"],
+        reading.held_out,
+        reading.bad_records,
     ]
     if asked.left_out:
         decisive.append(asked.left_out)

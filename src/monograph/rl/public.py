@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from monograph.data.corpus import Corpus
+from monograph.data.options import ReadingOptions
 from monograph.data.progress import Progress
 from monograph.errors import UsageError
 from monograph.model.llama import Llama
@@ -255,14 +256,14 @@ def pairs(
     if bad_records not in ("refuse", "skip"):
         raise UsageError(f"bad_records = {bad_records!r}: must be 'refuse' or 'skip'")
     COUNT.require("sequence_length", sequence_length)
-    reading = {
-        "source": str(source),
-        "tokenizer": tokenizer,
-        "sequence_length": sequence_length,
-        "held_out": held_out,
-        "ignore_keys": ignore_keys,
-        "bad_records": bad_records,
-    }
+    reading = ReadingOptions(
+        str(source),
+        tokenizer=tokenizer,
+        sequence_length=sequence_length,
+        held_out=held_out,
+        ignore_keys=ignore_keys,
+        bad_records=bad_records,
+    )
     return read_pairs(reading, labelled=labelled, progress=progress)
 
 

@@ -30,20 +30,27 @@ class Measure(NamedTuple):
         key: the key of a row of metrics that has it.
         unit: its unit.
         higher: whether higher is better.
+        is_share: whether it is a share of all answers.
     """
 
     key: str
     unit: str
     higher: bool = False
+    is_share: bool = False
 
 
 # Of each kind of run the results in the order in which they say most.
 MEASURES = {
     "rewards": (Measure("eval_reward", "reward held out", True), Measure("reward", "reward", True)),
-    "preferences": (Measure("eval_accuracy", "share right", True), Measure("eval_loss", "loss")),
+    "preferences": (
+        Measure("eval_accuracy", "share right", True, is_share=True),
+        Measure("eval_loss", "loss"),
+    ),
     "conversations": (Measure("eval_loss", "nats/token"),),
     "texts": (Measure("eval_bits_per_byte", "bits/byte"), Measure("eval_loss", "nats/token")),
 }
+# The key of config.toml, with its section, that makes a run one of another kind than texts.
+KINDS = {("rl", "reward"): "rewards", ("prefer", "loss"): "preferences"}
 
 
 class Listed(NamedTuple):
@@ -220,10 +227,9 @@ def _row(line: bytes) -> dict[str, Any]:
 
 
 def _kind(config: Mapping[str, Mapping[str, Any]], first: Mapping[str, Any]) -> str:
-    if "reward" in config.get("rl", {}):
-        return "rewards"
-    if "loss" in config.get("prefer", {}):
-        return "preferences"
+    for (section, key), kind in KINDS.items():
+        if key in config.get(section, {}):
+            return kind
     # Only a run on conversations measures the model before the first update.
     return "conversations" if first.get("update") == 0 and "eval_loss" in first else "texts"
 

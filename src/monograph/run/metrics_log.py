@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from monograph.step.parts import seconds
 PATIENCE = 20  # so many skipped updates in a row are no accident
 
 
-class _Pending:
+class _Pending(ABC):
     """Updates whose numbers are still on the device; one read fetches those of several."""
 
     def __init__(self, every: int):
@@ -36,10 +37,11 @@ class _Pending:
             self._write(numbers(updates), extras)
             self.pending.clear()
 
+    @abstractmethod
     def _write(
         self, rows: Sequence[Sequence[dict[str, Any]]], extras: Sequence[dict[str, Any]]
     ) -> None:
-        raise NotImplementedError
+        """Write rows of updates, each with those of all members, and extra values for each update."""
 
 
 class MetricsLog(_Pending):
@@ -158,10 +160,10 @@ def numbers(updates: Sequence[Update]) -> list[list[dict[str, Any]]]:
     for update, (loss, norm, tokens, skipped) in zip(
         updates, torch.stack(columns).tolist(), strict=True
     ):
-        rate: Any = update.lr
-        together = isinstance(rate, tuple)  # then the seconds would be those of all members
-        lr = rate if together else (rate,) * len(loss)
-        parts = {} if together else seconds(update.marks)
+        rate = update.lr
+        lr = rate if isinstance(rate, tuple) else (rate,) * len(loss)
+        # Which would be those of all members.
+        parts = {} if isinstance(rate, tuple) else seconds(update.marks)
         rows.append(
             [
                 {

@@ -34,7 +34,6 @@ from monograph.run.recipe import (
     extended,
     from_file,
     is_weight_file,
-    left_out_of,
     lora_of,
     require_base,
     require_base_of,
@@ -45,6 +44,7 @@ from monograph.run.recipe import (
     without_tokenizer,
 )
 from monograph.run.repository import fetched
+from monograph.run.source import ModelSource
 from monograph.run.trust import require_trusted
 from monograph.storage.reading import contents, exists
 from monograph.terminal import shell_words
@@ -156,7 +156,7 @@ def load_to_export(
     """
     run = run_named(folder)
     if run is None:
-        if names := left_out_of(str(folder)):
+        if names := ModelSource.open(str(folder)).left_out:
             warn(f"{folder}: only the text model is written: {names} are left out")
         return _load(folder, warn, None, {}), Tokenizer.from_file(tokenizer_of(folder)), None
     checkpoint = recorded_state.newest(run, warn)

@@ -27,17 +27,16 @@ from monograph.graph.inspect import unique_state, unwrap_
 from monograph.graph.lora import Lora
 from monograph.graph.trial import OTHERS
 from monograph.loss import Loss, token_loss
-from monograph.model import adapter, hub, torch_file
+from monograph.model import adapter, hub
 from monograph.model.adapter import BASE, Adapter
 from monograph.model.config import WEIGHT_FILES, LlamaConfig
 from monograph.model.families import FIRST_FAMILY
-from monograph.model.files import has_weights
 from monograph.model.llama import Llama
 from monograph.model.vocabulary import extend
-from monograph.run.folder import Run, names_mixture, no_folder
+from monograph.run.folder import Run, names_mixture
 from monograph.run.run_index import checkpoint_named, placed
 from monograph.storage.code import Code, code_named
-from monograph.storage.reading import exists, is_file, is_folder, without_links
+from monograph.storage.reading import is_file, is_folder, without_links
 from monograph.text import tokenizer_file
 from monograph.text.tokenizer import Tokenizer
 
@@ -116,31 +115,7 @@ class Recipe(NamedTuple):
         """Return the function that builds the module, if a Python file does."""
         return code_named(self.init)
 
-    def checked(self) -> Self:
-        """Return this recipe with the digest of its file, or with the base of its adapter.
-
-        Raises:
-            InputRefused: sizes do not fit together, or a folder or file cannot be used, as far as
-                its headers show.
-        """
-        if self.init and adapter.is_adapter(self.init):
-            stored = adapter.read_adapter(self.init)
-            base = self._replace(init=adapter.resolved_base(stored), adapter=self.init).checked()
-            stored.require(shape_in(str(base.init)))
-            return base
-        if self.code:
-            return self._replace(sha256=self.vouched.get(self.code.value) or self.code.digest())
-        if self.init is None:
-            self.shape(vocab_size=1)
-        elif is_weight_file(self.init):
-            torch_file.read(Path(self.init), self.sizes)
-        elif run_named(self.init) is None:
-            if not exists(self.init):
-                raise InputRefused(no_folder(self.init))
-            hub.read_headers_of(self.init)
-        return self
-
-    def shape(self, **defaults: Any) -> LlamaConfig:
+    def shape(self, **defaults: int) -> LlamaConfig:
         """Return the shape of a new Llama; `defaults` are the sizes that the recipe leaves open."""
         sizes = defaults | self.sizes
         if self.norm_eps is not None:
@@ -190,26 +165,6 @@ def names_run(folder: str | Path) -> bool:
     path = placed(Path(folder))
     path = path if checkpoint_named(path) is None else path.parent.parent
     return path.parts[:1] == ("last",) or is_file(path / "run.lock") or names_mixture(path)
-
-
-def shape_in(folder: str) -> LlamaConfig | None:
-    """Return the shape in a Hugging Face folder's config.json; None for a model whose shape only
-    loading tells.
-    """
-    return hub.read_config(folder) if _is_model_folder(folder) else None
-
-
-def left_out_of(folder: str) -> str:
-    """Return which tensors of a Hugging Face folder are left out, as no text model has them, such
-    as "a.*, b.*".
-    """
-    held = _is_model_folder(folder) and has_weights(Path(folder))
-    return ", ".join(f"{name}*" for name in hub.left_out(folder)) if held else ""
-
-
-def _is_model_folder(name: str) -> bool:
-    other = name.endswith(".py") or code_named(name) or is_weight_file(name) or run_named(name)
-    return not other and is_folder(name)
 
 
 def is_weight_file(name: str | Path) -> bool:

@@ -11,10 +11,11 @@ import random
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from monograph import checkpointing
@@ -245,7 +246,23 @@ def _shown(value: object) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
-def set_generators(saved: Mapping[str, Any], python: Any, numpy: Any, own: torch.Generator) -> None:
+class PythonGenerator(Protocol):
+    """The module `random`, or a generator of its own."""
+
+    def setstate(self, state: tuple[Any, ...], /) -> None:
+        """Set the state."""
+
+
+class NumpyGenerator(Protocol):
+    """The module `numpy.random`, or a generator of its own."""
+
+    def set_state(self, state: tuple[str, NDArray[np.uint32], int, int, float], /) -> None:
+        """Set the state."""
+
+
+def set_generators(
+    saved: Mapping[str, Any], python: PythonGenerator, numpy: NumpyGenerator, own: torch.Generator
+) -> None:
     """Set generators of Python, NumPy and torch, global or not, to a recorded state."""
     version, words, gauss = saved["python"]
     python.setstate((version, tuple(words), gauss))

@@ -2,19 +2,22 @@
 known.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
-from monograph.model import hub
+from monograph.errors import InputRefused
+from monograph.model import hub, torch_file
 from monograph.model.adapter import Adapter, is_adapter, read_adapter, resolved_base
 from monograph.model.config import LlamaConfig
+from monograph.model.files import has_weights
 from monograph.run import recorded_state
-from monograph.run.folder import Run
-from monograph.run.recipe import is_weight_file, own_file, run_named, tokenizer_of
+from monograph.run.folder import Run, no_folder
+from monograph.run.recipe import Recipe, is_weight_file, own_file, run_named, tokenizer_of
 from monograph.storage.code import Code, code_named, folder_named
-from monograph.storage.reading import is_folder
+from monograph.storage.reading import exists, is_folder
 
 
 @dataclass(frozen=True)
@@ -44,10 +47,15 @@ class ModelSource:
         stays known.
         """
         adapter = self.adapter._replace(folder=Path(name)) if self.adapter else None
-        same = type(self)(name, adapter)
-        facts = ("run", "is_weight_file", "shape", "positions", *(("base",) if adapter else ()))
-        vars(same).update((fact, value) for fact, value in vars(self).items() if fact in facts)
-        return same
+        return self._known_for(type(self)(name, adapter), *(("base",) if adapter else ()))
+
+    def _known_for(self, other: Self, *more: str) -> Self:
+        """Return another source that has the same weights, of which all is known that is known of
+        these.
+        """
+        facts = {"run", "is_weight_file", "shape", "positions", *more}
+        vars(other).update((fact, value) for fact, value in vars(self).items() if fact in facts)
+        return other
 
     @cached_property
     def base(self) -> str:
@@ -78,8 +86,13 @@ class ModelSource:
         """Return the shape in a Hugging Face folder's config.json; None for a model whose shape
         only loading tells.
         """
+        return hub.read_config(self.base) if self._is_folder else None
+
+    @property
+    def _is_folder(self) -> bool:
+        """Return whether a Hugging Face folder has the weights."""
         other = self.base.endswith(".py") or self.code or self.is_weight_file or self.run
-        return hub.read_config(self.base) if not other and is_folder(self.base) else None
+        return not other and is_folder(self.base)
 
     @cached_property
     def positions(self) -> int | None:
@@ -88,6 +101,35 @@ class ModelSource:
             return self.shape.max_position_embeddings if self.shape else None
         recorded = recorded_state.newest_state(self.run).get("model_config")
         return LlamaConfig.from_hf(recorded).max_position_embeddings if recorded else None
+
+    @property
+    def left_out(self) -> str:
+        """Return which tensors of a Hugging Face folder are left out, as no text model has them,
+        such as "a.*, b.*".
+        """
+        held = self._is_folder and has_weights(Path(self.base))
+        return ", ".join(f"{name}*" for name in hub.left_out(self.base)) if held else ""
+
+    def require_headers(self, sizes: Mapping[str, Any]) -> None:
+        """Refuse weights that cannot be used, as far as the headers of their files show.
+
+        Args:
+            sizes: the sizes that the user gave, which complete a file of torch.save.
+
+        Raises:
+            InputRefused: they cannot be used, or are not those that the adapter was trained on.
+        """
+        if self.adapter:
+            base = self.open(self.base)
+            base = base if base.adapter else self._known_for(base)
+            base.require_headers(sizes)
+            self.adapter.require(base.shape)
+        elif self.is_weight_file:
+            torch_file.read(Path(self.name), sizes)
+        elif self.run is None:
+            if not exists(self.name):
+                raise InputRefused(no_folder(self.name))
+            hub.read_headers_of(self.name, self.shape)
 
     @property
     def kept(self) -> str:
@@ -112,3 +154,23 @@ class ModelSource:
         not.
         """
         return str(own_file(self.name))
+
+
+def checked(recipe: Recipe, source: ModelSource | None) -> Recipe:
+    """Return a recipe that can be followed, as far as headers show; of a function it has the digest
+    of the file.
+
+    Args:
+        recipe: the recipe.
+        source: the model that it starts from, opened; None for a new one.
+
+    Raises:
+        InputRefused: sizes do not fit together, or a folder or file cannot be used.
+    """
+    if source is None:
+        recipe.shape(vocab_size=1)
+    elif source.code:
+        return recipe._replace(sha256=recipe.vouched.get(source.code.value) or source.code.digest())
+    else:
+        source.require_headers(recipe.sizes)
+    return recipe

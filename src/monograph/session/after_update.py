@@ -103,7 +103,7 @@ class AfterUpdate:
         )
         # No checkpoint is due while updates are skipped, so that `go_back` finds one from before
         # them.
-        due = self._save_is_overdue or done % session.plan.save_every == 0
+        due = self._save_is_overdue or done % session.plan.intervals.save_every == 0
         saves = is_last or (session.can_save and ((due and not skipping) or stopping or asked))
         self._save_is_overdue = due and not session.can_save
         goes_back = lost or (saves and bool(session.non_finite()))
@@ -144,14 +144,17 @@ class AfterUpdate:
 
     def evaluate(self, moment: Moment) -> None:
         """Score held-out records, if that is due; the last evaluation comes after the loop."""
-        if moment.done % self.session.plan.eval_every == 0 and not moment.is_last:
+        if moment.done % self.session.plan.intervals.eval_every == 0 and not moment.is_last:
             self.log.flush()
             self.report.evaluate(self.block, moment.done, limit=defaults.CURVE_ROWS)
 
     def keep_time(self, moment: Moment) -> None:
         """Begin the cool-down early, if the time will not suffice."""
         limited = self.session.ends_s is not None
-        due = limited or moment.done % min(self.session.plan.eval_every, self._check_every) == 0
+        due = (
+            limited
+            or moment.done % min(self.session.plan.intervals.eval_every, self._check_every) == 0
+        )
         if due and not moment.is_last:
             self.report.keep_time(moment.done)
             self.block.ends_at(self.session.updates)
@@ -182,7 +185,7 @@ class AfterUpdate:
             return
         if self.session.world.leads:
             self.report.page.write("stopped")
-        again = ranks.again(self.session.world, self.session.run, self.session.plan.parallel)
+        again = ranks.again(self.session.world, self.session.run, self.session.plan.job.parallel)
         raise Stopped(f"saved at update {moment.done}; continue: {again}")
 
     def end(self) -> None:

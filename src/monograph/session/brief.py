@@ -59,9 +59,9 @@ def updates_given(session: Session) -> int:
     plan = session.plan
     task = session.task
     rows = session.batches.rows_per_window
-    if plan.updates or not plan.epochs:
+    if plan.updates or not plan.job.span.epochs:
         return plan.updates
-    return -(-plan.epochs * task.per_epoch // rows) * task.updates_per_window
+    return -(-plan.job.span.epochs * task.per_epoch // rows) * task.updates_per_window
 
 
 def why_uncompiled(session: Session, window: Batch, opening_s: float) -> str:
@@ -89,7 +89,7 @@ def why_uncompiled(session: Session, window: Batch, opening_s: float) -> str:
     least_s = compiling_s if updates else LEAST_COMPILE_S
     if opening_s >= least_s:
         return ""
-    training_s = math.inf if updates else 60 * plan.minutes
+    training_s = math.inf if updates else 60 * plan.job.span.minutes
     if not updates:  # a short text ends a run before its time does
         updates = (
             session.task.most_updates(
@@ -139,5 +139,5 @@ def expected_whole_s(session: Session, window: Batch, since_s: float) -> float:
         compiling_s = CACHED_S
         if not is_compiled(compiled_key(session, window)):
             compiling_s += COMPILE_S
-    training_s = min(60 * plan.minutes, max(0.0, session.left_s - compiling_s))
+    training_s = min(60 * plan.job.span.minutes, max(0.0, session.left_s - compiling_s))
     return clock() - since_s + compiling_s + training_s + defaults.END_S

@@ -93,5 +93,5 @@ class Deadline:
 
     def _share_s(self, share: float) -> float:
         """Return a share of the whole time."""
-        minutes = self.session.plan.wall_minutes
+        minutes = self.session.plan.job.span.wall_minutes
         return math.inf if minutes is None or self.session.ends_s is None else share * 60 * minutes

@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from monograph.config import DEFAULT_MINUTES, Settings
+from monograph.data.options import ReadingOptions
 from monograph.errors import InputRefused
 from monograph.model.config import LlamaConfig
 from monograph.model.families import FIRST_FAMILY
 from monograph.model.files import has_weights
 from monograph.optim import OPTIMIZERS
 from monograph.planner import defaults
+from monograph.predict.footprint import Training
 from monograph.run.recipe import Recipe, tokenizer_named
-from monograph.run.source import ModelSource
+from monograph.run.source import ModelSource, checked
 from monograph.session.adapting import fixed_lora, lora_of, rates
-from monograph.session.job import AskedLength, AskedTransfer, Intervals, Job
+from monograph.session.job import AskedIntervals, AskedLength, AskedTransfer, Job, OpenChoice
 from monograph.session.new_tokens import tokens_of
 from monograph.session.objective import Objective
 from monograph.session.objectives import opened
@@ -62,22 +64,26 @@ def job_of(settings: Settings, *, built: bool = True) -> Job:
     rule: str = optim.name
     if rule == "auto":
         rule = defaults.optimizer(fresh=recipe.init is None)
-    usual_rate = _usual_rate(recipe, source, rule, lora is not None)
-    if objective.judges:
-        usual_rate *= defaults.JUDGED_SHARE
+    usual_rate = objective.rate_share * _usual_rate(recipe, source, rule, lora is not None)
     fields = rates(optim.lr, settings.lora.lr_ratio, usual_rate) | fresh_fields(recipe, rule)
     if optim.weight_decay != "auto":
         fields["weight_decay"] = optim.weight_decay
-    job = Job(
-        record=ConfigRecord(settings),
-        objective=objective,
-        source=source,
-        recipe=recipe,
-        sizes_said=_said(settings.pinned(), "model"),
-        reading=settings.data.model_dump() | own_copies(settings.data, settings.origins),
-        tokens=tokens,
-        lora=lora,
-        transfer=transfer and transfer._replace(base=optim.transfer_base),
+    asked: dict[OpenChoice, Any] = {
+        "micro_batch": train.micro_batch,
+        "precision": train.precision,
+        "compile": train.compile,
+        "remat": train.remat,
+        "memory": train.memory,
+    }
+    is_open = frozenset(choice for choice, value in asked.items() if value == "auto")
+    given: dict[str, Any] = {
+        choice: value for choice, value in asked.items() if choice not in {*is_open, "memory"}
+    }
+    window_rows = per_update // length
+    training = Training(
+        rows=given.pop("micro_batch", window_rows),
+        window_rows=window_rows,
+        length=length,
         optim=OPTIMIZERS[rule](
             state=optim.state,
             master_weights=optim.master_weights,
@@ -87,25 +93,36 @@ def job_of(settings: Settings, *, built: bool = True) -> Job:
             ema=None if optim.ema == "none" else optim.ema,
             **fields,
         ),
+        clip=_clip(optim.grad_clip, optim.skip_spikes, objective.finds_spikes),
+        lora=lora,
+        **given,
+    )
+    job = Job(
+        record=ConfigRecord(settings),
+        objective=objective,
+        source=source,
+        recipe=recipe,
+        sizes_said=_said(settings.pinned(), "model"),
+        reading=ReadingOptions(
+            **(settings.data.model_dump() | own_copies(settings.data, settings.origins))
+        ),
+        tokens=tokens,
+        transfer=transfer and transfer._replace(base=optim.transfer_base),
+        training=training,
+        memory="device" if train.memory == "auto" else train.memory,
+        open=is_open,
         is_rate_open=optim.lr == "auto",
         is_decay_open=optim.weight_decay == "auto",
-        clip=_clip(optim.grad_clip, optim.skip_spikes, objective.finds_spikes),
         schedule_name=optim.schedule,
         final=FINAL if optim.min_lr_ratio is None else optim.min_lr_ratio,
         asked_tokens=int(train.tokens_per_update),
-        tokens_per_update=per_update,
         updates=span.updates
         or (defaults.updates_of(span.tokens, per_update) if span.tokens else 0),
         span=span,
         intervals=intervals,
         keep=train.keep,
-        precision=train.precision,
         parallel=train.parallel,
         gather_dtype=train.gather_dtype,
-        micro_batch=train.micro_batch,
-        compile=train.compile,
-        remat=train.remat,
-        memory=train.memory,
     )
     if not shape_alone:
         tokens.require()
@@ -127,9 +144,9 @@ def _span(settings: Settings) -> AskedLength:
     )
 
 
-def _intervals(settings: Settings) -> Intervals:
+def _intervals(settings: Settings) -> AskedIntervals:
     warmup, train = settings.optim.warmup_updates, settings.train
-    return Intervals(
+    return AskedIntervals(
         warmup_updates=None if warmup == "auto" else warmup,
         eval_every=None if train.eval_every == "auto" else train.eval_every,
         save_every=None if train.save_every == "auto" else train.save_every,
@@ -182,7 +199,11 @@ def _found(settings: Settings, transfer: AskedTransfer | None, shape_alone: bool
         family=family,
         vouched=settings.vouched,
     )
-    recipe = recipe if shape_alone and not has_weights(Path(str(model.init))) else recipe.checked()
+    recipe = (
+        recipe
+        if shape_alone and not has_weights(Path(str(model.init)))
+        else checked(recipe, source)
+    )
     if transfer:
         rule = transfer.of(None if model.init else recipe.shape(vocab_size=1))
         chosen["optim.transfer_base"] = rule.base.hidden_size

@@ -62,12 +62,12 @@ def pays(session: Session, key: str) -> bool:
     """
     plan = session.plan
     machine = describe()
-    if plan.updates or plan.epochs or not session.world.alone:
+    if plan.updates or plan.job.span.epochs or not session.world.alone:
         return False
     if plan.training.compile == "none" or not has_spare_core(machine):
         return False
     if (
-        plan.recipe.code
+        plan.job.recipe.code
         or plan.expected is None
         or plan.memory == "stream"
         or not session.task.is_foreseen
@@ -102,8 +102,9 @@ def begin(session: Session, window: Batch, progress: Progress, before: Callable[
         before()
         patient_s = patience_s(session)
         if not _update_eagerly(session, window, patient_s, progress):
-            record = session.plan.record.noted({"train.compile": "none"})
-            session.complete(replace(session.plan.training_with(compile="none"), record=record))
+            plan = session.plan
+            plan = plan.having(replace(plan.training, compile="none"))
+            session.complete(plan.noting({"train.compile": "none"}))
             session.task.leave_uncompiled()
             session.eager_reason = f"the compiler was not ready in {duration(patient_s)}"
     compile_step(session, window, progress)
@@ -116,7 +117,7 @@ def patience_s(session: Session) -> float:
     """Return how long the other process is waited for: half of the time, if that of the whole run
     is limited.
     """
-    return min(patience_for(session.plan.minutes), session.left_s / 2)
+    return min(patience_for(session.plan.job.span.minutes), session.left_s / 2)
 
 
 def patience_for(minutes: float, graphs: int = 1) -> float:
@@ -165,7 +166,7 @@ def _update_eagerly(session: Session, window: Batch, patient_s: float, progress:
         task.most_updates(session.batches.rows_per_window, plan.training.optim.weight_decay) or MOST
     )
     likely = Length(_likely_updates(session))
-    engine.step.schedule = constant(resolve(plan, describe(), likely).warmup_updates)
+    engine.step.schedule = constant(resolve(plan, describe(), likely).intervals.warmup_updates)
     log = MetricsLog(session.run, every=1)
     began = clock()
     spent_s = 0.0
@@ -212,7 +213,7 @@ def _likely_updates(session: Session) -> int:
         session.task.most_updates(session.batches.rows_per_window, plan.training.optim.weight_decay)
         or MOST
     )
-    return defaults.updates_for(defaults.UPDATES_SHARE * 60 * plan.minutes, seconds, most)
+    return defaults.updates_for(defaults.UPDATES_SHARE * 60 * plan.job.span.minutes, seconds, most)
 
 
 def compile_run(folder: str, window: str) -> None:

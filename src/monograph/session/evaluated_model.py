@@ -48,9 +48,11 @@ class EvaluatedModel:
         reading: the arguments of `corpus` that say how to read any text.
         averaged: whether the weights are averages.
         own_text: the further arguments of `corpus` that name the run's text, for use without
-            --data; empty if the run learned from judged answers.
+            --data; empty if the run learned from other records.
         fingerprint: the fingerprint of the run's text at training.
         strange: a warning to print before `own_text` is read; empty if the text is the user's own.
+        drew_answers: whether the run drew answers between its updates, so that its speed is not
+            that of a step.
     """
 
     module: nn.Module
@@ -62,6 +64,7 @@ class EvaluatedModel:
     own_text: dict[str, Any] = field(default_factory=dict)
     fingerprint: str = ""
     strange: str = ""
+    drew_answers: bool = False
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -91,6 +94,7 @@ def of_run(run: Run, warn: Warn) -> EvaluatedModel:
     settings = run_settings(run, runs=("model.init",))
     precision = Precision(settings.train.precision)  # in another precision the figures would differ
     text = settings.data.model_dump() | own_copies(settings.data, settings.origins)
+    objective = objective_of(settings)
     module, loss, tokenizer, state, averaged = load_trained(run, warn, precision, settings.programs)
     return EvaluatedModel(
         module,
@@ -99,9 +103,10 @@ def of_run(run: Run, warn: Warn) -> EvaluatedModel:
         precision,
         {key: text[key] for key in _READING},
         averaged,
-        {} if objective_of(settings).judges else {key: text[key] for key in _TEXT},
+        {key: text[key] for key in _TEXT} if objective.is_of_texts else {},
         state["fingerprint"],
         strange_text(run, settings.data.source, settings.programs),
+        objective.answers_on_device,
     )
 
 

@@ -7,6 +7,7 @@ import os
 import statistics
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ SLOW, RECOVERED = 0.7, 0.85  # of the rate before
 SWAPPED_BYTES = 2**26
 LOADED = 0.5
 
-_GAUGES: Mapping[str, Callable[[Any, Any], float]] = {
+_GAUGES: Mapping[str, Callable[[ModuleType, object], float]] = {
     "gpu_utilization_percent": lambda nvml, card: nvml.nvmlDeviceGetUtilizationRates(card).gpu,
     "gpu_memory_bytes": lambda nvml, card: nvml.nvmlDeviceGetMemoryInfo(card).used,
     "gpu_power_w": lambda nvml, card: nvml.nvmlDeviceGetPowerUsage(card) / 1000,
@@ -34,7 +35,7 @@ _GAUGES: Mapping[str, Callable[[Any, Any], float]] = {
         nvml.nvmlDeviceGetClockInfo(card, nvml.NVML_CLOCK_SM) * 10**6
     ),
 }
-_HINTS: Mapping[str, Callable[[Any, Any], float]] = {
+_HINTS: Mapping[str, Callable[[ModuleType, object], float]] = {
     "limits": lambda nvml, card: nvml.nvmlDeviceGetCurrentClocksEventReasons(card),
     "processes": lambda nvml, card: len(nvml.nvmlDeviceGetComputeRunningProcesses(card)),
 }
@@ -59,7 +60,7 @@ class Gauges:
         """Find the card by its UUID, as the library numbers cards in another order than
         CUDA_VISIBLE_DEVICES.
         """
-        self._nvml: Any = None
+        self._nvml: ModuleType | None = None
         self._read_s = float("-inf")
         self._cores = describe(device).cores
         if device.type == "cuda":
@@ -107,9 +108,13 @@ class Gauges:
         ]
         return "; ".join(filter(None, reasons))
 
-    def _of_card(self, wanted: Mapping[str, Callable[[Any, Any], float]]) -> dict[str, float]:
+    def _of_card(
+        self, wanted: Mapping[str, Callable[[ModuleType, object], float]]
+    ) -> dict[str, float]:
         found = dict[str, float]()
-        for name, read in wanted.items() if self._nvml else ():
+        if self._nvml is None:
+            return found
+        for name, read in wanted.items():
             with suppress(Exception):  # this card, driver or moment has no such number
                 found[name] = read(self._nvml, self._card)
         return found

@@ -8,24 +8,27 @@ decide.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from monograph.data.options import ReadingOptions
 from monograph.errors import UsageError
 from monograph.graph.lora import Lora
 from monograph.model.config import LlamaConfig
-from monograph.optim import Optimizer
-from monograph.predict.footprint import Compile
+from monograph.planner import defaults
+from monograph.predict.footprint import Training
 from monograph.run.recipe import Recipe
 from monograph.run.source import ModelSource
 from monograph.session.new_tokens import TokenSource
 from monograph.session.record import ConfigRecord
-from monograph.step import Clip
 from monograph.transfer import WidthTransfer, narrowed
 
 if TYPE_CHECKING:
     from monograph.session.objective import Objective
+
+
+OpenChoice = Literal["micro_batch", "precision", "compile", "remat", "memory"]
+Memory = Literal["device", "stream"]
 
 
 class AskedTransfer(NamedTuple):
@@ -83,49 +86,66 @@ class AskedLength(NamedTuple):
 
 
 class Intervals(NamedTuple):
-    """Updates of the warm-up, between evaluations and between checkpoints; None where the run's
-    length decides.
-    """
+    """Updates of the warm-up, between evaluations and between checkpoints."""
+
+    warmup_updates: int
+    eval_every: int
+    save_every: int
+
+
+class AskedIntervals(NamedTuple):
+    """`Intervals` as they are asked for; None where the run's length decides."""
 
     warmup_updates: int | None
     eval_every: int | None
     save_every: int | None
 
+    def of(self, updates: int, evaluations: int = defaults.EVALUATIONS) -> Intervals:
+        """Return the intervals of a run of so many updates, which is evaluated so often where
+        nothing else is asked.
+        """
+        usual = (
+            defaults.warmup(updates),
+            defaults.interval(updates, evaluations),
+            defaults.interval(updates, defaults.CHECKPOINTS),
+        )
+        return Intervals(
+            *(given if other is None else other for other, given in zip(self, usual, strict=True))
+        )
+
 
 @dataclass(frozen=True)
 class Job:
-    """What a run is to do. Nothing here changes any more; what is still open is a field of
-    `monograph.session.plan`.
+    """What a run is to do, by its settings alone. A `monograph.session.plan.Plan` holds it, and
+    decides what is open.
 
     Attributes:
-        record: what config.toml says.
+        record: what config.toml says of it.
         objective: the way to learn, with the values of its own keys.
         source: the model that the run starts from, opened; None for a new one.
         recipe: the checked recipe from which the model is built.
         sizes_said: the keys that shape the model, with their values, as an error shows them.
-        reading: the arguments of `monograph.corpus`, with copies in the place of files that are
-            gone.
+        reading: how the records are read, with copies in the place of files that are gone.
         tokens: what decides which tokens are new to the model.
-        lora: the options of adapters, without the tokens whose rows are trained with them; None
-            without adapters.
         transfer: the width transfer that is asked for; None without.
-        optim: the optimizer, without the changes of width transfer; its rate and weight decay are
-            usual ones where `is_rate_open` and `is_decay_open` say so.
-        clip: the clipping of the gradient norm; None without clipping.
+        training: how the model is trained, by all devices together. Its optimizer is without the
+            changes of width transfer, and its adapters without the tokens whose rows are trained
+            with them.
+        memory: where weights live.
+        open: the choices that the device or the planner makes; `training` and `memory` have their
+            usual values there.
+        is_rate_open: whether the optimizer's rate is a usual one; is_decay_open: whether its weight
+            decay is.
         schedule_name: the learning rate's schedule; final: the share of the peak rate that it falls
             to.
-        asked_tokens: tokens of an update, as they were asked for; tokens_per_update: in whole rows.
+        asked_tokens: tokens of an update, as they were asked for; those of `training` are in whole
+            rows.
         updates: its updates, if they or its tokens are given; else 0.
         span: how long the run lasts.
         intervals: how often something is done.
         keep: the number of checkpoints that stay.
-        precision: the precision of the arithmetic, or "auto".
         parallel: how several devices share the work; gather_dtype: the dtype in which shared
             weights are sent.
-        micro_batch: rows that one device computes at once.
-        compile: the scope of a graph.
-        remat: what is recomputed.
-        memory: where weights live. Each of these four may be "auto", the planner's choice.
     """
 
     record: ConfigRecord
@@ -133,35 +153,35 @@ class Job:
     source: ModelSource | None
     recipe: Recipe
     sizes_said: str
-    reading: Mapping[str, Any]
+    reading: ReadingOptions
     tokens: TokenSource
-    lora: Lora | None
     transfer: AskedTransfer | None
-    optim: Optimizer
+    training: Training
+    memory: Memory
+    open: frozenset[OpenChoice]
     is_rate_open: bool
     is_decay_open: bool
-    clip: Clip | None
     schedule_name: str
     final: float
     asked_tokens: int
-    tokens_per_update: int
     updates: int
     span: AskedLength
-    intervals: Intervals
+    intervals: AskedIntervals
     keep: int
-    precision: str
     parallel: str
     gather_dtype: str
-    micro_batch: int | Literal["auto"]
-    compile: Compile | Literal["auto"]
-    remat: str | float
-    memory: Literal["auto", "device", "stream"]
+
+    @property
+    def seed(self) -> int:
+        """Return the seed of the weights and of the order of records."""
+        return self.recipe.seed
 
     def adapters(self, tokens: tuple[int, ...] = ()) -> Lora | None:
         """Return the options of adapters with the ids of tokens whose rows are trained with them;
         None without.
         """
-        return replace(self.lora, tokens=tokens) if self.lora else None
+        lora = self.training.lora
+        return replace(lora, tokens=tokens) if lora else None
 
     def transfer_to(self, config: LlamaConfig | None) -> WidthTransfer | None:
         """Return the rule that carries rates to a model of this shape; None without width transfer.

@@ -263,7 +263,7 @@ class Ladder:
         scope = plan.training.compile
         settings = plan.record.settings.resolve(OWN | {"train.minutes": RUNG_S / 60}, "ladder")
         texts = {
-            form: open_corpus({**plan.reading, "packing": form}, progress)
+            form: open_corpus(replace(plan.job.reading, packing=form), progress)
             for form in ("packed", "padded")
         }
         built = build_run(resolve(settings, machine), TextTask(texts["packed"]), machine)
@@ -273,7 +273,7 @@ class Ladder:
             )
         # The scope is not the plan's, which depends on how fast earlier runs were.
         scope = scope if scope in GRAPHS else defaults.scopes(len(blocks(built.model)))[0]
-        fixed = built.plan.training_with(compile=scope)
+        fixed = built.plan.having(replace(built.plan.training, compile=scope))
         return cls(
             fixed,
             texts,
@@ -320,7 +320,7 @@ class Ladder:
         plan = self.plan
         on_cpu = self.machine.type == "cpu"
         no_adapters = (
-            None if plan.recipe.init else "model.init names no weights that could be frozen"
+            None if plan.job.recipe.init else "model.init names no weights that could be frozen"
         )
         obstacles = {
             "compiled": compiler_obstacle() if on_cpu else None,
@@ -338,7 +338,7 @@ class Ladder:
             "8-bit state": "all rungs have it: optim.state"
             if plan.training.optim.state == "8bit"
             else None,
-            "adapters": "all rungs have them: lora.rank" if plan.recipe.lora else no_adapters,
+            "adapters": "all rungs have them: lora.rank" if plan.training.lora else no_adapters,
             "streaming": "a CPU's memory is the host's" if on_cpu else None,
         }
         return obstacles.get(rung.name)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from monograph.config import Settings
 from monograph.data.batches import Batch
 from monograph.data.corpus import Corpus
+from monograph.data.forms import Asked
 from monograph.device import Device
 from monograph.distributed.world import World
 from monograph.engine import Engine
@@ -28,7 +29,7 @@ from monograph.predict.footprint import Judged
 from monograph.predict.roofline import Calibration
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
-from monograph.session.choices import Condition
+from monograph.session.choices import STREAMED, Condition
 from monograph.session.opening import Opening
 from monograph.session.plan import Plan
 from monograph.text.tokenizer import Tokenizer
@@ -126,7 +127,12 @@ class Objective(ABC):
         key: the key that chooses it; "" for texts, which are learned from where no key says
             otherwise.
         section: the section of keys that only this objective has; "" without one.
+        by_records: whether records may ask for it by themselves, see `of_records`.
         excluded: the choices that do not go with this one, each with what to do instead.
+        needs_model: whether only a model that was trained before can learn so.
+        is_of_texts: whether its records are texts, which every command knows, and which can be
+            scored by any model.
+        rate_share: the usual peak learning rate, as a share of that for texts.
         is_own_length: whether other keys than `train.tokens_per_update` decide how much an update
             learns from.
         answers_on_device: whether the run holds more than a step on the device, so that nothing can
@@ -136,17 +142,41 @@ class Objective(ABC):
 
     key: ClassVar[str] = ""
     section: ClassVar[str] = ""
+    by_records: ClassVar[bool] = False
     excluded: ClassVar[tuple[tuple[Condition, str], ...]] = ()
+    needs_model: ClassVar[bool] = False
+    is_of_texts: ClassVar[bool] = True
+    rate_share: ClassVar[float] = 1.0
     is_own_length: ClassVar[bool] = False
     answers_on_device: ClassVar[bool] = False
     finds_spikes: ClassVar[bool] = True
 
     @property
-    def judges(self) -> bool:
-        """Return whether it learns from judged answers, which only a model that was trained before
-        can give.
-        """
+    def is_named(self) -> bool:
+        """Return whether a key names it; if none does, a new run may go on as its parent learned."""
         return bool(self.key)
+
+    @property
+    def can_stream(self) -> bool:
+        """Return whether weights may live on the host."""
+        return not self.answers_on_device and all(
+            condition is not STREAMED for condition, _ in self.excluded
+        )
+
+    def of_records(self, source: str | Sequence[str], asked: Asked, skip_bad: bool) -> str | None:
+        """Return the value of its key for records of which no key says what is learned; None if it
+        is not for them.
+
+        Args:
+            source: data.source.
+            asked: what the settings say of the records' keys.
+            skip_bad: whether bad records are skipped.
+        """
+        return None
+
+    def learns_alike(self, one: str | None, other: str | None) -> bool:
+        """Return whether both values of its key ask for the same kind of records."""
+        return None not in (one, other)
 
     def is_chosen(self, settings: Settings) -> bool:
         """Return whether the settings choose it."""

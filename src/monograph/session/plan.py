@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from monograph.distributed.world import place
@@ -9,69 +10,48 @@ from monograph.model.config import LlamaConfig
 from monograph.planner import Candidate, StreamCandidate
 from monograph.planner.defaults import EVALUATIONS
 from monograph.predict.footprint import Training
-from monograph.run.recipe import Recipe
 from monograph.schedule import Schedule, constant, warmup_cosine, warmup_stable_decay
-from monograph.session.job import Job
+from monograph.session.job import Intervals, Job, Memory, OpenChoice
 from monograph.session.record import ConfigRecord
 from monograph.stream import Placement
 from monograph.transfer import WidthTransfer
 
-OpenChoice = Literal["micro_batch", "compile", "remat", "memory"]
-
 
 @dataclass(frozen=True)
 class Plan:
-    """The decided values of a run. `monograph.session.resolve.resolve` sets them; other code only
-    reads them.
+    """A job, and what is decided of it. `monograph.session.resolve.resolve` decides; other code
+    only reads.
 
     Attributes:
         job: what the settings ask for.
-        record: what config.toml says; a decided "auto" is noted there once nothing can change it.
-        recipe: the checked recipe from which the model is built.
-        reading: the arguments of `monograph.corpus`.
-        seed: seed of the weights and of the order of rows.
         training: how the model is trained, by all devices together except for `rows`, which are one
             device's; a `Work` once the shape of a Llama is known, its optimizer with the changes of
             width transfer.
-        minutes: minutes of training, used if neither updates nor epochs are given.
-        wall_minutes: minutes of the whole run; None if they are not limited.
-        epochs: passes over the text; None if another key gives the run's length.
-        schedule_name: the learning rate's schedule; final: the share of the peak rate that it falls
-            to.
-        parallel: how several devices share the work.
-        gather_dtype: the dtype in which shared weights are sent.
         memory: where weights live.
         open: the choices that the planner makes once the model's shape is known; until then
             `training` and `memory` have their usual values there.
         transfer: the rule by which rates are carried to this width; None without width transfer.
         expected: the planner's prediction for the step; None if the planner was not asked.
         beside: bytes that the run holds beside its step, by origin.
-        updates: updates of the whole run, 0 until known; warmup_updates, eval_every and save_every
-            depend on it.
+        updates: updates of the whole run, 0 until known; `intervals` depend on it.
+        noted: the decided values by their keys, noted once nothing can change them.
     """
 
     job: Job
-    record: ConfigRecord
-    recipe: Recipe
-    reading: Mapping[str, Any]
-    seed: int
     training: Training
-    minutes: float
-    wall_minutes: float | None
-    epochs: int | None
-    schedule_name: str
-    final: float
-    parallel: str
-    gather_dtype: str
-    memory: Literal["device", "stream"] = "device"
-    open: frozenset[OpenChoice] = frozenset()
+    memory: Memory
+    open: frozenset[OpenChoice]
+    intervals: Intervals
     transfer: WidthTransfer | None = None
     expected: Candidate | None = None
     beside: Mapping[str, int] = field(default_factory=dict)
     updates: int = 0
-    warmup_updates: int = 0
-    eval_every: int = 1
-    save_every: int = 1
+    noted: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def record(self) -> ConfigRecord:
+        """Return what config.toml says: what the job's does, with the decided values."""
+        return self.job.record.noted(self.noted) if self.noted else self.job.record
 
     @property
     def averaged(self) -> bool:
@@ -89,9 +69,18 @@ class Plan:
             "memory": self.memory,
         }
 
-    def training_with(self, **decided: Any) -> "Plan":
-        """Return the plan with these fields of `training` decided otherwise."""
-        return replace(self, training=replace(self.training, **decided))
+    @property
+    def asked_memory(self) -> Memory | Literal["auto"]:
+        """Return where weights live, as the planner is asked: "auto" if it chooses."""
+        return "auto" if "memory" in self.open else self.memory
+
+    def having(self, training: Training) -> "Plan":
+        """Return the plan for training the model otherwise."""
+        return replace(self, training=training)
+
+    def noting(self, values: Mapping[str, Any]) -> "Plan":
+        """Return the plan with decided values noted, by their keys."""
+        return replace(self, noted={**self.noted, **values})
 
     @property
     def peak_memory_bytes(self) -> int | None:
@@ -107,10 +96,12 @@ class Plan:
 
     def schedule(self, updates: int) -> Schedule:
         """Return the learning rate's schedule over `updates` updates."""
-        if self.schedule_name == "constant":
-            return constant(self.warmup_updates)
-        course = warmup_stable_decay if self.schedule_name == "wsd" else warmup_cosine
-        return course(self.warmup_updates, updates, final=self.final)
+        name = self.job.schedule_name
+        warmup = self.intervals.warmup_updates
+        if name == "constant":
+            return constant(warmup)
+        course = warmup_stable_decay if name == "wsd" else warmup_cosine
+        return course(warmup, updates, final=self.job.final)
 
 
 FP32_BYTES = 4

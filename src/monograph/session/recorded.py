@@ -28,8 +28,7 @@ from monograph.run.trust import carries_mark, is_ours, require_trusted
 from monograph.run.writing import Parent
 from monograph.session.adapting import ADAPTER_KEYS
 from monograph.session.new_tokens import tokens_of
-from monograph.session.objectives import OBJECTIVES, objective_of
-from monograph.session.objectives.preferences import are_alike
+from monograph.session.objectives import BY_RECORDS, OBJECTIVES, objective_of
 from monograph.session.plan import is_sharded
 from monograph.storage.code import HUB, digests
 from monograph.storage.reading import (
@@ -382,7 +381,10 @@ def branched(parent: Run, given: Settings) -> Settings:
         raise InputRefused(
             f"{parent.folder} was stopped before it began: nothing can start from it"
         )
-    replaced = {"model.init": given.model.init is not None, "rl.reward": objective_of(given).judges}
+    replaced = {
+        "model.init": given.model.init is not None,
+        "rl.reward": objective_of(given).is_named,
+    }
     own = run_settings(parent, runs=[key for key in NAME_CODE if not replaced[key]])
     taken = _by_records(given, own)
     if added := [
@@ -430,14 +432,15 @@ def _by_records(given: Settings, own: Settings) -> set[str]:
     """
     taken = {*given.pinned()}
     objective = objective_of(given)
-    if objective.judges:  # what the parent learned from is over
+    if objective.is_named:  # what the parent learned from is over
         sections = {other.section for other in OBJECTIVES} - {objective.section}
         taken |= {key for key in own.values() if key.partition(".")[0] in sections}
-    is_by_records = given.origins.get("prefer.loss") == "data.source"  # for want of another
-    if is_by_records and are_alike(given.prefer.loss, own.prefer.loss):
-        taken -= {"prefer.loss"}
-    elif "data.source" in taken:
-        taken |= {"prefer.loss"}
-    if objective.judges and objective.is_own_length != objective_of(own).is_own_length:
+    for other in (other for other in OBJECTIVES if other.by_records):
+        is_by_records = given.origins.get(other.key) == BY_RECORDS  # for want of another
+        if is_by_records and other.learns_alike(given.values()[other.key], own.values()[other.key]):
+            taken -= {other.key}
+        elif "data.source" in taken:
+            taken |= {other.key}
+    if objective.is_named and objective.is_own_length != objective_of(own).is_own_length:
         taken |= {"train.tokens_per_update"}
     return taken

@@ -239,7 +239,7 @@ class Reporter:
         samples = [(row["share"], row["sample"]) for row in rows if "sample" in row]
         origin = [
             *told(self.session.run),
-            ("seed", str(self.session.plan.seed)),
+            ("seed", str(self.session.plan.job.seed)),
             ("data", self.session.task.described),
         ]
         if self.session.cooled:
@@ -262,7 +262,7 @@ class Reporter:
     def _moments(self, rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, str]]:
         """Return the updates at which the learning rate's curve has a kink, with the reasons."""
         moments = []
-        warmup = self.session.plan.warmup_updates
+        warmup = self.session.plan.intervals.warmup_updates
         # Before the step is compiled the run's length, and so that of its warm-up, is a guess.
         guessed = max((row["update"] for row in rows if row.get(MARK)), default=0)
         if guessed >= warmup > 0:
@@ -340,7 +340,7 @@ class Reporter:
         """Return how long a run whose whole time is limited took, and the limit; empty for other
         runs.
         """
-        ends_s, minutes = self.session.ends_s, self.session.plan.wall_minutes
+        ends_s, minutes = self.session.ends_s, self.session.plan.job.span.wall_minutes
         if ends_s is None or minutes is None:
             return ""
         allowed_s = 60 * minutes
@@ -421,7 +421,7 @@ class Reporter:
         if not self._writes:
             return []
         engine, step = self.session.engine, self.session.engine.step
-        sampling = Sampling(temperature=0.7, top_k=50, seed=self.session.plan.seed)
+        sampling = Sampling(temperature=0.7, top_k=50, seed=self.session.plan.job.seed)
         with (
             modes_kept(engine.model),
             step.averaged(),

@@ -34,8 +34,13 @@ from monograph.session.choices import (
 )
 from monograph.session.job import Job
 from monograph.session.objective import Objective
-from monograph.session.objectives import OBJECTIVES, chosen_in, objective_of
-from monograph.session.objectives.preferences import with_records
+from monograph.session.objectives import (
+    BY_RECORDS,
+    OBJECTIVES,
+    chosen_in,
+    objective_of,
+    with_records,
+)
 from monograph.session.plan import Plan, is_sharded
 from monograph.storage.code import code_named
 
@@ -224,12 +229,12 @@ def require_possible(settings: Settings, machine: Device) -> None:
 
 
 def require_taught(objective: Objective, init: str | None) -> None:
-    """Refuse to learn from judged answers without a model that answers.
+    """Refuse to learn without a model where one is needed that was trained before.
 
     Raises:
         UsageError: there is none.
     """
-    if objective.judges and init is None:
+    if objective.needs_model and init is None:
         raise UsageError(
             f"{objective.key}: a new model answers nothing: name one that was trained on text, by model.init or --from"
         )
@@ -249,18 +254,17 @@ def require_one_device(settings: Settings, command: str) -> None:
 
 
 def require_texts(settings: Settings, command: str) -> None:
-    """Refuse rewards and preferences for a command that knows only texts.
+    """Refuse other records than texts for a command that knows only these.
 
     Raises:
-        UsageError: `rl.reward` is given, or `prefer.loss`, or the records are pairs; the message
-            names the command.
+        UsageError: a key asks for them, or they are found; the message names the command.
     """
     known = with_records(settings)
     objective = objective_of(known)
-    if not objective.judges:
+    if objective.is_of_texts:
         return
     key = objective.key
-    origin = settings.origins.get(key, "data.source")
+    origin = settings.origins.get(key, BY_RECORDS)
     remedy = (
         "leave it out" if key in settings.origins else f"its records are {objective.records(known)}"
     )

@@ -7,7 +7,7 @@ from the number of updates.
 """
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from monograph import planner
 from monograph.config import Settings
@@ -18,12 +18,12 @@ from monograph.model.config import LlamaConfig
 from monograph.optim import name_of
 from monograph.planner import Candidate, Limits, Request, StreamCandidate, defaults
 from monograph.predict.estimate import spared_bytes
-from monograph.predict.footprint import Compile, Training
+from monograph.predict.footprint import Compile
 from monograph.predict.roofline import Calibration
 from monograph.session.door import fresh_fields, job_of
-from monograph.session.job import Intervals, Job
+from monograph.session.job import Job
 from monograph.session.new_tokens import NewTokens
-from monograph.session.plan import Length, OpenChoice, Plan, Shape, is_sharded, sharing
+from monograph.session.plan import Length, Plan, Shape, is_sharded, sharing
 from monograph.session.record import ConfigRecord
 from monograph.session.requirements import require_room
 from monograph.storage.cache_dir import cache_root, calibration_file
@@ -70,46 +70,20 @@ def resolve(
 
 
 def _sized(job: Job, machine: Device) -> Plan:
-    length = int(job.reading["sequence_length"])
-    window_rows = job.tokens_per_update // length
-    given: dict[OpenChoice, Any] = {
-        "micro_batch": job.micro_batch,
-        "compile": job.compile,
-        "remat": job.remat,
-        "memory": job.memory,
-    }
-    chosen = {choice: value for choice, value in given.items() if value != "auto"}
-    training = Training(
-        rows=chosen.pop("micro_batch", window_rows),
-        window_rows=window_rows,
-        length=length,
-        optim=job.optim,
-        clip=job.clip,
-        precision=defaults.precision(machine) if job.precision == "auto" else job.precision,
-        lora=job.lora,
-    )
+    training = job.training
+    if "precision" in job.open:
+        training = replace(training, precision=defaults.precision(machine))
     plan = Plan(
-        job=job,
-        record=job.record,
-        recipe=job.recipe,
-        reading=job.reading,
-        seed=job.recipe.seed,
-        training=training,
-        minutes=job.span.minutes,
-        wall_minutes=job.span.wall_minutes,
-        epochs=job.span.epochs,
-        schedule_name=job.schedule_name,
-        final=job.final,
-        parallel=job.parallel,
-        gather_dtype=job.gather_dtype,
-        memory=chosen.pop("memory", "device"),
-        open=frozenset(choice for choice, value in given.items() if value == "auto"),
+        job,
+        training,
+        job.memory,
+        job.open - {"precision"},
+        job.intervals.of(job.updates),
         updates=job.updates,
-        **_intervals(job, Length(job.updates)),
-    ).training_with(**chosen)
+    )
     judged = job.objective.judged(plan)
-    return plan.training_with(
-        judged=judged, packed=job.reading["packing"] == "packed" and judged != "exact"
+    return plan.having(
+        replace(training, judged=judged, packed=job.reading.is_packed and judged != "exact")
     )
 
 
@@ -144,18 +118,19 @@ def _fitted(plan: Plan, machine: Device, shape: Shape) -> Plan:
         # If nothing can be compiled, the plan is for eager steps; the scope stays, and `prepare`
         # prints the reason.
         holds = expected.work.compile
-        holds = _scopes(plan.parallel, config)[0] if holds == "none" else holds
+        holds = _scopes(plan.job.parallel, config)[0] if holds == "none" else holds
         fixed |= {"micro_batch": expected.work.rows, "remat": expected.work.remat, "compile": holds}
     if plan.memory == "stream" or isinstance(expected, StreamCandidate):
         fixed |= {"memory": "stream", "compile": "blocks"}
-    if plan.training.remat == "offload" or is_sharded(plan.parallel):  # tensors move between graphs
+    # Tensors move between graphs.
+    if plan.training.remat == "offload" or is_sharded(plan.job.parallel):
         fixed["compile"] = "blocks"
     fixed |= {key: value for key, value in plan.choices.items() if key not in plan.open}
     # Larger micro-batches would be partly empty.
     fixed["micro_batch"] = min(fixed["micro_batch"], plan.training.window_rows)
     optim = plan.training.optim
-    if job.is_decay_open and not plan.recipe.init:
-        fields = fresh_fields(plan.recipe, name_of(optim), _epochs(plan, expected, shape))
+    if job.is_decay_open and not job.recipe.init:
+        fields = fresh_fields(job.recipe, name_of(optim), _epochs(plan, expected, shape))
         optim = replace(optim, weight_decay=fields.get("weight_decay", optim.weight_decay))
     decided: dict[str, Any] = {
         "optim.name": name_of(optim),
@@ -164,11 +139,10 @@ def _fitted(plan: Plan, machine: Device, shape: Shape) -> Plan:
     decided["optim.weight_decay"] = optim.weight_decay
     if job.is_rate_open:
         decided["optim.lr"] = optim.lr
-    transfer = job.transfer_to(None if plan.recipe.init else config)
+    transfer = job.transfer_to(None if job.recipe.init else config)
     training = replace(plan.training, lora=job.adapters(shape.tokens))
     return replace(
-        plan,
-        record=plan.record.noted(decided | {f"train.{key}": value for key, value in fixed.items()}),
+        plan.noting(decided | {f"train.{key}": value for key, value in fixed.items()}),
         training=replace(
             training.of(config, machine.type) if config else training,
             rows=min(fixed["micro_batch"], share),
@@ -180,7 +154,7 @@ def _fitted(plan: Plan, machine: Device, shape: Shape) -> Plan:
         open=frozenset(),
         transfer=transfer,
         # What a rank that holds only some rows of each weight needs is unknown.
-        expected=None if is_sharded(plan.parallel) else expected,
+        expected=None if is_sharded(plan.job.parallel) else expected,
     )
 
 
@@ -190,7 +164,9 @@ def _epochs(plan: Plan, expected: Candidate | None, shape: Shape) -> int:
     rows = plan.training.window_rows
     if expected and shape.per_epoch and shape.minutes and not updates:
         updates = defaults.likely_updates(shape.minutes, expected.update_s, shape.per_epoch, rows)
-    return plan.epochs or (round(updates * rows / shape.per_epoch) if shape.per_epoch else 1)
+    return plan.job.span.epochs or (
+        round(updates * rows / shape.per_epoch) if shape.per_epoch else 1
+    )
 
 
 def request_of(
@@ -210,7 +186,7 @@ def request_of(
     """
     job = plan.job
     given = plan.training
-    transfer = job.transfer_to(None if plan.recipe.init else config)
+    transfer = job.transfer_to(None if job.recipe.init else config)
     optim = transfer.optimizer(given.optim) if transfer else given.optim
     training = replace(given, rows=given.window_rows, optim=optim, lora=job.adapters(tokens))
     remats = REMATS if machine.type == "cuda" else REMATS[:-1]
@@ -218,7 +194,7 @@ def request_of(
         training.of(config, machine.type),
         micro_batch=None if "micro_batch" in plan.open else given.rows,
         precisions=(given.precision,),
-        scopes=_scopes(plan.parallel, config) if "compile" in plan.open else (given.compile,),
+        scopes=_scopes(plan.job.parallel, config) if "compile" in plan.open else (given.compile,),
         remats=remats if "remat" in plan.open else (given.remat,),
     )
 
@@ -245,23 +221,23 @@ def _planned(plan: Plan, config: LlamaConfig, machine: Device, shape: Shape) -> 
         OutOfDeviceMemory: nothing fits; the message names the nearest candidate and by how much it
             misses.
     """
-    memory: Literal["auto", "device", "stream"] = "auto" if "memory" in plan.open else plan.memory
+    memory = plan.asked_memory
     objective = plan.job.objective
     if shape.slots:
         rows, length = objective.largest_window(plan, config, shape.slots)
-        plan = plan.training_with(window_rows=rows, length=length)
+        plan = plan.having(replace(plan.training, window_rows=rows, length=length))
     if objective.answers_on_device:
         machine = without(machine, sum(plan.beside.values()))
         memory = "device"
-    if plan.parallel != "none":
+    if plan.job.parallel != "none":
         training = plan.training
-        plan = plan.training_with(window_rows=-(-training.window_rows // shape.ranks))
+        plan = plan.having(replace(training, window_rows=-(-training.window_rows // shape.ranks)))
         memory = "stream"
         if plan.memory != "stream":
             kept = (training.lora.base, training.precision) if training.lora else None
-            shared = sharing(plan.parallel, shape.ranks)
+            shared = sharing(plan.job.parallel, shape.ranks)
             machine = without(
-                machine, -spared_bytes(config.parameter_count(), plan.parallel, shared, kept)
+                machine, -spared_bytes(config.parameter_count(), plan.job.parallel, shared, kept)
             )
             memory = "device"
     request = request_of(plan, config, machine, shape.tokens)
@@ -297,24 +273,14 @@ def _planned(plan: Plan, config: LlamaConfig, machine: Device, shape: Shape) -> 
 
 
 def _lasting(plan: Plan, length: Length) -> Plan:
-    fixed = _intervals(plan.job, length)
+    intervals = plan.job.intervals.of(length.updates, length.evaluations)
     decided = {
-        f"{'optim' if key == 'warmup_updates' else 'train'}.{key}": value
-        for key, value in fixed.items()
+        "optim.warmup_updates": intervals.warmup_updates,
+        "train.eval_every": intervals.eval_every,
+        "train.save_every": intervals.save_every,
     }
-    decided |= {} if plan.epochs else {"train.updates": length.updates}
-    return replace(plan, record=plan.record.noted(decided), updates=length.updates, **fixed)
-
-
-def _intervals(job: Job, length: Length) -> dict[str, Any]:
-    """Return the number of updates of the warm-up, between evaluations and between checkpoints."""
-    usual = Intervals(
-        defaults.warmup(length.updates),
-        defaults.interval(length.updates, length.evaluations),
-        defaults.interval(length.updates, defaults.CHECKPOINTS),
-    )
-    given = {name: value for name, value in job.intervals._asdict().items() if value is not None}
-    return usual._asdict() | given
+    decided |= {} if plan.job.span.epochs else {"train.updates": length.updates}
+    return replace(plan.noting(decided), updates=length.updates, intervals=intervals)
 
 
 # ── for a plan alone ────────────────────────────────────────────────────────────────────────────
@@ -333,22 +299,23 @@ def shape_of(plan: Plan, tokens: NewTokens | None = None) -> LlamaConfig:
             tells.
         InputRefused: the folder holds no model.
     """
-    recipe = plan.recipe
-    tokenizer = str(plan.reading["tokenizer"])
-    if source := plan.job.source:
+    job = plan.job
+    tokenizer = str(job.reading.tokenizer)
+    if source := job.source:
         if not source.adapter and (source.code or source.is_weight_file or source.run):
             raise UsageError(
                 f"model.init = {source.base}: a plan is made for a preset, sizes or a Hugging Face folder"
             )
-        return with_rows(hub.read_config(source.base), tokens)
+        # Read again for its refusal.
+        return with_rows(source.shape or hub.read_config(source.base), tokens)
     sizes: dict[str, Any] = {"max_position_embeddings": plan.training.length}
     if tokenizer == "bpe":
-        sizes["vocab_size"] = parse(tokenizer, plan.reading["vocab_size"])
+        sizes["vocab_size"] = parse(tokenizer, job.reading.vocab_size)
     elif tokenizer == "bytes":
         sizes["vocab_size"] = 259  # the bytes and three special tokens
-    elif "vocab_size" not in recipe.sizes and recipe.preset == "auto":
+    elif "vocab_size" not in job.recipe.sizes and job.recipe.preset == "auto":
         raise UsageError("model.vocab_size: give it, as a plan reads no tokenizer's file")
-    return recipe.shape(**sizes)
+    return job.recipe.shape(**sizes)
 
 
 def with_rows(config: LlamaConfig, tokens: NewTokens | None) -> LlamaConfig:

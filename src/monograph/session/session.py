@@ -49,6 +49,7 @@ class Session:
     Attributes:
         run: the run's folder.
         plan: the decided values of the run.
+        recipe: what the model was built from.
         task: what the run learns from, and how.
         engine: model and optimizer on the device.
         batches: the windows from the current position on.
@@ -76,6 +77,7 @@ class Session:
 
     run: Run
     plan: Plan
+    recipe: Recipe
     task: Task
     engine: Engine
     compile_s: float = 0.0
@@ -126,7 +128,7 @@ class Session:
         """Return the number of trained parameters of a run with adapters; 0 for a run without."""
         return (
             0
-            if self.plan.recipe.lora is None
+            if self.recipe.lora is None
             else sum(plane.param.numel() for plane in self.engine.step.planes)
         )
 
@@ -192,7 +194,7 @@ class Session:
             "tokenizer": self.corpus.tokenizer.digest,
             "tokenizer_files": self.corpus.tokenizer.config.digests,
             "settings": self.begun_with or self.plan.record.fingerprint,
-            "recipe": self.plan.recipe.entries(),
+            "recipe": self.recipe.entries(),
             # Runs from before kernels were measured lack it.
             **({"attention": self.kernel} if self.kernel else {}),
             **self.task.digests,
@@ -276,11 +278,11 @@ class Session:
                 )
         saved = Recipe.recorded(state["recipe"])
         require_same_file(saved, self.run)
-        require_base(self.plan.recipe.base_sha256, saved.base_sha256, saved.init, self.run.folder)
+        require_base(self.recipe.base_sha256, saved.base_sha256, saved.init, self.run.folder)
         # Compared as shapes: an older checkpoint lacks keys that were added since, which have their
         # defaults in it.
         shape = LlamaConfig.from_hf(state["model_config"]) if state["model_config"] else None
-        if saved.entries() != self.plan.recipe.entries() or shape != self.model_config:
+        if saved.entries() != self.recipe.entries() or shape != self.model_config:
             raise InputRefused(
                 f"{self.run.config}: its model is not what the run was begun with: {instead}"
             )
@@ -350,7 +352,7 @@ class Session:
         """Return the learning rate's schedule, with the cool-down if one has begun."""
         course = self.plan.schedule(self.plan.updates)
         return (
-            cool_down(course, self.cooled[0], self.cooled[1], self.plan.final)
+            cool_down(course, self.cooled[0], self.cooled[1], self.plan.job.final)
             if self.cooled
             else course
         )
@@ -436,7 +438,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
         InputRefused: the model's code has replaced NumPy's bit generator.
     """
     version, words, gauss = random.getstate()
-    numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002
+    numpy = np.random.get_state(legacy=False)  # noqa: NPY002
     kind, state = numpy["bit_generator"], numpy["state"]
     if kind != "MT19937":
         raise InputRefused(

@@ -1,13 +1,13 @@
 """Turn a plan into a session that is ready to train: text, model and engine."""
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from monograph.device import Device, describe
-from monograph.distributed.engine import Replicated, Sharded, streamed_replica
+from monograph.distributed.engine import Replicated, Sharded, StepOptions, streamed_replica
 from monograph.distributed.world import World
 from monograph.engine import Engine
 from monograph.errors import InputRefused, UsageError
@@ -24,7 +24,7 @@ from monograph.resident import Resident
 from monograph.run.folder import Run
 from monograph.run.models import build
 from monograph.run.progress import Progress
-from monograph.run.recipe import digest, extended, left_out_of, recorded, require_base_of
+from monograph.run.recipe import Recipe, digest, extended, recorded, require_base_of
 from monograph.run.recorded_state import newest_state
 from monograph.run.writing import recorded_parent
 from monograph.session.new_tokens import token_notes
@@ -44,12 +44,14 @@ class BuiltRun(NamedTuple):
     Attributes:
         plan: the plan, with every value decided except the number of updates and values that depend
             on it.
+        recipe: what the model was built from, as its checkpoints record it.
         model: the model, with its weights on the host or still in their files.
         loss: the model's loss.
         notes: lines about the model's tokens that the user should read.
     """
 
     plan: Plan
+    recipe: Recipe
     model: nn.Module
     loss: Loss
     notes: tuple[str, ...] = ()
@@ -76,10 +78,9 @@ def open_session(
     world = world or World()
     machine = describe()
     plan = _as_begun(plan, run)
+    minutes = plan.job.span.minutes
     built = (
-        build_run(plan, task, machine, device, world.size, minutes=plan.minutes)
-        if world.leads
-        else None
+        build_run(plan, task, machine, device, world.size, minutes=minutes) if world.leads else None
     )
     decided = agreed_plan(world, built.plan if built else plan, machine)
     built = built or build_run(_as_begun(decided, run), task, machine, device, world.size)
@@ -90,7 +91,8 @@ def open_session(
             "note",
             f"attention_dropout = {rate} stays in config.json; nothing is dropped in training here",
         )
-    if built.plan.recipe.init and (names := left_out_of(built.plan.recipe.init)):
+    source = built.plan.job.source
+    if source and (names := source.left_out):
         progress.line("note", f"only the text model is trained: {names} are left out")
     if (
         isinstance(built.model, Llama)
@@ -102,8 +104,8 @@ def open_session(
             "output_router_logits = true balances experts by texts; rewards and pairs train without it",
         )
     engine = make_engine(built, device, world)
-    seed_all(built.plan.seed)
-    return Session(run, built.plan, task, engine, world=world)
+    seed_all(built.plan.job.seed)
+    return Session(run, built.plan, built.recipe, task, engine, world=world)
 
 
 def agreed_plan(world: World, plan: Plan, machine: Device) -> Plan:
@@ -120,7 +122,8 @@ def _as_begun(plan: Plan, run: Run) -> Plan:
 
     Presets of hybrids had 1e-5 once; such a run goes on with that.
     """
-    if plan.recipe.init is not None or plan.recipe.shape(vocab_size=1).family.others != LINEAR:
+    recipe = plan.job.recipe
+    if recipe.init is not None or recipe.shape(vocab_size=1).family.others != LINEAR:
         return plan
     state = newest_state(run)
     parent = recorded_parent(run)
@@ -129,9 +132,8 @@ def _as_begun(plan: Plan, run: Run) -> Plan:
     shape = state.get("model_config")
     if shape is None:
         return plan
-    return replace(
-        plan, recipe=plan.recipe._replace(norm_eps=LlamaConfig.from_hf(shape).rms_norm_eps)
-    )
+    recipe = recipe._replace(norm_eps=LlamaConfig.from_hf(shape).rms_norm_eps)
+    return replace(plan, job=replace(plan.job, recipe=recipe))
 
 
 def build_run(
@@ -160,8 +162,8 @@ def build_run(
             the shape is known.
         InputRefused: the model does not fit the text.
     """
-    recipe = plan.recipe
     job = plan.job
+    recipe = job.recipe
     text = task.data
     # A weight file's own tensors give these sizes.
     if recipe.adapter or not (job.source and job.source.is_weight_file):
@@ -182,10 +184,8 @@ def build_run(
         recipe = recipe._replace(vocabulary=extended(model, new.vocabulary, str(recipe.init)))
     if config := _shape(model):
         _require_fit(config, text.vocab_size, plan.training.length)
-    plan = replace(
-        plan if known_shape else resolve(plan, machine, Shape(config, tokens, *facts)),
-        recipe=recipe,
-    )
+    if not known_shape:
+        plan = resolve(plan, machine, Shape(config, tokens, *facts))
     if plan.transfer:
         plan.transfer.initialise_(model)
     if lora:
@@ -193,16 +193,16 @@ def build_run(
         if start:
             require_base_of(start, str(recipe.base_sha256))
         # Under fsdp the base is rounded on the host, as no device need have room for all of it.
-        there = None if is_sharded(plan.parallel) else device
+        there = None if is_sharded(job.parallel) else device
         put(
             model,
             lora,
-            seed=plan.seed,
+            seed=job.seed,
             start=start,
             precision=Precision(plan.training.precision),
             device=there,
         )
-    return BuiltRun(plan, model, task.loss(plan, model) or loss, notes)
+    return BuiltRun(plan, recipe, model, task.loss(plan, model) or loss, notes)
 
 
 def _require_fit(config: LlamaConfig, vocab_size: int, length: int) -> None:
@@ -227,37 +227,41 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
     training = plan.training
     if isinstance(model, Llama) and not isinstance(built.loss, TokenLoss):
         model.balance_factor = 0.0  # tokens have no shares of their own in such a loss
-    shared: dict[str, Any] = {
+    shared: StepOptions = {
         "loss": built.loss,
         "optim": training.optim,
         "clip": training.clip,
         "precision": Precision(training.precision),
         "remat": named(training.remat),
-        "micro_batch": training.rows,
     }
-    world = None if plan.parallel == "none" else world
+    rows = training.rows
+    world = None if plan.job.parallel == "none" else world
     if world and (mixing := mixing_rows(model)):
         if device.type != "cuda":
             one = "torch sums their statistics over ranks on GPUs alone: take another norm, or train.parallel = none"
             raise UsageError(f"{mixing[0]} normalises over the rows of all ranks, and {one}")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if plan.memory == "stream":
-        shared["placement"] = plan.placement or Placement(device)
-        return (
-            streamed_replica(model, world=world, **shared) if world else Streamed(model, **shared)
-        )
+        placement = plan.placement or Placement(device)
+        if world:
+            return streamed_replica(
+                model, world=world, micro_batch=rows, placement=placement, **shared
+            )
+        return Streamed(model, micro_batch=rows, placement=placement, **shared)
     if world is None:
         # On a CPU, mapped weights that are trained are copied from their file straight into the
         # step's planes.
-        return Resident(
-            materialize_(model, device, trained=device.type != "cpu").to(device), **shared
-        )
-    if is_sharded(plan.parallel):
-        halved = plan.gather_dtype == "bf16"
+        model = materialize_(model, device, trained=device.type != "cpu").to(device)
+        return Resident(model, micro_batch=rows, **shared)
+    if is_sharded(plan.job.parallel):
+        halved = plan.job.gather_dtype == "bf16"
+        by_machine = plan.job.parallel == "hsdp"
         return Sharded(
-            model, world=world, halved=halved, by_machine=plan.parallel == "hsdp", **shared
+            model, world=world, micro_batch=rows, halved=halved, by_machine=by_machine, **shared
         )
-    return Replicated(materialize_(model, device).to(device), world=world, **shared)
+    return Replicated(
+        materialize_(model, device).to(device), world=world, micro_batch=rows, **shared
+    )
 
 
 def repeatable(device: torch.device) -> None:

@@ -76,7 +76,7 @@ def open_run(
     for line in notes_on(plan, machine):
         progress.line("note", line)
     began_before = folder.begun
-    if not began_before and (least := _least(plan, started)):
+    if not began_before and (least := _least(plan.job.span.wall_minutes, started)):
         progress.line("time", least)
     if world.leads and not began_before:
         plan = _keeping_stdin(folder, plan, progress)
@@ -92,9 +92,10 @@ def open_run(
     session, resumed = opened(plan, progress=progress)
     opening_s = clock() - began
     window = try_step(session, progress)
-    if plan.wall_minutes and not resumed:
-        session.ends_s = started.at_s + 60 * plan.wall_minutes
-        session.end_s = defaults.end_s(started.took_s, 60 * plan.wall_minutes)
+    wall_minutes = plan.job.span.wall_minutes
+    if wall_minutes and not resumed:
+        session.ends_s = started.at_s + 60 * wall_minutes
+        session.end_s = defaults.end_s(started.took_s, 60 * wall_minutes)
     why = ""
     if "compile" in plan.open and not resumed:
         why = why_uncompiled(session, window, opening_s)
@@ -102,7 +103,7 @@ def open_run(
         session.batches.close()
         ends = session.ends_s, session.end_s
         # Where nothing is compiled, the planner chooses otherwise, and answers are drawn otherwise.
-        plan = resolve(plan.record.noted({"train.compile": "none"}), machine)
+        plan = resolve(plan.noting({"train.compile": "none"}).record, machine)
         session, _ = opened(plan, progress=silent())
         choose_kernel(session, window, silent())
         session.ends_s, session.end_s = ends
@@ -143,20 +144,20 @@ def _require_time(plan: Plan, started: Started, doing: str) -> None:
     Raises:
         UsageError: it has none.
     """
-    limit_s = 60 * (plan.wall_minutes or math.inf)
-    if clock() - started.at_s > limit_s:
+    minutes = plan.job.span.wall_minutes or math.inf
+    if clock() - started.at_s > 60 * minutes:
         raise UsageError(
-            f"train.wall_minutes = {plan.wall_minutes:g}: the time was over before the first update: starting took "
+            f"train.wall_minutes = {minutes:g}: the time was over before the first update: starting took "
             f"{duration(started.took_s)}, then came reading ({doing}); give more time. `monograph data build` reads "
             "texts once, for all later runs"
         )
 
 
-def _least(plan: Plan, started: Started) -> str:
+def _least(wall_minutes: float | None, started: Started) -> str:
     """Return what a run of limited time takes besides reading and training, if that is much of it;
     else "".
     """
-    limit_s = 60 * (plan.wall_minutes or math.inf)
+    limit_s = 60 * (wall_minutes or math.inf)
     least_s = started.took_s * (1 + defaults.END_STARTS)
     if least_s <= SHARE_OF_LEAST * limit_s:
         return ""
@@ -166,17 +167,18 @@ def _least(plan: Plan, started: Started) -> str:
 def _times(session: Session, window: Batch, asked_s: float) -> str:
     """Return how long a run by the clock trains, and how long it will take in all."""
     plan = session.plan
+    span = plan.job.span
     whole = f"about {duration(expected_whole_s(session, window, asked_s))} in all"
-    if plan.wall_minutes is not None:
-        whole = f"at most {duration(60 * plan.wall_minutes)} in all"
+    if span.wall_minutes is not None:
+        whole = f"at most {duration(60 * span.wall_minutes)} in all"
     parts = (
         "preparation and report"
         if plan.training.compile == "none"
         else "preparation, compiling and report"
     )
-    training_s = min(60 * plan.minutes, session.left_s)
+    training_s = min(60 * span.minutes, session.left_s)
     if not training_s:
-        return f"preparation left nothing of {duration(60 * (plan.wall_minutes or 0))}: one update, then the report"
+        return f"preparation left nothing of {duration(60 * (span.wall_minutes or 0))}: one update, then the report"
     return f"{duration(training_s)} of training, {whole} with {parts}"
 
 
@@ -233,7 +235,8 @@ def _keeping_stdin(run: Run, plan: Plan, progress: Progress) -> Plan:
     """Keep the text of standard input in the run's folder, where resume, evaluation and branches
     read it again.
     """
-    source = plan.reading["source"]
+    job = plan.job
+    source = job.reading.source
     named = [source] if isinstance(source, str) else source
     if "-" not in named:
         return plan
@@ -241,5 +244,7 @@ def _keeping_stdin(run: Run, plan: Plan, progress: Progress) -> Plan:
         kept = str(spooled_stdin(run.folder, stage.report))
         stage.result = f"kept as {kept}"
     source = [kept if name == "-" else name for name in named]
-    record = plan.record.noted({"data.source": source})
-    return replace(plan, record=record, reading={**plan.reading, "source": source})
+    record = job.record.noted({"data.source": source})
+    return replace(
+        plan, job=replace(job, record=record, reading=replace(job.reading, source=source))
+    )

@@ -50,7 +50,7 @@ def standing_in(settings: Settings) -> Iterator[Settings]:
     Settings that train a new model, or name a model, stay as they are.
     """
     shape = shape_named(settings)
-    if shape is None or not (objective_of(settings).judges or settings.lora.rank is not None):
+    if shape is None or not (objective_of(settings).needs_model or settings.lora.rank is not None):
         yield settings
         return
     with TemporaryDirectory(prefix="monograph-plan-") as folder:

@@ -101,7 +101,7 @@ def calibrate(session: Session) -> float:
     window = next(batches)
     time_s = session.left_s
     if not updates_given(session):
-        time_s = min(time_s, 60 * session.plan.minutes)
+        time_s = min(time_s, 60 * session.plan.job.span.minutes)
 
     def update() -> None:
         for _ in range(each):
@@ -326,14 +326,15 @@ def _budget_s(session: Session, updates: int, update_s: float, progress: Progres
         update_s: seconds of an update.
         progress: the display.
     """
-    plan, left_s = session.plan, session.left_s
+    span = session.plan.job.span
+    left_s = session.left_s
     if updates:
         return left_s
-    given_s = 60 * plan.minutes
-    is_given = plan.job.span.is_timed or not session.task.is_plain or plan.wall_minutes is not None
-    wanted_s = given_s if is_given else defaults.default_seconds(plan.minutes, update_s)
+    given_s = 60 * span.minutes
+    is_given = span.is_timed or not session.task.is_plain or span.wall_minutes is not None
+    wanted_s = given_s if is_given else defaults.default_seconds(span.minutes, update_s)
     if wanted_s > given_s:
-        longer = f"{duration(wanted_s)} instead of {plan.minutes:g} min"
+        longer = f"{duration(wanted_s)} instead of {span.minutes:g} min"
         progress.line("time", f"{longer}: a good first model takes that long on this machine")
     return min(wanted_s, left_s)
 
@@ -359,8 +360,9 @@ def fix_length(session: Session, progress: Progress) -> None:
     lasting = ""
     given = updates_given(session)
     if given > recorded_state.MOST:
+        epochs = plan.job.span.epochs
         raise UsageError(
-            f"train.epochs = {plan.epochs}: they have {given:,} updates; give fewer, for at most 1e15"
+            f"train.epochs = {epochs}: they have {given:,} updates; give fewer, for at most 1e15"
         )
     updates = given
     evaluations = defaults.EVALUATIONS
@@ -392,7 +394,9 @@ def fix_length(session: Session, progress: Progress) -> None:
         session.budget_s += session.elapsed_s
     plan = resolve(plan, describe(), Length(updates, evaluations))
     session.complete(plan)
-    adapters = f" of which {count(session.adapter_params)} are trained" if plan.recipe.lora else ""
+    adapters = (
+        f" of which {count(session.adapter_params)} are trained" if session.recipe.lora else ""
+    )
     amount = session.task.amount(rows, updates)
     progress.line(
         "plan",

@@ -99,6 +99,9 @@ class Parameters(ABC):
         loss = self.step.loss
         return counted(loss.count(batch), self.step.device) if counts(loss) else None
 
+    def begin(self) -> None:
+        """Get ready for a window, before its micro-batches are cut; `complete` is its counterpart."""
+
     @abstractmethod
     def accumulate(self, batches: Sequence[object]) -> None:
         """Add the gradient of a window's micro-batches."""

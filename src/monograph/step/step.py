@@ -486,6 +486,7 @@ def accumulate(step: Step, window: Iterable[object]) -> None:
         raise UsageError(
             f"a window is a list of micro-batches, not a {type(window).__name__}: pass [batch]"
         )
+    step.parameters.begin()
     batches = list(window)
     if any(isinstance(batch, bool) for batch in batches):
         raise UsageError(f"a window is a list of micro-batches, and {batches[0]} is none")

@@ -46,12 +46,12 @@ class MemberWindows(Iterator[Batch]):
         """Make members of the same seed share one reader of rows."""
         by_seed: dict[int, objective.Windows] = {}
         for session in sessions:
-            shared = by_seed.setdefault(session.plan.seed, session.batches)
+            shared = by_seed.setdefault(session.plan.job.seed, session.batches)
             if shared is not session.batches:
                 session.batches.close()
                 session.batches = shared
         self._sources = list(by_seed.values())
-        self._which = [list(by_seed).index(session.plan.seed) for session in sessions]
+        self._which = [list(by_seed).index(session.plan.job.seed) for session in sessions]
 
     def __next__(self) -> Batch:
         windows = [next(source) for source in self._sources]
@@ -98,7 +98,7 @@ class MemberBatch:
             if place not in self.ended:
                 # It draws by its own seeds and counters, not from generators.
                 if isinstance(self.engine, Ensemble):
-                    seed_all(session.plan.seed)
+                    seed_all(session.plan.job.seed)
                 session.save(keep=min(2, len(self.sessions)))
 
     def freeze(self, ended: dict[int, int]) -> None:
@@ -151,7 +151,7 @@ def engine_of(built_runs: Sequence[BuiltRun], each: bool, device: torch.device) 
     plan = built_runs[0].plan
     return Ensemble(
         [materialize_(built.model, device).to(device) for built in built_runs],
-        [{"seed": built.plan.seed} for built in built_runs],
+        [{"seed": built.plan.job.seed} for built in built_runs],
         loss=built_runs[0].loss,
         # The optimizer's seed is for stochastic rounding, which an ensemble does not do.
         optim=[replace(built.plan.training.optim, seed=0) for built in built_runs],
@@ -222,7 +222,7 @@ def opened(
     sessions = []
     for number, (run, built) in enumerate(zip(runs, built_runs, strict=True)):
         own = MemberEngine(engine, number) if isinstance(engine, Ensemble) else engine
-        sessions.append(Session(run, built.plan, TextTask(text), own))
+        sessions.append(Session(run, built.plan, built.recipe, TextTask(text), own))
     return MemberBatch(list(members), engine, sessions, MemberWindows(sessions))
 
 

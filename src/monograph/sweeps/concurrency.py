@@ -215,7 +215,7 @@ class Timing:
         instead.
         """
         plan = self.group.plan
-        rows = self.text.train.per_epoch * (plan.epochs or 0)
+        rows = self.text.train.per_epoch * (plan.job.span.epochs or 0)
         return plan.updates or -(-rows // plan.training.window_rows)
 
     def is_brief(self) -> bool:
@@ -229,7 +229,7 @@ class Timing:
         if "compile" not in plan.open or plan.memory == "stream":
             return False
         if not updates:  # where nobody trains meanwhile, the whole of compiling is waited for
-            return 60 * plan.minutes < (
+            return 60 * plan.job.span.minutes < (
                 LEAST_COMPILE_S if has_spare_core(self.machine) else COMPILE_S
             )
         began = clock()
@@ -384,14 +384,14 @@ def timed_update(engine: Engine, window: Batch) -> float:
 
 def several(built_runs: Sequence[BuiltRun]) -> bool:
     """Return whether the members have different seeds, and therefore different windows."""
-    return len({built.plan.seed for built in built_runs}) > 1
+    return len({built.plan.job.seed for built in built_runs}) > 1
 
 
 def first_window(built_runs: Sequence[BuiltRun], text: Corpus) -> Batch:
     """Return the first window that the members train on: [R, ...] for one seed, else [N, R, ...]."""
     windows = []
     for built in built_runs if several(built_runs) else built_runs[:1]:
-        batches = text.batches(built.plan.training.tokens_per_update, seed=built.plan.seed)
+        batches = text.batches(built.plan.training.tokens_per_update, seed=built.plan.job.seed)
         windows.append(next(batches))
         batches.close()
     return stacked(windows, range(len(windows))) if several(built_runs) else windows[0]
@@ -419,7 +419,7 @@ def lengths(
     open_ended = [timing for timing in timings if not timing.given_updates]
     if not open_ended:
         return [timing.given_updates for timing in timings]
-    minutes = open_ended[0].group.plan.minutes
+    minutes = open_ended[0].group.plan.job.span.minutes
     budget_s = defaults.UPDATES_SHARE * 60 * minutes
     for timing in open_ended:
         timing.measure(1, progress)  # one member is always timed, whatever the length

@@ -128,10 +128,10 @@ def _is_possible(timings: Sequence[Timing]) -> bool:
     plans = [timing.group.plan for timing in timings]
     return not any(
         plan.updates
-        or plan.epochs
+        or plan.job.span.epochs
         or plan.training.compile == "none"
         or plan.memory == "stream"
-        or plan.recipe.code
+        or plan.job.recipe.code
         for plan in plans
     )
 
@@ -197,10 +197,10 @@ def _train(start: EagerStart, sweep: Sweep, timings: Sequence[Timing], progress:
         plans = [
             resolve(built.plan, timings[0].machine, Length(start.length)) for built in built_runs
         ]
-        set_schedules(batch.engine, [constant(plan.warmup_updates) for plan in plans])
+        set_schedules(batch.engine, [constant(plan.intervals.warmup_updates) for plan in plans])
     logs = [MetricsLogs([session.run for session in batch.sessions], every=1) for batch in batches]
     began = clock()
-    patient_s = patience_for(timings[0].group.plan.minutes, len(timings))
+    patient_s = patience_for(timings[0].group.plan.job.span.minutes, len(timings))
     with (
         compiling(_CHILD, str(sweep.run.folder)) as is_over,
         progress.stage("start", "training eagerly while the graphs compile") as stage,
@@ -244,6 +244,5 @@ def _lengths(timings: Sequence[Timing], start: EagerStart) -> tuple[int, int]:
                 plan.training.optim.weight_decay,
             ),
         )
-    return defaults.updates_for(
-        defaults.UPDATES_SHARE * 60 * timings[0].group.plan.minutes, seconds, most
-    ), most
+    training_s = defaults.UPDATES_SHARE * 60 * timings[0].group.plan.job.span.minutes
+    return defaults.updates_for(training_s, seconds, most), most

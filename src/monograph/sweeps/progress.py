@@ -174,7 +174,7 @@ class SweepProgress:
         plan = resolve(member.settings, machine)
         return saved["eager_updates"], resolve(
             plan, machine, Length(saved["eager_length"])
-        ).warmup_updates
+        ).intervals.warmup_updates
 
     @property
     def _saved(self) -> list[dict[str, Any]]:
@@ -184,9 +184,9 @@ class SweepProgress:
         """Return each group's corpus; groups that share a text open it once."""
         texts: dict[str, Corpus] = {}
         for group in self.groups:
-            if (key := repr(group.plan.reading)) not in texts:
-                texts[key] = open_corpus(group.plan.reading, self.progress)
-        return [texts[repr(group.plan.reading)] for group in self.groups]
+            if (key := repr(group.plan.job.reading)) not in texts:
+                texts[key] = open_corpus(group.plan.job.reading, self.progress)
+        return [texts[repr(group.plan.job.reading)] for group in self.groups]
 
     def _tell_time(self) -> None:
         """Print how long a sweep by the clock trains, and how long it will take in all."""
@@ -194,7 +194,7 @@ class SweepProgress:
         if any(timing.given_updates for timing in self.timings):
             return
         compiled = [group for group in self.groups if group.plan.training.compile != "none"]
-        training_s = 60 * plan.minutes
+        training_s = 60 * plan.job.span.minutes
         whole_s = (
             self.spent_s + len(compiled) * (COMPILE_S + CACHED_S) + training_s + defaults.END_S
         )

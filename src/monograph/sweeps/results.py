@@ -354,7 +354,7 @@ def verify(outcome: Outcome, progress: Progress, eager: tuple[int, int] = (0, 0)
     if not member:
         raise InputRefused(f"{outcome.run.folder} has no updates to compare: train the sweep first")
     plan = resolve(run_settings(outcome.run), describe())
-    text = open_corpus(plan.reading, progress)
+    text = open_corpus(plan.job.reading, progress)
     compiled = plan.training.compile != "none" and (
         default_device().type == "cuda" or not compiler_obstacle()
     )
@@ -416,8 +416,8 @@ def losses(
     built = build_run(plan, TextTask(text), describe())
     engine = make_engine(built, default_device())
     engine.step.schedule = first_schedule(plan.schedule(plan.updates or updates), *eager)
-    batches = text.batches(plan.training.tokens_per_update, seed=plan.seed)
-    seed_all(plan.seed)
+    batches = text.batches(plan.training.tokens_per_update, seed=plan.job.seed)
+    seed_all(plan.job.seed)
     with progress.stage(
         "alone", "compiled" if compiled else f"eager, micro-batches of {engine.micro_batch}"
     ) as stage:

@@ -256,7 +256,7 @@ def _proxy(settings: Settings) -> tuple[Settings, Settings]:
         UsageError: no narrower shape keeps the model's ratios.
     """
     plan = resolve(settings.resolve(_NO_TRANSFER, ORIGIN), describe())
-    shape = None if plan.recipe.init else plan.recipe.shape(vocab_size=1)
+    shape = None if plan.job.recipe.init else plan.job.recipe.shape(vocab_size=1)
     asked = {key: settings.values()[key] for key in _NO_TRANSFER}
     wide = plan.record.settings.resolve(asked, ORIGIN)
     transfer = transfer_of(wide, shape)

@@ -3,6 +3,7 @@ texts.
 """
 
 from monograph.config import Settings
+from monograph.data.forms import Asked
 from monograph.errors import UsageError
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
@@ -13,6 +14,7 @@ from monograph.session.objectives.teachers import taught
 from monograph.session.objectives.texts import Texts
 from monograph.session.plan import Plan
 
+BY_RECORDS = "data.source"  # the origin of a key that the records ask for
 # The last is what a run learns from if no key chooses another.
 OBJECTIVES: tuple[Objective, ...] = (Rewards(), Preferences(), Texts())
 
@@ -27,6 +29,23 @@ def chosen_in(settings: Settings) -> list[Objective]:
 def objective_of(settings: Settings) -> Objective:
     """Return the objective that the settings choose, its own keys unread."""
     return chosen_in(settings)[0]
+
+
+def with_records(settings: Settings) -> Settings:
+    """Return the settings with the key of the objective that the records ask for, where none is
+    given.
+    """
+    given = settings.values()
+    if given["data.text_key"] is not None or objective_of(settings).is_named:  # they ask for a kind
+        return settings
+    asked = Asked.of(None, given["data.ignore_keys"])
+    for objective in OBJECTIVES:
+        value = objective.of_records(
+            given["data.source"], asked, given["data.bad_records"] == "skip"
+        )
+        if value is not None:
+            return settings.resolve({objective.key: value}, BY_RECORDS)
+    return settings
 
 
 def open_task(run: Run, plan: Plan, progress: Progress, ranks: int = 1) -> Task:

@@ -19,6 +19,7 @@ from monograph.errors import InputRefused
 from monograph.evaluation import Evaluation
 from monograph.graph.trial import Trial
 from monograph.model.llama import Llama
+from monograph.planner import defaults
 from monograph.predict.footprint import Judged
 from monograph.report.quantities import counted
 from monograph.rl.pairs import PairRows, loss_for, read_pairs
@@ -29,27 +30,6 @@ from monograph.session.objective import HeldOutScore, Objective, Opened, Windows
 from monograph.session.objectives.texts import RowsTask
 from monograph.session.plan import Plan
 from monograph.session.reference import read_reference, write_reference
-
-
-def with_records(settings: Settings) -> Settings:
-    """Return the settings with prefer.loss decided: as given, or the usual loss if the records are
-    judged answers.
-    """
-    given = settings.values()
-    # They ask for a kind.
-    if any(given[key] is not None for key in ("data.text_key", "prefer.loss", "rl.reward")):
-        return settings
-    asked = Asked.of(None, given["data.ignore_keys"])
-    usual = loss_for(given["data.source"], asked, given["data.bad_records"] == "skip")
-    return settings.resolve({"prefer.loss": usual}, "data.source") if usual else settings
-
-
-def are_alike(one: str | None, other: str | None) -> bool:
-    """Return whether both losses learn from records of the same kind, pairs or labelled answers."""
-    return (
-        None not in (one, other)
-        and len({preference(loss).labelled for loss in (one, other) if loss}) == 1
-    )
 
 
 def preference_of(settings: Settings) -> Preference:
@@ -72,6 +52,10 @@ class Preferences(Objective):
 
     key = "prefer.loss"
     section = "prefer"
+    by_records = True
+    needs_model = True
+    is_of_texts = False
+    rate_share = defaults.JUDGED_SHARE
     excluded = (
         (OF_CODE, "a program says no tokenizer: name a run or a folder"),
         (STREAMED, "it is not built for streaming: leave it out"),
@@ -91,6 +75,19 @@ class Preferences(Objective):
     def records(self, settings: Settings) -> str:
         """Return what its records are."""
         return "labelled answers" if preference_of(settings).labelled else "pairs of answers"
+
+    def of_records(self, source: str | Sequence[str], asked: Asked, skip_bad: bool) -> str | None:
+        """Return the usual loss for records that are judged answers; None for others."""
+        return loss_for(source, asked, skip_bad)
+
+    def learns_alike(self, one: str | None, other: str | None) -> bool:
+        """Return whether both losses learn from records of the same kind, pairs or labelled
+        answers.
+        """
+        return (
+            None not in (one, other)
+            and len({preference(loss).labelled for loss in (one, other) if loss}) == 1
+        )
 
     def unused(self, origin: str, key: str, written: str) -> str:
         """Return the refusal of a parameter without a loss; see `Objective.unused`."""
@@ -114,9 +111,10 @@ class Preferences(Objective):
         """Read the run's pairs, and print how many there are."""
         chosen = self.preference
         assert chosen is not None
-        with progress.stage("pairs", str(plan.reading["source"])) as stage:
-            pairs = read_pairs(plan.reading, labelled=chosen.labelled, progress=stage.report)
-            held = held_out_said(pairs.held_out.documents, plan.reading["held_out"])
+        reading = plan.job.reading
+        with progress.stage("pairs", str(reading.source)) as stage:
+            pairs = read_pairs(reading, labelled=chosen.labelled, progress=stage.report)
+            held = held_out_said(pairs.held_out.documents, reading.held_out)
             skipped = sum(pairs.skipped.values())
             left_out = f", {counted(skipped, 'bad record')} skipped" if skipped else ""
             stage.result = (
@@ -146,7 +144,7 @@ class PreferenceTask(RowsTask):
         """
         if not isinstance(model, Llama):
             raise InputRefused(
-                f"model.init = {plan.recipe.init}: prefer.loss needs a language model, not a {type(model).__name__}"
+                f"model.init = {plan.job.recipe.init}: prefer.loss needs a language model, not a {type(model).__name__}"
             )
         train, held = self.data.train, self.data.held_out
         assert isinstance(train, PairRows) and isinstance(held, PairRows)

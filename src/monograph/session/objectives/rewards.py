@@ -23,6 +23,7 @@ from monograph.graph.trial import Trial
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops.attention import block_of
+from monograph.planner import defaults
 from monograph.predict.estimate import copied_bytes, trained_numbers
 from monograph.predict.footprint import Judged
 from monograph.predict.roofline import Calibration, Drawing, drawing_s, peak_flops
@@ -45,7 +46,8 @@ from monograph.rl.rollouts import (
 from monograph.run.folder import Run
 from monograph.run.models import load_with_tokenizer
 from monograph.run.progress import Progress
-from monograph.run.recipe import digest, run_named, shape_in
+from monograph.run.recipe import digest
+from monograph.run.source import ModelSource
 from monograph.run.trust import is_all_trusted
 from monograph.session.choices import FP8, OF_CODE, STREAMED, Condition
 from monograph.session.objective import (
@@ -108,6 +110,9 @@ class Rewards(Objective):
 
     key = "rl.reward"
     section = "rl"
+    needs_model = True
+    is_of_texts = False
+    rate_share = defaults.JUDGED_SHARE
     excluded = (
         (OF_CODE, "a program says no tokenizer: name a run or a folder"),
         (STREAMED, "answers are drawn on the device: leave it out"),
@@ -129,7 +134,7 @@ class Rewards(Objective):
     reward: str = ""
     regex: str | None = None
     schema: str | None = None
-    teacher: str | None = None
+    teacher: ModelSource | None = None
     vouched: Mapping[str, str] = field(default_factory=dict)
     answer_form: tuple[str | None, str | None] = (None, None)
     prompts: int = 0
@@ -193,9 +198,12 @@ class Rewards(Objective):
                     f"{settings.origins[useless[0]]}: {useless[0]}: {worth}: leave it out"
                 )
             del values["rl.advantage"]
+        teacher: ModelSource | None = None
         if rl.teacher is not None:
-            run = run_named(rl.teacher)  # record its path: `last` will soon name the new run
+            teacher = ModelSource.open(rl.teacher)
+            run = teacher.run  # record its path: `last` will soon name the new run
             values["rl.teacher"] = str(run.named if run else without_links(rl.teacher))
+            teacher = teacher.under(values["rl.teacher"])
         if values["rl.max_new_tokens"] >= length:
             raise UsageError(
                 f"rl.max_new_tokens = {values['rl.max_new_tokens']} leaves no room for a prompt in a row of "
@@ -210,7 +218,7 @@ class Rewards(Objective):
             reward=str(rl.reward),
             regex=rl.reward_regex,
             schema=rl.reward_schema,
-            teacher=values.get("rl.teacher"),
+            teacher=teacher,
             vouched=settings.vouched,
             answer_form=(rl.answer_regex, rl.answer_schema),
             prompts=values["rl.prompts"],
@@ -250,19 +258,19 @@ class Rewards(Objective):
         rows = decoded_rows(own) + min(options.prompts, MOST_PROMPTS)
         answers = rows * KVCache.bytes_per_row(config, slots, dtype, block_of(slots))
         beside = {"answers": min(answers, machine.free_memory_bytes // 2)}
-        if is_sharded(plan.parallel):
+        if is_sharded(plan.job.parallel):
             beside["whole weights"] = copied_bytes(
-                config, lora, training.precision, plan.gather_dtype == "bf16"
+                config, lora, training.precision, plan.job.gather_dtype == "bf16"
             )
         if options.kl and options.kl.needs_reference:
             width = FP32_BYTES if training.optim.master_weights else 2
             # The weights that are trained wait in a second copy while the reference scores.
             numbers = trained_numbers(config, lora, training.precision) // sharing(
-                plan.parallel, ranks
+                plan.job.parallel, ranks
             )
             beside["reference"] = 2 * width * numbers
         teacher = asked_of(plan).teacher
-        shape = shape_in(teacher) if teacher else None
+        shape = teacher.shape if teacher else None
         if shape:
             beside["teacher"] = shape.parameter_count() * FP32_BYTES
         return beside
@@ -306,13 +314,13 @@ class Rewards(Objective):
 def _prompts(plan: Plan, reward: Reward, progress: Progress) -> Prompts:
     """Read the run's prompts, load the teacher, and print how many prompts there are."""
     objective = asked_of(plan)
-    reading = plan.reading
+    reading = plan.job.reading
     options = options_of(plan)
-    with progress.stage("prompts", str(reading["source"])) as stage:
+    with progress.stage("prompts", str(reading.source)) as stage:
         room = options.length - options.max_new_tokens
         prompts = read_prompts(reading, room=room, reward=reward, progress=stage.report)
         asked = counted(len(prompts.train), "chat" if prompts.chats else "prompt")
-        held = held_out_said(len(prompts.held_out), reading["held_out"])
+        held = held_out_said(len(prompts.held_out), reading.held_out)
         skipped = (
             f", {counted(sum(prompts.skipped.values()), 'bad record')} skipped"
             if prompts.skipped
@@ -322,8 +330,8 @@ def _prompts(plan: Plan, reward: Reward, progress: Progress) -> Prompts:
     for line in prompts.notes:
         progress.line("note", line)
     if isinstance(reward, Taught) and objective.teacher is not None:
-        with progress.stage("teacher", objective.teacher):
-            reward.teacher = _teacher(objective.teacher, prompts, options)
+        with progress.stage("teacher", objective.teacher.name):
+            reward.teacher = _teacher(objective.teacher.name, prompts, options)
     # Another program, schema or teacher would give other rewards to the same answers, so a run
     # belongs to this one.
     decisive = prompts.fingerprint + reward.digest
@@ -385,10 +393,10 @@ def options_of(plan: Plan) -> Options:
         advantage=asked.advantage or TAUGHT_AS,
         draws=asked.draws,
         length=plan.training.length,
-        packed=plan.reading["packing"] == "packed",
+        packed=plan.job.reading.is_packed,
         exact=plan.training.compile == "none" and default_device().type == "cpu",
-        seed=plan.seed,
-        epochs=plan.epochs,
+        seed=plan.job.seed,
+        epochs=plan.job.span.epochs,
         updates=asked.updates,
         kl=asked.kl,
         masks_truncated=asked.masks_truncated,
@@ -467,7 +475,7 @@ class RewardTask(Task):
         if not isinstance(model, Llama):
             name = type(model).__name__
             raise InputRefused(
-                f"model.init = {plan.recipe.init}: rl.reward needs a language model, not a {name}"
+                f"model.init = {plan.job.recipe.init}: rl.reward needs a language model, not a {name}"
             )
         options = options_of(plan)
         _compute_as(options, model)

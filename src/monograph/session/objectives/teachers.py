@@ -114,7 +114,12 @@ class TaughtTask(TextTask):
             UsageError: the run is streamed, has adapters or is trained by several processes.
         """
         run = self.folder
-        if plan.memory == "stream" or plan.recipe.lora or self.ranks > 1 or plan.parallel != "none":
+        if (
+            plan.memory == "stream"
+            or plan.training.lora
+            or self.ranks > 1
+            or plan.job.parallel != "none"
+        ):
             without = "train.memory = stream, train.parallel and lora.rank"
             raise UsageError(
                 f"{run.folder} learns from a sweep's members, on one device: leave out {without}"

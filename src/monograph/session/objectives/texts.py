@@ -6,6 +6,7 @@ from typing import Any
 
 from monograph.data.batches import Batches
 from monograph.data.corpus import Corpus, corpus
+from monograph.data.options import ReadingOptions
 from monograph.errors import InputRefused
 from monograph.evaluation import Evaluation, evaluate
 from monograph.graph.trial import Trial
@@ -22,23 +23,23 @@ class Texts(Objective):
 
     def open(self, plan: Plan, progress: Progress) -> "TextTask":
         """Read the run's text; see `open_corpus`."""
-        return TextTask(open_corpus(plan.reading, progress))
+        return TextTask(open_corpus(plan.job.reading, progress))
 
 
-def open_corpus(reading: Mapping[str, Any], progress: Progress) -> Corpus:
+def open_corpus(reading: ReadingOptions, progress: Progress) -> Corpus:
     """Read, tokenise and pack a text of at least one row, and print its size and the notes on it.
 
     Args:
-        reading: the arguments of `monograph.corpus`.
+        reading: how the text is read.
         progress: the display that prints the lines.
     """
-    source = reading["source"]
+    source = reading.source
     sources = [source] if isinstance(source, str) else source
     name = "Python's standard library" if source == "stdlib" else ", ".join(sources[:3])
     with progress.stage("data", name + (", ..." if len(sources) > 3 else "")) as stage:
-        data = corpus(**reading, progress=stage.report)
+        data = corpus(**vars(reading), progress=stage.report)
         stats = data.stats
-        length = reading["sequence_length"]
+        length = reading.sequence_length
         if stats.tokens < length and not stats.conversations:
             rows = f"{stats.tokens} training tokens, fewer than one row of {length}"
             raise InputRefused(f"{data.name}: {rows}; give more text or shorten sequence_length")
@@ -101,9 +102,9 @@ class RowsTask(Task):
         """Return the windows of rows; see `Task.windows`."""
         plan = self.plan()
         pin = self.engine.step.device.type == "cuda"
-        seed = plan.seed if seed is None else seed
+        seed = plan.job.seed if seed is None else seed
         return self.data.batches(
-            plan.training.tokens_per_update, seed, position, plan.epochs, pin, skip
+            plan.training.tokens_per_update, seed, position, plan.job.span.epochs, pin, skip
         )
 
     @property
