@@ -230,8 +230,9 @@ class Sampling:
                 option.
         """
         options = [given or cls()] * count if isinstance(given, cls | None) else given
-        is_list = isinstance(options, list | tuple)
-        if not is_list or not all(isinstance(each, cls) for each in options):
+        if not isinstance(options, list | tuple) or not all(
+            isinstance(each, cls) for each in options
+        ):
             raise UsageError(
                 f"sampling = {given!r}: expected one monograph.Sampling(...), or a list of one each prompt"
             )
