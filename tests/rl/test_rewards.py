@@ -565,7 +565,10 @@ def test_without_namespaces_nothing_runs_unless_told_and_then_within_limits(
 ) -> None:
     os.chmod(tmp_path.parents[0], 0o755)
     bare = changed(
-        monkeypatch, tmp_path, "    namespaces = _NEW_NETWORK", "    return\n    namespaces = _NEW_NETWORK"
+        monkeypatch,
+        tmp_path,
+        "    namespaces = _NEW_NETWORK",
+        "    return\n    namespaces = _NEW_NETWORK",
     )
     if confined() is None:
         bare.close()
