@@ -41,7 +41,7 @@ from monograph.device import clock
 from monograph.model.hub import load_model
 from monograph.model.llama import Llama
 from monograph.rl.advantages import Weight
-from monograph.rl.arrange import Options, Rollout, arranged
+from monograph.rl.arrange import Options, Rollout, arrange_window
 from monograph.rl.loss import PolicyLoss
 
 TASK, GROUP, PROMPTS, LENGTH = TASKS["makes"], 8, 32, 32
@@ -170,7 +170,7 @@ def gradient_errors(home: Path) -> dict[str, float]:
     model = load_model(home / "hf")
     # As an eager run on a CPU does (monograph.session.objectives.rewards).
     model.use_attention("cached")
-    total, count = PolicyLoss()(model, arranged(rollouts, weighed, _options()))
+    total, count = PolicyLoss()(model, arrange_window(rollouts, weighed, _options()))
     (total / count).backward()
     theirs = {
         name.removeprefix("gradient."): value

@@ -23,7 +23,7 @@ from monograph.data.options import ReadingOptions
 from monograph.data.records import Fault, Unusable
 from monograph.data.tables import table_objects
 from monograph.errors import InputRefused
-from monograph.rl.arrange import Rollout, arranged, weighted
+from monograph.rl.arrange import Rollout, answer_weights, arrange_window
 from monograph.rl.pairs import read_pairs
 from monograph.rl.prompts import read_prompts
 from monograph.rl.rewards import Answer, Reward, reward_of
@@ -332,11 +332,11 @@ def test_answers_that_are_cut_count_in_neither_sum_and_all_of_them_are_no_nan(
     options = replace(OPTIONS, advantage=objective, masks_truncated=True, max_new_tokens=7)
     whole = [Rollout((1, 2), (3,) * length, (-1.0,) * length) for length in (2, 4)]
     cut = Rollout((1, 2), (3,) * 7, (-1.0,) * 7, is_cut=True)
-    assert weighted([*whole, cut, cut], [1.0, 0.0, 1.0, 0.0], options)[:2] == weighted(
+    assert answer_weights([*whole, cut, cut], [1.0, 0.0, 1.0, 0.0], options)[:2] == answer_weights(
         whole, [1.0, 0.0], options
     )
-    none = weighted([cut, cut], [1.0, 0.0], options)
-    window = arranged([cut, cut], none, options)
+    none = answer_weights([cut, cut], [1.0, 0.0], options)
+    window = arrange_window([cut, cut], none, options)
     assert float(window["shares"].sum()) == 1.0 and not window["factors"].any()
 
 

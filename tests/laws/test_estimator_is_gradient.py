@@ -23,7 +23,7 @@ from monograph.model.llama import Llama
 from monograph.resident import Resident
 from monograph.rl import rollouts as room
 from monograph.rl.advantages import ADVANTAGES, Weight, centred_rewards, ratio_of
-from monograph.rl.arrange import Rollout, arranged, weighted
+from monograph.rl.arrange import Rollout, answer_weights, arrange_window
 from monograph.rl.form import AnswerForm
 from monograph.rl.loss import PolicyLoss
 from monograph.rl.prompts import Prompt, Prompts
@@ -99,7 +99,9 @@ def mean_gradient(net: Llama, of: dict[tuple[int, ...], float], advantage: str) 
         weighed = ADVANTAGES[advantage].weights(
             [of[a] for a in group], [len(a) for a in group], LONGEST
         )
-        batch = arranged([Rollout(PROMPT, a, token_logs(net, a)) for a in group], weighed, FORM)
+        batch = arrange_window(
+            [Rollout(PROMPT, a, token_logs(net, a)) for a in group], weighed, FORM
+        )
 
         def scaled(batch=batch) -> Tensor:  # type: ignore[no-untyped-def]
             total, count = loss(net, batch)
@@ -167,7 +169,7 @@ def test_answers_that_are_left_out_leave_the_gradient_of_the_reward_of_those_tha
     for group in itertools.product(of, repeat=3):
         made = [Rollout(PROMPT, answer, (), is_cut=answer not in ends) for answer in group]
         weighed, share = (
-            weighted(made, [of[answer] for answer in group], options),
+            answer_weights(made, [of[answer] for answer in group], options),
             math.prod(shares[a] for a in group),
         )
         kept = sum(not one.is_cut for one in made)
@@ -219,7 +221,7 @@ def test_answers_of_a_form_follow_the_gradient_of_the_expected_reward_among_them
         total = torch.zeros_like(exact)
         for group in itertools.product(every, repeat=2):
             weighed = ADVANTAGES["rloo"].weights([of[a] for a in group], [2, 2], LONGEST)
-            batch = arranged([made[a] for a in group], weighed, FORM)
+            batch = arrange_window([made[a] for a in group], weighed, FORM)
 
             def scaled(batch=batch) -> Tensor:  # type: ignore[no-untyped-def]
                 loss_sum, count = loss(net, batch)
@@ -281,7 +283,9 @@ def test_an_answer_that_is_cut_is_worth_less_by_what_that_costs() -> None:
     made = [Rollout(PROMPT, (1,) * size, (), is_cut=size == LONGEST) for size in (1, LONGEST, 2)]
     lowered = ADVANTAGES["grpo"].weights([1.0, 0.5, 0.0], [1, LONGEST, 2], LONGEST)
     assert (
-        weighted(made, [1.0, 1.0, 0.0], replace(FORM, advantage="grpo", truncation_penalty=0.5))
+        answer_weights(
+            made, [1.0, 1.0, 0.0], replace(FORM, advantage="grpo", truncation_penalty=0.5)
+        )
         == lowered
     )
 
@@ -357,7 +361,7 @@ def test_ragged_answers_accumulated_in_any_order_and_rows_are_one_batch(
     form = replace(OPTIONS, length=24, exact=False, packed=packed)
     for some in orders(made, weighed):
         engine = Resident(tiny_llama(torch.float64), loss=PolicyLoss(), micro_batch=micro_batch)
-        engine.accumulate(arranged(*some, form))
+        engine.accumulate(arrange_window(*some, form))
         assert (flat_gradient(engine.model) - exact).norm() / exact.norm() < 1e-12
 
 
@@ -372,7 +376,7 @@ def test_a_group_of_equal_rewards_weighs_exactly_nothing() -> None:
 
 def test_no_answer_that_teaches_still_is_a_window() -> None:
     made, _ = ragged_answers(16)
-    window = arranged(made[:4], [Weight(0.0, 14.0)] * 4, FORM)
+    window = arrange_window(made[:4], [Weight(0.0, 14.0)] * 4, FORM)
     engine = Resident(tiny_llama(torch.float64), loss=PolicyLoss())
     engine.accumulate(window)
     assert float(engine.update().grad_norm) == 0
@@ -420,11 +424,11 @@ def test_a_wrong_window_is_noticed(
     fault: Callable[[dict[str, Tensor]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def faulty(*arguments: Any) -> dict[str, Tensor]:
-        window = room.arranged(*arguments)
+        window = room.arrange_window(*arguments)
         fault(window)
         return window
 
-    monkeypatch.setitem(globals(), "arranged", faulty)
+    monkeypatch.setitem(globals(), "arrange_window", faulty)
     with pytest.raises(AssertionError):
         test_ragged_answers_accumulated_in_any_order_and_rows_are_one_batch(False, None)
 
@@ -441,7 +445,7 @@ def test_groups_over_the_wrong_axis_are_noticed(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(Drawer, "score", scored)
     monkeypatch.setattr(
-        room, "weighted", lambda *group: [Weight(given.pop(0), 7) for _ in range(4)]
+        room, "answer_weights", lambda *group: [Weight(given.pop(0), 7) for _ in range(4)]
     )
     with pytest.raises(AssertionError):
         test_a_window_groups_answers_by_their_prompts()

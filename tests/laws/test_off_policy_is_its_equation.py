@@ -27,7 +27,7 @@ from monograph.model.llama import Llama
 from monograph.resident import Resident
 from monograph.rl import loss as room
 from monograph.rl.advantages import ADVANTAGES, Ratio, Weight, ratio_of
-from monograph.rl.arrange import Rollout, arranged, by_answer, weighted
+from monograph.rl.arrange import Rollout, answer_weights, arrange_window, split_by_answer
 from monograph.rl.loss import Kl, PolicyLoss
 from rewarded import OPTIONS, windows
 
@@ -91,7 +91,7 @@ def apart(ratio: Ratio, kl: Kl | None, packed: bool, micro_batch: int | None) ->
     loss = PolicyLoss(1.0, ratio, kl)
     engine = Resident(tiny_llama(torch.float64), loss=loss, micro_batch=micro_batch)
     engine.accumulate(
-        arranged(made, weighed, replace(OPTIONS, length=24, exact=False, packed=packed))
+        arrange_window(made, weighed, replace(OPTIONS, length=24, exact=False, packed=packed))
     )
     assert 0 < loss.take_figures()["clipped"] < 1
     return float((flat_gradient(engine.model) - exact).norm() / exact.norm())
@@ -214,7 +214,9 @@ def test_k1_in_the_reward_follows_the_gradient_of_the_divergence_of_answers() ->
     for one in answers():
         for other in answers():
             made = [Rollout(PROMPT, a, logs[a], reference[a]) for a in (one, other)]
-            batch = arranged(made, weighted(made, [of[one], of[other]], options), options)
+            batch = arrange_window(
+                made, answer_weights(made, [of[one], of[other]], options), options
+            )
 
             def scaled(batch: dict[str, Tensor] = batch) -> Tensor:
                 total, count = loss(net, batch)
@@ -258,7 +260,7 @@ def test_k2_k3_and_entropy_follow_the_gradients_of_what_they_estimate_of_next_to
         reference = (
             [0.0] * len(logs) if estimator == "entropy" else logs_of(near, PROMPT, a).tolist()
         )
-        batch = arranged([Rollout(PROMPT, a, logs, reference)], [Weight(0.0, 1, 1.0)], FORM)
+        batch = arrange_window([Rollout(PROMPT, a, logs, reference)], [Weight(0.0, 1, 1.0)], FORM)
         mean = mean + math.exp(sum(logs)) * gradient_of(net, lambda b=batch: loss(net, b)[0])  # type: ignore[misc]
     assert (mean - exact).norm() / exact.norm() < 1e-12 and LONGEST == 3
 
@@ -267,7 +269,7 @@ def test_k2_k3_and_entropy_follow_the_gradients_of_what_they_estimate_of_next_to
 def test_what_is_computed_at_positions_comes_back_by_answer(packed: bool) -> None:
     made, _ = drawn()
     form = replace(OPTIONS, length=24, exact=False, packed=packed)
-    found = by_answer(lambda batch: batch["targets"].flatten(), made, form, rows=2)
+    found = split_by_answer(lambda batch: batch["targets"].flatten(), made, form, rows=2)
     assert found == [[float(token) for token in rollout.token_ids] for rollout in made]
 
 
@@ -298,7 +300,7 @@ def test_the_limits_of_each_objective_are_those_of_its_paper() -> None:
 @pytest.mark.parametrize("advantage", ["dr_grpo", "dapo", "grpo", "gspo"])
 def test_a_kl_term_weighs_tokens_as_the_objective_does(advantage: str) -> None:
     made, _ = drawn(4)
-    weighed = weighted(
+    weighed = answer_weights(
         made, [1.0, 1.0, 1.0, 1.0], replace(FORM, advantage=advantage, kl=Kl("k3", 0.3))
     )
     lengths = [len(one.token_ids) for one in made]
@@ -316,7 +318,7 @@ def test_positions_without_a_target_give_no_gradient_however_unlikely_they_are(k
     made, weighed = drawn()
     loss = PolicyLoss(0.002, kl=kl)
     engine = Resident(tiny_llama(), loss=loss)
-    window = arranged(made, weighed, replace(OPTIONS, length=24, exact=False, packed=True))
+    window = arrange_window(made, weighed, replace(OPTIONS, length=24, exact=False, packed=True))
     with torch.no_grad():
         log_N = loss.log_probabilities(engine.model, window)
     window["reference"] = log_N.view(window["reference"].shape).double() * (

@@ -688,7 +688,7 @@ FAULTS = {
     "return {'a': 1, 'b': None}": "returned .'a': 1, 'b': None.",
     "return {'a b': 1}": "returned .'a b': 1.",
     "return {}": "returned [{][}]",
-    "return object()": "raised TypeError: object is no plain data",
+    "return object()": "raised TypeError: object is not plain data",
     "import os; os.kill(os.getpid(), 9)": "ended its process .exit code -9",
     "import os; os._exit(3)": "ended its process .exit code 3",
     "import time; time.sleep(600)": "took more than 1 s",

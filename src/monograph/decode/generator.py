@@ -466,7 +466,7 @@ class Generator:
     def _launch(self) -> Block | None:
         """Start a block of steps and return it; None if no row needs a step.
 
-        The number of steps is the pace's, or less if no row needs so many.
+        It has the steps of the pace, or fewer if all rows need fewer.
         """
         running = [record for record in self._records if record is not None]
         is_hurried = self._waiting or not all(record.launched for record in running)
@@ -475,7 +475,7 @@ class Generator:
         steps = min(max_steps, needed_steps)
         if steps <= 0:
             return None
-        # All rows read as many blocks of the cache as the longest row needs. To read more changes no
+        # All rows read as many blocks of the cache as the longest row needs. Reading more changes no
         # bit.
         longest = max(
             len(record.request.prompt_ids) + min(record.launched + steps, record.limit)

@@ -86,7 +86,7 @@ class Rollout(NamedTuple):
 Rollouts = Sequence[Rollout]
 
 
-def arranged(rollouts: Rollouts, weighed: Sequence[Weight], options: Options) -> Batch:
+def arrange_window(rollouts: Rollouts, weighed: Sequence[Weight], options: Options) -> Batch:
     """Return the window of these answers, as `PolicyLoss` reads it, [R, T] each.
 
     An answer that does not change the gradient counts only in the denominator. It gets no place in a
@@ -149,7 +149,7 @@ def arranged(rollouts: Rollouts, weighed: Sequence[Weight], options: Options) ->
     return {name: torch.from_numpy(values) for name, values in (ints | floats).items()}
 
 
-def judged(
+def keep_and_penalise(
     rollouts: Rollouts, rewards: Sequence[float], options: Options
 ) -> tuple[list[Rollout], list[float]]:
     """Return the answers of a group that are not left out, and their rewards minus penalties."""
@@ -163,12 +163,12 @@ def judged(
     return kept, lowered
 
 
-def weighted(rollouts: Rollouts, rewards: Sequence[float], options: Options) -> list[Weight]:
+def answer_weights(rollouts: Rollouts, rewards: Sequence[float], options: Options) -> list[Weight]:
     """Return the weights of one group's answers, with the KL term.
 
     The weight of an answer that is left out is 0.
     """
-    kept, rewards = judged(rollouts, rewards, options)
+    kept, rewards = keep_and_penalise(rollouts, rewards, options)
     weights_of_kept = iter(_weights_of_kept(kept, rewards, options) if kept else ())
     weights = list[Weight]()
     for rollout in rollouts:
@@ -203,7 +203,7 @@ def _weights_of_kept(
     ]
 
 
-def by_answer(
+def split_by_answer(
     compute: Callable[[Batch], Tensor], rollouts: Rollouts, options: Options, rows: int
 ) -> list[list[float]]:
     """Return the values that `compute` returns at the positions of each answer's tokens.
@@ -217,7 +217,7 @@ def by_answer(
     # Each answer's factor is its number, from 1. All other positions have the factor 0, so a stable
     # sort by the factor puts them first, and then the positions of one answer after the other.
     numbers = [Weight(number, 1) for number in range(1, len(rollouts) + 1)]
-    window = arranged(rollouts, numbers, options)
+    window = arrange_window(rollouts, numbers, options)
     values = list[Tensor]()
     for first in range(0, len(window["tokens"]), rows):
         batch = {name: tensor[first : first + rows] for name, tensor in window.items()}
@@ -248,7 +248,7 @@ class Group(NamedTuple):
     teaches: bool
 
 
-def described(groups: Sequence[Group]) -> dict[str, float]:
+def group_figures(groups: Sequence[Group]) -> dict[str, float]:
     """Return figures on the answers of an update.
 
     Returns:

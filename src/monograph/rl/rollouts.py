@@ -45,11 +45,11 @@ from monograph.rl.arrange import (
     Group,
     Options,
     Rollout,
-    arranged,
-    by_answer,
-    described,
-    judged,
-    weighted,
+    answer_weights,
+    arrange_window,
+    group_figures,
+    keep_and_penalise,
+    split_by_answer,
 )
 from monograph.rl.form import AnswerForm
 from monograph.rl.loss import PolicyLoss
@@ -60,8 +60,8 @@ from monograph.rl.rewards import Answer, Reward
 MOST_ROWS = 256
 # Prompts that are read at the same time.
 MOST_PROMPTS = 32
-# Tokens that are decoded before the host looks which answers have ended. A look costs as much as a
-# step of a small model.
+# How many steps are decoded between two times that the host reads which answers have ended. A read
+# costs as much as a step of a small model.
 STEPS = 16
 # The smallest reward of a right answer. It is below 1, since 0.7 + 0.2 + 0.1 is below 1 in floats.
 SOLVED = 1.0 - ROUNDING
@@ -77,8 +77,8 @@ def decoded_rows(answers: int) -> int:
 def slots_of(options: Options, config: LlamaConfig, tokens: int) -> int:
     """Return the positions of a row for a prompt and its answer of `tokens` tokens together.
 
-    For exact scoring the number is padded as `monograph.ops.filled` says. So is then the number of
-    positions of any number of rows.
+    For exact scoring it is padded as `monograph.ops.filled` says. The number of positions of several
+    rows is then padded, too.
     """
     if not options.exact:
         return tokens
@@ -112,8 +112,8 @@ class Drawer:
         reward: scores the answers.
         options: how answers are sampled and weighed.
         updates: returns the number of updates of the run; 0 as long as the number is unknown.
-        model: the model that is sampled from. It has the weights in training, or a copy if each rank
-            trains a part of every tensor.
+        model: the model that is sampled from: the one in training, or a copy with gathered weights
+            if each rank trains only a part of every tensor.
         ends: the tokens that end an answer.
         reference: the planes of the weights that the run begins from; None without a KL term.
     """
@@ -157,9 +157,7 @@ class Drawer:
 
     @property
     def slots(self) -> int:
-        """Return the positions of a row in which an answer is decoded; exact scoring uses the same
-        number.
-        """
+        """Return the positions of a row of decoding; a row of exact scoring has the same number."""
         return slots_of(
             self.options, self.model.config, self.prompts.longest + self.options.max_new_tokens
         )
@@ -355,7 +353,7 @@ class Drawer:
 
         def logprobs_of(part: Sequence[Rollout]) -> list[list[float]]:
             with self._decoding():
-                return by_answer(
+                return split_by_answer(
                     log_probabilities, part, self.arrangement, self.engine.micro_batch or len(part)
                 )
 
@@ -479,7 +477,7 @@ class Rollouts(Iterator[Batch]):
     def __next__(self) -> Batch:
         """Sample, score and weigh the answers of the next window, or return the last one again.
 
-        `arranged` describes the window.
+        `arrange_window` describes the window.
         """
         if self._repeats_left:
             self._repeats_left -= 1
@@ -510,7 +508,7 @@ class Rollouts(Iterator[Batch]):
         self.numbers = {
             **self.drawer.reward_figures(rewards),
             **parts,
-            **described(groups),
+            **group_figures(groups),
             **seconds,
         }
         # With several draws, an update uses only groups that teach, unless there are none.
@@ -519,7 +517,7 @@ class Rollouts(Iterator[Batch]):
         used = (teaching if use_teaching_only else groups)[:wanted]
         rollouts = [rollout for group in used for rollout in group.rollouts]
         weighed = [weight for group in used for weight in group.weights]
-        self._window = arranged(rollouts, weighed, self.drawer.arrangement)
+        self._window = arrange_window(rollouts, weighed, self.drawer.arrangement)
         self._repeats_left = self.drawer.options.updates - 1
         self.is_fresh = True
         return self._window
@@ -559,8 +557,8 @@ class Rollouts(Iterator[Batch]):
                 teaches = True
                 weights = [Weight(factors, len(factors)) for factors in teacher_advantages[members]]
             else:
-                weights = weighted(rollouts[members], rewards[members], options)
-                _, compared = judged(rollouts[members], rewards[members], options)
+                weights = answer_weights(rollouts[members], rewards[members], options)
+                _, compared = keep_and_penalise(rollouts[members], rewards[members], options)
                 # An advantage that compares no answers has no gradient only if all rewards are 0.
                 if not ADVANTAGES[options.advantage].compares_answers:
                     compared = [*compared, 0.0]

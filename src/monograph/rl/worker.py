@@ -301,7 +301,7 @@ def encoded(value: object) -> Any:
     item = getattr(value, "item", None)
     if callable(item):
         return encoded(item())
-    raise TypeError(f"{type(value).__name__} is no plain data")
+    raise TypeError(f"{type(value).__name__} is not plain data")
 
 
 def decoded(value: object) -> Any:
