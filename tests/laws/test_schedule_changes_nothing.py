@@ -177,6 +177,7 @@ def test_eager(shape: dict[str, Any], count: int) -> None:
     schedules(machine(rows=4, shape=shape), count, seed=0)
 
 
+@pytest.mark.slow  # by day test_a_row_is_alone.py draws in a graph, and test_eager has schedules
 @pytest.mark.parametrize(
     ("backend", "count", "kinds"),
     [

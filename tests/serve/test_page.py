@@ -959,7 +959,7 @@ READ = """(() => {
 })()"""
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", nightly(["light", "dark"], {"light"}))
 def test_every_text_is_large_and_clear_enough_and_nothing_is_cut(
     base_url: str, light: Visitor, scheme: str, tmp_path: Path
 ) -> None:
@@ -992,7 +992,7 @@ def test_every_text_is_large_and_clear_enough_and_nothing_is_cut(
         visitor.close()
 
 
-@pytest.mark.parametrize("mode", ["chat", "text"])
+@pytest.mark.parametrize("mode", nightly(["chat", "text"], {"chat"}))
 def test_stop_is_in_sight_while_it_writes(person: Visitor, mode: str) -> None:
     if mode == "text":
         person.click("document.querySelectorAll('.modes label')[1]")
