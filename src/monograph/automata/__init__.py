@@ -8,11 +8,11 @@ that only compiles constraints begins at once.
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from monograph.automata.dfa import ByteAutomaton, compiled
+from monograph.automata.dfa import ByteAutomaton, compile_expression
 from monograph.automata.expression import Alternation, Expression, joined, literal
 from monograph.automata.pattern import whole
 from monograph.automata.schema import document, parsed
-from monograph.automata.tokens import Automaton, constrainer, has_each_byte, searcher
+from monograph.automata.tokens import Automaton, constraint_automaton, has_each_byte, stop_automaton
 from monograph.errors import InputRefused, UsageError
 
 __all__ = [
@@ -47,11 +47,11 @@ def constraint(
             place.
     """
     automaton, where = _compiled(kind, value, lead)
-    if automaton.counts and not has_each_byte(automaton, pieces, end_ids):
+    if automaton.has_counters and not has_each_byte(automaton, pieces, end_ids):
         # What a counter allows has to be writable byte by byte; without a byte, every length is
         # looked at by itself.
         automaton, where = _compiled(kind, value, lead, counted=False)
-    return constrainer(automaton, pieces, end_ids, where)
+    return constraint_automaton(automaton, pieces, end_ids, where)
 
 
 def acceptor(kind: str, value: object) -> ByteAutomaton:
@@ -80,7 +80,7 @@ def stop_strings(strings: Sequence[str], pieces: Sequence[bytes]) -> Automaton:
     Raises:
         InputRefused: there is no string, one is empty, or they have too many bytes in all.
     """
-    return searcher([_utf8(string, "a stop string") for string in strings], pieces)
+    return stop_automaton([_utf8(string, "a stop string") for string in strings], pieces)
 
 
 def _compiled(
@@ -89,7 +89,9 @@ def _compiled(
     """Return the automaton of a constraint after `lead`, and its name in an error."""
     try:
         expression, where = _expression(kind, value, counted)
-        return compiled(joined(literal(lead), expression) if lead else expression, where), where
+        return compile_expression(
+            joined(literal(lead), expression) if lead else expression, where
+        ), where
     except RecursionError:
         raise InputRefused(f"the {kind} constraint is nested too deep: make it flatter") from None
 

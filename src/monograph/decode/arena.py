@@ -88,7 +88,7 @@ class Arena:
         self.next_N[DEAD] = self.row_S[DEAD] = DEAD
         self.effect_N[DEAD] = NEVER
         self._write_effects(
-            0, [ALWAYS, ALWAYS._replace(least=(1,) * COUNTERS, most=(0,) * COUNTERS)]
+            0, [ALWAYS, ALWAYS._replace(low=(1,) * COUNTERS, high=(0,) * COUNTERS)]
         )
         # On the device, so that a captured step copies nothing.
         self.classes_C = torch.arange(

@@ -61,7 +61,7 @@ class AnswerForm:
         states = len(tables.row_S)
         # A state with counters has many masks.
         if (
-            not self.automaton.counts and states * tokenizer.vocab_size <= _MOST_MASKS
+            not self.automaton.has_counters and states * tokenizer.vocab_size <= _MOST_MASKS
         ):  # to compute a mask takes more memory than to look it up
             each = [
                 allowed(tables, torch.tensor([state], device=device)) for state in range(states)

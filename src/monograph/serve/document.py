@@ -285,7 +285,7 @@ _ABOUT = (
 @cache
 def document() -> dict[str, Any]:
     """Return the OpenAPI document as a JSON object."""
-    types = {shapes.Error}
+    types: set[Any] = {shapes.Error}
     for operation in OPERATIONS:
         types.update(operation.answer_types.values())
         if operation.request_type is not None:
