@@ -29,8 +29,7 @@ KINDS = ("choices", "regex", "json_schema")
 def constraint(
     kind: str, value: object, pieces: Sequence[bytes], end_ids: Collection[int], lead: bytes = b""
 ) -> Automaton:
-    """Return an automaton that allows exactly the tokens after which the text can still become an
-    accepted one.
+    """Return an automaton that allows a token only if the text can still become an accepted one.
 
     Args:
         kind: what is accepted. "choices": one of several texts; "regex": texts that a regular
@@ -39,7 +38,7 @@ def constraint(
         value: the texts, the regular expression, or the schema as JSON text or as an object.
         pieces: the bytes of each token, empty for special tokens (`Tokenizer.pieces`).
         end_ids: the tokens that end a text.
-        lead: bytes that come before the text and do not belong to it (`Tokenizer.lead`).
+        lead: bytes that come before the text and are not part of it (`Tokenizer.lead`).
 
     Raises:
         UsageError: the kind is unknown.
@@ -48,14 +47,14 @@ def constraint(
     """
     automaton, where = _compiled(kind, value, lead)
     if automaton.has_counters and not has_each_byte(automaton, pieces, end_ids):
-        # What a counter allows has to be writable byte by byte; without a byte, every length is
-        # looked at by itself.
+        # Counters need a token for each byte. Without one the lengths are written out, so that the
+        # automaton has a state for each.
         automaton, where = _compiled(kind, value, lead, counted=False)
     return constraint_automaton(automaton, pieces, end_ids, where)
 
 
 def acceptor(kind: str, value: object) -> ByteAutomaton:
-    """Return an automaton that reads whole texts, which needs no tokenizer.
+    """Return an automaton over bytes, which reads whole texts and needs no tokenizer.
 
     Args:
         kind: see `constraint`.
@@ -70,8 +69,9 @@ def acceptor(kind: str, value: object) -> ByteAutomaton:
 
 
 def stop_strings(strings: Sequence[str], pieces: Sequence[bytes]) -> Automaton:
-    """Return an automaton that stops at the token that completes a stop string, be it inside one
-    token or over several.
+    """Return an automaton that stops at the token that completes a stop string.
+
+    A stop string may lie inside one token, or be spread over several.
 
     Args:
         strings: at least one, none of them empty.

@@ -87,9 +87,7 @@ class Arena:
         # FREE and DEAD have one cell each: FREE leads to FREE, DEAD to DEAD.
         self.next_N[DEAD] = self.row_S[DEAD] = DEAD
         self.effect_N[DEAD] = NEVER
-        self._write_effects(
-            0, [ALWAYS, ALWAYS._replace(low=(1,) * COUNTERS, high=(0,) * COUNTERS)]
-        )
+        self._write_effects(0, [ALWAYS, ALWAYS._replace(low=(1,) * COUNTERS, high=(0,) * COUNTERS)])
         # On the device, so that a captured step copies nothing.
         self.classes_C = torch.arange(
             min(classes, vocabulary + 2), dtype=torch.int32, device=device
