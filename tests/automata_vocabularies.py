@@ -39,7 +39,7 @@ def allowed_ids(automaton: Automaton, state: int) -> set[int]:
     """The tokens that may come next; none after a forbidden one."""
     if state < 0:
         return set()
-    if not automaton.counts:
+    if not automaton.has_counters:
         return set(np.flatnonzero(automaton.next_SC[state, automaton.class_V] >= 0).tolist())
     return {token for token in range(len(automaton.class_V)) if automaton.after(state, token) >= 0}
 

@@ -12,7 +12,7 @@ import pytest
 
 from automata_vocabularies import END, PAD, allowed_ids, random_text, state_after, vocabulary
 from monograph.automata import constraint, stop_strings
-from monograph.automata.dfa import compiled
+from monograph.automata.dfa import compile_expression
 from monograph.automata.pattern import whole
 from monograph.errors import InputRefused, UsageError
 
@@ -34,7 +34,7 @@ def test_tokens_walk_as_their_bytes(pattern: str) -> None:
     pieces, draw = vocabulary("abé\n"), random.Random(1)
     tokens, byte_by_byte = (
         constraint("regex", pattern, pieces, [END]),
-        compiled(whole(pattern, "it"), "it"),
+        compile_expression(whole(pattern, "it"), "it"),
     )
     accepted = 0
     for _ in range(600):

@@ -12,7 +12,7 @@ import pytest
 
 from clocks import least_s
 from daily import nightly
-from monograph.automata.dfa import ByteAutomaton, compiled
+from monograph.automata.dfa import ByteAutomaton, compile_expression
 from monograph.automata.expression import ANY, complement, intersection, union, utf8
 from monograph.automata.pattern import found_in, whole
 from monograph.automata.schema import document
@@ -48,7 +48,7 @@ def in_python(pattern: str) -> str:
 
 
 def automaton(pattern: str) -> ByteAutomaton:
-    return compiled(whole(pattern, "the pattern"), "the pattern")
+    return compile_expression(whole(pattern, "the pattern"), "the pattern")
 
 
 def random_pattern(draw: random.Random, depth: int = 0) -> str:
@@ -157,7 +157,9 @@ def test_a_schemas_pattern_lets_no_text_through_that_ecma_262_does_not_match() -
         ("^.$", ["\u2028", "\u2029", "\r", "\n"]),
         (r"^\W$", ["_", "a", "0"]),
     ):
-        ours = compiled(document({"type": "string", "pattern": pattern}), "the JSON schema")
+        ours = compile_expression(
+            document({"type": "string", "pattern": pattern}), "the JSON schema"
+        )
         for ascii_only in (True, False):
             taken = [
                 sign
@@ -205,7 +207,10 @@ def test_examples(pattern: str, inside: list[str], outside: list[str]) -> None:
 
 @pytest.mark.parametrize("pattern", ["^a", "a$", "^a|b$", "b", "^a.b$|é"])
 def test_found_in_is_search(pattern: str) -> None:
-    ours, draw = compiled(found_in(pattern, "the pattern"), "the pattern"), random.Random(3)
+    ours, draw = (
+        compile_expression(found_in(pattern, "the pattern"), "the pattern"),
+        random.Random(3),
+    )
     for _ in range(200):
         text = "".join(draw.choice("abé") for _ in range(draw.randrange(5)))
         assert ours.accepts(text.encode()) == (re.search(pattern, text) is not None), text
@@ -321,12 +326,12 @@ def test_utf8_is_pythons() -> None:
         0x1D518,
     ]
     points = union([(0x70, 0x85), (0x7FF, 0x900), (0xD000, 0xE100), (0xFFFF, 0x1D518)])
-    ours = compiled(utf8(points), "a set")
+    ours = compile_expression(utf8(points), "a set")
     for border in borders:
         for point in {max(border - 1, 0), border, min(border + 1, 0x10FFFF)}:
             if not 0xD800 <= point <= 0xDFFF:
                 inside = any(first <= point <= last for first, last in points)
                 assert ours.accepts(chr(point).encode()) == inside, hex(point)
     assert not ours.accepts("\ud900".encode("utf-8", "surrogatepass"))
-    assert not compiled(utf8(ANY), "any").accepts(b"\xc0\x80")  # longer than it has to be
+    assert not compile_expression(utf8(ANY), "any").accepts(b"\xc0\x80")  # longer than it has to be
     assert complement(complement(points)) == points and not intersection(points, complement(points))

@@ -18,10 +18,16 @@ from daily import nightly
 from json_schemas import follows, random_schema, random_value
 from monograph.automata import constraint
 from monograph.automata.counting import COUNTERS, MAX_COUNT
-from monograph.automata.dfa import MAX_POSITIONS, MAX_STATES, MAX_WORK, ByteAutomaton, compiled
+from monograph.automata.dfa import (
+    MAX_POSITIONS,
+    MAX_STATES,
+    MAX_WORK,
+    ByteAutomaton,
+    compile_expression,
+)
 from monograph.automata.pattern import MAX_LENGTH
 from monograph.automata.schema import _STEPS, _Schemas, document, parsed
-from monograph.automata.tokens import MAX_CELLS, MAX_EFFECTS, constrainer
+from monograph.automata.tokens import MAX_CELLS, MAX_EFFECTS, constraint_automaton
 from monograph.errors import InputRefused
 
 BYTES = [b"", b"", *(bytes([byte]) for byte in range(256))]
@@ -44,7 +50,7 @@ PIECES = [
 
 
 def automaton(schema: Any) -> ByteAutomaton:
-    return compiled(document(schema), "the JSON schema")
+    return compile_expression(document(schema), "the JSON schema")
 
 
 def compact(value: Any, ascii_only: bool) -> bytes:
@@ -385,8 +391,10 @@ def same_allowed(schema: Any, draw: random.Random, walks: int) -> int:
     written out.
     """
     counting = constraint("json_schema", schema, PIECES, [END])
-    written = constrainer(compiled(document(schema, counted=False), "it"), PIECES, [END], "it")
-    assert not written.counts
+    written = constraint_automaton(
+        compile_expression(document(schema, counted=False), "it"), PIECES, [END], "it"
+    )
+    assert not written.has_counters
     compared = 0
     for _ in range(walks):
         states = (0, 0)
@@ -394,7 +402,7 @@ def same_allowed(schema: Any, draw: random.Random, walks: int) -> int:
             allowed = allowed_ids(counting, states[0])
             assert allowed == allowed_ids(written, states[1]), schema
             assert is_over(counting, states[0]) == is_over(written, states[1])
-            compared += counting.counts
+            compared += counting.has_counters
             token = draw.choice(sorted(allowed))
             if token == END:
                 break
@@ -462,7 +470,7 @@ def test_without_a_token_for_each_byte_lengths_are_not_counted() -> None:
     automaton = constraint(
         "json_schema", {"type": "string", "minLength": 4, "maxLength": 4}, pieces, [END]
     )
-    assert not automaton.counts
+    assert not automaton.has_counters
     assert allowed_ids(automaton, automaton.after(0, 2)) == {3}
     assert allowed_ids(automaton, automaton.after(automaton.after(0, 2), 3)) == {3}
 

@@ -86,7 +86,7 @@ def test_the_tables_count_as_the_automata_do() -> None:
     draw, compared = random.Random(0), 0
     for automaton in made:
         start = there.take(automaton)
-        assert start is not None and automaton.counts
+        assert start is not None and automaton.has_counters
         for _ in range(12):
             state, state_1 = 0, torch.tensor([start])
             while not stopped(there, state_1):

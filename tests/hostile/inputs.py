@@ -34,7 +34,7 @@ from data import bombs
 from data.damaged_files import damaged_line
 from faults.examples import two_saves
 from monograph import checkpointing
-from monograph.automata.dfa import compiled
+from monograph.automata.dfa import compile_expression
 from monograph.automata.pattern import whole as whole_pattern
 from monograph.automata.schema import document, parsed
 from monograph.checkpointing.folder import FileEntry, Manifest
@@ -580,7 +580,7 @@ def schema(draws: random.Random, folder: Path) -> None:
                 ["#", "#/$defs/x", "http://x", "file:///etc/passwd", "#/properties/../a"]
             )
         }
-    compiled(document(parsed(as_json(content))), "the JSON schema")
+    compile_expression(document(parsed(as_json(content))), "the JSON schema")
 
 
 def pattern(draws: random.Random, folder: Path) -> None:
@@ -594,7 +594,7 @@ def pattern(draws: random.Random, folder: Path) -> None:
         "\\p{L}",
         "(a*)*",
     ]
-    compiled(
+    compile_expression(
         whole_pattern("".join(draws.choices(pieces, k=draws.randrange(1, 14))), "--regex"),
         "--regex",
     )

@@ -385,8 +385,8 @@ def test_effects_that_would_leave_the_counters_are_not_believed() -> None:
         ("add", 1 << 15),
         ("add", -2),
         ("keep", 2),
-        ("most", 1 << 15),
-        ("least", -1),
+        ("high", 1 << 15),
+        ("low", -1),
     ):
         lie = effects.copy()
         lie[1, Effect._fields.index(part), 0] = value

@@ -7,11 +7,11 @@ that only compiles constraints begins at once.
 
 from collections.abc import Collection, Iterable, Sequence
 
-from monograph.automata.dfa import ByteAutomaton, compiled
+from monograph.automata.dfa import ByteAutomaton, compile_expression
 from monograph.automata.expression import Alternation, Expression, joined, literal
 from monograph.automata.pattern import whole
 from monograph.automata.schema import document, parsed
-from monograph.automata.tokens import Automaton, constrainer, has_each_byte, searcher
+from monograph.automata.tokens import Automaton, constraint_automaton, has_each_byte, stop_automaton
 from monograph.errors import InputRefused, UsageError
 
 __all__ = [
@@ -28,8 +28,7 @@ KINDS = ("choices", "regex", "json_schema")
 def constraint(
     kind: str, value: object, pieces: Sequence[bytes], end_ids: Collection[int], lead: bytes = b""
 ) -> Automaton:
-    """Return an automaton that allows exactly the tokens after which the text can still become an
-    accepted one.
+    """Return an automaton that allows a token only if the text can still become an accepted one.
 
     Args:
         kind: what is accepted. "choices": one of several texts; "regex": texts that a regular
@@ -38,7 +37,7 @@ def constraint(
         value: the texts, the regular expression, or the schema as JSON text or as an object.
         pieces: the bytes of each token, empty for special tokens (`Tokenizer.pieces`).
         end_ids: the tokens that end a text.
-        lead: bytes that come before the text and do not belong to it (`Tokenizer.lead`).
+        lead: bytes that come before the text and are not part of it (`Tokenizer.lead`).
 
     Raises:
         UsageError: the kind is unknown.
@@ -46,15 +45,15 @@ def constraint(
             place.
     """
     automaton, where = _compiled(kind, value, lead)
-    if automaton.counts and not has_each_byte(automaton, pieces, end_ids):
-        # What a counter allows has to be writable byte by byte; without a byte, every length is
-        # looked at by itself.
+    if automaton.has_counters and not has_each_byte(automaton, pieces, end_ids):
+        # Counters need a token for each byte. Without one the lengths are written out, so that the
+        # automaton has a state for each.
         automaton, where = _compiled(kind, value, lead, counted=False)
-    return constrainer(automaton, pieces, end_ids, where)
+    return constraint_automaton(automaton, pieces, end_ids, where)
 
 
 def acceptor(kind: str, value: object) -> ByteAutomaton:
-    """Return an automaton that reads whole texts, which needs no tokenizer.
+    """Return an automaton over bytes, which reads whole texts and needs no tokenizer.
 
     Args:
         kind: see `constraint`.
@@ -69,8 +68,9 @@ def acceptor(kind: str, value: object) -> ByteAutomaton:
 
 
 def stop_strings(strings: Sequence[str], pieces: Sequence[bytes]) -> Automaton:
-    """Return an automaton that stops at the token that completes a stop string, be it inside one
-    token or over several.
+    """Return an automaton that stops at the token that completes a stop string.
+
+    A stop string may lie inside one token, or be spread over several.
 
     Args:
         strings: at least one, none of them empty.
@@ -79,7 +79,7 @@ def stop_strings(strings: Sequence[str], pieces: Sequence[bytes]) -> Automaton:
     Raises:
         InputRefused: there is no string, one is empty, or they have too many bytes in all.
     """
-    return searcher([_utf8(string, "a stop string") for string in strings], pieces)
+    return stop_automaton([_utf8(string, "a stop string") for string in strings], pieces)
 
 
 def _compiled(
@@ -88,7 +88,9 @@ def _compiled(
     """Return the automaton of a constraint after `lead`, and its name in an error."""
     try:
         expression, where = _expression(kind, value, counted)
-        return compiled(joined(literal(lead), expression) if lead else expression, where), where
+        return compile_expression(
+            joined(literal(lead), expression) if lead else expression, where
+        ), where
     except RecursionError:
         raise InputRefused(f"the {kind} constraint is nested too deep: make it flatter") from None
 

@@ -1,18 +1,19 @@
-"""Counters of an automaton: what bounds a long string or array without a state for each of its
-lengths.
+"""Counters of an automaton: they bound a long string or array without a state for each length.
 
-A counted part of an expression stands between two operations, and an operation stands in each of
-its repetitions:
+A counted part of an expression stands between two operations, and a third operation stands in each
+of its repetitions:
 
     begin(M) (count part)* end(W)       begin: c = M        count: c >= 1, then c -= 1        end: c <= W, then c = 0
 
-so c is how many repetitions are left, and at most M - W are missing. Parts that lie inside each
-other have counters of their own; there are COUNTERS of them, and a part that lies deeper is written
-out. While an automaton is built, operations are symbols beside the 256 bytes. Then
-`without_operations` moves each of them to the byte after it: a transition of bytes has an `Effect`,
-which is what the operations on its way do together.
+So c is the number of repetitions that may still follow, and the part is repeated M - W to M times.
+Counted parts inside each other have counters of their own. There are COUNTERS of them; a part that
+lies deeper is written out, repetition by repetition.
 
-A state and its counters are one number, so that a decoder keeps one number for a row:
+While an automaton is built, operations are symbols like the 256 bytes. Then `remove_operations`
+moves the operations before a byte into the transition of that byte: the transition gets an
+`Effect`, which is what these operations do together.
+
+A state and its counters are packed into one number, so that a decoder keeps one number for a row:
 
     state + c[0] * 2^16 + c[1] * 2^31 + c[2] * 2^46
 
@@ -24,15 +25,22 @@ from typing import Literal, NamedTuple, TypeAlias
 
 COUNTERS = 3
 MAX_COUNT = (1 << 15) - 1  # docs/constraints.md promises it: the largest maxLength or maxItems
-STATE_BITS, COUNT_BITS = 16, 15
+STATE_BITS = 16
+COUNT_BITS = 15
 SHIFTS = tuple(STATE_BITS + COUNT_BITS * counter for counter in range(COUNTERS))
-_FAR = MAX_COUNT + 1  # repetitions that no counter allows
+_NEVER = MAX_COUNT + 1  # more repetitions than a counter allows
 
 Counts: TypeAlias = tuple[int, ...]  # a number for each counter
 
 
 class Operation(NamedTuple):
-    """An operation on one counter; `number` is M of "begin" and W of "end", see above."""
+    """An operation on one counter.
+
+    Attributes:
+        kind: which of the three operations.
+        counter: the counter's index.
+        number: M of "begin", W of "end"; see the module.
+    """
 
     kind: Literal["begin", "count", "end"]
     counter: int
@@ -40,18 +48,19 @@ class Operation(NamedTuple):
 
 
 class Effect(NamedTuple):
-    """What a byte or a token does to the counters: it is allowed where least <= c <= most, then c =
-    keep * c + add.
+    """What a byte or a token does to the counters.
+
+    It is allowed where low <= c <= high for each counter c. Then c = keep * c + add.
 
     Attributes:
-        least: the least value of each counter.
-        most: the largest value.
+        low: the smallest allowed value of each counter.
+        high: the largest allowed value of each counter.
         keep: 1 if the new value depends on the old one, else 0.
-        add: what is added.
+        add: the number that is added.
     """
 
-    least: Counts
-    most: Counts
+    low: Counts
+    high: Counts
     keep: Counts
     add: Counts
 
@@ -61,89 +70,90 @@ ALWAYS = Effect((0,) * COUNTERS, (MAX_COUNT,) * COUNTERS, (1,) * COUNTERS, (0,) 
 
 def effect_of(operation: Operation) -> Effect:
     """Return the effect of one operation."""
-    least, most, keep, add = (list(numbers) for numbers in ALWAYS)
+    low, high, keep, add = (list(numbers) for numbers in ALWAYS)
     if operation.kind == "count":
-        least[operation.counter] = 1
+        low[operation.counter] = 1
         add[operation.counter] = -1
     elif operation.kind == "begin":
         keep[operation.counter] = 0
         add[operation.counter] = operation.number
     else:
         keep[operation.counter] = 0
-        most[operation.counter] = min(operation.number, MAX_COUNT)
-    return Effect(tuple(least), tuple(most), tuple(keep), tuple(add))
+        high[operation.counter] = min(operation.number, MAX_COUNT)
+    return Effect(tuple(low), tuple(high), tuple(keep), tuple(add))
 
 
-def then(first: Effect, second: Effect) -> Effect | None:
-    """Return the effect of one after the other, or None if no values of the counters allow both."""
-    least, most, keep, add = (list(numbers) for numbers in first)
+def compose_effects(first: Effect, second: Effect) -> Effect | None:
+    """Return the effect of `first` and then `second`; None if no counters allow both."""
+    low, high, keep, add = (list(numbers) for numbers in first)
     for counter in range(COUNTERS):
         if first.keep[counter]:
-            least[counter] = max(least[counter], second.least[counter] - first.add[counter])
-            most[counter] = min(most[counter], second.most[counter] - first.add[counter])
-        elif not second.least[counter] <= first.add[counter] <= second.most[counter]:
+            low[counter] = max(low[counter], second.low[counter] - first.add[counter])
+            high[counter] = min(high[counter], second.high[counter] - first.add[counter])
+        elif not second.low[counter] <= first.add[counter] <= second.high[counter]:
             return None
-        if least[counter] > most[counter]:
+        if low[counter] > high[counter]:
             return None
         keep[counter] = first.keep[counter] * second.keep[counter]
         add[counter] = second.add[counter] + second.keep[counter] * first.add[counter]
-    return Effect(tuple(least), tuple(most), tuple(keep), tuple(add))
+    return Effect(tuple(low), tuple(high), tuple(keep), tuple(add))
 
 
 def is_sound(effect: Sequence[Sequence[int]]) -> bool:
-    """Return whether counters from 0 to MAX_COUNT are still such numbers after an effect, given as
-    four lists.
+    """Return whether an effect leaves every counter between 0 and MAX_COUNT.
+
+    Args:
+        effect: the four fields of an `Effect`.
     """
-    for least, most, keep, add in zip(*effect, strict=True):
-        lowest, highest = (add, add) if keep == 0 else (least + add, most + add)
-        if keep not in (0, 1) or not (
-            0 <= least and most <= MAX_COUNT and 0 <= lowest and highest <= MAX_COUNT
-        ):
+    for low, high, keep, add in zip(*effect, strict=True):
+        if keep not in (0, 1):
+            return False
+        new_low = keep * low + add
+        new_high = keep * high + add
+        if low < 0 or high > MAX_COUNT or new_low < 0 or new_high > MAX_COUNT:
             return False
     return True
 
 
-def counts_of(state: int) -> Counts:
-    """Return the counters of a state's number."""
-    return tuple(state >> shift & MAX_COUNT for shift in SHIFTS)
+def counters_of(packed_state: int) -> Counts:
+    """Return the counters that are packed into a state's number."""
+    return tuple(packed_state >> shift & MAX_COUNT for shift in SHIFTS)
 
 
-def moved(effect: Effect, state: int, following: int) -> int:
-    """Return the number of the state `following` after an effect on the counters of `state`, or -1
-    if it is forbidden.
+def apply_effect(effect: Effect, packed_state: int, next_state: int) -> int:
+    """Return the next state, packed with its counters; -1 if the counters forbid the effect.
 
     Args:
         effect: the effect.
-        state: a state with its counters.
-        following: a state without counters.
+        packed_state: the present state, packed with its counters.
+        next_state: the next state, without counters.
     """
-    for counter, count in enumerate(counts_of(state)):
-        if not effect.least[counter] <= count <= effect.most[counter]:
+    packed = next_state
+    for counter, count in enumerate(counters_of(packed_state)):
+        if not effect.low[counter] <= count <= effect.high[counter]:
             return -1
-        following += (effect.keep[counter] * count + effect.add[counter]) << SHIFTS[counter]
-    return following
+        packed += (effect.keep[counter] * count + effect.add[counter]) << SHIFTS[counter]
+    return packed
 
 
 class Ambiguous(Exception):
-    """A byte may be read with one effect on the counters or with another, and the bytes after it
-    decide.
-    """
+    """A byte may have two effects on the counters, and only later bytes decide which one."""
 
 
 Row: TypeAlias = Mapping[int, int]  # {symbol class: next state}
-Arrows: TypeAlias = dict[int, tuple[int, Effect]]  # {byte class: (next state, effect)}
+Transitions: TypeAlias = dict[int, tuple[int, Effect]]  # {byte class: (next state, effect)}
 
 
-def without_operations(
+def remove_operations(
     rows: Sequence[Row],
     accepting: Sequence[bool],
     byte_classes: Collection[int],
     operations: Mapping[int, Operation],
-) -> list[Arrows]:
-    """Return the transitions of bytes of each state with their effects; states keep their numbers.
+) -> list[Transitions]:
+    """Return each state's transitions by bytes, with their effects; states keep their numbers.
 
-    The transitions are exactly those after which values of the counters remain with which an
-    accepting state can be reached. If there are none in state 0, nothing is accepted.
+    A transition is there, and its effect is allowed, exactly where an accepting state can still be
+    reached with the counters after it. If state 0 has no transition, no text is accepted.
 
     Args:
         rows: the transitions of each state.
@@ -152,119 +162,144 @@ def without_operations(
         operations: the operation of each other class.
 
     Raises:
-        Ambiguous: see the class.
+        Ambiguous: a byte may have two effects.
     """
     if not operations:
-        return [{by: (to, ALWAYS) for by, to in row.items()} for row in rows]
+        return [{symbol: (state, ALWAYS) for symbol, state in row.items()} for row in rows]
     live = live_states(rows, accepting)
     while True:
-        rows = [{by: to for by, to in row.items() if live[to]} for row in rows]
-        needs = [_needs(rows, operations, counter) for counter in range(COUNTERS)]
-        # What needs more repetitions than its bound allows is never begun, and what leads only
-        # there is not either.
+        rows = [{symbol: state for symbol, state in row.items() if live[state]} for row in rows]
+        needs = [_needed_repetitions(rows, operations, counter) for counter in range(COUNTERS)]
+        # A part that needs more repetitions than its bound allows must not begin. States that lead
+        # only to such a part are then dead, so look again.
         possible = [
-            {by: to for by, to in row.items() if not _too_short(operations.get(by), needs, to)}
+            {
+                symbol: state
+                for symbol, state in row.items()
+                if not _cannot_end(operations.get(symbol), needs, state)
+            }
             for row in rows
         ]
         if possible == rows:
             break
         rows = possible
         live = live_states(rows, accepting)
-    effects = {by: effect_of(operation) for by, operation in operations.items()}
-    wanted = [_guard([need[state] for need in needs]) for state in range(len(rows))]
+    effects = {symbol: effect_of(operation) for symbol, operation in operations.items()}
+    guards = [_guard([need[state] for need in needs]) for state in range(len(rows))]
     bytes_only = set(byte_classes)
-    return [_arrows(state, rows, bytes_only, effects, wanted) for state in range(len(rows))]
+    return [
+        _byte_transitions(state, rows, bytes_only, effects, guards) for state in range(len(rows))
+    ]
 
 
-def _arrows(
+def _byte_transitions(
     state: int,
     rows: Sequence[Row],
     byte_classes: set[int],
     effects: Mapping[int, Effect],
-    wanted: Sequence[Effect],
-) -> Arrows:
-    """Return the transitions of one state by a byte, after any operations."""
-    found: Arrows = {}
-    waiting = [(state, ALWAYS)]
-    for here, effect in waiting:
-        if len(waiting) > len(rows) + 1:
-            raise Ambiguous  # operations that repeat without a byte
-        for by, to in rows[here].items():
-            if by not in byte_classes:
-                further = then(effect, effects[by])
+    guards: Sequence[Effect],
+) -> Transitions:
+    """Return a state's transitions by a byte, each after any operations before the byte.
+
+    Args:
+        state: the state.
+        rows: the transitions of all states.
+        byte_classes: the classes of bytes.
+        effects: the effect of each operation's class.
+        guards: for each state, the effect that is allowed if the text can end from there.
+    """
+    transitions: Transitions = {}
+    queue = [(state, ALWAYS)]  # states that operations lead to, and the effect on the way there
+    for current, effect in queue:
+        if len(queue) > len(rows) + 1:
+            raise Ambiguous  # operations repeat without a byte between them
+        for symbol, next_state in rows[current].items():
+            if symbol not in byte_classes:
+                further = compose_effects(effect, effects[symbol])
                 if further is not None:
-                    waiting.append((to, further))
+                    queue.append((next_state, further))
                 continue
-            guarded = then(effect, wanted[to])
+            guarded = compose_effects(effect, guards[next_state])
             if guarded is None:
                 continue
-            if by in found:
+            if symbol in transitions:
                 raise Ambiguous
-            found[by] = (to, guarded)
-    return found
+            transitions[symbol] = (next_state, guarded)
+    return transitions
 
 
 def _guard(needs: Sequence[int]) -> Effect:
-    """Return the effect that changes nothing, and is allowed where at least so many repetitions are
-    left.
+    """Return an effect that changes nothing, allowed where each counter has enough repetitions left.
+
+    Args:
+        needs: how many repetitions each counter needs; _NEVER: its part is not being repeated.
     """
-    return ALWAYS._replace(least=tuple(need if need < _FAR else 0 for need in needs))
+    return ALWAYS._replace(low=tuple(need if need < _NEVER else 0 for need in needs))
 
 
-def _too_short(operation: Operation | None, needs: Sequence[Sequence[int]], to: int) -> bool:
+def _cannot_end(operation: Operation | None, needs: Sequence[Sequence[int]], state: int) -> bool:
+    """Return whether an operation that leads to `state` begins a part with too low a bound."""
     if operation is None or operation.kind != "begin":
         return False
-    return needs[operation.counter][to] > operation.number
+    return needs[operation.counter][state] > operation.number
 
 
-def _needs(rows: Sequence[Row], operations: Mapping[int, Operation], counter: int) -> list[int]:
-    """Return the fewest repetitions that a counted part still needs in each state inside it; _FAR
-    outside of it.
+def _needed_repetitions(
+    rows: Sequence[Row], operations: Mapping[int, Operation], counter: int
+) -> list[int]:
+    """Return for each state how many repetitions a counted part must still have, at least.
+
+    Outside the part it is _NEVER.
+
+    Args:
+        rows: the transitions of all states.
+        operations: the operation of each class that is not one of bytes.
+        counter: the part's counter.
     """
-    before: list[list[tuple[int, int]]] = [[] for _ in rows]
-    needs = [_FAR] * len(rows)
-    now = set()
+    # For each state (state before it, whether the way between them counts a repetition).
+    predecessors: list[list[tuple[int, bool]]] = [[] for _ in rows]
+    needs = [_NEVER] * len(rows)
+    frontier = set()  # states that need `number` repetitions
     for state, row in enumerate(rows):
-        for by, to in row.items():
-            operation = operations.get(by)
-            its_own = operation is not None and operation.counter == counter
-            if operation is None or not its_own:
-                before[to].append((state, 0))
+        for symbol, next_state in row.items():
+            operation = operations.get(symbol)
+            if operation is None or operation.counter != counter:
+                predecessors[next_state].append((state, False))
             elif operation.kind == "count":
-                before[to].append((state, 1))
+                predecessors[next_state].append((state, True))
             elif operation.kind == "end":
-                now.add(state)
+                frontier.add(state)
     number = 0
-    while now and number < _FAR:
-        # All states that need so many repetitions are known before one that needs more is looked
-        # at.
-        later = set()
-        queue = [state for state in now if needs[state] > number]
+    # Breadth first: all states that need `number` repetitions are known before those that need
+    # more.
+    while frontier and number < _NEVER:
+        next_frontier = set()
+        queue = [state for state in frontier if needs[state] > number]
         for state in queue:
             if needs[state] <= number:
                 continue
             needs[state] = number
-            for earlier, more in before[state]:
-                if more:
-                    later.add(earlier)
-                elif needs[earlier] > number:
-                    queue.append(earlier)
-        now = later
+            for predecessor, counts_one in predecessors[state]:
+                if counts_one:
+                    next_frontier.add(predecessor)
+                elif needs[predecessor] > number:
+                    queue.append(predecessor)
+        frontier = next_frontier
         number += 1
     return needs
 
 
 def live_states(rows: Sequence[Row], accepting: Sequence[bool]) -> list[bool]:
-    """Return from which states an accepting one can be reached."""
-    before: list[list[int]] = [[] for _ in rows]
+    """Return for each state whether an accepting state can be reached from it."""
+    predecessors: list[list[int]] = [[] for _ in rows]
     for state, row in enumerate(rows):
-        for to in row.values():
-            before[to].append(state)
+        for next_state in row.values():
+            predecessors[next_state].append(state)
     live = [bool(accepts) for accepts in accepting]
     queue = [state for state, accepts in enumerate(live) if accepts]
     for state in queue:
-        for earlier in before[state]:
-            if not live[earlier]:
-                live[earlier] = True
-                queue.append(earlier)
+        for predecessor in predecessors[state]:
+            if not live[predecessor]:
+                live[predecessor] = True
+                queue.append(predecessor)
     return live

@@ -1,10 +1,9 @@
 """Compiles a byte expression into the smallest deterministic automaton.
 
 The expression first becomes a nondeterministic automaton without empty moves. Its states are
-positions in the
-expression: a position takes one symbol of a set and has successors, the positions that may take the
-next symbol. The symbols are the 256 bytes and, after them, the operations on counters (`counting`),
-which go away at the end.
+positions in the expression. A position takes one symbol of a set and has successors: the positions
+that may take the next symbol. The symbols are the 256 bytes and, from 256 on, the operations on
+counters (`counting`), which are removed at the end.
 
 Shapes: S states, K classes of bytes that no state distinguishes.
 """
@@ -21,12 +20,12 @@ from monograph.automata.counting import (
     ALWAYS,
     STATE_BITS,
     Ambiguous,
-    Arrows,
     Effect,
     Operation,
+    Transitions,
+    apply_effect,
     live_states,
-    moved,
-    without_operations,
+    remove_operations,
 )
 from monograph.automata.expression import (
     Alternation,
@@ -35,8 +34,8 @@ from monograph.automata.expression import (
     Expression,
     Intersection,
     Mark,
-    Placed,
     Repetition,
+    WithSource,
 )
 from monograph.errors import InputRefused
 
@@ -46,209 +45,237 @@ MAX_POSITIONS = 20_000
 MAX_WORK = 1_000_000  # steps of a `Budget`
 STATE_MASK = (1 << STATE_BITS) - 1
 
-Next: TypeAlias = frozenset[int]  # positions, any of which may take the next byte
-NOWHERE: Next = frozenset()
-END = 0  # the position that takes no byte: the text may end here
-S = TypeVar("S")
-Rows: TypeAlias = Sequence[Mapping[int, int]]  # per state {class of symbols: next state}
+PositionSet: TypeAlias = frozenset[int]  # positions, any of which may take the next symbol
+EMPTY: PositionSet = frozenset()
+END = 0  # the position that takes no symbol: the text may end here
+BYTES = 256
+State = TypeVar("State")
+Rows: TypeAlias = Sequence[Mapping[int, int]]  # for each state {class of symbols: next state}
 
 
 class Budget:
-    """The limits of one automaton, and the steps spent on it, so that none takes more than about
-    two seconds.
+    """Counts the steps spent on one automaton, so that none takes more than about two seconds.
 
     Attributes:
         where: the automaton's name in an error.
-        reading: the place of the schema that is being read.
-        place: what positions are being made for.
-        built: how many positions each place has taken.
+        schema_path: the place of the schema that is being read, or "".
+        source: the keyword for which positions are being made, or "".
+        positions_by_source: how many positions each source has taken.
         symbols: the symbol of each operation, from 256.
     """
 
     def __init__(self, where: str) -> None:
         self.where = where
-        self.reading = ""
-        self.place = ""
-        self.built: Counter[str] = Counter()
+        self.schema_path = ""
+        self.source = ""
+        self.positions_by_source: Counter[str] = Counter()
         self.symbols: dict[Operation, int] = {}
         self._spent = 0
 
     def spend(self, steps: int) -> None:
-        """Count steps; raise InputRefused when there are too many."""
-        self._spent += steps
-        self.limit(self._spent, MAX_WORK, "steps to build")
+        """Count steps.
 
-    def limit(self, count: int, most: int, unit: str) -> None:
-        """Raise InputRefused for an automaton that needs more than `most` of a unit."""
-        if count > most:
-            reached = f", when {self.reading} is read" if self.reading else ""
-            if self.built:
-                reached = f", the most of them for {max(self.built, key=self.built.__getitem__)}"
-            raise InputRefused(
-                f"{self.where}: its automaton needs more than {most:,} {unit}{reached}; make it simpler or shorter"
-            )
+        Raises:
+            InputRefused: there are more than MAX_WORK steps.
+        """
+        self._spent += steps
+        self.require_at_most(MAX_WORK, self._spent, "steps to build")
+
+    def require_at_most(self, limit: int, count: int, unit: str) -> None:
+        """Refuse an automaton that needs more than `limit` of a unit.
+
+        Raises:
+            InputRefused: it does.
+        """
+        if count <= limit:
+            return
+        detail = ""
+        if self.positions_by_source:
+            counts = self.positions_by_source
+            detail = f", the most of them for {max(counts, key=counts.__getitem__)}"
+        elif self.schema_path:
+            detail = f", when {self.schema_path} is read"
+        raise InputRefused(
+            f"{self.where}: its automaton needs more than {limit:,} {unit}{detail}; make it simpler or shorter"
+        )
 
 
 class Positions:
-    """The positions of an expression, made from its end to its beginning, as a position is made
-    with its successors.
+    """The positions of an expression.
 
-    Positions that take the same bytes and have the same successors are merged, and so are common
-    endings: the automaton of a character's UTF-8 sequences or of a schema's optional properties
-    stays small.
+    They are made from the end of the expression to its beginning, because a position is made with
+    its successors. Positions that take the same symbols and have the same successors are merged,
+    and so are common endings. So the automaton of a character's UTF-8 sequences or of a schema's
+    optional properties stays small.
 
-    A loop is a placeholder for a part that may repeat without limit: it takes no byte and `closed`
-    replaces it.
+    A loop is a placeholder for a part that may repeat without limit. It takes no symbol, and
+    `without_loops` replaces it.
 
     Attributes:
         takes: for each position a bit mask of the symbols that it takes; 0 for loops and the end.
-        follow: for each position its successors; for a loop, the first positions of its part and
-            its successors.
+        successors: for each position its successors; for a loop, the first positions of its part
+            and the positions after it.
 
     Raises:
-        InputRefused: more than MAX_POSITIONS positions, or the budget is spent; any method may
-            raise it.
+        InputRefused: there are more than MAX_POSITIONS positions, or the budget is spent; any
+            method may raise it.
     """
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
-        self.takes, self.follow = [0], [NOWHERE]
+        self.takes = [0]
+        self.successors = [EMPTY]
         self._loops: set[int] = set()
-        # What `at`, `before` and `closed` have returned.
-        self._known: dict[tuple[int, Next], Next] = {}
-        self._before: dict[tuple[Expression, Next], Next] = {}
-        self._closed: dict[Next, Next] = {}
+        # What `make_position`, `first_positions` and `without_loops` have returned.
+        self._made: dict[tuple[int, PositionSet], PositionSet] = {}
+        self._first: dict[tuple[Expression, PositionSet], PositionSet] = {}
+        self._expanded: dict[PositionSet, PositionSet] = {}
 
-    def at(self, takes: int, then: Next) -> Next:
-        """Return the one position that takes a symbol of the mask and has the successors `then`, or
-        NOWHERE.
+    def make_position(self, takes: int, after: PositionSet) -> PositionSet:
+        """Return the one position that takes a symbol of a mask and has the successors `after`.
+
+        Return EMPTY if no text leads through such a position.
         """
-        if not takes or not then:
-            return NOWHERE  # no text leads through such a position
-        if (known := self._known.get((takes, then))) is None:
-            known = self._known[takes, then] = frozenset((self._add(takes, then),))
-        return known
+        if not takes or not after:
+            return EMPTY
+        made = self._made.get((takes, after))
+        if made is None:
+            made = self._made[takes, after] = frozenset((self._add(takes, after),))
+        return made
 
-    def _add(self, takes: int, follow: Next) -> int:
-        self.budget.limit(len(self.takes), MAX_POSITIONS, "positions")
+    def _add(self, takes: int, successors: PositionSet) -> int:
+        self.budget.require_at_most(MAX_POSITIONS, len(self.takes), "positions")
         self.budget.spend(1)
-        if self.budget.place:
-            self.budget.built[self.budget.place] += 1
+        if self.budget.source:
+            self.budget.positions_by_source[self.budget.source] += 1
         self.takes.append(takes)
-        self.follow.append(follow)
+        self.successors.append(successors)
         return len(self.takes) - 1
 
-    def union(self, sets: Iterable[Next]) -> Next:
-        """Return the union of the sets."""
-        parts = list(sets)
-        self.budget.spend(sum(map(len, parts)))
-        return NOWHERE.union(*parts)
+    def union(self, sets: Iterable[PositionSet]) -> PositionSet:
+        """Return the union of sets of positions."""
+        listed = list(sets)
+        self.budget.spend(sum(map(len, listed)))
+        return EMPTY.union(*listed)
 
-    def before(self, expression: Expression, then: Next) -> Next:
-        """Return the positions that can take the first byte of a text of the expression followed by
-        one from `then`.
+    def first_positions(self, expression: Expression, after: PositionSet) -> PositionSet:
+        """Return the positions that can take the first symbol of an expression's texts.
 
-        If the expression matches the empty text, they include `then`.
+        If the expression matches the empty text, `after` is among them.
+
+        Args:
+            expression: the expression.
+            after: the positions that follow the expression.
         """
         if isinstance(expression, ByteSet):
-            return self.at(expression.mask, then)
-        if (known := self._before.get((expression, then))) is None:
+            return self.make_position(expression.mask, after)
+        first = self._first.get((expression, after))
+        if first is None:
             self.budget.spend(1)
-            known = self._before[expression, then] = self._composed(expression, then)
-        return known
+            first = self._first[expression, after] = self._composed_positions(expression, after)
+        return first
 
-    def _composed(self, expression: Expression, then: Next) -> Next:
+    def _composed_positions(self, expression: Expression, after: PositionSet) -> PositionSet:
         if isinstance(expression, Concatenation):
             self.budget.spend(len(expression.parts))
             for part in reversed(expression.parts):
-                then = self.before(part, then)
-            return then
+                after = self.first_positions(part, after)
+            return after
         if isinstance(expression, Alternation):
-            return self.union(self.before(option, then) for option in expression.options)
+            return self.union(self.first_positions(option, after) for option in expression.options)
         if isinstance(expression, Intersection):
-            return _intersection_before(expression, self, then)
+            return _intersection_positions(expression, self, after)
         if isinstance(expression, Mark):
-            symbol = self.budget.symbols.setdefault(
-                expression.operation, 256 + len(self.budget.symbols)
-            )
-            return self.at(1 << symbol, then)
-        if isinstance(expression, Placed):
-            outer = self.budget.place
-            self.budget.place = expression.place
-            first = self.before(expression.part, then)
-            self.budget.place = outer
+            symbols = self.budget.symbols
+            symbol = symbols.setdefault(expression.operation, BYTES + len(symbols))
+            return self.make_position(1 << symbol, after)
+        if isinstance(expression, WithSource):
+            outer_source = self.budget.source
+            self.budget.source = expression.source
+            first = self.first_positions(expression.part, after)
+            self.budget.source = outer_source
             return first
         assert isinstance(expression, Repetition)
-        return self._repeated(expression, then)
+        return self._repeated_positions(expression, after)
 
-    def _repeated(self, expression: Repetition, then: Next) -> Next:
-        first = then
-        if expression.most is None:
-            # A loop is a position of its own, since its successors contain itself: they are known
-            # once it is made.
-            loop = self._add(0, NOWHERE)
+    def _repeated_positions(self, expression: Repetition, after: PositionSet) -> PositionSet:
+        first = after
+        optional_count = 0
+        if expression.max_count is None:
+            # A loop is a position of its own, since it is among its own successors: they are known
+            # only once it is made.
+            loop = self._add(0, EMPTY)
             self._loops.add(loop)
             first = frozenset((loop,))
-            self.follow[loop] = self.union((self.before(expression.part, first), then))
-        # Stop once another repetition changes nothing: the part matches no text, or only the empty
-        # one.
-        for _ in range((expression.most or expression.least) - expression.least):
-            longer = self.union((self.before(expression.part, first), then))
+            self.successors[loop] = self.union(
+                (self.first_positions(expression.part, first), after)
+            )
+        else:
+            optional_count = expression.max_count - expression.min_count
+        # Stop when one more repetition changes nothing: then the part matches no text, or only the
+        # empty one.
+        for _ in range(optional_count):
+            longer = self.union((self.first_positions(expression.part, first), after))
             if longer == first:
                 break
             first = longer
-        for _ in range(expression.least):
-            longer = self.before(expression.part, first)
+        for _ in range(expression.min_count):
+            longer = self.first_positions(expression.part, first)
             if longer == first:
                 break
             first = longer
         return first
 
-    def states(
-        self, rows: Rows, accepting: Sequence[bool], symbols_of: Mapping[int, int], then: Next
-    ) -> Next:
-        """Return the positions before a text that an automaton accepts, followed by one from
-        `then`.
+    def add_automaton(
+        self,
+        rows: Rows,
+        accepting: Sequence[bool],
+        symbols_of: Mapping[int, int],
+        after: PositionSet,
+    ) -> PositionSet:
+        """Add the positions of an automaton's texts; return the first positions.
 
         Args:
             rows: the automaton's transitions.
             accepting: whether a text may end in each of its states.
-            symbols_of: the symbols of each class of its transitions.
-            then: what follows.
+            symbols_of: for each class of its transitions a bit mask of the symbols.
+            after: the positions that follow the texts.
         """
-        # States may lead to each other in circles, so each is a loop, whose successors are known
-        # once all are made.
-        loops = [frozenset((self._add(0, NOWHERE),)) for _ in rows]
+        # States may lead to each other in circles. So each state is a loop, whose successors are
+        # known once all loops are made.
+        loops = [frozenset((self._add(0, EMPTY),)) for _ in rows]
         self._loops.update(*loops)
         for state, row in enumerate(rows):
             takes: dict[int, int] = defaultdict(int)  # {next state: the symbols that lead there}
-            for by, target in row.items():
-                takes[target] |= symbols_of[by]
-            ways = [self.at(mask, loops[target]) for target, mask in takes.items()]
+            for symbol_class, target in row.items():
+                takes[target] |= symbols_of[symbol_class]
+            successors = [self.make_position(mask, loops[target]) for target, mask in takes.items()]
+            if accepting[state]:
+                successors.append(after)
             (loop,) = loops[state]
-            self.follow[loop] = self.union([*ways, *([then] if accepting[state] else [])])
+            self.successors[loop] = self.union(successors)
         return loops[0]
 
-    def closed(self, positions: Next) -> Next:
-        """Return the positions with every loop replaced by the first positions of its part and its
-        successors.
-        """
-        if (closed := self._closed.get(positions)) is None:
+    def without_loops(self, positions: PositionSet) -> PositionSet:
+        """Return the positions with each loop replaced by its successors, over and over."""
+        expanded = self._expanded.get(positions)
+        if expanded is None:
             reached = set(positions)
-            waiting = [*positions & self._loops]
-            for loop in waiting:
-                self.budget.spend(1 + len(self.follow[loop]))
-                fresh = self.follow[loop] - reached
+            queue = [*positions & self._loops]
+            for loop in queue:
+                self.budget.spend(1 + len(self.successors[loop]))
+                fresh = self.successors[loop] - reached
                 reached |= fresh
-                waiting.extend(fresh & self._loops)
-            closed = self._closed[positions] = frozenset(reached - self._loops)
-        return closed
+                queue.extend(fresh & self._loops)
+            expanded = self._expanded[positions] = frozenset(reached - self._loops)
+        return expanded
 
 
 @dataclass(frozen=True, eq=False)
 class ByteAutomaton:
-    """A deterministic automaton over bytes; every state lies on a path from state 0 to an accepting
-    state.
+    """A deterministic automaton over bytes.
+
+    Every state lies on a path from state 0 to an accepting state.
 
     Attributes:
         next_SK: int16 [S, K], the state after a byte of each class; -1 where no accepted text
@@ -256,7 +283,7 @@ class ByteAutomaton:
         class_256: uint8 [256], the class of each byte.
         accepting_S: bool [S], whether a text may end there.
         effect_SK: int16 [S, K], the index in `effects` of what the byte does to the counters.
-        effects: all effects; the first changes nothing and is always allowed.
+        effects: all effects; the first one is `ALWAYS`.
     """
 
     next_SK: NDArray[np.int16]
@@ -266,110 +293,118 @@ class ByteAutomaton:
     effects: tuple[Effect, ...] = (ALWAYS,)
 
     def accepts(self, text: bytes) -> bool:
-        """Return whether the automaton accepts a text; this reads byte by byte and is the reference
-        for the rest.
+        """Return whether the automaton accepts a text.
+
+        This reads byte by byte, and is the reference for automata over tokens.
         """
-        state = 0
+        packed_state = 0
         for byte in text:
-            at = state & STATE_MASK
-            by = self.class_256[byte]
-            following = int(self.next_SK[at, by])
-            if following < 0:
+            state = packed_state & STATE_MASK
+            byte_class = self.class_256[byte]
+            next_state = int(self.next_SK[state, byte_class])
+            if next_state < 0:
                 return False
-            state = moved(self.effects[self.effect_SK[at, by]], state, following)
-            if state < 0:
+            effect = self.effects[self.effect_SK[state, byte_class]]
+            packed_state = apply_effect(effect, packed_state, next_state)
+            if packed_state < 0:
                 return False
-        return bool(self.accepting_S[state & STATE_MASK])
+        return bool(self.accepting_S[packed_state & STATE_MASK])
 
     @property
-    def counts(self) -> bool:
-        """Return whether it has counters."""
+    def has_counters(self) -> bool:
+        """Whether the automaton has counters."""
         return len(self.effects) > 1
 
 
-def compiled(expression: Expression, where: str) -> ByteAutomaton:
-    """Return the minimal automaton of an expression (with counters it may have more states than it
-    needs).
+def compile_expression(expression: Expression, where: str) -> ByteAutomaton:
+    """Return the minimal automaton of an expression; with counters it may not be minimal.
 
     Args:
         expression: the expression over bytes.
-        where: its name in an error.
+        where: the expression's name in an error.
 
     Raises:
         Ambiguous: a byte may have two effects on the counters.
         InputRefused: the expression matches no text, or its automaton is too large (MAX_STATES,
             MAX_POSITIONS, MAX_WORK).
     """
-    automaton = bytes_only(expression, Budget(where))
+    automaton = byte_automaton(expression, Budget(where))
     if automaton is None:
         raise InputRefused(f"{where} matches no text at all")
     return automaton
 
 
-def bytes_only(expression: Expression, budget: Budget) -> ByteAutomaton | None:
-    """Return the automaton of an expression, or None if it matches no text; see `compiled`."""
-    found = _deterministic(expression, budget)
-    if found is None:
-        return None
-    used = {by for row in found.rows for by in row}
-    byte_classes = used.intersection(found.classes[:256])
-    known = [
-        (symbol, operation)
-        for operation, symbol in budget.symbols.items()
-        if symbol < len(found.classes)
-    ]
-    operations = {
-        found.classes[symbol]: operation
-        for symbol, operation in known
-        if found.classes[symbol] in used
-    }
-    if len(byte_classes) + len(operations) != len(used):
-        raise Ambiguous  # an operation stands for another one, or for a byte
-    arrows = without_operations(found.rows, found.accepting, byte_classes, operations)
-    return _renumbered(arrows, found)
+def byte_automaton(expression: Expression, budget: Budget) -> ByteAutomaton | None:
+    """Return the automaton of an expression, or None if it matches no text.
 
-
-def _renumbered(arrows: Sequence[Arrows], found: "_Deterministic") -> ByteAutomaton | None:
-    """Return the automaton of the states that bytes reach, numbered breadth first; None if state 0
-    leads nowhere.
+    Raises:
+        Ambiguous: see `compile_expression`.
+        InputRefused: the automaton is too large.
     """
-    if not arrows[0] and not found.accepting[0]:
+    automaton = _symbol_automaton(expression, budget)
+    if automaton is None:
         return None
-    effects = {ALWAYS: 0}
-    order = {0: 0}
-    states = [0]
-    for state in states:
-        for _, (target, effect) in sorted(arrows[state].items()):
-            effects.setdefault(effect, len(effects))
-            if target not in order:
-                order[target] = len(states)
-                states.append(target)
-    next_SK = np.full((len(states), max(found.classes) + 1), -1, dtype=np.int16)
+    used = {symbol_class for row in automaton.rows for symbol_class in row}
+    byte_classes = used.intersection(automaton.classes[:BYTES])
+    operations = {}
+    for operation, symbol in budget.symbols.items():
+        # The budget may know operations of other expressions.
+        if symbol < len(automaton.classes) and automaton.classes[symbol] in used:
+            operations[automaton.classes[symbol]] = operation
+    if len(byte_classes) + len(operations) != len(used):
+        raise Ambiguous  # a class holds two operations, or an operation and a byte
+    transitions = remove_operations(automaton.rows, automaton.accepting, byte_classes, operations)
+    return _make_byte_automaton(transitions, automaton)
+
+
+def _make_byte_automaton(
+    transitions: Sequence[Transitions], automaton: "_SymbolAutomaton"
+) -> ByteAutomaton | None:
+    """Return the automaton of the states that bytes reach, numbered breadth first.
+
+    Return None if it accepts no text.
+
+    Args:
+        transitions: the transitions by bytes of each state of `automaton`.
+        automaton: the automaton before operations were removed.
+    """
+    if not transitions[0] and not automaton.accepting[0]:
+        return None
+    effect_numbers = {ALWAYS: 0}
+    new_numbers = {0: 0}
+    old_states = [0]
+    for state in old_states:
+        for _, (target, effect) in sorted(transitions[state].items()):
+            effect_numbers.setdefault(effect, len(effect_numbers))
+            if target not in new_numbers:
+                new_numbers[target] = len(old_states)
+                old_states.append(target)
+    next_SK = np.full((len(old_states), max(automaton.classes) + 1), -1, dtype=np.int16)
     effect_SK = np.zeros(next_SK.shape, dtype=np.int16)
-    for number, state in enumerate(states):
-        for by, (target, effect) in arrows[state].items():
-            next_SK[number, by] = order[target]
-            effect_SK[number, by] = effects[effect]
-    # Bytes whose columns became equal when states were merged, or when operations went away, share
-    # a class.
-    both, merged = np.unique(np.concatenate([next_SK, effect_SK]), axis=1, return_inverse=True)
-    class_256 = merged.reshape(-1)[found.classes[:256]]
-    accepting_S = np.array([found.accepting[state] for state in states])
-    next_SK = np.ascontiguousarray(both[: len(states)])
-    effect_SK = np.ascontiguousarray(both[len(states) :])
-    return ByteAutomaton(
-        next_SK, class_256.astype(np.uint8), accepting_S, effect_SK, tuple(effects)
-    )
+    for number, state in enumerate(old_states):
+        for byte_class, (target, effect) in transitions[state].items():
+            next_SK[number, byte_class] = new_numbers[target]
+            effect_SK[number, byte_class] = effect_numbers[effect]
+    # Columns may have become equal when states were merged, or when operations were removed: then
+    # their bytes share a class.
+    stacked = np.concatenate([next_SK, effect_SK])
+    unique, merged = np.unique(stacked, axis=1, return_inverse=True)
+    class_256 = merged.reshape(-1)[automaton.classes[:BYTES]].astype(np.uint8)
+    accepting_S = np.array([automaton.accepting[state] for state in old_states])
+    next_SK = np.ascontiguousarray(unique[: len(old_states)])
+    effect_SK = np.ascontiguousarray(unique[len(old_states) :])
+    return ByteAutomaton(next_SK, class_256, accepting_S, effect_SK, tuple(effect_numbers))
 
 
 @dataclass(frozen=True, eq=False)
-class _Deterministic:
+class _SymbolAutomaton:
     """The smallest deterministic automaton over symbols.
 
     Attributes:
         rows: for each state {class of symbols: next state}.
         accepting: whether a text may end in each state.
-        classes: the class of each symbol; that of symbols that occur nowhere has no transitions.
+        classes: the class of each symbol. Symbols that the expression does not use have a class
+            without transitions.
     """
 
     rows: Rows
@@ -377,105 +412,121 @@ class _Deterministic:
     classes: list[int]
 
 
-def _deterministic(expression: Expression, budget: Budget) -> _Deterministic | None:
+def _symbol_automaton(expression: Expression, budget: Budget) -> _SymbolAutomaton | None:
+    """Return the automaton of an expression, or None if it matches no text."""
     positions = Positions(budget)
-    start = positions.closed(positions.before(expression, frozenset((END,))))
+    first = positions.first_positions(expression, frozenset((END,)))
+    start = positions.without_loops(first)
     if not start:
         return None
-    # Symbols that no set tells apart share a class, so a row has a few entries instead of 256.
-    classes, classes_of = _symbol_classes(set(positions.takes), 256 + len(budget.symbols))
+    # Symbols that no position tells apart share a class, so a row has a few entries instead of 256.
+    classes, classes_of = _symbol_classes(set(positions.takes), BYTES + len(budget.symbols))
 
     # The subset construction: a state is the set of positions that may take the next symbol.
-    def after(state: Next) -> Iterator[tuple[int, Next]]:
-        into: dict[int, list[Next]] = defaultdict(list)
+    def transitions(state: PositionSet) -> Iterator[tuple[int, PositionSet]]:
+        successors_by_class: dict[int, list[PositionSet]] = defaultdict(list)
         for position in state:
-            its_classes = classes_of[positions.takes[position]]
-            budget.spend(1 + len(its_classes))
-            for symbol_class in its_classes:
-                into[symbol_class].append(positions.follow[position])
-        for symbol_class, follow in into.items():
-            yield (
-                symbol_class,
-                positions.closed(follow[0] if len(follow) == 1 else positions.union(follow)),
-            )
+            position_classes = classes_of[positions.takes[position]]
+            budget.spend(1 + len(position_classes))
+            for symbol_class in position_classes:
+                successors_by_class[symbol_class].append(positions.successors[position])
+        for symbol_class, successors in successors_by_class.items():
+            if len(successors) == 1:
+                next_positions = successors[0]
+            else:
+                next_positions = positions.union(successors)
+            yield symbol_class, positions.without_loops(next_positions)
 
-    rows, states = _explored(start, after, budget)
-    return _minimal(rows, [END in state for state in states], classes)
+    rows, states = _explore(start, transitions, budget)
+    return _minimize(rows, [END in state for state in states], classes)
 
 
-def _explored(
-    start: S, after: Callable[[S], Iterable[tuple[int, S]]], budget: Budget
-) -> tuple[Rows, list[S]]:
-    """Return the rows of all states that `after` leads to, as (byte class, next state), and these
-    states.
+def _explore(
+    start: State, transitions: Callable[[State], Iterable[tuple[int, State]]], budget: Budget
+) -> tuple[Rows, list[State]]:
+    """Number all states that can be reached from a start state; return their rows, and the states.
+
+    Args:
+        start: the start state.
+        transitions: returns (class of symbols, next state) for each transition of a state.
+        budget: limits the number of states.
     """
     numbers = {start: 0}
+    queue = [start]
     rows = []
-    for state in (queue := [start]):
+    for state in queue:
         row = {}
-        for byte_class, following in after(state):
-            if following not in numbers:
-                numbers[following] = len(queue)
-                queue.append(following)
-            row[byte_class] = numbers[following]
+        for symbol_class, next_state in transitions(state):
+            if next_state not in numbers:
+                numbers[next_state] = len(queue)
+                queue.append(next_state)
+            row[symbol_class] = numbers[next_state]
         rows.append(row)
-        budget.limit(len(queue), MAX_STATES, "states")
+        budget.require_at_most(MAX_STATES, len(queue), "states")
     return rows, queue
 
 
 def _symbol_classes(sets: Iterable[int], symbols: int) -> tuple[list[int], dict[int, list[int]]]:
-    """Sort symbols into classes whose members lie in the same sets; return their classes and each
-    set's classes.
+    """Return the class of each symbol, and the classes in each set.
+
+    Two symbols share a class if they lie in the same sets.
+
+    Args:
+        sets: bit masks of symbols.
+        symbols: the number of symbols.
     """
     masks = list(sets)
-    # Whether each set has the symbol, for each symbol; the symbols of a class have the same
-    # profile.
+    # For each symbol, whether each set has it; the symbols of a class have the same profile.
     profiles = [tuple(mask >> symbol & 1 for mask in masks) for symbol in range(symbols)]
     numbers = {profile: number for number, profile in enumerate(dict.fromkeys(profiles))}
     classes = [numbers[profile] for profile in profiles]
     classes_of = {
-        mask: [number for profile, number in numbers.items() if profile[i]]
-        for i, mask in enumerate(masks)
+        mask: [number for profile, number in numbers.items() if profile[index]]
+        for index, mask in enumerate(masks)
     }
     return classes, classes_of
 
 
-def _minimal(rows: Rows, accepting: Sequence[bool], classes: list[int]) -> _Deterministic:
-    """Merge equivalent states, and number them breadth first."""
-    block_of = _equivalent(rows, accepting)
-    order = {block_of[0]: 0}
-    representatives = [0]
+def _minimize(rows: Rows, accepting: Sequence[bool], classes: list[int]) -> _SymbolAutomaton:
+    """Return the automaton with equivalent states merged, numbered breadth first."""
+    block_of = _equivalence_blocks(rows, accepting)
+    number_of_block = {block_of[0]: 0}
+    representatives = [0]  # a state of each block
     for state in representatives:
         for _, target in sorted(rows[state].items()):
-            if block_of[target] not in order:
-                order[block_of[target]] = len(representatives)
+            if block_of[target] not in number_of_block:
+                number_of_block[block_of[target]] = len(representatives)
                 representatives.append(target)
-    merged = [
-        {by: order[block_of[target]] for by, target in rows[state].items()}
+    merged_rows = [
+        {
+            symbol_class: number_of_block[block_of[target]]
+            for symbol_class, target in rows[state].items()
+        }
         for state in representatives
     ]
-    return _Deterministic(merged, [accepting[state] for state in representatives], classes)
+    merged_accepting = [accepting[state] for state in representatives]
+    return _SymbolAutomaton(merged_rows, merged_accepting, classes)
 
 
-def _equivalent(rows: Rows, accepting: Sequence[bool]) -> list[int]:
-    """Return each state's block; the states of a block are those that accept the same texts
-    (Hopcroft 1971).
+def _equivalence_blocks(rows: Rows, accepting: Sequence[bool]) -> list[int]:
+    """Return the block of each state; the states of a block accept the same texts (Hopcroft 1971).
 
     A missing transition leads to a dead state. The dead state needs no block: each block splits the
     states that have a transition into it from those that have none, and at first all blocks are
     splitters.
     """
-    before: list[list[tuple[int, int]]] = [[] for _ in rows]
+    # For each state (class of symbols, state before it).
+    predecessors: list[list[tuple[int, int]]] = [[] for _ in rows]
     for state, row in enumerate(rows):
-        for byte_class, target in row.items():
-            before[target].append((byte_class, state))
+        for symbol_class, target in row.items():
+            predecessors[target].append((symbol_class, state))
     partition = _Partition(accepting)
     while partition.waiting:
-        into: dict[int, set[int]] = defaultdict(set)
+        sources_by_class: dict[int, set[int]] = defaultdict(set)
         for target in partition.blocks[partition.waiting.pop()]:
-            for byte_class, state in before[target]:
-                into[byte_class].add(state)
-        for sources in into.values():
+            for symbol_class, state in predecessors[target]:
+                sources_by_class[symbol_class].add(state)
+        for sources in sources_by_class.values():
             partition.split_by(sources)
     return partition.block_of
 
@@ -491,8 +542,8 @@ class _Partition:
 
     def __init__(self, accepting: Sequence[bool]) -> None:
         halves: list[set[int]] = [set(), set()]
-        for state, end in enumerate(accepting):
-            halves[end].add(state)
+        for state, accepts in enumerate(accepting):
+            halves[accepts].add(state)
         self.blocks = [half for half in halves if half]
         self.block_of = [0] * len(accepting)
         for number, block in enumerate(self.blocks):
@@ -502,66 +553,77 @@ class _Partition:
 
     def split_by(self, splitter: set[int]) -> None:
         """Split every block into its states inside and its states outside the splitter."""
-        touched: dict[int, set[int]] = defaultdict(set)
+        inside_of_block: dict[int, set[int]] = defaultdict(set)
         for state in splitter:
-            touched[self.block_of[state]].add(state)
-        for number, inside in touched.items():
-            if not (outside := len(self.blocks[number]) - len(inside)):
+            inside_of_block[self.block_of[state]].add(state)
+        for number, inside in inside_of_block.items():
+            outside_count = len(self.blocks[number]) - len(inside)
+            if outside_count == 0:
                 continue
             self.blocks[number] -= inside
             smaller = inside
-            if outside < len(inside):
+            if outside_count < len(inside):
                 smaller = self.blocks[number]
                 self.blocks[number] = inside
             for state in smaller:
                 self.block_of[state] = len(self.blocks)
-            # The larger part keeps the block's number: it waits if the block did, and else the
-            # whole block has split.
+            # The larger part keeps the block's number. If the block waits, both parts wait. If not,
+            # the whole block has split the others, so splitting by the smaller part is enough.
             self.waiting.add(len(self.blocks))
             self.blocks.append(smaller)
 
 
-def _intersection_before(expression: Intersection, positions: Positions, then: Next) -> Next:
-    """Return what `Positions.before` returns, for an intersection."""
-    sides = [_deterministic(side, positions.budget) for side in (expression.left, expression.right)]
-    if sides[0] is None or sides[1] is None:
-        return NOWHERE
-    rows, accepting, symbols_of = _product(sides[0], sides[1], positions.budget)
-    # A pair of states may accept nothing though each of them does: a text that leads there must not
-    # begin.
+def _intersection_positions(
+    expression: Intersection, positions: Positions, after: PositionSet
+) -> PositionSet:
+    """Return what `Positions.first_positions` returns, for an intersection."""
+    left = _symbol_automaton(expression.left, positions.budget)
+    right = _symbol_automaton(expression.right, positions.budget)
+    if left is None or right is None:
+        return EMPTY
+    rows, accepting, symbols_of = _product(left, right, positions.budget)
+    # From a pair of states no text may be accepted, though one is from each state alone. A text
+    # that leads to such a pair must not begin.
     live = live_states(rows, accepting)
     if not live[0]:
-        return NOWHERE
-    rows = [{by: target for by, target in row.items() if live[target]} for row in rows]
-    return positions.states(rows, accepting, symbols_of, then)
+        return EMPTY
+    live_rows = [
+        {symbol_class: target for symbol_class, target in row.items() if live[target]}
+        for row in rows
+    ]
+    return positions.add_automaton(live_rows, accepting, symbols_of, after)
 
 
 def _product(
-    left: _Deterministic, right: _Deterministic, budget: Budget
+    left: _SymbolAutomaton, right: _SymbolAutomaton, budget: Budget
 ) -> tuple[Rows, list[bool], dict[int, int]]:
-    """Return the product automaton: rows over pairs of classes, whether each state accepts, each
-    class's symbols.
+    """Return the product of two automata, which accepts what both accept.
+
+    Returns:
+        Its rows, over pairs of classes; whether a text may end in each state; for each pair of
+        classes a bit mask of its symbols.
     """
     symbols_of: dict[int, int] = defaultdict(int)
-    # The side that was made first may not know an operation of the other; it has no transition for
-    # it.
-    unknown = max(right.classes) + 1
-    for symbol in range(256 + len(budget.symbols)):
-        if symbol < len(left.classes):
-            other = right.classes[symbol] if symbol < len(right.classes) else unknown
-            symbols_of[left.classes[symbol] * (unknown + 1) + other] |= 1 << symbol
+    # A side that was made before an operation was known has no class for it, and no transition.
+    unknown_class = max(right.classes) + 1
+    pair_base = unknown_class + 1  # the pair (l, r) is the number l * pair_base + r
+    for symbol in range(BYTES + len(budget.symbols)):
+        if symbol >= len(left.classes):
+            continue
+        right_class = unknown_class
+        if symbol < len(right.classes):
+            right_class = right.classes[symbol]
+        symbols_of[left.classes[symbol] * pair_base + right_class] |= 1 << symbol
 
-    def after(state: tuple[int, int]) -> Iterator[tuple[int, tuple[int, int]]]:
+    def transitions(state: tuple[int, int]) -> Iterator[tuple[int, tuple[int, int]]]:
         budget.spend(len(symbols_of))
-        one, other = left.rows[state[0]], right.rows[state[1]]
-        for both in symbols_of:
-            of_one, of_other = divmod(both, unknown + 1)
-            if of_one in one and of_other in other:
-                yield both, (one[of_one], other[of_other])
+        left_row = left.rows[state[0]]
+        right_row = right.rows[state[1]]
+        for pair in symbols_of:
+            left_class, right_class = divmod(pair, pair_base)
+            if left_class in left_row and right_class in right_row:
+                yield pair, (left_row[left_class], right_row[right_class])
 
-    rows, pairs = _explored((0, 0), after, budget)
-    return (
-        rows,
-        [left.accepting[one] and right.accepting[other] for one, other in pairs],
-        symbols_of,
-    )
+    rows, states = _explore((0, 0), transitions, budget)
+    accepting = [left.accepting[one] and right.accepting[other] for one, other in states]
+    return rows, accepting, symbols_of

@@ -44,13 +44,13 @@ class Alternation:
 
 @dataclass(frozen=True, eq=False)
 class Repetition:
-    """An expression that matches its part `least` to `most` times; `most` is None where there is no
-    upper bound.
+    """An expression that matches its part `min_count` to `max_count` times; None: without an upper
+    bound.
     """
 
     part: Expression
-    least: int
-    most: int | None
+    min_count: int
+    max_count: int | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,17 +69,17 @@ class Mark:
 
 
 @dataclass(frozen=True, eq=False)
-class Placed:
-    """An expression that matches what its part does; `place` names in an error what the part comes
-    from.
+class WithSource:
+    """An expression that matches what its part does; `source` names the part's keyword in an
+    error.
     """
 
     part: Expression
-    place: str
+    source: str
 
 
 Expression: TypeAlias = (
-    ByteSet | Concatenation | Alternation | Repetition | Intersection | Mark | Placed
+    ByteSet | Concatenation | Alternation | Repetition | Intersection | Mark | WithSource
 )
 
 

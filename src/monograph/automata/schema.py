@@ -18,7 +18,7 @@ from urllib.parse import unquote_to_bytes
 
 from monograph.automata import values
 from monograph.automata.counting import COUNTERS, MAX_COUNT, Ambiguous, Operation
-from monograph.automata.dfa import Budget, bytes_only
+from monograph.automata.dfa import Budget, byte_automaton
 from monograph.automata.expression import (
     ANY,
     Alternation,
@@ -27,8 +27,8 @@ from monograph.automata.expression import (
     Expression,
     Intersection,
     Mark,
-    Placed,
     Repetition,
+    WithSource,
     in_json,
     joined,
     literal,
@@ -114,7 +114,7 @@ class _Schemas:
 
     def read(self, schema: object, path: tuple[str, ...]) -> Expression:
         """Return an expression for the texts of the schema at `path`."""
-        self.budget.reading = pointer(path)
+        self.budget.schema_path = pointer(path)
         self.budget.spend(_STEPS)
         if len(path) > MAX_DEPTH:
             self.refuse(
@@ -258,7 +258,7 @@ class _Schemas:
         texts = [self.read(option, place) for option, place in zip(options, paths, strict=True)]
         if self.counters < COUNTERS:
             try:
-                bytes_only(Alternation(tuple(texts)), self.budget)
+                byte_automaton(Alternation(tuple(texts)), self.budget)
             except Ambiguous:
                 outer = self.counters
                 self.counters = COUNTERS
@@ -284,7 +284,7 @@ class _Schemas:
             allowed = [value for value in allowed if types & values.type_names(value)]
         if not allowed:
             self.refuse(path, "no value of 'enum' and 'const' is valid")
-        return Placed(
+        return WithSource(
             Alternation(tuple(map(values.constant, allowed))), f"'enum' at {pointer(path)}"
         )
 
@@ -330,7 +330,9 @@ class _Schemas:
             else:
                 length = Repetition(character(ANY), 0, None)
             length = self._bounded(length, least, most)
-        return joined(literal(b'"'), Placed(length, f"{key!r} at {pointer(path)}"), literal(b'"'))
+        return joined(
+            literal(b'"'), WithSource(length, f"{key!r} at {pointer(path)}"), literal(b'"')
+        )
 
     def _pattern(
         self, schema: dict[str, Any], path: tuple[str, ...], encoding: Encoding
@@ -431,7 +433,7 @@ class _Schemas:
             return texts, joined()
         if self.counters == COUNTERS:
             item = joined(literal(b","), self.read(items, (*path, "items")))
-            return texts, Placed(
+            return texts, WithSource(
                 Repetition(item, fewest, further), f"'maxItems' at {pointer(path)}"
             )
         count = Mark(Operation("count", self.counters))

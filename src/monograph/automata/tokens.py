@@ -1,13 +1,14 @@
 """Automata over tokens, made from automata over bytes.
 
-Tokens that lead from every state to the same next state form one class, so a table over states and
-classes, and the class of each token, stand for the table over states and tokens. Stop strings form
-such an automaton too; its state tracks the progress in each of them (Aho and Corasick 1975).
+Tokens that lead from every state to the same next state form one class. So the table over states
+and classes, with the class of each token, replaces the table over states and tokens. Stop strings
+form such an automaton, too; its state tracks the progress in each of them (Aho and Corasick 1975).
 
-A token may also have an effect on counters (`counting`), which say how often a part of the text may
-still be repeated; each automaton lists its effects. A row's state and its counters are one number.
+A token may also have an effect on counters (`counting`), which hold how often a part of the text
+may still be repeated. A state and its counters are packed into one number.
 
-Shapes: V tokens, S states, C classes of tokens, K classes of bytes.
+Shapes: V tokens, A tokens that are being read, S states, E states that an edge leads to, C classes of
+tokens, K classes of bytes.
 """
 
 from collections.abc import Collection, Sequence
@@ -16,11 +17,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from monograph.automata.counting import ALWAYS, Effect, moved, then
+from monograph.automata.counting import ALWAYS, Effect, apply_effect, compose_effects
 from monograph.automata.dfa import STATE_MASK, ByteAutomaton
 from monograph.errors import InputRefused
 
-MAX_BYTES = 4_096  # most bytes of all stop strings together
+MAX_BYTES = 4_096  # of all stop strings together
 
 
 def _aho_corasick(strings: Sequence[bytes]) -> ByteAutomaton:
@@ -37,14 +38,14 @@ def _aho_corasick(strings: Sequence[bytes]) -> ByteAutomaton:
         raise InputRefused(
             "an empty stop string would end every text at once: give at least one character"
         )
-    if sum(map(len, strings)) > MAX_BYTES:
+    total_bytes = sum(map(len, strings))
+    if total_bytes > MAX_BYTES:
         raise InputRefused(
-            f"the stop strings have {sum(map(len, strings)):,} bytes; at most {MAX_BYTES:,} are searched"
+            f"the stop strings have {total_bytes:,} bytes; at most {MAX_BYTES:,} are searched"
         )
-    # First a tree of all strings, then links to shorter prefixes, breadth first: a link leads to a
-    # finished state.
+    # A tree of all strings, whose nodes are the states.
     children: list[dict[int, int]] = [{}]
-    ends: set[int] = set()
+    ends: set[int] = set()  # nodes in whose text a string occurs
     for string in strings:
         node = 0
         for byte in string:
@@ -54,9 +55,12 @@ def _aho_corasick(strings: Sequence[bytes]) -> ByteAutomaton:
             node = children[node][byte]
         ends.add(node)
     next_SK = np.zeros((len(children), 256), dtype=np.int16)
-    shorter = [0] * len(children)  # for each state the next shorter prefix with which its text ends
-    for node in (queue := [0]):
-        # A shorter stop string may end inside of a longer one that has only begun.
+    # For each state the state of the next shorter prefix with which its text ends. Breadth first,
+    # so that this state's row is complete when it is copied.
+    shorter = [0] * len(children)
+    queue = [0]
+    for node in queue:
+        # A shorter stop string may end inside a longer one that has only begun.
         if node in ends or shorter[node] in ends:
             ends.add(node)
             next_SK[node] = node  # a string has occurred, whatever follows
@@ -72,9 +76,9 @@ def _aho_corasick(strings: Sequence[bytes]) -> ByteAutomaton:
     )
 
 
-MAX_CELLS = 1 << 25  # most cells of one automaton's table while it is built, 128 MiB
-MAX_EFFECTS = 1 << 12  # most effects of one automaton
-_PART = 1 << 22  # cells computed at once
+MAX_CELLS = 1 << 25  # of one automaton's table while it is built, 128 MiB
+MAX_EFFECTS = 1 << 12  # of one automaton
+_CHUNK_CELLS = 1 << 22  # cells computed at once
 _MAX_CLASSES = (1 << 15) - 2  # a class is an int16, and a constraint adds two
 
 
@@ -90,7 +94,7 @@ class Automaton:
         stops_S: bool [S], whether the text is over: a stop string has occurred, or only an end
             token may follow.
         effect_SC: int16 [S, C], the index in `effects` of what the token does to the counters.
-        effects: all effects; the first is `ALWAYS`.
+        effects: all effects; the first one is `ALWAYS`.
     """
 
     where: str
@@ -100,30 +104,33 @@ class Automaton:
     effect_SC: NDArray[np.int16]
     effects: tuple[Effect, ...] = (ALWAYS,)
 
-    def after(self, state: int, token: int) -> int:
-        """Return the state after a token, or -1 if it is forbidden; this is the reference for
-        `advance`.
+    def after(self, packed_state: int, token: int) -> int:
+        """Return the state after a token, or -1 if the token is forbidden.
+
+        This is the reference for `advance`, which the decode step runs on the device.
 
         Args:
-            state: a state with its counters.
+            packed_state: a state, packed with its counters.
             token: the token's id.
         """
-        at = state & STATE_MASK
-        by = self.class_V[token]
-        following = int(self.next_SC[at, by])
-        return (
-            -1 if following < 0 else moved(self.effects[self.effect_SC[at, by]], state, following)
-        )
+        state = packed_state & STATE_MASK
+        token_class = self.class_V[token]
+        next_state = int(self.next_SC[state, token_class])
+        if next_state < 0:
+            return -1
+        effect = self.effects[self.effect_SC[state, token_class]]
+        return apply_effect(effect, packed_state, next_state)
 
     @property
-    def counts(self) -> bool:
-        """Return whether it has counters."""
+    def has_counters(self) -> bool:
+        """Whether the automaton has counters."""
         return len(self.effects) > 1
 
 
-def searcher(strings: Sequence[bytes], pieces: Sequence[bytes]) -> Automaton:
-    """Return the automaton of stop strings over tokens; it forbids no token, and tokens without
-    bytes keep its state.
+def stop_automaton(strings: Sequence[bytes], pieces: Sequence[bytes]) -> Automaton:
+    """Return the automaton of stop strings over tokens.
+
+    It forbids no token, and a token without bytes keeps its state.
 
     Args:
         strings: the stop strings.
@@ -134,41 +141,44 @@ def searcher(strings: Sequence[bytes], pieces: Sequence[bytes]) -> Automaton:
     """
     automaton = _aho_corasick(strings)
     where = "the stop strings"
-    columns_C2S, class_V, _ = _columns(automaton, pieces, where)
-    next_SC, effect_SC = (np.ascontiguousarray(columns_C2S[:, part, :-1].T) for part in (0, 1))
+    columns_C2S, class_V, _ = _token_columns(automaton, pieces, where)
+    # Without the dead state, to which no token leads.
+    next_SC = np.ascontiguousarray(columns_C2S[:, 0, :-1].T)
+    effect_SC = np.ascontiguousarray(columns_C2S[:, 1, :-1].T)
     return Automaton(where, next_SC, class_V, automaton.accepting_S, effect_SC)
 
 
-def constrainer(
+def constraint_automaton(
     automaton: ByteAutomaton, pieces: Sequence[bytes], end_ids: Collection[int], where: str
 ) -> Automaton:
-    """Return the automaton of a constraint over tokens: from every state it can reach an accepting
-    state.
+    """Return the automaton of a constraint over tokens.
+
+    From each of its states an accepting state can be reached by tokens.
 
     Args:
-        automaton: the automaton over bytes; if it has counters, each byte of its texts is a token
-            by itself, so that what can be finished byte by byte can be finished by tokens.
-        pieces: the bytes of each token; a token without bytes is never allowed, unless it ends the
+        automaton: the automaton over bytes. If it has counters, each byte of its texts must be a
+            token by itself (`has_each_byte`), so that tokens can finish what bytes can finish.
+        pieces: the bytes of each token. A token without bytes is never allowed, unless it ends the
             text.
-        end_ids: tokens that end a text; they are allowed in accepting states only, regardless of
-            their bytes.
+        end_ids: the tokens that end a text. They are allowed in accepting states only, whatever
+            their bytes are.
         where: the automaton's name in an error.
 
     Raises:
         InputRefused: no sequence of tokens makes an accepted text, there is no end token, or the
             table is too large.
     """
-    if not (ends := sorted(end_ids)):
+    ends = sorted(end_ids)
+    if not ends:
         raise InputRefused(f"{where} needs a token that ends a text, and the tokenizer has none")
-    columns_C2S, class_V, effects = _columns(automaton, pieces, where)
+    columns_C2S, class_V, effects = _token_columns(automaton, pieces, where)
     states = len(automaton.accepting_S)
-    # Add two columns that lead to the dead state: one for tokens that are never allowed, and the
-    # last for end tokens.
-    nowhere_2S = np.zeros((1, 2, states + 1), dtype=np.int16)
-    nowhere_2S[:, 0] = states
-    columns_C2S = np.concatenate([columns_C2S, nowhere_2S, nowhere_2S])
-    # An end token is one whatever its bytes are, and a token without bytes would never move the
-    # text on.
+    # Two more columns, which lead to the dead state for now: one for tokens that are never allowed,
+    # and the last one for end tokens.
+    dead_12S = np.zeros((1, 2, states + 1), dtype=np.int16)
+    dead_12S[:, 0] = states
+    columns_C2S = np.concatenate([columns_C2S, dead_12S, dead_12S])
+    # A token without bytes would never move the text on. End tokens come second: some have no bytes.
     class_V[[not piece for piece in pieces]] = len(columns_C2S) - 2
     class_V[ends] = len(columns_C2S) - 1
     # Drop the columns that only tokens without bytes and end tokens had.
@@ -179,189 +189,201 @@ def constrainer(
     effect_SC = columns_C2S[:, 1].T
     live_S = np.ones(states, dtype=bool)
     if not has_each_byte(automaton, pieces, end_ids):
-        edges_SS = _edges(next_SC)
+        edges_SE = _edges(next_SC)
         # A live state can be reached from state 0, and an accepting state can be reached from it.
-        live_S = (
-            _spread(edges_SS, np.array([0]))
-            & _spread(edges_SS.T, np.flatnonzero(automaton.accepting_S))
-        )[:-1]
+        from_start_S = _reachable(edges_SE, np.array([0]))
+        to_end_S = _reachable(edges_SE.T, np.flatnonzero(automaton.accepting_S))
+        live_S = (from_start_S & to_end_S)[:-1]
     if not live_S[0]:
         raise InputRefused(f"{where}: no sequence of the tokenizer's tokens makes such a text")
     # Renumber the live states, and add one last state, to which only end tokens lead.
     numbers = np.full(states + 1, -1, dtype=np.int16)
     numbers[:states][live_S] = np.arange(live_S.sum(), dtype=np.int16)
-    next_SC = np.concatenate(
-        [numbers[next_SC[:states][live_S]], np.full((1, next_SC.shape[1]), -1, dtype=np.int16)]
-    )
-    next_SC[np.append(automaton.accepting_S[live_S], True), -1] = len(next_SC) - 1
-    effect_SC = np.concatenate(
-        [effect_SC[:states][live_S], np.zeros((1, next_SC.shape[1]), dtype=np.int16)]
-    )
+    end_row_1C = np.full((1, next_SC.shape[1]), -1, dtype=np.int16)
+    next_SC = np.concatenate([numbers[next_SC[:states][live_S]], end_row_1C])
+    may_end_S = np.append(automaton.accepting_S[live_S], True)
+    next_SC[may_end_S, -1] = len(next_SC) - 1
+    no_effect_1C = np.zeros((1, next_SC.shape[1]), dtype=np.int16)
+    effect_SC = np.concatenate([effect_SC[:states][live_S], no_effect_1C])
     effect_SC[next_SC < 0] = 0
     stops_S = np.asarray((next_SC[:, :-1] < 0).all(axis=1))
-    both, merged_C = np.unique(np.concatenate([next_SC, effect_SC]), axis=1, return_inverse=True)
-    next_SC = np.ascontiguousarray(both[: len(stops_S)])
-    effect_SC = np.ascontiguousarray(both[len(stops_S) :])
-    return Automaton(
-        where, next_SC, merged_C.reshape(-1).astype(np.int16)[class_V], stops_S, effect_SC, effects
-    )
+    # Columns may have become equal by the renumbering.
+    stacked = np.concatenate([next_SC, effect_SC])
+    unique, merged_C = np.unique(stacked, axis=1, return_inverse=True)
+    next_SC = np.ascontiguousarray(unique[: len(stops_S)])
+    effect_SC = np.ascontiguousarray(unique[len(stops_S) :])
+    class_V = merged_C.reshape(-1).astype(np.int16)[class_V]
+    return Automaton(where, next_SC, class_V, stops_S, effect_SC, effects)
 
 
 def has_each_byte(
     automaton: ByteAutomaton, pieces: Sequence[bytes], end_ids: Collection[int]
 ) -> bool:
-    """Return whether each byte of the accepted texts is a token by itself, so that tokens write all
-    of these texts.
+    """Return whether each byte of the accepted texts is a token by itself.
+
+    Then tokens can write all of these texts. An end token does not count.
     """
-    alone = {
+    single_bytes = {
         piece[0] for token, piece in enumerate(pieces) if len(piece) == 1 and token not in end_ids
     }
     used_K = np.asarray((automaton.next_SK >= 0).any(axis=0))
-    return alone.issuperset(np.flatnonzero(used_K[automaton.class_256]).tolist())
+    used_bytes = np.flatnonzero(used_K[automaton.class_256]).tolist()
+    return single_bytes.issuperset(used_bytes)
 
 
-def _columns(
+def _token_columns(
     automaton: ByteAutomaton, pieces: Sequence[bytes], where: str
 ) -> tuple[NDArray[np.int16], NDArray[np.int16], tuple[Effect, ...]]:
-    """Return the columns of all classes of tokens, [C, 2, S + 1], each token's class, [V], and the
-    effects.
+    """Return the column of each class of tokens, the class of each token, and all effects.
 
-    A column holds the states that a run of bytes leads to from each state, and the effects on the
-    way there; state S is the dead state. All tokens are read at once, byte by byte. Prefixes that
-    lead from all states to the same states with the same effects share a column, and each column is
-    continued by each class of bytes only once.
+    A column holds the states that a run of bytes leads to from each state, and the numbers of the
+    effects on the way there. All tokens are read at once, byte by byte. Prefixes that lead from all
+    states to the same states with the same effects share a column, and each column is continued by
+    each class of bytes only once.
+
+    Returns:
+        columns_C2S: int16 [C, 2, S + 1], the next states and the effects; state S is the dead
+            state.
+        class_V: int16 [V].
+        effects: all effects.
     """
     states, byte_classes = automaton.next_SK.shape
-    step_KS = np.full((byte_classes, states + 1), states, dtype=np.int16)
-    step_KS[:, :states] = np.where(automaton.next_SK < 0, states, automaton.next_SK).T
+    next_KS = np.full((byte_classes, states + 1), states, dtype=np.int16)
+    next_KS[:, :states] = np.where(automaton.next_SK < 0, states, automaton.next_SK).T
     effect_KS = np.zeros((byte_classes, states + 1), dtype=np.int16)
     effect_KS[:, :states] = automaton.effect_SK.T
-    sequences = _Sequences(automaton.effects, where)
+    sequences = _SequenceEffects(automaton.effects, where)
+    # The classes of all tokens' bytes, one token after the other.
     text = automaton.class_256[np.frombuffer(b"".join(pieces), dtype=np.uint8)].astype(np.int64)
     lengths_V = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces))
     starts_V = np.cumsum(lengths_V) - lengths_V
+    # The first column is that of no bytes.
     columns = [
         np.stack([np.arange(states + 1, dtype=np.int16), np.zeros(states + 1, dtype=np.int16)])
     ]
     index_of = {columns[0].tobytes(): 0}
-    # The column after a column and a class of bytes.
-    known = np.full((1, byte_classes), -1, dtype=np.int64)
+    # For each column and class of bytes the column after both; -1: not computed yet.
+    continued = np.full((1, byte_classes), -1, dtype=np.int64)
     column_V = np.zeros(len(pieces), dtype=np.int64)
     # One lookup for all tokens of a depth: a loop in Python over a vocabulary would take seconds.
-    active = np.flatnonzero(lengths_V)
+    active = np.flatnonzero(lengths_V)  # tokens that have a byte at this depth
     depth = 0
     while len(active):
-        now, by = column_V[active], text[starts_V[active] + depth]
-        wanted = np.zeros(known.shape, dtype=bool)
-        wanted[now, by] = True
-        parents, kinds = np.nonzero(wanted & (known < 0))
-        # In parts, as the columns of a large vocabulary would fill the memory all at once.
-        part = max(1, _PART // (states + 1))
-        for first in range(0, len(parents), part):
-            chosen = slice(first, first + part)
-            before = np.stack([columns[parent] for parent in parents[chosen]])
+        column_A = column_V[active]
+        byte_A = text[starts_V[active] + depth]
+        wanted = np.zeros(continued.shape, dtype=bool)
+        wanted[column_A, byte_A] = True
+        parents, bytes_of = np.nonzero(wanted & (continued < 0))
+        # In chunks, since all columns of a large vocabulary at once would fill the memory.
+        chunk_columns = max(1, _CHUNK_CELLS // (states + 1))
+        for first in range(0, len(parents), chunk_columns):
+            chunk = slice(first, first + chunk_columns)
+            chunk_bytes = bytes_of[chunk]
+            before = np.stack([columns[parent] for parent in parents[chunk]])
             after = np.empty_like(before)
-            after[:, 0] = step_KS[kinds[chosen, None], before[:, 0]]
-            after[:, 1] = sequences.after(
-                before[:, 1], effect_KS[kinds[chosen, None], before[:, 0]]
-            )
-            # What no counters allow leads to the dead state, where all effects are one.
+            after[:, 0] = next_KS[chunk_bytes[:, None], before[:, 0]]
+            byte_effects = effect_KS[chunk_bytes[:, None], before[:, 0]]
+            after[:, 1] = sequences.extend(before[:, 1], byte_effects)
+            # What no counters allow leads to the dead state, where the effect does not matter.
             after[:, 0][after[:, 1] < 0] = states
             after[:, 1][after[:, 0] == states] = 0
-            for parent, kind, column in zip(parents[chosen], kinds[chosen], after, strict=True):
-                known[parent, kind] = index_of.setdefault(column.tobytes(), len(columns))
-                if known[parent, kind] == len(columns):
+            for parent, byte, column in zip(parents[chunk], chunk_bytes, after, strict=True):
+                continued[parent, byte] = index_of.setdefault(column.tobytes(), len(columns))
+                if continued[parent, byte] == len(columns):
                     columns.append(column.copy())
             if len(columns) * (states + 1) > MAX_CELLS or len(columns) >= _MAX_CLASSES:
                 raise InputRefused(
                     f"{where}: {states:,} states by {len(columns):,} kinds of tokens are more than the "
                     f"{MAX_CELLS:,} cells of the largest table; make it simpler or shorter"
                 )
-        known = np.concatenate(
-            [known, np.full((len(columns) - len(known), byte_classes), -1, dtype=np.int64)]
-        )
-        column_V[active] = known[now, by]
+        new_rows = np.full((len(columns) - len(continued), byte_classes), -1, dtype=np.int64)
+        continued = np.concatenate([continued, new_rows])
+        column_V[active] = continued[column_A, byte_A]
         depth += 1
         active = active[lengths_V[active] > depth]
     used, class_V = np.unique(column_V, return_inverse=True)
-    return (
-        np.stack([columns[index] for index in used]),
-        class_V.astype(np.int16),
-        tuple(sequences.effects),
-    )
+    columns_C2S = np.stack([columns[index] for index in used])
+    return columns_C2S, class_V.astype(np.int16), tuple(sequences.effects)
 
 
-class _Sequences:
-    """The effects of sequences of bytes, made from those of single bytes.
+_UNKNOWN = -2  # a combined effect that was not computed yet
+
+
+class _SequenceEffects:
+    """The effects of sequences of bytes, combined from those of single bytes.
 
     Attributes:
         effects: all effects so far; the first are those of single bytes.
     """
 
-    def __init__(self, of_bytes: Sequence[Effect], where: str) -> None:
-        self.effects = list(of_bytes)
+    def __init__(self, byte_effects: Sequence[Effect], where: str) -> None:
+        self.effects = list(byte_effects)
         self._where = where
-        self._of_bytes = len(of_bytes)
-        self._number = {effect: number for number, effect in enumerate(of_bytes)}
-        # The effect after an effect and one of a byte: -1 where no counters allow it, _UNKNOWN
-        # until it is asked for.
-        self._known = np.full((len(of_bytes), len(of_bytes)), _UNKNOWN, dtype=np.int16)
-        self._known[0] = np.arange(len(of_bytes))
-        self._known[:, 0] = np.arange(len(of_bytes))
+        self._byte_count = len(byte_effects)
+        self._number_of = {effect: number for number, effect in enumerate(byte_effects)}
+        # The number of the effect after an effect and a byte's effect; -1 where no counters allow
+        # it.
+        self._combined = np.full((self._byte_count, self._byte_count), _UNKNOWN, dtype=np.int16)
+        # Effect 0 changes nothing.
+        self._combined[0] = np.arange(self._byte_count)
+        self._combined[:, 0] = np.arange(self._byte_count)
 
-    def after(self, before: NDArray[np.int16], byte: NDArray[np.int16]) -> NDArray[np.int16]:
-        """Return the effects of sequences and then of a byte, in the arrays' shape; -1 where no
-        counters allow it.
+    def extend(self, before: NDArray[np.int16], byte: NDArray[np.int16]) -> NDArray[np.int16]:
+        """Return the numbers of the effects of sequences that are continued by a byte.
+
+        Args:
+            before: the numbers of the sequences' effects.
+            byte: the numbers of the bytes' effects, in the same shape.
+
+        Returns:
+            The numbers, in the same shape; -1 where no counters allow both.
         """
-        found = self._known[before, byte]
-        missing = found == _UNKNOWN
+        combined = self._combined[before, byte]
+        missing = combined == _UNKNOWN
         if missing.any():
-            for pair in np.unique(
-                before[missing].astype(np.int64) * self._of_bytes + byte[missing]
-            ).tolist():
-                self._add(*divmod(pair, self._of_bytes))
-            found = self._known[before, byte]
-        return found
+            pairs = before[missing].astype(np.int64) * self._byte_count + byte[missing]
+            for pair in np.unique(pairs).tolist():
+                self._combine(*divmod(pair, self._byte_count))
+            combined = self._combined[before, byte]
+        return combined
 
-    def _add(self, before: int, byte: int) -> None:
-        effect = then(self.effects[before], self.effects[byte])
+    def _combine(self, before: int, byte: int) -> None:
+        effect = compose_effects(self.effects[before], self.effects[byte])
         if effect is None:
-            self._known[before, byte] = -1
+            self._combined[before, byte] = -1
             return
-        if effect not in self._number:
+        if effect not in self._number_of:
             if len(self.effects) == MAX_EFFECTS:
                 raise InputRefused(
                     f"{self._where}: tokens count its lengths in more than {MAX_EFFECTS:,} ways; give fewer different "
                     "values of maxLength and maxItems"
                 )
-            self._number[effect] = len(self.effects)
+            self._number_of[effect] = len(self.effects)
             self.effects.append(effect)
-            row = np.full((1, self._of_bytes), _UNKNOWN, dtype=np.int16)
-            row[0, 0] = self._number[effect]
-            self._known = np.concatenate([self._known, row])
-        self._known[before, byte] = self._number[effect]
-
-
-_UNKNOWN = -2
+            row = np.full((1, self._byte_count), _UNKNOWN, dtype=np.int16)
+            row[0, 0] = self._number_of[effect]
+            self._combined = np.concatenate([self._combined, row])
+        self._combined[before, byte] = self._number_of[effect]
 
 
 def _edges(next_SC: NDArray[np.int16]) -> NDArray[np.bool_]:
-    """Return whether a token leads from one state to another, [S + 1, S + 1]; none leads to the
-    dead state.
+    """Return whether a token leads from one state to another, bool [S + 1, S + 1].
+
+    Edges to the dead state, the last one, are left out.
     """
-    edges_SS = np.zeros((len(next_SC), len(next_SC)), dtype=bool)
-    for row, following in zip(edges_SS, next_SC, strict=True):
-        row[following] = True
-    edges_SS[:, -1] = False
-    return edges_SS
+    edges_SE = np.zeros((len(next_SC), len(next_SC)), dtype=bool)
+    for row, targets in zip(edges_SE, next_SC, strict=True):
+        row[targets] = True
+    edges_SE[:, -1] = False
+    return edges_SE
 
 
-def _spread(edges_SS: NDArray[np.bool_], start: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return which states can be reached from the start states along edges, [S + 1]."""
-    seen = np.zeros(len(edges_SS), dtype=bool)
-    seen[start] = True
-    front = start
-    while len(front):
-        front = np.flatnonzero(edges_SS[front].any(axis=0) & ~seen)
-        seen[front] = True
-    return seen
+def _reachable(edges_SE: NDArray[np.bool_], start: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return which states can be reached from the start states along edges, bool [S + 1]."""
+    seen_S = np.zeros(len(edges_SE), dtype=bool)
+    seen_S[start] = True
+    frontier = start
+    while len(frontier):
+        frontier = np.flatnonzero(edges_SE[frontier].any(axis=0) & ~seen_S)
+        seen_S[frontier] = True
+    return seen_S

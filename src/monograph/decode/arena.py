@@ -108,7 +108,7 @@ class Arena:
         self.next_N[DEAD] = DEAD
         self.row_S[DEAD] = DEAD
         self.effect_N[DEAD] = NEVER
-        never = ALWAYS._replace(least=(1,) * COUNTERS, most=(0,) * COUNTERS)
+        never = ALWAYS._replace(low=(1,) * COUNTERS, high=(0,) * COUNTERS)
         self._write_effects(0, [ALWAYS, never])
         # These are on the device, so that a captured step copies nothing.
         self.classes_C = torch.arange(

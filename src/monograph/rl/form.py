@@ -64,7 +64,7 @@ class AnswerForm:
         # Looking a mask up takes less memory than computing it. A state of an automaton with counters
         # has many masks.
         fits = states * tokenizer.vocab_size <= _MAX_MASK_BYTES
-        if fits and not self.automaton.counts:
+        if fits and not self.automaton.has_counters:
             masks = [
                 allowed(tables, torch.tensor([state], device=device)) for state in range(states)
             ]
