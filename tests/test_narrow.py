@@ -281,6 +281,7 @@ def test_gradients_of_bf16_weights_add_up_in_fp32():
     assert step.model.left.dtype == torch.bfloat16 and step.model.left.grad.dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_bf16_weights_train_in_a_graph():
     """torch traces no graph around a weight and a gradient of another dtype: the gradient is off
     meanwhile.

@@ -271,8 +271,12 @@ def serve() -> None:
     import monograph.commands.runs
     import monograph.commands.sweep
     import monograph.commands.train  # noqa: F401
+    import monograph.session.warmup
     from monograph.cli import command_tree
 
+    # Three updates say how long one takes: a sweep of this size would spend most of its time on
+    # measuring fifty.
+    monograph.session.warmup.CALIBRATION_S = 0.0
     command_tree()
     PIL.Image.preinit()
     gc.collect()

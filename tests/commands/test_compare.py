@@ -73,6 +73,7 @@ def test_before_and_after_on_questions(server: CommandServer, taught: Path) -> N
     assert back.code == 0 and "delta is better" in back.out and "chatty - delta = -" in back.out
 
 
+@pytest.mark.slow  # by day on questions
 def test_before_and_after_on_answers(server: CommandServer, taught: Path) -> None:
     done = server.run(taught, "compare", "delta", "chatty", "--json")
     assert done.code == 0, done.err

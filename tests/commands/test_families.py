@@ -190,6 +190,7 @@ def test_a_sentencepiece_tokenizer_counts_the_texts_bytes_and_gains_no_space(
         assert back.decode(ids) == words.decode(ids)
 
 
+@pytest.mark.slow
 def test_the_articles_checkpoint_is_trained_on_and_exported(
     server: CommandServer, here: Path
 ) -> None:

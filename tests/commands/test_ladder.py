@@ -98,6 +98,7 @@ def test_a_busy_machine_changes_no_ratio() -> None:
     ] == pytest.approx([1.0, 1 / 3])
 
 
+@pytest.mark.slow
 def test_without_held_out_text_the_loss_is_the_trainings(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from commands.forked import PROGRAM, CommandServer
+from commands.forked import CLI, PROGRAM, CommandServer
 from commands.inputs import ONCE, OWN, SLOW, TINY, over, rows
 from monograph import load
 from monograph.device import compiler_obstacle
@@ -45,13 +45,25 @@ def test_a_module_of_its_own_from_end_to_end(server: CommandServer, here: Path) 
     assert done.code == 0 and "evaluate b" in done.err
 
 
-@pytest.mark.skipif(compiler_obstacle() is not None, reason=compiler_obstacle() or "")
-@pytest.mark.parametrize("model", ["own module", pytest.param("llama", marks=pytest.mark.slow)])
-def test_the_default_path(model: str, server: CommandServer, here: Path) -> None:
-    """bf16, the whole step through Inductor: the only test of the commands that compiles as long
-    runs do by default.
+BY_INDUCTOR = CLI
+AS_TRACED = "commands.captured:main"
 
-    By day of a module that compiles in half the time; law 1 compiles a Llama's step by day.
+
+@pytest.mark.skipif(compiler_obstacle() is not None, reason=compiler_obstacle() or "")
+@pytest.mark.parametrize(
+    ("model", "call"),
+    [
+        pytest.param("own module", AS_TRACED, id="own module, as traced"),
+        pytest.param("own module", BY_INDUCTOR, id="own module", marks=pytest.mark.slow),
+        pytest.param("llama", BY_INDUCTOR, id="llama", marks=pytest.mark.slow),
+    ],
+)
+def test_the_default_path(model: str, call: str, server: CommandServer, here: Path) -> None:
+    """bf16, the whole step in one graph: as long runs compile by default, at night through
+    Inductor.
+
+    By day the command captures a graph for which no code is generated: law 1 generates the code of
+    a Llama's step.
     """
     (here / "own.py").write_text(SLOW.replace("time.sleep(0.05)", "pass").replace("8", "16"))
     graph = over(
@@ -59,7 +71,7 @@ def test_the_default_path(model: str, server: CommandServer, here: Path) -> None
     )
     graph = over(graph, "train.compile=whole")  # so brief a run would not be compiled
     graph += ["optim.lr=5e-2", "optim.name=adamw"]  # the update that compiles soonest
-    done = server.run(here, "train", *graph, "--out", "run", "--json", figures=0)
+    done = server.start(here, "train", *graph, "--out", "run", "--json", call=call).wait()
     assert done.code == 0 and "training without compiling" not in done.err, done.err
     result = json.loads(done.out)
     assert result["dtype"] == "bf16" and result["compile_s"] > 0

@@ -138,6 +138,7 @@ def test_the_thread_ends_with_its_batches(small):
     assert not worker_threads() - others
 
 
+@pytest.mark.slow
 def test_the_interpreter_ends_in_the_middle_of_an_epoch(python, texts):
     script = """
 import sys

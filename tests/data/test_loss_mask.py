@@ -219,7 +219,9 @@ def merging(folder: Path, name: str) -> Tokenizer:
     return Tokenizer.from_file(folder)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", nightly(FAULTS, {"the line feed after the end", "typed markers", "results of tools"})
+)
 def test_a_planted_fault_is_seen(tmp_path: Path, fault: str) -> None:
     name, said, wrong = FAULTS[fault]
     merged = name.removesuffix("-merged")
@@ -321,7 +323,7 @@ def test_a_prompt_is_not_trained_on(tmp_path: Path) -> None:
     assert row.ids == whole.ids and row.spans == whole.spans[-1:]
 
 
-@pytest.mark.parametrize("name", ["chatml", "qwen3"])
+@pytest.mark.parametrize("name", nightly(["chatml", "qwen3"], {"qwen3"}))
 def test_turns_at_the_front_are_left_out_until_a_row_fits(tmp_path: Path, name: str) -> None:
     tokenizer = speaking(tmp_path, name)
     system = [{"role": "system", "content": "Be brief."}]

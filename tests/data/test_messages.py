@@ -315,7 +315,7 @@ def test_what_is_not_read_is_refused_by_its_name(chat: Messages, detail: str) ->
     assert not isinstance(fault, str) and detail in fault.detail
 
 
-@pytest.mark.parametrize("reader", nightly(READERS, {"conversations", "rewards", "serve"}))
+@pytest.mark.parametrize("reader", nightly(READERS, {"conversations", "serve"}))
 def test_a_key_that_no_template_reads_is_refused_by_its_name(tmp_path: Path, reader: str) -> None:
     tokenizer = speaking(tmp_path, "chatml")
     odd = [{**CLEAN[0], "mood": "glad"}, *CLEAN[1:]]
@@ -389,7 +389,7 @@ CALLING = (
 )
 
 
-@pytest.mark.parametrize("family", nightly(ARGUMENTS, {"items", "string or not"}))
+@pytest.mark.parametrize("family", nightly(ARGUMENTS, {"string or not"}))
 def test_arguments_as_a_text_of_json_are_written_once(tmp_path: Path, family: str) -> None:
     from transformers import AutoTokenizer
 

@@ -144,6 +144,7 @@ def test_epochs_see_what_the_weights_say(mixed):
     assert records > 5 and texts > 5
 
 
+@pytest.mark.slow  # by day law 10 resumes a run of sources with weights
 def test_resumed_is_uninterrupted_among_weighted_records(mixed):
     rows = mixed(0.5, 2).train
     whole = drawn(Batches(rows, 32, seed=3), 3 * rows.per_epoch)

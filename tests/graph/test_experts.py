@@ -139,6 +139,7 @@ def test_muon_takes_the_adapters_of_experts(base):
     assert float(engine.update().grad_norm) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "backend",
     ["eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aot_eager", "inductor"))],

@@ -17,6 +17,7 @@ import pytest
 
 from commands.forked import CommandServer, Done
 from commands.inputs import OWN, SLOW, TINY, with_texts
+from daily import nightly
 from monograph import checkpointing
 from monograph.config import load
 from monograph.run.folder import Run
@@ -172,12 +173,12 @@ def crossed(here: Path, server: CommandServer, name: str, ways: list[tuple[str, 
     )
 
 
+# Each command that runs a program, once, and one that runs none.
+CALLED_BY_DAY = (
+    "evaluate", "compare", "train --from", "train --resume", "train CONFIG.toml", "sweep", "profile", "generate",
+)  # fmt: skip
 BY_DAY = [
-    *(
-        (name, "inside", "config and state")
-        for name in [*RUNNING, *[*READING][:1]]
-        if "," not in name
-    ),
+    *((name, "inside", "config and state") for name in CALLED_BY_DAY),
     ("evaluate", "absolute", "state"),
     ("train --from", "link", "config"),
 ]
@@ -200,7 +201,11 @@ def test_every_way_to_name_it(name: str, here: Path, server: CommandServer) -> N
 
 
 @pytest.mark.parametrize(
-    "name", ["evaluate", "compare", "train --from", "train --resume", "sweep", "profile"]
+    "name",
+    nightly(
+        ["evaluate", "compare", "train --from", "train --resume", "sweep", "profile"],
+        {"evaluate", "sweep"},
+    ),
 )
 def test_what_is_said_to_be_trusted_runs(name: str, here: Path, server: CommandServer) -> None:
     done = tried(here, server, RUNNING[name], "inside", "config and state", OPTION)

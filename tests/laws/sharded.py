@@ -265,11 +265,9 @@ EXPERTS = {
 }  # fmt: skip
 
 
-# By day: each precision, a state in 8 bits with matrices, experts, a narrow base, rows of
-# documents, recomputation.
+# By day: a scaled loss, a state in 8 bits with matrices, experts, a narrow base.
 BESIDE_BY_DAY = {
-    "fp16": ["ddp"], "fp8": ["fsdp"], "budget": ["ddp"], "muon in 8 bits": ["fsdp"], "packed": ["ddp"],
-    "adapters in nf4": ["fsdp"], "balanced experts": ["fsdp"],
+    "fp16": ["ddp"], "muon in 8 bits": ["fsdp"], "adapters in nf4": ["fsdp"], "balanced experts": ["fsdp"],
 }  # fmt: skip
 
 

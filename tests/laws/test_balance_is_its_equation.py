@@ -138,13 +138,13 @@ def test_every_engine_adds_its_gradient(
 FEW = {"num_hidden_layers": 2, "mlp_only_layers": (0,)}
 
 
-# By day with Dynamo's graphs as they are.
+# By day test_compiled_is_eager.py captures a mixture whose loss has the term.
 @pytest.mark.parametrize(
     ("scope", "remat", "backend"),
     [
         pytest.param("whole", Remat.Off(), "aot_eager", marks=pytest.mark.slow),
         pytest.param("blocks", Remat.Full(), "aot_eager", marks=pytest.mark.slow),
-        ("blocks", Remat.Full(), "eager"),
+        pytest.param("blocks", Remat.Full(), "eager", marks=pytest.mark.slow),
     ],
 )
 def test_a_captured_step_adds_it(scope: Any, remat: Any, backend: str) -> None:

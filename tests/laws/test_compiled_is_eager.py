@@ -266,8 +266,12 @@ def test_warming_changes_nothing_and_captures_evaluation(updates):
 
 @pytest.mark.parametrize(
     "law",
-    [test_accumulated_is_large_batch, test_packed_is_separate, test_planned_is_measured],
-    ids=["law 2", "law 9", "law 12"],
+    [
+        pytest.param(test_accumulated_is_large_batch, id="law 2"),
+        pytest.param(test_packed_is_separate, id="law 9"),
+        # By day of an eager step.
+        pytest.param(test_planned_is_measured, id="law 12", marks=pytest.mark.slow),
+    ],
 )
 def test_another_law_holds_in_this_graph(law, compiled_step):
     law.holds_in_a_graph(compiled_step)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from batches import flat_gradient, tiny_llama
+from daily import pairwise
 from monograph.model.llama import Llama
 from monograph.resident import Resident
 from monograph.rl import rollouts as room
@@ -346,8 +347,7 @@ def orders(
     yield [made[place] for place in places], [weighed[place] for place in places]
 
 
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("micro_batch", [1, 3, None])
+@pytest.mark.parametrize(("micro_batch", "packed"), pairwise([1, 3, None], [True, False]))
 def test_ragged_answers_accumulated_in_any_order_and_rows_are_one_batch(
     packed: bool, micro_batch: int | None
 ) -> None:

@@ -102,6 +102,7 @@ def test_gone_back_is_never_having_seen_them(place: str) -> None:
     assert found["state"]["data"] == expected["state"]["data"]
 
 
+@pytest.mark.slow
 def test_killed_after_it_went_back_it_goes_on_there() -> None:
     write_module((BAD_FROM, BAD_FROM + PATIENCE))
     start("run", SETTINGS)

@@ -131,9 +131,8 @@ def trained_of(module):
 NEAR_PEFT = {"fp32": 1e-5, "fp64": 1e-12, "bf16": 0.03, "bf16 base": 0.03}
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.2])
-@pytest.mark.parametrize("name", WIDTHS)
+@pytest.mark.parametrize(("name", "kind"), daily.pairwise(list(WIDTHS), list(KINDS)))
 def test_loss_and_gradients_are_pefts_bits(name, dropout, kind):
     (dtype, of_adapters), lora = WIDTHS[name], replace(KINDS[kind], dropout=dropout)
     model, plain = (
@@ -223,10 +222,7 @@ def test_transformers_llama_is_a_module_like_any_other():
     ("dtype", "kind", "spread"),
     [
         pytest.param(
-            dtype,
-            kind,
-            spread,
-            marks=() if spread == 0.05 and place % 2 == at else pytest.mark.slow,
+            dtype, kind, spread, marks=() if spread == 0.05 and place == at else pytest.mark.slow
         )
         for place, dtype in enumerate([torch.bfloat16, torch.float32, torch.float64])
         for at, kind in enumerate(["dora", "lora"])
@@ -300,11 +296,17 @@ OPTIMIZERS = {
 }  # fmt: skip
 
 
-# By day each optimizer has one base.
+# By day those whose state is of another form have one base each.
 @pytest.mark.parametrize(
     ("name", "base"),
     [
-        pytest.param(name, base, marks=() if place % 3 == at else pytest.mark.slow)
+        pytest.param(
+            name,
+            base,
+            marks=()
+            if place % 3 == at and name in ("muon", "lora+", "adamw, 8bit", "adamw, no masters")
+            else pytest.mark.slow,
+        )
         for place, name in enumerate(OPTIMIZERS)
         for at, base in enumerate(BASES)
     ],
@@ -345,7 +347,11 @@ def test_accumulated_is_large_batch(split, dtype):
 
 @pytest.mark.parametrize(
     ("base", "kind"),
-    [("auto", "lora"), pytest.param("int8", "lora", marks=pytest.mark.slow), ("nf4", "dora")],
+    [
+        pytest.param("auto", "lora", marks=pytest.mark.slow),
+        pytest.param("int8", "lora", marks=pytest.mark.slow),
+        ("nf4", "dora"),
+    ],
 )
 def test_a_member_of_an_ensemble_is_alone(base, kind):
     assert members_are_alone(lambda: adapted_llama(replace(KINDS[kind], base=base))) == (

@@ -163,7 +163,7 @@ def test_teachers_stay_as_they_are_and_scores_are_everybodys():
 @pytest.mark.parametrize(
     ("scope", "remat", "backend"),
     [
-        ("blocks", None, "eager"),
+        pytest.param("blocks", None, "eager", marks=pytest.mark.slow),
         pytest.param("blocks", None, "aot_eager", marks=pytest.mark.slow),
         pytest.param("whole", None, "aot_eager", marks=pytest.mark.slow),
         pytest.param("blocks", Remat.Full(), "aot_eager", marks=pytest.mark.slow),

@@ -26,11 +26,15 @@ REFUSALS = {"DiskFull", "InputRefused", "NoValidCheckpoint", "RunInUse", "Unread
 ONLY_AT_NIGHT = {"train", "sweep"}
 # The first three are made of saves, the last one is made anew.
 NEVER_CUT = {"sweep", "stream", "train", "follow"}
+# By day one format of a model, since adapters are written alike, and a run's beginning, since a
+# student begins so.
 LIKE_OTHERS = {
     "export gguf",
     "export of adapters, hf",
-    "export adapter",
-}  # by day one format of a model, one of adapters
+    "export of adapters, gguf",
+    "student",
+    "stream",
+}
 # Which the command line says in one line, with exit code 7.
 SAID = ("OSError: [Errno 5]", "OSError: [Errno 28]")
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from daily import nightly
 from faults.examples import checkpoint, same, two_saves
 from faults.harness import EVERY_UNREAD, FaultServer, Operation, Outcome, Scenario, unavailable
 from faults.power import power_cuts
@@ -144,7 +145,7 @@ def goes_on(outcome: Outcome, previous: Checkpoint | None) -> None:
 @pytest.mark.parametrize(
     ("stride", "least"), [(17, 6), pytest.param(1, 90, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", nightly(SCENARIOS, {"first", "crashed"}))
 def test_a_fault_at_any_operation_leaves_the_previous_or_the_new_checkpoint(
     name: str, stride: int, least: int, faults: FaultServer, tmp_path: Path
 ) -> None:
@@ -219,7 +220,7 @@ def test_a_save_whose_reads_fail_removes_no_sound_checkpoint(
 
 @needs_shim
 @pytest.mark.parametrize("stride", [6, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["first", "later", "same"])
+@pytest.mark.parametrize("name", nightly(["first", "later", "same"], {"later"}))
 def test_a_power_cut_at_any_moment_leaves_the_previous_or_the_new_checkpoint(
     name: str, stride: int, faults: FaultServer, tmp_path: Path
 ) -> None:

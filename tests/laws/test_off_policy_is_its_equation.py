@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from batches import flat_gradient, tiny_llama
+from daily import nightly
 from laws.test_estimator_is_gradient import (
     FORM,
     LONGEST,
@@ -159,7 +160,7 @@ def test_a_planted_fault_is_caught(
     assert apart(ratio, kl, True, None) > 1e-3
 
 
-@pytest.mark.parametrize("advantage", ADVANTAGES)
+@pytest.mark.parametrize("advantage", nightly(ADVANTAGES, {"grpo", "gspo", "rloo"}))
 def test_the_first_update_of_a_draw_is_on_policy(advantage: str) -> None:
     """The ratio is 1 to the bit, nothing is clipped, and the gradient is that of the weighted
     log-probabilities.

@@ -141,7 +141,7 @@ def never_had(
     [
         ("eager", 5),
         ("captured", 7),
-        ("streamed", 11),
+        pytest.param("streamed", 11, marks=pytest.mark.slow),
         *(
             pytest.param(kind, 1, marks=pytest.mark.slow)
             for kind in ("eager", "captured", "llama", "streamed")

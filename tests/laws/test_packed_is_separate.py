@@ -156,7 +156,7 @@ BY_DAY = ("llama", "mistral", "gpt_oss", "qwen3_next")
         for family in FAMILIES
     ],
 )
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(lengths=st.lists(st.integers(1, ROW), min_size=1, max_size=6), seed=st.integers(0, 99))
 def test_packed_is_separate_in_float64(impl, family, lengths, seed):
     documents, model = _documents(lengths, seed), Llama(FAMILIES[family], seed, impl).double()
@@ -202,10 +202,7 @@ def test_the_law_notices_what_a_layer_carries_over_a_border(monkeypatch, leak):
 @pytest.mark.filterwarnings(FLEX_UNFUSED)
 @pytest.mark.parametrize(
     "family",
-    [
-        pytest.param(each, marks=() if each in ("llama", "gpt_oss") else pytest.mark.slow)
-        for each in FAMILIES
-    ],
+    [pytest.param(each, marks=() if each == "gpt_oss" else pytest.mark.slow) for each in FAMILIES],
 )
 def test_packed_is_separate_with_flex_attention_forward(family):
     documents, model = _documents(LENGTHS), Llama(FAMILIES[family]).double()
@@ -220,7 +217,7 @@ def test_packed_is_separate_with_flex_attention_forward(family):
     ("impl", "dtype", "family"),
     [
         pytest.param(
-            impl, dtype, family, marks=() if (one + two + three) % 2 == 0 else pytest.mark.slow
+            impl, dtype, family, marks=() if (one + 2 * two + three) % 3 == 0 else pytest.mark.slow
         )
         for one, impl in enumerate(["reference", "sdpa", "blocks"])
         for two, dtype in enumerate([torch.float32, torch.bfloat16])

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from batches import flat_gradient, packed, ragged, tiny_llama
+from daily import nightly
 from monograph import compat
 from monograph.errors import UsageError
 from monograph.graph import recompute
@@ -69,7 +70,7 @@ def trained(engine, windows):
 
 
 # By day four families that differ, two in each precision.
-BY_DAY = {"llama": "fp32", "qwen3_5": "bf16"}
+BY_DAY = {"llama": "bf16"}
 
 
 @pytest.mark.parametrize(
@@ -165,7 +166,7 @@ def vectors(seed):
     return {"x": x, "y": torch.randint(5, (7,), generator=generator)}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", nightly(POLICIES, {Remat.Budget(0.2), Remat.Full()}))
 def test_dropout_and_buffers_are_as_if_the_block_had_run_once(policy):
     """Two updates of two micro-batches, in each of which a block runs twice."""
     outcomes = []
@@ -181,7 +182,7 @@ def test_dropout_and_buffers_are_as_if_the_block_had_run_once(policy):
     assert int(step.model.blocks[0][2].num_batches_tracked) == int(step.model.blocks[0][5].ran) == 8
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", nightly(POLICIES, {Remat.Budget(0.2), Remat.Full()}))
 def test_weights_of_bf16_alone_are_those_of_stored_activations(policy):
     """Their gradients are fp32, so parameters and gradients have different dtypes."""
     outcomes = []
@@ -200,8 +201,8 @@ def test_weights_of_bf16_alone_are_those_of_stored_activations(policy):
     [
         (Remat.Full(), "eager", "whole"),
         pytest.param(Remat.Full(), "aot_eager", "whole", marks=pytest.mark.slow),
-        (Remat.Full(), "eager", "blocks"),
-        (Remat.Pointwise(), "eager", "blocks"),
+        pytest.param(Remat.Full(), "eager", "blocks", marks=pytest.mark.slow),
+        pytest.param(Remat.Pointwise(), "eager", "blocks", marks=pytest.mark.slow),
         (Remat.Budget(0.3), "eager", "blocks"),
     ],
 )

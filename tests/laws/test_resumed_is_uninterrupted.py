@@ -87,9 +87,10 @@ CHANGES = {
 # By day test_replayed_is_called.py resumes a run with a graph, tests/commands/test_stream.py a
 # streamed one, and tests/test_narrow.py an engine with rounded moments; every change stands for
 # what it changes, three updates a draw for all that is rewarded (its penalty has the reference,
-# too), adapters beside 4 bits for adapters, and a module of one's own, which has more state, for
-# other families.
+# too), and a module of one's own, which has more state, for other families. Engines with adapters
+# are resumed by test_lora.py.
 AT_NIGHT = {
+    "adapters, 4 bits",
     "aot", "llama", "streamed", "rounded", "rewarded", "rewarded, near where it began", "taught", "adapters",
     "carried", "padded", "epochs", "a hybrid with mixtures",
 }  # fmt: skip
@@ -376,6 +377,7 @@ def killed(
     assert len(kills) == 3 or wanted < 100, "not all of preparing, training and saving were hit"
 
 
+@pytest.mark.slow  # by day tests/test_story.py kills a run three times
 def test_two_kills(server: CommandServer, here: Path) -> None:
     killed(server, here, 2)
 

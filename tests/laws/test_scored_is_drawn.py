@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from batches import captured_to_train
+from daily import nightly
 from monograph.decode.generator import Generator
 from monograph.graph import grouped
 from monograph.graph.precision import Precision
@@ -49,7 +50,9 @@ SHAPES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    "name", nightly(SHAPES, {"bf16", "hybrid", "mixture, in a loop", "six answers"})
+)
 def test_an_answer_is_scored_in_the_bits_in_which_it_was_drawn(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,7 +89,13 @@ class Counted(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("texts", "most"), [(("a",), 1), (("a",), 3), (("ab", "a", "cd"), 4), (("ab", "abcd"), 6)]
+    ("texts", "most"),
+    [
+        (("a",), 1),
+        pytest.param(("a",), 3, marks=pytest.mark.slow),
+        (("ab", "a", "cd"), 4),
+        pytest.param(("ab", "abcd"), 6, marks=pytest.mark.slow),
+    ],
 )
 def test_products_have_rows_filled_up_whatever_the_lengths(
     texts: tuple[str, ...], most: int

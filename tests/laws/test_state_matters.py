@@ -107,7 +107,7 @@ CHANGES: dict[str, tuple[Change, set[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("stride", [32, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [64, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_item_of_the_state_matters(stride: int, capsys: pytest.CaptureFixture[str]) -> None:
     start("whole", SETTINGS)
     expected = fingerprint(Path("whole"))

@@ -22,7 +22,6 @@ from laws.together import (
     gradient,
     members_are_alone,
     separate_gradient,
-    stored_first,
 )
 from monograph.graph.lora import Lora, adapt, adapters, merge
 from monograph.graph.precision import Precision
@@ -226,15 +225,18 @@ def exact_gradient(base, tied, **sizes):
     )
 
 
-# By blocks at night: by day test_lora.py has adapters there, and in one graph the rows are looked
-# up as they are there.
-DAY = [each for each in CROSS if each[2] != "blocks"]
-NIGHT = [pytest.param(*each, marks=pytest.mark.slow) for each in CROSS if each[2] == "blocks"]
+# By day one eager step and one graph, each of another precision, base and policy: test_lora.py has
+# all eager choices.
+BY_DAY_TOGETHER = [
+    each for each in CROSS if (each[0], each[2]) in (("fp32", "whole"), ("bf16", "none"))
+]
+AT_NIGHT = [
+    pytest.param(*each, marks=pytest.mark.slow) for each in CROSS if each not in BY_DAY_TOGETHER
+]
 
 
 @pytest.mark.parametrize(
-    ("precision", "policy", "scope", "split", "base", "tied"),
-    by_day(sorted(DAY, key=stored_first)) + NIGHT,
+    ("precision", "policy", "scope", "split", "base", "tied"), by_day(BY_DAY_TOGETHER) + AT_NIGHT
 )
 def test_laws_together(precision, policy, scope, split, base, tied):
     sizes = {"num_hidden_layers": LAYERS}

@@ -193,7 +193,7 @@ ENTRIES = [
 @pytest.mark.parametrize(
     ("rule", "family", "pattern", "column"),
     [
-        pytest.param(*entry, marks=() if place % 3 == 0 else pytest.mark.slow)
+        pytest.param(*entry, marks=() if place % 6 == 0 else pytest.mark.slow)
         for place, entry in enumerate(ENTRIES)
     ],
 )

@@ -98,6 +98,7 @@ def test_the_peak_is_named_by_its_stage():
     assert found.by_origin["workspace"] == pytest.approx(7)
 
 
+@pytest.mark.slow
 def test_inputs_that_wait_on_the_host_are_not_counted():
     full = Work(
         tiny_llama(num_hidden_layers=9).config,
@@ -131,6 +132,7 @@ def test_a_step_of_any_depth_is_the_one_that_is_traced_whole(scope, remat, preci
     assert footprint(work) == footprint_of(footprint_module._curves(work))
 
 
+@pytest.mark.slow  # by day a step of any depth is the one that is traced whole
 @pytest.mark.parametrize(
     ("optim", "scope"),
     [

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from daily import pairwise
+from daily import nightly, pairwise
 from dialogues import TOOLS, said
 from monograph.config import load
 from monograph.config.sources import classify
@@ -318,7 +318,7 @@ def test_a_record_of_another_kind_after_the_sample_is_refused_by_its_line(
         ),
     ],
 )
-@pytest.mark.parametrize("name", [*RECORDS, *PROMPTS])
+@pytest.mark.parametrize("name", nightly([*RECORDS, *PROMPTS], [*RECORDS, *PROMPTS][::3]))
 def test_a_bad_first_line_is_skipped_alone(
     name: str, bad: str, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
@@ -677,7 +677,9 @@ def test_a_teacher_s_prompt_has_the_record_s_tools_and_system(
     assert json.loads(text)[0] == {"role": "system", "content": "Be brief."}
 
 
-@pytest.mark.parametrize("name", ["messages", "pairs of messages", "messages to reward"])
+@pytest.mark.parametrize(
+    "name", nightly(["messages", "pairs of messages", "messages to reward"], {"messages"})
+)
 def test_an_ignored_key_is_part_of_the_fingerprint_only_if_it_would_say_what_is_learned(
     name: str, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:

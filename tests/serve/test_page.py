@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from daily import nightly
 from monograph.text.tokenizer import Tokenizer
 from served import Served, small
 from visitor import Visitor
@@ -376,7 +377,7 @@ def test_a_message_is_edited_and_the_conversation_goes_on_from_there(
     assert [each["content"] for each in stand_in.asked[-1]["messages"]] == ["one and a half"]
 
 
-@pytest.mark.parametrize("mode", ["chat", "text"])
+@pytest.mark.parametrize("mode", nightly(["chat", "text"], {"chat"}))
 def test_stop_hangs_up_and_keeps_what_is_written(
     person: Visitor, stand_in: StandIn, mode: str
 ) -> None:
@@ -546,7 +547,7 @@ def test_an_answer_that_comes_at_once_has_no_speed(person: Visitor) -> None:
     """Its tokens were written before the first of them came, so that the time between them says
     nothing.
     """
-    answered(person, "say:" + "word " * 1500)
+    tells(person, "word " * 1500)
     assert "tokens/s" not in person.read(FACTS) and "first after" in person.read(FACTS)
 
 
@@ -776,7 +777,11 @@ def test_chats_are_kept_in_the_browser_if_that_is_wanted_and_only_then(person: V
 
 
 @pytest.mark.parametrize(
-    "kept", ["", "{", "3", '[{"id": 1}]', '[{"id": "a", "turns": [{"role": "<b>", "content": 3}]}]']
+    "kept",
+    nightly(
+        ["", "{", "3", '[{"id": 1}]', '[{"id": "a", "turns": [{"role": "<b>", "content": 3}]}]'],
+        ["{", '[{"id": "a", "turns": [{"role": "<b>", "content": 3}]}]'],
+    ),
 )
 def test_what_is_no_kept_chat_is_passed_over(person: Visitor, kept: str) -> None:
     person.read(f"localStorage.setItem('monograph chats', {json.dumps(kept)}) ?? 1")
@@ -954,7 +959,7 @@ READ = """(() => {
 })()"""
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", nightly(["light", "dark"], {"light"}))
 def test_every_text_is_large_and_clear_enough_and_nothing_is_cut(
     base_url: str, light: Visitor, scheme: str, tmp_path: Path
 ) -> None:
@@ -987,7 +992,7 @@ def test_every_text_is_large_and_clear_enough_and_nothing_is_cut(
         visitor.close()
 
 
-@pytest.mark.parametrize("mode", ["chat", "text"])
+@pytest.mark.parametrize("mode", nightly(["chat", "text"], {"chat"}))
 def test_stop_is_in_sight_while_it_writes(person: Visitor, mode: str) -> None:
     if mode == "text":
         person.click("document.querySelectorAll('.modes label')[1]")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from batches import LENGTH, VOCABULARY, packed, tiny_llama
+from daily import nightly, pairwise
 from monograph.optim import AdamW, Muon
 from monograph.stream import Placement, chunked_update
 from monograph.stream.lanes import Home
@@ -53,16 +54,12 @@ def held(engine: Any) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize(
     ("place", "tied"),
-    # By day every home and every time of an update, and weights that are tied and that are not.
+    # By day homes on disk and on the device, two times of an update, and weights that are tied and
+    # that are not.
     crossed(
         EVERY,
         [False, True],
-        [
-            ("all on disk", False),
-            ("backward, offloaded", False),
-            ("everywhere", True),
-            ("updated on both", True),
-        ],
+        [("backward, offloaded", False), ("everywhere", True)],
     ),
 )
 def test_copied_and_held_bytes(place: str, tied: bool) -> None:
@@ -84,9 +81,12 @@ def test_copied_and_held_bytes(place: str, tied: bool) -> None:
         assert on_device.stored == engine.store.bytes_at()[DEVICE]
 
 
-@pytest.mark.parametrize("when", ["sweep", "next forward", "backward"])
 @pytest.mark.parametrize(
-    "optim", [Muon(lr=1e-2, state="8bit"), AdamW(lr=1e-2, state="bf16", ema=0.9)]
+    ("when", "optim"),
+    pairwise(
+        ["sweep", "next forward", "backward"],
+        [Muon(lr=1e-2, state="8bit"), AdamW(lr=1e-2, state="bf16", ema=0.9)],
+    ),
 )
 def test_copied_and_held_bytes_in_many_pieces(
     optim: Any, when: When, monkeypatch: pytest.MonkeyPatch
@@ -99,7 +99,7 @@ def test_copied_and_held_bytes_in_many_pieces(
     assert held(engine) == (expected.slots, expected.staging, expected.boundaries)
 
 
-@pytest.mark.parametrize("layers", [3, 12])
+@pytest.mark.parametrize("layers", nightly([3, 12], {3}))
 def test_the_formula_by_hand(layers: int) -> None:
     """Split weights: 2 bytes of 4 cross for a pass, 4 for an update, 8 of moments; the gradient
     once each way.
@@ -152,6 +152,7 @@ def test_where_everything_is_on_the_device_nothing_is_copied() -> None:
     )
 
 
+@pytest.mark.slow
 def test_held_bytes_by_hand_are_flat_in_depth_when_offloaded() -> None:
     """AdamW in fp32: slots for two blocks and the ends, 4 + 4 bytes; four staging buffers of 16
     bytes an element.

@@ -33,6 +33,7 @@ def test_a_brief_sweep_is_not_compiled_and_goes_on_so(
         raise AssertionError("something was compiled")
 
     monkeypatch.setattr(warmup, "capture", capture)
+    monkeypatch.setattr(warmup, "CALIBRATION_S", 0.0)
     monkeypatch.setattr(sweep_progress, "write_sweep_report", lambda *_: None)
     monkeypatch.chdir(with_texts(tmp_path))
     run(

@@ -152,6 +152,7 @@ def test_members_go_on_without_a_graph_if_the_compiler_takes_longer_than_they_tr
         assert [row["update"] for row in made.member(index).rows() if "lr" in row] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_what_was_compiled_before_does_not_begin_eagerly() -> None:
     sweep([*BY_CLOCK, *AXES], "first")
     sweep([*BY_CLOCK, *AXES], "second")
