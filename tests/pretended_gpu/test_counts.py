@@ -40,12 +40,14 @@ def test_a_step_launches_no_more_and_moves_no_more_bytes_than_was_written_down(c
     assert not grown
 
 
-def test_a_decode_step_waits_for_nothing_and_its_sampler_has_no_product(counted) -> None:
+def test_a_decode_step_is_five_launches_a_layer_and_waits_for_nothing(counted) -> None:
     import launches
 
     config = launches.shape_of(launches.CASES["nano"], layers=1).config
     step, sampler = launches.decoding(config, 1).values()
-    assert step["cublas"] > 0 == sampler["cublas"] and step["launches"] > sampler["launches"] > 0
+    # Beside the layer: the embedding, the rotary tables (2), and the last norm with the head.
+    assert step["launches"] - sampler["launches"] == 5 + 4
+    assert sampler["launches"] > 0 == step["cublas"] == sampler["cublas"]
     assert not any(part["waits"] or part["waiting_copies"] for part in (step, sampler))
 
 
