@@ -23,9 +23,9 @@ from monograph.graph.lora import (
     adapt,
     adapters,
     kept_state,
+    may_start_without_gradient,
     merge,
     narrow,
-    may_start_without_gradient,
 )
 from monograph.graph.precision import Precision
 from monograph.graph.siblings import fuse_siblings, unfuse_siblings
