@@ -241,7 +241,7 @@ def _replacements_of_blocks(step: Capturable, compiler: Compiler) -> list[Replac
         if function:
             # Dynamo shares a graph between blocks only if the block is an argument of the compiled
             # function (dev/log.md).
-            captured = functools.partial(call_block, function, block)
+            captured: Callable[..., Any] = functools.partial(call_block, function, block)
         else:
             captured = compiler(forward)
         replacements.append((owner, name, captured))

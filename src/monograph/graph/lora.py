@@ -517,7 +517,7 @@ def narrow(
         more: other modules whose weights are read in that dtype only.
         device: where these weights are moved, one after another; None: they are not moved.
     """
-    readers = {
+    readers: set[nn.Module] = {
         m for m in module.modules() if isinstance(m, MULTIPLYING) and not isinstance(m, FACTORS)
     }
     readers |= set(more)

@@ -236,7 +236,8 @@ def workspace_bytes(left_NK: Tensor, right_KM: Tensor) -> int:
     is_transposed = left_NK.stride(-1) != 1
     if left_NK.dtype != torch.float32 or not is_transposed or not mkl_is_slow():
         return 0
-    operator = _operator_of_mm(*left_NK.shape, right_KM.shape[1])
+    rows, depth = left_NK.shape
+    operator = _operator_of_mm(rows, depth, right_KM.shape[1])
     if operator is not torch.ops.monograph.onednn_matmul.default:
         return 0
     return left_NK.numel() * left_NK.element_size()

@@ -181,7 +181,7 @@ def vectors_at_once(planes: Iterable[Plane]) -> Iterator[None]:
         parameter.grad = None
     try:
         yield
-        computed = [
+        computed: list[tuple[Any, Any]] = [
             (total, parameter.grad)
             for total, parameter in zip(totals, parameters, strict=True)
             if parameter.grad is not None
