@@ -106,7 +106,7 @@ def join(hi: Tensor, lo: Tensor) -> Tensor:
 def quantised(
     values_N: Tensor, signed: bool, before: int = 0, ends_2: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return 8-bit codes of values in blocks of 256, after an idea of Dettmers et al. (arXiv 2110.02861).
+    """Return 8-bit codes of values in blocks of 256, an idea of Dettmers et al., arXiv 2110.02861.
 
         a = max |x| of the block
         signed (m):  c = sign(x) round(127 (|x| / a)^(1/2))         x' = sign(c) a (c / 127)^2
