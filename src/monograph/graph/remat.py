@@ -19,8 +19,8 @@ from monograph import compat
 from monograph.errors import UsageError
 from monograph.ranges import between
 
-# A front may double with every group, so it is thinned to about this many choices. A thinned choice
-# is within 1 / MAX_CHOICES of the largest choice's bytes of the best one.
+# A front may double with every group, so it is thinned to about this many choices. This can cost a
+# choice 1 / MAX_CHOICES of the bytes.
 MAX_CHOICES = 512
 
 
