@@ -113,8 +113,8 @@ def rewrite(graph: Graph) -> None:
         members = groups
         if groups == 1 and not wanted and grad.target in _VIEWS:
             members = _members_sharing_input(grad.args[0], grad)
-        has_weight_grad_only = others == [True, False]  # of weight and bias
-        if not has_weight_grad_only or transposed or not _is_faster_by_group(grad, weight, members):
+        has_no_bias_grad = others == [True, False]  # of weight and bias
+        if not has_no_bias_grad or transposed or not _is_faster_by_group(grad, weight, members):
             continue
         with graph.inserting_before(node):
             operands = [
