@@ -282,7 +282,7 @@ class _ChunkedLoss(torch.autograd.Function):
             elif grad is not None:
                 grad = grad + (grad_CV.index_select(-1, index_K).T @ kept_CD).to(weights_N.dtype)
             del kept_CD, grad_CV
-        # On a GPU a term is [C], so that one kernel adds up the losses of all chunks.
+        # In a graph on a GPU a term is [C], so that one kernel adds up the losses of all chunks.
         return torch.cat([term.view(-1) for term in terms]).sum(), torch.cat(grads), grad
 
     @staticmethod
