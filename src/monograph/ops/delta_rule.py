@@ -1,17 +1,18 @@
-"""Compute the gated delta rule, a linear attention whose state is a matrix that each token decays,
-corrects and reads.
+"""Compute the gated delta rule, a linear attention whose state is a matrix.
+
+Each token decays, corrects and reads the state:
 
     S[t] = exp(g[t]) S[t-1] + k[t] (beta[t] (v[t] - (exp(g[t]) S[t-1])^T k[t]))^T       out[t] = S[t]^T q[t]
 
-At the first token of a document S[t-1] is 0. `recurrent` is the equation. `chunked` computes the
-same for whole chunks of tokens: inside a chunk the corrections are the solution of a triangular
-system, so that only one matrix for each chunk is carried from one to the next.
+At the first token of a document S[t-1] is 0. `recurrent` computes this equation. `chunked` computes
+the same for whole chunks of tokens: inside a chunk the corrections are the solution of a triangular
+system, so that only one matrix is carried from chunk to chunk.
 
-Shape suffixes: B batch, T positions, H heads, E key dimension, V value dimension, N chunks, C
-positions of a chunk, M = B * H.
+Shapes: B batch, T positions, H heads, E key dimension, V value dimension, N chunks, C positions of
+a chunk, M = B H.
 
-Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks", arXiv 2412.06464; chunks: Yang et al.,
-    arXiv 2406.06484.
+Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks", arXiv 2412.06464; for chunks, Yang et
+al., arXiv 2406.06484.
 """
 
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = 64  # most positions of a chunk
+CHUNK = 64  # positions of a chunk; fewer for short rows
 Pair = tuple[Tensor, Tensor]
 
 
@@ -33,7 +34,7 @@ def recurrent(
     starts_BT: Tensor | None = None,
     state_BHEV: Tensor | None = None,
 ) -> Pair:
-    """Return the outputs [B, H, T, V] and the last state [B, H, E, V], token for token.
+    """Return the outputs [B, H, T, V] and the last state [B, H, E, V], token by token.
 
     Args:
         query_BHTE: q, scaled by the caller.
@@ -41,7 +42,7 @@ def recurrent(
         value_BHTV: v.
         decay_BHT: g, at most 0, best in float64.
         beta_BHT: how much of a correction is written, from 0 to 1. A token with g = 0 and beta = 0
-            leaves the state.
+            does not change the state.
         starts_BT: whether a token is the first of its document; None: the row is one document.
         state_BHEV: the state before the first token; None: 0.
     """
@@ -67,7 +68,7 @@ def step(
 
 
 def read(query_BHE: Tensor, state_BHEV: Tensor) -> Tensor:
-    """Return what a query reads, [B, H, V]."""
+    """Return the output of a query, [B, H, V]."""
     return (state_BHEV * query_BHE[..., None]).sum(dim=-2)
 
 
@@ -84,11 +85,9 @@ def chunked(
     rows, heads, length, _ = key_BHTE.shape
     size = min(CHUNK, 1 << (length - 1).bit_length())
 
-    def cut(each: Tensor) -> Tensor:
-        """Return [B, H, T, ...] as [N, M, C, ...]; tokens that are added at the end have g = beta =
-        0.
-        """
-        padded = F.pad(each, (*(0,) * 2 * (each.ndim - 3), 0, -length % size))
+    def cut(tensor: Tensor) -> Tensor:
+        """Return [B, H, T, ...] as [N, M, C, ...], padded with tokens of g = beta = 0."""
+        padded = F.pad(tensor, (*(0,) * 2 * (tensor.ndim - 3), 0, -length % size))
         return padded.flatten(0, 1).unflatten(1, (-1, size)).transpose(0, 1)
 
     query = cut(query_BHTE)
@@ -96,20 +95,21 @@ def chunked(
     value = cut(value_BHTV)
     decay_NMC = cut(decay_BHT)
     beta_NMC = cut(beta_BHT)
-    # Documents that began in the chunk, up to each position.
+    # The number of documents that began in the chunk, up to each position.
     begun_NMC = torch.zeros_like(decay_NMC, dtype=torch.int64)
     if starts_BT is not None:
         begun_NMC = cut(starts_BT[:, None].expand(-1, heads, -1)).cumsum(dim=-1)
-    # A difference of sums has their rounding, and sums over a chunk are large next to it.
+    # In float64, because sums over a chunk are large compared with their differences, which would
+    # have the sums' rounding errors.
     sum_NMC = decay_NMC.double().cumsum(dim=-1)
-    # How much of what position j writes is left at position i: nothing of a later one or of another
-    # document.
+    # The fraction of what position j writes that is left at position i: 0 if j is later or in
+    # another document.
     seen_NMCC = (begun_NMC[..., :, None] == begun_NMC[..., None, :]).tril()
     between_NMCC = (sum_NMC[..., :, None] - sum_NMC[..., None, :]).to(key.dtype)
     left_NMCC = between_NMCC.masked_fill(~seen_NMCC, float("-inf")).exp()
     written_NMCE = key * beta_NMC[..., None]
     inverse_NMCC = unit_inverse((written_NMCE @ key.mT * left_NMCC).tril(-1))
-    # What is left of the state before the chunk.
+    # The fraction of the state before the chunk that is left at each position.
     of_state_NMC1 = (sum_NMC.to(key.dtype).exp() * (begun_NMC == 0))[..., None]
     states_NMEV, correction_NMCV, last_MEV = scan(
         inverse_NMCC @ (value * beta_NMC[..., None]),
