@@ -137,8 +137,9 @@ def unit_inverse(strict: Tensor) -> Tensor:
 def scan(
     value_NMCV: Tensor, read_NMCE: Tensor, key_NMCE: Tensor, kept_NM: Tensor, state_MEV: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Carry the state through the chunks, u[n] = value[n] - read[n] S[n] and S[n+1] = kept[n] S[n]
-    + key[n]^T u[n].
+    """Carry the state through the chunks.
+
+        u[n] = value[n] - read[n] S[n]        S[n+1] = kept[n] S[n] + key[n]^T u[n]
 
     Returns:
         S before each chunk, [N, M, E, V]; u, [N, M, C, V]; and S after the last one, [M, E, V].
@@ -149,11 +150,11 @@ def scan(
     return states[:-1], corrections, states[-1]
 
 
-# Operators, because a compiler would unroll their loops, and its time would grow with the length of
-# a row.
+# Operators, because a compiler would unroll their loops, so that its time would grow with the
+# length of a row.
 @torch.library.custom_op("monograph::unit_inverse", mutates_args=())
 def _unit_inverse(strict: Tensor) -> Tensor:
-    # Transposed, as the solver returns columns next to each other.
+    # The transposed system, because the solver returns matrices in column-major order.
     one = torch.eye(strict.shape[-1], dtype=strict.dtype, device=strict.device).expand(strict.shape)
     return torch.linalg.solve_triangular(
         strict.mT, one, upper=True, unitriangular=True
@@ -198,7 +199,11 @@ def _(value: Tensor, reading: Tensor, key: Tensor, kept: Tensor, state: Tensor) 
 def _carry_back(
     grad_states: Tensor, grad_corrections: Tensor, reading: Tensor, key: Tensor, kept: Tensor
 ) -> Pair:
-    """Return the whole gradients of the states and of the corrections."""
+    """Return the total gradients of the states and of the corrections.
+
+    The given gradients are those of the outputs of `_carry` alone. The total ones include what
+    later chunks make of a state or a correction.
+    """
     states, corrections = (each.contiguous().clone() for each in (grad_states, grad_corrections))
     for n in range(len(key) - 1, -1, -1):
         corrections[n].baddbmm_(key[n], states[n + 1])
@@ -223,27 +228,26 @@ def _keep_carried(ctx: Any, inputs: tuple[Tensor, ...], output: Pair) -> None:
 
 def _carry_backward(ctx: Any, grad_states: Tensor, grad_corrections: Tensor) -> tuple[Tensor, ...]:
     reading, key, kept, states, corrections = ctx.saved_tensors
-    of_states, of_values = torch.ops.monograph.carry_back(
+    state_grads, value_grad = torch.ops.monograph.carry_back(
         grad_states, grad_corrections, reading, key, kept
     )
-    before, after = states[:-1], of_states[1:]
-    of_kept = (before * after).sum(dim=(-2, -1))
+    before = states[:-1]
+    after_grad = state_grads[1:]
+    kept_grad = (before * after_grad).sum(dim=(-2, -1))
     return (
-        of_values,
-        -(of_values @ before.mT),
-        corrections @ after.mT,
-        of_kept,
-        of_states[0].clone(),
+        value_grad,
+        -(value_grad @ before.mT),
+        corrections @ after_grad.mT,
+        kept_grad,
+        state_grads[0].clone(),
     )
 
 
 _carry.register_autograd(_carry_backward, setup_context=_keep_carried)
 
 
-def _over_members(operator: Any) -> Any:
-    """Return the rule for a batched call: members are further rows, of the first axis but one or
-    two.
-    """
+def _vmap_rule(operator: Any) -> Any:
+    """Return a rule of vmap that computes members as further rows: further indices of the axis M."""
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor) -> tuple[Any, Any]:
         members = []
@@ -255,20 +259,22 @@ def _over_members(operator: Any) -> Any:
             )
             axis = _rows_axis(front.ndim - 1)
             members.append(front.movedim(0, axis).flatten(axis, axis + 1))
-        found = operator(*members)
-        parts = found if isinstance(found, tuple) else (found,)
-        axes = [_rows_axis(part.ndim) for part in parts]
-        split = tuple(
-            part.unflatten(a, (info.batch_size, -1)) for part, a in zip(parts, axes, strict=True)
+        result = operator(*members)
+        outputs = result if isinstance(result, tuple) else (result,)
+        axes = [_rows_axis(output.ndim) for output in outputs]
+        by_member = tuple(
+            output.unflatten(axis, (info.batch_size, -1))
+            for output, axis in zip(outputs, axes, strict=True)
         )
-        return (split, tuple(axes)) if isinstance(found, tuple) else (split[0], axes[0])
+        return (by_member, tuple(axes)) if isinstance(result, tuple) else (by_member[0], axes[0])
 
     return rule
 
 
 def _rows_axis(dimensions: int) -> int:
-    return 0 if dimensions == 3 else 1  # a state has no chunks
+    """Return the axis M of a tensor with this number of dimensions."""
+    return 0 if dimensions == 3 else 1  # a state [M, E, V] has no axis of chunks before it
 
 
 for _operator in (_unit_inverse, _carry, _carry_back):
-    _operator.register_vmap(_over_members(_operator))
+    _operator.register_vmap(_vmap_rule(_operator))
