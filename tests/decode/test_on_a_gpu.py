@@ -22,7 +22,7 @@ from monograph.decode.request import Pace, Request
 from monograph.decode.sampling import Sampling
 from monograph.model.scaling import FULL as FULL_ATTENTION
 from monograph.model.scaling import SLIDING
-from monograph.ops.attention import LEAST_BLOCK
+from monograph.ops.attention import MIN_BLOCK
 from monograph.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.gpu
@@ -113,13 +113,13 @@ def test_captured_steps_over_one_to_five_blocks_have_a_full_passs_log_probabilit
     """Law 8 where each size of what is read is a graph of its own
     (tests/laws/test_cached_over_blocks.py).
     """
-    longest, sampling = 5 * LEAST_BLOCK, Sampling(1.0, logprobs=61)
+    longest, sampling = 5 * MIN_BLOCK, Sampling(1.0, logprobs=61)
     window = {"model_type": "qwen3", "sliding_window": 21, "layer_types": (SLIDING, FULL_ATTENTION)}
     model = far_sighted(
         max_position_embeddings=longest, **(window if "window" in shape else {})
     ).cuda()
     machine = Generator(
-        model, chain_of([sampling]), rows=3, slots=Slots(longest, LEAST_BLOCK, longest=8), vocabulary=61,
+        model, chain_of([sampling]), rows=3, slots=Slots(longest, MIN_BLOCK, longest=8), vocabulary=61,
         block=Pace(4, 2, 1), mode="captured",
     )  # fmt: skip
     text = tuple((7 * at + at // 5) % 61 for at in range(longest))

@@ -39,7 +39,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         rewrite(graph)
         found.append(str(graph))
 
-    monkeypatch.setattr(convolutions, "LEAST", 1)
+    monkeypatch.setattr(convolutions, "MIN_MULTIPLICATIONS", 1)
     monkeypatch.setattr(convolutions, "rewrite", rewritten)
     return found
 
@@ -96,10 +96,10 @@ def test_small_ones_and_those_with_a_bias_stay() -> None:
     whole = make_fx(step, tracing_mode="fake")(*given).graph
     convolutions.rewrite(whole)
     assert "group_convolution" not in str(whole), "2^19 multiplications a group"
-    convolutions.LEAST, least = 1, convolutions.LEAST
+    convolutions.MIN_MULTIPLICATIONS, least = 1, convolutions.MIN_MULTIPLICATIONS
     try:
         convolutions.rewrite(whole)
     finally:
-        convolutions.LEAST = least
+        convolutions.MIN_MULTIPLICATIONS = least
     targets = [str(node.target) for node in whole.nodes if "convolution" in str(node.target)]
     assert targets == ["monograph.group_convolution.default", "aten.convolution.default"]

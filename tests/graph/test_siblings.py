@@ -119,7 +119,7 @@ def in_place(tensor):
         (hooked(Pair()), "b", "it has hooks"),
         (subclass(Pair()), "b", "its forward pass is not nn.Linear's"),
         (tied(Pair()), "a", "it shares its weight with b.weight"),
-        (parametrized(Pair()), "b", "its weight is no plain parameter"),
+        (parametrized(Pair()), "b", "its weight is not a plain parameter"),
         (frozen(Pair()), "b", "none of the others is like it"),
         (Pair(bias=False), "b", "none of the others is like it"),
         (Pair(after=in_place), "a", "its output is changed in place"),

@@ -58,7 +58,7 @@ def test_an_answer_is_scored_in_the_bits_in_which_it_was_drawn(
 ) -> None:
     precision, shape = SHAPES[name]
     if "loop" in name:  # over experts, as on processors for which there are no products of our own
-        monkeypatch.setattr(grouped, "_by_own_code", lambda rows: False)
+        monkeypatch.setattr(grouped, "_uses_own_code", lambda rows: False)
     # Six rows: four does not divide them.
     options = replace(OPTIONS, group=2) if name == "six answers" else OPTIONS
     rollouts = windows(options, precision=Precision(precision), shape=shape)

@@ -209,12 +209,12 @@ def test_a_module_whose_tables_cannot_be_told_is_refused():
     for module, words in (
         (
             nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9)),
-            "a head .* has none that can be told",
+            "the head is an nn.Linear, but .* has none that can be found",
         ),
-        (nn.Sequential(nn.Linear(4, 4)), "an embedding .* has none that can be told"),
+        (nn.Sequential(nn.Linear(4, 4)), "the embedding .* has none that can be found"),
         (
             nn.Sequential(nn.Embedding(9, 4), nn.Embedding(9, 4), nn.Linear(4, 4)),
-            "an embedding .* none that can be told",
+            "the embedding .* has none that can be found",
         ),
     ):
         with pytest.raises(UsageError, match=words):

@@ -141,7 +141,7 @@ FAULTS = [
     Fault("ops/attention.py", '{"FORCE_USE_FLEX_ATTENTION": True}', "{}", f"{KERNELS} -k few_queries"),
     Fault("ops/attention.py", "(mask is not None or not _flash_reads(query_BHTD))", "mask is not None",
           f"{KERNELS} -k scores_of_all"),
-    Fault("ops/attention.py", "query_BHTD.dtype.itemsize == 2", "True", f"{KERNELS} -k scores_of_all"),
+    Fault("ops/attention.py", "if query_BHTD.dtype.itemsize != 2:", "if False:", f"{KERNELS} -k scores_of_all"),
     Fault("ops/attention.py", "heads_BKSD.repeat_interleave(groups, dim=1)",
           "heads_BKSD.repeat(1, groups, 1, 1)", f"{KERNELS} -k as_exact"),
     Fault("model/llama.py", "full_BNN = (overlap_BNN & uniform_BN[:, :, None] & uniform_BN[:, None, :]).tril(-1)",

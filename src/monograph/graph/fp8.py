@@ -1,5 +1,6 @@
-"""Compute linear layers in 8-bit floating point: three products in fp8, all else in bf16, weights
-in their own dtype.
+"""Compute linear layers in 8-bit floating point.
+
+The three products of a layer are in fp8, all else is in bf16, and weights keep their own dtype.
 
 Shapes: M rows (all leading dimensions), K inputs, N outputs.
 """
@@ -16,23 +17,24 @@ from monograph.graph.lora import adapters
 from monograph.graph.siblings import families
 from monograph.ops.autograd import Context
 
-# Gradients need more range and fewer digits (Micikevicius et al. 2022, "FP8 Formats for Deep
-# Learning", 2209.05433).
+# Gradients need more range and fewer digits than weights and activations (Micikevicius et al. 2022,
+# "FP8 Formats for Deep Learning", 2209.05433).
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
-MULTIPLE = 16  # the hardware multiplies matrices whose sides are multiples of it
-SMALLEST = 2.0**-100  # lower bound of a tensor's largest element, so that its scale is finite
+SIDE_MULTIPLE = 16  # the hardware multiplies matrices whose sides are multiples of this
+# Lower bound of what counts as a tensor's largest element, so that the scale is finite.
+MIN_LARGEST_ELEMENT = 2.0**-100
 EXPONENT_BITS = 0x7F800000  # the mask that rounds a positive fp32 number down to a power of two
 
 
 def use(module: nn.Module, weights: Iterable[str]) -> list[str]:
-    """Let linear layers of a module compute in fp8 in training mode; in evaluation mode they
-    compute as before.
+    """Make linear layers of a module compute in fp8 in training mode, in place.
 
-    The layers stay the same objects, with their parameters, names and hooks.
+    In evaluation mode they compute as before. The layers stay the same objects, with their
+    parameters, names and hooks.
 
     Args:
         module: the module.
-        weights: names of weights; those that belong to no plain linear layer are ignored.
+        weights: names of weights; a weight that does not belong to a plain linear layer is ignored.
 
     Returns:
         The names of weights whose layers stay in bf16, because a side is not a multiple of 16.
@@ -42,29 +44,34 @@ def use(module: nn.Module, weights: Iterable[str]) -> list[str]:
     """
     if adapters(module):
         raise UsageError(
-            "fp8 is for weights that are trained, and under adapters they are frozen: take bf16"
+            "fp8 is for weights that are trained, but weights with adapters are frozen: use bf16"
         )
     if families(module):
         raise UsageError(
-            "fp8 scales each weight by itself: unfuse_siblings(model) first, or take bf16"
+            "fp8 scales each weight by itself, so siblings cannot be fused: unfuse_siblings(model) first, or use bf16"
         )
     layers = {
         name: module.get_submodule(name.rpartition(".")[0])
         for name in weights
         if name.endswith(".weight")
     }
-    linear = {
-        name: layer for name, layer in layers.items() if type(layer).forward is nn.Linear.forward
+    linear_layers = {
+        name: cast(nn.Linear, layer)
+        for name, layer in layers.items()
+        if type(layer).forward is nn.Linear.forward
     }
-    shapes = {name: cast(nn.Linear, layer).weight.shape for name, layer in linear.items()}
-    odd = [name for name, shape in shapes.items() if any(side % MULTIPLE for side in shape)]
-    if len(odd) == len(linear):
+    left_in_bf16 = [
+        name
+        for name, layer in linear_layers.items()
+        if any(side % SIDE_MULTIPLE for side in layer.weight.shape)
+    ]
+    if len(left_in_bf16) == len(linear_layers):
         raise UsageError(
-            f"fp8 finds no linear layer inside a block with sides that are multiples of {MULTIPLE}: use bf16"
+            f"fp8 finds no linear layer inside a block with sides that are multiples of {SIDE_MULTIPLE}: use bf16"
         )
-    for name in linear.keys() - set(odd):
-        linear[name].__class__ = Float8Linear
-    return odd
+    for name in linear_layers.keys() - set(left_in_bf16):
+        linear_layers[name].__class__ = Float8Linear
+    return left_in_bf16
 
 
 class Float8Linear(nn.Linear):
@@ -95,8 +102,8 @@ def linear(input: Tensor, weight_NK: Tensor) -> Tensor:
     """
     x_MK = input.reshape(-1, input.shape[-1])
     rows = len(x_MK)
-    # DW sums over rows, so these are a side as well.
-    x_MK = nn.functional.pad(x_MK, (0, 0, 0, -rows % MULTIPLE))
+    # The product dW sums over rows, so their number must be a multiple as well.
+    x_MK = nn.functional.pad(x_MK, (0, 0, 0, -rows % SIDE_MULTIPLE))
     y_MN: Tensor = _Linear.apply(x_MK, weight_NK)
     return y_MN[:rows].view(*input.shape[:-1], -1)
 
@@ -104,12 +111,12 @@ def linear(input: Tensor, weight_NK: Tensor) -> Tensor:
 def quantised(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Round to fp8 after scaling by the largest power of two that keeps every element in range.
 
-    Scaling by a power of two is exact. NaN and infinity stay as they are.
+    Scaling by a power of two is exact. NaN and infinity are not changed.
 
     Returns:
         The scaled values in `dtype`, and the factor that undoes the scaling, 0-d fp32.
     """
-    largest = values.abs().amax().float().clamp_min(SMALLEST)
+    largest = values.abs().amax().float().clamp_min(MIN_LARGEST_ELEMENT)
     ratio = torch.finfo(dtype).max / largest
     scale = (ratio.view(torch.int32) & EXPONENT_BITS).view(torch.float32)
     return (values.float() * scale).to(dtype), scale.reciprocal()
@@ -120,16 +127,17 @@ class _LinearContext(Context):
 
 
 class _Linear(torch.autograd.Function):
-    """Compute the three products; the input is saved in fp8, the weight is rounded again in the
-    backward pass.
+    """Compute the three products.
+
+    The input is saved in fp8. The backward pass rounds the weight again.
     """
 
     @staticmethod
     def forward(ctx: _LinearContext, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
         x8_MK, x_unit = quantised(x_MK, FORWARD)
         w8_NK, w_unit = quantised(weight_NK, FORWARD)
-        # The weight is in memory anyway; saving its rounding would hold one more copy until the
-        # backward pass.
+        # The weight itself is saved, which is in memory anyway. Its rounded copy would take more
+        # memory until the backward pass.
         ctx.save_for_backward(x8_MK, x_unit, weight_NK)
         ctx.input_dtype = x_MK.dtype
         return compat.scaled_mm(x8_MK, w8_NK.t(), x_unit, w_unit, torch.bfloat16, fast=True)
@@ -147,5 +155,5 @@ class _Linear(torch.autograd.Function):
 
 
 def _by_columns(matrix: Tensor) -> Tensor:
-    # The fp8 product takes its right operand in column-major layout (`compat.scaled_mm`).
+    """Return the matrix in column-major layout, as the fp8 product needs its right operand."""
     return matrix.t().contiguous().t()

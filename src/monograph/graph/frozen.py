@@ -1,8 +1,9 @@
-"""Linear layers with frozen weights in 8 or 4 bits; no dense weight is kept from the forward to the
-backward pass.
+"""Linear layers with frozen weights in 8 or 4 bits.
 
-Shapes: N outputs, K inputs, C = ceil(N K / 64) blocks of S = 64 numbers, G = ceil(C / 256) groups
-of 256 blocks.
+No dense weight is kept from the forward to the backward pass.
+
+Shapes: N outputs, K inputs, E experts, C = ceil(N K / 64) blocks of S = 64 numbers,
+G = ceil(C / 256) groups of 256 blocks.
 """
 
 import math
@@ -16,8 +17,8 @@ from monograph.ops.autograd import Context
 
 BLOCK, GROUP = 64, 256
 # Quantiles of a normal distribution that include -1, 0 and 1 (Dettmers et al. 2023, "QLoRA",
-# 2305.14314, appendix E), to four digits as in torchao; bitsandbytes' differ from these by less
-# than 5e-5.
+# 2305.14314, appendix E). They have four digits, as in torchao; those of bitsandbytes differ by
+# less than 5e-5.
 NF4 = (
     -1.0,
     -0.6962,
@@ -36,11 +37,11 @@ NF4 = (
     0.7230,
     1.0,
 )
-SMALLEST = torch.finfo(torch.float32).eps  # smallest scale of a row, for rows of zeros
+MIN_ROW_SCALE = torch.finfo(torch.float32).eps  # for rows of zeros, whose scale would be 0
 
 
 class FrozenWeight(nn.Module):
-    """A layer whose weight, [N, K] or [E, N, K] of E experts, is kept in few bits."""
+    """A layer whose weight, [N, K] or [E, N, K] of experts, is kept in few bits."""
 
     out_features: int
     in_features: int
@@ -52,26 +53,32 @@ class FrozenWeight(nn.Module):
         return (*experts, self.out_features, self.in_features)
 
     def freeze(self, weight: Tensor) -> None:
-        """Round a weight to codes and scales, which take its place."""
+        """Round a weight to codes and scales, and replace it by them."""
         raise NotImplementedError
 
-    def held(self) -> tuple[Tensor, ...]:
-        """Return the codes and scales, as `dense_of` takes them."""
+    def stored(self) -> tuple[Tensor, ...]:
+        """Return the codes and scales, in the order in which `dense_of` takes them."""
         raise NotImplementedError
 
     def dense(self) -> Tensor:
         """Return the dequantised weight, fp32."""
-        return dense_of(self.shape, *self.held())
+        return dense_of(self.shape, *self.stored())
 
 
 def dense_of(
-    shape: tuple[int, ...], codes: Tensor, scales: Tensor, *of_nf4: Tensor | None
+    shape: tuple[int, ...], codes: Tensor, scales: Tensor, *nf4_only: Tensor | None
 ) -> Tensor:
-    """Return the weight of this shape that an `NF4Weight` holds, or an `Int8Weight`, which has no
-    more; fp32.
+    """Return a dequantised weight, fp32.
+
+    Args:
+        shape: the weight's shape.
+        codes: `codes` of an `Int8Weight` or an `NF4Weight`.
+        scales: `scales` of an `Int8Weight`, or `levels` of an `NF4Weight`.
+        nf4_only: `steps`, `mean` and `table` of an `NF4Weight`; nothing or Nones for an
+            `Int8Weight`.
     """
-    if any(each is not None for each in of_nf4):
-        return _dense(codes, scales, *of_nf4, *shape)  # type: ignore[arg-type]
+    if any(tensor is not None for tensor in nf4_only):
+        return _dense_of_nf4(codes, scales, *nf4_only, *shape)  # type: ignore[arg-type]
     return codes.float() * scales[..., None]
 
 
@@ -86,13 +93,13 @@ class Int8Weight(FrozenWeight):
 
     @torch.no_grad()
     def freeze(self, weight: Tensor) -> None:
-        """Round a weight to codes and scales, which take its place."""
+        """Round a weight to codes and scales, and replace it by them."""
         weight = weight.float()
-        scale_N = (weight.abs().amax(-1) / 127.5).clamp_min(SMALLEST)
+        scale_N = (weight.abs().amax(-1) / 127.5).clamp_min(MIN_ROW_SCALE)
         codes = (weight * scale_N.reciprocal()[..., None]).round().clamp(-128, 127).to(torch.int8)
-        _keep(self, codes=codes, scales=scale_N)
+        _replace_weight(self, codes=codes, scales=scale_N)
 
-    def held(self) -> tuple[Tensor, ...]:
+    def stored(self) -> tuple[Tensor, ...]:
         """Return the codes and scales."""
         return self.codes, self.scales  # type: ignore[return-value]
 
@@ -109,42 +116,53 @@ class Int8Linear(Int8Weight, nn.Linear):
 class NF4Weight(FrozenWeight):
     """A layer whose weight is 4-bit codes with a scale for each block of 64: 0.516 bytes a weight.
 
-        W[i] = NF4[code[i]] scale[c],   scale[c] = max |W of block c| = mean + levels[c] / steps[g]
+        W[i] = NF4[code[i]] scale[c],   scale[c] = max |W of block c| ~ mean + levels[c] / steps[g]
 
-    Block c is 64 consecutive numbers of the flattened weight. Scales less their mean are 8-bit
-    `levels`, of which 256 share one of `steps`. All are parameters without gradients: `codes`
-    [ceil(N K / 2)] uint8, the first of two in the upper bits, `levels` [C] int8, `steps` [G] and
-    `mean` [] fp32.
+    Block c is 64 consecutive numbers of the flattened weight. Group g is 256 consecutive blocks.
+    The parameters below, without gradients, take the place of `weight`.
+
+    Attributes:
+        codes: [ceil(N K / 2)] uint8, two codes each, the first of them in the upper bits.
+        levels: [C] int8, the blocks' scales less their mean, in steps of the group.
+        steps: [G] fp32, levels per unit of scale.
+        mean: [] fp32, the mean of the scales.
+        table: the 16 numbers of `NF4`; a buffer.
     """
 
     @torch.no_grad()
     def freeze(self, weight: Tensor) -> None:
-        """Round a weight to codes and scales, which take its place."""
+        """Round a weight to codes and scales, and replace it by them."""
+        tiny = torch.finfo(torch.float32).tiny
         flat = weight.float().flatten()
-        short = -flat.numel() % BLOCK
-        blocks_CS = (F.pad(flat, (0, short)) if short else flat).view(-1, BLOCK)
+        padding = -flat.numel() % BLOCK
+        blocks_CS = (F.pad(flat, (0, padding)) if padding else flat).view(-1, BLOCK)
         scale_C = blocks_CS.abs().amax(1)
         mean = scale_C.mean()
-        around_C = scale_C - mean
-        groups = F.pad(around_C, (0, -len(around_C) % GROUP)).view(-1, GROUP)
-        steps_G = 128 / groups.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny)
+        difference_C = scale_C - mean
+        groups = F.pad(difference_C, (0, -len(difference_C) % GROUP)).view(-1, GROUP)
+        steps_G = 128 / groups.abs().amax(1).clamp_min(tiny)
         levels = (groups * steps_G[:, None]).round().clamp(-128, 127).flatten()[: len(scale_C)]
         table = torch.tensor(NF4, device=flat.device)
-        # A block of zeros has the scale 0, and 0 / 0 would be NaN.
         edges = (table[1:] + table[:-1]) / 2
-        shares_of = scale_C.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
+        # A block of zeros has the scale 0, and 0 / 0 would be NaN.
+        divisor_C1 = scale_C.clamp_min(tiny)[:, None]
         # int32 codes, and a quotient that is freed at once: at most three times the weight is in
-        # memory, not five.
+        # memory, instead of five times.
         codes = (
-            torch.bucketize(blocks_CS / shares_of, edges, out_int32=True).to(torch.uint8).flatten()
+            torch.bucketize(blocks_CS / divisor_C1, edges, out_int32=True).to(torch.uint8).flatten()
         )
-        packed = (codes[::2] << 4 | codes[1::2])[: -(-flat.numel() // 2)]
-        # A clone, because a slice would keep the padded codes in memory.
-        _keep(self, codes=packed.clone(), levels=levels.to(torch.int8), steps=steps_G, mean=mean)
-        # A constant, not part of a checkpoint.
+        packed = (codes[::2] << 4 | codes[1::2])[: math.ceil(flat.numel() / 2)]
+        _replace_weight(
+            self,
+            codes=packed.clone(),  # because a slice would keep the padded codes in memory
+            levels=levels.to(torch.int8),
+            steps=steps_G,
+            mean=mean,
+        )
+        # Not part of a checkpoint, because it is constant.
         self.register_buffer("table", table, persistent=False)
 
-    def held(self) -> tuple[Tensor, ...]:
+    def stored(self) -> tuple[Tensor, ...]:
         """Return the codes, scales and the table."""
         return self.codes, self.levels, self.steps, self.mean, self.table  # type: ignore[return-value]
 
@@ -155,22 +173,26 @@ class NF4Linear(NF4Weight, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Map [..., K] to [..., N] in the input's dtype, or in autocast's."""
         output: Tensor = _NF4Product.apply(
-            input.to(product_dtype(input)), *self.held(), *self.shape
+            input.to(product_dtype(input)), *self.stored(), *self.shape
         )
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
 def parameter_count(module: nn.Module) -> int:
-    """Count parameters, tied ones once; a quantised layer counts as many as its dense weight has."""
+    """Return the number of a module's parameters.
+
+    Tied parameters count once. A quantised weight counts as its dense weight.
+    """
     layers = [layer for layer in module.modules() if isinstance(layer, FrozenWeight)]
-    quantised = {
+    quantised_ids = {
         id(param) for layer in layers for name, param in layer._parameters.items() if name != "bias"
     }
-    others = sum(param.numel() for param in module.parameters() if id(param) not in quantised)
+    others = sum(param.numel() for param in module.parameters() if id(param) not in quantised_ids)
     return others + sum(math.prod(layer.shape) for layer in layers)
 
 
-def _keep(layer: nn.Module, **tensors: Tensor) -> None:
+def _replace_weight(layer: nn.Module, **tensors: Tensor) -> None:
+    """Give a layer these tensors as frozen parameters, in place of its weight."""
     if "weight" in layer._parameters:
         del layer.weight
     for name, tensor in tensors.items():
@@ -178,8 +200,9 @@ def _keep(layer: nn.Module, **tensors: Tensor) -> None:
 
 
 class _Int8Product(torch.autograd.Function):
-    """Compute y = (x codes^T) scale and dx = (dy scale) codes; integers up to 128 are exact also in
-    bf16.
+    """Compute y = (x codes^T) scale and dx = (dy scale) codes.
+
+    The codes are exact in bf16 too, which holds all integers up to 256.
     """
 
     generate_vmap_rule = True  # an ensemble runs its members under vmap
@@ -187,7 +210,7 @@ class _Int8Product(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, codes_NK: Tensor, scale_N: Tensor) -> Tensor:
         y = (x @ codes_NK.to(x.dtype).mT) * scale_N
-        # Torch 2.11: captured, a `to` of no effect has no gradient.
+        # In torch 2.11, a captured `to` without effect has no gradient.
         return y if y.dtype == x.dtype else y.to(x.dtype)
 
     @staticmethod
@@ -205,7 +228,7 @@ class _NF4Context(Context):
 
 
 class _NF4Product(torch.autograd.Function):
-    """Compute y = x W^T and dx = dy W; both make W from the codes."""
+    """Compute y = x W^T and dx = dy W; each dequantises W from the codes."""
 
     generate_vmap_rule = True
 
@@ -220,7 +243,8 @@ class _NF4Product(torch.autograd.Function):
         N: int,
         K: int,
     ) -> Tensor:
-        return x @ _dense(codes, levels_C, steps_G, mean, table, N, K).to(x.dtype).mT
+        weight_NK = _dense_of_nf4(codes, levels_C, steps_G, mean, table, N, K)
+        return x @ weight_NK.to(x.dtype).mT
 
     @staticmethod
     def setup_context(
@@ -234,12 +258,11 @@ class _NF4Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _NF4Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         codes, levels_C, steps_G, mean, table = ctx.saved_tensors
-        return dy @ _dense(codes, levels_C, steps_G, mean, table, *ctx.shape).to(dy.dtype), *[
-            None
-        ] * 7
+        weight_NK = _dense_of_nf4(codes, levels_C, steps_G, mean, table, *ctx.shape)
+        return dy @ weight_NK.to(dy.dtype), *[None] * 7
 
 
-def _dense(
+def _dense_of_nf4(
     codes: Tensor, levels_C: Tensor, steps_G: Tensor, mean: Tensor, table: Tensor, *shape: int
 ) -> Tensor:
     steps_C = steps_G.repeat_interleave(GROUP, output_size=len(steps_G) * GROUP)[: len(levels_C)]

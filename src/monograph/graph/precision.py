@@ -1,5 +1,6 @@
-"""Choose the dtype in which a module computes; parameters, gradients and optimizer state stay fp32
-masters.
+"""Choose the dtype in which a module computes.
+
+Parameters, gradients and optimizer state stay in fp32.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -12,7 +13,7 @@ from monograph.device import Device
 from monograph.errors import UsageError
 from monograph.ranges import ABOVE_0, COUNT
 
-# "fp8" is missing, since it is bf16 everywhere but in the linear layers of blocks.
+# Without "fp8", which is bf16 everywhere except in the linear layers of blocks.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SMALLEST_SCALE = 1.0
 LARGEST_SCALE = 2.0**24
@@ -22,11 +23,11 @@ LARGEST_SCALE = 2.0**24
 class Precision:
     """The compute dtype of a step: "fp32", "bf16", "fp16" or "fp8".
 
-    "bf16" runs matrix products, attention and (in this package's models) the residual stream in
-    bfloat16 through `torch.autocast`; sums, norms and the loss stay in fp32, weights and gradients
-    are fp32 tensors. "fp16" does the same in half precision, whose small range requires a loss
-    scale (`rescale_`). "fp8" is "bf16" except in the linear layers of blocks, see
-    `monograph.graph.fp8`. "fp32" changes nothing, so a float64 module computes in float64.
+    "bf16" runs matrix products, attention and, in this package's models, the residual stream in
+    bfloat16 through `torch.autocast`. Sums, norms and the loss stay in fp32; weights and gradients
+    are fp32 tensors. "fp16" does the same in half precision, whose small range needs a loss scale
+    (`rescale_`). "fp8" is "bf16" except in the linear layers of blocks, see `monograph.graph.fp8`.
+    "fp32" changes nothing, so a float64 module computes in float64.
 
     Attributes:
         name: one of the above.
@@ -48,7 +49,7 @@ class Precision:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the torch dtype; for "fp8" that outside of the blocks' linear layers."""
+        """Return the torch dtype; for "fp8" the dtype outside of the blocks' linear layers."""
         return DTYPES.get(self.name, torch.bfloat16)
 
     @property
@@ -58,22 +59,21 @@ class Precision:
 
     @property
     def rounds(self) -> bool:
-        """Return whether products read bf16 roundings of fp32 weights; the weights are then kept
-        `splittable`.
+        """Return whether products read bf16 roundings of fp32 weights.
+
+        The weights are then kept splittable, see `monograph.optim.narrow.splittable`.
         """
         return self.name == "bf16"
 
     def products(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype to which tensors of `dtype` are cast for matrix products outside of
-        `context`.
-        """
+        """Return the dtype of matrix products of tensors of `dtype` outside of `context`."""
         return dtype if self.name == "fp32" else self.dtype
 
     def context(self, device_type: str) -> AbstractContextManager[None]:
         """Return the context in which a forward pass computes at this precision on "cpu" or "cuda"."""
         if self.name == "fp32" and not torch.is_autocast_enabled(device_type):
             return nullcontext()  # entering autocast takes 40 microseconds
-        # Off for fp32, so that a float64 module computes in float64.
+        # Disabled for fp32, so that a float64 module computes in float64.
         return torch.autocast(device_type, self.dtype, enabled=self.name != "fp32")
 
     def obstacle(self, device: Device) -> str | None:
@@ -89,24 +89,25 @@ class Precision:
         return None
 
     def rescale_(self, scale: Tensor, good: Tensor, *, finite: Tensor, accepted: Tensor) -> None:
-        """Adapt the loss scale after an update (Micikevicius et al. 2018, "Mixed Precision
-        Training", section 3.2).
+        """Adapt the loss scale after an update.
 
             gradient not finite:                    s <- s / 2,  n <- 0
             accepted, and n + 1 = grow_after:       s <- 2 s,    n <- 0
             accepted:                               n <- n + 1
 
+        Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2.
+
         Args:
             scale: s, 0-d fp32, kept between 1 and 2^24.
-            good: n, number of updates accepted since s last changed, 0-d int64.
-            finite: bool, whether the scaled gradient is finite.
-            accepted: bool, whether the update was made; one without targets is not, and changes
-                nothing here.
+            good: n, the number of updates accepted since s last changed, 0-d int64.
+            finite: whether the scaled gradient is finite, bool.
+            accepted: whether the update was made, bool; an update without targets is not made, and
+                changes nothing here.
         """
         # `torch.where`, because an `if` would make the host wait for the gradient and break the
         # graph.
-        grown = good + accepted
-        ripe = grown >= self.grow_after
-        factor = torch.where(finite, torch.where(ripe, 2.0, 1.0), 0.5)
+        count = good + accepted
+        doubles = count >= self.grow_after
+        factor = torch.where(finite, torch.where(doubles, 2.0, 1.0), 0.5)
         scale.copy_((scale * factor).clamp(SMALLEST_SCALE, LARGEST_SCALE))
-        good.copy_(torch.where(finite & ~ripe, grown, 0))
+        good.copy_(torch.where(finite & ~doubles, count, 0))

@@ -1,8 +1,8 @@
 """Choose which activations a module's blocks keep for the backward pass, and which they recompute.
 
-What there is to choose from, the products and stored bytes of a block, is recorded by running it;
-fake tensors do. Under a budget the choice is a 0-1 knapsack: keeping a result costs bytes,
-computing it again costs FLOPs.
+A block's products and stored bytes are recorded by running the block; fake tensors are enough.
+Under a budget the choice is a 0-1 knapsack: keeping a result costs bytes, recomputing it costs
+FLOPs.
 """
 
 from collections import Counter
@@ -19,9 +19,9 @@ from monograph import compat
 from monograph.errors import UsageError
 from monograph.ranges import between
 
-# A front may double with every group, so it is thinned to about this many choices, which can cost a
-# choice 1 / MOST of the bytes.
-MOST = 512
+# A front may double with every group, so it is thinned to about this many choices. This can cost a
+# choice 1 / MAX_CHOICES of the bytes.
+MAX_CHOICES = 512
 
 
 class Choice(NamedTuple):
@@ -39,12 +39,11 @@ class Choice(NamedTuple):
 
 
 def front(groups: Iterable[Iterable[Choice]]) -> tuple[Choice, ...]:
-    """Return the Pareto front of taking one choice of every group: the fewest FLOPs for the bytes,
-    in rising bytes.
+    """Return the Pareto front of combinations with one choice of every group, in rising bytes.
 
-    Bytes, FLOPs and `what` of the choices taken add up. The method is Nemhauser and Ullmann's,
-    "Discrete Dynamic Programming and Capital Allocation", Management Science 15 (1969): groups are
-    joined one by one, and dominated choices are dropped at once.
+    The bytes, FLOPs and `what` of a combination are the sums of its choices'. Source: Nemhauser and
+    Ullmann, "Discrete Dynamic Programming and Capital Allocation", Management Science 15 (1969):
+    groups are joined one by one, and dominated combinations are dropped at once.
     """
     best = [Choice(0, 0, ())]
     for group in groups:
@@ -54,13 +53,13 @@ def front(groups: Iterable[Iterable[Choice]]) -> tuple[Choice, ...]:
             for a in best
             for b in options
         ]
-        # In the order of bytes, a pair is dominated unless it takes fewer FLOPs than the last one
-        # that was kept.
         best = []
-        for stored_bytes, flops, one, other in sorted(pairs, key=lambda pair: pair[:2]):
+        for stored_bytes, flops, a, b in sorted(pairs, key=lambda pair: pair[:2]):
+            # Pairs come in rising bytes, so a pair is dominated unless it takes fewer FLOPs than
+            # the last one that was kept.
             if not best or flops < best[-1].flops:
-                best.append(Choice(stored_bytes, flops, one.what + other.what))
-        best = _thinned(best)
+                best.append(Choice(stored_bytes, flops, a.what + b.what))
+        best = _thin_out(best)
     return tuple(best)
 
 
@@ -70,19 +69,18 @@ def within(choices: Iterable[Choice], limit_bytes: int) -> Choice | None:
     return min(fitting, key=lambda choice: (choice.flops, choice.stored_bytes), default=None)
 
 
-def _thinned(choices: list[Choice]) -> list[Choice]:
-    """Return at most MOST + 1 choices in rising bytes: of those of almost one size the one with the
-    fewest FLOPs.
+def _thin_out(choices: list[Choice]) -> list[Choice]:
+    """Return at most MAX_CHOICES + 1 of the choices, which are in rising bytes.
+
+    Of choices with about the same bytes, the one with the fewest FLOPs is kept.
     """
-    if len(choices) <= MOST:
+    if len(choices) <= MAX_CHOICES:
         return choices
-    # The dict keeps the last choice of each step, which has the fewest FLOPs. The very first stays
-    # for tight limits.
-    step = choices[-1].stored_bytes / MOST
-    return [
-        choices[0],
-        *{int(choice.stored_bytes / step): choice for choice in choices[1:]}.values(),
-    ]
+    step = choices[-1].stored_bytes / MAX_CHOICES
+    # The dict keeps the last choice of each step, which has the fewest FLOPs.
+    last_of_step = {int(choice.stored_bytes / step): choice for choice in choices[1:]}
+    # The first choice is kept for tight limits.
+    return [choices[0], *last_of_step.values()]
 
 
 class Remat:
@@ -105,9 +103,7 @@ class Remat:
 
     @dataclass(frozen=True)
     class Pointwise:
-        """Keep the results of matrix products, convolutions and attention; recompute everything
-        between them.
-        """
+        """Keep the results of matrix products, convolutions and attention; recompute all else."""
 
     @dataclass(frozen=True)
     class Full:
@@ -115,22 +111,21 @@ class Remat:
 
     @dataclass(frozen=True)
     class Offload:
-        """Recompute as `Full` does, and keep a block's first input in page-locked host memory until
-        its backward pass.
+        """Recompute as `Full` does, and keep a block's first input in pinned host memory.
 
-        The input is copied while the device computes. This cannot be part of a graph of the whole
-        step: capture with scope "blocks".
+        The input is copied while the device computes, and comes back for the backward pass. This
+        cannot be part of a graph of the whole step: capture with scope "blocks".
         """
 
     @dataclass(frozen=True)
     class Budget:
-        """Keep the block's input, and at most a share of the bytes that `Off` keeps.
+        """Keep the block's input, and at most a fraction of the bytes that `Off` keeps.
 
-        A 0-1 knapsack chooses the products to keep: their bytes against the FLOPs of computing them
-        again.
+        A 0-1 knapsack chooses the products to keep, by their bytes and the FLOPs of recomputing
+        them.
 
         Attributes:
-            fraction: the share, 0 (`Full`) to 1 (`Off`).
+            fraction: from 0 (`Full`) to 1 (`Off`).
 
         Raises:
             UsageError: the fraction is not from 0 to 1.
@@ -150,7 +145,7 @@ class Remat:
         """A policy for each block, first block first.
 
         Attributes:
-            policies: as many as the module has blocks; none of them a `PerLayer`.
+            policies: as many as the module has blocks; none of them is a `PerLayer`.
         """
 
         policies: "tuple[OfBlock, ...]"
@@ -161,8 +156,10 @@ Policy = OfBlock | Remat.PerLayer
 
 
 def named(value: str | float) -> Policy:
-    """Return the policy that a configuration names: "none", "pointwise", "full", "offload" or a
-    share.
+    """Return the policy of a configuration's value.
+
+    Args:
+        value: "none", "pointwise", "full" or "offload"; or the fraction of a `Remat.Budget`.
     """
     if isinstance(value, float):
         return Remat.Budget(value)
@@ -175,13 +172,13 @@ def named(value: str | float) -> Policy:
 
 
 class Product(NamedTuple):
-    """A matrix product, convolution or attention of a block, which is expensive to compute again.
+    """A matrix product, convolution or attention of a block, which is expensive to recompute.
 
     Attributes:
-        name: the operator's name, and the number of this call among the block's calls of it, from
-            0.
-        stored_bytes: size of its results.
-        flops: cost of computing them; a multiplication and an addition are two FLOPs.
+        name: the operator's name, and the number of the call among the block's calls of this
+            operator, from 0.
+        stored_bytes: size of the results.
+        flops: cost of computing the results; a multiplication and an addition are two FLOPs.
     """
 
     name: tuple[str, int]
@@ -194,9 +191,9 @@ class Recording(NamedTuple):
 
     Attributes:
         input_bytes: size of the block's input tensors, which every policy keeps.
-        stored_bytes: size of all other tensors that autograd keeps if nothing is recomputed,
-            without parameters.
-        rest_flops: cost of all operators that are no products, one FLOP for each number written;
+        stored_bytes: size of all other tensors except parameters that autograd keeps if nothing is
+            recomputed.
+        rest_flops: cost of all operators that are not products, one FLOP for each number written;
             every policy recomputes them. 0 if the block is compiled.
         products: products whose results the backward pass or a recomputation needs, in the order of
             their calls.
@@ -208,9 +205,11 @@ class Recording(NamedTuple):
     products: tuple[Product, ...]
 
     def curve(self) -> tuple[Choice, ...]:
-        """Return choices of products to keep, by name, from none (`Remat.Full`) to all
-        (`Remat.Pointwise`).
+        """Return choices of products to keep, from none (`Remat.Full`) to all (`Remat.Pointwise`).
+
+        `what` of a choice are the products' names.
         """
+        # Of each product: recompute it, or keep it.
         groups = [
             (Choice(0, p.flops, ()), Choice(p.stored_bytes, 0, (p.name,))) for p in self.products
         ]
@@ -222,7 +221,13 @@ class Recording(NamedTuple):
 def record(
     block: Callable[..., Any], held: list[Tensor], *args: object, **kwargs: object
 ) -> tuple[Any, Recording]:
-    """Run a block once, with gradients enabled; `held` are its parameters and buffers.
+    """Run a block once, with gradients enabled, and record its costs.
+
+    Args:
+        block: the block's forward pass.
+        held: the block's parameters and buffers.
+        args: the block's positional arguments.
+        kwargs: the block's keyword arguments.
 
     Returns:
         The block's output and the recording.
@@ -235,11 +240,10 @@ def record(
         return tensor
 
     calls = _Calls()
-    # The hooks see the tensors that autograd saves, the mode sees the operators that run; neither
-    # sees both.
+    # The hooks see the tensors that autograd saves, the mode sees the operators that run.
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), calls:
         output = block(*args, **kwargs)
-    # Saving a tensor costs nothing if it is alive anyway.
+    # Saving a tensor that is alive anyway costs nothing.
     alive_anyway = inputs.keys() | {storage_of(t) for t in held}
     stored = {storage_of(t): t for t in saved if storage_of(t) not in alive_anyway}
     products, rest = calls.needed(set(stored))
@@ -256,7 +260,17 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 class _Call(NamedTuple):
-    """One call of an operator; `read`, `made` and `changed` (in place) are keys of storages."""
+    """One call of an operator.
+
+    Attributes:
+        name: see `Product.name`.
+        read: keys of the storages of its inputs.
+        made: keys of new storages.
+        changed: keys of storages that it changes in place.
+        stored_bytes: size of the new storages.
+        flops: FLOPs of a product; 0 for other operators.
+        numbers: how many numbers it makes.
+    """
 
     name: tuple[str, int]
     read: set[int]
@@ -315,16 +329,18 @@ class _Calls(TorchDispatchMode):
         return out
 
     def needed(self, stored: set[int]) -> tuple[tuple[Product, ...], int]:
-        """Return the products that are needed to compute `stored` again, and the FLOPs of the other
-        operators.
+        """Return what is needed to recompute the storages `stored`.
 
-        A product that is overwritten later cannot be kept; its FLOPs count among the others.
+        A product that is overwritten later cannot be kept, so it counts as another operator.
+
+        Returns:
+            The products, in the order of their calls, and the FLOPs of all other operators.
         """
         products = list[Product]()
         rest = 0
         needed = set(stored)
         changed = set[int]()
-        # In reverse order, because the inputs of a needed result are needed as well.
+        # In reverse order, because the inputs of a needed call are needed as well.
         for call in reversed(self.calls):
             if needed & (call.made | call.changed):
                 needed |= call.read

@@ -1,6 +1,7 @@
-"""Find linear layers that read one tensor (such as query, key and value) and make them families.
+"""Find linear layers that read the same tensor, such as query, key and value, and fuse them.
 
-They are found by watching calls, not by names or classes.
+They are found by watching calls, not by names or classes. Layers that are fused are siblings, and
+all siblings of one product are a family.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -23,7 +24,7 @@ Example = Tensor | Mapping[str, object] | Sequence[object] | Callable[[], object
 
 
 class Call(NamedTuple):
-    """One call of a layer. It keeps the tensors alive, so that no other one gets the same id."""
+    """One call of a layer; it keeps the tensors alive, so that no other tensor gets the same id."""
 
     name: str
     input: Tensor
@@ -33,13 +34,15 @@ class Call(NamedTuple):
     output_version: int
 
 
-def watched(module: nn.Module, run: Callable[[], object]) -> list[Call]:
-    """Run a module in its own mode and in evaluation mode, and return all calls of linear layers
-    with one tensor.
+def record_calls(module: nn.Module, run: Callable[[], object]) -> list[Call]:
+    """Run a module in its own mode and in evaluation mode.
+
+    Returns:
+        All calls of linear layers whose only argument is a tensor.
     """
     calls: list[Call] = []
 
-    def seen(
+    def record(
         name: str,
         _layer: nn.Module,
         args: tuple[object, ...],
@@ -47,17 +50,19 @@ def watched(module: nn.Module, run: Callable[[], object]) -> list[Call]:
         output: Tensor,
     ) -> None:
         values = [*args, *kwargs.values()]
-        given = values[0] if len(values) == 1 else None
-        if isinstance(given, Tensor):
-            calls.append(
-                Call(name, given, version_of(given), mode_of(given), output, version_of(output))
-            )
+        if len(values) != 1 or not isinstance(values[0], Tensor):
+            return
+        input = values[0]
+        calls.append(
+            Call(name, input, version_of(input), mode_of(input), output, version_of(output))
+        )
 
-    linear = [
+    linear_layers = [
         (name, layer) for name, layer in module.named_modules() if isinstance(layer, nn.Linear)
     ]
     handles = [
-        layer.register_forward_hook(partial(seen, name), with_kwargs=True) for name, layer in linear
+        layer.register_forward_hook(partial(record, name), with_kwargs=True)
+        for name, layer in linear_layers
     ]
     try:
         with modes_kept(module):
@@ -73,35 +78,41 @@ def watched(module: nn.Module, run: Callable[[], object]) -> list[Call]:
     return calls
 
 
-def grouped(module: nn.Module, calls: list[Call]) -> tuple[list[list[str]], dict[str, str]]:
-    """Return groups of layers to fuse, by name, and the reasons why others that share an input
-    cannot be fused.
+def groups_to_fuse(module: nn.Module, calls: list[Call]) -> tuple[list[list[str]], dict[str, str]]:
+    """Find the layers that can be fused.
+
+    Returns:
+        Groups of layers to fuse, by name; and for each other layer that shares its input, by name,
+        the reason why it cannot be fused.
     """
-    read: dict[str, list[Hashable]] = {}
-    changed = set()
+    inputs_by_layer: dict[str, list[Hashable]] = {}
+    with_changed_output = set()
     for call in calls:
         # One product serves all only if neither the tensor nor the modes of autocast and autograd
         # change in between.
-        read.setdefault(call.name, []).append((id(call.input), call.version, call.mode))
+        inputs_by_layer.setdefault(call.name, []).append((id(call.input), call.version, call.mode))
         # Outputs of siblings are views of one tensor, and autograd forbids changing those in place.
         if version_of(call.output) != call.output_version:
-            changed.add(call.name)
-    readers: dict[Hashable, list[str]] = {}
-    for name, tensors in read.items():
-        readers.setdefault(tuple(tensors), []).append(name)
-    obstacles = _obstacles(module) | dict.fromkeys(changed, "its output is changed in place")
+            with_changed_output.add(call.name)
+    layers_by_inputs: dict[Hashable, list[str]] = {}
+    for name, inputs in inputs_by_layer.items():
+        layers_by_inputs.setdefault(tuple(inputs), []).append(name)
+    obstacles = _obstacles(module)
+    obstacles |= dict.fromkeys(with_changed_output, "its output is changed in place")
     groups = list[list[str]]()
     separate = dict[str, str]()
-    for names in readers.values():
-        alike: dict[Hashable, list[str]] = {}
-        for name in names if len(names) > 1 else ():
+    for names in layers_by_inputs.values():
+        if len(names) == 1:
+            continue
+        layers_by_kind: dict[Hashable, list[str]] = {}
+        for name in names:
             if name in obstacles:
                 separate[name] = obstacles[name]
             else:
                 layer = module.get_submodule(name)
                 assert isinstance(layer, nn.Linear)  # no other layer is watched
-                alike.setdefault(_kind(layer), []).append(name)
-        for group in alike.values():
+                layers_by_kind.setdefault(_kind(layer), []).append(name)
+        for group in layers_by_kind.values():
             sequence = [call.name for call in calls if call.name in group]
             if len(group) == 1:
                 separate[group[0]] = (
@@ -116,6 +127,7 @@ def grouped(module: nn.Module, calls: list[Call]) -> tuple[list[list[str]], dict
 
 
 def _kind(layer: nn.Linear) -> Hashable:
+    """Return the properties that must be equal for layers to be fused."""
     weight, bias = layer.weight, layer.bias
     return (
         weight.dtype,
@@ -132,8 +144,11 @@ def _obstacles(module: nn.Module) -> dict[str, str]:
     for name, layer in module.named_modules():
         if isinstance(layer, nn.Linear):
             parameters = [layer._parameters.get("weight"), layer._parameters.get("bias")]
-            tied = [
-                n for p in parameters for n in shared.get(id(p), []) if n.rpartition(".")[0] != name
+            other_names = [
+                shared_name
+                for parameter in parameters
+                for shared_name in shared.get(id(parameter), [])
+                if shared_name.rpartition(".")[0] != name
             ]
             if type(layer).forward is not nn.Linear.forward or "forward" in vars(layer):
                 obstacles[name] = "its forward pass is not nn.Linear's"
@@ -141,9 +156,9 @@ def _obstacles(module: nn.Module) -> dict[str, str]:
                 obstacles[name] = "it has hooks"
             # A computed weight, such as a parametrized one, cannot be placed next to another.
             elif type(layer._parameters.get("weight")) not in (nn.Parameter, FakeTensor):
-                obstacles[name] = "its weight is no plain parameter"
-            elif tied:
-                obstacles[name] = f"it shares its weight with {tied[0]}"
+                obstacles[name] = "its weight is not a plain parameter"
+            elif other_names:
+                obstacles[name] = f"it shares its weight with {other_names[0]}"
     return obstacles
 
 
@@ -159,30 +174,28 @@ class Fusion(NamedTuple):
     separate: Mapping[str, str] = {}
 
     def __str__(self) -> str:
-        """Return a line such as
-        `10 linear layers in 4 matrix products; separate: x.a (it has hooks)`.
-        """
+        """Return a line like `10 linear layers in 4 matrix products; separate: x.a (it has hooks)`."""
         layers = sum(len(family) for family in self.families)
-        text = (
-            f"{layers} linear layers in {len(self.families)} matrix products"
-            if layers
-            else "no siblings fused"
-        )
-        alone = "; ".join(f"{name} ({reason})" for name, reason in self.separate.items())
-        return f"{text}; separate: {alone}" if alone else text
+        if layers:
+            text = f"{layers} linear layers in {len(self.families)} matrix products"
+        else:
+            text = "no siblings fused"
+        separate = "; ".join(f"{name} ({reason})" for name, reason in self.separate.items())
+        return f"{text}; separate: {separate}" if separate else text
 
 
 def fuse_siblings(module: nn.Module, example: Example) -> Fusion:
-    """Let linear layers of a module that read one tensor compute together, in place.
+    """Make linear layers of a module that read the same tensor compute together, in place.
 
         y_1, y_2, ... = split(x [W_1; W_2; ...]^T + [b_1; b_2; ...])
 
-    Weights are moved next to each other in memory, once; modules, names, parameters and gradients
-    stay as they are, and a `Step` that is made later keeps siblings side by side in its planes.
+    Weights are moved next to each other in memory, once. Modules, names, parameters and gradients
+    do not change, and a `Step` that is made later keeps siblings side by side in its planes.
+
     Layers are fused if they read the same unchanged tensor at each call, always in the same order,
-    and are alike in dtype, device, having a bias, and being trained. Families that span blocks are
-    split if blocks are recomputed or captured one by one. Every call is checked
-    again: a layer that is given another tensor computes alone.
+    and have the same dtype and device, and either all or none of them have a bias and are trained.
+    Families that span blocks are split if blocks are recomputed or captured one by one. Every call
+    is checked again: a layer that gets another tensor than its siblings computes alone.
 
     The example is run in the module's mode and in evaluation mode; random state and buffers are
     restored. Put a module that will be trained into training mode first.
@@ -198,28 +211,27 @@ def fuse_siblings(module: nn.Module, example: Example) -> Fusion:
         or must be contiguous.
     """
     module = unwrap_(module)
-    # A fused layer's forward pass is not nn.Linear's, so it would be left alone.
+    # First, because the forward pass of a fused layer is not nn.Linear's, so it would stay separate.
     unfuse_siblings(module)
     run = _runner(module, example)
-    # Without a list of cards, torch would save the generators of all.
+    # Without a list of cards, torch would save the generators of all cards.
     cards = {p.device.index or 0 for p in module.parameters() if p.device.type == "cuda"}
     with buffers_kept(module), torch.random.fork_rng(devices=sorted(cards)):
-        groups, separate = grouped(module, watched(module, run))
-        fused: list[FusedLinears] = []
+        groups, separate = groups_to_fuse(module, record_calls(module, run))
+        new_families: list[FusedLinears] = []
         for names in groups:
             layers = [module.get_submodule(name) for name in names]
-            formed = _families(layers)  # type: ignore[arg-type]
-            fused += formed
+            families_of_group = _families(layers)  # type: ignore[arg-type]
+            new_families += families_of_group
             # Weights in a step's planes cannot be moved any more, so some layers may be left
             # without a family.
-            related = {id(layer) for family in formed for layer in family.layers}
-            alone = [
-                name for name, layer in zip(names, layers, strict=True) if id(layer) not in related
-            ]
-            separate |= dict.fromkeys(
-                alone, "its weight does not lie next to its siblings': fuse before the Step"
-            )
-        _install(module, fused, run, separate)
+            with_family = {id(layer) for family in families_of_group for layer in family.layers}
+            for name, layer in zip(names, layers, strict=True):
+                if id(layer) not in with_family:
+                    separate[name] = (
+                        "its weight does not lie next to its siblings': fuse before the Step"
+                    )
+        _install(module, new_families, run, separate)
     # A family writes an attribute at each call, which Dynamo forbids by default in a captured,
     # recomputed block.
     compat.allow_stashes_in_recomputed()
@@ -231,29 +243,28 @@ def fuse_siblings(module: nn.Module, example: Example) -> Fusion:
 
 
 def fuse_known(module: nn.Module) -> None:
-    """Fuse the linear layers that parts of a module name as their `siblings`, without a run; see
-    `fuse_siblings`.
+    """Fuse the linear layers that submodules name in their attribute `siblings`, without a run.
 
-    Layers stay separate if something forbids to fuse one of them, or if they are alike in too
-    little.
+    All layers of such a list stay separate if one of them cannot be fused, or if they differ in
+    dtype, device, bias or requires_grad. See `fuse_siblings`.
     """
     obstacles = _obstacles(module)
     for name, part in module.named_modules():
         names = [f"{name}.{sibling}" for sibling in getattr(part, "siblings", ())]
         parts = [module.get_submodule(layer) for layer in names]
         layers = [layer for layer in parts if isinstance(layer, nn.Linear)]
-        fine = len(layers) == len(parts) and not obstacles.keys() & set(names)
-        if fine and len({_kind(layer) for layer in layers}) == 1:
-            for family in _families(layers):
-                family.install()
+        has_obstacle = len(layers) != len(parts) or any(layer in obstacles for layer in names)
+        if has_obstacle or len({_kind(layer) for layer in layers}) != 1:
+            continue
+        for family in _families(layers):
+            family.install()
     compat.allow_stashes_in_recomputed()
 
 
 def unfuse_siblings(module: nn.Module) -> None:
-    """Let every layer of a module compute alone again, and give each parameter its own memory, with
-    the same bits.
+    """Make every layer of a module compute alone again, and give each parameter its own memory.
 
-    Parameters that lie in a `Step`'s planes stay there.
+    The bits of parameters do not change. Parameters in a `Step`'s planes stay there.
     """
     for family in families(module):
         family.remove()
@@ -274,26 +285,25 @@ def families(module: nn.Module) -> list[FusedLinears]:
 def side_by_side(
     module: nn.Module, parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, nn.Parameter]:
-    """Return the parameters in an order for one buffer in which siblings' parameters follow one
-    another.
-    """
+    """Return the parameters in an order in which siblings' parameters follow one another."""
     names = {id(parameter): name for name, parameter in parameters.items()}
-    after: dict[str, list[str]] = {}
+    followers: dict[str, list[str]] = {}  # by the name of a family's first parameter
     for family in families(module):
-        for joined in (family.weights, family.biases):
-            # A family stays in one piece only if all its parameters go to this buffer.
-            if joined and all(id(parameter) in names for parameter in joined):
-                first, *others = (names[id(parameter)] for parameter in joined)
-                after[first] = others
-    moved = {name for others in after.values() for name in others}
-    order = [n for name in parameters if name not in moved for n in (name, *after.get(name, ()))]
+        for of_family in (family.weights, family.biases):
+            # A family stays together only if all its parameters are among these.
+            if of_family and all(id(parameter) in names for parameter in of_family):
+                first, *others = (names[id(parameter)] for parameter in of_family)
+                followers[first] = others
+    moved = {name for others in followers.values() for name in others}
+    order = list[str]()
+    for name in parameters:
+        if name not in moved:
+            order += [name, *followers.get(name, ())]
     return {name: parameters[name] for name in order}
 
 
 def part_moved(module: nn.Module) -> None:
-    """Split families whose parameters were moved apart into smaller ones that still lie side by
-    side.
-    """
+    """Split families whose parameters no longer lie side by side into smaller ones that do."""
     for family in families(module):
         family.look()
         if family.weight is None:
@@ -301,19 +311,23 @@ def part_moved(module: nn.Module) -> None:
 
 
 def within_blocks(module: nn.Module) -> None:
-    """Split families that span several blocks, because a block is recomputed or captured without
-    the others.
+    """Split families that span several blocks.
+
+    A block is recomputed or captured without the others, so it must not need their layers.
     """
-    where = {id(part): name for name, block in blocks(module).items() for part in block.modules()}
+    block_of = {
+        id(part): name for name, block in blocks(module).items() for part in block.modules()
+    }
     for family in families(module):
         by_block: dict[str | None, list[nn.Linear]] = {}
         for layer in family.layers:
-            by_block.setdefault(where.get(id(layer)), []).append(layer)
+            by_block.setdefault(block_of.get(id(layer)), []).append(layer)
         if len(by_block) > 1:
             _replace(family, by_block.values())
 
 
 def _replace(family: FusedLinears, groups: Iterable[list[nn.Linear]]) -> None:
+    """Replace a family by the families of smaller groups of its layers."""
     family.remove()
     for layers in groups:
         for smaller in _families(layers):
@@ -321,19 +335,18 @@ def _replace(family: FusedLinears, groups: Iterable[list[nn.Linear]]) -> None:
 
 
 def _families(layers: list[nn.Linear]) -> list[FusedLinears]:
-    """Return one family of all layers if their weights can be joined, else families of those that
-    lie side by side.
+    """Return one family of all layers if their weights can be joined in memory.
+
+    Otherwise return the families of those layers whose weights lie side by side.
     """
     if len(layers) > 1:
-        whole = FusedLinears(layers)
-        if whole.weight is not None:
-            return [whole]
+        family_of_all = FusedLinears(layers)
+        if family_of_all.weight is not None:
+            return [family_of_all]
     runs = [[layers[0]]]
     for one, other in pairwise(layers):
-        near = adjacent([one.weight, other.weight]) and (
-            one.bias is None or adjacent([one.bias, other.bias])
-        )
-        if near:
+        biases_are_adjacent = one.bias is None or adjacent([one.bias, other.bias])
+        if adjacent([one.weight, other.weight]) and biases_are_adjacent:
             runs[-1].append(other)
         else:
             runs.append([other])
@@ -346,8 +359,13 @@ def _install(
     run: Callable[[], object],
     separate: dict[str, str],
 ) -> None:
-    """Fuse all families if the example runs with them, else try them one by one; add the failing
-    ones to `separate`.
+    """Fuse all families if the example runs with them, else try them one by one.
+
+    Args:
+        module: the module.
+        fused: its new families.
+        run: runs the example.
+        separate: the reasons by name, to which this adds the layers of families that fail.
     """
     try:
         for family in fused:
@@ -371,6 +389,7 @@ def _install(
 
 
 def _runner(module: nn.Module, example: Example) -> Callable[[], object]:
+    """Return a function that runs the module on an example; see `fuse_siblings`."""
     if isinstance(example, Tensor):
         return lambda: module(example)
     if isinstance(example, Mapping):

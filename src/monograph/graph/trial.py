@@ -1,7 +1,7 @@
 """Run one eager trial step of any module before anything is compiled.
 
-The trial shows whether the module runs, whether loss and gradients are finite, and if not, which
-module is to blame.
+The trial shows whether the module runs, whether loss and gradients are finite, and if they are not,
+which submodule is the cause.
 """
 
 import math
@@ -27,8 +27,8 @@ class Trial:
 
     Attributes:
         loss: mean loss per target.
-        count: targets, or the sum of their weights.
-        gradients: trainable parameters that received a gradient.
+        count: number of targets, or the sum of their weights.
+        gradients: number of trainable parameters that received a gradient.
         without_gradient: names of trainable parameters whose gradient stayed zero or absent.
     """
 
@@ -39,8 +39,9 @@ class Trial:
 
 
 def trial(module: nn.Module, loss: Callable[[], tuple[Tensor, Tensor]]) -> Trial:
-    """Run one forward and backward pass eagerly; weights and buffers stay, gradients are zero
-    afterwards.
+    """Run one forward and backward pass eagerly.
+
+    Weights and buffers do not change; gradients are zero afterwards.
 
     Args:
         module: the module under trial; its parameters' gradients are overwritten.
@@ -50,28 +51,29 @@ def trial(module: nn.Module, loss: Callable[[], tuple[Tensor, Tensor]]) -> Trial
         The mean loss and which parameters received gradients.
 
     Raises:
-        InputRefused: the forward pass raised (the message names the innermost module), or the loss
-            or a gradient is not finite (the message names the first module whose output is not
-            finite, or the parameter).
+        InputRefused: the forward pass raised, and the message names the innermost module; or the
+            loss or a gradient is not finite, and the message names the first module whose output is
+            not finite, or the parameter.
     """
     module = uncompiled_module(module)
-    # Calling `torch.compile`'s wrappers would compile, so they are taken out and put back
-    # afterwards.
-    wrapped = [(part._modules, part._modules.copy()) for part in module.modules()]
+    # Calling `torch.compile`'s wrappers would compile, so they are removed for the trial and put
+    # back afterwards.
+    children_before = [(parent._modules, parent._modules.copy()) for parent in module.modules()]
     try:
         with buffers_kept(unwrap_(module)):
             return _trial(module, loss)
     finally:
-        for parts, before in wrapped:
-            parts |= before
+        for children, before in children_before:
+            children |= before
 
 
 def _trial(module: nn.Module, loss: Callable[[], tuple[Tensor, Tensor]]) -> Trial:
+    """Run the trial of a module without wrappers; see `trial`."""
     parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    _zero(parameters)
-    with _naming_failures(module):
+    _zero_gradients(parameters)
+    with _naming_failed_module(module):
         loss_sum, count = loss()
-    # A micro-batch may have no targets at all; the loss is then 0 instead of 0 / 0.
+    # A micro-batch may have no targets; its loss is then 0 instead of 0 / 0.
     mean = float(loss_sum.detach()) / (float(count) or 1.0)
     if not math.isfinite(mean):
         raise InputRefused(f"the loss is {mean}: {first_non_finite(module, loss)}")
@@ -81,20 +83,22 @@ def _trial(module: nn.Module, loss: Callable[[], tuple[Tensor, Tensor]]) -> Tria
         )
     (loss_sum / torch.where(count == 0, 1.0, count)).backward()
     grads = {name: p.grad for name, p in parameters}
-    if bad := [
+    not_finite = [
         name for name, grad in grads.items() if grad is not None and not bool(grad.isfinite().all())
-    ]:
+    ]
+    if not_finite:
         raise InputRefused(
-            f"the loss is {mean:.4g}, but the gradient of {bad[0]} is not finite ({len(bad)} such)"
+            f"the loss is {mean:.4g}, but the gradient of {not_finite[0]} is not finite ({len(not_finite)} such)"
         )
     missing = tuple(name for name, grad in grads.items() if grad is None or not bool(grad.any()))
-    _zero(parameters)
+    _zero_gradients(parameters)
     return Trial(mean, float(count), len(parameters) - len(missing), missing)
 
 
 def first_non_finite(module: nn.Module, run: Callable[[], object]) -> str:
-    """Repeat `run`; return a sentence that names the first submodule with finite inputs and a
-    non-finite output.
+    """Repeat `run` and return a sentence that names the cause of a number that is not finite.
+
+    The cause is a parameter, or the first submodule with finite inputs and a non-finite output.
     """
     first: list[str] = []
     names = {child: name or type(module).__name__ for name, child in module.named_modules()}
@@ -103,18 +107,22 @@ def first_non_finite(module: nn.Module, run: Callable[[], object]) -> str:
         if not first and not _finite(output) and _finite(inputs):
             first.append(f"{names[child]} ({type(child).__name__})")
 
-    # Only modules without submodules: the output of any other is not finite because one of these is
-    # not.
+    # Only modules without submodules: if the output of another module is not finite, one of these
+    # is the cause.
     with ExitStack() as hooks, torch.no_grad():
         for child in module.modules():
             if not list(child.children()):
                 hooks.enter_context(child.register_forward_hook(check))
         run()
-    # Such a parameter comes first, because it explains every output that is not finite.
-    if bad := [name for name, p in module.named_parameters() if not bool(p.isfinite().all())]:
-        return f"parameter {bad[0]} holds non-finite values ({len(bad)} such parameters)"
-    where = f"{first[0]} is the first module with a non-finite output" if first else ""
-    return where or "every module's output is finite; look at the loss function"
+    # A parameter is reported before modules, because it explains every output that is not finite.
+    not_finite = [name for name, p in module.named_parameters() if not bool(p.isfinite().all())]
+    if not_finite:
+        return (
+            f"parameter {not_finite[0]} holds non-finite values ({len(not_finite)} such parameters)"
+        )
+    if first:
+        return f"{first[0]} is the first module with a non-finite output"
+    return "every module's output is finite; look at the loss function"
 
 
 def _finite(value: object) -> bool:
@@ -123,27 +131,23 @@ def _finite(value: object) -> bool:
     return not isinstance(value, (tuple, list)) or all(_finite(item) for item in value)
 
 
-def _zero(parameters: list[tuple[str, nn.Parameter]]) -> None:
+def _zero_gradients(parameters: list[tuple[str, nn.Parameter]]) -> None:
     for _, parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.zero_()
 
 
 @contextmanager
-def _naming_failures(module: nn.Module) -> Iterator[None]:
-    """Turn an exception of the forward pass into one line that names the innermost module it came
-    from.
-    """
-    with running_modules(module) as inside:
+def _naming_failed_module(module: nn.Module) -> Iterator[None]:
+    """Turn an exception of the forward pass into one line that names the module that raised it."""
+    with running_modules(module) as running:
         try:
             yield
-        except (
-            MonographError,
-            torch.OutOfMemoryError,
-        ):  # their messages are clear, and no module is to blame
+        except (MonographError, torch.OutOfMemoryError):
+            # Their messages are clear, and no module is the cause.
             raise
         except Exception as error:
-            where = f"in {inside[-1]}" if inside else "in the loss function"
+            where = f"in {running[-1]}" if running else "in the loss function"
             raise InputRefused(f"the trial step failed {where}{said(error)}") from error
 
 
@@ -155,11 +159,10 @@ def said(error: BaseException) -> str:
 
 
 def refused_by_others(error: BaseException) -> InputRefused | None:
-    """Return a refusal that replaces an error of a user's module or loss (also SystemExit), None
-    for other errors.
+    """Return the refusal that replaces an error of a user's module or loss, or None.
 
-    Running out of memory and interrupts are other errors. A MonographError is the user's if the
-    user's code raised it.
+    It is None for errors that are not the user's, such as interrupts and a lack of memory. A
+    SystemExit is the user's error, and so is a MonographError that the user's code raised.
     """
     if isinstance(error, KeyboardInterrupt | torch.OutOfMemoryError) or host_is_full(error):
         return None
@@ -177,19 +180,21 @@ def _package(frame: FrameType) -> str:
 
 
 def raised_at(error: BaseException) -> tuple[str, str] | None:
-    """Return FILE:LINE and the module's class, or the function's name, of the innermost frame of
-    the user's code.
+    """Return where the user's code raised an error, or None if it did not.
 
-    For a helper function in another file, which a module calls, this is the module's line with the
-    call.
+    If a module calls a helper function in another file, this is the module's line with the call.
+
+    Returns:
+        FILE:LINE of the innermost frame of the user's code, and the name of its module's class or
+        of its function.
     """
     place = None
     for frame, line in traceback.walk_tb(error.__traceback__):
         package = _package(frame)
         first = next(iter(frame.f_code.co_varnames), "")
         owner = frame.f_locals.get(first)
-        # Is the frame a method of `owner`? `self` may have another name, and a loss's first
-        # argument is a module, too.
+        # The frame is a method of `owner` only if the class has this code: `self` may have another
+        # name, and the first argument of a loss is a module too.
         method = getattr(type(owner), frame.f_code.co_name, None)
         is_method = first == "self" or getattr(method, "__code__", None) is frame.f_code
         in_users_module = (

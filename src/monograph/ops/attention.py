@@ -3,8 +3,9 @@
 Over a key-value cache the bits of the result do not depend on how much of the cache is read
 (`cached_attention`).
 
-Shape suffixes: B batch, H query heads, K key-value heads (H is a multiple of K), G = H / K, T
-queries, S keys, D head dimension, Q queries in a block, R keys that they may see, N = B K, M = G Q.
+Shapes: B batch, H query heads, K key-value heads (H is a multiple of K), G = H / K, T queries, S
+keys, D head dimension. In `_in_blocks`: Q queries in a block, R keys that they may see, N = B K,
+M = G Q. Over a cache: B rows, E head dimension, N blocks of C slots, M = G T.
 """
 
 from typing import Any, Literal
@@ -22,11 +23,11 @@ from torch.nn.attention.flex_attention import (
 
 from monograph.ops.filled import padded_count
 
-BLOCK = 128  # slots
-LEAST_BLOCK = 16
-# Queries [B, H, T, D], keys and values [B, K, S, D], or as a cache has them.
+BLOCK = 128  # slots of a cache's block
+MIN_BLOCK = 16  # slots of a block of a cache for short texts
+# Queries [B, H, T, D], and keys and values, [B, K, S, D] or [N, B, K, C, E] of a cache.
 Heads = tuple[Tensor, Tensor, Tensor]
-MORE = 8  # channels beside those of a head, for its sink: fused kernels want a multiple of 8
+SINK_CHANNELS = 8  # added to a head for its sink: one is used, fused kernels need a multiple of 8
 
 
 def cached_attention(
@@ -38,27 +39,25 @@ def cached_attention(
     is_filled: bool = False,
     sink_H: Tensor | None = None,
 ) -> Tensor:
-    """Compute softmax attention of queries at given positions to the slots up to their own
-    positions.
+    """Compute softmax attention of queries to the cache's slots up to their own positions.
 
         out[b, h, t] = sum_s p[t, s] * value[b, h // G, s]
         p[t]         = softmax over the visible s of (query[b, h, t] . key[b, h // G, s]) / sqrt(E)
         visible      : positions[b, t] - window < s <= positions[b, t]
 
-    Sums over slots are taken inside a block and then over blocks by halving, as if the number of
-    blocks were padded to a power of two. A block that no query sees adds zeros, so more blocks, or
-    other rows' lengths, change no bit. Here B are rows, M = G T, E the head dimension, N blocks and
-    C slots of a block; slot s holds position s.
+    Slot s holds position s. Sums over slots are taken inside a block and then over blocks by
+    halving, as if the number of blocks were padded to a power of two. A block that no query sees
+    adds zeros, so neither more blocks nor the lengths of other rows change a bit.
 
     Args:
-        query_BHTE: floating.
+        query_BHTE: queries, floating.
         keys_NBKCE: the first N blocks of a layer, finite everywhere.
-        values_NBKCE: same shape and dtype.
-        positions_BT: int64, below N C; their slots have been written.
-        window: number of positions that a query sees, its own the last of them; None: all up to its
-            own.
-        is_filled: products have `padded_count(M)` rows, so that a step of decoding has the bits of a
-            pass over the whole text; it takes a tenth more time or two.
+        values_NBKCE: of the same shape and dtype.
+        positions_BT: the queries' positions, int64, below N C; their slots have been written.
+        window: the number of positions that a query sees, of which its own is the last; None: all
+            up to its own.
+        is_filled: whether products are padded to `padded_count(M)` rows, so that a step of decoding
+            has the bits of a pass over the whole text. This takes 10 to 20 % more time.
         sink_H: see `attention`.
 
     Returns:
@@ -109,14 +108,16 @@ def _for_queries(sink_H: Tensor, key_heads: int, queries: int) -> Tensor:
 
 
 def _product(left: Tensor, right_NBKXY: Tensor, wide: torch.dtype, is_filled: bool) -> Tensor:
-    """Return batched matrix products, summed in the dtype `wide`; see `cached_attention` for
-    `is_filled`.
+    """Return batched matrix products, summed in the dtype `wide`.
+
+    See `cached_attention` for `is_filled`.
     """
     rows = left.shape[-2]
     if is_filled and padded_count(rows) > rows:
-        filled = F.pad(left, (0, 0, 0, padded_count(rows) - rows))
-        return _product(filled, right_NBKXY, wide, is_filled)[..., :rows, :]
-    # Autocast makes queries narrower than the cache, which has the weights' dtype.
+        padded = F.pad(left, (0, 0, 0, padded_count(rows) - rows))
+        return _product(padded, right_NBKXY, wide, is_filled)[..., :rows, :]
+    # The dtypes differ under autocast: queries are narrower than the cache, which has the weights'
+    # dtype.
     if left.dtype == wide or left.dtype != right_NBKXY.dtype or not left.is_cuda:
         return left.to(wide) @ right_NBKXY.to(wide)
     left_NBKMX = left.expand(*right_NBKXY.shape[:-2], *left.shape[-2:])
@@ -126,8 +127,9 @@ def _product(left: Tensor, right_NBKXY: Tensor, wide: torch.dtype, is_filled: bo
 
 
 def _halved(parts_N: Tensor) -> Tensor:
-    """Return the sum over the first axis by repeatedly adding i and i + P / 2, where P is the next
-    power of two.
+    """Return the sum over the first axis, by halving.
+
+    Elements i and i + P / 2 are added repeatedly, where P is the next power of two.
     """
     while (count := parts_N.shape[0]) > 1:
         half = 1 << (count - 1).bit_length() - 1
@@ -148,8 +150,9 @@ _BACKENDS = {
 }
 
 QUERIES = 128  # queries in a block of "blocks"
-# Largest number of keys at which "auto" takes "blocks", which keeps probabilities for backward.
-MOST_KEYS = 1024
+# Largest number of keys for which "auto" chooses "blocks". There is a limit because "blocks" keeps
+# all probabilities for the backward pass.
+MAX_KEYS_IN_BLOCKS = 1024
 
 
 def attention(
@@ -170,37 +173,39 @@ def attention(
 
     Args:
         query_BHTD: floating.
-        key_BKSD: same dtype.
-        value_BKSD: same dtype.
+        key_BKSD: of the same dtype.
+        value_BKSD: of the same dtype.
         mask: the keys that a query sees. None: causal, key s is visible to query t if s <= t (then
             S = T). A boolean tensor that broadcasts to [B, H, T, S]: True is visible. A BlockMask:
-                the same in blocks, for "flex".
+            the same in blocks, for "flex".
         impl: "reference": the equation above, in fp32 or wider, with all [B, H, T, S] probabilities
-            in memory. "sdpa": `torch.nn.functional.scaled_dot_product_attention`.
-            "flex": `torch.nn.attention.flex_attention`, which skips blocks that no query sees; it
-            is fused only inside a compiled graph and has no backward on a CPU.
-            "blocks": one product for each 128 queries, with the keys up to the last of them, for a
-            causal mask. For bf16 heads it rounds scores and probabilities to bf16, as most eager
-            models do. In a compiled graph on a CPU it takes half the time of the fused kernel
-            (dev/log.md), and memory that grows with T^2. "cached": the arithmetic of
-            `cached_attention` over a cache with T slots. On a CPU, in eager mode, a document that
-            begins its row has the bits that decoding gives it, token by token. It keeps all
-            probabilities for the backward pass. "auto": "flex" for a BlockMask, else "sdpa", but
-            "blocks" for bf16 and up to 1,024 keys in a compiled graph on a CPU, where a mask that
-            is not causal needs "sdpa".
-        kernel: the torch kernel of "sdpa" if there is no mask: torch's own choice, its choice for
-            "repeated" key-value heads, or one by name on a GPU. For a dense mask it is always
-            torch's choice.
-        sink_H: a score of each query head that takes part in every softmax and to which no value
-            belongs, so that a query's probabilities may sum to less than 1 (Xiao et al., arXiv
-            2309.17453; Miller's "Off By One": 0).
+            in memory.
+            "sdpa": `torch.nn.functional.scaled_dot_product_attention`.
+            "flex": `torch.nn.attention.flex_attention`, which skips blocks that no query sees. It
+            is fused only inside a compiled graph and has no backward pass on a CPU.
+            "blocks": one product for each 128 queries, with the keys up to the last of them; only
+            for a causal mask. For bf16 heads it rounds scores and probabilities to bf16, as most
+            eager models do. In a compiled graph on a CPU it takes half the time of the fused kernel
+            (dev/log.md), and memory that grows with T^2.
+            "cached": the arithmetic of `cached_attention` over a cache with T slots. On a CPU, in
+            eager mode, a document at the beginning of its row has the bits that decoding gives it
+            token by token. This keeps all probabilities for the backward pass.
+            "auto": "flex" for a BlockMask; "blocks" for bf16 and up to 1,024 keys in a compiled
+            graph on a CPU; else "sdpa". A mask that is not causal needs "sdpa" where "auto" chooses
+            "blocks".
+        kernel: the torch kernel of "sdpa" without a mask. "torch": torch's own choice; "repeated":
+            its choice for repeated key-value heads; others: this kernel, on a GPU. With a dense
+            mask it is always torch's choice.
+        sink_H: for each query head, a score that takes part in every softmax and has no value, so
+            that a query's probabilities may sum to less than 1 (Xiao et al., arXiv 2309.17453; it
+            is 0 in Miller's "Off By One"). None: no sinks.
 
     Returns:
         [B, H, T, D] in the dtype of the query.
 
     Raises:
         ValueError: the mask is of a kind that `impl` cannot read.
-        RuntimeError: raised by torch: the named kernel cannot compute this on this device.
+        RuntimeError: the named kernel cannot compute this on this device; raised by torch.
     """
     heads = query_BHTD, key_BKSD, value_BKSD
     if isinstance(mask, BlockMask):
@@ -219,7 +224,7 @@ def attention(
 
 
 def _seen(heads: Heads, mask: Tensor | None) -> Tensor:
-    """Return a mask with four axes, also for causal attention."""
+    """Return the mask with four axes, as a boolean tensor for causal attention too."""
     if mask is None:
         query_BHTD, key_BKSD, _ = heads
         mask = torch.ones(
@@ -229,25 +234,28 @@ def _seen(heads: Heads, mask: Tensor | None) -> Tensor:
 
 
 def _flex(heads: Heads, mask: BlockMask, sink_H: Tensor | None) -> Tensor:
-    # Without gradients and for fewer than 128 queries, torch 2.13 would take its kernel for
-    # decoding, which reads these queries with wrong strides, or find none for grouped heads.
+    # For fewer than 128 queries without gradients, torch 2.13 would use its kernel for decoding,
+    # which reads these queries with wrong strides, or would find no kernel for grouped heads.
     options: FlexKernelOptions = {"FORCE_USE_FLEX_ATTENTION": True}
     aux = None if sink_H is None else AuxRequest(lse=True)
-    found: Any = flex_attention(
+    result: Any = flex_attention(
         *heads, block_mask=mask, enable_gqa=True, kernel_options=options, return_aux=aux
     )
     if sink_H is None:
-        return found
-    # exp(lse) / (exp(lse) + exp(sink)) is the share of the probabilities that the keys keep.
-    share_BHT = (found[1].lse - sink_H[:, None]).sigmoid()
-    return (found[0] * share_BHT[..., None]).to(heads[0].dtype)
+        return result
+    # With a sink, the keys' probabilities sum to exp(lse) / (exp(lse) + exp(sink)).
+    out_BHTD, further = result
+    sum_BHT = (further.lse - sink_H[:, None]).sigmoid()
+    return (out_BHTD * sum_BHT[..., None]).to(heads[0].dtype)
 
 
 def block_of(slots: int) -> int:
-    """Return the slots of a block of a cache that never has more than so many: fewer than BLOCK for
-    short texts.
+    """Return the number of slots in a block of a cache with at most `slots` slots.
+
+    Caches for short texts have smaller blocks.
     """
-    return min(BLOCK, max(LEAST_BLOCK, 1 << (slots - 1).bit_length()))
+    next_power_of_two = 1 << (slots - 1).bit_length()
+    return min(BLOCK, max(MIN_BLOCK, next_power_of_two))
 
 
 def _as_cached(heads: Heads, mask: Tensor, sink_H: Tensor | None) -> Tensor:
@@ -255,7 +263,7 @@ def _as_cached(heads: Heads, mask: Tensor, sink_H: Tensor | None) -> Tensor:
     length = key_BKSD.shape[2]
     block = block_of(length)
     blocks = -(-length // block)
-    # In the memory layout of the cache, on which the bits of a product may depend.
+    # In the memory layout of a cache, because the bits of a product may depend on it.
     keys_NBKCD, values_NBKCD = (
         F.pad(each, (0, 0, 0, blocks * block - length)).unflatten(2, (blocks, block)).movedim(2, 0)
         for each in (key_BKSD, value_BKSD)
@@ -270,17 +278,17 @@ def _as_cached(heads: Heads, mask: Tensor, sink_H: Tensor | None) -> Tensor:
 def _sdpa(heads: Heads, mask: Tensor | None, kernel: Kernel, sink_H: Tensor | None) -> Tensor:
     if sink_H is None:
         return _by_torch(heads, mask, kernel)
-    # torch's kernels know no sinks, so one is the score of a further key, the first: it has a
-    # channel of its own, in which queries have the sink, and its value is 0. A further query keeps
-    # a causal mask square.
+    # torch's kernels have no sinks. So the sink is the score of an added first key, whose value is
+    # 0: this key is 1 in an added channel, in which queries have the sink. An added first query
+    # keeps a causal mask square.
     head_dim = heads[0].shape[-1]
     queries = heads[0].shape[2]
     keys = heads[1].shape[2]
     scale = head_dim**-0.5
-    query_BHTD, key_BKSD, value_BKSD = (F.pad(x, (0, MORE, 1, 0)) for x in heads)
+    query_BHTD, key_BKSD, value_BKSD = (F.pad(x, (0, SINK_CHANNELS, 1, 0)) for x in heads)
     scaled_HT1 = (sink_H / scale).to(query_BHTD.dtype)[:, None, None].expand(-1, queries, 1)
-    query_BHTD = query_BHTD + F.pad(scaled_HT1, (head_dim, MORE - 1, 1, 0))
-    key_BKSD = key_BKSD + F.pad(key_BKSD.new_ones(1, 1), (head_dim, MORE - 1, 0, keys))
+    query_BHTD = query_BHTD + F.pad(scaled_HT1, (head_dim, SINK_CHANNELS - 1, 1, 0))
+    key_BKSD = key_BKSD + F.pad(key_BKSD.new_ones(1, 1), (head_dim, SINK_CHANNELS - 1, 0, keys))
     if mask is not None:
         mask = F.pad(mask.expand(*mask.shape[:-2], queries, keys), (1, 0, 1, 0), value=True)
     return _by_torch((query_BHTD, key_BKSD, value_BKSD), mask, kernel, scale)[:, :, 1:, :head_dim]
@@ -290,11 +298,11 @@ def _by_torch(
     heads: Heads, mask: Tensor | None, kernel: Kernel, scale: float | None = None
 ) -> Tensor:
     query_BHTD, key_BKSD, value_BKSD = heads
-    own_keys = query_BHTD.is_cuda and (mask is not None or not _flash_reads(query_BHTD))
-    if own_keys or kernel in ("efficient", "repeated"):
-        # The only fused kernel that every card has for a dense mask, for fp32, and before sm_80
-        # (memory-efficient) needs as many key-value heads as query heads; with fewer, torch would
-        # take the unfused path.
+    needs_efficient = query_BHTD.is_cuda and (mask is not None or not _flash_reads(query_BHTD))
+    if needs_efficient or kernel in ("efficient", "repeated"):
+        # The memory-efficient kernel is the only fused one that every card has for a dense mask,
+        # for fp32, and before sm_80. It needs as many key-value heads as query heads; with fewer,
+        # torch would use its unfused path.
         key_BKSD, value_BKSD = (
             _expand(each, query_BHTD.shape[1]) for each in (key_BKSD, value_BKSD)
         )
@@ -315,24 +323,26 @@ def _by_torch(
 
 
 def _flash_reads(query_BHTD: Tensor) -> bool:
-    return (
-        query_BHTD.dtype.itemsize == 2
-        and torch.cuda.get_device_properties(query_BHTD.device).major >= 8
-    )
+    """Return whether flash attention can compute these queries on their GPU."""
+    if query_BHTD.dtype.itemsize != 2:
+        return False
+    return torch.cuda.get_device_properties(query_BHTD.device).major >= 8
 
 
 def _blocks_are_faster(query_BHTD: Tensor, key_BKSD: Tensor) -> bool:
-    on_cpu = query_BHTD.device.type == "cpu" and torch.compiler.is_compiling()
-    return on_cpu and query_BHTD.dtype == torch.bfloat16 and key_BKSD.shape[2] <= MOST_KEYS
+    in_graph_on_cpu = query_BHTD.device.type == "cpu" and torch.compiler.is_compiling()
+    is_bf16 = query_BHTD.dtype == torch.bfloat16
+    return in_graph_on_cpu and is_bf16 and key_BKSD.shape[2] <= MAX_KEYS_IN_BLOCKS
 
 
 def _in_blocks(heads: Heads, mask: Tensor, sink_H: Tensor | None) -> Tensor:
     query_BHTD, key_BKSD, value_BKSD = heads
-    (rows, key_heads), length = key_BKSD.shape[:2], query_BHTD.shape[2]
-    # Half of the lowest number, so that adding a score cannot overflow. It is added in the product,
-    # because a mask that a loop over scores reads keeps Inductor from computing a row's softmax in
-    # one loop (dev/log.md).
+    rows, key_heads = key_BKSD.shape[:2]
+    length = query_BHTD.shape[2]
+    # Half of the lowest number, so that adding a score cannot overflow.
     unseen = torch.finfo(query_BHTD.dtype).min / 2
+    # A bias that the product adds, because Inductor does not compute a row's softmax in one loop if
+    # a loop over scores reads a mask (dev/log.md).
     bias = torch.zeros_like(mask, dtype=query_BHTD.dtype).masked_fill(~mask, unseen)
     bias_BKGTS = bias.expand(rows, query_BHTD.shape[1], -1, -1).unflatten(1, (key_heads, -1))
     query_NGTD = (
@@ -358,6 +368,7 @@ def _in_blocks(heads: Heads, mask: Tensor, sink_H: Tensor | None) -> Tensor:
 
 
 def _expand(heads_BKSD: Tensor, query_heads: int) -> Tensor:
+    """Return as many key-value heads as query heads, by repetition."""
     groups = query_heads // heads_BKSD.shape[1]
     return heads_BKSD if groups == 1 else heads_BKSD.repeat_interleave(groups, dim=1)
 
@@ -369,8 +380,8 @@ def _reference(heads: Heads, mask: Tensor, sink_H: Tensor | None) -> Tensor:
         _expand(each.to(wide), query_BHTD.shape[1]) for each in (key_BKSD, value_BKSD)
     )
     scores_BHTS = query_BHTD.to(wide) @ key_BHSD.transpose(-1, -2) / query_BHTD.shape[-1] ** 0.5
-    # The lowest finite number instead of -inf keeps the softmax of a row that sees nothing finite,
-    # for `where` to make it zero; in every other row exp(lowest - max) is exactly zero.
+    # The lowest finite number instead of -inf, so that the softmax of a row that sees nothing is
+    # finite, and `where` can make it zero. In every other row exp(lowest - max) is exactly zero.
     scores_BHTS = scores_BHTS.masked_fill(~mask, torch.finfo(wide).min)
     if sink_H is not None:
         scores_BHTS = torch.cat(

@@ -9,8 +9,8 @@ from torch import Tensor
 from monograph.device import clock, synchronize
 from monograph.ops.attention import Kernel, attention
 
-# torch's unfused kernel is left out: it keeps the scores of all pairs, for which no memory plan has
-# room.
+# Without torch's unfused kernel, which keeps the scores of all pairs: no memory plan has room for
+# them.
 KERNELS: tuple[Kernel, ...] = ("torch", "cudnn", "flash", "efficient")
 ROUNDS, CALLS = 5, 4
 # A kernel must be this many times as fast as torch's own choice, so that noise does not choose.
@@ -22,12 +22,11 @@ def timed(
     finish: Callable[[], object],
     now: Callable[[], float] = clock,
 ) -> dict[Kernel, float]:
-    """Return the shortest time of a call of `attempt` in seconds, by kernel, without kernels that
-    fail.
+    """Return the shortest time of a call of each kernel in seconds, without kernels that fail.
 
     Args:
-        attempt: runs one kernel; raises RuntimeError if it cannot, also if it is out of memory.
-        finish: waits until the work that `attempt` began is done.
+        attempt: runs a kernel; raises RuntimeError if it cannot, including a lack of memory.
+        finish: waits until the work that `attempt` launched is done.
         now: the clock.
     """
     able: list[Kernel] = []
@@ -39,7 +38,7 @@ def timed(
             continue
         able.append(kernel)
     times = dict.fromkeys(able, float("inf"))
-    # Kernels take turns, so that other load on the machine affects all alike.
+    # Kernels take turns, so that other load on the machine affects all of them.
     for _ in range(ROUNDS):
         for kernel in able:
             began = now()
@@ -59,7 +58,7 @@ def fastest(times: Mapping[Kernel, float]) -> Kernel:
 
 
 def compared(times: Mapping[Kernel, float], kernel: Kernel) -> str:
-    """Return a text that names the chosen kernel and the speed of each kernel over torch's choice."""
+    """Return a text with the chosen kernel, and each kernel's speed relative to torch's choice."""
     if "torch" not in times:
         return f"{kernel}, as torch's choice cannot run here"
     speeds = {name: times["torch"] / seconds for name, seconds in times.items() if name != "torch"}
@@ -76,29 +75,31 @@ def time_kernels(
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[Kernel, float]:
-    """Return the seconds of causal attention, forward and backward, by kernel; empty without memory
-    for its inputs.
+    """Return the seconds of causal attention, forward and backward, by kernel.
+
+    The dict is empty if there is no memory for the inputs.
 
     Args:
         batch: rows, B.
-        heads: H and K.
+        heads: query heads H and key-value heads K.
         length: T.
         size: D.
         dtype: dtype of queries, keys and values.
         device: the device to time on.
     """
-    generator = torch.Generator(device).manual_seed(0)  # leaves the run's own random state as it is
+    # A separate generator, so that the run's random state does not change.
+    generator = torch.Generator(device).manual_seed(0)
 
-    def drawn(heads: int) -> Tensor:
+    def sample(heads: int) -> Tensor:
         return torch.randn(
             batch, length, heads, size, device=device, dtype=dtype, generator=generator
         ).transpose(1, 2)
 
     try:
         query_BHTD, key_BKTD, value_BKTD = (
-            drawn(count).requires_grad_() for count in (heads[0], heads[1], heads[1])
+            sample(count).requires_grad_() for count in (heads[0], heads[1], heads[1])
         )
-        cotangent_BHTD = drawn(heads[0])
+        cotangent_BHTD = sample(heads[0])
     except torch.OutOfMemoryError:
         return {}
 

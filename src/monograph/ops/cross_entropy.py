@@ -1,8 +1,7 @@
-"""Compute linear cross-entropy and log-probabilities of given tokens without ever holding [tokens,
-vocabulary] logits.
+"""Compute linear cross-entropy and log-probabilities of tokens without [N, V] logits in memory.
 
-Shapes: N tokens, C tokens of one chunk, D hidden size, V vocabulary, K trained rows of a frozen
-weight.
+Shapes: N tokens, C tokens of one chunk, R of these computed at once, D hidden size, V vocabulary, K
+trained rows of a frozen weight.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,8 +16,8 @@ from monograph import compat
 from monograph.ops.fused_gradients import add_product_, block_rows, fused_of
 from monograph.ops.token_rows import Rows, change, replaced
 
-# Upper bound of a chunk's fp32 logits, as far as MAX_CHUNKS allows it: small enough to stay near a
-# CPU's cache, large enough for matrix products that keep a GPU busy.
+# Upper bound of a chunk's fp32 logits, unless it would need more than MAX_CHUNKS chunks: small
+# enough for a CPU's cache, large enough for matrix products that keep a GPU busy.
 CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 512 * 2**20}
 # A compiled graph unrolls the loop over chunks, so chunks cost compile time; and each reads and
 # writes the weight's whole gradient, [V, D]. Eight are enough for an eighth of the memory of dense
@@ -89,9 +88,7 @@ def linear_cross_entropy(
 
 
 def chunk_count(tokens: int, vocabulary: int, device_type: str) -> int:
-    """Return the number of chunks in which a chunk's fp32 logits stay under CHUNK_BYTES, at most
-    MAX_CHUNKS.
-    """
+    """Return how many chunks keep a chunk's fp32 logits within CHUNK_BYTES; at most MAX_CHUNKS."""
     limit = CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"])
     return max(1, min(MAX_CHUNKS, tokens, -(-tokens * vocabulary * 4 // limit)))
 
@@ -103,11 +100,9 @@ def _added(weight_VD: Tensor, rows: Rows | None) -> Rows | None:
 
 def _logits(hidden_CD: Tensor, weight_VD: Tensor, added: Rows | None) -> Tensor:
     logits_CV = hidden_CD @ weight_VD.T
-    return (
-        logits_CV
-        if added is None
-        else logits_CV.index_add_(-1, added.index_K, hidden_CD @ added.values_KD.T)
-    )
+    if added is None:
+        return logits_CV
+    return logits_CV.index_add_(-1, added.index_K, hidden_CD @ added.values_KD.T)
 
 
 def _chunk_loss(piece: Piece, weight_VD: Tensor, added: Rows | None) -> Tensor:
@@ -142,10 +137,13 @@ def _pieces(
 def _chunk_difference(
     piece: Piece, weight_VD: Tensor, device_type: str, added: Rows | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return a chunk's loss, the hidden states' gradient, and the factors of the weight's: states
-    and softmax - onehot.
+    """Return a chunk's loss and gradients.
 
     It is a separate function so that no tensor of a chunk is still alive in the next one.
+
+    Returns:
+        The loss; the gradient of the hidden states, [C, D]; and the two factors of the weight's
+        gradient: hidden states [C, D], and softmax - onehot [C, V].
     """
     hidden_CD, targets_C, weights_C = piece
     compiles = torch.compiler.is_compiling()
@@ -174,8 +172,9 @@ def _chunk_difference(
 def _traced_difference(
     hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, dtype: torch.dtype, added: Rows | None
 ) -> tuple[Tensor, Tensor]:
-    """Return losses [C] and softmax - onehot [C, V] in `hidden_CD`'s dtype, out of place for a
-    compiler to fuse.
+    """Return losses [C] and softmax - onehot [C, V] in the dtype of `hidden_CD`.
+
+    Nothing is written in place, so that a compiler can fuse the operations.
     """
     logits_CV = (hidden_CD @ weight_VD.T).to(dtype)
     if added is not None:
@@ -192,17 +191,17 @@ def _traced_difference(
 def _traced_on_cuda(
     hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, weights_C: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return losses [C] and the difference, both weighted, in the form that takes Inductor two
-    passes over the logits.
+    """Return losses [C] and softmax - onehot [C, V], both times the weights.
 
-    A CPU gains nothing, as it would compute the exponentials twice.
+    In this form Inductor needs only two passes over the logits. A CPU would gain nothing, because
+    it would compute the exponentials twice.
     """
     logits_CV = (hidden_CD @ weight_VD.T).to(weights_C.dtype)
     largest_C1 = logits_CV.amax(-1, keepdim=True)
     exp_CV = (logits_CV - largest_C1).exp()
     sum_C1 = exp_CV.sum(-1, keepdim=True)
     chosen_CV = torch.arange(weight_VD.shape[0], device=weight_VD.device) == targets_C.unsqueeze(-1)
-    # A sum over the row takes the place of a gather, which would be a kernel of its own.
+    # A sum over the row instead of a gather, which would be a separate kernel.
     losses_C1 = (
         sum_C1.log() + largest_C1 - torch.where(chosen_CV, logits_CV, 0.0).sum(-1, keepdim=True)
     )
@@ -219,8 +218,10 @@ def _eager_difference(
     added: Rows | None,
     rows: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the same in place, some rows at a time: on a CPU a new [C, V] tensor costs more than
-    its arithmetic.
+    """Return losses [C] and softmax - onehot [C, V], as `_traced_difference` does.
+
+    The logits are overwritten, `rows` rows at a time, because on a CPU a new [C, V] tensor costs
+    more than its arithmetic.
     """
     logits_CV = _logits(hidden_CD, weight_VD, added)
     losses: list[Tensor] = []
@@ -234,15 +235,15 @@ def _eager_difference(
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Compute the loss and both gradients in one pass, out of place when traced.
+    """Compute the loss and both gradients in one pass; write nothing in place when traced.
 
     In-place writes to a returned tensor give wrong gradients when Dynamo traces an
     autograd.Function (pytorch/pytorch#180642), and vmap cannot write a batched value into an
     unbatched buffer.
 
     A frozen weight has no gradient, which saves a third of the arithmetic and one [V, D] tensor.
-    Its rows' gradient is the sum over chunks of (softmax - onehot)[:, index].T @ hidden. A fused
-    weight's is added where `Fused` says.
+    The gradient of trained rows is the sum over chunks of (softmax - onehot)[:, index].T @ hidden.
+    The gradient of a fused weight is added to its total, see `Fused`.
     """
 
     generate_vmap_rule = True
@@ -281,7 +282,7 @@ class _ChunkedLoss(torch.autograd.Function):
             elif grad is not None:
                 grad = grad + (grad_CV.index_select(-1, index_K).T @ kept_CD).to(weights_N.dtype)
             del kept_CD, grad_CV
-        # Only on a GPU a term is several numbers: one kernel then adds up all chunks' losses.
+        # In a graph on a GPU a term is [C], so that one kernel adds up the losses of all chunks.
         return torch.cat([term.view(-1) for term in terms]).sum(), torch.cat(grads), grad
 
     @staticmethod
@@ -349,8 +350,8 @@ def token_log_probabilities(
     allowed, states_N = among or (None, tokens_N)
     parts = (part.tensor_split(chunks) for part in (hidden_ND, tokens_N, states_N))
     pieces: list[tuple[Tensor, Tensor, Tensor]] = [*zip(*parts, strict=True)]
-    # A single chunk's logits are the first that the backward pass needs, so to drop them saves no
-    # memory.
+    # The logits of a single chunk are kept: the backward pass needs them first, so recomputing them
+    # would save no memory.
     if chunks == 1 or not torch.is_grad_enabled():
         return torch.cat([_chosen(*piece, weight_VD, temperature, allowed) for piece in pieces])
     return torch.cat(

@@ -1,17 +1,18 @@
-"""Compute the gated delta rule, a linear attention whose state is a matrix that each token decays,
-corrects and reads.
+"""Compute the gated delta rule, a linear attention whose state is a matrix.
+
+Each token decays, corrects and reads the state:
 
     S[t] = exp(g[t]) S[t-1] + k[t] (beta[t] (v[t] - (exp(g[t]) S[t-1])^T k[t]))^T       out[t] = S[t]^T q[t]
 
-At the first token of a document S[t-1] is 0. `recurrent` is the equation. `chunked` computes the
-same for whole chunks of tokens: inside a chunk the corrections are the solution of a triangular
-system, so that only one matrix for each chunk is carried from one to the next.
+At the first token of a document S[t-1] is 0. `recurrent` computes this equation. `chunked` computes
+the same for whole chunks of tokens: inside a chunk the corrections are the solution of a triangular
+system, so that only one matrix is carried from chunk to chunk.
 
-Shape suffixes: B batch, T positions, H heads, E key dimension, V value dimension, N chunks, C
-positions of a chunk, M = B * H.
+Shapes: B batch, T positions, H heads, E key dimension, V value dimension, N chunks, C positions of
+a chunk, M = B H.
 
-Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks", arXiv 2412.06464; chunks: Yang et al.,
-arXiv 2406.06484.
+Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks", arXiv 2412.06464; for chunks, Yang et
+al., arXiv 2406.06484.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from monograph.ops.autograd import Batched, Context
 
-CHUNK = 64  # most positions of a chunk
+CHUNK = 64  # positions of a chunk; fewer for short rows
 Pair = tuple[Tensor, Tensor]
 
 
@@ -35,7 +36,7 @@ def recurrent(
     starts_BT: Tensor | None = None,
     state_BHEV: Tensor | None = None,
 ) -> Pair:
-    """Return the outputs [B, H, T, V] and the last state [B, H, E, V], token for token.
+    """Return the outputs [B, H, T, V] and the last state [B, H, E, V], token by token.
 
     Args:
         query_BHTE: q, scaled by the caller.
@@ -43,7 +44,7 @@ def recurrent(
         value_BHTV: v.
         decay_BHT: g, at most 0, best in float64.
         beta_BHT: how much of a correction is written, from 0 to 1. A token with g = 0 and beta = 0
-            leaves the state.
+            does not change the state.
         starts_BT: whether a token is the first of its document; None: the row is one document.
         state_BHEV: the state before the first token; None: 0.
     """
@@ -69,7 +70,7 @@ def step(
 
 
 def read(query_BHE: Tensor, state_BHEV: Tensor) -> Tensor:
-    """Return what a query reads, [B, H, V]."""
+    """Return the output of a query, [B, H, V]."""
     return (state_BHEV * query_BHE[..., None]).sum(dim=-2)
 
 
@@ -86,11 +87,9 @@ def chunked(
     rows, heads, length, _ = key_BHTE.shape
     size = min(CHUNK, 1 << (length - 1).bit_length())
 
-    def cut(each: Tensor) -> Tensor:
-        """Return [B, H, T, ...] as [N, M, C, ...]; tokens that are added at the end have g = beta =
-        0.
-        """
-        padded = F.pad(each, (*(0,) * 2 * (each.ndim - 3), 0, -length % size))
+    def cut(tensor: Tensor) -> Tensor:
+        """Return [B, H, T, ...] as [N, M, C, ...], padded with tokens of g = beta = 0."""
+        padded = F.pad(tensor, (*(0,) * 2 * (tensor.ndim - 3), 0, -length % size))
         return padded.flatten(0, 1).unflatten(1, (-1, size)).transpose(0, 1)
 
     query = cut(query_BHTE)
@@ -98,20 +97,21 @@ def chunked(
     value = cut(value_BHTV)
     decay_NMC = cut(decay_BHT)
     beta_NMC = cut(beta_BHT)
-    # Documents that began in the chunk, up to each position.
+    # The number of documents that began in the chunk, up to each position.
     begun_NMC = torch.zeros_like(decay_NMC, dtype=torch.int64)
     if starts_BT is not None:
         begun_NMC = cut(starts_BT[:, None].expand(-1, heads, -1)).cumsum(dim=-1)
-    # A difference of sums has their rounding, and sums over a chunk are large next to it.
+    # In float64, because sums over a chunk are large compared with their differences, which would
+    # have the sums' rounding errors.
     sum_NMC = decay_NMC.double().cumsum(dim=-1)
-    # How much of what position j writes is left at position i: nothing of a later one or of another
-    # document.
+    # The fraction of what position j writes that is left at position i: 0 if j is later or in
+    # another document.
     seen_NMCC = (begun_NMC[..., :, None] == begun_NMC[..., None, :]).tril()
     between_NMCC = (sum_NMC[..., :, None] - sum_NMC[..., None, :]).to(key.dtype)
     left_NMCC = between_NMCC.masked_fill(~seen_NMCC, float("-inf")).exp()
     written_NMCE = key * beta_NMC[..., None]
     inverse_NMCC = unit_inverse((written_NMCE @ key.mT * left_NMCC).tril(-1))
-    # What is left of the state before the chunk.
+    # The fraction of the state before the chunk that is left at each position.
     of_state_NMC1 = (sum_NMC.to(key.dtype).exp() * (begun_NMC == 0))[..., None]
     states_NMEV, correction_NMCV, last_MEV = scan(
         inverse_NMCC @ (value * beta_NMC[..., None]),
@@ -139,8 +139,9 @@ def unit_inverse(strict: Tensor) -> Tensor:
 def scan(
     value_NMCV: Tensor, read_NMCE: Tensor, key_NMCE: Tensor, kept_NM: Tensor, state_MEV: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Carry the state through the chunks, u[n] = value[n] - read[n] S[n] and S[n+1] = kept[n] S[n]
-    + key[n]^T u[n].
+    """Carry the state through the chunks.
+
+        u[n] = value[n] - read[n] S[n]        S[n+1] = kept[n] S[n] + key[n]^T u[n]
 
     Returns:
         S before each chunk, [N, M, E, V]; u, [N, M, C, V]; and S after the last one, [M, E, V].
@@ -151,11 +152,11 @@ def scan(
     return states[:-1], corrections, states[-1]
 
 
-# Operators, because a compiler would unroll their loops, and its time would grow with the length of
-# a row.
+# Operators, because a compiler would unroll their loops, so that its time would grow with the
+# length of a row.
 @torch.library.custom_op("monograph::unit_inverse", mutates_args=())
 def _unit_inverse(strict: Tensor) -> Tensor:
-    # Transposed, as the solver returns columns next to each other.
+    # The transposed system, because the solver returns matrices in column-major order.
     one = torch.eye(strict.shape[-1], dtype=strict.dtype, device=strict.device).expand(strict.shape)
     return torch.linalg.solve_triangular(
         strict.mT, one, upper=True, unitriangular=True
@@ -200,7 +201,11 @@ def _(value: Tensor, reading: Tensor, key: Tensor, kept: Tensor, state: Tensor) 
 def _carry_back(
     grad_states: Tensor, grad_corrections: Tensor, reading: Tensor, key: Tensor, kept: Tensor
 ) -> Pair:
-    """Return the whole gradients of the states and of the corrections."""
+    """Return the total gradients of the states and of the corrections.
+
+    The given gradients are those of the outputs of `_carry` alone. The total ones include what
+    later chunks make of a state or a correction.
+    """
     states, corrections = (each.contiguous().clone() for each in (grad_states, grad_corrections))
     for n in range(len(key) - 1, -1, -1):
         corrections[n].baddbmm_(key[n], states[n + 1])
@@ -227,29 +232,28 @@ def _carry_backward(
     ctx: Context, grad_states: Tensor, grad_corrections: Tensor
 ) -> tuple[Tensor, ...]:
     reading, key, kept, states, corrections = ctx.saved_tensors
-    of_states, of_values = torch.ops.monograph.carry_back(
+    state_grads, value_grad = torch.ops.monograph.carry_back(
         grad_states, grad_corrections, reading, key, kept
     )
-    before, after = states[:-1], of_states[1:]
-    of_kept = (before * after).sum(dim=(-2, -1))
+    before = states[:-1]
+    after_grad = state_grads[1:]
+    kept_grad = (before * after_grad).sum(dim=(-2, -1))
     return (
-        of_values,
-        -(of_values @ before.mT),
-        corrections @ after.mT,
-        of_kept,
-        of_states[0].clone(),
+        value_grad,
+        -(value_grad @ before.mT),
+        corrections @ after_grad.mT,
+        kept_grad,
+        state_grads[0].clone(),
     )
 
 
 _carry.register_autograd(_carry_backward, setup_context=_keep_carried)
 
 
-def _over_members(
+def _vmap_rule(
     operator: Callable[..., Tensor | tuple[Tensor, ...]],
 ) -> Callable[..., tuple[object, object]]:
-    """Return the rule for a batched call: members are further rows, of the first axis but one or
-    two.
-    """
+    """Return a rule of vmap that computes members as further rows: further indices of the axis M."""
 
     def rule(
         info: Batched, in_dims: tuple[int | None, ...], *tensors: Tensor
@@ -263,20 +267,22 @@ def _over_members(
             )
             axis = _rows_axis(front.ndim - 1)
             members.append(front.movedim(0, axis).flatten(axis, axis + 1))
-        found = operator(*members)
-        parts = found if isinstance(found, tuple) else (found,)
-        axes = [_rows_axis(part.ndim) for part in parts]
-        split = tuple(
-            part.unflatten(a, (info.batch_size, -1)) for part, a in zip(parts, axes, strict=True)
+        result = operator(*members)
+        outputs = result if isinstance(result, tuple) else (result,)
+        axes = [_rows_axis(output.ndim) for output in outputs]
+        by_member = tuple(
+            output.unflatten(axis, (info.batch_size, -1))
+            for output, axis in zip(outputs, axes, strict=True)
         )
-        return (split, tuple(axes)) if isinstance(found, tuple) else (split[0], axes[0])
+        return (by_member, tuple(axes)) if isinstance(result, tuple) else (by_member[0], axes[0])
 
     return rule
 
 
 def _rows_axis(dimensions: int) -> int:
-    return 0 if dimensions == 3 else 1  # a state has no chunks
+    """Return the axis M of a tensor with this number of dimensions."""
+    return 0 if dimensions == 3 else 1  # a state [M, E, V] has no axis of chunks before it
 
 
 for _operator in (_unit_inverse, _carry, _carry_back):
-    _operator.register_vmap(_over_members(_operator))
+    _operator.register_vmap(_vmap_rule(_operator))

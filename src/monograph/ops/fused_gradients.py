@@ -1,13 +1,12 @@
-"""Compute linear layers and embeddings that add their weights' gradients to other tensors, as
-Megatron's fused ones do.
+"""Compute linear layers and embeddings that add their weights' gradients to other tensors.
 
         y = x q(W)^T        dx = dy q(W)        total += dy^T x
 
-The sum is part of the matrix product, and q(W) is the weight in the dtype of the products. Autograd
-gets no gradient of W: without this, each gradient would be written, cast and added by kernels of
-their own.
+q(W) is the weight in the dtype of the products. The sum is part of the matrix product, as in
+Megatron's fused layers, and autograd gets no gradient of W. Otherwise separate kernels would write,
+cast and add each gradient.
 
-Shapes: V rows, D channels, N rows and K columns of any matrices.
+Shapes: V rows, D channels.
 """
 
 from contextlib import AbstractContextManager
@@ -24,11 +23,11 @@ _linear, _embedding = F.linear, F.embedding
 
 
 class Fused(NamedTuple):
-    """The tensors of a weight, as its attribute `fused`.
+    """The value of a weight's attribute `fused`.
 
     Attributes:
-        weight: the weight, in the dtype of the products if it was rounded before, else each product
-            rounds it.
+        weight: the weight, in the dtype of the products if it was rounded before; otherwise each
+            product rounds it.
         total: the sum of the weight's gradients, in their dtype.
     """
 
@@ -37,23 +36,29 @@ class Fused(NamedTuple):
 
 
 def fusing() -> AbstractContextManager[None]:
-    """In the block, layers add the gradients of weights that have the attribute `fused`, in their
-    backward passes.
+    """Return a context in which layers add the gradients of weights with the attribute `fused`.
+
+    Their backward passes add them.
     """
     return compat.functional({"linear": linear, "embedding": embedding})
 
 
 def fused_of(owner: object) -> Fused | None:
-    """Return the attribute `fused` of a weight, or of several in one piece, inside of `fusing`,
-    else None.
-    """
+    """Return the attribute `fused` of a weight or a family of weights; None outside of `fusing`."""
     return getattr(owner, "fused", None) if F.linear is linear else None
 
 
 def linear(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, owner: object = None
 ) -> Tensor:
-    """Return `F.linear`, in the dtype of the products if the weight, or its `owner`, is fused."""
+    """Return `F.linear`, in the dtype of the products if the weight is fused.
+
+    Args:
+        input: see `F.linear`.
+        weight: see `F.linear`.
+        bias: see `F.linear`.
+        owner: the family of weights whose attribute `fused` counts; None: the weight's own.
+    """
     fused = fused_of(weight if owner is None else owner)
     if fused is None:
         return _linear(input, weight, bias)
@@ -101,7 +106,9 @@ class _Linear(torch.autograd.Function):
         total: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(input, rounded)
-        ctx.total = total  # not saved, as other layers' backward passes may change it before
+        # An attribute, because autograd refuses a saved tensor that has changed, and the backward
+        # passes of other layers may change this one.
+        ctx.total = total
         return _linear(input, rounded, bias)
 
     @staticmethod
@@ -141,21 +148,23 @@ class _Embedding(torch.autograd.Function):
 
 
 def block_rows(device_type: str, columns: int) -> int:
-    """Return how many rows of so many columns a part of in-place work has: on a CPU, as many as its
-    cache holds.
+    """Return how many rows of this many columns are computed at a time in in-place work.
+
+    On a CPU they are as many as its cache holds.
     """
     return max(1, (8 if device_type == "cpu" else 512) * 2**20 // (4 * columns))
 
 
-# An operator, because a compiler would fuse a plain sum into one kernel that reads all products of
-# a loss's chunks, [V, D] each, and so keep all of them in memory. It takes rows that a compiler has
-# padded, or that would be a copy.
+# An operator, because a compiler would fuse plain sums into one kernel that reads the products of
+# all chunks of a loss, [V, D] each, and so keep all of them in memory. `flexible_layout`, because
+# rows may be padded, and a contiguous layout would need a copy.
 @torch.library.custom_op(
     "monograph::add_product_", mutates_args=("total",), tags=[torch.Tag.flexible_layout]
 )
 def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left^T @ right to `total`, over any leading dimensions; the sum of bf16 products is fp32
-    on a GPU.
+    """Add left^T @ right to `total`, with any leading dimensions.
+
+    On a GPU, the sum of bf16 products is fp32.
     """
     if total.is_cuda:
         # cuBLAS adds to the result in fp32, without a kernel and a tensor for the product.
@@ -165,7 +174,8 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
         else:
             add.dtype_out(total, left.mT, right, total.dtype, out=total)
         return
-    # Some rows of `total` at a time: a CPU writes the product, and reads it again.
+    # Some rows of `total` at a time, because a CPU writes the product and reads it again, which its
+    # cache should hold.
     rows = block_rows("cpu", total.shape[-1])
     for part, columns in zip(total.split(rows, dim=-2), left.split(rows, dim=-1), strict=True):
         part.add_(columns.mT @ right)

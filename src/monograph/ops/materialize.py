@@ -1,18 +1,14 @@
-"""Keep a value in memory that a compiler would otherwise compute again for every element that reads
-it.
-"""
+"""Keep a value in memory that a compiler would otherwise recompute for every element of a loop."""
 
 import torch
 from torch import Tensor
 
 
 def materialize(value: Tensor) -> Tensor:
-    """Return the same tensor; in a compiled graph it is kept in memory instead of being fused into
-    its readers.
+    """Return the same tensor; a compiled graph keeps it in memory instead of fusing it.
 
     Inductor fuses small tensors into the loops over large ones, which then repeat a power or a
-    division for every
-    element: on a CPU, two powers cost an AdamW update more than everything else in it.
+    division for every element. On a CPU, two powers cost an AdamW update more than all else in it.
     """
     if not torch.compiler.is_compiling():
         return value

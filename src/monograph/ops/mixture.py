@@ -1,5 +1,4 @@
-"""Compute the loss of a model that learns from the averaged probabilities of others, chunk by
-chunk.
+"""Compute the loss of a model that learns from the averaged probabilities of teachers, in chunks.
 
 Shapes: N tokens, C tokens of one chunk, D hidden size of any model, V vocabulary.
 """
@@ -27,29 +26,28 @@ def mixture_cross_entropy(
     rows: Rows | None = None,
     chunks: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the cross-entropy with the targets and the divergence from the teachers' mixture,
-    summed over the targets.
+    """Return a mixture of the cross-entropy with targets and the divergence from the teachers.
 
-        sum over targets of  share * -log q(target)  +  (1 - share) * sum over v of m(v) * (log m(v)
-        - log q(v))
+        loss = sum over targets of  share * -log q(target) + (1 - share) * KL(m || q)
+        KL(m || q) = sum over v of m(v) * (log m(v) - log q(v))
+        q = softmax(hidden @ weight.T),   m = mean over teachers of softmax(theirs @ head.T), a constant
 
-    q = softmax(hidden @ weight.T), and m is the mean over teachers of softmax(theirs @ head.T), a
-    constant. The second
-    term is KL(m || q). A chunk's loss and both its gradients are computed together. Of the teachers' probabilities
-    there are two at a time, [C, V]: the sum so far and the next. Source: Kim et al. 2025, arXiv
-    2509.14786.
+    A chunk's loss and both its gradients are computed together. At most two tensors [C, V] of the
+    teachers' probabilities exist at a time: the sum so far and the next teacher's.
+
+    Source: Kim et al. 2025, arXiv 2509.14786.
 
     Args:
-        hidden_ND: [N, D] float; products run in this dtype (or in autocast's), softmax and sums in
-            fp32, of fp64 in it.
-        weight_VD: [V, D]; it is cast to the hidden dtype.
-        targets_N: [N] int64 in [0, V), or -100 for a place that counts nothing.
-        teachers: hidden states [N, D] and head [V, D] of each; without any this is
+        hidden_ND: float; products run in this dtype (or in autocast's), softmax and sums in fp32
+            (fp64 for fp64).
+        weight_VD: the head; it is cast to the dtype of the products.
+        targets_N: int64 in [0, V), or -100 for a place that does not count.
+        teachers: of each teacher, the hidden states [N, D] and the head [V, D]; (): this is
             `linear_cross_entropy`.
         share: the targets' share of the loss, from 0 to 1.
         impl: "chunked", or "reference" for all places at once.
-        rows: trained rows that replace some of a frozen weight's.
-        chunks: number of pieces into which N is cut; None: chosen by the size of a chunk's logits.
+        rows: trained rows that replace some rows of a frozen weight; None: there are none.
+        chunks: number of chunks into which N is cut; None: chosen by the size of a chunk's logits.
 
     Returns:
         (loss, count): 0-d fp32 (fp64 for fp64 input) sum in nats, differentiable by `hidden_ND` and
@@ -77,8 +75,9 @@ class _MixedContext(Context):
 
 
 class _Mixed(torch.autograd.Function):
-    """Compute the loss and both gradients in one pass: that of the logits is q - share * onehot -
-    (1 - share) * m.
+    """Compute the loss and both gradients in one pass.
+
+    The gradient of the logits is q - share * onehot - (1 - share) * m.
     """
 
     @staticmethod

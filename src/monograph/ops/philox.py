@@ -1,19 +1,22 @@
-"""Compute random words from a counter and a key by Philox, alike on every device and in every order
-of work.
+"""Compute random words from a counter and a key by Philox.
+
+They are the same on every device and in every order of work.
 """
 
 from torch import Tensor
 
 LOW32 = 0xFFFFFFFF
-_MULTIPLIERS, _WEYL = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)  # added to the key after each round
 _ROUNDS = 10
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
-    """Compute Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3";
-    Random123).
+    """Compute Philox4x32-10.
+
+    Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; Random123.
 
     Args:
         counter: four words in [0, 2^32), int64, of shapes that broadcast. The first and the third
@@ -24,8 +27,8 @@ def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
     Returns:
         Four words in [0, 2^32), int64.
     """
-    # The masks change no word. Inductor would multiply indices, such as a range's, as 32-bit
-    # numbers on a GPU.
+    # The masks change no word. Without them, Inductor would multiply indices, such as those of
+    # `arange`, as 32-bit numbers on a GPU.
     c0 = counter[0] & LOW32
     c1 = counter[1]
     c2 = counter[2] & LOW32

@@ -6,22 +6,23 @@ Shapes: N outputs, K inputs, R rank.
 import torch
 from torch import Tensor
 
-# Of a square; a row of zeros has no direction, and 0 / 0 would be NaN.
-SMALLEST = torch.finfo(torch.float32).tiny
+# Lower bound of a squared norm: a row of zeros has no direction, and 0 / 0 would be NaN.
+MIN_SQUARE = torch.finfo(torch.float32).tiny
 
 
 def row_norms(weight_NK: Tensor) -> Tensor:
     """Return the Euclidean norm of each row, [N], in fp32 or wider."""
     wide = torch.promote_types(weight_NK.dtype, torch.float32)
-    return torch.linalg.vector_norm(weight_NK, dim=-1, dtype=wide).clamp_min(SMALLEST**0.5)
+    return torch.linalg.vector_norm(weight_NK, dim=-1, dtype=wide).clamp_min(MIN_SQUARE**0.5)
 
 
 def sum_row_norms(norms_N: Tensor, product_RN: Tensor, A_RK: Tensor, B_NR: Tensor) -> Tensor:
-    """Return `row_norms(W + B A)`, which is the reference, without W and without the product B A.
+    """Return `row_norms(W + B A)`, computed without W and without the product B A.
 
         ||W + B A||^2 = ||W||^2 + B (2 W A^T + B A A^T),   row by row
 
-    Where B = 0 it has the bits of the norms of W, as a root takes a square back.
+    `row_norms` of the sum is the reference. Where B = 0 the result has the bits of the norms of W,
+    because the root of a square gives the number back.
 
     Args:
         norms_N: norms of the rows of W, in fp32 or wider.
@@ -33,4 +34,4 @@ def sum_row_norms(norms_N: Tensor, product_RN: Tensor, A_RK: Tensor, B_NR: Tenso
         [N] in the dtype of `norms_N` or B, whichever is wider.
     """
     change_N = (B_NR * (2 * product_RN.mT + B_NR @ (A_RK @ A_RK.mT))).sum(-1)
-    return (norms_N.square() + change_N).clamp_min(SMALLEST).sqrt()
+    return (norms_N.square() + change_N).clamp_min(MIN_SQUARE).sqrt()

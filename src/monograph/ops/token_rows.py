@@ -1,5 +1,6 @@
-"""Look up tokens and multiply with a frozen table of which some rows are trained, without a copy of
-the table.
+"""Look up tokens in a frozen table of which some rows are trained, and multiply with it.
+
+Nothing here but `replaced` copies the table.
 
 Shapes: V rows of the table, D channels, K trained rows, N tokens; ... any leading dimensions.
 """
@@ -28,36 +29,41 @@ class Rows(NamedTuple):
 
 
 def replaced(weight_VD: Tensor, rows: Rows) -> Tensor:
-    """Return a copy of the table, in its dtype, with the rows in it; this is the reference for all
-    else here.
+    """Return a copy of the table, in its dtype, with the rows in it.
+
+    This is the reference for all other functions here.
     """
     return weight_VD.index_copy(0, rows.index_K, rows.values_KD.to(weight_VD.dtype))
 
 
 def change(weight_VD: Tensor, rows: Rows) -> Tensor:
-    """Return the rows minus the table's own, [K, D] in its dtype: exactly zero while both are
-    equal.
+    """Return the rows minus the table's own rows, [K, D] in the table's dtype.
+
+    The difference is exactly zero while both are equal.
     """
     return rows.values_KD.to(weight_VD.dtype) - weight_VD[rows.index_K]
 
 
 def embedding(tokens: Tensor, weight_VD: Tensor, rows: Rows) -> Tensor:
-    """Look tokens up in the table with the rows in it, as `F.embedding`: int64 [...] to [..., D] in
-    the table's dtype.
+    """Look tokens up in the table with the rows in it, as `F.embedding` does.
 
     Args:
-        tokens: ids.
+        tokens: ids, [...] int64.
         weight_VD: the table, which gets no gradient.
-        rows: the rows that replace some of the table's.
+        rows: the rows that replace some rows of the table.
+
+    Returns:
+        [..., D] in the table's dtype.
     """
     return _Lookup.apply(F.embedding(tokens, weight_VD), rows.slot_V[tokens], rows.values_KD)
 
 
 def linear(hidden: Tensor, weight_VD: Tensor, rows: Rows, bias_V: Tensor | None = None) -> Tensor:
-    """Apply `F.linear` with the rows in the table, [..., D] to [..., V]; unchanged rows give the
-    table's own bits.
+    """Apply `F.linear` with the rows in the table: [..., D] to [..., V].
 
-    y = x W^T,   y[..., index] += x (rows - W[index])^T
+        y = x W^T,   y[..., index] += x (rows - W[index])^T
+
+    Rows that equal the table's own give the bits of the table alone.
     """
     output = F.linear(hidden, weight_VD, bias_V)
     return output.index_add(-1, rows.index_K, F.linear(hidden, change(weight_VD, rows)))
@@ -69,16 +75,17 @@ class _LookupContext(Context):
 
 
 class _Lookup(torch.autograd.Function):
-    """Look up the replaced rows; their gradient is a matrix product, because a scattered sum has no
-    fixed order.
+    """Look up the replaced rows.
+
+    Their gradient is a matrix product, because a scattered sum has no fixed order.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(embedded: Tensor, slots: Tensor, values_KD: Tensor) -> Tensor:
-        own = values_KD.to(embedded.dtype)[slots.clamp_min(0)]
-        return torch.where((slots >= 0).unsqueeze(-1), own, embedded)
+        replacements = values_KD.to(embedded.dtype)[slots.clamp_min(0)]
+        return torch.where((slots >= 0).unsqueeze(-1), replacements, embedded)
 
     @staticmethod
     def setup_context(
@@ -92,6 +99,6 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _LookupContext, grad: Tensor) -> tuple[None, None, Tensor]:
         (slots,) = ctx.saved_tensors
-        places_K = torch.arange(ctx.rows, device=slots.device)
-        chosen_NK = (slots.flatten().unsqueeze(-1) == places_K).to(grad.dtype)
-        return None, None, (chosen_NK.mT @ grad.flatten(0, -2)).to(ctx.dtype)
+        slot_K = torch.arange(ctx.rows, device=slots.device)
+        is_slot_NK = (slots.flatten().unsqueeze(-1) == slot_K).to(grad.dtype)
+        return None, None, (is_slot_NK.mT @ grad.flatten(0, -2)).to(ctx.dtype)

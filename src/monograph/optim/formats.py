@@ -1,7 +1,6 @@
-"""The forms in which an optimizer keeps its moments: what each costs, how it is made, read and
-written.
+"""The formats in which an optimizer keeps its moments.
 
-To add a form, write its class here, enter it in `FORMATS`, and name it in the key `optim.state`.
+To add a format, write its class here, enter it in `FORMATS`, and name it in the key `optim.state`.
 
 Shapes: N elements of a plane, K blocks of 256.
 """
@@ -15,21 +14,22 @@ from torch import Tensor
 from monograph.optim.narrow import BLOCK, block_count, dequantised, quantised, stochastic
 
 Buffers = dict[str, Tensor]
-# A second moment is never negative, so a format may use the bit of the sign for its value.
+# Second moments are never negative, so a format may use the sign's bit for the value.
 NEVER_NEGATIVE = ("exp_avg_sq",)
 
 
 class StateFormat(ABC):
-    """A form in which moments are kept between updates; the update itself computes in the
-    gradient's dtype.
+    """A format in which moments are kept between updates.
+
+    The update itself computes in the gradient's dtype.
 
     Attributes:
         bytes_each: bytes of one number of a moment.
-        eager_update_bytes: bytes alive in an eager update for each number of its largest plane:
-            seven fp32 copies, and what reading and writing this form takes besides.
-        block: how many consecutive numbers share a scale. Parameters begin at multiples of it, and
-            ranks that hold parts of one block agree on its scale.
-        stochastic: whether it rounds stochastically, and so needs random words.
+        eager_update_bytes: bytes of temporary memory that an eager update takes for each number of
+            the largest plane: seven fp32 copies, and the tensors that read and write this format.
+        block: how many consecutive numbers share a scale. Parameters begin at multiples of this,
+            and ranks that hold parts of one block agree on its scale.
+        stochastic: whether the format rounds stochastically, which needs random words.
         exact: whether the update computes in the buffers themselves.
     """
 
@@ -44,14 +44,21 @@ class StateFormat(ABC):
         """Return the buffers of a moment that is zero, by their names in a checkpoint.
 
         Args:
-            like_N: [N] in the gradient's dtype.
+            like_N: a tensor in the gradient's dtype.
             name: the moment's name.
-            before: elements of other ranks in the first block.
+            before: the number of elements of other ranks in the first block.
         """
 
     @abstractmethod
     def unpack(self, buffers: Buffers, name: str, dtype: torch.dtype, before: int) -> Tensor:
-        """Return a moment's numbers [N] in `dtype`; the buffer itself if it has them as they are."""
+        """Return a moment's numbers [N] in `dtype`; the buffer itself if the format is exact.
+
+        Args:
+            buffers: the plane's buffers.
+            name: the moment's name.
+            dtype: the gradient's dtype.
+            before: the number of elements of other ranks in the first block.
+        """
 
     @abstractmethod
     def pack_(
@@ -69,12 +76,12 @@ class StateFormat(ABC):
         Args:
             buffers: the plane's buffers.
             name: the moment's name.
-            values_N: [N] what `unpack` returned, after the update.
-            accepted: bool.
-            word_N: [N] random words in int64, if it is `stochastic`.
-            before: elements of other ranks in the first block.
-            ends_2: the largest numbers of the first and the last block, where other ranks have
-                parts of these.
+            values_N: the numbers after the update.
+            accepted: whether the update is made, bool.
+            word_N: random words, int64; None if the format is not `stochastic`.
+            before: the number of elements of other ranks in the first block.
+            ends_2: the largest numbers of the first and of the last block, if other ranks have
+                parts of these blocks; else None.
         """
 
 
@@ -103,15 +110,14 @@ class Exact(StateFormat):
         before: int,
         ends_2: Tensor | None,
     ) -> None:
-        """Do nothing, as the update was made in the buffer itself."""
+        """Do nothing, because the update was made in the buffer itself."""
 
 
 class Bf16(StateFormat):
     """bf16, stochastically rounded: 2 bytes, and right on average."""
 
     bytes_each = 2
-    # The random words are 8-byte integers.
-    eager_update_bytes = 116
+    eager_update_bytes = 116  # this many because random words are 8-byte integers
     stochastic = True
 
     def zeros(self, like_N: Tensor, name: str, before: int) -> Buffers:
@@ -139,8 +145,9 @@ class Bf16(StateFormat):
 
 
 class EightBit(StateFormat):
-    """Codes of 8 bits in blocks of 256 with their largest number, `<name>_scale` [K] fp32; see
-    `quantised`.
+    """Codes of 8 bits, and the largest number of each block of 256; see `quantised`.
+
+    The largest numbers are the buffer `<name>_scale`, [K] fp32.
     """
 
     bytes_each = 1 + 4 / BLOCK
@@ -174,11 +181,12 @@ class EightBit(StateFormat):
             buffers[key].copy_(torch.where(accepted, new, buffers[key]))
 
 
-# By their values of the key `optim.state`, the exact one first.
+# By their names in the key `optim.state`; the exact format comes first.
 FORMATS: dict[str, StateFormat] = {"fp32": Exact(), "bf16": Bf16(), "8bit": EightBit()}
 
 
 def narrower(state: str) -> Iterable[str]:
-    """Return the formats that take fewer bytes than this one, the one with the most bytes first."""
-    fewer = [name for name, each in FORMATS.items() if each.bytes_each < FORMATS[state].bytes_each]
-    return sorted(fewer, key=lambda name: -FORMATS[name].bytes_each)
+    """Return the formats that take fewer bytes than this one, the largest first."""
+    limit = FORMATS[state].bytes_each
+    smaller = [name for name, state_format in FORMATS.items() if state_format.bytes_each < limit]
+    return sorted(smaller, key=lambda name: -FORMATS[name].bytes_each)

@@ -1,5 +1,6 @@
-"""What an optimizer is: its numbers, the kinds into which it sorts parameters, and the rule that
-updates each kind.
+"""Base classes of optimizers: their numbers, the kinds of parameters, and the rules that update them.
+
+An optimizer sorts parameters into kinds, and each kind has a rule.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ from monograph.errors import UsageError
 from monograph.optim.formats import FORMATS
 from monograph.ranges import ABOVE_0, DECAY, FRACTION, NOT_NEGATIVE
 
-Knob = float | Tensor  # a number, or one for each member of a stack: [N], fp64
+Knob = float | Tensor  # a number, or [N] fp64 with one for each member of a stack
 
 
 class Kind(NamedTuple):
-    """A way to update parameters; those of one kind share a plane.
+    """A way to update parameters; parameters of one kind share a plane.
 
     Attributes:
         rule: the formula.
         lr: factor of the optimizer's learning rate.
         weight_decay: decoupled decay.
         matrix: (rows, cols) of a matrix that is updated as a whole, or (matrices, rows, cols) of a
-            stack; None: each element is updated for itself.
-        momentum: Muon's.
+            stack; None: each element is updated separately.
+        momentum: Muon's momentum.
         eps: factor of the optimizer's eps.
-        vector: whether it has one dimension or none, as gains and biases have.
+        vector: whether the parameters have at most one dimension, such as gains and biases.
     """
 
     rule: Rule
@@ -43,7 +44,7 @@ class Kind(NamedTuple):
 
 
 class Rule(ABC):
-    """A formula that updates parameters in place, and the moments that it keeps of them.
+    """A formula that updates parameters in place, and the moments that it keeps.
 
     Attributes:
         moments: the moments' names, as in a checkpoint and in torch.optim.
@@ -82,44 +83,44 @@ class Rule(ABC):
 
         Args:
             param: [size], or [matrices, rows, cols] if the kind has a `matrix`.
-            grad: the mean gradient after clipping, same shape.
-            moments: same shape, in the order of the rule's `moments`.
+            grad: the mean gradient after clipping, of the same shape.
+            moments: of the same shape, in the order of the rule's `moments`.
             kind: the parameters' kind.
             optim: the optimizer, for its numbers.
-            lr: the learning rate of this kind; it broadcasts against `param`, as the next four do.
-            weight_decay: the decoupled decay.
-            applied: the number of updates applied, this one included, int64.
-            accepted: whether the update is made, bool.
-            compute: the dtype of matrix products, if the rule has any.
-            orthogonal: what `newton_schulz` gives of the direction, where it is known; then `param`
-                is [size].
-            over: gives one of the optimizer's numbers, which may differ between the members of a
-                stack, in a shape that broadcasts against `param`.
+            lr: the learning rate of this kind; broadcasts against `param`.
+            weight_decay: the decoupled decay; broadcasts against `param`.
+            applied: the number of updates applied, including this one, int64; broadcasts.
+            accepted: whether the update is made, bool; broadcasts.
+            compute: the dtype of the rule's matrix products, if it has any.
+            orthogonal: what `newton_schulz` makes of the direction, if it was computed before; then
+                `param` is [size]. None otherwise.
+            over: maps one of the optimizer's numbers, which may differ between the members of a
+                stack, to a shape that broadcasts against `param`.
         """
 
     @abstractmethod
     def next_moments(
         self, grad: Tensor, moments: Sequence[Tensor], kind: Kind, optim: Optimizer
     ) -> Sequence[Tensor]:
-        """Return the moments after an update by `grad`, of which ranks agree on the largest numbers
-        of 8-bit blocks.
+        """Return the moments after an update by `grad`, without changing any.
+
+        Ranks need them to agree on the largest number of each 8-bit block.
         """
 
     def direction(self, grad: Tensor, moments: Sequence[Tensor], kind: Kind) -> Tensor:
-        """Return what is orthogonalised, for a rule whose kinds have a `matrix`."""
+        """Return the matrices to orthogonalise, for a rule whose kinds have a `matrix`."""
         raise NotImplementedError(f"{type(self).__name__} updates element by element")
 
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters, by a pattern of their names, that have a learning rate, weight decay or eps of
-    their own.
+    """Parameters that have their own learning rate, weight decay or eps.
 
     Attributes:
-        pattern: a pattern as in a shell: "lm_head.*", "*.bias"; a star matches dots, too. The first
-            group that matches a name counts.
+        pattern: a pattern of names as in a shell, such as "lm_head.*" or "*.bias"; a star matches
+            dots too. The first group that matches a name counts.
         lr: factor of the optimizer's learning rate.
-        weight_decay: the decay of these parameters; None: the optimizer's for matrices, none for
+        weight_decay: the decay of these parameters; None: the optimizer's decay for matrices, 0 for
             other parameters.
         eps: factor of the optimizer's eps; Muon's matrices have no eps.
     """
@@ -130,7 +131,7 @@ class Group:
     eps: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse a pattern that is no text, and numbers outside their range."""
+        """Refuse a pattern that is not a text, and numbers outside their range."""
         if not isinstance(self.pattern, str):
             raise UsageError(f"pattern = {self.pattern!r}: expected a text such as '*.bias'")
         NOT_NEGATIVE.require(f"lr of the group {self.pattern!r}", self.lr)
@@ -141,8 +142,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Optimizer(ABC):
-    """What every optimizer has. The defaults are the usual ones for pretraining small language
-    models.
+    """Base class of optimizers; the defaults are usual for pretraining small language models.
 
     To add an optimizer, write its class here and its `Rule` in `monograph.optim.rules`, enter it in
     `OPTIMIZERS`, and name it in the key `optim.name`.
@@ -152,24 +152,22 @@ class Optimizer(ABC):
         betas: decay rates of the first and second moment.
         eps: added to the root of the second moment.
         weight_decay: decoupled decay of parameters with two dimensions or more.
-        groups: parameters with a rate or a decay of their own.
-        ema: decay of a moving average of the weights, which evaluation then uses; None for no
-            average.
-        state: the form in which moments are kept; the update computes in the gradient's dtype in
-            any case. "fp32": exact, 8 bytes a parameter (in the parameters' dtype, to be precise).
-            "bf16": stochastically rounded, 4 bytes; 8 bits of a moment are left, which are right on
-            average. "8bit": codes in blocks of 256, 2 bytes; errors up to 1 % of a block's largest
-            moment, not random.
-        master_weights: whether weights keep their dtype. False, which goes with the state "bf16"
-            alone, rounds them stochastically to bf16: a weight moves by 2^-8 of itself or not at
-                all.
+        groups: parameters with their own rate, decay or eps.
+        ema: decay of a moving average of the weights, which evaluation then uses; None: no average.
+        state: the form in which moments are kept; the update always computes in the gradient's
+            dtype. "fp32": exact, in the parameters' dtype, 8 bytes a parameter in fp32. "bf16":
+            stochastically rounded to 8 bits, which are right on average, 4 bytes. "8bit": codes in
+            blocks of 256, 2 bytes; errors are up to 1 % of a block's largest moment, and not
+            random.
+        master_weights: whether weights keep their dtype. False, which needs the state "bf16",
+            rounds them stochastically to bf16: a weight changes by 2^-8 of itself or not at all.
         seed: the seed of stochastic rounding.
 
-    Of a class, for plans and defaults:
-        moments_each: how many moments it keeps of a parameter, in the mean over a language model.
-        moments_of_matrices: how many it keeps of a matrix of a block, and so of adapters.
-        updates_matrices: whether it updates the matrices of blocks as a whole.
-        rate_factor: its usual learning rate over AdamW's.
+    Class attributes, for plans and defaults:
+        moments_each: moments kept of a parameter, in the mean over a language model.
+        moments_of_matrices: moments kept of a block's matrix, and so of adapters.
+        updates_matrices: whether the matrices of blocks are updated as a whole.
+        rate_factor: the usual learning rate, divided by AdamW's.
     """
 
     lr: float = 1e-3
@@ -196,17 +194,18 @@ class Optimizer(ABC):
         """Return how each trainable parameter is updated, by name.
 
         Raises:
-            UsageError: a group matches no parameter, or the module has nothing that the optimizer
-                needs.
+            UsageError: a group matches no parameter, or the module lacks what the optimizer needs.
         """
 
 
 def _require_ranges(optim: Optimizer) -> None:
     NOT_NEGATIVE.require("lr", optim.lr)
     NOT_NEGATIVE.require("weight_decay", optim.weight_decay)
-    # Tensors come from an ensemble, whose members' own optimizers were checked.
-    two = isinstance(optim.betas, tuple | list) and len(optim.betas) == 2
-    if not two or not all(isinstance(beta, Tensor) or DECAY.holds(beta) for beta in optim.betas):
+    # Numbers that are tensors come from an ensemble, whose members' own optimizers were checked.
+    is_pair = isinstance(optim.betas, tuple | list) and len(optim.betas) == 2
+    if not is_pair or not all(
+        isinstance(beta, Tensor) or DECAY.holds(beta) for beta in optim.betas
+    ):
         raise UsageError(f"betas = {optim.betas!r}: expected two numbers, 0 or more and below 1")
     if not isinstance(optim.eps, Tensor):
         ABOVE_0.require("eps", optim.eps)
@@ -224,10 +223,20 @@ def _require_ranges(optim: Optimizer) -> None:
 
 
 def require_list(name: str, values: object, kind: type, words: str) -> None:
-    """Refuse what is no list of `kind`, in words."""
+    """Refuse values that are not a list of `kind`.
+
+    Args:
+        name: what the values are called in the message.
+        values: the values.
+        kind: the class of each value.
+        words: what the message calls this class.
+
+    Raises:
+        UsageError: `values` is not such a list.
+    """
     if (
         isinstance(values, str)
         or not isinstance(values, Iterable)
-        or not all(isinstance(v, kind) for v in values)
+        or not all(isinstance(value, kind) for value in values)
     ):
         raise UsageError(f"{name} = {values!r}: expected a list of {words}")

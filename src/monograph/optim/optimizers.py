@@ -1,6 +1,4 @@
-"""Define the optimizers: they say which parameter is updated in which way, and with which rate and
-decay.
-"""
+"""The optimizers: how, and with which rate and decay, each parameter is updated."""
 
 import functools
 import math
@@ -42,16 +40,16 @@ class AdamW(Optimizer):
 
 @dataclass(frozen=True)
 class Muon(Optimizer):
-    """Muon for the matrices inside blocks, AdamW for all other parameters: embedding, head, norm
-    gains, biases.
+    """Muon for the matrices inside blocks, AdamW for all other parameters.
 
-    Both take the same learning rate: see `muon_`. Fields that `Optimizer` has mean the same here;
-    betas and eps are for the other parameters.
+    The others are embedding, head, norm gains and biases. Both use the same learning rate, see
+    `muon_`. The fields of `Optimizer` mean the same here; betas and eps are AdamW's.
 
     Attributes:
         momentum: Nesterov momentum of the matrices.
         embedding_lr: factor of the embedding's learning rate.
-        matrices: patterns of the names of the parameters that Muon takes; None: `hidden_matrices`.
+        matrices: patterns of the names of the parameters that Muon updates; None: those of
+            `hidden_matrices`.
     """
 
     momentum: float = 0.95
@@ -77,15 +75,16 @@ class Muon(Optimizer):
 
         Raises:
             UsageError: there is no matrix, a pattern or group matches no parameter, or a pattern
-                matches a parameter that is no matrix.
+                matches a parameter that is not a matrix.
         """
         parameters = trainable(module)
-        names = (
-            hidden_matrices(module) if self.matrices is None else _named(parameters, self.matrices)
-        )
+        if self.matrices is None:
+            names = hidden_matrices(module)
+        else:
+            names = _matrices_named(parameters, self.matrices)
         if not names:
             raise UsageError(
-                "muon finds no matrix inside a block, which is a module with parts inside an nn.ModuleList or "
+                "muon finds no matrix inside a block, which is a module with submodules inside an nn.ModuleList or "
                 'nn.Sequential: name the matrices, Muon(matrices=["*.weight"]), or use adamw'
             )
         kinds = kinds_of(parameters, ADAMW, self.weight_decay, self.groups)
@@ -101,12 +100,12 @@ class Muon(Optimizer):
         return kinds
 
 
-# By their values of the key `optim.name`.
+# By their names in the key `optim.name`.
 OPTIMIZERS: dict[str, type[Optimizer]] = {"adamw": AdamW, "muon": Muon}
 
 
 def name_of(optim: Optimizer) -> str:
-    """Return an optimizer's value of the key `optim.name`."""
+    """Return an optimizer's name in the key `optim.name`."""
     return next(name for name, kind in OPTIMIZERS.items() if type(optim) is kind)
 
 
@@ -124,13 +123,11 @@ def checked(optim: Optimizer) -> Optimizer:
 
 
 def initialise(plane: Plane, optim: Optimizer) -> None:
-    """Give the plane its state: zero moments, and the average, which equals the weights before the
-    first update.
-    """
+    """Give the plane its state: moments of zero, and the average, which equals the weights."""
     for name in plane.kind.rule.moments:
         plane.state |= FORMATS[optim.state].zeros(plane.grad, name, plane.before)
     if optim.ema is not None:
-        # It is copied, as an average that is a view of the weights would move with them.
+        # A copy, because an average that is a view of the weights would change with them.
         plane.state["ema"] = plane.param.to(plane.grad.dtype, copy=True)
 
 
@@ -144,20 +141,27 @@ def update_(
     accepted: Tensor,
     compute: torch.dtype,
 ) -> None:
-    """Update a plane in the way of its kind, matrices of one shape all at once, and the average
-    after it.
+    """Update a plane by the rule of its kind, and then the average.
 
-    `grad` [size] is the clipped mean gradient; `lr`, `applied`, `accepted` and `compute` are those
-    of the functions in `monograph.optim.updates`. For a stack of N modules, `grad` is [N, size],
-    and the next three are [N], as knobs may be. Buffers in fewer bits are unpacked before and
-    packed again afterwards.
+    Matrices of one shape are updated all at once. Buffers in fewer bits are unpacked before the
+    update, and packed after it.
+
+    Args:
+        plane: the plane, which may be that of a stack of N modules.
+        optim: the optimizer, whose numbers may be [N] for a stack.
+        grad: the mean gradient after clipping, [size]; [N, size] for a stack.
+        lr: see `monograph.optim.updates`; [N] for a stack.
+        applied: see `monograph.optim.updates`; [N] for a stack.
+        accepted: see `monograph.optim.updates`; [N] for a stack.
+        compute: the dtype of matrix products.
     """
     kind = plane.kind
     state = plane.state
-    form = FORMATS[optim.state]
-    # All arithmetic is in the gradient's dtype, so that one formula serves every form of the state.
+    state_format = FORMATS[optim.state]
+    # All arithmetic is in the gradient's dtype, so that one formula serves every format.
     moments = {
-        name: form.unpack(state, name, grad.dtype, plane.before) for name in kind.rule.moments
+        name: state_format.unpack(state, name, grad.dtype, plane.before)
+        for name in kind.rule.moments
     }
     param = plane.param.to(grad.dtype)
     stacks = [param, grad, *moments.values()]
@@ -176,14 +180,14 @@ def update_(
         orthogonal=plane.orthogonal,
         over=over,
     )
-    # Words 1 and 2 round the moments, word 0 the weights, as roundings of one update must be
-    # independent.
-    words = (
-        noise(param, optim.seed, applied, plane.number, plane.start) if form.stochastic else None
-    )
+    # Word 0 rounds the weights, words 1 and 2 the moments, because the roundings of one update must
+    # be independent.
+    words = None
+    if state_format.stochastic:
+        words = noise(param, optim.seed, applied, plane.number, plane.start)
     for number, (name, values) in enumerate(moments.items(), start=1):
         word = None if words is None else words[number]
-        form.pack_(state, name, values, accepted, word, plane.before, plane.ends.get(name))
+        state_format.pack_(state, name, values, accepted, word, plane.before, plane.ends.get(name))
     if words is not None and not optim.master_weights:
         plane.param.copy_(stochastic(param, words[0]))
     if optim.ema is not None:
@@ -193,31 +197,29 @@ def update_(
 
 
 def _matrices(flat: Tensor, plane: Plane) -> Tensor:
-    """Return a plane of matrices or stacks of one shape as [..., slots, *shape], without the zeros
-    between them.
+    """Return a plane's matrices, or stacks of matrices, as [..., slots, *shape].
+
+    The zeros between them are left out.
     """
     shape = plane.kind.matrix or ()
-    matrices: Tensor = flat.unflatten(-1, (len(plane.slots), -1))[
-        ..., : math.prod(shape)
-    ].unflatten(-1, shape)
+    by_slot = flat.unflatten(-1, (len(plane.slots), -1))
+    matrices: Tensor = by_slot[..., : math.prod(shape)].unflatten(-1, shape)
     return matrices
 
 
 def _over(stack: Tensor, knob: object) -> Any:
-    """Return a knob, which may have a value for each member [N], in a shape that broadcasts against
-    [N, ...].
-    """
-    return (
-        knob.view(-1, *[1] * (stack.ndim - 1)) if isinstance(knob, Tensor) and knob.ndim else knob
-    )
+    """Return a knob; if it is [N], in a shape that broadcasts against `stack`, [N, ...]."""
+    if isinstance(knob, Tensor) and knob.ndim:
+        return knob.view(-1, *[1] * (stack.ndim - 1))
+    return knob
 
 
 def hidden_matrices(module: nn.Module) -> list[str]:
-    """Return the names of trainable matrices and stacks of experts' matrices in a module's
-    `blocks`, not embeddings.
+    """Return the names of the trainable matrices in a module's `blocks`.
+
+    These include stacks of experts' matrices, but not embeddings: an embedding's rows are looked up
+    instead of multiplied, and orthogonalising its gradient would mix rows of different tokens.
     """
-    # An embedding's rows are looked up, not multiplied, and orthogonalising its gradient would mix
-    # rows of different tokens.
     inside = {id(p) for block in blocks(module).values() for p in block.parameters()}
     experts = [m for m in module.modules() if isinstance(m, ExpertLinear)]
     stacks = {id(p) for m in experts for p in m.parameters(recurse=False)}
@@ -233,48 +235,60 @@ def _embeddings(module: nn.Module) -> set[int]:
     }
 
 
-def _named(parameters: Mapping[str, nn.Parameter], patterns: Sequence[str]) -> list[str]:
-    if idle := [
-        pattern
-        for pattern in patterns
-        if not any(fnmatchcase(name, pattern) for name in parameters)
-    ]:
-        raise UsageError(_matches_none("muon's pattern", idle[0], parameters))
+def _matrices_named(parameters: Mapping[str, nn.Parameter], patterns: Sequence[str]) -> list[str]:
+    """Return the names that match a pattern, in the order of the parameters.
+
+    Raises:
+        UsageError: a pattern matches no parameter, or one that is not a matrix.
+    """
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in parameters):
+            raise UsageError(_no_match_message("muon's pattern", pattern, parameters))
     names = [name for name in parameters if any(fnmatchcase(name, pattern) for pattern in patterns)]
-    if odd := [name for name in names if parameters[name].ndim != 2]:
-        raise UsageError(
-            f"muon updates matrices, but {odd[0]} has {parameters[odd[0]].ndim} dimensions, not 2"
-        )
+    for name in names:
+        dimensions = parameters[name].ndim
+        if dimensions != 2:
+            raise UsageError(
+                f"muon updates matrices, but {name} has {dimensions} dimensions, not 2"
+            )
     return names
 
 
 def kinds_of(
     parameters: Mapping[str, nn.Parameter], rule: Rule, weight_decay: float, groups: Sequence[Group]
 ) -> dict[str, Kind]:
-    """Return how each parameter is updated by one rule, by name, with the rates and decays of
-    groups.
+    """Return the kind of each parameter, by name.
+
+    Args:
+        parameters: the parameters by name.
+        rule: the rule of all kinds.
+        weight_decay: the decay of parameters that are not vectors.
+        groups: parameters with their own rate, decay or eps.
 
     Raises:
         UsageError: a group matches no parameter.
     """
-    idle = {group.pattern for group in groups}
+    unmatched = {group.pattern for group in groups}
     kinds: dict[str, Kind] = {}
     for name, parameter in parameters.items():
         # The first match counts, so that an exception is written before its rule.
         group = next((group for group in groups if fnmatchcase(name, group.pattern)), Group("*"))
-        idle.discard(group.pattern)
-        # Gains and biases are not decayed: pulling a gain to zero shrinks activations without
-        # regularising them.
-        vector = parameter.ndim < 2 or name.endswith(".bias")  # experts' biases are in one tensor
-        usual = 0.0 if vector else weight_decay
-        decay = usual if group.weight_decay is None else group.weight_decay
-        kinds[name] = Kind(rule, group.lr, decay, eps=group.eps, vector=vector)
-    if idle:
-        raise UsageError(_matches_none("the optimizer's group", min(idle), parameters))
+        unmatched.discard(group.pattern)
+        # By name too, because the biases of all experts are one matrix.
+        is_vector = parameter.ndim < 2 or name.endswith(".bias")
+        if group.weight_decay is not None:
+            decay = group.weight_decay
+        else:
+            # Gains and biases are not decayed: pulling a gain to zero shrinks activations without
+            # regularising them.
+            decay = 0.0 if is_vector else weight_decay
+        kinds[name] = Kind(rule, group.lr, decay, eps=group.eps, vector=is_vector)
+    if unmatched:
+        raise UsageError(_no_match_message("the optimizer's group", min(unmatched), parameters))
     return kinds
 
 
-def _matches_none(what: str, pattern: str, parameters: Mapping[str, nn.Parameter]) -> str:
+def _no_match_message(what: str, pattern: str, parameters: Mapping[str, nn.Parameter]) -> str:
     return (
         f"{what} {pattern!r} matches no trainable parameter that is not another's already; "
         f"names are such as {next(iter(parameters))!r}"

@@ -1,9 +1,11 @@
 """Keep the parameters of a module in planes, a few flat buffers.
 
-A plane is one contiguous buffer of all parameters that are updated in the same way; the module's
-parameters and their gradients are views of it. So an update is a handful of large operations for
-any number of parameters (measured on a
-CPU: compiling AdamW over 110 separate tensors took 48 s, over two flat buffers 3.6 s).
+A plane is one contiguous buffer of all parameters that are updated in the same way. The module's
+parameters and their gradients are views of it. So an update is a few large operations for any
+number of parameters: on a CPU, compiling AdamW over 110 separate tensors took 48 s, over two flat
+buffers 3.6 s.
+
+Shapes: N stacked modules, size elements of a plane.
 """
 
 import itertools
@@ -26,7 +28,7 @@ from monograph.optim.optimizer import Kind
 
 
 class Slot(NamedTuple):
-    """The place of one parameter in its plane."""
+    """The place of one parameter in its plane; `offset` is that of its first element."""
 
     name: str
     parameter: nn.Parameter
@@ -45,19 +47,20 @@ class Plane:
         param: [size] in the parameters' dtype; the module's parameters are views of it.
         grad: [size] in the parameters' original dtype, even if they are kept in bf16 now; the
             parameters' `.grad` are views of it.
-        number: its number among the module's planes.
-        parts: the elements of each part of the module in it, one part after another: see `planes`.
-        start: the index of its first element in the module's plane of this number, if it is only a
-            part of that.
-        before: elements of other ranks in its first block of 256.
+        number: the plane's number among the module's planes.
+        parts: the number of elements of each part of the module, in the order of `slots`; see
+            `planes`.
+        start: the index of the first element in the module's plane of this number, if this is only
+            a part of that plane; else 0.
+        before: the number of elements of other ranks in the first block of 256.
         state: the optimizer's buffers by name, each [size], or [size / 256] with one number for
             each block of 256.
         rounded: the parameters in the dtype of products, which `round` writes; None if products
-            read them themselves.
-        orthogonal: Muon's directions [size] of this update, where ranks have only rows of the
+            read the parameters themselves.
+        orthogonal: [size], Muon's directions of this update if ranks have only rows of the
             matrices; else None.
-        ends: by buffer, the largest number of its first and last block [2] after this update, where
-            other ranks have parts of these blocks.
+        ends: by buffer, the largest number of its first and of its last block after this update,
+            [2], if other ranks have parts of these blocks.
     """
 
     kind: Kind
@@ -76,19 +79,22 @@ class Plane:
     _linked: tuple[Tensor, list[Tensor]] | None = field(default=None, init=False)
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield each parameter's name and its part of `flat`, in its shape unless `flat` has one
-        number per block.
+        """Yield each parameter's name and its part of a buffer of the plane.
+
+        A part has the parameter's shape, or one number for each block if `flat` is [size / 256].
         """
-        block, lead = self.param.shape[-1] // flat.shape[-1], flat.ndim - 1
+        block = self.param.shape[-1] // flat.shape[-1]
+        leading_axes = flat.ndim - 1
         for name, parameter, offset in self.slots:
-            size = math.prod(parameter.shape[lead:])
-            part = flat[..., offset // block : -(-(offset + size) // block)]
+            end = offset + math.prod(parameter.shape[leading_axes:])
+            end_block = -(-end // block)  # rounded up
+            part = flat[..., offset // block : end_block]
             yield name, part.view(parameter.shape) if block == 1 else part
 
     def hold(self, flat: Tensor) -> None:
         """Make the parameters views of `flat`; they have no gradient until the next `link`."""
-        # By `.data` the parameter stays the same object, so that ties, hooks and other holders see
-        # the new memory.
+        # Through `.data` the parameter stays the same object, so that ties, hooks and other owners
+        # see the new memory.
         for (_, parameter, _), (_, view) in zip(self.slots, self.views(flat), strict=True):
             parameter.grad = None
             parameter.data = view
@@ -98,14 +104,15 @@ class Plane:
     def link(self) -> None:
         """Point every parameter's `.grad` at the plane, even if it was set to something else."""
         if self._linked is None or self._linked[0] is not self.grad:
-            # For autograd these are no views, or Dynamo would trace their base with symbols.
+            # `.data`, because Dynamo would trace the base of what autograd sees as a view with
+            # symbols.
             self._linked = self.grad, [view.data for _, view in self.views(self.grad)]
         for slot, view in zip(self.slots, self._linked[1], strict=True):
             if slot.parameter.grad is not view:
                 slot.parameter.grad = view
 
     def fuse(self) -> None:
-        """Let products add the gradients of matrices; see `monograph.ops.fused_gradients`."""
+        """Make products add the gradients of matrices; see `monograph.ops.fused_gradients`."""
         if self.kind.vector or self.grad.dtype == torch.float64:
             return
         weights = self.views(self.param if self.rounded is None else self.rounded)
@@ -115,49 +122,58 @@ class Plane:
             parameter.fused = Fused(weight.data, total.data)  # type: ignore[attr-defined]
 
     def round(self) -> None:
-        """Bring `rounded` up to date."""
+        """Write `param` to `rounded`, unless that is None."""
         if self.rounded is not None:
             self.rounded.copy_(self.param)
 
 
 @contextmanager
 def holding(planes: Sequence[Plane], params: Sequence[Tensor]) -> Iterator[None]:
-    """Let the planes hold these numbers in the block, a tensor for each plane, in place of their
-    own.
+    """Write other numbers to the planes, and restore their own after the `with` block.
+
+    Args:
+        planes: the planes.
+        params: the numbers, one tensor for each plane.
     """
-    own = [plane.param.clone() for plane in planes]
+    own_params = [plane.param.clone() for plane in planes]
     try:
         for plane, param in zip(planes, params, strict=True):
             plane.param.copy_(param)
         yield
     finally:
-        for plane, param in zip(planes, own, strict=True):
+        for plane, param in zip(planes, own_params, strict=True):
             plane.param.copy_(param)
 
 
 @contextmanager
 def unlinked(planes: Iterable[Plane]) -> Iterator[None]:
-    """In the block no parameter has a gradient of another dtype, as torch cannot trace a graph with
-    such parameters.
+    """Remove gradients of another dtype than their parameters' in the `with` block.
+
+    torch cannot trace a graph with such parameters.
     """
-    # Only bf16 weights with fp32 gradients are unlinked, as removing gradients and setting them
-    # again takes time. Where weights are on the host and gradients are not, as in streaming,
-    # parameters never have a gradient.
-    there = [plane for plane in planes if plane.grad.device == plane.param.device]
-    narrow = [plane for plane in there if plane.param.dtype != plane.grad.dtype]
-    for slot in (slot for plane in narrow for slot in plane.slots):
-        slot.parameter.grad = None
+    # Only these planes (bf16 weights with fp32 gradients), because removing gradients and setting
+    # them again takes time. If weights are on the host and gradients on the device, as in
+    # streaming, parameters never have a gradient.
+    of_two_dtypes = [
+        plane
+        for plane in planes
+        if plane.grad.device == plane.param.device and plane.param.dtype != plane.grad.dtype
+    ]
+    for plane in of_two_dtypes:
+        for slot in plane.slots:
+            slot.parameter.grad = None
     try:
         yield
     finally:
-        for plane in narrow:
+        for plane in of_two_dtypes:
             plane.link()
 
 
 @contextmanager
 def vectors_at_once(planes: Iterable[Plane]) -> Iterator[None]:
-    """Add the gradients of vectors that the block computes in one kernel, at its end, instead of in
-    one for each.
+    """Add the gradients of all vectors in one kernel, at the end of the `with` block.
+
+    Otherwise a backward pass in the block would launch one kernel for each vector.
     """
     parameters = [slot.parameter for plane in planes if plane.kind.vector for slot in plane.slots]
     totals = [parameter.grad for parameter in parameters]
@@ -165,20 +181,20 @@ def vectors_at_once(planes: Iterable[Plane]) -> Iterator[None]:
         parameter.grad = None
     try:
         yield
-        if found := [
-            (total, p.grad)
-            for total, p in zip(totals, parameters, strict=True)
-            if p.grad is not None
-        ]:
-            torch._foreach_add_(*map(list, zip(*found, strict=True)))
+        computed: list[tuple[Any, Any]] = [
+            (total, parameter.grad)
+            for total, parameter in zip(totals, parameters, strict=True)
+            if parameter.grad is not None
+        ]
+        if computed:
+            torch._foreach_add_([total for total, _ in computed], [grad for _, grad in computed])
     finally:
         for parameter, total in zip(parameters, totals, strict=True):
             parameter.grad = total
 
 
 def require_movable(module: nn.Module) -> None:
-    """Require that a module's parameters can be moved without a change to its results and its state
-    dict.
+    """Refuse a module whose results or state dict would change if its parameters were moved.
 
     Raises:
         UsageError: a parameter has no shape yet, cannot be trained in its dtype or shares its
@@ -199,7 +215,8 @@ def require_movable(module: nn.Module) -> None:
             raise UsageError(
                 f"{name} is {tensor.dtype}: expected float32, float64 or bfloat16, to train it in"
             )
-    if pair := overlapping_tensors(module):
+    pair = overlapping_tensors(module)
+    if pair:
         raise UsageError(
             f"{pair[0]} and {pair[1]} lie in the same memory, and would come apart when parameters move: register one "
             "Parameter under both names, or compute one from the other where it is read"
@@ -211,7 +228,7 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that are trained, by name; tied ones once, under their first name.
 
     Raises:
-        UsageError: there is none, they have different dtypes or devices, or `require_movable`
+        UsageError: there are none, they have different dtypes or devices, or `require_movable`
             refuses the module.
     """
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -237,14 +254,14 @@ def planes(
 ) -> list[Plane]:
     """Move parameters into planes, one for each kind.
 
-    Values, names, dtypes and devices stay; tied parameters stay tied. Afterwards the parameters are
-    views, so load weights and move the module to its device before.
+    Values, names and devices do not change, and tied parameters stay tied. Afterwards the
+    parameters are views, so load weights and move the module to its device before.
 
     Args:
         parameters: the parameters by name.
-        kinds: each one's kind, by the same names.
-        state: the optimizer's `state`; parameters begin at blocks of its format, with zeros between
-            them.
+        kinds: the parameters' kinds, by the same names.
+        state: the optimizer's `state`; each parameter begins at a block of its format, with zeros
+            between parameters.
         lead: 1 for stacked parameters [N, ...], for which planes are stacked as well; else 0.
         master_weights: whether parameters keep their dtype; if not, they are rounded to bf16, and
             only their gradients keep it.
@@ -254,22 +271,30 @@ def planes(
     """
     # Parameters of a kind are in the module's order, which is the same in checkpoints of other
     # ranks or engines.
-    members: dict[Kind, list[tuple[str, nn.Parameter]]] = {}
+    members_by_kind: dict[Kind, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in parameters.items():
-        members.setdefault(kinds[name], []).append((name, parameter))
-    made = [
-        _plane(number, kind, own, state, lead, master_weights)
-        for number, (kind, own) in enumerate(members.items())
+        members_by_kind.setdefault(kinds[name], []).append((name, parameter))
+    new_planes = [
+        _plane(number, kind, members, state, lead, master_weights)
+        for number, (kind, members) in enumerate(members_by_kind.items())
     ]
-    for plane in made:
-        ends = [*(slot.offset for slot in plane.slots[1:]), plane.param.shape[-1]]
-        slots_and_ends = zip(plane.slots, ends, strict=True)
-        of_part = itertools.groupby(
-            slots_and_ends, lambda slot_and_end: (parts or {}).get(slot_and_end[0].name)
-        )
-        reached = [0, *(list(group)[-1][1] for _, group in of_part)]
-        plane.parts = tuple(end - begin for begin, end in itertools.pairwise(reached))
-    return made
+    for plane in new_planes:
+        plane.parts = _part_sizes(plane, parts or {})
+    return new_planes
+
+
+def _part_sizes(plane: Plane, parts: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the number of elements of each run of parameters of one part, with gaps included."""
+    slot_ends = [*(slot.offset for slot in plane.slots[1:]), plane.param.shape[-1]]
+    runs = itertools.groupby(
+        zip(plane.slots, slot_ends, strict=True),
+        lambda slot_and_end: parts.get(slot_and_end[0].name),
+    )
+    run_ends = [0]
+    for _, run in runs:
+        _, end = list(run)[-1]
+        run_ends.append(end)
+    return tuple(end - begin for begin, end in itertools.pairwise(run_ends))
 
 
 def _plane(
@@ -280,25 +305,31 @@ def _plane(
     lead: int,
     master_weights: bool,
 ) -> Plane:
+    """Move parameters of one kind, given as (name, parameter), into a new plane."""
     block = FORMATS[state].block
     sizes = [math.prod(p.shape[lead:]) for _, p in members]
-    offsets = [0, *itertools.accumulate(-(-size // block) * block for size in sizes)]
-    first = members[0][1]
-    whole = (*first.shape[:lead], offsets[-1])
-    dtype = kept_dtype(first)
-    # If parameters begin at blocks, the gaps between them are zeros, as they are quantised together
-    # with parameters.
-    made = torch.empty if block == 1 else torch.zeros
-    param = made(whole, dtype=dtype if master_weights else torch.bfloat16, device=first.device)
-    slots = [Slot(n, p, o) for (n, p), o in zip(members, offsets, strict=False)]
+    padded_sizes = [-(-size // block) * block for size in sizes]  # rounded up to blocks
+    offsets = [0, *itertools.accumulate(padded_sizes)]
+    _, first = members[0]
+    plane_shape = (*first.shape[:lead], offsets[-1])
+    grad_dtype = kept_dtype(first)
+    # The gaps between parameters are zeros, because they are quantised together with parameters.
+    allocate = torch.empty if block == 1 else torch.zeros
+    param_dtype = grad_dtype if master_weights else torch.bfloat16
+    param = allocate(plane_shape, dtype=param_dtype, device=first.device)
+    slots = [
+        Slot(name, parameter, offset)
+        for (name, parameter), offset in zip(members, offsets, strict=False)
+    ]
     for (_, parameter, offset), size in zip(slots, sizes, strict=True):
-        # The old memory is freed one by one, and gradients are made last, so that no second copy of
-        # all weights exists.
+        # Each parameter's old memory is freed at once, and gradients are allocated last, so that
+        # there is never a second copy of all weights.
         part = param[..., offset : offset + size].view(parameter.shape)
         part.copy_(parameter.detach())
         parameter.grad = None
         keep(parameter, part)
-    plane = Plane(kind, slots, param, torch.zeros(whole, dtype=dtype, device=first.device), number)
+    grad = torch.zeros(plane_shape, dtype=grad_dtype, device=first.device)
+    plane = Plane(kind, slots, param, grad, number)
     plane.hold(param)
     plane.link()
     return plane

@@ -1,6 +1,4 @@
-"""The rules of optimizers: each applies a formula of `monograph.optim.updates` to the parameters of
-a plane.
-"""
+"""The rules of optimizers: each applies a formula of `monograph.optim.updates` to a plane."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -98,8 +96,8 @@ class MuonRule(Rule):
 
     def direction(self, grad: Tensor, moments: Sequence[Tensor], kind: Kind) -> Tensor:
         """See Rule."""
-        _, ahead = nesterov(grad, moments[0], kind.momentum)
-        return ahead
+        _, direction = nesterov(grad, moments[0], kind.momentum)
+        return direction
 
 
 ADAMW = AdamWRule()

@@ -35,7 +35,7 @@ from monograph.model.adapter import put
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.model.parameters import block_matrices, block_multiplied, layer_shapes, matrices
-from monograph.ops.attention import MOST_KEYS, QUERIES
+from monograph.ops.attention import MAX_KEYS_IN_BLOCKS, QUERIES
 from monograph.ops.cross_entropy import chunk_count
 from monograph.ops.delta_rule import CHUNK
 from monograph.optim.formats import FORMATS
@@ -171,7 +171,7 @@ def score_numbers(work: Work) -> int:
     Queries are taken in blocks, and a block of queries reads the keys up to its own end.
     """
     in_products = work.device_type == "cpu" and work.compile != "none" and work.precision == "bf16"
-    if not in_products or work.length > MOST_KEYS:
+    if not in_products or work.length > MAX_KEYS_IN_BLOCKS:
         return 0
     blocks = -(-work.length // QUERIES)
     keys = sum(min(work.length, (block + 1) * QUERIES) for block in range(blocks)) / blocks
