@@ -15,9 +15,9 @@ from monograph.model.scaling import (
     LINEAR,
     SLIDING,
     Scaling,
-    check_id,
-    check_number,
-    check_whole,
+    check_positive_integer,
+    check_positive_number,
+    check_token_id,
 )
 
 WEIGHT_FILES = (".pth", ".pt")  # suffixes of files written by torch.save; see `torch_file`
@@ -145,7 +145,7 @@ class LlamaConfig:
 
     def __post_init__(self) -> None:
         for name in _REQUIRED:
-            check_whole(name, getattr(self, name))
+            check_positive_integer(name, getattr(self, name))
         # transformers refuses a Llama whose width is not a multiple of its heads, even with a
         # head_dim.
         if self.head_dim == 0 or self.model_type == "llama":
@@ -156,7 +156,7 @@ class LlamaConfig:
         if self.head_dim == 0:
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
         for name in _SIZES:
-            check_whole(name, getattr(self, name))
+            check_positive_integer(name, getattr(self, name))
         for name in (
             "rms_norm_eps",
             "rope_theta",
@@ -165,9 +165,9 @@ class LlamaConfig:
             *families.MULTIPLIERS,
         ):
             if getattr(self, name) is not None or getattr(LlamaConfig, name) is not None:
-                check_number(name, getattr(self, name))
+                check_positive_number(name, getattr(self, name))
         if self.query_pre_attn_scalar != 0:
-            check_whole("query_pre_attn_scalar", self.query_pre_attn_scalar)
+            check_positive_integer("query_pre_attn_scalar", self.query_pre_attn_scalar)
         if self.initializer_range > 1:
             raise InputRefused(
                 f"initializer_range = {self.initializer_range}: expected at most 1, transformers' limit"
@@ -195,13 +195,13 @@ class LlamaConfig:
         self._check_multiple("num_attention_heads", "num_key_value_heads")
         for name in ("attention_dropout", "router_aux_loss_coef"):
             if getattr(self, name) != 0:
-                check_number(name, getattr(self, name))
+                check_positive_number(name, getattr(self, name))
         if self.head_dim % 2:
             raise InputRefused(
                 f"head_dim = {self.head_dim} is odd, and rotary embedding turns pairs; change it, or hidden_size = "
                 f"{self.hidden_size} and num_attention_heads = {self.num_attention_heads} that it comes from"
             )
-        check_number("partial_rotary_factor", self.partial_rotary_factor)
+        check_positive_number("partial_rotary_factor", self.partial_rotary_factor)
         if self.partial_rotary_factor > 1 or self.rotary_dim % 2 or self.rotary_dim == 0:
             raise InputRefused(
                 f"partial_rotary_factor = {self.partial_rotary_factor} of head_dim = {self.head_dim}: expected an even "
@@ -213,7 +213,8 @@ class LlamaConfig:
             self.rope_scaling, "truncate", True
         )
         known = (
-            self.rope_scaling is None or scaling.kind_of(self.rope_scaling) in self.family.scalings
+            self.rope_scaling is None
+            or scaling.rope_type(self.rope_scaling) in self.family.scalings
         )
         if not known or widened:
             shown = "rope_scaling.truncate = false" if widened else "rope_scaling"
@@ -230,7 +231,7 @@ class LlamaConfig:
             if getattr(self, name) != getattr(type(self), name) and name not in self.family.keys:
                 raise InputRefused(f"{name} is not supported with model_type = {self.model_type!r}")
         if self.sliding_window is not None:
-            check_whole("sliding_window", self.sliding_window)
+            check_positive_integer("sliding_window", self.sliding_window)
         other = self.family.others
         if wrong := [kind for kind in self.layer_types if kind not in (FULL, other)]:
             raise InputRefused(f"layer_types has {wrong[0]!r}: expected {FULL!r} or {other!r}")
@@ -288,7 +289,7 @@ class LlamaConfig:
             *(("eos_token_id", item) for item in self.ends),
         ):
             if value is not None:
-                check_id(name, value)
+                check_token_id(name, value)
         pad, size = self.pad_token_id, self.vocab_size
         if pad is None:
             return
@@ -381,7 +382,7 @@ class LlamaConfig:
         }
         # 0 means "derived" in this class only, not in the file.
         for key in sorted(sizes.keys() & _SIZES):
-            check_whole(key, sizes[key])
+            check_positive_integer(key, sizes[key])
         if isinstance(values.get("eos_token_id"), list):
             sizes["eos_token_id"] = tuple(values["eos_token_id"])
         rope = scaling.from_hf(

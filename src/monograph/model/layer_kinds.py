@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from monograph.errors import InputRefused
 from monograph.model.families import LINEAR_SIZES, Family, family
-from monograph.model.scaling import FULL, LINEAR, SLIDING, check_whole
+from monograph.model.scaling import FULL, LINEAR, SLIDING, check_positive_integer
 
 if TYPE_CHECKING:
     from monograph.model.config import LlamaConfig
@@ -42,7 +42,7 @@ def windows_from_hf(values: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
         )
     if its.others == LINEAR:
         for name in LINEAR_SIZES:
-            check_whole(name, values.get(name, 1))  # a new model has none yet
+            check_positive_integer(name, values.get(name, 1))  # a new model has none yet
         return None, tuple(_usual_types(values, its) if types is None else types)
     if "layer_types" not in its.keys:
         if types is not None:
@@ -78,10 +78,10 @@ def _usual_types(values: Mapping[str, Any], its: Family) -> tuple[str, ...]:
     first = values.get("max_window_layers", 28)
     if "sliding_window_pattern" in its.keys:
         every = values.get("sliding_window_pattern", every)
-        check_whole("sliding_window_pattern", every)
+        check_positive_integer("sliding_window_pattern", every)
     if its.others == LINEAR:
         every = values.get("full_attention_interval", every)
-        check_whole("full_attention_interval", every)
+        check_positive_integer("full_attention_interval", every)
     if every:
         return tuple(its.others if (layer + 1) % every else FULL for layer in layers)
     if "no_rope_layers" in its.keys:
@@ -106,7 +106,7 @@ def rotations_from_hf(values: Mapping[str, Any]) -> tuple[int, ...]:
     listed = values.get("no_rope_layers")
     every = values.get("no_rope_layer_interval", 4)
     if listed is None:
-        check_whole("no_rope_layer_interval", every)
+        check_positive_integer("no_rope_layer_interval", every)
         listed = [int((layer + 1) % every != 0) for layer in range(layers)]
     if not isinstance(listed, list) or len(listed) < layers:
         raise InputRefused(
@@ -136,7 +136,7 @@ def linear_sizes(config: LlamaConfig) -> dict[str, int]:
         name: getattr(config, name) or size for name, size in zip(LINEAR_SIZES, usual, strict=True)
     }
     for name, size in found.items():
-        check_whole(name, size)
+        check_positive_integer(name, size)
     keys = found["linear_num_key_heads"]
     if values % keys:
         raise InputRefused(
@@ -176,7 +176,7 @@ def fresh(model_type: str, layers: int) -> dict[str, Any]:
 def layer_count(values: Mapping[str, Any]) -> int:
     """Return num_hidden_layers, small enough for a list of them."""
     layers: int = values["num_hidden_layers"]
-    check_whole("num_hidden_layers", layers)
+    check_positive_integer("num_hidden_layers", layers)
     if layers > MOST_LAYERS:
         raise InputRefused(f"num_hidden_layers = {layers}: expected at most {MOST_LAYERS}")
     return layers

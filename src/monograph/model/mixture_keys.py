@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from monograph.errors import InputRefused
 from monograph.model.families import family
 from monograph.model.layer_kinds import layer_count
-from monograph.model.scaling import check_number, check_whole
+from monograph.model.scaling import check_positive_integer, check_positive_number
 
 if TYPE_CHECKING:
     from monograph.model.config import LlamaConfig
@@ -29,7 +29,7 @@ def checked(config: LlamaConfig) -> dict[str, Any]:
             f"{config.model_type!r}"
         )
     if config.clip_qkv is not None:
-        check_number("clip_qkv", config.clip_qkv)
+        check_positive_number("clip_qkv", config.clip_qkv)
     if not its.experts:
         return {}
     _check_router(config)
@@ -38,7 +38,7 @@ def checked(config: LlamaConfig) -> dict[str, Any]:
     if its.experts == "moe_intermediate_size":
         usual = -(-config.intermediate_size // config.num_experts_per_tok)
         found["moe_intermediate_size"] = config.moe_intermediate_size or usual
-        check_whole("moe_intermediate_size", found["moe_intermediate_size"])
+        check_positive_integer("moe_intermediate_size", found["moe_intermediate_size"])
     if its.divides:
         found["norm_topk_prob"] = True
     if its.experts == "moe_intermediate_size" and "mlp_only_layers" not in its.keys:
@@ -46,13 +46,13 @@ def checked(config: LlamaConfig) -> dict[str, Any]:
     if "shared_expert_intermediate_size" in its.keys:
         width = config.shared_expert_intermediate_size or found["moe_intermediate_size"]
         found["shared_expert_intermediate_size"] = width
-        check_whole("shared_expert_intermediate_size", width)
+        check_positive_integer("shared_expert_intermediate_size", width)
     return found
 
 
 def _check_router(config: LlamaConfig) -> None:
     for name in ("num_experts", "num_experts_per_tok"):
-        check_whole(name, getattr(config, name))
+        check_positive_integer(name, getattr(config, name))
     factor = config.router_aux_loss_coef
     chosen = config.num_experts_per_tok
     if factor > LARGEST_FACTOR:
@@ -85,14 +85,14 @@ def from_hf(values: Mapping[str, Any]) -> dict[str, Any]:
         number = min(names, key=lambda name: name in its.defaults)
         shared = [key for key in its.keys if key.startswith("shared_expert")]
         for key in (number, "num_experts_per_tok", its.experts, *shared):
-            check_whole(key, values[key])
+            check_positive_integer(key, values[key])
             found[key] = values[key]
         found["num_experts"] = found.pop(number)
     if "mlp_only_layers" in its.keys:
         step = values.get("decoder_sparse_step", 1)
         listed = values.get("mlp_only_layers")
         listed = [] if listed is None else listed
-        check_whole("decoder_sparse_step", step)
+        check_positive_integer("decoder_sparse_step", step)
         if not isinstance(listed, list) or any(
             isinstance(each, bool) or not isinstance(each, int) for each in listed
         ):
