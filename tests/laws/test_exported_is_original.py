@@ -63,7 +63,7 @@ SHAPES = {
     "olmo2": {"rope_theta": 5e5, "rope_scaling": LinearScaling(2.0)},
     "olmo3": {
         "num_hidden_layers": 4, "sliding_window": 8, "layer_types": (SLIDING, SLIDING, SLIDING, FULL),
-        "tie_word_embeddings": True, "rope_scaling": YarnScaling(4.0, YarnScaling.usual_attention_factor(4.0), 16),
+        "tie_word_embeddings": True, "rope_scaling": YarnScaling(4.0, YarnScaling.default_attention_factor(4.0), 16),
     },
     "phi3": {
         "partial_rotary_factor": 0.75, "sliding_window": 1024, "rms_norm_eps": 1e-6,
@@ -99,7 +99,7 @@ SHAPES = {
     "gpt_oss": {
         "sliding_window": 8, "layer_types": (SLIDING, FULL), "attention_bias": True, "num_experts": 5,
         "num_experts_per_tok": 2, "head_dim": 32, "tie_word_embeddings": True,
-        "rope_scaling": YarnScaling(4.0, YarnScaling.usual_attention_factor(4.0), 16),
+        "rope_scaling": YarnScaling(4.0, YarnScaling.default_attention_factor(4.0), 16),
     },
     "smollm3": {
         "num_hidden_layers": 4, "no_rope_layers": (1, 1, 1, 0), "head_dim": 32, "rope_theta": 2e6,

@@ -97,7 +97,7 @@ REAL: dict[str, dict[str, Any]] = {
     "olmo3": {  # Olmo 3 32B
         "hidden_size": 640, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 128, "rope_theta": 5e5,
         "rms_norm_eps": 1e-6, "num_hidden_layers": 4, "layer_types": (SLIDING, SLIDING, SLIDING, FULL),
-        "sliding_window": 64, "rope_scaling": YarnScaling(8.0, YarnScaling.usual_attention_factor(8.0), 8192),
+        "sliding_window": 64, "rope_scaling": YarnScaling(8.0, YarnScaling.default_attention_factor(8.0), 8192),
     },
     "smollm3": {  # SmolLM3 3B
         "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 128, "rope_theta": 5e6, "rms_norm_eps": 1e-6,
@@ -143,7 +143,7 @@ REAL: dict[str, dict[str, Any]] = {
         "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 64, "rope_theta": 150_000.0,
         "rms_norm_eps": 1e-5, "num_hidden_layers": 2, "layer_types": (SLIDING, FULL), "sliding_window": 128,
         "attention_bias": True, "num_experts": 16, "num_experts_per_tok": 4,
-        "rope_scaling": YarnScaling(32.0, YarnScaling.usual_attention_factor(32.0), 4096),
+        "rope_scaling": YarnScaling(32.0, YarnScaling.default_attention_factor(32.0), 4096),
     },
 }  # fmt: skip
 
@@ -345,7 +345,7 @@ def likely(family: str, draw: random.Random) -> dict[str, Any]:
         sizes["rope_scaling"] = {
             "linear": LinearScaling(2.5),
             "llama3": Llama3Scaling(4.0, 1.0, 4.0, 32),
-            "yarn": YarnScaling(4.0, YarnScaling.usual_attention_factor(4.0), 16),
+            "yarn": YarnScaling(4.0, YarnScaling.default_attention_factor(4.0), 16),
             "odd yarn": YarnScaling(4.0, 1.3, 16),
         }[scaling]
     linear_heads = draw.choice([1, 2, 3])

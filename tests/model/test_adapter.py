@@ -237,7 +237,7 @@ def test_damage_is_refused_in_a_line(folder):
     with pytest.raises(InputRefused, match="is stored as I8"):
         put(tiny_llama(), stored.lora, start=stored)
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(InputRefused, match="damaged, or no safetensors file"):
+    with pytest.raises(InputRefused, match="damaged, or not a safetensors file"):
         put(tiny_llama(), stored.lora, start=stored)
     (folder / "adapter_config.json").write_text("[1]")
     with pytest.raises(InputRefused, match="expected a JSON object"):

@@ -242,7 +242,7 @@ def test_a_header_of_too_many_tensors_is_not_read(saved, monkeypatch):
     monkeypatch.setattr(tensor_layout, "MOST_HEADER_BYTES", 1000, raising=False)
     monkeypatch.setattr(files, "safe_open", lambda *_, **__: pytest.fail("the library was asked"))
     with pytest.raises(
-        InputRefused, match="model.safetensors: damaged, or no safetensors file: a header of"
+        InputRefused, match="model.safetensors: damaged, or not a safetensors file: a header of"
     ):
         files.read_headers(saved)
     with pytest.raises(InputRefused, match="30 tensors: more than a file of weights may list"):

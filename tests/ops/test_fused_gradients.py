@@ -23,7 +23,7 @@ from monograph.graph.remat import Remat
 from monograph.graph.siblings import families, fuse_known, fuse_siblings
 from monograph.loss import TokenLoss, token_loss
 from monograph.model.llama import Llama
-from monograph.model.rope import _rotated_on_cuda, rotate
+from monograph.model.rope import _rotate_on_cuda, rotate
 from monograph.ops.cross_entropy import _traced_difference, _traced_on_cuda, linear_cross_entropy
 from monograph.ops.fused_gradients import Fused, add_product_, embedding, fusing, linear
 from monograph.optim import vectors_at_once
@@ -205,7 +205,7 @@ def test_forms_for_a_gpu_equal_those_for_a_cpu():
 
     heads, angles = drawn(2, 3, 5, 8), drawn(2, 1, 5, 4)
     turned = [tensor.transpose(1, 2) for tensor in (angles.cos(), angles.sin())]
-    ours = _rotated_on_cuda(heads.transpose(1, 2), *turned).transpose(1, 2)
+    ours = _rotate_on_cuda(heads.transpose(1, 2), *turned).transpose(1, 2)
     assert torch.equal(ours, rotate(heads, (angles.cos(), angles.sin())))
     hidden, weight, targets = drawn(6, 4), drawn(9, 4), torch.tensor([0, 8, 3, 3, 0, 1])
     weights = torch.tensor([1.0, 1, 1, 0, 1, 1], dtype=torch.float64)

@@ -1,8 +1,7 @@
-"""Turn a prompt and its completion, both texts, into tokens of which the completion's are trained
-on.
+"""Turn a prompt and its completion, which are both texts, into tokens, and train on the completion.
 
-No chat template takes part: the model reads the prompt as it is, continues it with the completion,
-and ends the text.
+There is no chat template. The model reads the prompt unchanged, continues it with the completion, and
+ends the text.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,15 +16,15 @@ from monograph.text.tokenizer import Tokenizer
 
 
 def completed_row(tokenizer: Tokenizer, prompt: str, completion: str) -> Row:
-    """Return the tokens of a prompt and its completion, and the span of the completion with the end
-    of the text.
+    """Return the tokens of a prompt and its completion, with the completion and the end as targets.
 
-    Both are encoded apart, since at inference the prompt is encoded before anything follows it.
+    The texts are encoded separately, because at inference the prompt is encoded alone.
     """
-    before = [tokenizer.bos_id, *tokenizer.encode(prompt)]
-    # Only a text that begins the document has the space that some tokenizers put before a text.
-    ids = [*before, *tokenizer.encode(completion, inside=bool(prompt)), tokenizer.eos_id]
-    return Row(ids, ((len(before), len(ids)),))
+    prompt_ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
+    # Some tokenizers put a space before a text, but only at the beginning of a document.
+    completion_ids = tokenizer.encode(completion, inside=bool(prompt))
+    ids = [*prompt_ids, *completion_ids, tokenizer.eos_id]
+    return Row(ids, ((len(prompt_ids), len(ids)),))
 
 
 def are_texts(record: Mapping[str, Any]) -> bool:
@@ -34,8 +33,9 @@ def are_texts(record: Mapping[str, Any]) -> bool:
 
 
 def completion_records(file: SourceFile, keys: RecordKeys) -> Iterator[Record]:
-    """Yield (record number from 1, what `conversation_text` returns) for every record of texts;
-    others are bad.
+    """Yield the number, from 1, and the text of every record whose prompt and completion are texts.
+
+    The text is that of `conversation_text`. Other records have a `Fault` instead.
 
     Raises:
         InputRefused: a record has an unknown key.
@@ -45,15 +45,17 @@ def completion_records(file: SourceFile, keys: RecordKeys) -> Iterator[Record]:
 
 
 def _text_of(record: Mapping[str, Any]) -> str | Fault:
-    without = "needs a chat template, and the model has none"
+    needs_template = "needs a chat template, and the model has none"
     if not are_texts(record):
         return Fault(
-            "a chat", f"is no text under {short(PROMPT)} and {short(COMPLETION)}: a chat {without}"
+            "a chat",
+            f"is no text under {short(PROMPT)} and {short(COMPLETION)}: a chat {needs_template}",
         )
-    beside = chat_only(record)
-    if beside is not None:
+    chat_key = chat_only(record)
+    if chat_key is not None:
         return Fault(
-            "a chat", f"{short(beside)} {without}: remove it, or name it in data.ignore_keys"
+            "a chat",
+            f"{short(chat_key)} {needs_template}: remove it, or name it in data.ignore_keys",
         )
     return conversation_text(record)
 
@@ -65,9 +67,7 @@ def texts_of(text: str) -> tuple[str, str]:
 
 
 class Completions:
-    """A converter of records to rows, like `monograph.data.loss_mask.Answers`, which does it for
-    chats.
-    """
+    """A converter of records to rows. `monograph.data.loss_mask.Answers` is the one for chats."""
 
     def __init__(self, tokenizer: Tokenizer, how: Answering) -> None:
         self._tokenizer = tokenizer
@@ -77,14 +77,16 @@ class Completions:
         """Return the row of a record's text.
 
         Raises:
-            Unusable: it is longer than a row.
-            InputRefused: the tokenizer would lose a part of it.
+            Unusable: the record is longer than a row.
+            InputRefused: the tokenizer would lose a part of the text.
         """
-        row = completed_row(self._tokenizer, *texts_of(text))
-        if len(row.ids) - 1 > self._longest:
+        prompt, completion = texts_of(text)
+        row = completed_row(self._tokenizer, prompt, completion)
+        inputs = len(row.ids) - 1
+        if inputs > self._longest:
             raise Unusable(
                 "too long",
-                f"prompt and completion take {len(row.ids) - 1:,} tokens, more than data.sequence_length = "
-                f"{self._longest}; raise it",
+                f"prompt and completion take {inputs:,} tokens, more than data.sequence_length = {self._longest}; "
+                "raise it",
             )
         return row

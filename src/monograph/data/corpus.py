@@ -1,7 +1,7 @@
 """Turn a source into rows to train on: `corpus()` finds the text, splits off a held-out part,
 tokenises and packs it.
 
-`render_row` shows one row as text: its documents, and which of its tokens are trained on.
+`render_row` shows a row as text, with its documents and the tokens that are trained on.
 """
 
 import hashlib
@@ -39,17 +39,17 @@ class Stats:
 
     Attributes:
         files: number of files.
-        documents: number of texts and records, of which `held_out_documents` are held out (a text
-            may be cut in two).
-        conversations: number of conversations in the training part, 0 for texts. With
-            conversations, `documents` counts `monograph.data.loss_mask.Row`s, and `bytes` only the
-            text that is trained on.
-        bytes: bytes of all text, of which `held_out_bytes` are held out.
+        documents: number of texts and records; with conversations, number of
+            `monograph.data.loss_mask.Row`s. A text that the split cuts in two counts twice.
+        conversations: number of conversations in the training part, 0 for texts.
+        bytes: bytes of all text; with conversations, of the text that is trained on.
         tokens: number of training targets in one pass over all rows.
         trained_share: share of the training part's tokens, without each document's first, that are
             targets.
         bytes_per_token: mean over the training part.
-        packed_share: share of the training rows' positions that hold an input.
+        packed_share: share of the training rows' positions that have an input.
+        held_out_documents: number of `documents` that are held out.
+        held_out_bytes: number of `bytes` that are held out.
         skipped: {reason: count} of the files and records that were skipped.
     """
 
@@ -68,18 +68,18 @@ class Stats:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokenised and packed text in two parts, one to train on and one held out to measure on.
+    """Tokenised and packed text in two parts: one to train on, and one held out to measure on.
 
     Attributes:
         name: the source as it was given.
         tokenizer: the tokenizer of the rows' ids.
         train: rows to train on.
         held_out: rows to measure on; empty if held_out = 0.
-        fingerprint: hex sha256 of the text, the split, the tokenizer and the form of the rows;
-            equal fingerprints mean equal rows.
+        fingerprint: hex sha256 of the text, the split, the tokenizer and the form of the rows.
+            Equal fingerprints mean equal rows.
         stats: numbers to show.
-        notes: lines to show once (a rebuilt cache, skipped files, a tokenizer smaller than
-            requested).
+        notes: lines to show once, such as a rebuilt cache, skipped files, or a tokenizer that is
+            smaller than requested.
         folder: the folder of the stored tokens.
     """
 
@@ -99,8 +99,9 @@ class Corpus:
 
     @property
     def record_noun(self) -> str:
-        """Return what a record is of which only answers are trained on: a conversation, or a
-        completion of a text.
+        """Return the noun for a record of which only answers are trained on.
+
+        It is a conversation, or without a chat template a completion.
         """
         return "completion" if self.tokenizer.config.template is None else "conversation"
 
@@ -118,8 +119,9 @@ class Corpus:
         pin: bool = False,
         skip: Sequence[Sequence[int]] = (),
     ) -> "Batches":
-        """Return the training rows in shuffled order, in windows; see
-        `monograph.data.batches.Batches`.
+        """Return the training rows in shuffled order, in windows.
+
+        `monograph.data.batches.Batches` has the arguments.
         """
         # Importing torch takes seconds, and only training needs it here.
         from monograph.data.batches import Batches
@@ -146,8 +148,9 @@ def corpus(
     cache: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Corpus:
-    """Prepare text for training. The tokens are cached, so a second call only hashes the text and
-    checks the cache.
+    """Prepare text for training.
+
+    The tokens are cached, so a second call only hashes the text and checks the cache.
 
     Args:
         source: "stdlib" (the running Python's own standard library), "-" (standard input), a file,
@@ -156,27 +159,27 @@ def corpus(
             .jsonl or .ndjson file (plain, .gz or .zst), of a .parquet or .arrow file, or of a
             folder that `save_to_disk` wrote. In folders, hidden, empty and binary files are skipped
             and counted.
-        weights: how often an epoch sees each source, such as [2, 0.5]; None: once.
+        weights: number of times that an epoch sees each source, such as [2, 0.5]; None: once each.
         tokenizer: "bpe" to train one on the training part, "bytes", the path of a tokenizer.json,
             or a `Tokenizer`.
-        vocab_size: entries of the tokenizer that is trained; None: 4,096.
+        vocab_size: number of entries of a tokenizer that is trained; None: 4,096.
         sequence_length: T, the number of positions in a row.
-        packing: "packed" puts pieces of several documents into a row, "padded" one piece.
-        held_out: fraction of the bytes to hold out, as whole packages of the standard library, else
-            whole documents; see `monograph.data.documents.split`. 0 holds out nothing.
-        text_key: the key or column of a record that holds its text, by default "text". Records
-            without it that have "messages", "conversations", or "prompt" and "completion" are
-            conversations, whose assistant's answers are trained on (docs/finetune.md); they need a
-            tokenizer with a chat template, unless prompt and completion are texts, which are
-            trained on as they are without one. Where a record could be both, a key that is given
-            chooses: a text's, or one of these for conversations.
-        ignore_keys: keys of records that are left out; any other key of a conversation is obeyed or
+        packing: "packed" to put pieces of several documents into a row, or "padded" to put one.
+        held_out: fraction of the bytes to hold out, 0 for none. Complete packages of the standard
+            library are held out, or else complete documents (`monograph.data.documents.split`).
+        text_key: the key or column of a record that has its text; None: "text". Records without this
+            key that have "messages", "conversations", or "prompt" and "completion" are
+            conversations, and the assistant's answers are trained on (docs/finetune.md).
+            Conversations need a tokenizer with a chat template, unless their prompts and completions
+            are texts. If a record has both a text and a conversation, give the key that counts,
+            which may also be one of the keys of conversations.
+        ignore_keys: keys of records that are ignored. Every other key of a conversation is used or
             refused.
-        bad_records: "refuse" a bad record or a damaged file of records with an error, or "skip" and
-            count it.
-        answers: in conversations, train on "every" answer or on the "last" alone.
-        too_long: for conversations longer than a row, leave out turns at their front ("truncate"),
-            or treat them as bad records ("refuse").
+        bad_records: "refuse" to raise an error for a bad record or a damaged file of records, or
+            "skip" to skip and count it.
+        answers: "every" to train on every answer of a conversation, or "last" to train on the last.
+        too_long: what to do with conversations that are longer than a row: "truncate" to leave out
+            their first turns, or "refuse" to treat them as bad records.
         cache: the folder to keep the tokens in; see `monograph.data.store.open_or_build`.
         progress: called as progress(stage, done, total) in bytes during long work; see
             `monograph.data.progress`.
@@ -188,48 +191,52 @@ def corpus(
         DiskFull: the cache has no room.
     """
     _check_settings(packing, bad_records, answers, too_long, sequence_length)
-    sequence_length = int(sequence_length)  # json cannot write numpy's integers
-    asked = parse(tokenizer, vocab_size)
+    # json cannot write numpy's integers.
+    sequence_length = int(sequence_length)
+    tokenizer_or_size = parse(tokenizer, vocab_size)
     held_out = float(held_out)
     with temporary_folder() as spool:
         sources = find(source, spool, progress, weights)
-        how = Answering(answers == "every", too_long == "truncate", sequence_length)
-        said = Asked.of(text_key, ignore_keys)
+        answering = Answering(answers == "every", too_long == "truncate", sequence_length)
+        asked = Asked.of(text_key, ignore_keys)
         reading = Reading(
             text_key or TEXT,
             bad_records == "skip",
-            how,
-            tuple(sorted(said.ignored)),
+            answering,
+            tuple(sorted(asked.ignored)),
             text_key in ASKED,
         )
-        reading = _reading(sources, reading, said, asked)
-        request = CorpusRequest(sources, held_out, asked, reading)
+        reading = _reading_of(sources, reading, asked, tokenizer_or_size)
+        request = CorpusRequest(sources, held_out, tokenizer_or_size, reading)
         stored = open_or_build(request, cache, progress)
-    return _packed(request, stored, sequence_length, packing)
+    return _pack(request, stored, sequence_length, packing)
 
 
-def _packed(
+def _pack(
     request: CorpusRequest, stored: StoredCorpus, sequence_length: int, packing: str
 ) -> Corpus:
-    """Arrange tokens in rows.
+    """Arrange stored tokens in rows.
 
     Raises:
         InputRefused: there are too few tokens.
     """
     sources = request.text
-    weights = [file.weight for file in request.text.files]
-    train, held = _rows(stored, weights, sequence_length, packing == "packed")
-    _check_size(sources.name, stored, train, held, request.held_out)
-    decisive = [*request.sources, stored.tokenizer.hash, sequence_length, packing, weights]
-    skipped = Counter(reason for _, reason in sources.skipped)
+    weights = [file.weight for file in sources.files]
+    train, held_out = _rows(stored, weights, sequence_length, packing == "packed")
+    _check_size(sources.name, stored, train, held_out, request.held_out)
+    # Everything on which the rows depend.
+    identity = [*request.sources, stored.tokenizer.hash, sequence_length, packing, weights]
+    skipped_files = Counter(reason for _, reason in sources.skipped)
+    skipped = dict(skipped_files + Counter(stored.skipped))
+    notes = [*stored.notes, _skipped_note(sources)]
     return Corpus(
         name=sources.name,
         tokenizer=stored.tokenizer,
         train=train,
-        held_out=held,
-        fingerprint=hashlib.sha256(json.dumps(decisive).encode()).hexdigest(),
-        stats=stats_of(len(sources.files), dict(skipped + Counter(stored.skipped)), train, held),
-        notes=tuple(note for note in (*stored.notes, _skipped_note(sources)) if note),
+        held_out=held_out,
+        fingerprint=hashlib.sha256(json.dumps(identity).encode()).hexdigest(),
+        stats=stats_of(len(sources.files), skipped, train, held_out),
+        notes=tuple(note for note in notes if note),
         folder=stored.folder,
     )
 
@@ -249,9 +256,9 @@ def _check_settings(
         ("answers", answers, ("every", "last")),
         ("too_long", too_long, ("truncate", "refuse")),
     )
-    for key, value, (one, other) in choices:
-        if value not in (one, other):
-            raise UsageError(f"data.{key} = {value!r}: must be {one!r} or {other!r}")
+    for key, value, (first, second) in choices:
+        if value not in (first, second):
+            raise UsageError(f"data.{key} = {value!r}: must be {first!r} or {second!r}")
     if not COUNT.holds(sequence_length):
         raise UsageError(f"data.sequence_length = {sequence_length!r}: must be at least 1")
 
@@ -259,77 +266,101 @@ def _check_settings(
 def _rows(
     stored: StoredCorpus, weights: Sequence[float], sequence_length: int, packed: bool
 ) -> tuple[Rows, Rows]:
-    # A large plan is stored next to the tokens, since a temporary folder may be in memory. A cache
+    """Return the rows to train on and the held-out rows."""
+    # A large plan is stored next to the tokens, because a temporary folder may be in memory. A cache
     # folder that belongs to another user cannot be written to.
     scratch = stored.folder if os.access(stored.folder, os.W_OK) else Path(tempfile.gettempdir())
     with writing(scratch):
         train = Rows(stored.train, stored.tokenizer, sequence_length, packed, weights, scratch)
-        return train, Rows(
-            stored.held_out, stored.tokenizer, sequence_length, packed, folder=scratch
-        )
+        held_out = Rows(stored.held_out, stored.tokenizer, sequence_length, packed, folder=scratch)
+    return train, held_out
 
 
-def _reading(sources: Sources, asked: Reading, said: Asked, tokenizer: Tokenizer | int) -> Reading:
-    """Return how to read these records: `answering` is kept only if they are conversations."""
-    kind = kind_of_records([file.path for file in sources.files], said, asked.skip_bad)
-    judged = {form.kind: form for form in (PAIR_FORM, LABELLED_FORM)}
-    if kind in judged:
-        raise InputRefused(
-            f"{sources.name}: its records are {judged[kind].kind.value} by {by_keys(judged[kind])}, which `monograph "
-            f"train` learns from with {judged[kind].setting}; for their texts name a key as data.text_key"
-        )
+def _reading_of(
+    sources: Sources, reading: Reading, asked: Asked, tokenizer: Tokenizer | int
+) -> Reading:
+    """Return how to read the records of these sources.
+
+    Args:
+        sources: the files.
+        reading: how to read conversations with a chat template.
+        asked: the keys that the user gave.
+        tokenizer: the tokenizer, or the size of one that is trained later.
+
+    Raises:
+        InputRefused: the records are not texts or conversations.
+        UsageError: the conversations need a tokenizer with a chat template.
+    """
+    paths = [file.path for file in sources.files]
+    kind = kind_of_records(paths, asked, reading.skip_bad)
+    for form in (PAIR_FORM, LABELLED_FORM):
+        if kind is form.kind:
+            raise InputRefused(
+                f"{sources.name}: its records are {form.kind.value} by {by_keys(form)}, which `monograph train` "
+                f"learns from with {form.setting}; for their texts name a key as data.text_key"
+            )
     if kind is not Kind.CONVERSATIONS:
-        return asked._replace(answering=None)
+        return reading._replace(answering=None)
     if isinstance(tokenizer, Tokenizer) and tokenizer.config.template is not None:
-        return asked
-    if are_completions([file.path for file in sources.files], said, asked.skip_bad):
-        return asked._replace(plain=True)
+        return reading
+    if are_completions(paths, asked, reading.skip_bad):
+        return reading._replace(plain=True)
     if not isinstance(tokenizer, Tokenizer):
         raise UsageError(f"data.tokenizer = bpe: conversations need {_WITH_TEMPLATE}")
-    return asked
+    return reading
 
 
-def _check_size(name: str, stored: StoredCorpus, train: Rows, held: Rows, held_out: float) -> None:
+def _check_size(
+    name: str, stored: StoredCorpus, train: Rows, held_out: Rows, held_out_share: float
+) -> None:
+    """Raise InputRefused unless there is enough to train on and enough held out."""
     if not train.tokens:
-        raise InputRefused(f"{name}: no text in it: {(*stored.notes, 'give a file with text')[0]}")
-    length = held.sequence_length
-    if train.conversations or held.conversations:
-        lacking = (
-            "to train on"
-            if not train.conversations
-            else "held out"
-            if held_out and not len(held)
-            else None
-        )
-        if lacking:
+        reason = stored.notes[0] if stored.notes else "give a file with text"
+        raise InputRefused(f"{name}: no text in it: {reason}")
+    length = held_out.sequence_length
+    if train.conversations or held_out.conversations:
+        missing = ""
+        if not train.conversations:
+            missing = "to train on"
+        elif held_out_share and not len(held_out):
+            missing = "held out"
+        if missing:
             raise InputRefused(
-                f"{name}: no conversation is {lacking}; give more of them, or set data.held_out = 0"
+                f"{name}: no conversation is {missing}; give more of them, or set data.held_out = 0"
             )
-    elif held_out and held.tokens < length:
-        remedy = "give more text, raise data.held_out, shorten data.sequence_length, or set data.held_out = 0"
+    elif held_out_share and held_out.tokens < length:
         raise InputRefused(
-            f"{name}: {held.tokens} held-out tokens, fewer than one row of {length}; {remedy}"
+            f"{name}: {held_out.tokens} held-out tokens, fewer than one row of {length}; give more text, "
+            "raise data.held_out, shorten data.sequence_length, or set data.held_out = 0"
         )
 
 
-def stats_of(files: int, skipped: dict[str, int], train: Rows, held: Rows) -> Stats:
-    """Return the numbers about rows that were made of so many files."""
+def stats_of(files: int, skipped: dict[str, int], train: Rows, held_out: Rows) -> Stats:
+    """Return the numbers about a corpus.
+
+    Args:
+        files: number of files.
+        skipped: {reason: count} of the files and records that were skipped.
+        train: the rows to train on.
+        held_out: the held-out rows.
+    """
     return Stats(
         files=files,
-        documents=train.documents + held.documents,
+        documents=train.documents + held_out.documents,
         conversations=train.conversations,
-        bytes=train.bytes + held.bytes,
+        bytes=train.bytes + held_out.bytes,
         tokens=train.tokens,
         trained_share=train.tokens / train.inputs,
         bytes_per_token=train.bytes / train.tokens,
         packed_share=train.filled,
-        held_out_documents=held.documents,
-        held_out_bytes=held.bytes,
+        held_out_documents=held_out.documents,
+        held_out_bytes=held_out.bytes,
         skipped=skipped,
     )
 
 
 def _skipped_note(sources: Sources) -> str | None:
+    """Return a line about the skipped files, or None if there are only hidden ones."""
     unexpected = [(path, reason) for path, reason in sources.skipped if reason != "hidden"]
     if not unexpected or sources.name == "stdlib":
         return None
@@ -338,6 +369,7 @@ def _skipped_note(sources: Sources) -> str | None:
     return f"skipped: {path} ({reason}){more}"
 
 
+# The colours of terminals: green, dim, cyan, and the default.
 _TRAINED = "\x1b[32m"
 _CONTEXT = "\x1b[2m"
 _BORDER = "\x1b[36m"
@@ -348,13 +380,20 @@ def render_row(corpus: Corpus, row_index: int, colour: bool) -> str:
     """Return one training row as text for a terminal.
 
     A ruled line names each piece's document. Targets are green. Tokens that are only inputs are
-    dim, or in [brackets] without colour: a piece's first token (if it is a target, then of the
-    piece before) and, in a conversation, everything but the answers. Special tokens appear by name.
+    dim, or in [brackets] without colour. These are a piece's first token, which may be a target of
+    the piece before, and in a conversation everything except the answers. Special tokens appear by
+    name.
+
+    Args:
+        corpus: the corpus.
+        row_index: the index of the row.
+        colour: whether the terminal has colours.
 
     Raises:
         UsageError: no row has this index.
     """
-    rows, tokenizer = corpus.train, corpus.tokenizer
+    rows = corpus.train
+    tokenizer = corpus.tokenizer
     if not 0 <= row_index < len(rows):
         raise UsageError(f"row {row_index}: the corpus has rows 0 to {len(rows) - 1}")
     row = rows.row(row_index)
@@ -362,27 +401,30 @@ def render_row(corpus: Corpus, row_index: int, colour: bool) -> str:
     trained = int((row["targets"] != IGNORE).sum())
     pieces = rows.pieces(row_index)
     filled = sum(piece.length for piece in pieces) / length
-    head = f"row {row_index:,} of {len(rows):,}: {_counted(length, 'position')}, {trained} trained"
-    lines = [f"{head}, {_counted(len(pieces), 'piece')}, {filled:.1%} filled"]
+    lines = [
+        f"row {row_index:,} of {len(rows):,}: {_counted(length, 'position')}, {trained} trained, "
+        f"{_counted(len(pieces), 'piece')}, {filled:.1%} filled"
+    ]
     column = 0
     for piece in pieces:
-        place = slice(column, column + piece.length)
-        inputs, targets = row["tokens"][place], row["targets"][place]
-        part = f"tokens {piece.begin:,} to {piece.begin + piece.length:,} of {piece.tokens:,}"
-        lines.append(_painted(f"── {visible(piece.document)}, {part} ──", _BORDER, colour))
+        columns = slice(column, column + piece.length)
+        inputs = row["tokens"][columns]
+        targets = row["targets"][columns]
+        tokens = f"tokens {piece.begin:,} to {piece.begin + piece.length:,} of {piece.tokens:,}"
+        lines.append(_paint(f"── {visible(piece.document)}, {tokens} ──", _BORDER, colour))
         # A piece's last target is not among its inputs, and it is always trained on.
         ids = [*inputs.tolist(), int(targets[-1])]
-        lines.append(_runs(tokenizer, ids, [False, *(targets != IGNORE).tolist()], colour))
+        is_target = [False, *(targets != IGNORE).tolist()]
+        lines.append(_render_tokens(tokenizer, ids, is_target, colour))
         column += piece.length
     if column < length:
-        lines.append(
-            _painted(f"── padding, {_counted(length - column, 'position')} ──", _BORDER, colour)
-        )
+        padding = _counted(length - column, "position")
+        lines.append(_paint(f"── padding, {padding} ──", _BORDER, colour))
     return "\n".join(lines)
 
 
 def answer_ends(corpus: Corpus) -> str:
-    """Return the tokens that end the training conversations' answers, by name, id and count."""
+    """Return the tokens that end answers of the training conversations, by name, id and count."""
     names = {index: name for name, index in corpus.tokenizer.special.items()}
     ends = corpus.train.answer_ends().items()
     return ", ".join(
@@ -390,15 +432,23 @@ def answer_ends(corpus: Corpus) -> str:
     )
 
 
-def _runs(tokenizer: Tokenizer, ids: list[int], trained: list[bool], colour: bool) -> str:
-    shown, begin = "", 0
-    for is_target, run in groupby(trained):
+def _render_tokens(
+    tokenizer: Tokenizer, ids: list[int], is_target: list[bool], colour: bool
+) -> str:
+    """Return tokens as text in which targets differ from tokens that are only inputs."""
+    rendered = ""
+    begin = 0
+    for are_targets, run in groupby(is_target):
         end = begin + len(list(run))
         text = _text(tokenizer, ids[begin:end])
         begin = end
-        code = _TRAINED if is_target else _CONTEXT
-        shown += _painted(text, code, True) if colour else text if is_target else f"[{text}]"
-    return shown
+        if colour:
+            rendered += _paint(text, _TRAINED if are_targets else _CONTEXT, colour)
+        elif are_targets:
+            rendered += text
+        else:
+            rendered += f"[{text}]"
+    return rendered
 
 
 def _counted(number: int, noun: str) -> str:
@@ -407,12 +457,9 @@ def _counted(number: int, noun: str) -> str:
 
 def _text(tokenizer: Tokenizer, ids: list[int]) -> str:
     names = {index: name.encode() for name, index in tokenizer.special.items()}
-    return visible(
-        b"".join([names.get(index, tokenizer.pieces[index]) for index in ids]).decode(
-            errors="replace"
-        )
-    )
+    text = b"".join([names.get(index, tokenizer.pieces[index]) for index in ids])
+    return visible(text.decode(errors="replace"))
 
 
-def _painted(text: str, code: str, colour: bool) -> str:
+def _paint(text: str, code: str, colour: bool) -> str:
     return f"{code}{text}{_PLAIN}" if colour else text

@@ -1,11 +1,10 @@
-"""Arrange one side of a corpus as rows of T positions: the contents of each row, and the order of
-visits.
+"""Arrange one side of a corpus as rows of T positions, and give the order in which rows are visited.
 
-The order is a keyed permutation for each epoch, without state, so that the row at any position is
+The order is a keyed permutation for each epoch. It has no state, so the row at any position can be
 computed directly.
 
-Shape suffixes: D documents, P pieces, R rows, T positions of a row, N inputs of all requested
-pieces, S shares.
+Shape suffixes: P pieces, R rows, T positions of a row, N inputs of all requested pieces, S shares, V
+visits to a share.
 """
 
 import itertools
@@ -28,72 +27,91 @@ UInt64 = NDArray[np.uint64]
 
 
 class Share(NamedTuple):
-    """A run of consecutive rows with one weight, and how many visits an epoch makes to them."""
+    """Consecutive rows with the same weight.
+
+    Attributes:
+        rows: number of rows.
+        visits: number of visits that an epoch makes to these rows.
+    """
 
     rows: int
     visits: int
 
 
 def share(rows: int, weight: float) -> Share:
-    """Return a share with rows · weight visits, rounded, at least one; with weight 1/2, epochs
-    alternate two halves.
+    """Return a share with round(rows · weight) visits, but at least one if there are rows.
+
+    With the weight 1/2, epochs alternate between two halves of the rows.
     """
-    return Share(rows, max(1, round(rows * weight)) if rows else 0)
+    if rows == 0:
+        return Share(0, 0)
+    return Share(rows, max(1, round(rows * weight)))
 
 
 def shares_at(start: int, count: int, shares: Sequence[Share], seed: int) -> NDArray[np.int64]:
-    """Return the row visited at each of the positions start .. start + count - 1 of an endless
-    sequence of epochs.
+    """Return the row at each of the positions start .. start + count - 1 of an endless sequence of
+    epochs.
 
-    An epoch has V visits, the sum over all shares. Position p is in epoch e = p // V, where
-    P_{seed,e} is a permutation of 0..V-1 (see `rows_at`), and P_{seed,e}(p mod V) says which share
-    is visited, and that this is the j-th of the epoch's v visits to this share. The visits to a
-    share with n rows are numbered through all epochs, q = e·v + j, and go through its rows again
-    and again: visit q is to row P_{seed',q // n}(q mod n). If v is a multiple of n, every epoch
-    sees every row equally often, and visit q is simply to row q mod n. Either way, the n visits
-    from any multiple of n on see every row exactly once.
+    An epoch has W visits, the sum over all shares. Position p is in epoch e = p // W, which has the
+    permutation P_{seed,e} of 0 .. W - 1 (see `rows_at`). P_{seed,e}(p mod W) is the number of the
+    visit in the epoch: visits are numbered share by share. So it gives the share, and the number j
+    of the visit among the v visits of this epoch to this share.
+
+    The visits to a share with n rows are numbered through all epochs, q = e·v + j. Visit q is to row
+    P_{seed',q // n}(q mod n) of the share, where seed' depends on the share. If v is a multiple of
+    n, every epoch sees every row equally often, and visit q is to row q mod n. In both cases, the n
+    visits from a multiple of n on see every row exactly once.
+
+    Args:
+        start: first position, >= 0.
+        count: number of positions.
+        shares: the shares, at least one of which has rows.
+        seed: any integer.
 
     Returns:
-        int64 [count]; the rows of the first share are numbered from 0, followed by those of the
-        next.
+        int64 [count]; rows are numbered share by share.
     """
     visits_S = np.array([share.visits for share in shares], dtype=np.int64)
-    visits = int(visits_S.sum())
-    turn = rows_at(start, count, visits, seed)
-    epoch = np.arange(start, start + count, dtype=np.int64) // visits
-    ends_S = np.cumsum(visits_S)
-    which = np.searchsorted(ends_S, turn, side="right")
+    visit_ends_S = np.cumsum(visits_S)
+    epoch_visits = int(visits_S.sum())
+    # At each position: the epoch, the number of the visit in it, and the share's index.
+    epochs = np.arange(start, start + count, dtype=np.int64) // epoch_visits
+    visits = rows_at(start, count, epoch_visits, seed)
+    share_indices = np.searchsorted(visit_ends_S, visits, side="right")
     result = np.empty(count, dtype=np.int64)
     first_row = 0
-    for number, share in enumerate(shares):
-        mine = np.flatnonzero(which == number)
-        visit = epoch[mine] * share.visits + turn[mine] - (ends_S[number] - share.visits)
+    for index, share in enumerate(shares):
+        positions_V = np.flatnonzero(share_indices == index)
+        first_visit = visit_ends_S[index] - share.visits
+        visit_V = epochs[positions_V] * share.visits + visits[positions_V] - first_visit
         if share.visits and share.visits % share.rows:
-            own = _mix(
+            share_seed = _mix(
                 _mix(np.full(1, seed % 2**64, dtype=np.uint64))
-                + np.full(1, number + 1, np.uint64) * _GOLDEN
+                + np.full(1, index + 1, np.uint64) * _GOLDEN
             )
-            row = _permuted(visit.astype(np.uint64), share.rows, own)
+            row_V = _permute(visit_V.astype(np.uint64), share.rows, share_seed)
         else:
-            row = visit % max(1, share.rows)
-        result[mine] = first_row + row
+            row_V = visit_V % max(1, share.rows)
+        result[positions_V] = first_row + row_V
         first_row += share.rows
     return result
 
 
 def rows_at(start: int, count: int, rows: int, seed: int) -> NDArray[np.int64]:
-    """Return the row visited at each of the positions start .. start + count - 1, where an epoch
-    sees every row once.
+    """Return the row at each of the positions start .. start + count - 1, where each epoch sees every
+    row once.
 
     Position p is in epoch e = p // rows, and its row is P_{seed,e}(p mod rows), where P_{seed,e} is
-    a permutation of 0..rows-1. The result depends on nothing else: not on how positions are grouped
-    into updates, nor on earlier calls. Checkpoints store only a position, so the arithmetic below
-    is part of their format.
+    a permutation of 0..rows-1. The row does not depend on earlier calls, or on how positions are
+    grouped into updates. Checkpoints store only a position, so the arithmetic below is part of their
+    format.
 
     P is a Feistel network over pairs (left, right) with left < a = ceil(sqrt(rows)) and right < b =
-    ceil(rows / a), whose halves are changed in turn by adding a keyed hash of the other half (Black
-    and Rogaway 2002, "Ciphers with Arbitrary Finite Domains", the generalised Feistel cipher with
-    cycle walking; the hash is splitmix64's finaliser).
+    ceil(rows / a). Rounds alternate between the halves, and add to one half a keyed hash of the
+    other, which is splitmix64's finaliser.
+
+    Source: Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains", the generalised Feistel
+    cipher with cycle walking.
 
     Args:
         start: first position, >= 0.
@@ -105,19 +123,22 @@ def rows_at(start: int, count: int, rows: int, seed: int) -> NDArray[np.int64]:
         int64 [count].
     """
     positions = np.arange(start, start + count, dtype=np.uint64)
-    return _permuted(positions, rows, _mix(np.full(1, seed % 2**64, dtype=np.uint64)))
+    return _permute(positions, rows, _mix(np.full(1, seed % 2**64, dtype=np.uint64)))
 
 
-def _permuted(positions: UInt64, rows: int, seed: UInt64) -> NDArray[np.int64]:
+def _permute(positions: UInt64, rows: int, seed: UInt64) -> NDArray[np.int64]:
+    """Return the row at each position, as `rows_at` does, for a mixed seed."""
     epochs, index = np.divmod(positions, np.uint64(rows))
     keys = _mix(seed + epochs)
     left_size = math.isqrt(rows - 1) + 1
-    right_size = -(-rows // left_size)
+    right_size = -(-rows // left_size)  # rounded up
     result = _feistel(index, keys, left_size, right_size)
-    # At most sqrt(rows) of the a·b pairs are not rows. Applying the network again until the result
-    # is a row keeps the map one-to-one.
-    while (outside := np.flatnonzero(result >= rows)).size:
+    # At most sqrt(rows) of the a·b pairs are not rows. The network is applied to such a result until
+    # it is a row, which keeps the map one-to-one.
+    outside = np.flatnonzero(result >= rows)
+    while outside.size:
         result[outside] = _feistel(result[outside], keys[outside], left_size, right_size)
+        outside = np.flatnonzero(result >= rows)
     return result.astype(np.int64)
 
 
@@ -125,9 +146,9 @@ def _feistel(index: UInt64, keys: UInt64, left_size: int, right_size: int) -> UI
     a = np.uint64(left_size)
     b = np.uint64(right_size)
     left, right = np.divmod(index, b)
-    for number in range(_ROUNDS):
-        round_keys = keys + np.full(1, number, dtype=np.uint64) * _GOLDEN
-        if number % 2 == 0:
+    for round_index in range(_ROUNDS):
+        round_keys = keys + np.full(1, round_index, dtype=np.uint64) * _GOLDEN
+        if round_index % 2 == 0:
             left = (left + _mix(round_keys ^ _mix(right)) % a) % a
         else:
             right = (right + _mix(round_keys ^ _mix(left)) % b) % b
@@ -135,8 +156,9 @@ def _feistel(index: UInt64, keys: UInt64, left_size: int, right_size: int) -> UI
 
 
 def _mix(value: UInt64) -> UInt64:
-    """Apply one step of splitmix64 (Steele, Lea, Flood 2014): a bijection of 64-bit words that
-    spreads every bit.
+    """Apply one step of splitmix64, a bijection of 64-bit words that spreads every bit.
+
+    Source: Steele, Lea and Flood 2014.
     """
     value = value + _GOLDEN
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -147,14 +169,20 @@ def _mix(value: UInt64) -> UInt64:
 if TYPE_CHECKING:
     from monograph.data.batches import Batch
 
-IGNORE = -100  # torch's ignore_index marks a position without a target
+# The target at positions that have none: torch's ignore_index.
+IGNORE = -100
 
 Int64 = NDArray[np.int64]
 
 
 class Piece(NamedTuple):
-    """A stretch of a document in a row: `length` inputs from token `begin` on; the document has
-    `tokens` tokens.
+    """Consecutive tokens of a document in a row.
+
+    Attributes:
+        document: the document's name.
+        begin: index of the first input in the document.
+        length: number of inputs.
+        tokens: number of tokens of the document.
     """
 
     document: str
@@ -168,18 +196,18 @@ class Rows:
 
     Attributes:
         sequence_length: T.
-        packed: whether a row may hold several pieces; if so, batches have the keys `segments` and
+        packed: whether a row may have several pieces. If so, batches have the keys `segments` and
             `positions`.
-        shares: the runs of rows with one weight, and their visits in an epoch.
-        inputs: number of inputs: all tokens except each document's last.
-        tokens: number of targets: all tokens except each document's first; with conversations, the
-            trained tokens.
-        bytes: bytes of the text that these targets stand for; bits per byte = sum of losses / ln 2
-            / bytes.
+        shares: the shares of rows with the same weight.
         documents: number of documents; with conversations, number of
             `monograph.data.loss_mask.Row`s.
         conversations: number of conversations, 0 for texts.
-        filled: share of all positions that hold an input.
+        inputs: number of inputs: all tokens except each document's last.
+        tokens: number of targets: all tokens except each document's first; with conversations, the
+            trained tokens.
+        bytes: bytes of the text that the targets stand for. Bits per byte are sum of losses / ln 2
+            / bytes.
+        filled: share of all positions that have an input.
     """
 
     def __init__(
@@ -197,19 +225,22 @@ class Rows:
             side: the side's tokens.
             tokenizer: the tokenizer of these tokens.
             sequence_length: T.
-            packed: whether a row may hold several pieces.
-            weights: how often an epoch sees each file of the side; by default once.
-            folder: a folder for a large plan.
+            packed: whether a row may have several pieces.
+            weights: number of times that an epoch sees each file of the side; (): once each.
+            folder: a folder for a large plan; None: the folder for temporary files.
         """
-        self._side, self._tokenizer = side, tokenizer
+        self._side = side
+        self._tokenizer = tokenizer
         parts = _parts(side, weights or [1.0] * len(side.files))
+        documents_of_parts = [documents for documents, _ in parts]
         self._plan: Packing = plan_rows(
-            side.starts, sequence_length, packed, [count for count, _ in parts], folder
+            side.starts, sequence_length, packed, documents_of_parts, folder
         )
         self.shares = [
             share(rows, weight) for rows, (_, weight) in zip(self._plan.rows, parts, strict=True)
         ]
-        self.sequence_length, self.packed = sequence_length, packed
+        self.sequence_length = sequence_length
+        self.packed = packed
         self.documents = len(side.starts) - 1
         self.conversations = side.conversations
         self.inputs = len(side.tokens) - self.documents
@@ -234,43 +265,51 @@ class Rows:
         """Return the rows with these indices.
 
         Returns:
-            int64 [R, T] under each key: `tokens`, the input ids; `targets`, the id to predict at
-            each position, or -100 where there is none; and for packed rows `segments`, 1, 2, 3...
-            for the pieces of the row and 0 for padding, and `positions`, counted from 0 in each
-            piece.
+            int64 [R, T] under each key: `tokens`, the input ids; and `targets`, the id to predict at
+            each position, or -100 where there is none. Packed rows also have `segments`, which are
+            1, 2, 3... for the pieces of a row and 0 for padding, and `positions`, which are counted
+            from 0 in each piece.
         """
         plan = self._plan
         pieces_R = plan.offsets[indices_R + 1] - plan.offsets[indices_R]
+        # Of each piece: its row in the window, its number in the row, and its index in the plan.
         row_P = np.repeat(np.arange(len(indices_R)), pieces_R)
         ordinal_P = _ordinals(pieces_R)
         piece_P = plan.offsets[indices_R][row_P] + ordinal_P
         lengths_P = plan.lengths[piece_P]
+        # The column of a piece in its row is the number of inputs before it in the window, less
+        # those before the row's first piece.
         before_P = np.cumsum(lengths_P) - lengths_P
-        first_P = np.arange(len(row_P)) - ordinal_P
-        column_P = before_P - before_P[first_P]
+        row_first_P = np.arange(len(row_P)) - ordinal_P
+        column_P = before_P - before_P[row_first_P]
+        # Of each input: its position in its piece, its index in the window, and that in the shard.
         positions_N = _ordinals(lengths_P)
-        place_N = np.repeat(row_P * self.sequence_length + column_P, lengths_P) + positions_N
-        source_N = np.repeat(plan.starts[piece_P], lengths_P) + positions_N
-        contents = {"tokens": self._side.tokens[source_N], "targets": self._targets(source_N + 1)}
+        window_index_N = np.repeat(row_P * self.sequence_length + column_P, lengths_P) + positions_N
+        shard_index_N = np.repeat(plan.starts[piece_P], lengths_P) + positions_N
+        contents = {
+            "tokens": self._side.tokens[shard_index_N],
+            "targets": self._targets(shard_index_N + 1),
+        }
         if self.packed:
-            contents |= {"segments": np.repeat(ordinal_P + 1, lengths_P), "positions": positions_N}
+            contents["segments"] = np.repeat(ordinal_P + 1, lengths_P)
+            contents["positions"] = positions_N
         window = self.empty(len(indices_R))
         for key, values_N in contents.items():
-            window[key].reshape(-1)[place_N] = values_N
+            window[key].reshape(-1)[window_index_N] = values_N
         return window
 
     def _targets(self, index_N: Int64) -> NDArray[Any]:
-        """Return the tokens at these indices of the shard; in conversations, IGNORE outside the
-        trained stretches.
+        """Return the tokens at these indices of the shard; in conversations, IGNORE outside of
+        answers.
         """
         targets_N = self._side.tokens[index_N]
         answers = self._side.answers
         if answers is None:
             return targets_N
-        # `answers` has the rising begins and ends of stretches, and an index with an odd number of
-        # them up to it is inside a stretch.
-        trained_N = np.searchsorted(answers, index_N, side="right") % 2 == 1
-        return np.where(trained_N, targets_N.astype(np.int64), IGNORE)
+        # `answers` has the begin and the end of each answer, in ascending order. An index is in an
+        # answer if the number of these up to the index is odd.
+        is_trained_N = np.searchsorted(answers, index_N, side="right") % 2 == 1
+        return np.where(is_trained_N, targets_N.astype(np.int64), IGNORE)
 
     def empty(self, count: int) -> dict[str, Int64]:
         """Return `count` rows of padding, in the form of `window`."""
@@ -284,59 +323,59 @@ class Rows:
 
     def pieces(self, index: int) -> list[Piece]:
         """Return the pieces of one row, in order."""
-        begin, end = self._plan.offsets[index], self._plan.offsets[index + 1]
+        of_row = slice(self._plan.offsets[index], self._plan.offsets[index + 1])
         pieces = []
         for start, length in zip(
-            self._plan.starts[begin:end], self._plan.lengths[begin:end], strict=True
+            self._plan.starts[of_row], self._plan.lengths[of_row], strict=True
         ):
             document = int(np.searchsorted(self._side.starts, start, side="right")) - 1
-            first, last = self._side.starts[document : document + 2].tolist()
-            pieces.append(
-                Piece(self._side.name(document), int(start) - first, int(length), last - first)
+            document_begin, document_end = self._side.starts[document : document + 2].tolist()
+            piece = Piece(
+                document=self._side.name(document),
+                begin=int(start) - document_begin,
+                length=int(length),
+                tokens=document_end - document_begin,
             )
+            pieces.append(piece)
         return pieces
 
     def owners(self, indices_R: Int64) -> Int64:
         """Return the index of the document at each position, or -1 at padding, int64 [R, T]."""
         owner_RT = np.full((len(indices_R), self.sequence_length), -1, dtype=np.int64)
         for row, index in enumerate(indices_R):
-            begin, end = self._plan.offsets[index], self._plan.offsets[index + 1]
-            documents = (
-                np.searchsorted(self._side.starts, self._plan.starts[begin:end], side="right") - 1
-            )
-            lengths = self._plan.lengths[begin:end]
-            owner_RT[row, : lengths.sum()] = np.repeat(documents, lengths)
+            of_row = slice(self._plan.offsets[index], self._plan.offsets[index + 1])
+            starts_P = self._plan.starts[of_row]
+            lengths_P = self._plan.lengths[of_row]
+            document_P = np.searchsorted(self._side.starts, starts_P, side="right") - 1
+            owner_RT[row, : lengths_P.sum()] = np.repeat(document_P, lengths_P)
         return owner_RT
 
     def bytes_of(self, window: Mapping[str, Int64]) -> int:
-        """Return the bytes of text that a window's targets stand for; the end of a document stands
-        for none.
+        """Return the bytes of text that a window's targets stand for.
+
+        The token that ends a document stands for 0 bytes.
         """
-        targets, before = (
-            window[key][window["targets"] != IGNORE] for key in ("targets", "tokens")
-        )
-        return self._tokenizer.bytes_of(targets, before)
+        has_target = window["targets"] != IGNORE
+        targets = window["targets"][has_target]
+        inputs = window["tokens"][has_target]
+        return self._tokenizer.bytes_of(targets, inputs)
 
     def texts(self) -> Iterator[bytes]:
-        """Yield the UTF-8 bytes of each document, decoded from its tokens: the text as the
-        tokenizer reads it.
-        """
+        """Yield the text of each document as the tokenizer reads it, in UTF-8."""
         for document in range(self.documents):
-            first, last = self._side.starts[document : document + 2].tolist()
-            yield self._tokenizer.decode_bytes(self._side.tokens[first:last].tolist())
+            begin, end = self._side.starts[document : document + 2].tolist()
+            yield self._tokenizer.decode_bytes(self._side.tokens[begin:end].tolist())
 
     def answer_ends(self) -> dict[int, int]:
-        """Return {id: number of conversations' answers that end with it}, the most frequent first."""
+        """Return the number of answers that end with each id, the most frequent id first."""
         assert self._side.answers is not None
-        ends, counts = np.unique(
-            self._side.tokens[self._side.answers[1::2] - 1], return_counts=True
-        )
-        return {
-            int(ends[answer]): int(counts[answer]) for answer in np.argsort(-counts, kind="stable")
-        }
+        last_tokens = self._side.tokens[self._side.answers[1::2] - 1]
+        ids, counts = np.unique(last_tokens, return_counts=True)
+        by_count = np.argsort(-counts, kind="stable")
+        return {int(ids[index]): int(counts[index]) for index in by_count}
 
     def first_prompt(self) -> list[int]:
-        """Return the ids of the first conversation up to where its first answer begins."""
+        """Return the ids of the first conversation before its first answer."""
         assert self._side.answers is not None
         ids: list[int] = self._side.tokens[: self._side.answers[0]].tolist()
         return ids
@@ -344,7 +383,7 @@ class Rows:
     def in_order(self, batch_rows: int, limit: int | None = None) -> "Iterator[Batch]":
         """Yield every row once, or `limit` evenly spaced rows, in batches of `batch_rows` rows.
 
-        Empty rows fill up the last batch to the same shape.
+        The last batch is padded with rows without targets.
         """
         # Importing torch takes seconds, and only training needs it here.
         from monograph.data.batches import in_order
@@ -357,9 +396,7 @@ class Rows:
         return np.arange(count) * len(self) // max(1, count)
 
     def coverage(self, limit: int | None = None) -> tuple[int, int]:
-        """Return the number of targets in the rows that `in_order` yields, and the bytes that these
-        stand for.
-        """
+        """Return the number of targets in the rows that `in_order` yields, and their bytes."""
         if limit is None or limit >= len(self):
             return self.tokens, self.bytes
         window = self.window(self.spread(limit))
@@ -367,11 +404,14 @@ class Rows:
 
 
 def _parts(side: Side, weights: Sequence[float]) -> list[tuple[int, float]]:
-    """Return (number of documents, weight) of each run of consecutive files with one weight."""
-    runs = itertools.groupby(range(len(weights)), key=weights.__getitem__)
-    ends = [(list(files)[-1] + 1, weight) for weight, files in runs]
-    firsts = side.first[[0, *(end for end, _ in ends)]]
-    return [(int(count), weight) for count, (_, weight) in zip(np.diff(firsts), ends, strict=True)]
+    """Return (number of documents, weight) of each run of consecutive files with the same weight."""
+    parts = []
+    begin = 0
+    for weight, run in itertools.groupby(weights):
+        end = begin + len(list(run))
+        parts.append((int(side.first[end] - side.first[begin]), weight))
+        begin = end
+    return parts
 
 
 def _ordinals(counts: Int64) -> Int64:

@@ -1,8 +1,8 @@
 """Store flat arrays in memory-mapped files with checksums: the tokens of a split, and their index.
 
-Layout: unsigned integers in little-endian order, then one crc32 per 1 MiB block of them. The format
-is our own because numpy reads a damaged or shortened .npy file without a warning. The manifest
-lists each file's `seal`, so that its checksums need none themselves.
+A file has unsigned integers in little-endian order, and then one crc32 for each 1 MiB of them. It is
+not a .npy file, because numpy reads a damaged or shortened .npy file without a warning. The manifest
+has the `seal` of each file, which protects the file's checksums.
 """
 
 import hashlib
@@ -31,8 +31,9 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 class ShardWriter(AbstractContextManager["ShardWriter"]):
-    """A piecewise writer of one array; the file is complete and durable once the `with` block ends
-    without an error.
+    """A writer of one array in pieces.
+
+    The file is complete and synced after the `with` block, unless the block raises an error.
 
     Args:
         path: a file that does not exist yet.
@@ -71,41 +72,50 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
 
 
 def seal(path: Path) -> str:
-    """Return the hex sha256 of a shard's checksums: cheap to read, and another for other content."""
+    """Return the hex sha256 of a shard's checksums.
+
+    It identifies the content of the shard, but is much faster to compute than a hash of the content.
+    """
     with readable(path), open_input(path) as file:
-        return hashlib.sha256(_ending(file)[1]).hexdigest()
+        _, checksums = _size_and_checksums(file)
+        return hashlib.sha256(checksums).hexdigest()
 
 
 def open_shard(
     path: Path, dtype: np.dtype[Any], expected_seal: str, meter: Meter | None = None
 ) -> NDArray[Any]:
-    """Map an array of a dtype read-only, after checking every byte of it (about 1 s per GB).
+    """Map the array of a shard read-only, after checking every byte (about 1 s per GB).
+
+    Args:
+        path: the file.
+        dtype: the items' dtype.
+        expected_seal: the `seal` of the file.
+        meter: counts the bytes that are checked; None: nothing is reported.
 
     Raises:
-        InputRefused: the file is missing, damaged (the message names the first bad block), or has
-            another `seal`.
+        InputRefused: the file is missing or damaged, or has another `seal`. The message has the
+            first damaged block.
     """
     try:
         with readable(path), open_input(path) as file:
-            size, checksums = _ending(file)
-            if (
-                len(checksums) % _CHECKSUM.size
-                or hashlib.sha256(checksums).hexdigest() != expected_seal
-            ):
+            size, checksums = _size_and_checksums(file)
+            is_shortened = len(checksums) % _CHECKSUM.size != 0
+            if is_shortened or hashlib.sha256(checksums).hexdigest() != expected_seal:
                 raise InputRefused(f"{path}: is damaged, or not the file that manifest.json lists")
             file.seek(0)
             blocks = len(checksums) // _CHECKSUM.size
-            left = size
+            left_bytes = size
             for number, (checksum,) in enumerate(_CHECKSUM.iter_unpack(checksums), 1):
-                block = file.read(min(BLOCK_BYTES, left))
+                block = file.read(min(BLOCK_BYTES, left_bytes))
                 if zlib.crc32(block) != checksum:
                     raise InputRefused(
                         f"{path}: block {number} of {blocks} is damaged (wrong checksum)"
                     )
-                left -= len(block)
+                left_bytes -= len(block)
                 if meter is not None:
                     meter.add(len(block))
-        if size < dtype.itemsize:  # nothing to map
+        if size < dtype.itemsize:
+            # An empty file cannot be mapped.
             return np.empty(0, dtype)
         with readable(path):
             return np.asarray(np.memmap(path, dtype, "r", shape=(size // dtype.itemsize,)))
@@ -113,9 +123,13 @@ def open_shard(
         raise InputRefused(f"{path}: cannot be read ({error.strerror})") from None
 
 
-def _ending(file: BinaryIO) -> tuple[int, bytes]:
-    """Return the bytes of the items, as the file's size tells them, and the checksums after them."""
-    whole = os.fstat(file.fileno()).st_size
-    size = max(0, whole - _CHECKSUM.size * -(-whole // (BLOCK_BYTES + _CHECKSUM.size)))
+def _size_and_checksums(file: BinaryIO) -> tuple[int, bytes]:
+    """Return the number of bytes of the items, and the checksums after them.
+
+    The number follows from the file's size, because each block of items has one checksum.
+    """
+    file_size = os.fstat(file.fileno()).st_size
+    blocks = -(-file_size // (BLOCK_BYTES + _CHECKSUM.size))  # rounded up
+    size = max(0, file_size - _CHECKSUM.size * blocks)
     file.seek(size)
     return size, file.read()

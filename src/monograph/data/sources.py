@@ -1,8 +1,9 @@
 """Resolve a `source` to its files in a fixed order, with their hashes and weights.
 
-Files are those of the standard library, folders, patterns, saved datasets, the hub or standard
-input. Packages of the standard library with near copies in other packages (`near_duplicates`) are
-marked and so never held out, since a score on them would measure recall of the training text.
+A source is the standard library, a folder, a pattern, a saved dataset, a dataset of the hub, or
+standard input. Packages of the standard library that have near copies in other packages
+(`near_duplicates`) are marked, so that they are never held out: a score on them would measure recall
+of the training text.
 """
 
 import hashlib
@@ -33,57 +34,62 @@ from monograph.storage.reading import (
 )
 from monograph.storage.writing import writing
 
-# A line of this many bytes, without indentation, is hardly ever written twice by chance.
+# The smallest size of a long line, without indentation. Two programmers hardly ever write the same
+# line of this size by chance.
 LINE_BYTES = 24
-# The largest share of a group's long lines that other groups may have, too. With only such packages
-# of Python 3.11 held out, an order-6 byte model of the rest scores 1.87 bits per byte on them; with
-# near copies (ntpath of posixpath, wave of sunau) held out as well, it scores 1.72.
+# The largest share of a group's long lines that other groups may also have. If only such packages of
+# Python 3.11 are held out, an order-6 byte model of the rest scores 1.87 bits per byte on them. If
+# near copies (ntpath of posixpath, wave of sunau) are held out as well, it scores 1.72.
 SHARED_LINES = 0.03
 
 
 def near_duplicates(groups: Mapping[str, Iterable[Path]]) -> set[str]:
-    """Return the groups that share more than SHARED_LINES of their distinct long lines with other
-    groups.
+    """Return the groups of which other groups have more than SHARED_LINES of the long lines.
+
+    Equal lines of one group count once.
     """
     lines = {
         name: {line for path in paths for line in _long_lines(path)}
         for name, paths in groups.items()
     }
-    groups_with = Counter(line for own in lines.values() for line in own)
-    return {
-        name
-        for name, own in lines.items()
-        if sum(groups_with[line] > 1 for line in own) > SHARED_LINES * len(own)
-    }
+    group_counts = Counter(line for group_lines in lines.values() for line in group_lines)
+    result = set()
+    for name, group_lines in lines.items():
+        shared = sum(group_counts[line] > 1 for line in group_lines)
+        if shared > SHARED_LINES * len(group_lines):
+            result.add(name)
+    return result
 
 
 def _long_lines(path: Path) -> Iterable[bytes]:
-    return (
-        stripped
-        for line in read_input(path, None).split(b"\n")
-        if len(stripped := line.strip()) >= LINE_BYTES
-    )
+    for line in read_input(path, None).split(b"\n"):
+        stripped = line.strip()
+        if len(stripped) >= LINE_BYTES:
+            yield stripped
 
 
-# Folders that are not library code: generated tables, programs, installed packages, and tests (only
-# these have files that are not UTF-8).
+# Folders that are not library code: generated tables, programs, installed packages, and tests. Only
+# tests have files that are not UTF-8.
 _NOT_LIBRARY = frozenset(
     "test tests idle_test encodings pydoc_data idlelib turtledemo lib2to3 site-packages dist-packages".split()
 )
-# Records how this Python was compiled, and differs between machines.
+# The beginning of the name of a file that records how this Python was compiled. It differs between
+# machines.
 _BUILD_TABLE = "_sysconfigdata"
 
+# The name of the file that has a copy of standard input.
 STDIN = "stdin"
 MOST_STDIN_BYTES = 1 << 34
 BINARY = "has NUL bytes, so it is binary or UTF-16; give UTF-8 text"
+# (path, reason) of each skipped file.
 Skipped = list[tuple[str, str]]
 
 
 class Candidate(NamedTuple):
-    """A file of a source, before it is opened; see `SourceFile`, which it becomes.
+    """A file of a source before it is read. `SourceFile` has the same attributes.
 
-    `chosen` says whether the file itself was named: then its faults are errors, while a file that
-    was found in a folder or by a pattern is skipped and counted.
+    `chosen` says whether the user named this file. A fault of such a file is an error. A file with a
+    fault that is in a folder, or that a pattern matches, is skipped and counted.
     """
 
     name: str
@@ -95,9 +101,7 @@ class Candidate(NamedTuple):
 
 
 def _locate(item: str, spool: Path, skipped: Skipped, progress: Progress | None) -> list[Candidate]:
-    """Return the files of one item of a source; append the skipped ones to `skipped` as (path,
-    reason).
-    """
+    """Return the files of one item of a source, and append skipped files to `skipped`."""
     if item == "stdlib":
         return _standard_library()
     if item == "-":
@@ -126,14 +130,17 @@ def _standard_library() -> list[Candidate]:
         raise InputRefused(
             f"{root}: this Python has no standard library as .py files; give your own text as data.source"
         )
-    copied = near_duplicates(
+    with_near_copies = near_duplicates(
         {package: [path for _, path in files] for package, files in packages.items()}
     )
-    named = sorted(
+    in_order = sorted(
         (name, path, package) for package, files in packages.items() for name, path in files
     )
     return [
-        Candidate(name, path, False, package, package in copied) for name, path, package in named
+        Candidate(
+            name, path, chosen=False, group=package, has_near_copies=package in with_near_copies
+        )
+        for name, path, package in in_order
     ]
 
 
@@ -151,14 +158,14 @@ def spooled_stdin(spool: Path, progress: Progress | None) -> Path:
     path = spool / STDIN
     meter = Meter(progress, STDIN, None)
     with writing(spool), open(path, "wb") as file:
-        most = min(MOST_STDIN_BYTES, shutil.disk_usage(spool).free // 2)
+        limit_bytes = min(MOST_STDIN_BYTES, shutil.disk_usage(spool).free // 2)
         while block := sys.stdin.buffer.read(BLOCK_BYTES):
             if not meter.done and _looks_binary(block):
                 raise InputRefused(f"standard input: {BINARY}")
-            if meter.done + len(block) > most:
-                bound = f"{most / 2**30:.3g} GiB ({MOST_STDIN_BYTES >> 30} GiB, or half of what is free in {spool})"
+            if meter.done + len(block) > limit_bytes:
                 raise InputRefused(
-                    f"standard input: has more than {bound}; write it to a file and give that"
+                    f"standard input: has more than {limit_bytes / 2**30:.3g} GiB ({MOST_STDIN_BYTES >> 30} GiB, "
+                    f"or half of what is free in {spool}); write it to a file and give that"
                 )
             file.write(block)
             meter.add(len(block))
@@ -167,8 +174,9 @@ def spooled_stdin(spool: Path, progress: Progress | None) -> Path:
 
 
 def _looks_binary(begin: bytes) -> bool:
-    """Return whether a file with this beginning is binary by git's rule, a NUL in its first 8,192
-    bytes.
+    """Return whether a file with this beginning is binary.
+
+    By git's rule, a binary file has a NUL in its first 8,192 bytes.
     """
     return b"\0" in begin[:8192]
 
@@ -182,18 +190,21 @@ def _folder(folder: Path, skipped: Skipped) -> list[Candidate]:
 
 
 def _pattern(pattern: Path, skipped: Skipped) -> list[Candidate]:
-    fixed = next(
+    # The innermost folder of the pattern without wildcards.
+    base = next(
         parent for parent in pattern.parents if not any(mark in str(parent) for mark in "*?[")
     )
     candidates: list[Candidate] = []
-    for hit in matching(pattern):
-        if is_folder(hit):
-            # A folder that "texts/*" matches stands for its files. "**" matches those files itself.
-            candidates.extend(_folder(hit, skipped) if "**" not in str(pattern) else ())
-        elif is_file(hit):
-            candidates.append(Candidate(hit.relative_to(fixed).as_posix(), hit, chosen=False))
+    for path in matching(pattern):
+        if is_folder(path):
+            # A folder that "texts/*" matches stands for its files. A pattern with "**" matches these
+            # files itself.
+            if "**" not in str(pattern):
+                candidates.extend(_folder(path, skipped))
+        elif is_file(path):
+            candidates.append(Candidate(path.relative_to(base).as_posix(), path, chosen=False))
         else:
-            skipped.append((str(hit), "not a regular file"))
+            skipped.append((str(path), "not a regular file"))
     if not candidates:
         raise InputRefused(f"{pattern}: no file matches this pattern (looked from {Path.cwd()})")
     return candidates
@@ -202,8 +213,14 @@ def _pattern(pattern: Path, skipped: Skipped) -> list[Candidate]:
 def _walk(
     folder: Path, skipped: Skipped, leave_out: frozenset[str] = frozenset()
 ) -> list[tuple[str, Path]]:
-    """Return (relative name, path) of the regular files under a folder, sorted; links do not enter
-    a folder twice.
+    """Return (relative name, path) of the regular files under a folder, sorted.
+
+    A folder is entered once, even if links lead to it again.
+
+    Args:
+        folder: the folder.
+        skipped: the list to which skipped files are appended.
+        leave_out: names of files and folders that are left out and not counted as skipped.
     """
     files: list[tuple[str, Path]] = []
     pending = [(folder, "")]
@@ -215,10 +232,10 @@ def _walk(
             if (status.st_dev, status.st_ino) in entered:
                 continue
             entered.add((status.st_dev, status.st_ino))
-            if (tables := saved_tables(current)) is not None:
-                files.extend(
-                    (prefix + path.relative_to(current).as_posix(), path) for path in tables
-                )
+            tables = saved_tables(current)
+            if tables is not None:
+                for path in tables:
+                    files.append((prefix + path.relative_to(current).as_posix(), path))
                 continue
             for entry in sorted(os.scandir(current), key=lambda entry: entry.name):
                 if entry.name in leave_out:
@@ -236,31 +253,41 @@ def _walk(
 
 LINES = frozenset((".jsonl", ".ndjson"))
 TABLES = frozenset((".parquet", ".arrow"))
-# Kinds of files that are refused: as plain text they would teach their syntax, or nothing.
+# Kinds of files that are refused, because as plain text they would teach their syntax, or nothing.
 _NOT_READ = frozenset(
     ".bz2 .xz .lz4 .zip .tar .tgz .7z .npy .npz .bin .safetensors .pt .pth .gguf .pdf .docx".split()
 ) | set(COMPRESSIONS)
-# Records in forms that others read: as plain text they would be learned with their syntax.
-_ROWS = frozenset((".csv", ".tsv"))
-# How a .json file begins that is one array of records.
+# Tables as text, which are faults, because a model would learn their syntax, too.
+_TEXT_TABLES = frozenset((".csv", ".tsv"))
+# The beginning of a .json file that is an array of records.
 _ARRAY = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*\{")
+# The beginnings of Arrow and Parquet files.
+_TABLE_MAGIC = (b"ARROW1", b"PAR1")
+_IF_TEXT = "call it .txt if its text is meant"
+_FAULTS = {
+    "empty": "empty file; give a file with text",
+    "binary": BINARY,
+    "a table by another name": "an Arrow or a Parquet file: name it .arrow or .parquet, and its rows are read",
+    "a table as text": f"a table, whose commas would be learned, too: write it as .parquet or .jsonl; {_IF_TEXT}",
+    "an array of records": f"a JSON array that would be learned as text: write a record a line (.jsonl); {_IF_TEXT}",
+}
 
 
 class SourceFile(NamedTuple):
-    """A file that holds a text or records.
+    """A file with a text or with records.
 
     Attributes:
-        name: its name in the corpus, relative to the folder or pattern that it comes from, so that
-            moving the data changes nothing.
+        name: the name in the corpus, relative to the folder or pattern of the source, so that it
+            stays the same when the data is moved.
         path: the file.
-        size: bytes of a text, decompressed; bytes on the disk for a file of records.
-        modified_ns: time of its last change, taken before it was hashed.
+        size: bytes of a decompressed text, or bytes on the disk of a file of records.
+        modified_ns: time of the last change, which was read before the file was hashed.
         sha256: hex digest of the bytes that `size` counts.
-        group: the held-out split never separates files of one group (a package, or copies of one
-            content).
+        group: the group, which the held-out split never separates: a package, or all files with the
+            same bytes.
         has_near_copies: whether other groups have near copies of the group's text
-            (`near_duplicates`), so that it is not held out.
-        weight: how many times an epoch sees it.
+            (`near_duplicates`). Such a group is not held out.
+        weight: number of times that an epoch sees the file.
     """
 
     name: str
@@ -274,19 +301,23 @@ class SourceFile(NamedTuple):
 
     @property
     def suffix(self) -> str:
-        """Return the kind of file: the last part of its name, or the one before .gz and .zst, in
-        lower case.
-        """
+        """Return the kind of the file, see `kind_of`."""
         return kind_of(self.path)
 
     @property
     def has_records(self) -> bool:
-        """Return whether it holds records, each of which is a document."""
+        """Return whether the file has records, each of which is a document."""
         return self.suffix in LINES | TABLES
 
 
 class Sources(NamedTuple):
-    """The files of a source in a fixed order, and the skipped files as (path, reason)."""
+    """The files of a source in a fixed order.
+
+    Attributes:
+        name: the source as it was given.
+        files: the files.
+        skipped: (path, reason) of each skipped file.
+    """
 
     name: str
     files: tuple[SourceFile, ...]
@@ -321,14 +352,14 @@ def find(
             hidden entries), a glob pattern, "hf://OWNER/NAME", or a list of these. A file called
             "-" or "stdlib" is written "./-" or "./stdlib".
         spool: a folder for a copy of standard input; it must exist as long as the result is used.
-        progress: see `monograph.data.progress`.
-        weights: how often an epoch sees each of the sources; None: once.
+        progress: see `monograph.data.progress`; None: none is reported.
+        weights: number of times that an epoch sees each of the sources; None: once each.
 
     Raises:
-        UsageError: a weight is out of range, there are not as many as sources, or a file has two
-            weights.
-        InputRefused: nothing is there, a kind of file is not supported, a file named one by one is
-            empty or binary, a compressed text is damaged, or there is no text at all.
+        UsageError: a weight is out of range, the number of weights is not that of sources, or a file
+            has two weights.
+        InputRefused: nothing is there, a kind of file is not supported, a file that the user named
+            is empty or binary, a compressed text is damaged, or there is no text at all.
     """
     items = [source] if isinstance(source, str | Path) else list(source)
     if not items:
@@ -342,7 +373,8 @@ def find(
             candidates.append(candidate._replace(weight=weight))
     names = [STDIN if str(item) == "-" else str(item) for item in items]
     name = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-    if not (files := _hashed(_once_each(candidates, skipped), skipped, progress)):
+    files = _read_files(_deduplicated(candidates, skipped), skipped, progress)
+    if not files:
         reasons = ", ".join(sorted({reason for _, reason in skipped})) or "it has no files"
         raise InputRefused(f"{name}: no text in it ({reasons})")
     return Sources(name=name, files=tuple(files), skipped=tuple(skipped))
@@ -362,58 +394,70 @@ def _weights(items: Sequence[object], weights: Sequence[float] | None) -> Sequen
 
 
 def located(source: str | Sequence[str]) -> list[Path]:
-    """Return the files of a source without reading them, except standard input and those of the
-    standard library.
+    """Return the files of a source without reading them.
+
+    Standard input and the standard library are left out.
 
     Raises:
         UsageError, InputRefused: as in `find`.
     """
     items = [source] if isinstance(source, str) else source
-    kept = [item for item in items if item not in ("-", "stdlib")]
-    return [candidate.path for place in kept for candidate in _locate(place, Path(), [], None)]
+    paths = list[Path]()
+    for item in items:
+        if item not in ("-", "stdlib"):
+            paths += [candidate.path for candidate in _locate(item, Path(), [], None)]
+    return paths
 
 
-def _once_each(candidates: Iterable[Candidate], skipped: Skipped) -> list[Candidate]:
-    # Keep a file that is reached in two ways once: a second time would double its weight.
+def _deduplicated(candidates: Iterable[Candidate], skipped: Skipped) -> list[Candidate]:
+    """Return each file once, because a file that the source has twice would get twice its weight."""
     unique: dict[Path, Candidate] = {}
     for candidate in candidates:
-        if (first := unique.setdefault(resolved(candidate.path), candidate)) is candidate:
+        first = unique.setdefault(resolved(candidate.path), candidate)
+        if first is candidate:
             continue
         if first.weight != candidate.weight:
-            weights = f"{first.weight:g} and {candidate.weight:g}"
             raise UsageError(
-                f"data.source: {candidate.path} has the weights {weights}; leave it out at one place"
+                f"data.source: {candidate.path} has the weights {first.weight:g} and {candidate.weight:g}; "
+                "leave it out at one place"
             )
         skipped.append((str(candidate.path), "the same file as another"))
     return list(unique.values())
 
 
 def kind_of(path: Path) -> str:
-    """Return the last part of a file's name, or the one before .gz and .zst, in lower case."""
+    """Return the suffix of a file's name in lower case, without a last .gz or .zst."""
     inner = path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
     return inner.suffix.lower()
 
 
 def place_of(path: Path, record: int) -> str:
     """Return a record's place for a message, such as FILE:LINE."""
-    return f"{path}{':' if kind_of(path) in LINES else ', row '}{record}"
+    separator = ":" if kind_of(path) in LINES else ", row "
+    return f"{path}{separator}{record}"
 
 
-def _hashed(
+def _read_files(
     candidates: list[Candidate], skipped: Skipped, progress: Progress | None
 ) -> list[SourceFile]:
+    """Read and hash files, and append those with a fault to `skipped`.
+
+    Raises:
+        InputRefused: a kind of file is not read, or a file that the user named has a fault.
+    """
     for candidate in candidates:
         path = candidate.path
-        kind = kind_of(candidate.path)
-        if kind in _NOT_READ or (kind in TABLES and path.suffix.lower() in COMPRESSIONS):
-            remedy = "convert it to plain text, or choose other files with a pattern"
-            raise InputRefused(f"{path}: {kind} files are not read; {remedy}")
-    meter = Meter(
-        progress, "sources", sum(status_of(candidate.path).st_size for candidate in candidates)
-    )
+        kind = kind_of(path)
+        is_compressed_table = kind in TABLES and path.suffix.lower() in COMPRESSIONS
+        if kind in _NOT_READ or is_compressed_table:
+            raise InputRefused(
+                f"{path}: {kind} files are not read; convert it to plain text, or choose other files with a pattern"
+            )
+    total_bytes = sum(status_of(candidate.path).st_size for candidate in candidates)
+    meter = Meter(progress, "sources", total_bytes)
     files = []
     for candidate in candidates:
-        file, fault = _opened(candidate, meter)
+        file, fault = _read_file(candidate, meter)
         if fault and candidate.chosen:
             where = "standard input" if candidate.name == STDIN else candidate.path
             raise InputRefused(f"{where}: {_FAULTS[fault]}")
@@ -425,50 +469,55 @@ def _hashed(
     return files
 
 
-def _opened(candidate: Candidate, meter: Meter) -> tuple[SourceFile, str]:
-    """Read a file once; return it, and its fault (a key of `_FAULTS`) or ""."""
+def _read_file(candidate: Candidate, meter: Meter) -> tuple[SourceFile, str]:
+    """Read and hash a file.
+
+    Returns:
+        The file.
+        The file's fault, a key of `_FAULTS`; "": it has none.
+    """
     path = candidate.path
     kind = kind_of(path)
-    records = kind in LINES | TABLES
+    has_records = kind in LINES | TABLES
+    # The time is read before the file, so that a change while it is read is noticed later.
     modified_ns = status_of(path).st_mtime_ns
+    blocks = raw_blocks(path, meter) if has_records else read_blocks(path, meter)
     digest = hashlib.sha256()
     size = 0
     fault = ""
-    for block in (raw_blocks if records else read_blocks)(path, meter):
+    for block in blocks:
         if size == 0:
-            fault = "" if records else _fault(kind, block)
+            fault = "" if has_records else _text_fault(kind, block)
         digest.update(block)
         size += len(block)
+    if size == 0:
+        fault = "empty"
     sha256 = digest.hexdigest()
     name = os.fsencode(candidate.name).decode("utf-8", "backslashreplace")
     file = SourceFile(
-        name,
-        path,
-        size,
-        modified_ns,
-        sha256,
-        candidate.group or sha256,
-        candidate.has_near_copies,
-        candidate.weight,
+        name=name,
+        path=path,
+        size=size,
+        modified_ns=modified_ns,
+        sha256=sha256,
+        group=candidate.group or sha256,
+        has_near_copies=candidate.has_near_copies,
+        weight=candidate.weight,
     )
-    return file, fault if size else "empty"
+    return file, fault
 
 
-def _fault(kind: str, begin: bytes) -> str:
-    """Return why a file of this kind with this beginning is no text (a key of `_FAULTS`), or ""."""
+def _text_fault(kind: str, begin: bytes) -> str:
+    """Return why a file is not a text, a key of `_FAULTS`; "": it may be a text.
+
+    Args:
+        kind: the kind of the file.
+        begin: the beginning of the file.
+    """
     if _looks_binary(begin):
-        return "a table by another name" if begin.startswith(_TABLES_BEGIN) else "binary"
-    if kind in _ROWS:
+        return "a table by another name" if begin.startswith(_TABLE_MAGIC) else "binary"
+    if kind in _TEXT_TABLES:
         return "a table as text"
-    return "an array of records" if kind == ".json" and _ARRAY.match(begin) else ""
-
-
-_TABLES_BEGIN = (b"ARROW1", b"PAR1")
-_MEANT = "call it .txt if its text is meant"
-_FAULTS = {
-    "empty": "empty file; give a file with text",
-    "binary": BINARY,
-    "a table by another name": "an Arrow or a Parquet file: name it .arrow or .parquet, and its rows are read",
-    "a table as text": f"a table, whose commas would be learned, too: write it as .parquet or .jsonl; {_MEANT}",
-    "an array of records": f"a JSON array that would be learned as text: write a record a line (.jsonl); {_MEANT}",
-}
+    if kind == ".json" and _ARRAY.match(begin):
+        return "an array of records"
+    return ""

@@ -73,7 +73,7 @@ def obstacle(model: Llama) -> str | None:
 
 
 def _obstacle_of_block(block: Block, dtype: torch.dtype) -> str | None:
-    if block.mixes_by != "self_attn":
+    if block.mixer_name != "self_attn":
         return "the kernels compute attention, and some layers have none"
     if isinstance(block.mlp, Mixture):
         return "the kernels do not compute mixtures of experts"

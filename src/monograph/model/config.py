@@ -1,5 +1,6 @@
 """Describe the shape of a model by checked sizes with their Hugging Face names, and by presets.
-Needs no torch.
+
+The module needs no torch.
 """
 
 import math
@@ -15,9 +16,9 @@ from monograph.model.scaling import (
     LINEAR,
     SLIDING,
     Scaling,
-    check_id,
-    check_number,
-    check_whole,
+    check_positive_integer,
+    check_positive_number,
+    check_token_id,
 )
 
 WEIGHT_FILES = (".pth", ".pt")  # suffixes of files written by torch.save; see `torch_file`
@@ -33,8 +34,9 @@ _SIZES = (*_REQUIRED, "num_key_value_heads", "head_dim", "max_position_embedding
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """Sizes and constants of a model, by their Hugging Face names; `monograph.model.families` says
-    who has which.
+    """Sizes and constants of a model, by their Hugging Face names.
+
+    `monograph.model.families` says which families have which.
 
     Attributes:
         model_type: the family, a name in `monograph.model.families.FAMILIES`; exports keep it.
@@ -50,41 +52,42 @@ class LlamaConfig:
         max_position_embeddings: longest sequence, tokens.
         rms_norm_eps: number added to the mean square in every norm.
         rope_theta: base of the rotary wavelengths.
-        rope_scaling: the way in which the wavelengths are stretched, or None.
-        rope_local_theta: base of the wavelengths in layers with a window, never stretched there.
-            None: rope_theta.
-        partial_rotary_factor: share of a head's channels that are rotated, the first ones.
+        rope_scaling: the scaling of the wavelengths, or None.
+        rope_local_theta: base of the wavelengths in layers with a window, which then have no
+            scaling. None: these layers have the base and the scaling of the others.
+        partial_rotary_factor: share of a head's channels that are rotated. These are its first ones.
         tie_word_embeddings: whether the head is the embedding matrix.
         attention_bias: whether all four projections of attention have biases.
         sliding_window: number of positions that a query sees, its own the last, or None.
-        layer_types: "sliding_attention", "full_attention" or "linear_attention", a gated delta net,
-            for each layer. (): all are alike and have attention.
-        linear_num_key_heads: key heads of a delta net, which divide its value heads. 0: half of
-            these, or as many.
-        linear_num_value_heads: value heads of a delta net. 0: hidden_size / head_dim.
-        linear_key_head_dim: channels of its keys. 0: head_dim.
-        linear_value_head_dim: channels of its values. 0: head_dim.
-        linear_conv_kernel_dim: positions that its convolution sees.
-        no_rope_layers: 1 for each layer that rotates queries and keys, 0 for each other one. ():
-            all do.
+        layer_types: "sliding_attention", "full_attention" or "linear_attention" (a gated delta net)
+            for each layer. (): all layers have attention and are alike.
+        linear_num_key_heads: number of key heads of a delta net; must divide
+            linear_num_value_heads. 0: half as many as value heads if these are even, or else as many.
+        linear_num_value_heads: number of value heads of a delta net. 0: hidden_size / head_dim.
+        linear_key_head_dim: width of a delta net's key head. 0: head_dim.
+        linear_value_head_dim: width of a delta net's value head. 0: head_dim.
+        linear_conv_kernel_dim: number of positions that a delta net's convolution sees. 0: 4.
+        no_rope_layers: 1 for each layer that rotates queries and keys, 0 for each layer that does
+            not. (): all layers do.
         embedding_multiplier: factor of the embedded tokens.
         residual_multiplier: factor of each branch before it is added to the residual stream.
         attention_multiplier: factor of attention's scores. None: 1 / sqrt(head_dim).
-        query_pre_attn_scalar: scores are divided by its root. 0: head_dim.
-        logits_scaling: divisor of the logits; here of the final hidden states.
-        num_experts: experts of a mixture, which is the feed-forward layer of families that have
-            one.
-        num_experts_per_tok: experts that compute a token, those of the highest probabilities.
-        norm_topk_prob: whether a token's weights, the probabilities of its experts, are divided by
-            their sum.
+        query_pre_attn_scalar: number by whose root attention's scores are divided. 0: head_dim.
+        logits_scaling: divisor of the logits. The decoder divides the final hidden states by it.
+        num_experts: number of experts of a mixture, in families with mixtures.
+        num_experts_per_tok: number of experts that compute a token, which are those with the highest
+            probabilities.
+        norm_topk_prob: whether the weights of a token's experts, which are their probabilities, are
+            divided by their sum.
         output_router_logits: whether training adds the balance of mixtures to the loss, see
             `monograph.graph.experts`.
-        router_aux_loss_coef: its factor.
-        moe_intermediate_size: width of an expert. 0: intermediate_size / num_experts_per_tok.
-            Without this key experts have the intermediate_size.
-        shared_expert_intermediate_size: width of the expert that computes every token, if any. 0:
-            that of the others.
-        mlp_only_layers: layers whose feed-forward layer is an ordinary one.
+        router_aux_loss_coef: factor of the balance.
+        moe_intermediate_size: width of an expert. 0: intermediate_size / num_experts_per_tok,
+            rounded up. In families without this key the width is intermediate_size.
+        shared_expert_intermediate_size: width of a shared expert, in families that have one. 0: the
+            width of the other experts.
+        mlp_only_layers: indices of layers without a mixture, whose feed-forward layer is a gated
+            layer.
         clip_qkv: largest absolute value of queries, keys and values before the rotation, or None.
         initializer_range: standard deviation of the initial weights, see `Llama`.
         attention_dropout: transformers' rate of dropout in training, which is kept for exports and
@@ -92,7 +95,7 @@ class LlamaConfig:
         pad_token_id: id whose embedding row gets no gradient from look-ups, or None. A negative
             value counts from the end of the vocabulary and is replaced by the id.
         bos_token_id: id that begins a document, or None.
-        eos_token_id: id or ids that end a document.
+        eos_token_id: id or ids that end a document, or None.
 
     Raises:
         InputRefused: a value of the wrong type or out of range, or heads that do not divide; the
@@ -145,18 +148,18 @@ class LlamaConfig:
 
     def __post_init__(self) -> None:
         for name in _REQUIRED:
-            check_whole(name, getattr(self, name))
+            check_positive_integer(name, getattr(self, name))
         # transformers refuses a Llama whose width is not a multiple of its heads, even with a
         # head_dim.
         if self.head_dim == 0 or self.model_type == "llama":
             self._check_multiple("hidden_size", "num_attention_heads")
-        # A frozen dataclass can set its derived fields only this way.
+        # Only `object.__setattr__` can set the derived fields of a frozen dataclass.
         if self.num_key_value_heads == 0:
             object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
         if self.head_dim == 0:
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
         for name in _SIZES:
-            check_whole(name, getattr(self, name))
+            check_positive_integer(name, getattr(self, name))
         for name in (
             "rms_norm_eps",
             "rope_theta",
@@ -164,10 +167,11 @@ class LlamaConfig:
             "rope_local_theta",
             *families.MULTIPLIERS,
         ):
-            if getattr(self, name) is not None or getattr(LlamaConfig, name) is not None:
-                check_number(name, getattr(self, name))
+            may_be_none = getattr(LlamaConfig, name) is None
+            if getattr(self, name) is not None or not may_be_none:
+                check_positive_number(name, getattr(self, name))
         if self.query_pre_attn_scalar != 0:
-            check_whole("query_pre_attn_scalar", self.query_pre_attn_scalar)
+            check_positive_integer("query_pre_attn_scalar", self.query_pre_attn_scalar)
         if self.initializer_range > 1:
             raise InputRefused(
                 f"initializer_range = {self.initializer_range}: expected at most 1, transformers' limit"
@@ -177,11 +181,13 @@ class LlamaConfig:
         self._check_parts()
         self._check_ids()
 
-    def _check_multiple(self, whole: str, part: str) -> None:
-        size = getattr(self, whole)
-        unit = getattr(self, part)
-        if size % unit:
-            raise InputRefused(f"{whole} = {size} is not a multiple of {part} = {unit}; change one")
+    def _check_multiple(self, name: str, divisor_name: str) -> None:
+        size = getattr(self, name)
+        divisor = getattr(self, divisor_name)
+        if size % divisor:
+            raise InputRefused(
+                f"{name} = {size} is not a multiple of {divisor_name} = {divisor}; change one"
+            )
 
     def _check_heads(self) -> None:
         for name in (
@@ -195,29 +201,33 @@ class LlamaConfig:
         self._check_multiple("num_attention_heads", "num_key_value_heads")
         for name in ("attention_dropout", "router_aux_loss_coef"):
             if getattr(self, name) != 0:
-                check_number(name, getattr(self, name))
+                check_positive_number(name, getattr(self, name))
         if self.head_dim % 2:
             raise InputRefused(
-                f"head_dim = {self.head_dim} is odd, and rotary embedding turns pairs; change it, or hidden_size = "
-                f"{self.hidden_size} and num_attention_heads = {self.num_attention_heads} that it comes from"
+                f"head_dim = {self.head_dim} is odd, and rotary embedding rotates pairs of channels; change it, or the "
+                f"numbers that it comes from, hidden_size = {self.hidden_size} and num_attention_heads = "
+                f"{self.num_attention_heads}"
             )
-        check_number("partial_rotary_factor", self.partial_rotary_factor)
+        check_positive_number("partial_rotary_factor", self.partial_rotary_factor)
         if self.partial_rotary_factor > 1 or self.rotary_dim % 2 or self.rotary_dim == 0:
             raise InputRefused(
                 f"partial_rotary_factor = {self.partial_rotary_factor} of head_dim = {self.head_dim}: expected an even "
-                "number of channels above 0, as rotary embedding turns pairs"
+                "number of channels above 0, because rotary embedding rotates pairs of channels"
             )
-        # Where layers with a window have a table of their own, transformers looks for `truncate`
-        # beside both.
-        widened = self.family.local_theta is not None and not getattr(
-            self.rope_scaling, "truncate", True
-        )
-        known = (
-            self.rope_scaling is None or scaling.kind_of(self.rope_scaling) in self.family.scalings
-        )
-        if not known or widened:
-            shown = "rope_scaling.truncate = false" if widened else "rope_scaling"
-            raise InputRefused(f"{shown} is not supported with model_type = {self.model_type!r}")
+        self._check_scaling()
+
+    def _check_scaling(self) -> None:
+        refused = ""
+        if self.rope_scaling is not None:
+            if scaling.rope_type(self.rope_scaling) not in self.family.scalings:
+                refused = "rope_scaling"
+            # If layers with a window have a table of their own, transformers looks for `truncate`
+            # beside both tables, where no file has it.
+            truncates = getattr(self.rope_scaling, "truncate", True)
+            if self.family.local_theta is not None and not truncates:
+                refused = "rope_scaling.truncate = false"
+        if refused:
+            raise InputRefused(f"{refused} is not supported with model_type = {self.model_type!r}")
         if isinstance(self.rope_scaling, scaling.YarnScaling) and self.rope_theta <= 1:
             raise InputRefused(
                 f"rope_theta = {self.rope_theta}: expected a number above 1 with yarn's rope_scaling"
@@ -230,17 +240,18 @@ class LlamaConfig:
             if getattr(self, name) != getattr(type(self), name) and name not in self.family.keys:
                 raise InputRefused(f"{name} is not supported with model_type = {self.model_type!r}")
         if self.sliding_window is not None:
-            check_whole("sliding_window", self.sliding_window)
+            check_positive_integer("sliding_window", self.sliding_window)
         other = self.family.others
-        if wrong := [kind for kind in self.layer_types if kind not in (FULL, other)]:
-            raise InputRefused(f"layer_types has {wrong[0]!r}: expected {FULL!r} or {other!r}")
+        unknown = [kind for kind in self.layer_types if kind not in (FULL, other)]
+        if unknown:
+            raise InputRefused(f"layer_types has {unknown[0]!r}: expected {FULL!r} or {other!r}")
         if self.layer_types and len(self.layer_types) != self.num_hidden_layers:
             raise InputRefused(
                 f"layer_types has {len(self.layer_types)} entries, but num_hidden_layers = {self.num_hidden_layers}"
             )
         if SLIDING in self.layer_types and self.sliding_window is None:
             raise InputRefused(f"layer_types has {SLIDING!r}, but no sliding_window is set")
-        # What is the same gets one spelling, here and below, so that equal models have equal
+        # Here and below, values with the same meaning get one form, so that equal models have equal
         # configurations.
         if self.layer_types and SLIDING not in self.layer_types:
             object.__setattr__(self, "sliding_window", None)
@@ -249,23 +260,21 @@ class LlamaConfig:
         self._check_rotations()
 
     def _check_rotations(self) -> None:
-        listed = list(self.no_rope_layers)
+        rotates = list(self.no_rope_layers)
         layers = self.num_hidden_layers
-        if listed and (len(listed) != layers or any(each not in (0, 1) for each in listed)):
-            raise InputRefused(
-                f"no_rope_layers = {listed}: expected 0 or 1 for each of {layers} layers"
-            )
+        if rotates:
+            if len(rotates) != layers or any(value not in (0, 1) for value in rotates):
+                raise InputRefused(
+                    f"no_rope_layers = {rotates}: expected 0 or 1 for each of {layers} layers"
+                )
         if all(self.no_rope_layers):
             object.__setattr__(self, "no_rope_layers", ())
-        if self.sliding_window is None or (
-            self.rope_local_theta == self.rope_theta and self.rope_scaling is None
-        ):
+        is_scaled = self.rope_scaling is not None
+        is_same_theta = self.rope_local_theta == self.rope_theta
+        if self.sliding_window is None or (is_same_theta and not is_scaled):
             object.__setattr__(self, "rope_local_theta", None)
-        elif (
-            "rope_local_theta" in self.family.keys
-            and self.rope_local_theta is None
-            and self.rope_scaling is not None
-        ):
+        elif "rope_local_theta" in self.family.keys and self.rope_local_theta is None and is_scaled:
+            # Layers with a window have no scaling in these families.
             object.__setattr__(self, "rope_local_theta", self.rope_theta)
         if self.attention_multiplier == self.head_dim**-0.5:
             object.__setattr__(self, "attention_multiplier", None)
@@ -273,23 +282,23 @@ class LlamaConfig:
             object.__setattr__(self, "query_pre_attn_scalar", 0)
 
     def _check_parts(self) -> None:
-        for name, value in {**mixture_keys.checked(self), **layer_kinds.linear_sizes(self)}.items():
+        derived = {**mixture_keys.checked(self), **layer_kinds.linear_sizes(self)}
+        for name, value in derived.items():
             object.__setattr__(self, name, value)
 
     @property
     def ends(self) -> tuple[int, ...]:
         """Return the ids that end a document."""
         ids = self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
-        return tuple(index for index in ids if index is not None)
+        return tuple(token_id for token_id in ids if token_id is not None)
 
     def _check_ids(self) -> None:
-        for name, value in (
-            ("bos_token_id", self.bos_token_id),
-            *(("eos_token_id", item) for item in self.ends),
-        ):
-            if value is not None:
-                check_id(name, value)
-        pad, size = self.pad_token_id, self.vocab_size
+        if self.bos_token_id is not None:
+            check_token_id("bos_token_id", self.bos_token_id)
+        for token_id in self.ends:
+            check_token_id("eos_token_id", token_id)
+        pad = self.pad_token_id
+        size = self.vocab_size
         if pad is None:
             return
         if isinstance(pad, bool) or not isinstance(pad, int) or not -size <= pad < size:
@@ -311,19 +320,26 @@ class LlamaConfig:
         | 1b | 1,235,814,400 | 128,256 | 16 | 2,048 | 8,192 | 32 x 64 | 8 | tied | 131,072 |
         | 8b | 8,030,261,248 | 128,256 | 32 | 4,096 | 14,336 | 32 x 128 | 8 | untied | 131,072 |
 
-        The first three are meant to get their tokenizer's vocabulary (`vocab_size=`). 124m is GPT-2
-        small's size with heads of 128, where GPU attention is fastest; llama-179m is from A. Tam,
-        "Pretraining a Llama Model on Your Local GPU" (Machine Learning Mastery); 1b and 8b are
-        Llama-3.2-1B and Llama-3.1-8B. The initializer_range of nano and micro is sqrt(2 / (5
-        hidden_size)) (Nguyen and Salazar, arXiv 1910.05895): 0.02 is small for their width, and
-        with it micro was 0.1 bits per byte worse after 200 updates. A preset's initializer_range is
-        for its own width; at another hidden_size it changes as 1 / sqrt(hidden_size). With
-        `family`, such as "olmo2", it is a model of another family with these sizes, and with its
-        windows and layers that do not rotate. A mixture has 8 experts, of which a token's two are
-        together as wide as the ffn, and trains with their balance.
+        nano, micro and 124m are meant to get the size of a tokenizer as vocab_size. 124m has the
+        size of GPT-2 small, but heads of 128 channels, with which GPU attention is fastest.
+        llama-179m is from A. Tam, "Pretraining a Llama Model on Your Local GPU" (Machine Learning
+        Mastery). 1b and 8b are Llama-3.2-1B and Llama-3.1-8B.
+
+        The initializer_range of nano and micro is sqrt(2 / (5 hidden_size)) (Nguyen and Salazar,
+        arXiv 1910.05895). 0.02 is small for their width: with it, micro was 0.1 bits per byte worse
+        after 200 updates. A preset's initializer_range is for its own width. At another hidden_size
+        it changes as 1 / sqrt(hidden_size), unless it is replaced, too.
+
+        Args:
+            name: the preset.
+            family: the family of the model, such as "olmo2". The model has the preset's sizes, and
+                the windows and the layers without rotation of the family. A mixture has 8 experts, of
+                which each token uses two, which together are as wide as the preset's ffn. It trains
+                with the balance.
+            overrides: the values to replace.
 
         Raises:
-            InputRefused: no such preset or key, or values that do not fit together.
+            InputRefused: no such preset, family or key, or values that do not fit together.
         """
         if name not in PRESETS:
             raise InputRefused(f"preset = {name!r}: expected one of {', '.join(PRESETS)}")
@@ -334,31 +350,37 @@ class LlamaConfig:
                 | mixture_keys.fresh(family, PRESETS[name][2])
                 | overrides
             )
-        if unknown := sorted(set(overrides) - {field.name for field in fields(cls)}):
+        unknown = sorted(set(overrides) - {field.name for field in fields(cls)})
+        if unknown:
             raise InputRefused(
                 f"unknown key {unknown[0]!r}: the sizes of a Llama are {', '.join(_SIZES)}"
             )
-        # head_dim and positions follow from the rest.
-        shape = dict(zip(_SIZES, PRESETS[name], strict=False))
-        base = cls(**{**shape, **BEYOND_SHAPE[name]})
-        given = cls(**{**shape, **BEYOND_SHAPE[name], **overrides})
-        if given.hidden_size == base.hidden_size or "initializer_range" in overrides:
-            return given
-        spread = base.initializer_range * math.sqrt(base.hidden_size / given.hidden_size)
-        return replace(given, initializer_range=spread)
+        # A preset has no head_dim and no max_position_embeddings, the last two of `_SIZES`.
+        sizes = dict(zip(_SIZES, PRESETS[name], strict=False))
+        values = {**sizes, **BEYOND_SHAPE[name]}
+        base = cls(**values)
+        config = cls(**{**values, **overrides})
+        if config.hidden_size == base.hidden_size or "initializer_range" in overrides:
+            return config
+        std = base.initializer_range * math.sqrt(base.hidden_size / config.hidden_size)
+        return replace(config, initializer_range=std)
 
     @classmethod
     def from_hf(cls, values: Mapping[str, Any]) -> Self:
-        """Return the configuration in the content of a config.json that transformers 4 or 5 wrote
-        for a known family.
+        """Return the configuration that a config.json of transformers 4 or 5 states.
+
+        Args:
+            values: the content of the config.json.
 
         Raises:
             InputRefused: another architecture, a variant that `Llama` does not compute, or a wrong
                 or missing value.
         """
-        usual = families.family(values["model_type"]).defaults if values.get("model_type") else {}
+        defaults: Mapping[str, Any] = {}
+        if values.get("model_type"):
+            defaults = families.family(values["model_type"]).defaults
         for key in ("model_type", *_REQUIRED):
-            if values.get(key, usual.get(key)) is None:
+            if values.get(key, defaults.get(key)) is None:
                 raise InputRefused(f"the key {key} is missing")
         for key in families.NEVER_NULL:
             if key in values and values[key] is None:
@@ -367,21 +389,22 @@ class LlamaConfig:
                 )
         model_family = families.family(values["model_type"])
         families.check_computed(values)
-        # transformers' default epsilon differs from this class's, and there null means the default
-        # of rope_parameters.
+        # In transformers, rope_parameters = null means the default.
         given = {
             key: value
             for key, value in values.items()
             if value is not None or key != "rope_parameters"
         }
+        # The default epsilon is that of transformers, which differs from this class's.
         values = {"rms_norm_eps": 1e-6, **model_family.defaults, **given}
-        names = {field.name for field in fields(cls)} - (families.OF_SOME - {*model_family.keys})
+        of_other_families = families.OF_SOME - {*model_family.keys}
+        names = {field.name for field in fields(cls)} - of_other_families
         sizes: dict[str, Any] = {
             name: values[name] for name in names if values.get(name) is not None
         }
-        # 0 means "derived" in this class only, not in the file.
+        # A size of 0 is derived from others in this class, but not in a file.
         for key in sorted(sizes.keys() & _SIZES):
-            check_whole(key, sizes[key])
+            check_positive_integer(key, sizes[key])
         if isinstance(values.get("eos_token_id"), list):
             sizes["eos_token_id"] = tuple(values["eos_token_id"])
         rope = scaling.from_hf(
@@ -389,23 +412,19 @@ class LlamaConfig:
         )
         if isinstance(rope.scaling, scaling.LongScaling):
             sizes["max_position_embeddings"] = rope.scaling.longest
-        (
-            sizes["rope_theta"],
-            sizes["rope_scaling"],
-            sizes["rope_local_theta"],
-            sizes["partial_rotary_factor"],
-        ) = rope
+        sizes["rope_theta"] = rope.theta
+        sizes["rope_scaling"] = rope.scaling
+        sizes["rope_local_theta"] = rope.local_theta
+        sizes["partial_rotary_factor"] = rope.rotated_share
         sizes["sliding_window"], sizes["layer_types"] = layer_kinds.windows_from_hf(values)
         sizes["no_rope_layers"] = layer_kinds.rotations_from_hf(values)
         sizes |= mixture_keys.from_hf(values)
         return cls(**sizes)
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the content of a config.json that transformers 4 and 5 and other programs can
-        read.
-        """
-        others = families.OF_SOME - {*self.family.keys}
-        values = {key: value for key, value in asdict(self).items() if key not in others}
+        """Return the content of a config.json that transformers 4 and 5 and other programs read."""
+        of_other_families = families.OF_SOME - {*self.family.keys}
+        values = {key: value for key, value in asdict(self).items() if key not in of_other_families}
         values.pop("rope_local_theta", None)
         values |= scaling.to_hf(self)
         if "query_pre_attn_scalar" in self.family.keys:
@@ -420,7 +439,7 @@ class LlamaConfig:
                 SLIDING if each else FULL for each in slides
             ]
         if self.family.full_every and "sliding_window" in self.family.keys:
-            # Never null there.
+            # transformers does not allow null in these families.
             values["sliding_window"] = self.sliding_window or self.family.defaults["sliding_window"]
         if "sliding_window" in self.family.keys and "layer_types" in self.family.keys:
             # For programs that do not know layer_types.
@@ -447,23 +466,26 @@ class LlamaConfig:
         return families.family(self.model_type)
 
     def window(self, layer: int) -> int | None:
-        """Return the number of positions that a layer's query sees, its own the last of them; None:
-        all up to it.
+        """Return the number of positions that a layer's query sees, its own the last of them.
+
+        None means that a query sees all positions up to its own.
         """
-        return (
-            self.sliding_window
-            if not self.layer_types or self.layer_types[layer] == SLIDING
-            else None
-        )
+        if self.layer_types and self.layer_types[layer] != SLIDING:
+            return None
+        return self.sliding_window
 
     def is_linear(self, layer: int) -> bool:
         """Return whether a layer is a gated delta net instead of attention."""
         return bool(self.layer_types) and self.layer_types[layer] == LINEAR
 
     def shortened(self, layers: int) -> Self:
-        """Return the same model with its first so many layers."""
-        kinds, rotations = self.layer_types[:layers], self.no_rope_layers[:layers]
-        return replace(self, num_hidden_layers=layers, layer_types=kinds, no_rope_layers=rotations)
+        """Return the configuration of a model with only the first `layers` layers of this one."""
+        return replace(
+            self,
+            num_hidden_layers=layers,
+            layer_types=self.layer_types[:layers],
+            no_rope_layers=self.no_rope_layers[:layers],
+        )
 
     def is_mixture(self, layer: int) -> bool:
         """Return whether a layer's feed-forward layer is a mixture of experts."""
@@ -471,22 +493,24 @@ class LlamaConfig:
 
     def rotates(self, layer: int) -> bool:
         """Return whether a layer rotates queries and keys by their positions."""
-        return not self.is_linear(layer) and (
-            not self.no_rope_layers or self.no_rope_layers[layer] == 1
-        )
+        if self.is_linear(layer):
+            return False
+        return not self.no_rope_layers or self.no_rope_layers[layer] == 1
 
     @property
     def rotary_dim(self) -> int:
-        """Return how many channels of a head are rotated."""
+        """Return the number of a head's channels that are rotated."""
         return int(self.head_dim * self.partial_rotary_factor)
 
     def is_local(self, layer: int) -> bool:
-        """Return whether a layer has rotary positions of its own, those of layers with a window."""
+        """Return whether a layer has the base rope_local_theta, as layers with a window may have."""
         return self.rope_local_theta is not None and self.window(layer) is not None
 
     def rope(self, local: bool) -> tuple[float, Scaling | None]:
-        """Return the base and the scaling of the rotary positions of local layers, or of the
-        others.
+        """Return the base and the scaling of the rotary positions.
+
+        Args:
+            local: True for layers with a window, False for the others.
         """
         if local and self.rope_local_theta is not None:
             return self.rope_local_theta, None
@@ -494,28 +518,27 @@ class LlamaConfig:
 
     @property
     def query_scale(self) -> float:
-        """Return the factor of queries that makes attention's scores those of the multiplier or the
-        scalar.
+        """Return the factor of queries before attention, which divides scores by sqrt(head_dim).
+
+        With this factor, scores have the factor attention_multiplier, or are divided by
+        sqrt(query_pre_attn_scalar).
         """
         if self.query_pre_attn_scalar:
             return math.sqrt(self.head_dim / self.query_pre_attn_scalar)
-        return (
-            1.0
-            if self.attention_multiplier is None
-            else self.attention_multiplier * math.sqrt(self.head_dim)
-        )
+        if self.attention_multiplier is None:
+            return 1.0
+        return self.attention_multiplier * math.sqrt(self.head_dim)
 
     @property
     def embedding_scale(self) -> float:
         """Return the factor of embedded tokens."""
-        return (
-            math.sqrt(self.hidden_size)
-            if self.family.embedding_scaled
-            else self.embedding_multiplier
-        )
+        if self.family.embedding_scaled:
+            return math.sqrt(self.hidden_size)
+        return self.embedding_multiplier
 
     def parameter_count(self) -> int:
-        """Return the number of parameters, a tied head counted once."""
-        from monograph.model import parameters  # which builds modules, and so imports torch
+        """Return the number of parameters. A tied head and the embedding count once."""
+        # This module imports torch, because it builds modules.
+        from monograph.model import parameters
 
         return sum(map(math.prod, parameters.shapes(self).values()))

@@ -1,8 +1,8 @@
-"""A layer that mixes positions by the gated delta rule: its state has a fixed size, whatever the
-length of the text.
+"""A layer that mixes positions by the gated delta rule. Its state has the same size for every length
+of the text.
 
-Shape suffixes: B batch, T positions, D hidden size, C channels of the convolution, K its taps, H
-value heads, G key heads, E key dimension, V value dimension, X a head's channels.
+Shape suffixes: B batch, T positions, D hidden size, C channels of the convolution, K its taps, S its
+inputs, H value heads, G key heads, E key dimension, V value dimension, X any number of channels.
 """
 
 import math
@@ -31,35 +31,34 @@ class GatedDeltaNet(nn.Module):
     def __init__(self, config: LlamaConfig, impl: Impl) -> None:
         super().__init__()
         self.impl = impl
-        self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
-        keys, values = (
-            config.linear_num_key_heads * self.key_dim,
-            config.linear_num_value_heads * self.value_dim,
-        )
-        self.sizes = keys, keys, values
+        self.key_dim = config.linear_key_head_dim
+        self.value_dim = config.linear_value_head_dim
+        key_width = config.linear_num_key_heads * self.key_dim
+        value_width = config.linear_num_value_heads * self.value_dim
+        # The widths of all queries, all keys and all values.
+        self.sizes = key_width, key_width, value_width
         self.groups = config.linear_num_value_heads // config.linear_num_key_heads
-        # The order of parameters is that of the computation.
+        # Modules are added in the order of the computation, so that parameters have this order, too.
         self.by_key_head = config.family.by_key_head
-        apart, by_key_head = (
-            ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
-            ("in_proj_qkvz", "in_proj_ba"),
-        )
-        self.siblings = by_key_head if self.by_key_head else apart
         if self.by_key_head:
-            self.in_proj_qkvz = Linear(config.hidden_size, sum(self.sizes) + values, bias=False)
+            self.siblings: tuple[str, ...] = ("in_proj_qkvz", "in_proj_ba")
+            self.in_proj_qkvz = Linear(
+                config.hidden_size, sum(self.sizes) + value_width, bias=False
+            )
             self.in_proj_ba = Linear(
                 config.hidden_size, 2 * config.linear_num_value_heads, bias=False
             )
         else:
+            self.siblings = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
             self.in_proj_qkv = Linear(config.hidden_size, sum(self.sizes), bias=False)
-            self.in_proj_z = Linear(config.hidden_size, values, bias=False)
+            self.in_proj_z = Linear(config.hidden_size, value_width, bias=False)
             self.in_proj_b = Linear(config.hidden_size, config.linear_num_value_heads, bias=False)
             self.in_proj_a = Linear(config.hidden_size, config.linear_num_value_heads, bias=False)
         self.conv1d = Taps(sum(self.sizes), config.linear_conv_kernel_dim)
         self.dt_bias = nn.Parameter(torch.empty(config.linear_num_value_heads))
         self.A_log = nn.Parameter(torch.empty(config.linear_num_value_heads))
         self.norm = RMSNorm(self.value_dim, config.rms_norm_eps)
-        self.out_proj = Linear(values, config.hidden_size, bias=False)
+        self.out_proj = Linear(value_width, config.hidden_size, bias=False)
 
     def forward(
         self,
@@ -68,26 +67,30 @@ class GatedDeltaNet(nn.Module):
         mask: Mask,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """Return out_proj(norm(delta_rule(conv(qkv), beta, g)) * silu(z)), where qkv, z, a and b
-        are projections of x.
+        """Return out_proj(norm(delta_rule(conv(qkv), beta, g)) * silu(z)).
 
-        beta = sigmoid(b) and g = -exp(A_log) softplus(a + dt_bias). Queries and keys of a head have
-        length 1, and queries are divided by sqrt(E). The mask are the document numbers of
-        positions, [B, T], or None. With `impl` "cached" the rule is computed token by token, in the
-        bits of decoding.
+        qkv, z, a and b are projections of x, beta = sigmoid(b), and g = -exp(A_log) softplus(a +
+        dt_bias). Queries and keys of a head have length 1, and queries are divided by sqrt(E). With
+        `impl` "cached" the rule is computed token by token, with the same bits as in decoding.
+
+        Args:
+            hidden_BTD: x.
+            cos_sin_B1TF: not used, because this layer does not rotate.
+            mask: the document number of each position, [B, T]; None: each row is one document.
+            cache: the block's view of a cache; None: the pass has no cache.
         """
         segments_BT = cast(Tensor | None, mask)
-        channels_BTC, gate_BTX, b_BTH, a_BTH = self._projected(hidden_BTD)
+        channels_BTC, gate_BTX, b_BTH, a_BTH = self._project(hidden_BTD)
         wide = torch.float64 if hidden_BTD.dtype == torch.float64 else torch.float32
-        # In float64, since sums of decays are subtracted from each other, and since torch's
-        # functions in fp32 may have other bits for the last numbers of a tensor than for its
-        # others.
+        # beta and g are computed in float64 for two reasons. Sums of g are subtracted from each
+        # other. And a function of torch in fp32 may give the last numbers of a tensor other bits
+        # than it gives the same numbers elsewhere in a tensor.
         beta_BTH = b_BTH.double().sigmoid().to(hidden_BTD.dtype).to(wide)
         decay_BTH = -self.A_log.double().exp() * F.softplus(a_BTH.double() + self.dt_bias)
         if cache is None:
             mixed_BTC = self.conv1d(channels_BTC, segments_BT)
             starts_BT = starts(segments_BT)
-            # Products in 16 bits would be carried from chunk to chunk.
+            # Autocast would round products to 16 bits, and chunks would pass the errors on.
             with torch.autocast(hidden_BTD.device.type, enabled=False):
                 out_BHTV, _ = self._rule(
                     *self._heads(mixed_BTC, wide), _t(decay_BTH), _t(beta_BTH), starts_BT
@@ -98,79 +101,90 @@ class GatedDeltaNet(nn.Module):
         gate_BTHV = F.silu(gate_BTX.to(wide)).unflatten(-1, (-1, self.value_dim))
         return self.out_proj((out_BTHV * gate_BTHV).to(hidden_BTD.dtype).flatten(2))
 
-    def _projected(self, hidden_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return q, k and v for the convolution, z, b and a."""
+    def _project(self, hidden_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return qkv [B, T, C], z [B, T, H V], b [B, T, H] and a [B, T, H]."""
         if not self.by_key_head:
-            projections = self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a
-            return projections[0](hidden_BTD), *(each(hidden_BTD) for each in projections[1:])
-        wide, keys = self.groups * self.value_dim, self.sizes[0] // self.key_dim
-        heads_BTGX = self.in_proj_qkvz(hidden_BTD).unflatten(-1, (keys, -1))
-        *mixed, z_BTX = (
-            each.flatten(2)
-            for each in heads_BTGX.split([self.key_dim, self.key_dim, wide, wide], dim=-1)
-        )
-        b_BTH, a_BTH = (
-            each.flatten(2)
-            for each in self.in_proj_ba(hidden_BTD).unflatten(-1, (keys, 2, -1)).unbind(-2)
-        )
-        return torch.cat(mixed, dim=-1), z_BTX, b_BTH, a_BTH
+            return (
+                self.in_proj_qkv(hidden_BTD),
+                self.in_proj_z(hidden_BTD),
+                self.in_proj_b(hidden_BTD),
+                self.in_proj_a(hidden_BTD),
+            )
+        key_heads = self.sizes[0] // self.key_dim
+        # Each key head has a query, a key, and the values and gates of its value heads.
+        values_width = self.groups * self.value_dim
+        head_widths = [self.key_dim, self.key_dim, values_width, values_width]
+        heads_BTGX = self.in_proj_qkvz(hidden_BTD).unflatten(-1, (key_heads, -1))
+        *qkv, z_BTX = (part.flatten(2) for part in heads_BTGX.split(head_widths, dim=-1))
+        ba_BTG2X = self.in_proj_ba(hidden_BTD).unflatten(-1, (key_heads, 2, -1))
+        b_BTH, a_BTH = (part.flatten(2) for part in ba_BTG2X.unbind(-2))
+        return torch.cat(qkv, dim=-1), z_BTX, b_BTH, a_BTH
 
     @property
     def _rule(self) -> Callable[..., tuple[Tensor, Tensor]]:
         return delta_rule.recurrent if self.impl == "cached" else delta_rule.chunked
 
     def _heads(self, mixed_BTC: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries and keys [B, H, T, E], each key head once for each of its value heads, and
-        values.
+        """Return the heads that a convolution's outputs hold.
+
+        Each query and key head is repeated for each of its value heads.
+
+        Returns:
+            Queries and keys [B, H, T, E] and values [B, H, T, V], in the dtype `wide`.
         """
         query_BTX, key_BTX, value_BTX = mixed_BTC.to(wide).split(self.sizes, dim=-1)
-        pairs = []
-        for each_BTX in (query_BTX, key_BTX):
-            heads_BGTE = _t(each_BTX.unflatten(-1, (-1, self.key_dim)))
+        repeated = []
+        for channels_BTX in (query_BTX, key_BTX):
+            heads_BGTE = _t(channels_BTX.unflatten(-1, (-1, self.key_dim)))
             unit_BGTE = (
                 heads_BGTE * (heads_BGTE.square().sum(dim=-1, keepdim=True) + LENGTH_EPS).rsqrt()
             )
-            pairs.append(unit_BGTE.repeat_interleave(self.groups, dim=1))
-        return (
-            pairs[0] / math.sqrt(self.key_dim),
-            pairs[1],
-            _t(value_BTX.unflatten(-1, (-1, self.value_dim))),
-        )
+            repeated.append(unit_BGTE.repeat_interleave(self.groups, dim=1))
+        query_BHTE, key_BHTE = repeated
+        value_BHTV = _t(value_BTX.unflatten(-1, (-1, self.value_dim)))
+        return query_BHTE / math.sqrt(self.key_dim), key_BHTE, value_BHTV
 
     def _cached(
         self, channels_BTC: Tensor, decay_BTH: Tensor, beta_BTH: Tensor, cache: LayerCache
     ) -> Tensor:
-        """Return the rule's outputs, and take the new tokens into the layer's recurrence.
+        """Add the new tokens to the layer's recurrence, and return the rule's outputs.
 
-        One token that was taken before, as a step that is repeated gives, changes nothing and reads
-        the same again. Several must be new, except those from the limit on, which are not taken.
+        If a pass has one token, as a decode step has, the token may be one that the recurrence
+        already has, because a step can be repeated. Such a token does not change the recurrence, and
+        its output is the same again. If a pass has several tokens, all must be new. Tokens from the
+        row's limit on are not added.
         """
-        taken = cache.cache.recurrence(cache.layer_index)
-        fresh_BT = (cache.positions_BT >= taken.count_B[:, None]) & (
-            cache.positions_BT < taken.limit_B[:, None]
+        recurrence = cache.cache.recurrence(cache.layer_index)
+        is_new_BT = (cache.positions_BT >= recurrence.count_B[:, None]) & (
+            cache.positions_BT < recurrence.limit_B[:, None]
         )
-        inputs_BSC = torch.cat([taken.inputs_BKC, channels_BTC.to(taken.inputs_BKC.dtype)], dim=1)
-        last_BK = fresh_BT.sum(dim=1)[:, None] + torch.arange(
-            taken.inputs_BKC.shape[1], device=fresh_BT.device
+        inputs_BSC = torch.cat(
+            [recurrence.inputs_BKC, channels_BTC.to(recurrence.inputs_BKC.dtype)], dim=1
         )
-        inputs_BKC = inputs_BSC.gather(1, last_BK[..., None].expand(-1, -1, inputs_BSC.shape[-1]))
-        one = channels_BTC.shape[1] == 1
-        mixed_BTC = self.conv1d.of_inputs(inputs_BKC if one else inputs_BSC[:, 1:])
-        query_BHTE, key_BHTE, value_BHTV = self._heads(mixed_BTC, taken.state_BHEV.dtype)
+        # The last K inputs after the row's new tokens.
+        index_BK = is_new_BT.sum(dim=1)[:, None] + torch.arange(
+            recurrence.inputs_BKC.shape[1], device=is_new_BT.device
+        )
+        inputs_BKC = inputs_BSC.gather(1, index_BK[..., None].expand(-1, -1, inputs_BSC.shape[-1]))
+        is_one_token = channels_BTC.shape[1] == 1
+        mixed_BTC = self.conv1d.convolve_inputs(inputs_BKC if is_one_token else inputs_BSC[:, 1:])
+        query_BHTE, key_BHTE, value_BHTV = self._heads(mixed_BTC, recurrence.state_BHEV.dtype)
+        # With a decay of g = 0 and beta = 0 a token does not change the state.
         decay_BHT, beta_BHT = (
-            _t(torch.where(fresh_BT[..., None], each, 0.0)) for each in (decay_BTH, beta_BTH)
+            _t(torch.where(is_new_BT[..., None], numbers_BTH, 0.0))
+            for numbers_BTH in (decay_BTH, beta_BTH)
         )
-        if one:
+        if is_one_token:
             token = key_BHTE[:, :, 0], value_BHTV[:, :, 0], decay_BHT[..., 0], beta_BHT[..., 0]
-            state_BHEV = delta_rule.step(*token, taken.state_BHEV)
+            state_BHEV = delta_rule.step(*token, recurrence.state_BHEV)
             out_BHTV = delta_rule.read(query_BHTE[:, :, 0], state_BHEV)[:, :, None]
         else:
             out_BHTV, state_BHEV = self._rule(
-                query_BHTE, key_BHTE, value_BHTV, decay_BHT, beta_BHT, None, taken.state_BHEV
+                query_BHTE, key_BHTE, value_BHTV, decay_BHT, beta_BHT, None, recurrence.state_BHEV
             )
-        taken.inputs_BKC.copy_(inputs_BKC)
-        taken.state_BHEV.copy_(state_BHEV)
-        taken.count_B.add_(fresh_BT.sum(dim=1))
+        recurrence.inputs_BKC.copy_(inputs_BKC)
+        recurrence.state_BHEV.copy_(state_BHEV)
+        recurrence.count_B.add_(is_new_BT.sum(dim=1))
         return out_BHTV
 
 
@@ -189,14 +203,14 @@ class Taps(nn.Module):
             same_BT = (places_T >= back)[None]
             if segments_BT is not None:
                 same_BT = same_BT & (segments_BT.roll(back, dims=1) == segments_BT)
-            # Rolled rather than padded, which a compiler fuses into loops without branches, forward
-            # and backward.
+            # A compiler fuses `roll` into loops without branches, forward and backward, but not
+            # `pad`.
             earlier_BTC = torch.where(same_BT[..., None], channels_BTC.roll(back, dims=1), 0.0)
             total_BTC = total_BTC + earlier_BTC * self.weight[:, 0, -1 - back]
         return F.silu(total_BTC)
 
-    def of_inputs(self, inputs_BSC: Tensor) -> Tensor:
-        """Return the outputs at the last S - K + 1 positions."""
+    def convolve_inputs(self, inputs_BSC: Tensor) -> Tensor:
+        """Return the outputs at the last S - K + 1 positions, which have all K inputs."""
         taps = self.weight.shape[-1]
         length = inputs_BSC.shape[1] - taps + 1
         total_BTC = inputs_BSC[:, taps - 1 :] * self.weight[:, 0, -1]
@@ -209,29 +223,37 @@ class Taps(nn.Module):
 
 
 def starts(segments_BT: Tensor | None) -> Tensor | None:
-    """Return whether a position is the first of its document, without the first of the row, before
-    which is nothing.
+    """Return whether each position is the first of its document, bool [B, T]; None without segments.
+
+    It is False at the first position of a row, since there is no state before it.
     """
-    return None if segments_BT is None else F.pad(segments_BT[:, 1:] != segments_BT[:, :-1], (1, 0))
+    if segments_BT is None:
+        return None
+    return F.pad(segments_BT[:, 1:] != segments_BT[:, :-1], (1, 0))
 
 
 def _t(tensor: Tensor) -> Tensor:
+    """Swap positions and heads."""
     return tensor.transpose(1, 2)
 
 
-def drawn(name: str, uniform: Tensor) -> Tensor:
-    """Return the initial value of a parameter of this layer that is no matrix, from uniform numbers
-    in [0, 1).
+def initial_values(name: str, uniform: Tensor) -> Tensor:
+    """Return the initial values of a parameter of this layer that is not a matrix.
 
-    The decays are those of Mamba 2 (Dao and Gu, arXiv 2405.21060): A in [1, 16), and steps
-    softplus(dt_bias) between 0.001 and 0.1, evenly in their logarithm, so that heads remember from
-    a few to a thousand tokens.
+    The decays are those of Mamba 2 (Dao and Gu, arXiv 2405.21060): A is uniform in [1, 16). The
+    steps softplus(dt_bias) are between 0.001 and 0.1, and their logarithms are uniform, so that
+    heads remember from a few to a thousand tokens.
+
+    Args:
+        name: the parameter's name.
+        uniform: uniform random numbers in [0, 1), of the parameter's shape.
     """
     if name.endswith("A_log"):
         return (1 + 15 * uniform).log()
     if name.endswith("dt_bias"):
-        rate = (math.log(0.001) + uniform * math.log(100)).exp()
-        return rate + (-(-rate).expm1()).log()
+        step = (math.log(0.001) + uniform * math.log(100)).exp()
+        # The inverse of softplus.
+        return step + (-(-step).expm1()).log()
     if name.endswith("conv1d.weight"):
         return (2 * uniform - 1) / math.sqrt(uniform.shape[-1])
-    return torch.ones_like(uniform)  # factors of the norm
+    return torch.ones_like(uniform)  # the factors of the norm

@@ -1,12 +1,9 @@
-"""Describe the architectures that the decoder computes, by model_type, and the shapes with a name.
-Needs no torch.
+"""Describe the families of models that the decoder computes, by model_type, and the named presets.
 
-All are one decoder of parts, and a family says which it has: where norms are in a block and around
-what their weights are centred, whether queries and keys have norms and projections biases, the
-activation, which keys of config.json it reads (windows, layers without rotary positions,
-multipliers of its branches), and transformers' defaults.
+One decoder computes all families. A `Family` says which parts of the decoder its models have, which
+optional keys of config.json it reads, and transformers' defaults for these keys.
 
-`LlamaConfig.preset` says what the named shapes are.
+`LlamaConfig.preset` documents the presets. The module needs no torch.
 """
 
 from collections.abc import Mapping
@@ -17,7 +14,7 @@ from monograph.model.scaling import LINEAR, LONG, SLIDING, Llama3Scaling
 
 
 class Norms(NamedTuple):
-    """The names of a block's norms, by their places; None where there is none."""
+    """The names of a block's norms, by their places; None: the block has no norm there."""
 
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None
@@ -29,40 +26,40 @@ class Family(NamedTuple):
     """One architecture.
 
     Attributes:
-        architecture: the transformers class that loads it.
-        keys: the optional keys that this family has.
-        defaults: transformers' defaults for keys that config.json lacks.
+        architecture: the transformers class that loads the model.
+        keys: the optional keys of config.json that this family has.
+        defaults: transformers' defaults for keys that a config.json leaves out.
         qkv_bias: whether the query, key and value projections always have biases.
-        qk_norm: whether queries and keys have an RMS norm before the rotation: over each head, or
-            over all of them.
+        qk_norm: the RMS norm of queries and keys before the rotation: over each head ("heads") or
+            over all heads together ("all"); "": none.
         norms: the norms of the residual branches.
-        joined: layers of a block whose files hold several of the decoder's as one, by the file's
+        joined: the layers of a block that files have as one, as the decoder's names by the files'
             name.
-        scalings: the ways in which its rotary positions may be scaled.
-        others: the kind of the layers that are not full attention: with a window, or gated delta
-            nets.
-        full_every: where a file has no layer_types, each so many-th layer is full attention, all
-            others are not; 0: all layers are alike or, with use_sliding_window, those from
-            max_window_layers on have a window, or those that do not rotate if the family has such
-            layers.
-        local_theta: base of the rotary positions of layers with a window where a file does not say
-            it; None: they have none of their own.
+        scalings: the supported scalings of rotary positions, by transformers' names.
+        others: the kind of the layers that are not full attention: layers with a window, or gated
+            delta nets.
+        full_every: n, where every n-th layer is full attention and all others are not, unless a file
+            has layer_types. 0: without layer_types, all layers are alike, except with
+            use_sliding_window. Then the layers from max_window_layers on have a window, or, if the
+            family has layers that do not rotate, these layers.
+        local_theta: default base of the rotary positions in layers with a window; None: these layers
+            have the base of the others.
         gated: whether each head's attention is multiplied by a gate.
         centred: whether a norm multiplies by 1 + weight.
         embedding_scaled: whether embedded tokens are multiplied by the root of hidden_size.
-        activation: transformers' key for the activation of the feed-forward layer, and its name
-            there.
-        whole_heads: whether its heads together are as wide as hidden_size.
-        experts: the key for the width of a mixture's experts; "": it has no mixtures.
-        divides: whether a token's weights of its experts are always divided by their sum.
-        fused_experts: how files hold all experts' matrices of a layer in two tensors, gate and up
-            in one: "halves", one's rows above the other's; "columns", transposed, and theirs in
-                turns. "": each expert's are apart.
+        activation: transformers' key for the activation of the feed-forward layer, and the value of
+            this key.
+        whole_heads: whether all heads together must be as wide as hidden_size.
+        experts: the key for the width of a mixture's experts; "": the family has no mixtures.
+        divides: whether the weights of a token's experts are always divided by their sum.
+        fused_experts: how files have all experts' matrices of a layer in two tensors, of which one
+            has gate and up: gate's rows above up's ("halves"), or transposed, with alternating
+            columns of gate and up ("columns"). "": each expert has its own tensors.
         expert_bias: whether the projections of experts and the router have biases.
-        clamped: whether gate and up are combined in gpt-oss' way (`monograph.model.layers.gating`).
+        clamped: whether gate and up are combined as in gpt-oss (`monograph.model.layers.gating`).
         sinks: whether each head's attention has a sink (`monograph.ops.attention`).
         by_key_head: whether a delta net has one projection for queries, keys, values and gates, and
-            one for the two numbers of each value head, each ordered by key heads.
+            one for the decay and beta of each value head, both ordered by key heads.
     """
 
     architecture: str
@@ -110,7 +107,8 @@ MULTIPLIERS = (
     "attention_multiplier",
     "logits_scaling",
 )
-OF_SOME = {  # fields that only some families have
+# Fields of `LlamaConfig` that only some families have.
+OF_SOME = {
     "attention_bias",
     "sliding_window",
     "layer_types",
@@ -136,7 +134,7 @@ NEVER_NULL = (
 )
 _ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 _AFTER_BRANCHES = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
-# What all hybrids of attention and gated delta nets have, and the defaults of their keys.
+# The attributes of all families with attention and gated delta nets, and the defaults of their keys.
 _HYBRID: dict[str, Any] = {
     "qk_norm": "heads",
     "others": LINEAR,
@@ -221,7 +219,7 @@ FAMILIES: dict[str, Family] = {
         qk_norm="all",
         norms=_AFTER_BRANCHES,
         full_every=4,
-        local_theta=500_000.0,  # whatever else the file says
+        local_theta=500_000.0,  # also if the file's rope_theta is another number
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
@@ -418,8 +416,8 @@ FAMILIES: dict[str, Family] = {
         sinks=True,
     ),
 }
-# Keys of config.json that change what transformers computes or loads, with the values that match
-# `Llama`; transformers' default is one of them.
+# Keys of config.json that change what transformers computes or loads, with the values for which it
+# computes the same as `Llama`. The first of them is transformers' default.
 _COMPUTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "hidden_activation": ("gelu_pytorch_tanh",),
@@ -435,13 +433,13 @@ _COMPUTED: dict[str, tuple[Any, ...]] = {
     "swiglu_alpha": (1.702,),
     "swiglu_limit": (7.0,),
 }
-# Keys that only some families read.
 _OF_GEMMA = (
     "hidden_activation",
     "attn_logit_softcapping",
     "final_logit_softcapping",
     "use_bidirectional_attention",
 )
+# The families that read a key of `_COMPUTED`. All families read keys that are missing here.
 _READ_BY: dict[str, tuple[str, ...]] = {
     "mlp_bias": ("llama", "smollm3", "granite"),
     "resid_pdrop": ("phi3",),
@@ -460,7 +458,7 @@ def family(model_type: object) -> Family:
     """Return the family of a model_type.
 
     Raises:
-        InputRefused: the decoder does not compute it.
+        InputRefused: the decoder does not compute this family.
     """
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise InputRefused(
@@ -470,30 +468,37 @@ def family(model_type: object) -> Family:
 
 
 def check_computed(values: Mapping[str, Any]) -> None:
-    """Raise InputRefused with the key's name if a config.json asks for something that the decoder
-    does not compute.
+    """Raise InputRefused if a config.json asks for something that the decoder does not compute.
+
+    The message has the name of the key.
     """
-    kind = values["model_type"]
-    its = family(values["model_type"])
-    for key, known in _COMPUTED.items():
-        is_read = kind in _READ_BY.get(key, (kind,)) and key not in its.keys
-        if is_read and values.get(key, known[0]) not in known:
-            raise InputRefused(f"{key} = {values[key]!r} is not supported: only {known[0]!r} is")
-    packs = its.fused_experts == "columns"
-    if (quantised := values.get("quantization_config")) is None:
+    model_type = values["model_type"]
+    its = family(model_type)
+    for key, supported in _COMPUTED.items():
+        # Optional keys of the family are checked elsewhere.
+        is_checked = model_type in _READ_BY.get(key, (model_type,)) and key not in its.keys
+        if is_checked and values.get(key, supported[0]) not in supported:
+            raise InputRefused(
+                f"{key} = {values[key]!r} is not supported: only {supported[0]!r} is"
+            )
+    quantisation = values.get("quantization_config")
+    if quantisation is None:
         return
-    if not packs or not isinstance(quantised, dict) or quantised.get("quant_method") != "mxfp4":
-        kinds = (
-            "of quantised weights only quant_method = 'mxfp4' is"
-            if packs
-            else "quantised weights are not"
+    if its.fused_experts != "columns":
+        raise InputRefused(
+            "quantization_config: quantised weights are not supported; save them in bf16 or fp32"
         )
-        raise InputRefused(f"quantization_config: {kinds} supported; save them in bf16 or fp32")
+    if not isinstance(quantisation, dict) or quantisation.get("quant_method") != "mxfp4":
+        raise InputRefused(
+            "quantization_config: of quantised weights only quant_method = 'mxfp4' is supported; "
+            "save them in bf16 or fp32"
+        )
 
 
+# The family of a new model if the user names none.
+FIRST_FAMILY = "llama"
 # vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads,
 # num_key_value_heads
-FIRST_FAMILY = "llama"  # of a model whose family nobody names
 PRESETS: dict[str, tuple[int, ...]] = {
     "nano": (512, 64, 192, 2, 2, 1),
     "micro": (4096, 192, 512, 4, 6, 2),
@@ -508,6 +513,7 @@ _LLAMA_3: dict[str, Any] = {
     "bos_token_id": 128_000,
     "eos_token_id": 128_001,
 }
+# The other keys of the presets.
 BEYOND_SHAPE: dict[str, dict[str, Any]] = {
     "nano": {"tie_word_embeddings": True, "initializer_range": 0.08},
     "micro": {"tie_word_embeddings": True, "initializer_range": 0.046},

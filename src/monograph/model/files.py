@@ -1,5 +1,6 @@
-"""Read and write the files of a model folder: JSON and safetensors, verified when read, written
-whole or not at all.
+"""Read and write the files of a model folder, which are JSON and safetensors.
+
+Files are checked when they are read. A folder is written completely or not at all.
 """
 
 import errno
@@ -39,18 +40,18 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class Stored(NamedTuple):
-    """The description of a tensor in a file's header.
+    """The description of a tensor that can be read from files.
 
     Attributes:
         path: the file.
-        shape: its shape.
-        dtype: safetensors' name.
-        known_as: its name in the file if that is another.
-        part: it is the places from the first number to the second, each so many-th by the third, of
-            an axis, the fourth, of the file's tensor.
-        transposed: the file's tensor, or the part of it, has its last two axes in the other order.
-        pieces: it is made of these tensors, by their names.
-        join: makes it of them.
+        shape: the shape of the tensor.
+        dtype: safetensors' name of the dtype.
+        known_as: the tensor's name in the file; "": the same name.
+        part: begin, end, step and axis, if the tensor is a slice of the file's tensor; None: it is
+            all of the file's tensor.
+        transposed: whether the file has the tensor's last two axes in the other order.
+        pieces: the tensors of which this one is made, by name; {}: it is made of no others.
+        join: returns the tensor, given the pieces.
     """
 
     path: Path
@@ -64,20 +65,20 @@ class Stored(NamedTuple):
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write a JSON object."""
+    """Write a JSON object to a file."""
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def has_weights(folder: Path) -> bool:
-    """Return whether a folder has files of weights, which may be damaged."""
+    """Return whether a folder has files of weights. They are not checked."""
     return any(exists(folder / name) for name in (_SINGLE, _INDEX))
 
 
 def read_headers(folder: Path) -> dict[str, Stored]:
-    """Return the headers of all tensors of a folder, by name; no weights are read.
+    """Return the descriptions of all tensors of a folder, by name, without reading weights.
 
     Raises:
-        InputRefused: no weights, a damaged file, or an index that does not fit its files.
+        InputRefused: there are no weights, a file is damaged, or the index does not fit the files.
     """
     if exists(folder / _SINGLE):
         return read_header(inside(folder, _SINGLE))
@@ -102,34 +103,43 @@ def read_headers(folder: Path) -> dict[str, Stored]:
 
 
 def read_header(path: Path) -> dict[str, Stored]:
-    """Return the headers of all tensors of a safetensors file, by name; raise InputRefused if it is
-    damaged.
+    """Return the descriptions of all tensors of a safetensors file, by name.
+
+    Raises:
+        InputRefused: the file is damaged.
     """
     with open_tensors(path) as file:
-        views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
         return {
             name: Stored(path, tuple(view.get_shape()), view.get_dtype())
-            for name, view in views.items()
+            for name, view in slices.items()
         }
 
 
 def read_tensors(stored: dict[str, Stored], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Return the tensors on the CPU, as stored or in a dtype; besides the result, one tensor at a
-    time is in memory.
+    """Return copies of tensors on the CPU.
+
+    Besides the result, one tensor at a time is in memory.
+
+    Args:
+        stored: the tensors, none of which has pieces.
+        dtype: the dtype of the copies; None: that of the files.
 
     Raises:
-        InputRefused: a damaged file.
+        InputRefused: a file is damaged.
     """
     # Tensors are copied, because the bytes of a mapped file may change later.
     return {name: tensor.to(dtype, copy=True) for name, tensor in mapped_tensors(stored)}
 
 
 def mapped_tensors(stored: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors as stored and not copied: they are mapped, and read on first access. None
-    has pieces.
+    """Yield tensors that are mapped to their files, so that the first access reads them.
+
+    Args:
+        stored: the tensors, none of which has pieces.
 
     Raises:
-        InputRefused: a damaged file.
+        InputRefused: a file is damaged.
     """
     for path in sorted({tensor.path for tensor in stored.values()}):
         with open_tensors(path) as file:
@@ -139,52 +149,45 @@ def mapped_tensors(stored: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]
                 tensor = file.get_tensor(header.known_as or name)
                 if header.part:
                     begin, end, step, axis = header.part
-                    tensor = tensor[(*[slice(None)] * axis, slice(begin, end, step))]
+                    before_axis = [slice(None)] * axis
+                    tensor = tensor[(*before_axis, slice(begin, end, step))]
                 yield name, tensor.mT if header.transposed else tensor
 
 
 def mapped_weights(stored: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor | Pieces]]:
-    """Yield the tensors as `mapped_tensors`, and those with pieces, too."""
-    yield from mapped_tensors(
-        {name: tensor for name, tensor in stored.items() if not tensor.pieces}
-    )
-    whole = {name: tensor for name, tensor in stored.items() if tensor.pieces}
-    parts = dict(
-        mapped_tensors(
-            {name: part for tensor in whole.values() for name, part in tensor.pieces.items()}
-        )
-    )
-    for name, tensor in whole.items():
-        yield (
-            name,
-            Pieces(
-                [parts[each] for each in tensor.pieces],
-                tensor.join,
-                tensor.shape,
-                DTYPES[tensor.dtype],
-            ),
-        )
+    """Yield mapped tensors, as `mapped_tensors` does, and `Pieces` for tensors with pieces."""
+    without_pieces = {name: tensor for name, tensor in stored.items() if not tensor.pieces}
+    yield from mapped_tensors(without_pieces)
+    with_pieces = {name: tensor for name, tensor in stored.items() if tensor.pieces}
+    stored_pieces = dict[str, Stored]()
+    for tensor in with_pieces.values():
+        stored_pieces.update(tensor.pieces)
+    mapped_pieces = dict(mapped_tensors(stored_pieces))
+    for name, tensor in with_pieces.items():
+        pieces = [mapped_pieces[piece] for piece in tensor.pieces]
+        yield name, Pieces(pieces, tensor.join, tensor.shape, DTYPES[tensor.dtype])
 
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[Any]:
-    """Open a file of safetensors for reading in the block, and turn errors there into one that
-    names the file.
+    """Open a safetensors file for reading in the block.
+
+    Errors of the block become errors that name the file.
 
     Raises:
-        InputRefused: it is damaged, or no such file; or nothing is there.
-        Unreadable: the system failed to read it.
+        InputRefused: the file is missing or damaged, or is not a safetensors file.
+        Unreadable: the system failed to read the file.
     """
     try:
-        # Checked first, as the library takes a second per 100,000 tensors in a header.
+        # The header's size is checked first, because the library takes a second per 100,000 tensors
+        # in a header.
         with open_input(path) as file:
             tensor_layout.header_bytes(
                 file.read(tensor_layout.LENGTH_BYTES), os.fstat(file.fileno()).st_size
             )
         with safe_open(path, framework="pt") as file:
             yield file
-    # If the system has no memory to map the file, torch raises one of these and safetensors
-    # another.
+    # Without memory to map the file, torch raises another of these errors than safetensors.
     except (
         SafetensorError,
         OSError,
@@ -196,33 +199,34 @@ def open_tensors(path: Path) -> Iterator[Any]:
             raise unreadable(path, error) from None
         if isinstance(error, MemoryError):
             raise
-        # It was there a moment ago: the library says this of any error.
+        # `open_input` found the file, but the library raises this error for every failure to open.
         if isinstance(error, FileNotFoundError):
             raise Unreadable(
                 f"{path}: cannot be read: the system failed to open it; run again when it can"
             ) from None
-        raise InputRefused(f"{path}: damaged, or no safetensors file: {error}") from None
+        raise InputRefused(f"{path}: damaged, or not a safetensors file: {error}") from None
 
 
 def write_tensors(folder: Path, named: Iterable[Plain], max_shard_bytes: int) -> None:
-    """Write model.safetensors, or shards of at most `max_shard_bytes` each (or one tensor) and
-    their index.
+    """Write tensors to model.safetensors, or to several shards and their index.
 
     One tensor at a time is in memory.
 
     Args:
         folder: an existing folder.
         named: the tensors.
-        max_shard_bytes: largest number of bytes of tensors in one file.
+        max_shard_bytes: largest number of bytes of tensors in one file. A larger tensor has a file
+            of its own.
     """
     shards: list[dict[str, Plain]] = [{}]
-    filled_bytes = total_bytes = 0
+    shard_bytes = 0
+    total_bytes = 0
     for tensor in named:
-        if shards[-1] and filled_bytes + tensor.like.nbytes > max_shard_bytes:
+        if shards[-1] and shard_bytes + tensor.like.nbytes > max_shard_bytes:
             shards.append({})
-            filled_bytes = 0
+            shard_bytes = 0
         shards[-1][tensor.name] = tensor
-        filled_bytes += tensor.like.nbytes
+        shard_bytes += tensor.like.nbytes
         total_bytes += tensor.like.nbytes
     files = [_SINGLE]
     if len(shards) > 1:
@@ -241,7 +245,7 @@ def write_tensors(folder: Path, named: Iterable[Plain], max_shard_bytes: int) ->
 
 
 def write_shard(path: Path, tensors: Mapping[str, Plain]) -> None:
-    """Write one safetensors file."""
+    """Write tensors to one safetensors file."""
     _, pieces = tensor_layout.encode(
         {name: tensor.like for name, tensor in tensors.items()}, lambda name: tensors[name].read()
     )
@@ -250,21 +254,20 @@ def write_shard(path: Path, tensors: Mapping[str, Plain]) -> None:
 
 
 def nothing_beside(new: Path) -> None:
-    """Write nothing beside a model."""
+    """Do nothing, as the default of a function that writes further files beside a model."""
 
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """Yield a hidden folder next to `target` to write into; at the block's end it is synced and
-    renamed to `target`.
+    """Yield a hidden folder next to `target`, which becomes `target` at the end of the block.
 
-    Even after a crash, the target is either whole or absent (or, if it was an empty folder, still
-    empty).
+    The folder is synced and then renamed. So after a crash, the target is complete, or absent, or
+    still the empty folder that it was.
 
     Raises:
-        InputRefused: the target exists and holds something, or cannot be written.
-        DiskFull: no space left, or the disk fails. Nothing is kept, unless only the last sync
-            fails, which is said.
+        InputRefused: the target is not an empty folder, or cannot be written.
+        DiskFull: there is no space left, or the disk fails. Nothing is kept, unless only the last
+            sync fails, which the message then says.
     """
     target = without_links(target)
     if exists(target) and (not is_folder(target) or entries(target)):
@@ -275,7 +278,8 @@ def new_folder(target: Path) -> Iterator[Path]:
     try:
         with _claimed(partial):
             yield partial
-            # Before the rename, so that a power cut cannot leave a target with missing bytes.
+            # The sync comes before the rename, so that a power cut cannot leave a target with
+            # missing bytes.
             sync_below(partial)
             partial.rename(target)
     except (OSError, SafetensorError) as error:
@@ -284,28 +288,33 @@ def new_folder(target: Path) -> Iterator[Path]:
             raise DiskFull(
                 f"{target}: no space left to write the model; nothing was kept"
             ) from error
-        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        reason: object = error
+        if isinstance(error, OSError) and error.strerror:
+            reason = error.strerror
         if number == errno.EIO:
             raise DiskFull(
                 f"{target}: cannot be written: {reason}; look at the disk; nothing was kept"
             ) from error
-        reason = f"another process writes it, in {partial}" if number == errno.EEXIST else reason
+        if number == errno.EEXIST:
+            reason = f"another process writes it, in {partial}"
         raise InputRefused(f"{target}: cannot be written: {reason}") from error
     try:
         sync(target.parent)
     except OSError as error:
-        risk = "a power cut may still take it away: look at the disk"
         raise DiskFull(
-            f"{target}: is written whole, but {target.parent} cannot be synced ({error.strerror}): {risk}"
+            f"{target}: is written whole, but {target.parent} cannot be synced ({error.strerror}): "
+            "a power cut may still take it away: look at the disk"
         ) from error
 
 
 @contextmanager
 def _claimed(partial: Path) -> Iterator[None]:
-    """Make a folder, after removing one that a killed process left, and remove it at the end if it
-    is still there.
+    """Make a folder, and remove it at the end if it is still there.
+
+    A folder with this name that a killed process left is removed first.
     """
-    with suppress(OSError), held(partial):  # the lock is refused while another process still writes
+    # `held` raises OSError while another process still writes to the folder.
+    with suppress(OSError), held(partial):
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
     try:

@@ -220,7 +220,7 @@ def _check_scores(config: LlamaConfig, instead: str) -> None:
         )
     scaling = config.rope_scaling
     if isinstance(scaling, YarnScaling):
-        usual = scaling.usual_attention_factor(scaling.factor)
+        usual = scaling.default_attention_factor(scaling.factor)
         truncates = scaling.truncate or not config.family.sinks  # see `_warn_of_positions`
         if (
             replace(

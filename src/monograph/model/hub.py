@@ -1,9 +1,9 @@
 """Read and write a model's Hugging Face folder: config.json, safetensors weights (one file or
 shards), tokenizer files.
 
-Weights are read only from safetensors, never unpickled, and only after all names and shapes in the
-files' headers have been compared with config.json. Out of the folder of a model that sees pictures
-the text model is taken.
+Weights are read only from safetensors and never unpickled. Before weights are read, all names and
+shapes in the files' headers are compared with config.json. If the model also sees pictures, only its
+text model is read.
 """
 
 import re
@@ -34,25 +34,25 @@ from monograph.model.llama import Llama
 from monograph.storage.reading import exists, inside, is_folder, read_json
 from monograph.text.tokenizer import Tokenizer
 
-# Of a text model these count where both halves of config.json say something.
+# Keys of a text model that are read outside of `text_config`, if they are there.
 _OUTER = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
 
 
 class _Wrapped(NamedTuple):
-    """How a folder holds a text model.
+    """The form of a folder whose model contains a text model.
 
     Attributes:
-        text: its model_type.
-        begins: how names of its tensors begin, and how they begin in a folder of its own.
-        others: how names of all other tensors begin.
-        defaults: transformers' defaults for keys that a text model of its own must have.
-        ties: transformers' default for tie_word_embeddings, which is read outside of the text
-            model's part.
+        text: the text model's model_type.
+        prefixes: prefixes of the names of the text model's tensors, with those that the tensors have
+            in the folder of a text model.
+        other_prefixes: prefixes of the names of all other tensors.
+        defaults: transformers' defaults for keys that the folder of a text model must have.
+        ties: transformers' default for tie_word_embeddings, which is read outside of `text_config`.
     """
 
     text: str
-    begins: Mapping[str, str]
-    others: tuple[str, ...]
+    prefixes: Mapping[str, str]
+    other_prefixes: tuple[str, ...]
     defaults: Mapping[str, int] = {}
     ties: bool = False
 
@@ -78,69 +78,80 @@ _WRAPPED = {
         ties=True,
     ),
 }
-# Layers that predict several tokens at once, which transformers leaves out, too; and the models
-# that have them.
+# The prefix of layers that predict several tokens at once, and the models that have such layers.
+# transformers does not read these layers either.
 _PREDICTION = "mtp."
 _PREDICTING = ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 
 
 def _is_wrapped(values: Mapping[str, Any]) -> bool:
-    """Return whether a config.json is of a model that holds a text model."""
+    """Return whether a config.json belongs to a model that contains a text model."""
     return str(values.get("model_type")) in _WRAPPED
 
 
 def _text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the content of a text model's config.json from that of a model that holds it, or the
-    same content.
+    """Return the content of config.json that the text model alone would have.
 
     Raises:
         InputRefused: the text model's part is missing, or is of another kind.
     """
-    if (its := _WRAPPED.get(str(values.get("model_type")))) is None:
+    wrapped = _WRAPPED.get(str(values.get("model_type")))
+    if wrapped is None:
         return values
     inner = values.get("text_config")
-    if not isinstance(inner, dict) or inner.get("model_type", its.text) != its.text:
+    if not isinstance(inner, dict) or inner.get("model_type", wrapped.text) != wrapped.text:
         raise InputRefused(
-            f"text_config = {inner!r}: expected a table with model_type = {its.text!r}"
+            f"text_config = {inner!r}: expected a table with model_type = {wrapped.text!r}"
         )
-    if (ties := values.get("tie_word_embeddings", its.ties)) is None:
+    ties = values.get("tie_word_embeddings", wrapped.ties)
+    if ties is None:
         raise InputRefused("tie_word_embeddings = null: expected true or false")
     outer = {key: values[key] for key in _OUTER if values.get(key) is not None}
-    return {**its.defaults, **inner, **outer, "model_type": its.text, "tie_word_embeddings": ties}
+    text_values = {**wrapped.defaults, **inner, **outer}
+    text_values["model_type"] = wrapped.text
+    text_values["tie_word_embeddings"] = ties
+    return text_values
 
 
 def _text_tensors(
     stored: Mapping[str, Stored], model_type: object
 ) -> tuple[dict[str, Stored], list[str]]:
-    """Return the text model's tensors by their own names, and the beginnings of the names of those
-    left out.
+    """Split a folder's tensors into those of the text model and the others.
+
+    Returns:
+        The text model's tensors, by the names that the text model alone would have.
+        The prefixes of the names of the other tensors, sorted.
     """
-    its = _WRAPPED.get(str(model_type), _Wrapped("", {}, ()))
-    others = (*its.others, _PREDICTION) if model_type in _PREDICTING else its.others
+    wrapped = _WRAPPED.get(str(model_type), _Wrapped("", {}, ()))
+    other_prefixes = wrapped.other_prefixes
+    if model_type in _PREDICTING:
+        other_prefixes = (*other_prefixes, _PREDICTION)
     found = dict[str, Stored]()
-    left_out = list[str]()
+    left_out = set[str]()
     for name, tensor in stored.items():
-        if other := next((begin for begin in others if name.startswith(begin)), None):
-            left_out.append(other)
+        other_prefix = next((each for each in other_prefixes if name.startswith(each)), None)
+        if other_prefix is not None:
+            left_out.add(other_prefix)
             continue
-        begin = next((begin for begin in its.begins if name.startswith(begin)), "")
-        own = its.begins.get(begin, "") + name.removeprefix(begin)
-        if own in found:
+        prefix = next((each for each in wrapped.prefixes if name.startswith(each)), "")
+        text_name = wrapped.prefixes.get(prefix, "") + name.removeprefix(prefix)
+        if text_name in found:
             raise InputRefused(
-                f"{tensor.path}: {name} and {found[own].known_as} are one tensor of the text model"
+                f"{tensor.path}: {name} and {found[text_name].known_as} are one tensor of the text model"
             )
-        found[own] = tensor._replace(known_as=name)
-    return found, sorted(set(left_out))
+        found[text_name] = tensor._replace(known_as=name)
+    return found, sorted(left_out)
 
 
-# Characters of an error message that quotes a file, whose text may have any length.
+# The largest length of an error message that quotes a file, whose text may have any length.
 LONGEST_FAULT = 400
-SHARD_BYTES = 5_000_000_000  # transformers 4 begins a new file at this size
+# transformers 4 begins a new file at this size.
+SHARD_BYTES = 5_000_000_000
 
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
 _LAYER = re.compile(r"model\.layers\.(0|[1-9]\d{0,8})\..+")
-# A buffer in old exports, which follows from config.json.
+# A buffer in old exports, which is computed from config.json.
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")
 
 
@@ -148,28 +159,23 @@ def read_config(folder: str | Path) -> LlamaConfig:
     """Return the configuration in a folder's config.json.
 
     Raises:
-        InputRefused: no such folder or file, no JSON, or a model that `Llama` does not compute; the
-            message names file and key.
+        InputRefused: no such folder or file, a file that is not JSON, or a model that `Llama` does
+            not compute. The message has the file and the key.
     """
     path, values = _config_json(Path(folder))
     try:
         return LlamaConfig.from_hf(_text_values(values))
     except InputRefused as error:
         fault = str(error)
-        fault = (
-            f"text_config: {fault}"
-            if _is_wrapped(values) and not fault.startswith("text_config")
-            else fault
-        )
-        shown = (
-            fault
-            if len(fault) <= LONGEST_FAULT
-            else f"{fault[: LONGEST_FAULT // 2]} ... {fault[-100:]}"
-        )
-        raise InputRefused(f"{path}: {shown}") from None
+        if _is_wrapped(values) and not fault.startswith("text_config"):
+            fault = f"text_config: {fault}"
+        if len(fault) > LONGEST_FAULT:
+            fault = f"{fault[: LONGEST_FAULT // 2]} ... {fault[-100:]}"
+        raise InputRefused(f"{path}: {fault}") from None
 
 
 def _config_json(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """Return the path and the content of a folder's config.json."""
     if not is_folder(folder):
         raise InputRefused(
             f"{folder}: no such folder; expected a Hugging Face model folder with config.json"
@@ -179,29 +185,31 @@ def _config_json(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def left_out(folder: str | Path) -> list[str]:
-    """Return how the names of those tensors of a folder begin that are no part of its text model."""
-    return _text_tensors(
-        read_headers(Path(folder)), _config_json(Path(folder))[1].get("model_type")
-    )[1]
+    """Return the prefixes of a folder's tensors that do not belong to its text model."""
+    headers = read_headers(Path(folder))
+    _, values = _config_json(Path(folder))
+    _, prefixes = _text_tensors(headers, values.get("model_type"))
+    return prefixes
 
 
 def read_headers_of(
     folder: str | Path, config: LlamaConfig | None = None
 ) -> tuple[LlamaConfig, dict[str, Stored]]:
-    """Return a folder's configuration and the headers of its tensors, which agree in name, shape
-    and dtype.
+    """Return a folder's configuration and the descriptions of its tensors.
+
+    The names, shapes and dtypes of the tensors are checked.
 
     Args:
         folder: as in `mapped_model`.
         config: the folder's configuration, if it has been read.
 
     Raises:
-        InputRefused: as `mapped_model`.
+        InputRefused: see `mapped_model`.
     """
     config = config or read_config(folder)
-    stored, _ = _text_tensors(
-        read_headers(Path(folder)), _config_json(Path(folder))[1].get("model_type")
-    )
+    headers = read_headers(Path(folder))
+    _, values = _config_json(Path(folder))
+    stored, _ = _text_tensors(headers, values.get("model_type"))
     stored = {name: tensor for name, tensor in stored.items() if not _DERIVED.fullmatch(name)}
     stored = in_decoder(stored, config)
     check_headers(stored, config, Path(folder))
@@ -218,38 +226,42 @@ def load_model(folder: str | Path, dtype: torch.dtype | None = None) -> Llama:
 
 
 def mapped_model(folder: str | Path, dtype: torch.dtype | None = None) -> Llama:
-    """Return the model of a folder with its weights still in their files, mapped
+    """Return the model of a folder, with weights that are mapped to their files
     (`monograph.graph.mmap_weights`).
 
-    Nothing is built before the headers of the weight files agree with config.json.
+    Before the model is built, the headers of the weight files are compared with config.json.
 
     Args:
-        folder: a folder with config.json and model.safetensors, or the shards that
-            model.safetensors.index.json lists.
-        dtype: dtype of the weights; None: the stored one, which must then be the same for all.
+        folder: a folder with config.json and model.safetensors, or with config.json and the shards
+            that model.safetensors.index.json lists.
+        dtype: dtype of the weights; None: the stored dtype, which must be the same for all weights.
 
     Raises:
-        InputRefused: a damaged, missing, superfluous or unsupported file, tensor or value; the
-            message names it.
+        InputRefused: a damaged, missing, superfluous or unsupported file, tensor or value, which the
+            message names.
     """
     folder = Path(folder)
     config, stored = read_headers_of(folder)
-    kinds = sorted({tensor.dtype for tensor in stored.values()})
-    if dtype is None and len(kinds) > 1:
+    stored_dtypes = sorted({tensor.dtype for tensor in stored.values()})
+    if dtype is None and len(stored_dtypes) > 1:
         raise InputRefused(
-            f"{folder}: the weights are stored as {' and '.join(kinds)}; say which dtype to load"
+            f"{folder}: the weights are stored as {' and '.join(stored_dtypes)}; say which dtype to load"
         )
-    becomes = dtype or DTYPES[kinds[0]]
-    model = assembled(
-        config, {name: mapped(tensor, becomes) for name, tensor in mapped_weights(stored)}, folder
-    )
+    if dtype is None:
+        dtype = DTYPES[stored_dtypes[0]]
+    state = {name: mapped(tensor, dtype) for name, tensor in mapped_weights(stored)}
+    model = assembled(config, state, folder)
     model.sampling = sampling_defaults.read(folder)
     return model
 
 
 def assembled(config: LlamaConfig, state: dict[str, Tensor], origin: Path) -> Llama:
-    """Return a model of the given tensors, which are not copied and whose names and shapes have
-    been checked.
+    """Return a model whose parameters are the given tensors, without copies.
+
+    Args:
+        config: the shape.
+        state: the tensors, whose names and shapes are already checked.
+        origin: the path for error messages.
 
     Raises:
         InputRefused: a tied head that differs from the embedding.
@@ -262,11 +274,12 @@ def assembled(config: LlamaConfig, state: dict[str, Tensor], origin: Path) -> Ll
                 "set it to false if the head is meant to be separate"
             )
         state["lm_head.weight"] = embedding
-    # On the meta device no initial weights are drawn or allocated, which `state` would replace.
+    # On the meta device, initial weights are neither allocated nor sampled. `state` replaces them.
     with torch.device("meta"):
         model = Llama(config)
     model.load_state_dict(state, assign=True)
-    model.tie_weights()  # `assign` made two parameters out of the one tensor
+    # `assign` made two parameters of one tensor.
+    model.tie_weights()
     return model
 
 
@@ -283,37 +296,39 @@ def save_model(
     max_shard_bytes: int = SHARD_BYTES,
     beside: Callable[[Path], None] = nothing_beside,
 ) -> None:
-    """Write a folder that transformers and `load_model` can read: configuration, weights and, if
-    given, the tokenizer.
+    """Write a folder with configuration, weights and tokenizer, for transformers and `load_model`.
 
-    Everything is written and synced in a hidden folder next to the target, then renamed, so that
-    the target is whole or absent. Files get the modes that the umask gives.
+    Weights are written in their own dtype, a tied head once, and adapters are merged. The model's
+    defaults for sampling are written to generation_config.json. Files get the modes that the umask
+    gives. Everything is written and synced in a hidden folder next to the target, which is then
+    renamed, so that the target is complete or absent. Besides the model, one tensor at a time is in
+    memory.
 
     Args:
-        model: the model; its weights are written in their own dtype, a tied head once, adapters
-            merged, and its defaults for sampling into generation_config.json. Besides the model,
-            one tensor at a time is in memory.
-        folder: the folder to create; it may exist if it is empty.
-        tokenizer: a tokenizer, which is written with its chat template and other files; its bos and
-            eos ids are used if the model's configuration has none.
-        max_shard_bytes: weights above this size are split into shards with an index.
-        beside: writes what belongs beside the model into the folder before it gets its name.
+        model: the model.
+        folder: the folder to create. An empty folder may exist.
+        tokenizer: the tokenizer, which is written with its chat template and other files. Its bos and
+            eos ids are used if the model's configuration has none. None: no tokenizer is written.
+        max_shard_bytes: the size above which weights are split into shards with an index.
+        beside: called with the hidden folder to write further files.
 
     Raises:
-        InputRefused: the folder exists and holds something, or cannot be written.
-        DiskFull: no space left; nothing of this export remains.
+        InputRefused: the folder is not empty, or cannot be written.
+        DiskFull: there is no space left. Nothing of this export remains.
     """
     config = model.config.to_hf()
     dtype = kept_dtype(model.model.embed_tokens.weight)
     config["torch_dtype"] = str(dtype).removeprefix("torch.")
     if tokenizer is not None:
-        for key, token in (("bos_token_id", tokenizer.bos_id), ("eos_token_id", tokenizer.eos_id)):
-            config[key] = token if config[key] is None else config[key]
+        if config["bos_token_id"] is None:
+            config["bos_token_id"] = tokenizer.bos_id
+        if config["eos_token_id"] is None:
+            config["eos_token_id"] = tokenizer.eos_id
     with new_folder(Path(folder)) as new:
         write_json(new / "config.json", config)
         ends = _generation_config(config, model.config.ends, tokenizer)
         if model.sampling:
-            # Else transformers may take all of it from config.json.
+            # With this key, transformers may read all values from config.json instead.
             ends.pop("_from_model_config", None)
         write_json(new / sampling_defaults.FILE, {**ends, **model.sampling})
         if tokenizer is not None:
@@ -333,47 +348,54 @@ def save_model(
 def _generation_config(
     config: dict[str, Any], own: Collection[int], tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
-    """Return generation_config.json: the ids that begin and end a text, of the model and of the
-    tokenizer.
+    """Return the content of generation_config.json about the ids that begin and end a text.
+
+    Args:
+        config: the content of config.json.
+        own: the ids that end a text by the model's configuration.
+        tokenizer: the tokenizer, or None.
     """
     ends = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config[key] is not None}
     if tokenizer is not None:
-        listed = tokenizer.config.stops
-        if listed or (own and tokenizer.eos_id not in own):  # each may end a training text
-            return {
-                **ends,
-                "eos_token_id": list(dict.fromkeys((*(listed or own), tokenizer.eos_id))),
-            }
+        stops = tokenizer.config.stops
+        if stops or (own and tokenizer.eos_id not in own):
+            # Training texts may end with each of these.
+            ends["eos_token_id"] = list(dict.fromkeys((*(stops or own), tokenizer.eos_id)))
+            return ends
     return {"_from_model_config": True, **ends}
 
 
 def _tokenizer_config(folder: Path, tokenizer: Tokenizer, config: LlamaConfig) -> dict[str, Any]:
-    """Return tokenizer_config.json: settings, and the texts of the tokens that begin and end a
-    document.
+    """Return the content of tokenizer_config.json.
+
+    It has settings, and the texts of the tokens that begin and end a document.
     """
     content = read_json(folder / "tokenizer.json")
     text_of = {id_: text for text, id_ in content["model"]["vocab"].items()}
     text_of |= {token["id"]: token["content"] for token in content["added_tokens"]}
-    ends = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+    tokens = tokenizer.config.tokens
+    if not tokens:
+        tokens = {
+            "bos_token": text_of[tokenizer.bos_id],
+            "eos_token": text_of[tokenizer.eos_id],
+        }
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": config.max_position_embeddings,
         "clean_up_tokenization_spaces": False,
-        # Else transformers 4 would set it to false in tokenizer.json.
+        # Without this key, transformers 4 would set it to false in tokenizer.json.
         "add_prefix_space": tokenizer.space_first,
-        **(tokenizer.config.tokens or {key: text_of[id_] for key, id_ in ends.items()}),
+        **tokens,
     }
 
 
 def check_tensors(
     tensors: Mapping[str, Tensor], config: LlamaConfig, path: Path, said_by: str
 ) -> None:
-    """Compare tensors of a file or folder with those that a configuration requires; see
-    `check_headers`.
-    """
-    names = {dtype: name for name, dtype in DTYPES.items()}
+    """Compare tensors with those that a configuration requires, as `check_headers` does."""
+    dtype_names = {dtype: name for name, dtype in DTYPES.items()}
     stored = {
-        name: Stored(path, tuple(t.shape), names.get(t.dtype, str(t.dtype)))
+        name: Stored(path, tuple(t.shape), dtype_names.get(t.dtype, str(t.dtype)))
         for name, t in tensors.items()
     }
     check_headers(stored, config, path, said_by)
@@ -382,12 +404,17 @@ def check_tensors(
 def check_headers(
     stored: dict[str, Stored], config: LlamaConfig, origin: Path, said_by: str = "config.json"
 ) -> None:
-    """Compare headers of tensors with those that a configuration requires; messages call it
-    `said_by`.
+    """Compare descriptions of tensors with those that a configuration requires.
+
+    Args:
+        stored: the tensors.
+        config: the configuration.
+        origin: the file or folder of the tensors, for messages.
+        said_by: the name of the configuration, for messages.
 
     Raises:
-        InputRefused: a missing or unexpected tensor, a wrong shape or an unsupported dtype; the
-            message names tensor, shapes and keys.
+        InputRefused: a missing or unexpected tensor, a wrong shape or an unsupported dtype. The
+            message has the tensor, the shapes and the keys.
     """
     # The number of layers is checked first, so that a huge number in config.json costs neither time
     # nor memory.
@@ -400,10 +427,9 @@ def check_headers(
     tied = config.tie_word_embeddings and _HEAD in stored
     if tied:
         shapes[_HEAD] = shapes[_EMBEDDING]
-    for kind, names in (
-        ("missing", shapes.keys() - stored.keys()),
-        ("unexpected", stored.keys() - shapes.keys()),
-    ):
+    missing = shapes.keys() - stored.keys()
+    unexpected = stored.keys() - shapes.keys()
+    for kind, names in (("missing", missing), ("unexpected", unexpected)):
         if names:
             raise InputRefused(
                 f"{origin}: {len(names)} {kind} in the weights of a {config.model_type}, the first is {min(names)!r}"
@@ -411,9 +437,8 @@ def check_headers(
     for name, tensor in stored.items():
         expected = shapes[name]
         if tensor.shape != expected:
-            keys = ", ".join(
-                parameters.keys_of(config, _EMBEDDING if tied and name == _HEAD else name)
-            )
+            shaped_as = _EMBEDDING if tied and name == _HEAD else name
+            keys = ", ".join(parameters.keys_of(config, shaped_as))
             raise InputRefused(
                 f"{tensor.path}: {name} has shape {list(tensor.shape)}, expected {list(expected)} by {said_by} ({keys})"
             )

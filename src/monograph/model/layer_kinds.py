@@ -1,5 +1,7 @@
-"""Say which layer of a model is of which kind: attention or not, its window, its rotary positions.
-Needs no torch.
+"""Say of which kind each layer of a model is: attention or a delta net, with a window, with rotary
+positions.
+
+The module needs no torch.
 """
 
 from __future__ import annotations
@@ -9,27 +11,34 @@ from typing import TYPE_CHECKING, Any
 
 from monograph.errors import InputRefused
 from monograph.model.families import LINEAR_SIZES, Family, family
-from monograph.model.scaling import FULL, LINEAR, SLIDING, check_whole
+from monograph.model.scaling import FULL, LINEAR, SLIDING, check_positive_integer
 
 if TYPE_CHECKING:
     from monograph.model.config import LlamaConfig
 
-# A limit for files that ask for a list of layers by two numbers; no trained decoder has as many.
+# The largest number of layers, because a file can ask for a list of layers by two numbers. No trained
+# decoder has as many.
 MOST_LAYERS = 10_000
-# What a delta net adds to the square of a query's or key's length, as in transformers.
+# The number that a delta net adds to the squared length of a query or key, as in transformers.
 LENGTH_EPS = 1e-6
 
 
 def windows_from_hf(values: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
-    """Return sliding_window and layer_types (() for "all alike") of a config.json with its family's
-    defaults filled in.
+    """Return sliding_window and layer_types of a config.json.
 
-    With layer_types, they say which layers have the window. Without them it always counts where
-    each so many-th layer has none, and elsewhere with use_sliding_window. A Qwen has no window
-    without that flag in any case.
+    If the file has layer_types, they say which layers have the window. Without them, layers have a
+    window if the family's `full_every` is not 0, or if use_sliding_window is true. A Qwen never has a
+    window without use_sliding_window.
+
+    Args:
+        values: the content of the config.json, with its family's defaults filled in.
+
+    Returns:
+        The window, or None.
+        The kind of each layer; (): all layers are alike.
 
     Raises:
-        InputRefused: layer_types where the family has none, or a wrong value.
+        InputRefused: the file has layer_types and the family does not, or a value is wrong.
     """
     its = family(values["model_type"])
     window = values.get("sliding_window")
@@ -42,60 +51,67 @@ def windows_from_hf(values: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
         )
     if its.others == LINEAR:
         for name in LINEAR_SIZES:
-            check_whole(name, values.get(name, 1))  # a new model has none yet
-        return None, tuple(_usual_types(values, its) if types is None else types)
+            # The values of a new model do not have these sizes yet.
+            check_positive_integer(name, values.get(name, 1))
+        return None, tuple(_default_types(values, its) if types is None else types)
     if "layer_types" not in its.keys:
         if types is not None:
             raise InputRefused(
                 f"layer_types is not supported with model_type = {values['model_type']!r}"
             )
-        kept = "sliding_window" in its.keys and (
-            "use_sliding_window" not in its.keys or _slides(values)
-        )
-        return window if kept else None, ()
-    if (
-        not _slides(values)
-        and not its.full_every
-        and (types is None or "no_rope_layers" not in its.keys)
-    ):
+        if "sliding_window" not in its.keys:
+            return None, ()
+        if "use_sliding_window" in its.keys and not _uses_window(values):
+            return None, ()
+        return window, ()
+    # In a family with layers that do not rotate, layer_types count without use_sliding_window.
+    types_suffice = types is not None and "no_rope_layers" in its.keys
+    if not _uses_window(values) and not its.full_every and not types_suffice:
         window = None
-    if types is not None or (window is None and not its.full_every):
-        return window, tuple(types or ())
-    return window, _usual_types(values, its)
+    if types is not None:
+        return window, tuple(types)
+    if window is None and not its.full_every:
+        return window, ()
+    return window, _default_types(values, its)
 
 
-def _slides(values: Mapping[str, Any]) -> bool:
-    slides = values.get("use_sliding_window", False)
-    if not isinstance(slides, bool):
-        raise InputRefused(f"use_sliding_window = {slides!r}: expected true or false")
-    return slides
+def _uses_window(values: Mapping[str, Any]) -> bool:
+    """Return use_sliding_window, which is checked."""
+    uses_window = values.get("use_sliding_window", False)
+    if not isinstance(uses_window, bool):
+        raise InputRefused(f"use_sliding_window = {uses_window!r}: expected true or false")
+    return uses_window
 
 
-def _usual_types(values: Mapping[str, Any], its: Family) -> tuple[str, ...]:
-    """Return the layer_types of a model whose layers are not alike and whose file has none."""
+def _default_types(values: Mapping[str, Any], its: Family) -> tuple[str, ...]:
+    """Return the layer_types of a file that leaves them out, where layers are not alike."""
     layers = range(layer_count(values))
     every = its.full_every
     first = values.get("max_window_layers", 28)
     if "sliding_window_pattern" in its.keys:
         every = values.get("sliding_window_pattern", every)
-        check_whole("sliding_window_pattern", every)
+        check_positive_integer("sliding_window_pattern", every)
     if its.others == LINEAR:
         every = values.get("full_attention_interval", every)
-        check_whole("full_attention_interval", every)
+        check_positive_integer("full_attention_interval", every)
     if every:
         return tuple(its.others if (layer + 1) % every else FULL for layer in layers)
     if "no_rope_layers" in its.keys:
-        return tuple(
-            FULL if rotates else SLIDING
-            for rotates in rotations_from_hf(values) or (1,) * len(layers)
-        )
+        rotations = rotations_from_hf(values) or (1,) * len(layers)
+        return tuple(FULL if rotates else SLIDING for rotates in rotations)
     if isinstance(first, bool) or not isinstance(first, int):
         raise InputRefused(f"max_window_layers = {first!r}: expected a whole number")
     return tuple(SLIDING if layer >= first else FULL for layer in layers)
 
 
 def rotations_from_hf(values: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return 1 for each layer that rotates queries and keys and 0 for each other one; () if all do.
+    """Return 1 for each layer that rotates queries and keys, and 0 for each other layer.
+
+    Args:
+        values: the content of a config.json, with its family's defaults filled in.
+
+    Returns:
+        A number for each layer; (): all layers rotate.
 
     Raises:
         InputRefused: a wrong value.
@@ -106,51 +122,59 @@ def rotations_from_hf(values: Mapping[str, Any]) -> tuple[int, ...]:
     listed = values.get("no_rope_layers")
     every = values.get("no_rope_layer_interval", 4)
     if listed is None:
-        check_whole("no_rope_layer_interval", every)
+        check_positive_integer("no_rope_layer_interval", every)
         listed = [int((layer + 1) % every != 0) for layer in range(layers)]
     if not isinstance(listed, list) or len(listed) < layers:
         raise InputRefused(
             f"no_rope_layers = {listed!r}: expected a list of 0 or 1 for each of {layers} layers"
         )
-    return () if all(each == 1 for each in listed[:layers]) else tuple(listed[:layers])
+    # A list may be longer than the model.
+    rotations = tuple(listed[:layers])
+    if all(rotates == 1 for rotates in rotations):
+        return ()
+    return rotations
 
 
 def linear_sizes(config: LlamaConfig) -> dict[str, int]:
-    """Return the sizes of a LlamaConfig's delta nets, of which 0 stands for what follows from
-    others.
+    """Return the sizes of a configuration's delta nets, where defaults replace sizes of 0.
 
     Raises:
         InputRefused: a value of the wrong type or out of range, or heads that do not divide.
     """
     if config.family.others != LINEAR:
         return {}
-    values = config.linear_num_value_heads or max(1, config.hidden_size // config.head_dim)
-    usual = (
-        values // (2 - values % 2) if isinstance(values, int) else 0,
-        values,
-        config.head_dim,
-        config.head_dim,
-        4,
-    )
-    found = {
-        name: getattr(config, name) or size for name, size in zip(LINEAR_SIZES, usual, strict=True)
+    value_heads = config.linear_num_value_heads or max(1, config.hidden_size // config.head_dim)
+    default_key_heads = value_heads
+    if isinstance(value_heads, int) and value_heads % 2 == 0:
+        default_key_heads = value_heads // 2
+    sizes = {
+        "linear_num_key_heads": config.linear_num_key_heads or default_key_heads,
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": config.linear_key_head_dim or config.head_dim,
+        "linear_value_head_dim": config.linear_value_head_dim or config.head_dim,
+        "linear_conv_kernel_dim": config.linear_conv_kernel_dim or 4,
     }
-    for name, size in found.items():
-        check_whole(name, size)
-    keys = found["linear_num_key_heads"]
-    if values % keys:
+    for name, size in sizes.items():
+        check_positive_integer(name, size)
+    key_heads = sizes["linear_num_key_heads"]
+    if value_heads % key_heads:
         raise InputRefused(
-            f"linear_num_value_heads = {values} is not a multiple of linear_num_key_heads = {keys}; change one"
+            f"linear_num_value_heads = {value_heads} is not a multiple of linear_num_key_heads = {key_heads}; "
+            "change one"
         )
-    return found
+    return sizes
 
 
 def fresh(model_type: str, layers: int) -> dict[str, Any]:
-    """Return what a new model of a family has beyond its sizes: the family itself, its windows and
-    rotary positions.
+    """Return the keys of a new model that follow from its family, such as windows and rotary
+    positions.
+
+    Args:
+        model_type: the family.
+        layers: the model's number of layers.
 
     Raises:
-        InputRefused: the decoder does not compute it.
+        InputRefused: the decoder does not compute this family.
     """
     its = family(model_type)
     values = {"model_type": model_type, "num_hidden_layers": layers}
@@ -158,7 +182,8 @@ def fresh(model_type: str, layers: int) -> dict[str, Any]:
         values["sliding_window"] = its.defaults["sliding_window"]
     window, types = windows_from_hf(values)
     if types and its.others == LINEAR:
-        types = (*types[:-1], FULL)  # a model of few layers has attention, too
+        # So that a model of few layers has attention, too.
+        types = (*types[:-1], FULL)
     found: dict[str, Any] = {
         "model_type": model_type,
         "sliding_window": window,
@@ -169,14 +194,18 @@ def fresh(model_type: str, layers: int) -> dict[str, Any]:
         "attention_bias": its.defaults.get("attention_bias", False),
     }
     if its.others == LINEAR:
-        found["rms_norm_eps"] = LENGTH_EPS  # llama.cpp has one number for both
-    return found if "llama3" in its.scalings else found | {"rope_scaling": None}  # as presets have
+        # llama.cpp has one number for the norms' epsilon and for LENGTH_EPS.
+        found["rms_norm_eps"] = LENGTH_EPS
+    if "llama3" not in its.scalings:
+        # The scaling of presets is llama3.
+        found["rope_scaling"] = None
+    return found
 
 
 def layer_count(values: Mapping[str, Any]) -> int:
-    """Return num_hidden_layers, small enough for a list of them."""
+    """Return num_hidden_layers, or raise InputRefused if it is above MOST_LAYERS."""
     layers: int = values["num_hidden_layers"]
-    check_whole("num_hidden_layers", layers)
+    check_positive_integer("num_hidden_layers", layers)
     if layers > MOST_LAYERS:
         raise InputRefused(f"num_hidden_layers = {layers}: expected at most {MOST_LAYERS}")
     return layers

@@ -1,11 +1,10 @@
-"""The layers of which a block of the decoder is made: norms, attention, gated feed-forward layers,
-mixtures of experts.
+"""The layers in a block of the decoder: norms, attention, gated feed-forward layers, and mixtures of
+experts.
 
-Of a mixture's experts a router chooses for each token the few that compute it.
-
-Shape suffixes: B batch, T positions, S cache slots, D hidden size, H query heads, K key-value
-heads, E head dimension, F = E / 2; 1 broadcasts. In mixtures: N = B T tokens, E experts, k of them
-for each token, P = N k pairs of a token and an expert, I an expert's width.
+Shape suffixes: B batch, T positions, D hidden size, H query heads, K key-value heads, E head
+dimension, F rotated pairs of a head, X any number of channels; 1 broadcasts. In mixtures: N = B T
+tokens, E experts, k experts of a token, P = N k pairs of a token and an expert. In a layer's
+recurrence: K taps of the convolution, C its channels, E key dimension, V value dimension.
 """
 
 import functools
@@ -36,24 +35,31 @@ class Cache(Protocol):
         window: int | None,
         sink_H: Tensor | None,
     ) -> Tensor:
-        """Store new keys and values at their positions; return the queries' attention to the slots
-        that they see.
+        """Store new keys and values at their positions, and return the attention of the queries.
+
+        Args:
+            layer_index: the layer.
+            heads: the queries, keys and values of the new tokens.
+            positions_BT: the new tokens' positions.
+            window: number of positions that a query sees, its own the last of them; None: it sees
+                all positions up to its own.
+            sink_H: the heads' sinks; None: the family has none.
         """
         ...
 
     def recurrence(self, layer_index: int) -> "Recurrence":
-        """Return what a layer without attention has taken of each row."""
+        """Return the state of a layer without attention, which the layer changes in place."""
         ...
 
 
 class Recurrence(NamedTuple):
-    """A layer's state after the first tokens of each row, changed in place.
+    """A layer's state after the first tokens of each row.
 
     Attributes:
         inputs_BKC: the last inputs of the convolution, the newest last.
         state_BHEV: the state of the delta rule.
-        count_B: how many tokens were taken, int64.
-        limit_B: how many may be taken, int64.
+        count_B: number of tokens that the state includes, int64.
+        limit_B: largest number of tokens that it may include, int64.
     """
 
     inputs_BKC: Tensor
@@ -63,8 +69,13 @@ class Recurrence(NamedTuple):
 
 
 class LayerCache(NamedTuple):
-    """One block's view of a cache: its layer, the positions of the pass's tokens, and the block's
-    window.
+    """One block's view of a cache.
+
+    Attributes:
+        cache: the cache of all layers.
+        layer_index: the block's layer.
+        positions_BT: the positions of the pass's tokens.
+        window: the block's window; None: a query sees all positions up to its own.
     """
 
     cache: Cache
@@ -74,10 +85,10 @@ class LayerCache(NamedTuple):
 
 
 class Linear(nn.Linear):
-    """A linear layer without initial weights, which `Llama` draws."""
+    """A linear layer whose weights `Llama` initialises."""
 
     def reset_parameters(self) -> None:
-        """Leave the memory as it is: nn.Linear's own method would advance the global random state."""
+        """Do nothing, because nn.Linear's own method would advance the global random state."""
 
 
 class RMSNorm(nn.Module):
@@ -106,7 +117,7 @@ class Scale(nn.Module):
 
 
 def scale(factor: float) -> nn.Module:
-    """Return a layer that multiplies by a number, or one that does nothing if that is 1."""
+    """Return a layer that multiplies by `factor`, or the identity if the factor is 1."""
     return nn.Identity() if factor == 1 else Scale(factor)
 
 
@@ -119,38 +130,43 @@ class CentredRMSNorm(RMSNorm):
 
 
 def norm_of(config: LlamaConfig, size: int) -> RMSNorm:
-    """Return a norm of the model's family."""
-    return (CentredRMSNorm if config.family.centred else RMSNorm)(size, config.rms_norm_eps)
+    """Return a norm over `size` channels, as the model's family has it."""
+    norm_class = CentredRMSNorm if config.family.centred else RMSNorm
+    return norm_class(size, config.rms_norm_eps)
 
 
 class Attention(nn.Module):
-    """Grouped-query self-attention with rotary positions, and further parts if the family has them.
+    """Grouped-query self-attention with rotary positions.
 
-    These are biases, and norms, gates and sinks of heads. With gates, the query projection has a
-    gate for each of a head's channels after the head.
+    Families may also have biases, norms of queries and keys, gates, and sinks. With gates, the
+    query projection gives for each head its query and then its gate, which have the same width.
     """
 
     siblings = ("q_proj", "k_proj", "v_proj")
 
     def __init__(self, config: LlamaConfig, impl: Impl) -> None:
         super().__init__()
-        query, key_value = (
-            config.num_attention_heads * config.head_dim,
-            config.num_key_value_heads * config.head_dim,
-        )
-        bias = config.attention_bias or config.family.qkv_bias
+        query_width = config.num_attention_heads * config.head_dim
+        key_value_width = config.num_key_value_heads * config.head_dim
+        qkv_bias = config.attention_bias or config.family.qkv_bias
         self.gated = config.family.gated
-        self.q_proj = Linear(config.hidden_size, query * (1 + self.gated), bias=bias)
-        self.k_proj = Linear(config.hidden_size, key_value, bias=bias)
-        self.v_proj = Linear(config.hidden_size, key_value, bias=bias)
-        self.o_proj = Linear(query, config.hidden_size, bias=config.attention_bias)
+        self.q_proj = Linear(config.hidden_size, query_width * (1 + self.gated), bias=qkv_bias)
+        self.k_proj = Linear(config.hidden_size, key_value_width, bias=qkv_bias)
+        self.v_proj = Linear(config.hidden_size, key_value_width, bias=qkv_bias)
+        self.o_proj = Linear(query_width, config.hidden_size, bias=config.attention_bias)
+        # Whether queries and keys are normalised over all heads, instead of over each.
         self.norms_all = config.family.qk_norm == "all"
-        self.q_norm, self.k_norm = (
-            norm_of(config, width if self.norms_all else config.head_dim)
-            if config.family.qk_norm
-            else nn.Identity()
-            for width in (query, key_value)
-        )
+        self.q_norm: nn.Module
+        self.k_norm: nn.Module
+        if config.family.qk_norm == "all":
+            self.q_norm = norm_of(config, query_width)
+            self.k_norm = norm_of(config, key_value_width)
+        elif config.family.qk_norm == "heads":
+            self.q_norm = norm_of(config, config.head_dim)
+            self.k_norm = norm_of(config, config.head_dim)
+        else:
+            self.q_norm = nn.Identity()
+            self.k_norm = nn.Identity()
         self.sinks = (
             nn.Parameter(torch.empty(config.num_attention_heads)) if config.family.sinks else None
         )
@@ -170,15 +186,22 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Return o_proj(attention(rotate(q_norm(q_proj x)), rotate(k_norm(k_proj x)), v_proj x)).
 
-        Norms are per head or over all heads; without cosines and sines nothing is rotated. With
-        gates, attention's result is multiplied by sigmoid(gate x).
+        With gates, attention's result is multiplied by sigmoid(gate) before o_proj.
+
+        Args:
+            hidden_BTD: x.
+            cos_sin_B1TF: cosine and sine of the positions; None: queries and keys are not rotated.
+            mask: see `monograph.model.llama.attention_mask`; not read with a cache.
+            cache: the block's view of a cache; None: the pass has no cache.
         """
         query_BTX = self.q_proj(hidden_BTD)
         key_BTX = self.k_proj(hidden_BTD)
         value_BTX = self.v_proj(hidden_BTD)
         if self.gated:
-            pair_BTH2E = query_BTX.unflatten(-1, (-1, 2, self.head_dim))
-            query_BTX, gate_BTX = (each_BTHE.flatten(2) for each_BTHE in pair_BTH2E.unbind(-2))
+            query_and_gate_BTH2E = query_BTX.unflatten(-1, (-1, 2, self.head_dim))
+            query_BTX, gate_BTX = (
+                part_BTHE.flatten(2) for part_BTHE in query_and_gate_BTH2E.unbind(-2)
+            )
         if self.norms_all:
             query_BTX = self.q_norm(query_BTX)
             key_BTX = self.k_norm(key_BTX)
@@ -205,30 +228,36 @@ class Attention(nn.Module):
                 cache.layer_index, heads, cache.positions_BT, cache.window, self.sinks
             )
         mixed_BTX = mixed_BHTE.transpose(1, 2).flatten(2)
-        return self.o_proj(mixed_BTX * gate_BTX.sigmoid() if self.gated else mixed_BTX)
+        if self.gated:
+            mixed_BTX = mixed_BTX * gate_BTX.sigmoid()
+        return self.o_proj(mixed_BTX)
 
 
 ACTIVATIONS: dict[str, Any] = {
     "silu": F.silu,
     "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
 }
-STEEPNESS, LIMIT = 1.702, 7.0  # of gpt-oss
+# The constants of gpt-oss' gating.
+STEEPNESS = 1.702
+LIMIT = 7.0
 
 
 def gating(family: Family) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return what combines the two projections of a gated layer, gate and up: act(gate) * up, or
-    gpt-oss' way.
+    """Return the function of a gated layer that combines the two projections, gate and up.
+
+    It is act(gate) * up, except in gpt-oss (`_clamped_gating`).
     """
-    return (
-        _clamped if family.clamped else functools.partial(_gated, ACTIVATIONS[family.activation[1]])
-    )
+    if family.clamped:
+        return _clamped_gating
+    _, activation = family.activation
+    return functools.partial(_activation_gating, ACTIVATIONS[activation])
 
 
-def _gated(act: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
+def _activation_gating(act: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
     return act(gate) * up
 
 
-def _clamped(gate: Tensor, up: Tensor) -> Tensor:
+def _clamped_gating(gate: Tensor, up: Tensor) -> Tensor:
     """Return g sigmoid(1.702 g) (u + 1) with g = min(gate, 7) and u = max(-7, min(up, 7))."""
     gate = gate.clamp(max=LIMIT)
     up = up.clamp(-LIMIT, LIMIT)
@@ -236,15 +265,20 @@ def _clamped(gate: Tensor, up: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
-    """A gated layer, down(act(gate x) * up x) (Shazeer, "GLU Variants Improve Transformer", arXiv
-    2002.05202).
+    """A gated layer, down(act(gate x) * up x).
+
+    Source: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202.
+
+    Args:
+        config: the shape of the model.
+        width_key: the key of `config` that is the layer's inner width.
     """
 
     siblings = ("gate_proj", "up_proj")
 
-    def __init__(self, config: LlamaConfig, inner: str = "intermediate_size") -> None:
+    def __init__(self, config: LlamaConfig, width_key: str = "intermediate_size") -> None:
         super().__init__()
-        width = getattr(config, inner)
+        width = getattr(config, width_key)
         self.gate_proj = Linear(config.hidden_size, width, bias=False)
         self.up_proj = Linear(config.hidden_size, width, bias=False)
         self.down_proj = Linear(width, config.hidden_size, bias=False)
@@ -260,12 +294,11 @@ SHARED = "shared_expert_intermediate_size"
 
 
 class Experts(nn.Module):
-    """E gated layers, and the weighted sum of those that a token's router chose.
+    """E gated layers, and for each token the weighted sum of the k layers that a router chose.
 
-    y = sum over a token's experts e of w_e down_e(act(gate_e x) * up_e x)
+        y = sum over a token's experts e of w_e down_e(act(gate_e x) * up_e x)
 
-    Where the family has biases, each expert's projections do, and the gating may be another one
-    (`gating`).
+    Some families have biases in the projections, or combine gate and up otherwise (see `gating`).
     """
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -278,24 +311,31 @@ class Experts(nn.Module):
         self.down_proj = ExpertLinear(experts, width, config.hidden_size, bias)
         self.combine = gating(config.family)
 
-    def _gated(self, input: Tensor, ends_E: Tensor | None) -> Tensor:
-        return self.down_proj(
-            self.combine(self.gate_proj(input, ends_E), self.up_proj(input, ends_E)), ends_E
-        )
+    def _expert_outputs(self, input: Tensor, ends_E: Tensor | None) -> Tensor:
+        """Return the output of each expert for its rows of the input, or for all rows.
+
+        Args:
+            input: the rows, sorted by expert, or all rows for every expert.
+            ends_E: the index after each expert's last row; None: every expert computes all rows.
+        """
+        inner = self.combine(self.gate_proj(input, ends_E), self.up_proj(input, ends_E))
+        return self.down_proj(inner, ends_E)
 
     def dense(self, hidden_ND: Tensor, experts_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
-        """Return y, [N, D]: every expert computes every token, with the weight 0 unless it was
-        chosen.
+        """Return y, [N, D], where every expert computes every token.
+
+        The weights of experts that were not chosen are 0.
         """
-        weights_NE = weights_Nk.new_zeros(len(hidden_ND), self.gate_proj.experts).scatter(
-            1, experts_Nk, weights_Nk
-        )
-        return (self._gated(hidden_ND, None) * weights_NE.T[..., None]).sum(0).to(hidden_ND.dtype)
+        zeros_NE = weights_Nk.new_zeros(len(hidden_ND), self.gate_proj.experts)
+        weights_NE = zeros_NE.scatter(1, experts_Nk, weights_Nk)
+        outputs_END = self._expert_outputs(hidden_ND, None)
+        return (outputs_END * weights_NE.T[..., None]).sum(0).to(hidden_ND.dtype)
 
     def grouped(self, hidden_ND: Tensor, experts_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
-        """Return y, [N, D], from products of the pairs of a token and an expert, sorted by expert.
+        """Return y, [N, D], where each expert computes only the tokens that chose it.
 
-        All shapes are those of N k pairs, however they are shared out, and the host reads nothing.
+        The pairs of a token and an expert are sorted by expert. Shapes depend only on the number of
+        pairs and not on how many pairs each expert has, so the host does not wait for the device.
         """
         expert_P = experts_Nk.flatten()
         count = experts_Nk.shape[1]
@@ -304,19 +344,21 @@ class Experts(nn.Module):
         numbers_E1 = torch.arange(self.gate_proj.experts, device=expert_P.device)[:, None]
         ends_E = (expert_P <= numbers_E1).sum(-1, dtype=torch.int32)
         pairs_PD = hidden_ND[:, None].expand(-1, count, -1).flatten(0, 1)
-        out_PD = self._gated(permute_rows(pairs_PD, order_P, inverse_P), ends_E)
+        out_PD = self._expert_outputs(permute_rows(pairs_PD, order_P, inverse_P), ends_E)
         out_NkD = permute_rows(out_PD, inverse_P, order_P).unflatten(0, (-1, count))
         return (out_NkD * weights_Nk[..., None]).sum(1).to(hidden_ND.dtype)
 
 
 class Mixture(nn.Module):
-    """A feed-forward layer of experts, as in Shazeer et al. 2017, arXiv 1701.06538.
+    """A feed-forward layer of experts, of which a router chooses k for each token.
 
-    Some families add a shared expert, which computes every token and is multiplied by a gate of its
-    own.
+    Some families add a shared expert, which computes every token and whose output is multiplied by
+    its own gate.
+
+    Source: Shazeer et al. 2017, arXiv 1701.06538.
 
     Attributes:
-        way: "grouped" computes only the chosen experts; "dense" is the equation, in which every
+        way: "grouped" computes only the chosen experts; "dense" is the reference, in which every
             expert computes every token.
     """
 
@@ -325,22 +367,25 @@ class Mixture(nn.Module):
         sizes = config.num_experts, config.hidden_size, config.num_experts_per_tok
         self.gate = Router(*sizes, config.norm_topk_prob, config.family.expert_bias)
         self.experts = Experts(config)
-        self.shares = SHARED in config.family.keys
-        if self.shares:
+        self.has_shared_expert = SHARED in config.family.keys
+        if self.has_shared_expert:
             self.shared_expert = MLP(config, SHARED)
             self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False)
         self.way: Way = "grouped"
 
     def forward(self, hidden_BTD: Tensor, balance: Balance | None = None) -> Tensor:
-        """Map [B, T, D] to [B, T, D]; with a `balance` the router's gradient has that of the
-        balance, too.
+        """Map [B, T, D] to [B, T, D].
+
+        With a `balance`, the backward pass adds the gradient of the balance to the router's.
         """
         hidden_ND = hidden_BTD.flatten(0, -2)
         experts_Nk, weights_Nk = self.gate(hidden_ND, balance)
-        way = self.experts.grouped if self.way == "grouped" else self.experts.dense
-        mixed_BTD = way(hidden_ND, experts_Nk, weights_Nk).view(hidden_BTD.shape)
-        if not self.shares:
+        if self.way == "grouped":
+            mixed_ND = self.experts.grouped(hidden_ND, experts_Nk, weights_Nk)
+        else:
+            mixed_ND = self.experts.dense(hidden_ND, experts_Nk, weights_Nk)
+        mixed_BTD = mixed_ND.view(hidden_BTD.shape)
+        if not self.has_shared_expert:
             return mixed_BTD
-        return mixed_BTD + self.shared_expert_gate(hidden_BTD).sigmoid() * self.shared_expert(
-            hidden_BTD
-        )
+        gate_BT1 = self.shared_expert_gate(hidden_BTD).sigmoid()
+        return mixed_BTD + gate_BT1 * self.shared_expert(hidden_BTD)

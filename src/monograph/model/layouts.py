@@ -1,16 +1,16 @@
-"""Tensors that families' files hold in other forms than the decoder: joined ones, and the matrices
-of experts.
+"""Convert between the decoder's tensors and the forms in which files of some families hold them.
 
-A joined tensor is several of the decoder's, one below another (`Family.joined`). The decoder's
-tensors hold all experts' matrices; files hold each expert's own, or gate and up of all of a layer's
-experts in one. By halves such a tensor is [E, 2 I, D], with gate's rows above up's. By columns it
-is [E, D, 2 I], with both in turns, and it may be in MXFP4 (`Family.fused_experts`).
+Files differ from the decoder in two ways. Some join several of the decoder's tensors into one, in
+which the rows of one tensor are below those of another (`Family.joined`). And the decoder has one
+tensor for the matrices of all experts of a layer, while files have a tensor for each expert, or one
+tensor for gate and up of all experts (`Family.fused_experts`). The latter is [E, 2 I, D] with
+"halves", where gate's rows are above up's. It is [E, D, 2 I] with "columns", where columns of gate
+and of up alternate, and it may then be in MXFP4.
 
-Each of these forms is a rule that is read in both directions, and a family's files have a list of
-them.
+Each form is a rule with both directions, and each family has a list of rules for its files.
 
 Shapes: E experts, I an expert's width, D hidden size, R rows of an expert's matrix, G blocks of 32
-numbers of a row.
+numbers in a row.
 """
 
 import functools
@@ -30,7 +30,7 @@ from monograph.model.parameters import layer_shapes
 _EXPERT = re.compile(r"(.+\.mlp\.experts\.)(0|[1-9]\d{0,8})\.(\w+_proj\.weight)")
 STACK = re.compile(r"(.+\.mlp\.experts\.)(gate|up|down)_proj\.(weight|bias)")
 _FUSED = re.compile(r"(.+\.mlp\.experts\.)(gate_up|down)_proj(_bias|_blocks)?")
-# The numbers of MXFP4's codes: a sign, two bits of exponent and one of mantissa.
+# The numbers of MXFP4's codes, which have a sign, two bits of exponent and one of mantissa.
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
@@ -39,30 +39,34 @@ class FileRule(ABC):
 
     @abstractmethod
     def written(self, named: Iterable[Plain]) -> Iterator[Plain]:
-        """Yield the decoder's tensors as files have them."""
+        """Yield the decoder's tensors in the form of the files."""
 
     @abstractmethod
     def read(self, stored: dict[str, Stored]) -> dict[str, Stored]:
-        """Return a file's tensors as the decoder's parameters; raises InputRefused if they have not
-        this form.
+        """Return a file's tensors in the form of the decoder.
+
+        Raises:
+            InputRefused: the tensors do not have this form.
         """
 
 
 def rules_of(config: LlamaConfig) -> list[FileRule]:
-    """Return the rules of a family's files, in the order in which they are followed in both
-    directions.
-    """
+    """Return the rules of a family's files. Both directions apply them in this order."""
     family = config.family
-    rules: list[FileRule] = [JoinedRule(config)] if family.joined else []
+    rules: list[FileRule] = []
+    if family.joined:
+        rules.append(JoinedRule(config))
     if family.fused_experts:
         rules.append(FusedRule(columns=family.fused_experts == "columns"))
-    if family.experts:  # transformers 5 reads and writes fused ones apart, too, if the model sees
+    if family.experts:
+        # Also after `FusedRule`: for models that also see images, transformers 5 reads and writes
+        # a tensor for each expert, too.
         rules.append(ApartRule(config))
     return rules
 
 
 def in_files(named: Iterable[Plain], config: LlamaConfig) -> Iterator[Plain]:
-    """Return a model's tensors as its family's files have them."""
+    """Return a model's tensors in the form of its family's files."""
     tensors = iter(named)
     for rule in rules_of(config):
         tensors = rule.written(tensors)
@@ -70,7 +74,7 @@ def in_files(named: Iterable[Plain], config: LlamaConfig) -> Iterator[Plain]:
 
 
 def in_decoder(stored: dict[str, Stored], config: LlamaConfig) -> dict[str, Stored]:
-    """Return a file's tensors as the decoder's parameters.
+    """Return a file's tensors in the form of the decoder.
 
     Raises:
         InputRefused: tensors do not fit together.
@@ -81,205 +85,241 @@ def in_decoder(stored: dict[str, Stored], config: LlamaConfig) -> dict[str, Stor
 
 
 class JoinedRule(FileRule):
-    """Several of the decoder's tensors are one of a file's, one below another."""
+    """Files join several of the decoder's tensors into one, in which their rows are in order."""
 
     def __init__(self, config: LlamaConfig):
-        """Take the model's shape."""
+        """Make the rule for a model of this shape."""
         self.config = config
 
     def written(self, named: Iterable[Plain]) -> Iterator[Plain]:
-        """Yield a model's tensors as its family's files have them; a joined one comes where its
-        last part came.
+        """Yield a model's tensors in the form of the files.
+
+        A joined tensor takes the place of its last part.
         """
-        whole_of = {
-            part: (name, parts)
-            for name, parts in self.config.family.joined.items()
+        joined_and_parts = {
+            part: (joined, parts)
+            for joined, parts in self.config.family.joined.items()
             for part in parts
         }
         waiting: dict[str, Plain] = {}
         for tensor in named:
-            block, inner, kind = _place(tensor.name)
-            if inner not in whole_of:
+            block, module, suffix = _split_name(tensor.name)
+            if module not in joined_and_parts:
                 yield tensor
                 continue
-            whole, parts = whole_of[inner]
+            joined, parts = joined_and_parts[module]
             waiting[tensor.name] = tensor
-            if inner == parts[-1]:
-                taken = [waiting.pop(f"{block}{part}{kind}") for part in parts]
-                like = torch.cat([each.like for each in taken])
-                yield Plain(f"{block}{whole}{kind}", like, functools.partial(_below, taken))
+            if module == parts[-1]:
+                tensors = [waiting.pop(f"{block}{part}{suffix}") for part in parts]
+                like = torch.cat([part.like for part in tensors])
+                read = functools.partial(_read_joined, tensors)
+                yield Plain(f"{block}{joined}{suffix}", like, read)
 
     def read(self, stored: dict[str, Stored]) -> dict[str, Stored]:
-        """Return a file's tensors as the decoder's parameters, each with its rows of a joined one.
+        """Return a file's tensors in the form of the decoder.
+
+        A part of a joined tensor is described by its rows there.
 
         Raises:
-            InputRefused: a joined tensor has not as many rows as its parts.
+            InputRefused: a joined tensor does not have as many rows as its parts together, or a file
+                has both a joined tensor and one of its parts.
         """
-        # The layers of a family that joins tensors are alike.
+        # All layers have the same shapes in a family that joins tensors.
         shapes = layer_shapes(self.config, 0)
         found = dict[str, Stored]()
         for name, tensor in stored.items():
-            block, inner, kind = _place(name)
-            parts = self.config.family.joined.get(inner, ())
-            sizes = [shapes[f"{part}{kind}"][0] for part in parts if f"{part}{kind}" in shapes]
-            if not sizes:
+            block, module, suffix = _split_name(name)
+            parts = self.config.family.joined.get(module, ())
+            row_counts = [
+                shapes[f"{part}{suffix}"][0] for part in parts if f"{part}{suffix}" in shapes
+            ]
+            if not row_counts:
                 found[name] = tensor
                 continue
-            if tensor.shape[:1] != (sum(sizes),):
+            if tensor.shape[:1] != (sum(row_counts),):
                 raise InputRefused(
-                    f"{tensor.path}: {name} has shape {list(tensor.shape)}, expected {' + '.join(map(str, sizes))} "
-                    f"rows, those of {', '.join(parts)} by config.json"
+                    f"{tensor.path}: {name} has shape {list(tensor.shape)}, expected "
+                    f"{' + '.join(map(str, row_counts))} rows, those of {', '.join(parts)} by config.json"
                 )
-            begin = 0
             tensor = tensor._replace(known_as=tensor.known_as or name)
-            for part, rows in zip(parts, sizes, strict=True):
-                if (own := f"{block}{part}{kind}") in stored:
+            begin = 0
+            for part, rows in zip(parts, row_counts, strict=True):
+                part_name = f"{block}{part}{suffix}"
+                if part_name in stored:
                     raise InputRefused(
-                        f"{tensor.path}: {tensor.known_as} and {own} are one tensor of the model"
+                        f"{tensor.path}: {tensor.known_as} and {part_name} are one tensor of the model"
                     )
-                shape = (rows, *tensor.shape[1:])
-                found[f"{block}{part}{kind}"] = tensor._replace(
-                    shape=shape, part=(begin, begin + rows, 1, 0)
+                found[part_name] = tensor._replace(
+                    shape=(rows, *tensor.shape[1:]), part=(begin, begin + rows, 1, 0)
                 )
                 begin += rows
         return found
 
 
-def _below(parts: list[Plain]) -> Tensor:
+def _read_joined(parts: list[Plain]) -> Tensor:
     return torch.cat([part.read() for part in parts])
 
 
-def _place(name: str) -> tuple[str, str, str]:
+def _split_name(name: str) -> tuple[str, str, str]:
     """Return the block, the module in it, and ".weight" or ".bias" of a parameter's name."""
-    module, _, kind = name.rpartition(".")
-    inner = ".".join(module.split(".")[-2:])
-    return module.removesuffix(inner), inner, f".{kind}"
+    path, _, kind = name.rpartition(".")
+    module = ".".join(path.split(".")[-2:])
+    return path.removesuffix(module), module, f".{kind}"
 
 
 class FusedRule(FileRule):
-    """All experts' matrices of a layer are two tensors of a file, of which one has gate and up."""
+    """Files have two tensors for all experts' matrices of a layer: gate with up, and down."""
 
     def __init__(self, columns: bool):
-        """Take whether gate and up are columns in turns; else one's rows are above the other's."""
+        """Make the rule.
+
+        Args:
+            columns: True if columns of gate and of up alternate, False if gate's rows are above
+                up's.
+        """
         self.columns = columns
 
     def written(self, named: Iterable[Plain]) -> Iterator[Plain]:
-        """Yield a model's tensors with those of gate and up as one."""
+        """Yield a model's tensors with gate and up as one tensor."""
         gates = dict[str, Plain]()
         for tensor in named:
-            if (match := STACK.fullmatch(tensor.name)) is None:
+            match = STACK.fullmatch(tensor.name)
+            if match is None:
                 yield tensor
-            elif match[2] == "gate":
-                gates[match[3]] = tensor
-            else:
-                parts = [gates.pop(match[3]), tensor] if match[2] == "up" else [tensor]
-                name = f"{match[1]}{'gate_up' if match[2] == 'up' else 'down'}_proj{'_bias' * (match[3] == 'bias')}"
-                like = _one([part.like for part in parts], self.columns)
-                yield Plain(name, like, functools.partial(_read_one, parts, self.columns))
+                continue
+            experts, projection, kind = match.groups()
+            if projection == "gate":
+                gates[kind] = tensor
+                continue
+            parts = [tensor]
+            if projection == "up":
+                parts = [gates.pop(kind), tensor]
+                projection = "gate_up"
+            suffix = "_bias" if kind == "bias" else ""
+            like = _fuse([part.like for part in parts], self.columns)
+            read = functools.partial(_read_fused, parts, self.columns)
+            yield Plain(f"{experts}{projection}_proj{suffix}", like, read)
 
     def read(self, stored: dict[str, Stored]) -> dict[str, Stored]:
-        """Return a file's tensors with those of gate and up taken apart.
+        """Return a file's tensors with gate and up as two tensors.
 
         Raises:
-            InputRefused: a shape that cannot be taken apart, or MXFP4 that is not whole.
+            InputRefused: a shape that cannot be halved, or MXFP4 whose codes and scales do not fit
+                together.
         """
         columns = self.columns
         found = dict[str, Stored]()
         for name, tensor in stored.items():
-            if (
-                columns
-                and name.endswith("_scales")
-                and f"{name.removesuffix('_scales')}_blocks" in stored
-            ):
-                continue  # read with its blocks
-            if (match := _FUSED.fullmatch(name)) is None or (match[3] and not columns):
-                _put(found, name, tensor)
+            is_scales = columns and name.endswith("_scales")
+            if is_scales and f"{name.removesuffix('_scales')}_blocks" in stored:
+                continue  # They are read with their blocks.
+            match = _FUSED.fullmatch(name)
+            if match is None or (match[3] and not columns):
+                _add(found, name, tensor)
                 continue
-            kind = "bias" if match[3] == "_bias" else "weight"
+            experts, projection, suffix = match.groups()
+            kind = "bias" if suffix == "_bias" else "weight"
             tensor = tensor._replace(known_as=tensor.known_as or name)
-            for part, begin in (
-                (("gate", 0), ("up", 1)) if match[2] == "gate_up" else (("down", -1),)
-            ):
-                taken = functools.partial(_half, begin=begin, columns=columns)
-                if match[3] == "_blocks":
-                    made = _packed(name, tensor, stored, taken)
+            halves: dict[str, int | None] = {"down": None}
+            if projection == "gate_up":
+                halves = {"gate": 0, "up": 1}
+            for part_projection, half in halves.items():
+                take_half = functools.partial(_half, half=half, columns=columns)
+                if suffix == "_blocks":
+                    part = _read_mxfp4(name, tensor, stored, take_half)
                 else:
-                    made = taken(tensor, len(tensor.shape) - 1 if columns else 1)
+                    part = take_half(tensor, len(tensor.shape) - 1 if columns else 1)
                     if columns and kind == "weight":
-                        made = made._replace(
-                            shape=(*made.shape[:1], *made.shape[:0:-1]), transposed=True
-                        )
-                _put(found, f"{match[1]}{part}_proj.{kind}", made)
+                        # The decoder has rows and columns in the other order.
+                        shape = (*part.shape[:1], *part.shape[:0:-1])
+                        part = part._replace(shape=shape, transposed=True)
+                _add(found, f"{experts}{part_projection}_proj.{kind}", part)
         return found
 
 
-def _read_one(parts: list[Plain], columns: bool) -> Tensor:
-    return _one([part.read() for part in parts], columns)
+def _read_fused(parts: list[Plain], columns: bool) -> Tensor:
+    return _fuse([part.read() for part in parts], columns)
 
 
-def _one(parts: list[Tensor], columns: bool) -> Tensor:
-    """Return gate and up, or down alone, as a file has them."""
+def _fuse(parts: list[Tensor], columns: bool) -> Tensor:
+    """Return gate and up, or down alone, in the form of the files."""
     if not columns:
         return torch.cat(parts, dim=1)
     rows = torch.stack(parts, dim=2).flatten(1, 2)
+    # A bias has no columns.
     return rows.mT.contiguous() if rows.ndim == 3 else rows
 
 
-def _put(found: dict[str, Stored], name: str, tensor: Stored) -> None:
+def _add(found: dict[str, Stored], name: str, tensor: Stored) -> None:
+    """Add a tensor, and raise InputRefused if another one has its name."""
     if name in found:
-        both = " and ".join(each.known_as or name for each in (found[name], tensor))
-        raise InputRefused(f"{tensor.path}: {both} are one tensor of the model")
+        first = found[name].known_as or name
+        second = tensor.known_as or name
+        raise InputRefused(f"{tensor.path}: {first} and {second} are one tensor of the model")
     found[name] = tensor
 
 
-def _half(tensor: Stored, axis: int, begin: int, columns: bool) -> Stored:
-    """Return the gate's places of an axis (begin = 0), those of up (1), or all of them (-1)."""
-    if begin < 0:
+def _half(tensor: Stored, axis: int, half: int | None, columns: bool) -> Stored:
+    """Return the part of a tensor that has gate (half = 0), up (1) or down (None) on an axis."""
+    if half is None:
         return tensor
     if len(tensor.shape) <= axis or tensor.shape[axis] % 2:
-        actual = f"{tensor.known_as} has shape {list(tensor.shape)}"
-        raise InputRefused(f"{tensor.path}: {actual}, expected an even number on axis {axis}")
+        raise InputRefused(
+            f"{tensor.path}: {tensor.known_as} has shape {list(tensor.shape)}, expected an even number on axis {axis}"
+        )
     size = tensor.shape[axis]
     shape = (*tensor.shape[:axis], size // 2, *tensor.shape[axis + 1 :])
-    part = (
-        (begin, size, 2, axis) if columns else (begin * size // 2, (begin + 1) * size // 2, 1, axis)
-    )
+    if columns:
+        part = (half, size, 2, axis)
+    else:
+        part = (half * size // 2, (half + 1) * size // 2, 1, axis)
     return tensor._replace(shape=shape, part=part)
 
 
-def _packed(
-    name: str, blocks: Stored, stored: dict[str, Stored], taken: Callable[[Stored, int], Stored]
+def _read_mxfp4(
+    name: str, blocks: Stored, stored: dict[str, Stored], take_half: Callable[[Stored, int], Stored]
 ) -> Stored:
-    """Return experts' matrices in MXFP4, whose codes and scales are two tensors of a file."""
+    """Return experts' matrices in MXFP4.
+
+    Args:
+        name: the name of the tensor of codes.
+        blocks: the tensor of codes.
+        stored: the file's tensors, including the scales.
+        take_half: returns gate, up or down of a tensor, see `_half`.
+    """
     scales_name = f"{name.removesuffix('_blocks')}_scales"
     scales = stored.get(scales_name)
     if scales is None or scales.shape != blocks.shape[:-1] or blocks.shape[3:] != (16,):
-        there = "is missing" if scales is None else f"has shape {list(scales.shape)}"
+        found = "is missing" if scales is None else f"has shape {list(scales.shape)}"
         raise InputRefused(
-            f"{blocks.path}: {name} has shape {list(blocks.shape)} and {scales_name} {there}, expected [experts, rows, "
+            f"{blocks.path}: {name} has shape {list(blocks.shape)} and {scales_name} {found}, expected [experts, rows, "
             "blocks, 16] and the same without the last axis"
         )
-    for each_name, each in ((name, blocks), (scales_name, scales)):
-        if each.dtype != "U8":
-            raise InputRefused(f"{each.path}: {each_name} is stored as {each.dtype}, expected U8")
+    for tensor_name, tensor in ((name, blocks), (scales_name, scales)):
+        if tensor.dtype != "U8":
+            raise InputRefused(
+                f"{tensor.path}: {tensor_name} is stored as {tensor.dtype}, expected U8"
+            )
     scales = scales._replace(known_as=scales.known_as or scales_name)
-    codes = taken(blocks, 1)
+    codes = take_half(blocks, 1)
+    # A block has 32 numbers.
     shape = (*codes.shape[:2], codes.shape[2] * 32)
-    # Gate and up are read from the same two tensors, so their pieces have names of their own.
-    pieces = {f"{name} {codes.part}": codes, f"{scales_name} {codes.part}": taken(scales, 1)}
+    # Gate and up are pieces of the same two tensors, so the pieces' names also say which part.
+    pieces = {f"{name} {codes.part}": codes, f"{scales_name} {codes.part}": take_half(scales, 1)}
     return Stored(blocks.path, shape, "BF16", blocks.known_as, pieces=pieces, join=from_mxfp4)
 
 
 def from_mxfp4(codes_and_scales: list[Tensor]) -> Tensor:
-    """Return numbers in blocks of 32 with a common power of two, W = fp4[code] 2^(scale - 127),
-    each exact in bf16.
+    """Return the numbers of a tensor in MXFP4, W = fp4[code] 2^(scale - 127), each exact in bf16.
+
+    Each block of 32 numbers has one scale.
 
     Args:
-        codes_and_scales: [E, R, G, 16] uint8, two codes of 4 bits in each, the first in the lower
-            bits; and [E, R, G] uint8.
+        codes_and_scales: two tensors. The codes are [E, R, G, 16] uint8, where a byte has two codes
+            of 4 bits, the first in its lower bits. The scales are [E, R, G] uint8.
 
     Returns:
-        [E, R, 32 G] bf16, made expert by expert.
+        [E, R, 32 G] bf16. Beside it, the memory is that of one expert.
 
     Source: Open Compute Project, "OCP Microscaling Formats (MX) Specification", version 1.0,
     sections 5.3 and 6.3.
@@ -295,48 +335,51 @@ def from_mxfp4(codes_and_scales: list[Tensor]) -> Tensor:
 
 
 class ApartRule(FileRule):
-    """Each expert's matrices are tensors of their own."""
+    """Files have a tensor for each matrix of each expert."""
 
     def __init__(self, config: LlamaConfig):
-        """Take the model's shape."""
+        """Make the rule for a model of this shape."""
         self.config = config
 
     def written(self, named: Iterable[Plain]) -> Iterator[Plain]:
-        """Yield a model's tensors with each expert's matrices as tensors of their own.
+        """Yield a model's tensors with one tensor for each matrix of each expert.
 
-        A stack that is read stays in memory until another one is.
+        The tensor of all experts that was read last stays in memory until another one is read.
         """
-        last = dict[str, Tensor]()
+        last_read = dict[str, Tensor]()
         for tensor in named:
-            if (match := STACK.fullmatch(tensor.name)) is None:
+            match = STACK.fullmatch(tensor.name)
+            if match is None:
                 yield tensor
                 continue
+            experts, projection, kind = match.groups()
             for expert in range(len(tensor.like)):
-                read = functools.partial(_expert, tensor, expert, last)
-                yield Plain(
-                    f"{match[1]}{expert}.{match[2]}_proj.{match[3]}", tensor.like[expert], read
-                )
+                name = f"{experts}{expert}.{projection}_proj.{kind}"
+                read = functools.partial(_read_expert, tensor, expert, last_read)
+                yield Plain(name, tensor.like[expert], read)
 
     def read(self, stored: dict[str, Stored]) -> dict[str, Stored]:
-        """Return a file's tensors as the decoder's parameters, in which all experts' matrices are
-        one.
+        """Return a file's tensors in the form of the decoder, with one tensor for all experts.
 
         Raises:
             InputRefused: an expert's matrix is missing, or differs from the first one's in shape or
                 dtype.
         """
         found = dict[str, Stored]()
+        # By the name of the decoder's tensor: each expert's tensor with its name in the file.
         stacks = dict[str, dict[int, tuple[str, Stored]]]()
         for name, tensor in stored.items():
-            if self.config.family.experts and (match := _EXPERT.fullmatch(name)):
-                stacks.setdefault(match[1] + match[3], {})[int(match[2])] = name, tensor
-            else:
+            match = _EXPERT.fullmatch(name) if self.config.family.experts else None
+            if match is None:
                 found[name] = tensor
+            else:
+                experts = stacks.setdefault(match[1] + match[3], {})
+                experts[int(match[2])] = name, tensor
         for name, experts in stacks.items():
             if name in found:
-                whole = found[name]
+                fused = found[name]
                 raise InputRefused(
-                    f"{whole.path}: {whole.known_as} is there, and tensors of each expert, too"
+                    f"{fused.path}: {fused.known_as} is there, and tensors of each expert, too"
                 )
             first_name, first = experts[min(experts)]
             if len(experts) != self.config.num_experts or max(experts) >= self.config.num_experts:
@@ -357,8 +400,9 @@ class ApartRule(FileRule):
         return found
 
 
-def _expert(stack: Plain, expert: int, last: dict[str, Tensor]) -> Tensor:
-    if stack.name not in last:
-        last.clear()
-        last[stack.name] = stack.read()
-    return last[stack.name][expert]
+def _read_expert(stack: Plain, expert: int, last_read: dict[str, Tensor]) -> Tensor:
+    """Return an expert's matrix. `last_read` keeps the tensor of all experts for the next expert."""
+    if stack.name not in last_read:
+        last_read.clear()
+        last_read[stack.name] = stack.read()
+    return last_read[stack.name][expert]

@@ -1,6 +1,7 @@
-"""Count a model's parameters from its modules, which on the meta device have shapes and no memory.
+"""Count a model's parameters from modules on the meta device, which have shapes but no memory.
 
-Blocks of one kind have the same shapes, so one of each kind is built, once for a configuration.
+Blocks of one kind have the same shapes, so only one block of each kind is built, once for each
+configuration.
 """
 
 import copy
@@ -18,36 +19,42 @@ from monograph.model.llama import Block, Llama
 
 Shapes = Mapping[str, tuple[int, ...]]
 _LAYERS = "model.layers."
-_WHICH = {"num_hidden_layers", "pad_token_id", "bos_token_id", "eos_token_id"}  # these are no sizes
+# Integers of a configuration that are not sizes of a tensor.
+_NOT_SIZES = {"num_hidden_layers", "pad_token_id", "bos_token_id", "eos_token_id"}
 
 
 def layer_shapes(config: LlamaConfig, layer: int) -> Shapes:
     """Return the shapes of a block's parameters, by their names in the block.
 
     Raises:
-        InputRefused: the sizes multiply to more bytes than a tensor can have.
+        InputRefused: a tensor would have more bytes than a tensor can have.
     """
     kind = _kind(config, layer)
-    return _block(config, next(each for each in range(layer + 1) if _kind(config, each) == kind))
+    # The first layer of the kind, for which `_block_shapes` may have an answer.
+    first = next(each for each in range(layer + 1) if _kind(config, each) == kind)
+    return _block_shapes(config, first)
 
 
 def _kind(config: LlamaConfig, layer: int) -> tuple[bool, bool]:
+    """Return whether a layer is a delta net, and whether it has a mixture."""
     return config.is_linear(layer), config.is_mixture(layer)
 
 
 @functools.lru_cache(maxsize=256)
-def _block(config: LlamaConfig, layer: int) -> Shapes:
-    return _built(config, lambda: Block(config, "auto", layer))
+def _block_shapes(config: LlamaConfig, layer: int) -> Shapes:
+    return _parameter_shapes(config, lambda: Block(config, "auto", layer))
 
 
 @functools.lru_cache(maxsize=256)
 def outer_shapes(config: LlamaConfig) -> Shapes:
     """Return the shapes of the parameters outside the blocks, by full name, without a tied head."""
-    whole = _built(config, lambda: Llama(_with(config, "num_hidden_layers", 1)))
-    return {name: shape for name, shape in whole.items() if not name.startswith(_LAYERS)}
+    with_one_layer = _replace_unchecked(config, "num_hidden_layers", 1)
+    all_shapes = _parameter_shapes(config, lambda: Llama(with_one_layer))
+    return {name: shape for name, shape in all_shapes.items() if not name.startswith(_LAYERS)}
 
 
-def _built(config: LlamaConfig, build: Callable[[], nn.Module]) -> Shapes:
+def _parameter_shapes(config: LlamaConfig, build: Callable[[], nn.Module]) -> Shapes:
+    """Return the shapes of a module's parameters, by name. `build` makes the module."""
     try:
         with torch.device("meta"):
             return {name: tuple(parameter.shape) for name, parameter in build().named_parameters()}
@@ -57,9 +64,10 @@ def _built(config: LlamaConfig, build: Callable[[], nn.Module]) -> Shapes:
         ) from error
 
 
-def _with(config: LlamaConfig, key: str, value: int) -> LlamaConfig:
-    """Return the configuration with another size, though no model may have it: its parts have
-    shapes all the same.
+def _replace_unchecked(config: LlamaConfig, key: str, value: int) -> LlamaConfig:
+    """Return the configuration with another size, without the checks of a configuration.
+
+    A model may not have this size, but its modules still have shapes.
     """
     changed = copy.copy(config)
     object.__setattr__(changed, key, value)
@@ -77,28 +85,33 @@ def shapes(config: LlamaConfig) -> Shapes:
 
 
 def keys_of(config: LlamaConfig, name: str) -> tuple[str, ...]:
-    """Say of each axis of a parameter by which keys of the configuration it is as long as it is,
-    for people.
+    """Return, for messages, the keys of the configuration on which each axis of a parameter depends.
 
-    Each size is doubled in turn to see which axes become longer.
+    Each size is doubled in turn to find the axes that change.
+
+    Returns:
+        A text for each axis, such as "2 * num_attention_heads * head_dim".
     """
     shape = _shape(config, name)
-    sizes = {field.name: getattr(config, field.name) for field in fields(config)}
-    longer = {
-        key: _shape(_with(config, key, 2 * size), name)
-        for key, size in sizes.items()
-        if type(size) is int and key not in _WHICH
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    sizes = {
+        key: value for key, value in values.items() if type(value) is int and key not in _NOT_SIZES
     }
-    said = list[str]()
-    for axis, size in enumerate(shape):
-        keys = [key for key, other in longer.items() if other[axis] != size]
-        numbers = math.prod(sizes[key] for key in keys)
-        if all(longer[key][axis] == 2 * size for key in keys) and size % numbers == 0:
-            factor = size // numbers
-            said.append(" * ".join([*([str(factor)] if factor > 1 or not keys else []), *keys]))
+    doubled = {
+        key: _shape(_replace_unchecked(config, key, 2 * size), name) for key, size in sizes.items()
+    }
+    texts = list[str]()
+    for axis, length in enumerate(shape):
+        keys = [key for key, other_shape in doubled.items() if other_shape[axis] != length]
+        product = math.prod(sizes[key] for key in keys)
+        all_double = all(doubled[key][axis] == 2 * length for key in keys)
+        if all_double and length % product == 0:
+            factor = length // product
+            factors = keys if keys and factor == 1 else [str(factor), *keys]
+            texts.append(" * ".join(factors))
         else:
-            said.append(" and ".join(keys))
-    return tuple(said)
+            texts.append(" and ".join(keys))
+    return tuple(texts)
 
 
 def _shape(config: LlamaConfig, name: str) -> tuple[int, ...]:
@@ -109,15 +122,24 @@ def _shape(config: LlamaConfig, name: str) -> tuple[int, ...]:
 
 
 def block_matrices(
-    config: LlamaConfig, layer: int, most: int | None = None
+    config: LlamaConfig, layer: int, experts: int | None = None
 ) -> list[tuple[int, ...]]:
-    """Return the shapes of a block's matrices, those of each expert, or of `most` experts,
-    included.
+    """Return the shapes of a block's matrices.
+
+    Args:
+        config: the configuration.
+        layer: the block.
+        experts: the number of experts whose matrices are included; None: all experts.
     """
     found = list[tuple[int, ...]]()
     for name, shape in layer_shapes(config, layer).items():
-        stacks = 1 if len(shape) == 2 else most or shape[0]
-        found += [shape[-2:]] * stacks if len(shape) > 1 and not name.endswith(".bias") else []
+        is_bias = name.endswith(".bias")
+        if is_bias or len(shape) == 1:
+            continue
+        if len(shape) == 2:
+            found.append(shape)
+        else:
+            found += [shape[-2:]] * (experts or shape[0])
     return found
 
 
@@ -131,9 +153,7 @@ def matrices(config: LlamaConfig) -> list[tuple[int, ...]]:
 
 
 def block_multiplied(config: LlamaConfig, layer: int) -> list[tuple[int, ...]]:
-    """Return the shapes of a block's matrices that a token is multiplied with: of experts, those of
-    its own.
-    """
+    """Return the shapes of a block's matrices that multiply a token, with only a token's experts."""
     return block_matrices(config, layer, config.num_experts_per_tok)
 
 

@@ -1,8 +1,8 @@
-"""Compute rotary position embeddings: angles from positions, and the rotation of query and key
-heads by them.
+"""Compute rotary position embeddings: the angles of positions, and the rotation of query and key
+heads.
 
-Shape suffixes: B batch, H heads, T positions, D head dimension, F = D / 2 frequencies; 1
-broadcasts.
+Shape suffixes: B batch, H heads, T positions, D rotated channels of a head, F = D / 2 frequencies, X
+other channels; 1 broadcasts.
 """
 
 import math
@@ -24,19 +24,24 @@ def inverse_frequencies(
 
         f[i] = rope_theta ^ (-2 i / D),   i = 0 .. D / 2 - 1
 
-    With `linear` scaling every pair gets f / factor. With `llama3` scaling a pair of wavelength w =
-    2 pi / f keeps f where w < L / high_freq_factor, gets f / factor where w > L / low_freq_factor,
-    and in between (1 - s) f / factor + s f with s = (L / w - low_freq_factor) / (high_freq_factor -
-    low_freq_factor); L is the context length of pre-training. With `yarn` pair i gets (1 - k[i]) f
-    / factor + k[i] f, where k falls from 1 to 0 between the pairs that turn beta_fast and beta_slow
-    times in that context. With `longrope` pair i gets f / short_factor[i].
+    A scaling changes f. L is the context length of pre-training, and w = 2 pi / f a pair's
+    wavelength.
+
+        linear:   f / factor
+        llama3:   f                              where w < L / high_freq_factor
+                  f / factor                     where w > L / low_freq_factor
+                  (1 - s) f / factor + s f       in between, with
+                  s = (L / w - low_freq_factor) / (high_freq_factor - low_freq_factor)
+        yarn:     (1 - k[i]) f / factor + k[i] f, where k is 1 up to the pair with beta_fast
+                  rotations in L, 0 from the pair with beta_slow rotations on, and linear between
+        longrope: f / short_factor[i]
 
     Args:
-        config: head_dim, rope_theta, rope_scaling.
+        config: the model's rotary positions: rotary_dim, rope_theta, rope_scaling.
         dtype: float32 or float64, the dtype of the computation.
         device: the device of the result.
-        local: whether for layers with a window, whose base is rope_local_theta if there is one,
-            without scaling.
+        local: True for layers with a window. If the model has a rope_local_theta, this is their
+            base, and they have no scaling.
 
     Returns:
         [F] in `dtype`.
@@ -45,8 +50,8 @@ def inverse_frequencies(
     reference code (meta-llama/llama-models, models/llama3/model.py); YaRN: Peng et al., arXiv
     2309.00071, section 3.2.
     """
-    # The order of operations is transformers': at position 2,000, one rounding of a frequency is
-    # 1e-4 radians.
+    # The order of operations is that of transformers, because another order rounds otherwise. At
+    # position 2,000, one rounding of a frequency changes the angle by 1e-4 radians.
     exponents_F = torch.arange(0, config.rotary_dim, 2, device=device).to(dtype) / config.rotary_dim
     theta, scaling = config.rope(local)
     powers_F = theta**exponents_F
@@ -59,7 +64,7 @@ def inverse_frequencies(
         return _llama3(frequencies_F, scaling)
     if isinstance(scaling, LongScaling):
         return 1.0 / (torch.tensor(scaling.short_factor, device=device).to(dtype) * powers_F)
-    kept_F = _kept_by_yarn(scaling, config.rotary_dim, theta).to(exponents_F)
+    kept_F = _yarn_kept_share(scaling, config.rotary_dim, theta).to(exponents_F)
     return 1.0 / (scaling.factor * powers_F) * (1 - kept_F) + frequencies_F * kept_F
 
 
@@ -75,38 +80,41 @@ def _llama3(frequencies_F: Tensor, scaling: Llama3Scaling) -> Tensor:
     return torch.where(wavelengths_F < length / high, frequencies_F, scaled_F)
 
 
-def _kept_by_yarn(scaling: YarnScaling, head_dim: int, theta: float) -> Tensor:
-    """Return the share of each pair's own frequency, [F] in float32 as in transformers."""
+def _yarn_kept_share(scaling: YarnScaling, rotary_dim: int, theta: float) -> Tensor:
+    """Return k, the share of each pair's unscaled frequency, [F] in float32 as in transformers."""
 
-    def pair(turns: float) -> float:
-        wavelength = scaling.original_max_position_embeddings / turns
-        return head_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
+    def pair_index(rotations: float) -> float:
+        """Return the index of the pair with so many rotations in L, as a real number."""
+        wavelength = scaling.original_max_position_embeddings / rotations
+        return rotary_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
 
-    low = pair(scaling.beta_fast)
-    high = pair(scaling.beta_slow)
+    first = pair_index(scaling.beta_fast)
+    last = pair_index(scaling.beta_slow)
     if scaling.truncate:
-        low = math.floor(low)
-        high = math.ceil(high)
-    low = max(low, 0)
-    high = min(high, head_dim - 1)
-    if low == high:
-        high += 0.001  # as there
-    return 1 - ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, rotary_dim - 1)
+    if first == last:
+        # As in transformers, so that the difference is not 0.
+        last += 0.001
+    indices_F = torch.arange(rotary_dim // 2, dtype=torch.float32)
+    return 1 - ((indices_F - first) / (last - first)).clamp(0, 1)
 
 
 def cos_sin(
     positions_BT: Tensor, config: LlamaConfig, dtype: torch.dtype, local: bool = False
 ) -> CosSin:
-    """Return the cosine and sine of position * frequency, computed once per forward pass and shared
-    by all blocks.
+    """Return the cosine and sine of position * frequency.
 
-    They are not kept in a buffer, which would get into checkpoints or be lost on the meta device,
-    and which casting the model to bf16 would cast as well, so that neighbouring positions above 256
-    coincide.
+    A forward pass computes them once, and all blocks share them. A module does not keep them in a
+    buffer for three reasons. A buffer gets into checkpoints, or is lost on the meta device. And a
+    cast of the model to bf16 would also cast the buffer, so that neighbouring positions above 256
+    would be the same.
 
     Args:
         positions_BT: position of each token, int64.
-        config: head_dim, rope_theta, rope_scaling.
+        config: the model's rotary positions: rotary_dim, rope_theta, rope_scaling.
         dtype: float32, or float64 for a float64 model.
         local: see `inverse_frequencies`.
 
@@ -115,15 +123,14 @@ def cos_sin(
     """
     frequencies_F = inverse_frequencies(config, dtype, positions_BT.device, local)
     angles_B1TF = positions_BT[:, None, :, None].to(dtype) * frequencies_F
-    # Fused into each rotation, a power, a cosine and a sine would be computed again for every
-    # element that is rotated.
     cos_B1TF = angles_B1TF.cos()
     sin_B1TF = angles_B1TF.sin()
-    if isinstance(scaling := config.rope(local)[1], YarnScaling | LongScaling):
-        cos_B1TF, sin_B1TF = (
-            cos_B1TF * scaling.attention_factor,
-            sin_B1TF * scaling.attention_factor,
-        )
+    _, scaling = config.rope(local)
+    if isinstance(scaling, YarnScaling | LongScaling):
+        cos_B1TF = cos_B1TF * scaling.attention_factor
+        sin_B1TF = sin_B1TF * scaling.attention_factor
+    # Without this, a compiler would fuse these computations into each rotation, which would compute
+    # a power, a cosine and a sine again for every element.
     return materialize(cos_B1TF), materialize(sin_B1TF)
 
 
@@ -134,40 +141,48 @@ def rotate(heads_BHTD: Tensor, cos_sin_B1TF: CosSin, device_type: str = "") -> T
         y[i]       = x[i] cos - x[i + D/2] sin
         y[i + D/2] = x[i + D/2] cos + x[i] sin
 
-    Pairs are halves of the head, as in Hugging Face checkpoints, not neighbours as in Meta's own.
-    With a `device_type` it is computed as on such a device. Channels beyond twice the number of
-    frequencies stay as they are.
+    A pair has one channel in each half of the head, as in Hugging Face's checkpoints. In Meta's
+    checkpoints it has two neighbouring channels. Channels of a head after the first D = 2 F are not
+    rotated.
+
+    Args:
+        heads_BHTD: x.
+        cos_sin_B1TF: cosine and sine of the angles.
+        device_type: the type of the device as on which the rotation is computed; "": as on the
+            device of the heads.
 
     Returns:
-        [B, H, T, D] in the dtype of the heads; the rotation is computed in the cosine's dtype and
+        [B, H, T, D] in the dtype of the heads. The rotation is computed in the cosine's dtype and
         rounded once.
     """
-    if (rotated := 2 * cos_sin_B1TF[0].shape[-1]) < heads_BHTD.shape[-1]:
-        first_BHTD, rest_BHTD = heads_BHTD.tensor_split([rotated], dim=-1)
-        return torch.cat([rotate(first_BHTD, cos_sin_B1TF, device_type), rest_BHTD], dim=-1)
+    rotary_dim = 2 * cos_sin_B1TF[0].shape[-1]
+    if rotary_dim < heads_BHTD.shape[-1]:
+        first_BHTD, rest_BHTX = heads_BHTD.tensor_split([rotary_dim], dim=-1)
+        return torch.cat([rotate(first_BHTD, cos_sin_B1TF, device_type), rest_BHTX], dim=-1)
     if (device_type or heads_BHTD.device.type) == "cuda":
-        # In the order [B, T, H, D] of the projections' outputs, attention's result needs no copy
-        # for the one after it.
+        # The outputs of projections have the order [B, T, H, D]. If the rotation keeps it, the
+        # result of attention has it too, and the projection after attention needs no copy.
         cos_BT1F, sin_BT1F = (tensor.transpose(1, 2) for tensor in cos_sin_B1TF)
-        return _rotated_on_cuda(heads_BHTD.transpose(1, 2), cos_BT1F, sin_BT1F).transpose(1, 2)
+        return _rotate_on_cuda(heads_BHTD.transpose(1, 2), cos_BT1F, sin_BT1F).transpose(1, 2)
     cos_B1TF, sin_B1TF = cos_sin_B1TF
     first_BHTF, second_BHTF = heads_BHTD.chunk(2, dim=-1)
-    turned = (
+    rotated = (
         first_BHTF * cos_B1TF - second_BHTF * sin_B1TF,
         second_BHTF * cos_B1TF + first_BHTF * sin_B1TF,
     )
-    return torch.cat(turned, dim=-1).to(heads_BHTD.dtype)
+    return torch.cat(rotated, dim=-1).to(heads_BHTD.dtype)
 
 
-def _rotated_on_cuda(heads_BTHD: Tensor, cos_BT1F: Tensor, sin_BT1F: Tensor) -> Tensor:
-    """Return the same by elementwise operators, so that a compiler fuses the backward pass with
-    what reads it.
+def _rotate_on_cuda(heads_BTHD: Tensor, cos_BT1F: Tensor, sin_BT1F: Tensor) -> Tensor:
+    """Rotate heads as `rotate` does, by elementwise operators only.
+
+    A compiler can fuse their backward pass with the operator that reads its result.
     """
     pairs_BTH2F = heads_BTHD.unflatten(-1, (2, -1))
     first_21 = torch.arange(2, device=heads_BTHD.device).unsqueeze(-1) == 0
     cos_BT11F = cos_BT1F.unsqueeze(-2)
     sin_BT11F = sin_BT1F.unsqueeze(-2)
-    turned = pairs_BTH2F * cos_BT11F + pairs_BTH2F.flip(-2) * torch.where(
+    rotated_BTH2F = pairs_BTH2F * cos_BT11F + pairs_BTH2F.flip(-2) * torch.where(
         first_21, -sin_BT11F, sin_BT11F
     )
-    return turned.flatten(-2).to(heads_BTHD.dtype)
+    return rotated_BTH2F.flatten(-2).to(heads_BTHD.dtype)

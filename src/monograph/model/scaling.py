@@ -1,5 +1,6 @@
-"""Describe rotary positions and the ways in which they are stretched for longer contexts. Needs no
-torch.
+"""Describe rotary positions, and the ways to scale them for longer contexts.
+
+The module needs no torch.
 """
 
 from __future__ import annotations
@@ -21,64 +22,68 @@ LINEAR = "linear_attention"
 LONG = "longrope"
 
 
-def check_whole(name: str, value: object) -> None:
-    """Raise InputRefused unless the value is a whole number from 1 to 2^31 - 1, the largest that
-    GGUF can hold.
+def check_positive_integer(name: str, value: object) -> None:
+    """Raise InputRefused unless the value is an integer from 1 to 2^31 - 1.
+
+    The upper limit is the largest number that GGUF files can hold.
     """
-    _check_size(name, value, 1, "")
+    _check_integer(name, value, 1, "")
 
 
-def check_id(name: str, value: object) -> None:
-    """Raise InputRefused unless the value is a whole number from 0 to 2^31 - 1."""
-    _check_size(name, value, 0, "a token id, ")
+def check_token_id(name: str, value: object) -> None:
+    """Raise InputRefused unless the value is an integer from 0 to 2^31 - 1."""
+    _check_integer(name, value, 0, "a token id, ")
 
 
-def _check_size(name: str, value: object, least: int, meaning: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+def _check_integer(name: str, value: object, minimum: int, meaning: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise InputRefused(
-            f"{name} = {value!r}: expected {meaning}a whole number of at least {least}"
+            f"{name} = {value!r}: expected {meaning}a whole number of at least {minimum}"
         )
     if value > LARGEST_SIZE:
         raise InputRefused(f"{name} = {value}: expected {meaning}at most {LARGEST_SIZE}")
 
 
-def check_number(name: str, value: object) -> None:
-    """Raise InputRefused unless the value is a positive number that torch takes: an int64 or a
-    finite float.
+def check_positive_number(name: str, value: object) -> None:
+    """Raise InputRefused unless the value is a positive number that torch accepts.
+
+    torch accepts an int64 or a finite float.
     """
-    most = 2**63 if isinstance(value, int) else 1e300
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < most:
-        raise InputRefused(f"{name} = {value!r}: expected a positive number below {most:g}")
+    limit = 2**63 if isinstance(value, int) else 1e300
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < limit:
+        raise InputRefused(f"{name} = {value!r}: expected a positive number below {limit:g}")
 
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """Position interpolation, which makes every rotary wavelength `factor` times as long (Chen et
-    al. 2306.15595).
+    """Position interpolation: every rotary wavelength is multiplied by `factor`.
+
+    Source: Chen et al., arXiv 2306.15595.
 
     Attributes:
-        factor: at least 1.
+        factor: factor of the wavelengths, at least 1.
     """
 
     factor: float
 
     def __post_init__(self) -> None:
-        check_number("rope_scaling.factor", self.factor)
+        check_positive_number("rope_scaling.factor", self.factor)
         if self.factor < 1:
             raise InputRefused(f"rope_scaling.factor = {self.factor}: expected at least 1")
 
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1's stretching of rotary wavelengths beyond the context of pre-training; see
-    `rope.inverse_frequencies`.
+    """Llama 3.1's scaling: long wavelengths are multiplied by `factor`, short ones are kept.
+
+    `rope.inverse_frequencies` has the equation.
 
     Attributes:
-        factor: stretching of long wavelengths, at least 1.
+        factor: factor of long wavelengths, at least 1.
         low_freq_factor: wavelengths above original_max_position_embeddings / low_freq_factor tokens
             are long.
         high_freq_factor: wavelengths below original_max_position_embeddings / high_freq_factor
-            tokens are kept.
+            tokens are short.
         original_max_position_embeddings: context length of pre-training, tokens.
     """
 
@@ -89,31 +94,32 @@ class Llama3Scaling:
 
     def __post_init__(self) -> None:
         for name in ("factor", "low_freq_factor", "high_freq_factor"):
-            check_number(f"rope_scaling.{name}", getattr(self, name))
-        check_whole(
+            check_positive_number(f"rope_scaling.{name}", getattr(self, name))
+        check_positive_integer(
             "rope_scaling.original_max_position_embeddings", self.original_max_position_embeddings
         )
         if self.factor < 1 or self.low_freq_factor >= self.high_freq_factor:
             raise InputRefused(
                 f"rope_scaling.factor = {self.factor}, low_freq_factor = {self.low_freq_factor}, high_freq_factor = "
-                f"{self.high_freq_factor}: expected a factor of at least 1 and low below high"
+                f"{self.high_freq_factor}: expected a factor of at least 1, and low_freq_factor below high_freq_factor"
             )
 
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN: fast rotations are kept, slow ones stretched, and scores sharpened; see
-    `rope.inverse_frequencies`.
+    """YaRN: long wavelengths are multiplied by `factor`, short ones are kept, and scores sharpened.
+
+    `rope.inverse_frequencies` has the equation. A pair is two channels that are rotated together.
 
     Attributes:
-        factor: stretching of slow rotations, at least 1.
-        attention_factor: factor of every cosine and sine, so that scores are multiplied by its
-            square.
-        beta_fast: pairs that turn more often in the context of pre-training are kept.
-        beta_slow: pairs that turn less often are stretched by `factor`.
-        truncate: whether the two pairs between which it changes are rounded to whole ones,
-            outwards.
+        factor: factor of long wavelengths, at least 1.
+        attention_factor: factor of every cosine and sine. Attention's scores are so multiplied by
+            its square.
         original_max_position_embeddings: context length of pre-training, tokens.
+        beta_fast: pairs with more rotations than this in the context of pre-training are kept.
+        beta_slow: pairs with fewer rotations than this are stretched by `factor`.
+        truncate: whether the indices of the pairs with beta_fast and beta_slow rotations are
+            rounded to integers, the first down and the second up.
     """
 
     factor: float
@@ -125,8 +131,8 @@ class YarnScaling:
 
     def __post_init__(self) -> None:
         for name in ("factor", "attention_factor", "beta_fast", "beta_slow"):
-            check_number(f"rope_scaling.{name}", getattr(self, name))
-        check_whole(
+            check_positive_number(f"rope_scaling.{name}", getattr(self, name))
+        check_positive_integer(
             "rope_scaling.original_max_position_embeddings", self.original_max_position_embeddings
         )
         if not isinstance(self.truncate, bool):
@@ -138,25 +144,32 @@ class YarnScaling:
             )
 
     @staticmethod
-    def usual_attention_factor(factor: float, mscale: float = 1.0) -> float:
-        """Return 1 + 0.1 mscale ln(factor), the paper's choice (Peng et al., arXiv 2309.00071,
-        section 3.4).
+    def default_attention_factor(factor: float, mscale: float = 1.0) -> float:
+        """Return 1 + 0.1 mscale ln(factor), or 1 for a factor of at most 1.
+
+        Source: Peng et al., arXiv 2309.00071, section 3.4.
         """
-        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+        if factor <= 1:
+            return 1.0
+        return 0.1 * mscale * math.log(factor) + 1.0
 
 
 @dataclass(frozen=True)
 class LongScaling:
-    """LongRoPE: each wavelength is stretched by a factor of its own (Ding et al., arXiv
-    2402.13753).
+    """LongRoPE: each wavelength has its own factor.
+
+    This package computes only texts of up to original_max_position_embeddings tokens, so it never
+    computes with long_factor and keeps it for exports.
+
+    Source: Ding et al., arXiv 2402.13753.
 
     Attributes:
-        short_factor: those for texts up to original_max_position_embeddings, the only ones that are
-            computed here.
-        long_factor: those for longer texts, kept for exports.
+        short_factor: the wavelengths' factors in texts of up to original_max_position_embeddings
+            tokens.
+        long_factor: the wavelengths' factors in longer texts.
         attention_factor: factor of every cosine and sine.
         original_max_position_embeddings: context length of pre-training, tokens.
-        max_position_embeddings: longest text with long_factor, tokens, kept for exports.
+        max_position_embeddings: longest text with long_factor, tokens.
     """
 
     short_factor: tuple[float, ...]
@@ -171,17 +184,19 @@ class LongScaling:
             if not isinstance(factors, tuple):
                 raise InputRefused(f"rope_scaling.{name} = {factors!r}: expected a list of numbers")
             for factor in factors:
-                check_number(f"a number of rope_scaling.{name}", factor)
+                check_positive_number(f"a number of rope_scaling.{name}", factor)
                 if factor < 1e-3:
                     raise InputRefused(
                         f"a number of rope_scaling.{name} = {factor}: expected at least 0.001"
                     )
-        check_number("rope_scaling.attention_factor", self.attention_factor)
-        check_whole("original_max_position_embeddings", self.original_max_position_embeddings)
-        check_whole("max_position_embeddings", self.max_position_embeddings)
+        check_positive_number("rope_scaling.attention_factor", self.attention_factor)
+        check_positive_integer(
+            "original_max_position_embeddings", self.original_max_position_embeddings
+        )
+        check_positive_integer("max_position_embeddings", self.max_position_embeddings)
 
     def check_pairs(self, pairs: int) -> None:
-        """Raise InputRefused unless there is a factor for each of so many pairs of channels."""
+        """Raise InputRefused unless both lists have `pairs` factors, one for each pair of channels."""
         for name in ("short_factor", "long_factor"):
             count = len(getattr(self, name))
             if count != pairs:
@@ -191,13 +206,13 @@ class LongScaling:
 
     @property
     def longest(self) -> int:
-        """Return the length of the longest text that is computed here."""
+        """Return the length of the longest text that this package computes, tokens."""
         return min(self.original_max_position_embeddings, self.max_position_embeddings)
 
 
 Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongScaling
 
-_KINDS: dict[str, type[Scaling]] = {
+_CLASSES: dict[str, type[Scaling]] = {
     "linear": LinearScaling,
     "llama3": Llama3Scaling,
     "yarn": YarnScaling,
@@ -205,186 +220,235 @@ _KINDS: dict[str, type[Scaling]] = {
 }
 
 
-def kind_of(scaling: Scaling) -> str:
-    """Return the rope_type of a scaling."""
-    return next(name for name, kind in _KINDS.items() if type(scaling) is kind)
+def rope_type(scaling: Scaling) -> str:
+    """Return transformers' name of a scaling, the value of its `rope_type`."""
+    return next(name for name, scaling_class in _CLASSES.items() if type(scaling) is scaling_class)
 
 
 class Rope(NamedTuple):
-    """The rotary positions in a config.json, not checked yet: base and scaling, and the base in
-    layers with a window.
+    """The rotary positions that a config.json states. Only `scaling` is already checked.
 
-    `local_theta` is None where those layers are like the others; they have no scaling otherwise.
-    `part` is the share of a head's channels that are rotated.
+    Attributes:
+        theta: base of the wavelengths.
+        scaling: the scaling of the wavelengths; None: none.
+        local_theta: base of the wavelengths in layers with a window, which then have no scaling;
+            None: these layers have the base and the scaling of the others.
+        rotated_share: share of a head's channels that are rotated.
     """
 
     theta: object
     scaling: Scaling | None
     local_theta: object = None
-    part: object = 1.0
+    rotated_share: object = 1.0
 
 
 def from_hf(
     values: Mapping[str, Any],
     local_theta: float | None,
     keys: Collection[str],
-    kinds: Collection[str],
+    rope_types: Collection[str],
 ) -> Rope:
-    """Return the rotary positions of a config.json with its family's defaults filled in.
+    """Return the rotary positions that a config.json states.
 
-    With `local_theta`, the default base in layers with a window, a file has a table for each kind
-    of layer; `keys` are the family's, and `kinds` those of the scalings that it has.
+    Args:
+        values: the content of the config.json, with its family's defaults filled in.
+        local_theta: the family's default base in layers with a window. Files of such a family have
+            one table for these layers and one for the others. None: a file has one table.
+        keys: the family's optional keys.
+        rope_types: the family's scalings, by transformers' names.
 
     Raises:
-        InputRefused: a kind of scaling that is not supported, or a wrong or missing value.
+        InputRefused: a scaling that the family does not have, or a wrong or missing value.
     """
-    # transformers 5 writes a dictionary `rope_parameters`, 4 wrote `rope_theta` and `rope_scaling`.
-    # If a file has both, transformers reads only `rope_scaling`.
     if local_theta is not None:
         if "rope_local_base_freq" in keys:
             local_theta = values.get("rope_local_base_freq", local_theta)
-            check_number("rope_local_base_freq", local_theta)
-        return _by_kind(values, local_theta, kinds)
+            check_positive_number("rope_local_base_freq", local_theta)
+        return _read_two_tables(values, local_theta, rope_types)
+    # transformers 5 writes a dictionary `rope_parameters`, 4 wrote `rope_theta` and `rope_scaling`.
+    # If a file has both, transformers reads only `rope_scaling`.
     name = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
-    rope = _table(values, name)
-    if nested := [key for key, value in rope.items() if isinstance(value, dict)]:
+    table = _table(values, name)
+    nested = [key for key, value in table.items() if isinstance(value, dict)]
+    if nested:
         raise InputRefused(
             f"{name}.{nested[0]}: one rotary embedding for each kind of layer is not supported"
         )
-    share = "partial_rotary_factor"
-    part = rope.pop(share, values.get(share)) if share in keys else None
-    theta = rope.get("rope_theta", values.get("rope_theta", 10_000.0))
-    return Rope(theta, _scaling(rope, values, kinds), part=1.0 if part is None else part)
+    rotated_share = None
+    if "partial_rotary_factor" in keys:
+        rotated_share = table.pop("partial_rotary_factor", values.get("partial_rotary_factor"))
+    if rotated_share is None:
+        rotated_share = 1.0
+    theta = table.get("rope_theta", values.get("rope_theta", 10_000.0))
+    scaling = _read_scaling(table, values, rope_types)
+    return Rope(theta, scaling, rotated_share=rotated_share)
 
 
-def _by_kind(values: Mapping[str, Any], local_theta: object, kinds: Collection[str]) -> Rope:
-    """Return what two tables say, of the layers without a window and of those with one."""
+def _read_two_tables(
+    values: Mapping[str, Any], local_theta: object, rope_types: Collection[str]
+) -> Rope:
+    """Return what the table of full attention and the table of layers with a window state."""
     tables = _table(values, "rope_parameters")
     for key in tables:
         if key not in (FULL, SLIDING):
             raise InputRefused(
                 f"rope_parameters.{key}: expected a table for {FULL!r} and one for {SLIDING!r}"
             )
-    whole = _table(tables, FULL) | _table(values, "rope_scaling")
-    # Transformers looks for it beside the two tables, where nobody writes it.
-    whole.pop("truncate", None)
-    local = _table(tables, SLIDING)
-    usual = values["rope_theta"]
-    if _scaling(local, values, kinds) is not None:
+    full_table = _table(tables, FULL) | _table(values, "rope_scaling")
+    # transformers looks for `truncate` beside the two tables, where no file has it.
+    full_table.pop("truncate", None)
+    sliding_table = _table(tables, SLIDING)
+    default_theta = values["rope_theta"]
+    if _read_scaling(sliding_table, values, rope_types) is not None:
         raise InputRefused(
-            f"rope_parameters.{SLIDING}: rope_type = {local.get('rope_type')!r} is not supported there"
+            f"rope_parameters.{SLIDING}: rope_type = {sliding_table.get('rope_type')!r} is not supported there"
         )
     return Rope(
-        whole.get("rope_theta", usual),
-        _scaling(whole, values, kinds),
-        local.get("rope_theta", local_theta),
+        full_table.get("rope_theta", default_theta),
+        _read_scaling(full_table, values, rope_types),
+        sliding_table.get("rope_theta", local_theta),
     )
 
 
 def _table(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a copy of the table with this name, which is empty if the file has none or null."""
     table = values.get(name) or {}
     if not isinstance(table, dict):
         raise InputRefused(f"{name} = {table!r}: expected a table or null")
     return {**table}
 
 
-def _scaling(
-    rope: dict[str, Any], values: Mapping[str, Any], kinds: Collection[str]
+def _read_scaling(
+    table: dict[str, Any], values: Mapping[str, Any], rope_types: Collection[str]
 ) -> Scaling | None:
-    if rope.get("partial_rotary_factor", 1) != 1:
-        raise InputRefused(
-            f"partial_rotary_factor = {rope['partial_rotary_factor']!r} is not supported: only 1 is"
-        )
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return None
-    if LONG in kinds and kind in ("su", "yarn"):  # older names of it
-        kind = LONG
-    if not isinstance(kind, str) or kind not in kinds:
-        raise InputRefused(
-            f"rope_type = {kind!r} is not supported: only 'default', {', '.join(map(repr, kinds))} are"
-        )
-    length = "original_max_position_embeddings"
-    if length in values:  # outside of the table it takes precedence over a value inside
-        rope = {**rope, length: values[length]}
-    rope = {length: values["max_position_embeddings"], **rope}
-    rope = _yarn(rope) if kind == "yarn" else rope
-    rope = _long(rope, values["max_position_embeddings"]) if kind == LONG else rope
-    if missing := [field.name for field in fields(_KINDS[kind]) if field.name not in rope]:
-        raise InputRefused(f"the key {missing[0]} of the {kind} rope scaling is missing")
-    return _KINDS[kind](**{field.name: rope[field.name] for field in fields(_KINDS[kind])})
+    """Return the scaling that a table of rotary positions states.
 
-
-def _yarn(rope: dict[str, Any]) -> dict[str, Any]:
-    """Return the table with what it leaves open, as transformers fills it in: 0 and null stand for
-    a default, too.
+    Args:
+        table: the content of `rope_scaling`, `rope_parameters` or a table in the latter.
+        values: the content of the config.json, with its family's defaults filled in.
+        rope_types: the family's scalings, by transformers' names.
     """
-    rope = rope | {
-        key: rope.get(key) or usual for key, usual in (("beta_fast", 32.0), ("beta_slow", 1.0))
+    if table.get("partial_rotary_factor", 1) != 1:
+        raise InputRefused(
+            f"partial_rotary_factor = {table['partial_rotary_factor']!r} is not supported: only 1 is"
+        )
+    name = table.get("rope_type", table.get("type", "default"))
+    if name == "default":
+        return None
+    # Older files of families with LongRoPE call it "su" or "yarn".
+    if LONG in rope_types and name in ("su", "yarn"):
+        name = LONG
+    if not isinstance(name, str) or name not in rope_types:
+        supported = ", ".join(map(repr, rope_types))
+        raise InputRefused(
+            f"rope_type = {name!r} is not supported: only 'default', {supported} are"
+        )
+    # The original length outside of the table takes precedence over the one in the table. Without
+    # either it is max_position_embeddings.
+    original = "original_max_position_embeddings"
+    if original in values:
+        table = {**table, original: values[original]}
+    table = {original: values["max_position_embeddings"], **table}
+    if name == "yarn":
+        table = _complete_yarn(table)
+    elif name == LONG:
+        table = _complete_long(table, values["max_position_embeddings"])
+    scaling_class = _CLASSES[name]
+    attributes = [field.name for field in fields(scaling_class)]
+    missing = [attribute for attribute in attributes if attribute not in table]
+    if missing:
+        raise InputRefused(f"the key {missing[0]} of the {name} rope scaling is missing")
+    return scaling_class(**{attribute: table[attribute] for attribute in attributes})
+
+
+def _complete_yarn(table: dict[str, Any]) -> dict[str, Any]:
+    """Return a table of YaRN with transformers' values for the keys that the file leaves out.
+
+    As in transformers, a beta_fast, beta_slow, mscale or mscale_all_dim of 0 or null is left out.
+    """
+    table = {"truncate": True, **table}
+    table["beta_fast"] = table.get("beta_fast") or 32.0
+    table["beta_slow"] = table.get("beta_slow") or 1.0
+    if table.get("attention_factor") is None and "factor" in table:
+        factor = table["factor"]
+        mscale = table.get("mscale")
+        mscale_all_dim = table.get("mscale_all_dim")
+        check_positive_number("rope_scaling.factor", factor)
+        check_positive_number("rope_scaling.mscale", mscale or 1.0)
+        check_positive_number("rope_scaling.mscale_all_dim", mscale_all_dim or 1.0)
+        if mscale and mscale_all_dim:
+            table["attention_factor"] = YarnScaling.default_attention_factor(
+                factor, mscale
+            ) / YarnScaling.default_attention_factor(factor, mscale_all_dim)
+        else:
+            table["attention_factor"] = YarnScaling.default_attention_factor(factor)
+    return table
+
+
+def _complete_long(table: dict[str, Any], max_length: int) -> dict[str, Any]:
+    """Return a table of LongRoPE with transformers' values for the keys that the file leaves out.
+
+    Lists become tuples.
+
+    Args:
+        table: the table, with the original length.
+        max_length: the file's max_position_embeddings.
+    """
+    table = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in table.items()
     }
-    rope = {"truncate": True, **rope}
-    if rope.get("attention_factor") is None and "factor" in rope:
-        scales = [rope.get("mscale") or 1.0, rope.get("mscale_all_dim") or 1.0]
-        for key, number in zip(
-            ("factor", "mscale", "mscale_all_dim"), (rope["factor"], *scales), strict=True
-        ):
-            check_number(f"rope_scaling.{key}", number)
-        both = rope.get("mscale") and rope.get("mscale_all_dim")
-        one, all_dim = (
-            YarnScaling.usual_attention_factor(rope["factor"], scale if both else 1.0)
-            for scale in scales
-        )
-        rope["attention_factor"] = one / all_dim if both else one
-    return rope
-
-
-def _long(rope: dict[str, Any], longest: int) -> dict[str, Any]:
-    """Return the table with lists as tuples and what it leaves open, as transformers fills it in."""
-    rope = {name: tuple(each) if isinstance(each, list) else each for name, each in rope.items()}
-    original = rope["original_max_position_embeddings"]
-    for name, number in (
-        ("max_position_embeddings", longest),
-        ("original_max_position_embeddings", original),
-    ):
-        check_whole(name, number)
-    factor = longest / original if rope.get("factor") is None else rope["factor"]
-    check_number("rope_scaling.factor", factor)
-    if rope.get("attention_factor") is None:
-        stretched = factor > 1 and original > 1
-        rope["attention_factor"] = (
-            math.sqrt(1 + math.log(factor) / math.log(original)) if stretched else 1.0
-        )
-    return rope | {"max_position_embeddings": longest}
+    original_length = table["original_max_position_embeddings"]
+    check_positive_integer("max_position_embeddings", max_length)
+    check_positive_integer("original_max_position_embeddings", original_length)
+    factor = table.get("factor")
+    if factor is None:
+        factor = max_length / original_length
+    check_positive_number("rope_scaling.factor", factor)
+    if table.get("attention_factor") is None:
+        # The logarithm of an original length of 1 is 0, by which nothing can be divided.
+        if factor > 1 and original_length > 1:
+            table["attention_factor"] = math.sqrt(1 + math.log(factor) / math.log(original_length))
+        else:
+            table["attention_factor"] = 1.0
+    return table | {"max_position_embeddings": max_length}
 
 
 def to_hf(config: LlamaConfig) -> dict[str, Any]:
-    """Return the keys of a config.json that say a LlamaConfig's rotary positions."""
+    """Return the keys of a config.json that state the rotary positions of a configuration."""
     theta = config.rope_theta
     scaling = config.rope_scaling
-    found = dict[str, Any]()
-    if scaling is not None:
-        table = {
-            name: list(each) if isinstance(each, tuple) else each
-            for name, each in asdict(scaling).items()
-        }
-        found["rope_scaling"] = {"rope_type": kind_of(scaling), **table}
-        if isinstance(scaling, LongScaling):  # both lengths count outside of the table
-            lengths = {
-                name: table.pop(name)
-                for name in ("max_position_embeddings", "original_max_position_embeddings")
-            }
-            lists = {name: table[name] for name in ("short_factor", "long_factor")}
-            # transformers 4 wants a table of exactly three keys.
-            usual = _long({**lists, **lengths}, scaling.max_position_embeddings)["attention_factor"]
-            table = lists if scaling.attention_factor == usual else table
-            found = {"rope_scaling": {"type": LONG, **table}, **lengths}
-    elif "rope_parameters" in config.family.defaults:  # which would count without them
-        found["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
+    values = dict[str, Any]()
+    if isinstance(scaling, LongScaling):
+        values = _long_to_hf(scaling)
+    elif scaling is not None:
+        values["rope_scaling"] = {"rope_type": rope_type(scaling), **asdict(scaling)}
+    elif "rope_parameters" in config.family.defaults:
+        # A file without this key would get the family's default, which has a scaling.
+        values["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
     if "rope_local_theta" in config.family.keys:
-        local = config.rope_local_theta or theta
-        of_local = {"rope_type": "default", "rope_theta": local}
-        found |= {
-            "rope_parameters": {FULL: {"rope_theta": theta}, SLIDING: of_local},
-            "rope_local_base_freq": local,
+        local_theta = config.rope_local_theta or theta
+        values["rope_parameters"] = {
+            FULL: {"rope_theta": theta},
+            SLIDING: {"rope_type": "default", "rope_theta": local_theta},
         }
-    return found
+        values["rope_local_base_freq"] = local_theta
+    return values
+
+
+def _long_to_hf(scaling: LongScaling) -> dict[str, Any]:
+    """Return the keys of a config.json that state a LongRoPE scaling."""
+    # transformers reads both lengths outside of the table.
+    lengths = {
+        "max_position_embeddings": scaling.max_position_embeddings,
+        "original_max_position_embeddings": scaling.original_max_position_embeddings,
+    }
+    factors = {
+        "short_factor": list(scaling.short_factor),
+        "long_factor": list(scaling.long_factor),
+    }
+    table: dict[str, Any] = {"type": LONG, **factors}
+    completed = _complete_long({**factors, **lengths}, scaling.max_position_embeddings)
+    # transformers 4 wants a table of exactly three keys, so it gets a fourth only where it has to.
+    if scaling.attention_factor != completed["attention_factor"]:
+        table["attention_factor"] = scaling.attention_factor
+    return {"rope_scaling": table, **lengths}
