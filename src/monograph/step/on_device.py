@@ -50,7 +50,7 @@ class OnDevice(Parameters):
             parts=parameter_blocks(step.model),
         )
         siblings.part_moved(step.model)
-        begun = [step.begun(plane) for plane in made]
+        begun = [step.prepare_plane(plane) for plane in made]
         if self._adding:
             # Where nothing is recomputed, a backward pass needs all rounded weights anyway.
             rounds = isinstance(step.remat, Remat.Off)

@@ -19,7 +19,7 @@ from monograph.optim import AdamW, Optimizer, Plane
 from monograph.schedule import Schedule
 from monograph.step import Clip, Step, Update
 from monograph.step.retries import Retries
-from monograph.step.step import all_or_nothing, alone
+from monograph.step.step import discard_on_failure, sum_of_one_rank
 from monograph.stream.lanes import Lanes
 from monograph.stream.parameters import InStages
 from monograph.stream.placement import Placement
@@ -93,7 +93,7 @@ class Streamed(Engine):
             clip=clip,
             precision=precision,
             remat=remat,
-            sum_over_ranks=sum_over_ranks or alone,
+            sum_over_ranks=sum_over_ranks or sum_of_one_rank,
             parameters=parameters,
         )
         self.store = parameters.store
@@ -177,7 +177,7 @@ class Streamed(Engine):
         step.choose_kept(batch)
         with buffers_kept(step.model), running_modules(step.model) as stack:
             try:
-                with all_or_nothing(step):
+                with discard_on_failure(step):
                     step.count_window([batch])
                     self.walk.accumulate([batch], observe)
             except MonographError:

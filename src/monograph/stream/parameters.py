@@ -125,7 +125,7 @@ class InStages(Parameters):
         self.walk.updates.flush()  # a waiting update is made with its own learning rate
         if self._sum_over_ranks:
             self.walk.lanes.finish()  # all ranks sum in one order
-            self.step.total()
+            self.step.sum_window_over_ranks()
 
     def apply(self) -> Tensor:
         """Decide on the update from the squares of all stages, and make it when it is time."""
