@@ -37,7 +37,7 @@ def captured_to_train(
     """Capture an engine's step but for its evaluation, a third of the graphs, where nothing is
     evaluated.
     """
-    with patch.object(engine, "_scored", lambda batch: None):
+    with patch.object(engine, "_score", lambda batch: None):
         assert engine.capture(window, backend, scope) is None
 
 

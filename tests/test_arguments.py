@@ -109,7 +109,7 @@ def test_the_library_refuses_what_the_settings_refuse(key: str) -> None:
         ),
         (
             lambda: Step(nn.Linear(1, 1))([True]),
-            "a window is a list of micro-batches, and True is none",
+            "a window is a list of micro-batches, and True is not a micro-batch",
         ),
         (lambda: Group("*", lr=-1.0), r"lr of the group '\*' = -1.0"),
         (lambda: Group("*", eps=0.0), r"eps of the group '\*' = 0.0"),

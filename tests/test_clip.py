@@ -29,12 +29,12 @@ from monograph.session.resolve import resolve
 from monograph.step import Clip
 from monograph.step.clip import (
     WINDOW,
+    is_spike,
     largest_rate,
-    looked_at,
+    log_norm_and_loss,
     make_splittable_,
     reciprocal,
     remember_,
-    stands_out,
 )
 
 SPIKE = 2 * WINDOW
@@ -96,9 +96,11 @@ def test_the_rule_is_the_one_by_hand(seed: int) -> None:
         0,
     )
     for norm, loss in a_run(seed):
-        found = looked_at(*(torch.tensor(each, dtype=torch.float64) for each in (norm, loss)))
+        found = log_norm_and_loss(
+            *(torch.tensor(each, dtype=torch.float64) for each in (norm, loss))
+        )
         finite = torch.tensor(math.isfinite(norm) and math.isfinite(loss))
-        accepted = finite & ~stands_out(found, recent, applied)
+        accepted = finite & ~is_spike(found, recent, applied)
         remember_(recent, found, applied, accepted)
         applied += accepted
         assert bool(accepted) is not by_hand.skips(norm, loss)
@@ -117,10 +119,10 @@ def test_members_are_judged_by_their_own_past() -> None:
     applied, alone, judged = torch.full((3,), WINDOW + 5), recent.clone(), []
     for _ in range(40):
         found = scales[..., 0] * (1.8 + torch.rand(3, 2, dtype=torch.float64, generator=draws))
-        spikes = stands_out(found, recent, applied)
+        spikes = is_spike(found, recent, applied)
         remember_(recent, found, applied, ~spikes)
         for member in range(3):
-            assert spikes[member] == stands_out(found[member], alone[member], applied[member])
+            assert spikes[member] == is_spike(found[member], alone[member], applied[member])
             remember_(alone[member], found[member], applied[member], ~spikes[member])
         judged += spikes.tolist()
     assert 20 < sum(judged) < 100 and torch.equal(recent, alone)
@@ -131,7 +133,7 @@ def test_a_run_that_hardly_varies_takes_steps_of_six_times_a_hundredth() -> None
     losses = {3.17: False, 3.19: True}  # 3 + 6 * 1 % of 3 = 3.18; the norm is far away
     for loss, expected in losses.items():
         found = torch.tensor([1.0, loss], dtype=torch.float64)
-        assert bool(stands_out(found, recent, torch.tensor(WINDOW))) is expected
+        assert bool(is_spike(found, recent, torch.tensor(WINDOW))) is expected
 
 
 @pytest.mark.parametrize(
@@ -173,7 +175,7 @@ def test_no_number_of_spikes_widens_what_is_accepted() -> None:
     recent, applied = torch.randn(2, WINDOW, dtype=torch.float64), torch.tensor(WINDOW)
     spike, usual = torch.full((2,), 50.0, dtype=torch.float64), recent.clone()
     for _ in range(3 * WINDOW):
-        accepted = ~stands_out(spike, recent, applied)
+        accepted = ~is_spike(spike, recent, applied)
         remember_(recent, spike, applied, accepted)
         assert not accepted
     assert torch.equal(recent, usual)

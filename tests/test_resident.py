@@ -189,5 +189,5 @@ def test_what_an_engine_cannot_be_made_of_is_refused(change, words):
 
 
 def test_an_engine_is_captured_by_its_own_method():
-    with pytest.raises(UsageError, match="not a Resident; an engine has capture"):
+    with pytest.raises(UsageError, match="not a Resident; an engine has its own capture"):
         capture(Resident(tiny_llama()))

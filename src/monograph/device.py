@@ -1,6 +1,4 @@
-"""Describe this machine: accelerator or CPU, memory, datasheet rates, compiler, and the clock that
-all timing uses.
-"""
+"""Describe this machine: GPU or CPU, memory, datasheet rates, compiler, and the clock for timing."""
 
 import os
 import re
@@ -18,7 +16,7 @@ import torch
 from monograph.cards import card_named, card_rates
 from monograph.errors import UsageError
 
-clock = time.perf_counter  # monotonic seconds, unlike the wall clock, which may jump
+clock = time.perf_counter  # monotonic seconds; the wall clock may jump
 
 
 @dataclass(frozen=True)
@@ -28,18 +26,18 @@ class Device:
     Attributes:
         name: the card's name as its driver gives it, or the CPU's model name.
         type: "cuda" or "cpu".
-        memory_bytes: the card's memory, or the host memory that this process may use (within its
-            cgroup's limits).
-        free_memory_bytes: the free part of that memory now; all of it if the system does not tell
-            (macOS).
-        peak_flops: datasheet FLOP/s by precision ("fp32", "tf32", "bf16", "fp8"; "fp16" where it is
-            not bf16's); empty for a card that is not in the table, for a MIG slice and for a CPU
-            (see `measured_matmul_flops`).
-        bandwidth_bytes_per_s: datasheet memory bandwidth, None if unknown.
+        memory_bytes: the card's memory, or the host memory that this process may use, within its
+            cgroup's limits.
+        free_memory_bytes: the part of `memory_bytes` that is free now; all of it if the system does
+            not say (macOS).
+        peak_flops: datasheet FLOP/s by precision: "fp32", "tf32", "bf16", "fp8", and "fp16" if its
+            rate differs from bf16's. Empty for a card that is not in the table, for a MIG slice and
+            for a CPU; see `measured_matmul_flops`.
+        bandwidth_bytes_per_s: datasheet memory bandwidth; None if unknown.
         cores: CPU cores that this process may use (within its affinity and cgroup quota).
         has_bf16: bf16 matrix products run in hardware.
         has_fp8: fp8 matrix products run in hardware.
-        driver: the NVIDIA kernel driver's version, or None.
+        driver: the NVIDIA kernel driver's version; None if there is none.
         link_bytes_per_s: datasheet rate between card and host, one way, None if unknown.
     """
 
@@ -67,8 +65,10 @@ class Device:
 
 
 def named(name: str) -> Device:
-    """Return a card of `CARDS` with datasheet values and all memory free; the name may be spelled
-    as people do.
+    """Return a card of `CARDS`, with datasheet values and all of its memory free.
+
+    Args:
+        name: the card's name, in any usual spelling.
 
     Raises:
         UsageError: there is no such card.
@@ -89,11 +89,10 @@ def named(name: str) -> Device:
 
 
 def default_device() -> torch.device:
-    """Return this process's current CUDA device with its index (0 unless it chose another), else
-    the CPU.
+    """Return this process's current CUDA device with its index, or the CPU if there is no GPU.
 
     Raises:
-        UsageError: it is an older GPU than this build of torch has kernels for.
+        UsageError: the GPU is older than any that this build of torch has kernels for.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -150,8 +149,8 @@ def synchronize(device: torch.device) -> None:
 def sent(
     values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
-    """Return numbers as a tensor on a device, for which the host does not wait."""
-    # From page-locked memory, as the host would wait for a copy from other memory.
+    """Return numbers as a tensor on `device`, without waiting for the copy."""
+    # The copy is from pinned memory; the host would wait for a copy from other memory.
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(
         device, non_blocking=True
     )
@@ -182,8 +181,7 @@ def measured_matmul_flops(device: torch.device, dtype: torch.dtype, seconds: flo
 
 
 def compiler_obstacle() -> str | None:
-    """Return why torch.compile cannot build CPU kernels here, and what to do about it, or None if
-    it can.
+    """Return why torch.compile cannot build CPU kernels here, and what to do; None if it can.
 
     Inductor calls the compiler that CXX names (g++ by default, clang++ on macOS) and includes
     Python.h.
@@ -212,7 +210,7 @@ def _cores() -> int:
 
 
 def _host_memory() -> tuple[int, int]:
-    """Return (total, available) bytes, the smaller of the host's and the cgroup's."""
+    """Return total and available bytes, each the smaller of the host's and the cgroup's."""
     total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     available = re.search(r"^MemAvailable:\s+(\d+) kB", _read("/proc/meminfo"), re.MULTILINE)
     free_bytes = int(available[1]) * 1024 if available else total_bytes
@@ -225,11 +223,10 @@ def _host_memory() -> tuple[int, int]:
 
 
 def cpu_model() -> tuple[str, frozenset[str]]:
-    """Return the CPU's model name and instruction-set flags, from /proc/cpuinfo: `flags` on x86,
-    `Features` on ARM.
+    """Return the CPU's model name and instruction-set flags, from /proc/cpuinfo.
 
-    The file is read because torch's public function for this (`torch.cpu.get_capabilities`) came
-    after 2.11.
+    The flags are in the line `flags` on x86 and `Features` on ARM. The file is read because torch's
+    function for this, `torch.cpu.get_capabilities`, is not in torch 2.11.
     """
     text = _read("/proc/cpuinfo")
     model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)

@@ -1,7 +1,6 @@
-"""Do what is common to all engines: cut windows into micro-batches, step, and take less memory if
-necessary.
+"""Provide what all engines share: micro-batches, retries with less memory, capture and state.
 
-An engine is a `Step`, whose parameters say how engines differ, and this class around it.
+An engine is this class around a `Step`; the step's `Parameters` hold what differs between engines.
 
 Shapes: R rows of a window, M rows of a micro-batch, N members of an ensemble.
 """
@@ -34,56 +33,55 @@ T = TypeVar("T")
 class Engine:
     """The common base of `Resident`, `Streamed`, `Ensemble` and the engines of several ranks.
 
-    A window is a dict of tensors whose first dimension is rows; it is cut into micro-batches of
-    `micro_batch` rows, of which the last one may have fewer. The loss may have an attribute `fill`,
-    which gives the values of a row without targets by name (tensors without a value are zeros).
-    Then the last micro-batch is filled up with such rows, so that shapes never change; else the
-    loss gets it as it is, which is one more graph if the step is captured.
+    A window is a dict of tensors whose first dimension is rows. It is cut into micro-batches of
+    `micro_batch` rows; the last one may have fewer. If the loss has an attribute `fill`, the last
+    micro-batch is padded with rows without targets, so that shapes never change. `fill` holds the
+    values of such a row by tensor name; tensors that it does not name are zeros. Without `fill` the
+    loss gets the shorter micro-batch, which needs one more graph if the step is captured.
 
     If device memory runs out, the micro-batch is halved, or at one row the blocks are recomputed,
-    and the window is repeated. By laws 2 and 3 this changes no gradient; the change is announced
-    through `announce`.
+    and the window is repeated. By laws 2 and 3 this changes no gradient. `announce` is called with
+    a line that describes the change.
 
     Attributes:
-        retries: the rows of micro-batches, and what is changed when memory runs out.
+        retries: the size of micro-batches, and what changes when memory runs out.
     """
 
     def __init__(self, make: Callable[[], Step], retries: Retries, *, members: int | None = None):
-        """Note how windows are cut.
+        """Set how windows are cut; the step is made at first use.
 
         Args:
-            make: makes the step, when it is first needed.
-            retries: the rows of micro-batches, and what is changed when memory runs out.
-            members: the number of members with rows of their own in a window, [N, R, ...]; None: a
-                window is [R, ...].
+            make: makes the step.
+            retries: the size of micro-batches, and what changes when memory runs out.
+            members: the number N of members, if each has its own rows in a window, [N, R, ...];
+                None: a window is [R, ...].
         """
         self._make_step = make
         self._members = members
         self.retries = retries
         self._row_dim = 0 if members is None else 1
-        # Rows of the micro-batches that the captured step was called with; another number is one
-        # more graph, which is announced once.
-        self._sizes = set[int]()
+        # The numbers of rows that the captured step was called with. A new number needs one more
+        # graph, which is announced once.
+        self._captured_sizes = set[int]()
         self._empty_rows_scored = False
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse to be copied or pickled: a copy's parameters would not be views of its planes."""
+        """Refuse copying and pickling: the copy's parameters would not be views of its planes."""
         raise UsageError(
             f"a {type(self).__name__} cannot be copied: make another, and give it load_state(state())"
         )
 
     @functools.cached_property
     def step(self) -> Step:
-        """Return the step; it is made at first use, with gradients and moments."""
+        """Return the step; its gradients and moments are allocated at first use."""
         return self._make_step()
 
     @property
     def model(self) -> nn.Module:
-        """Return the original module, with up-to-date weights; this waits for updates and copies of
-        them.
+        """Return the original module, after waiting until updates and copies of weights are done.
 
-        In a `Streamed` that computes in bf16 it has only the rounded weights; `step.assembled()`
-        has all digits.
+        In a `Streamed` engine that computes in bf16 the module has only rounded weights;
+        `step.assembled()` gives full precision.
         """
         self.step.parameters.at_rest(written=False)
         return self.step.model
@@ -99,9 +97,7 @@ class Engine:
 
     @property
     def announce(self) -> Callable[[str], None]:
-        """Return what is called with a line when the engine goes on in another way; set it to hear
-        of that.
-        """
+        """Return the function that gets one line when the engine repeats a pass in another way."""
         return self.retries.announce
 
     @announce.setter
@@ -110,12 +106,13 @@ class Engine:
 
     @property
     def index(self) -> int:
-        """Return the number of updates done so far."""
+        """Return the number of updates so far, including skipped ones."""
         return self.step.index
 
     def trial(self, window: Batch) -> Trial:
-        """Run one eager step on the first micro-batch; weights and state stay as they are. See
-        `monograph.trial`.
+        """Run one eager step on the first micro-batch, and return its findings; see `monograph.trial`.
+
+        Weights and state do not change.
         """
 
         def attempt() -> Trial:
@@ -128,27 +125,34 @@ class Engine:
                     return loss_sum.sum(), count.sum()
 
             with buffers_kept(self.step.loss):
-                tried = trial(self.step.model, loss)
+                findings = trial(self.step.model, loss)
                 targets = self.step.parameters.targets(batch)
             if targets is not None and not math.isclose(
-                float(targets.sum()), tried.count, rel_tol=1e-4
+                float(targets.sum()), findings.count, rel_tol=1e-4
             ):
                 raise InputRefused(
-                    f"the loss's count(batch) is {float(targets.sum()):g}, but its call counts {tried.count:g}: let "
+                    f"the loss's count(batch) is {float(targets.sum()):g}, but its call counts {findings.count:g}: let "
                     "both count the same targets, or leave count out"
                 )
-            return tried
+            return findings
 
         return self._fitting(window, attempt)
 
     def _require_empty_rows_add_nothing(self, window: Batch, rows: int) -> None:
-        if not self._empty_rows_scored and (fill := fill_of(self.step.loss, window)) is not None:
+        if self._empty_rows_scored:
+            return
+        fill = fill_of(self.step.loss, window)
+        if fill is not None:
             require_nothing_added(self.step, self._empty_rows(window, rows, fill), fill)
             self._empty_rows_scored = True
 
     def _empty_rows(self, like: Batch, rows: int, fill: Mapping[str, float]) -> Batch:
-        """Return rows without targets on the device, with the tensors of another batch and the
-        values of `fill`.
+        """Return rows without targets on the device.
+
+        Args:
+            like: a batch with the tensors' names, dtypes and other dimensions.
+            rows: the number of rows to return.
+            fill: the value of each tensor, by name; tensors that it does not name are zeros.
         """
         dim, device = self._row_dim, self.step.device
         shapes = {
@@ -163,20 +167,21 @@ class Engine:
     def capture(
         self, window: Batch, backend: graph.Backend = "inductor", scope: Scope = "whole"
     ) -> str | None:
-        """Compile the step in place and warm every graph on the window's shapes; weights and state
-        stay as they are.
+        """Compile the step in place, and run every graph once on the window's shapes.
+
+        Weights and state do not change.
 
         Args:
             window: an update's rows.
-            backend: see `monograph.capture`.
-            scope: what one graph holds, see there, too.
+            backend: the compiler's backend; see `monograph.capture`.
+            scope: what one graph holds; see `monograph.capture`.
 
         Returns:
-            None, or in one line the reason why the step cannot be compiled; it then stays eager.
+            None, or the reason in one line why the step cannot be compiled and stays eager.
         """
         step = self.step
-        # Graphs have static shapes, so from now on windows of any length are cut into this many
-        # rows, and filled up.
+        # Graphs have static shapes, so from now on every window is cut into micro-batches of this
+        # size, and the last micro-batch is padded.
         self.micro_batch = self.micro_batch or self._rows(window)
         self.retries.captured = backend, scope
         try:
@@ -187,38 +192,39 @@ class Engine:
             graph.release(step)
             step.discard()
             self.retries.captured = None
-            # The step stays eager only if torch cannot compile it, as this would hide a bug or a
-            # full device. torch compiles a backward pass when it first runs. Graphs of blocks keep
-            # inputs that a module may write before its backward pass, which torch refuses there.
+            # The step stays eager only if torch cannot compile it. Other errors are raised: a bug
+            # or a full device must not be hidden.
             if compat.is_capture_error(error):
                 return graph.reason(error)
-            if not isinstance(
-                error, graph.CaptureFailed
-            ) and "modified by an inplace operation" not in str(error):
-                raise
-            return str(error)
+            # Graphs of blocks keep their inputs for the backward pass. If the module writes to such
+            # an input in place, torch refuses only when the backward pass first runs.
+            input_was_written = "modified by an inplace operation" in str(error)
+            if isinstance(error, graph.CaptureFailed) or input_was_written:
+                return str(error)
+            raise
         return None
 
     def _warm_all(self, window: Batch) -> None:
-        """Warm the graphs of all sizes of the window's micro-batches, of which the last may be
-        shorter.
+        """Compile and run the graphs for every size of the window's micro-batches.
 
-        Otherwise the last window of an epoch would compile in the middle of a run.
+        The last micro-batch may be shorter. Its graph would otherwise be compiled in the middle of
+        a run.
         """
         by_rows = {self._rows(batch): batch for batch in self._micro_batches(window)}
-        self._sizes = set(by_rows)
+        self._captured_sizes = set(by_rows)
         for batch in by_rows.values():
             self._warm(batch)
 
     def _warm(self, batch: Batch) -> None:
         step = self.step
         if step.recorder:
-            accumulate(step, [batch] * (WARM_UP - 1))  # the next micro-step is recorded for replays
-        # Counters go back to their beginnings, as the first updates decide on the loss scale and on
-        # spikes.
+            # After these calls the recorder records the next micro-step, for replays.
+            accumulate(step, [batch] * (WARM_UP - 1))
+        # Rehearsed updates must not change the counters, by which later updates set the loss scale
+        # and detect spikes.
         with step.counters_kept():
             self.rehearse(batch)
-        self._scored(batch)
+        self._score(batch)
 
     def accumulate(self, window: Batch) -> None:
         """Add the window's exact gradient.
@@ -229,8 +235,9 @@ class Engine:
         self._fitting(window, lambda: accumulate(self.step, self._micro_batches(window)))
 
     def _fitting(self, window: Batch, work: Callable[[], T]) -> T:
-        """Return `work()`, a pass through a window, in less memory if it does not suffice; see
-        `Retries.fitting`.
+        """Return `work()`, a pass over a window, repeated with less memory until it fits.
+
+        See `Retries.fitting`.
         """
         return self.retries.fitting(self.step, functools.partial(self._rows, window), work)
 
@@ -239,38 +246,39 @@ class Engine:
         return update(self.step)
 
     def rehearse(self, window: Batch) -> None:
-        """Do all the work of an update and throw it away; counters change, weights and optimizer
-        state do not.
+        """Do all the work of an update, and discard the result.
+
+        Counters change; weights and optimizer state do not.
         """
-        self.step.loss_sum.fill_(math.nan)  # so that updates in the backward pass are refused
+        # A loss of NaN makes the device refuse updates that are made in the backward pass.
+        self.step.loss_sum.fill_(math.nan)
         self.accumulate(window)
         self.step.discard()
         self.step.apply()  # the device refuses this update, as it has no targets
         self.step.parameters.at_rest(written=False)
 
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the sum of losses and the number of targets of a batch, in the module's evaluation
-        mode.
+        """Return the sum of a batch's losses and the number of its targets, in evaluation mode.
 
-        If the optimizer keeps an average of the weights, the average is scored.
+        If the optimizer keeps an average of the weights, the averaged weights are used.
         """
-        loss_sum, count = self._scored(batch)
+        loss_sum, count = self._score(batch)
         return self.step.sum_over_ranks(loss_sum), self.step.sum_over_ranks(count)
 
-    def _scored(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _score(self, batch: Batch) -> tuple[Tensor, Tensor]:
         with modes_kept(self.model), torch.no_grad(), self.step.averaged():
             self.model.eval()
-            parts = self._fitting(
+            sums_of_batches = self._fitting(
                 batch, lambda: self.step.parameters.score(self._micro_batches(batch))
             )
-        # Sums are in fp64, as a long held-out text has more losses than fp32 has digits for.
-        losses, counts = zip(*parts, strict=True)
+        losses, counts = zip(*sums_of_batches, strict=True)
+        # The sum is in fp64: fp32 has too few digits for the losses of a long held-out text.
         return torch.stack([loss.double() for loss in losses]).sum(0), torch.stack(counts).sum(0)
 
     def state(self) -> EngineState:
-        """Return model, optimizer buffers by parameter name, and counters.
+        """Return the model's tensors, the optimizer's buffers by parameter name, and the counters.
 
-        The tensors are views of the live ones, except for split weights, which are copied. Frozen
+        The tensors are views of the live ones, except split weights, which are copies. The frozen
         weights of a model with adapters are left out.
         """
         step = self.step
@@ -290,63 +298,63 @@ class Engine:
         }
 
     def load_state(self, state: EngineState) -> None:
-        """Copy a state into the live tensors; it may come from another engine with the same model
-        and optimizer.
+        """Copy a state into the live tensors, and discard the gradient accumulated so far.
 
-        The gradient accumulated since the last update is forgotten.
+        Args:
+            state: the state of an engine of any kind that has the same model and optimizer.
 
         Raises:
             InputRefused: a tensor or counter is missing or does not fit, or a tensor is unknown.
-                Nothing was copied then.
+                Nothing has been copied then.
         """
         own = self.state()
         state.require_fit(own)
-        counters = [
-            (counter, state.counter(name, counter)) for name, counter in self.step.counters.items()
-        ]
+        saved_counters = {
+            name: state.counter(name, counter) for name, counter in self.step.counters.items()
+        }
         index = int(state.counter("index", torch.tensor(0)))
         self.step.discard()
-        for mine, theirs in ((own.model, state.model), (own.optimizer, state.optimizer)):
-            # In the saved order, as they may be read from a file one by one.
-            for name, tensor in theirs.items():
-                write(mine[name].detach(), tensor)
+        for live, saved in ((own.model, state.model), (own.optimizer, state.optimizer)):
+            # Copied in the saved order, because the tensors may be read from a file one by one.
+            for name, tensor in saved.items():
+                write(live[name].detach(), tensor)
         self.step.parameters.take_weights(own.model)
         self.step.index = index
-        for counter, saved in counters:
-            counter.copy_(saved)
+        for name, counter in self.step.counters.items():
+            counter.copy_(saved_counters[name])
 
     def _micro_batches(self, window: Batch) -> Iterator[Batch]:
-        """Yield this rank's micro-batches, of which every rank has as many.
+        """Yield this rank's micro-batches; every rank gets the same number of them.
 
-        Rank r of W computes the window's micro-batches r, r + W and so on, and one without targets
-        where it would have one fewer than others. So the rows of an update do not depend on the
-        number of ranks.
+        Rank r of W ranks computes the window's micro-batches r, r + W and so on. A rank that would
+        have one fewer than others gets a micro-batch without targets. So the rows of an update do
+        not depend on the number of ranks.
         """
         rows = self._rows(window)
         dim = self._row_dim
         size = self.retries.size(rows)
         ranks, rank = self.retries.share
-        turns = -(-rows // (size * ranks))
-        if rows < turns * size * ranks:
+        batches_per_rank = math.ceil(rows / (size * ranks))
+        if rows < batches_per_rank * size * ranks:
             self._require_fillable(window, size)
-        for turn in range(turns):
-            start = min((turn * ranks + rank) * size, rows)
-            parts = {
+        for i in range(batches_per_rank):
+            start = min((i * ranks + rank) * size, rows)
+            host_batch = {
                 name: tensor.narrow(dim, start, min(size, rows - start))
                 for name, tensor in window.items()
             }
-            part = {
+            batch = {
                 name: tensor.to(self.step.device, non_blocking=True)
-                for name, tensor in parts.items()
+                for name, tensor in host_batch.items()
             }
-            yield self._filled(part, size)
+            yield self._padded(batch, size)
 
     def _require_fillable(self, window: Batch, size: int) -> None:
-        """Refuse a window that cannot be cut into micro-batches of equally many rows.
+        """Check that a window's last micro-batches may be padded to `size` rows.
 
         Raises:
-            UsageError: rows without targets add something, or several ranks need some and the loss
-                has no `fill`.
+            InputRefused: on one rank, the loss's empty rows add something.
+            UsageError: several ranks need padding, and the loss has no `fill`.
         """
         ranks = self.retries.share.ranks
         if ranks == 1:
@@ -362,8 +370,8 @@ class Engine:
         """Return the number of a window's rows.
 
         Raises:
-            UsageError: the window is no dict of dense tensors with equally many rows, or has no
-                rows.
+            UsageError: the window is not a dict of dense tensors with the same number of rows, at
+                least 1.
         """
         if self._members is not None:
             require_member_axis(window, self._members, "windows")
@@ -374,20 +382,20 @@ class Engine:
         rows = dict[str, int]()
         for name, tensor in window.items():
             if not isinstance(tensor, Tensor) or tensor.ndim <= self._row_dim:
-                shape = getattr(tensor, "shape", None)  # arrays of numpy have one, too
-                what = (
-                    repr(tensor)
-                    if shape is None
-                    else f"a {type(tensor).__name__} of shape {list(shape)}"
-                )
+                shape = getattr(tensor, "shape", None)  # numpy's arrays have a shape as well
+                if shape is None:
+                    what = repr(tensor)
+                else:
+                    what = f"a {type(tensor).__name__} of shape {list(shape)}"
                 raise UsageError(
                     f"the window's {name!r} is {what}: expected a tensor that has rows as its dimension "
-                    f"{self._row_dim}; what has no rows belongs into the loss, not into the window"
+                    f"{self._row_dim}; a tensor without rows belongs in the loss, not in the window"
                 )
             if tensor.layout != torch.strided or tensor.is_nested:
-                kind, dense = (
-                    ("nested", "to_padded_tensor") if tensor.is_nested else ("sparse", "to_dense")
-                )
+                if tensor.is_nested:
+                    kind, dense = "nested", "to_padded_tensor"
+                else:
+                    kind, dense = "sparse", "to_dense"
                 raise UsageError(
                     f"the window's {name!r} is {kind}: expected a dense tensor, .{dense}()"
                 )
@@ -398,23 +406,24 @@ class Engine:
             )
         return next(iter(rows.values()))
 
-    def _filled(self, batch: Batch, rows: int) -> Batch:
-        """Return the batch filled up with rows without targets, if the loss has a `fill`."""
+    def _padded(self, batch: Batch, rows: int) -> Batch:
+        """Return the batch padded to `rows` rows without targets, if the loss has a `fill`."""
         dim, device = self._row_dim, self.step.device
-        own = next(iter(batch.values())).shape[dim]
-        if own == rows:
+        batch_rows = next(iter(batch.values())).shape[dim]
+        if batch_rows == rows:
             return batch
-        if (fill := fill_of(self.step.loss, batch)) is None:
-            if self.retries.captured and own not in self._sizes:
-                self._sizes.add(own)
+        fill = fill_of(self.step.loss, batch)
+        if fill is None:
+            if self.retries.captured and batch_rows not in self._captured_sizes:
+                self._captured_sizes.add(batch_rows)
                 self.announce(
-                    f"a micro-batch of {rows_of(own)} is one more graph, as the loss has no `fill`"
+                    f"a micro-batch of {rows_of(batch_rows)} is one more graph, as the loss has no `fill`"
                 )
             return batch
-        empty = self._empty_rows(batch, rows - own, fill)
+        empty = self._empty_rows(batch, rows - batch_rows, fill)
         return {
-            name: torch.cat([part.to(device, non_blocking=True), empty[name]], dim)
-            for name, part in batch.items()
+            name: torch.cat([tensor.to(device, non_blocking=True), empty[name]], dim)
+            for name, tensor in batch.items()
         }
 
 
@@ -422,9 +431,12 @@ def require_member_axis(tensors: object, members: int, what: str) -> None:
     """Refuse tensors without a leading member axis.
 
     Raises:
-        UsageError: a tensor is not [members, ...]; the message says `what` the tensors are.
+        UsageError: a tensor is not [members, ...]; the message calls the tensors `what`.
     """
     leaves = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)]
-    if odd := [list(leaf.shape) for leaf in leaves if leaf.shape[:1] != (members,)]:
-        axis = f"have a leading member axis, [{members}, ...], as every member has its own"
-        raise UsageError(f"each=True: the {what} {axis}; one is {odd[0]}")
+    wrong_shapes = [list(leaf.shape) for leaf in leaves if leaf.shape[:1] != (members,)]
+    if wrong_shapes:
+        raise UsageError(
+            f"each=True: the {what} have a leading member axis, [{members}, ...], as every member has its own; one is "
+            f"{wrong_shapes[0]}"
+        )

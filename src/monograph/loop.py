@@ -1,5 +1,6 @@
-"""Run the training loop, as an iterator over updates whose loop body is the caller's, and save and
-load its state.
+"""Run the training loop as an iterator over updates, and save and load its state.
+
+The loop's body is the caller's: `for update in train(...)`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,13 +20,13 @@ from monograph.loss import Batch
 from monograph.ranges import COUNT
 from monograph.step import Update
 
-# Keys that say which tensors an optimizer keeps, and in which form.
-_OF_OPTIMIZER = "optim.name, optim.state, optim.master_weights or optim.ema"
+# The keys that decide which tensors an optimizer keeps, and in which form.
+_OPTIMIZER_STATE_KEYS = "optim.name, optim.state, optim.master_weights or optim.ema"
 
 
 @dataclass
 class EngineState:
-    """All state of an engine that a run needs to go on, bit for bit.
+    """All state of an engine that a run needs to continue with the same bits.
 
     Attributes:
         model: the module's state dict, by its own names; tied tensors once, under their first name.
@@ -38,28 +39,33 @@ class EngineState:
     scalars: dict[str, Any] = field(default_factory=dict)
 
     def require_fit(self, own: Self) -> None:
-        """Require that names and shapes are those of another state; no tensor is read from a file
-        for this.
+        """Check that names and shapes are those of another state, without reading tensors from files.
+
+        Args:
+            own: the state of the engine that this state is for.
 
         Raises:
-            InputRefused: a tensor or counter is missing, or a tensor is unknown or has another
-                shape.
+            InputRefused: a tensor or counter is missing, or a tensor is unknown, complex, or of
+                another shape.
         """
-        if missing := sorted(own.scalars.keys() - self.scalars.keys()):
-            other = "train.precision or optim.grad_clip"
+        missing = sorted(own.scalars.keys() - self.scalars.keys())
+        if missing:
             raise InputRefused(
-                f"the saved state lacks {missing[0]!r}: it was saved with another {other}"
+                f"the saved state lacks {missing[0]!r}: it was saved with another train.precision or optim.grad_clip"
             )
         for kind, mine, theirs in (
             ("model", own.model, self.model),
             ("optimizer", own.optimizer, self.optimizer),
         ):
             place = f"the saved {kind} does not fit"
-            if odd := sorted(mine.keys() ^ theirs.keys()):
-                hint = f": it was saved with another {_OF_OPTIMIZER}" if kind == "optimizer" else ""
-                raise InputRefused(
-                    f"{place}: {odd[0]!r} is {'missing' if odd[0] in mine else 'unknown'}{hint}"
-                )
+            unmatched = sorted(mine.keys() ^ theirs.keys())
+            if unmatched:
+                problem = "missing" if unmatched[0] in mine else "unknown"
+                hint = ""
+                if kind == "optimizer":
+                    hint = f": it was saved with another {_OPTIMIZER_STATE_KEYS}"
+                raise InputRefused(f"{place}: {unmatched[0]!r} is {problem}{hint}")
+            # `LargeFile.like` gives shape and dtype without reading the tensor.
             like = theirs.like if isinstance(theirs, LargeFile) else theirs.__getitem__
             for name, tensor in mine.items():
                 saved = like(name)
@@ -71,10 +77,11 @@ class EngineState:
                     raise InputRefused(f"{place}: {name} is {saved.dtype}, not {tensor.dtype}")
 
     def counter(self, name: str, own: Tensor) -> Tensor:
-        """Return one of `scalars` as a tensor of the shape and dtype of an engine's own.
+        """Return the counter `name` of `scalars` as a tensor of `own`'s shape and dtype.
 
         Raises:
-            InputRefused: it is no number, or list of numbers, of that shape and dtype.
+            InputRefused: the saved value is not a number, or list of numbers, of that shape and
+                dtype.
         """
         with suppress(TypeError, ValueError, RuntimeError, OverflowError):
             saved = torch.as_tensor(self.scalars[name], dtype=own.dtype)
@@ -94,7 +101,7 @@ class Engine(Protocol):
 
     @property
     def index(self) -> int:
-        """Return the number of updates done so far, skipped ones included."""
+        """Return the number of updates so far, including skipped ones."""
 
     def accumulate(self, window: Batch) -> None:
         """Add the exact gradient of one update's window."""
@@ -110,16 +117,16 @@ class Engine(Protocol):
 
 
 def train(engine: Engine, batches: Iterable[Batch], updates: int | None = None) -> Iterator[Update]:
-    """Train with one window for each update, and yield after each.
+    """Do one update per window, and yield after each update.
 
     Args:
         engine: a `Resident` or another engine.
         batches: windows, each with all rows of one update; the last one may have fewer.
-        updates: stop when the engine has done this many in all (a resumed engine has done some
-            already); None: when `batches` ends.
+        updates: stop when the engine has done this many updates, including those before a resume;
+            None: stop when `batches` ends.
 
     Yields:
-        The update's numbers as device tensors; reading one waits for the device.
+        The update's numbers as device tensors; reading a tensor waits for the device.
 
     Raises:
         UsageError: `batches` is a window itself, `updates` is below 1, or the engine refuses a
@@ -131,9 +138,10 @@ def train(engine: Engine, batches: Iterable[Batch], updates: int | None = None) 
         )
     if updates is not None:
         COUNT.require("updates", updates)
-    # A resumed engine may be done. Then no window is read, as it may come from a stream that has to
-    # be waited for.
-    for window in () if updates is not None and engine.index >= updates else batches:
+    # If a resumed engine has done all updates, no window is read: a stream might block.
+    if updates is not None and engine.index >= updates:
+        return
+    for window in batches:
         engine.accumulate(window)
         yield engine.update()
         if updates is not None and engine.index >= updates:
@@ -148,20 +156,19 @@ class Windows(Protocol):
 
 
 def save_checkpoint(engine: Engine, batches: Windows, folder: str | Path, keep: int = 2) -> Path:
-    """Save an engine's whole state and the data's position, so that a kill at any moment loses
-    nothing.
+    """Save an engine's whole state and the data's position; return the checkpoint's folder.
 
-    See `monograph.checkpointing.save` for the protocol.
+    A kill at any moment leaves the earlier checkpoints intact. See `monograph.checkpointing.save` for the protocol.
 
     Args:
         engine: the engine.
         batches: the iterator that its windows come from.
         folder: the folder of checkpoints, `folder/step-00001000/` and so on.
-        keep: number of newest checkpoints to keep; with 1 there is nothing to fall back on if it is
-            damaged later.
+        keep: number of newest checkpoints to keep; with 1 there is no other checkpoint to load if
+            that one is damaged.
 
     Raises:
-        DiskFull: it could not be written; earlier checkpoints are untouched.
+        DiskFull: the checkpoint could not be written; earlier checkpoints are untouched.
     """
     state = engine.state()
     record = {"engine": state.scalars, "data": batches.state()}
@@ -176,9 +183,9 @@ def load_checkpoint(
     """Continue from the newest checkpoint in `folder` that passes verification.
 
     Args:
-        engine: an engine that was built like the one that saved it.
+        engine: an engine that was built like the one that saved the checkpoint.
         folder: the folder that `save_checkpoint` wrote to.
-        warn: gets one line if damaged checkpoints had to be passed over.
+        warn: called with one line if damaged checkpoints were skipped.
 
     Returns:
         The data's position: `corpus.batches(..., seed=position["seed"], start=position["rows"])`.

@@ -1,16 +1,17 @@
 """Define losses, which a training step minimises, as (sum over targets, number of targets).
 
-A loss is any callable `loss(model, batch) -> (sum, count)`. If it also has `count(batch)`, which
-returns the number of a batch's targets without a forward pass, an update's total is known before
-its first backward pass. If it also has `fill`, numbers by tensor name, it promises that a row with
-these values, and zeros in all other tensors, adds nothing to sum and count, so that a short
-micro-batch may be filled up with such rows. If it has
-`update_of(index, batches, score, sum_over_ranks)`, a context manager, the gradient of the update of
-that index is computed within it. `score` passes micro-batches through the loss, without gradients,
-and `sum_over_ranks` adds up a 0-d tensor, so that the loss of a row may depend on all rows of the
-update.
+A loss is any callable `loss(model, batch) -> (sum, count)`. It may have three more attributes:
 
-Shapes: B rows, T positions, D hidden size, V vocabulary.
+- `count(batch)` returns the number of a batch's targets without a forward pass, so that the number
+  of an update's targets is known before its first backward pass.
+- `fill` is a dict of numbers by tensor name. It promises that a row with these values, and zeros in
+  all other tensors, adds nothing to sum and count. Short micro-batches are padded with such rows.
+- `update_of(index, batches, score, sum_over_ranks)` is a context manager, in which the gradient of
+  update `index` is computed. With it the loss of a row may depend on all rows of the update:
+  `score(batches)` passes micro-batches through the loss without gradients, and `sum_over_ranks` sums
+  a 0-d tensor over all ranks.
+
+Shapes: B rows, T positions, N = B * T positions of all rows, D hidden size, V vocabulary.
 """
 
 import math
@@ -29,7 +30,7 @@ from monograph.ops.mixture import mixture_cross_entropy
 from monograph.ranges import NOT_NEGATIVE
 
 IGNORE = -100  # torch's default ignore_index
-# The name of what each target's loss is multiplied by before it is differentiated.
+# The batch's tensor of each target's weight in the differentiated loss; it balances experts.
 SHARES = "token_shares"
 Batch = dict[str, Tensor]
 Loss = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
@@ -39,18 +40,14 @@ class CountedLoss(Protocol):
     """A loss whose targets can be counted from the batch alone."""
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return the 0-d differentiable sum of the losses, and the number of targets or the sum of
-        their weights.
-        """
+        """Return the 0-d differentiable sum of the losses, and the targets' number or sum of weights."""
 
     def count(self, batch: Any) -> Tensor | float:
-        """Return the number of targets in the batch, or the sum of their weights: a 0-d tensor, or
-        a number.
-        """
+        """Return the number of targets in the batch, or the sum of their weights."""
 
 
 def counts(loss: object) -> TypeGuard[CountedLoss]:
-    """Return whether a loss has a function that counts a batch's targets."""
+    """Return whether a loss has `count`, which counts a batch's targets."""
     return callable(getattr(loss, "count", None))
 
 
@@ -61,28 +58,28 @@ class TokenLoss:
     sum = sum over positions with targets != -100 of -log softmax(hidden @ head.T)[target],   in nats
 
     The batch holds `tokens` and `targets` [B, T] int64, and for packed rows `segments` and
-    `positions` [B, T] int64. A step adds `token_shares`, the `shares` of `Llama.forward`, for a
-    model that balances its experts.
+    `positions` [B, T] int64. For a model that balances its experts, a step adds `token_shares`, the
+    argument `shares` of `Llama.forward`.
     """
 
     fill: Mapping[str, float] = MappingProxyType({"targets": IGNORE})
 
     def __init__(self, impl: Literal["chunked", "reference"] = "chunked"):
-        """Choose the cross-entropy `impl`; see `monograph.ops.cross_entropy.linear_cross_entropy`."""
+        """Choose the implementation `impl` of `monograph.ops.cross_entropy.linear_cross_entropy`."""
         self.impl = impl
         self.head: Callable[..., tuple[Tensor, Tensor]] = linear_cross_entropy
 
     def __call__(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the sum in nats and the number of targets; see the class."""
         shares = {"shares": batch[SHARES]} if SHARES in batch else {}
-        taught = self.taught(batch)
+        teaching = self.teaching_arguments(batch)
         hidden_ND, head = hidden_of(model, batch, **shares)
         targets_N = batch["targets"].flatten()
         rows = rows_of(head)
-        return self.head(hidden_ND, head.weight, targets_N, impl=self.impl, rows=rows, **taught)
+        return self.head(hidden_ND, head.weight, targets_N, impl=self.impl, rows=rows, **teaching)
 
-    def taught(self, batch: Batch) -> dict[str, Any]:
-        """Return further arguments of `head`: none."""
+    def teaching_arguments(self, batch: Batch) -> dict[str, Any]:
+        """Return the arguments of `head` that teachers add; here there are none."""
         return {}
 
     def count(self, batch: Batch) -> Tensor:
@@ -93,10 +90,13 @@ class TokenLoss:
 token_loss = TokenLoss()
 
 
-def hidden_of(model: nn.Module, batch: Batch, **more: Tensor) -> tuple[Tensor, Any]:
-    """Return the hidden states of a batch's positions, [N, D], and the module's head."""
+def hidden_of(model: nn.Module, batch: Batch, **model_arguments: Tensor) -> tuple[Tensor, Any]:
+    """Return the hidden states of a batch's positions, [N, D], and the model's head module."""
     hidden_BTD = model(
-        batch["tokens"], segments=batch.get("segments"), positions=batch.get("positions"), **more
+        batch["tokens"],
+        segments=batch.get("segments"),
+        positions=batch.get("positions"),
+        **model_arguments,
     )
     return hidden_BTD.flatten(0, -2), model.lm_head
 
@@ -107,8 +107,9 @@ def target_log_probabilities(
     temperature: float = 1.0,
     among: tuple[Callable[[Tensor], Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Return the log-probability of each target, [N], and of token 0 where there is none; see the
-    operator.
+    """Return the log-probability of each target, [N], and that of token 0 where there is no target.
+
+    See `monograph.ops.cross_entropy.token_log_probabilities`.
     """
     hidden_ND, head = hidden_of(model, batch)
     tokens_N = batch["targets"].flatten()
@@ -124,25 +125,25 @@ class MixtureLoss(TokenLoss):
 
     sum = sum over targets of share * -log q(target) + (1 - share) * KL(m || q),   m = mean over teachers of p
 
-    Where no gradient is taken, the sum is that of `TokenLoss`, so scores compare with any other
-    model's. The teachers pass a batch one after another, without gradients, in the caller's
-    precision. In a step that is captured by blocks they are called uncompiled; in one graph they
-    are part of it.
+    Without gradients the sum is that of `TokenLoss`, so that scores are comparable with any other
+    model's. The teachers run one after another, without gradients, in the caller's precision. If the
+    step is captured in scope "blocks", they run uncompiled; in scope "whole" they are part of the
+    graph.
 
     Attributes:
         teachers: models with the same vocabulary, on the same device.
-        share: the targets' share.
+        share: the targets' share of the loss, 0 to 1; the rest is the teachers'.
     """
 
     def __init__(self, teachers: Sequence[nn.Module], share: float = 0.5):
-        """Take the teachers, and freeze them."""
+        """Freeze the teachers, and switch them to evaluation mode."""
         super().__init__()
         self.teachers = tuple(teacher.requires_grad_(False).train(False) for teacher in teachers)
         self.share = share
         self.head = mixture_cross_entropy
 
-    def taught(self, batch: Batch) -> dict[str, Any]:
-        """Return the teachers' hidden states and heads, if a gradient is taken."""
+    def teaching_arguments(self, batch: Batch) -> dict[str, Any]:
+        """Return the teachers' hidden states and heads, and `share`; nothing without gradients."""
         if not torch.is_grad_enabled():
             return {}
         with torch.no_grad():
@@ -154,12 +155,11 @@ class MixtureLoss(TokenLoss):
 
 
 def fill_of(loss: Loss, batch: Batch) -> Mapping[str, float] | None:
-    """Return the values of a row without targets, from the loss's attribute `fill`; None if the
-    loss has none.
+    """Return the loss's `fill`, the values of a row without targets; None if the loss has no `fill`.
 
     Raises:
-        UsageError: it names a tensor that the batch lacks, or its values are no numbers that the
-            tensors can hold.
+        UsageError: `fill` names a tensor that is not in the batch, or has a value that is not a
+            number or that the tensor's dtype cannot hold.
     """
     fill: object = getattr(loss, "fill", None)
     if fill is None:
@@ -170,24 +170,29 @@ def fill_of(loss: Loss, batch: Batch) -> Mapping[str, float] | None:
         raise UsageError(
             f"the loss's fill is {fill!r}: expected numbers by name, such as {{'targets': {IGNORE}}}"
         )
-    if missing := [name for name in fill if name not in batch]:
+    missing = [name for name in fill if name not in batch]
+    if missing:
         raise UsageError(
             f"the loss's fill names {missing[0]!r}, which is not in the window: it has {', '.join(batch)}"
         )
     numbers = {name: v.item() if isinstance(v, np.generic) else v for name, v in fill.items()}
-    if odd := [name for name, value in numbers.items() if not _holds(batch[name].dtype, value)]:
-        kind = str(batch[odd[0]].dtype).removeprefix("torch.")
-        raise UsageError(
-            f"the loss's fill has {fill[odd[0]]!r} for {odd[0]!r}, which no {kind} holds"
-        )
+    for name, value in numbers.items():
+        if not _holds(batch[name].dtype, value):
+            dtype = str(batch[name].dtype).removeprefix("torch.")
+            raise UsageError(
+                f"the loss's fill has {fill[name]!r} for {name!r}, which no {dtype} holds"
+            )
     return numbers
 
 
 def _holds(dtype: torch.dtype, value: float) -> bool:
-    """Return whether a tensor can hold the number; a floating tensor may round it."""
+    """Return whether a tensor of this dtype can hold the number; a floating dtype may round it."""
     if dtype.is_floating_point or dtype.is_complex:
         return abs(value) <= torch.finfo(dtype).max
-    low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    if dtype == torch.bool:
+        low, high = 0, 1
+    else:
+        low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
     return low <= value <= high and value == int(value)
 
 
@@ -195,7 +200,7 @@ _EXPECTED = "the loss must return (sum of the losses, number of targets): loss(m
 
 
 def pair(result: object) -> tuple[Tensor, Tensor]:
-    """Return the sum and count in a loss's result; the count is as `counted` returns it.
+    """Check a loss's result, and return its sum and its count; the count as `counted` returns it.
 
     Raises:
         UsageError: the result is not a pair of a real 0-d tensor and a count.
@@ -204,11 +209,10 @@ def pair(result: object) -> tuple[Tensor, Tensor]:
         raise UsageError(_EXPECTED)
     total, count = result
     if not isinstance(total, Tensor) or total.ndim:
-        actual = (
-            f"a tensor of shape {list(total.shape)}"
-            if isinstance(total, Tensor)
-            else type(total).__name__
-        )
+        if isinstance(total, Tensor):
+            actual = f"a tensor of shape {list(total.shape)}"
+        else:
+            actual = type(total).__name__
         raise UsageError(
             f"{_EXPECTED}; its sum is {actual}, expected a tensor of one number: .sum()"
         )
@@ -222,18 +226,18 @@ def pair(result: object) -> tuple[Tensor, Tensor]:
 def counted(count: Any, device: torch.device) -> Tensor:
     """Return a count of targets, or a sum of their weights, as a 0-d fp64 tensor.
 
-    A tensor's value is not read; a value below 0 becomes NaN, by which the device refuses the
-    update.
+    A tensor's value is not read by the host. A tensor's value below 0 becomes NaN, so that the
+    device refuses the update.
 
     Args:
-        count: a number of Python or numpy, or a 0-d tensor of whole numbers, fp32 or fp64.
+        count: a number of Python or numpy, or a 0-d tensor, integer, fp32 or fp64.
         device: the result's device.
 
     Raises:
-        UsageError: the count is something else, a number below 0 or not finite, or a tensor that
+        UsageError: the count is of another type, a number below 0 or not finite, or a tensor that
             depends on the parameters.
     """
-    # Dynamo traces both as tensors.
+    # Dynamo traces numpy's scalars and 0-d arrays as tensors, whose value it must not read.
     if isinstance(count, (np.generic, np.ndarray)) and not count.ndim:
         count = torch.as_tensor(count) if torch.compiler.is_compiling() else count.item()
     if isinstance(count, Tensor):
@@ -250,15 +254,15 @@ def counted(count: Any, device: torch.device) -> Tensor:
         return torch.where(wide >= 0, wide, math.nan)
     if not NOT_NEGATIVE.holds(count):
         raise UsageError(f"{_EXPECTED}; its count is {count!r}, expected {NOT_NEGATIVE.expected}")
-    # torch.tensor would wait for a copy.
+    # The host would wait for the copy that torch.tensor makes.
     return torch.full((), float(count), dtype=torch.float64, device=device)
 
 
 def constant(count: Tensor) -> Tensor:
-    """Return the same count.
+    """Return `count` after checking that it is a constant.
 
     Raises:
-        UsageError: it depends on the parameters; a count is not differentiated.
+        UsageError: the count depends on the parameters, but only the sum is differentiated.
     """
     if count.requires_grad:
         raise UsageError(

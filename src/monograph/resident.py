@@ -16,9 +16,7 @@ from monograph.step.retries import Retries
 
 @final
 class Resident(Engine):
-    """Trains a module whose weights, gradients and optimizer state all live on one device; see
-    `Engine`.
-    """
+    """Trains a module whose weights, gradients and optimizer state live on one device; see `Engine`."""
 
     def __init__(
         self,
@@ -32,16 +30,16 @@ class Resident(Engine):
         remat: Policy | None = None,
         micro_batch: int | None = None,
     ):
-        """Build the step on the module's device; see `monograph.Step` for the arguments.
+        """Build the step on the module's device; `monograph.Step` describes the arguments in full.
 
         Args:
             model: any module, already on its device with its weights loaded.
             loss: `loss(model, batch) -> (sum, count)`.
             optim: the optimizer.
             schedule: factor of the learning rate by update index.
-            clip: largest gradient norm.
+            clip: largest gradient norm; None: no clipping.
             precision: the compute dtype.
-            remat: which activations are computed a second time.
+            remat: which activations the backward pass recomputes.
             micro_batch: rows per micro-batch; None: the whole window at once.
         """
         step = Step(

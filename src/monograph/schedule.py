@@ -1,6 +1,4 @@
-"""Make learning-rate schedules: pure functions from an update's index to a factor of the learning
-rate.
-"""
+"""Make learning-rate schedules: pure functions of an update's index that return the rate's factor."""
 
 import math
 from collections.abc import Callable
@@ -15,7 +13,7 @@ def factor_at(schedule: Schedule, index: int) -> float:
     """Return the schedule's factor for update `index`.
 
     Raises:
-        UsageError: it is not a finite number of 0 or more; nothing was updated with it.
+        UsageError: the factor is not a finite number of at least 0; no weight has changed then.
     """
     factor = schedule(index)
     if not NOT_NEGATIVE.holds(factor):
@@ -37,21 +35,22 @@ def constant(warmup: int = 0) -> Schedule:
 
 
 def warmup_cosine(warmup: int, total: int, final: float = 0.1) -> Schedule:
-    """Warm up linearly, then follow half a cosine down to `final` (Loshchilov and Hutter 2017,
-    without restarts).
+    """Warm up linearly, then decay by half a cosine to `final`.
+
+    Loshchilov and Hutter 2017, arXiv 1608.03983, without restarts.
 
     factor(i) = (i + 1) / warmup                                   for i < warmup
-              = final + (1 - final) * (1 + cos(pi * p)) / 2        after it
+              = final + (1 - final) * (1 + cos(pi * p)) / 2        afterwards
     p         = (i - warmup) / (total - warmup), at most 1
 
     Args:
         warmup: updates of warm-up (0 for none).
         total: updates of the whole run; later indices have `final`.
-        final: the factor that update `total` would have. The last update has a larger one, so it is
-            not wasted if `final` is 0.
+        final: the factor that update `total` would have. The last update, `total - 1`, has a larger
+            factor, so it changes the weights even if `final` is 0.
 
     Raises:
-        UsageError: a value is below 0 or no number.
+        UsageError: a value is below 0 or not a number.
     """
     _require(warmup=warmup, total=total, final=final)
     return _decaying(
@@ -62,16 +61,18 @@ def warmup_cosine(warmup: int, total: int, final: float = 0.1) -> Schedule:
 def warmup_stable_decay(
     warmup: int, total: int, decay: float = 0.2, final: float = 0.0
 ) -> Schedule:
-    """Warm up linearly, keep the peak, and decay to `final` at the end (Hu et al. 2024, MiniCPM,
-    arXiv 2404.06395).
+    """Warm up linearly, keep the peak, and decay to `final` at the end.
+
+    Hu et al. 2024, MiniCPM, arXiv 2404.06395.
 
     factor(i) = (i + 1) / warmup                                   for i < warmup
-              = 1                                                  until `decay` of the run is left
-              = final + (1 - final) * (1 - sqrt(p))                after it
-    p         = (i - first) / (total - first), first: the first update of the decay
+              = 1                                                  for warmup <= i < first
+              = final + (1 - final) * (1 - sqrt(p))                afterwards
+    first     = total - decay * total, rounded, at least warmup
+    p         = (i - first) / (total - first), at most 1
 
-    1 - sqrt(p) does better than a straight line and, over a fifth of the run, as well as cosine:
-    Haegele et al. 2024, "Scaling Laws and Compute-Optimal Training Beyond Fixed Training
+    1 - sqrt(p) gives a lower loss than a linear decay and, over a fifth of the run, the same as
+    cosine: Haegele et al. 2024, "Scaling Laws and Compute-Optimal Training Beyond Fixed Training
     Durations", arXiv 2405.18392.
 
     Args:
@@ -81,7 +82,7 @@ def warmup_stable_decay(
         final: the factor that update `total` would have.
 
     Raises:
-        UsageError: a value is below 0 or no number, or the decay is above 1.
+        UsageError: a value is below 0 or not a number, or the decay is above 1.
     """
     _require(warmup=warmup, total=total, final=final)
     between(0, 1).require("decay", decay)
@@ -90,23 +91,36 @@ def warmup_stable_decay(
 
 
 def _decaying(
-    warmup: float, first: float, total: float, final: float, left: Callable[[float], float]
+    warmup: float, first: float, total: float, final: float, remaining: Callable[[float], float]
 ) -> Schedule:
-    """Warm up, keep the peak up to update `first`, and decay; `left` is the share of the decay
-    still to come.
+    """Warm up linearly, keep the peak up to update `first`, and decay to `final` at `total`.
+
+    Args:
+        warmup: updates of warm-up.
+        first: the first update of the decay.
+        total: the update that has the factor `final`.
+        final: the factor at the end.
+        remaining: the share of the decay that is left, from the decay's progress, both 0 to 1.
     """
 
     def factor(index: int) -> float:
         if index < warmup:
-            return min(1.0, (index + 1) / warmup)  # a warm-up may end between two updates
-        return final + (1.0 - final) * left(min(1.0, max(0, index - first) / max(1, total - first)))
+            # A fractional warm-up may end between two updates; then the ratio exceeds 1.
+            return min(1.0, (index + 1) / warmup)
+        progress = min(1.0, max(0, index - first) / max(1, total - first))
+        return final + (1.0 - final) * remaining(progress)
 
     return factor
 
 
 def cool_down(schedule: Schedule, first: int, total: int, final: float) -> Schedule:
-    """Follow another schedule up to update `first`, then a line to `final`, which update `total`
-    would have.
+    """Follow another schedule up to update `first`, then decay linearly to `final` at `total`.
+
+    Args:
+        schedule: the schedule to follow.
+        first: the first update of the decay.
+        total: the number of updates of the run; update `total` would have the factor `final`.
+        final: the factor at the end.
     """
 
     def factor(index: int) -> float:

@@ -1,5 +1,6 @@
-"""Transfer values tuned on a narrow model to a wide one of the same ratios, and build the narrow
-model.
+"""Transfer values tuned on a narrow model to a wide model of the same ratios.
+
+`narrowed` returns the shape of the narrow model.
 
 With m = fan_in / base fan_in, every activation and its change per update keep their size at any
 width, so the best learning rate stays where it is (Yang et al. 2022, "Tensor Programs V", arXiv
@@ -15,11 +16,11 @@ forward pass, and exports are plain models of their family.
 | head | m^-1/2 | 1/m | 1 | |
 | final norm gain where the head is tied | 1/m | 1/m | 1 | |
 
-All are factors of the base's values. The factor of weight decay is 1 / (factor of lr), so that the
-decay of a step, lr
-* decay, is the same at every width (Wang and Aitchison 2024, arXiv 2405.13698). The head's spread
-is m^-1/2 instead of table 3's 1/m: the best rate stays where it is as well, and short runs end
-better (Everett et al. 2024, arXiv 2407.05872, and benchmarks/transfer.py).
+Every entry is a factor of the base's value. The factor of weight decay is 1 / (factor of lr), so
+that lr * decay, the decay of one step, is the same at every width (Wang and Aitchison 2024, arXiv
+2405.13698). The head's spread is m^-1/2 instead of table 3's 1/m. The best rate stays where it is
+with both, and short runs reach a lower loss with m^-1/2 (Everett et al. 2024, arXiv 2407.05872, and
+benchmarks/transfer.py).
 """
 
 import math
@@ -40,7 +41,7 @@ from monograph.optim import Group, Muon, Optimizer
 # derived.
 NARROWEST = 256
 MULTIPLE = 8  # the feed-forward width stays a multiple of this, for the matrix units
-MOST_APART = 0.1  # largest relative difference of two shapes' ratios
+MAX_RATIO_DIFFERENCE = 0.1  # largest relative difference of two shapes' ratios
 
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
@@ -68,14 +69,14 @@ _MAY_DIFFER = {
 
 
 class Factors(NamedTuple):
-    """The factors with which a tensor of the wide model is drawn and updated.
+    """The factors with which a tensor of the wide model is initialised and updated.
 
     Attributes:
-        init: factor of the initial weights that `Llama` draws at this width, norm gains included.
+        init: factor of the initial weights that `Llama` samples at this width, and of norm gains.
         lr: AdamW's learning rate over the base's.
         eps: AdamW's eps over the base's.
-        muon_lr: Muon's learning rate over the base's; None for a tensor that AdamW updates in any
-            case.
+        muon_lr: Muon's learning rate over the base's; None: AdamW updates this tensor even in a
+            run with Muon.
     """
 
     init: float
@@ -97,12 +98,12 @@ class WidthTransfer:
 
     Attributes:
         config: the shape that is trained.
-        base: the shape that the learning rate, the weight decay and eps are for; may also be wider
-            than `config`.
+        base: the shape that the learning rate, the weight decay and eps were tuned for; it may also
+            be wider than `config`.
 
     Raises:
-        UsageError: the shapes differ in more than width: in depth, head size, vocabulary or the
-            like, or in their ratios by more than a tenth; the message names what differs.
+        UsageError: the shapes differ in more than width, for example in depth, head size or
+            vocabulary, or their ratios differ by more than a tenth; the message names what differs.
     """
 
     config: LlamaConfig
@@ -112,21 +113,21 @@ class WidthTransfer:
         wide, narrow = self.config, self.base
         same = [field.name for field in fields(wide) if field.name not in _MAY_DIFFER]
         pairs = {name: (getattr(narrow, name), getattr(wide, name)) for name in same}
-        odd = [f"{name} {pair}" for name, pair in pairs.items() if pair[0] != pair[1]]
+        differences = [f"{name} {pair}" for name, pair in pairs.items() if pair[0] != pair[1]]
         for above, below in (
             ("intermediate_size", "hidden_size"),
             ("num_attention_heads", "hidden_size"),
             ("num_attention_heads", "num_key_value_heads"),
         ):
-            one, other = (
-                getattr(config, above) / getattr(config, below) for config in (narrow, wide)
-            )
-            if abs(math.log(other / one)) > math.log1p(MOST_APART):
-                odd.append(f"{above} / {below} ({one:.4g}, {other:.4g})")
-        if odd:
+            narrow_ratio = getattr(narrow, above) / getattr(narrow, below)
+            wide_ratio = getattr(wide, above) / getattr(wide, below)
+            if abs(math.log(wide_ratio / narrow_ratio)) > math.log1p(MAX_RATIO_DIFFERENCE):
+                differences.append(f"{above} / {below} ({narrow_ratio:.4g}, {wide_ratio:.4g})")
+        if differences:
             raise UsageError(
                 f"width transfer from a hidden_size of {narrow.hidden_size} to {wide.hidden_size}: the two models "
-                f"differ in more than width: {', '.join(odd)}; a rate carries between equal depth, head size and ratios"
+                f"differ in more than width: {', '.join(differences)}; a rate carries between equal depth, "
+                "head size and ratios"
             )
 
     @property
@@ -135,36 +136,36 @@ class WidthTransfer:
         return self.config.hidden_size / self.base.hidden_size
 
     def factors(self) -> dict[str, Factors]:
-        """Return the factors by tensor name, where a star stands for the number of a block's layer.
+        """Return the factors by tensor name, with a star for a block's number: `model.layers.*.`...
 
         Raises:
             UsageError: the table has no row for a tensor.
         """
         wide, narrow = self.config, self.base
-        narrower = layer_shapes(narrow, 0)
-        inner = {
-            f"model.layers.*.{name}": self._inner(name, shape, narrower[name])
+        narrow_shapes = layer_shapes(narrow, 0)
+        block_factors = {
+            f"model.layers.*.{name}": self._block_factors(name, shape, narrow_shapes[name])
             for name, shape in layer_shapes(wide, 0).items()
         }
-        return {name: self._outer(name) for name in outer_shapes(wide)} | inner
+        return {name: self._outer_factors(name) for name in outer_shapes(wide)} | block_factors
 
-    def _inner(self, name: str, wide: tuple[int, ...], narrow: tuple[int, ...]) -> Factors:
+    def _block_factors(self, name: str, wide: tuple[int, ...], narrow: tuple[int, ...]) -> Factors:
         if name in _MATRICES:
             m = wide[1] / narrow[1]
-            # |dW| of Muon is lr * 0.2 sqrt(max(rows, cols)) here; for activations to keep their size it must grow as
-            # sqrt(rows / cols).
-            unscaled = math.sqrt(wide[0] * narrow[1] / (narrow[0] * wide[1]))
+            # For activations to keep their size, Muon's |dW| must grow as sqrt(rows / cols). It is
+            # lr * 0.2 sqrt(max(rows, cols)) already, and the second square root cancels that.
+            growth = math.sqrt(wide[0] * narrow[1] / (narrow[0] * wide[1]))
             return Factors(
-                self._spread / math.sqrt(m),
-                1 / m,
-                1 / m,
-                unscaled * math.sqrt(max(narrow) / max(wide)),
+                init=self._spread / math.sqrt(m),
+                lr=1 / m,
+                eps=1 / m,
+                muon_lr=growth * math.sqrt(max(narrow) / max(wide)),
             )
         if name in _GAINS | _BIASES:
             return Factors(1.0, 1.0, 1 / self.width_ratio)
         raise UsageError(f"width transfer has no row for {name}: set optim.transfer to none")
 
-    def _outer(self, name: str) -> Factors:
+    def _outer_factors(self, name: str) -> Factors:
         m, tied = self.width_ratio, self.config.tie_word_embeddings
         if name == _EMBEDDING:
             return Factors(self._spread, 1.0, 1 / m)
@@ -176,12 +177,12 @@ class WidthTransfer:
 
     @property
     def _spread(self) -> float:
-        """Return the base's initializer_range over the one that `Llama` draws with."""
+        """Return the base's initializer_range over `config`'s, which `Llama` samples with."""
         return self.base.initializer_range / self.config.initializer_range
 
     @torch.no_grad()
     def initialise_(self, model: nn.Module) -> None:
-        """Scale the weights that `Llama` has drawn, so that they have the spread of the table.
+        """Scale the weights that `Llama` has sampled to the spread of the table.
 
         Raises:
             UsageError: the table has no row for a parameter of the model.
@@ -194,7 +195,7 @@ class WidthTransfer:
         """Return the base's optimizer with the wide model's rates, decays and eps.
 
         Raises:
-            UsageError: it defines its own groups or patterns of matrices.
+            UsageError: the optimizer defines its own groups or patterns of matrices.
         """
         if optim.groups or (isinstance(optim, Muon) and optim.matrices is not None):
             raise UsageError(
@@ -220,20 +221,20 @@ class WidthTransfer:
 
 
 def narrowed(config: LlamaConfig, hidden_size: int | None = None) -> LlamaConfig:
-    """Return the proxy of a model: its depth, head size, ratios, vocabulary and length at a smaller
-    width.
+    """Return the shape of a model's proxy: the same but for its width.
 
-    Heads are removed in whole groups of query heads with one key-value head. The initial spread
-    grows as 1 / sqrt(width), so that products of matrix and activation have the same size in both.
+    Depth, head size, ratios, vocabulary and length stay. Heads are removed in whole groups, one
+    key-value head with its query heads. The initial spread is proportional to 1 / sqrt(width), so
+    that products of matrix and activation have the same size in both models.
 
     Args:
         config: the model's shape.
-        hidden_size: any width that keeps the ratios; None: the narrowest from 256 on, or the
-            narrowest of all where the model is no wider than that.
+        hidden_size: any width that keeps the ratios; None: the smallest such width of at least 256,
+            or the smallest of all if none that is smaller than the model's reaches 256.
 
     Raises:
-        UsageError: no narrower shape keeps the ratios, or the requested one does not; the message
-            names those that do.
+        UsageError: no narrower shape keeps the ratios, or `hidden_size` does not; then the message
+            names the widths that do.
     """
     shapes = {
         shape.hidden_size: shape for shape in _shapes(config, hidden_size or config.hidden_size - 1)
@@ -241,9 +242,10 @@ def narrowed(config: LlamaConfig, hidden_size: int | None = None) -> LlamaConfig
     if hidden_size is not None:
         if hidden_size in shapes:
             return shapes[hidden_size]
-        kept = ", ".join(str(shape.hidden_size) for shape in _shapes(config, config.hidden_size))
+        widths = ", ".join(str(shape.hidden_size) for shape in _shapes(config, config.hidden_size))
         raise UsageError(
-            f"hidden_size = {hidden_size} as a base: does not keep the ratios of {_described(config)}; these do: {kept}"
+            f"hidden_size = {hidden_size} as a base: does not keep the ratios of {_described(config)}; these "
+            f"do: {widths}"
         )
     if not shapes:
         raise UsageError(f"no narrower model keeps the ratios of {_described(config)}")
@@ -251,7 +253,7 @@ def narrowed(config: LlamaConfig, hidden_size: int | None = None) -> LlamaConfig
 
 
 def _shapes(config: LlamaConfig, widest: int) -> Iterator[LlamaConfig]:
-    """Yield every shape of the same ratios up to that width."""
+    """Yield every shape that keeps the ratios and is at most `widest` wide."""
     width, key_values = config.hidden_size, config.num_key_value_heads
     group = config.num_attention_heads // key_values
     multiple = MULTIPLE if config.intermediate_size % MULTIPLE == 0 else 1
@@ -260,9 +262,9 @@ def _shapes(config: LlamaConfig, widest: int) -> Iterator[LlamaConfig]:
             continue
         hidden = width * heads // key_values
         ffn = multiple * max(1, round(config.intermediate_size * heads / key_values / multiple))
-        if abs(math.log(ffn * width / (hidden * config.intermediate_size))) > math.log1p(
-            MOST_APART
-        ):
+        # `ffn` was rounded to a multiple, so its ratio to the width may differ too much.
+        ratio_change = ffn * width / (hidden * config.intermediate_size)
+        if abs(math.log(ratio_change)) > math.log1p(MAX_RATIO_DIFFERENCE):
             continue
         yield replace(
             config,
@@ -282,7 +284,11 @@ def _described(config: LlamaConfig) -> str:
 
 
 def _pattern(name: str, factors: Mapping[str, Factors]) -> str:
-    """Return the key of `factors` for a parameter's name."""
+    """Return the key of `factors` for a parameter's name.
+
+    Raises:
+        UsageError: there is none.
+    """
     head, _, rest = name.partition("model.layers.")
     pattern = f"model.layers.*.{rest.partition('.')[2]}" if rest and not head else name
     if pattern not in factors:

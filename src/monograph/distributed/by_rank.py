@@ -51,7 +51,7 @@ class ByRank(OnDevice):
 
     def complete(self) -> None:
         """Sum loss and count over the ranks."""
-        self.step.total()
+        self.step.sum_window_over_ranks()
 
     @abstractmethod
     def forward(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,7 +10,7 @@ from monograph.distributed.replicated import Replicas
 from monograph.distributed.world import World
 from monograph.errors import InputRefused, OutOfDeviceMemory
 from monograph.step import Step
-from monograph.step.retries import Retries, Share, emptied, out_of_memory
+from monograph.step.retries import Retries, Share, empty_cache, out_of_memory
 
 T = TypeVar("T")
 
@@ -73,7 +73,7 @@ class Together(Retries):
                     raise
                 message = str(error).splitlines()[0]
             if message:
-                emptied(step.device)
+                empty_cache(step.device)
                 for bucket in self.replicas.buckets[len(self.replicas.summed) :]:
                     world.sum(torch.zeros_like(bucket, device=step.device))
             if world.any(bool(message))[0]:

@@ -118,7 +118,7 @@ class Shards(ByRank):
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it reduces
-        return [step.begun(plane) for plane in rows_planes(model, kinds)]
+        return [step.prepare_plane(plane) for plane in rows_planes(model, kinds)]
 
     def captured(self, scope: Scope) -> list[Compilable[..., Any]]:
         """Return the functions of the step; between blocks, those of one plane."""

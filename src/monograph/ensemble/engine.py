@@ -248,7 +248,7 @@ class Ensemble(Engine):
             self.stacked.frozen.fill_(True)  # the update is made, but changes nothing
             self.stacked.update_whole(batch)
             step.index -= 1
-        self._scored(batch)
+        self._score(batch)
 
     def accumulate(self, window: Batch) -> None:
         """Add the window's exact gradients; where one graph makes a whole update, that is left to
@@ -305,7 +305,7 @@ class Ensemble(Engine):
                 name: tensor.expand(self.size, *tensor.shape).contiguous()
                 for name, tensor in batch.items()
             }
-        return self._scored(batch)
+        return self._score(batch)
 
     def freeze(self, members: Sequence[int]) -> None:
         """Stop updating these members, for good."""

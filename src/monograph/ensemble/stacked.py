@@ -21,7 +21,7 @@ from monograph.graph.remat import Remat
 from monograph.loss import SHARES, Batch, constant, counted, counts, pair
 from monograph.optim import Optimizer, Plane, checked, planes, trainable
 from monograph.schedule import Schedule, factor_at
-from monograph.step import OnDevice, Step, Update, closed
+from monograph.step import OnDevice, Step, Update, finish_update
 
 
 class Stacked(OnDevice):
@@ -90,9 +90,9 @@ class Stacked(OnDevice):
         step.count_window([batch])
         lr = step.set_lr()
         with step.context():
-            grad_norm = self.update_in_one(step.shared(batch), step.loss_factor)
+            grad_norm = self.update_in_one(step.with_shares(batch), step.loss_factor)
         self.members.draw += 1
-        return closed(step, lr, grad_norm)
+        return finish_update(step, lr, grad_norm)
 
     def _update_in_one(self, batch: Batch, loss_factor: Tensor) -> Tensor:
         """Compute the gradient and update of a window of one micro-batch, whose gradient need not
@@ -106,7 +106,7 @@ class Stacked(OnDevice):
             # they are cloned.
             own = {name: buffer.clone() for name, buffer in buffers.items()}
             loss_sum, count = self.sums(batch, parameters | own)
-            return step.scaled(loss_sum, loss_factor), (loss_sum.detach(), count, own)
+            return step.scaled_loss(loss_sum, loss_factor), (loss_sum.detach(), count, own)
 
         # Views are made here, as a graph would copy inputs that overlap and are written.
         parameters = {
@@ -135,7 +135,7 @@ class Stacked(OnDevice):
             optim.kinds(m) for optim, m in zip(self.optims, self.members.stack.members, strict=True)
         ]
         made = planes(trainable(step.model), kinds(of_members, self.frozen.device), lead=1)
-        return [step.begun(plane) for plane in made]
+        return [step.prepare_plane(plane) for plane in made]
 
     def captured(self, scope: Scope) -> list[Compilable[..., Any]]:
         """Return the functions of the step, and the update of a window of one micro-batch."""

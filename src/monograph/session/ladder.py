@@ -173,7 +173,7 @@ class Unfused(OnDevice):
                 {name: parameter}, kinds, step.optim.state, master_weights=step.optim.master_weights
             )
             plane.number = len(made)
-            made.append(step.begun(plane))
+            made.append(step.prepare_plane(plane))
         return made
 
     def captured(self, scope: Scope) -> list[Compilable[..., Any]]:

@@ -3,6 +3,15 @@
 from monograph.step.clip import Clip, Update
 from monograph.step.on_device import OnDevice
 from monograph.step.parameters import Parameters
-from monograph.step.step import Step, accumulate, closed, update
+from monograph.step.step import Step, accumulate, finish_update, update
 
-__all__ = ["Clip", "OnDevice", "Parameters", "Step", "Update", "accumulate", "closed", "update"]
+__all__ = [
+    "Clip",
+    "OnDevice",
+    "Parameters",
+    "Step",
+    "Update",
+    "accumulate",
+    "finish_update",
+    "update",
+]

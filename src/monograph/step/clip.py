@@ -1,7 +1,7 @@
-"""Do the arithmetic of an update: clip the gradient, skip spikes, update a plane, and report the
-result.
+"""Do the arithmetic of an update: clip the gradient, skip spikes, update a plane, report the result.
 
-Shapes: W remembered updates. Tensors of an ensemble have a leading member axis.
+Shapes: W remembered updates (`WINDOW`); 2 numbers of an update, its log-norm and its loss; N members
+of an ensemble, whose tensors have a leading member axis.
 """
 
 import functools
@@ -22,29 +22,30 @@ from monograph.step.parts import Marks
 
 WINDOW = 128
 SIGMAS = 6.0
-# The median of distances from the median, times this, estimates a normal distribution's standard
-# deviation.
-_NORMAL = 1.4826
-# The smallest deviations of the norm's logarithm, and of the loss as a share of the loss. A
-# converged run hardly varies, so that without them any small step would stand out.
-_LEAST = 0.05, 0.01
-_SMALLEST_NORM = 1e-300
+# For normally distributed numbers, 1.4826 times the median absolute deviation from the median
+# estimates the standard deviation.
+_STD_PER_MAD = 1.4826
+# Minimum deviations: of the log-norm, and of the loss as a share of the loss. A converged run hardly
+# varies, so without a minimum any small change would be a spike.
+_MIN_LOG_NORM_DEVIATION = 0.05
+_MIN_RELATIVE_LOSS_DEVIATION = 0.01
+_SMALLEST_NORM = 1e-300  # keeps the logarithm of a norm of 0 finite
 
 
 class Clip(NamedTuple):
-    """The largest gradient of an update.
+    """Which gradients are scaled down, and which updates are skipped.
 
-    With `skip_spikes`, an update is skipped if its loss and its gradient's norm both lie more than
-    six deviations above the medians of the last 128 applied updates. A deviation, of the loss and
-    of the norm's logarithm, is 1.4826 times the median distance from the median, but at least 1 %
-    of the loss and 5 % of the norm. Skipped updates are never remembered, so that no number of
-    them, finite or not, widens the limit; the 128 are part of the state. OLMo-core's
-    SkipStepOptimizer has the same rule for both numbers, with mean and standard deviation.
+    With `skip_spikes`, an update is skipped if its loss and the logarithm of its gradient's norm
+    both lie more than six deviations above their medians over the last 128 applied updates. A
+    deviation is 1.4826 times the median distance from the median, but at least 1 % of the loss and
+    5 % of the norm. Skipped updates are not remembered, so they never widen the limit, however many
+    there are. The remembered numbers are part of a run's state. OLMo-core's SkipStepOptimizer
+    applies the same rule to both numbers, with mean and standard deviation.
 
     Attributes:
-        norm: largest Euclidean norm of an update's gradient; a longer gradient is scaled down to
-            it.
-        skip_spikes: whether updates that stand out are skipped.
+        norm: largest Euclidean norm of an update's gradient; a larger gradient is scaled down to
+            this norm.
+        skip_spikes: whether spikes are skipped.
     """
 
     norm: float
@@ -52,7 +53,7 @@ class Clip(NamedTuple):
 
     @classmethod
     def of(cls, given: float | Self | None) -> Self | None:
-        """Return an engine's argument `clip` as a `Clip`.
+        """Return an engine's argument `clip` as a `Clip`; None stays None.
 
         Raises:
             UsageError: the norm is not above 0.
@@ -65,49 +66,63 @@ class Clip(NamedTuple):
         return clip
 
 
-def looked_at(grad_norm: Tensor, loss: Tensor) -> Tensor:
-    """Return the two numbers that are remembered of an update, fp64 [2]: the logarithm of its norm,
-    and its loss.
-    """
-    # Norms are compared by ratio: a gradient ten times as long is as odd early in a run as it is
-    # late.
+def log_norm_and_loss(grad_norm: Tensor, loss: Tensor) -> Tensor:
+    """Return the two numbers of an update that spikes are detected by, fp64 [2]."""
+    # The logarithm compares norms by their ratio: a norm ten times the usual one is as suspicious
+    # early in a run, where norms are large, as late.
     return torch.stack([grad_norm.clamp_min(_SMALLEST_NORM).log(), loss], dim=-1)
 
 
-def stands_out(numbers_2: Tensor, recent_2W: Tensor, applied: Tensor) -> Tensor:
-    """Return whether an update is a spike compared with the last W applied ones, bool; false before
-    there are W.
+def is_spike(numbers_2: Tensor, recent_2W: Tensor, applied: Tensor) -> Tensor:
+    """Return whether an update is a spike compared with the last W applied updates, bool.
+
+    Args:
+        numbers_2: the update's log-norm and loss.
+        recent_2W: those of the last W applied updates, in any order.
+        applied: the number of applied updates; the result is false while there are fewer than W.
     """
-    # They are medians, as a spike that was let through would move a mean and a standard deviation
-    # far more.
-    middle_2 = _median(recent_2W)
-    deviation_2 = _NORMAL * _median((recent_2W - middle_2.unsqueeze(-1)).abs())
-    norm, loss = deviation_2.unbind(-1)
-    least_2 = torch.stack(
-        [norm.clamp_min(_LEAST[0]), loss.maximum(_LEAST[1] * middle_2[..., 1].abs())], dim=-1
+    # A spike that was let through would move a mean and a standard deviation far more than medians.
+    median_2 = _median(recent_2W)
+    deviation_2 = _STD_PER_MAD * _median((recent_2W - median_2.unsqueeze(-1)).abs())
+    log_norm_deviation, loss_deviation = deviation_2.unbind(-1)
+    floored_deviation_2 = torch.stack(
+        [
+            log_norm_deviation.clamp_min(_MIN_LOG_NORM_DEVIATION),
+            loss_deviation.maximum(_MIN_RELATIVE_LOSS_DEVIATION * median_2[..., 1].abs()),
+        ],
+        dim=-1,
     )
-    # Both must stand out, as a hard batch has only a high loss, and a rare token only a long
+    # Both numbers must be high: a hard batch has only a high loss, a rare token only a large
     # gradient.
-    return (numbers_2 - middle_2 > SIGMAS * least_2).all(-1) & (applied >= WINDOW)
+    return (numbers_2 - median_2 > SIGMAS * floored_deviation_2).all(-1) & (applied >= WINDOW)
 
 
 def remember_(recent_2W: Tensor, numbers_2: Tensor, applied: Tensor, accepted: Tensor) -> None:
-    """Put an applied update, the `applied`-th from 0, in the place of the oldest."""
-    # A mask takes the place of an index: `applied` is on the device, and indexing by it would be a
-    # read by the host.
-    here_W = torch.arange(WINDOW, device=applied.device) == (applied % WINDOW).unsqueeze(-1)
-    here_1W = (here_W & accepted.unsqueeze(-1)).unsqueeze(-2)
-    recent_2W.copy_(torch.where(here_1W, numbers_2.unsqueeze(-1), recent_2W))
+    """Write an accepted update's numbers over those of the oldest remembered update.
+
+    Args:
+        recent_2W: the remembered numbers, a ring buffer that is written in place.
+        numbers_2: the update's log-norm and loss.
+        applied: the number of updates applied before this one.
+        accepted: whether the update is applied, bool; if not, nothing is written.
+    """
+    # A mask selects the column: `applied` is on the device, and the host would have to read it to
+    # use it as an index.
+    is_oldest_W = torch.arange(WINDOW, device=applied.device) == (applied % WINDOW).unsqueeze(-1)
+    is_written_1W = (is_oldest_W & accepted.unsqueeze(-1)).unsqueeze(-2)
+    recent_2W.copy_(torch.where(is_written_1W, numbers_2.unsqueeze(-1), recent_2W))
 
 
 def without_spikes_(
     accepted: Tensor, grad_norm: Tensor, loss: Tensor, recent_2W: Tensor, applied: Tensor
 ) -> Tensor:
-    """Return whether an accepted update is still accepted, as it does not stand out; if so,
-    remember it.
+    """Reject an accepted update that is a spike, and remember it otherwise.
+
+    Returns:
+        Whether the update is still accepted, bool.
     """
-    numbers_2 = looked_at(grad_norm, loss)
-    accepted = accepted & ~stands_out(numbers_2, recent_2W, applied)
+    numbers_2 = log_norm_and_loss(grad_norm, loss)
+    accepted = accepted & ~is_spike(numbers_2, recent_2W, applied)
     remember_(recent_2W, numbers_2, applied, accepted)
     return accepted
 
@@ -118,14 +133,14 @@ def _median(values_W: Tensor) -> Tensor:
 
 def squares(plane: Plane, grad: Tensor) -> list[Tensor]:
     """Return the sum of squares of each of the plane's parts, fp64."""
-    # Squares are summed part by part, so that the norm has the same bits whether a plane is one
+    # Squares are summed part by part, so that the norm has the same bits whether a plane is in one
     # piece or in stages.
     parts = grad.split(plane.parts, dim=-1)
-    # Few kernels for all parts, in each of which a part's sum is its own.
+    # `_foreach_norm` needs a few kernels for all parts, and sums each part by itself.
     if grad.is_cuda and grad.ndim == 1:
         return [norm.square() for norm in torch._foreach_norm(parts, dtype=torch.float64)]
     norms = (torch.linalg.vector_norm(part, dim=-1, dtype=torch.float64) for part in parts)
-    # Torch 2.11 keeps a dimension of one number.
+    # The reshape is for torch 2.11, which keeps the reduced dimension if it has one element.
     return [norm.square().reshape(grad.shape[:-1]) for norm in norms]
 
 
@@ -140,9 +155,19 @@ def update_plane(
     lr: Tensor,
     applied: Tensor,
 ) -> None:
-    """Update a plane by its summed gradient `total`, times `scale`, where the update is `accepted`."""
-    # The fp64 factor is materialized, as a compiler would otherwise convert it again for every
-    # element.
+    """Update a plane's weights and optimizer state in place.
+
+    Args:
+        plane: the plane.
+        total: the summed gradient, [size].
+        scale: factor of `total`, fp64.
+        accepted: whether the update is applied, bool; if not, nothing changes.
+        optim: the optimizer.
+        precision: the compute dtype.
+        lr: the learning rate.
+        applied: the number of updates applied so far, this one included.
+    """
+    # Without `materialize` a compiled update would convert the fp64 factor once per element.
     grad = total * materialize(scale.to(total.dtype)).unsqueeze(-1)
     compute = precision.products(grad.dtype)
     update_(plane, optim, grad, lr=lr, applied=applied, accepted=accepted, compute=compute)
@@ -150,45 +175,52 @@ def update_plane(
 
 
 def make_splittable_(param: Tensor, precision: Precision) -> None:
-    """Move fp32 weights that are computed with in bf16 to values that `monograph.optim.split` can
-    keep in 32 bits.
+    """Round fp32 weights, if bf16 computes with them, to values that `optim.split` can represent.
 
-    Resident engines do so too, although they split nothing, so that streamed weights equal theirs
-    to the bit.
+    Only a streamed engine splits weights. A resident engine rounds them as well, so that the weights
+    of both are equal to the bit.
     """
     if precision.rounds and param.dtype == torch.float32:
         param.copy_(splittable(param))
 
 
 def largest(dtype: torch.dtype) -> float:
-    """Return the largest number whose square is finite in the dtype of gradients and moments, at
-    least fp32.
+    """Return the largest number whose square is finite in `dtype`, or in fp32 if that is wider.
+
+    Args:
+        dtype: the dtype of gradients and moments.
     """
-    # Second moments are squares of gradients, so they overflow first.
+    # Second moments are squares of gradients, so they are the first to overflow.
     return math.sqrt(torch.finfo(torch.promote_types(dtype, torch.float32)).max)
 
 
 def largest_rate(kinds: Iterable[Kind], largest: float) -> Tensor:
-    """Return the largest learning rate, 0-d or [N], whose products with factors and decays are not
-    above `largest`.
+    """Return the largest learning rate whose products with factors and decays are within `largest`.
+
+    Args:
+        kinds: the kinds of the planes, each with a factor of the learning rate and a weight decay.
+        largest: the limit of a product.
+
+    Returns:
+        The learning rate, fp64, 0-d or [N].
     """
-    wide = functools.partial(torch.as_tensor, dtype=torch.float64)
-    factors = (wide(kind.lr) * wide(kind.weight_decay).clamp_min(1.0) for kind in kinds)
-    return largest / functools.reduce(torch.maximum, factors, wide(1.0))
+    as_fp64 = functools.partial(torch.as_tensor, dtype=torch.float64)
+    factors = (as_fp64(kind.lr) * as_fp64(kind.weight_decay).clamp_min(1.0) for kind in kinds)
+    return largest / functools.reduce(torch.maximum, factors, as_fp64(1.0))
 
 
 def reciprocal(count: Tensor) -> Tensor:
     """Return 1 / count in fp64, and 1 where the count is 0."""
-    # Without targets the sum is 0 as well, and 0 / 0 would put NaN into the planes for good.
+    # Without targets the loss sum is 0 as well, and 0 / 0 would leave NaN in the planes for good.
     return 1.0 / torch.where(count == 0, 1.0, count)
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The numbers of one update; tensors are 0-d on the device, and reading one is the only wait of
-    the host.
+    """The numbers of one update.
 
-    For an ensemble, tensors are [N], one number for each member, and `lr` is a tuple of N rates.
+    Tensors are 0-d and on the device; the host waits for the device only when it reads one. For an
+    ensemble, tensors are [N], one number for each member, and `lr` is a tuple of N rates.
 
     Attributes:
         index: the number of updates before this one.
@@ -197,10 +229,10 @@ class Update:
             their weights.
         lr: learning rate of this update.
         grad_norm: Euclidean norm of the gradient before clipping, fp64.
-        tokens: targets trained on since the start, this window included, int64; sums of weights are
-            rounded for each window.
-        skipped: updates skipped since the start because the loss, the gradient, the count or the
-            rate was not finite, or the window had no target, int64.
+        tokens: targets trained on since the start, including this window, int64; a window's sum of
+            weights is rounded.
+        skipped: updates skipped since the start, int64: the loss, gradient, count or rate was not
+            finite or too large, the window had no target, or the update was a spike.
         marks: when the parts of the update began; see `monograph.step.parts`.
     """
 

@@ -1,4 +1,4 @@
-"""Notice when somebody changes a module's parameters after a step moved them into its planes."""
+"""Detect that a module's parameters were changed after a step moved them into its planes."""
 
 from collections.abc import Sequence
 
@@ -7,15 +7,19 @@ from torch import SymInt, Tensor, nn
 from monograph.errors import UsageError
 from monograph.optim import Plane
 
-# Storage, offset, shape and strides.
+# A tensor's storage address, offset, shape and strides.
 Memory = tuple[int, int | SymInt, tuple[int, ...], tuple[int, ...]]
 
 
 class ParameterGuard:
-    """The trainable parameters of a module when a step moved them into its planes.
+    """Remembers a module's trainable parameters, as a step left them in its planes.
 
-    If they were replaced, frozen, moved or cast afterwards, the step would silently train memory
-    that the module no longer reads, or change weights that should stay.
+    If the parameters are replaced, frozen, moved or cast later, the step would silently train memory
+    that the module no longer reads, or change weights that should stay the same.
+
+    Attributes:
+        module: the module.
+        parameters: its trainable parameters, by name.
     """
 
     def __init__(self, module: nn.Module, planes: Sequence[Plane]):
@@ -27,8 +31,7 @@ class ParameterGuard:
         """Check that the module's parameters are still the same.
 
         Raises:
-            UsageError: they are not; the message names the first one that changed, and says what to
-                do.
+            UsageError: a parameter changed; the message names it, and says what to do.
         """
         if trained_memory(self.module) != self._before:
             raise UsageError(
@@ -45,7 +48,7 @@ class ParameterGuard:
                 return f"{name} was replaced by another parameter"
             if not parameter.requires_grad:
                 return f"{name} was frozen (requires_grad = False)"
-        # Parameters are compared by identity, as a name may belong to another parameter by now.
+        # Parameters are compared by identity, because a name may belong to another parameter now.
         known = {id(parameter) for parameter in self.parameters.values()}
         for name, parameter in now.items():
             if parameter.requires_grad and id(parameter) not in known:
@@ -53,30 +56,28 @@ class ParameterGuard:
         moved = [
             name for name, p in self.parameters.items() if (id(p), memory(p)) not in self._before
         ]
-        if not moved:  # the parameters are the same, in other places
-            return "a parameter was put in another place, tied or untied"
+        if not moved:  # the same parameters, in other modules
+            return "a parameter was moved to another module, tied or untied"
         return f"{moved[0]} was moved, cast or given other memory (.to(), .float(), .data = ...)"
 
 
 def trained_memory(module: nn.Module) -> list[tuple[int, Memory]]:
-    """Return the identities and memories of the trainable parameters, to compare with an earlier
-    result.
-    """
-    held, waiting = [], [module]
-    while waiting:  # module.parameters() would take six times as long, in every update
-        part = waiting.pop()
-        waiting += (child for child in part._modules.values() if child is not None)
-        held += [
+    """Return identity and memory of each trainable parameter, to compare with a later result."""
+    parameters = []
+    modules_left = [module]
+    # Every update calls this, and module.parameters() would take six times as long.
+    while modules_left:
+        current = modules_left.pop()
+        modules_left += (child for child in current._modules.values() if child is not None)
+        parameters += [
             (id(p), memory(p))
-            for p in part._parameters.values()
+            for p in current._parameters.values()
             if p is not None and p.requires_grad
         ]
-    return held
+    return parameters
 
 
 def memory(parameter: Tensor) -> Memory:
-    """Return a parameter's storage and its place there; for a sharded parameter, those of this
-    rank's shard.
-    """
-    own = getattr(parameter, "_local_tensor", parameter)
-    return own.untyped_storage()._cdata, own.storage_offset(), own.shape, own.stride()
+    """Return where a parameter lies in memory; of a sharded parameter, where this rank's shard lies."""
+    local = getattr(parameter, "_local_tensor", parameter)
+    return local.untyped_storage()._cdata, local.storage_offset(), local.shape, local.stride()

@@ -1,7 +1,7 @@
-"""Ask of a loss, and of a model's balance of experts, what a step has to know before it calls them."""
+"""Prepare a loss for a step: its device, its experts' balance, and the update it belongs to."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -11,37 +11,47 @@ from monograph.loss import Loss, TokenLoss
 
 
 def balances(model: nn.Module, loss: Loss) -> bool:
-    """Return whether the model balances its experts, which needs the share of each token.
+    """Return whether the model balances its experts, so that it needs each token's share of the loss.
 
     Raises:
-        UsageError: it does, and the shares of the loss's tokens are unknown.
+        UsageError: the model balances its experts, but the loss is not a `TokenLoss`, so the tokens'
+            shares are unknown.
     """
     factors = [getattr(module, "balance_factor", 0.0) for module in model.modules()]
     if any(factors) and not (factors[0] and isinstance(loss, TokenLoss)):
         raise UsageError(
             "output_router_logits = true adds the balance of experts to the cross-entropy of texts alone, and this "
-            "trains by another loss: set it to false in the config.json of the model, or of the run's export"
+            "run trains by another loss: set it to false in the config.json of the model, or of the run's export"
         )
     return any(factors)
 
 
-def put_(loss: Loss, device: torch.device) -> None:
-    """Move a loss that has buffers to the step's device."""
+def move_loss_(loss: Loss, device: torch.device) -> None:
+    """Move a loss that is a module, and so may have buffers, to the step's device."""
     if isinstance(loss, nn.Module):
         loss.to(device)
 
 
 @contextmanager
-def of_the_update(
+def loss_update_context(
     loss: Loss,
     index: int,
     batches: Sequence[object],
     score: Callable[[Sequence[object]], None],
     sum_over_ranks: Callable[[Tensor], Tensor],
 ) -> Iterator[None]:
-    """Tell the loss in the block of which update it is a part, if it has `update_of`: see
-    `monograph.loss`.
+    """Enter the loss's `update_of` for the block, if the loss has it; see `monograph.loss`.
+
+    Args:
+        loss: the step's loss.
+        index: the index of the update.
+        batches: the micro-batches of the update's window.
+        score: passes micro-batches through the loss without gradients.
+        sum_over_ranks: sums a 0-d tensor over all ranks.
     """
     update_of = getattr(loss, "update_of", None)
-    with update_of(index, batches, score, sum_over_ranks) if callable(update_of) else nullcontext():
+    if not callable(update_of):
+        yield
+        return
+    with update_of(index, batches, score, sum_over_ranks):
         yield

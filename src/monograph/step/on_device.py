@@ -22,54 +22,59 @@ if TYPE_CHECKING:
 
 
 class OnDevice(Parameters):
-    """The parameters of one module on one device; of a step's parameters this is the default."""
+    """The parameters of one module on one device; a step's default."""
 
     def __init__(self, *, fused: bool | None = None):
-        """Take whether products add gradients (see `monograph.ops.fused_gradients`); None: where
-        that saves work.
+        """Choose how weight gradients reach the planes.
+
+        Args:
+            fused: whether matrix products add them directly (see `monograph.ops.fused_gradients`);
+                None: if that saves work.
         """
         super().__init__()
         self._fused = fused
-        self._adding = False  # whether they do
+        self._products_add = False  # the choice, known from `place` on
 
     def place(self, step: Step) -> list[Plane]:
-        """Move the trainable parameters into planes, on the device where they are."""
+        """Move the trainable parameters into planes on their own device."""
         self.step = step
         on_cuda = any(p.is_cuda for p in step.model.parameters())
-        self._adding = fuses(step, on_cuda) if self._fused is None else self._fused
-        if self._adding:
+        self._products_add = fuses(step, on_cuda) if self._fused is None else self._fused
+        if self._products_add:
             siblings.fuse_known(step.model)
-        # Fused siblings are read as one matrix, so their parameters must lie next to each other in
-        # a plane.
-        in_order = siblings.side_by_side(step.model, trainable(step.model))
-        made = planes(
-            in_order,
+        # Fused siblings are read as one matrix, so their parameters must lie side by side in a plane.
+        ordered_parameters = siblings.side_by_side(step.model, trainable(step.model))
+        new_planes = planes(
+            ordered_parameters,
             step.optim.kinds(step.model),
             step.optim.state,
             master_weights=step.optim.master_weights,
             parts=parameter_blocks(step.model),
         )
         siblings.part_moved(step.model)
-        begun = [step.begun(plane) for plane in made]
-        if self._adding:
-            # Where nothing is recomputed, a backward pass needs all rounded weights anyway.
-            rounds = isinstance(step.remat, Remat.Off)
-            for plane in begun:
-                if rounds and not plane.kind.vector and plane.param.dtype != step.precision.dtype:
+        for plane in new_planes:
+            step.prepare_plane(plane)
+        if self._products_add:
+            # Without recomputation all rounded weights are kept for the backward pass anyway, so
+            # rounding them ahead into `plane.rounded` needs no more memory.
+            may_round_ahead = isinstance(step.remat, Remat.Off)
+            for plane in new_planes:
+                needs_rounding = not plane.kind.vector and plane.param.dtype != step.precision.dtype
+                if may_round_ahead and needs_rounding:
                     plane.rounded = torch.empty_like(plane.param, dtype=step.precision.dtype)
                 plane.fuse()
         for family in siblings.families(step.model):
             family.look()
-        return begun
+        return new_planes
 
     def fusing(self) -> AbstractContextManager[None]:
-        """In the block products add gradients to the planes, if they do at all."""
-        return _fusing(self.step.planes) if self._adding else nullcontext()
+        """Let matrix products in the block add gradients to the planes, if `place` chose that."""
+        return _fusing(self.step.planes) if self._products_add else nullcontext()
 
     def accumulate(self, batches: Sequence[object]) -> None:
         """Add the gradient of each micro-batch to the planes."""
-        # Gradients are linked in each window, as `zero_grad()` may have set `.grad` to None since
-        # the last one.
+        # Gradients are linked again for each window, because a caller's `zero_grad()` may have set
+        # `.grad` to None since the last window.
         self.step.link()
         for plane in self.step.planes:
             plane.round()
@@ -88,9 +93,7 @@ class OnDevice(Parameters):
             plane.grad.zero_()
 
     def apply(self) -> Tensor:
-        """Clip and apply the gradients of the planes, and set them to zero; return their norm
-        before clipping.
-        """
+        """Clip and apply the planes' gradients, and reset them; return the norm before clipping."""
         grad_norm = self.step.clip_and_apply([plane.grad for plane in self.step.planes])
         self.discard()
         return grad_norm
@@ -103,11 +106,12 @@ def _fusing(planes: Sequence[Plane]) -> Iterator[None]:
 
 
 def fuses(step: Step, on_cuda: bool) -> bool:
-    """Return whether a step's products can add gradients, and do so in less time."""
-    # A CPU computes separate siblings faster, and cannot add bf16 products to fp32 numbers. Code of
-    # others may ask for gradients itself, or by hooks.
-    own = type(step.loss) is TokenLoss and vars(type(step.model)).get("fuses", False)
-    hooked = any(
+    """Return whether a step's matrix products can add gradients to the planes, and save time so."""
+    # A CPU computes separate siblings faster, and cannot add bf16 products to fp32 numbers.
+    can_accumulate = on_cuda and step.precision.name in ("bf16", "fp16")
+    # A caller's own model, loss or hooks may read gradients that this bypasses.
+    is_known = type(step.loss) is TokenLoss and vars(type(step.model)).get("fuses", False)
+    has_hooks = any(
         p._backward_hooks or p._post_accumulate_grad_hooks for p in step.model.parameters()
     )
-    return on_cuda and step.precision.name in ("bf16", "fp16") and own and not hooked
+    return can_accumulate and is_known and not has_hooks

@@ -1,8 +1,7 @@
-"""Say what a training step asks of its parameters: where they are, and how their gradients and
-updates are made.
+"""Define what a training step needs from its parameters: their place, gradients and updates.
 
-A step computes the equation of an update (`step.py`). Everything about it that depends on where the
-parameters are is a method here, and each engine implements them in a class of its own:
+A step computes the equation of an update (`step.py`). What depends on where the parameters live is
+a method of `Parameters`, and each engine has a subclass of it:
 
     step/on_device.py            one module on one device       `OnDevice`
     ensemble/stacked.py          N members in one stack         `Stacked`
@@ -32,23 +31,23 @@ if TYPE_CHECKING:
     from monograph.step.step import Step
 
 Sums = tuple[Tensor, Tensor]  # sum of losses, and number of targets
-Rates = float | tuple[float, ...]  # the learning rate, or one for each member
+Rates = float | tuple[float, ...]  # the learning rate, or each member's learning rate
 
 
 class Parameters(ABC):
     """The trainable parameters of one step.
 
-    What is implemented here is right for every engine that has no reason of its own.
+    The methods implemented here are defaults, which an engine overrides where it differs.
 
     Attributes:
-        step: the step; it is known from `place` on.
-        device: the device that computes; None: that of the planes.
-        staged: whether a pass goes through the model stage by stage, so that it never is on the
-            device as a whole.
+        step: the step; set by `place`.
+        device: the device that computes; None: the planes' device.
+        staged: whether a pass goes through the model stage by stage, so that the whole model is
+            never on the device.
         replays: whether a recorded micro-step may be replayed.
         differentiable: whether `sums` may be differentiated outside of `accumulate`.
-        counters: tensors of a state in addition to the step's own counters, by name.
-        frozen: which members are never updated again, bool [N].
+        counters: state tensors in addition to the step's own counters, by name.
+        frozen: which members are never updated again, bool [N]; None: no member is frozen.
     """
 
     step: Step
@@ -65,26 +64,29 @@ class Parameters(ABC):
 
     @abstractmethod
     def place(self, step: Step) -> list[Plane]:
-        """Move the step's trainable parameters into planes, once; the step has a model, loss and
-        optimizer by then.
+        """Move the step's trainable parameters into planes, and return the planes.
+
+        A step calls this once, after setting its model, loss, optimizer and precision.
         """
 
     def captured(self, scope: Scope) -> list[Compilable[..., Any]]:
         """Return the functions that a capture of this scope compiles."""
         step = self.step
-        # In scope "blocks" the passes are functions of the blocks, and only the update is a
-        # function of the step.
-        return [step.forward, step.apply, step.evaluate] if scope == "whole" else [step.apply]
+        if scope == "whole":
+            return [step.forward, step.apply, step.evaluate]
+        # In scope "blocks" the blocks themselves are compiled for the passes.
+        return [step.apply]
 
     # ── accumulate ──────────────────────────────────────────────────────────────────────────────
 
     def context(self) -> AbstractContextManager[None]:
-        """In the block the loss can be called; the precision has a context in addition."""
+        """Return a context in which the loss can be called; the step adds the precision's context."""
         return nullcontext()
 
     def fusing(self) -> AbstractContextManager[None]:
-        """In the block products may add gradients to the planes, see
-        `monograph.ops.fused_gradients`.
+        """Return a context in which matrix products may add gradients to the planes themselves.
+
+        See `monograph.ops.fused_gradients`. By default they do not.
         """
         return nullcontext()
 
@@ -93,9 +95,7 @@ class Parameters(ABC):
         return pair(self.step.loss(self.step.model, batch))
 
     def targets(self, batch: object) -> Tensor | None:
-        """Return the number of the batch's targets, if the loss can count them without a forward
-        pass.
-        """
+        """Return the number of the batch's targets; None if the loss must run to count them."""
         loss = self.step.loss
         return counted(loss.count(batch), self.step.device) if counts(loss) else None
 
@@ -112,64 +112,67 @@ class Parameters(ABC):
 
     @abstractmethod
     def discard(self) -> None:
-        """Forget the gradient since the last update."""
+        """Reset the gradient accumulated since the last update."""
 
     def begin_again(self) -> None:
-        """Get ready to repeat a pass that ran out of memory."""
+        """Prepare to repeat a pass that ran out of memory."""
 
     # ── apply ───────────────────────────────────────────────────────────────────────────────────
 
     def rates(self) -> Rates:
-        """Return the learning rate of the current update, or one for each member."""
+        """Return the learning rate of the current update, or each member's."""
         return float(self.step.optim.lr * factor_at(self.step.schedule, self.step.index))
 
     def complete(self) -> None:
-        """Do what is left when a window is complete, before its update."""
+        """Finish the accumulation of a window, before its update."""
 
     @abstractmethod
     def apply(self) -> Tensor:
-        """Clip and apply the accumulated gradient, and forget it; return its norm before clipping."""
+        """Clip, apply and reset the accumulated gradient; return its norm before clipping."""
 
     def add_squares(self, squares: Sequence[Tensor]) -> Tensor:
-        """Add up the squares of all parts."""
-        # They are added one by one, as the bits of a sum of many depend on the code that computes
-        # it.
+        """Return the sum of all parts' sums of squares."""
+        # They are added one by one: the bits of `torch.sum` depend on the kernel that computes it.
         return functools.reduce(torch.add, squares)
 
     def directed(self, grads: Sequence[Tensor], scale: Tensor) -> AbstractContextManager[None]:
-        """In the block planes know what takes other ranks' rows, from their gradients and these
-        gradients' factor.
+        """Return a context in which planes hold the values that other ranks' rows determine.
+
+        Only sharded parameters have such values, for example Muon's directions.
+
+        Args:
+            grads: each plane's summed gradient.
+            scale: factor of the gradients.
         """
         return nullcontext()
 
     def update_plane(self, plane: Plane, total: Tensor, scale: Tensor, accepted: Tensor) -> None:
-        """Update a plane by its summed gradient."""
+        """Update a plane by its summed gradient `total`; see `Step.update_plane`."""
         self.step.update_plane(plane, total, scale, accepted)
 
     # ── at rest ─────────────────────────────────────────────────────────────────────────────────
 
     def at_rest(self, *, written: bool) -> None:
-        """Wait until the planes may be read, and if `written` also written."""
+        """Wait until the planes may be read, and with `written` also until they may be written."""
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the model's tensors that training changes, by name, tied ones once."""
+        """Return the model's tensors that training changes, by name; tied tensors once."""
         return kept_state(self.step.model)
 
     def take_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Take note that other values were copied into the tensors that `weights` returned."""
+        """Adopt the values that were copied into the tensors that `weights` returned."""
 
     def whole(self) -> nn.Module | None:
-        """Return a module of the same shapes, perhaps without values, if the step's own is sharded."""
+        """Return an unsharded module of the same shapes, perhaps without values.
+
+        None: the step's own module is not sharded.
+        """
         return None
 
     def assembled(self) -> AbstractContextManager[nn.Module]:
-        """In the block give a module that can be called on its own, all of its weights in one
-        place.
-        """
+        """Return a context that gives a module with all weights in one place, ready to call."""
         return nullcontext(self.step.model)
 
     def gathered(self) -> nn.Module:
-        """Return a module with all weights as they are now, to be called on every rank; the same
-        each time.
-        """
+        """Return a module with all current weights, the same object each time; call on every rank."""
         return self.step.model

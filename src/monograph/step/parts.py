@@ -1,4 +1,4 @@
-"""Time the parts of an update."""
+"""Time the parts of an update: forward, backward, optimizer."""
 
 import itertools
 import time
@@ -8,50 +8,61 @@ from typing import Any
 
 import torch
 
-# The names of parts, each with the time or the event at which it begins.
+# The names of parts, each with the time (s, on a CPU) or the CUDA event at which the part begins.
 Marks = Sequence[tuple[str, Any]]
 
 
 class Parts:
-    """When the parts of an update begin. On a GPU events are noted there, so neither the host nor
-    the device waits.
+    """Records when the parts of an update begin.
+
+    On a GPU it records CUDA events, so neither the host nor the device waits.
     """
 
     def __init__(self, device: torch.device):
-        """Take the device that computes."""
+        """Start without marks, for parts that `device` computes."""
         self._cuda = device.type == "cuda"
-        self._now = list[tuple[str, Any]]()
+        self._marks = list[tuple[str, Any]]()
 
     def begin(self, part: str) -> None:
-        """End the part before and begin another; parts that begin inside a replayed graph are not
-        told apart.
+        """Record that `part` begins, which ends the part before it.
+
+        Nothing is recorded while a CUDA graph is captured, so a replay is a single part.
         """
         if not self._cuda:
-            self._now.append((part, time.perf_counter()))
+            self._marks.append((part, time.perf_counter()))
         elif not torch.cuda.is_current_stream_capturing():
             event = torch.cuda.Event(enable_timing=True)
             event.record()
-            self._now.append((part, event))
+            self._marks.append((part, event))
 
     def end(self) -> Marks:
-        """End the update; return its parts."""
+        """End the last part; return the update's marks, and start without marks again."""
         self.begin("")
-        ended = self._now
-        self._now = []
-        return ended
+        marks = self._marks
+        self._marks = []
+        return marks
 
 
 def seconds(marks: Marks) -> dict[str, float]:
-    """Return the seconds of each part, `passes_s` where forward and backward are one launch; the
-    device must be done.
+    """Return the seconds of each part by `<part>_s`; the device must have finished the update.
 
-    Empty if the engine does not go through these parts.
+    Forward and backward are one number, `passes_s`, if they were launched as one graph.
+
+    Args:
+        marks: what `Parts.end` returned.
+
+    Returns:
+        The seconds; empty if the engine does not record a forward pass.
     """
     parts = {part for part, _ in marks}
-    found = Counter[str]()
-    for (part, begun), (_, ended) in itertools.pairwise(marks) if "forward" in parts else ():
-        name = part if "backward" in parts or part != "forward" else "passes"
-        found[f"{name}_s"] += (
-            ended - begun if isinstance(begun, float) else begun.elapsed_time(ended) / 1000
-        )
-    return dict(found)
+    if "forward" not in parts:
+        return {}
+    seconds_of_parts = Counter[str]()
+    for (part, begin), (_, end) in itertools.pairwise(marks):
+        is_whole_pass = part == "forward" and "backward" not in parts
+        name = "passes" if is_whole_pass else part
+        if isinstance(begin, float):
+            seconds_of_parts[f"{name}_s"] += end - begin
+        else:
+            seconds_of_parts[f"{name}_s"] += begin.elapsed_time(end) / 1000  # ms to s
+    return dict(seconds_of_parts)

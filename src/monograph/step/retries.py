@@ -1,11 +1,11 @@
-"""Repeat what did not fit the memory of a device in less of it, around the parameters of any
-engine.
+"""Repeat a pass that ran out of device memory in a way that needs less; for any engine.
 
-Fewer rows at once and recomputed blocks change no gradient (laws 2 and 3), so an update stays the
-same.
+Neither smaller micro-batches nor recomputed blocks change a gradient (laws 2 and 3), so the update
+stays the same.
 """
 
 import gc
+import math
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
@@ -23,8 +23,11 @@ T = TypeVar("T")
 
 
 class Share(NamedTuple):
-    """The micro-batches of a window that one rank computes: every `ranks`-th one, from the one of
-    its number on.
+    """The micro-batches of a window that one rank computes: `rank`, `rank + ranks`, and so on.
+
+    Attributes:
+        ranks: the number of ranks.
+        rank: this rank's number, from 0.
     """
 
     ranks: int = 1
@@ -35,22 +38,25 @@ WHOLE = Share()
 
 
 class Retries:
-    """How large micro-batches are, and what is changed when memory runs out.
+    """The size of micro-batches, and what changes when memory runs out.
 
     Attributes:
         micro_batch: rows per micro-batch; None: the whole window at once, or a rank's share of it.
-        share: the micro-batches that are this rank's.
-        captured: what the step was captured with, if it was.
-        announce: gets a line when work goes on in another way.
+        share: this rank's micro-batches.
+        captured: backend and scope of the step's capture; None: the step is not captured.
+        announce: called with one line when a pass is repeated in another way.
     """
 
     def __init__(self, micro_batch: int | None, *, share: Share = WHOLE, recomputes: bool = True):
-        """Begin with this number of rows.
+        """Set the size of micro-batches to begin with.
 
         Args:
-            micro_batch: rows per micro-batch.
-            share: the micro-batches of a window that are this rank's; by default all of them.
+            micro_batch: rows per micro-batch; None: the whole window at once.
+            share: this rank's micro-batches of a window; by default all of them.
             recomputes: whether blocks may be recomputed to save memory.
+
+        Raises:
+            UsageError: `micro_batch` is not a whole number of at least 1.
         """
         if micro_batch is not None and not COUNT.holds(micro_batch):
             raise UsageError(
@@ -59,26 +65,25 @@ class Retries:
         self.micro_batch = micro_batch
         self.share = share
         self.captured: tuple[graph.Backend, Scope] | None = None
-        # Engines print nothing: a command shows the line in its progress, and a user of the library
-        # may set `print`.
+        # By default nothing is printed: a command shows the line in its progress display, and a
+        # caller of the library may set `print`.
         self.announce: Callable[[str], None] = lambda line: None
         self._recomputes = recomputes
 
     def size(self, rows: int) -> int:
-        """Return the rows of a micro-batch of a window of so many rows."""
-        return self.micro_batch or -(-rows // self.share.ranks)
+        """Return the rows per micro-batch of a window that has `rows` rows."""
+        return self.micro_batch or math.ceil(rows / self.share.ranks)
 
     def fitting(self, step: Step, rows: Callable[[], int], work: Callable[[], T]) -> T:
-        """Return `work()`, a pass of the step; as long as the device's memory does not suffice,
-        change and repeat it.
+        """Call `work`, and repeat it with less memory until it fits; return its result.
 
         Args:
             step: the step.
-            rows: returns the rows of the window that the work is about.
-            work: reads `size` anew each time.
+            rows: returns the number of rows of the window.
+            work: a pass of the step over the window; it must ask `size` again in each call.
 
         Raises:
-            OutOfDeviceMemory: nothing is left to try.
+            OutOfDeviceMemory: one row does not fit, even with recomputed blocks.
         """
         while True:
             try:
@@ -87,18 +92,16 @@ class Retries:
                 if not out_of_memory(error):
                     raise
                 message = str(error).splitlines()[0]
-            # This is outside the except block, where the traceback would keep the failed pass's
-            # tensors alive.
+            # This call is outside the except block, because there the traceback would keep the
+            # failed pass's tensors alive.
             self._step_down(step, rows(), message)
 
     def _step_down(self, step: Step, window_rows: int, message: str) -> None:
-        """Take less memory for the same update: no replayed micro-steps, else half the rows, else
-        recomputed blocks.
-        """
+        """Make one change that saves memory: no replays, else half the rows, else recomputed blocks."""
         rows = min(self.size(window_rows), window_rows)
         step.discard()
-        # The change that costs least comes first: replays save only launching, fewer rows cost some
-        # speed, and recomputed blocks cost about a third more computing.
+        # The cheapest change comes first: without replays only launches cost more, fewer rows cost
+        # some speed, and recomputed blocks add about a third to the computation.
         if graph.give_back(step):
             change = f"{graph.ONE_BY_ONE} from now on"
         elif rows > 1:
@@ -110,13 +113,15 @@ class Retries:
             raise OutOfDeviceMemory(
                 f"one row does not fit the device's memory: {message}; use a smaller model or sequence_length"
             )
-        emptied(step.device)
+        empty_cache(step.device)
         self.announce(f"out of memory at {rows_of(rows)}: {change}, the update stays the same")
         step.parameters.begin_again()
 
     def _recompute(self, step: Step) -> bool:
-        """Keep only the blocks' inputs from now on; return False if that is so already, or if there
-        are no blocks.
+        """Keep only the blocks' inputs from now on, and recompute the blocks in the backward pass.
+
+        Returns:
+            False if the blocks are recomputed already, may not be recomputed, or do not exist.
         """
         if not self._recomputes or step.remat in (Remat.Full(), Remat.Offload()):
             return False
@@ -132,23 +137,23 @@ class Retries:
         return True
 
 
-def emptied(device: torch.device) -> None:
-    """Free what a failed pass held on a device."""
-    # Its tensors are in reference cycles of autograd, and the allocator keeps freed memory in
-    # pieces of the old size.
+def empty_cache(device: torch.device) -> None:
+    """Free the memory that a failed pass held on a device."""
+    # The pass's tensors are in reference cycles of autograd, and the allocator keeps freed memory in
+    # blocks of the old size.
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def rows_of(number: int) -> str:
-    """Return a number of rows in words."""
+    """Return "1 row", "2 rows" and so on."""
     return f"{number} row" if number == 1 else f"{number} rows"
 
 
 def out_of_memory(error: BaseException | None) -> bool:
-    """Return whether the device's memory, or the host's, was too small."""
-    # The trial step wraps a module's error in one with an explanation.
+    """Return whether an error says that the device's or the host's memory was too small."""
+    # The trial step wraps a module's error in an `InputRefused` that explains it.
     if isinstance(error, InputRefused):
         return out_of_memory(error.__cause__)
     return isinstance(error, torch.OutOfMemoryError) or (error is not None and host_is_full(error))

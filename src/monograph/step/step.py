@@ -1,11 +1,10 @@
-"""Run the training step of every engine: the exact gradient of one update's micro-batches, then the
-update.
+"""Run the training step that all engines share: the exact gradient of one window, then the update.
 
-    gradient = d/dp  (sum over micro-batches of loss sums) / (sum over micro-batches of target
-    counts)
+    gradient = d/dw (sum over micro-batches of loss sums) / (sum over micro-batches of target counts)
 
-This is the large batch's gradient for any split into micro-batches. The host reads no tensor here.
-The step's `Parameters` say what differs where they are stacked, streamed or sharded.
+This is the gradient of the whole window, however the window is split into micro-batches. The host
+reads no tensor here, so it never waits for the device. `Parameters` (parameters.py) holds what
+differs between resident, stacked, streamed and sharded parameters.
 """
 
 import functools
@@ -48,14 +47,14 @@ from monograph.step.clip import (
     without_spikes_,
 )
 from monograph.step.guard import ParameterGuard
-from monograph.step.losses import balances, of_the_update, put_
+from monograph.step.losses import balances, loss_update_context, move_loss_
 from monograph.step.on_device import OnDevice
 from monograph.step.parameters import Parameters, Rates
 from monograph.step.parts import Parts
 
 
-def alone(total: Tensor) -> Tensor:
-    """Return the sum over the ranks of a single process."""
+def sum_of_one_rank(total: Tensor) -> Tensor:
+    """Return the sum over all ranks where there is only one: `total` itself."""
     return total
 
 
@@ -64,32 +63,34 @@ class Step:
     """A module, its loss and its optimizer, ready to step: `step(window) -> Update`.
 
     The module's trainable parameters become views of flat planes (see `monograph.optim`), so move
-    it and load its weights first. A layer that mixes rows, such as BatchNorm, sees one micro-batch
-    at a time: then, and only then, the gradient depends on how the window is cut.
+    the module to its device and load its weights first. A layer that mixes rows, such as BatchNorm,
+    sees one micro-batch at a time; only such a layer makes the gradient depend on how the window is
+    cut.
 
     Attributes:
-        lr: learning rate of the current update. This and the next seven are 0-d tensors on the
-            device, or [N].
+        lr: learning rate of the current update. `lr` to `loss_factor` are tensors on the device,
+            0-d ([1] for `loss_factor`), or [N] for an ensemble of N members.
         loss_sum: sum of losses in the current window.
         count: number of targets in the current window.
         applied: updates applied so far.
         tokens: targets trained on so far.
         skipped: updates skipped so far.
         good: updates accepted since the loss scale last changed.
-        loss_scale: factor of the loss in fp16, else 1.
-        loss_factor: factor of a micro-batch's loss: the loss scale / the window's targets.
-        largest: the largest norm of a gradient that is applied. Above it, moments and weights could
-            overflow.
-        largest_rate: the learning rate above which, times a group's factor and decay, `largest` is
-            exceeded.
-        recent: the remembered numbers of the last applied updates, [2, 128] or [N, 2, 128]; see
+        loss_scale: factor of the loss in fp16; 1 in other precisions.
+        loss_factor: factor of each micro-batch's loss: loss scale / number of the window's targets,
+            or the loss scale alone if the loss cannot count targets beforehand.
+        largest: the largest gradient norm that is applied; a larger gradient could overflow moments
+            or weights.
+        largest_rate: the largest learning rate that is applied; a larger one, times a group's
+            factor and decay, could exceed `largest`.
+        recent: log-norm and loss of the last 128 applied updates, [2, 128] or [N, 2, 128]; see
             `Clip`.
-        recorder: captures a micro-step for its replay on a GPU (`monograph.capture`); None: it is
-            called every time.
-        announce: gets a line when a micro-step cannot be replayed, with the reason.
+        recorder: records a micro-step and replays it on a GPU (`monograph.capture`); None: every
+            micro-step is called.
+        announce: called with one line, the reason, when a micro-step cannot be replayed.
     """
 
-    # Whether the step was captured when it was chosen what recomputation keeps.
+    # Whether the step was captured when `choose_kept` last chose; None before its first choice.
     kept_for: bool | None
 
     def __init__(
@@ -102,29 +103,29 @@ class Step:
         clip: float | Clip | None = None,
         precision: Precision | None = None,
         remat: Policy | None = None,
-        sum_over_ranks: Callable[[Tensor], Tensor] = alone,
+        sum_over_ranks: Callable[[Tensor], Tensor] = sum_of_one_rank,
         parameters: Parameters | None = None,
     ):
         """Prepare a step.
 
         Args:
             model: any module.
-            loss: `loss(model, batch) -> (sum, count)`; with a `count(batch)` of its own the targets
-                are counted before the first backward, otherwise the summed gradient is divided by
-                the summed count before clipping, which is the same equation.
+            loss: `loss(model, batch) -> (sum, count)`. If it has a method `count(batch)`, the
+                window's targets are counted before the first backward pass. Otherwise the summed
+                gradient is divided by the summed count before clipping, which gives the same
+                gradient.
             optim: the optimizer, AdamW or Muon; AdamW() by default.
             schedule: factor of the learning rate by update index; constant by default.
-            clip: largest norm of an update's gradient, None for no clipping; a `Clip` may also skip
+            clip: largest norm of an update's gradient; None: no clipping. A `Clip` may also skip
                 spikes.
-            precision: the compute dtype; fp32 (no change) by default. With fp16 the loss is scaled:
-                see `Precision.rescale_`; an update whose scaled gradient overflows is skipped as
-                every non-finite one is. With fp8 `left_in_bf16` names the weights of blocks whose
-                sides are no multiples of 16.
-            remat: which activations are computed a second time in the backward pass; none by
-                default.
-            sum_over_ranks: sums a 0-d count over all processes.
-            parameters: where the parameters are, for this step alone; by default in planes on the
-                module's device.
+            precision: the compute dtype; fp32 by default. With fp16 the loss is scaled (see
+                `Precision.rescale_`), and an update whose scaled gradient overflows is skipped.
+                With fp8 `left_in_bf16` names the matrices that stay in bf16, because a side is not
+                a multiple of 16.
+            remat: which activations the backward pass recomputes; none by default.
+            sum_over_ranks: sums a 0-d tensor over all ranks.
+            parameters: where the parameters live; each step needs its own. By default they are in
+                planes on the module's device.
         """
         _check(loss=loss, schedule=schedule, precision=precision, remat=remat)
         self.model = unwrap_(model)
@@ -147,25 +148,31 @@ class Step:
         self.holds_average = False
         self.planes = self.parameters.place(self)
         self.device = self.parameters.device or self.planes[0].param.device
-        put_(self.loss, self.device)
-        lead = self.planes[0].param.shape[:-1]
-        zeros = functools.partial(torch.zeros, lead, device=self.device)
+        move_loss_(self.loss, self.device)
+        member_shape = self.planes[0].param.shape[:-1]  # [N] for an ensemble, otherwise []
+        zeros = functools.partial(torch.zeros, member_shape, device=self.device)
         # Never write a 0-d float64 tensor inside a captured function: torch 2.13 loses the mutation
         # (dev/log.md).
-        self.lr, self.loss_sum, self.count = (zeros(dtype=torch.float64) for _ in range(3))
-        self.applied, self.tokens, self.skipped, self.good = (
-            zeros(dtype=torch.int64) for _ in range(4)
-        )
+        self.lr = zeros(dtype=torch.float64)
+        self.loss_sum = zeros(dtype=torch.float64)
+        self.count = zeros(dtype=torch.float64)
+        self.applied = zeros(dtype=torch.int64)
+        self.tokens = zeros(dtype=torch.int64)
+        self.skipped = zeros(dtype=torch.int64)
+        self.good = zeros(dtype=torch.int64)
         self.largest = largest(self.planes[0].grad.dtype)
         self.largest_rate = largest_rate((plane.kind for plane in self.planes), self.largest).to(
             self.device
         )
-        self.recent = torch.zeros((*lead, 2, WINDOW), dtype=torch.float64, device=self.device)
+        self.recent = torch.zeros(
+            (*member_shape, 2, WINDOW), dtype=torch.float64, device=self.device
+        )
         self.loss_scale = zeros(dtype=torch.float32).fill_(
             self.precision.loss_scale if self.precision.scaled else 1.0
         )
-        self.scope: Scope | Literal["none"] = "none"  # the scope of the capture, if there was one
-        # A 0-d float64 argument would be traced twice.
+        self.scope: Scope | Literal["none"] = "none"  # what one graph of the capture holds
+        # `loss_factor` is an argument of a captured function, and a 0-d float64 argument would be
+        # traced twice, so it is [1].
         self.loss_factor = zeros(dtype=torch.float64).reshape(-1)
         self.recorder: Recorder | None = None
         if self.parameters.replays and self.device.type == "cuda":
@@ -176,7 +183,7 @@ class Step:
         self.evaluate = Compilable(self.parameters.sums)
         self.apply = Compilable(self.parameters.apply)
         self.squares = Compilable(squares)
-        self.replaced: list[Replaced] = []  # what a capture replaced, in order
+        self.replaced: list[Replaced] = []  # what a capture replaced, in order, for its undoing
         self.guard = ParameterGuard(self.model, self.planes)
         self.parts = Parts(self.device)
 
@@ -185,8 +192,8 @@ class Step:
         accumulate(self, window)
         return update(self)
 
-    def begun(self, plane: Plane) -> Plane:
-        """Prepare a plane for the first update, and return it."""
+    def prepare_plane(self, plane: Plane) -> Plane:
+        """Prepare a new plane's weights and optimizer state for the first update; return the plane."""
         make_splittable_(plane.param, self.precision)
         initialise(plane, self.optim)
         return plane
@@ -198,15 +205,18 @@ class Step:
 
     @property
     def counters(self) -> dict[str, Tensor]:
-        """Return the tensors that updates write and a run's state holds, by name."""
+        """Return the tensors, by name, that updates write and that a run's state includes."""
         names = ["applied", "tokens", "skipped"]
-        names += ["loss_scale", "good"] if self.precision.scaled else []
-        names += ["recent"] if self.clip and self.clip.skip_spikes else []
-        return {name: getattr(self, name) for name in names} | {**self.parameters.counters}
+        if self.precision.scaled:
+            names += ["loss_scale", "good"]
+        if self.clip and self.clip.skip_spikes:
+            names += ["recent"]
+        own_counters = {name: getattr(self, name) for name in names}
+        return {**own_counters, **self.parameters.counters}
 
     @contextmanager
     def counters_kept(self) -> Iterator[None]:
-        """Set the counters back after the block, whatever updates are made in it."""
+        """Restore the counters after the block, so that updates in the block are not counted."""
         kept = {name: counter.clone() for name, counter in self.counters.items()}
         try:
             yield
@@ -215,7 +225,7 @@ class Step:
                 counter.copy_(kept[name])
 
     def discard(self) -> None:
-        """Forget gradient, loss and count since the last update."""
+        """Reset the gradient, loss and count that were accumulated since the last update."""
         self.parameters.discard()
         self.parts = Parts(self.device)
         self.loss_sum.zero_()
@@ -223,11 +233,10 @@ class Step:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Let the module hold its averaged weights in the block, if the optimizer keeps an average
-        (`ema`).
+        """Put the averaged weights into the module for the block, if the optimizer has `ema`.
 
-        The weights may only be read: training or saving inside is lost or wrong afterwards. Buffers
-        are not averaged.
+        The block may only read the weights: what it trains is lost, and what it saves is wrong.
+        Buffers are not averaged.
         """
         if self.optim.ema is None or self.holds_average:
             yield
@@ -238,24 +247,22 @@ class Step:
             try:
                 yield
             finally:
-                # A copy of the average may still be under way.
+                # The device may still be copying the average.
                 self.parameters.at_rest(written=True)
                 self.holds_average = False
 
     def assembled(self) -> AbstractContextManager[nn.Module]:
-        """In the block give a module that can be called on its own, all of its weights in one
-        place; only to read.
-        """
+        """Give the block a read-only module with all of its weights in one place, ready to call."""
         return self.parameters.assembled()
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """In the block the loss can be called."""
+        """Enter the contexts in which the loss can be called."""
         with self.parameters.context(), self.precision.context(self.device.type):
             yield
 
     def set_lr(self) -> Rates:
-        """Fill in the learning rate of the current update, and return it."""
+        """Write the current update's learning rate to `lr` on the device, and return it."""
         lr = self.parameters.rates()
         if isinstance(lr, tuple):
             self.lr.copy_(
@@ -266,40 +273,44 @@ class Step:
         return lr
 
     def count_window(self, batches: Sequence[object]) -> None:
-        """Set the factor of the window's losses, from its targets if they can be counted
-        beforehand.
+        """Set `loss_factor` for a window, from the number of its targets if the loss can count them.
+
+        Args:
+            batches: all micro-batches of the window.
 
         Raises:
             UsageError: the module's parameters were changed since the step was made.
         """
         self.guard.require()
-        of_batches = [self.parameters.targets(batch) for batch in batches]
-        known = [count for count in of_batches if count is not None]
-        total = (
-            self.sum_over_ranks(torch.stack(known).sum(0))
-            if known
-            else torch.ones((), device=self.device)
-        )
+        counts_of_batches = [self.parameters.targets(batch) for batch in batches]
+        known_counts = [count for count in counts_of_batches if count is not None]
+        if known_counts:
+            total = self.sum_over_ranks(torch.stack(known_counts).sum(0))
+        else:
+            # The gradient is divided by the number of targets later, in `gradient_scale`.
+            total = torch.ones((), device=self.device)
         self.loss_factor.copy_(reciprocal(total) * self.loss_scale)
 
-    def shared(self, batch: Any) -> Any:
-        """Return a batch of the window counted last; if the model balances its experts, with the
-        tokens' shares.
+    def with_shares(self, batch: Any) -> Any:
+        """Return a micro-batch, with each token's share of the loss if the model balances experts.
+
+        Call `count_window` for the micro-batch's window first.
         """
         if not self.balances:
             return batch
         factor = self.loss_factor.view(*self.lr.shape, 1, 1)
         return {**batch, SHARES: (batch["targets"] != IGNORE) * factor}
 
-    def total(self) -> None:
-        """Sum the window's loss and count over the ranks, once before its update."""
+    def sum_window_over_ranks(self) -> None:
+        """Sum the window's loss and count over all ranks; call this once, before the update."""
         totals = self.sum_over_ranks(torch.stack([self.loss_sum, self.count.double()]))
         self.loss_sum.copy_(totals[0])
         self.count.copy_(totals[1])
 
     def choose_kept(self, batch: object) -> None:
-        """Choose, once, which activations the recomputation policy keeps; this needs the shapes of
-        a batch.
+        """Choose which activations the recomputation policy keeps, from the shapes of a micro-batch.
+
+        The choice is made once, and again after a capture or its release.
         """
         captured = self.scope != "none"
         if self.kept_for != captured:
@@ -315,33 +326,57 @@ class Step:
 
     # ── the training step: read this first ──────────────────────────────────────────────────────
     #
-    # With l(w) the loss of a target, an update over all micro-batches of a window is
+    # One update trains on a window, which is cut into micro-batches. With l(w) the loss of one
+    # target and w the weights, the update is
     #
     #     grad = (sum over micro-batches of d/dw sum of l) / (number of targets of the whole window)
     #     norm = |grad|
-    #     w, moments <- rule(w, moments, grad * min(1, clip / norm)),   unless norm or loss is not finite
+    #     w, moments <- rule(w, moments, grad * min(1, clip / norm))
     #
-    # `accumulate`, below, calls `_micro_step` for each micro-batch, and `update` calls
-    # `clip_and_apply` once. Both do so by way of the parameters, as stages that come and go take
-    # another way.
+    # and it is skipped if `norm` or the loss is not finite. The first line is `_micro_step`, which
+    # `accumulate`, below, runs for each micro-batch. The other lines are `clip_and_apply`, which
+    # `update`, below, runs once. Both are called through `Parameters`: a streamed model runs the
+    # same functions stage by stage.
 
     def _micro_step(self, batch: object) -> None:
-        """Add a micro-batch's gradient, loss and count, in place in the device's memory and nowhere
-        else.
+        """Add a micro-batch's gradient to the planes, and its loss and count to the window's.
+
+        All results are written in place on the device, so that a captured micro-step can be
+        replayed.
         """
-        # In the backward pass, too, which may recompute parts of the forward pass.
+        # The block includes the backward pass, as that may recompute parts of the forward pass.
         with self.parameters.fusing():
             with unlinked(self.planes), self.context():
                 loss, loss_sum, count = self.forward(batch, self.loss_factor)
             self.differentiate(loss, loss_sum, count)
 
-    def differentiate(self, loss: Tensor, loss_sum: Tensor, count: Tensor) -> bool:
-        """Add a micro-batch's gradient, loss and count; return whether it has a gradient.
+    # `forward` is `_forward`, compiled after a capture (`Parameters.captured` lists what a capture
+    # compiles). It is called in the step's context: if a compiled function entered autocast itself,
+    # torch would not cache it between runs.
+    def _forward(self, batch: object, loss_factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        loss_sum, count = self.parameters.sums(batch)
+        return self.scaled_loss(loss_sum, loss_factor), loss_sum.detach(), count
 
-        It has none if the loss is a constant, as it may be without targets.
+    def scaled_loss(self, loss_sum: Tensor, loss_factor: Tensor) -> Tensor:
+        """Return the scalar to differentiate: loss times factor, summed over members, at least fp32."""
+        # A loss times its loss scale can exceed the range of fp16.
+        wide = loss_sum.to(torch.promote_types(loss_sum.dtype, torch.float32))
+        return (wide * loss_factor.view_as(wide).to(wide.dtype)).sum()
+
+    def differentiate(self, loss: Tensor, loss_sum: Tensor, count: Tensor) -> bool:
+        """Run the backward pass, and add the micro-batch's loss and count to the window's.
+
+        Args:
+            loss: the scalar to differentiate.
+            loss_sum: the sum of the micro-batch's losses, detached.
+            count: the number of its targets.
+
+        Returns:
+            Whether there was a backward pass. There is none if the loss is a constant, which it may
+            be in a micro-batch without targets.
 
         Raises:
-            UsageError: the loss is a constant although there are targets.
+            UsageError: the loss is a constant although the micro-batch has targets.
         """
         self.parts.begin("backward")
         if loss.requires_grad:
@@ -356,51 +391,49 @@ class Step:
         self.parts.begin("forward")  # of the next micro-batch
         return loss.requires_grad
 
-    # A capture replaces the functions that `Parameters.captured` names by compiled ones. They are
-    # called in the step's context, as autocast entered inside a captured function keeps it out of
-    # torch's cache between runs.
-
-    def _forward(self, batch: object, loss_factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        loss_sum, count = self.parameters.sums(batch)
-        return self.scaled(loss_sum, loss_factor), loss_sum.detach(), count
-
-    def scaled(self, loss_sum: Tensor, loss_factor: Tensor) -> Tensor:
-        """Return the number to differentiate: the loss times its factor, summed over all members."""
-        # A scaled loss is beyond fp16.
-        wide = loss_sum.to(torch.promote_types(loss_sum.dtype, torch.float32))
-        return (wide * loss_factor.view_as(wide).to(wide.dtype)).sum()
-
     def clip_and_apply(self, grads: Sequence[Tensor]) -> Tensor:
-        """Clip and apply the summed gradients, [size] for each plane; return their norm before
-        clipping.
-        """
-        filled = [
-            (plane, grad) for plane, grad in zip(self.planes, grads, strict=True) if grad.numel()
-        ]
-        grad_norm, scale, accepted = self.decide(
-            [part for pair in filled for part in self.squares(*pair)]
-        )
-        with self.parameters.directed(grads, scale):
-            for plane, total in filled:
-                self.parameters.update_plane(plane, total, scale, accepted)
-        return grad_norm
+        """Update all planes by their summed gradients, clipped.
 
-    def decide(self, squares: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Decide on an update from the sums of squares of all parts, and count it.
+        Args:
+            grads: each plane's summed gradient, [size]; empty where this rank has no rows.
 
         Returns:
-            The gradient's norm before clipping, the factor of the summed gradient, and whether it
-            is applied.
+            The gradient's norm before clipping.
         """
-        scale = self.unscaled()
-        grad_norm = self.parameters.add_squares(squares).sqrt() * scale
-        longest = grad_norm if self.clip is None else grad_norm.clamp_max(self.clip.norm)
-        accepted = grad_norm.isfinite() & self.accepts(longest)
+        planes_with_grads = [
+            (plane, grad) for plane, grad in zip(self.planes, grads, strict=True) if grad.numel()
+        ]
+        sums_of_squares = [
+            sum_of_squares
+            for plane, grad in planes_with_grads
+            for sum_of_squares in self.squares(plane, grad)
+        ]
+        grad_norm, scale, accepted = self.decide(sums_of_squares)
+        with self.parameters.directed(grads, scale):
+            for plane, grad in planes_with_grads:
+                self.parameters.update_plane(plane, grad, scale, accepted)
+        return grad_norm
+
+    def decide(self, sums_of_squares: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Decide on the device whether to apply the update, and count it as applied or skipped.
+
+        Args:
+            sums_of_squares: of the summed gradient, one for each part of a plane.
+
+        Returns:
+            The norm of the mean loss's gradient before clipping, the factor that turns the summed
+            gradient into the clipped one, and whether the update is applied (bool).
+        """
+        scale = self.gradient_scale()
+        grad_norm = self.parameters.add_squares(sums_of_squares).sqrt() * scale
+        clipped_norm = grad_norm if self.clip is None else grad_norm.clamp_max(self.clip.norm)
+        accepted = grad_norm.isfinite() & self.accepts(clipped_norm)
         if self.clip is not None and self.clip.skip_spikes:
             accepted = without_spikes_(
                 accepted, grad_norm, self.loss_sum / self.count, self.recent, self.applied
             )
         if self.clip is not None:
+            # torch.nn.utils.clip_grad_norm_ adds the same 1e-6.
             scale = scale * (self.clip.norm / (grad_norm + 1e-6)).clamp_max(1.0)
         self.applied.add_(accepted)
         self.tokens.add_(torch.where(accepted, self.count, 0.0).round().to(torch.int64))
@@ -411,31 +444,28 @@ class Step:
             )
         return grad_norm, scale, accepted
 
-    def unscaled(self) -> Tensor:
-        """Return the factor that turns the summed gradient in the planes into the mean loss's
-        gradient.
-        """
-        return (
-            torch.ones_like(self.lr) if counts(self.loss) else reciprocal(self.count)
-        ) / self.loss_scale
+    def gradient_scale(self) -> Tensor:
+        """Return the factor that turns the planes' summed gradient into the mean loss's gradient."""
+        if counts(self.loss):
+            # `count_window` knew the number of targets, and `loss_factor` divided each loss by it.
+            mean_factor = torch.ones_like(self.lr)
+        else:
+            mean_factor = reciprocal(self.count)
+        return mean_factor / self.loss_scale
 
-    def accepts(self, grad_norm: Tensor) -> Tensor:
-        """Return whether a gradient of this norm, after clipping, makes an update, bool.
+    def accepts(self, clipped_norm: Tensor) -> Tensor:
+        """Return whether a gradient of this norm, after clipping, may be applied, bool.
 
         Every comparison with NaN is false, so a NaN anywhere refuses the update.
         """
-        counts = (self.count > 0) & self.count.isfinite()
-        fine = (
-            (grad_norm <= self.largest)
-            & (self.lr.abs() <= self.largest_rate)
-            & self.loss_sum.isfinite()
-            & counts
-        )
+        has_targets = (self.count > 0) & self.count.isfinite()
+        cannot_overflow = (clipped_norm <= self.largest) & (self.lr.abs() <= self.largest_rate)
+        accepted = cannot_overflow & self.loss_sum.isfinite() & has_targets
         frozen = self.parameters.frozen
-        return fine if frozen is None else fine & ~frozen
+        return accepted if frozen is None else accepted & ~frozen
 
     def update_plane(self, plane: Plane, total: Tensor, scale: Tensor, accepted: Tensor) -> None:
-        """Update a plane by its summed gradient."""
+        """Update a plane's weights and moments by its summed gradient `total`, times `scale`."""
         update_plane(
             plane,
             total,
@@ -447,11 +477,11 @@ class Step:
             applied=self.applied,
         )
 
-    # ── the formula of each optimizer is in optim/updates.py ────────────────────────────────────
+    # ── each optimizer's rule is in optim/updates.py ────────────────────────────────────────────
 
 
 def _check(**given: object) -> None:
-    """Refuse arguments of another type; None stands for the default."""
+    """Refuse arguments of a wrong type; None, which stands for the default, is refused for `loss`."""
     expected: dict[str, tuple[Any, str]] = {
         "loss": (Callable, "a function of (model, batch) that returns (sum, count)"),
         "schedule": (
@@ -463,7 +493,8 @@ def _check(**given: object) -> None:
     }
     for name, (kind, words) in expected.items():
         value = given[name]
-        if not isinstance(value, kind) and (value is not None or name == "loss"):
+        is_default = value is None and name != "loss"
+        if not is_default and not isinstance(value, kind):
             raise UsageError(f"{name} is a {type(value).__name__}: expected {words}")
 
 
@@ -476,11 +507,15 @@ def _require_together(optim: Optimizer, precision: Precision) -> None:
 
 
 def accumulate(step: Step, window: Iterable[object]) -> None:
-    """Add the gradient of one update, whose micro-batches may be ragged, padded, few or many.
+    """Add the gradient of one update's window to the step's gradient.
 
     Args:
-        step: the step whose gradients are added to.
-        window: the update's micro-batches, in any form that the step's loss takes.
+        step: the step.
+        window: the update's micro-batches, in any form that the step's loss takes. They may differ
+            in shape and number from window to window.
+
+    Raises:
+        UsageError: `window` is a single batch, or not a list of micro-batches.
     """
     if isinstance(window, (Mapping, Tensor)) or not isinstance(window, Iterable):
         raise UsageError(
@@ -489,21 +524,23 @@ def accumulate(step: Step, window: Iterable[object]) -> None:
     step.parameters.begin()
     batches = list(window)
     if any(isinstance(batch, bool) for batch in batches):
-        raise UsageError(f"a window is a list of micro-batches, and {batches[0]} is none")
+        raise UsageError(
+            f"a window is a list of micro-batches, and {batches[0]} is not a micro-batch"
+        )
 
-    def score(some: Sequence[object]) -> None:
+    def score(scored_batches: Sequence[object]) -> None:
         with modes_kept(step.model), torch.no_grad():
             step.model.train(False)
-            step.parameters.score(some)
+            step.parameters.score(scored_batches)
 
     with (
-        all_or_nothing(step),
-        of_the_update(step.loss, step.index, batches, score, step.sum_over_ranks),
+        discard_on_failure(step),
+        loss_update_context(step.loss, step.index, batches, score, step.sum_over_ranks),
     ):
-        # The window's targets are counted before its first backward pass, so that each loss is
-        # divided by their number at once, and gradients need no second pass.
+        # The window's targets are counted before its first backward pass. So each loss can be
+        # divided by their number at once, and gradients need not be divided later.
         step.count_window(batches)
-        batches = [step.shared(batch) for batch in batches]
+        batches = [step.with_shares(batch) for batch in batches]
         for batch in batches:
             step.choose_kept(batch)
         step.parts.begin("forward")
@@ -511,37 +548,48 @@ def accumulate(step: Step, window: Iterable[object]) -> None:
 
 
 def update(step: Step) -> Update:
-    """Clip, update and clear, once per window, however many micro-batches it had.
+    """Clip the accumulated gradient, update the weights and clear the gradient; call once per window.
 
-    An update whose loss or gradient is not finite, or whose window had no target, changes neither
-    weights nor optimizer state; the device decides, and `Update.skipped` counts.
+    If the loss or gradient is not finite, or the window had no target, neither weights nor
+    optimizer state change. The device decides this, and `Update.skipped` counts it.
     """
-    with all_or_nothing(step):
+    with discard_on_failure(step):
         step.parts.begin("optimizer")
         step.parameters.complete()
-        return closed(step, step.set_lr(), step.apply())
+        lr = step.set_lr()
+        grad_norm = step.apply()
+        return finish_update(step, lr, grad_norm)
 
 
 @contextmanager
-def all_or_nothing(step: Step) -> Iterator[None]:
-    """Discard the accumulated gradient if the block fails, as the next update would be of both
-    windows otherwise.
+def discard_on_failure(step: Step) -> Iterator[None]:
+    """Discard the accumulated gradient if the block fails.
+
+    Otherwise the next update would also contain the failed window.
     """
     try:
         yield
-    except BaseException:  # Ctrl-C, too
+    except BaseException:  # includes Ctrl-C
         step.discard()
         raise
 
 
-def closed(step: Step, lr: Rates, grad_norm: Tensor) -> Update:
-    """Return the numbers of the update that was just applied, and begin the next window."""
-    marks = () if step.parameters.staged else step.parts.end()  # stages are updated in turn
+def finish_update(step: Step, lr: Rates, grad_norm: Tensor) -> Update:
+    """Reset the window's sums and count the update; return the update's numbers."""
+    # Stages are updated in turn, so the parts of a staged update overlap and are not timed.
+    marks = () if step.parameters.staged else step.parts.end()
     loss = step.loss_sum / step.count
     count = step.count.clone()
     step.loss_sum.zero_()
     step.count.zero_()
     step.index += 1
     return Update(
-        step.index - 1, loss, count, lr, grad_norm, step.tokens.clone(), step.skipped.clone(), marks
+        index=step.index - 1,
+        loss=loss,
+        count=count,
+        lr=lr,
+        grad_norm=grad_norm,
+        tokens=step.tokens.clone(),
+        skipped=step.skipped.clone(),
+        marks=marks,
     )

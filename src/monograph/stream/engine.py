@@ -19,7 +19,7 @@ from monograph.optim import AdamW, Optimizer, Plane
 from monograph.schedule import Schedule
 from monograph.step import Clip, Step, Update
 from monograph.step.retries import Retries
-from monograph.step.step import all_or_nothing, alone
+from monograph.step.step import discard_on_failure, sum_of_one_rank
 from monograph.stream.lanes import Lanes
 from monograph.stream.parameters import InStages
 from monograph.stream.placement import Placement
@@ -27,13 +27,13 @@ from monograph.stream.slots import Passes
 
 
 class Streamed(Engine):
-    """An engine for a module whose weights, gradients and optimizer state need not fit on the
-    device, to the same bits.
+    """Trains a module whose weights, gradients and optimizer state need not fit on the device.
 
-    The module is run stage by stage, all micro-batches of a window through one stage before the
-    next: see `monograph.stream.walk`. It needs `begin`, `end`, `parts_before` and `parts_after`, as
-    `monograph.Llama` has them. Losses, norms, weights and moments are those of `Resident` with the
-    same arguments; weights that two stages share (tied embeddings) may differ in their last bit.
+    The module runs stage by stage, and all micro-batches of a window pass one stage before the next
+    stage (`monograph.stream.walk`). It must have `begin`, `end`, `parts_before` and `parts_after`,
+    like `monograph.Llama`. Losses, norms, weights and moments have the same bits as those of
+    `Resident` with the same arguments; only weights that two stages share (tied embeddings) may
+    differ in the last bit.
 
     Attributes:
         placement: where buffers live.
@@ -67,22 +67,20 @@ class Streamed(Engine):
             schedule: factor of the learning rate for each update's index.
             clip: largest gradient norm, over all stages.
             precision: the compute dtype.
-            remat: what blocks recompute within a stage; between stages only their inputs are kept
-                in any case.
+            remat: what blocks recompute within a stage. Between stages only the stages' inputs are
+                kept, whatever `remat` is.
             micro_batch: rows per micro-batch; None: the whole window at once.
-            placement: where buffers live and when weights are updated; by default all on the host,
-                and in a sweep.
-            lanes: the lanes that copy and compute; by default the device's own.
-            sum_over_ranks: sums a tensor over the processes that train together, if there are
-                several.
-            retries: takes the place of `micro_batch`, and says what is changed when memory runs
-                out.
-            passes: returns what computes a step's passes and updates; by default the module and the
-                device do.
+            placement: where buffers live and when weights are updated; by default all buffers are
+                on the host, and `when` is "sweep".
+            lanes: the lanes that copy and compute; None: new lanes of the device.
+            sum_over_ranks: sums a tensor over all ranks; None: there is one rank.
+            retries: the size of micro-batches, and what changes when memory runs out; replaces
+                `micro_batch`.
+            passes: makes the object that computes a step's passes and updates.
         """
         self.placement = placement or Placement()
-        # This comes before anything is moved, as a refusal later would leave half of the model
-        # elsewhere.
+        # Arguments are checked before anything is moved: a later refusal would leave half of the
+        # model in another place.
         _require_streamable(model, self.placement, clip, optim or AdamW())
         parameters = InStages(self.placement, lanes, sum_over_ranks, passes)
         step = Step(
@@ -93,7 +91,7 @@ class Streamed(Engine):
             clip=clip,
             precision=precision,
             remat=remat,
-            sum_over_ranks=sum_over_ranks or alone,
+            sum_over_ranks=sum_over_ranks or sum_of_one_rank,
             parameters=parameters,
         )
         self.store = parameters.store
@@ -107,32 +105,31 @@ class Streamed(Engine):
             OutOfDeviceMemory: a micro-batch of one row does not fit, or memory ran out after some
                 weights were updated.
         """
-        # The first window's gradient has changed the weights already, so a second one would be of
-        # other weights.
+        # The first window has changed the weights already, so a second window's gradient would be
+        # that of other weights.
         if self.placement.when == "backward" and not self.walk.fresh:
             raise UsageError(
                 "weights that are updated during the backward pass take one window an update"
             )
         if self.walk.sum_over_ranks and not self.walk.fresh:
-            # The first one's sum would be summed again.
+            # The first window's gradient, already a sum over ranks, would be summed again.
             raise UsageError("several ranks take one window an update")
         super().accumulate(window)
 
     def trial(self, window: Batch) -> Trial:
-        """Run the first micro-batch forward and backward, eagerly; weights and state stay as they
-        are.
+        """Run the first micro-batch forward and backward, eagerly; weights and state do not change.
 
         Raises:
             InputRefused: the forward pass raised, or the loss or a gradient is not finite.
         """
         batch = next(self._micro_batches(window))
-        return self._fitting(window, lambda: self._tried(batch))
+        return self._fitting(window, lambda: self._try_stages(batch))
 
     def capture(
         self, window: Batch, backend: graph.Backend = "inductor", scope: Scope = "blocks"
     ) -> str | None:
-        """Compile one block for all blocks, the head and the updates; the scope is always "blocks"."""
-        # torch refuses to call a compiled function in one thread while another one traces.
+        """Compile one block for all blocks, the head and the updates; `scope` is always "blocks"."""
+        # torch refuses to call a compiled function in one thread while another thread traces.
         self.walk.lanes.one_by_one = True
         try:
             return super().capture(window, backend, "blocks")
@@ -147,13 +144,13 @@ class Streamed(Engine):
             self.walk.lanes.one_by_one = False
 
     def ledger(self) -> dict[str, dict[str, int]]:
-        """Return the bytes of buffers by home, and those of the device's slots and staging buffers."""
+        """Return the bytes of buffers by home, and the bytes of the device's slots and staging."""
         homes = {str(home): size for home, size in self.store.bytes_at().items()}
         return {"homes": homes, "device": {"slots and staging buffers": self.walk.device_bytes}}
 
     # ── the trial ───────────────────────────────────────────────────────────────────────────────
 
-    def _tried(self, batch: Batch) -> Trial:
+    def _try_stages(self, batch: Batch) -> Trial:
         """Run a micro-batch through all stages and back, eagerly, and check each stage's gradients.
 
         Raises:
@@ -173,11 +170,11 @@ class Streamed(Engine):
                 elif not bool(gradient.any()):
                     missing.append(name)
 
-        # It runs a copy of the modules, so it comes before they are watched.
+        # `choose_kept` runs a copy of the modules, so it comes before the modules are watched.
         step.choose_kept(batch)
         with buffers_kept(step.model), running_modules(step.model) as stack:
             try:
-                with all_or_nothing(step):
+                with discard_on_failure(step):
                     step.count_window([batch])
                     self.walk.accumulate([batch], observe)
             except MonographError:

@@ -34,7 +34,8 @@ class InStages(Parameters):
     """
 
     staged = True
-    replays = False  # copies differ from update to update, and a replay would repeat those of one
+    # Copies differ from update to update, and a replay would repeat the copies of one update.
+    replays = False
 
     store: Store
 
@@ -45,14 +46,13 @@ class InStages(Parameters):
         sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
         passes: Callable[[Step], Passes] = Passes,
     ):
-        """Take where buffers live; nothing is moved before a step asks for its planes.
+        """Set where buffers will live; `place` moves them.
 
         Args:
             placement: where buffers live and when weights are updated.
-            lanes: the lanes that copy and compute; None: the device's own.
-            sum_over_ranks: sums a tensor over the processes that train together; None for a single
-                process.
-            passes: returns what computes a step's passes and updates.
+            lanes: the lanes that copy and compute; None: new lanes of the device.
+            sum_over_ranks: sums a tensor over all ranks; None: there is one rank.
+            passes: makes the object that computes a step's passes and updates.
         """
         super().__init__()
         self.placement = placement
@@ -60,11 +60,11 @@ class InStages(Parameters):
         self._lanes = lanes
         self._sum_over_ranks = sum_over_ranks
         self._passes = passes
-        self._adding = False  # whether products add gradients
+        self._products_add = False  # whether matrix products add gradients; known from `place` on
 
     @functools.cached_property
     def walk(self) -> Walk:
-        """Return the walk of micro-batches through the stages; its memory is made at first use."""
+        """Return the walk through the stages; its memory is allocated at first use."""
         lanes = self._lanes or Lanes(executor(self.placement.device))
         return Walk(
             self.step, self.store, lanes, self.placement, self._sum_over_ranks, self._passes
@@ -73,8 +73,8 @@ class InStages(Parameters):
     def place(self, step: Step) -> list[Plane]:
         """Move the planes of all stages to their homes."""
         self.step = step
-        self._adding = fuses(step, self.placement.device.type == "cuda")
-        if self._adding:
+        self._products_add = fuses(step, self.placement.device.type == "cuda")
+        if self._products_add:
             siblings.fuse_known(step.model)
         kinds = step.optim.kinds(step.model)
         rounds = step.precision.rounds
@@ -88,8 +88,8 @@ class InStages(Parameters):
         return [self.step.squares, updates.update_part, host.update_part, host.join, host.split]
 
     def fusing(self) -> AbstractContextManager[None]:
-        """In the block products add gradients to the planes, if they do at all."""
-        return fusing() if self._adding else nullcontext()
+        """Let matrix products in the block add gradients to the planes, if `place` chose that."""
+        return fusing() if self._products_add else nullcontext()
 
     def accumulate(self, batches: Sequence[object]) -> None:
         """Walk through the stages with all micro-batches."""
@@ -111,43 +111,55 @@ class InStages(Parameters):
         return self.walk.evaluate(list(batches))
 
     def discard(self) -> None:
-        """Forget the gradient since the last update."""
+        """Discard the gradient accumulated since the last update."""
         self.walk.discard()
 
     def begin_again(self) -> None:
-        """Do one thing after another if graphs are compiled anew, as torch cannot trace in one of
-        several threads.
+        """Switch the lanes to one thread if the step is captured.
+
+        The repeated pass compiles its graphs again, and torch cannot trace in one of several threads.
         """
         self.walk.lanes.one_by_one = self.step.scope != "none"
 
     def complete(self) -> None:
-        """Finish the update before, and sum over the ranks."""
-        self.walk.updates.flush()  # a waiting update is made with its own learning rate
+        """Finish the previous update, and sum the window's loss and count over all ranks."""
+        self.walk.updates.flush()  # before `set_lr` overwrites that update's learning rate
         if self._sum_over_ranks:
-            self.walk.lanes.finish()  # all ranks sum in one order
-            self.step.total()
+            # Without queued work all ranks do their sums in the same order.
+            self.walk.lanes.finish()
+            self.step.sum_window_over_ranks()
 
     def apply(self) -> Tensor:
-        """Decide on the update from the squares of all stages, and make it when it is time."""
+        """Decide on the update, and make it now or later as `placement.when` says.
+
+        Returns:
+            The gradient's norm before clipping.
+        """
         return self.walk.update()
 
     def at_rest(self, *, written: bool) -> None:
-        """Finish every update and its copies; if weights at home may be `written`, fetch them anew
-        afterwards.
+        """Finish all updates and their copies.
+
+        Args:
+            written: whether the caller may write to the weights at home; then the copies in slots
+                are outdated, and the weights are fetched again.
         """
         self.walk.updates.flush()
         self.walk.lanes.finish()
-        for stage in self.store.stages if written else ():
-            stage.version += 1
+        if written:
+            for stage in self.store.stages:
+                stage.version += 1
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the model's tensors; those of split weights are copies in fp32."""
-        masters = [(entry, entry.master()) for entry in self.store.stored if entry.splits]
-        views = {name: view for own, whole in masters for name, view in own.plane.views(whole)}
-        return kept_state(self.step.model) | views
+        """Return the model's tensors, by name; split weights are copies in fp32."""
+        joined_weights = dict[str, Tensor]()
+        for entry in self.store.stored:
+            if entry.splits:
+                joined_weights |= dict(entry.plane.views(entry.master()))
+        return kept_state(self.step.model) | joined_weights
 
     def take_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Split the weights that are split, which have no fp32 memory to write to."""
+        """Store split weights again: `weights` returned copies of them, not their memory."""
         for entry in self.store.stored:
             if entry.splits:
                 master = entry.master()
@@ -157,15 +169,16 @@ class InStages(Parameters):
 
     @contextmanager
     def assembled(self) -> Iterator[nn.Module]:
-        """In the block the module can be called as before it was stored: on the host, with its
-        weights in fp32.
-        """
+        """Give the block the module on the host, with all weights in full precision."""
         self.at_rest(written=True)
-        # Split weights are bf16 at home, so a call would use the rounded weights alone; others may
-        # be on the device.
+        # Split weights are bf16 at home, so a call would use rounded weights. Other weights may be
+        # on the device.
         for entry in self.store.stored:
-            averaged = entry.splits and self.step.holds_average
-            entry.plane.hold((entry.plane.state["ema"] if averaged else entry.master()).cpu())
+            if entry.splits and self.step.holds_average:
+                full_weights = entry.plane.state["ema"]
+            else:
+                full_weights = entry.master()
+            entry.plane.hold(full_weights.cpu())
         try:
             yield self.step.model
         finally:

@@ -308,7 +308,7 @@ class Updates:
         backward pass.
         """
         step = self.step
-        scale = step.unscaled()
+        scale = step.gradient_scale()
         accepted = step.accepts(torch.zeros_like(scale))  # no norm is known yet
         step.applied.add_(accepted)
         self._decided = (scale, accepted)

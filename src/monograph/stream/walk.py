@@ -1,12 +1,11 @@
-"""Walk over the stages, each with all micro-batches: forward, backward and the update, while the
-next stage is fetched.
+"""Walk over the stages with all micro-batches, forward and backward, while the next stage is fetched.
 
-All micro-batches of a window go through a stage before the next stage, so weights cross the link
-once in each direction of an update, however many micro-batches there are. The forward pass keeps
-only the inputs of stages, on the device or on the host (`Boundaries`); in the backward pass a stage
-computes again what its gradient needs.
+All micro-batches of a window pass one stage before the next stage. So weights cross the link once in
+the forward pass and once in the backward pass, however many micro-batches there are. The forward
+pass keeps only the inputs of stages, on the device or on the host (`Boundaries`). In the backward
+pass a stage recomputes what its gradient needs.
 
-A state is the tensor that passes from one stage to the next for one micro-batch; an update has G
+A state is the tensor that one stage passes to the next for one micro-batch. A window has G
 micro-batches.
 """
 
@@ -27,24 +26,31 @@ from monograph.stream.store import GRADIENT, Further, Stage, Store
 from monograph.stream.updates import Updates
 
 T = TypeVar("T")
-# Sets of device memory for G states that come back from the host: one in use, one being filled.
+# Sets of device memory for G states that come back from the host: one in use, one that is filled.
 RINGS = 2
 
 
 class Boundaries:
     """The inputs of all stages but the first.
 
-    Kept on the device, they are (stages - 1) G states. Offloaded, they are at most 4 G states on
-    the device for any depth, 2 G of them for inputs that come back, and the host keeps the rest.
+    If they stay on the device, they are (stages - 1) G states there. If they are offloaded, there
+    are at most 4 G states on the device for any number of stages, 2 G of them for inputs that come
+    back; the host keeps the rest.
 
     Attributes:
-        most_bytes: the most bytes on the device at any moment: of inputs, and of the gradient of
-            the input in use.
+        most_bytes: the maximum of bytes on the device: inputs, and the gradient of the input in
+            use.
     """
 
     def __init__(self, lanes: Lanes, device: torch.device, *, offloaded: bool, last: int):
-        """Begin with no inputs; `last` is the index of the last stage, whose inputs are needed
-        again at once.
+        """Begin without inputs.
+
+        Args:
+            lanes: the lanes that copy and compute.
+            device: the device that computes.
+            offloaded: whether inputs are kept on the host.
+            last: the index of the last stage; its inputs stay on the device, because the backward
+                pass needs them first.
         """
         self.lanes = lanes
         self.device = device
@@ -62,18 +68,18 @@ class Boundaries:
         return sum(kept.nbytes for kept in distinct.values())
 
     def put(self, stage: int, g: int, state: Tensor, *, keep: bool) -> None:
-        """Take over micro-batch g's input of a stage; `keep` it for the backward pass."""
-        # Each input has a space of its own, so that a reader waits for this input alone.
+        """Store micro-batch g's input of a stage, with `keep` until the backward pass."""
+        # Each input has its own space, so that a reader waits only for this input.
         space = Space(f"input {g} of stage {stage}", Home.DEVICE)
         self._states[stage, g] = state, space
         self.most_bytes = max(self.most_bytes, self.device_bytes)
-        # The stage before wrote it: readers wait for its computation.
+        # The previous stage computed the input; readers wait for that computation.
         self.lanes.compute(lambda: None, writes=[space])
-        # The last stage's input stays: the backward pass needs it first.
+        # The last stage's input stays on the device: the backward pass needs it first.
         if keep and self.offloaded and stage != self.last:
             like = self._host.get((stage, g))
-            # Page-locked memory is slow to get, and the next update's inputs usually have the same
-            # shapes, so it is kept until a shape differs.
+            # Pinned memory is slow to allocate, and the next update's inputs usually have the same
+            # shapes, so the memory is kept until a shape differs.
             if like is None or like[0].shape != state.shape or like[0].dtype != state.dtype:
                 label = f"kept input {g} of stage {stage}"
                 like = self._host[stage, g] = (
@@ -83,21 +89,19 @@ class Boundaries:
             self.lanes.copy(like[0], state, like[1], space)
 
     def passed(self, stage: int, *, keep: bool) -> None:
-        """Release a stage's inputs on the device after its forward pass, if they are not kept
-        there.
-        """
+        """Release a stage's inputs after its forward pass, unless they stay on the device."""
         if stage == self.last or (keep and not self.offloaded):
             return
-        # This happens after all micro-batches, so that the allocator can give the memory to the
-        # next stage.
+        # All are released at once, after all micro-batches, so that the allocator can give the
+        # memory to the next stage.
         for key in [key for key in self._states if key[0] == stage]:
             _, space = self._states.pop(key)
-            # Later computations may reuse its memory: they wait for the copy.
+            # Later computations may reuse the memory, so they wait for the copy to the host.
             self.lanes.compute(lambda: None, writes=[space])
 
     def fetch(self, stage: int, count: int) -> None:
         """Copy a stage's inputs for `count` micro-batches back to the device."""
-        # The first stage reads the batch itself, and the last one's inputs have never left.
+        # The first stage reads the batch itself, and the last stage's inputs never left the device.
         if not self.offloaded or stage in (0, self.last):
             return
         for g in range(count):
@@ -117,12 +121,12 @@ class Boundaries:
         return self._states[stage, g]
 
     def take(self, stage: int, g: int) -> tuple[Tensor, Space]:
-        """Return the same as `of`, and forget it."""
+        """Return the same as `of`, and release the input."""
         self.most_bytes = max(self.most_bytes, self.device_bytes + self._states[stage, g][0].nbytes)
         return self._states.pop((stage, g))
 
     def clear(self) -> None:
-        """Forget the inputs on the device."""
+        """Release all inputs on the device."""
         self._states.clear()
 
 
@@ -135,13 +139,12 @@ class Walk:
     Attributes:
         store: the stages.
         lanes: the lanes that copy and compute.
-        passes: all that is computed.
+        passes: computes the stages' passes and updates.
         slots: the device memory for stages.
         boundaries: the inputs of stages.
         updates: the updates of stages.
         fresh: whether no gradient was added since the last update.
-        sum_over_ranks: sums a tensor over the processes that train together; None for a single
-            process.
+        sum_over_ranks: sums a tensor over all ranks; None: there is one rank.
     """
 
     def __init__(
@@ -153,8 +156,15 @@ class Walk:
         sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
         passes: Callable[[Step], Passes] = Passes,
     ):
-        """Allocate the device's memory; loss, context and update are those of `step`, which
-        `passes` computes.
+        """Allocate the device's memory for slots and staging buffers.
+
+        Args:
+            step: the step, which has the loss, the context and the update.
+            store: the stages.
+            lanes: the lanes that copy and compute.
+            placement: where buffers live and when weights are updated.
+            sum_over_ranks: sums a tensor over all ranks; None: there is one rank.
+            passes: makes the object that computes the step's passes and updates.
         """
         self.step = step
         self.store = store
@@ -166,11 +176,12 @@ class Walk:
             lanes, placement.device, offloaded=placement.offload, last=len(store.stages) - 1
         )
         self.updates = Updates(step, store, lanes, placement, self.passes)
-        # Gradients at home need no zeros then: a slot's gradients are set to zero before they are
-        # first added to.
+        # While `fresh`, gradients at home need not be zeros: a slot's gradients are set to zero
+        # before anything is added to them.
         self.fresh = True
         self.sum_over_ranks = sum_over_ranks
-        lanes.finish()  # no lane knows of the work that made this memory and the planes
+        # No lane knows of the work that allocated this memory and the planes.
+        lanes.finish()
 
     @property
     def device_bytes(self) -> int:
@@ -184,8 +195,8 @@ class Walk:
 
         Args:
             batches: the micro-batches of one window.
-            observe: a function that is called with each stage's planes on the device once its
-                gradient is complete; no update is made then.
+            observe: called with each stage's planes on the device when the stage's gradient is
+                complete; with it no update is made. None: train.
         """
         updates = self.updates
         if updates.waiting and observe:
@@ -232,8 +243,10 @@ class Walk:
         return scores
 
     def _forward(self, batches: Sequence[object], *, keep: bool) -> list[Further]:
-        """Run all stages but the last forward; return for each micro-batch the other arguments of
-        its blocks.
+        """Run all stages but the last forward.
+
+        Returns:
+            For each micro-batch, the arguments of its blocks besides the state.
         """
         further: list[Further] = [() for _ in batches]
         self.updates.finish_begun()
@@ -283,29 +296,31 @@ class Walk:
         gradients[g] = self._compute(here, work, [space], backward=True)
 
     def _visits(self, order: Sequence[Stage], back: int = 0) -> Iterator[StageOnDevice]:
-        """Yield the stages on the device, one after another, while the next one is fetched.
+        """Yield the stages on the device, one after another, while the next stage is fetched.
 
         In a backward pass the inputs of `back` micro-batches are fetched as well.
         """
         ready = self._next(order[0], back)()
         for _, following in pairwise([*order, None]):
-            # It is requested before this stage computes, so that it comes meanwhile.
+            # The next stage is requested before this one computes, so that it is copied meanwhile.
             coming = self._next(following, back) if following else None
             yield ready
             if coming is not None:
                 ready = coming()
 
     def _next(self, stage: Stage, back: int) -> Callable[[], StageOnDevice]:
-        """Begin to fetch a stage's weights, or to update it; return a function that returns the
-        stage on the device.
+        """Begin to fetch a stage, or to update it if its update is waiting.
+
+        Returns:
+            A function that finishes this and returns the stage on the device.
         """
         if back:
             self.boundaries.fetch(stage.index, back)
         if stage not in self.updates.waiting:
             here = self.slots.fetch(stage)
             return lambda: here
-        # Weights that are updated on the device first go from there to the slot, instead of
-        # crossing the link again.
+        # Weights that are updated on the device are copied to the slot there, instead of crossing
+        # the link again.
         into = self.slots.claim(stage)
         self.updates.begin(stage, into)
         return lambda: self._finished(into)
@@ -322,8 +337,9 @@ class Walk:
         *,
         backward: bool = False,
     ) -> T:
-        """Run a call while the model's parameters are the stage's weights on the device, shared
-        ones included.
+        """Run a call while the model's parameters are the stage's weights on the device.
+
+        Weights that the stage shares with another stage are included.
         """
         needed = self._needed(here)
         work = functools.partial(self.passes.bound, needed, call, backward)
@@ -342,14 +358,14 @@ class Walk:
     def _prepare_gradients(self, here: StageOnDevice) -> None:
         """Set the slot's gradients to zero, or to the sum of earlier windows."""
         if self.store.tied and here.stage is self.store.stages[0]:
-            return  # the last stage, which adds to the same gradients, has done it
+            return  # the last stage adds to the same gradients, and has prepared them
         for stage in self._needed(here):
             for stored, plane in zip(stage.stage.stored, stage.planes, strict=True):
                 home = stored.buffers[GRADIENT]
                 if self.fresh:
                     self.lanes.compute(plane.grad.zero_, writes=stage.writes)
-                # A second window of the same update adds to the gradient that the first one left at
-                # home.
+                # A second window of the same update adds to the gradient that the first window left
+                # at home.
                 elif home.space.home != Home.DEVICE:
                     self.lanes.copy(plane.grad, home.tensor, stage.slot.gradients.space, home.space)
 
@@ -366,5 +382,5 @@ class Walk:
         return grad_norm
 
     def discard(self) -> None:
-        """Forget the gradient that was added since the last update."""
+        """Discard the gradient that was added since the last update."""
         self.fresh = True
