@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from monograph.data import HEAVIEST, LARGEST_SHARE, LIGHTEST
 from monograph.model.families import FAMILIES, FIRST_FAMILY, PRESETS
 from monograph.ranges import ABOVE_0, DECAY, FRACTION, NOT_NEGATIVE
+from monograph.rl.advantages import ADVANTAGES
 
 Auto = Literal["auto"]
 
@@ -693,21 +694,11 @@ class RlSection(Section):
         "Schema that every sampled answer follows.",
         example="FILE.json",
     )
-    advantage: Literal["dr_grpo", "rloo", "grpo", "dapo", "reinforce", "cispo", "gspo"] | None = (
-        _choice(
-            None,
-            "How an answer is weighed against the others of its group.",
-            {
-                "dr_grpo": "its reward less the group's mean",
-                "rloo": "its reward less the mean of the others",
-                "grpo": "dr_grpo's, divided by the group's deviation and its own length",
-                "dapo": "dr_grpo's, divided by the group's deviation, with a higher upper limit",
-                "reinforce": "its reward",
-                "cispo": "dapo's, with truncated importance sampling",
-                "gspo": "grpo's, with one ratio for the whole answer",
-            },
-            usual="dr_grpo",
-        )
+    advantage: Literal[tuple(ADVANTAGES)] | None = _choice(  # type: ignore[valid-type]
+        None,
+        "How an answer is weighed against the others of its group.",
+        {name: advantage.meaning for name, advantage in ADVANTAGES.items()},
+        usual="dr_grpo",
     )
     prompts: Size | None = _key(None, _SIZE, "Prompts of an update.", usual=16)
     group: Annotated[int, Field(ge=2, le=MOST_SIZE)] | None = _key(
