@@ -17,6 +17,8 @@ import monograph
 from monograph.config.keys import KEYS, SECTIONS, Fraction, Key, described
 from monograph.config.settings import toml_of
 from monograph.model.families import FAMILIES, PRESETS
+from monograph.rl.advantages import ADVANTAGES
+from monograph.rl.loss import KLS
 from monograph.rl.preferences import LOSSES
 
 SUPPORT = Path(__file__).resolve().parent / "support.md"
@@ -80,11 +82,13 @@ BEHIND: dict[str, dict[str, str]] = {
     "lora.base": {"int8": LORA, "nf4": LORA},
     "lora.rslora": dict.fromkeys(("true", "false"), LORA),
     "lora.dora": dict.fromkeys(("true", "false"), LORA),
-    "rl.kl": dict.fromkeys(("none", "k1", "k2", "k3"), OFF_POLICY),
+    "rl.kl": dict.fromkeys(("none", *KLS), OFF_POLICY),
     "rl.truncated": dict.fromkeys(("keep", "mask"), ESTIMATOR),
     "prefer.loss": dict.fromkeys(LOSSES, PREFERENCE),
-    "rl.advantage": dict.fromkeys(("dr_grpo", "rloo", "grpo", "dapo", "reinforce"), ESTIMATOR)
-    | dict.fromkeys(("cispo", "gspo"), OFF_POLICY),
+    "rl.advantage": {
+        name: ESTIMATOR if advantage.ratio.kind == "clip" else OFF_POLICY
+        for name, advantage in ADVANTAGES.items()
+    },
 }
 LAW = {
     COMPILED: "law 1",

@@ -111,7 +111,23 @@ def mean_gradient(net: Llama, of: dict[tuple[int, ...], float], advantage: str) 
     return mean
 
 
+def own_length(own: int, other: int) -> int:
+    return 2 * own
+
+
+def tokens_of_the_group(own: int, other: int) -> int:
+    return own + other
+
+
+# Each advantage is in one of these. Its gradient is that of the expected reward, times this number:
 FACTORS = {"reinforce": 1.0, "rloo": 1.0, "dr_grpo": (2 - 1) / (2 * LONGEST)}
+# or it is the sum of scaled differences of rewards, each divided by what this gives of two lengths.
+DIVISORS = {
+    "grpo": own_length,
+    "gspo": own_length,
+    "dapo": tokens_of_the_group,
+    "cispo": tokens_of_the_group,
+}
 
 
 # By day one that is the gradient of the expected reward, and one that is not.
@@ -136,7 +152,7 @@ def test_the_mean_gradient_over_all_groups_is_that_of_the_expected_reward(advant
     for one, other in itertools.product(of, repeat=2):
         apart = (of[one] - of[other]) / 2
         scaled = apart / (abs(apart) * math.sqrt(2) + 1e-4)
-        by = 2 * len(one) if advantage in ("grpo", "gspo") else len(one) + len(other)
+        by = DIVISORS[advantage](len(one), len(other))
         predicted += 2 * shares[one] * shares[other] * scaled / by * each[one]
     assert (mean + predicted).norm() / predicted.norm() < 1e-12
     along = float(mean @ exact / (mean.norm() * exact.norm()))

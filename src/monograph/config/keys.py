@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from monograph.data import HEAVIEST, LARGEST_SHARE, LIGHTEST
 from monograph.model.families import FAMILIES, FIRST_FAMILY, PRESETS
 from monograph.ranges import ABOVE_0, DECAY, FRACTION, NOT_NEGATIVE
+from monograph.rl.advantages import ADVANTAGES
 
 Auto = Literal["auto"]
 
@@ -136,6 +137,7 @@ class _Said(TypedDict):
     example: object
     auto: str
     choices: Mapping[str, str]
+    belongs_to: str
 
 
 def _key(
@@ -148,6 +150,7 @@ def _key(
     example: object = None,
     auto: str = "",
     choices: Mapping[str, str] = MappingProxyType({}),
+    belongs_to: str = "",
 ) -> Any:
     """Define a configuration key.
 
@@ -162,6 +165,7 @@ def _key(
             auto.
         auto: what "auto" stands for, of a key that takes it.
         choices: what each word that it takes stands for, besides "auto".
+        belongs_to: the key about whose value it says something, see `belonging`.
     """
     said = _Said(
         expected=expected,
@@ -170,6 +174,7 @@ def _key(
         example=example,
         auto=auto,
         choices=dict(choices),
+        belongs_to=belongs_to,
     )
     if auto:
         meaning = f"{meaning} auto: {auto}."
@@ -186,6 +191,7 @@ def _choice(
     example: object = None,
     also: str = "",
     auto: str = "",
+    belongs_to: str = "",
 ) -> Any:
     """Define a key that takes one of some words, each with what it stands for, "auto", or what
     `also` says.
@@ -201,6 +207,7 @@ def _choice(
         example=example,
         auto=auto,
         choices=choices,
+        belongs_to=belongs_to,
     )
 
 
@@ -312,6 +319,7 @@ class DataSection(Section):
         "How often an epoch sees each source.",
         otherwise="once each",
         example=[2.0, 1.0],
+        belongs_to="data.source",
     )
     tokenizer: Text = _choice(
         "auto",
@@ -322,7 +330,11 @@ class DataSection(Section):
         example="bytes",
     )
     vocab_size: Size | None = _key(
-        None, _SIZE, "Number of tokens of a bpe that is trained.", usual=4096
+        None,
+        _SIZE,
+        "Number of tokens of a bpe that is trained.",
+        usual=4096,
+        belongs_to="data.tokenizer",
     )
     sequence_length: Auto | Annotated[Count, Field(le=MOST_LENGTH)] = _key(
         "auto",
@@ -440,7 +452,11 @@ class OptimSection(Section):
         },
     )
     min_lr_ratio: Ratio | None = _key(
-        None, "a number from 0 to 1", "Share of optim.lr that the schedule falls to.", usual=0.05
+        None,
+        "a number from 0 to 1",
+        "Share of optim.lr that the schedule falls to.",
+        usual=0.05,
+        belongs_to="optim.schedule",
     )
     warmup_updates: Auto | Annotated[int, Field(ge=0, le=MOST_COUNT)] = _key(
         "auto",
@@ -466,6 +482,7 @@ class OptimSection(Section):
         "hidden_size of the model that optim.lr is for.",
         otherwise="the narrowest of this shape from 256 on",
         example=64,
+        belongs_to="optim.transfer",
     )
 
 
@@ -566,6 +583,7 @@ class TrainSection(Section):
         "fp32",
         "With fsdp and hsdp: the dtype in which weights are sent.",
         {"fp32": "as they are", "bf16": "rounded, with half the traffic"},
+        belongs_to="train.parallel",
     )
     eval_every: Auto | Whole = _key(
         "auto",
@@ -671,18 +689,21 @@ class RlSection(Section):
         "a regular expression",
         "With rl.reward = regex: what an answer matches.",
         example="[0-9]+",
+        belongs_to="rl.reward",
     )
     reward_schema: Text | None = _key(
         None,
         "a file with a JSON schema",
         "With rl.reward = json-schema: the schema.",
         example="FILE.json",
+        belongs_to="rl.reward",
     )
     teacher: Text | None = _key(
         None,
         "a run or a folder",
         "With rl.reward = teacher: the model that scores each token.",
         example="RUN",
+        belongs_to="rl.reward",
     )
     answer_regex: Text | None = _key(
         None, "a regular expression", "What every sampled answer matches.", example="[0-9]+"
@@ -693,21 +714,11 @@ class RlSection(Section):
         "Schema that every sampled answer follows.",
         example="FILE.json",
     )
-    advantage: Literal["dr_grpo", "rloo", "grpo", "dapo", "reinforce", "cispo", "gspo"] | None = (
-        _choice(
-            None,
-            "How an answer is weighed against the others of its group.",
-            {
-                "dr_grpo": "its reward less the group's mean",
-                "rloo": "its reward less the mean of the others",
-                "grpo": "dr_grpo's, divided by the group's deviation and its own length",
-                "dapo": "dr_grpo's, divided by the group's deviation, with a higher upper limit",
-                "reinforce": "its reward",
-                "cispo": "dapo's, with truncated importance sampling",
-                "gspo": "grpo's, with one ratio for the whole answer",
-            },
-            usual="dr_grpo",
-        )
+    advantage: Literal[tuple(ADVANTAGES)] | None = _choice(  # type: ignore[valid-type]
+        None,
+        "How an answer is weighed against the others of its group.",
+        {name: advantage.meaning for name, advantage in ADVANTAGES.items()},
+        usual="dr_grpo",
     )
     prompts: Size | None = _key(None, _SIZE, "Prompts of an update.", usual=16)
     group: Annotated[int, Field(ge=2, le=MOST_SIZE)] | None = _key(
@@ -733,9 +744,20 @@ class RlSection(Section):
         },
         usual="none",
     )
-    kl_coef: PositiveFloat | None = _key(None, ABOVE_0.expected, "Strength of rl.kl.", example=0.05)
+    kl_coef: PositiveFloat | None = _key(
+        None,
+        ABOVE_0.expected,
+        "Strength of rl.kl.",
+        example=0.05,
+        belongs_to="rl.kl",
+    )
     entropy_coef: PositiveFloat | None = _key(
-        None, ABOVE_0.expected, "Strength of an entropy bonus.", otherwise="no bonus", example=0.01
+        None,
+        ABOVE_0.expected,
+        "Strength of an entropy bonus.",
+        otherwise="no bonus",
+        example=0.01,
+        belongs_to="rl.kl",
     )
     max_new_tokens: Size | None = _key(
         None,
@@ -755,6 +777,7 @@ class RlSection(Section):
         NOT_NEGATIVE.expected,
         "What is taken from the reward of an answer that was cut.",
         usual=0.0,
+        belongs_to="rl.truncated",
     )
     temperature: Annotated[float, Field(gt=0, le=100)] | None = _key(
         None,
@@ -789,21 +812,35 @@ class PreferSection(Section):
         "Strength of the comparison.",
         otherwise="0.1, and 2 for simpo",
         example=0.1,
+        belongs_to="prefer.loss",
     )
     gamma: NonNegativeFloat | None = _key(
-        None, NOT_NEGATIVE.expected, "Margin of simpo.", usual=1.0
+        None,
+        NOT_NEGATIVE.expected,
+        "Margin of simpo.",
+        usual=1.0,
+        belongs_to="prefer.loss",
     )
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] | None = _key(
         None,
         "a number from 0 and below 0.5",
         "Share of the pairs that robust takes to be swapped.",
         usual=0.1,
+        belongs_to="prefer.loss",
     )
     desirable_weight: NonNegativeFloat | None = _key(
-        None, NOT_NEGATIVE.expected, "Weight of good answers for kto.", usual=1.0
+        None,
+        NOT_NEGATIVE.expected,
+        "Weight of good answers for kto.",
+        usual=1.0,
+        belongs_to="prefer.loss",
     )
     undesirable_weight: NonNegativeFloat | None = _key(
-        None, NOT_NEGATIVE.expected, "Weight of bad answers for kto.", usual=1.0
+        None,
+        NOT_NEGATIVE.expected,
+        "Weight of bad answers for kto.",
+        usual=1.0,
+        belongs_to="prefer.loss",
     )
 
 
@@ -836,3 +873,16 @@ def described(key: str) -> Key:
         said["auto"],
         said["choices"],
     )
+
+
+def belonging() -> dict[str, tuple[str, ...]]:
+    """Return, by key, the keys that say something about its value: where that value gives way to
+    another one, they do, too.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for key in KEYS:
+        section, _, name = key.partition(".")
+        said = cast(_Said, SECTIONS[section].model_fields[name].json_schema_extra)
+        if owner := said["belongs_to"]:
+            found[owner] = (*found.get(owner, ()), key)
+    return found

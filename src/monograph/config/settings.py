@@ -37,21 +37,7 @@ EXCLUSIVE = (
     ("model.preset", "model.init"),
     ("rl.answer_regex", "rl.answer_schema"),
 )
-# Keys that say something about the value of another key: where that value gives way to another one,
-# they do, too.
-BELONGS = {
-    "data.source": ("data.weights",),
-    "data.tokenizer": ("data.vocab_size",),
-    "optim.schedule": ("optim.min_lr_ratio",),
-    "optim.transfer": ("optim.transfer_base",),
-    "train.parallel": ("train.gather_dtype",),
-    "rl.reward": ("rl.reward_regex", "rl.reward_schema", "rl.teacher"),
-    "rl.kl": ("rl.kl_coef", "rl.entropy_coef"),
-    "rl.truncated": ("rl.truncation_penalty",),
-    "prefer.loss": tuple(
-        key for key in keys.KEYS if key.startswith("prefer.") and key != "prefer.loss"
-    ),
-}
+BELONGS = keys.belonging()
 
 
 class Settings(BaseModel):

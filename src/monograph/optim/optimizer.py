@@ -144,8 +144,8 @@ class Group:
 class Optimizer(ABC):
     """Base class of optimizers; the defaults are usual for pretraining small language models.
 
-    To add an optimizer, write its class here and its `Rule` in `monograph.optim.rules`, enter it in
-    `OPTIMIZERS`, and name it in the key `optim.name`.
+    To add an optimizer, write its `Rule` in `monograph.optim.rules`, its class in
+    `OPTIMIZERS` of `monograph.optim.optimizers`, and name it in the key `optim.name`.
 
     Attributes:
         lr: peak learning rate; a schedule multiplies it. With 0 no weight changes.

@@ -145,34 +145,59 @@ class Advantage:
     """An advantage.
 
     Attributes:
+        meaning: how it weighs an answer, in one line, as the key rl.advantage says it.
         weights: returns the weights of a group's answers. It is given their rewards, at least two,
             their numbers of tokens including the one that ends an answer, and the maximum number of
             tokens of an answer.
         ratio: how rho is used if each sample is used for several updates.
-        divides_by_deviation: whether it divides by the deviation of the rewards. A term that is
-            added to the rewards would then be divided, too.
+        k1_refused: what it does with a reward that makes k1, which is a part of the reward, another
+            term; completes "the reward, which this advantage ...". "" if k1 stays what it is.
         divides_by_length: whether it divides by the number of an answer's tokens. The answer's KL
             term is then divided, too.
         compares_answers: whether it compares the answers to a prompt, so that a group with equal
             rewards has no gradient.
     """
 
+    meaning: str
     weights: Callable[[Sequence[float], Sequence[int], int], list[Weight]]
     ratio: Ratio = Ratio("clip", 0.2, 0.2)
-    divides_by_deviation: bool = True
+    k1_refused: str = ""
     divides_by_length: bool = False
     compares_answers: bool = True
 
 
+# What an advantage does that divides by the deviation of the rewards: see `k1_refused`.
+_BY_DEVIATION = "divides by its deviation"
 # The names that the key rl.advantage takes.
 ADVANTAGES = {
-    "dr_grpo": Advantage(_dr_grpo, divides_by_deviation=False),
-    "rloo": Advantage(_rloo, divides_by_deviation=False),
-    "grpo": Advantage(_per_answer, divides_by_length=True),
-    "dapo": Advantage(_per_token, Ratio("clip", 0.2, 0.28)),
-    "reinforce": Advantage(_reinforce, divides_by_deviation=False, compares_answers=False),
-    "cispo": Advantage(_per_token, Ratio("truncate", 0.0, 5.0)),
-    "gspo": Advantage(_per_answer, Ratio("sequence", 3e-4, 4e-4), divides_by_length=True),
+    "dr_grpo": Advantage("its reward less the group's mean", _dr_grpo),
+    "rloo": Advantage("its reward less the mean of the others", _rloo),
+    "grpo": Advantage(
+        "dr_grpo's, divided by the group's deviation and its own length",
+        _per_answer,
+        k1_refused=_BY_DEVIATION,
+        divides_by_length=True,
+    ),
+    "dapo": Advantage(
+        "dr_grpo's, divided by the group's deviation, with a higher upper limit",
+        _per_token,
+        Ratio("clip", 0.2, 0.28),
+        k1_refused=_BY_DEVIATION,
+    ),
+    "reinforce": Advantage("its reward", _reinforce, compares_answers=False),
+    "cispo": Advantage(
+        "dapo's, with truncated importance sampling",
+        _per_token,
+        Ratio("truncate", 0.0, 5.0),
+        k1_refused=_BY_DEVIATION,
+    ),
+    "gspo": Advantage(
+        "grpo's, with one ratio for the whole answer",
+        _per_answer,
+        Ratio("sequence", 3e-4, 4e-4),
+        k1_refused=_BY_DEVIATION,
+        divides_by_length=True,
+    ),
 }
 
 

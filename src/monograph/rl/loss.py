@@ -71,7 +71,7 @@ def kl_term(
 
     Raises:
         UsageError: a strength is missing or not above 0, both terms are asked for, or k1 is asked
-            for with a teacher or with an advantage that divides by the deviation.
+            for with a teacher or with an advantage that refuses it.
     """
     for name, value in (("kl_coef", kl_coef), ("entropy_coef", entropy_coef)):
         if value is not None and not 0 < value < math.inf:
@@ -97,11 +97,11 @@ def kl_term(
                 f"{section}kl = k1 changes the rewards of whole answers, but a teacher scores each token: "
                 f"leave {section}kl out"
             )
-        if ADVANTAGES[advantage].divides_by_deviation:
-            undivided = [name for name, each in ADVANTAGES.items() if not each.divides_by_deviation]
+        if why := ADVANTAGES[advantage].k1_refused:
+            others = [name for name, each in ADVANTAGES.items() if not each.k1_refused]
             raise UsageError(
-                f"{section}kl = k1 is a part of the reward, which {section}advantage = {advantage} divides by its "
-                f"deviation: take {', '.join(undivided)}, or k2 or k3"
+                f"{section}kl = k1 is a part of the reward, which {section}advantage = {advantage} {why}: "
+                f"take {', '.join(others)}, or k2 or k3"
             )
     return Kl(kl, kl_coef)
 
