@@ -365,7 +365,9 @@ def test_the_command_says_in_one_line_what_is_wrong(
 
 def test_served_completions_are_scored_as_by_evaluate(place: Path) -> None:
     """Over HTTP: its model `local-completions`, with the exported tokenizer or that of the server."""
-    pytest.importorskip("tenacity", reason="its client is not installed: pip install 'lm_eval[api]'")
+    pytest.importorskip(
+        "tenacity", reason="its client is not installed: pip install 'lm_eval[api]'"
+    )
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
     from monograph.lm_eval.model import Monograph

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
 import random
@@ -105,6 +106,12 @@ def test_who_is_faster_does_not_show_in_the_bytes(texts, trained, tmp_path, monk
     # A caller's function is called in the caller's thread, and counts what is written.
     assert {thread for thread, _ in told} == {threading.current_thread()}
     assert [done for _, done in told] == sorted(done for _, done in told)
+
+
+@pytest.fixture(autouse=True)
+def _threads_of_earlier_tests_have_ended():
+    """An engine that nothing refers to ends its thread when it is collected."""
+    gc.collect()
 
 
 def own_threads():

@@ -45,7 +45,7 @@ def tried(server: HostileServer, kind: str, count: int, folder: Path) -> Counter
 def test_it_is_used_or_refused_in_one_line(
     kind: str, server: HostileServer, tmp_path: Path
 ) -> None:
-    found = tried(server, kind, min(12, 30 // DEAR.get(kind, 1)), tmp_path)
+    found = tried(server, kind, min(12, 60 // DEAR.get(kind, 1)), tmp_path)
     assert found["refused"]
 
 
