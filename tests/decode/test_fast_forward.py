@@ -16,6 +16,8 @@ from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
 from monograph.decode.request import Request
 from monograph.decode.sampling import Sampling
+from monograph.graph.lora import Lora, adapt
+from monograph.graph.siblings import fuse_known, unfuse_siblings
 from monograph.model.llama import Llama
 from monograph.model.scaling import FULL, SLIDING
 
@@ -68,6 +70,28 @@ def written(
         tokens += event.token_ids
         logprobs += event.logprobs
     return [(tokens, logprobs) for _, tokens, logprobs in sorted(found.values())]
+
+
+@pytest.mark.parametrize("target", ["q_proj", "o_proj", "up_proj"])
+def test_an_adapter_that_the_kernels_would_leave_out_is_an_obstacle(target: str) -> None:
+    from monograph.decode.fast_forward import obstacle
+
+    model = model_of("llama")
+    fuse_known(model)
+    assert obstacle(model) is None
+    unfuse_siblings(model)
+    adapt(model, Lora(rank=2, targets=[target]))
+    fuse_known(model)
+    assert "adapter" in (obstacle(model) or "")
+
+
+def test_a_head_with_a_hook_is_an_obstacle() -> None:
+    from monograph.decode.fast_forward import obstacle
+
+    model = model_of("llama")
+    fuse_known(model)
+    model.lm_head.register_forward_hook(lambda *_: None)
+    assert "hooks" in (obstacle(model) or "")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

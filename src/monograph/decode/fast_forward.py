@@ -64,15 +64,19 @@ def obstacle(model: Llama) -> str | None:
         config.intermediate_size,
         config.num_attention_heads * config.head_dim,
     )
+    if not _is_plain(model.lm_head):
+        return "the head has an adapter or hooks"
+    if any(parameter.dtype != weight.dtype for parameter in model.parameters()):
+        return "the weights have several dtypes"
     if not all(map(step_of, summed)):
         return (
             f"the kernels need widths that are multiples of 16, not {', '.join(map(str, summed))}"
         )
-    reasons = (_obstacle_of_block(cast(Block, block), weight.dtype) for block in model.model.layers)
+    reasons = (_obstacle_of_block(cast(Block, block)) for block in model.model.layers)
     return next((reason for reason in reasons if reason), None)
 
 
-def _obstacle_of_block(block: Block, dtype: torch.dtype) -> str | None:
+def _obstacle_of_block(block: Block) -> str | None:
     if block.mixer_name != "self_attn":
         return "the kernels compute attention, and some layers have none"
     if isinstance(block.mlp, Mixture):
@@ -82,15 +86,28 @@ def _obstacle_of_block(block: Block, dtype: torch.dtype) -> str | None:
         return "this family changes queries and keys in a way that the kernels do not"
     if not isinstance(attention.scale, nn.Identity) or not isinstance(block.scale, nn.Identity):
         return "this family scales its heads or what its layers add"
-    for layer in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
-        if not isinstance(layer, Sibling) or layer.family.weight is None:
-            return "some projections do not lie side by side, because of adapters or hooks"
-    for layer in (attention.o_proj, mlp.down_proj):
-        if type(layer) is not Linear or layer._forward_hooks or layer._forward_pre_hooks:
-            return "some projections have adapters or hooks"
-    if any(parameter.dtype != dtype for parameter in block.parameters()):
-        return "the weights have several dtypes"
+    together = [attention.q_proj, attention.k_proj, attention.v_proj]
+    if not _are_one_family(together) or not _are_one_family([mlp.gate_proj, mlp.up_proj]):
+        return "some projections do not lie side by side, because of adapters or hooks"
+    if not _is_plain(attention.o_proj) or not _is_plain(mlp.down_proj):
+        return "some projections have adapters or hooks"
     return None
+
+
+def _are_one_family(layers: list[Linear]) -> bool:
+    """Return whether the layers' weights, and no others, lie one after another in this order."""
+    first = layers[0]
+    if not isinstance(first, Sibling) or first.family.weight is None:
+        return False
+    return all(one is other for one, other in zip(first.family.layers, layers, strict=False)) and (
+        len(first.family.layers) == len(layers)
+    )
+
+
+def _is_plain(layer: nn.Linear) -> bool:
+    """Return whether a layer's output is W x + b and no more."""
+    has_hooks = layer._forward_hooks or layer._forward_pre_hooks
+    return type(layer) is Linear and "forward" not in vars(layer) and not has_hooks
 
 
 class _Parts(NamedTuple):
