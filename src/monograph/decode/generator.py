@@ -44,6 +44,7 @@ from monograph.ops.filled import padded_count
 
 if TYPE_CHECKING:
     from monograph.decode.fast_forward import FastForward
+    from monograph.decode.fast_sampler import FastSampler
 
 # The maximum number of tokens of a prompt in one pass, by type of device.
 CHUNKS = {"cuda": BLOCK, "cpu": BLOCK // 2}
@@ -147,6 +148,9 @@ class Generator:
         fast = None
         if weight.is_cuda and impl == "auto" and not form.is_filled:
             fast = _fast_forward(model, rows)
+        fast_sampler = None
+        if weight.is_cuda and impl == "auto":
+            fast_sampler = _fast_sampler(model, rows)
 
         def make_step(chain: Chain) -> Step:
             step = DecodeStep(
@@ -158,6 +162,7 @@ class Generator:
                 tables=self.tables,
                 vocabulary=vocabulary,
                 fast=fast,
+                fast_sampler=fast_sampler,
             )
             return wrap(step.__call__)
 
@@ -547,3 +552,10 @@ def _fast_forward(model: Llama, rows: int) -> "FastForward | None":
     from monograph.decode.fast_forward import fast_forward
 
     return fast_forward(model, rows)
+
+
+def _fast_sampler(model: Llama, rows: int) -> "FastSampler":
+    # Imports Triton, likewise.
+    from monograph.decode.fast_sampler import FastSampler
+
+    return FastSampler(rows, model.lm_head.weight.device)
