@@ -44,11 +44,15 @@ def test_a_decode_step_is_five_launches_a_layer_and_waits_for_nothing(counted) -
     import launches
 
     config = launches.shape_of(launches.CASES["nano"], layers=1).config
-    step, sampler = launches.decoding(config, 1).values()
+    step, sampler, chunk = launches.decoding(config, 1).values()
     # Beside the layer: the embedding, the rotary tables (2), and the last norm with the head.
     assert step["launches"] - sampler["launches"] == 5 + 4
-    assert sampler["launches"] > 0 == step["cublas"] == sampler["cublas"]
-    assert not any(part["waits"] or part["waiting_copies"] for part in (step, sampler))
+    # The edits of the logits, the sampler, and the rows' new state.
+    assert sampler["launches"] == 3
+    assert step["cublas"] == 0
+    # The layer's keys and values, for which the embedding, the norm and the tables (2) come first.
+    assert chunk["launches"] == 4 + 2
+    assert not any(part["waits"] or part["waiting_copies"] for part in (step, sampler, chunk))
 
 
 def test_a_replayed_micro_step_is_one_graph_and_nothing_waits(counted) -> None:

@@ -43,6 +43,7 @@ class KVCache:
         recurrences: Mapping[int, Recurrence],
         seen_blocks: int | None = None,
         is_filled: bool = False,
+        attention: Callable[..., Tensor] = cached_attention,
     ) -> None:
         """Take the tensors.
 
@@ -52,12 +53,14 @@ class KVCache:
             recurrences: by layer, those of the layers without attention.
             seen_blocks: attention reads this number of first blocks; None: all blocks.
             is_filled: see `cached_attention`.
+            attention: `cached_attention`, or a function that computes the same.
         """
         self.keys = keys
         self.values = values
         self.recurrences = recurrences
         self.seen_blocks = seen_blocks
         self.is_filled = is_filled
+        self.attention = attention
 
     @classmethod
     def allocate(
@@ -115,7 +118,9 @@ class KVCache:
 
     def first(self, blocks: int) -> Self:
         """Return a cache of the same tensors, in which attention reads only the first blocks."""
-        return type(self)(self.keys, self.values, self.recurrences, blocks, self.is_filled)
+        return type(self)(
+            self.keys, self.values, self.recurrences, blocks, self.is_filled, self.attention
+        )
 
     def attend(
         self,
@@ -143,7 +148,7 @@ class KVCache:
         # the cache (dev/log.md).
         keys_NBKCE[where] = key_BKTE.transpose(1, 2).to(keys_NBKCE.dtype)
         values_NBKCE[where] = value_BKTE.transpose(1, 2).to(values_NBKCE.dtype)
-        return cached_attention(
+        return self.attention(
             query_BHTE,
             keys_NBKCE[: self.seen_blocks],
             values_NBKCE[: self.seen_blocks],
@@ -288,7 +293,9 @@ class Reader:
         self.last_RD = weight.new_zeros(self.rows, model.config.hidden_size)
         # The tensors that a pass reads and writes; a captured pass needs fixed addresses.
         self._tokens_RT = torch.zeros(self.rows, chunk, dtype=torch.int64, device=weight.device)
-        self._start_11 = torch.zeros(1, 1, dtype=torch.int64, device=weight.device)
+        self._positions_RT = torch.arange(chunk, device=weight.device).repeat(self.rows, 1)
+        # The position of their first column.
+        self._first_position = 0
         self._hidden_RTD = weight.new_zeros(
             self.rows, chunk if self.whole else 0, model.config.hidden_size
         )
@@ -425,7 +432,8 @@ class Reader:
         parts += [()] * (self.rows - len(self._held))
         padded = [part + (0,) * (self.chunk - len(part)) for part in parts]
         self._tokens_RT.copy_(sent(padded, self.device))
-        self._start_11.fill_(begin)
+        self._positions_RT += begin - self._first_position
+        self._first_position = begin
         self._passes.run(1, self.cache.visible(end))
         if self.whole:
             # The rows whose prompts end in this chunk, and the place of their last tokens in it.
@@ -440,11 +448,8 @@ class Reader:
 
     @torch.no_grad()
     def _read_chunk(self, blocks: int) -> None:
-        positions_RT = (self._start_11 + torch.arange(self.chunk, device=self.device)).expand_as(
-            self._tokens_RT
-        )
         hidden_RTD = self.model(
-            self._tokens_RT, positions=positions_RT, cache=self.cache.first(blocks)
+            self._tokens_RT, positions=self._positions_RT, cache=self.cache.first(blocks)
         )
         # Otherwise the hidden states are unused, and a compiled pass computes nothing after the last
         # layer's keys and values.

@@ -296,9 +296,7 @@ class FastSampler:
         # Of the stages before top-k, a temperature alone needs no other token than its own.
         return set(stages[: stages.index("top_k")]) <= {"temperature"}
 
-    def sample(
-        self, edited_BV: Tensor, rows: Rows, last_position_B: Tensor, chain: Chain
-    ) -> Drawn:
+    def sample(self, edited_BV: Tensor, rows: Rows, last_position_B: Tensor, chain: Chain) -> Drawn:
         """Return one token per row; see `monograph.decode.chain.sample`.
 
         Args:

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from monograph import compat
 from monograph.automata import Automaton
@@ -41,10 +41,6 @@ from monograph.graph.replay import CudaGraphs, Replays
 from monograph.model.llama import Llama
 from monograph.ops.attention import BLOCK
 from monograph.ops.filled import padded_count
-
-if TYPE_CHECKING:
-    from monograph.decode.fast_forward import FastForward
-    from monograph.decode.fast_sampler import FastSampler
 
 # The maximum number of tokens of a prompt in one pass, by type of device.
 CHUNKS = {"cuda": BLOCK, "cpu": BLOCK // 2}
@@ -144,13 +140,19 @@ class Generator:
             self.tables = Arena.holding(automata, vocabulary, weight.device)
         self.vocabulary = vocabulary
 
-        # Texts that are scored exactly have the bits of the model's own forward pass.
         fast = None
-        if weight.is_cuda and impl == "auto" and not form.is_filled:
-            fast = _fast_forward(model, rows)
         fast_sampler = None
         if weight.is_cuda and impl == "auto":
-            fast_sampler = _fast_sampler(model, rows)
+            # These import Triton, which is only where torch computes on a GPU.
+            from monograph.decode.fast_forward import fast_forward
+            from monograph.decode.fast_sampler import FastSampler
+            from monograph.ops import cached_attention_kernel
+
+            fast_sampler = FastSampler(rows, weight.device)
+            self.reader.cache.attention = cached_attention_kernel.cached_attention
+            # Texts that are scored exactly have the bits of the model's own forward pass.
+            if not form.is_filled:
+                fast = fast_forward(model, rows)
 
         def make_step(chain: Chain) -> Step:
             step = DecodeStep(
@@ -545,17 +547,3 @@ class Generator:
         if ended:
             self._end(ended)
         return events
-
-
-def _fast_forward(model: Llama, rows: int) -> "FastForward | None":
-    # Imports Triton, which is only where torch computes on a GPU.
-    from monograph.decode.fast_forward import fast_forward
-
-    return fast_forward(model, rows)
-
-
-def _fast_sampler(model: Llama, rows: int) -> "FastSampler":
-    # Imports Triton, likewise.
-    from monograph.decode.fast_sampler import FastSampler
-
-    return FastSampler(rows, model.lm_head.weight.device)
