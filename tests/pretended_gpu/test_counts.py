@@ -43,15 +43,16 @@ def test_a_step_launches_no_more_and_moves_no_more_bytes_than_was_written_down(c
 def test_a_decode_step_is_five_launches_a_layer_and_waits_for_nothing(counted) -> None:
     import launches
 
-    config = launches.shape_of(launches.CASES["nano"], layers=1).config
+    config = launches.shape_of(launches.CASES["nano"], layers=2).config
     step, sampler, chunk = launches.decoding(config, 1).values()
     # Beside the layer: the embedding, the rotary tables (2), and the last norm with the head.
-    assert step["launches"] - sampler["launches"] == 5 + 4
+    assert step["launches"] - sampler["launches"] == 2 * 5 + 4
     # The edits of the logits, the sampler, and the rows' new state.
     assert sampler["launches"] == 3
     assert step["cublas"] == 0
-    # The layer's keys and values, for which the embedding, the norm and the tables (2) come first.
-    assert chunk["launches"] == 4 + 2
+    # A layer of a prompt takes ten. The last one computes its keys and values alone, in three, and
+    # the table of angles is one launch.
+    assert chunk["launches"] == 10 + 3 + 1
     assert not any(part["waits"] or part["waiting_copies"] for part in (step, sampler, chunk))
 
 
