@@ -155,16 +155,3 @@ def test_other_rows_and_blocks_change_no_bit_of_the_kernels(window: int | None) 
         cache = keys[:blocks].contiguous(), values[:blocks].contiguous()
         among = on_the_card(query, *cache, positions, None, **numbers)
         assert torch.equal(among[0], alone[0])
-
-
-@pytest.mark.gpu
-def test_heads_that_the_kernel_cannot_have_are_left_to_the_operators() -> None:
-    from monograph.ops import cached_attention_kernel
-
-    query, keys, values, positions = (each.cuda() for each in inputs(1, 5, 2))
-    for tensors in ((query, keys, values), (query[..., :12], keys[..., :12], values[..., :12])):
-        low = [each.float() if each is query[..., :12] else each for each in tensors]
-        assert torch.equal(
-            cached_attention_kernel.cached_attention(*low, positions),
-            cached_attention(*low, positions),
-        )

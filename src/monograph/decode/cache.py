@@ -17,7 +17,7 @@ import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from monograph.model.config import LlamaConfig
 from monograph.model.layers import Recurrence
 from monograph.model.llama import Llama
 from monograph.ops.attention import BLOCK, Heads, cached_attention
+
+if TYPE_CHECKING:
+    from monograph.decode.fast_attention import FastAttention
 
 
 class KVCache:
@@ -43,7 +46,7 @@ class KVCache:
         recurrences: Mapping[int, Recurrence],
         seen_blocks: int | None = None,
         is_filled: bool = False,
-        attention: Callable[..., Tensor] = cached_attention,
+        kernels: "FastAttention | None" = None,
     ) -> None:
         """Take the tensors.
 
@@ -53,14 +56,15 @@ class KVCache:
             recurrences: by layer, those of the layers without attention.
             seen_blocks: attention reads this number of first blocks; None: all blocks.
             is_filled: see `cached_attention`.
-            attention: `cached_attention`, or a function that computes the same.
+            kernels: compute attention instead of `cached_attention` where they can; None: nothing
+                does.
         """
         self.keys = keys
         self.values = values
         self.recurrences = recurrences
         self.seen_blocks = seen_blocks
         self.is_filled = is_filled
-        self.attention = attention
+        self.kernels = kernels
 
     @classmethod
     def allocate(
@@ -119,7 +123,7 @@ class KVCache:
     def first(self, blocks: int) -> Self:
         """Return a cache of the same tensors, in which attention reads only the first blocks."""
         return type(self)(
-            self.keys, self.values, self.recurrences, blocks, self.is_filled, self.attention
+            self.keys, self.values, self.recurrences, blocks, self.is_filled, self.kernels
         )
 
     def attend(
@@ -142,16 +146,38 @@ class KVCache:
         query_BHTE, key_BKTE, value_BKTE = heads
         keys_NBKCE = self.keys[layer_index]
         values_NBKCE = self.values[layer_index]
+        # Texts that are scored exactly have the bits of `cached_attention`.
+        kernels = None if self.is_filled else self.kernels
+        if kernels is not None and positions_BT.shape[1] == 1:
+            mixed_BHTE = kernels.step(
+                heads,
+                keys_NBKCE,
+                values_NBKCE,
+                positions_BT[:, 0],
+                self.seen_blocks or len(keys_NBKCE),
+                window,
+                sink_H,
+            )
+            if mixed_BHTE is not None:
+                return mixed_BHTE
         rows_B1 = torch.arange(positions_BT.shape[0], device=positions_BT.device)[:, None]
         where = (positions_BT // self.block, rows_B1, slice(None), positions_BT % self.block)
         # The write is to the whole tensor and not to a slice, since a captured write to a slice copies
         # the cache (dev/log.md).
         keys_NBKCE[where] = key_BKTE.transpose(1, 2).to(keys_NBKCE.dtype)
         values_NBKCE[where] = value_BKTE.transpose(1, 2).to(values_NBKCE.dtype)
-        return self.attention(
+        seen_keys_NBKCE = keys_NBKCE[: self.seen_blocks]
+        seen_values_NBKCE = values_NBKCE[: self.seen_blocks]
+        if kernels is not None and positions_BT.shape[1] > 1:
+            mixed_BHTE = kernels.chunk(
+                query_BHTE, seen_keys_NBKCE, seen_values_NBKCE, positions_BT, window, sink_H
+            )
+            if mixed_BHTE is not None:
+                return mixed_BHTE
+        return cached_attention(
             query_BHTE,
-            keys_NBKCE[: self.seen_blocks],
-            values_NBKCE[: self.seen_blocks],
+            seen_keys_NBKCE,
+            seen_values_NBKCE,
             positions_BT,
             window,
             self.is_filled,

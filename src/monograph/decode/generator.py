@@ -144,12 +144,14 @@ class Generator:
         fast_sampler = None
         if weight.is_cuda and impl == "auto":
             # These import Triton, which is only where torch computes on a GPU.
+            from monograph.decode.fast_attention import FastAttention
             from monograph.decode.fast_forward import fast_forward
             from monograph.decode.fast_sampler import FastSampler
-            from monograph.ops import cached_attention_kernel
 
             fast_sampler = FastSampler(rows, weight.device)
-            self.reader.cache.attention = cached_attention_kernel.cached_attention
+            key_heads = model.config.num_key_value_heads
+            for cache, cache_rows in ((self.cache, rows), (self.reader.cache, self.reader.rows)):
+                cache.kernels = FastAttention(cache_rows, key_heads, weight.device)
             # Texts that are scored exactly have the bits of the model's own forward pass.
             if not form.is_filled:
                 fast = fast_forward(model, rows)

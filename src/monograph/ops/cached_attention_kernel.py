@@ -19,48 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from monograph.ops import attention
-
 # Queries of a program, and slots that it reads at once. A tile of fp32 scores and the sums of 128
 # channels then fit the registers of four warps.
 QUERIES: Final = 64
 SLOTS: Final = 32
-_MIN_HEAD: Final = 16
-_MAX_HEAD: Final = 256
-_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def cached_attention(
-    query_BHTE: Tensor,
-    keys_NBKCE: Tensor,
-    values_NBKCE: Tensor,
-    positions_BT: Tensor,
-    window: int | None = None,
-    is_filled: bool = False,
-    sink_H: Tensor | None = None,
-) -> Tensor:
-    """Compute `monograph.ops.attention.cached_attention`, by the kernel where it can.
-
-    It cannot in other dtypes than fp32, fp16 and bf16, for heads whose channels are not a power of
-    two from 16 to 256, or if `is_filled`, which asks for bits that the kernel does not have.
-    """
-    if is_filled or not _is_possible(query_BHTE, keys_NBKCE):
-        return attention.cached_attention(
-            query_BHTE, keys_NBKCE, values_NBKCE, positions_BT, window, is_filled, sink_H
-        )
-    out_BTHE = attend_cache(query_BHTE, keys_NBKCE, values_NBKCE, positions_BT, window, sink_H)
-    return out_BTHE.transpose(1, 2)
-
-
-def _is_possible(query_BHTE: Tensor, keys_NBKCE: Tensor) -> bool:
-    head_dim = query_BHTE.shape[-1]
-    is_known_head = head_dim & (head_dim - 1) == 0 and _MIN_HEAD <= head_dim <= _MAX_HEAD
-    # Autocast computes queries in another dtype than the cache's.
-    is_known_dtype = query_BHTE.dtype in _DTYPES and query_BHTE.dtype == keys_NBKCE.dtype
-    if not query_BHTE.is_cuda or keys_NBKCE.shape[3] % SLOTS:
-        return False
-    has_tensor_cores = torch.cuda.get_device_capability(query_BHTE.device) >= (8, 0)
-    return is_known_head and is_known_dtype and has_tensor_cores
 
 
 @triton.jit
@@ -149,11 +111,12 @@ def attend_cache(
     window: int | None = None,
     sink_H: Tensor | None = None,
 ) -> Tensor:
-    """Launch the kernel of `cached_attention`.
+    """Compute `monograph.ops.attention.cached_attention` by the kernel.
 
     Args:
-        query_BHTE: fp32, fp16 or bf16.
-        keys_NBKCE: the first blocks of a layer, the same dtype, contiguous; N C at most 2^31.
+        query_BHTE: fp32, fp16 or bf16; E is a power of two, from 16 to 256.
+        keys_NBKCE: the first blocks of a layer, the same dtype, contiguous; SLOTS divides
+            C, and N C is at most 2^31.
         values_NBKCE: likewise.
         positions_BT: int64, ascending in each row.
         window: how many positions a query sees, its own among them; None: all up to its own.
