@@ -6,17 +6,20 @@ The pages, `--print-config` and errors have these texts from here (`described`).
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict, cast
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from monograph.data import HEAVIEST, LARGEST_SHARE, LIGHTEST
 from monograph.model.families import FAMILIES, FIRST_FAMILY, PRESETS
-from monograph.ranges import ABOVE_0, DECAY, FRACTION, NOT_NEGATIVE
+from monograph.ranges import ABOVE_0, DECAY, FRACTION, NOT_NEGATIVE, Range
 from monograph.rl.advantages import ADVANTAGES
+from monograph.rl.parameters import Parameter
+from monograph.rl.preferences import LOSSES
+from monograph.rl.rewards import OWN_FUNCTION, REWARDS
 
 Auto = Literal["auto"]
 
@@ -220,6 +223,59 @@ class Section(BaseModel):
     def about(cls) -> str:
         """Return what the section is about, its docstring, in one line."""
         return " ".join((cls.__doc__ or "").split())
+
+
+def _with_parameters(
+    section: type[Section], chosen_by: str, declared: Mapping[str, Sequence[Parameter]]
+) -> Any:
+    """Return a section with one key more for each parameter that some choices declare.
+
+    Args:
+        section: the section, with the key that chooses.
+        chosen_by: that key, such as "prefer.loss".
+        declared: the parameters of each choice, by its name.
+    """
+    parameters: dict[str, Parameter] = {}
+    defaults: dict[str, dict[object, list[str]]] = {}
+    for choice, of_choice in declared.items():
+        for parameter in of_choice:
+            name = parameter.key.partition(".")[2]
+            parameters.setdefault(name, parameter)
+            defaults.setdefault(name, {}).setdefault(parameter.default, []).append(choice)
+    fields: dict[str, Any] = {}
+    for name, parameter in parameters.items():
+        values = parameter.values
+        is_number = isinstance(values, Range)
+        is_alike = len(defaults[name]) == 1
+        field = _key(
+            None,
+            values.expected if isinstance(values, Range) else values,
+            parameter.meaning,
+            usual=parameter.default if is_alike else None,
+            otherwise="" if is_alike else _default_of_each(defaults[name]),
+            example=parameter.default if is_number and not is_alike else parameter.example,
+            belongs_to=chosen_by,
+        )
+        fields[name] = (_type_of(values) | None, field)
+    return create_model(section.__name__, __base__=section, **fields)
+
+
+def _type_of(values: Range | str) -> Any:
+    """Return the type of a parameter's key."""
+    if not isinstance(values, Range):
+        return Text
+    return Annotated[int if values.whole else float, AfterValidator(values.checked)]
+
+
+def _default_of_each(choices: Mapping[object, Sequence[str]]) -> str:
+    """Return the defaults that choices have, by default, in words: "0.1, and 2 for simpo"."""
+    usual = max(choices, key=lambda default: len(choices[default]))
+    others = [
+        f"{default:g} for {' and '.join(names)}"
+        for default, names in choices.items()
+        if default != usual
+    ]
+    return f"{usual:g}, and {', '.join(others)}"
 
 
 _SIZE = f"a whole number above 0, at most {MOST_SIZE}"
@@ -664,47 +720,29 @@ class LoraSection(Section):
     )
 
 
-class RlSection(Section):
-    """Reinforcement learning: the model's own answers to prompts are scored and learned from. To
-    use it, set reward.
-    """
+class _RewardSection(Section):
+    """The key that chooses a reward, before the keys of the rewards' parameters."""
 
     reward: Text | None = _choice(
         None,
         "What scores an answer (docs/rewards.md).",
-        {
-            "number": "1 if its last number is the record's answer",
-            "exact": "1 if it is the record's answer",
-            "regex": "1 if rl.reward_regex matches it",
-            "json-schema": "1 if it is JSON that rl.reward_schema allows",
-            "python": "the share of the record's tests that its code passes",
-            "teacher": "how much likelier rl.teacher finds its tokens than the model does",
-            "FILE.py:FUNCTION": "what your function returns",
-        },
+        {name: reward.meaning for name, reward in REWARDS.items()}
+        | {OWN_FUNCTION: "what your function returns"},
         otherwise="nothing: texts are learned",
         example="exact",
     )
-    reward_regex: Text | None = _key(
-        None,
-        "a regular expression",
-        "With rl.reward = regex: what an answer matches.",
-        example="[0-9]+",
-        belongs_to="rl.reward",
-    )
-    reward_schema: Text | None = _key(
-        None,
-        "a file with a JSON schema",
-        "With rl.reward = json-schema: the schema.",
-        example="FILE.json",
-        belongs_to="rl.reward",
-    )
-    teacher: Text | None = _key(
-        None,
-        "a run or a folder",
-        "With rl.reward = teacher: the model that scores each token.",
-        example="RUN",
-        belongs_to="rl.reward",
-    )
+
+
+_OfRewards: Any = _with_parameters(
+    _RewardSection, "rl.reward", {name: reward.parameters for name, reward in REWARDS.items()}
+)
+
+
+class RlSection(_OfRewards):  # type: ignore[misc]
+    """Reinforcement learning: the model's own answers to prompts are scored and learned from. To
+    use it, set reward.
+    """
+
     answer_regex: Text | None = _key(
         None, "a regular expression", "What every sampled answer matches.", example="[0-9]+"
     )
@@ -787,61 +825,27 @@ class RlSection(Section):
     )
 
 
-class PreferSection(Section):
-    """Preferences: pairs of a chosen and a rejected answer, or labelled answers, are compared and
-    learned from.
-    """
+class _PreferenceSection(Section):
+    """The key that chooses a loss, before the keys of the losses' parameters."""
 
-    loss: Literal["dpo", "robust", "ipo", "simpo", "orpo", "kto"] | None = _choice(
+    loss: Literal[tuple(LOSSES)] | None = _choice(  # type: ignore[valid-type]
         None,
         "How answers are compared (docs/preferences.md).",
-        {
-            "dpo": "by what they gain on the weights that the run begins from",
-            "robust": "as dpo, where label_smoothing is the share of swapped pairs",
-            "ipo": "as dpo, with a squared error around a gap of 1 / (2 beta)",
-            "simpo": "by likelihood a token, with gamma as the margin; no reference",
-            "orpo": "by odds, beside plain training on the chosen one; no reference",
-            "kto": "one by one, each labelled good or bad",
-        },
+        {name: loss.meaning for name, loss in LOSSES.items()},
         otherwise="dpo for pairs, kto for labelled answers",
         example="dpo",
     )
-    beta: PositiveFloat | None = _key(
-        None,
-        ABOVE_0.expected,
-        "Strength of the comparison.",
-        otherwise="0.1, and 2 for simpo",
-        example=0.1,
-        belongs_to="prefer.loss",
-    )
-    gamma: NonNegativeFloat | None = _key(
-        None,
-        NOT_NEGATIVE.expected,
-        "Margin of simpo.",
-        usual=1.0,
-        belongs_to="prefer.loss",
-    )
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] | None = _key(
-        None,
-        "a number from 0 and below 0.5",
-        "Share of the pairs that robust takes to be swapped.",
-        usual=0.1,
-        belongs_to="prefer.loss",
-    )
-    desirable_weight: NonNegativeFloat | None = _key(
-        None,
-        NOT_NEGATIVE.expected,
-        "Weight of good answers for kto.",
-        usual=1.0,
-        belongs_to="prefer.loss",
-    )
-    undesirable_weight: NonNegativeFloat | None = _key(
-        None,
-        NOT_NEGATIVE.expected,
-        "Weight of bad answers for kto.",
-        usual=1.0,
-        belongs_to="prefer.loss",
-    )
+
+
+_OfLosses: Any = _with_parameters(
+    _PreferenceSection, "prefer.loss", {name: loss.parameters for name, loss in LOSSES.items()}
+)
+
+
+class PreferSection(_OfLosses):  # type: ignore[misc]
+    """Preferences: pairs of a chosen and a rejected answer, or labelled answers, are compared and
+    learned from.
+    """
 
 
 SECTIONS: dict[str, type[Section]] = {
