@@ -435,9 +435,7 @@ def test_what_a_key_says_applies_without_it_is_what_does() -> None:
     }
     usual |= {"model.family": door.FIRST_FAMILY, "data.vocab_size": defaults.DEFAULT.vocabulary}
     usual |= rewards.USUAL | {"rl.truncated": "keep", "rl.truncation_penalty": 0.0}
-    usual |= {
-        f"prefer.{key}": value for each in LOSSES.values() for key, value in each.defaults.items()
-    }
+    usual |= {each.key: each.default for loss in LOSSES.values() for each in loss.parameters}
     usual |= {"train.minutes": Settings().train.minutes}
     fields = {
         f"{name}.{key}": field
