@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Literal, Union, get_args, get_origin
@@ -20,6 +21,7 @@ from monograph.model.families import FAMILIES, PRESETS
 from monograph.rl.advantages import ADVANTAGES
 from monograph.rl.loss import KLS
 from monograph.rl.preferences import LOSSES
+from monograph.session.job import Job
 
 SUPPORT = Path(__file__).resolve().parent / "support.md"
 CONFIGURATION = Path(__file__).resolve().parent / "configuration.md"
@@ -223,8 +225,8 @@ def _keys_written(function: ast.FunctionDef) -> set[str]:
 
 
 def deciding() -> dict[str, list[str]]:
-    """Return by key the functions that decide it: that write it, or otherwise read it and do more
-    than refuse.
+    """Return by key what decides it: the functions that write it, or otherwise those that read it
+    and do more than refuse, and the field of a job that has its value as it is.
     """
     reading: dict[str, list[str]] = {key: [] for key in KEYS}
     writing: dict[str, list[str]] = {key: [] for key in KEYS}
@@ -235,6 +237,9 @@ def deciding() -> dict[str, list[str]]:
                 reading[key].append(where)
             for key in _keys_written(function):
                 writing[key].append(where)
+    for field in fields(Job):
+        if "key" in field.metadata:
+            reading[field.metadata["key"]].append(f"session.job.Job.{field.name}")
     return {key: writing[key] or reading[key] for key in KEYS}
 
 

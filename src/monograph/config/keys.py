@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, NamedTuple, TypedDict, cast
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypedDict, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
@@ -108,6 +108,17 @@ Weights = Annotated[list[Weight], Field(min_length=1), BeforeValidator(_numbers)
 Momentum = Annotated[float, AfterValidator(DECAY.checked)]
 
 
+# How the members of a sweep may differ in a key.
+#   in one graph:    it is a number that an update reads, or the seed of weights and row order
+#   between graphs:  it changes shapes, the graph or the length, so each value has its own graph
+Varies = Literal["in one graph", "between graphs"]
+# Why they may not, if several keys have the same reason.
+_SAME_TEXT = "members are compared on the same text"
+_NO_EFFECT = "it does not change what a member learns"
+_OF_ONE_TIME = "how much a member learns in a time is the machine's doing"
+_OF_TEXTS = "members of one graph learn from texts alone: start a run for each value"
+
+
 class Key(NamedTuple):
     """What a key means and takes, as the pages, `--print-config` and errors say it.
 
@@ -120,6 +131,10 @@ class Key(NamedTuple):
         example: a value that somebody might set; None where the default is one.
         auto: what "auto" stands for, which the meaning ends with; "" if the key does not take it.
         choices: what each word that it takes stands for, besides "auto".
+        varies: how the members of a sweep may differ in it, see `Varies`; None: not at all.
+        fixed: why the members of a sweep cannot differ in it; "" if they can.
+        is_amount: whether more of it nearly always scores better, so that the best value at an
+            axis' end says nothing.
     """
 
     meaning: str
@@ -129,6 +144,9 @@ class Key(NamedTuple):
     example: object
     auto: str
     choices: Mapping[str, str]
+    varies: Varies | None
+    fixed: str
+    is_amount: bool
 
 
 class _Said(TypedDict):
@@ -141,6 +159,9 @@ class _Said(TypedDict):
     auto: str
     choices: Mapping[str, str]
     belongs_to: str
+    varies: Varies | None
+    fixed: str
+    is_amount: bool
 
 
 def _key(
@@ -154,6 +175,9 @@ def _key(
     auto: str = "",
     choices: Mapping[str, str] = MappingProxyType({}),
     belongs_to: str = "",
+    varies: Varies | None = None,
+    fixed: str = "",
+    is_amount: bool = False,
 ) -> Any:
     """Define a configuration key.
 
@@ -169,6 +193,10 @@ def _key(
         auto: what "auto" stands for, of a key that takes it.
         choices: what each word that it takes stands for, besides "auto".
         belongs_to: the key about whose value it says something, see `belonging`.
+        varies: how the members of a sweep may differ in it, see `Varies`.
+        fixed: why they cannot differ in it, if `varies` is not given; "": the reason of its section.
+        is_amount: whether more of it nearly always scores better, so that the best value at an
+            axis' end says nothing.
     """
     said = _Said(
         expected=expected,
@@ -178,6 +206,9 @@ def _key(
         auto=auto,
         choices=dict(choices),
         belongs_to=belongs_to,
+        varies=varies,
+        fixed=fixed,
+        is_amount=is_amount,
     )
     if auto:
         meaning = f"{meaning} auto: {auto}."
@@ -195,6 +226,9 @@ def _choice(
     also: str = "",
     auto: str = "",
     belongs_to: str = "",
+    varies: Varies | None = None,
+    fixed: str = "",
+    is_amount: bool = False,
 ) -> Any:
     """Define a key that takes one of some words, each with what it stands for, "auto", or what
     `also` says.
@@ -211,13 +245,21 @@ def _choice(
         auto=auto,
         choices=choices,
         belongs_to=belongs_to,
+        varies=varies,
+        fixed=fixed,
+        is_amount=is_amount,
     )
 
 
 class Section(BaseModel):
-    """A table of the TOML file; a key that is not given is None if it has no default."""
+    """A table of the TOML file; a key that is not given is None if it has no default.
+
+    Attributes:
+        fixed: why a sweep cannot vary those of its keys that do not say more.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    fixed: ClassVar[str] = ""
 
     @classmethod
     def about(cls) -> str:
@@ -239,9 +281,10 @@ def _with_parameters(
     defaults: dict[str, dict[object, list[str]]] = {}
     for choice, of_choice in declared.items():
         for parameter in of_choice:
-            name = parameter.key.partition(".")[2]
-            parameters.setdefault(name, parameter)
-            defaults.setdefault(name, {}).setdefault(parameter.default, []).append(choice)
+            parameters.setdefault(parameter.field, parameter)
+            defaults.setdefault(parameter.field, {}).setdefault(parameter.default, []).append(
+                choice
+            )
     fields: dict[str, Any] = {}
     for name, parameter in parameters.items():
         values = parameter.values
@@ -296,12 +339,14 @@ class ModelSection(Section):
         },
         auto="micro, unless sizes are given",
         example="124m",
+        varies="between graphs",
     )
     family: Literal[tuple(FAMILIES)] | None = _choice(  # type: ignore[valid-type]
         None,
         "Architecture of a new model.",
         {name: f"that of transformers' {family.architecture}" for name, family in FAMILIES.items()},
         usual=FIRST_FAMILY,
+        varies="between graphs",
     )
     init: Text | None = _key(
         None,
@@ -309,6 +354,7 @@ class ModelSection(Section):
         "Weights to start from, or the Python function that builds the model.",
         otherwise="a new model",
         example="FOLDER",
+        varies="between graphs",
     )
     vocab_size: Size | None = _key(
         None,
@@ -316,9 +362,16 @@ class ModelSection(Section):
         "Number of tokens that the embedding has rows for.",
         otherwise="the tokenizer's",
         example=4096,
+        fixed="it is the tokenizer's",
     )
     hidden_size: Size | None = _key(
-        None, _SIZE, "Width of the residual stream.", otherwise=_PRESETS, example=192
+        None,
+        _SIZE,
+        "Width of the residual stream.",
+        otherwise=_PRESETS,
+        example=192,
+        varies="between graphs",
+        is_amount=True,
     )
     intermediate_size: Size | None = _key(
         None,
@@ -326,6 +379,8 @@ class ModelSection(Section):
         "Width of the feed-forward layer.",
         otherwise=f"{_PRESETS}, or 8/3 of hidden_size",
         example=512,
+        varies="between graphs",
+        is_amount=True,
     )
     num_hidden_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)] | None = _key(
         None,
@@ -333,9 +388,17 @@ class ModelSection(Section):
         "Number of transformer blocks.",
         otherwise=_PRESETS,
         example=4,
+        varies="between graphs",
+        is_amount=True,
     )
     num_attention_heads: Size | None = _key(
-        None, _SIZE, "Number of query heads.", otherwise=_PRESETS, example=6
+        None,
+        _SIZE,
+        "Number of query heads.",
+        otherwise=_PRESETS,
+        example=6,
+        varies="between graphs",
+        is_amount=True,
     )
     num_key_value_heads: Size | None = _key(
         None,
@@ -343,9 +406,16 @@ class ModelSection(Section):
         "Number of key and value heads. It divides num_attention_heads.",
         otherwise=f"{_PRESETS}, or num_attention_heads",
         example=2,
+        varies="between graphs",
+        is_amount=True,
     )
     max_position_embeddings: Size | None = _key(
-        None, _SIZE, "Longest sequence in tokens.", otherwise="data.sequence_length", example=2048
+        None,
+        _SIZE,
+        "Longest sequence in tokens.",
+        otherwise="data.sequence_length",
+        example=2048,
+        fixed="vary data.sequence_length",
     )
     tie_word_embeddings: bool | None = _key(
         None,
@@ -353,6 +423,7 @@ class ModelSection(Section):
         "Whether the output head is the embedding's transpose.",
         otherwise=_PRESETS,
         example=True,
+        varies="between graphs",
     )
 
     def sizes(self) -> dict[str, Any]:
@@ -368,6 +439,7 @@ class DataSection(Section):
         "stdlib",
         "a path, a glob, or a list of them",
         "Text to train on. stdlib: Python's own sources. -: stdin. hf://OWNER/NAME: a dataset of the Hugging Face Hub.",
+        fixed=_SAME_TEXT,
     )
     weights: Weights | None = _key(
         None,
@@ -376,6 +448,7 @@ class DataSection(Section):
         otherwise="once each",
         example=[2.0, 1.0],
         belongs_to="data.source",
+        fixed=_SAME_TEXT,
     )
     tokenizer: Text = _choice(
         "auto",
@@ -384,6 +457,7 @@ class DataSection(Section):
         also="a tokenizer.json",
         auto="the model's own; for a new model bpe, which is trained on the text",
         example="bytes",
+        varies="between graphs",
     )
     vocab_size: Size | None = _key(
         None,
@@ -391,6 +465,8 @@ class DataSection(Section):
         "Number of tokens of a bpe that is trained.",
         usual=4096,
         belongs_to="data.tokenizer",
+        varies="between graphs",
+        is_amount=True,
     )
     sequence_length: Auto | Annotated[Count, Field(le=MOST_LENGTH)] = _key(
         "auto",
@@ -398,14 +474,20 @@ class DataSection(Section):
         "Tokens in a row.",
         auto="256 for a new model, else what the model has, at most 1,024",
         example=1024,
+        varies="between graphs",
+        is_amount=True,
     )
     packing: Literal["packed", "padded"] = _choice(
         "packed",
         "How documents fill rows.",
         {"packed": "documents share a row", "padded": "each document has rows of its own"},
+        varies="between graphs",
     )
     held_out: Share = _key(
-        0.05, "a number from 0 (none) to 0.5", "Share of the bytes that is kept for evaluation."
+        0.05,
+        "a number from 0 (none) to 0.5",
+        "Share of the bytes that is kept for evaluation.",
+        fixed=_SAME_TEXT,
     )
     text_key: Text | None = _key(
         None,
@@ -413,27 +495,32 @@ class DataSection(Section):
         "Key or column of a record that holds its text.",
         otherwise="text, or the keys of a chat",
         example="text",
+        fixed=_SAME_TEXT,
     )
     ignore_keys: Texts | None = _key(
         None,
         "a name, or a list of them",
         "Keys of records to leave out. A record with an unknown key is refused otherwise.",
         example=["my_key"],
+        fixed=_SAME_TEXT,
     )
     bad_records: Literal["refuse", "skip"] = _choice(
         "refuse",
         "What is done with a record that has no usable text.",
         {"refuse": "the run does not start", "skip": "it is left out and counted"},
+        fixed=_SAME_TEXT,
     )
     answers: Literal["every", "last"] = _choice(
         "every",
         "Which answers of a conversation are trained on.",
         {"every": "all of them", "last": "the last one alone"},
+        fixed=_SAME_TEXT,
     )
     too_long: Literal["truncate", "refuse"] = _choice(
         "truncate",
         "What is done with a conversation that is longer than a row.",
         {"truncate": "turns at its front are left out", "refuse": "the run does not start"},
+        fixed=_SAME_TEXT,
     )
 
 
@@ -449,6 +536,7 @@ class OptimSection(Section):
         },
         auto="muon for a new model, else adamw",
         example="adamw",
+        varies="between graphs",
     )
     state: Literal["fp32", "bf16", "8bit"] = _choice(
         "fp32",
@@ -458,11 +546,13 @@ class OptimSection(Section):
             "bf16": "4 bytes a parameter, stochastically rounded",
             "8bit": "2 bytes a parameter, in blocks with a scale",
         },
+        varies="between graphs",
     )
     master_weights: bool = _key(
         True,
         "true or false",
         "Whether weights are kept in fp32. false: in bf16, stochastically rounded.",
+        varies="between graphs",
     )
     lr: Auto | PositiveFloat = _key(
         "auto",
@@ -471,6 +561,7 @@ class OptimSection(Section):
         auto="2e-4 for adapters, 2e-5 for all weights of a model that exists, a tenth of these for rewards and "
         "preferences; for a new model by its preset, such as 6e-3 for nano and micro",
         example=3e-4,
+        varies="in one graph",
     )
     weight_decay: Auto | NonNegativeFloat = _key(
         "auto",
@@ -478,18 +569,26 @@ class OptimSection(Section):
         "Decoupled decay of the matrices.",
         auto="0.1; in a new nano or micro by the number of epochs",
         example=0.01,
+        varies="in one graph",
     )
     betas: Annotated[tuple[Momentum, Momentum], BeforeValidator(_pair)] = _key(
-        (0.9, 0.95), "two numbers, 0 or more and below 1", "Decay of the first and second moment."
+        (0.9, 0.95),
+        "two numbers, 0 or more and below 1",
+        "Decay of the first and second moment.",
+        varies="in one graph",
     )
     eps: PositiveFloat = _key(
-        1e-8, ABOVE_0.expected, "Number that is added to the denominator of the update."
+        1e-8,
+        ABOVE_0.expected,
+        "Number that is added to the denominator of the update.",
+        varies="in one graph",
     )
     grad_clip: Literal["none"] | PositiveFloat = _key(
         1.0,
         f"{ABOVE_0.expected}, or none",
         "Largest norm of the gradient; a larger one is scaled down to it.",
         choices={"none": "gradients stay as they are"},
+        varies="between graphs",
     )
     skip_spikes: Auto | bool = _key(
         "auto",
@@ -497,6 +596,7 @@ class OptimSection(Section):
         "Skip updates whose loss and gradient both stand out.",
         auto="if gradients are clipped, except with rl.reward",
         example=False,
+        varies="between graphs",
     )
     schedule: Literal["cosine", "constant", "wsd"] = _choice(
         "cosine",
@@ -506,6 +606,7 @@ class OptimSection(Section):
             "wsd": "stays, and falls to min_lr_ratio over the last 20 %",
             "constant": "stays",
         },
+        varies="in one graph",
     )
     min_lr_ratio: Ratio | None = _key(
         None,
@@ -513,6 +614,7 @@ class OptimSection(Section):
         "Share of optim.lr that the schedule falls to.",
         usual=0.05,
         belongs_to="optim.schedule",
+        varies="in one graph",
     )
     warmup_updates: Auto | Annotated[int, Field(ge=0, le=MOST_COUNT)] = _key(
         "auto",
@@ -520,17 +622,20 @@ class OptimSection(Section):
         "Updates of linear warm-up.",
         auto="5 % of the run, at least 10 (or half of a shorter run), at most 2,000",
         example=100,
+        varies="in one graph",
     )
     ema: Literal["none"] | Fraction = _key(
         "none",
         f"{FRACTION.expected}, or none",
         "Decay of an average of the weights, which is then evaluated, sampled and exported.",
         choices={"none": "there is no average"},
+        varies="between graphs",
     )
     transfer: Literal["none", "width"] = _choice(
         "none",
         "Which model lr, weight_decay and eps are for (docs/transfer.md).",
         {"none": "this one", "width": "a narrow one, and a rule carries them over"},
+        varies="between graphs",
     )
     transfer_base: Size | None = _key(
         None,
@@ -539,6 +644,8 @@ class OptimSection(Section):
         otherwise="the narrowest of this shape from 256 on",
         example=64,
         belongs_to="optim.transfer",
+        varies="between graphs",
+        is_amount=True,
     )
 
 
@@ -547,16 +654,35 @@ class TrainSection(Section):
     minutes is given.
     """
 
-    updates: Count | None = _key(None, _COUNT, "Stop after this many updates.", example=1000)
-    tokens: Count | None = _key(None, _COUNT, "Stop after this many tokens.", example=10_000_000)
+    updates: Count | None = _key(
+        None,
+        _COUNT,
+        "Stop after this many updates.",
+        example=1000,
+        varies="between graphs",
+        is_amount=True,
+    )
+    tokens: Count | None = _key(
+        None,
+        _COUNT,
+        "Stop after this many tokens.",
+        example=10_000_000,
+        varies="between graphs",
+        is_amount=True,
+    )
     epochs: Whole | None = _key(
-        None, _WHOLE, "Stop after this many passes over the data.", example=1
+        None,
+        _WHOLE,
+        "Stop after this many passes over the data.",
+        example=1,
+        fixed="say it in train.updates or train.tokens",
     )
     minutes: Minutes | None = _key(
         None,
         "a number above 0, at most 1e7",
         "Train for about this many minutes.",
         usual=DEFAULT_MINUTES,
+        fixed=_OF_ONE_TIME,
     )
     wall_minutes: Minutes | None = _key(
         None,
@@ -564,6 +690,7 @@ class TrainSection(Section):
         "End the whole run within about this many minutes, with preparation, compiling and report, or else refuse it.",
         otherwise="no limit",
         example=10,
+        fixed=_OF_ONE_TIME,
     )
     tokens_per_update: Auto | Annotated[Count, Field(le=MOST_PER_UPDATE)] = _key(
         "auto",
@@ -571,6 +698,7 @@ class TrainSection(Section):
         "Tokens of an update.",
         auto="2,048, or one row if that is longer",
         example=65_536,
+        varies="between graphs",
     )
     micro_batch: Auto | Size = _key(
         "auto",
@@ -578,9 +706,13 @@ class TrainSection(Section):
         "Rows on the device at once.",
         auto="the number that the planner finds fastest",
         example=8,
+        fixed=_NO_EFFECT,
     )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = _key(
-        0, "a whole number, 0 or more", "Seed of new weights and of the order of the data."
+        0,
+        "a whole number, 0 or more",
+        "Seed of new weights and of the order of the data.",
+        varies="in one graph",
     )
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = _choice(
         "auto",
@@ -593,6 +725,7 @@ class TrainSection(Section):
         },
         auto="bf16 if the device has it, else fp32",
         example="bf16",
+        varies="between graphs",
     )
     compile: Literal["auto", "whole", "blocks", "none"] = _choice(
         "auto",
@@ -604,6 +737,7 @@ class TrainSection(Section):
         },
         auto="whole; blocks for a model of 16 layers or more, or a streamed one",
         example="none",
+        fixed=_NO_EFFECT,
     )
     remat: Literal["auto", "none", "pointwise", "full", "offload"] | Fraction = _choice(
         "auto",
@@ -617,6 +751,7 @@ class TrainSection(Section):
         also=FRACTION.expected,
         auto="the fastest that fits",
         example="full",
+        fixed=_NO_EFFECT,
     )
     memory: Literal["auto", "device", "stream"] = _choice(
         "auto",
@@ -624,6 +759,7 @@ class TrainSection(Section):
         {"device": "on the device", "stream": "in host memory, fetched stage by stage"},
         auto="stream if nothing else fits a GPU",
         example="stream",
+        fixed=_NO_EFFECT,
     )
     parallel: Literal["none", "ddp", "fsdp", "hsdp"] = _choice(
         "none",
@@ -634,12 +770,14 @@ class TrainSection(Section):
             "fsdp": "each has a share of weights, gradients and moments",
             "hsdp": "fsdp within each machine, ddp between them",
         },
+        fixed=_NO_EFFECT,
     )
     gather_dtype: Literal["fp32", "bf16"] = _choice(
         "fp32",
         "With fsdp and hsdp: the dtype in which weights are sent.",
         {"fp32": "as they are", "bf16": "rounded, with half the traffic"},
         belongs_to="train.parallel",
+        fixed=_NO_EFFECT,
     )
     eval_every: Auto | Whole = _key(
         "auto",
@@ -647,6 +785,7 @@ class TrainSection(Section):
         "Updates between evaluations.",
         auto="about 12 evaluations in a run",
         example=100,
+        fixed=_NO_EFFECT,
     )
     save_every: Auto | Whole = _key(
         "auto",
@@ -654,9 +793,13 @@ class TrainSection(Section):
         "Updates between checkpoints.",
         auto="about 6 checkpoints in a run",
         example=500,
+        fixed=_NO_EFFECT,
     )
     keep: Whole = _key(
-        2, _WHOLE, "How many of the newest checkpoints are kept. 1 leaves nothing to fall back on."
+        2,
+        _WHOLE,
+        "How many of the newest checkpoints are kept. 1 leaves nothing to fall back on.",
+        fixed=_NO_EFFECT,
     )
 
 
@@ -671,36 +814,49 @@ class LoraSection(Section):
         "Rank of the adapters.",
         otherwise="no adapters",
         example=16,
+        varies="between graphs",
     )
     alpha: PositiveFloat | None = _key(
-        None, ABOVE_0.expected, "The adapters' output is scaled by alpha / rank.", usual=32.0
+        None,
+        ABOVE_0.expected,
+        "The adapters' output is scaled by alpha / rank.",
+        usual=32.0,
+        varies="between graphs",
     )
     rslora: bool | None = _key(
         None,
         "true or false",
         "Scale the adapters' output by alpha / sqrt(rank) instead (rsLoRA).",
         usual=False,
+        varies="between graphs",
     )
     dora: bool | None = _key(
         None,
         "true or false",
         "Train the lengths of rows apart from their directions (DoRA).",
         usual=False,
+        varies="between graphs",
     )
     lr_ratio: PositiveFloat | None = _key(
         None,
         ABOVE_0.expected,
         "Learning rate of the adapters' second matrices as a multiple of optim.lr (LoRA+).",
         usual=1.0,
+        varies="between graphs",
     )
     targets: Texts | None = _key(
         None,
         "all-linear, a list of module names or a regular expression for whole names",
         "Linear layers that get an adapter. all-linear: all but the head.",
         usual="all-linear",
+        varies="between graphs",
     )
     dropout: Momentum | None = _key(
-        None, DECAY.expected, "Dropout of the adapters' inputs.", usual=0.0
+        None,
+        DECAY.expected,
+        "Dropout of the adapters' inputs.",
+        usual=0.0,
+        varies="between graphs",
     )
     base: Literal["auto", "int8", "nf4"] | None = _choice(
         None,
@@ -709,6 +865,7 @@ class LoraSection(Section):
         usual="auto",
         auto="16 bits if the arithmetic is in 16 bits",
         example="nf4",
+        varies="between graphs",
     )
     tokens: Texts | None = _key(
         None,
@@ -717,11 +874,14 @@ class LoraSection(Section):
         usual="auto",
         auto="no others",
         example=["<|im_start|>"],
+        fixed="which tokens a base never saw is no choice",
     )
 
 
 class _RewardSection(Section):
     """The key that chooses a reward, before the keys of the rewards' parameters."""
+
+    fixed = _OF_TEXTS
 
     reward: Text | None = _choice(
         None,
@@ -828,6 +988,8 @@ class RlSection(_OfRewards):  # type: ignore[misc]
 class _PreferenceSection(Section):
     """The key that chooses a loss, before the keys of the losses' parameters."""
 
+    fixed = _OF_TEXTS
+
     loss: Literal[tuple(LOSSES)] | None = _choice(  # type: ignore[valid-type]
         None,
         "How answers are compared (docs/preferences.md).",
@@ -876,6 +1038,9 @@ def described(key: str) -> Key:
         said["example"],
         said["auto"],
         said["choices"],
+        said["varies"],
+        "" if said["varies"] else said["fixed"] or SECTIONS[section].fixed,
+        said["is_amount"],
     )
 
 

@@ -18,7 +18,6 @@ class Parameter(NamedTuple):
     Several rewards, or several losses, may have the same parameter. Only their defaults may differ.
 
     Attributes:
-        name: its name in Python.
         key: the key that sets it, such as "rl.reward_regex".
         meaning: what the key means, in one sentence.
         values: the numbers that it may be. Of a text: what the text is, to complete the sentence
@@ -28,13 +27,22 @@ class Parameter(NamedTuple):
         is_model: whether the text names a model. Whoever makes the reward loads that model.
     """
 
-    name: str
     key: str
     meaning: str
     values: Range | str
     default: float | str | None = None
     example: float | str | None = None
     is_model: bool = False
+
+    @property
+    def field(self) -> str:
+        """Return the key's name in its section, such as "reward_regex"."""
+        return self.key.partition(".")[2]
+
+    @property
+    def name(self) -> str:
+        """Return its name in Python, such as "regex", where the reward stands beside it."""
+        return self.field.removeprefix("reward_")
 
     def require(self, value: object) -> None:
         """Refuse a value that the parameter cannot have.

@@ -191,7 +191,7 @@ class LossOfPairs:
 
 _ABOVE_0 = Range("a number above 0 and below 1e9", 0, _MOST, above=True, below=True)
 _NOT_NEGATIVE = Range("a number, 0 or more and below 1e9", 0, _MOST, below=True)
-_BETA = Parameter("beta", "prefer.beta", "Strength of the comparison.", _ABOVE_0, 0.1)
+_BETA = Parameter("prefer.beta", "Strength of the comparison.", _ABOVE_0, 0.1)
 # The names that the key prefer.loss takes.
 LOSSES = {
     "dpo": LossOfPairs("by what they gain on the weights that the run begins from", _dpo, (_BETA,)),
@@ -201,7 +201,6 @@ LOSSES = {
         (
             _BETA,
             Parameter(
-                "label_smoothing",
                 "prefer.label_smoothing",
                 "Share of the pairs that robust takes to be swapped.",
                 Range("a number from 0 and below 0.5", 0, 0.5, below=True),
@@ -215,7 +214,7 @@ LOSSES = {
         _simpo,
         (
             _BETA._replace(default=2.0),
-            Parameter("gamma", "prefer.gamma", "Margin of simpo.", _NOT_NEGATIVE, 1.0),
+            Parameter("prefer.gamma", "Margin of simpo.", _NOT_NEGATIVE, 1.0),
         ),
         needs_reference=False,
     ),
@@ -231,14 +230,12 @@ LOSSES = {
         (
             _BETA,
             Parameter(
-                "desirable_weight",
                 "prefer.desirable_weight",
                 "Weight of good answers for kto.",
                 _NOT_NEGATIVE,
                 1.0,
             ),
             Parameter(
-                "undesirable_weight",
                 "prefer.undesirable_weight",
                 "Weight of bad answers for kto.",
                 _NOT_NEGATIVE,

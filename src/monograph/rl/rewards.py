@@ -383,7 +383,6 @@ REWARDS = {
         _matched,
         (
             Parameter(
-                "regex",
                 "rl.reward_regex",
                 "With rl.reward = regex: what an answer matches.",
                 "a regular expression",
@@ -396,7 +395,6 @@ REWARDS = {
         _allowed,
         (
             Parameter(
-                "schema",
                 "rl.reward_schema",
                 "With rl.reward = json-schema: the schema.",
                 "a file with a JSON schema",
@@ -410,7 +408,6 @@ REWARDS = {
         Taught,
         (
             Parameter(
-                "teacher",
                 "rl.teacher",
                 "With rl.reward = teacher: the model that scores each token.",
                 "a run or a folder",

@@ -8,8 +8,9 @@ decide.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from monograph.data.options import ReadingOptions
 from monograph.errors import UsageError
@@ -114,6 +115,11 @@ class AskedIntervals(NamedTuple):
         )
 
 
+def _of_key(key: str) -> Any:
+    """Return a field of `Job` that has the value of a key as the settings say it; see `fields_of`."""
+    return field(metadata={"key": key})
+
+
 @dataclass(frozen=True)
 class Job:
     """What a run is to do, by its settings alone. A `monograph.session.plan.Plan` holds it, and
@@ -161,15 +167,15 @@ class Job:
     open: frozenset[OpenChoice]
     is_rate_open: bool
     is_decay_open: bool
-    schedule_name: str
+    schedule_name: str = _of_key("optim.schedule")
     final: float
     asked_tokens: int
     updates: int
     span: AskedLength
     intervals: AskedIntervals
-    keep: int
-    parallel: str
-    gather_dtype: str
+    keep: int = _of_key("train.keep")
+    parallel: str = _of_key("train.parallel")
+    gather_dtype: str = _of_key("train.gather_dtype")
 
     @property
     def seed(self) -> int:
@@ -190,3 +196,14 @@ class Job:
             UsageError: see `AskedTransfer.of`.
         """
         return self.transfer.of(config) if self.transfer else None
+
+
+def fields_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a `Job` that have the value of a key as it is.
+
+    Args:
+        values: the values of all keys.
+    """
+    return {
+        each.name: values[each.metadata["key"]] for each in fields(Job) if "key" in each.metadata
+    }

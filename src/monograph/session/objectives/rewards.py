@@ -197,10 +197,11 @@ class Rewards(Objective):
                     f"{settings.origins[useless[0]]}: {useless[0]}: {worth}: leave it out"
                 )
             del values["rl.advantage"]
+        own = rl.model_dump()
         parameters: dict[str, object] = {}
         teacher: ModelSource | None = None
         for parameter in parameters_of(reward):
-            value = settings.values()[parameter.key]
+            value = own[parameter.field]
             if value is None:
                 value = values[parameter.key] = parameter.default
             if parameter.is_model:
