@@ -20,14 +20,8 @@ from monograph.predict.footprint import Training
 from monograph.run.recipe import Recipe, tokenizer_named
 from monograph.run.source import ModelSource, checked
 from monograph.session.adapting import fixed_lora, lora_of, rates
-from monograph.session.job import (
-    AskedIntervals,
-    AskedLength,
-    AskedTransfer,
-    Job,
-    OpenChoice,
-    fields_of,
-)
+from monograph.session.by_key import by_field
+from monograph.session.job import AskedIntervals, AskedLength, AskedTransfer, Job, OpenChoice
 from monograph.session.new_tokens import tokens_of
 from monograph.session.objective import Objective
 from monograph.session.objectives import opened
@@ -126,7 +120,7 @@ def job_of(settings: Settings, *, built: bool = True) -> Job:
         or (defaults.updates_of(span.tokens, per_update) if span.tokens else 0),
         span=span,
         intervals=intervals,
-        **fields_of(settings.values()),
+        **by_field(Job, settings.values()),
     )
     if not shape_alone:
         tokens.require()

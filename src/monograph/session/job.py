@@ -8,9 +8,8 @@ decide.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from monograph.data.options import ReadingOptions
 from monograph.errors import UsageError
@@ -20,6 +19,7 @@ from monograph.planner import defaults
 from monograph.predict.footprint import Training
 from monograph.run.recipe import Recipe
 from monograph.run.source import ModelSource
+from monograph.session.by_key import of_key
 from monograph.session.new_tokens import TokenSource
 from monograph.session.record import ConfigRecord
 from monograph.transfer import WidthTransfer, narrowed
@@ -115,11 +115,6 @@ class AskedIntervals(NamedTuple):
         )
 
 
-def _of_key(key: str) -> Any:
-    """Return a field of `Job` that has the value of a key as the settings say it; see `fields_of`."""
-    return field(metadata={"key": key})
-
-
 @dataclass(frozen=True)
 class Job:
     """What a run is to do, by its settings alone. A `monograph.session.plan.Plan` holds it, and
@@ -142,13 +137,13 @@ class Job:
             usual values there.
         is_rate_open: whether the optimizer's rate is a usual one; is_decay_open: whether its weight
             decay is.
-        schedule_name: the learning rate's schedule; final: the share of the peak rate that it falls
-            to.
+        final: the share of the peak rate that the schedule falls to.
         asked_tokens: tokens of an update, as they were asked for; those of `training` are in whole
             rows.
         updates: its updates, if they or its tokens are given; else 0.
         span: how long the run lasts.
         intervals: how often something is done.
+        schedule_name: the learning rate's schedule.
         keep: the number of checkpoints that stay.
         parallel: how several devices share the work; gather_dtype: the dtype in which shared
             weights are sent.
@@ -167,15 +162,15 @@ class Job:
     open: frozenset[OpenChoice]
     is_rate_open: bool
     is_decay_open: bool
-    schedule_name: str = _of_key("optim.schedule")
     final: float
     asked_tokens: int
     updates: int
     span: AskedLength
     intervals: AskedIntervals
-    keep: int = _of_key("train.keep")
-    parallel: str = _of_key("train.parallel")
-    gather_dtype: str = _of_key("train.gather_dtype")
+    schedule_name: str = of_key("optim.schedule")
+    keep: int = of_key("train.keep")
+    parallel: str = of_key("train.parallel")
+    gather_dtype: str = of_key("train.gather_dtype")
 
     @property
     def seed(self) -> int:
@@ -196,14 +191,3 @@ class Job:
             UsageError: see `AskedTransfer.of`.
         """
         return self.transfer.of(config) if self.transfer else None
-
-
-def fields_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `Job` that have the value of a key as it is.
-
-    Args:
-        values: the values of all keys.
-    """
-    return {
-        each.name: values[each.metadata["key"]] for each in fields(Job) if "key" in each.metadata
-    }
