@@ -8,6 +8,7 @@ tests/session/test_objective.py.)
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -173,7 +174,9 @@ def test_a_new_number_is_checked_drawn_compared_and_printed(
     ]
     rows.append({"update": 8, "tokens": 80, "eval_surprise": 3.0})
     assert metrics.printed(rows[0]) == ["surprise"] and set(new.keys) <= set(metrics.keys())
-    assert "Surprise, shannons" in run_page(tmp_path, {}, rows, About())
+    page = run_page(tmp_path, {}, rows, About())
+    assert "Surprise, shannons" in page
+    assert re.search(r"Scores on held-out text.*>surprise</button>.*3\.0000", page, re.DOTALL)
     sides = [
         Compared(name, params=9, score=1.0, tokens_per_s=None, curves=[rows], verdict="equal")
         for name in "ab"
