@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypedDict, cast
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypedDict, Unpack, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
@@ -107,12 +107,11 @@ Weight = Annotated[float, Field(ge=LIGHTEST, le=HEAVIEST)]
 Weights = Annotated[list[Weight], Field(min_length=1), BeforeValidator(_numbers)]
 Momentum = Annotated[float, AfterValidator(DECAY.checked)]
 
-
 # How the members of a sweep may differ in a key.
 #   in one graph:    it is a number that an update reads, or the seed of weights and row order
 #   between graphs:  it changes shapes, the graph or the length, so each value has its own graph
 Varies = Literal["in one graph", "between graphs"]
-# Why they may not, if several keys have the same reason.
+# Why they cannot, where several keys have the same reason.
 _SAME_TEXT = "members are compared on the same text"
 _NO_EFFECT = "it does not change what a member learns"
 _OF_ONE_TIME = "how much a member learns in a time is the machine's doing"
@@ -120,7 +119,8 @@ _OF_TEXTS = "members of one graph learn from texts alone: start a run for each v
 
 
 class Key(NamedTuple):
-    """What a key means and takes, as the pages, `--print-config` and errors say it.
+    """What a key means and takes, as the pages, `--print-config` and errors say it, and what becomes
+    of it in other runs.
 
     Attributes:
         meaning: one sentence or two, in one line.
@@ -131,54 +131,52 @@ class Key(NamedTuple):
         example: a value that somebody might set; None where the default is one.
         auto: what "auto" stands for, which the meaning ends with; "" if the key does not take it.
         choices: what each word that it takes stands for, besides "auto".
+        belongs_to: the key about whose value it says something, see `belonging`; "" if there is none.
         varies: how the members of a sweep may differ in it, see `Varies`; None: not at all.
         fixed: why the members of a sweep cannot differ in it; "" if they can.
         is_amount: whether more of it nearly always scores better, so that the best value at an
             axis' end says nothing.
+        is_of_place: whether a resumed run may change it. Such a key says where and in which graphs
+            the run trains, or which records it can read, and changes no equation.
+        is_of_one_run: whether a run that begins from another one decides it anew: the length, what
+            depends on the length, and the ranks.
     """
 
     meaning: str
     expected: str
     default: object
-    otherwise: str
-    example: object
-    auto: str
-    choices: Mapping[str, str]
-    varies: Varies | None
-    fixed: str
-    is_amount: bool
+    otherwise: str = ""
+    example: object = None
+    auto: str = ""
+    choices: Mapping[str, str] = MappingProxyType({})
+    belongs_to: str = ""
+    varies: Varies | None = None
+    fixed: str = ""
+    is_amount: bool = False
+    is_of_place: bool = False
+    is_of_one_run: bool = False
 
 
-class _Said(TypedDict):
-    """What a field of a section says of its key; see `_key`."""
+class _Said(TypedDict, total=False):
+    """What a declaration says of a key; see `Key`.
 
-    expected: str
+    `usual` is the value that applies where a key without a default is not given.
+    """
+
     usual: object
     otherwise: str
     example: object
     auto: str
     choices: Mapping[str, str]
     belongs_to: str
-    varies: Varies | None
+    varies: Varies
     fixed: str
     is_amount: bool
+    is_of_place: bool
+    is_of_one_run: bool
 
 
-def _key(
-    default: Any,
-    expected: str,
-    meaning: str,
-    *,
-    usual: object = None,
-    otherwise: str = "",
-    example: object = None,
-    auto: str = "",
-    choices: Mapping[str, str] = MappingProxyType({}),
-    belongs_to: str = "",
-    varies: Varies | None = None,
-    fixed: str = "",
-    is_amount: bool = False,
-) -> Any:
+def _key(default: Any, expected: str, meaning: str, **said: Unpack[_Said]) -> Any:
     """Define a configuration key.
 
     Args:
@@ -186,69 +184,24 @@ def _key(
             elsewhere.
         expected: completes the sentence "expected ..." of the error for a wrong value.
         meaning: what the key means, in one line.
-        usual: the value that applies where a key without a default is not given.
-        otherwise: what applies there in words, if it is no single value.
-        example: a value that somebody might set, of a key that has no default, or whose default is
-            auto.
-        auto: what "auto" stands for, of a key that takes it.
-        choices: what each word that it takes stands for, besides "auto".
-        belongs_to: the key about whose value it says something, see `belonging`.
-        varies: how the members of a sweep may differ in it, see `Varies`.
-        fixed: why they cannot differ in it, if `varies` is not given; "": the reason of its section.
-        is_amount: whether more of it nearly always scores better, so that the best value at an
-            axis' end says nothing.
+        said: what else there is to say; `fixed` may be left out if its section says it.
     """
-    said = _Said(
-        expected=expected,
-        usual=usual,
-        otherwise=otherwise,
-        example=example,
-        auto=auto,
-        choices=dict(choices),
-        belongs_to=belongs_to,
-        varies=varies,
-        fixed=fixed,
-        is_amount=is_amount,
-    )
-    if auto:
-        meaning = f"{meaning} auto: {auto}."
-    return Field(default, description=meaning, json_schema_extra=cast(dict[str, Any], said))
+    if "auto" in said:
+        meaning = f"{meaning} auto: {said['auto']}."
+    extra = cast(dict[str, Any], {"expected": expected} | said)
+    return Field(default, description=meaning, json_schema_extra=extra)
 
 
 def _choice(
-    default: Any,
-    meaning: str,
-    choices: Mapping[str, str],
-    *,
-    usual: object = None,
-    otherwise: str = "",
-    example: object = None,
-    also: str = "",
-    auto: str = "",
-    belongs_to: str = "",
-    varies: Varies | None = None,
-    fixed: str = "",
-    is_amount: bool = False,
+    default: Any, meaning: str, words: Mapping[str, str], *, also: str = "", **said: Unpack[_Said]
 ) -> Any:
     """Define a key that takes one of some words, each with what it stands for, "auto", or what
     `also` says.
     """
-    words = [*(["auto"] if auto else []), *choices, *([also] if also else [])]
-    expected = f"{', '.join(words[:-1])} or {words[-1]}"
-    return _key(
-        default,
-        expected,
-        meaning,
-        usual=usual,
-        otherwise=otherwise,
-        example=example,
-        auto=auto,
-        choices=choices,
-        belongs_to=belongs_to,
-        varies=varies,
-        fixed=fixed,
-        is_amount=is_amount,
-    )
+    values = [*(["auto"] if "auto" in said else []), *words, *([also] if also else [])]
+    expected = f"{', '.join(values[:-1])} or {values[-1]}"
+    said["choices"] = words
+    return _key(default, expected, meaning, **said)
 
 
 class Section(BaseModel):
@@ -503,6 +456,7 @@ class DataSection(Section):
         "Keys of records to leave out. A record with an unknown key is refused otherwise.",
         example=["my_key"],
         fixed=_SAME_TEXT,
+        is_of_place=True,
     )
     bad_records: Literal["refuse", "skip"] = _choice(
         "refuse",
@@ -623,6 +577,7 @@ class OptimSection(Section):
         auto="5 % of the run, at least 10 (or half of a shorter run), at most 2,000",
         example=100,
         varies="in one graph",
+        is_of_one_run=True,
     )
     ema: Literal["none"] | Fraction = _key(
         "none",
@@ -661,6 +616,7 @@ class TrainSection(Section):
         example=1000,
         varies="between graphs",
         is_amount=True,
+        is_of_one_run=True,
     )
     tokens: Count | None = _key(
         None,
@@ -669,6 +625,7 @@ class TrainSection(Section):
         example=10_000_000,
         varies="between graphs",
         is_amount=True,
+        is_of_one_run=True,
     )
     epochs: Whole | None = _key(
         None,
@@ -676,6 +633,7 @@ class TrainSection(Section):
         "Stop after this many passes over the data.",
         example=1,
         fixed="say it in train.updates or train.tokens",
+        is_of_one_run=True,
     )
     minutes: Minutes | None = _key(
         None,
@@ -683,6 +641,7 @@ class TrainSection(Section):
         "Train for about this many minutes.",
         usual=DEFAULT_MINUTES,
         fixed=_OF_ONE_TIME,
+        is_of_one_run=True,
     )
     wall_minutes: Minutes | None = _key(
         None,
@@ -691,6 +650,7 @@ class TrainSection(Section):
         otherwise="no limit",
         example=10,
         fixed=_OF_ONE_TIME,
+        is_of_one_run=True,
     )
     tokens_per_update: Auto | Annotated[Count, Field(le=MOST_PER_UPDATE)] = _key(
         "auto",
@@ -738,6 +698,8 @@ class TrainSection(Section):
         auto="whole; blocks for a model of 16 layers or more, or a streamed one",
         example="none",
         fixed=_NO_EFFECT,
+        is_of_place=True,
+        is_of_one_run=True,
     )
     remat: Literal["auto", "none", "pointwise", "full", "offload"] | Fraction = _choice(
         "auto",
@@ -760,6 +722,7 @@ class TrainSection(Section):
         auto="stream if nothing else fits a GPU",
         example="stream",
         fixed=_NO_EFFECT,
+        is_of_place=True,
     )
     parallel: Literal["none", "ddp", "fsdp", "hsdp"] = _choice(
         "none",
@@ -771,6 +734,8 @@ class TrainSection(Section):
             "hsdp": "fsdp within each machine, ddp between them",
         },
         fixed=_NO_EFFECT,
+        is_of_place=True,
+        is_of_one_run=True,
     )
     gather_dtype: Literal["fp32", "bf16"] = _choice(
         "fp32",
@@ -778,6 +743,8 @@ class TrainSection(Section):
         {"fp32": "as they are", "bf16": "rounded, with half the traffic"},
         belongs_to="train.parallel",
         fixed=_NO_EFFECT,
+        is_of_place=True,
+        is_of_one_run=True,
     )
     eval_every: Auto | Whole = _key(
         "auto",
@@ -786,6 +753,7 @@ class TrainSection(Section):
         auto="about 12 evaluations in a run",
         example=100,
         fixed=_NO_EFFECT,
+        is_of_one_run=True,
     )
     save_every: Auto | Whole = _key(
         "auto",
@@ -794,6 +762,7 @@ class TrainSection(Section):
         auto="about 6 checkpoints in a run",
         example=500,
         fixed=_NO_EFFECT,
+        is_of_one_run=True,
     )
     keep: Whole = _key(
         2,
@@ -1028,20 +997,12 @@ def described(key: str) -> Key:
     """Return what a key means and takes."""
     section, _, name = key.partition(".")
     field = SECTIONS[section].model_fields[name]
-    said = cast(_Said, field.json_schema_extra)
-    default = said["usual"] if field.default is None else field.default
-    return Key(
-        str(field.description),
-        said["expected"],
-        default,
-        said["otherwise"],
-        said["example"],
-        said["auto"],
-        said["choices"],
-        said["varies"],
-        "" if said["varies"] else said["fixed"] or SECTIONS[section].fixed,
-        said["is_amount"],
-    )
+    said = dict(cast(Mapping[str, Any], field.json_schema_extra))
+    usual = said.pop("usual", None)
+    default = usual if field.default is None else field.default
+    if "varies" not in said:
+        said.setdefault("fixed", SECTIONS[section].fixed)
+    return Key(meaning=str(field.description), default=default, **said)
 
 
 def belonging() -> dict[str, tuple[str, ...]]:
@@ -1050,8 +1011,6 @@ def belonging() -> dict[str, tuple[str, ...]]:
     """
     found: dict[str, tuple[str, ...]] = {}
     for key in KEYS:
-        section, _, name = key.partition(".")
-        said = cast(_Said, SECTIONS[section].model_fields[name].json_schema_extra)
-        if owner := said["belongs_to"]:
+        if owner := described(key).belongs_to:
             found[owner] = (*found.get(owner, ()), key)
     return found
