@@ -323,13 +323,13 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def printed_by(copy: Path, expression: str) -> Any:
     """What an expression is in a process that uses the copy."""
     done = subprocess.run(
-        [sys.executable, "-c", f"{PROGRAM}\nprint(json.dumps({expression}))"],
+        [sys.executable, "-c", f"{PROGRAM}\nprint(json.dumps({expression}, default=dict))"],
         env=os.environ | {"PYTHONPATH": str(copy)},
         cwd=copy,
-        check=True,
         capture_output=True,
         text=True,
     )
+    assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
