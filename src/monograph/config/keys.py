@@ -157,7 +157,7 @@ class Key(NamedTuple):
     is_of_one_run: bool = False
 
 
-class _Said(TypedDict, total=False):
+class _More(TypedDict, total=False):
     """What a declaration says of a key; see `Key`.
 
     `usual` is the value that applies where a key without a default is not given.
@@ -176,7 +176,7 @@ class _Said(TypedDict, total=False):
     is_of_one_run: bool
 
 
-def _key(default: Any, expected: str, meaning: str, **said: Unpack[_Said]) -> Any:
+def _key(default: Any, expected: str, meaning: str, **said: Unpack[_More]) -> Any:
     """Define a configuration key.
 
     Args:
@@ -193,7 +193,7 @@ def _key(default: Any, expected: str, meaning: str, **said: Unpack[_Said]) -> An
 
 
 def _choice(
-    default: Any, meaning: str, words: Mapping[str, str], *, also: str = "", **said: Unpack[_Said]
+    default: Any, meaning: str, words: Mapping[str, str], *, also: str = "", **said: Unpack[_More]
 ) -> Any:
     """Define a key that takes one of some words, each with what it stands for, "auto", or what
     `also` says.
@@ -223,33 +223,35 @@ class Section(BaseModel):
 def _with_parameters(
     section: type[Section], chosen_by: str, declared: Mapping[str, Sequence[Parameter]]
 ) -> Any:
-    """Return a section with one key more for each parameter that some choices declare.
+    """Return a section with one more key for each parameter of a table's rows.
 
     Args:
-        section: the section, with the key that chooses.
+        section: the section, which has the key that chooses a row.
         chosen_by: that key, such as "prefer.loss".
-        declared: the parameters of each choice, by its name.
+        declared: the parameters of each row, by the row's name. Several rows may have the same
+            parameter with different defaults.
     """
     parameters: dict[str, Parameter] = {}
-    defaults: dict[str, dict[object, list[str]]] = {}
-    for choice, of_choice in declared.items():
-        for parameter in of_choice:
+    rows: dict[str, dict[float | str | None, list[str]]] = {}  # by field, then by default
+    for row, of_row in declared.items():
+        for parameter in of_row:
             parameters.setdefault(parameter.field, parameter)
-            defaults.setdefault(parameter.field, {}).setdefault(parameter.default, []).append(
-                choice
-            )
+            rows.setdefault(parameter.field, {}).setdefault(parameter.default, []).append(row)
     fields: dict[str, Any] = {}
     for name, parameter in parameters.items():
+        if len(rows[name]) == 1:
+            usual, otherwise, example = parameter.default, "", parameter.example
+        else:
+            usual, otherwise, example = None, _defaults_said(rows[name]), parameter.default
         values = parameter.values
-        is_number = isinstance(values, Range)
-        is_alike = len(defaults[name]) == 1
+        expected = values.expected if isinstance(values, Range) else values
         field = _key(
             None,
-            values.expected if isinstance(values, Range) else values,
+            expected,
             parameter.meaning,
-            usual=parameter.default if is_alike else None,
-            otherwise="" if is_alike else _default_of_each(defaults[name]),
-            example=parameter.default if is_number and not is_alike else parameter.example,
+            usual=usual,
+            otherwise=otherwise,
+            example=example,
             belongs_to=chosen_by,
         )
         fields[name] = (_type_of(values) | None, field)
@@ -263,15 +265,23 @@ def _type_of(values: Range | str) -> Any:
     return Annotated[int if values.whole else float, AfterValidator(values.checked)]
 
 
-def _default_of_each(choices: Mapping[object, Sequence[str]]) -> str:
-    """Return the defaults that choices have, by default, in words: "0.1, and 2 for simpo"."""
-    usual = max(choices, key=lambda default: len(choices[default]))
+def _defaults_said(rows: Mapping[float | str | None, Sequence[str]]) -> str:
+    """Return the defaults of several rows in words, such as "0.1, and 2 for simpo".
+
+    Args:
+        rows: the rows that have a default, by the default.
+    """
+    usual = max(rows, key=lambda default: len(rows[default]))
     others = [
-        f"{default:g} for {' and '.join(names)}"
-        for default, names in choices.items()
+        f"{_said(default)} for {' and '.join(names)}"
+        for default, names in rows.items()
         if default != usual
     ]
-    return f"{usual:g}, and {', '.join(others)}"
+    return f"{_said(usual)}, and {', '.join(others)}"
+
+
+def _said(default: float | str | None) -> str:
+    return f"{default:g}" if isinstance(default, int | float) else str(default)
 
 
 _SIZE = f"a whole number above 0, at most {MOST_SIZE}"

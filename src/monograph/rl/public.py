@@ -112,8 +112,8 @@ def rollouts(
         seed: the seed of the order of prompts and of all sampling.
         trust_code: whether the programs of the reward "python" may run if the system has no
             namespaces to confine them.
-        parameters: parameters of a reward of rl.reward, by name: `regex`, the regular expression of
-            the reward "regex"; `schema`, the file of the reward "json-schema".
+        parameters: parameters of a reward that is given by name: `regex`, the regular expression of
+            the reward "regex", or `schema`, the file of the reward "json-schema".
 
     Returns:
         An iterator. Its `numbers` are figures on the window that it returned last, and `state()` is
@@ -133,10 +133,13 @@ def rollouts(
     _require_counts(
         prompts=prompts, group=group, max_new_tokens=max_new_tokens, draws=draws, epochs=epochs or 1
     )
+    given = {name: value for name, value in parameters.items() if value is not None}
     if isinstance(reward, str):
-        reward = reward_of(reward, None, **parameters)
-    elif parameters:
-        raise UsageError(f"{next(iter(parameters))} is of a reward by name, and here is another")
+        reward = reward_of(reward, None, **given)
+    elif given:
+        raise UsageError(
+            f"{next(iter(given))} is no argument of rollouts, nor a parameter of this reward, which has no name"
+        )
     scorer = reward if isinstance(reward, Reward) else Called(reward)
     _require_scorer(scorer, loss, model, truncated, truncation_penalty)
     scorer.unconfined = scorer.unconfined or trust_code

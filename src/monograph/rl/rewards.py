@@ -464,13 +464,10 @@ def reward_of(name: str, vouched: Mapping[str, str] | None = None, **parameters:
         )
     own = [each for each in parameters_of(name) if not each.is_model]
     names = [each.name for each in own]
-    strange = [
-        each for each, value in parameters.items() if value is not None and each not in names
-    ]
-    if strange:
-        raise UsageError(
-            f"{strange[0]} does not go with rl.reward = {name}, which has {', '.join(names) or 'no parameters'}"
-        )
+    for given, value in parameters.items():
+        if value is not None and given not in names:
+            has = ", ".join(names) or "no parameters"
+            raise UsageError(f"{given} does not go with rl.reward = {name}, which has {has}")
     if code is None:
         return REWARDS[name].make(**values_of(own, parameters, f"rl.reward = {name}"))
     sha256 = code.digest() if vouched is None else vouched.get(name)
