@@ -1,7 +1,7 @@
 """Attention to a cache by Triton kernels, on a GPU, for every family whose layers have attention.
 
 A step of decoding, with one new position per row, is one launch with the writing of its keys and
-values (`monograph.ops.decode_kernels.attend`); PyTorch's operators need eight. A part of a prompt,
+values (`monograph.ops.decode_kernels.attend`); PyTorch's operators need nine with five blocks. A part of a prompt,
 with several new positions, is one launch after they are written
 (`monograph.ops.cached_attention_kernel`).
 
