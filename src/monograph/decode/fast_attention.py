@@ -1,8 +1,8 @@
 """Attention to a cache by Triton kernels, on a GPU, for every family whose layers have attention.
 
-A step of decoding, with one new position per row, is one launch with the writing of its keys and
-values (`monograph.ops.decode_kernels.attend`); PyTorch's operators need nine with five blocks. A part of a prompt,
-with several new positions, is one launch after they are written
+A step of decoding, with one new position per row, is one launch, which also writes its keys and
+values (`monograph.ops.decode_kernels.attend`). PyTorch's operators need nine with five blocks of
+cache. A part of a prompt, with several new positions, is one launch after these were written
 (`monograph.ops.cached_attention_kernel`).
 
 Shapes: B rows, H query heads, K key-value heads, T new positions, E head dimension, N blocks of the
