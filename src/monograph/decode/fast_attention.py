@@ -60,7 +60,7 @@ class FastAttention:
             return None
         if key_BK1E.dtype != keys_NBKCE.dtype or self._counters_BK.shape[1] != key_BK1E.shape[1]:
             return None
-        mixed_BX = attend(
+        mixed_BX: Tensor = attend(
             torch.cat(heads, dim=1).flatten(1),
             keys_NBKCE,
             values_NBKCE,
@@ -98,7 +98,9 @@ class FastAttention:
         """
         if not _are_possible(query_BHTE, keys_NBKCE):
             return None
-        out_BTHE = attend_cache(query_BHTE, keys_NBKCE, values_NBKCE, positions_BT, window, sink_H)
+        out_BTHE: Tensor = attend_cache(
+            query_BHTE, keys_NBKCE, values_NBKCE, positions_BT, window, sink_H
+        )
         return out_BTHE.transpose(1, 2)
 
 

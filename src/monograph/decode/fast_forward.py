@@ -115,8 +115,10 @@ def _is_plain(layer: nn.Linear) -> bool:
     return type(layer) is Linear and "forward" not in vars(layer) and not has_hooks
 
 
-def _has_kernels(mixture: Mixture) -> bool:
-    """Return whether the kernels can compute a mixture of experts."""
+def _has_kernels(mixture: nn.Module) -> bool:
+    """Return whether a module is a mixture of experts that the kernels can compute."""
+    if not isinstance(mixture, Mixture):
+        return False
     experts = mixture.experts
     projections = [experts.gate_proj, experts.up_proj, experts.down_proj]
     modules = [mixture, mixture.gate, experts, *projections]
@@ -156,7 +158,12 @@ class FastForward:
         self._combination: Combination = "clamped" if family.clamped else self._activation
         # The kernels read a weight once for every tile of rows, and an expert's once for each token.
         is_tile = rows <= ROWS
-        self._mixture = self._mixture_by_kernels if is_tile else self._mixture_as_module
+        # The layers whose mixture the kernels compute; another one is called as a module.
+        self._mixtures = frozenset(
+            layer
+            for layer, block in enumerate(model.model.layers)
+            if is_tile and _has_kernels(cast(Block, block).mlp)
+        )
         self._project = project if is_tile else _torch_project
         self._project_gated = project_gated if is_tile else _torch_project_gated
 
@@ -227,16 +234,17 @@ class FastForward:
         output = attention.o_proj
         hidden_BD = self._project(mixed_BX, output.weight, None, output.bias, hidden_BD)
         if isinstance(mlp, Mixture):
-            return self._mixture(hidden_BD, mlp, before_mlp)
+            if index in self._mixtures:
+                return self._mixture(hidden_BD, mlp, before_mlp)
+            mixed_BD: Tensor = mlp(before_mlp(hidden_BD))
+            return hidden_BD + mixed_BD
         gate_up_weight, _ = _together(mlp.gate_proj)
         inner_BM = self._project_gated(
             hidden_BD, gate_up_weight, _norm(before_mlp), self._activation
         )
         return self._project(inner_BM, mlp.down_proj.weight, None, None, hidden_BD)
 
-    def _mixture_by_kernels(self, hidden_BD: Tensor, mixture: Mixture, before: RMSNorm) -> Tensor:
-        if not _has_kernels(mixture):
-            return self._mixture_as_module(hidden_BD, mixture, before)
+    def _mixture(self, hidden_BD: Tensor, mixture: Mixture, before: RMSNorm) -> Tensor:
         router, experts, norm = mixture.gate, mixture.experts, _norm(before)
         logits_BE = project(hidden_BD, router.weight, norm, router.bias)
         experts_BC, weights_BC = route(logits_BE, router.count, router.normalised)
@@ -246,11 +254,10 @@ class FastForward:
             biases = gate.bias, up.bias
         weights = gate.weight, up.weight
         inner_BCM = expert_inner(hidden_BD, norm, experts_BC, weights, biases, self._combination)
-        return expert_sum(inner_BCM, experts_BC, weights_BC, down.weight, down.bias, hidden_BD)
-
-    def _mixture_as_module(self, hidden_BD: Tensor, mixture: Mixture, before: RMSNorm) -> Tensor:
-        mixed_BD: Tensor = mixture(before(hidden_BD))
-        return hidden_BD + mixed_BD
+        summed_BD: Tensor = expert_sum(
+            inner_BCM, experts_BC, weights_BC, down.weight, down.bias, hidden_BD
+        )
+        return summed_BD
 
 
 def _together(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
