@@ -1,14 +1,14 @@
 """Run: pytest tests/test_one_address.py
 
 An optimizer, and a form of its state, that are written in one place train in every engine; a number
-that is declared in one place is drawn wherever numbers are. (A way to learn is added in
-tests/session/test_objective.py.)
+that is declared in one place is drawn wherever numbers are; a format that is declared in one place
+is exported. (A way to learn is added in tests/session/test_objective.py.)
 """
 
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -16,7 +16,13 @@ import pytest
 import torch
 
 import monograph as mono
+from monograph.cli import command_tree
+from monograph.commands import export
+from monograph.errors import UsageError
+from monograph.model import gguf
 from monograph.model.config import LlamaConfig
+from monograph.model.exports import EXPORTS, Export
+from monograph.model.hub import save_model
 from monograph.model.llama import Llama
 from monograph.optim import OPTIMIZERS, Optimizer, Rule, trainable
 from monograph.optim.formats import FORMATS, StateFormat
@@ -26,6 +32,7 @@ from monograph.report.compare_report import Compared, compare_page
 from monograph.report.metrics import Metric
 from monograph.report.run_report import About, run_page
 from monograph.resident import Resident
+from monograph.text.tokenizer import Tokenizer
 
 SHAPE = LlamaConfig(
     vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
@@ -185,6 +192,52 @@ def test_a_new_number_is_checked_drawn_compared_and_printed(
 def test_every_number_that_is_drawn_is_described() -> None:
     pages = "".join(path.read_text() for path in Path("docs").glob("*.md"))
     assert not [key for key in metrics.keys() if f"`{key}`" not in pages]
+
+
+class Listing(Export):
+    """Names and shapes, a line for each tensor."""
+
+    tools = ("people",)
+    what = "a list"
+    also = ("ls",)
+
+    def write(self, model, folder, tokenizer, dtype, warn, beside):
+        folder.mkdir()
+        lines = [f"{name} {list(tensor.shape)}\n" for name, tensor in model.named_parameters()]
+        (folder / "shapes.txt").write_text("".join(lines))
+        beside(folder)
+
+    def written(self, folder):
+        return f"{folder}: a list to read"
+
+
+def test_a_new_format_is_exported_and_refused_as_the_others_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(EXPORTS, "list", Listing())
+    tokenizer = Tokenizer.bytes()
+    shape = replace(SHAPE, vocab_size=tokenizer.vocab_size)
+    save_model(Llama(shape), tmp_path / "model", tokenizer)
+    export.run(str(tmp_path / "model"), to=tmp_path / "out", format="list", dtype=None)
+    assert f"{tmp_path / 'out'}: a list to read" in capsys.readouterr().out
+    written = (tmp_path / "out" / "shapes.txt").read_text()
+    assert f"model.embed_tokens.weight [{shape.vocab_size}, 16]" in written
+    for to, named, dtype, said in (
+        ("out", "onnx", None, "expected hf, gguf or list"),
+        ("out", "ls", None, "did you mean list?"),
+        ("out", "list", "f16", "is for --format gguf; a list keeps the weights' dtype"),
+        ("hf://me/model", "list", None, "only hf is pushed"),
+    ):
+        with pytest.raises(UsageError) as refused:
+            export.run(str(tmp_path / "model"), to=to, format=named, dtype=dtype)
+        assert said in str(refused.value)
+
+
+def test_the_command_line_offers_the_declared_formats() -> None:
+    options = {each.name: each for each in command_tree().commands["export"].params}
+    assert options["format"].metavar.split("|") == [*EXPORTS]
+    assert EXPORTS["gguf"].dtypes == tuple(gguf.DTYPES)
+    assert options["dtype"].metavar.split("|") == [*gguf.DTYPES]
 
 
 def imported(path: Path) -> set[str]:

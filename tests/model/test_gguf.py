@@ -22,12 +22,12 @@ from chats import speaking
 from monograph.errors import DiskFull, InputRefused, MonographError, UsageError
 from monograph.model import gguf as ours
 from monograph.model.config import LlamaConfig
+from monograph.model.exports import export_named
 from monograph.model.gguf import FILE, neighbouring, save_gguf
 from monograph.model.gguf_words import pre_tokenizer
 from monograph.model.llama import Llama
 from monograph.model.rope import cos_sin, rotate
 from monograph.model.scaling import FULL, LINEAR, SLIDING, Llama3Scaling, LongScaling, YarnScaling
-from monograph.run.models import check
 from monograph.text.tokenizer import Tokenizer
 from monograph.text.tokenizer_file import KNOWN_PATTERNS
 from reference import article, pieces
@@ -441,9 +441,9 @@ def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: pytest.M
 def test_without_the_package_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(UsageError, match=r"needs the package gguf: .* install '?gguf") as raised:
-        check("gguf", "f16")
+        export_named("gguf", "f16")
     assert isinstance(raised.value, MonographError) and raised.value.exit_code == 2
-    check("hf", None)
+    export_named("hf", None)
 
 
 def test_a_read_only_place_is_no_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from monograph import __version__, cards, interrupts
 from monograph.errors import UsageError
+from monograph.model.exports import EXPORTS, either
 
 if TYPE_CHECKING:
     # Typer's copy of click. Its older releases import click itself, where these are the same.
@@ -676,20 +677,31 @@ def serve(
     )
 
 
-@_command(USE, "monograph export last --to out --format gguf")
+_CONVERTING = [export for export in EXPORTS.values() if export.dtypes]
+
+
+@_command(
+    USE,
+    "monograph export last --to out --format gguf",
+    f"Write a model for {either(tool for export in EXPORTS.values() for tool in export.tools)}.",
+)
 def export(
     run: Run,
     to: Annotated[
         str, _option("DIR", "the folder to write; hf://OWNER/NAME: push to the Hugging Face Hub")
     ],
     format: Annotated[
-        str, _option("hf|gguf", "hf: for transformers; gguf: for llama.cpp and Ollama")
-    ] = "hf",
+        str,
+        _option(
+            "|".join(EXPORTS),
+            "; ".join(f"{name}: for {' and '.join(each.tools)}" for name, each in EXPORTS.items()),
+        ),
+    ] = next(iter(EXPORTS)),
     dtype: Annotated[
         str | None,
         _option(
-            "f32|f16|bf16|q8_0|q4_k_m|q5_k_m|q6_k",
-            "data type of the weights in a GGUF file; default: their own",
+            "|".join(dict.fromkeys(dtype for export in _CONVERTING for dtype in export.dtypes)),
+            f"data type of the weights in {either(export.what for export in _CONVERTING)}; default: their own",
         ),
     ] = None,
 ) -> None:
