@@ -20,6 +20,7 @@ from monograph.model.families import FAMILIES, PRESETS
 from monograph.rl.advantages import ADVANTAGES
 from monograph.rl.loss import KLS
 from monograph.rl.preferences import LOSSES
+from monograph.schedule import SCHEDULES
 
 SUPPORT = Path(__file__).resolve().parent / "support.md"
 CONFIGURATION = Path(__file__).resolve().parent / "configuration.md"
@@ -73,7 +74,7 @@ BEHIND: dict[str, dict[str, str]] = {
     | dict.fromkeys(("bf16", "8bit"), "tests/test_narrow.py"),
     "optim.master_weights": {"true": "tests/test_optim.py", "false": "tests/test_narrow.py"},
     "optim.skip_spikes": dict.fromkeys(("true", "false"), "tests/test_clip.py"),
-    "optim.schedule": dict.fromkeys(("cosine", "constant", "wsd"), SCHEDULE),
+    "optim.schedule": dict.fromkeys(SCHEDULES, SCHEDULE),
     "optim.ema": dict.fromkeys(("none", "a number between 0 and 1"), "tests/test_optim.py"),
     "optim.transfer": {"none": "tests/test_optim.py", "width": TRANSFERRED},
     "model.preset": dict.fromkeys(PRESETS, "tests/model/test_config.py"),

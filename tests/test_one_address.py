@@ -2,7 +2,7 @@
 
 An optimizer, and a form of its state, that are written in one place train in every engine; a number
 that is declared in one place is drawn wherever numbers are; a format that is declared in one place
-is exported. (A way to learn is added in tests/session/test_objective.py.)
+is exported, and a schedule trained with. (A way to learn is added in tests/session/test_objective.py.)
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ import torch
 import monograph as mono
 from monograph.cli import command_tree
 from monograph.commands import export
+from monograph.config import load
+from monograph.config.keys import described
+from monograph.config.settings import choices
+from monograph.device import describe
 from monograph.errors import UsageError
 from monograph.model import gguf
 from monograph.model.config import LlamaConfig
@@ -32,6 +36,9 @@ from monograph.report.compare_report import Compared, compare_page
 from monograph.report.metrics import Metric
 from monograph.report.run_report import About, run_page
 from monograph.resident import Resident
+from monograph.schedule import SCHEDULES, NamedSchedule
+from monograph.session.requirements import require_together
+from monograph.session.resolve import resolve
 from monograph.text.tokenizer import Tokenizer
 
 SHAPE = LlamaConfig(
@@ -187,6 +194,29 @@ def test_a_new_number_is_checked_drawn_compared_and_printed(
     ]
     assert "Surprise, shannons" in compare_page("two", "bits", sides, [])
     assert [picture.name for picture in figures.draw(rows, {}, "", "")[1]] == ["surprise"]
+
+
+def test_a_plan_makes_the_schedule_of_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    halving = NamedSchedule("halves each update", lambda warmup, total, final: lambda i: 0.5**i)
+    monkeypatch.setitem(SCHEDULES, "cosine", halving)
+    plan = resolve(load(None, {"train.updates": 3}), describe())
+    assert [plan.schedule(3)(index) for index in range(3)] == [1, 0.5, 0.25]
+
+
+def test_each_schedule_has_its_word_its_meaning_and_whether_a_floor_says_something() -> None:
+    assert choices("optim.schedule") == tuple(SCHEDULES)
+    meanings = {name: schedule.meaning for name, schedule in SCHEDULES.items()}
+    assert described("optim.schedule").choices == meanings
+    for name, schedule in SCHEDULES.items():
+        given = load(None, {"optim.schedule": name, "optim.min_lr_ratio": 0.1})
+        plan = resolve(load(None, {"optim.schedule": name}), describe())
+        ends = plan.schedule(100)(10**6)
+        assert (ends < 1) == schedule.falls, name
+        if schedule.falls:
+            require_together(given)
+        else:
+            with pytest.raises(UsageError, match=f"optim.schedule = {name} never falls"):
+                require_together(given)
 
 
 def test_every_number_that_is_drawn_is_described() -> None:

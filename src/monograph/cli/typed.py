@@ -15,8 +15,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from monograph import __version__, cards, interrupts
-from monograph.errors import UsageError
-from monograph.model.exports import EXPORTS, either
+from monograph.errors import UsageError, either
+from monograph.model.exports import EXPORTS
 
 if TYPE_CHECKING:
     # Typer's copy of click. Its older releases import click itself, where these are the same.

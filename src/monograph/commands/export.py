@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from monograph.errors import InputRefused, UsageError
+from monograph.errors import InputRefused, UsageError, either
 from monograph.model.adapter import Packed
 from monograph.model.config import LlamaConfig
-from monograph.model.exports import EXPORTS, Export, either, export_named
+from monograph.model.exports import EXPORTS, Export, export_named
 from monograph.run.models import load_to_export, save
 from monograph.run.repository import push, require_account
 from monograph.storage.code import HUB

@@ -14,9 +14,11 @@ from typing import Annotated, Any, Literal, NamedTuple, TypedDict, cast
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from monograph.data import HEAVIEST, LARGEST_SHARE, LIGHTEST
+from monograph.errors import either
 from monograph.model.families import FAMILIES, FIRST_FAMILY, PRESETS
 from monograph.ranges import ABOVE_0, DECAY, FRACTION, NOT_NEGATIVE
 from monograph.rl.advantages import ADVANTAGES
+from monograph.schedule import SCHEDULES
 
 Auto = Literal["auto"]
 
@@ -197,10 +199,9 @@ def _choice(
     `also` says.
     """
     words = [*(["auto"] if auto else []), *choices, *([also] if also else [])]
-    expected = f"{', '.join(words[:-1])} or {words[-1]}"
     return _key(
         default,
-        expected,
+        either(words),
         meaning,
         usual=usual,
         otherwise=otherwise,
@@ -442,14 +443,10 @@ class OptimSection(Section):
         auto="if gradients are clipped, except with rl.reward",
         example=False,
     )
-    schedule: Literal["cosine", "constant", "wsd"] = _choice(
+    schedule: Literal[tuple(SCHEDULES)] = _choice(  # type: ignore[valid-type]
         "cosine",
         "Learning rate after the warm-up.",
-        {
-            "cosine": "falls along half a cosine to min_lr_ratio",
-            "wsd": "stays, and falls to min_lr_ratio over the last 20 %",
-            "constant": "stays",
-        },
+        {name: schedule.meaning for name, schedule in SCHEDULES.items()},
     )
     min_lr_ratio: Ratio | None = _key(
         None,

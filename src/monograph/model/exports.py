@@ -8,11 +8,11 @@ torch is imported before a model is written.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from monograph.errors import InputRefused, UsageError, Warn, did_you_mean
+from monograph.errors import InputRefused, UsageError, Warn, did_you_mean, either
 from monograph.terminal import shell_words
 
 if TYPE_CHECKING:
@@ -196,12 +196,6 @@ class Gguf(Export):
 
 # By the word on the command line. The first is the default.
 EXPORTS: dict[str, Export] = {"hf": HuggingFace(), "gguf": Gguf()}
-
-
-def either(words: Iterable[str]) -> str:
-    """Return words as a choice: "a, b or c"."""
-    *others, last = words
-    return f"{', '.join(others)} or {last}" if others else last
 
 
 def export_named(name: str, dtype: str | None) -> Export:

@@ -11,7 +11,7 @@ import torch
 
 from monograph.config import Settings
 from monograph.device import Device
-from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
+from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError, either
 from monograph.graph.lora import Lora, chosen_layers
 from monograph.graph.precision import Precision
 from monograph.model.adapter import is_adapter
@@ -19,6 +19,7 @@ from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.planner import Limits, defaults
 from monograph.report.quantities import count, counted, gibibytes
+from monograph.schedule import SCHEDULES
 from monograph.session.choices import (
     ADAPTED,
     FP8,
@@ -71,7 +72,11 @@ RANKED = Condition("lora.rank", lambda made: made.rank is not None)
 STATE = Condition("optim.state = {state}", lambda made: made.state != "bf16", "fp32 or 8bit")
 UNCLIPPED = Condition("optim.grad_clip = none", lambda made: made.grad_clip == "none")
 SKIPPING = Condition("optim.skip_spikes = true", lambda made: made.skip_spikes is True)
-CONSTANT = Condition("optim.schedule = constant", lambda made: made.schedule == "constant")
+STEADY = Condition(
+    "optim.schedule = {schedule}",
+    lambda made: not SCHEDULES[made.schedule].falls,
+    either(name for name, schedule in SCHEDULES.items() if not schedule.falls),
+)
 FALLING = Condition("optim.min_lr_ratio", lambda made: made.min_lr_ratio is not None)
 UNTRANSFERRED = Condition("optim.transfer = none", lambda made: made.transfer == "none")
 BASED = Condition("optim.transfer_base", lambda made: made.transfer_base is not None)
@@ -133,7 +138,7 @@ OF_THE_OPTIMIZER = (
         "optim.skip_spikes = true is of gradients that are clipped: give optim.grad_clip a number",
     ),
     Exclusion(
-        FALLING, CONSTANT, "optim.schedule = constant never falls: leave optim.min_lr_ratio out"
+        FALLING, STEADY, "optim.schedule = {schedule} never falls: leave optim.min_lr_ratio out"
     ),
     Exclusion(
         BASED,
