@@ -159,21 +159,32 @@ def functions(path: Path) -> Iterator[ast.FunctionDef]:
 
 
 def _sections(function: ast.FunctionDef) -> dict[str, str]:
-    """Return local names of sections: {"optim": "optim"} after `optim = settings.optim`."""
+    """Return local names of sections: {"optim": "optim"} after `optim = settings.optim`, and
+    {"rl": "rl"} after `rl = settings.section(RlSection)`.
+    """
     found: dict[str, str] = {}
     for node in ast.walk(function):
         if isinstance(node, ast.Assign):
             target, value = node.targets[0], node.value
             pair = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
             both = zip(target.elts, value.elts, strict=False) if pair else [(target, value)]
-            found |= {t.id: v.attr for t, v in both if isinstance(t, ast.Name) and _is_section(v)}
+            found |= {
+                t.id: section
+                for t, v in both
+                if isinstance(t, ast.Name) and (section := _section_name(v))
+            }
     return found
 
 
-def _is_section(node: ast.AST) -> bool:
-    """Return whether the node is `settings.train` or the like."""
+def _section_name(node: ast.AST) -> str:
+    """Return the name of the section that `settings.train` or `settings.section(RlSection)` is; "" if
+    the node is no section.
+    """
+    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("settings.section"):
+        named = ast.unparse(node.args[0])
+        return next(name for name, section in SECTIONS.items() if section.__name__ == named)
     is_one = isinstance(node, ast.Attribute) and node.attr in SECTIONS
-    return is_one and ast.unparse(node.value).endswith("settings")
+    return node.attr if is_one and ast.unparse(node.value).endswith("settings") else ""
 
 
 def keys_read(function: ast.FunctionDef, *, refusals: bool = False) -> set[str]:
@@ -187,9 +198,7 @@ def keys_read(function: ast.FunctionDef, *, refusals: bool = False) -> set[str]:
     for node in ast.walk(function):
         if not isinstance(node, ast.Attribute) or id(node) in named:
             continue
-        section = (
-            node.value.attr if _is_section(node.value) else local.get(ast.unparse(node.value), "")
-        )
+        section = _section_name(node.value) or local.get(ast.unparse(node.value), "")
         fields = SECTIONS[section].model_fields if section else {}
         whole = {
             "model_dump": fields,

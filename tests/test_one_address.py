@@ -237,7 +237,7 @@ class Listing(Export):
         (folder / "shapes.txt").write_text("".join(lines))
         beside(folder)
 
-    def written(self, folder):
+    def describe(self, folder):
         return f"{folder}: a list to read"
 
 

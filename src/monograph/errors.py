@@ -39,7 +39,7 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def either(words: Iterable[str]) -> str:
+def join_with_or(words: Iterable[str]) -> str:
     """Return words as a choice: "a, b or c"."""
     *others, last = words
     return f"{', '.join(others)} or {last}" if others else last

@@ -24,7 +24,7 @@ from monograph.graph.trial import Trial
 from monograph.loss import hidden_of
 from monograph.model.config import LlamaConfig
 from monograph.report.run_report import write_run_page
-from monograph.run.folder import Run
+from monograph.run.folder import TEACHERS, Run
 from monograph.run.progress import Progress
 from monograph.session import objectives, reporting
 from monograph.session.objective import HeldOutScore, Objective, Task, held_out_said
@@ -208,7 +208,7 @@ def test_a_run_with_teachers_is_a_task_of_its_own_and_they_teach_texts_alone(
     assert taught(plain, run, 1) is plain and not plain.digests
     (run.folder / "teachers.json").write_text("{}")
     task = taught(plain, run, 1)
-    assert task.data is text and task.digests == {"teachers": hashlib.sha256(b"{}").hexdigest()}
+    assert task.data is text and task.digests == {TEACHERS: hashlib.sha256(b"{}").hexdigest()}
     assert not task.is_foreseen, "no plan and no other process has the teachers"
     with pytest.raises(
         UsageError,

@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from monograph import __version__, cards, interrupts
-from monograph.errors import UsageError, either
+from monograph.errors import UsageError, join_with_or
 from monograph.model.exports import EXPORTS
 
 if TYPE_CHECKING:
@@ -683,7 +683,7 @@ _CONVERTING = [export for export in EXPORTS.values() if export.dtypes]
 @_command(
     USE,
     "monograph export last --to out --format gguf",
-    f"Write a model for {either(tool for export in EXPORTS.values() for tool in export.tools)}.",
+    f"Write a model for {join_with_or(tool for export in EXPORTS.values() for tool in export.tools)}.",
 )
 def export(
     run: Run,
@@ -701,7 +701,7 @@ def export(
         str | None,
         _option(
             "|".join(dict.fromkeys(dtype for export in _CONVERTING for dtype in export.dtypes)),
-            f"data type of the weights in {either(export.what for export in _CONVERTING)}; default: their own",
+            f"data type of the weights in {join_with_or(export.what for export in _CONVERTING)}; default: their own",
         ),
     ] = None,
 ) -> None:

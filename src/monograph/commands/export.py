@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from monograph.errors import InputRefused, UsageError, either
+from monograph.errors import InputRefused, UsageError, join_with_or
 from monograph.model.adapter import Packed
 from monograph.model.config import LlamaConfig
-from monograph.model.exports import EXPORTS, Export, export_named
+from monograph.model.exports import EXPORTS, Export, require_export
 from monograph.run.models import load_to_export, save
 from monograph.run.repository import push, require_account
 from monograph.storage.code import HUB
@@ -17,7 +17,7 @@ ADAPTER = "adapter"  # the folder of the adapters alone, inside the merged model
 
 def run(run: str, *, to: str | Path, format: str, dtype: str | None) -> None:
     """Write the newest sound checkpoint's model; see the command line's help."""
-    export = export_named(format, dtype)
+    export = require_export(format, dtype)
     if (name := str(to)).startswith(HUB):
         _pushed(run, name, format)
         return
@@ -33,8 +33,8 @@ def run(run: str, *, to: str | Path, format: str, dtype: str | None) -> None:
 
     save(model, to, tokenizer, format, dtype, warn, beside)
     if adapters is not None:
-        print(export.adapters_written(to / ADAPTER))
-    print(export.written(to))
+        print(export.describe_adapters(to / ADAPTER))
+    print(export.describe(to))
 
 
 def _with_form(adapters: Packed | None, export: Export, config: LlamaConfig) -> Packed | None:
@@ -54,7 +54,7 @@ def _pushed(run: str, name: str, format: str) -> None:
     folder on this disk.
     """
     if not EXPORTS[format].is_pushed:
-        pushed = either([word for word, export in EXPORTS.items() if export.is_pushed])
+        pushed = join_with_or([word for word, export in EXPORTS.items() if export.is_pushed])
         raise UsageError(
             f"--to {name}: --format {format} is written to a folder; only {pushed} is pushed"
         )

@@ -14,10 +14,12 @@ from typing import Annotated, Any, Literal, NamedTuple, TypedDict, cast
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from monograph.data import HEAVIEST, LARGEST_SHARE, LIGHTEST
-from monograph.errors import either
+from monograph.errors import join_with_or
 from monograph.model.families import FAMILIES, FIRST_FAMILY, PRESETS
 from monograph.ranges import ABOVE_0, DECAY, FRACTION, NOT_NEGATIVE
 from monograph.rl.advantages import ADVANTAGES
+from monograph.run import listing
+from monograph.run.listing import Kind, Measure
 from monograph.schedule import SCHEDULES
 
 Auto = Literal["auto"]
@@ -201,7 +203,7 @@ def _choice(
     words = [*(["auto"] if auto else []), *choices, *([also] if also else [])]
     return _key(
         default,
-        either(words),
+        join_with_or(words),
         meaning,
         usual=usual,
         otherwise=otherwise,
@@ -841,14 +843,72 @@ class PreferSection(Section):
     )
 
 
+class WayToLearn(NamedTuple):
+    """A way to learn, as far as it is known before torch is imported.
+
+    The rest is its `OBJECTIVE`, in the file of `session/objectives` that has its name.
+
+    Attributes:
+        kind: what a list of runs shows of it, with its name and the key that chooses it.
+        keys: its section of keys, which is named as the key that chooses it; None without one.
+        names_code: those of its keys whose value may name a function in a Python file.
+        exclusive: sets of its keys of which one at most counts.
+    """
+
+    kind: Kind
+    keys: type[Section] | None = None
+    names_code: tuple[str, ...] = ()
+    exclusive: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Return its name."""
+        return self.kind.name
+
+    @property
+    def key(self) -> str:
+        """Return the key that chooses it; "" for what is learned if no key chooses another."""
+        return self.kind.key
+
+    @property
+    def section(self) -> str:
+        """Return the name of its section of keys; "" without one."""
+        return self.key.partition(".")[0]
+
+
+REWARDS_WAY = WayToLearn(
+    Kind(
+        "rewards",
+        (Measure("eval_reward", "reward held out", True), Measure("reward", "reward", True)),
+        "rl.reward",
+        alike=("rl.reward",),
+    ),
+    RlSection,
+    names_code=("rl.reward",),
+    exclusive=(("rl.answer_regex", "rl.answer_schema"),),
+)
+PREFERENCES_WAY = WayToLearn(
+    Kind(
+        "preferences",
+        (
+            Measure("eval_accuracy", "share right", True, is_share=True),
+            Measure("eval_loss", "loss"),
+        ),
+        "prefer.loss",
+    ),
+    PreferSection,
+)
+TEXTS_WAY = WayToLearn(listing.TEXTS)
+# The last is what a run learns from if no key chooses another.
+WAYS_TO_LEARN: tuple[WayToLearn, ...] = (REWARDS_WAY, PREFERENCES_WAY, TEXTS_WAY)
+
 SECTIONS: dict[str, type[Section]] = {
     "model": ModelSection,
     "data": DataSection,
     "optim": OptimSection,
     "train": TrainSection,
     "lora": LoraSection,
-    "rl": RlSection,
-    "prefer": PreferSection,
+    **{way.section: way.keys for way in WAYS_TO_LEARN if way.keys},
 }
 KEYS: tuple[str, ...] = tuple(
     f"{name}.{key}" for name, section in SECTIONS.items() for key in section.model_fields

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from monograph.errors import InputRefused, UsageError, Warn, did_you_mean, either
+from monograph.errors import InputRefused, UsageError, Warn, did_you_mean, join_with_or
 from monograph.terminal import shell_words
 
 if TYPE_CHECKING:
@@ -73,12 +73,12 @@ class Export(ABC):
         """
 
     @abstractmethod
-    def written(self, folder: Path) -> str:
+    def describe(self, folder: Path) -> str:
         """Return the line that says what the folder is and how it is loaded."""
 
     def require_adapters(self, adapters: Packed, config: LlamaConfig) -> None:
         """Refuse adapters that have no file of their own in this format: all, unless a format
-        overrides this, `write_adapters` and `adapters_written`.
+        overrides this, `write_adapters` and `describe_adapters`.
 
         Raises:
             InputRefused: the format has no form for them.
@@ -89,7 +89,7 @@ class Export(ABC):
         """Write adapters that `require_adapters` takes into a new folder, beside the merged model."""
         raise NotImplementedError
 
-    def adapters_written(self, folder: Path) -> str:
+    def describe_adapters(self, folder: Path) -> str:
         """Return the line that says what reads the adapters in a folder."""
         raise NotImplementedError
 
@@ -122,7 +122,7 @@ class HuggingFace(Export):
                 warn(f"{refused}; it is copied as it is")
         save_model(model, folder, tokenizer, beside=beside)
 
-    def written(self, folder: Path) -> str:
+    def describe(self, folder: Path) -> str:
         """Return how transformers loads the folder."""
         call = f"AutoModelForCausalLM.from_pretrained({str(folder)!r})"
         return f"{folder}: a Hugging Face folder; transformers loads it with {call}"
@@ -136,7 +136,7 @@ class HuggingFace(Export):
 
         write_adapter(adapters, new)
 
-    def adapters_written(self, folder: Path) -> str:
+    def describe_adapters(self, folder: Path) -> str:
         """Return what reads the folder of adapters."""
         return f"{folder}: the adapters alone, for PEFT and for model.init"
 
@@ -170,7 +170,7 @@ class Gguf(Export):
             raise UsageError("a GGUF file holds the model's tokenizer: give it to save")
         save_gguf(model, folder, tokenizer, dtype, warn, beside)
 
-    def written(self, folder: Path) -> str:
+    def describe(self, folder: Path) -> str:
         """Return how Ollama takes the file."""
         create = f"ollama create NAME -f {shell_words(folder / 'Modelfile')}"
         return f"{folder}: a GGUF file for llama.cpp, and a Modelfile: {create}"
@@ -187,7 +187,7 @@ class Gguf(Export):
 
         write_gguf_adapter(adapters, config, new)
 
-    def adapters_written(self, folder: Path) -> str:
+    def describe_adapters(self, folder: Path) -> str:
         """Return what reads the file of adapters."""
         from monograph.model.adapter import GGUF_FILE
 
@@ -198,7 +198,7 @@ class Gguf(Export):
 EXPORTS: dict[str, Export] = {"hf": HuggingFace(), "gguf": Gguf()}
 
 
-def export_named(name: str, dtype: str | None) -> Export:
+def require_export(name: str, dtype: str | None) -> Export:
     """Return a format by its name, if a model can be written in it, before anything is loaded.
 
     Args:
@@ -211,10 +211,10 @@ def export_named(name: str, dtype: str | None) -> Export:
     if name not in EXPORTS:
         meant = [word for word, export in EXPORTS.items() if name in export.also]
         near = f"; did you mean {meant[0]}?" if meant else did_you_mean(name, EXPORTS)
-        raise UsageError(f"--format {name}: expected {either(EXPORTS)}{near}")
+        raise UsageError(f"--format {name}: expected {join_with_or(EXPORTS)}{near}")
     export = EXPORTS[name]
     if dtype is not None and not export.dtypes:
-        converting = either([word for word, other in EXPORTS.items() if other.dtypes])
+        converting = join_with_or([word for word, other in EXPORTS.items() if other.dtypes])
         raise UsageError(
             f"--dtype {dtype} is for --format {converting}; {export.what} keeps the weights' dtype"
         )

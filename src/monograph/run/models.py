@@ -21,7 +21,7 @@ from monograph.loss import Loss, token_loss
 from monograph.model import adapter, hub, torch_file
 from monograph.model.adapter import Packed
 from monograph.model.config import LlamaConfig
-from monograph.model.exports import export_named
+from monograph.model.exports import require_export
 from monograph.model.files import nothing_beside
 from monograph.model.llama import Llama
 from monograph.model.vocabulary import extend
@@ -404,7 +404,7 @@ def save(
         InputRefused: the folder is not empty, or the format cannot express the model.
         DiskFull: there is no space left; nothing of this export remains.
     """
-    export = export_named(format, dtype)
+    export = require_export(format, dtype)
     model = unwrapped(model)
     if any(isinstance(part, FrozenWeight) for part in model.modules()):
         raise UsageError(

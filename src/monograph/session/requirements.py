@@ -11,7 +11,7 @@ import torch
 
 from monograph.config import Settings
 from monograph.device import Device
-from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError, either
+from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError, join_with_or
 from monograph.graph.lora import Lora, chosen_layers
 from monograph.graph.precision import Precision
 from monograph.model.adapter import is_adapter
@@ -75,7 +75,7 @@ SKIPPING = Condition("optim.skip_spikes = true", lambda made: made.skip_spikes i
 STEADY = Condition(
     "optim.schedule = {schedule}",
     lambda made: not SCHEDULES[made.schedule].falls,
-    either(name for name, schedule in SCHEDULES.items() if not schedule.falls),
+    join_with_or(name for name, schedule in SCHEDULES.items() if not schedule.falls),
 )
 FALLING = Condition("optim.min_lr_ratio", lambda made: made.min_lr_ratio is not None)
 UNTRANSFERRED = Condition("optim.transfer = none", lambda made: made.transfer == "none")

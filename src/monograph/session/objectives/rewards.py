@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from monograph.config import Settings
+from monograph.config.keys import REWARDS_WAY, RlSection
 from monograph.decode.cache import KVCache
 from monograph.device import Device, default_device, describe
 from monograph.distributed.world import World
@@ -108,8 +109,7 @@ class Rewards(Objective):
             they lose else.
     """
 
-    key = "rl.reward"
-    section = "rl"
+    way = REWARDS_WAY
     needs_model = True
     is_of_texts = False
     rate_share = defaults.JUDGED_SHARE
@@ -161,7 +161,7 @@ class Rewards(Objective):
     def require_keys(self, settings: Settings) -> None:
         """Refuse values of [rl] that do not go together; see `Objective.require_keys`."""
         _require_parameters(settings)
-        rl = settings.rl
+        rl = settings.section(RlSection)
         if rl.truncated == "mask" and rl.truncation_penalty:
             raise UsageError(
                 "rl.truncation_penalty lowers the reward of answers that rl.truncated = mask leaves out"
@@ -176,7 +176,7 @@ class Rewards(Objective):
             UsageError: keys are given that a teacher leaves without a meaning, or an answer has no
                 room in a row.
         """
-        rl = settings.rl
+        rl = settings.section(RlSection)
         given = settings.pinned()
         usual: dict[str, Any] = {**USUAL, "rl.max_new_tokens": max(1, length // 2)}
         asked: dict[str, Any] = {
@@ -347,7 +347,7 @@ def _require_parameters(settings: Settings) -> None:
     Raises:
         UsageError: a key is missing, or is of another reward.
     """
-    rl = settings.rl
+    rl = settings.section(RlSection)
     for reward, name in _PARAMETERS.items():
         given = getattr(rl, name) is not None
         if rl.reward == reward and not given:
@@ -695,3 +695,6 @@ class RewardTask(Task):
         return (
             f"   reward {end['reward']:.3f} ({end['reward_first']:.3f} at the start){held}{scored}"
         )
+
+
+OBJECTIVE = Rewards()
