@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from monograph.config.given import COMMAND_LINE, Given, raise_all
-from monograph.config.keys import KEYS
+from monograph.config.keys import KEYS, WAYS_TO_LEARN
 from monograph.config.renamed import Texts, joined, translated, translated_each
 from monograph.config.settings import a_run_each, as_typed, check
 from monograph.config.toml_file import from_toml
@@ -113,7 +113,12 @@ _WHY_NOT = {
     "model.max_position_embeddings": "vary data.sequence_length",
     "lora.tokens": "which tokens a base never saw is no choice",
     **dict.fromkeys(
-        (key for key in KEYS if key.startswith(("rl.", "prefer."))),
+        (
+            f"{way.section}.{key}"
+            for way in WAYS_TO_LEARN
+            if way.keys
+            for key in way.keys.model_fields
+        ),
         "members of one graph learn from texts alone: start a run for each value",
     ),
 }
