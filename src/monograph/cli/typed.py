@@ -17,6 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 from monograph import __version__, cards, interrupts
 from monograph.errors import UsageError, join_with_or
 from monograph.model.exports import EXPORTS
+from monograph.report.trackers import LIBRARIES
 
 if TYPE_CHECKING:
     # Typer's copy of click. Its older releases import click itself, where these are the same.
@@ -491,7 +492,12 @@ def check(
     interrupts.working(command)(run, laws=laws, json=json)
 
 
-@_command(INSPECT, "monograph follow last --to tensorboard")
+_FOLLOW = f"""Log a run to {join_with_or(library.title for library in LIBRARIES.values())}.
+
+It follows a run that is training until that stops, and sends a finished run at once."""
+
+
+@_command(INSPECT, "monograph follow last --to tensorboard", _FOLLOW)
 def follow(
     run: Annotated[
         str,
@@ -499,15 +505,12 @@ def follow(
             metavar="RUN|SWEEP", help="a run, `last`, or a sweep, of which all members are sent"
         ),
     ],
-    to: Annotated[str, _option("TRACKER", "tensorboard, wandb, trackio or mlflow")],
+    to: Annotated[str, _option("TRACKER", join_with_or(LIBRARIES))],
     out: Annotated[
         Path | None, _place("DIR", "folder of the tracker's files; default: the tracker's own")
     ] = None,
 ) -> None:
-    """Log a run to TensorBoard, W&B, trackio or MLflow.
-
-    It follows a run that is training until that stops, and sends a finished run at once.
-    """
+    """Log a run to a tracker."""
     from monograph.commands.follow import run as command
 
     interrupts.working(command)(run, to=to, out=out)
