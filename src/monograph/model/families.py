@@ -81,6 +81,8 @@ class Family(NamedTuple):
         embedding_scaled: whether embedded tokens are multiplied by the root of hidden_size.
         activation: transformers' key for the activation of the feed-forward layer, and the value of
             this key.
+        only_default: keys of `_COMPUTED` that this family reads, and for which only the first value
+            there is computed. All families read the keys there that no row has.
         whole_heads: whether all heads together must be as wide as hidden_size.
         experts: the key for the width of a mixture's experts; "": the family has no mixtures.
         divides: whether the weights of a token's experts are always divided by their sum.
@@ -116,6 +118,7 @@ class Family(NamedTuple):
     centred: bool = False
     embedding_scaled: bool = False
     activation: tuple[str, str] = "hidden_act", "silu"
+    only_default: tuple[str, ...] = ()
     whole_heads: bool = False
     experts: str = ""
     divides: bool = False
@@ -203,6 +206,7 @@ FAMILIES: dict[str, Family] = {
         "LlamaForCausalLM",
         ("attention_bias",),
         {"max_position_embeddings": 2048, **_ENDS},
+        only_default=("mlp_bias",),
         heads_divide_width=True,
         llama_cpp=_ITS_LLAMA,
     ),
@@ -261,6 +265,7 @@ FAMILIES: dict[str, Family] = {
             "bos_token_id": 128_000,
             "eos_token_id": 128_001,
         },
+        only_default=("mlp_bias",),
         llama_cpp=LlamaCpp("smollm3", neighbouring=True),
     ),
     "olmo3": Family(
@@ -315,6 +320,11 @@ FAMILIES: dict[str, Family] = {
         centred=True,
         embedding_scaled=True,
         activation=("hidden_activation", "gelu_pytorch_tanh"),
+        only_default=(
+            "attn_logit_softcapping",
+            "final_logit_softcapping",
+            "use_bidirectional_attention",
+        ),
         llama_cpp=LlamaCpp("gemma3", local_base=10_000.0),
     ),
     "phi3": Family(
@@ -333,6 +343,7 @@ FAMILIES: dict[str, Family] = {
             "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
         },
         scalings=(LONG,),
+        only_default=("resid_pdrop",),
         llama_cpp=LlamaCpp("phi3", whole_heads=True),
     ),
     "granite": Family(
@@ -345,6 +356,7 @@ FAMILIES: dict[str, Family] = {
             "logits_scaling",
         ),
         {"max_position_embeddings": 2048, "attention_multiplier": 1.0, **_ENDS},
+        only_default=("mlp_bias",),
         llama_cpp=LlamaCpp("granite", neighbouring=True, has_divisors=True, biases=True),
     ),
     "qwen3_5_text": Family(
@@ -482,14 +494,13 @@ FAMILIES: dict[str, Family] = {
         expert_bias=True,
         clamped=True,
         sinks=True,
+        only_default=("swiglu_alpha", "swiglu_limit"),
         llama_cpp=LlamaCpp("gpt-oss", own_head=True, biases=True, mlp_norm=_POST_NORM),
     ),
 }
 # Keys of config.json that change what transformers computes or loads, with the values for which it
 # computes the same as `Llama`. The first of them is transformers' default.
 _COMPUTED: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),
-    "hidden_activation": ("gelu_pytorch_tanh",),
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
     "use_bidirectional_attention": (False, None),
@@ -502,25 +513,9 @@ _COMPUTED: dict[str, tuple[Any, ...]] = {
     "swiglu_alpha": (1.702,),
     "swiglu_limit": (7.0,),
 }
-_OF_GEMMA = (
-    "hidden_activation",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "use_bidirectional_attention",
-)
-# The families that read a key of `_COMPUTED`. All families read keys that are missing here.
-_READ_BY: dict[str, tuple[str, ...]] = {
-    "mlp_bias": ("llama", "smollm3", "granite"),
-    "resid_pdrop": ("phi3",),
-    **dict.fromkeys(_OF_GEMMA, ("gemma3_text",)),
-    "hidden_act": tuple(
-        name for name, its in FAMILIES.items() if its.activation[0] == "hidden_act"
-    ),
-    **dict.fromkeys(
-        ("swiglu_alpha", "swiglu_limit"),
-        tuple(name for name, its in FAMILIES.items() if its.clamped),
-    ),
-}
+_READ_BY_SOME = {key for its in FAMILIES.values() for key in its.only_default}
+# transformers' names of one activation.
+_NAMES_OF_ACTIVATION = {"silu": ("silu", "swish"), "gelu_pytorch_tanh": ("gelu_pytorch_tanh",)}
 
 
 def family(model_type: object) -> Family:
@@ -543,9 +538,11 @@ def check_computed(values: Mapping[str, Any]) -> None:
     """
     model_type = values["model_type"]
     its = family(model_type)
-    for key, supported in _COMPUTED.items():
+    key, activation = its.activation
+    for key, supported in {key: _NAMES_OF_ACTIVATION[activation], **_COMPUTED}.items():
+        is_read = key not in _READ_BY_SOME or key in its.only_default
         # Optional keys of the family are checked elsewhere.
-        is_checked = model_type in _READ_BY.get(key, (model_type,)) and key not in its.keys
+        is_checked = is_read and key not in its.keys
         if is_checked and values.get(key, supported[0]) not in supported:
             raise InputRefused(
                 f"{key} = {values[key]!r} is not supported: only {supported[0]!r} is"
