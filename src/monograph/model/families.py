@@ -538,8 +538,9 @@ def check_computed(values: Mapping[str, Any]) -> None:
     """
     model_type = values["model_type"]
     its = family(model_type)
-    key, activation = its.activation
-    for key, supported in {key: _NAMES_OF_ACTIVATION[activation], **_COMPUTED}.items():
+    activation_key, activation = its.activation
+    computed = {activation_key: _NAMES_OF_ACTIVATION[activation], **_COMPUTED}
+    for key, supported in computed.items():
         is_read = key not in _READ_BY_SOME or key in its.only_default
         # Optional keys of the family are checked elsewhere.
         is_checked = is_read and key not in its.keys
