@@ -405,7 +405,7 @@ EACH = 40  # configurations of each family
 
 @needs_gguf
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", REAL)
 def test_any_file_that_is_written_is_loaded(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
