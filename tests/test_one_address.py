@@ -22,7 +22,7 @@ from monograph.config import load
 from monograph.config.keys import described
 from monograph.config.settings import choices
 from monograph.device import describe
-from monograph.errors import UsageError
+from monograph.errors import UsageError, join_with_or
 from monograph.model import gguf
 from monograph.model.config import LlamaConfig
 from monograph.model.exports import EXPORTS, Export
@@ -35,6 +35,7 @@ from monograph.report import figures, metrics
 from monograph.report.compare_report import Compared, compare_page
 from monograph.report.metrics import Metric
 from monograph.report.run_report import About, run_page
+from monograph.report.trackers import LIBRARIES, Library, Tracker, tracker_named
 from monograph.resident import Resident
 from monograph.schedule import SCHEDULES, NamedSchedule
 from monograph.session.requirements import require_together
@@ -263,8 +264,20 @@ def test_a_new_format_is_exported_and_refused_as_the_others_are(
         assert said in str(refused.value)
 
 
-def test_the_command_line_offers_the_declared_formats() -> None:
-    options = {each.name: each for each in command_tree().commands["export"].params}
+def test_a_new_tracker_is_opened_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_run(name, key, settings, out):
+        return Tracker(lambda points: None, lambda: None, "look")
+
+    monkeypatch.setitem(LIBRARIES, "json", Library("JSON", open_run))  # a library that is there
+    assert tracker_named("json") is open_run
+
+
+def test_the_command_line_offers_the_declared_trackers_and_formats() -> None:
+    commands = command_tree().commands
+    [to] = [each for each in commands["follow"].params if each.name == "to"]
+    assert to.help == join_with_or(LIBRARIES)
+    assert "TensorBoard, W&B" in commands["follow"].help
+    options = {each.name: each for each in commands["export"].params}
     assert options["format"].metavar.split("|") == [*EXPORTS]
     assert EXPORTS["gguf"].dtypes == tuple(gguf.DTYPES)
     assert options["dtype"].metavar.split("|") == [*gguf.DTYPES]

@@ -4,7 +4,7 @@ and a `Task`.
 An objective is what the settings say: it is known before anything is read. A task is what it opens:
 the records of one run, with the loss, the windows and the figures that belong to them. The rooms
 around ask the two; none of them asks which kind it has. `monograph.session.objectives` has a file
-for each kind, and the table of all.
+for each kind; the table of all is `WAYS_TO_LEARN` in `monograph.config.keys`.
 """
 
 from abc import ABC, abstractmethod
