@@ -844,13 +844,13 @@ class PreferSection(Section):
 
 
 class WayToLearn(NamedTuple):
-    """A way to learn, as far as it is known before torch is imported.
+    """What is known of a way to learn before torch is imported.
 
-    The rest is its `OBJECTIVE`, in the file of `session/objectives` that has its name.
+    What it does is the `OBJECTIVE` of `session/objectives/NAME.py`, where NAME is its name.
 
     Attributes:
-        kind: what a list of runs shows of it, with its name and the key that chooses it.
-        keys: its section of keys, which is named as the key that chooses it; None without one.
+        kind: its name, the key that chooses it, such as rl.reward, and what a list of runs shows.
+        keys: the section of that key, here [rl]; None without a key.
         names_code: those of its keys whose value may name a function in a Python file.
         exclusive: sets of its keys of which one at most counts.
     """

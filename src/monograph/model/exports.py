@@ -1,8 +1,8 @@
 """The formats in which a model is written for other tools: each is a class and its line in
 `EXPORTS`.
 
-The command line takes the formats' names, help and refusals from this table. So nothing that needs
-torch is imported before a model is written.
+The command line makes the words of `--format`, their help and their refusals from this table, and
+it starts without torch. So a method imports what it writes with when it is called.
 """
 
 from __future__ import annotations
@@ -77,8 +77,9 @@ class Export(ABC):
         """Return the line that says what the folder is and how it is loaded."""
 
     def require_adapters(self, adapters: Packed, config: LlamaConfig) -> None:
-        """Refuse adapters that have no file of their own in this format: all, unless a format
-        overrides this, `write_adapters` and `describe_adapters`.
+        """Refuse adapters that cannot be written alone.
+
+        A format that can write some overrides this, `write_adapters` and `describe_adapters`.
 
         Raises:
             InputRefused: the format has no form for them.

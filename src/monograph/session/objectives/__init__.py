@@ -23,6 +23,8 @@ BY_RECORDS = "data.source"  # the origin of a key that the records ask for
 def _load_objective(way: WayToLearn) -> Objective:
     """Return the objective of a way to learn, from the file here that has its name."""
     objective: Objective = import_module(f"{__name__}.{way.name}").OBJECTIVE
+    # Without its own row an objective would have the keys of texts.
+    assert objective.way is way, f"the objective of {way.name} has another row of WAYS_TO_LEARN"
     return objective
 
 
