@@ -2,15 +2,22 @@
 
 An optimizer, and a form of its state, that are written in one place train in every engine; a number
 that is declared in one place is drawn wherever numbers are; a format that is declared in one place
-is exported, and a schedule trained with. (A way to learn is added in tests/session/test_objective.py.)
+is exported, and a schedule trained with; a reward, a loss of preferences and a key are written into
+a copy of the package. (A way to learn is added in tests/session/test_objective.py.)
 """
 
 from __future__ import annotations
 
 import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -188,7 +195,9 @@ def test_a_new_number_is_checked_drawn_compared_and_printed(
     ]
     rows.append({"update": 8, "tokens": 80, "eval_surprise": 3.0})
     assert metrics.printed(rows[0]) == ["surprise"] and set(new.keys) <= set(metrics.keys())
-    assert "Surprise, shannons" in run_page(tmp_path, {}, rows, About())
+    page = run_page(tmp_path, {}, rows, About())
+    assert "Surprise, shannons" in page
+    assert re.search(r"Scores on held-out text.*>surprise</button>.*3\.0000", page, re.DOTALL)
     sides = [
         Compared(name, params=9, score=1.0, tokens_per_s=None, curves=[rows], verdict="equal")
         for name in "ab"
@@ -307,3 +316,162 @@ def test_only_an_objective_knows_of_rewards_and_preferences() -> None:
         if any(name.startswith("monograph.rl") for name in imported(path))
     }
     assert not knowing
+
+
+# ── what the settings name, written into a copy of the package ────────────────────────────────────
+
+# By file, what is written before which line.
+REWARD = {
+    "rl/rewards.py": {
+        "# The names that the key rl.reward takes, besides FILE.py:FUNCTION.": """
+from monograph.ranges import ABOVE_0
+
+class _Close(Reward):
+    def __init__(self, tolerance):
+        self.tolerance = tolerance
+
+    def _score_one(self, answer):
+        apart = abs(float(answer.completion) - answer.record["answer"])
+        return max(0.0, 1 - apart / self.tolerance)
+""",
+        '    "python": NamedReward(': """
+    "close": NamedReward("how close it is to the record's answer", _Close, (
+        Parameter("rl.reward_tolerance", "With rl.reward = close: what is worth 0.", ABOVE_0, 1.0),
+    )),
+""",
+    }
+}
+LOSS_OF_PAIRS = {
+    "rl/preferences.py": {
+        "@dataclass(frozen=True)\nclass LossOfPairs": """
+def _slic(pairs, *, delta):
+    return (delta - pairs.chosen + pairs.rejected).clamp_min(0)
+
+""",
+        '    "orpo": LossOfPairs(': """
+    "slic": LossOfPairs("by a hinge of their likelihoods", _slic, (
+        Parameter("prefer.delta", "Margin of slic.", _NOT_NEGATIVE, 1.0),
+    ), needs_reference=False),
+""",
+    }
+}
+KEY = {
+    "config/keys.py": {
+        "    keep: Whole = _key(": """
+    rest: Whole = _key(3, _WHOLE, "Updates after which the device rests.", fixed=_NO_EFFECT)
+""",
+    },
+    "session/job.py": {'    keep: int = of_key("train.keep")': 'rest: int = of_key("train.rest")'},
+}
+PROGRAM = """
+import json, torch
+from monograph.config import load
+from monograph.config.axes import axes_of
+from monograph.config.keys import described
+from monograph.errors import UsageError
+from monograph.rl.preferences import Answers, losses
+from monograph.rl.rewards import Answer, reward_of
+from monograph.session.door import job_of
+from monograph.session.objectives.preferences import preference_of
+from monograph.session.objectives.rewards import Rewards
+from monograph.session.requirements import require_together
+
+def read(**keys):
+    return load(None, {key.replace("__", "."): value for key, value in keys.items()}, {})
+
+def refusal(function, *arguments, **keys):
+    try:
+        function(*arguments, **keys)
+    except UsageError as error:
+        return str(error)
+
+def worth(**keys):
+    opened = Rewards().opened(read(**keys), 64)
+    reward = reward_of(opened.objective.reward, {}, **opened.objective.parameters)
+    [score] = reward.score([Answer("", "3", {"answer": 2.5}, "")])
+    return score, opened.values.get("rl.reward_tolerance")
+
+def loss(**keys):
+    chosen, rejected = torch.tensor([-1.0]), torch.tensor([-1.5])
+    pairs = Answers(chosen, rejected, None, None, None, None, None, None)
+    return losses(preference_of(read(**keys)), pairs).item()
+"""
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the package with a reward, a loss of preferences and a key more."""
+    folder = tmp_path_factory.mktemp("copy")
+    package = folder / "monograph"
+    shutil.copytree(
+        Path(mono.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__")
+    )
+    for file, written in (REWARD | LOSS_OF_PAIRS | KEY).items():
+        text = (package / file).read_text()
+        for line, before in written.items():
+            assert text.count(line) == 1, line
+            indent = "    " if before.startswith("rest") else ""
+            text = text.replace(line, f"{indent}{before}\n{line}")
+        (package / file).write_text(text)
+    return folder
+
+
+def printed_by(copy: Path, expression: str) -> Any:
+    """What an expression is in a process that uses the copy."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"{PROGRAM}\nprint(json.dumps({expression}, default=dict))"],
+        env=os.environ | {"PYTHONPATH": str(copy)},
+        cwd=copy,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_new_reward_with_a_parameter_is_one_file(copy: Path) -> None:
+    assert len(REWARD) == 1
+    given, usual, key, rewards, wrong, strange, axis = printed_by(
+        copy,
+        "(worth(rl__reward='close', rl__reward_tolerance='2'), worth(rl__reward='close'),"
+        " described('rl.reward_tolerance')._asdict(), described('rl.reward').expected,"
+        " refusal(read, rl__reward='close', rl__reward_tolerance='-1'),"
+        " refusal(require_together, read(rl__reward='exact', rl__reward_tolerance='2')),"
+        " refusal(axes_of, {'rl.reward_tolerance': '1,2'}))",
+    )
+    assert given == [0.75, None], "the setting stays as it was given"
+    assert usual == [0.5, 1.0], "the default is recorded, since a later version may have another"
+    assert (key["default"], key["expected"]) == (1.0, "a number above 0")
+    assert "json-schema, close, python" in rewards
+    assert 'rl.reward_tolerance = "-1": expected a number above 0' in wrong
+    assert "rl.reward_tolerance = 2 is of rl.reward = close, not exact: leave it out" in strange
+    assert "rl.reward_tolerance cannot be an axis: members of one graph learn from texts" in axis
+
+
+def test_a_new_loss_of_preferences_is_one_file(copy: Path) -> None:
+    assert len(LOSS_OF_PAIRS) == 1
+    given, usual, key, wrong, strange = printed_by(
+        copy,
+        "(loss(prefer__loss='slic', prefer__delta='2'), loss(prefer__loss='slic'),"
+        " described('prefer.delta')._asdict(),"
+        " refusal(read, prefer__loss='slic', prefer__delta='-1'),"
+        " refusal(preference_of, read(prefer__loss='dpo', prefer__delta='2')))",
+    )
+    assert (given, usual) == (1.5, 0.5)
+    assert (key["default"], key["meaning"]) == (1.0, "Margin of slic.")
+    assert 'prefer.delta = "-1": expected a number, 0 or more' in wrong
+    assert "prefer.delta does not go with prefer.loss = dpo, which has beta" in strange
+
+
+def test_a_new_key_is_its_declaration_and_the_field_that_has_its_value(copy: Path) -> None:
+    assert len(KEY) == 2, "and the place that uses it"
+    given, usual, key, wrong, axis = printed_by(
+        copy,
+        "(job_of(read(train__rest='5')).rest, job_of(read()).rest,"
+        " described('train.rest')._asdict(), refusal(read, train__rest='0'),"
+        " refusal(axes_of, {'train.rest': '1,2'}))",
+    )
+    assert (given, usual) == (5, 3)
+    assert key["meaning"] == "Updates after which the device rests."
+    assert 'train.rest = "0": expected a whole number above 0' in wrong
+    assert "train.rest cannot be an axis: it does not change what a member learns" in axis

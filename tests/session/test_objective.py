@@ -140,6 +140,8 @@ NEW_ROW = '''
 class LogitsSection(Section):
     """The logits of a teacher, which are imitated. To use them, set file."""
 
+    fixed = _OF_TEXTS
+
     file: Text | None = _key(None, "a file", "Logits to learn from.", example="FILE")
     temperature: PositiveFloat | None = _key(
         None, ABOVE_0.expected, "Temperature of the teacher.", usual=1.0, belongs_to="logits.file"

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from monograph.config import keys
-from monograph.config.keys import DEFAULT_MINUTES, SECTIONS, WAYS_TO_LEARN, Section, described
+from monograph.config.keys import DEFAULT_MINUTES, KEYS, SECTIONS, WAYS_TO_LEARN, Section, described
 from monograph.config.renamed import Texts, translated, translated_each
 from monograph.config.slips import meant_value
 from monograph.errors import UsageError
@@ -22,15 +22,11 @@ from monograph.terminal import shell_words
 
 # The keys whose values may name a function in a Python file.
 NAME_CODE = ("model.init", *(key for way in WAYS_TO_LEARN for key in way.names_code))
-# A resumed run may change these keys: they say where and in which graphs it is trained, which
-# changes no equation. The fingerprint of its records says whether an ignored key changes them.
-ANYWHERE = {
-    "train.memory": "auto",
-    "train.compile": "auto",
-    "train.parallel": "none",
-    "train.gather_dtype": "fp32",
-    "data.ignore_keys": None,
-}
+# The keys that a resumed run may change, with their defaults: see `monograph.config.keys.Key`. The
+# fingerprint of its records says whether an ignored key changes them.
+ANYWHERE = {key: described(key).default for key in KEYS if described(key).is_of_place}
+# The keys that a run decides anew if it begins from another one.
+OF_ONE_RUN = frozenset(key for key in KEYS if described(key).is_of_one_run)
 # At most one key of each group counts: the one whose origin has the highest rank.
 EXCLUSIVE = (
     ("train.updates", "train.tokens", "train.epochs", "train.minutes"),

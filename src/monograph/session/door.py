@@ -20,6 +20,7 @@ from monograph.predict.footprint import Training
 from monograph.run.recipe import Recipe, tokenizer_named
 from monograph.run.source import ModelSource, checked
 from monograph.session.adapting import fixed_lora, lora_of, rates
+from monograph.session.by_key import by_field
 from monograph.session.job import AskedIntervals, AskedLength, AskedTransfer, Job, OpenChoice
 from monograph.session.new_tokens import tokens_of
 from monograph.session.objective import Objective
@@ -113,16 +114,13 @@ def job_of(settings: Settings, *, built: bool = True) -> Job:
         open=is_open,
         is_rate_open=optim.lr == "auto",
         is_decay_open=optim.weight_decay == "auto",
-        schedule_name=optim.schedule,
         final=FINAL if optim.min_lr_ratio is None else optim.min_lr_ratio,
         asked_tokens=int(train.tokens_per_update),
         updates=span.updates
         or (defaults.updates_of(span.tokens, per_update) if span.tokens else 0),
         span=span,
         intervals=intervals,
-        keep=train.keep,
-        parallel=train.parallel,
-        gather_dtype=train.gather_dtype,
+        **by_field(Job, settings.values()),
     )
     if not shape_alone:
         tokens.require()

@@ -20,6 +20,7 @@ from monograph.model.llama import Llama
 from monograph.planner import Limits, defaults
 from monograph.report.quantities import count, counted, gibibytes
 from monograph.schedule import SCHEDULES
+from monograph.session.by_key import by_field
 from monograph.session.choices import (
     ADAPTED,
     FP8,
@@ -166,30 +167,10 @@ def excluded_by(objective: Objective) -> Iterator[Exclusion]:
 def choices_of(settings: Settings) -> Chosen:
     """Return what the settings choose, of what can exclude something else."""
     init = settings.model.init
-    train = settings.train
-    optim = settings.optim
     return Chosen(
-        init=init,
         is_code=code_named(init) is not None,
-        rank=settings.lora.rank,
         is_adapted=settings.lora.rank is not None or (init is not None and is_adapter(init)),
-        precision=train.precision,
-        remat=train.remat,
-        compile=train.compile,
-        memory=train.memory,
-        parallel=train.parallel,
-        gather_dtype=train.gather_dtype,
-        tokens=train.tokens,
-        packing=settings.data.packing,
-        state=optim.state,
-        master_weights=optim.master_weights,
-        ema=optim.ema,
-        grad_clip=optim.grad_clip,
-        skip_spikes=optim.skip_spikes,
-        schedule=optim.schedule,
-        min_lr_ratio=optim.min_lr_ratio,
-        transfer=optim.transfer,
-        transfer_base=optim.transfer_base,
+        **by_field(Chosen, settings.values()),
     )
 
 

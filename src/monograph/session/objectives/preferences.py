@@ -24,7 +24,8 @@ from monograph.planner import defaults
 from monograph.predict.footprint import Judged
 from monograph.report.quantities import counted
 from monograph.rl.pairs import PairRows, loss_for, read_pairs
-from monograph.rl.preferences import Preference, PreferenceLoss, preference
+from monograph.rl.preference_loss import PreferenceLoss
+from monograph.rl.preferences import Preference, preference
 from monograph.run.progress import Progress
 from monograph.session.choices import FP8, OF_CODE, STREAMED, Condition
 from monograph.session.objective import HeldOutScore, Objective, Opened, Windows, held_out_said
