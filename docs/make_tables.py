@@ -17,6 +17,8 @@ import monograph
 from monograph.config.keys import KEYS, SECTIONS, Fraction, Key, described
 from monograph.config.settings import toml_of
 from monograph.model.families import FAMILIES, PRESETS
+from monograph.optim import OPTIMIZERS
+from monograph.optim.formats import FORMATS
 from monograph.rl.advantages import ADVANTAGES
 from monograph.rl.loss import KLS
 from monograph.rl.preferences import LOSSES
@@ -48,6 +50,14 @@ PREFERENCE = "tests/laws/test_preference_is_its_equation.py"
 SCALED = "tests/graph/test_precision.py"
 SCHEDULE = "tests/test_schedule.py"
 
+
+
+def own_test(name: str, otherwise: str) -> str:
+    """Return the file of tests that has this name, or else another."""
+    path = f"tests/test_{name}.py"
+    return path if (SUPPORT.parents[1] / path).exists() else otherwise
+
+
 # The test of each value: a law, or another file.
 BEHIND: dict[str, dict[str, str]] = {
     "train.memory": {"device": ACCUMULATED, "stream": STREAMED},
@@ -68,9 +78,11 @@ BEHIND: dict[str, dict[str, str]] = {
     "data.bad_records": dict.fromkeys(("refuse", "skip"), "tests/data/test_records.py"),
     "data.answers": dict.fromkeys(("every", "last"), "tests/data/test_loss_mask.py"),
     "data.too_long": dict.fromkeys(("truncate", "refuse"), "tests/data/test_loss_mask.py"),
-    "optim.name": {"adamw": "tests/test_optim.py", "muon": "tests/test_muon.py"},
-    "optim.state": {"fp32": "tests/test_optim.py"}
-    | dict.fromkeys(("bf16", "8bit"), "tests/test_narrow.py"),
+    "optim.name": {name: own_test(name, "tests/test_optim.py") for name in OPTIMIZERS},
+    "optim.state": {
+        name: "tests/test_optim.py" if form.exact else own_test(name, "tests/test_narrow.py")
+        for name, form in FORMATS.items()
+    },
     "optim.master_weights": {"true": "tests/test_optim.py", "false": "tests/test_narrow.py"},
     "optim.skip_spikes": dict.fromkeys(("true", "false"), "tests/test_clip.py"),
     "optim.schedule": dict.fromkeys(("cosine", "constant", "wsd"), SCHEDULE),

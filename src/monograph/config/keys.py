@@ -15,6 +15,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from monograph.data import HEAVIEST, LARGEST_SHARE, LIGHTEST
 from monograph.model.families import FAMILIES, FIRST_FAMILY, PRESETS
+from monograph.optim import OPTIMIZERS
+from monograph.optim.formats import FORMATS
 from monograph.ranges import ABOVE_0, DECAY, FRACTION, NOT_NEGATIVE
 from monograph.rl.advantages import ADVANTAGES
 
@@ -384,24 +386,17 @@ class DataSection(Section):
 class OptimSection(Section):
     """The update of the weights."""
 
-    name: Literal["auto", "adamw", "muon"] = _choice(
+    name: Literal["auto", *OPTIMIZERS] = _choice(  # type: ignore[valid-type]
         "auto",
         "The optimizer.",
-        {
-            "adamw": "AdamW for all weights",
-            "muon": "Muon for the matrices of blocks, AdamW for the rest",
-        },
+        {name: kind.about for name, kind in OPTIMIZERS.items()},
         auto="muon for a new model, else adamw",
         example="adamw",
     )
-    state: Literal["fp32", "bf16", "8bit"] = _choice(
+    state: Literal[*FORMATS] = _choice(  # type: ignore[valid-type]
         "fp32",
         "Form of the optimizer's moments.",
-        {
-            "fp32": "8 bytes a parameter",
-            "bf16": "4 bytes a parameter, stochastically rounded",
-            "8bit": "2 bytes a parameter, in blocks with a scale",
-        },
+        {name: form.about for name, form in FORMATS.items()},
     )
     master_weights: bool = _key(
         True,

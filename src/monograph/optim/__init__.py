@@ -3,7 +3,7 @@ choose updates.
 """
 
 from monograph.optim.narrow import join, split, split_, splittable
-from monograph.optim.optimizer import Group, Kind, Knob, Optimizer, Rule
+from monograph.optim.optimizer import Group, Hyperparameters, Kind, Knob, Optimizer, Rule
 from monograph.optim.optimizers import (
     OPTIMIZERS,
     AdamW,
@@ -15,12 +15,13 @@ from monograph.optim.optimizers import (
     update_,
 )
 from monograph.optim.planes import Plane, holding, planes, trainable, unlinked, vectors_at_once
-from monograph.optim.updates import adamw_, ema_, muon_, nesterov, newton_schulz, next_moments
+from monograph.optim.updates import adamw_, ema_, muon_, newton_schulz
 
 __all__ = [
     "OPTIMIZERS",
     "AdamW",
     "Group",
+    "Hyperparameters",
     "Kind",
     "Knob",
     "Muon",
@@ -36,9 +37,7 @@ __all__ = [
     "join",
     "muon_",
     "name_of",
-    "nesterov",
     "newton_schulz",
-    "next_moments",
     "planes",
     "splittable",
     "split",

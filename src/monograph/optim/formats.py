@@ -1,192 +1,214 @@
-"""The formats in which an optimizer keeps its moments.
+"""The forms in which an optimizer keeps its moments.
 
-To add a format, write its class here, enter it in `FORMATS`, and name it in the key `optim.state`.
+To add a form, write its two functions in `monograph.optim.narrow` and its row in `FORMATS`. Keys,
+pages, plans, refusals, streaming and ranks ask the row.
 
-Shapes: N elements of a plane, K blocks of 256.
+Shapes: N elements of a plane.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from monograph.optim.narrow import BLOCK, block_count, dequantised, quantised, stochastic
+from monograph.optim.narrow import BLOCK, Packing, dequantised, quantised, rounded, widened
 
 Buffers = dict[str, Tensor]
-# Second moments are never negative, so a format may use the sign's bit for the value.
-NEVER_NEGATIVE = ("exp_avg_sq",)
 
 
-class StateFormat(ABC):
-    """A format in which moments are kept between updates.
+class Moment(NamedTuple):
+    """One of the tensors that a rule keeps of each parameter.
+
+    Attributes:
+        name: its name in checkpoints, as in torch.optim.
+        never_negative: whether it is a mean of squares or the like, so that a form may use the
+            sign's bit for the value.
+    """
+
+    name: str
+    never_negative: bool = False
+
+
+class Part(NamedTuple):
+    """One of the buffers that hold a moment.
+
+    A rank that has some rows of a parameter has the elements for its rows. An element that is for
+    rows of several ranks is held by each of them.
+
+    Attributes:
+        suffix: what the buffer's name has after the moment's, such as "_scale".
+        dtype: the buffer's dtype; None: the gradient's.
+        of_squares: the dtype for a moment that is never negative, if it is another one.
+        each: how many consecutive numbers of the moment share one element, a power of two. The
+            largest in a form is that of a scale, whose value is decided by the largest of these
+            numbers. With a smaller one, such as 2 for codes of 4 bits, ranks' rows must begin at
+            multiples of it.
+    """
+
+    suffix: str
+    dtype: torch.dtype | None
+    of_squares: torch.dtype | None = None
+    each: int = 1
+
+    def elements(self, numbers: int, before: int = 0) -> int:
+        """Return the number of elements for so many numbers, of whose first block other ranks have
+        the first `before`.
+        """
+        return -(-(before % self.each + numbers) // self.each)  # rounded up
+
+
+@dataclass(frozen=True)
+class StateFormat:
+    """A form in which moments are kept between updates.
 
     The update itself computes in the gradient's dtype.
 
     Attributes:
-        bytes_each: bytes of one number of a moment.
+        about: what the key `optim.state` says of it.
+        parts: the buffers of a moment.
         eager_update_bytes: bytes of temporary memory that an eager update takes for each number of
-            the largest plane: seven fp32 copies, and the tensors that read and write this format.
-        block: how many consecutive numbers share a scale. Parameters begin at multiples of this,
-            and ranks that hold parts of one block agree on its scale.
-        stochastic: whether the format rounds stochastically, which needs random words.
-        exact: whether the update computes in the buffers themselves.
+            the largest plane: seven fp32 copies, and the tensors that read and write this form.
+        pack: returns the buffers' new values, in the order of `parts`, for a moment's numbers [N];
+            None: the update computes in the only buffer itself.
+        unpack: returns a moment's numbers [N] from its buffers.
+        stochastic: whether `pack` rounds stochastically, for which it gets random words.
     """
 
-    bytes_each: float
+    about: str
+    parts: tuple[Part, ...]
     eager_update_bytes: int
-    block = 1
-    stochastic = False
-    exact = False
+    pack: Callable[[Tensor, Packing], Sequence[Tensor]] | None = None
+    unpack: Callable[[Sequence[Tensor], Packing], Tensor] | None = None
+    stochastic: bool = False
 
-    @abstractmethod
-    def zeros(self, like_N: Tensor, name: str, before: int) -> Buffers:
+    @property
+    def exact(self) -> bool:
+        """Return whether the update computes in the buffers themselves."""
+        return self.pack is None
+
+    @property
+    def bytes_each(self) -> float:
+        """Return the bytes of one number of a moment, with gradients in fp32."""
+        return sum((part.dtype or torch.float32).itemsize / part.each for part in self.parts)
+
+    @property
+    def block(self) -> int:
+        """Return how many consecutive numbers are packed together.
+
+        Parameters and chunks of planes begin at multiples of it, and ranks that hold parts of one
+        block agree on its largest number.
+        """
+        return max(part.each for part in self.parts)
+
+    @property
+    def grain(self) -> int:
+        """Return the number at whose multiples a rank's rows must begin."""
+        return max((part.each for part in self.parts if part.each < self.block), default=1)
+
+    def each(self, moments: Sequence[Moment]) -> dict[str, int]:
+        """Return by the names of all buffers how many numbers share one element."""
+        return {
+            moment.name + part.suffix: part.each for moment in moments for part in self.parts
+        }
+
+    def zeros(self, like_N: Tensor, moment: Moment, before: int) -> Buffers:
         """Return the buffers of a moment that is zero, by their names in a checkpoint.
 
         Args:
             like_N: a tensor in the gradient's dtype.
-            name: the moment's name.
+            moment: the moment.
             before: the number of elements of other ranks in the first block.
         """
+        shape = like_N.shape[:-1]
+        made = {}
+        for part in self.parts:
+            own = (moment.never_negative and part.of_squares) or part.dtype or like_N.dtype
+            size = (*shape, part.elements(like_N.shape[-1], before))
+            made[moment.name + part.suffix] = like_N.new_zeros(size, dtype=own)
+        return made
 
-    @abstractmethod
-    def unpack(self, buffers: Buffers, name: str, dtype: torch.dtype, before: int) -> Tensor:
-        """Return a moment's numbers [N] in `dtype`; the buffer itself if the format is exact.
+    def read(self, buffers: Mapping[str, Tensor], moment: Moment, like_N: Tensor, before: int) -> Tensor:
+        """Return a moment's numbers [N]; the buffer itself if the form is exact.
 
         Args:
             buffers: the plane's buffers.
-            name: the moment's name.
-            dtype: the gradient's dtype.
+            moment: the moment.
+            like_N: a tensor of N elements in the gradient's dtype.
             before: the number of elements of other ranks in the first block.
         """
+        tensors = [buffers[moment.name + part.suffix] for part in self.parts]
+        if self.unpack is None:
+            return tensors[0].to(like_N.dtype)
+        how = Packing(like_N.shape[-1], not moment.never_negative, before)
+        return self.unpack(tensors, how).to(like_N.dtype)
 
-    @abstractmethod
-    def pack_(
+    def write_(
         self,
-        buffers: Buffers,
-        name: str,
+        buffers: Mapping[str, Tensor],
+        moment: Moment,
         values_N: Tensor,
         accepted: Tensor,
-        word_N: Tensor | None,
-        before: int,
-        ends_2: Tensor | None,
+        *,
+        word_N: Tensor | None = None,
+        before: int = 0,
+        ends_2: Tensor | None = None,
     ) -> None:
         """Write a moment's new numbers into its buffers; nothing changes where `accepted` is false.
 
         Args:
             buffers: the plane's buffers.
-            name: the moment's name.
+            moment: the moment.
             values_N: the numbers after the update.
             accepted: whether the update is made, bool.
-            word_N: random words, int64; None if the format is not `stochastic`.
+            word_N: random words, int64; None if the form is not `stochastic`.
             before: the number of elements of other ranks in the first block.
             ends_2: the largest numbers of the first and of the last block, if other ranks have
                 parts of these blocks; else None.
         """
+        if self.pack is None:
+            return
+        how = Packing(len(values_N), not moment.never_negative, before, ends_2, word_N)
+        for part, new in zip(self.parts, self.pack(values_N, how), strict=True):
+            buffer = buffers[moment.name + part.suffix]
+            buffer.copy_(torch.where(accepted, new, buffer))
 
 
-class Exact(StateFormat):
-    """The gradient's dtype, which is fp32 for all but fp64 models: 4 bytes."""
-
-    bytes_each = 4
-    eager_update_bytes = 28
-    exact = True
-
-    def zeros(self, like_N: Tensor, name: str, before: int) -> Buffers:
-        """See StateFormat."""
-        return {name: torch.zeros_like(like_N)}
-
-    def unpack(self, buffers: Buffers, name: str, dtype: torch.dtype, before: int) -> Tensor:
-        """See StateFormat."""
-        return buffers[name].to(dtype)
-
-    def pack_(
-        self,
-        buffers: Buffers,
-        name: str,
-        values_N: Tensor,
-        accepted: Tensor,
-        word_N: Tensor | None,
-        before: int,
-        ends_2: Tensor | None,
-    ) -> None:
-        """Do nothing, because the update was made in the buffer itself."""
-
-
-class Bf16(StateFormat):
-    """bf16, stochastically rounded: 2 bytes, and right on average."""
-
-    bytes_each = 2
-    eager_update_bytes = 116  # this many because random words are 8-byte integers
-    stochastic = True
-
-    def zeros(self, like_N: Tensor, name: str, before: int) -> Buffers:
-        """See StateFormat."""
-        return {name: torch.zeros_like(like_N, dtype=torch.bfloat16)}
-
-    def unpack(self, buffers: Buffers, name: str, dtype: torch.dtype, before: int) -> Tensor:
-        """See StateFormat."""
-        return buffers[name].to(dtype)
-
-    def pack_(
-        self,
-        buffers: Buffers,
-        name: str,
-        values_N: Tensor,
-        accepted: Tensor,
-        word_N: Tensor | None,
-        before: int,
-        ends_2: Tensor | None,
-    ) -> None:
-        """See StateFormat."""
-        assert word_N is not None
-        new = stochastic(values_N, word_N)
-        buffers[name].copy_(torch.where(accepted, new, buffers[name]))
+# By their names in the key `optim.state`; the exact form comes first.
+FORMATS: dict[str, StateFormat] = {
+    # The gradient's dtype, which is fp32 for all but fp64 models.
+    "fp32": StateFormat("8 bytes a parameter", (Part("", None),), eager_update_bytes=28),
+    # Right on average.
+    "bf16": StateFormat(
+        "4 bytes a parameter, stochastically rounded",
+        (Part("", torch.bfloat16),),
+        eager_update_bytes=116,  # this many because random words are 8-byte integers
+        pack=rounded,
+        unpack=widened,
+        stochastic=True,
+    ),
+    # Codes, and the largest number of each block.
+    "8bit": StateFormat(
+        "2 bytes a parameter, in blocks with a scale",
+        (
+            Part("", torch.int8, of_squares=torch.uint8),
+            Part("_scale", torch.float32, each=BLOCK),
+        ),
+        eager_update_bytes=36,
+        pack=quantised,
+        unpack=dequantised,
+    ),
+}
 
 
-class EightBit(StateFormat):
-    """Codes of 8 bits, and the largest number of each block of 256; see `quantised`.
-
-    The largest numbers are the buffer `<name>_scale`, [K] fp32.
-    """
-
-    bytes_each = 1 + 4 / BLOCK
-    eager_update_bytes = 36
-    block = BLOCK
-
-    def zeros(self, like_N: Tensor, name: str, before: int) -> Buffers:
-        """See StateFormat."""
-        dtype = torch.uint8 if name in NEVER_NEGATIVE else torch.int8
-        scale_K = like_N.new_zeros(block_count(like_N, before), dtype=torch.float32)
-        return {name: torch.zeros_like(like_N, dtype=dtype), f"{name}_scale": scale_K}
-
-    def unpack(self, buffers: Buffers, name: str, dtype: torch.dtype, before: int) -> Tensor:
-        """See StateFormat."""
-        return dequantised(buffers[name], buffers[f"{name}_scale"], before).to(dtype)
-
-    def pack_(
-        self,
-        buffers: Buffers,
-        name: str,
-        values_N: Tensor,
-        accepted: Tensor,
-        word_N: Tensor | None,
-        before: int,
-        ends_2: Tensor | None,
-    ) -> None:
-        """See StateFormat."""
-        signed = name not in NEVER_NEGATIVE
-        codes_N, scale_K = quantised(values_N, signed, before, ends_2)
-        for key, new in ((name, codes_N), (f"{name}_scale", scale_K)):
-            buffers[key].copy_(torch.where(accepted, new, buffers[key]))
-
-
-# By their names in the key `optim.state`; the exact format comes first.
-FORMATS: dict[str, StateFormat] = {"fp32": Exact(), "bf16": Bf16(), "8bit": EightBit()}
-
-
-def narrower(state: str) -> Iterable[str]:
-    """Return the formats that take fewer bytes than this one, the largest first."""
+def narrower(state: str) -> list[str]:
+    """Return the forms that take fewer bytes than this one, the largest first."""
     limit = FORMATS[state].bytes_each
-    smaller = [name for name, state_format in FORMATS.items() if state_format.bytes_each < limit]
+    smaller = [name for name, form in FORMATS.items() if form.bytes_each < limit]
     return sorted(smaller, key=lambda name: -FORMATS[name].bytes_each)
+
+
+def rounding(*, stochastic: bool) -> list[str]:
+    """Return the forms that round stochastically, or those that do not."""
+    return [name for name, form in FORMATS.items() if form.stochastic == stochastic]

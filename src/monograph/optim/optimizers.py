@@ -13,21 +13,27 @@ from torch import Tensor, nn
 from monograph.errors import UsageError
 from monograph.graph.experts import ExpertLinear
 from monograph.graph.inspect import blocks
-from monograph.optim.formats import FORMATS
+from monograph.optim.formats import FORMATS, Moment
 from monograph.optim.narrow import noise, stochastic
 from monograph.optim.optimizer import Group, Kind, Optimizer, Rule, require_list
 from monograph.optim.planes import Plane, trainable
-from monograph.optim.rules import ADAMW, MUON
-from monograph.optim.updates import ema_
+from monograph.optim.updates import (
+    adamw_,
+    adamw_moments,
+    ema_,
+    muon_,
+    muon_direction,
+    muon_moments,
+    newton_schulz,
+)
 from monograph.ranges import DECAY, NOT_NEGATIVE
 
+ADAMW = Rule((Moment("exp_avg"), Moment("exp_avg_sq", never_negative=True)), adamw_, adamw_moments)
+MUON = Rule((Moment("momentum_buffer"),), muon_, muon_moments, muon_direction, newton_schulz)
 
-@dataclass(frozen=True)
-class AdamW(Optimizer):
-    """AdamW with weight decay on matrices only; its fields are those of `Optimizer`."""
 
-    moments_each: ClassVar[float] = 2
-    moments_of_matrices: ClassVar[int] = 2
+class Elementwise(Optimizer):
+    """An optimizer that updates all parameters by its only rule, element by element."""
 
     def kinds(self, module: nn.Module) -> dict[str, Kind]:
         """Return how each trainable parameter is updated, by name.
@@ -35,7 +41,18 @@ class AdamW(Optimizer):
         Raises:
             UsageError: a group matches no parameter.
         """
-        return kinds_of(trainable(module), ADAMW, self.weight_decay, self.groups)
+        [rule] = self.rules
+        return kinds_of(trainable(module), rule, self)
+
+
+@dataclass(frozen=True)
+class AdamW(Elementwise):
+    """AdamW with weight decay on matrices only; its fields are those of `Optimizer`."""
+
+    about: ClassVar[str] = "AdamW for all weights"
+    rules: ClassVar[tuple[Rule, ...]] = (ADAMW,)
+    moments_each: ClassVar[float] = 2
+    moments_of_matrices: ClassVar[int] = 2
 
 
 @dataclass(frozen=True)
@@ -56,10 +73,18 @@ class Muon(Optimizer):
     embedding_lr: float = 1.0
     matrices: Sequence[str] | None = None
 
+    about: ClassVar[str] = "Muon for the matrices of blocks, AdamW for the rest"
+    rules: ClassVar[tuple[Rule, ...]] = (ADAMW, MUON)
     # One for a block's matrix, and two for other parameters, which are about an eighth of a model.
     moments_each: ClassVar[float] = 1.125
     moments_of_matrices: ClassVar[int] = 1
     updates_matrices: ClassVar[bool] = True
+    # The rate is AdamW's as the updates have the same size, but better numbers were measured for
+    # two presets (dev/log.md, benchmarks/recipe.py).
+    tuned: ClassVar[Mapping[str, Mapping[str, Any]]] = dict.fromkeys(
+        ("nano", "micro"), {"lr": 6e-3, "momentum": 0.9, "embedding_lr": 6.0}
+    )
+    may_differ: ClassVar[tuple[str, ...]] = (*Optimizer.may_differ, "momentum")
 
     def __post_init__(self) -> None:
         """Refuse values outside their range, each in one line."""
@@ -87,17 +112,29 @@ class Muon(Optimizer):
                 "muon finds no matrix inside a block, which is a module with submodules inside an nn.ModuleList or "
                 'nn.Sequential: name the matrices, Muon(matrices=["*.weight"]), or use adamw'
             )
-        kinds = kinds_of(parameters, ADAMW, self.weight_decay, self.groups)
+        kinds = kinds_of(parameters, ADAMW, self)
         shapes = {name: tuple(parameters[name].shape) for name in names}
         embeddings = _embeddings(module)
         for name, kind in kinds.items():
             if name in shapes:
                 kinds[name] = kind._replace(
-                    rule=MUON, matrix=shapes[name], momentum=self.momentum, eps=1.0
+                    rule=MUON, matrix=shapes[name], betas=(self.momentum,), eps=self.eps
                 )
             elif id(parameters[name]) in embeddings:
                 kinds[name] = kind._replace(lr=kind.lr * self.embedding_lr)
         return kinds
+
+    @property
+    def names_parameters(self) -> bool:
+        """Return whether a field has patterns of parameters' names."""
+        return super().names_parameters or self.matrices is not None
+
+    def width_factor(self, wide: Sequence[int], narrow: Sequence[int]) -> float:
+        """See Optimizer."""
+        # For activations to keep their size, Muon's |dW| must grow as sqrt(rows / cols). It is
+        # lr * 0.2 sqrt(max(rows, cols)) already, and the second square root cancels that.
+        growth = math.sqrt(wide[0] * narrow[1] / (narrow[0] * wide[1]))
+        return growth * math.sqrt(max(narrow) / max(wide))
 
 
 # By their names in the key `optim.name`.
@@ -124,8 +161,8 @@ def checked(optim: Optimizer) -> Optimizer:
 
 def initialise(plane: Plane, optim: Optimizer) -> None:
     """Give the plane its state: moments of zero, and the average, which equals the weights."""
-    for name in plane.kind.rule.moments:
-        plane.state |= FORMATS[optim.state].zeros(plane.grad, name, plane.before)
+    for moment in plane.kind.rule.moments:
+        plane.state |= FORMATS[optim.state].zeros(plane.grad, moment, plane.before)
     if optim.ema is not None:
         # A copy, because an average that is a view of the weights would change with them.
         plane.state["ema"] = plane.param.to(plane.grad.dtype, copy=True)
@@ -156,38 +193,40 @@ def update_(
         compute: the dtype of matrix products.
     """
     kind = plane.kind
+    rule = kind.rule
     state = plane.state
-    state_format = FORMATS[optim.state]
-    # All arithmetic is in the gradient's dtype, so that one formula serves every format.
-    moments = {
-        name: state_format.unpack(state, name, grad.dtype, plane.before)
-        for name in kind.rule.moments
-    }
+    form = FORMATS[optim.state]
+    # All arithmetic is in the gradient's dtype, so that one formula serves every form.
+    moments = [form.read(state, moment, grad, plane.before) for moment in rule.moments]
     param = plane.param.to(grad.dtype)
-    stacks = [param, grad, *moments.values()]
+    stacks = [param, grad, *moments]
     if kind.matrix is not None and plane.orthogonal is None:
         stacks = [_matrices(flat, plane) for flat in stacks]
-    over = functools.partial(_over, stacks[0])
-    kind.rule.update_(
-        *stacks,
-        kind=kind,
-        optim=optim,
-        lr=over(lr * kind.lr),
-        weight_decay=over(kind.weight_decay),
-        applied=over(applied),
-        accepted=over(accepted),
+    hyper = kind.hyperparameters(
+        lr=lr,
+        applied=applied,
+        accepted=accepted,
         compute=compute,
         orthogonal=plane.orthogonal,
-        over=over,
+        over=functools.partial(_over, stacks[0]),
     )
-    # Word 0 rounds the weights, words 1 and 2 the moments, because the roundings of one update must
-    # be independent.
+    rule.update_(stacks[0], stacks[1], stacks[2:], hyper)
+    # Word 0 rounds the weights, the others the moments, because the roundings of one update must be
+    # independent.
     words = None
-    if state_format.stochastic:
-        words = noise(param, optim.seed, applied, plane.number, plane.start)
-    for number, (name, values) in enumerate(moments.items(), start=1):
-        word = None if words is None else words[number]
-        state_format.pack_(state, name, values, accepted, word, plane.before, plane.ends.get(name))
+    if form.stochastic:
+        count = 1 + max(2, len(moments))
+        words = noise(param, optim.seed, applied, plane.number, plane.start, count)
+    for number, (moment, values) in enumerate(zip(rule.moments, moments, strict=True), start=1):
+        form.write_(
+            state,
+            moment,
+            values,
+            accepted,
+            word_N=None if words is None else words[number],
+            before=plane.before,
+            ends_2=plane.ends.get(moment.name),
+        )
     if words is not None and not optim.master_weights:
         plane.param.copy_(stochastic(param, words[0]))
     if optim.ema is not None:
@@ -255,19 +294,19 @@ def _matrices_named(parameters: Mapping[str, nn.Parameter], patterns: Sequence[s
 
 
 def kinds_of(
-    parameters: Mapping[str, nn.Parameter], rule: Rule, weight_decay: float, groups: Sequence[Group]
+    parameters: Mapping[str, nn.Parameter], rule: Rule, optim: Optimizer
 ) -> dict[str, Kind]:
     """Return the kind of each parameter, by name.
 
     Args:
         parameters: the parameters by name.
         rule: the rule of all kinds.
-        weight_decay: the decay of parameters that are not vectors.
-        groups: parameters with their own rate, decay or eps.
+        optim: the optimizer, for its numbers and groups.
 
     Raises:
         UsageError: a group matches no parameter.
     """
+    groups = optim.groups
     unmatched = {group.pattern for group in groups}
     kinds: dict[str, Kind] = {}
     for name, parameter in parameters.items():
@@ -281,8 +320,9 @@ def kinds_of(
         else:
             # Gains and biases are not decayed: pulling a gain to zero shrinks activations without
             # regularising them.
-            decay = 0.0 if is_vector else weight_decay
-        kinds[name] = Kind(rule, group.lr, decay, eps=group.eps, vector=is_vector)
+            decay = 0.0 if is_vector else optim.weight_decay
+        eps = optim.eps * group.eps
+        kinds[name] = Kind(rule, group.lr, decay, optim.betas, eps, vector=is_vector)
     if unmatched:
         raise UsageError(_no_match_message("the optimizer's group", min(unmatched), parameters))
     return kinds

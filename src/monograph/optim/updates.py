@@ -1,8 +1,8 @@
 """Compute updates in place, as free functions of tensors that every engine calls.
 
-They have no state. Tensors may have leading dimensions (members of an ensemble), and every knob may
-be a tensor that broadcasts against the parameters. Where `accepted` is false nothing changes,
-whatever the gradient is. The host reads no value.
+They have no state. Tensors may have leading dimensions (members of an ensemble), and every number
+of `Hyperparameters` may be a tensor that broadcasts against the parameters. Where `accepted` is
+false nothing changes, whatever the gradient is. The host reads no value.
 """
 
 import math
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from monograph.ops.materialize import materialize
-from monograph.optim.optimizer import Knob
+from monograph.optim.optimizer import Hyperparameters, Knob
 
 # Keller Jordan's quintic (https://kellerjordan.github.io/posts/muon/) is so steep at 0 that five
 # iterations are enough. Singular values then end between 0.68 and 1.21 instead of at 1, which does
@@ -26,17 +26,7 @@ ADAMW_RMS = 0.2
 
 
 def adamw_(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    *,
-    lr: Tensor,
-    applied: Tensor,
-    accepted: Tensor,
-    betas: tuple[Knob, Knob],
-    eps: Knob,
-    weight_decay: Knob,
+    param: Tensor, grad: Tensor, moments: Sequence[Tensor], hyper: Hyperparameters
 ) -> None:
     """Make one AdamW update, with the arithmetic of `torch.optim.AdamW`.
 
@@ -46,36 +36,33 @@ def adamw_(
         p <- p (1 - lr wd) - lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
     Args:
-        param: the parameters, any shape.
+        param: the parameters p, any shape.
         grad: g, of the same shape.
-        exp_avg: the first moment m, of the same shape.
-        exp_avg_sq: the second moment v, of the same shape.
-        lr: the learning rate, 0-d or broadcastable.
-        applied: t, the number of updates applied, including this one, int64.
-        accepted: whether the update is made, bool.
-        betas: (b1, b2).
-        eps: added to the root of the second moment.
-        weight_decay: wd.
+        moments: the first moment m and the second moment v, of the same shape.
+        hyper: lr, betas (b1, b2), eps, weight_decay wd, applied t, and whether it is accepted.
     """
-    beta1, beta2 = betas
-    m, v = next_moments(grad, exp_avg, exp_avg_sq, betas)
-    t = applied.to(torch.float64)  # 1 - b2^t loses digits in fp32
-    step_size = materialize((lr / (1 - beta1**t)).to(param.dtype))
+    beta1, beta2 = hyper.betas
+    exp_avg, exp_avg_sq = moments
+    m, v = adamw_moments(grad, moments, hyper)
+    t = hyper.applied.to(torch.float64)  # 1 - b2^t loses digits in fp32
+    step_size = materialize((hyper.lr / (1 - beta1**t)).to(param.dtype))
     root_correction = materialize((1 - beta2**t).sqrt().to(param.dtype))
     # lr wd p is subtracted, because p (1 - lr wd) would round the factor in the same way at every
     # update, and these errors would add up.
-    decay = materialize((lr * weight_decay).to(param.dtype))
-    new = param - (decay * param + step_size * m / (v.sqrt() / root_correction + _like(eps, param)))
-    param.copy_(torch.where(accepted, new, param))
-    exp_avg.copy_(torch.where(accepted, m, exp_avg))
-    exp_avg_sq.copy_(torch.where(accepted, v, exp_avg_sq))
+    decay = materialize((hyper.lr * hyper.weight_decay).to(param.dtype))
+    denominator = v.sqrt() / root_correction + _like(hyper.eps, param)
+    new = param - (decay * param + step_size * m / denominator)
+    param.copy_(torch.where(hyper.accepted, new, param))
+    exp_avg.copy_(torch.where(hyper.accepted, m, exp_avg))
+    exp_avg_sq.copy_(torch.where(hyper.accepted, v, exp_avg_sq))
 
 
-def next_moments(
-    grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, betas: tuple[Knob, Knob]
+def adamw_moments(
+    grad: Tensor, moments: Sequence[Tensor], hyper: Hyperparameters
 ) -> tuple[Tensor, Tensor]:
     """Return AdamW's next moments m and v; see `adamw_`."""
-    beta1, beta2 = betas
+    exp_avg, exp_avg_sq = moments
+    beta1, beta2 = hyper.betas
     # `lerp`, because torch.optim computes m so; where m = g the result is exactly g.
     m = torch.lerp(exp_avg, grad, _like(1 - beta1, grad))
     return m, exp_avg_sq * _like(beta2, grad) + grad * grad * _like(1 - beta2, grad)
@@ -110,24 +97,8 @@ def newton_schulz(matrices: Tensor, compute: torch.dtype) -> Tensor:
     return orthogonal.mT if is_tall else orthogonal
 
 
-def nesterov(grad: Tensor, momentum_buffer: Tensor, momentum: Knob) -> tuple[Tensor, Tensor]:
-    """Return Muon's next momentum m and the direction u that is then orthogonalised; see `muon_`."""
-    m = torch.lerp(momentum_buffer, grad, _like(1 - momentum, grad))
-    return m, torch.lerp(grad, m, _like(momentum, grad))
-
-
 def muon_(
-    param: Tensor,
-    grad: Tensor,
-    momentum_buffer: Tensor,
-    *,
-    lr: Tensor,
-    accepted: Tensor,
-    momentum: Knob,
-    weight_decay: Knob,
-    compute: torch.dtype,
-    orthogonal: Tensor | None = None,
-    sides: Sequence[int] = (),
+    param: Tensor, grad: Tensor, moments: Sequence[Tensor], hyper: Hyperparameters
 ) -> None:
     """Make one Muon update with Nesterov momentum, scaled to AdamW's RMS.
 
@@ -140,25 +111,45 @@ def muon_(
     So the update's RMS is about 0.2 lr, like that of AdamW, and one learning rate serves both.
 
     Args:
-        param: matrices of one shape, [..., rows, cols] with at least one leading dimension.
+        param: matrices p of one shape, [..., rows, cols] with at least one leading dimension; flat
+            parts of them if `hyper` has newton_schulz(u).
         grad: g, of the same shape.
-        momentum_buffer: m, of the same shape.
-        lr: the learning rate, 0-d or broadcastable.
-        accepted: whether the update is made, bool.
-        momentum: mu.
-        weight_decay: wd.
-        compute: the dtype of the matrix products in `newton_schulz`.
-        orthogonal: newton_schulz(u), if it was computed before; then all tensors may be flat parts
-            of matrices. None: it is computed here.
-        sides: (rows, cols) of whole matrices; (): those of `param`.
+        moments: the momentum m, of the same shape.
+        hyper: lr, betas (mu,), weight_decay wd, whether it is accepted, the dtype of products, and
+            the matrices' shape.
     """
-    m, direction = nesterov(grad, momentum_buffer, momentum)
-    update = newton_schulz(direction, compute) if orthogonal is None else orthogonal
-    decay = materialize((lr * weight_decay).to(param.dtype))
-    rms_factor = ADAMW_RMS * math.sqrt(max(sides or param.shape[-2:]))
-    step_size = materialize((lr * rms_factor).to(param.dtype))
-    param.copy_(torch.where(accepted, param - (decay * param + step_size * update), param))
-    momentum_buffer.copy_(torch.where(accepted, m, momentum_buffer))
+    (momentum_buffer,) = moments
+    m, direction = _nesterov(grad, moments, hyper)
+    orthogonal = hyper.orthogonal
+    if orthogonal is None:
+        orthogonal = newton_schulz(direction, hyper.compute)
+    decay = materialize((hyper.lr * hyper.weight_decay).to(param.dtype))
+    rms_factor = ADAMW_RMS * math.sqrt(max((hyper.matrix or param.shape)[-2:]))
+    step_size = materialize((hyper.lr * rms_factor).to(param.dtype))
+    new = param - (decay * param + step_size * orthogonal)
+    param.copy_(torch.where(hyper.accepted, new, param))
+    momentum_buffer.copy_(torch.where(hyper.accepted, m, momentum_buffer))
+
+
+def muon_moments(
+    grad: Tensor, moments: Sequence[Tensor], hyper: Hyperparameters
+) -> tuple[Tensor]:
+    """Return Muon's next momentum m; see `muon_`."""
+    return (_nesterov(grad, moments, hyper)[0],)
+
+
+def muon_direction(grad: Tensor, moments: Sequence[Tensor], hyper: Hyperparameters) -> Tensor:
+    """Return the direction u that Muon orthogonalises; see `muon_`."""
+    return _nesterov(grad, moments, hyper)[1]
+
+
+def _nesterov(
+    grad: Tensor, moments: Sequence[Tensor], hyper: Hyperparameters
+) -> tuple[Tensor, Tensor]:
+    (momentum_buffer,) = moments
+    (momentum,) = hyper.betas
+    m = torch.lerp(momentum_buffer, grad, _like(1 - momentum, grad))
+    return m, torch.lerp(grad, m, _like(momentum, grad))
 
 
 def ema_(average: Tensor, param: Tensor, *, decay: Knob, applied: Tensor, accepted: Tensor) -> None:

@@ -61,9 +61,7 @@ def job_of(settings: Settings, *, built: bool = True) -> Job:
     per_update = defaults.in_whole_rows(int(train.tokens_per_update), length)
     lora = lora_of(settings)
     tokens = tokens_of(settings, source, settings.data.tokenizer, is_adapted=lora is not None)
-    rule: str = optim.name
-    if rule == "auto":
-        rule = defaults.optimizer(fresh=recipe.init is None)
+    rule = _optimizer_name(settings)
     usual_rate = objective.rate_share * _usual_rate(recipe, source, rule, lora is not None)
     fields = rates(optim.lr, settings.lora.lr_ratio, usual_rate) | fresh_fields(recipe, rule)
     if optim.weight_decay != "auto":
@@ -176,6 +174,7 @@ def _found(settings: Settings, transfer: AskedTransfer | None, shape_alone: bool
     model = settings.model
     source = ModelSource.open(model.init) if model.init else None
     chosen: dict[str, Any] = {}
+    chosen |= _own_numbers(settings)
     length, per_update = settings.data.sequence_length, settings.train.tokens_per_update
     if length == "auto":
         positions = source.positions if source else model.max_position_embeddings
@@ -272,9 +271,28 @@ def transfer_of(settings: Settings, config: LlamaConfig | None) -> WidthTransfer
     return asked.of(config) if asked else None
 
 
+def _optimizer_name(settings: Settings) -> str:
+    name: str = settings.optim.name
+    return defaults.optimizer(fresh=settings.model.init is None) if name == "auto" else name
+
+
+def _own_numbers(settings: Settings) -> dict[str, Any]:
+    """Return the keys that are not given and for which the optimizer has another default, which its
+    class says.
+    """
+    optim = settings.optim
+    kind = OPTIMIZERS[_optimizer_name(settings)]
+    own = {"optim.betas": (optim.betas, kind.betas), "optim.eps": (optim.eps, kind.eps)}
+    return {
+        key: usual
+        for key, (general, usual) in own.items()
+        if key not in settings.origins and usual != general
+    }
+
+
 def fresh_fields(recipe: Recipe, rule: str, epochs: int = 1) -> dict[str, Any]:
     """Return the fields in which the optimizer of a new model differs from its class's defaults."""
-    return {} if recipe.init else defaults.muon_fields(recipe.preset, recipe.family, rule, epochs)
+    return {} if recipe.init else defaults.tuned_fields(recipe.preset, recipe.family, rule, epochs)
 
 
 def _usual_rate(recipe: Recipe, source: ModelSource | None, rule: str, is_adapted: bool) -> float:
