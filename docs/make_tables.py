@@ -51,7 +51,6 @@ SCALED = "tests/graph/test_precision.py"
 SCHEDULE = "tests/test_schedule.py"
 
 
-
 def own_test(name: str, otherwise: str) -> str:
     """Return the file of tests that has this name, or else another."""
     path = f"tests/test_{name}.py"

@@ -5,7 +5,7 @@ Sources: the arguments of transformers' Trainer 5, TRL 1, PEFT 0.18, Unsloth, ax
 torchtune, nanoGPT, nanochat, vLLM and llama.cpp.
 """
 
-from monograph.optim import OPTIMIZERS
+from monograph.optim_table import OPTIMIZERS
 
 _BETAS = "say optim.betas=0.9,0.95, which holds both"
 _OPTIMIZERS = " or ".join(f"optim.name={name}" for name in OPTIMIZERS)

@@ -15,8 +15,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from monograph.data import HEAVIEST, LARGEST_SHARE, LIGHTEST
 from monograph.model.families import FAMILIES, FIRST_FAMILY, PRESETS
-from monograph.optim import OPTIMIZERS
-from monograph.optim.formats import FORMATS
+from monograph.optim_table import FORMATS, OPTIMIZERS
 from monograph.ranges import ABOVE_0, DECAY, FRACTION, NOT_NEGATIVE
 from monograph.rl.advantages import ADVANTAGES
 
@@ -389,14 +388,14 @@ class OptimSection(Section):
     name: Literal["auto", *OPTIMIZERS] = _choice(  # type: ignore[valid-type]
         "auto",
         "The optimizer.",
-        {name: kind.about for name, kind in OPTIMIZERS.items()},
+        {name: row.about for name, row in OPTIMIZERS.items()},
         auto="muon for a new model, else adamw",
         example="adamw",
     )
     state: Literal[*FORMATS] = _choice(  # type: ignore[valid-type]
         "fp32",
         "Form of the optimizer's moments.",
-        {name: form.about for name, form in FORMATS.items()},
+        {name: row.about for name, row in FORMATS.items()},
     )
     master_weights: bool = _key(
         True,

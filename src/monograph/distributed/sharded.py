@@ -34,8 +34,9 @@ from monograph.graph.lora import kept_state, narrow
 from monograph.graph.mmap_weights import kept_dtype, materialize_
 from monograph.loss import pair
 from monograph.optim import Hyperparameters, Kind, Plane, trainable
-from monograph.optim.formats import FORMATS, StateFormat
+from monograph.optim.formats import FORMATS
 from monograph.optim.planes import Slot
+from monograph.optim.state_format import StateFormat
 from monograph.step import Step
 from monograph.step.parameters import Sums
 
@@ -377,9 +378,7 @@ class RowsPlane(Plane):
             yield name, of_rows(flat.view(local.to_local().shape), local.device_mesh, parameter)
 
 
-def rows_planes(
-    model: nn.Module, kinds: Mapping[str, Kind], form: StateFormat
-) -> list[RowsPlane]:
+def rows_planes(model: nn.Module, kinds: Mapping[str, Kind], form: StateFormat) -> list[RowsPlane]:
     """Make a plane for each trainable parameter of a sharded module.
 
     Its `number` and `start` say which plane of a single process holds these elements, and where

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from monograph.distributed.world import World
 from monograph.optim import Hyperparameters, Kind, Plane
-from monograph.optim.formats import Part, StateFormat
+from monograph.optim.state_format import Part, StateFormat
 
 
 class Ends(NamedTuple):

@@ -1,45 +1,26 @@
 """Numbers in fewer bits: stochastic rounding to bf16, halves of fp32, and blocks of 8-bit codes.
 
-`monograph.optim.formats` has the forms of the optimizer's state that are made of them. If ranks
-have rows of a parameter each, the first block may begin with `before` elements of another rank, and
-the last block may end with elements of another rank.
+The forms of the optimizer's state that are made of them stand at the end. If ranks have rows of a
+parameter each, the first block may begin with `before` elements of another rank, and the last block
+may end with elements of another rank.
 
 Shapes: N elements of a plane, K blocks of 256.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from monograph.ops.philox import LOW32, philox
+from monograph.optim.state_format import Packing, Part, StateFormat
 
 BLOCK = 256
 # A code is a root of the ratio of a value to its block's largest value, in this many steps: the
 # square root for a signed value, the fourth root for a second moment. An update uses the square
 # root of a second moment.
 SIGNED_STEPS, SQUARE_STEPS = 127, 255
-
-
-class Packing(NamedTuple):
-    """What the functions of a form know beside the numbers.
-
-    Attributes:
-        size: N, the number of elements.
-        signed: whether the numbers may be negative, as first moments may.
-        before: the number of elements of the first block that another rank has.
-        ends_2: the largest number of the first and of the last block, if other ranks have elements
-            of them; None: the largest of the elements here.
-        word_N: random words, int64 in [0, 2^32), if the form rounds stochastically.
-    """
-
-    size: int
-    signed: bool = True
-    before: int = 0
-    ends_2: Tensor | None = None
-    word_N: Tensor | None = None
 
 
 def noise(
@@ -190,3 +171,20 @@ def _blocks(values_N: Tensor, before: int) -> Tensor:
     """Return values as blocks [K, 256], with zeros for the elements of other ranks."""
     after = -(before + len(values_N)) % BLOCK
     return (F.pad(values_N, (before, after)) if before or after else values_N).view(-1, BLOCK)
+
+
+# Right on average.
+BF16 = StateFormat(
+    (Part("", torch.bfloat16),),
+    eager_update_bytes=116,  # this many because random words are 8-byte integers
+    pack=rounded,
+    unpack=widened,
+    stochastic=True,
+)
+# Codes, and the largest number of each block.
+EIGHT_BIT = StateFormat(
+    (Part("", torch.int8, of_squares=torch.uint8), Part("_scale", torch.float32, each=BLOCK)),
+    eager_update_bytes=36,
+    pack=quantised,
+    unpack=dequantised,
+)

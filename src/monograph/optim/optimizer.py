@@ -1,8 +1,9 @@
 """The type of an optimizer: its numbers, the kinds of parameters, and the rules that update them.
 
-An optimizer sorts parameters into kinds, and each kind has a rule. To add an optimizer, write its
-formula in `monograph.optim.updates`, and its rule, its class and its line in `OPTIMIZERS` in
-`monograph.optim.optimizers`. Keys, pages, plans, engines and ranks ask the class.
+An optimizer sorts parameters into kinds, and each kind has a rule. A rule's formula is a free
+function that changes tensors in place, and that every engine calls. Tensors may have leading
+dimensions (members of an ensemble). The host reads no value. `monograph.optim_table` lists the
+optimizers and says how to add one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from monograph.errors import UsageError
-from monograph.optim.formats import FORMATS, Moment, rounding
+from monograph.optim.formats import FORMATS, rounding
+from monograph.optim.state_format import Moment
 from monograph.ranges import ABOVE_0, DECAY, FRACTION, NOT_NEGATIVE
 
 Knob = float | Tensor  # a number, or [N] fp64 with one for each member of a stack
@@ -178,8 +180,7 @@ class Optimizer(ABC):
             rounds them stochastically to bf16: a weight changes by 2^-8 of itself or not at all.
         seed: the seed of stochastic rounding.
 
-    Class attributes, for keys, pages, plans and engines:
-        about: what the key `optim.name` says of it.
+    Class attributes, for plans, engines and defaults:
         rules: its rules.
         moments_each: moments kept of a parameter, in the mean over a language model.
         moments_of_matrices: moments kept of a block's matrix, and so of adapters.
@@ -199,7 +200,6 @@ class Optimizer(ABC):
     master_weights: bool = True
     seed: int = 0
 
-    about: ClassVar[str]
     rules: ClassVar[tuple[Rule, ...]]
     moments_each: ClassVar[float]
     moments_of_matrices: ClassVar[int]

@@ -16,7 +16,7 @@ from monograph.errors import OutOfDeviceMemory
 from monograph.graph.lora import Lora
 from monograph.model.config import LlamaConfig
 from monograph.optim import AdamW
-from monograph.optim.formats import FORMATS, rounding
+from monograph.optim.formats import FORMATS, narrower
 from monograph.planner.candidates import ByDtype, Candidate, Request, of_way, ways
 from monograph.planner.defaults import Plan, budget
 from monograph.planner.streaming import HOST_SHARE, Limits, StreamCandidate, streamed
@@ -160,7 +160,9 @@ def _numerics(request: Request, choices: Choices) -> Iterator[Changed]:
             )
         return
     if FORMATS[optim.state].exact:
-        for state in rounding(stochastic=False)[1:]:
+        for state in narrower(optim.state):
+            if FORMATS[state].stochastic:  # below, with the weights
+                continue
             narrow = request.having(replace(training, optim=replace(optim, state=state)))
             bits = round(8 * FORMATS[state].bytes_each)
             yield f"optim.state={state}", f"moments rounded to {bits} bits", narrow
