@@ -22,7 +22,6 @@ def checked(optim: Optimizer) -> Optimizer:
         UsageError: it is another object.
     """
     if not isinstance(optim, Optimizer):
-        raise UsageError(
-            f"optim is a {type(optim).__name__}: expected monograph.AdamW(...) or monograph.Muon(...)"
-        )
+        known = " or ".join(f"monograph.{kind.__name__}(...)" for kind in OPTIMIZERS.values())
+        raise UsageError(f"optim is a {type(optim).__name__}: expected {known}")
     return optim
