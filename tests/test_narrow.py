@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from batches import flat_gradient, large_batch_gradient, ragged, tiny_llama
+from four_bits import FOUR_BITS
 from monograph.config import load
 from monograph.device import describe
 from monograph.errors import InputRefused, UsageError
@@ -35,10 +36,11 @@ from monograph.optim.narrow import (
     splittable,
     stochastic,
 )
-from monograph.optim.state_format import Packing
+from monograph.optim.state_format import Moment, Packing
 from monograph.resident import Resident
 from monograph.session.resolve import resolve
 from monograph.step import Step
+from monograph.stream import chunked_update, updates
 from numerics import error_within, relative_error
 from reference import optimizers as reference
 
@@ -149,6 +151,44 @@ def test_noise_is_a_function_of_seed_update_plane_and_index_alone():
     ]
     others.append(noise(like, 1 + 2**40, t, 0)[0])
     assert all(int((words[0] == other).sum()) == 0 for other in others)
+
+
+@pytest.mark.parametrize("never_negative", [False, True])
+@pytest.mark.parametrize("state", ["bf16", "8bit", "4bit"])
+def test_rows_that_ranks_share_out_are_packed_as_in_one_process(state, never_negative):
+    """Of 700 numbers a rank has 330, and another the rest of their last block, too."""
+    form = FOUR_BITS if state == "4bit" else FORMATS[state]
+    moment = Moment("m", never_negative)
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(700, generator=generator)
+    values = values.square() if never_negative else values
+    words = torch.randint(0, 2**32, (700,), generator=generator)
+    rest, cut, block = -700 % form.block, 330, form.block
+    largest = torch.nn.functional.pad(values, (0, rest)).view(-1, block).abs().amax(-1)
+
+    def stored(place, ends):
+        """The buffers and the numbers of these elements."""
+        own, before = values[place], (place.start or 0) % block
+        buffers = form.zeros(own, moment, before)
+        assert not form.read(buffers, moment, own, before).any(), "zeros are numbers of zero"
+        form.write_(
+            buffers, moment, own, YES, word_N=words[place], before=before, ends_2=largest[ends]
+        )
+        return buffers, form.read(buffers, moment, own, before)
+
+    whole, numbers = stored(slice(None), [0, -1])
+    ones, first = stored(slice(0, cut), [0, (cut - 1) // block])
+    others, second = stored(slice(cut, None), [cut // block, -1])
+    assert torch.equal(torch.cat([first, second]), numbers)
+    for part in form.parts:
+        name, each = moment.name + part.suffix, part.each
+        assert torch.equal(ones[name], whole[name][: -(-cut // each)])
+        assert torch.equal(others[name], whole[name][cut // each :])
+
+
+def test_chunks_of_streamed_planes_are_whole_blocks():
+    blocks = [form.block for form in (*FORMATS.values(), FOUR_BITS)]
+    assert not any(most % block for most in (chunked_update.MOST, updates.MOST) for block in blocks)
 
 
 # ---- updates -------------------------------------------------------------------------------------

@@ -168,13 +168,18 @@ class _Found(NamedTuple):
 
 
 def _found(settings: Settings, transfer: AskedTransfer | None, shape_alone: bool) -> _Found:
-    """Decide preset, lengths, tokenizer, adapters and the base of a width transfer; find what
-    `model.init` names.
+    """Decide betas, eps, preset, lengths, tokenizer, adapters and the base of a width transfer; find
+    what `model.init` names.
     """
     model = settings.model
     source = ModelSource.open(model.init) if model.init else None
     chosen: dict[str, Any] = {}
-    chosen |= _own_numbers(settings)
+    # An optimizer's own defaults may differ from the keys'.
+    kind = OPTIMIZERS[_optimizer_name(settings)]
+    if "optim.betas" not in settings.origins and settings.optim.betas != kind.betas:
+        chosen["optim.betas"] = kind.betas
+    if "optim.eps" not in settings.origins and settings.optim.eps != kind.eps:
+        chosen["optim.eps"] = kind.eps
     length, per_update = settings.data.sequence_length, settings.train.tokens_per_update
     if length == "auto":
         positions = source.positions if source else model.max_position_embeddings
@@ -274,20 +279,6 @@ def transfer_of(settings: Settings, config: LlamaConfig | None) -> WidthTransfer
 def _optimizer_name(settings: Settings) -> str:
     name: str = settings.optim.name
     return defaults.optimizer(fresh=settings.model.init is None) if name == "auto" else name
-
-
-def _own_numbers(settings: Settings) -> dict[str, Any]:
-    """Return the keys that are not given and for which the optimizer has another default, which its
-    class says.
-    """
-    optim = settings.optim
-    kind = OPTIMIZERS[_optimizer_name(settings)]
-    own = {"optim.betas": (optim.betas, kind.betas), "optim.eps": (optim.eps, kind.eps)}
-    return {
-        key: usual
-        for key, (general, usual) in own.items()
-        if key not in settings.origins and usual != general
-    }
 
 
 def fresh_fields(recipe: Recipe, rule: str, epochs: int = 1) -> dict[str, Any]:
