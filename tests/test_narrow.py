@@ -110,15 +110,15 @@ def test_codes_are_the_nearest_and_stand_for_what_they_say(seed, decades, signed
     values[1] = 0
     values[2, ::3] = 0
     values = values.flatten() if signed else values.flatten().square()
-    how = Packing(len(values), signed)
-    codes, scale = quantised(values, how)
+    packing = Packing(len(values), signed)
+    codes, scale = quantised(values, packing)
     exact = reference.steps(values, signed)
     exact = exact if signed else torch.where(values > 0, exact.clamp_min(1), 0)
     # A quotient, a product and two roots, each rounded once.
     assert (codes - exact).abs().max() <= 0.5 + 255 * 2 * EPS
     assert torch.equal(scale, values.view(3, 256).abs().amax(-1))
     truth = reference.decoded(codes, scale)
-    assert ((dequantised((codes, scale), how) - truth).abs() <= 8 * EPS * truth.abs()).all()
+    assert ((dequantised((codes, scale), packing) - truth).abs() <= 8 * EPS * truth.abs()).all()
 
 
 def test_rounding_is_to_a_neighbour_and_right_on_average():
@@ -181,7 +181,7 @@ def test_rows_that_ranks_share_out_are_packed_as_in_one_process(state, never_neg
     others, second = stored(slice(cut, None), [cut // block, -1])
     assert torch.equal(torch.cat([first, second]), numbers)
     for part in form.parts:
-        name, each = moment.name + part.suffix, part.each
+        name, each = part.buffer_name(moment), part.numbers_per_element
         assert torch.equal(ones[name], whole[name][: -(-cut // each)])
         assert torch.equal(others[name], whole[name][cut // each :])
 

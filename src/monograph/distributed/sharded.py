@@ -356,23 +356,23 @@ class RowsPlane(Plane):
     Attributes:
         begin: the index of its first element in the parameter.
         cut: the blocks at the ends of each rank's rows, if some of these blocks are not whole.
-        each: by the names of buffers how many of the parameter's numbers share one element.
+        numbers_per_element: for the name of each of the moments' buffers how many of the
+            parameter's numbers share one element.
     """
 
     begin: int = field(kw_only=True)
     cut: Ends | None = field(kw_only=True)
-    each: Mapping[str, int] = field(kw_only=True)
+    numbers_per_element: Mapping[str, int] = field(kw_only=True)
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield views as `Plane.views` does, as DTensors in the parameter's shape."""
         [(name, parameter, _)] = self.slots
         local = cast(DTensor, parameter)
-        shared = [key for key, each in self.each.items() if each > 1]
-        found = [key for key in shared if self.state.get(key) is flat]
-        if found:
-            each = self.each[found[0]]
-            whole = torch.empty(-(-parameter.numel() // each), device="meta")
-            first = self.begin // each
+        names = [key for key, buffer in self.state.items() if buffer is flat]
+        shared = self.numbers_per_element.get(names[0], 1) if names else 1
+        if shared > 1:
+            whole = torch.empty(-(-parameter.numel() // shared), device="meta")
+            first = self.begin // shared
             yield name, of_rows(flat, local.device_mesh, whole, slice(first, first + len(flat)))
         else:
             yield name, of_rows(flat.view(local.to_local().shape), local.device_mesh, parameter)
@@ -402,10 +402,10 @@ def rows_planes(model: nn.Module, kinds: Mapping[str, Kind], form: StateFormat) 
         bounds = [(place.start * width, place.stop * width) for place in places]
         local = sharded.to_local().detach().view(-1)
         begin = bounds[rank][0]
-        if any(first % form.grain for first, end in bounds if end > first):
+        if any(first % form.rows_multiple for first, end in bounds if end > first):
             raise UsageError(
-                f"{name}: the optimizer's state packs {form.grain} numbers together, and a rank's rows would begin "
-                "between them: take another optim.state, or train.parallel = ddp"
+                f"{name}: the optimizer's state packs {form.rows_multiple} numbers in one, and a rank's rows would "
+                "begin between them: take another optim.state, or train.parallel = ddp"
             )
         start = torch.tensor(reached[kind] + begin, device=local.device)
         reached[kind] += parameter.numel()
@@ -421,7 +421,7 @@ def rows_planes(model: nn.Module, kinds: Mapping[str, Kind], form: StateFormat) 
             before=begin % block if local.numel() else 0,
             begin=begin,
             cut=ends(bounds, rank, block) if any(end % block for _, end in bounds) else None,
-            each=form.each(kind.rule.moments),
+            numbers_per_element=form.numbers_per_element(kind.rule.moments),
         )
         made.append(plane)
     return made

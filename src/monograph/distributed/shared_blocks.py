@@ -103,12 +103,12 @@ def _largest(
     for moment in rule.moments:
         buffers = {}
         for part in form.parts:
-            name = moment.name + part.suffix
+            name = part.buffer_name(moment)
             rows = [
                 member.plane.state[name][_elements(part, place, member.plane.before)]
                 for member, place in slices
             ]
-            buffers[name] = _stacked(rows, block // part.each).view(-1)
+            buffers[name] = _stacked(rows, block // part.numbers_per_element).view(-1)
         old.append(form.read(buffers, moment, grads.view(-1), before=0).view_as(grads))
     new = rule.next_moments(grads, old, hyper)
     return torch.stack(
@@ -120,9 +120,9 @@ def _elements(part: Part, place: slice, before: int) -> slice:
     """Return the elements of a buffer that hold the numbers of a rank's `place`."""
     if place.stop == place.start:
         return slice(0, 0)
-    first = before // part.each
-    end = -(-(before + place.stop) // part.each)  # rounded up
-    return slice((before + place.start) // part.each - first, end - first)
+    first = before // part.numbers_per_element
+    end = -(-(before + place.stop) // part.numbers_per_element)  # rounded up
+    return slice((before + place.start) // part.numbers_per_element - first, end - first)
 
 
 def _stacked(parts: Sequence[Tensor], width: int) -> Tensor:

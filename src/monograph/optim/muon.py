@@ -111,7 +111,13 @@ def _nesterov(
     return m, torch.lerp(grad, m, cast_like(momentum, grad))
 
 
-MUON = Rule((Moment("momentum_buffer"),), muon_, muon_moments, muon_direction, newton_schulz)
+MUON = Rule(
+    (Moment("momentum_buffer"),),
+    muon_,
+    muon_moments,
+    direction=muon_direction,
+    orthogonalise=newton_schulz,
+)
 
 
 @dataclass(frozen=True)

@@ -114,18 +114,18 @@ def join(hi: Tensor, lo: Tensor) -> Tensor:
     return ((hi.view(torch.int16).to(torch.int32) << 16) + lo).view(torch.float32)
 
 
-def rounded(values_N: Tensor, how: Packing) -> tuple[Tensor]:
+def rounded(values_N: Tensor, packing: Packing) -> tuple[Tensor]:
     """Return values rounded stochastically to bf16."""
-    assert how.word_N is not None
-    return (stochastic(values_N, how.word_N),)
+    assert packing.word_N is not None
+    return (stochastic(values_N, packing.word_N),)
 
 
-def widened(tensors: Sequence[Tensor], how: Packing) -> Tensor:
+def widened(tensors: Sequence[Tensor], packing: Packing) -> Tensor:
     """Return the values [N] of the only buffer, which any wider dtype holds."""
     return tensors[0]
 
 
-def quantised(values_N: Tensor, how: Packing) -> tuple[Tensor, Tensor]:
+def quantised(values_N: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
     """Return 8-bit codes of values in blocks of 256, an idea of Dettmers et al., arXiv 2110.02861.
 
         a = max |x| of the block
@@ -138,33 +138,33 @@ def quantised(values_N: Tensor, how: Packing) -> tuple[Tensor, Tensor]:
 
     Args:
         values_N: m or v; v is not negative.
-        how: whether the values are signed, and which elements of the blocks they are.
+        packing: whether the values are signed, and which elements of the blocks they are.
 
     Returns:
         The codes [N], int8 if signed, else uint8; and a, [K] fp32.
     """
-    blocks_K256 = _blocks(values_N.to(torch.float32), how.before)
+    blocks_K256 = _blocks(values_N.to(torch.float32), packing.before)
     scale_K1 = blocks_K256.abs().amax(-1, keepdim=True)
-    if how.ends_2 is not None:
-        scale_K1[0], scale_K1[-1] = how.ends_2
+    if packing.ends_2 is not None:
+        scale_K1[0], scale_K1[-1] = packing.ends_2
     root_K256 = (blocks_K256.abs() / torch.where(scale_K1 > 0, scale_K1, 1.0)).sqrt()
-    if how.signed:
+    if packing.signed:
         codes = ((root_K256 * SIGNED_STEPS).round() * blocks_K256.sign()).to(torch.int8)
     else:
         # At least 1, because an element whose second moment rounded to 0 would be divided by eps
         # alone.
         steps = (root_K256.sqrt() * SQUARE_STEPS).round().clamp_min(1)
         codes = torch.where(blocks_K256 > 0, steps, 0.0).to(torch.uint8)
-    return codes.view(-1)[how.before : how.before + len(values_N)], scale_K1.squeeze(-1)
+    return codes.view(-1)[packing.before : packing.before + len(values_N)], scale_K1.squeeze(-1)
 
 
-def dequantised(tensors: Sequence[Tensor], how: Packing) -> Tensor:
+def dequantised(tensors: Sequence[Tensor], packing: Packing) -> Tensor:
     """Return the values [N], fp32, that codes [N] and scales [K] stand for; see `quantised`."""
     codes_N, scale_K = tensors
-    codes_K256 = _blocks(codes_N, how.before).to(torch.float32)
-    share = codes_K256 / (SIGNED_STEPS if how.signed else SQUARE_STEPS)
-    powers = share * share.abs() if how.signed else share.square().square()
-    return (powers * scale_K[:, None]).view(-1)[how.before : how.before + len(codes_N)]
+    codes_K256 = _blocks(codes_N, packing.before).to(torch.float32)
+    share = codes_K256 / (SIGNED_STEPS if packing.signed else SQUARE_STEPS)
+    powers = share * share.abs() if packing.signed else share.square().square()
+    return (powers * scale_K[:, None]).view(-1)[packing.before : packing.before + len(codes_N)]
 
 
 def _blocks(values_N: Tensor, before: int) -> Tensor:
@@ -183,7 +183,10 @@ BF16 = StateFormat(
 )
 # Codes, and the largest number of each block.
 EIGHT_BIT = StateFormat(
-    (Part("", torch.int8, of_squares=torch.uint8), Part("_scale", torch.float32, each=BLOCK)),
+    (
+        Part("", torch.int8, of_squares=torch.uint8),
+        Part("_scale", torch.float32, numbers_per_element=BLOCK),
+    ),
     eager_update_bytes=36,
     pack=quantised,
     unpack=dequantised,

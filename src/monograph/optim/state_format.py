@@ -1,6 +1,11 @@
 """The type of a form in which an optimizer keeps its moments between updates.
 
-Shapes: N elements of a plane.
+A plane is a flat buffer of parameters that are updated in the same way (`monograph.optim.planes`).
+An optimizer keeps one or more moments of it, and a form says in which buffers a moment lies. If
+ranks have rows of a parameter each, a form's block of numbers may begin with numbers of an earlier
+rank, of which there are `before`, and end with numbers of a later one.
+
+Shapes: N numbers of a plane.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,14 +19,14 @@ Buffers = dict[str, Tensor]
 
 
 class Packing(NamedTuple):
-    """What the functions of a form know beside the numbers.
+    """What a form's functions get beside the numbers.
 
     Attributes:
-        size: N, the number of elements.
+        size: N, how many numbers there are.
         signed: whether the numbers may be negative, as first moments may.
-        before: the number of elements of the first block that another rank has.
-        ends_2: the largest number of the first and of the last block, if other ranks have elements
-            of them; None: the largest of the elements here.
+        before: how many numbers of the first block another rank has.
+        ends_2: the largest number of the first and of the last block, if other ranks have numbers
+            of them; None: the largest of the numbers here.
         word_N: random words, int64 in [0, 2^32), if the form rounds stochastically.
     """
 
@@ -48,29 +53,33 @@ class Moment(NamedTuple):
 class Part(NamedTuple):
     """One of the buffers that hold a moment.
 
-    A rank that has some rows of a parameter has the elements for its rows. An element that is for
-    rows of several ranks is held by each of them.
+    A rank with some rows of a parameter has the elements for the numbers of these rows. If an
+    element is for numbers of several ranks, each of them has a copy.
 
     Attributes:
         suffix: what the buffer's name has after the moment's, such as "_scale".
         dtype: the buffer's dtype; None: the gradient's.
         of_squares: the dtype for a moment that is never negative, if it is another one.
-        each: how many consecutive numbers of the moment share one element, a power of two. The
-            largest in a form is that of a scale, whose value is decided by the largest of these
-            numbers. With a smaller one, such as 2 for codes of 4 bits, ranks' rows must begin at
-            multiples of it.
+        numbers_per_element: how many consecutive numbers of the moment share one element, a power
+            of two. In a form with scales it is the block's size for the scales, which depend on the
+            block's largest number alone. It is 2 for codes of 4 bits.
     """
 
     suffix: str
     dtype: torch.dtype | None
     of_squares: torch.dtype | None = None
-    each: int = 1
+    numbers_per_element: int = 1
 
-    def elements(self, numbers: int, before: int = 0) -> int:
-        """Return the number of elements for so many numbers, of whose first block other ranks have
-        the first `before`.
+    def buffer_name(self, moment: Moment) -> str:
+        """Return the buffer's name in a plane's state and in checkpoints."""
+        return moment.name + self.suffix
+
+    def count_elements(self, numbers: int, before: int) -> int:
+        """Return how many elements so many numbers need, if other ranks have the first `before`
+        numbers of their first block.
         """
-        return -(-(before % self.each + numbers) // self.each)  # rounded up
+        occupied = before % self.numbers_per_element + numbers
+        return -(-occupied // self.numbers_per_element)  # rounded up
 
 
 @dataclass(frozen=True)
@@ -85,7 +94,8 @@ class StateFormat:
             the largest plane: seven fp32 copies, and the tensors that read and write this form.
         pack: returns the buffers' new values, in the order of `parts`, for a moment's numbers [N];
             None: the update computes in the only buffer itself.
-        unpack: returns a moment's numbers [N] from its buffers.
+        unpack: returns a moment's numbers [N] from its buffers. Buffers of zeros, whatever the
+            scales, must be numbers of zero, as new moments and the gaps between parameters are.
         stochastic: whether `pack` rounds stochastically, for which it gets random words.
     """
 
@@ -103,7 +113,9 @@ class StateFormat:
     @property
     def bytes_each(self) -> float:
         """Return the bytes of one number of a moment, with gradients in fp32."""
-        return sum((part.dtype or torch.float32).itemsize / part.each for part in self.parts)
+        return sum(
+            (part.dtype or torch.float32).itemsize / part.numbers_per_element for part in self.parts
+        )
 
     @property
     def block(self) -> int:
@@ -112,16 +124,25 @@ class StateFormat:
         Parameters and chunks of planes begin at multiples of it, and ranks that hold parts of one
         block agree on its largest number.
         """
-        return max(part.each for part in self.parts)
+        return max(part.numbers_per_element for part in self.parts)
 
     @property
-    def grain(self) -> int:
-        """Return the number at whose multiples a rank's rows must begin."""
-        return max((part.each for part in self.parts if part.each < self.block), default=1)
+    def rows_multiple(self) -> int:
+        """Return the number at whose multiples a rank's rows must begin.
 
-    def each(self, moments: Sequence[Moment]) -> dict[str, int]:
-        """Return by the names of all buffers how many numbers share one element."""
-        return {moment.name + part.suffix: part.each for moment in moments for part in self.parts}
+        Ranks can have copies of a scale, on which they agree. An element that packs several numbers
+        would have other contents on each of them.
+        """
+        sizes = [part.numbers_per_element for part in self.parts]
+        return max((size for size in sizes if size < self.block), default=1)
+
+    def numbers_per_element(self, moments: Sequence[Moment]) -> dict[str, int]:
+        """Return for the name of each of these moments' buffers how many numbers share one element."""
+        return {
+            part.buffer_name(moment): part.numbers_per_element
+            for moment in moments
+            for part in self.parts
+        }
 
     def zeros(self, like_N: Tensor, moment: Moment, before: int) -> Buffers:
         """Return the buffers of a moment that is zero, by their names in a checkpoint.
@@ -129,14 +150,14 @@ class StateFormat:
         Args:
             like_N: a tensor in the gradient's dtype.
             moment: the moment.
-            before: the number of elements of other ranks in the first block.
+            before: how many numbers of the first block other ranks have.
         """
-        shape = like_N.shape[:-1]
+        shape = like_N.shape[:-1]  # (members,) in a stack, else ()
         made = {}
         for part in self.parts:
             own = (moment.never_negative and part.of_squares) or part.dtype or like_N.dtype
-            size = (*shape, part.elements(like_N.shape[-1], before))
-            made[moment.name + part.suffix] = like_N.new_zeros(size, dtype=own)
+            size = (*shape, part.count_elements(like_N.shape[-1], before))
+            made[part.buffer_name(moment)] = like_N.new_zeros(size, dtype=own)
         return made
 
     def read(
@@ -147,14 +168,14 @@ class StateFormat:
         Args:
             buffers: the plane's buffers.
             moment: the moment.
-            like_N: a tensor of N elements in the gradient's dtype.
-            before: the number of elements of other ranks in the first block.
+            like_N: a tensor of N numbers in the gradient's dtype.
+            before: how many numbers of the first block other ranks have.
         """
-        tensors = [buffers[moment.name + part.suffix] for part in self.parts]
+        tensors = [buffers[part.buffer_name(moment)] for part in self.parts]
         if self.unpack is None:
             return tensors[0].to(like_N.dtype)
-        how = Packing(like_N.shape[-1], not moment.never_negative, before)
-        return self.unpack(tensors, how).to(like_N.dtype)
+        packing = Packing(like_N.shape[-1], not moment.never_negative, before)
+        return self.unpack(tensors, packing).to(like_N.dtype)
 
     def write_(
         self,
@@ -175,15 +196,15 @@ class StateFormat:
             values_N: the numbers after the update.
             accepted: whether the update is made, bool.
             word_N: random words, int64; None if the form is not `stochastic`.
-            before: the number of elements of other ranks in the first block.
+            before: how many numbers of the first block other ranks have.
             ends_2: the largest numbers of the first and of the last block, if other ranks have
                 parts of these blocks; else None.
         """
         if self.pack is None:
             return
-        how = Packing(len(values_N), not moment.never_negative, before, ends_2, word_N)
-        for part, new in zip(self.parts, self.pack(values_N, how), strict=True):
-            buffer = buffers[moment.name + part.suffix]
+        packing = Packing(len(values_N), not moment.never_negative, before, ends_2, word_N)
+        for part, new in zip(self.parts, self.pack(values_N, packing), strict=True):
+            buffer = buffers[part.buffer_name(moment)]
             buffer.copy_(torch.where(accepted, new, buffer))
 
 

@@ -25,11 +25,11 @@ Where = Literal["device", "host"]
 
 def buffer_names() -> tuple[str, ...]:
     """Return the names of all buffers that a stage of some optimizer may have."""
-    rules = dict.fromkeys(rule for kind in OPTIMIZERS.values() for rule in kind.rules)
-    moments = dict.fromkeys(moment.name for rule in rules for moment in rule.moments)
-    suffixes = dict.fromkeys(part.suffix for form in FORMATS.values() for part in form.parts)
-    of_moments = (name + suffix for suffix in suffixes for name in moments)
-    return ("weights", "rest", "gradient", *of_moments, "ema")
+    rules = (rule for kind in OPTIMIZERS.values() for rule in kind.rules)
+    moments = [moment for rule in rules for moment in rule.moments]
+    parts = [part for form in FORMATS.values() for part in form.parts]
+    of_moments = [part.buffer_name(moment) for part in parts for moment in moments]
+    return tuple(dict.fromkeys(("weights", "rest", "gradient", *of_moments, "ema")))
 
 
 @dataclass(frozen=True)
