@@ -317,6 +317,24 @@ def require_rows(step: Step, halved: bool = False) -> None:
         )
 
 
+def require_whole_elements(name: str, bounds: Sequence[tuple[int, int]], form: StateFormat) -> None:
+    """Refuse rows of a parameter that begin inside of an element of the optimizer's state.
+
+    Args:
+        name: the parameter's name.
+        bounds: the first number of each rank, and the one after its last.
+        form: the form of the optimizer's state.
+
+    Raises:
+        UsageError: a rank's rows begin between two numbers that are packed in one element.
+    """
+    if any(begin % form.rows_multiple for begin, end in bounds if end > begin):
+        raise UsageError(
+            f"{name}: the optimizer's state packs {form.rows_multiple} numbers in one, and a rank's rows would "
+            "begin between them: take another optim.state, or train.parallel = ddp"
+        )
+
+
 class _Summed(nn.Module):
     """A model and its loss as one module."""
 
@@ -402,11 +420,7 @@ def rows_planes(model: nn.Module, kinds: Mapping[str, Kind], form: StateFormat) 
         bounds = [(place.start * width, place.stop * width) for place in places]
         local = sharded.to_local().detach().view(-1)
         begin = bounds[rank][0]
-        if any(first % form.rows_multiple for first, end in bounds if end > first):
-            raise UsageError(
-                f"{name}: the optimizer's state packs {form.rows_multiple} numbers in one, and a rank's rows would "
-                "begin between them: take another optim.state, or train.parallel = ddp"
-            )
+        require_whole_elements(name, bounds, form)
         start = torch.tensor(reached[kind] + begin, device=local.device)
         reached[kind] += parameter.numel()
         number = numbers.setdefault(kind, len(numbers))
