@@ -15,7 +15,7 @@ def name_of(optim: Optimizer) -> str:
     return next(name for name, kind in OPTIMIZERS.items() if type(optim) is kind)
 
 
-def checked(optim: Optimizer) -> Optimizer:
+def checked(optim: object) -> Optimizer:
     """Return the optimizer, if it is one.
 
     Raises:

@@ -53,7 +53,7 @@ def job_of(settings: Settings, *, built: bool = True) -> Job:
     span = _span(settings)
     intervals = _intervals(settings)
     transfer = transfer_asked(settings)
-    settings, objective, recipe, source = _found(settings, transfer, shape_alone)
+    settings, objective, recipe, source, rule = _found(settings, transfer, shape_alone)
     shape = source.shape if source else None
     optim = settings.optim
     train = settings.train
@@ -61,7 +61,6 @@ def job_of(settings: Settings, *, built: bool = True) -> Job:
     per_update = defaults.in_whole_rows(int(train.tokens_per_update), length)
     lora = lora_of(settings)
     tokens = tokens_of(settings, source, settings.data.tokenizer, is_adapted=lora is not None)
-    rule = _optimizer_name(settings)
     usual_rate = objective.rate_share * _usual_rate(recipe, source, rule, lora is not None)
     fields = rates(optim.lr, settings.lora.lr_ratio, usual_rate) | fresh_fields(recipe, rule)
     if optim.weight_decay != "auto":
@@ -159,12 +158,14 @@ class _Found(NamedTuple):
         objective: the way to learn, with its own keys decided.
         recipe: the checked recipe.
         source: the model that the run starts from; None for a new one.
+        rule: the optimizer's name.
     """
 
     settings: Settings
     objective: Objective
     recipe: Recipe
     source: ModelSource | None
+    rule: str
 
 
 def _found(settings: Settings, transfer: AskedTransfer | None, shape_alone: bool) -> _Found:
@@ -174,8 +175,11 @@ def _found(settings: Settings, transfer: AskedTransfer | None, shape_alone: bool
     model = settings.model
     source = ModelSource.open(model.init) if model.init else None
     chosen: dict[str, Any] = {}
+    rule: str = settings.optim.name
+    if rule == "auto":
+        rule = defaults.optimizer(fresh=model.init is None)
     # An optimizer's own defaults may differ from the keys'.
-    kind = OPTIMIZERS[_optimizer_name(settings)]
+    kind = OPTIMIZERS[rule]
     if "optim.betas" not in settings.origins and settings.optim.betas != kind.betas:
         chosen["optim.betas"] = kind.betas
     if "optim.eps" not in settings.origins and settings.optim.eps != kind.eps:
@@ -227,11 +231,11 @@ def _found(settings: Settings, transfer: AskedTransfer | None, shape_alone: bool
         chosen["train.tokens_per_update"] = defaults.in_whole_rows(usual, length)
     settings = settings.resolve(chosen, ORIGIN)
     if source is None:
-        return _Found(settings, objective, recipe, None)
+        return _Found(settings, objective, recipe, None, rule)
     # What is recorded; errors until here show what was typed.
     source = source.under(str(settings.model.init))
     recipe = recipe._replace(init=source.base, adapter=source.name if source.adapter else None)
-    return _Found(settings, objective, recipe, source)
+    return _Found(settings, objective, recipe, source, rule)
 
 
 def _own_tokenizer(source: ModelSource) -> str:
@@ -274,11 +278,6 @@ def transfer_of(settings: Settings, config: LlamaConfig | None) -> WidthTransfer
     """
     asked = transfer_asked(settings)
     return asked.of(config) if asked else None
-
-
-def _optimizer_name(settings: Settings) -> str:
-    name: str = settings.optim.name
-    return defaults.optimizer(fresh=settings.model.init is None) if name == "auto" else name
 
 
 def fresh_fields(recipe: Recipe, rule: str, epochs: int = 1) -> dict[str, Any]:
