@@ -44,6 +44,4 @@ class Lion(Elementwise):
     betas: tuple[float, float] = (0.9, 0.99)
 
     rules: ClassVar[tuple[Rule, ...]] = (LION,)
-    moments_each: ClassVar[float] = 1
-    moments_of_matrices: ClassVar[int] = 1
     rate_factor: ClassVar[float] = 0.1

@@ -62,5 +62,3 @@ class AdamW(Elementwise):
     """AdamW with weight decay on matrices only; its fields are those of `Optimizer`."""
 
     rules: ClassVar[tuple[Rule, ...]] = (ADAMW,)
-    moments_each: ClassVar[float] = 2
-    moments_of_matrices: ClassVar[int] = 2

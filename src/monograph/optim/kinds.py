@@ -23,6 +23,17 @@ class Elementwise(Optimizer):
         [rule] = self.rules
         return kinds_of(trainable(module), rule, self)
 
+    @property
+    def moments_each(self) -> float:
+        """Return how many moments a parameter has."""
+        return self.moments_of_matrices
+
+    @property
+    def moments_of_matrices(self) -> int:
+        """Return how many moments a block's matrix has, and so an adapter."""
+        [rule] = self.rules
+        return len(rule.moments)
+
 
 def kinds_of(
     parameters: Mapping[str, nn.Parameter], rule: Rule, optim: Optimizer

@@ -139,9 +139,6 @@ class Muon(Optimizer):
     matrices: Sequence[str] | None = None
 
     rules: ClassVar[tuple[Rule, ...]] = (ADAMW, MUON)
-    # One for a block's matrix, and two for other parameters, which are about an eighth of a model.
-    moments_each: ClassVar[float] = 1.125
-    moments_of_matrices: ClassVar[int] = 1
     updates_matrices: ClassVar[bool] = True
     # The rate is AdamW's as the updates have the same size, but better numbers were measured for
     # two presets (dev/log.md, benchmarks/recipe.py).
@@ -187,6 +184,17 @@ class Muon(Optimizer):
             elif id(parameters[name]) in embeddings:
                 kinds[name] = kind._replace(lr=kind.lr * self.embedding_lr)
         return kinds
+
+    @property
+    def moments_each(self) -> float:
+        """Return how many moments a parameter has, in the mean over a language model."""
+        # AdamW's other parameters, with two, are about an eighth of a model.
+        return 1.125
+
+    @property
+    def moments_of_matrices(self) -> int:
+        """Return how many moments a block's matrix has, and so an adapter."""
+        return len(MUON.moments)
 
     @property
     def names_parameters(self) -> bool:

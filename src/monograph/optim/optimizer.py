@@ -26,7 +26,7 @@ Knob = float | Tensor  # a number, or [N] fp64 with one for each member of a sta
 
 
 class Hyperparameters(NamedTuple):
-    """The numbers of one update of a plane; tensors broadcast against the parameters.
+    """The numbers of one update of a plane; those that are tensors broadcast against the parameters.
 
     Attributes:
         lr: the learning rate.
@@ -58,12 +58,13 @@ class Rule(NamedTuple):
 
     Attributes:
         moments: the moments, three at most.
-        update_: updates (parameters, moments) by the mean gradient after clipping; all are [size],
-            or [matrices, rows, cols] for matrices as a whole. Nothing changes where `accepted` is
-            false.
-        next_moments: returns the moments after an update, without changing any. Ranks need them to
-            agree on the largest number of a block that is cut between them, for all parameters with
-            the same betas at once, so other numbers of a kind must not matter.
+        update_: gets (parameters, gradient, moments, numbers) and changes parameters and moments in
+            place. The gradient is the mean one after clipping. All are [size], or [matrices, rows,
+            cols] for matrices as a whole. Nothing changes where `accepted` is false.
+        next_moments: gets (gradient, moments, numbers) and returns the moments after an update,
+            without changing any. By them, ranks agree on the largest number of a block that is cut
+            between them. They ask for all parameters with the same betas at once, so other numbers
+            that differ between parameters must not matter.
         direction: returns the matrices to orthogonalise, for a rule of matrices as a whole.
         orthogonalise: returns whole matrices [..., rows, cols] orthogonalised in a dtype. Ranks
             that share out the rows of a matrix bring it together for this.
@@ -182,8 +183,6 @@ class Optimizer(ABC):
 
     Class attributes, for plans, engines and defaults:
         rules: its rules.
-        moments_each: moments kept of a parameter, in the mean over a language model.
-        moments_of_matrices: moments kept of a block's matrix, and so of adapters.
         updates_matrices: whether the matrices of blocks are updated as a whole.
         rate_factor: the usual learning rate, divided by AdamW's.
         tuned: fields, by a preset's name, that were measured to be best for a new model of it.
@@ -201,8 +200,6 @@ class Optimizer(ABC):
     seed: int = 0
 
     rules: ClassVar[tuple[Rule, ...]]
-    moments_each: ClassVar[float]
-    moments_of_matrices: ClassVar[int]
     updates_matrices: ClassVar[bool] = False
     rate_factor: ClassVar[float] = 1.0
     tuned: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})
@@ -219,6 +216,16 @@ class Optimizer(ABC):
         Raises:
             UsageError: a group matches no parameter, or the module lacks what the optimizer needs.
         """
+
+    @property
+    @abstractmethod
+    def moments_each(self) -> float:
+        """Return how many moments a parameter has, in the mean over a language model."""
+
+    @property
+    @abstractmethod
+    def moments_of_matrices(self) -> int:
+        """Return how many moments a block's matrix has, and so an adapter."""
 
     @property
     def names_parameters(self) -> bool:

@@ -158,14 +158,14 @@ class _Found(NamedTuple):
         objective: the way to learn, with its own keys decided.
         recipe: the checked recipe.
         source: the model that the run starts from; None for a new one.
-        rule: the optimizer's name.
+        optimizer: the optimizer's name in `OPTIMIZERS`.
     """
 
     settings: Settings
     objective: Objective
     recipe: Recipe
     source: ModelSource | None
-    rule: str
+    optimizer: str
 
 
 def _found(settings: Settings, transfer: AskedTransfer | None, shape_alone: bool) -> _Found:
@@ -175,11 +175,11 @@ def _found(settings: Settings, transfer: AskedTransfer | None, shape_alone: bool
     model = settings.model
     source = ModelSource.open(model.init) if model.init else None
     chosen: dict[str, Any] = {}
-    rule: str = settings.optim.name
-    if rule == "auto":
-        rule = defaults.optimizer(fresh=model.init is None)
+    optimizer: str = settings.optim.name
+    if optimizer == "auto":
+        optimizer = defaults.optimizer(fresh=model.init is None)
     # An optimizer's own defaults may differ from the keys'.
-    kind = OPTIMIZERS[rule]
+    kind = OPTIMIZERS[optimizer]
     if "optim.betas" not in settings.origins and settings.optim.betas != kind.betas:
         chosen["optim.betas"] = kind.betas
     if "optim.eps" not in settings.origins and settings.optim.eps != kind.eps:
@@ -231,11 +231,11 @@ def _found(settings: Settings, transfer: AskedTransfer | None, shape_alone: bool
         chosen["train.tokens_per_update"] = defaults.in_whole_rows(usual, length)
     settings = settings.resolve(chosen, ORIGIN)
     if source is None:
-        return _Found(settings, objective, recipe, None, rule)
+        return _Found(settings, objective, recipe, None, optimizer)
     # What is recorded; errors until here show what was typed.
     source = source.under(str(settings.model.init))
     recipe = recipe._replace(init=source.base, adapter=source.name if source.adapter else None)
-    return _Found(settings, objective, recipe, source, rule)
+    return _Found(settings, objective, recipe, source, optimizer)
 
 
 def _own_tokenizer(source: ModelSource) -> str:
