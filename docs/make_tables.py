@@ -16,6 +16,8 @@ from typing import Literal, Union, get_args, get_origin
 import monograph
 from monograph.config.keys import KEYS, SECTIONS, Fraction, Key, described
 from monograph.config.settings import toml_of
+from monograph.optim import OPTIMIZERS
+from monograph.optim.formats import FORMATS
 from monograph.rl.advantages import ADVANTAGES
 from monograph.session.by_key import keys_of
 from monograph.session.job import Job
@@ -47,6 +49,13 @@ PREFERENCE = "tests/laws/test_preference_is_its_equation.py"
 SCALED = "tests/graph/test_precision.py"
 SCHEDULE = "tests/test_schedule.py"
 
+
+def own_test(name: str, otherwise: str) -> str:
+    """Return the file of tests that has this name, or else another."""
+    path = f"tests/test_{name}.py"
+    return path if (SUPPORT.parents[1] / path).exists() else otherwise
+
+
 # The test of a key's values, or of each value: a law, or another file.
 _BEHIND: dict[str, str | dict[str, str]] = {
     "train.memory": {"device": ACCUMULATED, "stream": STREAMED},
@@ -67,9 +76,11 @@ _BEHIND: dict[str, str | dict[str, str]] = {
     "data.bad_records": "tests/data/test_records.py",
     "data.answers": "tests/data/test_loss_mask.py",
     "data.too_long": "tests/data/test_loss_mask.py",
-    "optim.name": {"adamw": "tests/test_optim.py", "muon": "tests/test_muon.py"},
-    "optim.state": {"fp32": "tests/test_optim.py"}
-    | dict.fromkeys(("bf16", "8bit"), "tests/test_narrow.py"),
+    "optim.name": {name: own_test(name, "tests/test_optim.py") for name in OPTIMIZERS},
+    "optim.state": {
+        name: "tests/test_optim.py" if form.exact else own_test(name, "tests/test_narrow.py")
+        for name, form in FORMATS.items()
+    },
     "optim.master_weights": {"true": "tests/test_optim.py", "false": "tests/test_narrow.py"},
     "optim.skip_spikes": "tests/test_clip.py",
     "optim.schedule": SCHEDULE,

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from monograph.data import HEAVIEST, LARGEST_SHARE, LIGHTEST
 from monograph.errors import join_with_or
 from monograph.model.families import FAMILIES, FIRST_FAMILY, PRESETS
+from monograph.optim_table import FORMATS, OPTIMIZERS
 from monograph.ranges import ABOVE_0, DECAY, FRACTION, NOT_NEGATIVE, Range
 from monograph.rl.advantages import ADVANTAGES
 from monograph.rl.parameters import Parameter
@@ -494,25 +495,18 @@ class DataSection(Section):
 class OptimSection(Section):
     """The update of the weights."""
 
-    name: Literal["auto", "adamw", "muon"] = _choice(
+    name: Literal["auto", *OPTIMIZERS] = _choice(  # type: ignore[valid-type]
         "auto",
         "The optimizer.",
-        {
-            "adamw": "AdamW for all weights",
-            "muon": "Muon for the matrices of blocks, AdamW for the rest",
-        },
+        {name: row.about for name, row in OPTIMIZERS.items()},
         auto="muon for a new model, else adamw",
         example="adamw",
         varies="between graphs",
     )
-    state: Literal["fp32", "bf16", "8bit"] = _choice(
+    state: Literal[*FORMATS] = _choice(  # type: ignore[valid-type]
         "fp32",
         "Form of the optimizer's moments.",
-        {
-            "fp32": "8 bytes a parameter",
-            "bf16": "4 bytes a parameter, stochastically rounded",
-            "8bit": "2 bytes a parameter, in blocks with a scale",
-        },
+        {name: row.about for name, row in FORMATS.items()},
         varies="between graphs",
     )
     master_weights: bool = _key(

@@ -17,6 +17,7 @@ from monograph.graph.precision import Precision
 from monograph.model.adapter import is_adapter
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
+from monograph.optim.formats import FORMATS, rounding
 from monograph.planner import Limits, defaults
 from monograph.report.quantities import count, counted, gibibytes
 from monograph.schedule import SCHEDULES
@@ -70,7 +71,11 @@ WITHOUT_BF16 = Condition(
     "train.precision = {precision}", lambda made: made.precision in ("fp32", "fp16"), "fp32 or fp16"
 )
 RANKED = Condition("lora.rank", lambda made: made.rank is not None)
-STATE = Condition("optim.state = {state}", lambda made: made.state != "bf16", "fp32 or 8bit")
+STATE = Condition(
+    "optim.state = {state}",
+    lambda made: not FORMATS[made.state].stochastic,
+    " or ".join(rounding(stochastic=False)),
+)
 UNCLIPPED = Condition("optim.grad_clip = none", lambda made: made.grad_clip == "none")
 SKIPPING = Condition("optim.skip_spikes = true", lambda made: made.skip_spikes is True)
 STEADY = Condition(
@@ -121,7 +126,10 @@ OF_THE_STEP = (
 )
 OF_THE_OPTIMIZER = (
     Exclusion(
-        NARROW, STATE, f"{_IN_BF16}, and their moments: say optim.state = bf16, not {{state}}"
+        NARROW,
+        STATE,
+        f"{_IN_BF16}, and their moments: say optim.state = {' or '.join(rounding(stochastic=True))}, "
+        "not {state}",
     ),
     Exclusion(
         NARROW,
