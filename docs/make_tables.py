@@ -16,6 +16,8 @@ from typing import Literal, Union, get_args, get_origin
 import monograph
 from monograph.config.keys import KEYS, SECTIONS, Fraction, Key, described
 from monograph.config.settings import toml_of
+from monograph.optim import OPTIMIZERS
+from monograph.optim.formats import FORMATS
 from monograph.rl.advantages import ADVANTAGES
 from monograph.session.by_key import keys_of
 from monograph.session.job import Job
@@ -47,6 +49,13 @@ PREFERENCE = "tests/laws/test_preference_is_its_equation.py"
 SCALED = "tests/graph/test_precision.py"
 SCHEDULE = "tests/test_schedule.py"
 
+
+def own_test(name: str, otherwise: str) -> str:
+    """Return the file of tests that has this name, or else another."""
+    path = f"tests/test_{name}.py"
+    return path if (SUPPORT.parents[1] / path).exists() else otherwise
+
+
 # The test of a key's values, or of each value: a law, or another file.
 _BEHIND: dict[str, str | dict[str, str]] = {
     "train.memory": {"device": ACCUMULATED, "stream": STREAMED},
@@ -67,9 +76,11 @@ _BEHIND: dict[str, str | dict[str, str]] = {
     "data.bad_records": "tests/data/test_records.py",
     "data.answers": "tests/data/test_loss_mask.py",
     "data.too_long": "tests/data/test_loss_mask.py",
-    "optim.name": {"adamw": "tests/test_optim.py", "muon": "tests/test_muon.py"},
-    "optim.state": {"fp32": "tests/test_optim.py"}
-    | dict.fromkeys(("bf16", "8bit"), "tests/test_narrow.py"),
+    "optim.name": {name: own_test(name, "tests/test_optim.py") for name in OPTIMIZERS},
+    "optim.state": {
+        name: "tests/test_optim.py" if form.exact else own_test(name, "tests/test_narrow.py")
+        for name, form in FORMATS.items()
+    },
     "optim.master_weights": {"true": "tests/test_optim.py", "false": "tests/test_narrow.py"},
     "optim.skip_spikes": "tests/test_clip.py",
     "optim.schedule": SCHEDULE,
@@ -163,21 +174,32 @@ def functions(path: Path) -> Iterator[ast.FunctionDef]:
 
 
 def _sections(function: ast.FunctionDef) -> dict[str, str]:
-    """Return local names of sections: {"optim": "optim"} after `optim = settings.optim`."""
+    """Return local names of sections: {"optim": "optim"} after `optim = settings.optim`, and
+    {"rl": "rl"} after `rl = settings.section(RlSection)`.
+    """
     found: dict[str, str] = {}
     for node in ast.walk(function):
         if isinstance(node, ast.Assign):
             target, value = node.targets[0], node.value
             pair = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
             both = zip(target.elts, value.elts, strict=False) if pair else [(target, value)]
-            found |= {t.id: v.attr for t, v in both if isinstance(t, ast.Name) and _is_section(v)}
+            found |= {
+                t.id: section
+                for t, v in both
+                if isinstance(t, ast.Name) and (section := _section_name(v))
+            }
     return found
 
 
-def _is_section(node: ast.AST) -> bool:
-    """Return whether the node is `settings.train` or the like."""
+def _section_name(node: ast.AST) -> str:
+    """Return the name of the section that `settings.train` or `settings.section(RlSection)` is; "" if
+    the node is no section.
+    """
+    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("settings.section"):
+        named = ast.unparse(node.args[0])
+        return next(name for name, section in SECTIONS.items() if section.__name__ == named)
     is_one = isinstance(node, ast.Attribute) and node.attr in SECTIONS
-    return is_one and ast.unparse(node.value).endswith("settings")
+    return node.attr if is_one and ast.unparse(node.value).endswith("settings") else ""
 
 
 def keys_read(function: ast.FunctionDef, *, refusals: bool = False) -> set[str]:
@@ -191,9 +213,7 @@ def keys_read(function: ast.FunctionDef, *, refusals: bool = False) -> set[str]:
     for node in ast.walk(function):
         if not isinstance(node, ast.Attribute) or id(node) in named:
             continue
-        section = (
-            node.value.attr if _is_section(node.value) else local.get(ast.unparse(node.value), "")
-        )
+        section = _section_name(node.value) or local.get(ast.unparse(node.value), "")
         fields = SECTIONS[section].model_fields if section else {}
         whole = {
             "model_dump": fields,

@@ -61,7 +61,15 @@ ROOMS = {
          "laws/test_one_bad_number.py", "test_clip.py", "laws/test_replayed_is_called.py"),
     ),
     "optim": Room(
-        ("optim/formats.py", "optim/narrow.py", "optim/optimizers.py", "optim/planes.py", "optim/updates.py"),
+        (
+            "optim/adamw.py",
+            "optim/kinds.py",
+            "optim/muon.py",
+            "optim/narrow.py",
+            "optim/planes.py",
+            "optim/state_format.py",
+            "optim/updates.py",
+        ),
         ("test_optim.py", "test_muon.py", "test_narrow.py"),
     ),
     "ops": Room(

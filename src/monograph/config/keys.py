@@ -14,12 +14,17 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypedDict, Unp
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from monograph.data import HEAVIEST, LARGEST_SHARE, LIGHTEST
+from monograph.errors import join_with_or
 from monograph.model.families import FAMILIES, FIRST_FAMILY, PRESETS
+from monograph.optim_table import FORMATS, OPTIMIZERS
 from monograph.ranges import ABOVE_0, DECAY, FRACTION, NOT_NEGATIVE, Range
 from monograph.rl.advantages import ADVANTAGES
 from monograph.rl.parameters import Parameter
 from monograph.rl.preferences import LOSSES
 from monograph.rl.rewards import OWN_FUNCTION, REWARDS
+from monograph.run import listing
+from monograph.run.listing import Kind, Measure
+from monograph.schedule import SCHEDULES
 
 Auto = Literal["auto"]
 
@@ -199,9 +204,8 @@ def _choice(
     `also` says.
     """
     values = [*(["auto"] if "auto" in said else []), *words, *([also] if also else [])]
-    expected = f"{', '.join(values[:-1])} or {values[-1]}"
     said["choices"] = words
-    return _key(default, expected, meaning, **said)
+    return _key(default, join_with_or(values), meaning, **said)
 
 
 class Section(BaseModel):
@@ -491,25 +495,18 @@ class DataSection(Section):
 class OptimSection(Section):
     """The update of the weights."""
 
-    name: Literal["auto", "adamw", "muon"] = _choice(
+    name: Literal["auto", *OPTIMIZERS] = _choice(  # type: ignore[valid-type]
         "auto",
         "The optimizer.",
-        {
-            "adamw": "AdamW for all weights",
-            "muon": "Muon for the matrices of blocks, AdamW for the rest",
-        },
+        {name: row.about for name, row in OPTIMIZERS.items()},
         auto="muon for a new model, else adamw",
         example="adamw",
         varies="between graphs",
     )
-    state: Literal["fp32", "bf16", "8bit"] = _choice(
+    state: Literal[*FORMATS] = _choice(  # type: ignore[valid-type]
         "fp32",
         "Form of the optimizer's moments.",
-        {
-            "fp32": "8 bytes a parameter",
-            "bf16": "4 bytes a parameter, stochastically rounded",
-            "8bit": "2 bytes a parameter, in blocks with a scale",
-        },
+        {name: row.about for name, row in FORMATS.items()},
         varies="between graphs",
     )
     master_weights: bool = _key(
@@ -562,14 +559,10 @@ class OptimSection(Section):
         example=False,
         varies="between graphs",
     )
-    schedule: Literal["cosine", "constant", "wsd"] = _choice(
+    schedule: Literal[tuple(SCHEDULES)] = _choice(  # type: ignore[valid-type]
         "cosine",
         "Learning rate after the warm-up.",
-        {
-            "cosine": "falls along half a cosine to min_lr_ratio",
-            "wsd": "stays, and falls to min_lr_ratio over the last 20 %",
-            "constant": "stays",
-        },
+        {name: schedule.meaning for name, schedule in SCHEDULES.items()},
         varies="in one graph",
     )
     min_lr_ratio: Ratio | None = _key(
@@ -989,14 +982,72 @@ class PreferSection(_OfLosses):  # type: ignore[misc]
     """
 
 
+class WayToLearn(NamedTuple):
+    """What is known of a way to learn before torch is imported.
+
+    What it does is the `OBJECTIVE` of `session/objectives/NAME.py`, where NAME is its name.
+
+    Attributes:
+        kind: its name, the key that chooses it, such as rl.reward, and what a list of runs shows.
+        keys: the section of that key, here [rl]; None without a key.
+        names_code: those of its keys whose value may name a function in a Python file.
+        exclusive: sets of its keys of which one at most counts.
+    """
+
+    kind: Kind
+    keys: type[Section] | None = None
+    names_code: tuple[str, ...] = ()
+    exclusive: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Return its name."""
+        return self.kind.name
+
+    @property
+    def key(self) -> str:
+        """Return the key that chooses it; "" for what is learned if no key chooses another."""
+        return self.kind.key
+
+    @property
+    def section(self) -> str:
+        """Return the name of its section of keys; "" without one."""
+        return self.key.partition(".")[0]
+
+
+REWARDS_WAY = WayToLearn(
+    Kind(
+        "rewards",
+        (Measure("eval_reward", "reward held out", True), Measure("reward", "reward", True)),
+        "rl.reward",
+        alike=("rl.reward",),
+    ),
+    RlSection,
+    names_code=("rl.reward",),
+    exclusive=(("rl.answer_regex", "rl.answer_schema"),),
+)
+PREFERENCES_WAY = WayToLearn(
+    Kind(
+        "preferences",
+        (
+            Measure("eval_accuracy", "share right", True, is_share=True),
+            Measure("eval_loss", "loss"),
+        ),
+        "prefer.loss",
+    ),
+    PreferSection,
+)
+TEXTS_WAY = WayToLearn(listing.TEXTS)
+# The last is what a run learns from if no key chooses another.
+WAYS_TO_LEARN: tuple[WayToLearn, ...] = (REWARDS_WAY, PREFERENCES_WAY, TEXTS_WAY)
+
 SECTIONS: dict[str, type[Section]] = {
     "model": ModelSection,
     "data": DataSection,
     "optim": OptimSection,
     "train": TrainSection,
     "lora": LoraSection,
-    "rl": RlSection,
-    "prefer": PreferSection,
+    **{way.section: way.keys for way in WAYS_TO_LEARN if way.keys},
 }
 KEYS: tuple[str, ...] = tuple(
     f"{name}.{key}" for name, section in SECTIONS.items() for key in section.model_fields

@@ -368,10 +368,8 @@ def branched(parent: Run, given: Settings) -> Settings:
         raise InputRefused(
             f"{parent.folder} was stopped before it began: nothing can start from it"
         )
-    replaced = {
-        "model.init": given.model.init is not None,
-        "rl.reward": objective_of(given).is_named,
-    }
+    replaced = dict.fromkeys(NAME_CODE, objective_of(given).is_named)
+    replaced["model.init"] = given.model.init is not None
     own = run_settings(parent, runs=[key for key in NAME_CODE if not replaced[key]])
     taken = _by_records(given, own)
     if added := [

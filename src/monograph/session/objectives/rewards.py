@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from monograph.config import Settings
+from monograph.config.keys import REWARDS_WAY, RlSection
 from monograph.decode.cache import KVCache
 from monograph.device import Device, default_device, describe
 from monograph.distributed.world import World
@@ -107,8 +108,7 @@ class Rewards(Objective):
             they lose else.
     """
 
-    key = "rl.reward"
-    section = "rl"
+    way = REWARDS_WAY
     needs_model = True
     is_of_texts = False
     rate_share = defaults.JUDGED_SHARE
@@ -159,7 +159,7 @@ class Rewards(Objective):
     def require_keys(self, settings: Settings) -> None:
         """Refuse values of [rl] that do not go together; see `Objective.require_keys`."""
         _require_parameters(settings)
-        rl = settings.rl
+        rl = settings.section(RlSection)
         if rl.truncated == "mask" and rl.truncation_penalty:
             raise UsageError(
                 "rl.truncation_penalty lowers the reward of answers that rl.truncated = mask leaves out"
@@ -174,7 +174,7 @@ class Rewards(Objective):
             UsageError: keys are given that a teacher leaves without a meaning, or an answer has no
                 room in a row.
         """
-        rl = settings.rl
+        rl = settings.section(RlSection)
         given = settings.pinned()
         usual: dict[str, Any] = {**USUAL, "rl.max_new_tokens": max(1, length // 2)}
         asked: dict[str, Any] = {
@@ -354,7 +354,7 @@ def _require_parameters(settings: Settings) -> None:
         UsageError: a key is missing, or is of another reward.
     """
     values = settings.values()
-    chosen = settings.rl.reward
+    chosen = settings.section(RlSection).reward
     own = [parameter.key for parameter in parameters_of(chosen)]
     for parameter in parameters_of(chosen):
         if parameter.default is None and values[parameter.key] is None:
@@ -712,3 +712,6 @@ class RewardTask(Task):
         return (
             f"   reward {end['reward']:.3f} ({end['reward_first']:.3f} at the start){held}{scored}"
         )
+
+
+OBJECTIVE = Rewards()
