@@ -21,7 +21,8 @@ from monograph.graph.compilable import Scope
 from monograph.graph.lora import Lora
 from monograph.graph.precision import Precision
 from monograph.graph.remat import named
-from monograph.loss import Batch, Loss, TokenLoss, hidden_of, rows_of
+from monograph.graph.token_rows import rows_of
+from monograph.loss import Batch, Loss, TokenLoss, hidden_of
 from monograph.model.adapter import put
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
