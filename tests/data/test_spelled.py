@@ -14,7 +14,7 @@ import pytest
 from dialogues import said, speaking
 from monograph.data.corpus import corpus
 from monograph.data.options import ReadingOptions
-from monograph.data.spelled import Spelled
+from monograph.data.spelled import SpecialTokenSpellings
 from monograph.rl.pairs import read_pairs
 from monograph.rl.prompts import read_prompts
 from monograph.rl.rewards import Reward
@@ -98,7 +98,7 @@ def test_a_rendered_chat_in_a_text_is_told_of(
 
 
 def test_a_long_text_counts_once_and_every_beginning_is_searched(tmp_path: Path) -> None:
-    spelled = Spelled(speaking(tmp_path, "chatml"))
+    spelled = SpecialTokenSpellings(speaking(tmp_path, "chatml"))
     for part in ("<|im_end|>", "[/TOOL_RESULTS]", "<|nothing|> [INST] </s>"):
         spelled.see("book.txt", [part])
     assert spelled.notes()[0].startswith(

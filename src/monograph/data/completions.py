@@ -7,10 +7,15 @@ ends the text.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from monograph.data.conversations import Conversation, chat_only, conversation_text, keyed_records
+from monograph.data.conversations import (
+    Conversation,
+    conversation_text,
+    first_chat_only_key,
+    keyed_records,
+)
 from monograph.data.forms import COMPLETION, PROMPT, RecordKeys
 from monograph.data.loss_mask import Answering, Row
-from monograph.data.records import Fault, Record, Unusable, short
+from monograph.data.records import Fault, Record, Unusable, quote
 from monograph.data.sources import SourceFile
 from monograph.text.tokenizer import Tokenizer
 
@@ -49,13 +54,13 @@ def _text_of(record: Mapping[str, Any]) -> str | Fault:
     if not are_texts(record):
         return Fault(
             "a chat",
-            f"is no text under {short(PROMPT)} and {short(COMPLETION)}: a chat {needs_template}",
+            f"is no text under {quote(PROMPT)} and {quote(COMPLETION)}: a chat {needs_template}",
         )
-    chat_key = chat_only(record)
+    chat_key = first_chat_only_key(record)
     if chat_key is not None:
         return Fault(
             "a chat",
-            f"{short(chat_key)} {needs_template}: remove it, or name it in data.ignore_keys",
+            f"{quote(chat_key)} {needs_template}: remove it, or name it in data.ignore_keys",
         )
     return conversation_text(record)
 

@@ -20,8 +20,17 @@ from monograph.data.forms import (
     VARIABLES,
     RecordKeys,
 )
-from monograph.data.messages import message_of, read_messages, spoken, trained_on
-from monograph.data.records import EMPTY, KINDS, Fault, Record, Unusable, json_objects, short, sound
+from monograph.data.messages import is_trained_on, message_of, read_messages, spoken
+from monograph.data.records import (
+    EMPTY_VALUES,
+    JSON_TYPES,
+    Fault,
+    Record,
+    Unusable,
+    checked_text,
+    json_objects,
+    quote,
+)
 from monograph.data.sources import LINES, SourceFile, place_of
 from monograph.data.tables import first_filled, table_columns, table_objects
 from monograph.errors import InputRefused
@@ -54,7 +63,7 @@ class Conversation(NamedTuple):
     def answers(self) -> list[int]:
         """Return the indices of the messages that can be trained on."""
         numbers = range(self.trained_from, len(self.messages))
-        return [number for number in numbers if trained_on(self.messages[number])]
+        return [number for number in numbers if is_trained_on(self.messages[number])]
 
     @property
     def template_variables(self) -> dict[str, Any]:
@@ -181,7 +190,7 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
     conversation = whole._replace(trained_from=trained_from)
     if not conversation.answers:
         which = " with another weight than 0" if any(map(_speaks, messages[trained_from:])) else ""
-        where = short(COMPLETION if trained_from else form)
+        where = quote(COMPLETION if trained_from else form)
         raise Unusable("no answer", f"{where} has no message of an assistant{which}")
     return conversation
 
@@ -193,11 +202,11 @@ def with_chat_keys(messages: list[dict[str, Any]], record: Mapping[str, Any]) ->
         Unusable: the value of such a key is bad.
     """
     system = record.get(SYSTEM)
-    if system is not None and sound(system, SYSTEM):
+    if system is not None and checked_text(system, SYSTEM):
         if messages[0]["role"] == "system":
             raise Unusable(
                 "two system messages",
-                f"has {short(SYSTEM)} and begins with a message of system: keep one",
+                f"has {quote(SYSTEM)} and begins with a message of system: keep one",
             )
         messages = [{"role": "system", "content": system}, *messages]
     variables = dict(_variables(record.get(VARIABLES)))
@@ -227,14 +236,14 @@ def require_copy(prompt: object, messages: Sequence[Mapping[str, Any]]) -> None:
     if not is_copy:
         raise Unusable(
             "another prompt",
-            f"{short(PROMPT)} beside a whole chat, of which no message is a copy of it, would not be trained on: "
+            f"{quote(PROMPT)} beside a whole chat, of which no message is a copy of it, would not be trained on: "
             "remove it, or name it in data.ignore_keys",
         )
 
 
-def chat_only(record: Mapping[str, Any]) -> str | None:
+def first_chat_only_key(record: Mapping[str, Any]) -> str | None:
     """Return the first key of a record that only a chat can have, or None."""
-    return next((key for key in CHAT_KEYS if record.get(key) not in EMPTY), None)
+    return next((key for key in CHAT_KEYS if record.get(key) not in EMPTY_VALUES), None)
 
 
 def _side(record: Mapping[str, Any], key: str, role: str) -> list[dict[str, Any]]:
@@ -251,14 +260,14 @@ def _from_json(value: object, key: str) -> Any:
     try:
         return parse_json(value) if value else None
     except (ValueError, RecursionError):
-        raise Unusable(key, f"{short(key)} is a text that is not JSON") from None
+        raise Unusable(key, f"{quote(key)} is a text that is not JSON") from None
 
 
 def _array(value: object, key: str) -> list[Any] | None:
     found = _from_json(value, key)
     if found is None or isinstance(found, list):
         return found or None
-    raise Unusable(key, f"{short(key)} is {KINDS[type(found)]}, not an array")
+    raise Unusable(key, f"{quote(key)} is {JSON_TYPES[type(found)]}, not an array")
 
 
 def _variables(value: object) -> dict[str, Any]:
@@ -266,12 +275,12 @@ def _variables(value: object) -> dict[str, Any]:
     if found is None:
         return {}
     if not isinstance(found, dict):
-        raise Unusable(VARIABLES, f"{short(VARIABLES)} is {KINDS[type(found)]}, not an object")
+        raise Unusable(VARIABLES, f"{quote(VARIABLES)} is {JSON_TYPES[type(found)]}, not an object")
     for name in found:
         if not name.isidentifier() or name in _NO_VARIABLES:
             raise Unusable(
                 VARIABLES,
-                f"{short(VARIABLES)}: {short(name)} cannot be a variable of the chat template",
+                f"{quote(VARIABLES)}: {quote(name)} cannot be a variable of the chat template",
             )
     return found
 

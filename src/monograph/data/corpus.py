@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from monograph.data.documents import Reading
-from monograph.data.forms import ASKED, LABELLED_FORM, PAIR_FORM, TEXT, Asked, Kind, by_keys
+from monograph.data.forms import (
+    CONVERSATION_TEXT_KEYS,
+    LABELLED_FORM,
+    PAIR_FORM,
+    TEXT,
+    Kind,
+    RecordSettings,
+    needed_keys,
+)
 from monograph.data.kinds import are_completions, kind_of_records
 from monograph.data.loss_mask import Answering
 from monograph.data.progress import Progress
@@ -198,13 +206,13 @@ def corpus(
     with temporary_folder() as spool:
         sources = find(source, spool, progress, weights)
         answering = Answering(answers == "every", too_long == "truncate", sequence_length)
-        asked = Asked.of(text_key, ignore_keys)
+        asked = RecordSettings.of(text_key, ignore_keys)
         reading = Reading(
             text_key or TEXT,
             bad_records == "skip",
             answering,
             tuple(sorted(asked.ignored)),
-            text_key in ASKED,
+            text_key in CONVERSATION_TEXT_KEYS,
         )
         reading = _reading_of(sources, reading, asked, tokenizer_or_size)
         request = CorpusRequest(sources, held_out, tokenizer_or_size, reading)
@@ -277,7 +285,7 @@ def _rows(
 
 
 def _reading_of(
-    sources: Sources, reading: Reading, asked: Asked, tokenizer: Tokenizer | int
+    sources: Sources, reading: Reading, asked: RecordSettings, tokenizer: Tokenizer | int
 ) -> Reading:
     """Return how to read the records of these sources.
 
@@ -296,7 +304,7 @@ def _reading_of(
     for form in (PAIR_FORM, LABELLED_FORM):
         if kind is form.kind:
             raise InputRefused(
-                f"{sources.name}: its records are {form.kind.value} by {by_keys(form)}, which `monograph train` "
+                f"{sources.name}: its records are {form.kind.value} by {needed_keys(form)}, which `monograph train` "
                 f"learns from with {form.setting}; for their texts name a key as data.text_key"
             )
     if kind is not Kind.CONVERSATIONS:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from monograph.data import LARGEST_SHARE
 from monograph.data.completions import completion_records, texts_of
 from monograph.data.conversations import conversation_records
-from monograph.data.forms import Asked, Kind, RecordKeys
+from monograph.data.forms import Kind, RecordKeys, RecordSettings
 from monograph.data.loss_mask import Answering
 from monograph.data.progress import Meter, Progress
 from monograph.data.reading import Damaged, cut_position, parts_of, read_text
@@ -164,7 +164,7 @@ def _taken(
     return held, True
 
 
-EMPTY = "empty text"
+EMPTY_TEXT = "empty text"
 _REMEDY = "correct or remove it, or train with data.bad_records=skip"
 
 
@@ -209,14 +209,14 @@ class Reading(NamedTuple):
     plain: bool = False
 
     @property
-    def asked(self) -> Asked:
+    def asked(self) -> RecordSettings:
         """Return what the settings say about the records."""
-        return Asked(self.text_key if self.is_chosen else None, frozenset(self.ignored))
+        return RecordSettings(self.text_key if self.is_chosen else None, frozenset(self.ignored))
 
     @property
-    def left_out(self) -> list[str]:
+    def ignored_training_keys(self) -> list[str]:
         """Return the ignored keys that would say what is trained."""
-        return self.asked.left_out
+        return self.asked.ignored_training_keys
 
     def keys(self) -> RecordKeys:
         """Return a reader of the keys of conversations."""
@@ -273,7 +273,7 @@ def survey(files: Sequence[SourceFile], reading: Reading, meter: Meter) -> Surve
                     bucket_bytes[bucket(fingerprint(content))] += len(content)
                     meter.add(len(content))
                 else:
-                    reasons[EMPTY] += 1
+                    reasons[EMPTY_TEXT] += 1
         except Damaged as error:
             if not reading.skip_bad:
                 raise

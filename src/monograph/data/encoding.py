@@ -25,7 +25,7 @@ from monograph.data.reading import read_text
 from monograph.data.records import Unusable
 from monograph.data.shards import INDEX, ShardWriter, token_dtype
 from monograph.data.sources import SourceFile, place_of
-from monograph.data.spelled import Spelled
+from monograph.data.spelled import SpecialTokenSpellings
 from monograph.errors import InputRefused
 from monograph.text.chat import require_read
 from monograph.text.tokenizer import Tokenizer
@@ -33,7 +33,7 @@ from monograph.text.tokenizer import Tokenizer
 Item = TypeVar("Item")
 
 
-def ahead(items: Iterator[Item], count: int) -> Generator[Item, None, None]:
+def prefetch(items: Iterator[Item], count: int) -> Generator[Item, None, None]:
     """Yield `items` in order, with up to `count` of them made ahead by a thread.
 
     An error in `items` is raised when the turn of its item comes. The thread starts at the first
@@ -97,7 +97,7 @@ def train_tokenizer(
         nonlocal fed_bytes
         sample = documents.sample(TOKENIZER_SAMPLE_BYTES)
         stretches = iter(lambda: list(islice(sample, _FED_PARTS)), [])
-        with closing(ahead(stretches, _READ_AHEAD)) as ready:
+        with closing(prefetch(stretches, _READ_AHEAD)) as ready:
             for text in chain.from_iterable(ready):
                 if stop.is_set():
                     # At a mere end of the parts, the library would go on to merge, for seconds.
@@ -238,10 +238,10 @@ def encode_documents(
     Raises:
         InputRefused: the tokenizer would lose some text; the message names file, line and text.
     """
-    spelled = Spelled(tokenizer)
+    spelled = SpecialTokenSpellings(tokenizer)
     with ExitStack() as stack:
         sides = {side: SideWriter(folder / side, tokenizer, len(files), stack) for side in SIDES}
-        batches = stack.enter_context(closing(ahead(_batches(documents), _READ_AHEAD)))
+        batches = stack.enter_context(closing(prefetch(_batches(documents), _READ_AHEAD)))
         pool = stack.enter_context(
             ThreadPoolExecutor(_ENCODERS, thread_name_prefix="monograph-tokens")
         )
@@ -258,7 +258,9 @@ def encode_documents(
     return sides, spelled.notes()
 
 
-def _see(spelled: Spelled, parts: Sequence[Part], files: Sequence[SourceFile]) -> None:
+def _see(
+    spelled: SpecialTokenSpellings, parts: Sequence[Part], files: Sequence[SourceFile]
+) -> None:
     for part in parts:
         file = files[part.document.file]
         where = (
@@ -331,7 +333,7 @@ def _encode_completions(
     reading = documents.reading
     assert reading.answering is not None
     completions = Completions(tokenizer, reading.answering)
-    spelled = Spelled(tokenizer)
+    spelled = SpecialTokenSpellings(tokenizer)
     skipped = Counter[str]()
     first_bad = ""
     with ExitStack() as stack:

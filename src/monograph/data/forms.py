@@ -13,7 +13,7 @@ from enum import Enum
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from monograph.data.records import EMPTY, Unusable, short
+from monograph.data.records import EMPTY_VALUES, Unusable, quote
 from monograph.errors import InputRefused
 
 TEXT = "text"
@@ -32,7 +32,7 @@ FUNCTIONS = "functions"
 # Of a prompt to reward: what a teacher reads in place of the prompt.
 TEACHER_PROMPT = "teacher_prompt"
 # If data.text_key is one of these, it asks for conversations under this key.
-ASKED = (MESSAGES, SHARED, PROMPT)
+CONVERSATION_TEXT_KEYS = (MESSAGES, SHARED, PROMPT)
 
 
 class Kind(Enum):
@@ -142,7 +142,7 @@ METADATA = frozenset(
     "turn turns redacted toxic moderation openai_moderation comment comments note notes".split()
 )
 # What to do about keys that mean something elsewhere.
-INSTEAD = {
+REMEDIES = {
     FUNCTIONS: f"write them under {TOOLS!r}, each as {{'type': 'function', 'function': ...}}",
     "system_prompt": f"call it {SYSTEM!r}",
     "system_message": f"call it {SYSTEM!r}",
@@ -150,7 +150,7 @@ INSTEAD = {
 }
 
 
-class Asked(NamedTuple):
+class RecordSettings(NamedTuple):
     """What the settings say about records.
 
     Attributes:
@@ -162,13 +162,13 @@ class Asked(NamedTuple):
     ignored: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, text_key: str | None, ignored: str | Sequence[str] | None) -> "Asked":
+    def of(cls, text_key: str | None, ignored: str | Sequence[str] | None) -> "RecordSettings":
         """Return the same, of the values of both settings."""
         names = [ignored] if isinstance(ignored, str) else ignored or ()
         return cls(text_key, frozenset(names))
 
     @property
-    def left_out(self) -> list[str]:
+    def ignored_training_keys(self) -> list[str]:
         """Return the ignored keys that would say what is trained; any other one could be named
         later, too.
         """
@@ -183,11 +183,11 @@ class Asked(NamedTuple):
         }
 
 
-ANYTHING = Asked()
+DEFAULT_SETTINGS = RecordSettings()
 IGNORE_KEY = "name it in data.ignore_keys to train without it"
 
 
-def forms_of(keys: Iterable[str], asked: Asked) -> list[Form]:
+def forms_of(keys: Iterable[str], asked: RecordSettings) -> list[Form]:
     """Return the forms that a record with these keys has: those that a setting asks for, or else
     all of them.
     """
@@ -195,12 +195,12 @@ def forms_of(keys: Iterable[str], asked: Asked) -> list[Form]:
 
 
 @lru_cache(maxsize=256)  # most records of a file have the same keys
-def _forms_of(keys: frozenset[str], asked: Asked) -> list[Form]:
+def _forms_of(keys: frozenset[str], asked: RecordSettings) -> list[Form]:
     text_key = asked.text_key or TEXT
     forms = [form for form in FORMS if all(key in keys for key in form.needs)]
     if LABELLED_FORM in forms:  # the same keys and one more
         forms = [form for form in forms if form is not COMPLETED_FORM]
-    if text_key in ASKED:
+    if text_key in CONVERSATION_TEXT_KEYS:
         preferred = [form for form in forms if form.setting == f"data.text_key={text_key}"]
         text_there = text_key in keys and not forms
     else:
@@ -213,9 +213,9 @@ def _forms_of(keys: frozenset[str], asked: Asked) -> list[Form]:
     return preferred or forms
 
 
-def by_keys(form: Form) -> str:
+def needed_keys(form: Form) -> str:
     """Return the keys by which a form is recognised, for a message."""
-    return " and ".join(short(key) for key in form.needs)
+    return " and ".join(quote(key) for key in form.needs)
 
 
 class RecordKeys:
@@ -226,7 +226,7 @@ class RecordKeys:
         counts: in how many records each ignored key was.
     """
 
-    def __init__(self, kind: Kind, asked: Asked, is_chosen: bool) -> None:
+    def __init__(self, kind: Kind, asked: RecordSettings, is_chosen: bool) -> None:
         """Begin to read.
 
         Args:
@@ -271,7 +271,7 @@ class RecordKeys:
         for key, value in given.items():
             if form.knows(key):
                 kept[key] = value
-            elif key not in METADATA and key not in aside and value not in EMPTY:
+            elif key not in METADATA and key not in aside and value not in EMPTY_VALUES:
                 raise _unknown(key, form)
         if len(kept) < len(record):
             self.counts.update(
@@ -283,7 +283,7 @@ class RecordKeys:
         """Return a line for the user about the keys that were ignored, or none."""
         if not self.counts:
             return ()
-        counts = ", ".join(f"{short(key)} in {count:,}" for key, count in self.counts.most_common())
+        counts = ", ".join(f"{quote(key)} in {count:,}" for key, count in self.counts.most_common())
         return (f"ignored keys, which change nothing, by the number of their records: {counts}",)
 
     def _form_of(self, given: Mapping[str, Any]) -> Form:
@@ -292,9 +292,9 @@ class RecordKeys:
         found = forms_of(given, self.asked)
         there = [form for form in found if form in self._forms]
         if len(there) > 1:
-            raise Unusable("two forms", f"could be read in two ways: {two_ways(there)}")
+            raise Unusable("two forms", f"could be read in two ways: {describe_choices(there)}")
         if found and not there:
-            other = f"is one of {found[0].kind.value} by {by_keys(found[0])}"
+            other = f"is one of {found[0].kind.value} by {needed_keys(found[0])}"
             raise Unusable(
                 "another kind", f"{other}, and those before are {self._forms[0].kind.value}"
             )
@@ -307,7 +307,7 @@ class RecordKeys:
         """Return the keys of the other forms that a record has, where a setting chose between them."""
         if not self._is_chosen:
             return set()
-        there = forms_of(given, ANYTHING)
+        there = forms_of(given, DEFAULT_SETTINGS)
         return {key for form in there for key in form.needs}
 
 
@@ -315,15 +315,15 @@ def _is_known(key: str) -> bool:
     return key == TEXT or any(form.knows(key) for form in (*FORMS, PROMPT_FORM))
 
 
-def two_ways(forms: Sequence[Form]) -> str:
+def describe_choices(forms: Sequence[Form]) -> str:
     """Return what a record of several forms could be, and how to choose, for a message."""
-    readings = " or ".join(f"as one of {form.kind.value} by {by_keys(form)}" for form in forms)
+    readings = " or ".join(f"as one of {form.kind.value} by {needed_keys(form)}" for form in forms)
     settings = " or ".join(form.setting for form in forms)
     return f"{readings}; choose by {settings}, or name the keys to leave out in data.ignore_keys"
 
 
 def _unknown(key: str, form: Form) -> InputRefused:
-    remedy = INSTEAD.get(key, "remove it")
+    remedy = REMEDIES.get(key, "remove it")
     return InputRefused(
-        f"unknown key {short(key)} beside {by_keys(form)}; {remedy}, or {IGNORE_KEY}"
+        f"unknown key {quote(key)} beside {needed_keys(form)}; {remedy}, or {IGNORE_KEY}"
     )

@@ -17,11 +17,11 @@ from monograph.data.forms import (
     FORMS,
     LABELLED_FORM,
     TEXT,
-    Asked,
     Form,
     Kind,
+    RecordSettings,
+    describe_choices,
     forms_of,
-    two_ways,
 )
 from monograph.data.reading import Damaged, read_blocks
 from monograph.data.records import Fault, json_objects
@@ -33,7 +33,7 @@ SAMPLE = 100  # sound records of each file
 _BEGINNING_BYTES = 1 << 16  # of a text file, in which a first record is looked for
 
 
-def sample(path: Path, asked: Asked) -> Iterator[tuple[int, dict[str, Any]]]:
+def sample(path: Path, asked: RecordSettings) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (record number from 1, record) of the first sound records of a file of records.
 
     A table's records have only the columns that can say what they are.
@@ -47,12 +47,12 @@ def sample(path: Path, asked: Asked) -> Iterator[tuple[int, dict[str, Any]]]:
     return islice(sound, SAMPLE)
 
 
-def _telling_columns(path: Path, asked: Asked) -> list[str]:
+def _telling_columns(path: Path, asked: RecordSettings) -> list[str]:
     telling = {asked.text_key or TEXT}.union(*(form.needs for form in FORMS))
     return [name for name in table_columns(path) if name in telling]
 
 
-def kind_of_records(paths: Sequence[Path], asked: Asked, skip_bad: bool) -> Kind | None:
+def kind_of_records(paths: Sequence[Path], asked: RecordSettings, skip_bad: bool) -> Kind | None:
     """Return what the records of these files are trained as; None if no record says.
 
     Args:
@@ -80,7 +80,7 @@ def kind_of_records(paths: Sequence[Path], asked: Asked, skip_bad: bool) -> Kind
     return first[0] if first else None
 
 
-def are_completions(paths: Sequence[Path], asked: Asked, skip_bad: bool) -> bool:
+def are_completions(paths: Sequence[Path], asked: RecordSettings, skip_bad: bool) -> bool:
     """Return whether the records of a sample of these files are prompts with completions, all of
     them texts.
 
@@ -104,14 +104,14 @@ def are_completions(paths: Sequence[Path], asked: Asked, skip_bad: bool) -> bool
     return found
 
 
-def _kind_in(path: Path, asked: Asked, skip_bad: bool) -> Kind | None:
+def _kind_in(path: Path, asked: RecordSettings, skip_bad: bool) -> Kind | None:
     places: dict[Form, str] = {}
     try:
         for number, record in sample(path, asked):
             forms = forms_of(asked.given(record), asked)
             if len(forms) > 1:
                 raise InputRefused(
-                    f"{place_of(path, number)}: could be read in two ways: {two_ways(forms)}"
+                    f"{place_of(path, number)}: could be read in two ways: {describe_choices(forms)}"
                 )
             for form in forms:
                 places.setdefault(form, place_of(path, number))
@@ -138,7 +138,7 @@ def _kind_in(path: Path, asked: Asked, skip_bad: bool) -> Kind | None:
     return next(iter(kinds), None)
 
 
-def _refuse_hidden_records(texts: Sequence[Path], asked: Asked) -> None:
+def _refuse_hidden_records(texts: Sequence[Path], asked: RecordSettings) -> None:
     """Refuse text files that all hold records as JSON, as their syntax would be trained on."""
     if not texts or not all(_begins_with_record(path, asked) for path in texts):
         return
@@ -149,7 +149,7 @@ def _refuse_hidden_records(texts: Sequence[Path], asked: Asked) -> None:
     )
 
 
-def _begins_with_record(path: Path, asked: Asked) -> bool:
+def _begins_with_record(path: Path, asked: RecordSettings) -> bool:
     block = next(read_blocks(path), b"")[:_BEGINNING_BYTES]
     text = block.decode("utf-8", "replace").lstrip("\ufeff \t\r\n")
     if text.startswith("["):

@@ -22,7 +22,7 @@ from monograph.text.tokenizer import Tokenizer
 
 # The date that templates see, so that a conversation has the same tokens on every day. The
 # templates of the Llama 3 family fall back to this date.
-DAY = "2024-07-26"
+TEMPLATE_DATE = "2024-07-26"
 _SHOWN_CHARS = 40  # of each of two texts that a message shows where they differ
 _OPEN, _CLOSE = "\ue000", "\ue001"  # put around the text that a template tags as the assistant's
 
@@ -72,10 +72,10 @@ class Answers:
 
     def __init__(self, tokenizer: Tokenizer, how: Answering) -> None:
         self._tokenizer, self._how = tokenizer, how
-        self._plain = template_of(tokenizer).on(DAY)
+        self._plain = template_of(tokenizer).on(TEMPLATE_DATE)
         with_tools = template_of(tokenizer, tools=[])
         self._with_tools = (
-            self._plain if with_tools.source == self._plain.source else with_tools.on(DAY)
+            self._plain if with_tools.source == self._plain.source else with_tools.on(TEMPLATE_DATE)
         )
         self.stops = stops_of(tokenizer)
         self.counts: Counter[str] = Counter()
@@ -132,7 +132,7 @@ class Answers:
         lines += unread_notes(counts)
         if self._plain.reads_the_date or self._with_tools.reads_the_date:
             lines.append(
-                f"the chat template reads the date; in all of these conversations it is {DAY}"
+                f"the chat template reads the date; in all of these conversations it is {TEMPLATE_DATE}"
             )
         if counts["untagged"]:
             share = f"{counts['untagged']:,} of {counts['answers']:,} answers"

@@ -10,7 +10,7 @@ otherwise than it says is refused by name.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from monograph.data.records import KINDS, Unusable, short, sound
+from monograph.data.records import JSON_TYPES, Unusable, checked_text, quote
 from monograph.text.messages import CALLS, THOUGHTS, WEIGHT
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -37,10 +37,11 @@ def read_messages(value: object, key: str) -> list[dict[str, Any]]:
     """
     if not isinstance(value, list):
         raise Unusable(
-            "no conversation", f"{short(key)} is {KINDS[type(value)]}, not an array of messages"
+            "no conversation",
+            f"{quote(key)} is {JSON_TYPES[type(value)]}, not an array of messages",
         )
     if not value:
-        raise Unusable("empty conversation", f"{short(key)} is empty")
+        raise Unusable("empty conversation", f"{quote(key)} is empty")
     return [
         spoken(message_of(message, f"{key}[{number}]"), f"{key}[{number}]")
         for number, message in enumerate(value)
@@ -60,8 +61,8 @@ def spoken(message: dict[str, Any], where: str, content_key: str | None = None) 
     """
     content_key = content_key or f"{where}.content"
     for key in THOUGHTS & message.keys():
-        sound(message[key], f"{where}.{key}")
-    is_empty = "content" in message and not sound(message["content"], content_key).strip()
+        checked_text(message[key], f"{where}.{key}")
+    is_empty = "content" in message and not checked_text(message["content"], content_key).strip()
     if is_empty and CALLS not in message and message["role"] in ("user", "assistant"):
         raise Unusable("empty content", f"{content_key} is empty")
     return message
@@ -86,7 +87,7 @@ def message_of(
     if not isinstance(value, dict):
         raise Unusable(
             "no message",
-            f"{where} is {KINDS[type(value)]}, not an object with a role and a content",
+            f"{where} is {JSON_TYPES[type(value)]}, not an object with a role and a content",
         )
     message = _without_nulls(value)
     role_key = "role"
@@ -97,7 +98,7 @@ def message_of(
         message = _from_shared(message)
     role = message.get("role")
     if not isinstance(role, str) or (roles is not None and role not in roles):
-        found = f"is {short(role) if isinstance(role, str) else KINDS[type(role)]}"
+        found = f"is {quote(role) if isinstance(role, str) else JSON_TYPES[type(role)]}"
         expected = f"{', '.join(known[:-1])} or {known[-1]}" if known else "a text"
         raise Unusable("unknown role", f"{where}.{role_key} {found}: expected {expected}")
     _refuse_not_read(message, where)
@@ -111,7 +112,8 @@ def message_of(
     for key in _TEXTS & message.keys():
         if not isinstance(message[key], str):
             raise Unusable(
-                "text is no string", f"{where}.{key} is {KINDS[type(message[key])]}, not a string"
+                "text is no string",
+                f"{where}.{key} is {JSON_TYPES[type(message[key])]}, not a string",
             )
     return message
 
@@ -141,7 +143,7 @@ def _read_switches(message: dict[str, Any], where: str) -> None:
     for key, value in said.items():
         if type(value) not in (bool, int, float) or value not in (0, 1):
             expected = "0 or 1" if key == WEIGHT else "true or false"
-            found = value if type(value) in (int, float) else KINDS[type(value)]
+            found = value if type(value) in (int, float) else JSON_TYPES[type(value)]
             raise Unusable("weight", f"{where}.{key} is {found}: expected {expected}")
         if value and message["role"] != "assistant":
             detail = f"{where}.{key} asks to train on a message of {message['role']}, and only an assistant's are"
@@ -180,7 +182,9 @@ def _content(value: object, key: str) -> str:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise Unusable("text is no string", f"{short(key)} is {KINDS[type(value)]}, not a string")
+        raise Unusable(
+            "text is no string", f"{quote(key)} is {JSON_TYPES[type(value)]}, not a string"
+        )
     return "".join(_part(part, f"{key}[{number}]") for number, part in enumerate(value))
 
 
@@ -193,7 +197,7 @@ def _part(value: object, where: str) -> str:
     ):
         kind = part.get("type")
         found = (
-            f"a part of the type {short(kind)}"
+            f"a part of the type {quote(kind)}"
             if isinstance(kind, str) and kind != "text"
             else "another part"
         )
@@ -203,6 +207,6 @@ def _part(value: object, where: str) -> str:
     return str(part["text"])
 
 
-def trained_on(message: Mapping[str, Any]) -> bool:
+def is_trained_on(message: Mapping[str, Any]) -> bool:
     """Return whether a message that was read is an answer to train on."""
     return bool(message["role"] == "assistant" and message.get(WEIGHT, 1) != 0)

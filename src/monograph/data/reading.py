@@ -43,7 +43,7 @@ class Damaged(InputRefused):
         self.fault = fault
 
 
-def imported(library: str, source: Path | str, extra: str) -> Any:
+def import_library(library: str, source: Path | str, extra: str) -> Any:
     """Import an optional library that reading a source needs.
 
     Raises:
@@ -87,11 +87,11 @@ def read_blocks(path: Path, meter: Meter | None = None) -> Iterator[bytes]:
     yield from (
         raw
         if decode is None
-        else unpacked(path, ((len(block), block) for block in decode(path, raw)))
+        else refuse_bombs(path, ((len(block), block) for block in decode(path, raw)))
     )
 
 
-def unpacked(path: Path, parts: Iterable[tuple[int, T]]) -> Iterator[T]:
+def refuse_bombs(path: Path, parts: Iterable[tuple[int, T]]) -> Iterator[T]:
     """Yield the parts unpacked from a file, given as (size in bytes, part), while their total size
     is plausible.
 
@@ -139,7 +139,7 @@ def _gunzip(path: Path, raw: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _unzstd(path: Path, raw: Iterator[bytes]) -> Iterator[bytes]:
-    zstandard = imported("zstandard", path, "zstd")
+    zstandard = import_library("zstandard", path, "zstd")
     decoder = zstandard.ZstdDecompressor()
     frame = None
     for block in raw:

@@ -31,10 +31,10 @@ class Unusable(Exception):
 
 
 Record = tuple[int, str | Fault]
-EMPTY: tuple[Any, ...] = (None, "", [], {})  # values under a key that say nothing
+EMPTY_VALUES: tuple[Any, ...] = (None, "", [], {})  # values under a key that say nothing
 
 _TOO_LONG = Fault("too long", f"is longer than {LONGEST_BYTES >> 20} MiB")
-KINDS: dict[type, str] = {
+JSON_TYPES: dict[type, str] = {
     dict: "an object",
     list: "an array",
     float: "a number",
@@ -66,10 +66,10 @@ def json_lines(path: Path, key: str) -> Iterator[Record]:
         if isinstance(record, Fault):
             yield number, record
         elif key not in record:
-            keys = f"its keys are {few(list(record))}{_missing(record)}"
-            yield number, Fault("no text", f"has no key {short(key)}; {keys}")
+            keys = f"its keys are {list_names(list(record))}{_missing(record)}"
+            yield number, Fault("no text", f"has no key {quote(key)}; {keys}")
         else:
-            yield number, checked(record[key], key)
+            yield number, text_or_fault(record[key], key)
 
 
 def _missing(record: Mapping[str, Any]) -> str:
@@ -101,24 +101,24 @@ def json_objects(path: Path, exact: bool = False) -> Iterator[tuple[int, dict[st
             yield number, _parsed(line, _EXACT if exact else _JSON)
 
 
-def checked(text: object, key: str) -> str | Fault:
+def text_or_fault(text: object, key: str) -> str | Fault:
     """Return `text` if it can be trained on or is empty, else its fault."""
     if not isinstance(text, str):
-        return Fault("text is no string", f"{short(key)} is {KINDS[type(text)]}, not a string")
+        return Fault("text is no string", f"{quote(key)} is {JSON_TYPES[type(text)]}, not a string")
     if "\0" in text:
-        return Fault("NUL in the text", f"{short(key)} has a NUL character at {text.index(chr(0))}")
+        return Fault("NUL in the text", f"{quote(key)} has a NUL character at {text.index(chr(0))}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
         return Fault(
-            "lone surrogate", f"{short(key)} has a lone surrogate at character {error.start}"
+            "lone surrogate", f"{quote(key)} has a lone surrogate at character {error.start}"
         )
     return text
 
 
-def sound(text: object, key: str) -> str:
+def checked_text(text: object, key: str) -> str:
     """Return `text` if it can be trained on or is empty; raise Unusable with its fault."""
-    found = checked(text, key)
+    found = text_or_fault(text, key)
     if isinstance(found, Fault):
         raise Unusable(*found)
     return found
@@ -135,11 +135,11 @@ def _parsed(line: bytes, decoder: json.JSONDecoder) -> dict[str, Any] | Fault:
         record = decoder.decode(line.decode())
         if isinstance(record, dict):
             return record
-        fault = Fault("not an object", f"is {KINDS[type(record)]}, not an object")
+        fault = Fault("not an object", f"is {JSON_TYPES[type(record)]}, not an object")
     except UnicodeDecodeError as error:
         fault = not_utf8(error)
     except KeyTwice as error:
-        fault = Fault("a key twice", f"has the key {short(str(error))} twice in one object")
+        fault = Fault("a key twice", f"has the key {quote(str(error))} twice in one object")
     except json.JSONDecodeError as error:
         fault = Fault("not JSON", f"is not JSON: {error.msg}, at character {error.pos + 1}")
     except ValueError as error:
@@ -149,16 +149,16 @@ def _parsed(line: bytes, decoder: json.JSONDecoder) -> dict[str, Any] | Fault:
     return fault
 
 
-def short(name: str) -> str:
+def quote(name: str) -> str:
     """Return a name from a file, shortened and safe to show: `ascii` escapes commands to a
     terminal.
     """
     return ascii(name if len(name) <= 40 else name[:40] + "...")
 
 
-def few(names: list[str]) -> str:
+def list_names(names: list[str]) -> str:
     """Return the first six of these names in one text."""
-    shown = ", ".join(map(short, names[:6])) or "none"
+    shown = ", ".join(map(quote, names[:6])) or "none"
     return shown + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 

@@ -10,7 +10,7 @@ from monograph.text.tokenizer import Tokenizer
 _PREFIX = 2
 
 
-class Spelled:
+class SpecialTokenSpellings:
     """A count of the texts that hold the letters of a special token.
 
     People put a chat that its template has rendered into a column of texts, where other programs

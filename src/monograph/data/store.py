@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from monograph.data import encoding
 from monograph.data.documents import Documents, Reading, check_fraction
-from monograph.data.loss_mask import DAY, stops_of
+from monograph.data.loss_mask import TEMPLATE_DATE, stops_of
 from monograph.data.progress import Meter, Progress
 from monograph.data.reading import status_of
 from monograph.data.shards import INDEX, open_shard, seal, token_dtype
@@ -78,15 +78,15 @@ class CorpusRequest(NamedTuple):
                 template.source,
                 sorted(template.tokens.items()),
                 stops,
-                DAY,
+                TEMPLATE_DATE,
             ]
             named = sorted(
                 (name, other.source) for name, other in self.tokenizer.config.named.items()
             )
             if named:
                 reading.append(named)
-        if reading and self.reading.left_out:
-            reading.append(self.reading.left_out)
+        if reading and self.reading.ignored_training_keys:
+            reading.append(self.reading.ignored_training_keys)
         return [FORMAT, self.text.sha256, self.held_out, reading]
 
     @property

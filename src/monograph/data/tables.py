@@ -13,16 +13,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from monograph.data.reading import Damaged, imported, unpacked
+from monograph.data.reading import Damaged, import_library, refuse_bombs
 from monograph.data.records import (
-    EMPTY,
+    EMPTY_VALUES,
     LONGEST_BYTES,
     Fault,
     Record,
-    checked,
-    few,
+    list_names,
     not_utf8,
-    short,
+    quote,
+    text_or_fault,
 )
 from monograph.errors import InputRefused
 from monograph.storage.reading import (
@@ -69,7 +69,7 @@ def table_rows(path: Path, key: str) -> Iterator[Record]:
         # A dictionary stores a text once for all of its rows, so count the length of each row's
         # text against bombs.
         sized = ((len(text), text) for text in (_text(value, key) for value in values))
-        yield from enumerate(unpacked(path, sized), 1)
+        yield from enumerate(refuse_bombs(path, sized), 1)
 
 
 def table_objects(path: Path, keys: Sequence[str]) -> Iterator[tuple[int, dict[str, Any] | Fault]]:
@@ -84,7 +84,7 @@ def table_objects(path: Path, keys: Sequence[str]) -> Iterator[tuple[int, dict[s
         there = [key for key in keys if key in _schema(pa, path).names]
         parts = _parquet_parts if path.suffix.lower() == ".parquet" else _arrow_parts
         chosen = (part.select(there) for part in parts(pa, path, there))
-        for part in unpacked(path, ((_unshared_bytes(pa, part), part) for part in chosen)):
+        for part in refuse_bombs(path, ((_unshared_bytes(pa, part), part) for part in chosen)):
             for row in _rows(path, part):
                 number += 1
                 yield number, _plain(pa, row, part.schema)
@@ -170,10 +170,10 @@ def first_filled(path: Path, column: str) -> int | None:
     number = 0
     with _read_by_pyarrow(path) as pa:
         parts = _parquet_parts if path.suffix.lower() == ".parquet" else _arrow_parts
-        for part in unpacked(path, ((part.nbytes, part) for part in parts(pa, path, [column]))):
+        for part in refuse_bombs(path, ((part.nbytes, part) for part in parts(pa, path, [column]))):
             for value in part.column(part.schema.get_field_index(column)):
                 number += 1
-                if value.is_valid and value.as_py() not in EMPTY:
+                if value.is_valid and value.as_py() not in EMPTY_VALUES:
                     return number
     return None
 
@@ -181,7 +181,7 @@ def first_filled(path: Path, column: str) -> int | None:
 @contextmanager
 def _read_by_pyarrow(path: Path) -> Iterator[ModuleType]:
     """Yield the module pyarrow, and turn errors in the block into errors that name the file."""
-    pa = imported("pyarrow", path, "parquet")
+    pa = import_library("pyarrow", path, "parquet")
     try:
         open_input(path).close()  # pyarrow would wait for a FIFO
         yield pa
@@ -202,7 +202,7 @@ def _plain(pa: ModuleType, row: dict[str, Any], schema: Schema) -> dict[str, Any
         }
         values: dict[str, Any] = json.loads(json.dumps(plain, allow_nan=False))
     except KeyTwice as error:
-        return Fault("a key twice", f"has the key {short(str(error))} twice in one map")
+        return Fault("a key twice", f"has the key {quote(str(error))} twice in one map")
     except (TypeError, ValueError) as error:
         return Fault("not JSON", f"is not JSON: {error}")
     return values
@@ -234,12 +234,12 @@ def _text(value: Scalar, key: str) -> str | Fault:
     """Return the text of a pyarrow scalar, or its fault."""
     value = value.value if hasattr(value, "dictionary") else value
     if value is None or not value.is_valid:
-        return checked(None, key)
+        return text_or_fault(None, key)
     content = value.as_buffer()
     if content.size > LONGEST_BYTES:
         return Fault("too long", f"is longer than {LONGEST_BYTES >> 20} MiB")
     try:
-        return checked(content.to_pybytes().decode(), key)
+        return text_or_fault(content.to_pybytes().decode(), key)
     except UnicodeDecodeError as error:
         return not_utf8(error)
 
@@ -268,7 +268,7 @@ def _parquet_parts(
             file.metadata.row_group(group).total_byte_size
             for group in range(file.metadata.num_row_groups)
         ]
-        stored = sum(unpacked(path, zip(sizes, sizes, strict=True)))
+        stored = sum(refuse_bombs(path, zip(sizes, sizes, strict=True)))
         rows = file.metadata.num_rows
         batch = max(1, min(_BATCH_ROWS, _BATCH_BYTES * rows // max(1, stored)))
         seen = 0
@@ -305,7 +305,7 @@ def _arrow_parts(pa: ModuleType, path: Path, keys: Sequence[str]) -> Iterator[Re
         count = getattr(reader, "num_record_batches", None)  # a stream states none
         with open_input(path) as file:
             claims = _stream_claims(path, file) if count is None else _file_claims(path, file)
-            for _ in unpacked(path, claims):
+            for _ in refuse_bombs(path, claims):
                 pass
         batches = reader if count is None else map(reader.get_batch, range(count))
         for batch in batches:
@@ -451,7 +451,7 @@ def _require_strings(pa: ModuleType, path: Path, schema: Schema, key: str) -> No
     if len(columns) != 1:
         many = "several columns" if columns else "no column"
         raise Damaged(
-            path, f"has {many} {key!r}; its columns are {few(schema.names)}", _NAME_ANOTHER
+            path, f"has {many} {key!r}; its columns are {list_names(schema.names)}", _NAME_ANOTHER
         )
     kind = schema.field(key).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
@@ -509,7 +509,7 @@ def hub_tables(name: str) -> list[Path]:
     """
     owner, _, rest = name.removeprefix("hf://").partition("/")
     dataset, _, configuration = rest.partition("/")
-    datasets = imported("datasets", name, "hub")
+    datasets = import_library("datasets", name, "hub")
     try:
         loaded = datasets.load_dataset(f"{owner}/{dataset}", configuration or None, split="train")
         return [Path(file["filename"]) for file in loaded.cache_files]

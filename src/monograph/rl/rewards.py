@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from monograph.automata import ByteAutomaton, acceptor
-from monograph.data.records import few
+from monograph.data.records import list_names
 from monograph.errors import InputRefused, UsageError
 from monograph.model.llama import Llama
 from monograph.rl import worker
@@ -130,7 +130,7 @@ class Reward:
         if self.field is None:
             return
         if self.field not in record:
-            problem = f"is missing; its keys are {few(list(record))}"
+            problem = f"is missing; its keys are {list_names(list(record))}"
         elif not self._fits(record[self.field]):
             problem = f"is {_shown(record[self.field])}"
         else:
