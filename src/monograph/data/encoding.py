@@ -18,7 +18,7 @@ import numpy as np
 
 from monograph.data.completions import Completions, texts_of
 from monograph.data.conversations import Conversation
-from monograph.data.documents import Document, Documents, refused
+from monograph.data.documents import Document, Documents, bad_record_error
 from monograph.data.loss_mask import Answers, Row, skipped_notes
 from monograph.data.progress import Meter, Progress
 from monograph.data.reading import read_text
@@ -306,7 +306,7 @@ def encode_conversations(
                 rows = answers.rows(conversation)
             except Unusable as unusable:
                 if not reading.skip_bad:
-                    raise refused(f"{where}: {unusable}") from None
+                    raise bad_record_error(f"{where}: {unusable}") from None
                 skipped[unusable.fault.reason] += 1
                 first_bad = first_bad or f"{where}: {unusable}"
                 continue
@@ -349,7 +349,7 @@ def _encode_completions(
                 row = completions.row(text)
             except Unusable as unusable:
                 if not reading.skip_bad:
-                    raise refused(f"{where}: {unusable}") from None
+                    raise bad_record_error(f"{where}: {unusable}") from None
                 skipped[unusable.fault.reason] += 1
                 first_bad = first_bad or f"{where}: {unusable}"
                 continue
