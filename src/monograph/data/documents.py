@@ -1,7 +1,8 @@
 """Iterate over the documents of a source in order, and hold some of them out of training.
 
 A document is a text file, one of the two stretches of a text file that the split cuts in two, or a
-record (a line of a .jsonl file or a row of a table). `Documents` can be iterated any number of times.
+record (a line of a .jsonl file or a row of a table). `Documents` can be iterated any number of
+times.
 
 A keyed hash decides which documents are held out, so the split needs neither state nor random
 numbers.
@@ -80,21 +81,21 @@ def check_fraction(fraction: float) -> None:
 
 
 def split(files: Sequence[SourceFile], bucket_bytes: NDArray[np.int64], fraction: float) -> Split:
-    """Hold out about `fraction` of the bytes of the text files, and about `fraction` of the bytes of
-    the records.
+    """Hold out about `fraction` of the bytes of the text files, and about `fraction` of the bytes
+    of the records.
 
-    Text files are held out in groups. A group is a package, or all files with the same bytes. Groups
-    of which other groups have near copies are not considered, unless all groups have some. The
-    budget is fraction · bytes. Groups are considered in the order of sha256(key, group), and buckets
-    of records in the order of their numbers:
+    Text files are held out in groups. A group is a package, or all files with the same bytes.
+    Groups of which other groups have near copies are not considered, unless all groups have some.
+    The budget is fraction · bytes. Groups are considered in the order of sha256(key, group), and
+    buckets of records in the order of their numbers:
 
     1. Each is held out if it still fits the budget.
     2. If they fill less than half of the budget, the next one that is no larger than the whole
        budget is held out as well.
     3. If every remaining group is larger than the budget, no group is held out. The end of the
        largest one is cut off at the end of a line instead.
-    4. If every remaining bucket is larger than the budget, the buckets that fit are held out, or the
-       smallest one if none fits.
+    4. If every remaining bucket is larger than the budget, the buckets that fit are held out, or
+       the smallest one if none fits.
 
     Args:
         files: all files; those with records are ignored.
@@ -190,8 +191,8 @@ class Document(NamedTuple):
         record: its line or row in the file, from 1; 0 for a text file.
         held_out: whether it is held out of training.
         bytes: length of its text in UTF-8.
-        parts: an iterator over (part of the text, bytes of the text that are read so far). It can be
-            consumed once. The bytes are for progress only.
+        parts: an iterator over (part of the text, bytes of the text that are read so far). It can
+            be consumed once. The bytes are for progress only.
     """
 
     file: int
@@ -209,8 +210,8 @@ class Reading(NamedTuple):
         skip_bad: whether bad records are skipped; otherwise they are errors.
         answering: how conversations become rows of tokens; None if records are texts.
         ignored: the keys of records that are ignored.
-        is_chosen: whether the user asked for conversations by `text_key`. If so, keys of other kinds
-            of records are ignored.
+        is_chosen: whether the user asked for conversations by `text_key`. If so, keys of other
+            kinds of records are ignored.
         plain: whether each conversation is a prompt and a completion, both of them texts, which no
             chat template renders.
     """
@@ -233,7 +234,9 @@ class Reading(NamedTuple):
         return self.record_settings.ignored_training_keys
 
     def keys(self) -> RecordKeys:
-        """Return a new reader of the keys of conversations, which counts the keys that it ignores."""
+        """Return a new reader of the keys of conversations, which counts the keys that it
+        ignores.
+        """
         return RecordKeys(Kind.CONVERSATIONS, self.record_settings, self.is_chosen)
 
 

@@ -48,7 +48,7 @@ from monograph.data.progress import Progress
 from monograph.data.records import JSON_TYPES, Fault, Unusable, checked_text, list_names, quote
 from monograph.data.rows import IGNORE, Int64, Rows
 from monograph.data.sources import located
-from monograph.data.spelled import SpecialTokenSpellings, texts_of
+from monograph.data.spelled import SpecialTokenSpellings, text_values
 from monograph.data.store import Side
 from monograph.errors import InputRefused
 from monograph.rl.prompts import Record, own_tokenizer, read_parts
@@ -226,7 +226,7 @@ def read_pairs(
     keys = (COMPLETION,) if labelled else (CHOSEN, REJECTED)
     ignored = RecordSettings.of(None, reading.ignore_keys)
     record_keys = RecordKeys(Kind.LABELLED if labelled else Kind.PAIRS, ignored, is_chosen=True)
-    spelled = SpecialTokenSpellings(tokenizer)
+    spellings = SpecialTokenSpellings(tokenizer)
     # The places of records whose answers begin with the prompt.
     repeating = list[str]()
 
@@ -251,7 +251,7 @@ def read_pairs(
         except InputRefused as refused:
             raise InputRefused(f"{where}: {refused}") from None
         if not chat:
-            spelled.see(where, texts_of(record, PROMPT, *keys))
+            spellings.count(where, text_values(record, PROMPT, *keys))
             prompt = record.get(PROMPT)
             if prompt and all(record[key].startswith(prompt) for key in keys):
                 repeating.append(where)
@@ -303,7 +303,7 @@ def read_pairs(
     held_out = PairRows(held_out_pairs, name, tokenizer, length, first=1 + train.answers)
     stats = stats_of(len(parts.sources.files), parts.skipped, train, held_out)
     of_template = template[0].notes({}, "") if template else ()
-    notes = (*record_keys.notes(), *of_template, *spelled.notes(), *_repeating_note(repeating))
+    notes = (*record_keys.notes(), *of_template, *spellings.notes(), *_repeating_note(repeating))
     return Corpus(name, tokenizer, train, held_out, digest, stats, notes, Path())
 
 

@@ -41,7 +41,7 @@ from monograph.data.records import (
     quote,
 )
 from monograph.data.sources import LINES, Sources, find
-from monograph.data.spelled import SpecialTokenSpellings, texts_of
+from monograph.data.spelled import SpecialTokenSpellings, text_values
 from monograph.data.tables import table_columns, table_objects
 from monograph.errors import InputRefused, UsageError
 from monograph.model.config import LlamaConfig
@@ -251,7 +251,7 @@ def read_prompts(
         for_teacher=isinstance(reward, Taught),
         asked=asked,
     )
-    spelled = SpecialTokenSpellings(tokenizer)
+    spellings = SpecialTokenSpellings(tokenizer)
 
     def read(where: str, record: Record) -> Prompt | Fault:
         try:
@@ -260,7 +260,7 @@ def read_prompts(
             return unusable.fault
         except InputRefused as refused:
             raise InputRefused(f"{where}: {refused}") from None
-        spelled.see(where, texts_of(record, key))
+        spellings.count(where, text_values(record, key))
         return _checked(prompt, reward, refuse)
 
     parts = read_parts(reading, read, "rl.reward needs records with a prompt each", progress)
@@ -275,7 +275,7 @@ def read_prompts(
     if asked.ignored_training_keys:
         decisive.append(asked.ignored_training_keys)
     chats, longest = _kind_and_longest([*parts.train, *parts.held_out], key)
-    notes = spelled.notes()
+    notes = spellings.notes()
     if chats and template_of(tokenizer).reads_the_date:
         decisive.append(TEMPLATE_DATE)
         notes = (
