@@ -119,7 +119,7 @@ def test_the_split_follows_the_text_and_nothing_else(sources):
     [
         (b'{"text": "a"', "not JSON", "is not JSON: Expecting ',' delimiter, at character 13"),
         (b"[" * 5000, "not JSON", "nested too deeply"),
-        (b'{"text": NaN}', "not JSON", "NaN is no JSON value"),
+        (b'{"text": NaN}', "not JSON", "NaN is not a JSON value"),
         (b'["text"]', "not an object", "is an array, not an object"),
         (
             b'{"body": "a", "title": ""}',

@@ -20,9 +20,9 @@ from monograph.data.records import (
     Fault,
     Record,
     list_names,
-    not_utf8,
     quote,
     text_or_fault,
+    utf8_fault,
 )
 from monograph.errors import InputRefused
 from monograph.storage.reading import (
@@ -241,7 +241,7 @@ def _text(value: Scalar, key: str) -> str | Fault:
     try:
         return text_or_fault(content.to_pybytes().decode(), key)
     except UnicodeDecodeError as error:
-        return not_utf8(error)
+        return utf8_fault(error)
 
 
 def _parquet_columns(pa: ModuleType, path: Path, key: str) -> Iterator[Array]:
