@@ -20,7 +20,7 @@ from monograph.data.forms import (
     VARIABLES,
     RecordKeys,
 )
-from monograph.data.messages import is_trained_on, message_of, read_messages, spoken
+from monograph.data.messages import is_trained_on, message_of, read_messages, trainable_message
 from monograph.data.records import (
     EMPTY_VALUES,
     JSON_TYPES,
@@ -250,7 +250,11 @@ def _side(record: Mapping[str, Any], key: str, role: str) -> list[dict[str, Any]
     value = record[key]
     if not isinstance(value, str):
         return read_messages(value, key)
-    return [spoken(message_of({"role": role, "content": value}, key, content_key=key), key, key)]
+    return [
+        trainable_message(
+            message_of({"role": role, "content": value}, key, content_key=key), key, key
+        )
+    ]
 
 
 def _from_json(value: object, key: str) -> Any:
