@@ -74,6 +74,10 @@ USER, ANSWER = SAID
         ({"messages": [USER, {**ANSWER, "name": "\ud800"}]}, "has a lone surrogate"),
         ({"messages": [USER]}, "'messages' has no message of an assistant"),
         ({"prompt": SAID, "completion": [USER]}, "'completion' has no message of an assistant"),
+        (
+            {"system": "s", "prompt": SAID, "completion": [{**ANSWER, "weight": 0}]},
+            "'completion' has no message of an assistant with another weight than 0",
+        ),
         ({"messages": [ANSWER]}, "messages[0]: roles out of order, assistant begins"),
         ({"messages": [USER, USER, ANSWER]}, "messages[1]: roles out of order, user follows user"),
         ({"messages": [USER, ANSWER, ANSWER]}, "messages[2]: roles out of order, assistant follows assistant"),

@@ -190,7 +190,7 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
             "no conversation",
             f"has none of the keys messages, conversations, {PROMPT} and {COMPLETION}",
         )
-    # A record of several forms has been refused, or reduced to one, by `RecordKeys.read`.
+    # There is only one: `RecordKeys.read` refuses records of several forms.
     form = forms[0]
     if form is COMPLETED_FORM:
         prompt = _side_messages(record, PROMPT, "user")
