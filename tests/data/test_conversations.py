@@ -75,7 +75,7 @@ USER, ANSWER = SAID
         ({"messages": [USER]}, "'messages' has no message of an assistant"),
         ({"prompt": SAID, "completion": [USER]}, "'completion' has no message of an assistant"),
         (
-            {"system": "s", "prompt": SAID, "completion": [{**ANSWER, "weight": 0}]},
+            {"system": "s", "prompt": "q", "completion": [{**ANSWER, "weight": 0}]},
             "'completion' has no message of an assistant with another weight than 0",
         ),
         ({"messages": [ANSWER]}, "messages[0]: roles out of order, assistant begins"),
