@@ -386,7 +386,7 @@ def _prompt(record: Record, where: str, reader: _Reader) -> Prompt:
         Unusable: the record has no usable prompt.
         InputRefused: the record has a key that cannot be followed.
     """
-    given = reader.asked.given(record)
+    given = reader.asked.drop_ignored(record)
     text, ids = _text_and_ids(given, reader.key, reader)
     teacher_ids: tuple[int, ...] = ()
     if reader.for_teacher and TEACHER_PROMPT in given:
