@@ -443,7 +443,7 @@ def test_the_templates_own_tags_are_compared(tmp_path: Path) -> None:
 def test_the_day_is_always_the_same(tmp_path: Path) -> None:
     answers = Answers(speaking(tmp_path, "llama-3"), EVERY)
     [row] = answers.rows(conversation("one turn"))
-    assert "Today Date: 26 Jul 2024" in answers._shown(row.ids)
+    assert "Today Date: 26 Jul 2024" in answers._decode(row.ids)
     assert answers.notes({}, "") == (
         f"the chat template reads the date; in all of these conversations it is {TEMPLATE_DATE}",
     )
