@@ -39,11 +39,11 @@ from monograph.model.scaling import LINEAR
 from monograph.model.vocabulary import (
     KEY,
     PREFIX,
-    left_out,
-    own_rows,
+    own_tensors,
+    peft_name,
     read_tokens,
-    to_peft,
-    written_tokens,
+    tokens_value,
+    unlisted_rows,
 )
 from monograph.storage.code import code_named, folder_named
 from monograph.storage.reading import exists, inside, is_file, read_json, without_links
@@ -208,8 +208,8 @@ def read_weights(adapter: Adapter, module: nn.Module) -> None:
     """
     own = adapter_state(module)
     path = inside(adapter.folder, WEIGHTS)
-    own = {name: own[name] for name in own.keys() - left_out(adapter.tokens, module)}
-    stored = own_rows(read_header(path), module, path)
+    own = {name: own[name] for name in own.keys() - unlisted_rows(adapter.tokens, module)}
+    stored = own_tensors(read_header(path), module, path)
     for kind, names in (
         ("missing", own.keys() - stored.keys()),
         ("unexpected", stored.keys() - own.keys()),
@@ -228,9 +228,9 @@ def read_weights(adapter: Adapter, module: nn.Module) -> None:
             raise InputRefused(
                 f"{path}: {name} is stored as {tensor.dtype}, not as one of {', '.join(DTYPES)}"
             )
-    values = read_tensors({to_peft(name): tensor for name, tensor in stored.items()}, None)
+    values = read_tensors({peft_name(name): tensor for name, tensor in stored.items()}, None)
     for name in stored:
-        own[name].copy_(values[to_peft(name)])
+        own[name].copy_(values[peft_name(name)])
 
 
 def put(
@@ -346,10 +346,11 @@ def packed(module: nn.Module, lora: Lora, base: str, config: LlamaConfig | None 
         "inference_mode": True,
     }
     values |= {f"use_{kind}": True for kind in ("rslora", "dora") if getattr(lora, kind)}
-    if tokens := written_tokens(module):
+    if tokens := tokens_value(module):
         values[KEY] = tokens
     tensors = {
-        to_peft(name): tensor.contiguous().clone() for name, tensor in adapter_state(module).items()
+        peft_name(name): tensor.contiguous().clone()
+        for name, tensor in adapter_state(module).items()
     }
     return Packed(values, tensors, {"config_sha256": config_digest(config)} if config else {})
 
