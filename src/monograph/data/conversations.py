@@ -156,7 +156,7 @@ def conversation_text(record: Mapping[str, Any]) -> str | Fault:
     """
     try:
         conversation = read_conversation(record)
-        fields = [conversation.messages, conversation.tools, conversation.trained_from]
+        fields: list[Any] = [conversation.messages, conversation.tools, conversation.trained_from]
         # Only if there are some: the text decides which conversations are held out, and earlier
         # versions, which had no variables, must have held out the same ones.
         if conversation.variables:

@@ -393,8 +393,8 @@ class Documents:
             if file.has_records:
                 for record in self._usable_records(index):
                     is_held_out = bool(self.split.buckets[bucket(record.digest)])
-                    parts = _record_parts(record.text, record.bytes)
-                    yield Document(index, record.number, is_held_out, record.bytes, parts)
+                    parts = _record_parts(record.text, record.size_bytes)
+                    yield Document(index, record.number, is_held_out, record.size_bytes, parts)
                 continue
             cut = self.split.cuts[index]
             for start, stop in ((0, cut), (cut, file.size)):
@@ -455,13 +455,13 @@ class _UsableRecord(NamedTuple):
     Attributes:
         number: its line or row in the file, from 1.
         text: its text; of a conversation, what `conversation_text` returns.
-        bytes: length of the text in UTF-8.
+        size_bytes: length of the text in UTF-8.
         digest: the text's `fingerprint`.
     """
 
     number: int
     text: str
-    bytes: int
+    size_bytes: int
     digest: bytes
 
 

@@ -22,7 +22,7 @@ from monograph.graph.lora import Lora
 from monograph.graph.precision import Precision
 from monograph.graph.remat import named
 from monograph.loss import TokenLoss
-from monograph.model.adapter import put
+from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops.attention import QUERIES
@@ -412,7 +412,7 @@ def _curves(work: Work, graphs: Graphs | None = None, *, updated: bool = True) -
         loss = TokenLoss()
         loss.head = (_judging_head if work.judged else _head)(work.device_type)
         if work.lora:
-            put(model, work.lora, precision=Precision(work.precision))
+            install_adapters(model, work.lora, precision=Precision(work.precision))
         step = Step(
             model,
             optim=work.optim,
