@@ -31,7 +31,7 @@ from monograph.model.config import LlamaConfig
 from monograph.model.families import Norms
 from monograph.model.files import new_folder, nothing_beside
 from monograph.model.gguf_blocks import MIXTURES, chosen, quantize
-from monograph.model.gguf_words import add_words, modelfile
+from monograph.model.gguf_words import add_tokenizer, modelfile
 from monograph.model.layouts import JoinedRule
 from monograph.model.llama import Llama
 from monograph.model.rope import inverse_frequencies
@@ -136,7 +136,7 @@ def save_gguf(
         if name.startswith("q"):
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         sampling_defaults.add_to_gguf(writer, model.sampling, _context(config))
-        stops = add_words(writer, tokenizer, config, warn)
+        stops = add_tokenizer(writer, tokenizer, config, warn)
         write_tensors(gguf, writer, tensors, kinds)
         lines = [
             modelfile(FILE, tokenizer, stops),
