@@ -30,7 +30,7 @@ from monograph.model import gguf_layers, sampling_defaults
 from monograph.model.config import LlamaConfig
 from monograph.model.families import Norms
 from monograph.model.files import new_folder, nothing_beside
-from monograph.model.gguf_blocks import MIXTURES, chosen, quantize
+from monograph.model.gguf_blocks import MIXTURES, choose_types, quantize
 from monograph.model.gguf_words import add_tokenizer, modelfile
 from monograph.model.layouts import JoinedRule
 from monograph.model.llama import Llama
@@ -330,7 +330,9 @@ def named(parameters: Iterable[Plain], config: LlamaConfig) -> Iterator[Plain]:
             suffix = "weight"
         layer, _, inner = module.removeprefix("model.layers.").partition(".")
         if inner.startswith("linear_attn"):
-            changed = gguf_layers.converted(name.partition("linear_attn.")[2], like, read, config)
+            changed = gguf_layers.convert_delta_net(
+                name.partition("linear_attn.")[2], like, read, config
+            )
             yield changed._replace(name=f"blk.{layer}.{changed.name}")
             continue
         if config.family.centred and like.ndim == 1 and suffix == "weight":
@@ -359,7 +361,7 @@ def _kinds(shapes: dict[str, torch.Size], dtype: str, config: LlamaConfig) -> di
     """Return gguf's name of each tensor's type, by llama.cpp's name of the tensor."""
     columns = {name: shape[-1] for name, shape in shapes.items() if _is_matrix(name, shape)}
     matrices = (
-        chosen(columns, dtype, config)
+        choose_types(columns, dtype, config)
         if dtype in MIXTURES
         else dict.fromkeys(columns, DTYPES[dtype])
     )
