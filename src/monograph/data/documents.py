@@ -1,8 +1,7 @@
 """Iterate over the documents of a source in order, and hold some of them out of training.
 
-A document is a text file, one of the two stretches of a text file that the split cuts in two, or a
-record (a line of a .jsonl file or a row of a table). `Documents` can be iterated any number of
-times.
+A document is a text file or a record (a line of a .jsonl file, or a row of a table). A text file
+that is partly held out is two documents. `Documents` can be iterated any number of times.
 
 A keyed hash decides which documents are held out, so the split needs neither state nor random
 numbers.
@@ -57,8 +56,9 @@ class Split(NamedTuple):
 
 
 def fingerprint(text: bytes) -> bytes:
-    """Return the keyed hash of a text. Equal records have equal hashes, so the split never
-    separates them.
+    """Return the keyed hash of a text.
+
+    Equal records have equal hashes, so the split never separates them.
     """
     return hashlib.sha256(_KEY + b"\0" + text).digest()
 
@@ -234,8 +234,9 @@ class Reading(NamedTuple):
         return self.record_settings.ignored_training_keys
 
     def keys(self) -> RecordKeys:
-        """Return a new reader of the keys of conversations, which counts the keys that it
-        ignores.
+        """Return a new reader of the keys of conversations.
+
+        It counts the keys that it ignores, so each pass over the records needs its own.
         """
         return RecordKeys(Kind.CONVERSATIONS, self.record_settings, self.is_chosen)
 
@@ -433,7 +434,8 @@ class Documents:
                 yield from (part for part, _ in read_text(file.path, 0, stop))
 
     def _sampled_parts(self, text: str) -> Iterator[str]:
-        # The text of a plain conversation is JSON, in which the tokenizer must not be trained.
+        """Yield the parts of a record's text on which a tokenizer is trained."""
+        # The text of a plain conversation is JSON, on whose syntax no tokenizer should be trained.
         texts = texts_of(text) if self.reading.plain else (text,)
         for inner in texts:
             yield from parts_of(inner)
@@ -442,7 +444,7 @@ class Documents:
         """Yield the records of a file that have a text and no fault."""
         if index in self.survey.unusable:
             return
-        # The keys are counted by a reader of their own, since `survey` has already counted them.
+        # A new reader of keys, because `survey` has already counted them in its own.
         for number, text in _records(self.files[index], self.reading, self.reading.keys()):
             if text and not isinstance(text, Fault):
                 content = text.encode()

@@ -108,7 +108,7 @@ def train_tokenizer(
     def feed() -> Iterator[str]:
         nonlocal fed_bytes
         sample = documents.sample(TOKENIZER_SAMPLE_BYTES)
-        # Lists of parts, up to the first empty list.
+        # Lists of parts. An empty list is the end of the sample.
         lists = iter(lambda: list(islice(sample, _FED_PARTS)), [])
         with closing(prefetch(lists, _PREFETCHED)) as ready:
             for text in chain.from_iterable(ready):
@@ -218,6 +218,7 @@ class SideWriter:
         self.tokens.append(ids)
         self.counts[document.file] += 1
         for first, last in row.spans:
+            # `bytes_of` needs the token before each token, on which a space may depend.
             self.bytes += self._tokenizer.bytes_of(ids[first:last], ids[first - 1 : last - 1])
 
     def write(self) -> None:
@@ -225,6 +226,7 @@ class SideWriter:
         tokens = np.array(self._pending_tokens, dtype=np.int64)
         # The bytes of tokens are counted, not those of the text, since a tokenizer may change a
         # text (NFC, spaces).
+        # `bytes_of` needs the token before each token, and the first has none.
         first_bytes = int(self._tokenizer.token_bytes[tokens[:1]].sum())
         self.bytes += first_bytes + self._tokenizer.bytes_of(tokens[1:], tokens[:-1])
         self.tokens.append(tokens)
@@ -240,8 +242,10 @@ class SideWriter:
         self.write()
 
     def _end_document(self) -> None:
-        """Add the end token of the current document, if there is one, and the start of the next
-        document.
+        """Add the end token of the current document, and the start of the next one.
+
+        There is no current document before the first. After the last, the start of the next one is
+        the number of tokens.
         """
         if self._document is not None:
             self._pending_tokens.append(self._eos)
