@@ -35,15 +35,15 @@ from monograph.data.records import (
     quote,
 )
 from monograph.data.sources import LINES, SourceFile, place_of
-from monograph.data.tables import first_filled, table_columns, table_objects
+from monograph.data.tables import first_row_with_value, table_columns, table_objects
 from monograph.errors import InputRefused
 from monograph.storage.reading import parse_json
 
 # The largest number of messages. Each answer is rendered together with all messages before it, so
 # the time grows with the square of this number.
 MAX_MESSAGES = 1000
-# Names that a record's variables of the template must not have: other things of the template have
-# them.
+# Names that a record's variables of the chat template must not have, because other variables of the
+# template have them, or arguments of the code that renders it.
 _RESERVED_NAMES = frozenset(
     "self template tokenizer messages chats tools documents marker marks counts add_generation_prompt".split()
 )
@@ -55,9 +55,8 @@ class Conversation(NamedTuple):
     Attributes:
         messages: the messages, as `monograph.data.messages.message_of` returns them.
         tools: the tools that the assistant may call; None if the record names none.
-        trained_from: index of the first message that may be trained on. Messages before it are
-            those of the record's "prompt"; 0 if the record has no prompt that is apart from the
-            answer.
+        trained_from: index of the first message that may be trained on. In a record with "prompt"
+            and "completion" it is the first message of the completion; in others it is 0.
         variables: further variables of the chat template.
     """
 
@@ -85,7 +84,9 @@ class Conversation(NamedTuple):
 
 
 def conversation_records(file: SourceFile, keys: RecordKeys) -> Iterator[Record]:
-    """Yield (record number from 1, `conversation_text` or a fault) for every record of a file.
+    """Yield (record number from 1, conversation as a text or a fault) for every record of a file.
+
+    The text is that of `conversation_text`.
 
     Raises:
         InputRefused: a record has an unknown key.
@@ -118,13 +119,13 @@ def keyed_records(
             yield number, record
             continue
         try:
-            trained_keys = keys.read(record)
+            obeyed = keys.read(record)
         except Unusable as unusable:
             yield number, unusable.fault
         except InputRefused as refused:
             raise InputRefused(f"{place_of(file.path, number)}: {refused}") from None
         else:
-            yield number, trained_keys
+            yield number, obeyed
 
 
 def _keyed_rows(path: Path, keys: RecordKeys) -> Iterator[tuple[int, dict[str, Any] | Fault]]:
@@ -140,7 +141,7 @@ def _keyed_rows(path: Path, keys: RecordKeys) -> Iterator[tuple[int, dict[str, A
     for name in columns:
         if name in read or name in ignored:
             continue
-        row = first_filled(path, name)
+        row = first_row_with_value(path, name)
         if row is not None:
             raise InputRefused(f"{place_of(path, row)}: {keys.unknown_column(name, columns)}")
     for number, record in table_objects(path, read):
@@ -157,8 +158,9 @@ def conversation_text(record: Mapping[str, Any]) -> str | Fault:
     try:
         conversation = read_conversation(record)
         fields: list[Any] = [conversation.messages, conversation.tools, conversation.trained_from]
-        # Only if there are some: the text decides which conversations are held out, and earlier
-        # versions, which had no variables, must have held out the same ones.
+        # Variables are written only if there are some, because the hash of this text decides
+        # whether the conversation is held out. Earlier versions had no variables, and a
+        # conversation without variables must stay on its side of the split.
         if conversation.variables:
             fields.append(conversation.variables)
         text = json.dumps(fields, ensure_ascii=False)

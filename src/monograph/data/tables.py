@@ -76,7 +76,7 @@ def table_rows(path: Path, key: str) -> Iterator[Record]:
         values = (value for column in columns(pa, path, key) for value in column)
         texts = (_text(value, key) for value in values)
         # A dictionary stores a text once for many rows. So the text's length is counted for each
-        # row.
+        # row. (The length of a fault is that of a tuple, which does not matter.)
         sized = ((len(text), text) for text in texts)
         yield from enumerate(refuse_bombs(path, sized), 1)
 
@@ -131,10 +131,9 @@ def _converts(column: Array) -> bool:
 
 
 def _unshared_bytes(pa: ModuleType, batch: RecordBatch) -> int:
-    """Return the bytes of a batch's values, where a value that is stored once for many rows counts
-    for each row.
+    """Return the bytes of a batch's values, where each row counts.
 
-    Dictionaries and views store values so.
+    A dictionary or a view stores a value once for many rows. Here it counts once for each of them.
 
     Raises:
         ArrowException: the batch is damaged.
@@ -166,7 +165,8 @@ def _unshared_bytes(pa: ModuleType, batch: RecordBatch) -> int:
 def _value_bytes(pa: ModuleType, array: Array) -> NDArray[np.int64]:
     """Return the bytes of each value of an array, int64 [N].
 
-    They are exact for texts and bytes; other values have an equal share of the array's bytes each.
+    They are exact for texts and bytes. Of other types, each value has an equal share of the array's
+    bytes.
     """
     import numpy as np  # Here, since a configuration is read without numpy.
 
@@ -193,8 +193,8 @@ def table_columns(path: Path) -> list[str]:
         return list(_schema(pa, path).names)
 
 
-def first_filled(path: Path, column: str) -> int | None:
-    """Return the first row, from 1, that has a value in a column which is not empty, or None.
+def first_row_with_value(path: Path, column: str) -> int | None:
+    """Return the first row, from 1, whose value in a column is not empty; None if there is none.
 
     Raises:
         Damaged, InputRefused: as in `table_rows`.
@@ -233,7 +233,7 @@ def _json_values(pa: ModuleType, row: dict[str, Any], schema: Schema) -> dict[st
     """
     try:
         values = {
-            name: _without_filling(pa, value, schema.field(name).type)
+            name: _with_objects(pa, value, schema.field(name).type)
             for name, value in row.items()
             if value is not None
         }
@@ -246,8 +246,10 @@ def _json_values(pa: ModuleType, row: dict[str, Any], schema: Schema) -> dict[st
     return json_values
 
 
-def _without_filling(pa: ModuleType, value: Any, kind: DataType) -> Any:
-    """Return a value with its structs and maps as objects, which do not have the nulls of structs.
+def _with_objects(pa: ModuleType, value: Any, kind: DataType) -> Any:
+    """Return a value in which structs and maps have become objects.
+
+    The nulls of structs are left out, since a struct has a null where nothing was given.
 
     Args:
         pa: the module pyarrow.
@@ -257,11 +259,11 @@ def _without_filling(pa: ModuleType, value: Any, kind: DataType) -> Any:
     if value is None:
         return None
     if pa.types.is_dictionary(kind):
-        return _without_filling(pa, value, kind.value_type)
+        return _with_objects(pa, value, kind.value_type)
     if pa.types.is_struct(kind):
         fields = [kind.field(number) for number in range(kind.num_fields)]
         return {
-            field.name: _without_filling(pa, value[field.name], field.type)
+            field.name: _with_objects(pa, value[field.name], field.type)
             for field in fields
             if value[field.name] is not None
         }
@@ -269,10 +271,10 @@ def _without_filling(pa: ModuleType, value: Any, kind: DataType) -> Any:
         # (key, value) pairs. A null among them is kept, since somebody wrote it: a map has no key
         # that was not given.
         return object_once(
-            [(key, _without_filling(pa, inner, kind.item_type)) for key, inner in value]
+            [(key, _with_objects(pa, inner, kind.item_type)) for key, inner in value]
         )
     if isinstance(value, list):
-        return [_without_filling(pa, inner, kind.value_type) for inner in value]
+        return [_with_objects(pa, inner, kind.value_type) for inner in value]
     return value
 
 
