@@ -120,7 +120,8 @@ class Side(NamedTuple):
             text file.
         bytes: UTF-8 bytes of all texts; with conversations, of the trained text.
         files: names of the files [F].
-        first: int64 [F + 1], index of the first document of each file, and the number of documents.
+        first_documents: int64 [F + 1], index of the first document of each file, and the number of
+            documents.
         answers: int64 [2 S], memory-mapped, ascending: begin and end of each trained stretch of
             tokens in conversations; None for texts, all of whose tokens are trained on.
 
@@ -132,7 +133,7 @@ class Side(NamedTuple):
     records: NDArray[np.int64]
     bytes: int
     files: tuple[str, ...]
-    first: NDArray[np.int64]
+    first_documents: NDArray[np.int64]
     answers: NDArray[np.int64] | None = None
 
     @property
@@ -143,12 +144,14 @@ class Side(NamedTuple):
         # A document is a row of a conversation, and a conversation may have several rows. So a
         # conversation begins where the record changes or a file begins. Files without documents
         # begin where the next one does, which may be after the last document.
-        begins = np.concatenate([[0], np.flatnonzero(np.diff(self.records)) + 1, self.first[:-1]])
+        begins = np.concatenate(
+            [[0], np.flatnonzero(np.diff(self.records)) + 1, self.first_documents[:-1]]
+        )
         return len(np.unique(begins[begins < len(self.records)]))
 
     def name(self, document: int) -> str:
         """Return a document's name: FILE, or FILE:RECORD with its line or row in the file."""
-        file = self.files[int(np.searchsorted(self.first, document, side="right")) - 1]
+        file = self.files[int(np.searchsorted(self.first_documents, document, side="right")) - 1]
         record = int(self.records[document])
         return f"{file}:{record}" if record else file
 
@@ -201,6 +204,7 @@ def open_or_build(
         except InputRefused as error:
             damage_notes = (f"{error}: tokenised again",)
     root, root_notes = _writable_root(root, is_chosen)
+    # Again, since the root may now be a temporary folder.
     folder = root / "corpora" / request.key
     with writing(root), _locked(folder.with_suffix(".lock"), progress):
         try:
@@ -370,7 +374,7 @@ def _open(
             records=records,
             bytes=recorded["bytes"],
             files=tuple(manifest["names"]),
-            first=np.cumsum([0, *recorded["documents"]]),
+            first_documents=np.cumsum([0, *recorded["documents"]]),
             answers=answers[0] if answers else None,
         )
     meter.finish()
