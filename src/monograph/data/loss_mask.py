@@ -6,7 +6,11 @@ with a generation prompt, and R_i the messages up to and including it. The text 
 without P_i, with which R_i begins, up to and including the first token that stops inference.
 
 This works with any template for which R_i begins with P_i. If it does not, the conversation is
-refused: nothing is guessed from markers or from lengths.
+refused: nothing is guessed from special tokens or from lengths.
+
+A *turn* is a user's message and all messages up to the next one of a user. A *marker* is a
+character that splits the letters of special tokens which somebody typed into a message, so that
+they stay letters (`monograph.text.chat`); it is "" if nobody did.
 """
 
 import os
@@ -49,7 +53,7 @@ class Answering(NamedTuple):
     Attributes:
         every: whether to train on every answer; otherwise only on the last one.
         truncate: whether the first turns of a row that is too long are left out; otherwise such a
-            row is refused. A turn begins with a message of a user.
+            row is refused.
         longest: maximum number of inputs in a row.
     """
 
@@ -181,8 +185,8 @@ class Answers:
         Args:
             conversation: the conversation.
             answer: index of the answer's message.
-            begin: index of the first message after the system's that the last answer's row had.
-            marker: see `monograph.text.chat`.
+            begin: index of the first message, after a system's, in the row of the answer before.
+            marker: the marker of the conversation, or "".
 
         Raises:
             Unusable: the row is too long.
@@ -190,6 +194,7 @@ class Answers:
         messages = conversation.messages
         system_count = _system_count(messages)
         begins = [begin]
+        # All that comes before a message of a user may be left out.
         if self._how.truncate:
             begins += [
                 index for index in range(begin + 1, answer) if messages[index]["role"] == "user"

@@ -144,9 +144,8 @@ class Side(NamedTuple):
         # A document is a row of a conversation, and a conversation may have several rows. So a
         # conversation begins where the record changes or a file begins. Files without documents
         # begin where the next one does, which may be after the last document.
-        begins = np.concatenate(
-            [[0], np.flatnonzero(np.diff(self.records)) + 1, self.first_documents[:-1]]
-        )
+        record_begins = np.flatnonzero(np.diff(self.records)) + 1
+        begins = np.concatenate([[0], record_begins, self.first_documents[:-1]])
         return len(np.unique(begins[begins < len(self.records)]))
 
     def name(self, document: int) -> str:
