@@ -174,7 +174,7 @@ def _side(pairs: Sequence[Pair], name: str) -> Side:
         records=array(range(1, len(pairs) + 1)),
         bytes=sum(pair.bytes for pair in pairs),
         files=(name,),
-        first=array((0, len(pairs))),
+        first_documents=array((0, len(pairs))),
         answers=array(spans),
     )
 
