@@ -26,7 +26,7 @@ from monograph.data.forms import (
 )
 from monograph.data.reading import Damaged, read_blocks
 from monograph.data.records import Fault, json_objects
-from monograph.data.sources import LINES, STDIN, TABLES, kind_of, place_of
+from monograph.data.sources import LINES, STDIN, TABLES, suffix_of, place_of
 from monograph.data.tables import table_columns, table_objects
 from monograph.errors import InputRefused, UsageError
 
@@ -42,7 +42,7 @@ def sample(path: Path, settings: RecordSettings) -> Iterator[tuple[int, dict[str
     """
     records = (
         json_objects(path)
-        if kind_of(path) in LINES
+        if suffix_of(path) in LINES
         else table_objects(path, _form_columns(path, settings))
     )
     without_fault = (
@@ -74,7 +74,7 @@ def kind_of_records(paths: Sequence[Path], settings: RecordSettings, skip_bad: b
     """
     first_kind: Kind | None = None
     first_path: Path | None = None
-    text_files = [path for path in paths if kind_of(path) not in LINES | TABLES]
+    text_files = [path for path in paths if suffix_of(path) not in LINES | TABLES]
     _refuse_hidden_records(text_files, settings)
     for path in paths:
         kind = Kind.TEXTS if path in text_files else _kind_in(path, settings, skip_bad)
@@ -97,7 +97,7 @@ def are_completions(paths: Sequence[Path], settings: RecordSettings, skip_bad: b
     """
     has_completion = False
     for path in paths:
-        if kind_of(path) not in LINES | TABLES:
+        if suffix_of(path) not in LINES | TABLES:
             continue
         try:
             for _, record in sample(path, settings):
@@ -127,7 +127,7 @@ def _kind_in(path: Path, settings: RecordSettings, skip_bad: bool) -> Kind | Non
                 )
             for form in forms:
                 places.setdefault(form, place_of(path, number))
-        if not places and kind_of(path) in TABLES:
+        if not places and suffix_of(path) in TABLES:
             # All sampled rows are bad. The names of the columns say what good rows would be.
             row = dict.fromkeys(_form_columns(path, settings), "")
             places = dict.fromkeys(forms_of(settings.drop_ignored(row), settings), str(path))

@@ -227,7 +227,7 @@ def cut_position(path: Path, wanted: int, size: int) -> int:
         wanted: the smallest byte.
         size: bytes of the decompressed file.
     """
-    window = b"".join(_stretch(path, wanted, min(size, wanted + (1 << 16))))
+    window = b"".join(_read_range(path, wanted, min(size, wanted + (1 << 16))))
     line_feed = window.find(b"\n")
     # A cut at the end of the file would leave nothing after it.
     if line_feed >= 0 and wanted + line_feed + 1 < size:
@@ -252,18 +252,18 @@ def read_text(path: Path, start: int, stop: int) -> Iterator[tuple[str, int]]:
     """
     rest = ""
     read_bytes = 0
-    for text, read_bytes in _decoded(path, start, stop):
+    for text, read_bytes in _decode_blocks(path, start, stop):
         # The last part stays for later, since the next text decides where it ends.
-        *parts, rest = _cut(rest + text, LONGEST_PART_CHARS)
+        *parts, rest = _split_into_parts(rest + text, LONGEST_PART_CHARS)
         yield from ((part, read_bytes) for part in parts)
     yield from ((part, read_bytes) for part in parts_of(rest))
 
 
-def _decoded(path: Path, start: int, stop: int) -> Iterator[tuple[str, int]]:
+def _decode_blocks(path: Path, start: int, stop: int) -> Iterator[tuple[str, int]]:
     """Yield (text, bytes read so far) for each block of the bytes [start, stop) of a file."""
     rest = b""  # the first bytes of a character that the next block completes
     offset = start
-    for block in _stretch(path, start, stop):
+    for block in _read_range(path, start, stop):
         data = rest + block
         try:
             text = data.decode("utf-8")
@@ -282,7 +282,7 @@ def _decoded(path: Path, start: int, stop: int) -> Iterator[tuple[str, int]]:
         )
 
 
-def _stretch(path: Path, start: int, stop: int) -> Iterator[bytes]:
+def _read_range(path: Path, start: int, stop: int) -> Iterator[bytes]:
     """Yield the bytes [start, stop) of the decompressed content in blocks.
 
     Fewer bytes are yielded if the content is shorter.
@@ -305,17 +305,17 @@ def _stretch(path: Path, start: int, stop: int) -> Iterator[bytes]:
 
 def _utf8_error(path: Path, offset: int, byte: int) -> InputRefused:
     """Return the error for a byte of a file that is not UTF-8."""
-    line = 1 + sum(block.count(b"\n") for block in _stretch(path, 0, offset))
+    line = 1 + sum(block.count(b"\n") for block in _read_range(path, 0, offset))
     fault = f"byte {offset} (line {line}) is not UTF-8: 0x{byte:02x}"
     return InputRefused(f"{path}: {fault}; convert the file to UTF-8 or leave it out")
 
 
 def parts_of(text: str) -> Iterator[str]:
     """Yield a text in parts that are cut as those of `read_text`."""
-    return filter(None, _cut(text, PART_CHARS))
+    return filter(None, _split_into_parts(text, PART_CHARS))
 
 
-def _cut(text: str, longest_rest: int) -> Iterator[str]:
+def _split_into_parts(text: str, longest_rest: int) -> Iterator[str]:
     """Yield parts of a text, and then the rest.
 
     The rest has at most `longest_rest` characters, and may be empty.
