@@ -26,7 +26,7 @@ from monograph.data.forms import (
 )
 from monograph.data.reading import Damaged, read_blocks
 from monograph.data.records import Fault, json_objects
-from monograph.data.sources import LINES, STDIN, TABLES, suffix_of, place_of
+from monograph.data.sources import LINES, STDIN, TABLES, place_of, suffix_of
 from monograph.data.tables import table_columns, table_objects
 from monograph.errors import InputRefused, UsageError
 
