@@ -74,9 +74,9 @@ def texts_of(text: str) -> tuple[str, str]:
 class Completions:
     """A converter of records to rows. `monograph.data.loss_mask.Answers` is the one for chats."""
 
-    def __init__(self, tokenizer: Tokenizer, how: Answering) -> None:
+    def __init__(self, tokenizer: Tokenizer, answering: Answering) -> None:
         self._tokenizer = tokenizer
-        self._longest = how.longest
+        self._longest = answering.longest
 
     def row(self, text: str) -> Row:
         """Return the row of a record's text.

@@ -203,7 +203,7 @@ class Document(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """Options for reading records.
+    """How the records of a corpus are read, as `monograph.data.corpus` decides from the settings.
 
     Attributes:
         text_key: the key of a record's text.

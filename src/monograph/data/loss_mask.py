@@ -76,9 +76,9 @@ class Answers:
         InputRefused: the tokenizer has no chat template.
     """
 
-    def __init__(self, tokenizer: Tokenizer, how: Answering) -> None:
+    def __init__(self, tokenizer: Tokenizer, answering: Answering) -> None:
         self._tokenizer = tokenizer
-        self._how = how
+        self._answering = answering
         self._plain = template_of(tokenizer).on(TEMPLATE_DATE)
         with_tools = template_of(tokenizer, tools=[])
         if with_tools.source == self._plain.source:
@@ -106,7 +106,7 @@ class Answers:
             InputRefused: the template changes the text before an answer once the answer is there,
                 or it writes no stop token after an answer.
         """
-        answers = conversation.answers if self._how.every else conversation.answers[-1:]
+        answers = conversation.answers if self._answering.every else conversation.answers[-1:]
         template = self._template(conversation)
         variables = conversation.template_variables
         try:
@@ -195,7 +195,7 @@ class Answers:
         system_count = _system_count(messages)
         begins = [begin]
         # All that comes before a message of a user may be left out.
-        if self._how.truncate:
+        if self._answering.truncate:
             begins += [
                 index for index in range(begin + 1, answer) if messages[index]["role"] == "user"
             ]
@@ -203,10 +203,10 @@ class Answers:
             kept = [*messages[:system_count], *messages[first : answer + 1]]
             row = self._last_row(conversation._replace(messages=kept), marker)
             inputs = len(row.ids) - 1
-            if inputs <= self._how.longest:
+            if inputs <= self._answering.longest:
                 self.counts.update(answers=1, truncated=int(first > system_count))
                 return row, first
-        if self._how.truncate:
+        if self._answering.truncate:
             kept_turns = "the least"
             remedy = ""
         else:
@@ -215,7 +215,7 @@ class Answers:
         raise Unusable(
             "too long",
             f"messages[{answer}], an answer, with {kept_turns} that has to stand before it takes {inputs:,} tokens, "
-            f"more than data.sequence_length = {self._how.longest}; raise it{remedy}",
+            f"more than data.sequence_length = {self._answering.longest}; raise it{remedy}",
         )
 
     def _last_row(self, conversation: Conversation, marker: str) -> Row:

@@ -221,11 +221,11 @@ def _is_number(value: object) -> bool:
 def read_weights(adapter: Adapter, module: nn.Module) -> None:
     """Copy an adapter's tensors into a module.
 
+    Trained rows that the adapter's configuration does not list keep the base's values.
+
     Args:
         adapter: the adapter.
         module: the base, on which `adapt` was called with the adapter's configuration.
-
-    Trained rows that the configuration does not list keep the base's values.
 
     Raises:
         InputRefused: a tensor is missing, unexpected or of another shape, or the file is damaged.
