@@ -65,7 +65,7 @@ def _text_of(record: Mapping[str, Any]) -> str | Fault:
     return conversation_text(record)
 
 
-def texts_of(text: str) -> tuple[str, str]:
+def prompt_and_completion(text: str) -> tuple[str, str]:
     """Return the prompt and the completion of a record's text, as `completion_records` yields it."""
     prompt, completion = Conversation.of_text(text).messages
     return prompt["content"], completion["content"]
@@ -85,7 +85,7 @@ class Completions:
             Unusable: the record is longer than a row.
             InputRefused: the tokenizer would lose a part of the text.
         """
-        prompt, completion = texts_of(text)
+        prompt, completion = prompt_and_completion(text)
         row = completed_row(self._tokenizer, prompt, completion)
         inputs = len(row.ids) - 1
         if inputs > self._longest:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monograph.data import LARGEST_SHARE
-from monograph.data.completions import completion_records, texts_of
+from monograph.data.completions import completion_records, prompt_and_completion
 from monograph.data.conversations import conversation_records
 from monograph.data.forms import Kind, RecordKeys, RecordSettings
 from monograph.data.loss_mask import Answering
@@ -85,9 +85,9 @@ def split(files: Sequence[SourceFile], bucket_bytes: NDArray[np.int64], fraction
     of the records.
 
     Text files are held out in groups. A group is a package, or all files with the same bytes.
-    Groups of which other groups have near copies are not considered, unless all groups have some.
-    The budget is fraction · bytes. Groups are considered in the order of sha256(key, group), and
-    buckets of records in the order of their numbers:
+    A group is not considered if other groups have near copies of its text, unless this holds for
+    all groups. The budget is fraction · bytes. Groups are considered in the order of sha256(key,
+    group), and buckets of records in the order of their numbers:
 
     1. Each is held out if it still fits the budget.
     2. If they fill less than half of the budget, the next one that is no larger than the whole
@@ -436,7 +436,7 @@ class Documents:
     def _sampled_parts(self, text: str) -> Iterator[str]:
         """Yield the parts of a record's text on which a tokenizer is trained."""
         # The text of a plain conversation is JSON, on whose syntax no tokenizer should be trained.
-        texts = texts_of(text) if self.reading.plain else (text,)
+        texts = prompt_and_completion(text) if self.reading.plain else (text,)
         for inner in texts:
             yield from parts_of(inner)
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from monograph.data.completions import Completions, texts_of
+from monograph.data.completions import Completions, prompt_and_completion
 from monograph.data.conversations import Conversation
 from monograph.data.documents import Document, Documents, bad_record_error
 from monograph.data.loss_mask import Answers, Row, skipped_notes
@@ -380,7 +380,7 @@ def _encode_completions(
         for document in documents:
             where = place_of(files[document.file].path, document.record)
             text = "".join(part for part, _ in document.parts)
-            spellings.count(where, [*texts_of(text)])
+            spellings.count(where, [*prompt_and_completion(text)])
             try:
                 row = completions.row(text)
             except Unusable as unusable:
