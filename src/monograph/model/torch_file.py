@@ -69,7 +69,7 @@ def _state_dict(path: Path) -> dict[str, Tensor]:
             loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except FileNotFoundError:
         raise InputRefused(f"{path}: no such file; it is looked for from {Path.cwd()}") from None
-    except MonographError:
+    except MonographError:  # Its message is already right, so the next clause must not replace it.
         raise
     except Exception as error:  # The unpickler may raise anything for a damaged file.
         line = (str(error).splitlines() or [""])[0][:100]
