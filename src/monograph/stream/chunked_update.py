@@ -41,8 +41,8 @@ class Chunk(tuple[StoredPlane, int, int]):
     def part(self, buffer: Buffer) -> Tensor:
         """Return the chunk's part of a buffer of the plane."""
         stored, begin, end = self
-        # The scales of 8-bit moments have one element for 256 weights. Their parameters are padded to
-        # multiples of 256 (`optim.planes`), so chunks begin and end at such multiples.
+        # The scales of 8-bit moments have one element for 256 weights. Parameters are padded to
+        # multiples of 256 then (`optim.planes`), so chunks begin and end at such multiples.
         weights_per_element = stored.plane.param.numel() // buffer.tensor.numel()
         return buffer.tensor[begin // weights_per_element : end // weights_per_element]
 
@@ -72,7 +72,7 @@ class Chunk(tuple[StoredPlane, int, int]):
 
 
 def chunks(stage: Stage) -> Iterator[Chunk]:
-    """Cut the stage's planes that are updated on the device into chunks of at most MOST elements."""
+    """Cut the planes that are updated on the device into chunks of at most MOST elements."""
     return cut((stored for stored in stage.stored if not stored.on_host), MOST)
 
 

@@ -18,13 +18,13 @@ keep freed memory until the other stream is seen to be finished, which needs mor
 counts. Memory without `record_stream` is safe because it is all allocated on the stream of the
 compute lane:
 
-    freed memory      Before memory is freed, the compute lane waits for all copies from it, by writing its space
-                      (`Boundaries.passed` in `monograph.stream.walk`). The allocator gives freed memory only to later
-                      work on this lane.
-    new memory        The compute lane writes its space before any copy to it (`Boundaries.put`, `fetch`), so copies
-                      wait for this lane's earlier use of the memory.
-    all other memory  Planes, slots and staging buffers are allocated before the walk's constructor calls `finish`,
-                      and they live as long as the walk.
+    freed memory: Before memory is freed, the compute lane writes its space, and so waits for all
+        copies from it (`Boundaries.passed` in `monograph.stream.walk`). The allocator gives freed
+        memory only to later work on this lane.
+    new memory: The compute lane writes its space before any copy to it (`Boundaries.put`, `fetch`),
+        so copies wait for this lane's earlier use of the memory.
+    all other memory: Planes, slots and staging buffers are allocated before the walk's constructor
+        calls `finish`, and they live as long as the walk.
 
 The host's thread waits for events of streams, but no stream waits for the host: work that needs the
 host's results is launched only after the calling thread has waited for the host. So launched work
@@ -60,7 +60,7 @@ class Home(StrEnum):
 
 
 class Mark(NamedTuple):
-    """The moment at which the `number`-th piece of work on a lane is finished; numbers begin at 1."""
+    """The moment at which piece `number` of a lane's work is finished; numbers begin at 1."""
 
     lane: Lane
     number: int

@@ -189,7 +189,8 @@ def _mapped_file(like: Tensor, label: str, folder: Path | None) -> Tensor:
         free = disk.f_bavail * disk.f_frsize
         reason = f"{free:,} are free" if free < size else str(getattr(error, "strerror", error))
         raise DiskFull(
-            f"{label} needs {size:,} bytes in {Path(path).parent}, and {reason}: make room, or keep fewer buffers on disk"
+            f"{label} needs {size:,} bytes in {Path(path).parent}, and {reason}: make room, or keep fewer buffers "
+            "on disk"
         ) from error
     finally:
         os.close(handle)
@@ -197,9 +198,9 @@ def _mapped_file(like: Tensor, label: str, folder: Path | None) -> Tensor:
 
 # ── pinned memory ───────────────────────────────────────────────────────────────────────────────
 # Pinned memory is host memory whose pages are locked. A copy between a GPU and other host memory
-# goes through a small pinned buffer, and the host has to wait for the copy. torch's own allocator of
-# pinned memory rounds sizes up to a power of two (pytorch/pytorch#95823), which wastes a third of
-# the host's memory for most planes. So pages are mapped here at their exact size, and locked once.
+# goes through a small pinned buffer, and the host has to wait for the copy. torch's own allocator
+# of pinned memory rounds sizes up to a power of two (pytorch/pytorch#95823), which wastes a third
+# of the host's memory for most planes. So pages are mapped here at their exact size.
 
 
 class _LockedPages(mmap.mmap):

@@ -231,7 +231,7 @@ class Slots:
         return sum(slot.weights.size_bytes + slot.gradients.size_bytes for slot in slots)
 
     def fetch(self, stage: Stage) -> StageOnDevice:
-        """Copy the stage's current weights to a slot, unless they are there, and return the stage."""
+        """Copy the stage's weights to a slot, unless they are there, and return the stage."""
         here = self.claim(stage)
         if here.slot.holds != (stage, stage.version):
             here.fetch(self.lanes, stage.stored)
