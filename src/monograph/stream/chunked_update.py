@@ -1,9 +1,13 @@
 """Update one stage on the device, chunk by chunk.
 
-A chunk is a part of a plane. It is fetched to a staging buffer, updated by the resident engine's
-own update, and copied home. While one chunk is updated, other chunks are copied to or from other
-staging buffers. Chunks are updated between the micro-batches of another stage, so that copies run
-while that stage computes.
+A stage is some consecutive blocks of the model, or the parts before or after them. A plane is a
+flat buffer of a stage's parameters of one kind (`monograph.optim.Plane`), and a chunk is a part of
+a plane.
+
+A chunk is fetched to a staging buffer, updated by the resident engine's own update, and copied
+home. While one chunk is updated, other chunks are copied to or from other staging buffers. Chunks
+are updated between the micro-batches of another stage, so that copies run while that stage
+computes.
 
 Planes that are updated on the host are left to `monograph.stream.updates`.
 """

@@ -1,7 +1,9 @@
 """Hold stages in slots on the device, and run a stage's passes there.
 
-A slot is device memory to which one stage after another is copied. A pass computes one stage for
-one micro-batch: forward, or later forward again and backward.
+A stage is some consecutive blocks of the model, or the parts before or after them
+(`monograph.stream.store`). A plane is a flat buffer of a stage's parameters of one kind
+(`monograph.optim.Plane`). A slot is device memory to which one stage after another is copied. A
+pass computes one stage for one micro-batch: forward, or later forward again and backward.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence

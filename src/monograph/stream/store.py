@@ -1,7 +1,8 @@
 """Store a model in stages; the buffers of each stage's planes live where the placement says.
 
 A stage is some consecutive blocks, or the parts before or after the blocks. It is fetched,
-recomputed and updated as a whole.
+recomputed and updated as a whole. A plane is a flat buffer of a stage's parameters of one kind
+(`monograph.optim.Plane`), with buffers of the same size for the gradient and for the optimizer.
 
 If linear layers compute in bf16, each of their fp32 weights is split into two halves of 2 bytes
 (`split`), and only the high half crosses the link for a pass. Other weights (gains, embedding and

@@ -1,5 +1,8 @@
 """Decide when and where the stages of a walk are updated; run the updates on the host.
 
+A stage is some consecutive blocks of the model, or the parts before or after them. A plane is a
+flat buffer of a stage's parameters of one kind (`monograph.optim.Plane`).
+
 A plane is updated on the host if the placement says so and none of its buffers is on the device.
 All other planes are updated on the device, between other work (`monograph.stream.chunked_update`).
 
