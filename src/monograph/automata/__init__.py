@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from monograph.automata.dfa import ByteAutomaton, compile_expression
 from monograph.automata.expression import Alternation, Expression, joined, literal
-from monograph.automata.pattern import whole
+from monograph.automata.pattern import fullmatch_expression
 from monograph.automata.schema import document, parsed
 from monograph.automata.tokens import Automaton, constraint_automaton, has_each_byte, stop_automaton
 from monograph.errors import InputRefused, UsageError
@@ -105,7 +105,7 @@ def _expression(kind: str, value: object, counted: bool) -> tuple[Expression, st
         if not isinstance(value, str):
             raise InputRefused(f"regex: expected a text, not {value!r:.60}")
         shown = value if len(value) <= 60 else value[:60] + "..."
-        return whole(
+        return fullmatch_expression(
             value, f"the regular expression {shown!r}"
         ), f"the regular expression {shown!r}"
     if kind == "json_schema":

@@ -34,7 +34,7 @@ from monograph.automata.expression import (
     literal,
     optional,
 )
-from monograph.automata.pattern import found_in
+from monograph.automata.pattern import search_expression
 from monograph.errors import InputRefused
 from monograph.storage.reading import json_fault, parse_json
 
@@ -340,7 +340,7 @@ class _Schemas:
         """Return an expression for the characters of a string that match the schema's pattern."""
         if not isinstance(schema["pattern"], str):
             self.refuse(path, "'pattern' is not a string")
-        return found_in(
+        return search_expression(
             schema["pattern"], f"the JSON schema at {pointer(path)}: the pattern", encoding
         )
 
