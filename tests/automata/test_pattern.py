@@ -14,7 +14,7 @@ from clocks import least_s
 from daily import nightly
 from monograph.automata.dfa import ByteAutomaton, compile_expression
 from monograph.automata.expression import ANY, complement, intersection, union, utf8
-from monograph.automata.pattern import found_in, whole
+from monograph.automata.pattern import fullmatch_expression, search_expression
 from monograph.automata.schema import document
 from monograph.errors import InputRefused
 
@@ -48,7 +48,7 @@ def in_python(pattern: str) -> str:
 
 
 def automaton(pattern: str) -> ByteAutomaton:
-    return compile_expression(whole(pattern, "the pattern"), "the pattern")
+    return compile_expression(fullmatch_expression(pattern, "the pattern"), "the pattern")
 
 
 def random_pattern(draw: random.Random, depth: int = 0) -> str:
@@ -208,7 +208,7 @@ def test_examples(pattern: str, inside: list[str], outside: list[str]) -> None:
 @pytest.mark.parametrize("pattern", ["^a", "a$", "^a|b$", "b", "^a.b$|é"])
 def test_found_in_is_search(pattern: str) -> None:
     ours, draw = (
-        compile_expression(found_in(pattern, "the pattern"), "the pattern"),
+        compile_expression(search_expression(pattern, "the pattern"), "the pattern"),
         random.Random(3),
     )
     for _ in range(200):

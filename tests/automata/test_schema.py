@@ -589,7 +589,7 @@ def test_a_reference_is_a_json_pointer_of_rfc_6901(pointer: str, value: str) -> 
         ("#/$defs/a%2Fb", "leads nowhere: there is no 'a'"),
         ("#/$defs/a~2b", "write ~0 for '~' and ~1 for '/'"),
         ("#/$defs/m~", "write ~0 for '~'"),
-        ("#/$defs/%FF", "its percent escapes are no UTF-8"),
+        ("#/$defs/%FF", "its percent escapes are not UTF-8"),
         ("#/properties/it", "is recursive"),
         ("#/%70roperties/it", "is recursive"),
         ("#", "is recursive"),

@@ -35,7 +35,7 @@ from data.damaged_files import damaged_line
 from faults.examples import two_saves
 from monograph import checkpointing
 from monograph.automata.dfa import compile_expression
-from monograph.automata.pattern import whole as whole_pattern
+from monograph.automata.pattern import fullmatch_expression
 from monograph.automata.schema import document, parsed
 from monograph.checkpointing.folder import FileEntry, Manifest
 from monograph.commands.generate import LARGEST_SCHEMA_BYTES, _text_of, prompts_of, sampling_of
@@ -595,7 +595,7 @@ def pattern(draws: random.Random, folder: Path) -> None:
         "(a*)*",
     ]
     compile_expression(
-        whole_pattern("".join(draws.choices(pieces, k=draws.randrange(1, 14))), "--regex"),
+        fullmatch_expression("".join(draws.choices(pieces, k=draws.randrange(1, 14))), "--regex"),
         "--regex",
     )
 
