@@ -375,7 +375,8 @@ class _Schemas:
             source = "pattern"
             character = _counted(Operation("count", self.counters), in_json)
             characters = self._pattern(schema, path, character)
-            # The counter limits the maximum. The minimum is written out.
+            # The counter limits only the maximum. The minimum is written out: compiling then finds
+            # texts of the pattern that cannot become long enough, and a counter would not.
             if min_length:
                 characters = Intersection(characters, Repetition(character(ANY), min_length, None))
             characters = self._bounded(characters, 0, max_length)
