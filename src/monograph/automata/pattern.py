@@ -397,7 +397,7 @@ class _Parser:
             if not self.peek():
                 self.refuse("a '[' that is not closed", r"write \[ for the character", start)
             # Refused, because a POSIX name such as [:alpha:] would be read as a set of its letters.
-            if self.pattern.startswith("[:", self.at):
+            if self.pattern.startswith("[:", self.position):
                 self.refuse("a named set", r"use \d, \w, \s or ranges")
             ranges.extend(self.character_range())
         points = union(ranges)
