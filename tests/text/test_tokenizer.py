@@ -312,7 +312,7 @@ def test_with_any_added_tokens_a_text_is_read_as_the_library_does_or_refused_by_
         (
             AddedToken("cat", special=True),
             "cat; the cat",
-            "would become the special token 'cat', which is no text",
+            "would become the special token 'cat', which is not text",
         ),
         (AddedToken("!", special=True), "cat!", "'!' in 'cat!' would become the special token '!'"),
         (
