@@ -375,7 +375,7 @@ def test_text_that_the_vocabulary_cannot_write_is_refused_and_named(unknown):
     ):
         tokenizer.encode("the caté")
     assert (
-        "has no tokens for '!', '\"', '#' and the like: text with such is refused"
+        "has no tokens for '!', '\"', '#' and the like: text with such characters is refused"
         in tokenizer.notes[-1]
     )
     assert not tokenizer.loss(PLAIN[0]) and tokenizer.loss("ok 🙂")
