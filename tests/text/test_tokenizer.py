@@ -349,7 +349,7 @@ def test_runs_of_spaces_that_are_added_tokens_cost_no_second_look(monkeypatch):
     )
     theirs.add_tokens([AddedToken(" " * count, normalized=False) for count in range(2, 9)])
     ours = Tokenizer(json.loads(theirs.to_str()), "x")
-    monkeypatch.setattr(Losses, "_changed", None)
+    monkeypatch.setattr(Losses, "_difference", None)
     text = "    def read(self):\n        pass"
     assert ours.encode(text) == theirs.encode(text).ids
 
