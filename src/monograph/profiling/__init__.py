@@ -1,3 +1,3 @@
-"""Observe a run without changing it: where its time goes, its bottleneck, its memory, and whether the
-machine is in order.
+"""Observe a run without changing it: where its time goes, its bottleneck, its memory, and the
+machine's health.
 """
