@@ -117,7 +117,8 @@ class InStages(Parameters):
     def begin_again(self) -> None:
         """Switch the lanes to one thread if the step is captured.
 
-        The repeated pass compiles its graphs again, and torch cannot trace in one of several threads.
+        The repeated pass compiles its graphs again, and torch cannot trace in one of several
+        threads.
         """
         self.walk.lanes.one_by_one = self.step.scope != "none"
 

@@ -176,7 +176,7 @@ class StageOnDevice:
         try:
             yield
         finally:
-            for parameter, data in zip(self.stage.slots, weights_at_home, strict=True):
+            for parameter, data in zip(self.stage.parameters, weights_at_home, strict=True):
                 parameter.grad = None
                 parameter.data = data
             for family in self.stage.families:
@@ -234,11 +234,11 @@ class Slots:
 
     def fetch(self, stage: Stage) -> StageOnDevice:
         """Copy the stage's weights to a slot, unless they are there, and return the stage."""
-        here = self.claim(stage)
-        if here.slot.holds != (stage, stage.version):
-            here.fetch(self.lanes, stage.stored)
-            here.slot.holds = (stage, stage.version)
-        return here
+        stage_on_device = self.claim(stage)
+        if stage_on_device.slot.holds != (stage, stage.version):
+            stage_on_device.fetch(self.lanes, stage.stored)
+            stage_on_device.slot.holds = (stage, stage.version)
+        return stage_on_device
 
     def claim(self, stage: Stage) -> StageOnDevice:
         """Assign a slot to the stage and return the stage in it; no weights are copied."""
@@ -263,8 +263,8 @@ class Passes:
     """Computes the passes of a model in stages, with the step's loss, and the updates of planes.
 
     While a pass runs, the model's parameters are the weights of the stage on the device. The
-    argument `planes` of a pass are the stage's planes there. To predict times, a subclass replaces
-    each computation (`monograph.stream.clock`); copies are not computed here.
+    argument `planes` of a pass are the stage's planes there. Copies are not made by passes, so a
+    subclass that replaces all computations is enough to predict times (`monograph.stream.clock`).
 
     A state is the tensor that one stage passes to the next for one micro-batch.
     """

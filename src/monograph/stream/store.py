@@ -141,8 +141,8 @@ class Stage:
     version: int = 0
 
     @property
-    def slots(self) -> Iterator[nn.Parameter]:
-        """Return the stage's parameters."""
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Return the stage's parameters, in the order of its planes."""
         return (slot.parameter for stored in self.stored for slot in stored.plane.slots)
 
 

@@ -1,7 +1,9 @@
 """Decide when and where the stages of a walk are updated; run the updates on the host.
 
 A stage is some consecutive blocks of the model, or the parts before or after them. A plane is a
-flat buffer of a stage's parameters of one kind (`monograph.optim.Plane`).
+flat buffer of a stage's parameters of one kind (`monograph.optim.Plane`), with further buffers for
+the gradient and the optimizer. The home of a buffer is where it is kept: on the device, on the host
+or in a file. Work is given to lanes, which are queues (`monograph.stream.lanes`).
 
 A plane is updated on the host if the placement says so and none of its buffers is on the device.
 All other planes are updated on the device, between other work (`monograph.stream.chunked_update`).
@@ -80,7 +82,7 @@ class HostUpdate:
         self.passes = passes
         # On the meta device nothing is computed; shapes and waits are those of a real run.
         self._host = torch.device("meta" if step.device.type == "meta" else "cpu")
-        # Captured functions read this memory, so each decision is copied into it.
+        # Captured graphs read this memory, so each decision is copied into it.
         self.scale = torch.zeros((), dtype=torch.float64, device=self._host)
         self.lr = torch.zeros((), dtype=torch.float64, device=self._host)
         self.accepted = torch.zeros((), dtype=torch.bool, device=self._host)
@@ -274,25 +276,27 @@ class Updates:
         """Return the bytes of the staging buffers."""
         return sum(buffer.size_bytes for buffer in self.staging_buffers.buffers)
 
-    def measure(self, here: StageOnDevice) -> None:
+    def measure(self, stage_on_device: StageOnDevice) -> None:
         """Compute the sums of squares of the stage's gradient, which must be complete."""
         for position, (stored, plane) in enumerate(
-            zip(here.stage.stored, here.planes, strict=True)
+            zip(stage_on_device.stage.stored, stage_on_device.planes, strict=True)
         ):
             # Sorted keys have the order of the resident engine's planes and parts, on which the
             # bits of the norm depend.
-            key = stored.plane.number, here.stage.index, position
+            key = stored.plane.number, stage_on_device.stage.index, position
             compute_squares = functools.partial(self.passes.squares, plane, plane.grad)
-            self._squares[key] = self.lanes.compute(compute_squares, here.writes)
+            self._squares[key] = self.lanes.compute(compute_squares, stage_on_device.writes)
 
-    def store_gradients(self, here: StageOnDevice) -> None:
+    def store_gradients(self, stage_on_device: StageOnDevice) -> None:
         """Copy the stage's gradient home, except parts that are needed only on the device."""
-        for stored, plane in zip(here.stage.stored, here.planes, strict=True):
+        for stored, plane in zip(stage_on_device.stage.stored, stage_on_device.planes, strict=True):
             home = stored.buffers[GRADIENT]
             # An update in the backward pass, on the device, reads the gradient in the slot.
             used_at_home = stored.on_host or not self.in_backward
             if home.space.home != Home.DEVICE and used_at_home:
-                self.lanes.copy(home.tensor, plane.grad, home.space, here.slot.gradients.space)
+                self.lanes.copy(
+                    home.tensor, plane.grad, home.space, stage_on_device.slot.gradients.space
+                )
 
     # ── after the backward pass ─────────────────────────────────────────────────────────────────
 
@@ -357,11 +361,11 @@ class Updates:
         self._decided = (scale, accepted)
         self.repeatable = False
 
-    def update_in_backward(self, here: StageOnDevice) -> None:
+    def update_in_backward(self, stage_on_device: StageOnDevice) -> None:
         """Begin to update a stage whose gradient is complete, on the host and on the device."""
         assert self._decided is not None
         scale, accepted = self._decided
-        stage = here.stage
+        stage = stage_on_device.stage
         stage_squares = [
             square
             for (_, index, _), squares in self._squares.items()
@@ -374,7 +378,11 @@ class Updates:
         accepted = accepted & (stage_norm <= self.step.largest)
         self._update_on_host([stage], scale, accepted)
         if any(chunks(stage)):
-            self._begin(ChunkedUpdate(stage, self.staging_buffers, gradients=here), scale, accepted)
+            self._begin(
+                ChunkedUpdate(stage, self.staging_buffers, gradients=stage_on_device),
+                scale,
+                accepted,
+            )
 
     # ── on the host ─────────────────────────────────────────────────────────────────────────────
 

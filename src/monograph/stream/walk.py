@@ -1,9 +1,11 @@
-"""Walk over the stages with all micro-batches, forward and backward, while the next stage is fetched.
+"""Walk over the stages with all micro-batches, forward and backward, and fetch the next stage
+meanwhile.
 
-All micro-batches of a window pass one stage before the next stage. So weights cross the link once in
-the forward pass and once in the backward pass, however many micro-batches there are. The forward
-pass keeps only the inputs of stages, on the device or on the host (`Boundaries`). In the backward
-pass a stage recomputes what its gradient needs.
+A stage is some consecutive blocks of the model, or the parts before or after them. A window is the
+rows of one update. All micro-batches of a window pass one stage before the next stage. So weights
+cross the link between host and device once in the forward pass and once in the backward pass, for
+any number of micro-batches. The forward pass keeps only the inputs of stages, on the device or on
+the host (`Boundaries`). In the backward pass a stage recomputes what its gradient needs.
 
 A state is the tensor that one stage passes to the next for one micro-batch. A window has G
 micro-batches.
@@ -207,25 +209,28 @@ class Walk:
         gradients: dict[int, Tensor] = {}  # of the states, by micro-batch
         in_backward = updates.in_backward and observe is None
         # The last stage comes first, as all other gradients are computed from its gradient.
-        for here in self._visits([last, *reversed(middle), first], back=len(batches)):
-            self._prepare_gradients(here)
+        for stage_on_device in self._visits([last, *reversed(middle), first], back=len(batches)):
+            self._prepare_gradients(stage_on_device)
             for g, batch in enumerate(batches):
-                self._backward(here, g, batch, further, gradients)
+                self._backward(stage_on_device, g, batch, further, gradients)
                 updates.update_some(len(batches))
             if observe:
-                self.lanes.compute(functools.partial(observe, here.planes), here.writes)
+                self.lanes.compute(
+                    functools.partial(observe, stage_on_device.planes), stage_on_device.writes
+                )
                 continue
             if self.sum_over_ranks:
-                for plane in here.planes:
+                for plane in stage_on_device.planes:
                     self.lanes.compute(
-                        functools.partial(self._sum, plane, self.sum_over_ranks), here.writes
+                        functools.partial(self._sum, plane, self.sum_over_ranks),
+                        stage_on_device.writes,
                     )
-            if in_backward and here.stage is last:
+            if in_backward and stage_on_device.stage is last:
                 updates.decide_by_losses()
-            updates.measure(here)
-            updates.store_gradients(here)
+            updates.measure(stage_on_device)
+            updates.store_gradients(stage_on_device)
             if in_backward:
-                updates.update_in_backward(here)
+                updates.update_in_backward(stage_on_device)
         updates.finish_begun()
         self.fresh = False
 
@@ -233,12 +238,14 @@ class Walk:
         """Return the sum of losses and the number of targets of each micro-batch."""
         self._forward(batches, keep=False)
         last = self.store.stages[-1]
-        here = self._next(last, back=0)()
+        stage_on_device = self._next(last, back=0)()
         scores = []
         for g, batch in enumerate(batches):
             state, space = self.boundaries.take(last.index, g)
             scores.append(
-                self._compute(here, functools.partial(self.passes.score, state, batch), [space])
+                self._compute(
+                    stage_on_device, functools.partial(self.passes.score, state, batch), [space]
+                )
             )
         return scores
 
@@ -251,16 +258,16 @@ class Walk:
         further: list[Further] = [() for _ in batches]
         self.updates.finish_begun()
         self.boundaries.clear()
-        for here in self._visits(self.store.stages[:-1]):
-            stage = here.stage
+        for stage_on_device in self._visits(self.store.stages[:-1]):
+            stage = stage_on_device.stage
             for g, batch in enumerate(batches):
                 if stage.blocks:
                     state, space = self.boundaries.of(stage.index, g)
                     work = functools.partial(self.passes.forward, stage, state, further[g])
-                    output = self._compute(here, work, [space])
+                    output = self._compute(stage_on_device, work, [space])
                 else:
                     output, further[g] = self._compute(
-                        here, functools.partial(self.passes.first, batch)
+                        stage_on_device, functools.partial(self.passes.first, batch)
                     )
                 self.boundaries.put(stage.index + 1, g, output, keep=keep)
                 self.updates.update_some(len(batches))
@@ -269,31 +276,31 @@ class Walk:
 
     def _backward(
         self,
-        here: StageOnDevice,
+        stage_on_device: StageOnDevice,
         g: int,
         batch: object,
         further: list[Further],
         gradients: dict[int, Tensor],
     ) -> None:
-        planes = [plane for stage in self._needed(here) for plane in stage.planes]
+        planes = [plane for stage in self._needed(stage_on_device) for plane in stage.planes]
         first, last = self.store.stages[0], self.store.stages[-1]
-        if here.stage is first:
+        if stage_on_device.stage is first:
             last_one = functools.partial(self.passes.first_again, planes, batch, gradients[g])
-            self._compute(here, last_one, backward=True)
+            self._compute(stage_on_device, last_one, backward=True)
             return
-        state, space = self.boundaries.take(here.stage.index, g)
-        if here.stage is last:
+        state, space = self.boundaries.take(stage_on_device.stage.index, g)
+        if stage_on_device.stage is last:
             work = functools.partial(self.passes.loss, planes, state, batch)
         else:
             work = functools.partial(
                 self.passes.again,
                 planes,
                 state,
-                stage=here.stage,
+                stage=stage_on_device.stage,
                 further=further[g],
                 gradient=gradients[g],
             )
-        gradients[g] = self._compute(here, work, [space], backward=True)
+        gradients[g] = self._compute(stage_on_device, work, [space], backward=True)
 
     def _visits(self, order: Sequence[Stage], back: int = 0) -> Iterator[StageOnDevice]:
         """Yield the stages on the device, one after another, while the next stage is fetched.
@@ -317,8 +324,8 @@ class Walk:
         if back:
             self.boundaries.fetch(stage.index, back)
         if stage not in self.updates.waiting:
-            here = self.slots.fetch(stage)
-            return lambda: here
+            stage_on_device = self.slots.fetch(stage)
+            return lambda: stage_on_device
         # Weights that are updated on the device are copied to the slot there, instead of crossing
         # the link again.
         into = self.slots.claim(stage)
@@ -331,7 +338,7 @@ class Walk:
 
     def _compute(
         self,
-        here: StageOnDevice,
+        stage_on_device: StageOnDevice,
         call: Callable[[], T],
         also_reads: Sequence[Space] = (),
         *,
@@ -341,25 +348,27 @@ class Walk:
 
         Weights that the stage shares with another stage are included.
         """
-        needed = self._needed(here)
+        needed = self._needed(stage_on_device)
         work = functools.partial(self.passes.bound, needed, call, backward)
         reads = [*also_reads, *(space for stage in needed for space in stage.reads)]
         return self.lanes.compute(
             work, reads, [s for stage in needed for s in stage.writes] if backward else ()
         )
 
-    def _needed(self, here: StageOnDevice) -> list[StageOnDevice]:
+    def _needed(self, stage_on_device: StageOnDevice) -> list[StageOnDevice]:
         first, last = self.store.stages[0], self.store.stages[-1]
         # Tied weights lie in the first stage's slot, where both stages add to one gradient.
-        return [here, self.slots.fetch(first)] if self.store.tied and here.stage is last else [here]
+        if self.store.tied and stage_on_device.stage is last:
+            return [stage_on_device, self.slots.fetch(first)]
+        return [stage_on_device]
 
     # ── gradients ───────────────────────────────────────────────────────────────────────────────
 
-    def _prepare_gradients(self, here: StageOnDevice) -> None:
+    def _prepare_gradients(self, stage_on_device: StageOnDevice) -> None:
         """Set the slot's gradients to zero, or to the sum of earlier windows."""
-        if self.store.tied and here.stage is self.store.stages[0]:
+        if self.store.tied and stage_on_device.stage is self.store.stages[0]:
             return  # the last stage adds to the same gradients, and has prepared them
-        for stage in self._needed(here):
+        for stage in self._needed(stage_on_device):
             for stored, plane in zip(stage.stage.stored, stage.planes, strict=True):
                 home = stored.buffers[GRADIENT]
                 if self.fresh:
