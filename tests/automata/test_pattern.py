@@ -15,7 +15,7 @@ from daily import nightly
 from monograph.automata.dfa import ByteAutomaton, compile_expression
 from monograph.automata.expression import ANY, complement, intersection, union, utf8
 from monograph.automata.pattern import fullmatch_expression, search_expression
-from monograph.automata.schema import document
+from monograph.automata.schema import schema_expression
 from monograph.errors import InputRefused
 
 ALPHABET = "ab0_ -\n\té￿𝔘\r\u2028\u00a0\ufeff"
@@ -158,7 +158,7 @@ def test_a_schemas_pattern_lets_no_text_through_that_ecma_262_does_not_match() -
         (r"^\W$", ["_", "a", "0"]),
     ):
         ours = compile_expression(
-            document({"type": "string", "pattern": pattern}), "the JSON schema"
+            schema_expression({"type": "string", "pattern": pattern}), "the JSON schema"
         )
         for ascii_only in (True, False):
             taken = [

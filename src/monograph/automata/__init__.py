@@ -8,9 +8,9 @@ process that only compiles constraints starts at once.
 from collections.abc import Collection, Iterable, Sequence
 
 from monograph.automata.dfa import ByteAutomaton, compile_expression
-from monograph.automata.expression import Alternation, Expression, joined, literal
+from monograph.automata.expression import Alternation, Expression, concatenation, literal
 from monograph.automata.pattern import fullmatch_expression
-from monograph.automata.schema import document, parsed
+from monograph.automata.schema import parse_schema, schema_expression
 from monograph.automata.tokens import Automaton, constraint_automaton, has_each_byte, stop_automaton
 from monograph.errors import InputRefused, UsageError
 
@@ -89,7 +89,7 @@ def _compiled(
     try:
         expression, where = _expression(kind, value, counted)
         if lead:
-            expression = joined(literal(lead), expression)
+            expression = concatenation(literal(lead), expression)
         return compile_expression(expression, where), where
     except RecursionError:
         raise InputRefused(f"the {kind} constraint is nested too deep: make it flatter") from None
@@ -108,8 +108,8 @@ def _expression(kind: str, value: object, counted: bool) -> tuple[Expression, st
         where = f"the regular expression {shown!r}"
         return fullmatch_expression(value, where), where
     if kind == "json_schema":
-        schema = parsed(value) if isinstance(value, str) else value
-        return document(schema, counted), "the JSON schema"
+        schema = parse_schema(value) if isinstance(value, str) else value
+        return schema_expression(schema, counted), "the JSON schema"
     if kind == "grammar":
         raise UsageError(
             "a context-free grammar needs a stack, which the host would have to keep token by token, and decoding "

@@ -89,7 +89,7 @@ def literal(text: bytes) -> Concatenation:
     return Concatenation(tuple(ByteSet(1 << byte) for byte in text))
 
 
-def joined(*parts: Expression) -> Concatenation:
+def concatenation(*parts: Expression) -> Concatenation:
     """Return an expression for the parts one after another."""
     return Concatenation(parts)
 
@@ -199,7 +199,7 @@ def in_json(points: CodePoints) -> Expression:
         for (high_first, high_last), (low_first, low_last) in boxes(first_pair, last_pair, 0, 1023):
             high_unit = _unit_escape(0xD800 + high_first, 0xD800 + high_last)
             low_unit = _unit_escape(0xDC00 + low_first, 0xDC00 + low_last)
-            long_escapes.append(joined(high_unit, low_unit))
+            long_escapes.append(concatenation(high_unit, low_unit))
     unescaped = utf8(intersection(points, _PLAIN_IN_JSON))
     return Alternation((unescaped, *short_escapes, *long_escapes))
 
@@ -212,7 +212,7 @@ def _unit_escape(first: int, last: int) -> Concatenation:
         Concatenation(tuple(_hexadecimal_digit(*side) for side in box))
         for box in boxes(first_digits, last_digits, 0, 15)
     ]
-    return joined(literal(b"\\u"), Alternation(tuple(numbers)))
+    return concatenation(literal(b"\\u"), Alternation(tuple(numbers)))
 
 
 def _hexadecimal_digit(first: int, last: int) -> ByteSet:

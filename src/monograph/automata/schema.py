@@ -32,8 +32,8 @@ from monograph.automata.expression import (
     Mark,
     Repetition,
     WithSource,
+    concatenation,
     in_json,
-    joined,
     literal,
     optional,
 )
@@ -88,7 +88,7 @@ _NUMBER_STEPS = 1500
 _LARGEST = 10**18  # the largest size or bound that a schema may give
 
 
-def parsed(text: str) -> Any:
+def parse_schema(text: str) -> Any:
     """Parse the text of a schema as JSON.
 
     Raises:
@@ -100,7 +100,7 @@ def parsed(text: str) -> Any:
         raise InputRefused(f"the JSON schema cannot be read as JSON: {json_fault(error)}") from None
 
 
-def document(schema: object, counted: bool = True) -> Expression:
+def schema_expression(schema: object, counted: bool = True) -> Expression:
     """Return an expression for the compact JSON texts that a schema validates.
 
     Args:
@@ -111,10 +111,10 @@ def document(schema: object, counted: bool = True) -> Expression:
         InputRefused: the schema is unbounded, outside the subset, or malformed; the message has the
             place and the key.
     """
-    return _Schemas(schema, 0 if counted else COUNTERS).read(schema, ("#",))
+    return _SchemaReader(schema, 0 if counted else COUNTERS).read(schema, ("#",))
 
 
-class _Schemas:
+class _SchemaReader:
     """Reads one JSON schema and the schemas inside it.
 
     Most methods take such an inner schema and the path to it.
@@ -385,7 +385,7 @@ class _Schemas:
             character = _counted(Operation("count", self.counters), in_json)
             characters = Repetition(character(ANY), 0, None)
             characters = self._bounded(characters, min_length, max_length)
-        return joined(
+        return concatenation(
             literal(b'"'), WithSource(characters, f"{source!r} at {pointer(path)}"), literal(b'"')
         )
 
@@ -411,7 +411,7 @@ class _Schemas:
         # Without a minimum any count may be left at the end.
         most_left = maximum - minimum if minimum else MAX_COUNT
         end = Operation("end", self.counters, most_left)
-        return joined(Mark(begin), counted, Mark(end))
+        return concatenation(Mark(begin), counted, Mark(end))
 
     def _number(self, name: str, schema: dict[str, Any], path: tuple[str, ...]) -> Expression:
         """Return an expression for the numbers of a schema; `name` is "integer" or "number"."""
@@ -471,16 +471,16 @@ class _Schemas:
             self.read(item, (*path, f"prefixItems/{index}"))
             for index, item in enumerate(prefix[:max_items])
         ]
-        rest: Expression = joined()
+        rest: Expression = concatenation()
         if max_items > len(first_items):
             first_items, rest = self._repeated_items(first_items, items, min_items, max_items, path)
         # From the last item to the first: `rest` is everything that may follow an item.
         for index in reversed(range(len(first_items))):
-            comma = literal(b",") if index else joined()
-            rest = joined(comma, first_items[index], rest)
+            comma = literal(b",") if index else concatenation()
+            rest = concatenation(comma, first_items[index], rest)
             if index >= min_items:
                 rest = optional(rest)
-        return joined(literal(b"["), rest, literal(b"]"))
+        return concatenation(literal(b"["), rest, literal(b"]"))
 
     def _repeated_items(
         self,
@@ -509,14 +509,14 @@ class _Schemas:
         minimum = max(min_items - len(first_items), 0)
         maximum = max_items - len(first_items)
         if not maximum:
-            return first_items, joined()
+            return first_items, concatenation()
         if self.counters == COUNTERS:
-            item = joined(literal(b","), self.read(items, (*path, "items")))
+            item = concatenation(literal(b","), self.read(items, (*path, "items")))
             repetition = Repetition(item, minimum, maximum)
             return first_items, WithSource(repetition, f"'maxItems' at {pointer(path)}")
         count = Mark(Operation("count", self.counters))
         self.counters += 1
-        item = joined(count, literal(b","), self.read(items, (*path, "items")))
+        item = concatenation(count, literal(b","), self.read(items, (*path, "items")))
         self.counters -= 1
         return first_items, self._bounded(Repetition(item, 0, None), minimum, maximum)
 
@@ -546,18 +546,18 @@ class _Schemas:
         after: list[Expression] = []
         options: list[Expression] = []
         for name, member in reversed([*(properties or {}).items()]):
-            value = self.read(member, (*path, f"properties/{escaped(name)}"))
-            text = joined(values.constant(name), literal(b":"), value)
+            value = self.read(member, (*path, f"properties/{escape_for_pointer(name)}"))
+            text = concatenation(values.constant(name), literal(b":"), value)
             self.budget.spend(len(after))
             # If this member is required, no later member can come first.
             if name in required_names:
                 options = []
-            options = [joined(text, *after), *options]
-            with_comma = joined(literal(b","), text)
+            options = [concatenation(text, *after), *options]
+            with_comma = concatenation(literal(b","), text)
             after = [with_comma if name in required_names else optional(with_comma), *after]
         if not required_names:
-            options.append(joined())
-        return joined(literal(b"{"), Alternation(tuple(options)), literal(b"}"))
+            options.append(concatenation())
+        return concatenation(literal(b"{"), Alternation(tuple(options)), literal(b"}"))
 
 
 def pointer(path: tuple[str, ...]) -> str:
@@ -565,7 +565,7 @@ def pointer(path: tuple[str, ...]) -> str:
     return "/".join(path)[:200]
 
 
-def escaped(name: str) -> str:
+def escape_for_pointer(name: str) -> str:
     """Return a name with the escapes of a JSON pointer."""
     return name.replace("~", "~0").replace("/", "~1")
 
@@ -577,7 +577,7 @@ def _counted(operation: Operation, encoding: Encoding) -> Encoding:
 
     def encode(points: CodePoints) -> Expression:
         if points not in known:
-            known[points] = joined(Mark(operation), encoding(points))
+            known[points] = concatenation(Mark(operation), encoding(points))
         return known[points]
 
     return encode

@@ -16,8 +16,8 @@ from monograph.automata.expression import (
     Repetition,
     boxes,
     byte_range,
+    concatenation,
     in_json,
-    joined,
     literal,
     optional,
     single,
@@ -38,16 +38,16 @@ def constant(value: object) -> Expression:
     """Return an expression for a JSON value in compact form; `in_json` spells its strings."""
     if isinstance(value, str):
         characters = [in_json(single(ord(character))) for character in value]
-        return joined(_QUOTE, *characters, _QUOTE)
+        return concatenation(_QUOTE, *characters, _QUOTE)
     if isinstance(value, list):
         items = [constant(item) for item in value]
-        return joined(literal(b"["), *_with_commas(items), literal(b"]"))
+        return concatenation(literal(b"["), *_with_commas(items), literal(b"]"))
     if isinstance(value, Mapping):
         members = [
-            joined(constant(name), literal(b":"), constant(member))
+            concatenation(constant(name), literal(b":"), constant(member))
             for name, member in value.items()
         ]
-        return joined(literal(b"{"), *_with_commas(members), literal(b"}"))
+        return concatenation(literal(b"{"), *_with_commas(members), literal(b"}"))
     return literal(json.dumps(value).encode())
 
 
@@ -67,7 +67,7 @@ def integer(minimum: int, maximum: int) -> Expression:
     Each number has one spelling: without leading zeros, and 0 without a minus sign.
     """
     not_negative = _natural(max(minimum, 0), maximum)
-    negative = joined(literal(b"-"), _natural(max(-maximum, 1), -minimum))
+    negative = concatenation(literal(b"-"), _natural(max(-maximum, 1), -minimum))
     return Alternation((not_negative, negative))
 
 
@@ -99,22 +99,24 @@ def number() -> Expression:
     They have up to DIGITS digits before the point, FRACTION_DIGITS after it, and 2 in the exponent.
     """
     sign = optional(literal(b"-"))
-    exponent = optional(joined(_one_of(b"eE"), optional(_one_of(b"+-")), Repetition(_DIGIT, 1, 2)))
-    return joined(sign, _natural(0, 10**DIGITS - 1), optional(_fraction(_DIGIT)), exponent)
+    exponent = optional(
+        concatenation(_one_of(b"eE"), optional(_one_of(b"+-")), Repetition(_DIGIT, 1, 2))
+    )
+    return concatenation(sign, _natural(0, 10**DIGITS - 1), optional(_fraction(_DIGIT)), exponent)
 
 
 def number_between(minimum: int, maximum: int) -> Expression:
     """Return an expression for decimals from `minimum` to `maximum`, without exponents."""
     not_negative = _decimals(max(minimum, 0), maximum)
-    negative = joined(literal(b"-"), _decimals(max(-maximum, 0), -minimum))
+    negative = concatenation(literal(b"-"), _decimals(max(-maximum, 0), -minimum))
     return Alternation((not_negative, negative))
 
 
 def _decimals(minimum: int, maximum: int) -> Expression:
     """Return an expression for decimals from `minimum` >= 0 to `maximum`; there may be none."""
-    below_maximum = joined(_natural(minimum, maximum - 1), optional(_fraction(_DIGIT)))
+    below_maximum = concatenation(_natural(minimum, maximum - 1), optional(_fraction(_DIGIT)))
     # The maximum itself may only have zeros after its point.
-    maximum_itself = joined(
+    maximum_itself = concatenation(
         _natural(maximum, maximum) if maximum >= minimum else Alternation(()),
         optional(_fraction(literal(b"0"))),
     )
@@ -123,7 +125,7 @@ def _decimals(minimum: int, maximum: int) -> Expression:
 
 def _fraction(digit: Expression) -> Expression:
     """Return an expression for a point and up to FRACTION_DIGITS digits."""
-    return joined(literal(b"."), Repetition(digit, 1, FRACTION_DIGITS))
+    return concatenation(literal(b"."), Repetition(digit, 1, FRACTION_DIGITS))
 
 
 def _one_of(characters: bytes) -> Expression:

@@ -143,7 +143,7 @@ class Spent:
         return type(self)({part: self.parts[part] + other.parts[part] for part in PARTS}, gaps)
 
 
-def spent(timeline: Timeline, within: Iterable[tuple[float, float]] | None = None) -> Spent:
+def time_by_part(timeline: Timeline, within: Iterable[tuple[float, float]] | None = None) -> Spent:
     """Return the seconds of each part in a stretch of work.
 
     A moment in which kernels compute is shared equally by their parts; a copy at the same time does
@@ -162,10 +162,10 @@ def spent(timeline: Timeline, within: Iterable[tuple[float, float]] | None = Non
     """
     stretches = [(timeline.begin_s, timeline.end_s)] if within is None else within
     nothing = Spent(dict.fromkeys(PARTS, 0.0))
-    return sum((_spent(timeline, begin, end) for begin, end in stretches), nothing)
+    return sum((_time_by_part_between(timeline, begin, end) for begin, end in stretches), nothing)
 
 
-def _spent(timeline: Timeline, begin: float, end: float) -> Spent:
+def _time_by_part_between(timeline: Timeline, begin: float, end: float) -> Spent:
     """Return the seconds of each part in one interval of a stretch."""
     parts: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
     gaps: defaultdict[Cause, float] = defaultdict(float)
@@ -231,13 +231,13 @@ def _cause(
     return "kernel gap" if next_kernel.begin_s - last_end < KERNEL_GAP_S else "other"
 
 
-def unwatched(
-    watched: Timeline, event_s: float, whole_s: float, optimizer_s: float, overlaps: bool
+def estimate_update(
+    profiled: Timeline, event_s: float, whole_s: float, optimizer_s: float, overlaps: bool
 ) -> Spent:
     """Estimate the seconds of each part in an unprofiled update, from a few profiled updates.
 
     Args:
-        watched: the profiled updates.
+        profiled: the profiled updates.
         event_s: the profiler's seconds to record one event.
         whole_s: seconds of an unprofiled update.
         optimizer_s: seconds of the optimizer in an unprofiled update.
@@ -245,15 +245,15 @@ def unwatched(
             then `optimizer_s` is not used.
     """
     if overlaps:
-        events = Counter(watched.events) + Counter(watched.update_events)
-        return undisturbed(spent(watched), events, event_s, whole_s)
-    optimizer = spent(watched, watched.updates)
-    rest = spent(watched, watched.rest)
-    in_updates = undisturbed(optimizer, watched.update_events, event_s, optimizer_s)
-    return in_updates + undisturbed(rest, watched.events, event_s, whole_s - optimizer_s)
+        events = Counter(profiled.events) + Counter(profiled.update_events)
+        return estimate_unprofiled(time_by_part(profiled), events, event_s, whole_s)
+    optimizer = time_by_part(profiled, profiled.updates)
+    rest = time_by_part(profiled, profiled.rest)
+    in_updates = estimate_unprofiled(optimizer, profiled.update_events, event_s, optimizer_s)
+    return in_updates + estimate_unprofiled(rest, profiled.events, event_s, whole_s - optimizer_s)
 
 
-def undisturbed(
+def estimate_unprofiled(
     profiled: Spent, events: Mapping[Part, int], event_s: float, measured_s: float
 ) -> Spent:
     """Estimate the seconds of each part in an unprofiled stretch, from a profiled stretch.

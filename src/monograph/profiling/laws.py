@@ -64,7 +64,7 @@ DRAWN = Sampling(1.0, logprobs=0, seed=1)
 LIKELIEST = Sampling(0.0, logprobs=0, seed=1)
 
 
-class Compared(NamedTuple):
+class Comparison(NamedTuple):
     """The result of a comparison.
 
     Attributes:
@@ -105,7 +105,7 @@ class Law(NamedTuple):
 
     number: int
     name: str
-    compare: Callable[[], Compared]
+    compare: Callable[[], Comparison]
 
 
 def laws(device: torch.device) -> list[Law]:
@@ -119,7 +119,7 @@ def laws(device: torch.device) -> list[Law]:
     all_precisions = [fp64, *trained]
     # Graphs are replayed on CUDA only.
     replayed = trained if device.type == "cuda" else []
-    table: list[tuple[int, str, Callable[[_Small], Compared], list[_Small]]] = [
+    table: list[tuple[int, str, Callable[[_Small], Comparison], list[_Small]]] = [
         (1, "compiled = eager", _Small.compiled, trained),
         (1, "replayed = called", _Small.replayed, replayed),
         (2, "accumulated = large batch", _Small.accumulated, all_precisions),
@@ -185,21 +185,21 @@ class _Small:
             raise MonographError(f"the step of a small model cannot be compiled here: {obstacle}")
         return engine
 
-    def compare_with_exact(self, engine: Engine) -> Compared:
+    def compare_with_exact(self, engine: Engine) -> Comparison:
         """Compare an engine's gradient and loss of packed rows with the exact ones."""
         found = _gradient_and_loss(engine, self.rows)
-        return Compared(_relative_error(found, _exact_gradient_and_loss()), self.bound)
+        return Comparison(_relative_error(found, _exact_gradient_and_loss()), self.bound)
 
-    def compiled(self) -> Compared:
+    def compiled(self) -> Comparison:
         return self.compare_with_exact(self.captured(self.engine()))
 
-    def accumulated(self) -> Compared:
+    def accumulated(self) -> Comparison:
         return self.compare_with_exact(self.engine(micro_batch=1))
 
-    def packed(self) -> Compared:
+    def packed(self) -> Comparison:
         return self.compare_with_exact(self.engine())
 
-    def replayed(self) -> Compared:
+    def replayed(self) -> Comparison:
         replayed = self.engine()
         called = self.engine()
         notes = list[str]()
@@ -211,23 +211,23 @@ class _Small:
         why = ""
         if not is_replayed(replayed.step):
             why = "; ".join(["nothing is replayed", *notes])
-        return Compared(differing, 0, why)
+        return Comparison(differing, 0, why)
 
-    def recomputed(self) -> Compared:
+    def recomputed(self) -> Comparison:
         with _deterministic_sums():
             recomputing = self.engine(remat=Remat.Full())
-            return Compared(_count_differing(recomputing, self.engine(), self.rows), 0)
+            return Comparison(_count_differing(recomputing, self.engine(), self.rows), 0)
 
-    def streamed(self) -> Compared:
+    def streamed(self) -> Comparison:
         placement = Placement(self.device)
         model = copy.deepcopy(self.model).cpu()
         with _deterministic_sums():
             streamed = Streamed(
                 model, optim=AdamW(lr=0.01), precision=self.precision, placement=placement
             )
-            return Compared(_count_differing(streamed, self.engine(), self.rows), 0)
+            return Comparison(_count_differing(streamed, self.engine(), self.rows), 0)
 
-    def member(self) -> Compared:
+    def member(self) -> Comparison:
         """Compare the second of two members with the same model trained alone.
 
         Losses, norms, weights and moments are compared.
@@ -248,17 +248,17 @@ class _Small:
             values += [
                 part[name] for part in (state.model, state.optimizer) for name in sorted(part)
             ]
-        return Compared(_relative_error(tuple(found), tuple(expected)), 1e-10)
+        return Comparison(_relative_error(tuple(found), tuple(expected)), 1e-10)
 
-    def fused(self) -> Compared:
+    def fused(self) -> Comparison:
         engine = self.engine()
         fusion = fuse_siblings(engine.model, self.rows["tokens"].to(self.device))
         if not fusion.families:
-            return Compared(0, 0, str(fusion))
+            return Comparison(0, 0, str(fusion))
         return self.compare_with_exact(engine)
 
     @torch.no_grad()
-    def sampled(self) -> Compared:
+    def sampled(self) -> Comparison:
         """Count wrong tokens of the filters, and draws of tokens that the filters removed.
 
         A token is wrong if the filters keep or remove it against their definitions in float64.
@@ -286,10 +286,10 @@ class _Small:
         wrong = int((wrongly_kept_BV | wrongly_removed_BV).sum())
         token_B = sample(logits_BV, rows, None, chain).token_B
         drawn_though_removed = int((~kept_BV[seed_B, token_B]).sum())
-        return Compared(wrong + drawn_though_removed, 0)
+        return Comparison(wrong + drawn_though_removed, 0)
 
     @torch.no_grad()
-    def cached(self) -> Compared:
+    def cached(self) -> Comparison:
         """Compare the logits of a prompt that is read in parts with those of one forward pass.
 
         The first part is WRITTEN tokens long, and every other part is one token.
@@ -304,10 +304,10 @@ class _Small:
         ]
         found = model.logits(torch.cat(hidden_of_parts, 1))
         expected = model.logits(model(ids_BT))
-        return Compared(_relative_error((found,), (expected,)), self.bound)
+        return Comparison(_relative_error((found,), (expected,)), self.bound)
 
     @torch.no_grad()
-    def generated(self) -> Compared:
+    def generated(self) -> Comparison:
         """Count likeliest tokens that the decode graph writes and whole forward passes do not."""
         generated = self._generate(self._generator(LIKELIEST, "compiled"), LIKELIEST)
         ids = self._prompt
@@ -315,9 +315,9 @@ class _Small:
             logits = self.model.logits(self.model(ids[None])[0, -1])
             ids = torch.cat([ids, logits.argmax()[None]])
         found = [token for token, _ in generated]
-        return Compared(sum(map(ne, found, ids[PROMPT:].tolist())), 0)
+        return Comparison(sum(map(ne, found, ids[PROMPT:].tolist())), 0)
 
-    def resumed(self) -> Compared:
+    def resumed(self) -> Comparison:
         uninterrupted = self.engine()
         resumed = self.engine()
         no_data = SimpleNamespace(state=dict)
@@ -325,9 +325,9 @@ class _Small:
             list(train(uninterrupted, [self.rows] * 2))
             save_checkpoint(uninterrupted, no_data, folder)
             load_checkpoint(resumed, folder)
-            return Compared(_count_differing(resumed, uninterrupted, self.rows), 0)
+            return Comparison(_count_differing(resumed, uninterrupted, self.rows), 0)
 
-    def scored(self) -> Compared:
+    def scored(self) -> Comparison:
         """Compare log-probabilities of sampled tokens with those that a training pass computes."""
         sampled = self._generate(self._generator(DRAWN), DRAWN)
         tokens, log_probabilities = zip(*sampled, strict=True)
@@ -337,9 +337,9 @@ class _Small:
             model(ids[None])[0, PROMPT - 1 : -1], model.lm_head.weight, ids[PROMPT:]
         )
         difference = scored.detach().cpu() - torch.tensor(log_probabilities)
-        return Compared(float(difference.abs().max()), 1e-5)
+        return Comparison(float(difference.abs().max()), 1e-5)
 
-    def adapted(self) -> Compared:
+    def adapted(self) -> Comparison:
         """Count numbers in hidden states that differ from the base's after adapters are off.
 
         The adapters are trained first.
@@ -356,9 +356,9 @@ class _Small:
             found = model(window["tokens"], **inputs)
             expected = self.model(window["tokens"], **inputs)
         why = "" if trained else "the adapters learned nothing"
-        return Compared(int((found != expected).sum()), 0, why)
+        return Comparison(int((found != expected).sum()), 0, why)
 
-    def stale(self) -> Compared:
+    def stale(self) -> Comparison:
         """Count tokens that a used generator writes after an update and a new generator does not.
 
         Their log-probabilities are compared as well.
@@ -372,7 +372,7 @@ class _Small:
         after = self._generate(used, DRAWN)
         expected = self._generate(self._generator(DRAWN, model=model), DRAWN)
         why = "" if after != before else "the update changed nothing"
-        return Compared(sum(map(ne, after, expected)), 0, why)
+        return Comparison(sum(map(ne, after, expected)), 0, why)
 
     @property
     def _prompt(self) -> Tensor:

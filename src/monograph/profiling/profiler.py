@@ -32,7 +32,7 @@ from monograph.model.llama import Llama
 from monograph.predict.roofline import measured_memory_bytes_per_s
 from monograph.profiling import trace
 from monograph.profiling.bottleneck import Machine, Situation, Verdict, verdict
-from monograph.profiling.intervals import Kernel, Operands, Part, unwatched
+from monograph.profiling.intervals import Kernel, Operands, Part, estimate_update
 from monograph.storage.reading import is_folder
 
 # Operands that take turns have this many bytes together, so that they are not in the caches.
@@ -218,7 +218,7 @@ def profile(
         vocabulary=_head_rows(engine, micro_batch * math.prod(row_shape)),
         heads_are_batched=isinstance(engine.model, Llama),
     )
-    spent = unwatched(
+    spent = estimate_update(
         timeline,
         _event_s(),
         measured.whole_s,

@@ -73,7 +73,7 @@ class DeviceBuffer:
         }
 
 
-def traveling(stage: Stage, name: str) -> dict[Key, Tensor]:
+def tensors_to_fetch(stage: Stage, name: str) -> dict[Key, Tensor]:
     """Return the stage's buffers of one name that must be copied to the device.
 
     Args:
@@ -105,10 +105,10 @@ class Slot:
     def __init__(self, name: str, stages: list[Stage], device: torch.device):
         """Allocate enough memory for the largest of the stages."""
         self.weights = DeviceBuffer(
-            f"{name}, weights", [traveling(stage, WEIGHTS) for stage in stages], device
+            f"{name}, weights", [tensors_to_fetch(stage, WEIGHTS) for stage in stages], device
         )
         self.gradients = DeviceBuffer(
-            f"{name}, gradients", [traveling(stage, GRADIENT) for stage in stages], device
+            f"{name}, gradients", [tensors_to_fetch(stage, GRADIENT) for stage in stages], device
         )
         self.holds: tuple[Stage, int] | None = None
 
@@ -126,8 +126,8 @@ class StageOnDevice:
         """Make planes of the slot's memory; nothing is copied."""
         self.stage = stage
         self.slot = slot
-        weights = slot.weights.take(traveling(stage, WEIGHTS))
-        gradients = slot.gradients.take(traveling(stage, GRADIENT))
+        weights = slot.weights.take(tensors_to_fetch(stage, WEIGHTS))
+        gradients = slot.gradients.take(tensors_to_fetch(stage, GRADIENT))
         self.planes = [
             # A buffer that lives on the device is not in the slot, and is used where it is.
             replace(

@@ -199,7 +199,7 @@ def staged(module: nn.Module) -> Staged:
     return cast(Staged, module)
 
 
-def stored(
+def store_in_stages(
     module: nn.Module,
     kinds: Mapping[str, Kind],
     optim: Optimizer,

@@ -8,7 +8,7 @@ import tokenizers
 
 from monograph.errors import InputRefused
 from monograph.text.sentence_pieces import MARK
-from monograph.text.tokenizer_file import Checked
+from monograph.text.tokenizer_file import CheckedTokenizer
 
 LONGEST = 20  # the characters that a message shows before and after a lost character
 
@@ -26,7 +26,7 @@ class Losses:
 
     def __init__(
         self,
-        checked: Checked,
+        checked: CheckedTokenizer,
         added: Collection[int],
         engine: tokenizers.Tokenizer,
         inner: tokenizers.Tokenizer,
@@ -40,15 +40,15 @@ class Losses:
         if not checked.marks:
             for index in added:
                 letters = (engine.id_to_token(index) or "").encode()
-                if index in checked.made or checked.pieces[index] != letters:
+                if index in checked.ids_from_merges or checked.pieces[index] != letters:
                     doubtful.add(index)
         # Special tokens that merges can produce from the letters of a text.
-        self._special_from_text = checked.made.intersection(checked.special.values())
+        self._special_from_text = checked.ids_from_merges.intersection(checked.special.values())
         self._suspects = self._special_from_text | doubtful
         # Characters that are known to have tokens.
         self._writable = set(checked.characters)
 
-    def of(self, text: str, inside: bool, ids: Collection[int] | None = None) -> str:
+    def describe(self, text: str, inside: bool, ids: Collection[int] | None = None) -> str:
         """Return a sentence on what a text would lose, or "" if nothing is lost.
 
         Args:
@@ -132,7 +132,9 @@ class Losses:
         return str(self._engine.normalizer.normalize_str(text))
 
 
-def require_apart(added: list[dict[str, Any]], engine: tokenizers.Tokenizer, where: str) -> None:
+def require_distinct_texts(
+    added: list[dict[str, Any]], engine: tokenizers.Tokenizer, where: str
+) -> None:
     """Refuse two added tokens with the same text.
 
     The library recognises one of them, and not the same one each time it loads the file.

@@ -24,7 +24,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from monograph.errors import InputRefused, UsageError
 from monograph.storage.reading import is_folder
 from monograph.text import tokenizer_config, tokenizer_file, tokenizer_trial
-from monograph.text.losses import Losses, require_apart
+from monograph.text.losses import Losses, require_distinct_texts
 from monograph.text.tokenizer_config import TokenizerConfig
 
 BOS = "<|bos|>"
@@ -101,7 +101,7 @@ class Tokenizer:
             InputRefused: see `from_file`.
         """
         try:
-            checked = tokenizer_file.Checked(content, where)
+            checked = tokenizer_file.CheckedTokenizer(content, where)
         except InputRefused as error:
             lost = None if trusted else tokenizer_trial.loss(json.dumps(content))
             if lost is None:
@@ -119,8 +119,8 @@ class Tokenizer:
         self._engine = _load(checked, where, trusted)
         self._inner = self._engine
         if self.space_first:
-            self._inner = _load_literal(tokenizer_file.inside(self._json))
-        require_apart(self._json["added_tokens"], self._engine, where)
+            self._inner = _load_literal(tokenizer_file.without_inserted_space(self._json))
+        require_distinct_texts(self._json["added_tokens"], self._engine, where)
         added = [token["id"] for token in self._json["added_tokens"] if not token["special"]]
         for index in added:
             # `id_to_token` returns the normal form, which is what is decoded.
@@ -280,7 +280,7 @@ class Tokenizer:
             ) from None
         ids = [encoding.ids for encoding in encodings]
         for text, ids_of_text in zip(texts, ids, strict=True):
-            loss = self._losses.of(text, inside, ids_of_text)
+            loss = self._losses.describe(text, inside, ids_of_text)
             if loss:
                 raise InputRefused(f"{loss}; give other text, or a tokenizer that can write it")
         return ids
@@ -290,7 +290,7 @@ class Tokenizer:
 
         The arguments are those of `encode`.
         """
-        return self._losses.of(text, inside)
+        return self._losses.describe(text, inside)
 
     @functools.cached_property
     def notes(self) -> tuple[str, ...]:
@@ -499,7 +499,9 @@ def _load_literal(content: dict[str, Any]) -> tokenizers.Tokenizer:
     return engine
 
 
-def _load(checked: tokenizer_file.Checked, where: str, trusted: bool) -> tokenizers.Tokenizer:
+def _load(
+    checked: tokenizer_file.CheckedTokenizer, where: str, trusted: bool
+) -> tokenizers.Tokenizer:
     """Load the library's tokenizer for whole texts.
 
     Raises:

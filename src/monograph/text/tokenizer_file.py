@@ -120,7 +120,7 @@ def texts(content: dict[str, Any], where: str) -> dict[int, str]:
     return by_id
 
 
-class Checked:
+class CheckedTokenizer:
     """The accepted parts of a tokenizer.json.
 
     A step is one part of the normalizer, pre-tokenizer, post-processor or decoder.
@@ -135,7 +135,7 @@ class Checked:
         space_first: whether a space is inserted before a text that does not begin with a space.
         opening: the ids of the special tokens after which a space is inserted as well.
         json: a tokenizer.json object of known parts only, without padding and truncation.
-        made: the ids of added tokens that merges can produce from the letters of a text.
+        ids_from_merges: the ids of added tokens that merges can produce from the letters of a text.
 
     Raises:
         InputRefused: a part is unknown, changes text in an unknown way, or is inconsistent; the
@@ -214,7 +214,9 @@ class Checked:
             for token in vocab
             if model.get("ignore_merges") or 1 in (len(token), len(self.piece(token)))
         }
-        self.made = frozenset(token["id"] for token in added if token["content"] in from_text)
+        self.ids_from_merges = frozenset(
+            token["id"] for token in added if token["content"] in from_text
+        )
 
     def _refusal(self, fault: str) -> InputRefused:
         """Return the error for a part that is not accepted."""
@@ -400,9 +402,9 @@ class Checked:
         """Check that a post-processor is known, and return it."""
         for step in _steps(part, "processors"):
             known = (
-                _is(step, "ByteLevel")
-                or (_is(step, "TemplateProcessing") and self._is_small_template(step))
-                or (_is(step, *_PUT_AROUND) and self._puts_special_tokens(step))
+                _has_type(step, "ByteLevel")
+                or (_has_type(step, "TemplateProcessing") and self._is_small_template(step))
+                or (_has_type(step, *_PUT_AROUND) and self._puts_special_tokens(step))
             )
             if not known:
                 raise self._refusal(
@@ -429,7 +431,7 @@ class Checked:
         )
 
 
-def inside(content: dict[str, Any]) -> dict[str, Any]:
+def without_inserted_space(content: dict[str, Any]) -> dict[str, Any]:
     """Return the tokenizer.json of the tokenizer for a text that follows other text.
 
     It is a checked tokenizer.json without the steps that insert a space before a text.
@@ -481,17 +483,17 @@ def _is_byte_level_text(token: str) -> bool:
     return _ALPHABET.keys() >= {*token}
 
 
-def _is(step: object, *kinds: str) -> TypeGuard[dict[str, Any]]:
+def _has_type(step: object, *kinds: str) -> TypeGuard[dict[str, Any]]:
     """Return whether a step is an object of one of these types."""
     return isinstance(step, dict) and _kind(step) in kinds
 
 
 def _is_byte_level(step: object) -> TypeGuard[dict[str, Any]]:
-    return _is(step, "ByteLevel") and isinstance(step.get("add_prefix_space"), bool)
+    return _has_type(step, "ByteLevel") and isinstance(step.get("add_prefix_space"), bool)
 
 
 def _is_digits(step: object) -> bool:
-    return _is(step, "Digits") and isinstance(step.get("individual_digits"), bool)
+    return _has_type(step, "Digits") and isinstance(step.get("individual_digits"), bool)
 
 
 def _is_known_split(step: object) -> bool:
@@ -499,9 +501,9 @@ def _is_known_split(step: object) -> bool:
 
     It must split at punctuation, at a fixed text, or by a known pattern.
     """
-    if not _is(step, "Split", "Punctuation") or step.get("behavior") not in _KEEPING:
+    if not _has_type(step, "Split", "Punctuation") or step.get("behavior") not in _KEEPING:
         return False
-    if _is(step, "Punctuation"):
+    if _has_type(step, "Punctuation"):
         return True
     pattern = step.get("pattern")
     if isinstance(pattern, dict) and list(pattern) == ["String"]:
