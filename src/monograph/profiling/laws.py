@@ -3,10 +3,10 @@
 A law says that a fast path equals a slow, obviously correct path (docs/laws.md). The errors and
 their bounds are those of the laws:
 
-- The error of a gradient and of an evaluated loss is relative to the exact values: those of each
-  document alone, in float64 on the CPU. In float64 the bound is 1e-12. In fewer bits it is twice
-  the sum of a rounding and the error of a slow path, which computes documents alone, eagerly, in
-  the same dtype.
+- The error of a gradient and of an evaluated loss is relative to exact values, which are computed
+  for each document alone, in float64 on the CPU. In float64 the bound is 1e-12. In fewer bits it is
+  twice the sum of a rounding and the error of a slow path, which computes documents alone, eagerly,
+  in the same dtype.
 - If two paths must be equal in every bit, the error is the number of tensors, tokens or numbers
   that differ, and the bound is 0.
 

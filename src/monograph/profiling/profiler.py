@@ -41,7 +41,7 @@ COLD_BYTES = 2**26
 # number to fp32 and back (docs/profile.md). Other devices compute with 16-bit numbers directly.
 BF16_ON_CPU: Mapping[Part, float] = {"attention": 0.65, "elementwise": 1.1, "optimizer": 1.7}
 BF16: Mapping[Part, float] = {"elementwise": 0.5, "optimizer": 1.0}
-KINDS = 12  # the number of shapes of products that are timed in bf16: those that take longest
+KINDS = 12  # the number of shapes of products that are timed in bf16; they are the slowest ones
 
 
 def machine_of(engine: Engine) -> Machine:
@@ -144,7 +144,7 @@ MEASURED = 9  # unprofiled updates; the lower quartile of their times counts
 # The windows that `profile` needs at least; one update is profiled but not timed.
 NEEDED = WARM + MEASURED + 1 + UPDATES
 EVENTS = 1000  # operators in a round that measures the profiler's cost per event
-ROUNDS = 3  # rounds of a measurement of which the quickest counts
+ROUNDS = 3  # rounds of a measurement; the quickest round counts
 _ALLOCATES = ("empty", "new_empty", "resize_", "set_")
 
 

@@ -255,8 +255,8 @@ def pinned(like: Tensor, label: str) -> Tensor:
         pages = _LockedPages(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise InputRefused(
-            f"{label} needs {length:,} bytes of the host's memory, and there are not so many: keep fewer buffers there "
-            "(on the device, or on disk), or in fewer bits"
+            f"{label} needs {length:,} bytes of the host's memory, which has no space for them: keep fewer buffers "
+            "there (on the device, or on disk), or in fewer bits"
         ) from error
     page_bytes = torch.frombuffer(pages, dtype=torch.uint8)
     error_code = int(torch.cuda.cudart().cudaHostRegister(page_bytes.data_ptr(), length, 0))

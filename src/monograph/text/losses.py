@@ -137,7 +137,7 @@ def require_distinct_texts(
 ) -> None:
     """Refuse two added tokens with the same text.
 
-    The library recognises one of them, and not the same one each time it loads the file.
+    The library would recognise only one of the two, and which one differs from load to load.
     """
     seen = set[str]()
     for token in added:

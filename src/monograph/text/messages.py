@@ -64,7 +64,8 @@ def for_template(
         messages: the messages.
         counts: is increased by the number of messages with each known key that the template does
             not read ("unread KEY"), by the number of arguments that became objects ("parsed"), and
-            by the number of those that could not ("kept"); None: nothing is counted.
+            by the number of arguments that are not the text of an object ("kept"); None: nothing is
+            counted.
         variables: the template's other variables.
 
     Raises:
