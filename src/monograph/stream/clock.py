@@ -168,26 +168,28 @@ class Pretend(Passes):
         self.costs = costs
         self.state = state
 
-    def bound(self, needed: Sequence[StageOnDevice], call: Callable[[], T], backward: bool) -> T:
+    def run_with_weights(
+        self, needed: Sequence[StageOnDevice], call: Callable[[], T], backward: bool
+    ) -> T:
         """Run a call; parameters stay where they are, because nothing reads them."""
         return call()
 
-    def first(self, batch: object) -> tuple[Tensor, Further]:
+    def forward_first(self, batch: object) -> tuple[Tensor, Further]:
         """Spend `first_s`."""
         self.clock.spend(self.costs.first_s)
         return self.state, ()
 
-    def forward(self, stage: Stage, state: Tensor, further: Further) -> Tensor:
+    def forward_blocks(self, stage: Stage, state: Tensor, further: Further) -> Tensor:
         """Spend `forward_s` for each block."""
         self.clock.spend(self.costs.forward_s * len(stage.blocks))
         return state
 
-    def loss(self, planes: Sequence[Plane], state: Tensor, batch: object) -> Tensor:
+    def backward_last(self, planes: Sequence[Plane], state: Tensor, batch: object) -> Tensor:
         """Spend `loss_s`."""
         self.clock.spend(self.costs.loss_s)
         return state
 
-    def again(
+    def backward_blocks(
         self,
         planes: Sequence[Plane],
         state: Tensor,
@@ -200,7 +202,7 @@ class Pretend(Passes):
         self.clock.spend(self.costs.again_s * len(stage.blocks))
         return state
 
-    def first_again(self, planes: Sequence[Plane], batch: object, gradient: Tensor) -> None:
+    def backward_first(self, planes: Sequence[Plane], batch: object, gradient: Tensor) -> None:
         """Spend `first_again_s`."""
         self.clock.spend(self.costs.first_again_s)
 

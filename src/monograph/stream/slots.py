@@ -278,7 +278,9 @@ class Passes:
         self.step = step
         self.model = staged(step.model)
 
-    def bound(self, needed: Sequence[StageOnDevice], call: Callable[[], T], backward: bool) -> T:
+    def run_with_weights(
+        self, needed: Sequence[StageOnDevice], call: Callable[[], T], backward: bool
+    ) -> T:
         """Run a call while the model's parameters are the weights in the slots.
 
         Args:
@@ -322,25 +324,25 @@ class Passes:
             )
         return self.model.begin(*args, **kwargs)
 
-    def forward(self, stage: Stage, state: Tensor, further: Further) -> Tensor:
+    def forward_blocks(self, stage: Stage, state: Tensor, further: Further) -> Tensor:
         """Return the output of a stage of blocks."""
         modules = [block for _, block in stage.blocks]
         with torch.no_grad(), self.step.context(), self._require_repeatable(modules):
             return self._run_blocks(stage, state, further)
 
-    def first(self, batch: object) -> tuple[Tensor, Further]:
+    def forward_first(self, batch: object) -> tuple[Tensor, Further]:
         """Return the first stage's output, and the further arguments of each block."""
         modules = self.model.parts_before
         with torch.no_grad(), self.step.context(), self._require_repeatable(modules):
             return self.begin(batch)
 
-    def score(self, state: Tensor, batch: object) -> tuple[Tensor, Tensor]:
+    def evaluate_last(self, state: Tensor, batch: object) -> tuple[Tensor, Tensor]:
         """Return the sum of losses and the number of targets, from the last stage's input."""
         with self.step.context(), self._forward_ends(state):
             return self.step.evaluate(batch)
 
-    def loss(self, planes: Sequence[Plane], state: Tensor, batch: object) -> Tensor:
-        """Add the loss and the last stage's gradient to their sums.
+    def backward_last(self, planes: Sequence[Plane], state: Tensor, batch: object) -> Tensor:
+        """Run the last stage with the loss, and backward; this adds to the loss and the gradient.
 
         Returns:
             The gradient of the stage's input `state`.
@@ -351,7 +353,7 @@ class Passes:
         self.step.differentiate(loss, loss_sum, count)
         return _gradient_of(state)
 
-    def again(
+    def backward_blocks(
         self,
         planes: Sequence[Plane],
         state: Tensor,
@@ -360,7 +362,7 @@ class Passes:
         further: Further,
         gradient: Tensor,
     ) -> Tensor:
-        """Run a stage of blocks again, and backward; this adds to the stage's gradient.
+        """Recompute a stage of blocks, and run it backward; this adds to the stage's gradient.
 
         Args:
             planes: the stage's planes on the device.
@@ -380,8 +382,8 @@ class Passes:
         output.backward(gradient)
         return _gradient_of(state)
 
-    def first_again(self, planes: Sequence[Plane], batch: object, gradient: Tensor) -> None:
-        """Run the first stage again, and backward; this adds to the stage's gradient.
+    def backward_first(self, planes: Sequence[Plane], batch: object, gradient: Tensor) -> None:
+        """Recompute the first stage, and run it backward; this adds to the stage's gradient.
 
         Args:
             planes: the stage's planes on the device.

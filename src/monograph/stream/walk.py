@@ -244,7 +244,9 @@ class Walk:
             state, space = self.boundaries.take(last.index, g)
             scores.append(
                 self._compute(
-                    stage_on_device, functools.partial(self.passes.score, state, batch), [space]
+                    stage_on_device,
+                    functools.partial(self.passes.evaluate_last, state, batch),
+                    [space],
                 )
             )
         return scores
@@ -263,11 +265,11 @@ class Walk:
             for g, batch in enumerate(batches):
                 if stage.blocks:
                     state, space = self.boundaries.of(stage.index, g)
-                    work = functools.partial(self.passes.forward, stage, state, further[g])
+                    work = functools.partial(self.passes.forward_blocks, stage, state, further[g])
                     output = self._compute(stage_on_device, work, [space])
                 else:
                     output, further[g] = self._compute(
-                        stage_on_device, functools.partial(self.passes.first, batch)
+                        stage_on_device, functools.partial(self.passes.forward_first, batch)
                     )
                 self.boundaries.put(stage.index + 1, g, output, keep=keep)
                 self.updates.update_some(len(batches))
@@ -285,15 +287,15 @@ class Walk:
         planes = [plane for stage in self._needed(stage_on_device) for plane in stage.planes]
         first, last = self.store.stages[0], self.store.stages[-1]
         if stage_on_device.stage is first:
-            last_one = functools.partial(self.passes.first_again, planes, batch, gradients[g])
+            last_one = functools.partial(self.passes.backward_first, planes, batch, gradients[g])
             self._compute(stage_on_device, last_one, backward=True)
             return
         state, space = self.boundaries.take(stage_on_device.stage.index, g)
         if stage_on_device.stage is last:
-            work = functools.partial(self.passes.loss, planes, state, batch)
+            work = functools.partial(self.passes.backward_last, planes, state, batch)
         else:
             work = functools.partial(
-                self.passes.again,
+                self.passes.backward_blocks,
                 planes,
                 state,
                 stage=stage_on_device.stage,
@@ -349,7 +351,7 @@ class Walk:
         Weights that the stage shares with another stage are included.
         """
         needed = self._needed(stage_on_device)
-        work = functools.partial(self.passes.bound, needed, call, backward)
+        work = functools.partial(self.passes.run_with_weights, needed, call, backward)
         reads = [*also_reads, *(space for stage in needed for space in stage.reads)]
         return self.lanes.compute(
             work, reads, [s for stage in needed for s in stage.writes] if backward else ()
