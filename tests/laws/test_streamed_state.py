@@ -156,8 +156,14 @@ def out_of_memory_at(monkeypatch, owner, name, call):
     monkeypatch.setattr(owner, name, fails)
 
 
-REPEATED = [*itertools.product(["on the host", "next forward, offloaded"], ["forward_blocks", "backward_blocks", "backward_last"]),
-            ("backward", "forward_blocks"), ("backward", "backward_last")]  # fmt: skip
+REPEATED = [
+    *itertools.product(
+        ["on the host", "next forward, offloaded"],
+        ["forward_blocks", "backward_blocks", "backward_last"],
+    ),
+    ("backward", "forward_blocks"),
+    ("backward", "backward_last"),
+]
 REPEATED_BY_DAY = [("next forward, offloaded", "backward_blocks")]
 
 

@@ -19,10 +19,10 @@ counts. Memory without `record_stream` is safe because it is all allocated on th
 compute lane:
 
     freed memory: Before memory is freed, the compute lane writes its space, and so waits for all
-        copies from it (`Boundaries.passed` in `monograph.stream.walk`). The allocator gives freed
-        memory only to later work on this lane.
-    new memory: The compute lane writes its space before any copy to it (`Boundaries.put`, `fetch`),
-        so copies wait for this lane's earlier use of the memory.
+        copies from it (`Boundaries.release_inputs` in `monograph.stream.walk`). The allocator gives
+        freed memory only to later work on this lane.
+    new memory: The compute lane writes its space before any copy to it (`Boundaries.store_input`,
+        `fetch_inputs`), so copies wait for this lane's earlier use of the memory.
     all other memory: Planes, slots and staging buffers are allocated before the walk's constructor
         calls `finish`, and they live as long as the walk.
 
