@@ -131,7 +131,7 @@ class StagingBuffers:
         return self.buffers[self.turn % len(self.buffers)]
 
 
-class Fetched(NamedTuple):
+class FetchedChunk(NamedTuple):
     """A chunk on the device.
 
     Attributes:
@@ -168,9 +168,9 @@ class ChunkedUpdate:
         # A generator of the chunks that are not fetched yet.
         self._unfetched = chunks(stage)
         self.count = sum(1 for _ in chunks(stage))
-        self._fetched: list[Fetched] = []
+        self._fetched: list[FetchedChunk] = []
 
-    def begin(self) -> None:
+    def fetch_chunks(self) -> None:
         """Fetch chunks until all staging buffers are in use."""
         free_buffers = STAGING_BUFFERS - len(self._fetched)
         for chunk in islice(self._unfetched, free_buffers):
@@ -179,7 +179,7 @@ class ChunkedUpdate:
     # Callers may have gradients enabled or disabled. Without the decorator, the two would need two
     # captured graphs.
     @torch.no_grad()
-    def work(
+    def update_chunks(
         self,
         update_part: UpdatePart,
         scale: Tensor,
@@ -199,7 +199,7 @@ class ChunkedUpdate:
             OutOfDeviceMemory: some chunks are updated and others are not, so the update can be
                 neither repeated nor skipped.
         """
-        self.begin()
+        self.fetch_chunks()
         while self._fetched:
             try:
                 self._update(self._fetched.pop(0), update_part, scale, accepted, into)
@@ -207,7 +207,7 @@ class ChunkedUpdate:
                 raise OutOfDeviceMemory(
                     f"the update of {self.stage.name} does not fit the device's memory: {HALF_DONE}"
                 ) from error
-            self.begin()
+            self.fetch_chunks()
             yield
         # The new version makes copies of these weights in other slots outdated, so they are fetched
         # again when they are needed.
@@ -237,11 +237,11 @@ class ChunkedUpdate:
                 # The buffer lives on the device, and is updated in place.
                 parts[name] = chunk.part(buffer)
                 spaces.append(buffer.space)
-        self._fetched.append(Fetched(chunk, parts, spaces, staging))
+        self._fetched.append(FetchedChunk(chunk, parts, spaces, staging))
 
     def _update(
         self,
-        fetched: Fetched,
+        fetched: FetchedChunk,
         update_part: UpdatePart,
         scale: Tensor,
         accepted: Tensor,

@@ -407,8 +407,8 @@ class Updates:
         Later calls of `update_some` and `finish_begun` update the chunks.
         """
         self.finish_begun()
-        update.begin()
-        self._current = update, update.work(self.update_part, scale, accepted, into)
+        update.fetch_chunks()
+        self._current = update, update.update_chunks(self.update_part, scale, accepted, into)
 
     def update_some(self, micro_batches: int) -> None:
         """Update the chunks that are due after one micro-batch.
