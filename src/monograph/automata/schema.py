@@ -123,17 +123,17 @@ class _SchemaReader:
         root: the schema.
         counters: how many counters are in use around the schema that is being read; COUNTERS: no
             counter is free, so lengths are written out.
-        known: the expression of each referenced schema that was read, by (its identity,
+        expressions: the expression of each referenced schema that was read, by (its identity,
             `counters`).
-        open: the identities of the referenced schemas that are being read.
+        being_read: the identities of the referenced schemas that are being read.
         budget: limits the time that reading takes.
     """
 
     def __init__(self, root: object, counters: int) -> None:
         self.root = root
         self.counters = counters
-        self.known: dict[tuple[int, int], Expression] = {}
-        self.open: list[int] = []
+        self.expressions: dict[tuple[int, int], Expression] = {}
+        self.being_read: list[int] = []
         self.budget = Budget("the JSON schema")
 
     def refuse(self, path: tuple[str, ...], fault: str) -> NoReturn:
@@ -220,18 +220,18 @@ class _SchemaReader:
         name = schema["$ref"]
         target = self.target(name, path)
         # A schema that refers to itself has texts of any depth.
-        if id(target) in self.open or target is self.root:
+        if id(target) in self.being_read or target is self.root:
             self.refuse(
                 path, f"'$ref' to {name!r} is recursive, so it is not bounded: write its levels out"
             )
         # Each target is read once for each number of counters in use, because schemas may refer to
         # it many times. The automaton shares the states of one expression as well.
         key = id(target), self.counters
-        if key not in self.known:
-            self.open.append(id(target))
-            self.known[key] = self.read(target, (*path, "$ref"))
-            self.open.pop()
-        return self.known[key]
+        if key not in self.expressions:
+            self.being_read.append(id(target))
+            self.expressions[key] = self.read(target, (*path, "$ref"))
+            self.being_read.pop()
+        return self.expressions[key]
 
     def target(self, name: object, path: tuple[str, ...]) -> Any:
         """Return the schema that a reference names.
@@ -373,18 +373,18 @@ class _SchemaReader:
                 characters = Intersection(self._pattern(schema, path, in_json), characters)
         elif "pattern" in schema:
             source = "pattern"
-            character = _counted(Operation("count", self.counters), in_json)
+            character = _counting_encoding(Operation("count", self.counters), in_json)
             characters = self._pattern(schema, path, character)
             # The counter limits only the maximum. The minimum is written out: compiling then finds
             # texts of the pattern that cannot become long enough, and a counter would not.
             if min_length:
                 characters = Intersection(characters, Repetition(character(ANY), min_length, None))
-            characters = self._bounded(characters, 0, max_length)
+            characters = self._bound_repetitions(characters, 0, max_length)
         else:
             source = "maxLength"
-            character = _counted(Operation("count", self.counters), in_json)
+            character = _counting_encoding(Operation("count", self.counters), in_json)
             characters = Repetition(character(ANY), 0, None)
-            characters = self._bounded(characters, min_length, max_length)
+            characters = self._bound_repetitions(characters, min_length, max_length)
         return concatenation(
             literal(b'"'), WithSource(characters, f"{source!r} at {pointer(path)}"), literal(b'"')
         )
@@ -399,7 +399,7 @@ class _SchemaReader:
             schema["pattern"], f"the JSON schema at {pointer(path)}: the pattern", encoding
         )
 
-    def _bounded(self, counted: Expression, minimum: int, maximum: int) -> Expression:
+    def _bound_repetitions(self, counted: Expression, minimum: int, maximum: int) -> Expression:
         """Return an expression for `minimum` to `maximum` repetitions.
 
         Args:
@@ -518,7 +518,7 @@ class _SchemaReader:
         self.counters += 1
         item = concatenation(count, literal(b","), self.read(items, (*path, "items")))
         self.counters -= 1
-        return first_items, self._bounded(Repetition(item, 0, None), minimum, maximum)
+        return first_items, self._bound_repetitions(Repetition(item, 0, None), minimum, maximum)
 
     def _object(self, schema: dict[str, Any], path: tuple[str, ...]) -> Expression:
         """Return an expression for the objects of a schema, with members in the schema's order."""
@@ -570,15 +570,15 @@ def escape_for_pointer(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
 
 
-def _counted(operation: Operation, encoding: Encoding) -> Encoding:
+def _counting_encoding(operation: Operation, encoding: Encoding) -> Encoding:
     """Return an encoding that puts an operation before each character."""
     # Each expression is kept, so that equal sets of characters share one expression.
-    known: dict[CodePoints, Expression] = {}
+    expressions: dict[CodePoints, Expression] = {}
 
     def encode(points: CodePoints) -> Expression:
-        if points not in known:
-            known[points] = concatenation(Mark(operation), encoding(points))
-        return known[points]
+        if points not in expressions:
+            expressions[points] = concatenation(Mark(operation), encoding(points))
+        return expressions[points]
 
     return encode
 

@@ -197,16 +197,16 @@ class _Comparison:
     def __init__(self, target: Callable[[str], Any], spend: Callable[[int], None]) -> None:
         self.target = target
         self.spend = spend
-        self.known: dict[tuple[int, int], bool] = {}
+        self.answers: dict[tuple[int, int], bool] = {}
 
     def disjoint(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
         """Return whether it is certain that no value is valid for both schemas."""
         pair = id(one), id(other)
-        if pair not in self.known:
+        if pair not in self.answers:
             left = self.alternatives(one)
             right = self.alternatives(other)
-            self.known[pair] = all(self.alternatives_disjoint(a, b) for a in left for b in right)
-        return self.known[pair]
+            self.answers[pair] = all(self.alternatives_disjoint(a, b) for a in left for b in right)
+        return self.answers[pair]
 
     def alternatives(self, schema: dict[str, Any]) -> list[dict[str, Any]]:
         """Return schemas without "$ref", "anyOf" and "oneOf" that together stand for `schema`.
