@@ -66,6 +66,14 @@ class ChatTemplate:
         tokens: Mapping[str, str] | None = None,
         day: str | None = None,
     ):
+        """Store the template; it is not compiled yet.
+
+        Args:
+            source: see the attributes.
+            where: the template's place, for messages.
+            tokens: see the attributes; None: none.
+            day: see the attributes.
+        """
         if len(source.encode("utf-8", "surrogatepass")) > MAX_SOURCE_BYTES:
             raise InputRefused(
                 f"{where}: the chat template is larger than {MAX_SOURCE_BYTES >> 10} KiB"
@@ -73,7 +81,7 @@ class ChatTemplate:
         self.source = source
         self.tokens = dict(tokens or {})
         self.day = day
-        self._where = where  # the template's place, in messages
+        self._where = where
         # Ends the process that renders; None: there is no process.
         self._end_process: Callable[[], object] | None = None
         # Held while a thread waits for the process, so that no thread reads the reply to another
@@ -101,7 +109,8 @@ class ChatTemplate:
         """Return whether the arguments of a tool call must be an object, not the text of its JSON.
 
         To find out, a call is rendered with its arguments in both forms. A template that writes
-        JSON would escape the quotes of a text a second time.
+        arguments as JSON would escape the quotes of a text a second time, so it needs an object.
+        Another template writes the text unchanged, so it needs a text.
         """
         probe_json = json.dumps(_PROBE_ARGUMENTS)
         rendered_with_text = self._render_call(probe_json)

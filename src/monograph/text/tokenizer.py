@@ -113,6 +113,7 @@ class Tokenizer:
         self.special: dict[str, int] = checked.special
         self._json = checked.json
         self.space_first = checked.space_first
+        # The ids of special tokens after which a space is inserted.
         self._opening = checked.opening
         # The library's tokenizers: `_engine` for a text at the beginning, and `_inner` for a text
         # that follows other text, without the inserted space.
