@@ -30,13 +30,14 @@ STEP = "monograph.step"
 DATA = "monograph.data"
 HEAD = "monograph.head"
 UPDATE = "monograph.update"
-# An operator that only the loss's head calls. In one graph of the step, where the head has no span,
-# it tells that the head is running.
+# An operator that adds a product to a gradient. It counts as part of the loss's head, which calls it
+# in one graph of the step, where the head has no span.
 ADDED = "monograph::add_product_"
 Event = Mapping[str, Any]
 # Returns whether the operator with a name computes something itself.
 HasKernel = Callable[[str], bool]
 
+# Bytes of a number, by the name of its dtype in a trace; dtypes that are not here have 1 byte.
 _BYTES = {
     "double": 8,
     "long int": 8,
@@ -69,7 +70,7 @@ _ATTENTION = re.compile(
 # Inductor's names for the kernels that it generates, and for those of its templates for products.
 _GENERATED = re.compile(r"^(triton|cpp)_")
 _TEMPLATE = re.compile(r"^triton_tem_")
-# Events in which the host waits for the device.
+# Names of events in which the host waits for the device.
 _WAITS = re.compile(r"Synchronize|^aten::_local_scalar_dense$")
 # The beginning of the names of autograd's events around the operators of a backward pass.
 _BACKWARD = "autograd::engine::evaluate_function"
