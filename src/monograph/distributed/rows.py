@@ -70,7 +70,7 @@ def whole_rows(tensor: Tensor) -> Tensor:
 class OwnRows(Mapping[str, Tensor]):
     """A mapping of whole tensors that returns this rank's rows of each tensor.
 
-    A tensor is cut when it is looked up, so that tensors in a file are read one at a time.
+    A tensor is cut when it is looked up.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]):

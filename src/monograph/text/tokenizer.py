@@ -161,7 +161,7 @@ class Tokenizer:
             self.eos_id,
             self.pad_id,
         ]
-        # All byte-level tokenizers have the same decoder and none of these settings.
+        # In a byte-level tokenizer these do not decide ids.
         if self._marks:
             identity.append(
                 [
