@@ -47,8 +47,8 @@ class Place(NamedTuple):
     Attributes:
         rank: the process's number among all processes.
         size: the number of all processes.
-        local: the process's number on its machine.
-        near: the number of processes on its machine.
+        local_rank: the process's number on its machine.
+        machine_size: the number of processes on its machine.
         attempt: how many times the launcher has restarted all processes.
         again: whether the launcher has restarted the processes, or SLURM the job.
         host: the host of the store.
@@ -59,8 +59,8 @@ class Place(NamedTuple):
 
     rank: int = 0
     size: int = 1
-    local: int = 0
-    near: int = 1
+    local_rank: int = 0
+    machine_size: int = 1
     attempt: int = 0
     again: bool = False
     host: str = ""
@@ -88,15 +88,15 @@ def place(environment: Mapping[str, str] = os.environ, srun: bool = False) -> Pl
         torchrun_place = Place(
             rank=int(environment["RANK"]),
             size=int(environment["WORLD_SIZE"]),
-            local=int(environment.get("LOCAL_RANK", 0)),
-            near=int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"])),
+            local_rank=int(environment.get("LOCAL_RANK", 0)),
+            machine_size=int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"])),
             attempt=attempt,
             again=attempt > 0 or requeued,
             host=environment["MASTER_ADDR"],
             port=int(environment["MASTER_PORT"]),
             shared=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
-        several_machines = torchrun_place.near < torchrun_place.size
+        several_machines = torchrun_place.machine_size < torchrun_place.size
         may_restart = environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
         if several_machines and torchrun_place.shared and may_restart:
             raise UsageError(
@@ -111,8 +111,8 @@ def place(environment: Mapping[str, str] = os.environ, srun: bool = False) -> Pl
         return Place(
             rank=int(environment["SLURM_PROCID"]),
             size=int(environment["SLURM_STEP_NUM_TASKS"]),
-            local=int(environment["SLURM_LOCALID"]),
-            near=int(re.match("[0-9]+", tasks_per_node)[0]),  # type: ignore[index]
+            local_rank=int(environment["SLURM_LOCALID"]),
+            machine_size=int(re.match("[0-9]+", tasks_per_node)[0]),  # type: ignore[index]
             again=requeued,
             host=environment.get("MASTER_ADDR") or first_host(environment["SLURM_STEP_NODELIST"]),
             port=int(port),
@@ -136,7 +136,7 @@ class World:
         alone: whether it is a single process.
         rank: the process's number among those that sum tensors.
         size: the number of processes that sum tensors.
-        near: the number of processes on its machine.
+        machine_size: the number of processes on its machine.
         attempt: how many times the launcher has restarted all processes.
         again: whether the launcher has restarted the processes, or SLURM the job.
         group: the processes that sum tensors; None: all.
@@ -159,7 +159,7 @@ class World:
         own = own or Place()
         self.rank = own.rank
         self.size = own.size
-        self.near = own.near
+        self.machine_size = own.machine_size
         self.attempt = own.attempt
         self.again = own.again
         self.group: dist.ProcessGroup | None = None
@@ -189,7 +189,7 @@ class World:
         backend = "gloo"
         if torch.cuda.is_available():
             # Modulo, because SLURM may show each rank its own device only.
-            torch.cuda.set_device(own.local % torch.cuda.device_count())
+            torch.cuda.set_device(own.local_rank % torch.cuda.device_count())
             backend = "cpu:gloo,cuda:nccl"
         dist.init_process_group(
             backend, store=self._attempt_store, rank=own.rank, world_size=own.size

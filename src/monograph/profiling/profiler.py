@@ -37,8 +37,9 @@ from monograph.storage.reading import is_folder
 
 # Operands that take turns have this many bytes together, so that they are not in the caches.
 COLD_BYTES = 2**26
-# Seconds in bf16 / seconds in fp32, except for products. On a CPU, compiled code converts each
-# number to fp32 and back (docs/profile.md). Other devices compute with 16-bit numbers directly.
+# Seconds in bf16 / seconds in fp32, by part; those of the optimizer are without its products. On a
+# CPU, compiled code converts each number to fp32 and back (docs/profile.md). Other devices compute
+# with 16-bit numbers directly.
 BF16_ON_CPU: Mapping[Part, float] = {"attention": 0.65, "elementwise": 1.1, "optimizer": 1.7}
 BF16: Mapping[Part, float] = {"elementwise": 0.5, "optimizer": 1.0}
 KINDS = 12  # the number of shapes of products that are timed in bf16; they are the slowest ones
