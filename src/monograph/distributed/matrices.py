@@ -7,20 +7,24 @@ Shapes: n matrices [rows, cols] of the same shape on W ranks; rank r has R_r row
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from monograph.distributed.rows import rows_of
 from monograph.distributed.world import World
-from monograph.optim import newton_schulz
 
 
 def orthogonalised(
-    world: World, own: Sequence[Tensor], rows: int, first: int, compute: torch.dtype
+    world: World,
+    own: Sequence[Tensor],
+    rows: int,
+    first: int,
+    compute: torch.dtype,
+    orthogonalise: Callable[[Tensor, torch.dtype], Tensor],
 ) -> list[Tensor]:
-    """Orthogonalise n matrices with `newton_schulz(matrix, compute)`; a collective.
+    """Orthogonalise n matrices with `orthogonalise(matrices, compute)`; a collective.
 
     Rank (first + i) mod W is the owner of matrix i, so each matrix is computed by one rank. The
     other ranks send their rows to the owner and get them back: all ranks together send
@@ -32,6 +36,7 @@ def orthogonalised(
         rows: the number of rows of a whole matrix.
         first: the owner of the first matrix.
         compute: the dtype of products.
+        orthogonalise: the optimizer's function of whole matrices [n, rows, cols].
 
     Returns:
         This rank's rows of each orthogonal matrix, n tensors [R_r, cols].
@@ -50,7 +55,7 @@ def orthogonalised(
     received = [math.prod(shape) for shape in shapes]
     flat = world.exchange(torch.cat([own[i].flatten() for i in order]), sent, received)
     parts = [part.view(shape) for part, shape in zip(flat.split(received), shapes, strict=True)]
-    orthogonal = newton_schulz(torch.cat(parts, dim=1), compute)
+    orthogonal = orthogonalise(torch.cat(parts, dim=1), compute)
     # The rows are sent back in the same way, with the two lists of sizes exchanged.
     flat = torch.cat([orthogonal[:, part].flatten() for part in rows_of_ranks])
     own_orthogonal = world.exchange(flat, received, sent).view(len(own), *own[0].shape)

@@ -27,9 +27,9 @@ from monograph.stream.slots import DeviceBuffer, StageOnDevice
 from monograph.stream.store import GRADIENT, REST, WEIGHTS, Buffer, Stage, StoredPlane
 
 STAGING_BUFFERS = 4
-# The maximum of elements in a chunk. It is a multiple of the 256 elements that share a scale in
-# 8-bit moments. Copies and updates of this size run at full rate, and a large model's blocks have
-# many chunks.
+# The maximum of elements in a chunk. It is a multiple of every block in which moments are packed
+# (`monograph.optim.state_format`). Copies and updates of this size run at full rate, and a large model's
+# blocks have many chunks.
 MOST = 2**23
 # What to do after memory ran out when some weights were updated and others were not.
 HALF_DONE = "take fewer blocks a stage or fewer rows (train.micro_batch), and go on from the last checkpoint"
@@ -45,8 +45,9 @@ class Chunk(tuple[StoredPlane, int, int]):
     def part(self, buffer: Buffer) -> Tensor:
         """Return the chunk's part of a buffer of the plane."""
         stored, begin, end = self
-        # The scales of 8-bit moments have one element for 256 weights. Parameters are padded to
-        # multiples of 256 then (`optim.planes`), so chunks begin and end at such multiples.
+        # A buffer of packed moments has one element for several weights, e.g. a scale for 256.
+        # Parameters are padded to whole blocks (`monograph.optim.state_format`), so chunks begin and
+        # end at multiples of these numbers.
         weights_per_element = stored.plane.param.numel() // buffer.tensor.numel()
         return buffer.tensor[begin // weights_per_element : end // weights_per_element]
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from monograph.errors import DiskFull, InputRefused, UsageError
-from monograph.optim.optimizer import Rule
+from monograph.optim import OPTIMIZERS
+from monograph.optim.formats import FORMATS
 from monograph.storage.writing import FAILING
 from monograph.stream.lanes import Home
 
@@ -29,9 +30,13 @@ Where = Literal["device", "host"]
 
 def buffer_names() -> tuple[str, ...]:
     """Return the names of all buffers that a stage may have, with any optimizer."""
-    moments = Rule.all_moments()
-    scales = (f"{name}_scale" for name in moments)
-    return ("weights", "rest", "gradient", *moments, *scales, "ema")
+    rules = (rule for kind in OPTIMIZERS.values() for rule in kind.rules)
+    moments = [moment for rule in rules for moment in rule.moments]
+    # A format of moments packs each moment into several parts, e.g. codes and scales.
+    parts = [part for form in FORMATS.values() for part in form.parts]
+    of_moments = [part.buffer_name(moment) for part in parts for moment in moments]
+    # Each name once: optimizers share moments.
+    return tuple(dict.fromkeys(("weights", "rest", "gradient", *of_moments, "ema")))
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ class Placement:
 
     Stages are numbered from 0, which is the stage before the blocks. The names of buffers are
     "weights", "rest" (the low halves of split weights), "gradient" and "ema", the moments of the
-    optimizer ("exp_avg", "exp_avg_sq", "momentum_buffer"), and `<moment>_scale` for 8-bit moments.
+    optimizer ("exp_avg", "exp_avg_sq", "momentum_buffer"), and `<moment>_scale` for moments in blocks.
 
     Raises:
         UsageError: a value has no meaning.
@@ -87,14 +92,15 @@ class Placement:
         positive = type(self.blocks_per_stage) is int and self.blocks_per_stage > 0
         self._require(positive, "blocks_per_stage", "1 or more")
         self._require(type(self.offload) is bool, "offload", "True or False")
-        buffers = ", ".join(buffer_names())
+        known_names = buffer_names()
+        buffers = ", ".join(known_names)
         self._require(
-            _is_set_of(self.on_device, _is_buffer_of_stage),
+            _is_set_of(self.on_device, lambda pair: _is_buffer_of_stage(pair, known_names)),
             "on_device",
             f"a set of (stage, buffer), where a buffer is one of {buffers}",
         )
         self._require(
-            _is_set_of(self.on_disk, buffer_names().__contains__),
+            _is_set_of(self.on_disk, known_names.__contains__),
             "on_disk",
             f"a set of buffers, of {buffers}",
         )
@@ -124,13 +130,13 @@ def _is_set_of(given: object, valid: Callable[[Any], bool]) -> bool:
     return isinstance(given, Set) and all(map(valid, given))
 
 
-def _is_buffer_of_stage(pair: object) -> bool:
+def _is_buffer_of_stage(pair: object, known_names: tuple[str, ...]) -> bool:
     return (
         isinstance(pair, tuple)
         and len(pair) == 2
         and type(pair[0]) is int
         and pair[0] >= 0
-        and pair[1] in buffer_names()
+        and pair[1] in known_names
     )
 
 
