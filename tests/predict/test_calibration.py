@@ -223,7 +223,7 @@ def test_what_earlier_runs_took_beyond_the_trace_can_make_a_plan_smaller(tmp_pat
     monkeypatch.setattr(defaults, "traced_bytes", lambda work: footprint(work).by_origin)
     monkeypatch.setattr(defaults, "DOUBT", 1e9)
     card = replace(
-        CARD, free_memory_bytes=int(1645 * MIB / defaults.FILLED) + defaults.CONTEXT_BYTES
+        CARD, free_memory_bytes=int(1645 * MIB / defaults.CARD_SHARE) + defaults.CONTEXT_BYTES
     )
     asked = Request(STEP, precisions=("bf16",), scopes=("blocks",), remats=("none",))
     before = plan(asked, card, card.peak_flops).chosen

@@ -147,7 +147,7 @@ def merge_kinds(
     for name in names:
         kinds = tuple(kind_of[name] for kind_of in member_kinds)
         if kinds not in merged:
-            numbers = {
+            numbers: dict[str, Any] = {
                 field: _merge_values([getattr(kind, field) for kind in kinds], device)
                 for field in _MEMBER_FIELDS_OF_KIND
             }
