@@ -153,7 +153,7 @@ def resident_ways(request: Request) -> list[Way]:
     choice of scopes, such a graph recomputes nothing: the order in which it would recompute is hard
     to predict. It never offloads, as offloading happens between graphs.
     """
-    remats_in_whole = {"none"}
+    remats_in_whole: set[str | float] = {"none"}
     if len(request.scopes) == 1:
         remats_in_whole = {*request.remats} - {"offload"}
     every = itertools.product(request.precisions, request.scopes, request.remats)
