@@ -18,7 +18,7 @@ from monograph.errors import UsageError
 from monograph.evaluation.significance import Setting, Table, pooled, seeds_needed, t_quantile
 from monograph.report.quantities import counted
 from monograph.sweeps.folder import Sweep
-from monograph.sweeps.spec import ORIGIN, described, short, shown
+from monograph.sweeps.spec import ORIGIN, describe_knobs, short_key, value_text
 from monograph.terminal import shell_words
 
 BEYOND = 2  # values that are proposed beyond the end of an axis
@@ -46,7 +46,11 @@ def advise(sweep: Sweep, table: Table) -> list[Advice]:
     if table.best is None:
         return [Advice("Every member diverged: lower the learning rates.")]
     best = table.best.setting
-    return [*_diverged(best), *_edges(sweep, table, best), *_compared(sweep, table, best)]
+    return [
+        *_diverged(best),
+        *_edge_advice(sweep, table, best),
+        *_comparison_advice(sweep, table, best),
+    ]
 
 
 def as_json(advices: Sequence[Advice]) -> list[dict[str, str | None]]:
@@ -68,7 +72,7 @@ def _diverged(best: Setting) -> Iterator[Advice]:
         )
 
 
-def _edges(sweep: Sweep, table: Table, best: Setting) -> Iterator[Advice]:
+def _edge_advice(sweep: Sweep, table: Table, best: Setting) -> Iterator[Advice]:
     """Say on which axes the best value is the first or the last, and how to go on beyond."""
     axes = {key: [value] for key, value in best.knobs.items()}
     ends = list[str]()
@@ -77,18 +81,18 @@ def _edges(sweep: Sweep, table: Table, best: Setting) -> Iterator[Advice]:
         if len(tried) < 2 or not _is_ordered(key, tried) or value not in (tried[0], tried[-1]):
             continue
         upwards = value == tried[-1]
-        further = _accepted(sweep.settings, key, beyond(tried, upwards=upwards))
+        further = _accepted(sweep.settings, key, values_beyond(tried, upwards=upwards))
         if further:
             axes[key] = [value, *further]
             ends.append(
-                f"{shown(value)} is the {'largest' if upwards else 'smallest'} {short(key)}"
+                f"{value_text(value)} is the {'largest' if upwards else 'smallest'} {short_key(key)}"
             )
     if ends:
         text = f"{_listed(ends)} that this sweep tried, so the best may lie beyond. Go on there."
         yield Advice(text, _command(sweep, axes, len(best.members)))
 
 
-def _compared(sweep: Sweep, table: Table, best: Setting) -> Iterator[Advice]:
+def _comparison_advice(sweep: Sweep, table: Table, best: Setting) -> Iterator[Advice]:
     """Say whether the best setting is better than the others by more than chance, and if not, what
     would tell.
     """
@@ -109,7 +113,7 @@ def _compared(sweep: Sweep, table: Table, best: Setting) -> Iterator[Advice]:
         return
     tied = [setting for setting in rivals if setting.tied]
     if tied:
-        yield from _unclear(sweep, table, best, tied)
+        yield from _tie_advice(sweep, table, best, tied)
         return
     nearest = rivals[0]
     assert nearest.difference and nearest.difference.standard_error is not None
@@ -125,7 +129,7 @@ def _compared(sweep: Sweep, table: Table, best: Setting) -> Iterator[Advice]:
     )
 
 
-def _unclear(
+def _tie_advice(
     sweep: Sweep, table: Table, best: Setting, tied: Sequence[Setting]
 ) -> Iterator[Advice]:
     """Say which settings cannot be separated from the best, and by how many seeds they could."""
@@ -164,7 +168,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def beyond(ordered: Sequence[float], *, upwards: bool) -> list[float]:
+def values_beyond(ordered: Sequence[float], *, upwards: bool) -> list[float]:
     """Return the next values of an axis beyond its last one, or before its first one.
 
         evenly spaced:  last + i · (last - first) / (n - 1)
@@ -208,7 +212,7 @@ def _accepted(settings: Settings, key: str, values: Sequence[float]) -> list[Any
     found = list[Any]()
     for value in values:
         with suppress(UsageError):
-            read = check(key, typed(value), ORIGIN, from_text=True)
+            read = check(key, typed_value(value), ORIGIN, from_text=True)
             settings.resolve({key: read}, ORIGIN)
             found.append(read)
     return found
@@ -262,15 +266,15 @@ def _length(sweep: Sweep, axes: Mapping[str, Sequence[Any]]) -> list[str]:
 
 def _axis(values: Sequence[Any]) -> str:
     pairs = len(values) > 1 and any(isinstance(value, tuple) for value in values)
-    return ",".join(f"[{typed(value)}]" if pairs else typed(value) for value in values)
+    return ",".join(f"[{typed_value(value)}]" if pairs else typed_value(value) for value in values)
 
 
-def typed(value: object) -> str:
+def typed_value(value: object) -> str:
     """Return a value as it is typed on the command line, from which exactly this value is read."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):
-        return ",".join(map(typed, value))
+        return ",".join(map(typed_value, value))
     return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
 
 
@@ -284,7 +288,7 @@ def _with_differences(settings: Sequence[Setting]) -> str:
 
 
 def _name(setting: Setting) -> str:
-    return described(dict(setting.knobs))
+    return describe_knobs(dict(setting.knobs))
 
 
 def _listed(names: Sequence[str]) -> str:

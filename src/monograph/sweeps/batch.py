@@ -55,7 +55,7 @@ class MemberWindows(Iterator[Batch]):
 
     def __next__(self) -> Batch:
         windows = [next(source) for source in self._sources]
-        return windows[0] if len(windows) == 1 else stacked(windows, self._which)
+        return windows[0] if len(windows) == 1 else stack_windows(windows, self._which)
 
     def close(self) -> None:
         """Stop reading ahead."""
@@ -63,7 +63,7 @@ class MemberWindows(Iterator[Batch]):
             source.close()
 
 
-def stacked(windows: Sequence[Batch], which: Sequence[int]) -> Batch:
+def stack_windows(windows: Sequence[Batch], which: Sequence[int]) -> Batch:
     """Stack the members' windows to [N, R, ...]; `which` has the index of each member's window in
     `windows`.
     """
@@ -112,7 +112,7 @@ class MemberBatch:
         self.windows.close()
 
 
-def models_of(members: Sequence[Member], text: Corpus, machine: Device) -> list[BuiltRun]:
+def build_models(members: Sequence[Member], text: Corpus, machine: Device) -> list[BuiltRun]:
     """Build the members' models, with plans in which only the values that depend on the run's
     length are open.
 
@@ -129,13 +129,13 @@ def models_of(members: Sequence[Member], text: Corpus, machine: Device) -> list[
     ]
 
 
-def of_length(built_runs: Sequence[BuiltRun], updates: int) -> list[BuiltRun]:
+def with_length(built_runs: Sequence[BuiltRun], updates: int) -> list[BuiltRun]:
     """Return the same models with plans for `updates` updates."""
     length = Length(updates, EVALUATIONS)
     return [built._replace(plan=resolve(built.plan, describe(), length)) for built in built_runs]
 
 
-def engine_of(built_runs: Sequence[BuiltRun], each: bool, device: torch.device) -> Engine:
+def make_members_engine(built_runs: Sequence[BuiltRun], each: bool, device: torch.device) -> Engine:
     """Return the engine of these models: an ordinary one for one model, an ensemble for more.
 
     Args:
@@ -162,7 +162,7 @@ def engine_of(built_runs: Sequence[BuiltRun], each: bool, device: torch.device) 
     )
 
 
-def schedule(engine: Engine, built_runs: Sequence[BuiltRun]) -> None:
+def set_planned_schedules(engine: Engine, built_runs: Sequence[BuiltRun]) -> None:
     """Give each member the schedule of its plan, whose number of updates is known."""
     set_schedules(engine, [built.plan.schedule(built.plan.updates) for built in built_runs])
 
@@ -175,7 +175,7 @@ def set_schedules(engine: Engine, schedules: list[Schedule]) -> None:
         engine.step.schedule = schedules[0]
 
 
-def refill(engine: Engine, fresh: Engine) -> bool:
+def reuse_engine(engine: Engine, fresh: Engine) -> bool:
     """Make a captured engine train another model of the same shape from its beginning, as the
     engine `fresh` would.
 
@@ -193,7 +193,7 @@ def refill(engine: Engine, fresh: Engine) -> bool:
     return True
 
 
-def batch_of(
+def begin_batch(
     members: Sequence[Member],
     runs: Sequence[Run],
     built_runs: Sequence[BuiltRun],
@@ -203,15 +203,15 @@ def batch_of(
     """Return a round with its sessions at their beginning; write settings and tokenizer of runs
     that lack them.
     """
-    schedule(engine, built_runs)
-    batch = opened(members, runs, built_runs, text, engine)
+    set_planned_schedules(engine, built_runs)
+    batch = open_batch(members, runs, built_runs, text, engine)
     for session in batch.sessions:
         if not session.run.begun:
             begin_run(session)
     return batch
 
 
-def opened(
+def open_batch(
     members: Sequence[Member],
     runs: Sequence[Run],
     built_runs: Sequence[BuiltRun],
@@ -232,7 +232,7 @@ def begin_run(session: Session) -> None:
     write_config(session.run, session.plan.record.settings)
 
 
-def go_on(batch: MemberBatch, ended: dict[int, int], progress: Progress) -> int:
+def resume_batch(batch: MemberBatch, ended: dict[int, int], progress: Progress) -> int:
     """Resume the members at the last update that all of them saved, and return it; 0 if there is
     none.
 

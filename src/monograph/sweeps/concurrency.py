@@ -34,22 +34,22 @@ from monograph.session.setup import BuiltRun
 from monograph.sweeps.batch import (
     EVALUATIONS,
     MemberBatch,
-    batch_of,
-    engine_of,
-    models_of,
-    of_length,
-    refill,
-    stacked,
+    begin_batch,
+    build_models,
+    make_members_engine,
+    reuse_engine,
+    stack_windows,
+    with_length,
 )
 from monograph.sweeps.spec import Group, Member
 
 # The speed of a wider graph is unknown before it is compiled. So it is tried only if it could save
 # twice its compile time: if it then saves nothing, the sweep takes at most half as long again as
 # members one after another.
-WORTH = 2.0
+MIN_SAVING = 2.0
 
 
-class Timed(NamedTuple):
+class WidthTime(NamedTuple):
     """The measured seconds of a width; width 1 is the ordinary engine.
 
     Attributes:
@@ -75,7 +75,7 @@ class Width(NamedTuple):
     why: str
 
 
-def rounds(members: int, width: int) -> list[int]:
+def round_sizes(members: int, width: int) -> list[int]:
     """Return the number of members of each round: few rounds, of sizes as equal as possible, larger
     ones first.
     """
@@ -83,7 +83,7 @@ def rounds(members: int, width: int) -> list[int]:
     return [members // count + (index < members % count) for index in range(count)]
 
 
-def update_s(timed: Mapping[int, Timed], width: int) -> float:
+def predict_update_s(timed: Mapping[int, WidthTime], width: int) -> float:
     """Return T(width), measured or linear between the nearest measured widths, never less than a
     narrower width's.
     """
@@ -99,24 +99,30 @@ def update_s(timed: Mapping[int, Timed], width: int) -> float:
     return max(line, timed[below].update_s)
 
 
-def total_s(timed: Mapping[int, Timed], members: int, width: int, updates: int) -> float:
+def predict_total_s(
+    timed: Mapping[int, WidthTime], members: int, width: int, updates: int
+) -> float:
     """Return the seconds until all members are trained; a new width is taken to compile as long as
     the nearest one.
     """
-    sizes = rounds(members, width)
+    sizes = round_sizes(members, width)
     new = {size for size in sizes if size not in timed}
     compile_s = sum(
         timed[min(timed, key=lambda known: abs(known - size))].compile_s for size in new
     )
-    return updates * sum(update_s(timed, size) for size in sizes) + compile_s
+    return updates * sum(predict_update_s(timed, size) for size in sizes) + compile_s
 
 
 def next_width(
-    timed: Mapping[int, Timed], members: int, most: int, updates: int, dearer: float = 1.0
+    timed: Mapping[int, WidthTime],
+    members: int,
+    most: int,
+    updates: int,
+    compile_ratio: float = 1.0,
 ) -> int | None:
     """Return the width that is worth measuring next; None if there is none.
 
-    Width 1 comes first. Then comes the widest that fits, if it could save WORTH times its compile
+    Width 1 comes first. Then comes the widest that fits, if it could save MIN_SAVING times its compile
     time, given that K members take at least as long as one. After that comes the width that the
     linear T(K) predicts to be fastest, if that is faster than all measured ones.
 
@@ -125,27 +131,27 @@ def next_width(
         members: the number of members in the group.
         most: the number of members that fit the memory at once.
         updates: the number of updates of each member.
-        dearer: estimated compile time of a graph of several members relative to one member's.
+        compile_ratio: estimated compile time of a graph of several members relative to one member's.
     """
     if 1 not in timed:
         return 1
     widths = {
-        rounds(members, width)[0] for width in range(1, min(most, members) + 1)
+        round_sizes(members, width)[0] for width in range(1, min(most, members) + 1)
     } - timed.keys()
     if not widths:
         return None
     if len(timed) == 1:
         widest = max(widths)
-        saved = updates * (members - len(rounds(members, widest))) * timed[1].update_s
-        return widest if saved > WORTH * dearer * timed[1].compile_s else None
-    promised = min(widths, key=lambda width: total_s(timed, members, width, updates))
-    known = min(total_s(timed, members, width, updates) for width in timed)
-    return promised if total_s(timed, members, promised, updates) < known else None
+        saved = updates * (members - len(round_sizes(members, widest))) * timed[1].update_s
+        return widest if saved > MIN_SAVING * compile_ratio * timed[1].compile_s else None
+    promised = min(widths, key=lambda width: predict_total_s(timed, members, width, updates))
+    known = min(predict_total_s(timed, members, width, updates) for width in timed)
+    return promised if predict_total_s(timed, members, promised, updates) < known else None
 
 
-def choose(timed: Mapping[int, Timed], members: int, updates: int) -> Width:
+def choose_width(timed: Mapping[int, WidthTime], members: int, updates: int) -> Width:
     """Return the measured width with the shortest total time; of equal ones, the smaller."""
-    best = min(sorted(timed), key=lambda width: total_s(timed, members, width, updates))
+    best = min(sorted(timed), key=lambda width: predict_total_s(timed, members, width, updates))
     alone = members * timed[1].update_s
     fused = [width for width in timed if width > 1]
     shown = (
@@ -155,16 +161,18 @@ def choose(timed: Mapping[int, Timed], members: int, updates: int) -> Width:
     )
     gain = alone / _together(timed, members, shown)
     return Width(
-        best, total_s(timed, members, best, updates), _why(timed, members, best, shown, gain)
+        best,
+        predict_total_s(timed, members, best, updates),
+        _why(timed, members, best, shown, gain),
     )
 
 
-def _together(timed: Mapping[int, Timed], members: int, width: int) -> float:
+def _together(timed: Mapping[int, WidthTime], members: int, width: int) -> float:
     """Return the seconds of one update of all members."""
-    return sum(update_s(timed, size) for size in rounds(members, width))
+    return sum(predict_update_s(timed, size) for size in round_sizes(members, width))
 
 
-def _why(timed: Mapping[int, Timed], members: int, best: int, shown: int, gain: float) -> str:
+def _why(timed: Mapping[int, WidthTime], members: int, best: int, shown: int, gain: float) -> str:
     if members == 1:
         return "one member"
     if shown == 1:
@@ -178,7 +186,7 @@ def _why(timed: Mapping[int, Timed], members: int, best: int, shown: int, gain: 
 
 # Compile time of a graph of several members relative to one member's (dev/log.md), and of a graph
 # in the compiler's cache relative to a new one (benchmarks/start.py).
-DEARER, CACHED = 1.3, 0.23
+WIDE_COMPILE_RATIO, CACHED_COMPILE_RATIO = 1.3, 0.23
 CURVE_ROWS = 16  # held-out rows scored for a point of a curve; the last point uses all
 
 
@@ -189,7 +197,7 @@ class Timing:
     Attributes:
         timed: the measurements by width.
         most: the number of members that fit at once.
-        dearer: estimated compile time of a graph of several members relative to one member's.
+        compile_ratio: estimated compile time of a graph of several members relative to one member's.
         refused: why no graph holds several members, in one line; empty if one does or it was not
             tried.
         row_s: seconds of scoring a held-out row by all members, by width.
@@ -202,11 +210,11 @@ class Timing:
         self.text = text
         self.device = device
         self.machine = machine
-        self.timed: dict[int, Timed] = {}
+        self.timed: dict[int, WidthTime] = {}
         self.row_s: dict[int, float] = {}
         self.most = len(group.members)
         self.refused = ""
-        self.dearer = DEARER
+        self.compile_ratio = WIDE_COMPILE_RATIO
         self.kept: dict[int, tuple[list[BuiltRun], Engine]] = {}
 
     @property
@@ -233,8 +241,8 @@ class Timing:
                 LEAST_COMPILE_S if has_spare_core(self.machine) else COMPILE_S
             )
         began = clock()
-        built_runs = models_of(self.group.members[:1], self.text, self.machine)
-        engine = engine_of(built_runs, False, self.device)
+        built_runs = build_models(self.group.members[:1], self.text, self.machine)
+        engine = make_members_engine(built_runs, False, self.device)
         window = first_window(built_runs, self.text)
         opening_s = clock() - began
         if opening_s >= LEAST_COMPILE_S:
@@ -261,7 +269,7 @@ class Timing:
         """
         while (
             width := next_width(
-                self.timed, len(self.group.members), self.most, updates, self.dearer
+                self.timed, len(self.group.members), self.most, updates, self.compile_ratio
             )
         ) is not None:
             if width == 1:
@@ -280,11 +288,11 @@ class Timing:
         """Fix the group's rounds by the widths timed so far, and drop the engines that no round
         needs.
         """
-        choice = choose(self.timed, len(self.group.members), updates)
+        choice = choose_width(self.timed, len(self.group.members), updates)
         alone = f"{counted(len(self.group.members), 'member')}, one after another: {self.refused}"
-        self.group.rounds = rounds(len(self.group.members), choice.members)
+        self.group.rounds = round_sizes(len(self.group.members), choice.members)
         self.group.why = alone if self.refused else choice.why
-        self.group.update_s = sum(update_s(self.timed, size) for size in self.group.rounds)
+        self.group.update_s = sum(predict_update_s(self.timed, size) for size in self.group.rounds)
         self.group.compile_s = max(0.0, choice.total_s - updates * self.group.update_s)
         self.group.held_out_s = self.held_out_s(self.group.rounds)
         for width in [width for width in self.kept if width not in self.group.rounds]:
@@ -308,10 +316,10 @@ class Timing:
         first = members[0] is self.group.members[0]
         if first and size in self.kept:
             built_runs, engine = self.kept[size]
-            return batch_of(members, runs, of_length(built_runs, updates), self.text, engine)
-        built_runs = of_length(models_of(members, self.text, self.machine), updates)
-        engine = engine_of(built_runs, several(built_runs), self.device)
-        if size == 1 and 1 in self.kept and refill(self.kept[1][1], engine):
+            return begin_batch(members, runs, with_length(built_runs, updates), self.text, engine)
+        built_runs = with_length(build_models(members, self.text, self.machine), updates)
+        engine = make_members_engine(built_runs, have_different_seeds(built_runs), self.device)
+        if size == 1 and 1 in self.kept and reuse_engine(self.kept[1][1], engine):
             engine = self.kept[1][1]
         else:
             capture(
@@ -321,10 +329,10 @@ class Timing:
                 progress,
             )
             self.kept |= {1: (built_runs, engine)} if size == 1 else {}
-        return batch_of(members, runs, built_runs, self.text, engine)
+        return begin_batch(members, runs, built_runs, self.text, engine)
 
-    def _time(self, width: int, progress: Progress) -> Timed:
-        built_runs = models_of(self.group.members[:width], self.text, self.machine)
+    def _time(self, width: int, progress: Progress) -> WidthTime:
+        built_runs = build_models(self.group.members[:width], self.text, self.machine)
         for line in built_runs[0].notes if width == 1 else ():
             progress.line("tokens", line)
         if width == 1 and (plan := built_runs[0].plan.expected):
@@ -332,14 +340,14 @@ class Timing:
                 self.most, max(1, planner.budget(self.machine) // plan.peak_memory_bytes)
             )
         window = first_window(built_runs, self.text)
-        engine = engine_of(built_runs, several(built_runs), self.device)
+        engine = make_members_engine(built_runs, have_different_seeds(built_runs), self.device)
         began = clock()
         cached = compat.graphs_from_cache()
         capture(engine, window, built_runs[0].plan.training.compile, progress)
         compile_s = clock() - began
         if width == 1 and compat.graphs_from_cache() > cached:
             # Relative to a cached graph; that of several members may not be cached.
-            self.dearer = DEARER / CACHED
+            self.compile_ratio = WIDE_COMPILE_RATIO / CACHED_COMPILE_RATIO
         with buffers_kept(engine.model, engine.step.loss):
             seconds = timed_update(engine, window)
             size = engine.micro_batch or CURVE_ROWS
@@ -347,7 +355,7 @@ class Timing:
             evaluate_members(engine, self.text.held_out, batch_rows=size, limit=size)
             self.row_s[width] = (clock() - began) / size
         self.kept[width] = built_runs, engine
-        return Timed(seconds, compile_s)
+        return WidthTime(seconds, compile_s)
 
 
 def capture(engine: Engine, window: Batch, scope: str, progress: Progress) -> None:
@@ -382,7 +390,7 @@ def timed_update(engine: Engine, window: Batch) -> float:
     return seconds
 
 
-def several(built_runs: Sequence[BuiltRun]) -> bool:
+def have_different_seeds(built_runs: Sequence[BuiltRun]) -> bool:
     """Return whether the members have different seeds, and therefore different windows."""
     return len({built.plan.job.seed for built in built_runs}) > 1
 
@@ -390,14 +398,18 @@ def several(built_runs: Sequence[BuiltRun]) -> bool:
 def first_window(built_runs: Sequence[BuiltRun], text: Corpus) -> Batch:
     """Return the first window that the members train on: [R, ...] for one seed, else [N, R, ...]."""
     windows = []
-    for built in built_runs if several(built_runs) else built_runs[:1]:
+    for built in built_runs if have_different_seeds(built_runs) else built_runs[:1]:
         batches = text.batches(built.plan.training.tokens_per_update, seed=built.plan.job.seed)
         windows.append(next(batches))
         batches.close()
-    return stacked(windows, range(len(windows))) if several(built_runs) else windows[0]
+    return (
+        stack_windows(windows, range(len(windows)))
+        if have_different_seeds(built_runs)
+        else windows[0]
+    )
 
 
-def lengths(
+def choose_updates(
     timings: Sequence[Timing], least_tokens: int, progress: Progress, done: int = 0
 ) -> list[int]:
     """Return the number of updates for each group's members, as given or as the time allows, timing
@@ -464,7 +476,7 @@ def _costs(timings: Sequence[Timing], rounds: Sequence[Sequence[int]]) -> tuple[
     """
     pairs = list(zip(timings, rounds, strict=True))
     per_token_s = sum(
-        sum(update_s(timing.timed, size) for size in sizes) / _size(timing)
+        sum(predict_update_s(timing.timed, size) for size in sizes) / _size(timing)
         for timing, sizes in pairs
     )
     return per_token_s, sum(timing.held_out_s(sizes) for timing, sizes in pairs)

@@ -39,13 +39,13 @@ from monograph.storage.cache_dir import is_compiled, mark_compiled
 from monograph.sweeps.batch import (
     MemberBatch,
     begin_run,
-    engine_of,
-    models_of,
-    of_length,
-    opened,
+    build_models,
+    make_members_engine,
+    open_batch,
     set_schedules,
+    with_length,
 )
-from monograph.sweeps.concurrency import Timing, first_window, several
+from monograph.sweeps.concurrency import Timing, first_window, have_different_seeds
 from monograph.sweeps.folder import Sweep
 
 _CHILD = (
@@ -53,7 +53,7 @@ _CHILD = (
 )
 # Times that a member's memory is taken at once: eagerly, and by both processes where they measure a
 # width.
-HELD = 3
+MEMORY_FACTOR = 3
 
 
 @dataclass
@@ -79,7 +79,7 @@ class EagerStart:
         if not self.updates:
             return
         for (built_runs, batch), in_all in zip(self.groups, updates, strict=True):
-            for session, built in zip(batch.sessions, of_length(built_runs, in_all), strict=True):
+            for session, built in zip(batch.sessions, with_length(built_runs, in_all), strict=True):
                 session.complete(built.plan)
                 begin_run(session)
             batch.save()
@@ -91,12 +91,12 @@ class EagerStart:
         self.keys.clear()
         for number, timing in enumerate(timings):
             timing.leave_uncompiled()
-            built_runs = models_of(timing.group.members, timing.text, timing.machine)
+            built_runs = build_models(timing.group.members, timing.text, timing.machine)
             self.groups[number] = (built_runs, self.groups[number][1])
 
 
 @contextmanager
-def begun(
+def start_eagerly(
     sweep: Sweep, timings: Sequence[Timing], progress: Progress, *, alone: bool
 ) -> Iterator[EagerStart]:
     """Train all members until another process has compiled the graphs, if that pays; hold their
@@ -111,7 +111,7 @@ def begun(
     with ExitStack() as held:
         start = EagerStart()
         if alone and _is_possible(timings):
-            if _opened(start, sweep, timings, held):
+            if _open_batches(start, sweep, timings, held):
                 _train(start, sweep, timings, progress)
             else:
                 held.close()
@@ -136,7 +136,9 @@ def _is_possible(timings: Sequence[Timing]) -> bool:
     )
 
 
-def _opened(start: EagerStart, sweep: Sweep, timings: Sequence[Timing], held: ExitStack) -> bool:
+def _open_batches(
+    start: EagerStart, sweep: Sweep, timings: Sequence[Timing], held: ExitStack
+) -> bool:
     """Build the batch of each group; return False if memory does not hold all, no graph does, or
     all is compiled.
     """
@@ -145,8 +147,10 @@ def _opened(start: EagerStart, sweep: Sweep, timings: Sequence[Timing], held: Ex
     windows = []
     for timing in timings:
         try:
-            built_runs = models_of(timing.group.members, timing.text, timing.machine)
-            engine = engine_of(built_runs, several(built_runs), timing.device)
+            built_runs = build_models(timing.group.members, timing.text, timing.machine)
+            engine = make_members_engine(
+                built_runs, have_different_seeds(built_runs), timing.device
+            )
         except (
             UsageError,
             InputRefused,
@@ -155,15 +159,15 @@ def _opened(start: EagerStart, sweep: Sweep, timings: Sequence[Timing], held: Ex
             return False
         if (expected := built_runs[0].plan.expected) is None:
             return False
-        needed_bytes += HELD * len(built_runs) * expected.peak_memory_bytes
+        needed_bytes += MEMORY_FACTOR * len(built_runs) * expected.peak_memory_bytes
         built.append((built_runs, engine))
         windows.append(first_window(built_runs, timing.text))
     if needed_bytes > timings[0].machine.free_memory_bytes:
         return False
     for timing, (built_runs, engine), window in zip(timings, built, windows, strict=True):
         members = timing.group.members
-        runs = held.enter_context(sweep.holding(members))
-        batch = opened(members, runs, built_runs, timing.text, engine)
+        runs = held.enter_context(sweep.lock_members(members))
+        batch = open_batch(members, runs, built_runs, timing.text, engine)
         held.callback(batch.close)
         start.groups.append((built_runs, batch))
         start.keys.append(
@@ -172,11 +176,11 @@ def _opened(start: EagerStart, sweep: Sweep, timings: Sequence[Timing], held: Ex
     if all(map(is_compiled, start.keys)):
         return False
     return all(
-        _trains(batch, window) for (_, batch), window in zip(start.groups, windows, strict=True)
+        _can_train(batch, window) for (_, batch), window in zip(start.groups, windows, strict=True)
     )
 
 
-def _trains(batch: MemberBatch, window: Batch) -> bool:
+def _can_train(batch: MemberBatch, window: Batch) -> bool:
     """Return whether these members can train together, by an update that is thrown away."""
     engine = batch.engine
     draw = engine.stacked.members.draw.clone() if isinstance(engine, Ensemble) else None

@@ -26,7 +26,7 @@ from monograph.run.writing import write_whole
 from monograph.session.record import write_config
 from monograph.session.recorded import run_settings
 from monograph.storage.reading import contents, is_file, parse_json
-from monograph.sweeps.spec import ORIGIN, Member, carried, described
+from monograph.sweeps.spec import ORIGIN, Member, describe_knobs, transfer_notes
 from monograph.terminal import shell_words
 
 SCHEMA = "monograph.sweep/1"
@@ -91,7 +91,7 @@ class Sweep:
         """
         if out is not None and is_file(out / SWEEP):
             existing = cls.open(out)
-            if existing.record["asked"] != asked(settings, points):
+            if existing.record["asked"] != task_digest(settings, points):
                 raise UsageError(
                     f"--out {out} holds another sweep (settings, axes or text differ): go on with it by "
                     f"`monograph sweep --out {shell_words(out)}`, or name a new folder"
@@ -99,7 +99,7 @@ class Sweep:
             return existing
         record: dict[str, Any] = {
             "schema": SCHEMA,
-            "asked": asked(settings, points),
+            "asked": task_digest(settings, points),
             "points": [dict(point) for point in points],
             "settings": settings.fingerprint,
         }
@@ -175,7 +175,7 @@ class Sweep:
         target = load_settings(self.wide, {}, {}, recorded=True).resolve(best, "sweep")
         write_whole(self.wide, target.to_toml())
         updates = self.record["groups"][0]["updates"]
-        return carried(target, self.settings, target.train.updates or updates, updates)
+        return transfer_notes(target, self.settings, target.train.updates or updates, updates)
 
     @property
     def points(self) -> list[Point]:
@@ -194,7 +194,7 @@ class Sweep:
         shutil.rmtree(self.run.folder / "members", ignore_errors=True)
 
     @contextmanager
-    def holding(self, members: Sequence[Member]) -> Iterator[list[Run]]:
+    def lock_members(self, members: Sequence[Member]) -> Iterator[list[Run]]:
         """Yield the members' runs, created if missing and locked for the `with` block."""
         with ExitStack() as locks:
             runs = []
@@ -262,12 +262,12 @@ def seeds_of_best(folder: Path) -> dict[int, Run]:
     }
 
 
-def asked(settings: Settings, points: Sequence[Point]) -> str:
+def task_digest(settings: Settings, points: Sequence[Point]) -> str:
     """Return the SHA-256 of a sweep's settings and points, which does not depend on the settings'
     origins.
     """
     text = settings.to_toml() + "\n".join(
-        described(point) + repr(sorted(point.items())) for point in points
+        describe_knobs(point) + repr(sorted(point.items())) for point in points
     )
     return hashlib.sha256(text.encode()).hexdigest()
 

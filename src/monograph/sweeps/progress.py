@@ -30,10 +30,10 @@ from monograph.storage.cache_dir import keep_compiled
 from monograph.sweeps import eager_start, results
 from monograph.sweeps.advice import advise
 from monograph.sweeps.batch import MemberBatch
-from monograph.sweeps.concurrency import CURVE_ROWS, Timing, lengths
+from monograph.sweeps.concurrency import CURVE_ROWS, Timing, choose_updates
 from monograph.sweeps.folder import Sweep
 from monograph.sweeps.results import Outcome
-from monograph.sweeps.spec import Member, groups_of, members_of, short, spread
+from monograph.sweeps.spec import Member, groups_of, members_of, short_key, spread_rounds
 
 
 class SweepProgress:
@@ -68,7 +68,7 @@ class SweepProgress:
 
     def read(self) -> list[Outcome]:
         """Return the present outcome of every member, whichever process trained it."""
-        return [results.outcome(self.sweep, member) for member in self.members]
+        return [results.read_outcome(self.sweep, member) for member in self.members]
 
     @property
     def batches(self) -> list[tuple[Timing, int, list[Member]]]:
@@ -116,14 +116,14 @@ class SweepProgress:
                     )
             self.sweep.forget_members()
             self._tell_time()
-            with eager_start.begun(
+            with eager_start.start_eagerly(
                 self.sweep, self.timings, self.progress, alone=self.world.alone
             ) as early:
-                self.updates = lengths(
+                self.updates = choose_updates(
                     self.timings, self.least_tokens, self.progress, early.updates
                 )
                 early.settle(self.updates)
-            spread(self.groups, self.world.size)
+            spread_rounds(self.groups, self.world.size)
             begun = (
                 {"eager_updates": early.updates, "eager_length": early.length}
                 if early.updates
@@ -225,7 +225,7 @@ class SweepProgress:
 
     def table(self) -> list[str]:
         """Return the table of results so far."""
-        return results.lines(results.compared(self.outcomes), self._lost())
+        return results.table_lines(results.compare_settings(self.outcomes), self._lost())
 
     def _lost(self) -> dict[int, int]:
         return {
@@ -284,7 +284,7 @@ class SweepProgress:
 
     def _read(self, batch: MemberBatch) -> None:
         for member in batch.members:
-            self.outcomes[member.index] = results.outcome(self.sweep, member)
+            self.outcomes[member.index] = results.read_outcome(self.sweep, member)
 
     def ends(self, batch: MemberBatch) -> None:
         """Write the summary row into the metrics of each member that finished, as any run does."""
@@ -315,10 +315,10 @@ class SweepProgress:
     def _write_page(self, state: str) -> None:
         """Write the sweep's page with what every member has so far, whichever process trains it."""
         outcomes = self.read()
-        table = results.compared(outcomes)
-        found = results.so_far(outcomes, table, self.spent_s, self.rate)
+        table = results.compare_settings(outcomes)
+        found = results.result_so_far(outcomes, table, self.spent_s, self.rate)
         folder = self.sweep.run.folder
-        settings = results.drawn(table)
+        settings = results.chart_settings(table)
         curves = _curves(outcomes)
         write_page_so_far(folder, found, settings, curves, told(self.sweep.run), state)
 
@@ -326,12 +326,12 @@ class SweepProgress:
         """Compare the settings, write tables and figures and print the results; return the object
         of `--json`.
         """
-        table = results.compared(self.outcomes)
+        table = results.compare_settings(self.outcomes)
         self.sweep.record["tokens"] = sum(
             next((row["tokens"] for row in reversed(outcome.rows) if "train_loss" in row), 0)
             for outcome in self.outcomes
         )
-        result = results.whole(self.sweep, self.outcomes, table)
+        result = results.result_object(self.sweep, self.outcomes, table)
         wide_lines = []
         if table.best:
             self.sweep.link_best(table.best.member)
@@ -341,10 +341,14 @@ class SweepProgress:
         path = self.sweep.write_table(result["members"])
         report = self.sweep.run.report
         with self.progress.stage("report", f"{report}, {path}"):
-            table_lines = results.lines(table, self._lost())
+            table_lines = results.table_lines(table, self._lost())
             origin = told(self.sweep.run)
             write_sweep_report(
-                self.sweep.run.folder, result, results.drawn(table), _curves(self.outcomes), origin
+                self.sweep.run.folder,
+                result,
+                results.chart_settings(table),
+                _curves(self.outcomes),
+                origin,
             )
         self.progress.gap()
         for number, line in enumerate(table_lines):
@@ -373,12 +377,12 @@ def compile_sweep(folder: str) -> None:
     repeatable(default_device())
     state = SweepProgress(Sweep.open(Path(folder)), silent())
     state.open(default_device(), describe())
-    lengths(state.timings, state.least_tokens, state.progress)
+    choose_updates(state.timings, state.least_tokens, state.progress)
 
 
 def _curves(outcomes: Sequence[Outcome]) -> list[Curve]:
     """Return each member's knobs, by their short names, and the rows of its metrics."""
     return [
-        ({short(key): value for key, value in one.member.knobs.items()}, one.rows)
+        ({short_key(key): value for key, value in one.member.knobs.items()}, one.rows)
         for one in outcomes
     ]

@@ -37,7 +37,7 @@ from monograph.storage.reading import is_folder
 from monograph.sweeps import advice
 from monograph.sweeps.concurrency import first_window
 from monograph.sweeps.folder import SCHEMA, Sweep
-from monograph.sweeps.spec import ORIGIN, Member, described, short, shown
+from monograph.sweeps.spec import ORIGIN, Member, describe_knobs, short_key, value_text
 from monograph.terminal import shell_words
 
 DISTILLED = "distilled"  # the run's folder, in the sweep's
@@ -75,7 +75,7 @@ class Outcome:
         return None if self.diverged is not None else value
 
 
-def outcome(sweep: Sweep, member: Member) -> Outcome:
+def read_outcome(sweep: Sweep, member: Member) -> Outcome:
     """Return a member's results, read from its run; raises InputRefused if its metrics are damaged."""
     run = sweep.member(member.index)
     rows = run.rows()
@@ -87,7 +87,7 @@ def outcome(sweep: Sweep, member: Member) -> Outcome:
     return Outcome(member, run, rows, diverged, evaluation, final)
 
 
-def mixture_of(name: str) -> list[Run]:
+def mixture_members(name: str) -> list[Run]:
     """Return the finished, finite members of the sweep if a name is SWEEP/mixture; none for any
     other name.
 
@@ -138,7 +138,7 @@ def require_teachers(sweep: Sweep, ranks: int) -> None:
         )
 
 
-def student_of(sweep: Sweep, outcomes: Sequence[Outcome], best: int) -> Run:
+def open_student(sweep: Sweep, outcomes: Sequence[Outcome], best: int) -> Run:
     """Return the run that learns from a sweep's finished members, begun if it was not.
 
     It has the settings of the best member, another seed than any, and a graph for each block where
@@ -165,7 +165,7 @@ def student_of(sweep: Sweep, outcomes: Sequence[Outcome], best: int) -> Run:
     return run
 
 
-def compared(outcomes: Sequence[Outcome]) -> Table:
+def compare_settings(outcomes: Sequence[Outcome]) -> Table:
     """Return the settings compared by bits per byte, or by the loss in nats if some score has no
     bits per byte.
     """
@@ -176,7 +176,7 @@ def compared(outcomes: Sequence[Outcome]) -> Table:
     return tabulate(values, [outcome.member.knobs for outcome in outcomes], SEED, unit)
 
 
-def lines(table: Table, diverged: Mapping[int, int]) -> list[str]:
+def table_lines(table: Table, diverged: Mapping[int, int]) -> list[str]:
     """Return the table as aligned lines: knobs, mean ± standard error over seeds, and standing
     against the best.
 
@@ -185,13 +185,13 @@ def lines(table: Table, diverged: Mapping[int, int]) -> list[str]:
         diverged: the update after which a member learned nothing more, by the member's number.
     """
     keys = list(dict.fromkeys(key for setting in table.settings for key in setting.knobs))
-    rows = [[*map(short, keys), table.unit, ""]]
+    rows = [[*map(short_key, keys), table.unit, ""]]
     for setting in table.settings:
         unscored = setting.mean is None and not any(
             member in diverged for member in setting.members.values()
         )
         value = "" if unscored else written(setting.mean)
-        knobs = [shown(setting.knobs[key]) if key in setting.knobs else "" for key in keys]
+        knobs = [value_text(setting.knobs[key]) if key in setting.knobs else "" for key in keys]
         rows.append([*knobs, value, _standing(table, setting, diverged)])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
@@ -215,7 +215,7 @@ def verdict(table: Table) -> str:
     if table.best is None:
         return "every member diverged"
     best = table.best.setting
-    return described(dict(best.knobs)) if best.knobs else f"member {table.best.member}"
+    return describe_knobs(dict(best.knobs)) if best.knobs else f"member {table.best.member}"
 
 
 def as_json(
@@ -275,7 +275,7 @@ def summary(
     }
 
 
-def whole(sweep: Sweep, outcomes: Sequence[Outcome], table: Table) -> dict[str, Any]:
+def result_object(sweep: Sweep, outcomes: Sequence[Outcome], table: Table) -> dict[str, Any]:
     """Return the object of `--json`, which is also the result in sweep.json."""
     members, best = as_json(outcomes, table)
     spent = sweep.record.get("training_s", 0.0)
@@ -291,10 +291,10 @@ def whole(sweep: Sweep, outcomes: Sequence[Outcome], table: Table) -> dict[str, 
     }
 
 
-def so_far(
+def result_so_far(
     outcomes: Sequence[Outcome], table: Table, spent_s: float, rate: float
 ) -> dict[str, Any]:
-    """Return what is known of a sweep that has not ended, in the form of `whole`, and how many
+    """Return what is known of a sweep that has not ended, in the form of `result_object`, and how many
     members have finished.
 
     Args:
@@ -314,12 +314,12 @@ def so_far(
     }
 
 
-def drawn(table: Table) -> list[dict[str, Any]]:
+def chart_settings(table: Table) -> list[dict[str, Any]]:
     """Return the settings in the form that `monograph.report.sweep_report` draws."""
     best = table.best.setting if table.best else None
     return [
         {
-            "knobs": {short(key): value for key, value in setting.knobs.items()},
+            "knobs": {short_key(key): value for key, value in setting.knobs.items()},
             "mean": setting.mean.value if setting.mean else None,
             "standard_error": setting.mean.standard_error if setting.mean else None,
             "values": [table.values[member] for member in setting.members.values()],
@@ -358,13 +358,13 @@ def verify(outcome: Outcome, progress: Progress, eager: tuple[int, int] = (0, 0)
     compiled = plan.training.compile != "none" and (
         default_device().type == "cuda" or not compiler_obstacle()
     )
-    alone = losses(plan, text, len(member), progress, compiled=compiled, eager=eager)
+    alone = train_alone(plan, text, len(member), progress, compiled=compiled, eager=eager)
     if not compiled:
         half = {"train.micro_batch": max(1, plan.training.rows // 2)}
         plan = resolve(plan.record.settings.resolve(half, "verify"), describe())
-    other = losses(plan, text, len(member), progress, compiled=False, eager=eager)
-    difference = largest(member, alone)
-    bound = FACTOR * largest(alone, other)
+    other = train_alone(plan, text, len(member), progress, compiled=False, eager=eager)
+    difference = largest_difference(member, alone)
+    bound = FACTOR * largest_difference(alone, other)
     equal = difference <= bound
     progress.line(
         "verify",
@@ -381,7 +381,7 @@ def verify(outcome: Outcome, progress: Progress, eager: tuple[int, int] = (0, 0)
     }
 
 
-def largest(one: list[float], other: list[float]) -> float:
+def largest_difference(one: list[float], other: list[float]) -> float:
     """Return the largest difference at any update; nan and infinity are equal to themselves."""
     return max(
         0.0 if a == b or (a != a and b != b) else abs(a - b)
@@ -401,7 +401,7 @@ def first_schedule(course: Schedule, updates: int, warmup: int) -> Schedule:
     return lambda index: first(index) if index < updates else course(index)
 
 
-def losses(
+def train_alone(
     plan: Plan,
     text: Corpus,
     updates: int,

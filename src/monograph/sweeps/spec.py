@@ -90,7 +90,9 @@ class Group:
     @property
     def name(self) -> str:
         """Return the values that distinguish this group from the others; empty for the only group."""
-        return " ".join(f"{short(key)}={shown(value)}" for key, value in self.shared.items())
+        return " ".join(
+            f"{short_key(key)}={value_text(value)}" for key, value in self.shared.items()
+        )
 
     def batches(self) -> list[list[Member]]:
         """Return the members, round by round."""
@@ -112,7 +114,7 @@ def members_of(settings: Settings, points: Sequence[Point]) -> list[Member]:
         other = seen.setdefault(member.settings.fingerprint, member.index)
         if other != member.index:
             raise UsageError(
-                f"members {other} and {member.index} are equal: {described(member.knobs)}"
+                f"members {other} and {member.index} are equal: {describe_knobs(member.knobs)}"
             )
     return members
 
@@ -128,7 +130,7 @@ def groups_of(members: Sequence[Member]) -> list[Group]:
     return list(groups.values())
 
 
-def spread(groups: Sequence[Group], ranks: int) -> None:
+def spread_rounds(groups: Sequence[Group], ranks: int) -> None:
     """Halve rounds in place, the largest first, until there is one for every rank or no round has
     two members.
     """
@@ -141,24 +143,25 @@ def spread(groups: Sequence[Group], ranks: int) -> None:
         group.rounds[at : at + 1] = [largest - largest // 2, largest // 2]
 
 
-def described(knobs: Point) -> str:
+def describe_knobs(knobs: Point) -> str:
     """Return the knobs as text: `lr=0.001 seed=0`."""
     return (
-        " ".join(f"{short(key)}={shown(value)}" for key, value in knobs.items()) or "nothing varied"
+        " ".join(f"{short_key(key)}={value_text(value)}" for key, value in knobs.items())
+        or "nothing varied"
     )
 
 
-def short(key: str) -> str:
+def short_key(key: str) -> str:
     """Return a key without its section, as people say it."""
     return key.rpartition(".")[2]
 
 
-def shown(value: object) -> str:
+def value_text(value: object) -> str:
     """Return a value as tables show it, a number with at most four digits."""
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, tuple):
-        return ",".join(map(shown, value))
+        return ",".join(map(value_text, value))
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -220,7 +223,7 @@ def spec_of(arguments: Sequence[str], samples: int | None) -> SweepSpec:
         if arguments:
             settings = settings_given(toml, fixed | first, runs_code=True, faults=[*faults, *wrong])
         else:
-            settings = _of_newest_run()
+            settings = _newest_run_settings()
     except UsageError:
         # Several values of a key in a file are answered better than by what is wrong with them as
         # one value. The file of a run that was damaged has been refused before this.
@@ -246,7 +249,7 @@ def spec_of(arguments: Sequence[str], samples: int | None) -> SweepSpec:
     elif not arguments:
         with suppress(UsageError):  # a model without a narrower shape is swept itself
             settings, target = _proxy(settings.resolve({"optim.transfer": WIDTH}, ORIGIN))
-    return SweepSpec(settings, points(axes or _usual_axes(settings), samples), target)
+    return SweepSpec(settings, points(axes or _default_axes(settings), samples), target)
 
 
 def _proxy(settings: Settings) -> tuple[Settings, Settings]:
@@ -265,17 +268,17 @@ def _proxy(settings: Settings) -> tuple[Settings, Settings]:
     # These minutes are for the whole sweep, not for this run.
     if settings.origins.get("train.minutes") == ORIGIN:
         named = named.resolve({"train.minutes": DEFAULT_RUN_MINUTES}, ORIGIN)
-    return narrow(wide, shape), named
+    return narrow_proxy(wide, shape), named
 
 
-def _usual_axes(settings: Settings) -> list[Axis]:
+def _default_axes(settings: Settings) -> list[Axis]:
     """Return an axis of learning rates around the model's default rate, and an axis of two seeds."""
     middle = resolve(settings, describe()).training.optim.lr
     rates = tuple(float(f"{middle * 2.0**step:.4g}") for step in STEPS)
     return [Axis("optim.lr", rates), Axis(SEED, SEEDS)]
 
 
-def _of_newest_run() -> Settings:
+def _newest_run_settings() -> Settings:
     """Return the settings of the newest run's model, text and optimizer, or the defaults; both for
     a short sweep.
     """
@@ -294,12 +297,12 @@ def _of_newest_run() -> Settings:
     )
 
 
-def continued(out: Path | None, arguments: Sequence[str], samples: int | None) -> bool:
+def names_existing_sweep(out: Path | None, arguments: Sequence[str], samples: int | None) -> bool:
     """Return whether the command line names an existing sweep and nothing else."""
     return not arguments and samples is None and out is not None and is_file(out / SWEEP)
 
 
-def narrow(settings: Settings, config: LlamaConfig) -> Settings:
+def narrow_proxy(settings: Settings, config: LlamaConfig) -> Settings:
     """Return the settings of the narrow proxy of a wide run: only the width differs, not the tokens
     per update.
 
@@ -319,7 +322,9 @@ def narrow(settings: Settings, config: LlamaConfig) -> Settings:
     return settings.resolve(sizes | _NO_TRANSFER, f"the proxy of {config.hidden_size}")
 
 
-def carried(settings: Settings, proxy: Settings, updates: int, proxy_updates: int) -> list[str]:
+def transfer_notes(
+    settings: Settings, proxy: Settings, updates: int, proxy_updates: int
+) -> list[str]:
     """Return lines that say which of a proxy's best knobs carry over to the wide model and which do
     not.
 
