@@ -56,7 +56,7 @@ def outcomes(folder: Path, bits: list[float | None]) -> list[results.Outcome]:
 
 def test_what_each_member_came_to(tmp_path: Path) -> None:
     found = outcomes(tmp_path, BITS)
-    assert [each.over for each in found] == [True] * 6 and found[4].diverged == 31
+    assert [each.is_over for each in found] == [True] * 6 and found[4].diverged == 31
     assert [each.score("eval_loss") for each in found] == [1.0, 1.1, 0.975, 1.055, None, 1.5]
     assert (
         found[0].summary
@@ -70,7 +70,7 @@ def test_a_member_that_lost_its_last_checkpoint_is_not_over(tmp_path: Path) -> N
     [first, *_] = outcomes(tmp_path, BITS)
     (first.run.checkpoints / "step-00000050").rmdir()
     sweep = Sweep.open(tmp_path / "s")
-    assert not results.read_outcome(sweep, first.member).over
+    assert not results.read_outcome(sweep, first.member).is_over
 
 
 def test_the_table_as_a_person_reads_it(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_the_table_as_a_person_reads_it(tmp_path: Path) -> None:
 
 def test_members_that_have_no_score_yet_are_blank(tmp_path: Path) -> None:
     found = outcomes(tmp_path, [2.0, 2.2, *[math.nan] * 4])
-    assert [each.over for each in found] == [True, True, False, False, False, False]
+    assert [each.is_over for each in found] == [True, True, False, False, False, False]
     lines = results.table_lines(results.compare_settings(found), {})
     assert lines[1].split() == ["0.001", "2.100", "±", "0.100", "best"] and lines[2].split() == [
         "0.002"

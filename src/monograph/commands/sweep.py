@@ -60,7 +60,7 @@ def run(
             sweep.record["distill"] = True
             sweep.write()
         state = SweepProgress(sweep, progress, world)
-        if not world.agreed(state.all_over(state.members)):
+        if not world.agreed(state.are_over(state.members)):
             _train(state, progress)
             world.gather()
         code = _finish(state, verify, progress, json) if world.leads else 0
@@ -94,7 +94,7 @@ def _sweep_of(
 
 def _finish(state: SweepProgress, verify: int | None, progress: Progress, json: bool) -> int:
     """Compare the members, print the result and return the exit code."""
-    state.outcomes = state.read()
+    state.outcomes = state.read_outcomes()
     result = state.finish()
     if verify is not None:
         eager = state.eager_updates_of(state.members[verify])
@@ -142,8 +142,8 @@ def _train(state: SweepProgress, progress: Progress) -> None:
         StopSignal(lambda name: block.note(f"{name}: saving after this update")) as stop,
     ):
         try:
-            for timing, updates, members in state.batches:
-                if state.all_over(members):
+            for timing, updates, members in state.rounds:
+                if state.are_over(members):
                     continue
                 with state.sweep.lock_members(members) as runs:
                     _round(
@@ -174,7 +174,7 @@ def _round(
                 "warning", "no update of which every member has a sound checkpoint: they begin anew"
             )
         batch.save()
-    block.resume(state.resumed(batch))
+    block.resume(state.count_resumed(batch))
     after = AfterUpdate(batch, updates, state, block, stop)
     for update in train(batch.engine, batch.windows, updates):
         moment = after.note(update)
@@ -185,7 +185,7 @@ def _round(
         if moment.all_lost:
             after.spare(moment)
             break
-    state.ends(batch)
+    state.write_summaries(batch)
     batch.close()
 
 
