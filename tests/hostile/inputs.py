@@ -56,7 +56,13 @@ from monograph.errors import InputRefused
 from monograph.evaluation.choices import read_questions
 from monograph.graph.mmap_weights import materialize_
 from monograph.model import torch_file
-from monograph.model.adapter import packed, put, read_adapter, read_weights, save_adapter
+from monograph.model.adapter import (
+    install_adapters,
+    pack_adapters,
+    read_adapter,
+    read_weights,
+    save_adapter,
+)
 from monograph.model.hub import mapped_model, save_model
 from monograph.predict.roofline import Calibration
 from monograph.run.folder import Run
@@ -200,7 +206,7 @@ def model(folder: Path) -> Path:
         llama = tiny_llama(vocab_size=tokenizer.vocab_size, hidden_size=16, num_hidden_layers=1)
         save_model(llama, folder / "model", tokenizer)
         save_model(llama, folder / "sharded", tokenizer, max_shard_bytes=3000)
-        save_adapter(packed(adapted_llama(), SMALL, "model"), folder / "adapter")
+        save_adapter(pack_adapters(adapted_llama(), SMALL, "model"), folder / "adapter")
     return folder / "model"
 
 
@@ -296,7 +302,7 @@ def adapter(draws: random.Random, folder: Path) -> None:
 
     def use() -> None:
         found, base = read_adapter(path.parent), tiny_llama()
-        put(base, found.lora)
+        install_adapters(base, found.lora)
         read_weights(found, base)
 
     replaced(path, hostile_json(json.loads(path.read_bytes()), draws), use)

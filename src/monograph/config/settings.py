@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from types import MappingProxyType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from monograph.config import keys
-from monograph.config.keys import DEFAULT_MINUTES, SECTIONS, described
+from monograph.config.keys import DEFAULT_MINUTES, KEYS, SECTIONS, WAYS_TO_LEARN, Section, described
 from monograph.config.renamed import Texts, translated, translated_each
 from monograph.config.slips import meant_value
 from monograph.errors import UsageError
@@ -21,32 +21,30 @@ from monograph.storage.code import code_named
 from monograph.terminal import shell_words
 
 # The keys whose values may name a function in a Python file.
-NAME_CODE = ("model.init", "rl.reward")
-# A resumed run may change these keys: they say where and in which graphs it is trained, which
-# changes no equation. The fingerprint of its records says whether an ignored key changes them.
-ANYWHERE = {
-    "train.memory": "auto",
-    "train.compile": "auto",
-    "train.parallel": "none",
-    "train.gather_dtype": "fp32",
-    "data.ignore_keys": None,
-}
+NAME_CODE = ("model.init", *(key for way in WAYS_TO_LEARN for key in way.names_code))
+# The keys that a resumed run may change, with their defaults: see `monograph.config.keys.Key`. The
+# fingerprint of its records says whether an ignored key changes them.
+ANYWHERE = {key: described(key).default for key in KEYS if described(key).is_of_place}
+# The keys that a run decides anew if it begins from another one.
+OF_ONE_RUN = frozenset(key for key in KEYS if described(key).is_of_one_run)
 # At most one key of each group counts: the one whose origin has the highest rank.
 EXCLUSIVE = (
     ("train.updates", "train.tokens", "train.epochs", "train.minutes"),
     ("model.preset", "model.init"),
-    ("rl.answer_regex", "rl.answer_schema"),
+    *(group for way in WAYS_TO_LEARN for group in way.exclusive),
 )
 BELONGS = keys.belonging()
+WaySection = TypeVar("WaySection", bound=Section)
 
 
 class Settings(BaseModel):
     """All settings of a run, checked.
 
-    `settings.optim.lr` reads a value; None means "not given", and "auto" means "the planner's
-    choice".
+    `settings.optim.lr` reads a value, and `settings.section(RlSection).kl` one of a way to learn. None
+    means "not given", and "auto" means "the planner's choice".
 
     Attributes:
+        way_sections: the sections that belong to one way to learn each, by name.
         origins: the origin of each key that was set, by dotted key: "run.toml:7",
             "MONOGRAPH_TRAIN_SEED", "command line".
         written: the values as a person wrote them, for messages, by dotted key.
@@ -61,11 +59,16 @@ class Settings(BaseModel):
     optim: keys.OptimSection = keys.OptimSection()
     train: keys.TrainSection = keys.TrainSection(minutes=DEFAULT_MINUTES)
     lora: keys.LoraSection = keys.LoraSection()
-    rl: keys.RlSection = keys.RlSection()
-    prefer: keys.PreferSection = keys.PreferSection()
+    way_sections: Mapping[str, Section] = {
+        way.section: way.keys() for way in WAYS_TO_LEARN if way.keys
+    }
     origins: Mapping[str, str] = Field(default_factory=dict, repr=False)
     written: Mapping[str, str] = Field(default_factory=dict, repr=False)
     vouched: Mapping[str, str] = Field(default_factory=dict, repr=False)
+
+    def section(self, section: type[WaySection]) -> WaySection:
+        """Return the values of a section that belongs to one way to learn."""
+        return next(each for each in self.way_sections.values() if isinstance(each, section))
 
     @property
     def programs(self) -> list[str]:
@@ -80,7 +83,11 @@ class Settings(BaseModel):
 
     def values(self) -> dict[str, Any]:
         """Return every key's value, by dotted key, in the order of `KEYS`."""
-        return {f"{name}.{key}": value for name in SECTIONS for key, value in getattr(self, name)}
+        return {
+            f"{name}.{key}": value
+            for name in SECTIONS
+            for key, value in self.way_sections.get(name) or getattr(self, name)
+        }
 
     def said(self, key: str) -> str:
         """Return a key as an error begins with it: "run.toml:7: train.seed = 3"."""
@@ -352,8 +359,11 @@ def build(
         tables[section][name] = value
     if values.keys().isdisjoint(EXCLUSIVE[0]):
         tables["train"]["minutes"] = DEFAULT_MINUTES
+    sections = {name: SECTIONS[name](**table) for name, table in tables.items()}
+    way_sections = {way.section: sections.pop(way.section) for way in WAYS_TO_LEARN if way.keys}
     settings = Settings(
-        **{name: SECTIONS[name](**table) for name, table in tables.items()},  # type: ignore[arg-type]
+        **sections,  # type: ignore[arg-type]
+        way_sections=way_sections,
         origins=dict(origins),
         written=dict(written),
     )

@@ -1,7 +1,7 @@
-"""Give each member an optimizer, and merge the members' optimizers into one.
+"""Give each member an optimizer, and merge the members' kinds of updates.
 
-A number is a tensor [N] in the merged optimizer if the members' values differ. Otherwise it stays a
-number, which keeps the graph simple.
+A number of a merged `Kind`, which says how a parameter is updated, is a tensor [N] if the members'
+values differ. Otherwise it stays a number, which keeps the graph simple.
 
 Shapes: N members.
 """
@@ -17,11 +17,8 @@ from monograph.errors import UsageError
 from monograph.optim import Kind, Optimizer
 from monograph.optim.optimizer import Knob
 
-# The optimizer's fields in which members may differ; all other fields shape the graph.
-_MEMBER_FIELDS = ("lr", "betas", "eps", "weight_decay", "momentum")
-
-# Fields in which members may differ of a `Kind`, which says how a parameter is updated.
-_MEMBER_FIELDS_OF_KIND = ("lr", "weight_decay", "momentum", "eps")
+# Fields of a `Kind` in which members may differ. They may also differ in each of its betas.
+_MEMBER_FIELDS_OF_KIND = ("lr", "weight_decay", "eps")
 
 
 def member_optimizers(
@@ -52,7 +49,7 @@ def member_optimizers(
             raise UsageError(
                 f"optim = {optim!r}: expected one of this package's, such as monograph.AdamW(lr=1e-3)"
             )
-        names = _member_fields(common)
+        names = common.may_differ
         optims = [
             replace(common, **{name: own[name] for name in names if name in own}) for own in knobs
         ]
@@ -62,21 +59,16 @@ def member_optimizers(
             raise UsageError(
                 f"members 0 and {number} have different optimizers: members of one graph share its class"
             )
-        # The fields of `groups` are compared where they act, in `merge_kinds`.
+        # Groups of parameters have numbers of their own, in which members may differ, too.
         for field in fields(other):
-            if field.name in (*_MEMBER_FIELDS, "groups"):
+            if field.name in (*other.may_differ, "groups"):
                 continue
             if getattr(other, field.name) != getattr(first, field.name):
                 raise UsageError(
                     f"members 0 and {number} differ in the optimizer's {field.name}, which one graph shares; "
-                    f"a member may have its own {', '.join(_MEMBER_FIELDS)}"
+                    f"a member may have its own {', '.join(other.may_differ)}"
                 )
     return optims
-
-
-def _member_fields(optim: Optimizer) -> list[str]:
-    """Return the names of an optimizer's fields in which members may differ."""
-    return [field.name for field in fields(optim) if field.name in _MEMBER_FIELDS]
 
 
 def require_read(knobs: Sequence[Any], optim: Optimizer) -> None:
@@ -89,8 +81,7 @@ def require_read(knobs: Sequence[Any], optim: Optimizer) -> None:
     Raises:
         UsageError: nothing has read a knob, and the optimizer has no field of its name.
     """
-    optimizer_fields = _member_fields(optim)
-    read_by_ensemble = ["seed", *optimizer_fields]
+    read_by_ensemble = ["seed", *optim.may_differ]
     for member_knobs in knobs:
         # Whether the values of another mapping were read is not known.
         if not isinstance(member_knobs, Knobs):
@@ -99,7 +90,7 @@ def require_read(knobs: Sequence[Any], optim: Optimizer) -> None:
             if name not in read_by_ensemble:
                 raise UsageError(
                     f"the knob {name} changes nothing: the function that builds a member does not read it, and of "
-                    f"{type(optim).__name__} a member has its own {', '.join(optimizer_fields)}; "
+                    f"{type(optim).__name__} a member has its own {', '.join(optim.may_differ)}; "
                     "take it out, or read it"
                 )
 
@@ -115,17 +106,6 @@ def dropout_seeds(knobs: Sequence[Mapping[str, Any]], device: torch.device) -> t
         if not isinstance(seed, int):
             raise UsageError(f"seed = {seed!r}: expected a whole number")
     return torch.tensor(seeds, dtype=torch.int64, device=device)
-
-
-def merge_optimizers(optims: Sequence[Optimizer], device: torch.device) -> Optimizer:
-    """Return one optimizer whose betas and eps are tensors [N] where the members' values differ.
-
-    The learning rate is not merged: it changes with each update and is in `Step.lr`, [N].
-    """
-    beta1 = _merge_values([optim.betas[0] for optim in optims], device)
-    beta2 = _merge_values([optim.betas[1] for optim in optims], device)
-    eps = _merge_values([optim.eps for optim in optims], device)
-    return replace(optims[0], betas=(beta1, beta2), eps=eps)
 
 
 def merge_kinds(
@@ -151,6 +131,8 @@ def merge_kinds(
                 field: _merge_values([getattr(kind, field) for kind in kinds], device)
                 for field in _MEMBER_FIELDS_OF_KIND
             }
+            betas_of_members = zip(*(kind.betas for kind in kinds), strict=True)
+            numbers["betas"] = tuple(_merge_values(betas, device) for betas in betas_of_members)
             merged[kinds] = kinds[0]._replace(**numbers)
         merged_by_name[name] = merged[kinds]
     return merged_by_name

@@ -77,15 +77,9 @@ LEARNING_RATES = {
     "1b": 2e-4,
     "8b": 1.2e-4,
 }
-# Rates of other optimizers for presets for which a better one was measured (dev/log.md). For all
-# others the rate is AdamW's times the optimizer's `rate_factor`. This is 1 for Muon, as its updates
-# have the same size as AdamW's.
-MEASURED_RATES = {"muon": {"nano": 6e-3, "micro": 6e-3}}
-# Muon's momentum, and the ratio of the embedding's rate to that of the matrices, for presets for
-# which they were measured to be better than 0.95 and 1 (benchmarks/recipe.py).
-MUON_FIELDS = dict.fromkeys(("nano", "micro"), {"momentum": 0.9, "embedding_lr": 6.0})
-# For these presets Muon's weight decay is DECAY times the number of epochs, but at most MOST_DECAY:
-# a text that is read several times is learned by heart (docs/training.md).
+# For presets for which the optimizer has `tuned` fields, the weight decay is DECAY times the number
+# of epochs, but at most MOST_DECAY: a text that is read several times is learned by heart
+# (docs/training.md).
 DECAY, MOST_DECAY = 0.3, 1.0
 # Rates for existing weights. Adapters need ten times the rate of all weights (Schulman et al. 2025,
 # "LoRA Without Regret").
@@ -265,28 +259,30 @@ def known_learning_rate(preset: str, optimizer: str) -> float:
 
     Rates were searched for with models of the Llama family only.
     """
-    usual = LEARNING_RATES[preset] * OPTIMIZERS[optimizer].rate_factor
-    return MEASURED_RATES.get(optimizer, {}).get(preset, usual)
+    kind = OPTIMIZERS[optimizer]
+    usual = LEARNING_RATES[preset] * kind.rate_factor
+    rate: float = kind.tuned.get(preset, {}).get("lr", usual)
+    return rate
 
 
-def muon_fields(preset: str, family: str, optimizer: str, epochs: int = 1) -> dict[str, Any]:
-    """Return the fields in which a new model's optimizer differs from its class's defaults.
+def tuned_fields(preset: str, family: str, optimizer: str, epochs: int = 1) -> dict[str, Any]:
+    """Return the fields, without the rate, in which a new model's optimizer differs from its class's
+    defaults.
 
-    There are none but for Muon and a Llama: some other families, such as Gemma, scale the output of
-    the embedding.
+    Only models of the Llama family have some: other families may need other values, as some of them,
+    such as Gemma, scale the output of the embedding.
 
     Args:
         preset: the model's preset.
         family: the model's family.
-        optimizer: "adamw" or "muon".
+        optimizer: the optimizer's name.
         epochs: how often the text is read.
     """
-    if optimizer != "muon" or family != FIRST_FAMILY or preset not in MUON_FIELDS:
+    tuned = OPTIMIZERS[optimizer].tuned.get(preset)
+    if tuned is None or family != FIRST_FAMILY:
         return {}
-    return {
-        **MUON_FIELDS[preset],
-        "weight_decay": min(MOST_DECAY, round(DECAY * max(1, epochs), 6)),
-    }
+    fields = {name: value for name, value in tuned.items() if name != "lr"}
+    return {**fields, "weight_decay": min(MOST_DECAY, round(DECAY * max(1, epochs), 6))}
 
 
 # The share of a card's memory that tensors may take, as gaps between them take some.

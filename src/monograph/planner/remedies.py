@@ -16,6 +16,7 @@ from monograph.errors import OutOfDeviceMemory
 from monograph.graph.lora import Lora
 from monograph.model.config import LlamaConfig
 from monograph.optim import AdamW
+from monograph.optim.formats import FORMATS, narrower
 from monograph.planner.candidates import (
     ByDtype,
     Candidate,
@@ -197,9 +198,18 @@ def _narrower(request: Request, choices: Choices) -> Iterator[Change]:
             )
         return
     optim = training.optim
-    if optim.state == "fp32":
-        bits_8 = replace(training, optim=replace(optim, state="8bit"))
-        yield Change("optim.state=8bit", "moments rounded to 8 bits", request.with_training(bits_8))
+    if FORMATS[optim.state].exact:
+        for state in narrower(optim.state):
+            # A format that rounds stochastically is yielded below, together with the weights.
+            if FORMATS[state].stochastic:
+                continue
+            bits = round(8 * FORMATS[state].bytes_each)
+            narrow = replace(training, optim=replace(optim, state=state))
+            yield Change(
+                f"optim.state={state}",
+                f"moments rounded to {bits} bits",
+                request.with_training(narrow),
+            )
         if request.precisions == ("bf16",):
             bits_16 = replace(training, optim=replace(optim, state="bf16", master_weights=False))
             yield Change(

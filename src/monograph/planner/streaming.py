@@ -409,7 +409,10 @@ def _remedy(request: Request, device: Device, limits: Limits) -> str:
             if rows != request.rows:
                 changed_keys.append(f"train.tokens_per_update = {tokens:,}")
             return " and ".join(changed_keys) + " would fit"
-    return "neither optim.state = 8bit nor a smaller train.tokens_per_update would fit"
+    if not narrower_states:
+        return "no smaller train.tokens_per_update would fit"
+    narrowest = narrower_states[-1]
+    return f"neither optim.state = {narrowest} nor a smaller train.tokens_per_update would fit"
 
 
 _WHEN = {

@@ -40,7 +40,7 @@ from monograph.graph.inspect import ALL_LINEAR
 from monograph.graph.lora import Lora
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Choice, Product, Recording, within
-from monograph.model.adapter import put
+from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.model.parameters import block_matrices, block_multiplied, layer_shapes, matrices
@@ -354,7 +354,7 @@ def _count_sizes(config: LlamaConfig, lora: Lora, precision: str) -> _AdaptedSiz
     """Build a model with adapters on the meta device, and return its sizes."""
     with torch.device("meta"):
         model = Llama(config)
-        put(model, lora, precision=Precision(precision))
+        install_adapters(model, lora, precision=Precision(precision))
     trained = [tensor for tensor in model.parameters() if tensor.requires_grad]
     frozen = [tensor for tensor in model.parameters() if not tensor.requires_grad]
     # A parameter with three dimensions holds all experts' matrices.

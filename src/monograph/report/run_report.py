@@ -12,6 +12,7 @@ from monograph.report import quantities
 from monograph.report.figures import Picture, Row, Yardsticks, draw
 from monograph.report.in_progress import refresh_s
 from monograph.report.markup import escaped
+from monograph.report.metrics import LOSS, held_out, shown
 from monograph.report.page import column, config_of, number, page, pairs, section, table
 from monograph.report.run_charts import drawings_of
 
@@ -112,8 +113,8 @@ def run_page(
     """Return a run's page as HTML; see `write_report` and `write_run_page`."""
     there = {key for key, value in summary.items() if value is not None}
     said = "Samples" if "reward" in there else "Samples, from the same prompt"
-    if {"reward", "accuracy"} & there:  # a loss is of advantages or of pairs, no nats a token
-        there -= {"train_loss", "eval_loss"}
+    if LOSS not in shown(there):
+        there -= {*LOSS.keys}
     return page(
         kind=f"Training run, {state}" if state else "Training run",
         title=run_folder.name,
@@ -219,31 +220,29 @@ def _named(key: str, value: object) -> tuple[str, str]:
     return _NAMES.get(key, name.replace("_", " ")), text
 
 
-# The columns of a table of scores on held-out text: head and form by key.
-_SCORES = {
-    "update": ("update", "{:,}"),
-    "tokens": ("tokens", "{:,}"),
-    "eval_loss": ("loss, nats", "{:.4f}"),
-    "eval_bits_per_byte": ("bits per byte", "{:.4f}"),
-    "eval_accuracy": ("accuracy", "{:.4f}"),
-    "eval_margin": ("margin", "{:.4f}"),
-    "eval_reward": ("reward", "{:.4f}"),
-    "eval_pass_at_1": ("correct answers", "{:.4f}"),
-    "eval_rows": ("rows", "{:,}"),
-    "eval_prompts": ("prompts", "{:,}"),
-}
+def _scores() -> dict[str, tuple[str, str]]:
+    """Return the columns of a table of scores on held-out text: head and form by key."""
+    return {
+        "update": ("update", "{:,}"),
+        "tokens": ("tokens", "{:,}"),
+        **{each.held_out: (each.head or each.key, "{:.4f}") for each in held_out()},
+        "eval_pass_at_1": ("correct answers", "{:.4f}"),
+        "eval_rows": ("rows", "{:,}"),
+        "eval_prompts": ("prompts", "{:,}"),
+    }
 
 
-def _evaluations(metrics: Sequence[Row]) -> str:
+def _evaluations(rows: Sequence[Row]) -> str:
     """Return a table of the held-out curve's points, for readers who want the numbers."""
-    scored = [row for row in metrics if row.get("eval_loss") is not None or "eval_reward" in row]
+    scores = [metric.held_out for metric in held_out()]
+    scored = [row for row in rows if any(row.get(key) is not None for key in scores)]
     columns = {
         key: column
-        for key, column in _SCORES.items()
+        for key, column in _scores().items()
         if any(row.get(key) is not None for row in scored)
     }
-    rows = [[number(row.get(key), form) for key, (_, form) in columns.items()] for row in scored]
-    return table("Scores on held-out text", [head for head, _ in columns.values()], rows)
+    cells = [[number(row.get(key), form) for key, (_, form) in columns.items()] for row in scored]
+    return table("Scores on held-out text", [head for head, _ in columns.values()], cells)
 
 
 def _slower(metrics: Sequence[Row]) -> str:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from monograph.errors import DiskFull, InputRefused, UsageError
-from monograph.extras import install_command
 from monograph.storage.reading import entries
 from monograph.terminal import shell_words
 
@@ -204,7 +203,27 @@ def _mlflow(name: str, key: str, settings: Settings, out: Path | None) -> Tracke
 
 
 Opener = Callable[[str, str, Settings, Path | None], Tracker]
-_TRACKERS = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow}
+
+
+class Library(NamedTuple):
+    """The library of a tracker.
+
+    Attributes:
+        title: what the tracker is called.
+        open: opens a run there; see `tracker_named`.
+    """
+
+    title: str
+    open: Opener
+
+
+# By the name that is imported, and typed.
+LIBRARIES = {
+    "tensorboard": Library("TensorBoard", _tensorboard),
+    "wandb": Library("W&B", _wandb),
+    "trackio": Library("trackio", _trackio),
+    "mlflow": Library("MLflow", _mlflow),
+}
 
 
 def tracker_named(name: str) -> Opener:
@@ -216,8 +235,11 @@ def tracker_named(name: str) -> Opener:
     Raises:
         UsageError: there is no such tracker, or its library is not installed.
     """
-    if name not in _TRACKERS:
-        raise UsageError(f"--to {name}: expected one of {', '.join(_TRACKERS)}")
+    if name not in LIBRARIES:
+        raise UsageError(f"--to {name}: expected one of {', '.join(LIBRARIES)}")
     if importlib.util.find_spec(name) is None:
+        # Its imports take a while, and the command line imports this module for its help.
+        from monograph.extras import install_command
+
         raise UsageError(f"--to {name} needs its library: {install_command([name])}")
-    return _TRACKERS[name]
+    return LIBRARIES[name].open

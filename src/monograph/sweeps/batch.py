@@ -24,6 +24,7 @@ from monograph.errors import NoValidCheckpoint
 from monograph.graph.mmap_weights import materialize_
 from monograph.graph.precision import Precision
 from monograph.loss import Batch
+from monograph.optim.formats import FORMATS
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.run.writing import write_tokenizer
@@ -203,9 +204,9 @@ def reuse_engine(engine: Engine, fresh: Engine) -> bool:
     new = fresh.step.optim
     old_kinds = [plane.kind for plane in engine.step.planes]
     new_kinds = [plane.kind for plane in fresh.step.planes]
-    # The seed is for stochastic rounding, which fp32 states do not do. So there it may differ.
-    seed = old.seed if old.state == "fp32" else new.seed
-    same_graph = replace(old, lr=new.lr, seed=seed) == replace(new, seed=seed)
+    # Only a format that rounds stochastically reads the seed. With any other the seed may differ.
+    seed = new.seed if FORMATS[old.state].stochastic else old.seed
+    same_graph = replace(old, lr=new.lr) == replace(new, seed=seed)
     if old_kinds != new_kinds or not same_graph:
         return False
     engine.load_state(fresh.state())

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from monograph.config import EXCLUSIVE, Settings, classify, load
+from monograph.config import Settings, classify, load
 from monograph.config.axes import (
     IN_ONE_GRAPH,
     SEED,
@@ -25,7 +25,7 @@ from monograph.config.axes import (
     require_single_values,
 )
 from monograph.config.keys import DEFAULT_MINUTES as DEFAULT_RUN_MINUTES
-from monograph.config.settings import NAME_CODE
+from monograph.config.settings import NAME_CODE, OF_ONE_RUN
 from monograph.device import describe
 from monograph.errors import UsageError
 from monograph.model.config import LlamaConfig
@@ -173,22 +173,15 @@ DEFAULT_MINUTES = 1.5  # of the whole sweep, if no arguments are given
 # of 2. Two seeds cannot distinguish finer steps (docs/sweep.md).
 DEFAULT_SEEDS = (0, 1)
 DEFAULT_EXPONENTS = range(-4, 4)
-# Settings that a sweep does not take over from the newest run: the knobs, the length, and values
-# that depend on the length.
+# Settings that a sweep does not take over from the newest run: those of one run, the knobs, and
+# those of one model's memory and checkpoints.
 _NOT_TAKEN_OVER = {
-    *EXCLUSIVE[0],
-    "train.wall_minutes",
+    *OF_ONE_RUN,
     "optim.lr",
     SEED,
-    "optim.warmup_updates",
-    "train.eval_every",
-    "train.save_every",
     "train.keep",
     "train.micro_batch",
-    "train.compile",
     "train.remat",
-    "train.parallel",
-    "train.gather_dtype",
 }
 _WITHOUT_TRANSFER: Point = {"optim.transfer": "none", "optim.transfer_base": None}
 
