@@ -16,7 +16,7 @@ from monograph.config.axes import SEED
 from monograph.data.corpus import Corpus
 from monograph.device import compiler_obstacle, default_device, describe
 from monograph.errors import InputRefused, UsageError
-from monograph.evaluation.significance import Setting, Table, tabulate, written
+from monograph.evaluation.significance import Setting, Table, mean_text, tabulate
 from monograph.loop import train
 from monograph.run import recorded_state
 from monograph.run.folder import MIXTURE, Run, names_mixture, standard_json
@@ -216,7 +216,7 @@ def table_lines(table: Table, diverged: Mapping[int, int]) -> list[str]:
     for setting in table.settings:
         any_diverged = any(member in diverged for member in setting.members.values())
         is_unscored = setting.mean is None and not any_diverged
-        value = "" if is_unscored else written(setting.mean)
+        value = "" if is_unscored else mean_text(setting.mean)
         knobs = [value_text(setting.knobs[key]) if key in setting.knobs else "" for key in keys]
         rows.append([*knobs, value, _standing(table, setting, diverged)])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
