@@ -45,8 +45,8 @@ _PLAIN = (
     type,
 )
 
-# Pairs of objects' ids. They count as equal where they are found in attributes, as they are compared
-# elsewhere.
+# Pairs of objects' ids. They count as equal where they are found in attributes, as they are
+# compared elsewhere.
 _Pairs = frozenset[tuple[int, int]]
 
 
@@ -162,7 +162,8 @@ def _require_stackable_module(path: str, module: nn.Module, ids: set[int]) -> No
 
 
 def _writes_buffers(parametrizations: nn.Module) -> bool:
-    """Return whether parametrizations write their buffers when they are evaluated in training mode."""
+    """Return whether parametrizations write their buffers when they are evaluated in training mode.
+    """
 
     def versions() -> list[tuple[int, int]]:
         return [(id(buffer), buffer._version) for buffer in parametrizations.buffers()]

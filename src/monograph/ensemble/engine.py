@@ -42,7 +42,8 @@ Reduce = Literal["stack", "mean", "vote", "variance"]
 
 @final
 class Ensemble(Engine):
-    """N modules of one structure that run and train as one batched program, each as if it were alone.
+    """N modules of one structure that run and train as one batched program, each as if it were
+    alone.
 
         member i after k windows  =  the same module, trained alone on its windows with its own
         rate, decay and seed
@@ -270,8 +271,8 @@ class Ensemble(Engine):
             return
         step = self.step
         with step.counters_kept():
-            # The update of frozen members is computed, but changes nothing. `counters_kept` restores
-            # `frozen`.
+            # The update of frozen members is computed, but changes nothing. `counters_kept`
+            # restores `frozen`.
             self.stacked.frozen.fill_(True)
             self.stacked.update_whole(batch)
             step.index -= 1  # it is not among the counters

@@ -1,4 +1,4 @@
-"""Name the values that members of an ensemble differ in, and make combinations and ranges of them."""
+"""Name the values in which an ensemble's members differ, and make combinations and ranges of them."""
 
 import itertools
 import math

@@ -135,8 +135,8 @@ _REASONS = {
 
 
 class CannotBatch(RuntimeError):
-    """Raised by code that has no batched form although it runs for one module; the message says why,
-    and what to do.
+    """Raised by code that has no batched form although it runs for one module; the message says
+    why, and what to do.
     """
 
 
@@ -229,7 +229,8 @@ def _run_layers(
     bidirectional: bool,
     batch_first: bool = False,
 ) -> State:
-    """Run a recurrent layer over x [T, B, I]. The arguments after `step` are those of torch's kernels.
+    """Run a recurrent layer over x [T, B, I]. The arguments after `step` are those of torch's
+    kernels.
 
     Returns:
         The outputs [T, B, H], then each last state [L, B, H].

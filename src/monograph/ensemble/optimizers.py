@@ -96,7 +96,8 @@ def require_read(knobs: Sequence[Any], optim: Optimizer) -> None:
 
 
 def dropout_seeds(knobs: Sequence[Mapping[str, Any]], device: torch.device) -> torch.Tensor:
-    """Return the seeds of the members' dropout, [N] int64. By default a seed is the member's number.
+    """Return the seeds of the members' dropout, [N] int64. By default a seed is the member's
+    number.
 
     Raises:
         UsageError: a seed is not a whole number.

@@ -15,7 +15,7 @@ from monograph.ensemble.agreement import DROPOUTS, hook_attributes, require_stac
 from monograph.errors import UsageError
 from monograph.step.guard import Memory, memory
 
-CHECKED_PER_UPDATE = 8  # so many members are checked before each update, see `require_views`
+CHECKED_PER_UPDATE = 8  # the members that `require_views` checks before each update
 
 Owner = tuple[nn.Module, str]  # a module, and the name under which it holds a tensor
 
@@ -206,7 +206,9 @@ def _stack(tensors: list[Tensor]) -> Tensor:
 
 
 def _tensor_owners(members: Sequence[nn.Module]) -> Iterator[list[Owner]]:
-    """Yield for each parameter and buffer where each member holds it. A tied tensor is yielded once."""
+    """Yield for each parameter and buffer where each member holds it. A tied tensor is yielded
+    once.
+    """
     seen = set[int]()
     for modules in zip(*(member.modules() for member in members), strict=True):
         for name, tensor in (*modules[0]._parameters.items(), *modules[0]._buffers.items()):

@@ -213,7 +213,8 @@ def _score_rows(model: Llama, rows: Sequence[_Row]) -> list[Score]:
 
 
 def _log_probabilities(model: Llama, hidden_ND: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each target's ln p, [N] in fp32 or wider, and the likeliest id at its position, [N]."""
+    """Return each target's ln p, [N] in fp32 or wider, and the likeliest id at its position, [N].
+    """
     target_log_p = []
     likeliest = []
     for logits_CV, targets_C in _logits_in_pieces(model, hidden_ND, targets_N):
@@ -225,8 +226,8 @@ def _log_probabilities(model: Llama, hidden_ND: Tensor, targets_N: Tensor) -> tu
 def _logits_in_pieces(
     model: Llama, hidden_ND: Tensor, targets_N: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield logits [C, V] in fp32 or wider and their targets [C], of which at most LOGITS logits at
-    a time are in memory.
+    """Yield logits [C, V] in fp32 or wider and their targets [C], piece by piece, so that at most
+    LOGITS logits are in memory.
     """
     pieces = max(1, math.ceil(hidden_ND.shape[0] * model.config.vocab_size / LOGITS))
     for hidden_CD, targets_C in zip(
@@ -509,8 +510,8 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Contin
     """Encode a context, after the token that begins a document, and its continuation.
 
     White space at the end of the context becomes a part of the continuation, as in
-    lm-evaluation-harness, since a tokenizer joins it with the next word. If the tokenizer joins more
-    of the context with the continuation, each of them is encoded separately.
+    lm-evaluation-harness, since a tokenizer joins it with the next word. If the tokenizer joins
+    more of the context with the continuation, each of them is encoded separately.
     """
     stripped = context.rstrip()
     white_space = context[len(stripped) :]

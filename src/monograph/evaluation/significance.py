@@ -49,7 +49,9 @@ def mean(values: Sequence[float]) -> Mean:
 
 @cache
 def t_quantile(degrees: int) -> float:
-    """Return the t for which P(|T| <= t) = 95 %, where T has Student's distribution with `degrees` of freedom."""
+    """Return the t for which P(|T| <= t) = 95 %, where T has Student's distribution with `degrees`
+    of freedom.
+    """
     low, high = 0.0, 1e4
     for _ in range(80):  # bisection, down to the precision of a float
         middle = (low + high) / 2
@@ -67,7 +69,8 @@ def seeds_needed(difference: float, noise: float, settings: int, most: int) -> i
     """Return with how many seeds four sweeps of five would show a true difference; None if it is
     more than `most`.
 
-        the smallest n >= 2 with |difference| * sqrt(n) / noise >= t(95 %, settings * (n - 1)) + 0.84
+        the smallest n >= 2 with
+        |difference| * sqrt(n) / noise >= t(95 %, settings * (n - 1)) + 0.84
 
     The mean of n paired differences has the standard error noise / sqrt(n). `tabulate` shows a
     difference if this mean is beyond t standard errors. The probability of that is 80 % if the

@@ -161,7 +161,8 @@ class _Table(NamedTuple):
         nearest_Q = np.minimum(np.searchsorted(self.grams_G, grams_Q), len(self.grams_G) - 1)
         is_known_Q = self.grams_G[nearest_Q] == grams_Q
         discounted_Q = np.where(is_known_Q, self.discounted_G[nearest_Q], 0.0)
-        # All grams hx of one context h are adjacent, so sums over x are differences of running sums.
+        # All grams hx of one context h are adjacent, so sums over x are differences of running
+        # sums.
         first_of_context_Q = grams_Q & ~np.uint64(255)
         last_of_context_Q = first_of_context_Q | np.uint64(255)
         start_Q = np.searchsorted(self.grams_G, first_of_context_Q)
@@ -196,8 +197,9 @@ def _tables(train: NDArray[np.uint8], order: int) -> list[_Table]:
 
 
 def _discounts(counts_G: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return D(0) to D(3) of one order, see `kneser_ney_bits_per_byte`; D(3) is for all counts >= 3."""
-    n = np.bincount(np.minimum(counts_G, 5), minlength=6)[:5].astype(np.float64)  # n_0 to n_4
+    """Return D(0) to D(3) of one order, see `kneser_ney_bits_per_byte`."""
+    # n_0 to n_4; larger counts are not needed.
+    n = np.bincount(np.minimum(counts_G, 5), minlength=6)[:5].astype(np.float64)
     substitute = (n[1] + 1) / (n[1] + 2 * n[2] + 2)
     y = n[1] / (n[1] + 2 * n[2]) if n[1] else 0.0
     discounts = np.zeros(4)
@@ -236,8 +238,8 @@ def accepted_share(text: str) -> tuple[int, int]:
     """Return how many lines of a text `tokenize` accepts, and how many lines there are.
 
     Empty lines do not count. The first and the last line are left out, as they may be cut off. Each
-    line is checked alone, without indentation. A line that opens a bracket or a triple-quoted string
-    is accepted.
+    line is checked alone, without indentation. A line that opens a bracket or a triple-quoted
+    string is accepted.
     """
     lines = [line.strip() for line in text.split("\n")[1:-1]]
     lines = [line for line in lines if line]

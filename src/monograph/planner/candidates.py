@@ -82,7 +82,8 @@ class Request:
         """Return the request for updates of other sizes.
 
         Args:
-            tokens_per_update: tokens of an update, rounded down to whole rows, but at least one row.
+            tokens_per_update: tokens of an update, rounded down to whole rows, but at least one
+                row.
             length: tokens of a row.
         """
         rows = max(1, tokens_per_update // length)

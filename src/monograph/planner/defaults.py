@@ -266,11 +266,11 @@ def known_learning_rate(preset: str, optimizer: str) -> float:
 
 
 def tuned_fields(preset: str, family: str, optimizer: str, epochs: int = 1) -> dict[str, Any]:
-    """Return the fields, without the rate, in which a new model's optimizer differs from its class's
-    defaults.
+    """Return the fields, without the rate, in which a new model's optimizer differs from its
+    class's defaults.
 
-    Only models of the Llama family have some: other families may need other values, as some of them,
-    such as Gemma, scale the output of the embedding.
+    Only models of the Llama family have some: other families may need other values, as some of
+    them, such as Gemma, scale the output of the embedding.
 
     Args:
         preset: the model's preset.
@@ -389,7 +389,8 @@ def plan(
     traced: dict[Work, Candidate] = {}
 
     def list_candidates(limit: int) -> list[Candidate]:
-        """Return the candidates of all ways for a limit, those that were traced with their trace."""
+        """Return the candidates of all ways for a limit, those that were traced with their trace.
+        """
         candidates = []
         for way in resident_ways(request):
             candidates += way_candidates(

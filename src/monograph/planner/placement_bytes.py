@@ -508,8 +508,8 @@ class StreamWay:
         )
 
     def resident_within(self, limit: int) -> list[BufferNames]:
-        """Return for each stage the names of its resident buffers, if as many buffers of `order` are
-        resident as fit into `limit` bytes.
+        """Return for each stage the names of its resident buffers, if as many buffers of `order`
+        are resident as fit into `limit` bytes.
         """
         estimated = self.pass_bytes["activations"] + self.pass_bytes["workspace"]
         available = limit - int(MARGIN * estimated) - self.pass_bytes["boundaries"]

@@ -62,8 +62,9 @@ _REDUCTIONS = {
     "sum",
     "var_mean",
 }
-# On a CPU, the compiler avoids computing these values twice, and values that read more than MAX_LOADS
-# buffers: `should_realize_on_reuse` of torch._inductor, and `config.realize_reads_threshold`.
+# On a CPU, the compiler avoids computing these values twice, and values that read more than
+# MAX_LOADS buffers: `should_realize_on_reuse` of torch._inductor, and
+# `config.realize_reads_threshold`.
 _DEAR = {"exp", "sigmoid"}
 MAX_LOADS = 4
 
@@ -260,8 +261,8 @@ def _only_name(names: frozenset[Name], node: Node) -> Name:
 
 
 def _dear_sizes(node: Node, sources: dict[Node, _Sources], on_cpu: bool) -> dict[Name, set[int]]:
-    """Return for each buffer that a node reads the bytes of the dear values on the ways from it, see
-    `_Sources`.
+    """Return for each buffer that a node reads the bytes of the dear values on the ways from it,
+    see `_Sources`.
 
     A dear value that is read twice counts as a buffer of its own until its loop is made. A result
     is written over a buffer behind a dear value only if the result, the dear value and the buffer
@@ -362,8 +363,8 @@ def _changed(node: Node) -> list[Node]:
     """
     if not str(node.target).startswith("auto_functionalized"):
         return []
-    # `auto_functionalized_v2` lists the tensors as `_all_bases`; the older wrapper has the operator's
-    # own argument.
+    # `auto_functionalized_v2` lists the tensors as `_all_bases`; the older wrapper has the
+    # operator's own argument.
     return list(node.kwargs.get("_all_bases") or [node.kwargs["total"]])  # type: ignore[arg-type]
 
 

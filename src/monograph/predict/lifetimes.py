@@ -20,10 +20,10 @@ from torch import Tensor
 Name = int | str  # the name of a buffer: an argument's index or a node's name
 
 # Two loops are not fused if more than this many nodes lie between them (`are_long_distant_nodes` in
-# torch._inductor),
+# torch._inductor).
 MAX_DISTANCE = 64
-# or if the buffers that one could reuse from the other have more than this many times the bytes that
-# both read (`can_fusion_increase_peak_memory`).
+# They are not fused either if the buffers that one of them could reuse from the other have more
+# than this many times the bytes that both read (`can_fusion_increase_peak_memory`).
 MAX_REUSE_RATIO = 32
 
 

@@ -80,8 +80,8 @@ def flops_per_token(config: LlamaConfig, sequence_length: int, adapter_parameter
 
     A layer with an attention window w < T sees w · (1 - w / 2T) positions on average, as many as
     causal attention over rows of w · (2 - w / T) tokens. This length, rounded down, counts for the
-    layer instead of T. A gated delta net has for each head a matrix of E key times V value channels,
-    which it reads, corrects and reads again: 18·heads·E·V for the layer.
+    layer instead of T. A gated delta net has for each head a matrix of E key times V value
+    channels, which it reads, corrects and reads again: 18·heads·E·V for the layer.
     """
     attending = [layer for layer in range(config.num_hidden_layers) if not config.is_linear(layer)]
     windows = [min(config.window(layer) or sequence_length, sequence_length) for layer in attending]
@@ -347,8 +347,8 @@ def pass_times(
 SCHEMA = "monograph.calibration/1"
 MAX_MEASUREMENTS = 9  # of a kind: the newest are kept, and their median counts
 # The memory that an allocator takes beyond a trace is partly the same for all steps and partly
-# grows with them, in unknown shares. So a measurement is applied only to steps whose transient bytes
-# are as large within this factor.
+# grows with them, in unknown shares. So a measurement is applied only to steps whose transient
+# bytes are as large within this factor.
 MAX_SIZE_RATIO = 2.0
 # The memory that a step allocates and frees is corrected downwards by at most this share of its
 # trace (law 12).
@@ -420,8 +420,8 @@ class Calibration:
         self._keep(self._ratios.setdefault(_key(device, kind), []), ratio)
 
     def residual(self, device: Device, work: Work, traced: Mapping[str, int]) -> int:
-        """Return the median of the bytes that similar steps on this device took beyond their traces;
-        0 if there were no similar steps.
+        """Return the median of the bytes that similar steps on this device took beyond their
+        traces; 0 if there were no similar steps.
 
         Steps are similar if they have the same precision and scope, and if their transient bytes
         (traced activations, loss head and workspace) agree within a factor of two. A negative

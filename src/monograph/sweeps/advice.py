@@ -184,8 +184,8 @@ def values_beyond(ordered: Sequence[float], *, upwards: bool) -> list[float]:
         otherwise:      last · (last / first)^(i / (n - 1))        i = 1, 2
 
     The second form is for positive values only; zeros at the start of such an axis are left out. If
-    the first form gives zero or less although all values are positive, each further value is half of
-    the previous one.
+    the first form gives zero or less although all values are positive, each further value is half
+    of the previous one.
 
     Args:
         ordered: two or more values in rising order.

@@ -135,6 +135,7 @@ class AfterUpdate:
         )
 
     def spare(self, moment: Moment) -> None:
-        """Subtract the round's remaining updates, which will not be made, from the display's total."""
+        """Subtract the round's remaining updates, which will not be made, from the display's total.
+        """
         remaining = self.updates - moment.done
         self.block.spare(len(self.batch.members) * remaining)

@@ -220,7 +220,8 @@ def _why(
 
 # Compile time of a graph of several members, divided by that of one member (dev/log.md).
 WIDE_COMPILE_RATIO = 1.3
-# Compile time of a graph in the compiler's cache, divided by that of a new one (benchmarks/start.py).
+# Compile time of a graph in the compiler's cache, divided by that of a new one
+# (benchmarks/start.py).
 CACHED_COMPILE_RATIO = 0.23
 CURVE_ROWS = 16  # held-out rows scored for a point of a curve; the last point uses all
 
@@ -450,7 +451,8 @@ def have_different_seeds(built_runs: Sequence[BuiltRun]) -> bool:
 
 
 def first_window(built_runs: Sequence[BuiltRun], text: Corpus) -> Batch:
-    """Return the first window that the members train on: [R, ...] for one seed, else [N, R, ...]."""
+    """Return the first window that the members train on: [R, ...] for one seed, else [N, R, ...].
+    """
     windows = []
     for built in built_runs if have_different_seeds(built_runs) else built_runs[:1]:
         batches = text.batches(built.plan.training.tokens_per_update, seed=built.plan.job.seed)

@@ -213,7 +213,9 @@ class Sweep:
 
     @contextmanager
     def lock_members(self, members: Sequence[Member]) -> Iterator[list[Run]]:
-        """Create the members' runs that do not exist, lock all for the `with` block, and yield them."""
+        """Create the members' runs that do not exist, lock all for the `with` block, and yield
+        them.
+        """
         with ExitStack() as locks:
             runs = []
             for member in members:

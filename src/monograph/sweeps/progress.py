@@ -424,8 +424,8 @@ class SweepProgress:
 
 
 def compile_sweep(folder: str) -> None:
-    """Compile the graphs of a sweep that has not begun yet, so that the process that trains it finds
-    them in the cache.
+    """Compile the graphs of a sweep that has not begun yet, so that the process that trains it
+    finds them in the cache.
 
     Both processes find out which graphs are needed by the same measurements.
     """

@@ -158,7 +158,8 @@ def require_teachers(sweep: Sweep, ranks: int) -> None:
 
 
 def open_student(sweep: Sweep, outcomes: Sequence[Outcome], best: int) -> Run:
-    """Return the run that learns from a sweep's finished members, and begin it if it does not exist.
+    """Return the run that learns from a sweep's finished members, and begin it if it does not
+    exist.
 
     It has the settings of the best member and a seed that no member has. If the settings leave it
     open, it has a graph for each block: a graph of the whole step would hold every teacher.
@@ -329,8 +330,8 @@ def result_object(sweep: Sweep, outcomes: Sequence[Outcome], table: Table) -> di
 def result_so_far(
     outcomes: Sequence[Outcome], table: Table, spent_s: float, rate: float
 ) -> dict[str, Any]:
-    """Return what is known of a sweep that has not ended, in the form of `result_object`, and how many
-    members have finished.
+    """Return what is known of a sweep that has not ended, in the form of `result_object`, and how
+    many members have finished.
 
     Args:
         outcomes: the members' present outcomes.

@@ -94,7 +94,8 @@ class Group:
 
     @property
     def name(self) -> str:
-        """Return the values that distinguish this group from the others; empty for the only group."""
+        """Return the values that distinguish this group from the others; empty for the only group.
+        """
         return " ".join(
             f"{short_key(key)}={value_text(value)}" for key, value in self.shared.items()
         )
@@ -136,8 +137,8 @@ def groups_of(members: Sequence[Member]) -> list[Group]:
 
 
 def spread_rounds(groups: Sequence[Group], ranks: int) -> None:
-    """Halve rounds in place, the largest first, until there is one for every rank or every round has
-    one member.
+    """Halve rounds in place, the largest first, until there is one for every rank or every round
+    has one member.
     """
     while sum(len(group.rounds) for group in groups) < ranks:
         group = max(groups, key=lambda candidate: max(candidate.rounds))
@@ -169,8 +170,8 @@ def value_text(value: object) -> str:
 
 
 DEFAULT_MINUTES = 1.5  # of the whole sweep, if no arguments are given
-# Without an axis, a sweep varies the seed and the learning rate: the default rate times these powers
-# of 2. Two seeds cannot distinguish finer steps (docs/sweep.md).
+# Without an axis, a sweep varies the seed and the learning rate: the default rate times these
+# powers of 2. Two seeds cannot distinguish finer steps (docs/sweep.md).
 DEFAULT_SEEDS = (0, 1)
 DEFAULT_EXPONENTS = range(-4, 4)
 # Settings that a sweep does not take over from the newest run: those of one run, the knobs, and
@@ -262,7 +263,8 @@ def spec_of(arguments: Sequence[str], samples: int | None) -> SweepSpec:
 
 
 def _proxy_and_target(settings: Settings) -> tuple[Settings, Settings]:
-    """Return the settings of the narrow proxy, and those of the wide run with the width of its proxy.
+    """Return the settings of the narrow proxy, and those of the wide run with the width of its
+    proxy.
 
     Raises:
         UsageError: no narrower shape keeps the model's ratios.
@@ -282,7 +284,8 @@ def _proxy_and_target(settings: Settings) -> tuple[Settings, Settings]:
 
 
 def _default_axes(settings: Settings) -> list[Axis]:
-    """Return an axis of learning rates around the model's default rate, and an axis of two seeds."""
+    """Return an axis of learning rates around the model's default rate, and an axis of two seeds.
+    """
     default_rate = resolve(settings, describe()).training.optim.lr
     rates = tuple(float(f"{default_rate * 2.0**exponent:.4g}") for exponent in DEFAULT_EXPONENTS)
     return [Axis("optim.lr", rates), Axis(SEED, DEFAULT_SEEDS)]
