@@ -162,8 +162,7 @@ def _require_stackable_module(path: str, module: nn.Module, ids: set[int]) -> No
 
 
 def _writes_buffers(parametrizations: nn.Module) -> bool:
-    """Return whether parametrizations write their buffers when they are evaluated in training mode.
-    """
+    """Return whether parametrizations write their buffers when they run in training mode."""
 
     def versions() -> list[tuple[int, int]]:
         return [(id(buffer), buffer._version) for buffer in parametrizations.buffers()]

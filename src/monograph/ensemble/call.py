@@ -455,8 +455,7 @@ def _form(value: object) -> str:
 
 
 def _places(modules: list[tuple[str, nn.Module]]) -> list[_Place]:
-    """Return the places of all parameters, then of all buffers, of modules given as (path, module).
-    """
+    """Return the places of all parameters, then of all buffers, of (path, module) pairs."""
     places = []
     names = dict[int, str]()  # by the tensor's identity
     for kind in ("_parameters", "_buffers"):

@@ -213,8 +213,7 @@ def _score_rows(model: Llama, rows: Sequence[_Row]) -> list[Score]:
 
 
 def _log_probabilities(model: Llama, hidden_ND: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each target's ln p, [N] in fp32 or wider, and the likeliest id at its position, [N].
-    """
+    """Return each target's ln p, [N] in fp32 or wider, and the likeliest ids, [N]."""
     target_log_p = []
     likeliest = []
     for logits_CV, targets_C in _logits_in_pieces(model, hidden_ND, targets_N):

@@ -389,8 +389,7 @@ def plan(
     traced: dict[Work, Candidate] = {}
 
     def list_candidates(limit: int) -> list[Candidate]:
-        """Return the candidates of all ways for a limit, those that were traced with their trace.
-        """
+        """Return the candidates of all ways for a limit, with their traces if they have one."""
         candidates = []
         for way in resident_ways(request):
             candidates += way_candidates(

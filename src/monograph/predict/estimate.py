@@ -301,8 +301,7 @@ def _kept_products(work: Work, remat: str | float) -> Choice:
 
 
 def _rounded_numbers(work: Work) -> int:
-    """Return how many numbers of a captured block's weights are kept rounded to the compute dtype.
-    """
+    """Return how many numbers of a captured block's weights are kept rounded."""
     has_compute_dtype = work.precision == "fp32" or not work.optim.master_weights
     # With adapters, frozen weights are not rounded again. If products add gradients (`fused`), all
     # rounded weights are part of `static`.

@@ -135,7 +135,6 @@ class AfterUpdate:
         )
 
     def spare(self, moment: Moment) -> None:
-        """Subtract the round's remaining updates, which will not be made, from the display's total.
-        """
+        """Subtract updates that the round will not make from the display's total."""
         remaining = self.updates - moment.done
         self.block.spare(len(self.batch.members) * remaining)

@@ -451,8 +451,7 @@ def have_different_seeds(built_runs: Sequence[BuiltRun]) -> bool:
 
 
 def first_window(built_runs: Sequence[BuiltRun], text: Corpus) -> Batch:
-    """Return the first window that the members train on: [R, ...] for one seed, else [N, R, ...].
-    """
+    """Return the first window of the members: [R, ...] for one seed, else [N, R, ...]."""
     windows = []
     for built in built_runs if have_different_seeds(built_runs) else built_runs[:1]:
         batches = text.batches(built.plan.training.tokens_per_update, seed=built.plan.job.seed)

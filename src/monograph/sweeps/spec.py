@@ -94,8 +94,7 @@ class Group:
 
     @property
     def name(self) -> str:
-        """Return the values that distinguish this group from the others; empty for the only group.
-        """
+        """Return the values that distinguish the group from others; "" for the only group."""
         return " ".join(
             f"{short_key(key)}={value_text(value)}" for key, value in self.shared.items()
         )
@@ -284,8 +283,7 @@ def _proxy_and_target(settings: Settings) -> tuple[Settings, Settings]:
 
 
 def _default_axes(settings: Settings) -> list[Axis]:
-    """Return an axis of learning rates around the model's default rate, and an axis of two seeds.
-    """
+    """Return an axis of learning rates around the default rate, and an axis of two seeds."""
     default_rate = resolve(settings, describe()).training.optim.lr
     rates = tuple(float(f"{default_rate * 2.0**exponent:.4g}") for exponent in DEFAULT_EXPONENTS)
     return [Axis("optim.lr", rates), Axis(SEED, DEFAULT_SEEDS)]
