@@ -41,7 +41,7 @@ def test_what_frees_more_than_it_takes_is_computed_at_once():
 
 def test_a_result_is_written_over_what_it_is_the_last_to_read():
     first, second = order_kernels([kernel("a", [], fused=False), kernel("b", ["a"])], {"b"}, {})
-    assert second.over == "a" and not first.last_reads and not second.last_reads
+    assert second.written_over == "a" and not first.freed_after and not second.freed_after
     # Not if it is of another size, a product, or kept by the caller.
     kept_b, kept_both = {"b"}, {"a", "b"}
     others = (
@@ -51,7 +51,7 @@ def test_a_result_is_written_over_what_it_is_the_last_to_read():
     )
     for last, kept in others:
         _, second = order_kernels([kernel("a", [], fused=False), last], kept, {})
-        assert second.over is None and ("a" in second.last_reads) == ("a" not in kept)
+        assert second.written_over is None and ("a" in second.freed_after) == ("a" not in kept)
 
 
 def test_a_loop_keeps_what_it_reads_to_its_end():
@@ -62,7 +62,7 @@ def test_a_loop_keeps_what_it_reads_to_its_end():
         kernel("out", ["weighted", "sum"], 70),
     ]
     *_, out = order_kernels(written, {"out"}, {})
-    assert set(out.last_reads) == {"scores", "weighted", "sum"}
+    assert set(out.freed_after) == {"scores", "weighted", "sum"}
 
 
 def gated(needed):
@@ -121,22 +121,26 @@ def test_loops_are_not_joined_over_a_long_way():
 
 def test_what_several_of_a_loop_read_is_not_written_over():
     *_, first, second, _ = order_kernels(gated([]), {"of first", "second"}, {})
-    assert first.over is None and second.over == "up" and second.last_reads == ["gate"]
+    assert (
+        first.written_over is None
+        and second.written_over == "up"
+        and second.freed_after == ["gate"]
+    )
     # Alone with it the second writes over it.
     *_, second = order_kernels(gated(["first"]), {"of first", "second"}, {})
-    assert second.over == "gate" and second.last_reads == ["up"]
+    assert second.written_over == "gate" and second.freed_after == ["up"]
 
 
 def test_arguments_are_given_back_only_by_a_graph_that_owns_them():
     (owner,) = order_kernels([kernel("a", [0], 50)], {"a"}, {0: 100})
-    assert owner.last_reads == [0]
+    assert owner.freed_after == [0]
     (guest,) = order_kernels([kernel("a", [0], 50)], {"a"}, {})
-    assert guest.last_reads == []
+    assert guest.freed_after == []
 
 
 def test_what_nobody_reads_is_gone_at_once():
     (only,) = order_kernels([kernel("copy", [], fused=False)], set(), {})
-    assert only.last_reads == ["copy"]
+    assert only.freed_after == ["copy"]
 
 
 def test_what_was_changed_in_place_is_not_written_over():
@@ -147,17 +151,17 @@ def test_what_was_changed_in_place_is_not_written_over():
     for changes, over in (("zeros", None), (None, "added")):
         written[1].changes = changes
         found = order_kernels(
-            [replace(each, over=None, last_reads=[]) for each in written], {"sum"}, {}
+            [replace(each, written_over=None, freed_after=[]) for each in written], {"sum"}, {}
         )
-        assert found[1].over == "zeros" and found[2].over == over
-        assert found[2].last_reads == (["added"] if over is None else [])
+        assert found[1].written_over == "zeros" and found[2].written_over == over
+        assert found[2].freed_after == (["added"] if over is None else [])
 
 
 def test_a_product_that_is_added_in_place_waits_for_and_is_waited_for():
     written = [
         kernel("total", [], fused=False),
         PlannedKernel(
-            "inside", torch.empty(60), 60, 60, frozenset(["total"]), fused=False, hidden=True
+            "inside", torch.empty(60), 60, 60, frozenset(["total"]), fused=False, is_workspace=True
         ),
         PlannedKernel(
             "added",
@@ -171,16 +175,18 @@ def test_a_product_that_is_added_in_place_waits_for_and_is_waited_for():
         kernel("scaled", ["added"]),
     ]
     _, inside, added, scaled = order_kernels(written, {"scaled"}, {})
-    assert added.over == "total" and added.last_reads == ["inside"] and not inside.last_reads
-    assert scaled.over is None and scaled.last_reads == ["added"]
+    assert (
+        added.written_over == "total" and added.freed_after == ["inside"] and not inside.freed_after
+    )
+    assert scaled.written_over is None and scaled.freed_after == ["added"]
 
 
 def test_what_lies_behind_a_value_of_another_size_is_not_written_over():
     first, second = order_kernels([kernel("a", [], fused=False), kernel("b", ["a"])], {"b"}, {})
-    assert second.over == "a"
-    second = replace(second, over=None, separate=frozenset(["a"]))
+    assert second.written_over == "a"
+    second = replace(second, written_over=None, not_over=frozenset(["a"]))
     _, second = order_kernels([kernel("a", [], fused=False), second], {"b"}, {})
-    assert second.over is None and second.last_reads == ["a"]
+    assert second.written_over is None and second.freed_after == ["a"]
 
 
 def test_a_dead_buffer_is_kept_for_a_later_one_of_its_kind_unless_that_raises_the_peak():
@@ -194,7 +200,10 @@ def test_a_dead_buffer_is_kept_for_a_later_one_of_its_kind_unless_that_raises_th
             kernel("most", [], 250, fused=False),
         ]
         found = {each.name: each for each in order_kernels(written, {"c", "most"}, {})}
-        assert found["c"].over == ("a" if kept else None) and ("a" in found["b"].last_reads) != kept
+        assert (
+            found["c"].written_over == ("a" if kept else None)
+            and ("a" in found["b"].freed_after) != kept
+        )
 
 
 def test_what_an_operator_needs_inside_does_not_keep_a_buffer_from_being_reused():
@@ -202,10 +211,10 @@ def test_what_an_operator_needs_inside_does_not_keep_a_buffer_from_being_reused(
     written = [
         kernel("a", [], fused=False),
         kernel("b", ["a"], 110, fused=False),
-        replace(kernel("inside", ["b"], 500, fused=False), hidden=True),
+        replace(kernel("inside", ["b"], 500, fused=False), is_workspace=True),
         kernel("of b", ["b", "inside"], 10, fused=False),
         kernel("c", ["of b"], fused=False),
         kernel("most", [], 200, fused=False),
     ]
     found = {each.name: each for each in order_kernels(written, {"c", "most"}, {})}
-    assert found["c"].over == "a" and "a" not in found["b"].last_reads
+    assert found["c"].written_over == "a" and "a" not in found["b"].freed_after

@@ -215,11 +215,11 @@ class FakeMemory:
             size_bytes = self._allocated_bytes(kernel.size_bytes)
             buffers[kernel.name] = origin, size_bytes
             self._alive_bytes[origin] += size_bytes
-            if kernel.over in buffers:
-                old_origin, _ = buffers.pop(kernel.over)
+            if kernel.written_over in buffers:
+                old_origin, _ = buffers.pop(kernel.written_over)
                 self._alive_bytes[old_origin] -= size_bytes
             self._add_sample()
-            for name in kernel.last_reads:
+            for name in kernel.freed_after:
                 if name in buffers:
                     origin, size_bytes = buffers.pop(name)
                     self._alive_bytes[origin] -= size_bytes
@@ -235,7 +235,7 @@ class FakeMemory:
         Of arguments that share a storage, only the one that is read last is listed.
         """
         last_read = {
-            name: index for index, kernel in enumerate(planned) for name in kernel.last_reads
+            name: index for index, kernel in enumerate(planned) for name in kernel.freed_after
         }
         latest: dict[int, int] = {}  # by storage, the argument that is read last
         for argument, value in enumerate(arguments):

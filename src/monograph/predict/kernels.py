@@ -165,7 +165,13 @@ def _in_place_kernels(
     total, left, right = (operand.meta["val"] for operand in operands)
     workspace = inner_bytes(total, left, right, device_type)
     product = PlannedKernel(
-        f"{node.name}'s product", total, total.numel(), workspace, buffers, fused=False, hidden=True
+        f"{node.name}'s product",
+        total,
+        total.numel(),
+        workspace,
+        buffers,
+        fused=False,
+        is_workspace=True,
     )
     addition = PlannedKernel(
         node.name,
@@ -205,7 +211,7 @@ def _node_kernels(
             copy_bytes,
             frozenset(),
             fused=False,
-            hidden=True,
+            is_workspace=True,
         )
         node_kernels.append(copy)
         buffers |= {copy.name}
@@ -219,7 +225,7 @@ def _node_kernels(
     if at_places:
         changes = _only_name(sources[node.all_input_nodes[0]].buffers, node)
     # See `_dear_sizes` for which buffers the result can be written over.
-    separate = frozenset(
+    not_over = frozenset(
         name for name, sizes in dear_sizes.items() if sizes not in ({0}, {size_bytes})
     )
     largest_dear = max(set[int]().union(*dear_sizes.values()), default=0)
@@ -232,8 +238,8 @@ def _node_kernels(
             buffers,
             fused=not _is_extern(node) or at_places,
             changes=changes,
-            separate=separate,
-            within_bytes=largest_dear,
+            not_over=not_over,
+            intermediate_bytes=largest_dear,
         )
     )
     return node_kernels

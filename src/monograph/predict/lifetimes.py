@@ -42,13 +42,13 @@ class PlannedKernel:
             reads that value.
         changes: the value that it changes in place, whose memory it takes; None if it changes
             nothing. No reader is written over such a kernel.
-        separate: values that it reads, and over which it cannot be written.
-        within_bytes: bytes of intermediate values. The compiler expects to need memory for them,
-            but then needs none.
-        hidden: whether this is the workspace of the operator that follows, which the compiler does
-            not know of.
-        over: the argument or kernel whose memory it takes; None: new memory.
-        last_reads: the other values whose memory is freed after it.
+        not_over: values that it reads, and over which it cannot be written.
+        intermediate_bytes: bytes of intermediate values. The compiler expects to need memory for
+            them, but then needs none.
+        is_workspace: whether this is the workspace of the operator that follows, which the compiler
+            does not know of.
+        written_over: the argument or kernel whose memory it takes; None: new memory.
+        freed_after: the values whose memory is freed after it.
     """
 
     name: str
@@ -58,17 +58,17 @@ class PlannedKernel:
     reads: frozenset[Name]
     fused: bool
     changes: Name | None = None
-    separate: frozenset[Name] = frozenset()
-    within_bytes: int = 0
-    hidden: bool = False
-    over: Name | None = None
-    last_reads: list[Name] = field(default_factory=list)
+    not_over: frozenset[Name] = frozenset()
+    intermediate_bytes: int = 0
+    is_workspace: bool = False
+    written_over: Name | None = None
+    freed_after: list[Name] = field(default_factory=list)
 
 
 def order_kernels(
     written: list[PlannedKernel], returned: set[Name], arguments: Mapping[Name, int]
 ) -> list[PlannedKernel]:
-    """Set the kernels' `over` and `last_reads`, and return them in the compiler's order.
+    """Set the kernels' `written_over` and `freed_after`, and return them in the compiler's order.
 
     Args:
         written: kernels in the order of the graph's nodes.
@@ -92,16 +92,16 @@ def order_kernels(
         reader = ordered[last_use[name]]
         loop_end = loop_ends[last_use[name]]
         may_take = (
-            reader.over is None
+            reader.written_over is None
             and readers[loop_end, name] == 1
-            and name not in reader.separate | changed_in_place
+            and name not in reader.not_over | changed_in_place
         )
         fits = reader.fused and name != reader.name and sizes[name] == reader.size_bytes
         if reader.changes == name or (may_take and fits):
-            reader.over = name
+            reader.written_over = name
         else:
             # The inputs of a loop are needed until its last kernel.
-            ordered[loop_end].last_reads.append(name)
+            ordered[loop_end].freed_after.append(name)
     freed_at = {name: loop_ends[index] for name, index in last_use.items() if name not in returned}
     _reuse_buffers(ordered, _expected_bytes(ordered, freed_at, arguments))
     return ordered
@@ -120,11 +120,11 @@ def _reuse_buffers(ordered: list[PlannedKernel], expected_bytes: list[int]) -> N
     kinds: dict[Name, tuple[object, int]] = {
         kernel.name: (kernel.output.dtype, kernel.size_bytes)
         for kernel in ordered
-        if not kernel.hidden
+        if not kernel.is_workspace
     }
     for index, kernel in enumerate(ordered):
         candidates: list[tuple[int, Name]] = []
-        if kernel.over is None and kernel.name in kinds:
+        if kernel.written_over is None and kernel.name in kinds:
             candidates = freed.get(kinds[kernel.name], [])
         if candidates:
             freed_at, name = candidates[-1]
@@ -132,11 +132,11 @@ def _reuse_buffers(ordered: list[PlannedKernel], expected_bytes: list[int]) -> N
             between = range(freed_at + 1, index)
             if all(expected_bytes[step] + kernel.size_bytes <= peak_bytes for step in between):
                 candidates.pop()
-                ordered[freed_at].last_reads.remove(name)
-                kernel.over = name
+                ordered[freed_at].freed_after.remove(name)
+                kernel.written_over = name
                 for step in between:
                     expected_bytes[step] += kernel.size_bytes
-        for name in kernel.last_reads:
+        for name in kernel.freed_after:
             if name in kinds:
                 freed.setdefault(kinds[name], []).append((index, name))
 
@@ -156,7 +156,7 @@ def _expected_bytes(
     """
     made_at: dict[Name, int] = dict.fromkeys(arguments, 0)
     for index, kernel in enumerate(ordered):
-        if not kernel.hidden:
+        if not kernel.is_workspace:
             # The value that a kernel changes in place has its memory until the kernel has run.
             made_at[kernel.name] = index + 1 if kernel.changes is not None else index
     sizes: dict[Name, int] = {**arguments, **{kernel.name: kernel.size_bytes for kernel in ordered}}
@@ -166,7 +166,8 @@ def _expected_bytes(
         differences[freed_at.get(name, len(ordered) - 1) + 1] -= sizes[name]
     alive_bytes = itertools.accumulate(differences)
     return [
-        alive + kernel.within_bytes for alive, kernel in zip(alive_bytes, ordered, strict=False)
+        alive + kernel.intermediate_bytes
+        for alive, kernel in zip(alive_bytes, ordered, strict=False)
     ]
 
 
